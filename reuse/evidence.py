@@ -1,0 +1,312 @@
+"""Evidence: what a traced block's Python depended on, and whether another instance agrees.
+
+A block instance may be replaced by a call on the closure of an earlier instance only if running
+its Python would have produced the same graph. That is decided by comparing everything the traced
+instance's Python read:
+
+* the structure of its module tree: classes, children, parameters and buffers (layout, dtype,
+  requires_grad, and which of them are one tensor), train/eval modes, hooks;
+* every attribute read on a module of the tree, and on modules outside it;
+* globals and closure cells of every function that ran;
+* for a block called inside, that block's own evidence, at the same place.
+"""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import types
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from .freeze import Freezer, Identity, describe
+from .types import TensorType
+
+# State of nn.Module itself; the structure snapshot compares what matters of it.
+_MODULE_INTERNALS = frozenset(nn.Module().__dict__) - {"training"}
+_HOOK_TABLES = tuple(sorted(n for n in nn.Module().__dict__ if n.endswith(("_hooks", "_hooks_with_kwargs"))))
+_ABSENT = object()
+
+TensorPath = tuple[Any, ...]  # (module path, attribute name, *keys inside the attribute)
+
+
+@dataclass
+class Reads:
+    """What one traced instance's Python read, filled in while it runs."""
+
+    attributes: dict[tuple[int, str], tuple[nn.Module, Any]] = field(default_factory=dict)
+    functions: dict[tuple[types.CodeType, int], dict[str, Any]] = field(default_factory=dict)
+    globals: dict[tuple[int, str], tuple[dict[str, Any], Any]] = field(default_factory=dict)
+    nested: list[tuple[nn.Module, Evidence]] = field(default_factory=list)
+
+    def attribute(self, module: nn.Module, name: str) -> None:
+        """Notes that an attribute of a module was read; its state is kept as of the first read."""
+        key = (id(module), name)
+        if key not in self.attributes and name not in _MODULE_INTERNALS:
+            self.attributes[key] = (module, _snapshot(raw_attribute(module, name)))
+
+    def all_attributes(self, module: nn.Module) -> None:
+        """Notes that the module's ``__dict__`` was read as a whole."""
+        for name in list(module.__dict__):
+            self.attribute(module, name)
+
+    def function(self, frame: types.FrameType) -> None:
+        """Notes that a Python function ran, and what its globals and captured variables hold."""
+        code, scope = frame.f_code, frame.f_globals
+        if (code, id(scope)) in self.functions:
+            return
+        variables = frame.f_locals if code.co_freevars else {}
+        self.functions[code, id(scope)] = {
+            name: _shallow_snapshot(variables[name]) for name in code.co_freevars if name in variables
+        }
+        for name in code.co_names:
+            if name in scope and (id(scope), name) not in self.globals:
+                self.globals[id(scope), name] = (scope, _shallow_snapshot(scope[name]))
+
+
+def raw_attribute(module: nn.Module, name: str) -> Any:
+    """Returns what a module itself holds under a name, without running any of its code."""
+    if name in module.__dict__:
+        return module.__dict__[name]
+    for table in ("_parameters", "_buffers", "_modules"):
+        if name in module.__dict__.get(table, {}):
+            return module.__dict__[table][name]
+    found = inspect.getattr_static(type(module), name, _ABSENT)
+    return found
+
+
+def _snapshot(value: Any) -> Any:
+    """Freezes a value without regard to where it sits, to notice that it changed meanwhile."""
+    return Freezer(on_tensor=lambda t, keys: Identity(t)).freeze(value)
+
+
+class Evidence:
+    """What an instance must agree with to share the closure of ``root``.
+
+    Args:
+        root: the instance that was traced.
+        reads: what its Python read.
+    """
+
+    def __init__(self, root: nn.Module, reads: Reads) -> None:
+        self.type = type(root)
+        self._paths = _module_paths(root)
+        self._structure = _structure(root)
+        self._tensor_paths: dict[int, TensorPath] = {}
+        self._keep: list[torch.Tensor] = []
+        self._attributes: list[tuple[str, str, Any]] = []
+        self._external: list[tuple[nn.Module, str, Any]] = []
+        self._globals = [(scope, key[1], seen) for key, (scope, seen) in reads.globals.items()]
+        self._cells = _cell_reads(reads)
+        self._nested: list[tuple[str, Evidence]] = []
+        self.side_effect = self._find_side_effect(reads)
+        self._index_attributes(root, reads)
+        for module, evidence in reads.nested:
+            path = self._paths.get(id(module))
+            if path is None:
+                self.side_effect = self.side_effect or "it calls a shared block outside its own tree"
+            else:
+                self._nested.append((path, evidence))
+
+    def _index_attributes(self, root: nn.Module, reads: Reads) -> None:
+        freeze = self._freezer(self._paths, self._note_tensor)
+        for module, name in [(m, key[1]) for key, (m, _) in reads.attributes.items()]:
+            path = self._paths.get(id(module))
+            value = raw_attribute(module, name)
+            if path is None:
+                self._external.append((module, name, _snapshot(value)))
+            else:
+                self._attributes.append((path, name, freeze(value, (path, name))))
+        for path, module in root.named_modules():
+            for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+                if tensor is not None:
+                    self._note_tensor(tensor, (path, name))
+
+    def _note_tensor(self, tensor: torch.Tensor, keys: TensorPath) -> Any:
+        self._tensor_paths.setdefault(id(tensor), keys)
+        self._keep.append(tensor)
+        return _tensor_facts(tensor)
+
+    def tensor_path(self, tensor: torch.Tensor) -> TensorPath | None:
+        """Returns how the traced instance reached one of its own tensors, if it did."""
+        return self._tensor_paths.get(id(tensor))
+
+    def module_path(self, module: nn.Module) -> str | None:
+        """Returns the path of a module in the traced instance's tree."""
+        return self._paths.get(id(module))
+
+    def is_fixed(self, tensor: torch.Tensor) -> bool:
+        """Whether the evidence pins this very tensor (a global, or another module's attribute)."""
+        pin = Identity(tensor)
+        names = [f for _, _, f in self._external] + [f for _, _, f in self._globals]
+        return pin in names or any(pin in contents for _, contents in self._cells)
+
+    @staticmethod
+    def _freezer(
+        paths: Mapping[int, str], on_tensor: Callable[[torch.Tensor, tuple[Any, ...]], Any]
+    ) -> Callable[[Any, TensorPath], Any]:
+        return Freezer(paths, on_tensor).freeze
+
+    def _find_side_effect(self, reads: Reads) -> str:
+        for (_, name), (module, before) in reads.attributes.items():
+            if _snapshot(raw_attribute(module, name)) != before:
+                return f"its forward changes {type(module).__name__}.{name}"
+        for scope, name, before in self._globals:
+            if _shallow_snapshot(scope.get(name, _ABSENT)) != before:
+                return f"its forward changes the global {name}"
+        for function, contents in self._cells:
+            before = reads.functions.get((function.__code__, id(function.__globals__)), {})
+            only = sum(f.__code__ is function.__code__ for f, _ in self._cells) == 1
+            for name, now in zip(function.__code__.co_freevars, contents, strict=True):
+                if only and before.get(name, now) != now:
+                    return f"its forward changes the captured variable {name}"
+        return ""
+
+    def mismatch(self, instance: nn.Module) -> str:
+        """Returns why an instance cannot share, or an empty text if it can."""
+        if type(instance) is not self.type:
+            return f"class {type(instance).__qualname__} is not {self.type.__qualname__}"
+        return (
+            _structure_mismatch(self._structure, _structure(instance))
+            or self._attribute_mismatch(instance)
+            or self._outside_mismatch()
+            or self._nested_mismatch(instance)
+        )
+
+    def _attribute_mismatch(self, instance: nn.Module) -> str:
+        modules = dict(instance.named_modules(remove_duplicate=False))
+        paths = {id(m): p for p, m in instance.named_modules()}
+        freeze = self._freezer(paths, lambda tensor, keys: _tensor_facts(tensor))
+        for path, name, expected in self._attributes:
+            found = freeze(raw_attribute(modules[path], name), (path, name))
+            if found != expected:
+                where = f"{path}.{name}" if path else name
+                return f"attribute {where} is {describe(found)}, not {describe(expected)}"
+        return ""
+
+    def _outside_mismatch(self) -> str:
+        for module, name, expected in self._external:
+            if _snapshot(raw_attribute(module, name)) != expected:
+                return f"attribute {name} of {type(module).__name__} changed between the calls"
+        for scope, name, expected in self._globals:
+            if _shallow_snapshot(scope.get(name, _ABSENT)) != expected:
+                return f"global {name} changed between the calls"
+        for function, contents in self._cells:
+            if tuple(_snapshot_cell(c) for c in function.__closure__ or ()) != contents:
+                return f"a variable captured by {function.__qualname__} changed between the calls"
+        return ""
+
+    def _nested_mismatch(self, instance: nn.Module) -> str:
+        for path, evidence in self._nested:
+            reason = evidence.mismatch(instance.get_submodule(path))
+            if reason:
+                return f"{path}: {reason}"
+        return ""
+
+
+def follow_tensor_path(root: nn.Module, path: TensorPath) -> torch.Tensor:
+    """Returns the tensor that another instance reaches in the same way."""
+    value = raw_attribute(root.get_submodule(path[0]), path[1])
+    for key in path[2:]:
+        value = _follow_key(value, key)
+    assert isinstance(value, torch.Tensor)
+    return value
+
+
+def _follow_key(value: Any, key: Any) -> Any:
+    kind, name = key if isinstance(key, tuple) else (key, None)
+    if kind == "item":
+        return value[name]
+    if kind == "attr":
+        return getattr(value, name)
+    if kind == "cell":
+        return value.__closure__[name].cell_contents
+    attribute = {"func": "__func__", "self": "__self__", "defaults": "__defaults__", "kwdefaults": "__kwdefaults__"}
+    return getattr(value, attribute[kind])
+
+
+def _tensor_facts(tensor: torch.Tensor) -> Any:
+    return (type(tensor), TensorType.of(tensor), tensor.requires_grad)
+
+
+def _module_paths(root: nn.Module) -> dict[int, str]:
+    return {id(module): path for path, module in root.named_modules()}
+
+
+def _structure(root: nn.Module) -> list[tuple[Any, ...]]:
+    """Describes a module tree: one row per module, in a fixed order."""
+    rows: list[tuple[Any, ...]] = []
+    first_place: dict[int, int] = {}
+    paths: dict[int, str] | None = None
+    for path, module in root.named_modules(remove_duplicate=False):
+        state = module.__dict__
+        hooks: Any = ()
+        if any(state.get(table) for table in _HOOK_TABLES):
+            paths = paths or _module_paths(root)
+            freezer = Freezer(paths)
+            hooks = tuple(freezer.freeze(list(state[t].values())) for t in _HOOK_TABLES if t in state)
+        tensors = tuple(
+            (name, None if t is None else (*_tensor_facts(t), first_place.setdefault(id(t), len(first_place))))
+            for table in (state["_parameters"], state["_buffers"])
+            for name, t in table.items()
+        )
+        alias = first_place.setdefault(id(module), len(first_place))
+        rows.append((path, type(module), state["training"], alias, tensors, hooks))
+    return rows
+
+
+def _structure_mismatch(expected: list[tuple[Any, ...]], found: list[tuple[Any, ...]]) -> str:
+    if expected == found:
+        return ""
+    labels = ("sub-module name", "class", "train/eval mode", "sub-module sharing", "parameters", "hooks")
+    for row, other in zip(expected, found, strict=False):
+        for label, a, b in zip(labels, row, other, strict=True):
+            if a != b:
+                return f"{label} of {other[0] or 'the block'} differs{_name_tensor(label, a, b)}"
+    return f"it has {len(found)} sub-modules, not {len(expected)}"
+
+
+def _name_tensor(label: str, expected: Any, found: Any) -> str:
+    if label == "train/eval mode":
+        return f" (training is {found}, not {expected})"
+    if label != "parameters":
+        return ""
+    for a, b in zip(expected, found, strict=False):
+        if a != b and a[0] == b[0] and a[1] and b[1]:
+            facts = ("class", "layout", "requires_grad", "tying")
+            changed = [f for f, x, y in zip(facts, a[1], b[1], strict=True) if x != y]
+            return f" ({b[0]}: {', '.join(changed)})"
+    return ""
+
+
+def _shallow_snapshot(value: Any) -> Any:
+    """Freezes plain data by content; functions, classes and other objects by identity."""
+    plain = (bool, int, float, str, tuple, list, dict, set, frozenset, type(None))
+    if type(value) in plain:
+        return _snapshot(value)
+    return Identity(value)
+
+
+def _cell_reads(reads: Reads) -> list[tuple[types.FunctionType, Any]]:
+    """Finds the closure cells of the functions that ran (code objects know only their names)."""
+    found: list[tuple[types.FunctionType, Any]] = []
+    codes = [code for code, _ in reads.functions if code.co_freevars]
+    if not codes:
+        return found
+    wanted = set(map(id, codes))
+    for function in gc.get_referrers(*codes):
+        if isinstance(function, types.FunctionType) and id(function.__code__) in wanted:
+            contents = tuple(_snapshot_cell(cell) for cell in function.__closure__ or ())
+            found.append((function, contents))
+    return found
+
+
+def _snapshot_cell(cell: types.CellType) -> Any:
+    try:
+        return _shallow_snapshot(cell.cell_contents)
+    except ValueError:
+        return Identity(_ABSENT)

@@ -1,0 +1,197 @@
+"""Turns what Python code read into a value that can be compared later.
+
+Sharing is decided by comparing frozen values, so two frozen values may be equal only if code that
+reads the originals would behave the same. ``1``, ``True`` and ``1.0`` are different; arrays are
+compared by content; an object of a Python-defined class by class and attributes; anything else by
+identity. Never by ``str()`` or ``repr()``.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import types
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+_MAX_DEPTH = 8
+_MAX_ITEMS = 4096
+_SCALARS = (bool, int, str, bytes, type(None), type(...), torch.dtype, torch.device, torch.Size)
+_BY_IDENTITY = (
+    type,
+    types.ModuleType,
+    types.BuiltinFunctionType,
+    types.CodeType,
+    torch._ops.OpOverload,
+    torch._ops.OpOverloadPacket,
+    torch.memory_format,
+    torch.layout,
+)
+
+
+class Identity:
+    """Compares equal only to the same object, which it keeps alive so that no address repeats."""
+
+    __slots__ = ("target",)
+
+    def __init__(self, target: object) -> None:
+        self.target = target
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Identity) and other.target is self.target
+
+    def __hash__(self) -> int:
+        return id(self.target)
+
+    def __repr__(self) -> str:
+        return f"<{type(self.target).__qualname__} object>"
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """Where two frozen values differ, for a person to read."""
+
+    where: str
+    first: str
+    second: str
+
+
+class Freezer:
+    """Freezes values as seen from one module tree.
+
+    Args:
+        module_paths: ``id(module) -> path`` of the tree; its modules freeze to their path, so
+            that the same reference inside another tree compares equal.
+        on_tensor: called with each tensor met and the keys that lead to it; returns what stands
+            for the tensor (its metadata is the caller's to compare). Default: identity.
+    """
+
+    def __init__(
+        self,
+        module_paths: Mapping[int, str] | None = None,
+        on_tensor: Callable[[torch.Tensor, tuple[Any, ...]], Any] | None = None,
+    ) -> None:
+        self._module_paths = module_paths or {}
+        self._on_tensor = on_tensor
+        self._items = 0
+
+    def freeze(self, value: Any, keys: tuple[Any, ...] = ()) -> Any:
+        """Returns the frozen form of one value. ``keys`` says how the value was reached."""
+        self._items = 0
+        return self._freeze(value, keys, (), 0)
+
+    def _freeze(self, value: Any, keys: tuple[Any, ...], above: tuple[int, ...], depth: int) -> Any:
+        kind = type(value)
+        if kind in _SCALARS:
+            return (kind, value)
+        if kind is float:
+            return (kind, value.hex())
+        if kind is complex:
+            return (kind, value.real.hex(), value.imag.hex())
+        if isinstance(value, torch.Tensor):
+            return self._on_tensor(value, keys) if self._on_tensor else Identity(value)
+        if isinstance(value, nn.Module):
+            path = self._module_paths.get(id(value))
+            return Identity(value) if path is None else ("module", path)
+        if isinstance(value, (enum.Enum, *_BY_IDENTITY)):
+            return Identity(value)
+        self._items += 1
+        if depth >= _MAX_DEPTH or self._items > _MAX_ITEMS:
+            return Identity(value)
+        if id(value) in above:
+            return ("cycle", len(above) - above.index(id(value)))
+        return self._freeze_object(value, keys, (*above, id(value)), depth + 1)
+
+    def _freeze_object(
+        self, value: Any, keys: tuple[Any, ...], above: tuple[int, ...], depth: int
+    ) -> Any:
+        def item(inner: Any, key: Any) -> Any:
+            return self._freeze(inner, (*keys, key), above, depth)
+
+        kind = type(value)
+        if isinstance(value, (list, tuple)):
+            parts: Any = tuple(item(x, ("item", i)) for i, x in enumerate(value))
+        elif isinstance(value, (dict, types.MappingProxyType)):
+            parts = tuple(
+                (item(k, ("key", None)), item(v, ("item", k))) for k, v in value.items()
+            )
+        elif isinstance(value, (set, frozenset)):
+            parts = frozenset(item(x, ("key", None)) for x in value)
+        elif isinstance(value, (range, slice)):
+            parts = tuple(item(x, ("key", None)) for x in (value.start, value.stop, value.step))
+        elif isinstance(value, types.MethodType):
+            parts = (item(value.__func__, "func"), item(value.__self__, "self"))
+        elif isinstance(value, types.FunctionType):
+            parts = self._freeze_function(value, item)
+        elif isinstance(value, functools.partial):
+            parts = tuple(item(x, "partial") for x in (value.func, value.args, value.keywords))
+        elif kind.__module__ == "numpy":
+            return self._freeze_array(value)
+        elif not _is_python_defined(kind):
+            return Identity(value)
+        else:
+            parts = ()
+        return (kind, parts, tuple((k, item(v, ("attr", k))) for k, v in _attributes(value)))
+
+    def _freeze_function(self, function: types.FunctionType, item: Callable[..., Any]) -> Any:
+        cells = tuple(_cell_contents(cell) for cell in function.__closure__ or ())
+        return (
+            Identity(function.__code__),
+            Identity(function.__globals__),
+            tuple(item(cell, ("cell", i)) for i, cell in enumerate(cells)),
+            item(function.__defaults__, "defaults"),
+            item(function.__kwdefaults__, "kwdefaults"),
+        )
+
+    def _freeze_array(self, value: Any) -> Any:
+        if not hasattr(value, "tobytes") or getattr(value, "dtype", None) == object:
+            return Identity(value)
+        return (type(value), str(value.dtype), value.shape, value.tobytes())
+
+
+class _Unset:
+    """What an empty closure cell holds."""
+
+
+def _cell_contents(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return _Unset
+
+
+def _is_python_defined(kind: type) -> bool:
+    """Whether attributes and contents are all the state an object of this class can have."""
+    allowed = (object, list, tuple, dict, set, frozenset, types.FunctionType, types.MethodType)
+    heap_type = 1 << 9  # Py_TPFLAGS_HEAPTYPE
+    return all(base in allowed or base.__flags__ & heap_type for base in kind.__mro__)
+
+
+def _attributes(value: Any) -> list[tuple[str, Any]]:
+    """Attributes held by the object itself, in a fixed order."""
+    if isinstance(value, (types.FunctionType, types.MethodType, functools.partial)):
+        return []
+    found = dict(getattr(value, "__dict__", {}))
+    for base in type(value).__mro__:
+        slots = base.__dict__.get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            if name not in ("__dict__", "__weakref__") and hasattr(value, name):
+                found[name] = getattr(value, name)
+    return sorted(found.items(), key=lambda pair: str(pair[0]))
+
+
+def describe(frozen: Any) -> str:
+    """Returns a short text of a frozen value, for reports."""
+    if isinstance(frozen, tuple) and len(frozen) == 2 and frozen[0] in _SCALARS:
+        return repr(frozen[1])
+    if isinstance(frozen, tuple) and len(frozen) == 2 and frozen[0] is float:
+        return repr(float.fromhex(frozen[1]))
+    if isinstance(frozen, Identity):
+        return repr(frozen)
+    if isinstance(frozen, tuple) and frozen and isinstance(frozen[0], type):
+        return f"<{frozen[0].__qualname__}>"
+    return "<missing>" if frozen is None else str(frozen)[:60]

@@ -1,0 +1,233 @@
+"""Leaf bodies: building ATen graphs, comparing them exactly, and running them.
+
+A node carries a :class:`Stamp` in ``meta["stamp"]``: the grad mode and autocast state that the
+user's code ran it under, and the user's source line. The stamp replaces the mode-switching nodes
+a trace would hold, so a graph can be cut anywhere without losing the mode.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.fx
+from torch.fx.node import map_arg
+
+from .freeze import Freezer
+from .program import Leaf
+from .types import TensorType, Type, flatten_type
+
+Autocast = tuple[str, bool, torch.dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class Stamp:
+    """The modes a node ran under, and where in the user's code it was called."""
+
+    grad_enabled: bool = True
+    autocast: tuple[Autocast, ...] = ()
+    source: str = ""
+
+
+DEFAULT_STAMP = Stamp()
+
+
+def stamp_of(node: torch.fx.Node) -> Stamp:
+    """Returns the stamp of a node."""
+    stamp = node.meta.get("stamp", DEFAULT_STAMP)
+    assert isinstance(stamp, Stamp)
+    return stamp
+
+
+def current_autocast(devices: Iterable[str]) -> tuple[Autocast, ...]:
+    """Returns the active autocast regions, for the given device types."""
+    return tuple(
+        (device, True, torch.get_autocast_dtype(device))
+        for device in devices
+        if torch.is_autocast_enabled(device)
+    )
+
+
+class ModalInterpreter(torch.fx.Interpreter):
+    """Runs a leaf body node by node under the modes in the nodes' stamps.
+
+    Autocast is entered anew for each run of nodes with one state, and grad mode can only be
+    switched off (``grad_enabled=False`` in a stamp), never on.
+    """
+
+    def __init__(self, module: torch.fx.GraphModule) -> None:
+        super().__init__(module, garbage_collect_values=True)
+        self._stack = contextlib.ExitStack()
+        self._modes: tuple[bool, tuple[Autocast, ...]] = (True, ())
+
+    def run_flat(self, args: Sequence[Any]) -> tuple[Any, ...]:
+        """Runs on flat inputs; returns the flat outputs."""
+        with self._stack:
+            return tuple(super().run(*args))
+
+    def run_node(self, n: torch.fx.Node) -> Any:
+        """Switches modes where the stamp changes, then runs the node."""
+        if n.op == "call_function":
+            stamp = stamp_of(n)
+            if (stamp.grad_enabled, stamp.autocast) != self._modes:
+                self._switch(stamp)
+        return super().run_node(n)
+
+    def _switch(self, stamp: Stamp) -> None:
+        self._stack.close()
+        self._modes = (stamp.grad_enabled, stamp.autocast)
+        if not stamp.grad_enabled:
+            self._stack.enter_context(torch.no_grad())
+        for device, enabled, dtype in stamp.autocast:
+            region = torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=False)
+            self._stack.enter_context(region)
+
+
+def cut_leaf(
+    name: str,
+    nodes: Sequence[torch.fx.Node],
+    inputs: Sequence[torch.fx.Node],
+    outputs: Sequence[torch.fx.Node],
+    cloned_inputs: frozenset[int] = frozenset(),
+) -> Leaf:
+    """Copies ``nodes`` out of a larger graph into a leaf of their own.
+
+    Args:
+        name: hint for the closure's printed name.
+        nodes: the operators, in order.
+        inputs: the nodes outside that become placeholders; may be fewer than are used only if
+            nothing else is used.
+        outputs: nodes inside (or inputs) that are returned.
+        cloned_inputs: positions of inputs that the body changes in place. The body works on a
+            copy, and the copy's final state is returned after ``outputs``, so the leaf is pure.
+    """
+    graph = torch.fx.Graph()
+    mapping: dict[torch.fx.Node, torch.fx.Node] = {}
+    for index, node in enumerate(inputs):
+        mapping[node] = graph.placeholder(f"a{index}")
+        mapping[node].meta["val"] = node.meta.get("val")
+    changed = []
+    for index in sorted(cloned_inputs):
+        source = inputs[index]
+        clone = graph.call_function(torch.ops.aten.clone.default, (mapping[source],))
+        clone.meta.update(val=source.meta.get("val"))
+        mapping[source] = clone
+        changed.append(clone)
+    for node in nodes:
+        mapping[node] = graph.node_copy(node, lambda n: mapping[n])
+    graph.output(tuple([mapping[n] for n in outputs] + changed))
+    graph.eliminate_dead_code()
+    returned = [*outputs, *(inputs[i] for i in sorted(cloned_inputs))]
+    return Leaf(
+        name,
+        torch.fx.GraphModule(torch.nn.Module(), graph),
+        tuple(node_type(n) for n in inputs),
+        tuple(node_type(n) for n in returned),
+        tuple(n.name for n in inputs),
+    )
+
+
+def node_type(node: torch.fx.Node) -> TensorType:
+    """Returns the tensor type of a traced node."""
+    return TensorType.of(node.meta["val"])
+
+
+def leaf_key(leaf: Leaf) -> Any:
+    """Returns a value that is equal for two leaves only if their graphs compute the same.
+
+    Operators, constants (with their Python type), modes, input types and wiring all count;
+    names and source lines do not.
+    """
+    number: dict[torch.fx.Node, int] = {}
+    freezer = Freezer()
+    rows: list[Any] = [leaf.input_types, leaf.output_types]
+    for node in leaf.module.graph.nodes:
+        number[node] = len(number)
+        if node.op == "placeholder":
+            continue
+        stamp = stamp_of(node)
+        wired = map_arg((node.args, dict(node.kwargs)), lambda n: _Wire(number[n]))
+        rows.append((node.op, node.target, freezer.freeze(wired), stamp.grad_enabled, stamp.autocast))
+    return tuple(rows)
+
+
+class _Wire:
+    """Stands for an operand while a graph is frozen."""
+
+    __slots__ = ("index",)
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+
+
+def mutated_args(node: torch.fx.Node) -> list[torch.fx.Node]:
+    """Returns the operands that an operator changes in place."""
+    schema = getattr(node.target, "_schema", None)
+    if schema is None or not schema.is_mutable:
+        return []
+    found: list[torch.fx.Node] = []
+    for position, argument in enumerate(schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        value = node.kwargs.get(argument.name)
+        if value is None and position < len(node.args):
+            value = node.args[position]
+        map_arg(value, found.append)
+    return found
+
+
+def is_active(leaf: Leaf, active_inputs: Sequence[bool]) -> tuple[bool, ...]:
+    """Says which flat outputs can carry a gradient back to one of the active flat inputs.
+
+    May say yes where autograd says no, never the other way.
+    """
+    active: set[torch.fx.Node] = set()
+    placeholders = [n for n in leaf.module.graph.nodes if n.op == "placeholder"]
+    active.update(n for n, flag in zip(placeholders, active_inputs, strict=True) if flag)
+    for node in leaf.nodes:
+        if any(n in active for n in node.all_input_nodes) and _passes_gradient(node):
+            active.add(node)
+            active.update(mutated_args(node))
+    outputs = leaf.module.graph.output_node().args[0]
+    assert isinstance(outputs, (tuple, list))
+    return tuple(isinstance(o, torch.fx.Node) and o in active for o in outputs)
+
+
+def _passes_gradient(node: torch.fx.Node) -> bool:
+    if not stamp_of(node).grad_enabled or node.target is torch.ops.aten.detach.default:
+        return False
+    value = node.meta.get("val")
+    if isinstance(value, torch.Tensor):
+        return value.dtype.is_floating_point or value.dtype.is_complex
+    return True
+
+
+def flat_types(types: Iterable[Type]) -> list[TensorType]:
+    """Flattens a sequence of types."""
+    return [inner for type_ in types for inner in flatten_type(type_)]
+
+
+def make_leaf(
+    name: str,
+    function: Callable[..., Any],
+    input_types: Sequence[TensorType],
+    output_types: Sequence[TensorType],
+) -> Leaf:
+    """Builds a leaf of one operator, applied to all inputs in order."""
+    graph = torch.fx.Graph()
+    args = tuple(graph.placeholder(f"a{i}") for i in range(len(input_types)))
+    node = graph.call_function(function, args)
+    graph.output((node,))
+    module = torch.fx.GraphModule(torch.nn.Module(), graph)
+    return Leaf(name, module, tuple(input_types), tuple(output_types))
+
+
+def iterate_getitems(node: torch.fx.Node) -> Iterator[tuple[int, torch.fx.Node]]:
+    """Yields the users of a node that pick one of its results, with the position picked."""
+    for user in node.users:
+        if user.target is operator.getitem:
+            yield int(user.args[1]), user  # type: ignore[arg-type]

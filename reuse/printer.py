@@ -1,0 +1,173 @@
+"""Programs as text: each closure once with its call count, the same bytes for the same program.
+
+    closure @Block(%x: f32[2,64,256], %w_qkv: f32[768,256]) -> (f32[2,64,256])  // 69 nodes, 32 calls {
+      ...
+    }
+    program @main(%ids: i64[2,64]) -> (f32[]) {
+      %h1 = call @Block(%h0, %layers.0.w_qkv)  // layers.0
+      return %h1
+    }
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.fx
+
+from .leaf import stamp_of
+from .program import Call, Closure, Composite, Leaf, Pack, Program, Unpack, Value, count_calls
+from .types import Type, dtype_name
+
+
+class _Names:
+    """Hands out each name once; a taken name gets a number."""
+
+    def __init__(self) -> None:
+        self._taken: set[str] = set()
+
+    def take(self, hint: str) -> str:
+        name, number = hint, 1
+        while name in self._taken:
+            name, number = f"{hint}_{number}", number + 1
+        self._taken.add(name)
+        return name
+
+
+def closure_names(program: Program) -> dict[Closure, str]:
+    """Returns a unique printed name for each closure, callees first."""
+    names = _Names()
+    return {c: names.take(c.name) for c in program.closures if not _is_structural(c)}
+
+
+def format_program(program: Program, *, source: str = "hide", bodies: str = "show") -> str:
+    """Returns the text of a program.
+
+    Args:
+        program: the program.
+        source: ``"show"`` adds the user's line to each operator.
+        bodies: ``"hide"`` leaves out the operators of leaf closures.
+    """
+    names = closure_names(program)
+    counts = count_calls(program)
+    parts = []
+    for closure, name in names.items():
+        note = f"{_count(closure.num_nodes, 'node')}, {_count(counts[closure], 'call')}"
+        if isinstance(closure, Leaf):
+            parts.append(_format_leaf(closure, name, note, source, bodies))
+        elif isinstance(closure, Composite):
+            parts.append(_format_body("closure", closure.program, name, note, names))
+    note = f"{program.num_nodes()} nodes held, {program.num_nodes_if_inlined()} if inlined"
+    parts.append(_format_body("program", program, "main", note, names))
+    return "\n".join(parts)
+
+
+def diff_programs(before: Program, after: Program) -> str:
+    """Returns what a pass changed, as a unified diff of the two texts."""
+    lines = difflib.unified_diff(
+        format_program(before).splitlines(),
+        format_program(after).splitlines(),
+        "before",
+        "after",
+        lineterm="",
+    )
+    return "\n".join(lines)
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" + ("" if number == 1 else "s")
+
+
+def _is_structural(closure: Closure) -> bool:
+    return isinstance(closure, (Pack, Unpack))
+
+
+def _types(types: Iterable[Type]) -> str:
+    return "(" + ", ".join(map(str, types)) + ")"
+
+
+def _format_body(
+    kind: str, program: Program, name: str, note: str, closures: dict[Closure, str]
+) -> str:
+    names, values = _Names(), {}
+    for index, value in enumerate(program.inputs):
+        values[value] = "%" + names.take(value.hint or f"a{index}")
+    header = ", ".join(f"{values[v]}: {v.type}" for v in program.inputs)
+    lines = [f"{kind} @{name}({header}) -> {_types(v.type for v in program.outputs)}  // {note} {{"]
+    for call in program.calls:
+        for value in call.results:
+            values[value] = "%" + names.take(value.hint or "v")
+        lines.append(_format_call(call, values, closures))
+    outputs = ", ".join(values.get(v, "%undefined") for v in program.outputs)
+    lines.append(f"  return {outputs}")
+    for output, target in program.writes:
+        lines.append(f"  write {values[program.inputs[target]]} <- output {output}")
+    lines.append("}\n")
+    return "\n".join(lines)
+
+
+def _format_call(call: Call, values: dict[Value, str], closures: dict[Closure, str]) -> str:
+    args = ", ".join(values.get(v, "%undefined") for v in call.args)
+    results = ", ".join(values[v] for v in call.results)
+    if _is_structural(call.closure):
+        return f"  {results} = {call.closure.name}({args})"
+    note = f"  // {call.path}" if call.path else ""
+    head = f"{results} = " if results else ""
+    return f"  {head}call @{closures[call.closure]}({args}){note}"
+
+
+def _format_leaf(leaf: Leaf, name: str, note: str, source: str, bodies: str) -> str:
+    values: dict[torch.fx.Node, str] = {}
+    names = _Names()
+    placeholders = [n for n in leaf.module.graph.nodes if n.op == "placeholder"]
+    hints = leaf.input_names if len(leaf.input_names) == len(placeholders) else ()
+    for index, node in enumerate(placeholders):
+        values[node] = "%" + names.take(hints[index] if hints else f"a{index}")
+    header = ", ".join(f"{values[n]}: {_node_type(n)}" for n in placeholders)
+    lines = [f"closure @{name}({header}) -> {_types(leaf.output_types)}  // {note} {{"]
+    for node in leaf.nodes:
+        values[node] = "%" + names.take(str(len(values)))
+        if bodies == "show":
+            lines.append(_format_node(node, values, source))
+    outputs = leaf.module.graph.output_node().args[0]
+    assert isinstance(outputs, (tuple, list))
+    lines.append("  return " + ", ".join(_operand(o, values) for o in outputs))
+    lines.append("}\n")
+    return "\n".join(lines)
+
+
+def _format_node(node: torch.fx.Node, values: dict[torch.fx.Node, str], source: str) -> str:
+    stamp = stamp_of(node)
+    args = [_operand(a, values) for a in node.args]
+    args += [f"{k}={_operand(v, values)}" for k, v in sorted(node.kwargs.items())]
+    notes = [] if stamp.grad_enabled else ["no_grad"]
+    notes += [f"autocast {device} {dtype_name(dtype)}" for device, _, dtype in stamp.autocast]
+    notes += [stamp.source] if source == "show" and stamp.source else []
+    note = "  // " + ", ".join(notes) if notes else ""
+    return f"  {values[node]}: {_node_type(node)} = {_target(node)}({', '.join(args)}){note}"
+
+
+def _target(node: torch.fx.Node) -> str:
+    if isinstance(node.target, torch._ops.OpOverload):
+        return str(node.target).removeprefix("aten.").removesuffix(".default")
+    return getattr(node.target, "__name__", str(node.target))
+
+
+def _node_type(node: torch.fx.Node) -> str:
+    value = node.meta.get("val")
+    if isinstance(value, torch.Tensor):
+        return f"{dtype_name(value.dtype)}[{','.join(map(str, value.shape))}]"
+    return "tuple" if isinstance(value, (tuple, list)) else "?"
+
+
+def _operand(value: Any, values: dict[torch.fx.Node, str]) -> str:
+    if isinstance(value, torch.fx.Node):
+        return values[value]
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join(_operand(v, values) for v in value) + "]"
+    if isinstance(value, torch.dtype):
+        return dtype_name(value)
+    return repr(value)

@@ -1,0 +1,240 @@
+"""The program: closures, calls on them, and the values that flow between.
+
+Everything here is immutable and compared by identity; names are hints that only the printer
+turns into text. A derived form (a derivative, a kernel, a plan) is made once per closure, by
+keying on the closure itself.
+
+    Value       one result of a call, or one input
+    Closure     a pure graph with explicit inputs and outputs; one of
+      Leaf        an ATen graph (torch.fx)
+      Composite   a program
+      Pack/Unpack many values into one struct value, and back
+    Call        applies a closure to values
+    Program     inputs, calls in order, outputs
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Union
+
+import torch
+import torch.fx
+
+from .types import StructType, TensorType, Type
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Value:
+    """One value. ``hint`` is a wish for its printed name."""
+
+    type: Type
+    hint: str = ""
+
+
+@dataclass(frozen=True, eq=False)
+class Leaf:
+    """A closure whose body is one ATen graph.
+
+    The graph's placeholders are the inputs, flattened (a struct input gives one placeholder per
+    tensor inside it); its output is a flat tuple, grouped by ``output_types`` in the same way.
+    ``level`` is ``"composite"`` as captured (operators whole, modes in the nodes' stamps) and
+    ``"aten"`` once differentiated or decomposed (plain ATen, ready for a backend).
+    """
+
+    name: str
+    module: torch.fx.GraphModule
+    input_types: tuple[Type, ...]
+    output_types: tuple[Type, ...]
+    input_names: tuple[str, ...] = ()
+    level: str = "composite"
+
+    @property
+    def nodes(self) -> list[torch.fx.Node]:
+        """The operator nodes (inputs and output left out)."""
+        return [n for n in self.module.graph.nodes if n.op not in ("placeholder", "output")]
+
+    @cached_property
+    def num_nodes(self) -> int:
+        """Operators in the body."""
+        return len(self.nodes)
+
+
+@dataclass(frozen=True, eq=False)
+class Composite:
+    """A closure whose body is a program."""
+
+    name: str
+    program: Program
+    input_names: tuple[str, ...] = ()
+
+    @property
+    def input_types(self) -> tuple[Type, ...]:
+        """Types of the program's inputs."""
+        return tuple(v.type for v in self.program.inputs)
+
+    @property
+    def output_types(self) -> tuple[Type, ...]:
+        """Types of the program's outputs."""
+        return tuple(v.type for v in self.program.outputs)
+
+    @property
+    def num_nodes(self) -> int:
+        """Calls in the body."""
+        return len(self.program.calls)
+
+
+@dataclass(frozen=True, eq=False)
+class Pack:
+    """Makes one struct value of several values. Costs nothing at run time."""
+
+    type: StructType
+    name: str = "pack"
+    num_nodes: int = 0
+
+    @property
+    def input_types(self) -> tuple[Type, ...]:
+        """Types of the fields."""
+        return self.type.fields
+
+    @property
+    def output_types(self) -> tuple[Type, ...]:
+        """The struct type."""
+        return (self.type,)
+
+
+@dataclass(frozen=True, eq=False)
+class Unpack:
+    """Takes a struct value apart. Costs nothing at run time."""
+
+    type: StructType
+    name: str = "unpack"
+    num_nodes: int = 0
+
+    @property
+    def input_types(self) -> tuple[Type, ...]:
+        """The struct type."""
+        return (self.type,)
+
+    @property
+    def output_types(self) -> tuple[Type, ...]:
+        """Types of the fields."""
+        return self.type.fields
+
+
+Closure = Union[Leaf, Composite, Pack, Unpack]  # noqa: UP007
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Call:
+    """Applies ``closure`` to ``args``. ``path`` is the module path of the instance."""
+
+    closure: Closure
+    args: tuple[Value, ...]
+    results: tuple[Value, ...]
+    path: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class UserInput:
+    """A program input that the caller passes: a leaf of the flattened arguments."""
+
+    index: int
+    name: str
+    requires_grad: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ModelTensor:
+    """A program input that is bound to a tensor of the model, by reference.
+
+    ``name`` is its qualified name in ``state_dict`` where it has one.
+    """
+
+    name: str
+    tensor: torch.Tensor = field(repr=False, compare=False)
+    kind: str = "constant"  # "parameter", "buffer", "attribute" or "constant"
+
+
+Source = Union[UserInput, ModelTensor]  # noqa: UP007
+
+
+@dataclass(frozen=True, eq=False)
+class Program:
+    """Calls in execution order, between inputs and outputs.
+
+    ``sources`` says, for the entry program of a captured model, where each input comes from.
+    ``writes`` pairs an output with the input whose tensor it must be copied into after a run (a
+    buffer that the model's forward changes in place).
+    """
+
+    inputs: tuple[Value, ...]
+    calls: tuple[Call, ...]
+    outputs: tuple[Value, ...]
+    sources: tuple[Source, ...] = ()
+    writes: tuple[tuple[int, int], ...] = ()
+    output_tree: Any = None
+
+    @property
+    def closures(self) -> tuple[Closure, ...]:
+        """Every different closure reached, callees first, each once."""
+        return tuple(count_calls(self))
+
+    def num_nodes(self) -> int:
+        """Graph nodes held: each closure's body counted once."""
+        return len(self.calls) + sum(c.num_nodes for c in self.closures)
+
+    def num_nodes_if_inlined(self) -> int:
+        """Graph nodes there would be if every call were replaced by its callee's operators."""
+        return nodes_if_inlined(self)
+
+    def __str__(self) -> str:
+        from .printer import format_program
+
+        return format_program(self)
+
+
+def walk_closures(program: Program) -> Iterator[Closure]:
+    """Yields every different closure reached from a program, callees first, each once."""
+    seen: set[Closure] = set()
+
+    def visit(inner: Program) -> Iterator[Closure]:
+        for call in inner.calls:
+            if call.closure in seen:
+                continue
+            seen.add(call.closure)
+            if isinstance(call.closure, Composite):
+                yield from visit(call.closure.program)
+            yield call.closure
+
+    yield from visit(program)
+
+
+def count_calls(program: Program) -> Counter[Closure]:
+    """Counts the call sites of each closure over all closure bodies, callees first."""
+    counts: Counter[Closure] = Counter(dict.fromkeys(walk_closures(program), 0))
+    bodies = [program] + [c.program for c in counts if isinstance(c, Composite)]
+    for body in bodies:
+        for call in body.calls:
+            counts[call.closure] += 1
+    return counts
+
+
+def nodes_if_inlined(program: Program) -> int:
+    """Operators of the program with every call expanded; visits each closure once."""
+    sizes: dict[Closure, int] = {}
+    for closure in walk_closures(program):
+        if isinstance(closure, Composite):
+            sizes[closure] = sum(sizes[call.closure] for call in closure.program.calls)
+        else:
+            sizes[closure] = closure.num_nodes
+    return sum(sizes[call.closure] for call in program.calls)
+
+
+def tensor_type(value: Value) -> TensorType:
+    """Returns the type of a value that must be a tensor."""
+    assert isinstance(value.type, TensorType)
+    return value.type

@@ -1,0 +1,115 @@
+"""Types of program values: tensors with a layout, and structs of them.
+
+A type says everything a kernel was compiled for, so equal types mean that a kernel compiled
+for one value may be launched on another.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Union
+
+import torch
+
+_DTYPE_NAMES = {
+    torch.float64: "f64",
+    torch.float32: "f32",
+    torch.float16: "f16",
+    torch.bfloat16: "bf16",
+    torch.complex64: "c64",
+    torch.complex128: "c128",
+    torch.int64: "i64",
+    torch.int32: "i32",
+    torch.int16: "i16",
+    torch.int8: "i8",
+    torch.uint8: "u8",
+    torch.bool: "bool",
+}
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Returns the short name of a dtype, such as ``f32``."""
+    return _DTYPE_NAMES.get(dtype, str(dtype).removeprefix("torch."))
+
+
+def contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Returns the strides of a contiguous tensor of this shape."""
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))
+
+
+@dataclass(frozen=True, slots=True)
+class TensorType:
+    """Dtype, shape, strides and device of a tensor."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    device: torch.device
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> TensorType:
+        """Returns the type of a tensor (real or fake)."""
+        return cls(tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()), tensor.device)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the elements, counting a broadcast element once per place."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether the elements fill one block of memory without overlap, in any order."""
+        expected = 1
+        axes = [(st, sz) for st, sz in zip(self.stride, self.shape, strict=True) if sz != 1]
+        for stride, size in sorted(axes):
+            if stride != expected:
+                return False
+            expected *= size
+        return True
+
+    @property
+    def is_differentiable(self) -> bool:
+        """Whether values of this type can carry a gradient."""
+        return self.dtype.is_floating_point or self.dtype.is_complex
+
+    def cotangent(self) -> TensorType:
+        """Returns the type of this value's cotangent: its own layout, or contiguous."""
+        if self.is_dense:
+            return self
+        return TensorType(self.dtype, self.shape, contiguous_stride(self.shape), self.device)
+
+    def __str__(self) -> str:
+        return f"{dtype_name(self.dtype)}[{','.join(map(str, self.shape))}]"
+
+
+@dataclass(frozen=True, slots=True)
+class StructType:
+    """A tuple of values that travels as one, such as what a call saves for its backward."""
+
+    fields: tuple[Type, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all tensors inside."""
+        return sum(field.num_bytes for field in self.fields)
+
+    def __str__(self) -> str:
+        return f"struct<{sum(1 for _ in flatten_type(self))}>"
+
+
+Type = Union[TensorType, StructType]  # noqa: UP007  (a forward reference inside StructType)
+
+
+def flatten_type(type_: Type) -> Iterator[TensorType]:
+    """Yields the tensor types inside a type, depth first."""
+    if isinstance(type_, TensorType):
+        yield type_
+        return
+    for field in type_.fields:
+        yield from flatten_type(field)
