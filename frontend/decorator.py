@@ -1,0 +1,101 @@
+"""``lazy_inline``: the mark on a layer class whose instances should share one closure.
+
+The mark is a wish, never a promise: capture shares two instances only on evidence.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, TypeVar, overload
+
+from torch import nn
+
+from ..reuse.errors import ReuseError
+
+_MARK = "__lazy_inline__"
+_RECORD = "_lazy_inline_arguments"
+
+ModuleClass = TypeVar("ModuleClass", bound=type[nn.Module])
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+class InitArguments:
+    """The arguments an instance was made with, defaults applied. Not copied and not pickled."""
+
+    def __init__(self, arguments: dict[str, Any] | None = None) -> None:
+        self.arguments = arguments or {}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (InitArguments, ())
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> InitArguments:
+        return InitArguments(self.arguments)
+
+
+@overload
+def lazy_inline(target: ModuleClass) -> ModuleClass: ...
+@overload
+def lazy_inline(target: Function) -> Function: ...
+
+
+def lazy_inline(target: Any) -> Any:
+    """Marks a layer class: its instances are compiled once and kept as calls.
+
+    Works as a decorator on the class or on its ``__init__``, and as a call on a class you do not
+    own, also after instances exist. Subclasses are marked too. Numbers never depend on the mark.
+
+    Args:
+        target: a subclass of ``nn.Module``, or its ``__init__``.
+
+    Returns:
+        The same class (or the wrapped ``__init__``).
+
+    Raises:
+        ReuseError: if the target is neither.
+
+    Example:
+        >>> @lazy_inline
+        ... class Block(nn.Module): ...
+        >>> lazy_inline(LlamaDecoderLayer)
+    """
+    if isinstance(target, type) and issubclass(target, nn.Module):
+        if _MARK not in target.__dict__:
+            setattr(target, _MARK, True)
+            target.__init__ = _recording(target.__init__)  # type: ignore[misc]
+        return target
+    if inspect.isfunction(target) and target.__name__ == "__init__":
+        wrapped = _recording(target)
+        setattr(wrapped, _MARK, True)
+        return wrapped
+    raise ReuseError(
+        f"lazy_inline marks a subclass of nn.Module or its __init__, not {target!r}. "
+        "Put it above the class, above def __init__, or call lazy_inline(TheLayerClass)."
+    )
+
+
+def _recording(init: Callable[..., None]) -> Callable[..., None]:
+    signature = inspect.signature(init)
+
+    @functools.wraps(init)
+    def wrapper(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+        if _RECORD not in self.__dict__:
+            bound = signature.bind(self, *args, **kwargs)
+            bound.apply_defaults()
+            arguments = dict(list(bound.arguments.items())[1:])
+            self.__dict__[_RECORD] = InitArguments(arguments)
+        init(self, *args, **kwargs)
+
+    return wrapper
+
+
+def is_marked(cls: type) -> bool:
+    """Whether a class, one of its bases, or their ``__init__`` carries the mark."""
+    return hasattr(cls, _MARK) or hasattr(cls.__init__, _MARK)  # type: ignore[misc]
+
+
+def init_arguments(module: nn.Module) -> dict[str, Any]:
+    """Returns the recorded constructor arguments of an instance (empty if made before the mark)."""
+    record = module.__dict__.get(_RECORD)
+    return record.arguments if isinstance(record, InitArguments) else {}

@@ -1,0 +1,148 @@
+"""Adapter: the narrow, temporary patches that let capture watch a model run.
+
+While :func:`intercepted` is open, in the capturing thread only: a marked block's ``__call__`` asks
+the watcher first; reading an attribute of a module is reported, and a real tensor comes back as
+the watcher's fake; writing an attribute is reported; a custom ``autograd.Function`` is reported,
+so that its own derivative is kept. Everything is put back on exit, whatever happens.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+_LOCK = threading.RLock()
+_MODULE_FILE = sys.modules[nn.Module.__module__].__file__
+
+
+class Watcher(Protocol):
+    """What capture wants to know."""
+
+    def call(self, module: nn.Module, args: Any, kwargs: Any, proceed: Callable[..., Any]) -> Any:
+        """Takes a module call; ``proceed(module, *args, **kwargs)`` runs it."""
+
+    def read(self, module: nn.Module, name: str) -> None:
+        """An attribute is about to be read."""
+
+    def read_all(self, module: nn.Module) -> None:
+        """The module's ``__dict__`` was read as a whole."""
+
+    def substitute(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Returns what the model shall see in place of its own tensor."""
+
+    def write(self, module: nn.Module, name: str) -> None:
+        """An attribute is about to be written or deleted."""
+
+    def custom_function(self, function: type, args: Any, proceed: Callable[..., Any]) -> Any:
+        """Takes the application of a ``torch.autograd.Function``."""
+
+
+@contextmanager
+def intercepted(watcher: Watcher) -> Iterator[None]:
+    """Lets ``watcher`` see this thread's module calls, attribute reads and writes."""
+    thread = threading.get_ident()
+    with _LOCK:
+        undo = [
+            _patch_calls(watcher, thread),
+            _patch_reads(watcher, thread),
+            _patch_writes(watcher, thread),
+            _patch_functions(watcher, thread),
+        ]
+        try:
+            yield
+        finally:
+            for restore in reversed(undo):
+                restore()
+
+
+def _patch_calls(watcher: Watcher, thread: int) -> Callable[[], None]:
+    original = nn.Module.__call__
+
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() != thread:
+            return original(self, *args, **kwargs)
+        return watcher.call(self, args, kwargs, original)
+
+    nn.Module.__call__ = call  # type: ignore[method-assign]
+
+    def restore() -> None:
+        nn.Module.__call__ = original  # type: ignore[method-assign]
+
+    return restore
+
+
+def _patch_reads(watcher: Watcher, thread: int) -> Callable[[], None]:
+    lookup, fallback = object.__getattribute__, nn.Module.__getattr__
+
+    def getattribute(self: nn.Module, name: str) -> Any:
+        if threading.get_ident() != thread:
+            return lookup(self, name)
+        if name[:2] == "__":
+            if name == "__dict__" and sys._getframe(1).f_code.co_filename != _MODULE_FILE:
+                watcher.read_all(self)
+            return lookup(self, name)
+        watcher.read(self, name)
+        value = lookup(self, name)
+        return watcher.substitute(value) if isinstance(value, torch.Tensor) else value
+
+    def getattr_(self: nn.Module, name: str) -> Any:
+        value = fallback(self, name)
+        if isinstance(value, torch.Tensor) and threading.get_ident() == thread:
+            return watcher.substitute(value)
+        return value
+
+    nn.Module.__getattribute__ = getattribute  # type: ignore[method-assign,assignment]
+    nn.Module.__getattr__ = getattr_  # type: ignore[method-assign]
+
+    def restore() -> None:
+        del nn.Module.__getattribute__
+        nn.Module.__getattr__ = fallback  # type: ignore[method-assign]
+
+    return restore
+
+
+def _patch_writes(watcher: Watcher, thread: int) -> Callable[[], None]:
+    store, delete = nn.Module.__setattr__, nn.Module.__delattr__
+
+    def setattr_(self: nn.Module, name: str, value: Any) -> None:
+        if threading.get_ident() == thread:
+            watcher.write(self, name)
+        store(self, name, value)
+
+    def delattr_(self: nn.Module, name: str) -> None:
+        if threading.get_ident() == thread:
+            watcher.write(self, name)
+        delete(self, name)
+
+    nn.Module.__setattr__ = setattr_  # type: ignore[method-assign,assignment]
+    nn.Module.__delattr__ = delattr_  # type: ignore[method-assign,assignment]
+
+    def restore() -> None:
+        nn.Module.__setattr__ = store  # type: ignore[method-assign]
+        nn.Module.__delattr__ = delete  # type: ignore[method-assign]
+
+    return restore
+
+
+def _patch_functions(watcher: Watcher, thread: int) -> Callable[[], None]:
+    function = torch.autograd.Function
+    original = function.__dict__["apply"]
+
+    def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
+        bound = original.__get__(None, cls)
+        if threading.get_ident() != thread or kwargs:
+            return bound(*args, **kwargs)
+        return watcher.custom_function(cls, args, bound)
+
+    function.apply = classmethod(apply)  # type: ignore[method-assign,assignment]
+
+    def restore() -> None:
+        function.apply = original
+
+    return restore

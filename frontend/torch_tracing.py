@@ -1,0 +1,187 @@
+"""Adapter: pre-dispatch tracing with fake tensors. Every private tracing name is named here.
+
+The trace sees operators before autograd and before composite operators are taken apart, so
+``linear`` and ``scaled_dot_product_attention`` stay whole, and nothing is computed.
+"""
+
+from __future__ import annotations
+
+import operator
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+import torch.fx
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
+from torch.fx._lazy_graph_module import _use_lazy_graph_module
+from torch.fx.experimental.proxy_tensor import (
+    disable_proxy_modes_tracing,
+    get_proxy_mode,
+    make_fx,
+    track_tensor_tree,
+)
+from torch.fx.node import _side_effectful_need_to_be_preserved_pre_dispatch
+
+from ..reuse.leaf import Stamp, current_autocast
+
+_TORCH_FOLDER = os.path.dirname(torch.__file__) + os.sep
+_OWN_FOLDERS = tuple(
+    os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), name) + os.sep
+    for name in ("frontend", "reuse", "autodiff", "backend")
+)
+
+DATA_DEPENDENT_ERRORS: tuple[type[Exception], ...] = (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+)
+
+
+def is_mode_switch(node: torch.fx.Node) -> bool:
+    """Whether a node only switches grad mode or autocast (stamps replace these)."""
+    return node.target in _side_effectful_need_to_be_preserved_pre_dispatch
+
+
+def new_fake_mode() -> FakeTensorMode:
+    """Returns a fresh fake mode; real tensors that reach an operator become fake."""
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def is_fake(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is fake."""
+    return isinstance(tensor, FakeTensor)
+
+
+def user_frame(frame: Any) -> Any:
+    """Returns the innermost frame that is neither PyTorch's nor ours, or None."""
+    while frame is not None:
+        filename = frame.f_code.co_filename
+        if not filename.startswith((_TORCH_FOLDER, *_OWN_FOLDERS)) and filename[0] != "<":
+            return frame
+        frame = frame.f_back
+    return None
+
+
+def frame_text(frame: Any) -> str:
+    """Returns ``file.py:31 Block.forward`` of a frame."""
+    code = frame.f_code
+    name = getattr(code, "co_qualname", code.co_name)
+    return f"{os.path.basename(code.co_filename)}:{frame.f_lineno} {name}"
+
+
+class Tracer:
+    """One running trace: fake tensors on one side, graph nodes on the other."""
+
+    def __init__(self, fake_mode: FakeTensorMode, on_node: Callable[[torch.fx.Node], None]) -> None:
+        self.fake_mode = fake_mode
+        self._on_node = on_node
+        self._tracer: Any = None
+        self._num_inputs = 0
+        self._autocast_devices = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
+
+    def run(self, function: Callable[[Sequence[Any]], None], inputs: Sequence[torch.Tensor]) -> None:
+        """Runs ``function`` on tracked fake inputs; every operator becomes a node."""
+
+        def traced(flat: list[torch.Tensor]) -> tuple[()]:
+            mode = get_proxy_mode()
+            assert mode is not None
+            self._tracer = mode.tracer
+            graph = self._tracer.graph
+            graph.create_node = self._stamping(graph.create_node)
+            try:
+                function(flat)
+            finally:
+                del graph.create_node
+            return ()
+
+        with self.fake_mode, _use_lazy_graph_module(True):
+            make_fx(traced, tracing_mode="real", pre_dispatch=True)(list(inputs))
+
+    def _stamping(self, create: Callable[..., torch.fx.Node]) -> Callable[..., torch.fx.Node]:
+        def create_node(*args: Any, **kwargs: Any) -> torch.fx.Node:
+            node = create(*args, **kwargs)
+            frame = user_frame(sys._getframe(1))
+            node.meta["stamp"] = Stamp(
+                torch.is_grad_enabled(),
+                current_autocast(self._autocast_devices),
+                "" if frame is None else frame_text(frame),
+            )
+            self._on_node(node)
+            return node
+
+        return create_node
+
+    def node_of(self, tensor: torch.Tensor) -> torch.fx.Node | None:
+        """Returns the node that stands for a tensor, or None if it is not traced."""
+        proxy = self._tracer.unwrap_proxy(tensor)
+        return proxy.node if isinstance(proxy, torch.fx.Proxy) else None
+
+    def add_outside_tensor(self, tensor: torch.Tensor) -> torch.fx.Node:
+        """Adds a node for a tensor that comes from outside the trace."""
+        name = f"outside_{self._num_inputs}"
+        self._num_inputs += 1
+        setattr(self._tracer.root, name, tensor)
+        return self._tracer.graph.create_node("get_attr", name, (), {})  # type: ignore[no-any-return]
+
+    def attribute(self, node: torch.fx.Node) -> torch.Tensor:
+        """Returns the outside tensor that a ``get_attr`` node stands for."""
+        value = getattr(self._tracer.root, str(node.target))
+        assert isinstance(value, torch.Tensor)
+        return value
+
+    def track(self, tensor: torch.Tensor, node: torch.fx.Node) -> None:
+        """Lets a node stand for a fake tensor from now on."""
+        proxy = torch.fx.Proxy(node, self._tracer)
+        track_tensor_tree(tensor, proxy, constant=None, tracer=self._tracer)
+
+    def call(self, target: Callable[..., Any], operands: Sequence[torch.fx.Node]) -> torch.fx.Node:
+        """Adds a call of a function of ours."""
+        return self._tracer.graph.create_node("call_function", target, tuple(operands), {})  # type: ignore[no-any-return]
+
+    def item(self, node: torch.fx.Node, index: int) -> torch.fx.Node:
+        """Adds a node that picks one result of a call."""
+        return self._tracer.graph.create_node("call_function", operator.getitem, (node, index), {})  # type: ignore[no-any-return]
+
+    def constants(self) -> list[torch.fx.Node]:
+        """Returns every node that stands for an outside tensor or a constant."""
+        return [n for n in self._tracer.graph.nodes if n.op == "get_attr"]
+
+    def to_fake(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Returns a fake tensor with the metadata of a real one."""
+        with self.untraced():
+            return self.fake_mode.from_tensor(tensor)
+
+    def untraced(self) -> AbstractContextManager[Any]:
+        """Operators inside run on fake tensors without becoming nodes."""
+        return disable_proxy_modes_tracing()  # type: ignore[no-any-return]
+
+
+@contextmanager
+def profiled_calls(on_call: Callable[[Any], None]) -> Iterator[None]:
+    """Calls ``on_call(frame)`` for each call of a user function inside (not PyTorch's, not ours)."""
+    is_user: dict[Any, bool] = {}
+    skip = (_TORCH_FOLDER, *_OWN_FOLDERS)
+
+    def profile(frame: Any, event: str, argument: Any) -> None:
+        if event != "call":
+            return
+        code = frame.f_code
+        wanted = is_user.get(code)
+        if wanted is None:
+            wanted = is_user[code] = not code.co_filename.startswith(skip)
+        if wanted:
+            on_call(frame)
+
+    previous = sys.getprofile()
+    sys.setprofile(profile)
+    try:
+        yield
+    finally:
+        sys.setprofile(previous)
