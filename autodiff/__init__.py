@@ -1,0 +1,1 @@
+"""Derivative closures: ``vjp`` of a leaf through PyTorch's autograd, of a program by reversal."""

@@ -1,0 +1,223 @@
+"""Adapter: PyTorch's autograd, functionalization and partitioners, traced on fake tensors.
+
+Every private name that differentiation needs is used here and nowhere else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.fx
+from torch._functorch.partitioners import default_partition, min_cut_rematerialization_partition
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
+
+from ..reuse.leaf import ModalInterpreter, mutated_args
+from ..reuse.types import TensorType
+
+Decompositions = Mapping[Any, Callable[..., Any]]
+
+
+def new_fake_mode() -> FakeTensorMode:
+    """Returns a fake mode for one compilation (Inductor's passes bring real constants)."""
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def fake_tensor(mode: FakeTensorMode, type_: TensorType) -> torch.Tensor:
+    """Returns a fake tensor of a type."""
+    with mode:
+        return torch.empty_strided(
+            type_.shape, type_.stride, dtype=type_.dtype, device=type_.device
+        )
+
+
+def trace_forward(
+    module: torch.fx.GraphModule, types: Sequence[TensorType], decompositions: Decompositions
+) -> torch.fx.GraphModule:
+    """Takes composite operators of a leaf body apart; no derivative, no in-place operators."""
+    mode = new_fake_mode()
+    inputs = [fake_tensor(mode, t) for t in types]
+
+    def forward(flat: list[torch.Tensor]) -> tuple[Any, ...]:
+        return ModalInterpreter(module).run_flat(flat)
+
+    with mode, torch.no_grad():
+        traced = make_fx(forward, decomposition_table=dict(decompositions))(inputs)
+        return _without_mutation(_flat_signature(traced), inputs)
+
+
+class JointTrace:
+    """Forward and backward of a leaf as one graph.
+
+    ``grad_inputs`` lists the flat inputs that get a gradient, ``tangent_outputs`` the flat outputs
+    that take a cotangent: both may be fewer than asked, where autograd says nothing flows.
+    """
+
+    def __init__(
+        self,
+        module: torch.fx.GraphModule,
+        input_types: Sequence[TensorType],
+        wanted_inputs: Sequence[int],
+        wanted_outputs: Sequence[int],
+        decompositions: Decompositions,
+    ) -> None:
+        self.grad_inputs: tuple[int, ...] = ()
+        self.tangent_outputs: tuple[int, ...] = ()
+        self.num_outputs = 0
+        self._module = module
+        mode = new_fake_mode()
+        primals = [fake_tensor(mode, t) for t in input_types]
+        for index in wanted_inputs:
+            primals[index].requires_grad_()
+        tangents = self._find_tangents(mode, primals, wanted_outputs)
+        if not self.tangent_outputs:
+            return
+        self._num_forward_nodes = 0
+        with mode, torch.enable_grad():
+            joint = make_fx(
+                lambda p, t: self._joint(p, t, wanted_inputs),
+                decomposition_table=dict(decompositions),
+            )
+            self.graph_module = joint(primals, tangents)
+            names = _rename_placeholders(_flat_signature(self.graph_module), len(primals))
+            self._tag_forward()
+            detached = [p.detach() for p in primals]
+            self.graph_module = _without_mutation(self.graph_module, [*detached, *tangents], names)
+
+    def _find_tangents(
+        self, mode: FakeTensorMode, primals: Sequence[torch.Tensor], wanted: Sequence[int]
+    ) -> list[torch.Tensor]:
+        with mode, torch.enable_grad():
+            outputs = ModalInterpreter(self._module).run_flat(primals)
+        self.num_outputs = len(outputs)
+        self.tangent_outputs = tuple(i for i in wanted if outputs[i].requires_grad)
+        types = [TensorType.of(outputs[i]).cotangent() for i in self.tangent_outputs]
+        return [fake_tensor(mode, t) for t in types]
+
+    def _joint(
+        self, primals: list[torch.Tensor], tangents: list[torch.Tensor], wanted: Sequence[int]
+    ) -> tuple[Any, ...]:
+        outputs = ModalInterpreter(self._module).run_flat(primals)
+        proxy_mode = get_proxy_mode()
+        assert proxy_mode is not None
+        self._num_forward_nodes = len(proxy_mode.tracer.graph.nodes)
+        gradients = torch.autograd.grad(
+            [outputs[i] for i in self.tangent_outputs],
+            [primals[i] for i in wanted],
+            tangents,
+            allow_unused=True,
+        )
+        pairs = [(i, g) for i, g in zip(wanted, gradients, strict=True) if g is not None]
+        self.grad_inputs = tuple(i for i, _ in pairs)
+        return (*outputs, *(_with_layout(g, TensorType.of(primals[i]).cotangent()) for i, g in pairs))
+
+    def _tag_forward(self) -> None:
+        """Tells the default partitioner where the forward ends."""
+        for index, node in enumerate(self.graph_module.graph.nodes):
+            if index < self._num_forward_nodes:
+                node.meta["partitioner_tag"] = "is_forward"
+
+
+def _flat_signature(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
+    """Makes a traced graph take its placeholders as positional arguments, one each."""
+    module.graph.set_codegen(torch.fx.graph.CodeGen())
+    module.recompile()
+    return module
+
+
+def _with_layout(gradient: torch.Tensor, type_: TensorType) -> torch.Tensor:
+    """Gives a gradient its primal's layout, so that one backward serves every caller."""
+    if tuple(gradient.stride()) == type_.stride or gradient.numel() <= 1:
+        return gradient
+    target = torch.empty_strided(
+        type_.shape, type_.stride, dtype=gradient.dtype, device=gradient.device
+    )
+    return torch.ops.aten.copy.default(target, gradient)
+
+
+def _rename_placeholders(module: torch.fx.GraphModule, num_primals: int) -> list[str]:
+    """Gives placeholders the names that the partitioners know."""
+    names = []
+    placeholders = [n for n in module.graph.nodes if n.op == "placeholder"]
+    for index, node in enumerate(placeholders):
+        is_primal = index < num_primals
+        name = f"primals_{index + 1}" if is_primal else f"tangents_{index - num_primals + 1}"
+        node.name = node.target = name
+        names.append(name)
+    return names
+
+
+def _without_mutation(
+    module: torch.fx.GraphModule, inputs: Sequence[torch.Tensor], names: Sequence[str] = ()
+) -> torch.fx.GraphModule:
+    """Rewrites in-place operators on temporaries as out-of-place ones, if there are any."""
+    _strip_detach(module)
+    if not any(mutated_args(n) for n in module.graph.nodes):
+        return module
+    tags = {n.name: n.meta["partitioner_tag"] for n in module.graph.nodes if "partitioner_tag" in n.meta}
+    last = [n.name for n in module.graph.nodes if n.name in tags][-1:]
+    size = [0]
+
+    def run(flat: list[torch.Tensor]) -> tuple[Any, ...]:
+        return tuple(_Boundary(module, last, size).run(*flat))
+
+    functional = make_fx(torch.func.functionalize(run, remove="mutations"))(list(inputs))
+    _flat_signature(functional)
+    for node, name in zip(_placeholders(functional), names, strict=False):
+        node.name = node.target = name
+    for index, node in enumerate(functional.graph.nodes):
+        if index < size[0]:
+            node.meta["partitioner_tag"] = "is_forward"
+    _strip_detach(functional)
+    return functional
+
+
+class _Boundary(torch.fx.Interpreter):
+    """Runs a graph and notes how far the new trace is when its forward part ends."""
+
+    def __init__(self, module: torch.fx.GraphModule, last: Sequence[str], size: list[int]) -> None:
+        super().__init__(module)
+        self._last = set(last)
+        self._size = size
+
+    def run_node(self, n: torch.fx.Node) -> Any:
+        result = super().run_node(n)
+        if n.name in self._last:
+            mode = get_proxy_mode()
+            assert mode is not None
+            self._size[0] = len(mode.tracer.graph.nodes)
+        return result
+
+
+def _placeholders(module: torch.fx.GraphModule) -> list[torch.fx.Node]:
+    return [n for n in module.graph.nodes if n.op == "placeholder"]
+
+
+def _strip_detach(module: torch.fx.GraphModule) -> None:
+    """Removes detach: below autograd it is the identity."""
+    for node in list(module.graph.nodes):
+        if node.target is torch.ops.aten.detach.default:
+            operand = node.args[0]
+            assert isinstance(operand, torch.fx.Node)
+            node.replace_all_uses_with(operand)
+            module.graph.erase_node(node)
+    module.graph.eliminate_dead_code()
+    module.recompile()
+
+
+def partition(
+    joint: torch.fx.GraphModule, num_outputs: int, policy: str
+) -> tuple[torch.fx.GraphModule, torch.fx.GraphModule]:
+    """Splits a joint graph into forward and backward.
+
+    Args:
+        joint: placeholders ``primals_*`` and ``tangents_*``; outputs, then gradients.
+        num_outputs: how many of the outputs belong to the forward.
+        policy: ``"save"`` keeps what autograd would; ``"min_cut"`` recomputes cheap operators to
+            save fewer bytes. Random operators are never run twice.
+    """
+    if policy == "save":
+        return default_partition(joint, (), num_fwd_outputs=num_outputs)
+    return min_cut_rematerialization_partition(joint, (), num_fwd_outputs=num_outputs)
