@@ -1,0 +1,156 @@
+"""Lower: kernels for each different leaf closure, once.
+
+Backends:
+
+* ``eager``: runs the leaf's ATen graph with PyTorch's own kernels. Needs no compiler; the reference.
+* ``inductor``: TorchInductor kernels. A leaf of one or two operators stays on the eager kernels,
+  where compiling could not pay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.fx
+
+from ..autodiff.derivative import Recipe
+from ..autodiff.torch_autograd import trace_forward
+from ..reuse.errors import PlanError
+from ..reuse.leaf import flat_types
+from ..reuse.program import Leaf
+from . import torch_inductor
+
+_TINY_NODES = 2
+_FREE_TARGETS = frozenset(
+    {
+        torch.ops.aten.view.default,
+        torch.ops.aten.reshape.default,
+        torch.ops.aten.permute.default,
+        torch.ops.aten.transpose.int,
+        torch.ops.aten.t.default,
+        torch.ops.aten.unsqueeze.default,
+        torch.ops.aten.squeeze.dim,
+        torch.ops.aten.expand.default,
+        torch.ops.aten.slice.Tensor,
+        torch.ops.aten.select.int,
+        torch.ops.aten.detach.default,
+    }
+)
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A leaf ready to be launched.
+
+    ``function`` takes the flat operands as one list, which it may empty (``convention="boxed"``),
+    or as positional arguments (``convention="plain"``); it returns the flat results.
+    """
+
+    function: Callable[..., Sequence[Any]]
+    convention: str
+    source: str  # which backend made it
+
+
+class Backend(Protocol):
+    """What the compiler asks of a backend."""
+
+    name: str
+
+    def recipe(self, leaf: Leaf) -> Recipe:
+        """Says how a leaf is differentiated and decomposed."""
+
+    def lower(self, leaves: Sequence[Leaf], on_done: Callable[[], None]) -> list[Kernel]:
+        """Makes kernels for ATen-level leaves."""
+
+
+class EagerBackend:
+    """PyTorch's own kernels, operator by operator."""
+
+    name = "eager"
+
+    def recipe(self, leaf: Leaf) -> Recipe:
+        """Keeps what autograd would keep; nothing is decomposed further than autograd does."""
+        return Recipe()
+
+    def lower(self, leaves: Sequence[Leaf], on_done: Callable[[], None]) -> list[Kernel]:
+        """Returns each graph's generated Python function."""
+        kernels = []
+        for leaf in leaves:
+            kernels.append(_eager_kernel(leaf))
+            on_done()
+        return kernels
+
+
+class InductorBackend:
+    """TorchInductor kernels."""
+
+    name = "inductor"
+
+    def __init__(self) -> None:
+        self._recipe: Recipe | None = None
+
+    def recipe(self, leaf: Leaf) -> Recipe:
+        """Inductor's decompositions and passes, and its min-cut split; tiny leaves stay as they are."""
+        if is_tiny(leaf):
+            return Recipe()
+        if self._recipe is None:
+            self._recipe = Recipe(
+                torch_inductor.decompositions(), "min_cut", torch_inductor.rewrite_joint
+            )
+        return self._recipe
+
+    def lower(self, leaves: Sequence[Leaf], on_done: Callable[[], None]) -> list[Kernel]:
+        """Compiles the leaves that are worth it."""
+        compiled = [leaf for leaf in leaves if not is_tiny(leaf)]
+        functions = iter(torch_inductor.compile_leaves([leaf.module for leaf in compiled], on_done))
+        kernels = []
+        for leaf in leaves:
+            if is_tiny(leaf):
+                kernels.append(_eager_kernel(leaf))
+                on_done()
+            else:
+                kernels.append(Kernel(next(functions), "boxed", self.name))
+        return kernels
+
+
+def backend_named(name: str) -> Backend:
+    """Returns a backend by name.
+
+    Raises:
+        PlanError: if there is no such backend.
+    """
+    if name == "inductor":
+        return InductorBackend()
+    if name == "eager":
+        return EagerBackend()
+    raise PlanError(f"backend={name!r} is unknown; there are 'inductor' and 'eager'.")
+
+
+def is_tiny(leaf: Leaf) -> bool:
+    """Whether a leaf has at most two operators that compute (views cost nothing)."""
+    return sum(node.target not in _FREE_TARGETS for node in leaf.nodes) <= _TINY_NODES
+
+
+def decompose_leaf(leaf: Leaf, backend: Backend) -> Leaf:
+    """Returns the leaf at the ATen level, without a derivative."""
+    if leaf.level == "aten":
+        return leaf
+    table = backend.recipe(leaf).decompositions
+    module = trace_forward(leaf.module, flat_types(leaf.input_types), table)
+    return Leaf(leaf.name, module, leaf.input_types, leaf.output_types, leaf.input_names, "aten")
+
+
+def lower_leaves(
+    leaves: Iterable[Leaf], backend: Backend, on_done: Callable[[], None]
+) -> dict[Leaf, Kernel]:
+    """Makes a kernel for each different leaf."""
+    different = list(dict.fromkeys(leaves))
+    return dict(zip(different, backend.lower(different, on_done), strict=True))
+
+
+def _eager_kernel(leaf: Leaf) -> Kernel:
+    leaf.module.recompile()
+    return Kernel(leaf.module.forward, "plain", "eager")

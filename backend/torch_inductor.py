@@ -1,0 +1,100 @@
+"""Adapter: TorchInductor as a kernel maker for one ATen graph. Its private names live here.
+
+Compiling a leaf has two halves: Python writes the kernels' source, and a C++ compiler builds it.
+:func:`compile_leaves` hands the second half to Inductor's own worker threads and waits once, at
+the end, so that the source of the next leaf is written while earlier ones are being built.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.fx
+
+BoxedCallable = Callable[[list[Any]], Sequence[Any]]
+
+
+def settings() -> Any:
+    """Returns a context manager with the Inductor settings that lazyinline relies on.
+
+    Random operators keep PyTorch's generator, so that masks equal eager's under one seed. Layouts
+    are proved by the linker, not asserted in every kernel call.
+    """
+    import torch._inductor.config as config
+
+    return config.patch(fallback_random=True, size_asserts=False, alignment_asserts=False)
+
+
+def decompositions() -> Mapping[Any, Callable[..., Any]]:
+    """Returns Inductor's decomposition table."""
+    from torch._inductor.decomposition import select_decomp_table
+
+    with settings():
+        return dict(select_decomp_table())
+
+
+def rewrite_joint(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
+    """Runs Inductor's passes over a joint forward and backward graph."""
+    from torch._inductor.compile_fx import _recursive_joint_graph_passes
+
+    placeholders = [n for n in module.graph.nodes if n.op == "placeholder"]
+    device = placeholders[0].meta["val"].device
+    with settings():
+        return _recursive_joint_graph_passes(module, input_device=device)
+
+
+def compile_leaves(
+    modules: Sequence[torch.fx.GraphModule], on_compiled: Callable[[], None]
+) -> list[BoxedCallable]:
+    """Compiles ATen graphs; each result takes a list of tensors, which it empties.
+
+    Args:
+        modules: graphs whose nodes carry fake tensors of one fake mode each.
+        on_compiled: called after each graph.
+    """
+    compiled = []
+    with settings(), _deferred_builds() as finish:
+        for module in modules:
+            compiled.append(_compile(module))
+            on_compiled()
+        finish()
+    return compiled
+
+
+def _compile(module: torch.fx.GraphModule) -> BoxedCallable:
+    from torch._inductor.compile_fx import compile_fx_inner
+
+    output = module.graph.output_node()
+    results = output.args[0]
+    assert isinstance(results, (tuple, list))
+    # All results keep the layout that the program's types promise, saved tensors too.
+    output.meta["user_visible_output_idxs"] = list(range(len(results)))
+    inputs = [n.meta["val"] for n in module.graph.nodes if n.op == "placeholder"]
+    artifact = compile_fx_inner(module, inputs)
+    function = getattr(artifact, "current_callable", None)
+    return function if function is not None else artifact
+
+
+@contextmanager
+def _deferred_builds() -> Iterator[Callable[[], None]]:
+    """Postpones waiting for the C++ compiler until ``finish`` is called."""
+    from torch._inductor.async_compile import AsyncCompile
+
+    wait = AsyncCompile.wait
+    pending: list[tuple[AsyncCompile, dict[str, Any]]] = []
+
+    def postpone(self: AsyncCompile, scope: dict[str, Any]) -> None:
+        pending.append((self, scope))
+
+    def finish() -> None:
+        while pending:
+            wait(*pending.pop(0))
+
+    AsyncCompile.wait = postpone  # type: ignore[method-assign]
+    try:
+        yield finish
+    finally:
+        AsyncCompile.wait = wait  # type: ignore[method-assign]
