@@ -1,0 +1,96 @@
+"""Adapter: a compiled forward and backward as one node of PyTorch's autograd graph."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from ..reuse.types import TensorType
+from .compiler import CompiledProgram
+
+
+@dataclass
+class Step:
+    """One forward in flight: its inputs, and after it ran, what its backward needs."""
+
+    compiled: CompiledProgram
+    inputs: list[torch.Tensor]
+    written: frozenset[int]
+    saved: list[Any] | None = None
+    spare: dict[int, torch.Tensor] = field(default_factory=dict)
+
+
+def run_differentiable(step: Step) -> Sequence[torch.Tensor]:
+    """Runs a forward so that autograd can come back through its backward."""
+    derivative = step.compiled.derivative
+    assert derivative is not None
+    wanted = [step.inputs[i] for i in derivative.gradient_inputs]
+    outputs: Sequence[torch.Tensor] = _CompiledFunction.apply(step, *wanted)
+    return outputs
+
+
+class _CompiledFunction(torch.autograd.Function):
+    """Replays the linked forward, and the linked backward when autograd asks."""
+
+    @staticmethod
+    def forward(ctx: Any, step: Step, *wanted: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        derivative = step.compiled.derivative
+        assert derivative is not None
+        num_outputs = len(derivative.forward.output_types) - 1
+        results = step.compiled.forward.run(list(step.inputs))
+        outputs, step.saved = results[:num_outputs], results[num_outputs:]
+        kept = []
+        for index in derivative.kept_inputs:
+            tensor = step.inputs[index]
+            # A buffer that this forward will overwrite is kept as it was.
+            kept.append(tensor.clone() if index in step.written else tensor)
+        kept += [outputs[i] for i in derivative.kept_outputs]
+        ctx.save_for_backward(*kept)
+        ctx.step = step
+        step.inputs = []
+        differentiable = set(derivative.cotangent_outputs)
+        ctx.mark_non_differentiable(
+            *(o for i, o in enumerate(outputs) if i not in differentiable)
+        )
+        ctx.set_materialize_grads(False)
+        return tuple(outputs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *cotangents: torch.Tensor | None) -> tuple[Any, ...]:
+        step: Step = ctx.step
+        derivative = step.compiled.derivative
+        assert derivative is not None and step.compiled.backward is not None
+        kept = ctx.saved_tensors
+        if step.saved is None:
+            raise RuntimeError(
+                "Trying to backward through the graph a second time, but the saved tensors have "
+                "already been freed. Specify retain_graph=True at the first backward."
+            )
+        types = derivative.backward.input_types[-len(derivative.cotangent_outputs) :]
+        seeds = [
+            _cotangent(cotangents[i], t)  # type: ignore[arg-type]
+            for i, t in zip(derivative.cotangent_outputs, types, strict=True)
+        ]
+        operands = [*step.saved, *kept, *seeds]
+        if not torch._C._autograd._get_current_graph_task_keep_graph():
+            step.saved = None
+        return (None, *step.compiled.backward.run(operands))
+
+
+def _cotangent(gradient: torch.Tensor | None, type_: TensorType) -> torch.Tensor:
+    """Gives a cotangent the layout the backward was compiled for."""
+    if gradient is None:
+        return torch.empty_strided(
+            type_.shape, type_.stride, dtype=type_.dtype, device=type_.device
+        ).zero_()
+    if gradient.stride() == type_.stride and gradient.dtype == type_.dtype:
+        return gradient
+    target = torch.empty_strided(
+        type_.shape, type_.stride, dtype=type_.dtype, device=type_.device
+    )
+    return target.copy_(gradient)

@@ -1,0 +1,308 @@
+"""``compile(model)``: a drop-in module that runs the compiled program."""
+
+from __future__ import annotations
+
+import operator
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..reuse import pytree
+from ..reuse.errors import CaptureError, PlanError
+from ..reuse.leaf import current_autocast
+from ..reuse.program import ModelTensor, UserInput
+from ..reuse.types import TensorType
+from .assemble import OutputTree
+from .autograd_bridge import Step, run_differentiable
+from .compiler import CompiledProgram, Compiler, Options, check_runnable, check_writes
+from .report import CompileReport
+
+
+def compile(
+    model: nn.Module,
+    *,
+    reuse: str = "marked",
+    backend: str = "inductor",
+    recompute: None = None,
+    dynamic: None = None,
+) -> CompiledModule:
+    """Returns a drop-in replacement for a model that runs a compiled program.
+
+    Compilation happens at the first call with inputs of a new layout. Parameters, buffers, train
+    and eval modes stay the model's own: ``state_dict``, optimizers and
+    ``DistributedDataParallel`` work as before.
+
+    Args:
+        model: any ``nn.Module``; mark its layer class with :func:`lazy_inline` first.
+        reuse: ``"marked"`` compiles each different marked block once; ``"off"`` inlines early.
+        backend: ``"inductor"`` (TorchInductor kernels) or ``"eager"`` (PyTorch's own kernels).
+        recompute: only None so far: what autograd needs is saved.
+        dynamic: only None so far: each new input layout is compiled on its own.
+
+    Returns:
+        A module; ``.last_report`` tells what the newest compile did.
+
+    Raises:
+        ReuseError, PlanError: for options that do not exist.
+
+    Example:
+        >>> compiled = lazyinline.compile(model)
+        >>> compiled(ids).loss.backward()
+    """
+    for name, value in (("recompute", recompute), ("dynamic", dynamic)):
+        if value is not None:
+            raise PlanError(f"{name}={value!r} is not supported yet; leave it None.")
+    if not isinstance(model, nn.Module):
+        raise PlanError(f"compile takes an nn.Module, not {type(model).__name__}.")
+    return CompiledModule(model, Options(reuse=reuse, backend=backend))
+
+
+class CompiledModule(nn.Module):
+    """A model and the programs compiled for it. Made by :func:`compile`.
+
+    It shares the model's own parameter, buffer and sub-module tables, so names, optimizers and
+    ``state_dict`` are the model's.
+    """
+
+    def __init__(self, model: nn.Module, options: Options) -> None:
+        super().__init__()
+        state = self.__dict__
+        state["_lazyinline_model"] = model
+        state["_lazyinline_compiler"] = Compiler(options)
+        state["_lazyinline_entries"] = []
+        state["_lazyinline_lock"] = threading.RLock()
+        state["_lazyinline_report"] = None
+        for table in ("_parameters", "_buffers", "_modules"):
+            state[table] = model.__dict__[table]
+        del state["training"]
+
+    @property
+    def training(self) -> bool:  # type: ignore[override]
+        """The model's own mode."""
+        return bool(self.__dict__["_lazyinline_model"].training)
+
+    @training.setter
+    def training(self, mode: bool) -> None:
+        model = self.__dict__.get("_lazyinline_model")
+        if model is None:
+            self.__dict__["training"] = mode
+        else:
+            model.training = mode
+
+    @property
+    def last_report(self) -> CompileReport:
+        """What the newest compile did."""
+        report = self.__dict__["_lazyinline_report"]
+        if report is None:
+            raise PlanError("Nothing has been compiled yet: call the module once.")
+        assert isinstance(report, CompileReport)
+        return report
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the compiled program, compiling first if the inputs' layout is new."""
+        leaves, tree = pytree.flatten((args, kwargs))
+        entries: list[_Entry] = self.__dict__["_lazyinline_entries"]
+        for position, entry in enumerate(entries):
+            if entry.accepts(leaves, tree):
+                if position:
+                    entries.insert(0, entries.pop(position))
+                return entry.run(leaves)
+        return self._compile(args, kwargs, leaves, tree).run(leaves)
+
+    def _compile(
+        self, args: Any, kwargs: Any, leaves: list[Any], tree: pytree.TreeSpec
+    ) -> _Entry:
+        model = self.__dict__["_lazyinline_model"]
+        check_runnable(model)
+        with self.__dict__["_lazyinline_lock"]:
+            train = torch.is_grad_enabled()
+            compiler: Compiler = self.__dict__["_lazyinline_compiler"]
+            compiled, report = compiler.compile(model, args, kwargs, train=train)
+            check_writes(compiled.captured.program)
+            entry = _Entry(model, compiled, leaves, tree)
+            self.__dict__["_lazyinline_entries"].insert(0, entry)
+            self.__dict__["_lazyinline_report"] = report
+        return entry
+
+    # ---- the model's own state -----------------------------------------------------------
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.__dict__["_lazyinline_model"], name)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Returns the model's own ``state_dict``."""
+        return self.__dict__["_lazyinline_model"].state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Loads into the model."""
+        return self.__dict__["_lazyinline_model"].load_state_dict(*args, **kwargs)
+
+    def train(self, mode: bool = True) -> CompiledModule:
+        """Switches the model's mode."""
+        self.__dict__["_lazyinline_model"].train(mode)
+        return self
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        options = self.__dict__["_lazyinline_compiler"].options
+        return (CompiledModule, (self.__dict__["_lazyinline_model"], options))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CompiledModule:
+        import copy
+
+        model = copy.deepcopy(self.__dict__["_lazyinline_model"], memo)
+        return CompiledModule(model, self.__dict__["_lazyinline_compiler"].options)
+
+
+class _Entry:
+    """One compiled program: when it applies, how its inputs are found, how its result is built."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        compiled: CompiledProgram,
+        leaves: Sequence[Any],
+        tree: pytree.TreeSpec,
+    ) -> None:
+        program = compiled.captured.program
+        self._compiled = compiled
+        self._tree = tree
+        self._layouts = [_layout(x) for x in leaves]
+        self._modes = _modes()
+        self._module_states = [m.__dict__ for m in model.modules()]
+        self._training = [bool(s.get("training")) for s in self._module_states]
+        self._bound = _bindings(model, program.sources)
+        self._tensors = [table[name] for table, name in self._bound]
+        self._types = [(TensorType.of(t), t.requires_grad) for t in self._tensors]
+        self._order = _input_order(program.sources, leaves)
+        self._written = frozenset(target for _, target in program.writes)
+        self._writes = program.writes
+        self._sources = program.sources
+        self._result = _Result(program.output_tree, compiled)
+
+    def accepts(self, leaves: Sequence[Any], tree: pytree.TreeSpec) -> bool:
+        """Whether the program was compiled for these inputs and the model's present state."""
+        return (
+            len(leaves) == len(self._layouts)
+            and all(_matches(x, layout) for x, layout in zip(leaves, self._layouts, strict=True))
+            and tree == self._tree
+            and _modes() == self._modes
+            and [s["training"] for s in self._module_states] == self._training
+            and self._rebind()
+        )
+
+    def _rebind(self) -> bool:
+        """Takes up tensors that were replaced in the model, if they still fit."""
+        try:
+            tensors = [table[name] for table, name in self._bound]
+        except KeyError:
+            return False
+        same = all(map(operator.is_, tensors, self._tensors))
+        flags = [t.requires_grad for t in self._tensors] if same else []
+        if same and flags == [flag for _, flag in self._types]:
+            return True
+        if any(t is None for t in tensors):
+            return False
+        if [(TensorType.of(t), t.requires_grad) for t in tensors] != self._types:
+            return False
+        self._tensors = tensors
+        return True
+
+    def run(self, leaves: Sequence[Any]) -> Any:
+        """Runs the program on flat inputs."""
+        tensors = self._tensors
+        inputs = [tensors[i] if own else leaves[i] for own, i in self._order]
+        compiled = self._compiled
+        if compiled.backward is None:
+            outputs: Sequence[Any] = compiled.forward.run(list(inputs))
+        else:
+            outputs = run_differentiable(Step(compiled, inputs[:], self._written))
+        if self._writes:
+            with torch.no_grad():
+                for output, target in self._writes:
+                    inputs[target].copy_(outputs[output])
+        return self._result.build(outputs, inputs)
+
+
+class _Result:
+    """Rebuilds the model's nested result from flat outputs."""
+
+    def __init__(self, tree: OutputTree, compiled: CompiledProgram) -> None:
+        program = compiled.captured.program
+        self._spec = tree.spec
+        positions = {value: i for i, value in enumerate(program.inputs)}
+        self._leaves: list[tuple[str, Any]] = []
+        for kind, value in tree.leaves:
+            passed = positions.get(program.outputs[value]) if kind == "output" else None
+            self._leaves.append((kind, value) if passed is None else ("input", passed))
+
+    def build(self, outputs: Sequence[Any], inputs: Sequence[Any]) -> Any:
+        leaves = [
+            outputs[value] if kind == "output" else inputs[value] if kind == "input" else value
+            for kind, value in self._leaves
+        ]
+        return pytree.unflatten(leaves, self._spec)
+
+
+def _layout(leaf: Any) -> Any:
+    if isinstance(leaf, torch.Tensor):
+        return (leaf.shape, leaf.stride(), leaf.dtype, leaf.device, leaf.requires_grad, type(leaf))
+    return _Constant(leaf)
+
+
+class _Constant:
+    """A non-tensor argument that the program was compiled for."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+def _matches(leaf: Any, layout: Any) -> bool:
+    if isinstance(layout, _Constant):
+        if layout.value is leaf:
+            return True
+        plain = type(leaf) in (bool, int, float, str, bytes)
+        return plain and type(leaf) is type(layout.value) and leaf == layout.value
+    return isinstance(leaf, torch.Tensor) and _layout(leaf) == layout
+
+
+def _modes() -> Any:
+    devices = ("cpu", "cuda") if torch.cuda.is_initialized() else ("cpu",)
+    return (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), current_autocast(devices))
+
+
+def _bindings(model: nn.Module, sources: Sequence[Any]) -> list[tuple[dict[str, Any], str]]:
+    """Finds, for each tensor of the model, the table that holds it now and later."""
+    tables: dict[int, tuple[dict[str, Any], str]] = {}
+    for module in model.modules():
+        for table in (module._parameters, module._buffers, module.__dict__):
+            for name, tensor in table.items():
+                if isinstance(tensor, torch.Tensor):
+                    tables.setdefault(id(tensor), (table, name))
+    found = []
+    for source in sources:
+        if isinstance(source, ModelTensor):
+            fixed = ({"tensor": source.tensor}, "tensor")
+            found.append(tables.get(id(source.tensor), fixed))
+    return found
+
+
+def _input_order(sources: Sequence[Any], leaves: Sequence[Any]) -> list[tuple[bool, int]]:
+    """For each program input: whether it is the model's, and its place there or in the leaves."""
+    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+    order, own = [], 0
+    for source in sources:
+        if isinstance(source, UserInput):
+            order.append((False, places[source.index]))
+        else:
+            order.append((True, own))
+            own += 1
+    return order
+
+
+__all__ = ["CaptureError", "CompiledModule", "compile"]

@@ -1,0 +1,280 @@
+"""The compiler: the list of passes, in order, from a model to something that runs.
+
+    capture     model -> program of closures and calls
+    autodiff    program -> forward program and backward program      (training)
+    decompose   composite operators taken apart, once per leaf
+    lower       kernels, once per leaf
+    link        calls laid out: the deferred inline
+
+Everything before link costs one visit per different closure.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from tqdm import tqdm
+
+from ..autodiff.derivative import Derivative, Differentiator
+from ..backend.executable import Executable
+from ..backend.link import FlatProgram, link
+from ..backend.lower import Backend, Kernel, backend_named, decompose_leaf, lower_leaves
+from ..reuse.errors import CaptureError, PlanError, ReuseError
+from ..reuse.leaf import leaf_key
+from ..reuse.program import (
+    Call,
+    Closure,
+    Composite,
+    Leaf,
+    ModelTensor,
+    Program,
+    UserInput,
+    walk_closures,
+)
+from ..reuse.verify import verify
+from .capture import CapturedModel, capture_model
+from .report import CompileReport
+
+REUSE_CHOICES = ("marked", "off")
+
+
+@dataclass(frozen=True)
+class Options:
+    """The options of one compiled module, checked."""
+
+    reuse: str = "marked"
+    backend: str = "inductor"
+
+    def __post_init__(self) -> None:
+        if self.reuse not in REUSE_CHOICES:
+            raise ReuseError(f"reuse={self.reuse!r} is unknown; there are {REUSE_CHOICES}.")
+        backend_named(self.backend)
+
+
+@dataclass(frozen=True)
+class CompiledProgram:
+    """A captured program with its executables. ``backward`` is there when training.
+
+    ``derivative`` says what the forward saves and hands over, and what the backward takes.
+    """
+
+    captured: CapturedModel
+    forward: Executable
+    backward: Executable | None = None
+    derivative: Derivative | None = None
+
+
+class Compiler:
+    """Runs the passes; keeps what it made per closure for the next program it compiles."""
+
+    def __init__(self, options: Options) -> None:
+        self.options = options
+        self.backend: Backend = backend_named(options.backend)
+        self._differentiator = Differentiator(self.backend.recipe)
+        self._leaves: dict[Any, Leaf] = {}
+        self._decomposed: dict[Leaf, Leaf] = {}
+        self._kernels: dict[Leaf, Kernel] = {}
+
+    def compile(
+        self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], *, train: bool
+    ) -> tuple[CompiledProgram, CompileReport]:
+        """Compiles a model for inputs of these layouts.
+
+        Raises:
+            CaptureError: if the model cannot be captured.
+            PlanError: if it cannot be run (parameters on the meta device).
+        """
+        report = CompileReport(train, self.options.backend, self.options.reuse)
+        with report.timed("capture") as nodes:
+            captured = capture_model(model, args, kwargs, reuse=self.options.reuse, train=train)
+            program = self._known(captured.program)
+            nodes.count = program.num_nodes()
+        _describe(report, captured)
+        with report.timed("autodiff") as nodes:
+            derivative = self._differentiate(program) if train else None
+            programs = _programs(program, derivative)
+            nodes.count = sum(p.num_nodes() for p in programs)
+        with report.timed("decompose") as nodes:
+            programs = [verify(self._decompose(p)) for p in programs]
+            nodes.count = sum(p.num_nodes() for p in programs)
+        with report.timed("lower") as nodes:
+            report.num_kernels = self._lower(programs)
+            nodes.count = sum(p.num_nodes() for p in programs)
+        with report.timed("link") as nodes:
+            executables = [Executable(flat, self._kernels) for flat in _link(programs)]
+            report.num_launches = sum(e.num_launches for e in executables)
+            nodes.count = report.num_launches
+        backward = executables[1] if derivative is not None else None
+        return CompiledProgram(captured, executables[0], backward, derivative), report
+
+    def _known(self, program: Program) -> Program:
+        """Replaces leaves by equal ones that an earlier compile has seen."""
+        return map_leaves(program, lambda leaf: self._leaves.setdefault(_LeafKey(leaf), leaf))
+
+    def _differentiate(self, program: Program) -> Derivative | None:
+        inputs = differentiable_inputs(program)
+        written = {output for output, _ in program.writes}
+        outputs = [i for i in range(len(program.outputs)) if i not in written]
+        return self._differentiator.vjp(Composite("main", program), inputs, outputs)
+
+    def _decompose(self, program: Program) -> Program:
+        def decomposed(leaf: Leaf) -> Leaf:
+            if leaf not in self._decomposed:
+                self._decomposed[leaf] = decompose_leaf(leaf, self.backend)
+            return self._decomposed[leaf]
+
+        return map_leaves(program, decomposed)
+
+    def _lower(self, programs: Sequence[Program]) -> int:
+        leaves = {c: None for p in programs for c in walk_closures(p) if isinstance(c, Leaf)}
+        new = [leaf for leaf in leaves if leaf not in self._kernels]
+        with progress(len(new), "closures") as advance:
+            self._kernels.update(lower_leaves(new, self.backend, advance))
+        return len(new)
+
+
+def capture(
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    reuse: str = "marked",
+    train: bool = False,
+) -> Program:
+    """Captures a model as a program of closures and calls; nothing is compiled or run.
+
+    Args:
+        model: any ``nn.Module``. Its parameters may be on the meta device.
+        args: example positional inputs; only layouts matter.
+        kwargs: example keyword inputs.
+        reuse: ``"marked"`` (share instances of marked classes) or ``"off"`` (inline early).
+        train: capture with grad mode on.
+
+    Returns:
+        The program; ``print(program)`` shows each closure once with its call count.
+
+    Raises:
+        CaptureError: if the model's Python cannot be traced.
+
+    Example:
+        >>> print(lazyinline.capture(model, (ids,)))
+    """
+    options = Options(reuse=reuse, backend="eager")
+    arguments = dict(kwargs or {})
+    return verify(capture_model(model, args, arguments, reuse=options.reuse, train=train).program)
+
+
+def map_leaves(program: Program, change: Callable[[Leaf], Leaf]) -> Program:
+    """Rewrites each leaf of a program once, callees first, and rewires the callers.
+
+    Returns the same program if no leaf changed.
+    """
+    new: dict[Closure, Closure] = {}
+    for closure in walk_closures(program):
+        if isinstance(closure, Leaf):
+            new[closure] = change(closure)
+        elif isinstance(closure, Composite):
+            body = _replace_callees(closure.program, new)
+            same = body is closure.program
+            new[closure] = closure if same else Composite(closure.name, body, closure.input_names)
+        else:
+            new[closure] = closure
+    return _replace_callees(program, new)
+
+
+def _replace_callees(program: Program, new: Mapping[Closure, Closure]) -> Program:
+    if all(new[call.closure] is call.closure for call in program.calls):
+        return program
+    calls = tuple(Call(new[c.closure], c.args, c.results, c.path) for c in program.calls)
+    return Program(
+        program.inputs, calls, program.outputs, program.sources, program.writes, program.output_tree
+    )
+
+
+def differentiable_inputs(program: Program) -> list[int]:
+    """Positions of the inputs that want a gradient: parameters and user inputs that ask for one."""
+    wanted = []
+    for index, source in enumerate(program.sources):
+        if isinstance(source, ModelTensor):
+            if source.tensor.requires_grad:
+                wanted.append(index)
+        elif source.requires_grad:
+            wanted.append(index)
+    return wanted
+
+
+def _programs(program: Program, derivative: Derivative | None) -> list[Program]:
+    if derivative is None:
+        return [program]
+    assert isinstance(derivative.forward, Composite)
+    assert isinstance(derivative.backward, Composite)
+    return [derivative.forward.program, derivative.backward.program]
+
+
+def _link(programs: Sequence[Program]) -> Iterator[FlatProgram]:
+    return (link(program) for program in programs)
+
+
+def _describe(report: CompileReport, captured: CapturedModel) -> None:
+    program = captured.program
+    report.num_nodes = program.num_nodes()
+    report.num_nodes_if_inlined = program.num_nodes_if_inlined()
+    report.num_closures = len(program.closures)
+    report.num_block_calls = len(captured.decisions)
+    report.decisions = captured.decisions
+
+
+class _LeafKey:
+    """A leaf as a dictionary key, equal to every leaf that computes the same."""
+
+    def __init__(self, leaf: Leaf) -> None:
+        self._key = leaf_key(leaf)
+
+    def __hash__(self) -> int:
+        return hash((len(self._key), self._key[0], self._key[1]))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _LeafKey) and self._key == other._key
+
+
+@contextmanager
+def progress(total: int, unit: str) -> Iterator[Callable[[], None]]:
+    """Shows a bar on a terminal, nothing when piped; yields a function that advances it."""
+    hidden = total < 2 or not sys.stderr.isatty() or "LAZYINLINE_NO_PROGRESS" in os.environ
+    with tqdm(total=total, unit=unit, desc="lazyinline", disable=hidden, leave=False) as bar:
+        yield functools.partial(_advance, bar)
+
+
+def _advance(bar: Any) -> None:
+    bar.update(1)
+
+
+def check_runnable(model: nn.Module) -> None:
+    """Raises PlanError if a parameter or buffer has no data."""
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.is_meta:
+            raise PlanError(
+                f"{name} is on the meta device and has no data, so the model can be captured but "
+                "not run. Materialize it first: model.to_empty(device=...) and load a state_dict."
+            )
+
+
+def check_writes(program: Program) -> None:
+    """Raises CaptureError if the model changes, in place, an input that wants a gradient."""
+    for _, target in program.writes:
+        source = program.sources[target]
+        tensor_wants = isinstance(source, ModelTensor) and source.tensor.requires_grad
+        input_wants = isinstance(source, UserInput) and source.requires_grad
+        if torch.is_grad_enabled() and (tensor_wants or input_wants):
+            raise CaptureError(
+                f"The model's forward changes {source.name} in place, and it requires grad. "
+                "PyTorch forbids that for a leaf; use the out-of-place operator."
+            )

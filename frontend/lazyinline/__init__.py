@@ -1,0 +1,47 @@
+"""lazyinline: a graph compiler for large transformer models, in Python on PyTorch.
+
+Mark the layer class, compile the model, train or run it as before::
+
+    import lazyinline
+    from lazyinline import lazy_inline
+
+    @lazy_inline
+    class Block(nn.Module): ...
+
+    compiled = lazyinline.compile(model)
+"""
+
+from lazyinline.frontend.compiled_module import CompiledModule, compile
+from lazyinline.frontend.compiler import capture
+from lazyinline.frontend.decorator import lazy_inline
+from lazyinline.frontend.report import CompileReport
+from lazyinline.reuse.errors import (
+    CacheError,
+    CaptureError,
+    ExportError,
+    LazyInlineError,
+    PipelineError,
+    PlanError,
+    ReuseError,
+    VerifyError,
+)
+from lazyinline.reuse.program import Program
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CacheError",
+    "CaptureError",
+    "CompileReport",
+    "CompiledModule",
+    "ExportError",
+    "LazyInlineError",
+    "PipelineError",
+    "PlanError",
+    "Program",
+    "ReuseError",
+    "VerifyError",
+    "capture",
+    "compile",
+    "lazy_inline",
+]

@@ -1,0 +1,104 @@
+"""What a compile did: nodes held against nodes if inlined, seconds per pass, why blocks were traced."""
+
+from __future__ import annotations
+
+import resource
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from .capture import SharingDecision
+
+
+@dataclass(frozen=True, slots=True)
+class PassRecord:
+    """One pass of one compile."""
+
+    name: str
+    cpu_s: float
+    wall_s: float
+    num_nodes: int
+    """Graph nodes held after the pass."""
+
+
+@dataclass
+class CompileReport:
+    """The newest compile of a module.
+
+    Attributes:
+        passes: name, CPU-seconds (child processes included), wall seconds and nodes, in order.
+        num_nodes: graph nodes held by the captured program.
+        num_nodes_if_inlined: what they would be without sharing.
+        num_closures: different closures in the captured program.
+        num_block_calls: calls on marked blocks.
+        num_kernels: closures compiled.
+        num_launches: kernel launches in one forward (and backward, if training).
+        decisions: for each block instance, whether it shares, and if not, why.
+    """
+
+    train: bool
+    backend: str
+    reuse: str
+    passes: list[PassRecord] = field(default_factory=list)
+    num_nodes: int = 0
+    num_nodes_if_inlined: int = 0
+    num_closures: int = 0
+    num_block_calls: int = 0
+    num_kernels: int = 0
+    num_launches: int = 0
+    decisions: list[SharingDecision] = field(default_factory=list)
+
+    @property
+    def cpu_s(self) -> float:
+        """CPU-seconds of all passes, child processes included."""
+        return sum(p.cpu_s for p in self.passes)
+
+    @property
+    def wall_s(self) -> float:
+        """Wall seconds of all passes."""
+        return sum(p.wall_s for p in self.passes)
+
+    def not_shared(self) -> list[SharingDecision]:
+        """Instances that were traced although an earlier one of their class was known."""
+        return [d for d in self.decisions if not d.shared and d.reason]
+
+    @contextmanager
+    def timed(self, name: str) -> Iterator[_Nodes]:
+        """Times one pass; set ``.count`` on what is yielded to the nodes held after it."""
+        nodes = _Nodes()
+        cpu, wall = cpu_seconds(), time.perf_counter()
+        yield nodes
+        self.passes.append(
+            PassRecord(name, cpu_seconds() - cpu, time.perf_counter() - wall, nodes.count)
+        )
+
+    def __str__(self) -> str:
+        kind = "training" if self.train else "inference"
+        lines = [
+            f"{kind}, backend {self.backend}, reuse {self.reuse}: "
+            f"{self.num_nodes} nodes held, {self.num_nodes_if_inlined} if inlined; "
+            f"{self.num_closures} closures, {self.num_block_calls} block calls, "
+            f"{self.num_kernels} compiled, {self.num_launches} launches",
+            f"  {'pass':<12}{'CPU s':>8}{'wall s':>8}{'nodes':>8}",
+        ]
+        lines += [
+            f"  {p.name:<12}{p.cpu_s:>8.2f}{p.wall_s:>8.2f}{p.num_nodes:>8}" for p in self.passes
+        ]
+        lines.append(f"  {'total':<12}{self.cpu_s:>8.2f}{self.wall_s:>8.2f}")
+        lines += [f"  {d.path or d.class_name}: not shared, {d.reason}" for d in self.not_shared()]
+        return "\n".join(lines)
+
+
+@dataclass
+class _Nodes:
+    count: int = 0
+
+
+def cpu_seconds() -> float:
+    """Returns CPU-seconds used so far by this process and its finished children."""
+    total = 0.0
+    for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN):
+        usage = resource.getrusage(who)
+        total += usage.ru_utime + usage.ru_stime
+    return total
