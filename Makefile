@@ -1,0 +1,62 @@
+# make bench | make test | make lint: each makes its own .venv from nothing first.
+#
+# PYTHON  the interpreter to make .venv with
+# TORCH   the torch to install where that interpreter has none in the supported range
+# ARGS    further arguments of pytest or of `lazyinline bench`: make test ARGS="-k golden -x"
+
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+ARGS ?=
+
+SHELL := bash
+VENV := .venv
+PY := $(VENV)/bin/python
+STAMP := $(VENV)/.installed
+
+.PHONY: bench test lint
+
+bench: $(STAMP)
+	@$(VENV)/bin/lazyinline bench $(ARGS)
+
+test: $(STAMP)
+	@$(PY) -m pytest -q $(ARGS)
+
+# All three run, whatever the others find. mypy reads the package through the links, and its
+# messages name the files behind them.
+lint: $(STAMP)
+	@$(PY) tests/link_tree.py
+	@set -o pipefail; status=0; \
+	$(PY) -m ruff check --quiet . || status=1; \
+	$(PY) -m ruff format --check --quiet --diff . || status=1; \
+	$(PY) -m mypy | sed 's|^build/lint/lazyinline/||' || status=1; \
+	exit $$status
+
+# Exits with 0 if the interpreter that runs it has a torch in the range that pyproject.toml names.
+# "new" makes it ask whether a new .venv would inherit that torch: what an active virtual
+# environment holds, a .venv made from it does not see.
+define HAS_TORCH
+import importlib.metadata, re, sys
+spec = re.search(r'"torch>=([\d.]+),<([\d.]+)"', open("pyproject.toml").read()).groups()
+low, high = (tuple(map(int, bound.split("."))) for bound in spec)
+try:
+    version = importlib.metadata.version("torch")
+except importlib.metadata.PackageNotFoundError:
+    sys.exit(1)
+inherited = "new" not in sys.argv or sys.prefix == sys.base_prefix
+found = tuple(map(int, re.findall(r"\d+", version)[:2]))
+sys.exit(not (inherited and low <= found < high))
+endef
+export HAS_TORCH
+
+# torch goes in first and alone, so that nothing else can choose another one. Every step may be
+# repeated: an interrupted run is taken up where it stopped.
+$(STAMP): pyproject.toml
+	@if [ ! -x $(PY) ] || ! $(PY) -m pip --version >/dev/null 2>&1; then \
+	  echo "making $(VENV) (once; takes minutes where torch must be downloaded)"; \
+	  if $(PYTHON) -c "$$HAS_TORCH" new; \
+	  then $(PYTHON) -m venv --system-site-packages $(VENV); \
+	  else $(PYTHON) -m venv $(VENV); fi; \
+	fi
+	@$(PY) -c "$$HAS_TORCH" || $(PY) -m pip install -qq --disable-pip-version-check "$(TORCH)"
+	@$(PY) -m pip install -qq --disable-pip-version-check --editable '.[dev]'
+	@touch $@

@@ -1,0 +1,95 @@
+"""Set-up that all tests share: the environment of torch, golden texts, markers."""
+
+import difflib
+import importlib.util
+import os
+import pathlib
+import sys
+from collections.abc import Callable
+
+import hypothesis
+import link_tree  # tests/link_tree.py: pytest puts tests/ on sys.path
+import pytest
+
+ROOT = link_tree.ROOT
+GOLDEN = ROOT / "tests" / "golden"
+
+# Read when torch is imported, so set before; what the caller has set wins. Waiting threads must
+# sleep and not spin: the tests share their cores with others.
+os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(ROOT / "build" / "inductor_cache"))
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "2")
+os.environ.setdefault("OMP_NUM_THREADS", "2")
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+# In a bare checkout (no `pip install`) the package is imported through links. A real directory on
+# the path, in the environment too, serves the processes that tests start as well.
+if importlib.util.find_spec("lazyinline") is None:
+    tree = str(link_tree.make_link_tree())
+    sys.path.insert(0, tree)
+    paths = [tree, os.environ.get("PYTHONPATH", "")]
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+
+# How long an example takes says nothing here: the first one compiles.
+hypothesis.settings.register_profile("lazyinline", deadline=None, print_blob=True)
+hypothesis.settings.load_profile("lazyinline")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--update-golden",
+        action="store_true",
+        help="write the golden texts in tests/golden instead of comparing with them",
+    )
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    spec = importlib.util.find_spec("lazyinline")
+    assert spec is not None and spec.origin is not None
+    return f"lazyinline under test: {pathlib.Path(spec.origin).resolve().parent}"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    on_gpu = [item for item in items if item.get_closest_marker("gpu")]
+    if not on_gpu:
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        for item in on_gpu:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture
+def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
+    """Compares a text with tests/golden/<name>.txt: ``golden("two_blocks", str(program))``."""
+
+    def check(name: str, text: str) -> None:
+        path = GOLDEN / f"{name}.txt"
+        text = text.rstrip("\n") + "\n"
+        if request.config.getoption("--update-golden"):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+            return
+        if not path.exists():
+            pytest.fail(
+                f"{path.relative_to(ROOT)} does not exist; run with --update-golden and read it",
+                pytrace=False,
+            )
+        expected = path.read_text(encoding="utf-8")
+        if text != expected:
+            diff = difflib.unified_diff(
+                expected.splitlines(),
+                text.splitlines(),
+                str(path.relative_to(ROOT)),
+                "this run",
+                lineterm="",
+            )
+            pytest.fail(
+                "the text differs from the golden one (if it should, run with --update-golden):\n"
+                + "\n".join(diff),
+                pytrace=False,
+            )
+
+    return check

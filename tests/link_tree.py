@@ -1,0 +1,41 @@
+"""Makes build/lint/lazyinline: a tree of links to the folders that together are the package.
+
+mypy reads it (``make lint``), and the tests import from it where lazyinline is not installed. The
+links point at whole folders, so new files appear by themselves.
+"""
+
+import os
+import pathlib
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+PUBLIC_FACE = ROOT / "frontend" / "lazyinline"
+
+
+def package_folders(root: pathlib.Path = ROOT) -> list[pathlib.Path]:
+    """Returns the folders at the root that are packages of lazyinline."""
+    return sorted(init.parent for init in root.glob("*/__init__.py"))
+
+
+def make_link_tree(root: pathlib.Path = ROOT) -> pathlib.Path:
+    """Makes the links that are missing or point elsewhere; returns the folder to search."""
+    tree = root / "build" / "lint"
+    package = tree / "lazyinline"
+    package.mkdir(parents=True, exist_ok=True)
+    face = [root / "frontend" / "lazyinline" / name for name in ("__init__.py", "py.typed")]
+    wanted = {path.name: path for path in (*package_folders(root), *face)}
+    for link in package.iterdir():
+        if link.name not in wanted and not link.name.startswith("."):
+            link.unlink(missing_ok=True)
+    for name, path in wanted.items():
+        link = package / name
+        target = os.path.relpath(path, package)
+        if link.is_symlink() and os.readlink(link) == target:
+            continue
+        fresh = package / f".{name}.{os.getpid()}"
+        fresh.symlink_to(target)
+        fresh.replace(link)
+    return tree
+
+
+if __name__ == "__main__":
+    make_link_tree()

@@ -1,0 +1,166 @@
+"""What is installed: every folder, nothing else, from a wheel and from the checkout."""
+
+import ast
+import importlib.metadata
+import os
+import pathlib
+import pkgutil
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+
+import pytest
+from link_tree import PUBLIC_FACE, ROOT, package_folders
+
+import lazyinline
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+# What is beside the source in a checkout and no part of it.
+NOT_SOURCE = shutil.ignore_patterns(
+    *(".git", ".venv", "build", "dist", "shared"),
+    *("*.egg-info", "__pycache__", ".*_cache", ".hypothesis"),
+)
+
+
+def run_python(*args: object, cwd: pathlib.Path, **env: str) -> str:
+    """Runs this interpreter outside the checkout; returns what it prints."""
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | env
+    command = [sys.executable, *map(str, args)]
+    result = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
+
+def release(version: str) -> tuple[int, ...]:
+    """Returns the leading numbers of a version or a requirement: `torch>=2.11` is (2, 11)."""
+    match = re.search(r"\d+(\.\d+)*", version)
+    assert match, version
+    return tuple(map(int, match.group().split(".")))
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    (needed,) = (r for r in PYPROJECT["build-system"]["requires"] if r.startswith("setuptools>="))
+    found = importlib.metadata.version("setuptools")
+    if release(found) < release(needed):
+        pytest.skip(f"a wheel is built with {needed}; here is {found} (`make test` installs it)")
+    # From a copy: setuptools works inside the source tree and takes up what an older build left.
+    source = tmp_path_factory.mktemp("source") / "checkout"
+    shutil.copytree(ROOT, source, ignore=NOT_SOURCE, symlinks=True)
+    out = tmp_path_factory.mktemp("wheel")
+    pip = ("-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", out)
+    run_python(*pip, source, cwd=out)
+    (built,) = out.glob("*.whl")
+    return built
+
+
+def test_every_package_folder_is_listed() -> None:
+    setup = PYPROJECT["tool"]["setuptools"]
+    expected = {"lazyinline": PUBLIC_FACE.relative_to(ROOT).as_posix()}
+    expected |= {f"lazyinline.{folder.name}": folder.name for folder in package_folders()}
+    assert setup["package-dir"] == expected
+    assert sorted(setup["packages"]) == sorted(expected)
+
+
+def test_wheel_has_every_file_and_no_other(wheel: pathlib.Path) -> None:
+    expected = {"lazyinline/__init__.py", "lazyinline/py.typed"}
+    for folder in package_folders():
+        inside = (path for path in folder.rglob("*") if path.is_file())
+        expected |= {
+            f"lazyinline/{path.relative_to(ROOT).as_posix()}"
+            for path in inside
+            if PUBLIC_FACE not in path.parents and "__pycache__" not in path.parts
+        }
+    names = zipfile.ZipFile(wheel).namelist()
+    info = f"lazyinline-{lazyinline.__version__}.dist-info"
+    assert {name for name in names if not name.startswith(f"{info}/")} == expected
+    assert {name.removeprefix(f"{info}/") for name in names if name.startswith(f"{info}/")} == {
+        "METADATA",
+        "RECORD",
+        "WHEEL",
+        "entry_points.txt",
+        "licenses/LICENSE",
+        "top_level.txt",
+    }
+    assert wheel.name == f"lazyinline-{lazyinline.__version__}-py3-none-any.whl"
+
+
+def test_wheel_imports_by_itself(wheel: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    target = tmp_path / "installed"
+    run_python(
+        *("-m", "pip", "install", "--quiet", "--no-deps", "--target", target, wheel), cwd=tmp_path
+    )
+    code = (
+        "import importlib, pkgutil, lazyinline\n"
+        "for found in pkgutil.walk_packages(lazyinline.__path__, 'lazyinline.'):\n"
+        "    print(found.name, importlib.import_module(found.name).__file__)\n"
+    )
+    printed = run_python("-c", code, cwd=tmp_path, PYTHONPATH=str(target))
+    imported = dict(line.split(" ", 1) for line in printed.splitlines())
+    expected = {f"lazyinline.{folder.name}" for folder in package_folders()}
+    for folder in package_folders():
+        modules = pkgutil.iter_modules([str(folder)])
+        expected |= {f"lazyinline.{folder.name}.{m.name}" for m in modules if not m.ispkg}
+    assert set(imported) == expected
+    elsewhere = {name for name, file in imported.items() if not file.startswith(str(target))}
+    assert not elsewhere, f"not imported from the wheel: {elsewhere}"
+
+
+def test_tests_run_on_the_checkout(tmp_path: pathlib.Path) -> None:
+    # In this process, and in one that is started elsewhere, as pipeline ranks are.
+    assert lazyinline.__file__ is not None
+    assert pathlib.Path(lazyinline.__file__).resolve() == PUBLIC_FACE / "__init__.py"
+    code = "import lazyinline.backend as b, lazyinline as l; print(l.__file__); print(b.__file__)"
+    files = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True
+    ).stdout
+    assert [pathlib.Path(line).resolve() for line in files.splitlines()] == [
+        PUBLIC_FACE / "__init__.py",
+        ROOT / "backend" / "__init__.py",
+    ]
+
+
+def test_only_declared_libraries_are_imported() -> None:
+    declared = {
+        re.match(r"[\w.-]+", requirement).group()  # type: ignore[union-attr]
+        for requirement in PYPROJECT["project"]["dependencies"]
+    }
+    known = declared | set(sys.stdlib_module_names) | {"lazyinline", "__future__"}
+    found = {}
+    for folder in package_folders():
+        for path in folder.rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text())):
+                names = []
+                if isinstance(node, ast.Import):
+                    names = [alias.name for alias in node.names]
+                elif isinstance(node, ast.ImportFrom) and node.level == 0:
+                    names = [node.module or ""]
+                for name in names:
+                    if name.partition(".")[0] not in known:
+                        found[f"{path.relative_to(ROOT)}:{node.lineno}"] = name
+    assert not found, f"imported, but not among the dependencies: {found}"
+
+
+def test_command_is_installed_with_its_module() -> None:
+    target = PYPROJECT["project"]["scripts"]["lazyinline"]
+    entry = importlib.metadata.EntryPoint("lazyinline", target, "console_scripts")
+    assert callable(entry.load())
+    # None in a bare checkout; an old one stays until the next installation.
+    installed = importlib.metadata.entry_points(group="console_scripts", name="lazyinline")
+    assert {script.value for script in installed} <= {target}, "install again: pip install -e ."
+
+
+def test_torch_is_in_the_declared_range() -> None:
+    (torch,) = (r for r in PYPROJECT["project"]["dependencies"] if r.startswith("torch"))
+    match = re.fullmatch(r"torch(>=[\d.]+),(<[\d.]+)", torch)
+    assert match, f"the Makefile cannot read the range from {torch!r}"
+    low, high = map(release, match.groups())
+    assert low <= release(importlib.metadata.version("torch"))[:2] < high
