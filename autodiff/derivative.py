@@ -55,11 +55,13 @@ class Recipe:
         decompositions: how composite operators are taken apart, after differentiation.
         policy: how a joint graph splits into forward and backward (see ``partition``).
         joint_pass: a backend's rewrite of the joint graph before it is split.
+        kernels: which kernels the results get, ``"backend"`` or ``"eager"``.
     """
 
     decompositions: Decompositions = field(default_factory=dict)
     policy: str = "save"
     joint_pass: Callable[[torch.fx.GraphModule], torch.fx.GraphModule] | None = None
+    kernels: str = "backend"
 
 
 class Differentiator:
@@ -112,7 +114,7 @@ class Differentiator:
         if recipe.joint_pass is not None:
             joint.graph_module = recipe.joint_pass(joint.graph_module)
         forward, backward = partition(joint.graph_module, joint.num_outputs, recipe.policy)
-        return _pair(leaf, forward, backward, joint)
+        return _pair(leaf, forward, backward, joint, recipe.kernels)
 
     # ---- programs ------------------------------------------------------------------------
 
@@ -131,13 +133,7 @@ class Differentiator:
     def adder(self, type_: TensorType) -> Leaf:
         """Returns the closure that adds two values of a type."""
         if type_ not in self._adders:
-            leaf = make_leaf("add", torch.ops.aten.add.Tensor, [type_, type_], [type_])
-            for node in leaf.module.graph.nodes:
-                if node.op != "output":
-                    node.meta["val"] = torch.empty_strided(
-                        type_.shape, type_.stride, dtype=type_.dtype, device="meta"
-                    )
-            self._adders[type_] = leaf
+            self._adders[type_] = make_leaf("add", torch.ops.aten.add.Tensor, type_)
         return self._adders[type_]
 
 
@@ -159,6 +155,7 @@ def _pair(
     forward: torch.fx.GraphModule,
     backward: torch.fx.GraphModule,
     joint: JointTrace,
+    kernels: str,
 ) -> Derivative:
     """Reads the boundary of a partitioned leaf: what is saved, and what is handed over."""
     primals = [n.name for n in forward.graph.nodes if n.op == "placeholder"]
@@ -183,6 +180,7 @@ def _pair(
         (*leaf.output_types, saved_type),
         leaf.input_names,
         "aten",
+        kernels,
     )
     kept = [leaf.input_types[i] for i in kept_inputs] + [leaf.output_types[i] for i in kept_outputs]
     backward_leaf = Leaf(
@@ -191,6 +189,7 @@ def _pair(
         (saved_type, *kept, *(_cotangent_type(leaf.output_types[i]) for i in cotangents)),
         tuple(_cotangent_type(leaf.input_types[i]) for i in joint.grad_inputs),
         level="aten",
+        kernels=kernels,
     )
     return Derivative(
         forward_leaf,

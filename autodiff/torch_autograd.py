@@ -45,7 +45,7 @@ def trace_forward(
 
     with mode, torch.no_grad():
         traced = make_fx(forward, decomposition_table=dict(decompositions))(inputs)
-        return _without_mutation(_flat_signature(traced), inputs)
+        return _without_mutation(_flat_signature(traced), inputs, decompositions)
 
 
 class JointTrace:
@@ -84,7 +84,8 @@ class JointTrace:
             names = _rename_placeholders(_flat_signature(self.graph_module), len(primals))
             self._tag_forward()
             detached = [p.detach() for p in primals]
-            self.graph_module = _without_mutation(self.graph_module, [*detached, *tangents], names)
+            inputs = [*detached, *tangents]
+            self.graph_module = _without_mutation(self.graph_module, inputs, decompositions, names)
 
     def _find_tangents(
         self, mode: FakeTensorMode, primals: Sequence[torch.Tensor], wanted: Sequence[int]
@@ -150,7 +151,10 @@ def _rename_placeholders(module: torch.fx.GraphModule, num_primals: int) -> list
 
 
 def _without_mutation(
-    module: torch.fx.GraphModule, inputs: Sequence[torch.Tensor], names: Sequence[str] = ()
+    module: torch.fx.GraphModule,
+    inputs: Sequence[torch.Tensor],
+    decompositions: Decompositions,
+    names: Sequence[str] = (),
 ) -> torch.fx.GraphModule:
     """Rewrites in-place operators on temporaries as out-of-place ones, if there are any."""
     _strip_detach(module)
@@ -163,7 +167,10 @@ def _without_mutation(
     def run(flat: list[torch.Tensor]) -> tuple[Any, ...]:
         return tuple(_Boundary(module, last, size).run(*flat))
 
-    functional = make_fx(torch.func.functionalize(run, remove="mutations"))(list(inputs))
+    functional = make_fx(
+        torch.func.functionalize(run, remove="mutations"),
+        decomposition_table=dict(decompositions),
+    )(list(inputs))
     _flat_signature(functional)
     for node, name in zip(_placeholders(functional), names, strict=False):
         node.name = node.target = name

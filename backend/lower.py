@@ -10,7 +10,7 @@ Backends:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -95,7 +95,7 @@ class InductorBackend:
     def recipe(self, leaf: Leaf) -> Recipe:
         """Inductor's decompositions and passes, and its min-cut split; tiny leaves stay as they are."""
         if is_tiny(leaf):
-            return Recipe()
+            return Recipe(kernels="eager")
         if self._recipe is None:
             self._recipe = Recipe(
                 torch_inductor.decompositions(), "min_cut", torch_inductor.rewrite_joint
@@ -104,11 +104,11 @@ class InductorBackend:
 
     def lower(self, leaves: Sequence[Leaf], on_done: Callable[[], None]) -> list[Kernel]:
         """Compiles the leaves that are worth it."""
-        compiled = [leaf for leaf in leaves if not is_tiny(leaf)]
+        compiled = [leaf for leaf in leaves if leaf.kernels == "backend"]
         functions = iter(torch_inductor.compile_leaves([leaf.module for leaf in compiled], on_done))
         kernels = []
         for leaf in leaves:
-            if is_tiny(leaf):
+            if leaf.kernels == "eager":
                 kernels.append(_eager_kernel(leaf))
                 on_done()
             else:
@@ -138,9 +138,9 @@ def decompose_leaf(leaf: Leaf, backend: Backend) -> Leaf:
     """Returns the leaf at the ATen level, without a derivative."""
     if leaf.level == "aten":
         return leaf
-    table = backend.recipe(leaf).decompositions
-    module = trace_forward(leaf.module, flat_types(leaf.input_types), table)
-    return Leaf(leaf.name, module, leaf.input_types, leaf.output_types, leaf.input_names, "aten")
+    recipe = backend.recipe(leaf)
+    module = trace_forward(leaf.module, flat_types(leaf.input_types), recipe.decompositions)
+    return replace(leaf, module=module, level="aten", kernels=recipe.kernels)
 
 
 def lower_leaves(

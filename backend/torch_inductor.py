@@ -29,11 +29,25 @@ def settings() -> Any:
 
 
 def decompositions() -> Mapping[Any, Callable[..., Any]]:
-    """Returns Inductor's decomposition table."""
+    """Returns Inductor's decomposition table, with one correction.
+
+    Inductor lowers ``bernoulli.p`` to an in-place draw, and on CPU it may fuse a reader of the
+    mask into a kernel that runs before the draw. ``native_dropout`` draws the same mask out of
+    place.
+    """
     from torch._inductor.decomposition import select_decomp_table
 
     with settings():
-        return dict(select_decomp_table())
+        table = dict(select_decomp_table())
+    table[torch.ops.aten.bernoulli.p] = _mask
+    return table
+
+
+def _mask(tensor: torch.Tensor, p: float = 0.5, generator: Any = None) -> torch.Tensor:
+    if generator is not None:
+        return NotImplemented
+    _, mask = torch.ops.aten.native_dropout.default(tensor, 1.0 - p, True)
+    return mask.to(tensor.dtype)
 
 
 def rewrite_joint(module: torch.fx.GraphModule) -> torch.fx.GraphModule:

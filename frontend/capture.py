@@ -8,6 +8,7 @@ into a program of closures.
 
 from __future__ import annotations
 
+import gc
 import inspect
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,7 +22,15 @@ from torch import nn
 
 from ..reuse import pytree
 from ..reuse.errors import CaptureError
-from ..reuse.evidence import Evidence, Reads, TensorPath, follow_tensor_path, raw_attribute
+from ..reuse.evidence import (
+    Evidence,
+    Reads,
+    TensorPath,
+    follow_tensor_path,
+    module_state,
+    raw_attribute,
+    walk_modules,
+)
 from ..reuse.freeze import Freezer, Identity
 from ..reuse.leaf import current_autocast
 from ..reuse.program import ModelTensor, Program, Source, UserInput
@@ -34,11 +43,13 @@ from .torch_tracing import (
     frame_text,
     is_fake,
     new_fake_mode,
+    plain_tensor_access,
     profiled_calls,
     user_frame,
 )
 
 _MAX_CLOSURES_PER_BLOCK = 64
+_EMPTY_MODULE = nn.Module().__dict__
 
 
 @dataclass(eq=False)
@@ -75,6 +86,7 @@ class OutputLeaf:
     requires_grad: bool = False
     alias_of: int = -1  # input whose storage a new tensor shares
     storage_offset: int = 0
+    prototype: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -172,11 +184,11 @@ class Recorder:
         self._writes: dict[tuple[int, str], tuple[nn.Module, str, Any]] = {}
         self._signatures: dict[type, inspect.Signature | None] = {}
         self._literals: set[torch.fx.Node] = set()
+        self._fresh: dict[int, nn.Module] = {}
         self._quiet = 0
 
     def _add_node(self, node: torch.fx.Node) -> None:
-        if node.op == "call_function":
-            self._current.items.append(node)
+        self._current.items.append(node)
 
     # ---- tensors -------------------------------------------------------------------------
 
@@ -257,8 +269,14 @@ class Recorder:
 
     def write(self, module: nn.Module, name: str) -> None:
         """Remembers an attribute's value before the first write, to put it back."""
-        if not self._quiet and (id(module), name) not in self._writes:
-            with self._bookkeeping():
+        if self._quiet or (id(module), name) in self._writes or id(module) in self._fresh:
+            return
+        with self._bookkeeping():
+            if module is self.tracer.root:
+                return
+            if id(module) not in self.paths and module_state(module).keys() == _EMPTY_MODULE.keys():
+                self._fresh[id(module)] = module  # made by the forward itself
+            else:
                 self._writes[id(module), name] = (module, name, raw_attribute(module, name))
 
     def custom_function(self, function: type, args: Any, proceed: Callable[..., Any]) -> Any:
@@ -309,12 +327,13 @@ class Recorder:
         """What capture itself reads and writes inside is not the model's doing."""
         self._quiet += 1
         try:
-            yield
+            with plain_tensor_access():
+                yield
         finally:
             self._quiet -= 1
 
     def _bind(self, module: nn.Module, args: Any, kwargs: Any) -> dict[str, Any]:
-        if "forward" in module.__dict__:
+        if "forward" in module_state(module):
             return _bind(_forward_signature(module), args, kwargs)
         if type(module) not in self._signatures:
             self._signatures[type(module)] = _forward_signature(module)
@@ -332,13 +351,17 @@ class Recorder:
 
     def _signature(self, module: nn.Module, leaves: Sequence[Any]) -> Any:
         """Describes the arguments: layouts, which share memory, and other values."""
-        freezer = Freezer({id(m): p for p, m in module.named_modules()})
+        places = walk_modules(module)
+        freezer = Freezer({id(m): p for p, m in places})
         seen: dict[int, int] = {}
         rows: list[Any] = []
-        for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-            fake = self._fakes.get(id(tensor))
-            if fake is not None and any(fake is leaf for leaf in leaves):
-                rows.append(("own tensor", name, [fake is leaf for leaf in leaves].index(True)))
+        positions = {id(leaf): i for i, leaf in enumerate(leaves)}
+        for path, inner in places:
+            state = module_state(inner)
+            for name, tensor in (*state["_parameters"].items(), *state["_buffers"].items()):
+                position = positions.get(id(self._fakes.get(id(tensor))))
+                if position is not None:
+                    rows.append(("own tensor", path, name, position))
         for leaf in leaves:
             if isinstance(leaf, torch.Tensor):
                 memory = seen.setdefault(_storage_id(leaf), len(seen))
@@ -362,6 +385,9 @@ class Recorder:
         region = Region(module, path, type(module).__name__, self._current, reads=Reads())
         assert region.reads is not None
         before = _freeze_leaves(leaves)
+        arg_tensors = [(i, x) for i, x in enumerate(leaves) if isinstance(x, torch.Tensor)]
+        arg_nodes = {self.node_of(x): i for i, x in reversed(arg_tensors)}
+        known = [(x, self.node_of(x)) for x in (*(x for _, x in arg_tensors), *self._fakes.values())]
         self._current.items.append(region)
         self._current = region
         outermost = region.parent is not None and region.parent.reads is None
@@ -374,7 +400,10 @@ class Recorder:
             self._current = region.parent
         with self._bookkeeping():
             evidence = Evidence(module, region.reads)
-            template, reason = self._make_template(region, evidence, arguments, leaves, result)
+            results = pytree.flatten(result)
+            nodes = [self.node_of(r) if isinstance(r, torch.Tensor) else None for r in results[0]]
+            template, reason = self._make_template(region, evidence, arguments, arg_nodes, results, nodes)
+            self._restore_nodes(known)
         if evidence.side_effect or before != _freeze_leaves(leaves):
             template, reason = None, evidence.side_effect or "its forward changes an argument"
         if template is not None:
@@ -389,20 +418,26 @@ class Recorder:
         if self._current.reads is not None:
             self._current.reads.nested.append((module, evidence))
 
+    def _restore_nodes(self, known: Sequence[tuple[torch.Tensor, torch.fx.Node]]) -> None:
+        """Undoes that an operator inside a block, by returning its operand, took over its name."""
+        for tensor, node in known:
+            if self.tracer.node_of(tensor) is not node:
+                self.tracer.track(tensor, node)
+        for key, fake in self._fakes.items():
+            if self.tracer.node_of(fake) is not self._outside[key]:
+                self.tracer.track(fake, self._outside[key])
+
     def _make_template(
         self,
         region: Region,
         evidence: Evidence,
         arguments: Mapping[str, Any],
-        leaves: Sequence[Any],
-        result: Any,
+        arg_nodes: Mapping[torch.fx.Node, int],
+        flat_result: tuple[list[Any], pytree.TreeSpec],
+        result_nodes: Sequence[torch.fx.Node | None],
     ) -> tuple[Template | None, str]:
         inside = set(region.nodes())
-        arg_nodes = {
-            self.node_of(leaf): i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)
-        }
-        results, spec = pytree.flatten(result)
-        result_nodes = [self.node_of(r) if isinstance(r, torch.Tensor) else None for r in results]
+        results, spec = flat_result
         used = [self._resolve(n) for node in region.nodes() for n in node.all_input_nodes]
         used += [n for n in result_nodes if n is not None]
         region.inputs = list(dict.fromkeys(n for n in used if n not in inside))
@@ -445,6 +480,10 @@ class Recorder:
         if node in region.inputs:
             return OutputLeaf("input", region.inputs.index(node))
         storages = [_storage_id(n.meta["val"]) for n in region.inputs]
+        with self.tracer.untraced():
+            prototype = torch.empty_strided(
+                value.shape, value.stride(), dtype=value.dtype, device=value.device
+            ).requires_grad_(value.requires_grad)
         storage = _storage_id(node.meta["val"])
         return OutputLeaf(
             "new",
@@ -453,6 +492,7 @@ class Recorder:
             requires_grad=value.requires_grad,
             alias_of=storages.index(storage) if storage in storages else -1,
             storage_offset=value.storage_offset(),
+            prototype=prototype,
         )
 
     def _call_shared(self, template: Template, module: nn.Module, leaves: Sequence[Any]) -> Any:
@@ -508,15 +548,17 @@ class Recorder:
     ) -> torch.Tensor:
         """Makes the fake result of a shared call; never an autograd leaf, so it may be changed."""
         assert leaf.type is not None
-        shape, stride, dtype = leaf.type.shape, leaf.type.stride, leaf.type.dtype
+        assert leaf.prototype is not None
+        shape, stride = leaf.type.shape, leaf.type.stride
         with self.tracer.untraced(), torch.set_grad_enabled(leaf.requires_grad):
             if leaf.alias_of >= 0:
                 base = self._operand_tensor(template.bindings[leaf.alias_of], module, leaves)
                 return base.as_strided(shape, stride, leaf.storage_offset)
+            if leaf.type.is_dense:
+                return leaf.prototype.clone()
             reach = 1 + sum((d - 1) * s for d, s in zip(shape, stride, strict=True))
-            memory = torch.empty(max(reach, 0), dtype=dtype, device=leaf.type.device)
-            if leaf.requires_grad:
-                memory = memory + torch.empty((), dtype=dtype, device=leaf.type.device, requires_grad=True)
+            seed = leaf.prototype.new_empty(())
+            memory = seed.requires_grad_(leaf.requires_grad) + seed.new_empty(reach)
             return memory.as_strided(shape, stride)
 
     # ---- the whole run -------------------------------------------------------------------
@@ -600,7 +642,7 @@ def capture_model(
 
     recorder = Recorder(model, reuse)
     try:
-        with torch.set_grad_enabled(train):
+        with torch.set_grad_enabled(train), _garbage_collection_paused():
             results, tree = recorder.run(args, kwargs or {})
     except CaptureError:
         raise
@@ -610,6 +652,18 @@ def capture_model(
     program = assemble(recorder.root, results, tree, recorder.sources)
     traced = sum(not d.shared for d in recorder.decisions)
     return CapturedModel(program, recorder.decisions, traced)
+
+
+@contextmanager
+def _garbage_collection_paused() -> Iterator[None]:
+    """Capture makes many long-lived objects; scanning them again and again costs more than it frees."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _capture_error(model: nn.Module, error: Exception) -> CaptureError:

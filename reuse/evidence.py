@@ -14,8 +14,8 @@ instance's Python read:
 from __future__ import annotations
 
 import gc
-import inspect
 import types
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -51,7 +51,7 @@ class Reads:
 
     def all_attributes(self, module: nn.Module) -> None:
         """Notes that the module's ``__dict__`` was read as a whole."""
-        for name in list(module.__dict__):
+        for name in list(module_state(module)):
             self.attribute(module, name)
 
     def function(self, frame: types.FrameType) -> None:
@@ -70,18 +70,38 @@ class Reads:
 
 def raw_attribute(module: nn.Module, name: str) -> Any:
     """Returns what a module itself holds under a name, without running any of its code."""
-    if name in module.__dict__:
-        return module.__dict__[name]
+    state = module_state(module)
+    if name in state:
+        return state[name]
     for table in ("_parameters", "_buffers", "_modules"):
-        if name in module.__dict__.get(table, {}):
-            return module.__dict__[table][name]
-    found = inspect.getattr_static(type(module), name, _ABSENT)
-    return found
+        if name in state.get(table, ()):
+            return state[table][name]
+    for base in type(module).__mro__:
+        if name in base.__dict__:
+            return base.__dict__[name]
+    return _ABSENT
 
 
 def _snapshot(value: Any) -> Any:
     """Freezes a value without regard to where it sits, to notice that it changed meanwhile."""
     return Freezer(on_tensor=lambda t, keys: Identity(t)).freeze(value)
+
+
+def module_state(module: nn.Module) -> dict[str, Any]:
+    """Returns a module's ``__dict__`` past any ``__getattribute__``."""
+    state: dict[str, Any] = object.__getattribute__(module, "__dict__")
+    return state
+
+
+def walk_modules(root: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Returns every (path, module) of a tree, a shared module once per place it has."""
+    found = [("", root)]
+    for path, module in found:  # grows while it is walked
+        prefix = f"{path}." if path else ""
+        for name, child in module_state(module)["_modules"].items():
+            if child is not None:
+                found.append((prefix + name, child))
+    return found
 
 
 class Evidence:
@@ -94,8 +114,9 @@ class Evidence:
 
     def __init__(self, root: nn.Module, reads: Reads) -> None:
         self.type = type(root)
-        self._paths = _module_paths(root)
-        self._structure = _structure(root)
+        places = walk_modules(root)
+        self._paths = _module_paths(places)
+        self._structure = _structure(places)
         self._tensor_paths: dict[int, TensorPath] = {}
         self._keep: list[torch.Tensor] = []
         self._attributes: list[tuple[str, str, Any]] = []
@@ -121,8 +142,9 @@ class Evidence:
                 self._external.append((module, name, _snapshot(value)))
             else:
                 self._attributes.append((path, name, freeze(value, (path, name))))
-        for path, module in root.named_modules():
-            for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+        for path, module in walk_modules(root):
+            state = module_state(module)
+            for name, tensor in (*state["_parameters"].items(), *state["_buffers"].items()):
                 if tensor is not None:
                     self._note_tensor(tensor, (path, name))
 
@@ -143,7 +165,7 @@ class Evidence:
         """Whether the evidence pins this very tensor (a global, or another module's attribute)."""
         pin = Identity(tensor)
         names = [f for _, _, f in self._external] + [f for _, _, f in self._globals]
-        return pin in names or any(pin in contents for _, contents in self._cells)
+        return pin in names or any(pin == expected for _, expected, _ in self._cells)
 
     @staticmethod
     def _freezer(
@@ -156,33 +178,37 @@ class Evidence:
             if _snapshot(raw_attribute(module, name)) != before:
                 return f"its forward changes {type(module).__name__}.{name}"
         for scope, name, before in self._globals:
-            if _shallow_snapshot(scope.get(name, _ABSENT)) != before:
+            if not _same_shallow(scope.get(name, _ABSENT), before):
                 return f"its forward changes the global {name}"
-        for function, contents in self._cells:
-            before = reads.functions.get((function.__code__, id(function.__globals__)), {})
-            only = sum(f.__code__ is function.__code__ for f, _ in self._cells) == 1
-            for name, now in zip(function.__code__.co_freevars, contents, strict=True):
-                if only and before.get(name, now) != now:
-                    return f"its forward changes the captured variable {name}"
+        runs = Counter(id(function.__code__) for _, _, function in self._cells)
+        for cell, now, function in self._cells:
+            code = function.__code__
+            before = reads.functions.get((code, id(function.__globals__)), {})
+            name = code.co_freevars[(function.__closure__ or ()).index(cell)]
+            if runs[id(code)] == len(code.co_freevars) and before.get(name, now) != now:
+                return f"its forward changes the captured variable {name}"
         return ""
 
     def mismatch(self, instance: nn.Module) -> str:
         """Returns why an instance cannot share, or an empty text if it can."""
         if type(instance) is not self.type:
             return f"class {type(instance).__qualname__} is not {self.type.__qualname__}"
+        places = walk_modules(instance)
         return (
-            _structure_mismatch(self._structure, _structure(instance))
-            or self._attribute_mismatch(instance)
+            _structure_mismatch(self._structure, _structure(places))
+            or self._attribute_mismatch(places)
             or self._outside_mismatch()
-            or self._nested_mismatch(instance)
+            or self._nested_mismatch(dict(places))
         )
 
-    def _attribute_mismatch(self, instance: nn.Module) -> str:
-        modules = dict(instance.named_modules(remove_duplicate=False))
-        paths = {id(m): p for p, m in instance.named_modules()}
-        freeze = self._freezer(paths, lambda tensor, keys: _tensor_facts(tensor))
+    def _attribute_mismatch(self, places: list[tuple[str, nn.Module]]) -> str:
+        modules = dict(places)
+        freeze = self._freezer(_module_paths(places), lambda tensor, keys: _tensor_facts(tensor))
         for path, name, expected in self._attributes:
-            found = freeze(raw_attribute(modules[path], name), (path, name))
+            value = raw_attribute(modules[path], name)
+            if isinstance(expected, Identity) and expected.target is value:
+                continue
+            found = freeze(value, (path, name))
             if found != expected:
                 where = f"{path}.{name}" if path else name
                 return f"attribute {where} is {describe(found)}, not {describe(expected)}"
@@ -193,16 +219,16 @@ class Evidence:
             if _snapshot(raw_attribute(module, name)) != expected:
                 return f"attribute {name} of {type(module).__name__} changed between the calls"
         for scope, name, expected in self._globals:
-            if _shallow_snapshot(scope.get(name, _ABSENT)) != expected:
+            if not _same_shallow(scope.get(name, _ABSENT), expected):
                 return f"global {name} changed between the calls"
-        for function, contents in self._cells:
-            if tuple(_snapshot_cell(c) for c in function.__closure__ or ()) != contents:
+        for cell, expected, function in self._cells:
+            if not _same_shallow(_cell_contents(cell), expected):
                 return f"a variable captured by {function.__qualname__} changed between the calls"
         return ""
 
-    def _nested_mismatch(self, instance: nn.Module) -> str:
+    def _nested_mismatch(self, modules: Mapping[str, nn.Module]) -> str:
         for path, evidence in self._nested:
-            reason = evidence.mismatch(instance.get_submodule(path))
+            reason = evidence.mismatch(modules[path])
             if reason:
                 return f"{path}: {reason}"
         return ""
@@ -210,7 +236,10 @@ class Evidence:
 
 def follow_tensor_path(root: nn.Module, path: TensorPath) -> torch.Tensor:
     """Returns the tensor that another instance reaches in the same way."""
-    value = raw_attribute(root.get_submodule(path[0]), path[1])
+    module = root
+    for name in path[0].split(".") if path[0] else ():
+        module = module_state(module)["_modules"][name]
+    value = raw_attribute(module, path[1])
     for key in path[2:]:
         value = _follow_key(value, key)
     assert isinstance(value, torch.Tensor)
@@ -233,20 +262,23 @@ def _tensor_facts(tensor: torch.Tensor) -> Any:
     return (type(tensor), TensorType.of(tensor), tensor.requires_grad)
 
 
-def _module_paths(root: nn.Module) -> dict[int, str]:
-    return {id(module): path for path, module in root.named_modules()}
+def _module_paths(places: list[tuple[str, nn.Module]]) -> dict[int, str]:
+    paths: dict[int, str] = {}
+    for path, module in places:
+        paths.setdefault(id(module), path)
+    return paths
 
 
-def _structure(root: nn.Module) -> list[tuple[Any, ...]]:
+def _structure(places: list[tuple[str, nn.Module]]) -> list[tuple[Any, ...]]:
     """Describes a module tree: one row per module, in a fixed order."""
     rows: list[tuple[Any, ...]] = []
     first_place: dict[int, int] = {}
     paths: dict[int, str] | None = None
-    for path, module in root.named_modules(remove_duplicate=False):
-        state = module.__dict__
+    for path, module in places:
+        state = module_state(module)
         hooks: Any = ()
         if any(state.get(table) for table in _HOOK_TABLES):
-            paths = paths or _module_paths(root)
+            paths = paths or _module_paths(places)
             freezer = Freezer(paths)
             hooks = tuple(freezer.freeze(list(state[t].values())) for t in _HOOK_TABLES if t in state)
         tensors = tuple(
@@ -291,22 +323,28 @@ def _shallow_snapshot(value: Any) -> Any:
     return Identity(value)
 
 
-def _cell_reads(reads: Reads) -> list[tuple[types.FunctionType, Any]]:
+def _same_shallow(value: Any, expected: Any) -> bool:
+    if isinstance(expected, Identity):
+        return expected.target is value
+    return bool(_shallow_snapshot(value) == expected)
+
+
+def _cell_reads(reads: Reads) -> list[tuple[types.CellType, Any, types.FunctionType]]:
     """Finds the closure cells of the functions that ran (code objects know only their names)."""
-    found: list[tuple[types.FunctionType, Any]] = []
+    found: list[tuple[types.CellType, Any, types.FunctionType]] = []
     codes = [code for code, _ in reads.functions if code.co_freevars]
     if not codes:
         return found
     wanted = set(map(id, codes))
     for function in gc.get_referrers(*codes):
         if isinstance(function, types.FunctionType) and id(function.__code__) in wanted:
-            contents = tuple(_snapshot_cell(cell) for cell in function.__closure__ or ())
-            found.append((function, contents))
+            for cell in function.__closure__ or ():
+                found.append((cell, _shallow_snapshot(_cell_contents(cell)), function))
     return found
 
 
-def _snapshot_cell(cell: types.CellType) -> Any:
+def _cell_contents(cell: types.CellType) -> Any:
     try:
-        return _shallow_snapshot(cell.cell_contents)
+        return cell.cell_contents
     except ValueError:
-        return Identity(_ABSENT)
+        return _ABSENT

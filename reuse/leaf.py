@@ -8,8 +8,7 @@ a trace would hold, so a graph can be cut anywhere without losing the mode.
 from __future__ import annotations
 
 import contextlib
-import operator
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -211,23 +210,15 @@ def flat_types(types: Iterable[Type]) -> list[TensorType]:
     return [inner for type_ in types for inner in flatten_type(type_)]
 
 
-def make_leaf(
-    name: str,
-    function: Callable[..., Any],
-    input_types: Sequence[TensorType],
-    output_types: Sequence[TensorType],
-) -> Leaf:
-    """Builds a leaf of one operator, applied to all inputs in order."""
+def make_leaf(name: str, function: Callable[..., Any], type_: TensorType) -> Leaf:
+    """Builds the leaf of one operator that takes two values of a type and returns one."""
     graph = torch.fx.Graph()
-    args = tuple(graph.placeholder(f"a{i}") for i in range(len(input_types)))
+    args = tuple(graph.placeholder(f"a{i}") for i in range(2))
     node = graph.call_function(function, args)
     graph.output((node,))
+    for n in (*args, node):
+        n.meta["val"] = torch.empty_strided(
+            type_.shape, type_.stride, dtype=type_.dtype, device="meta"
+        )
     module = torch.fx.GraphModule(torch.nn.Module(), graph)
-    return Leaf(name, module, tuple(input_types), tuple(output_types))
-
-
-def iterate_getitems(node: torch.fx.Node) -> Iterator[tuple[int, torch.fx.Node]]:
-    """Yields the users of a node that pick one of its results, with the position picked."""
-    for user in node.users:
-        if user.target is operator.getitem:
-            yield int(user.args[1]), user  # type: ignore[arg-type]
+    return Leaf(name, module, (type_, type_), (type_,), level="aten", kernels="eager")

@@ -41,8 +41,8 @@ class Leaf:
 
     The graph's placeholders are the inputs, flattened (a struct input gives one placeholder per
     tensor inside it); its output is a flat tuple, grouped by ``output_types`` in the same way.
-    ``level`` is ``"composite"`` as captured (operators whole, modes in the nodes' stamps) and
-    ``"aten"`` once differentiated or decomposed (plain ATen, ready for a backend).
+    ``level`` is ``"composite"`` as captured (operators whole, modes in the nodes' stamps)
+    and ``"aten"`` once differentiated or decomposed (plain ATen, ready for a backend).
     """
 
     name: str
@@ -51,6 +51,7 @@ class Leaf:
     output_types: tuple[Type, ...]
     input_names: tuple[str, ...] = ()
     level: str = "composite"
+    kernels: str = "backend"
 
     @property
     def nodes(self) -> list[torch.fx.Node]:
