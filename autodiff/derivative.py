@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.fx
@@ -206,7 +207,7 @@ def _cotangent_type(type_: object) -> TensorType:
     return type_.cotangent()
 
 
-def _outputs(module: torch.fx.GraphModule) -> list[object]:
+def _outputs(module: torch.fx.GraphModule) -> list[Any]:
     outputs = module.graph.output_node().args[0]
     assert isinstance(outputs, (tuple, list))
     return list(outputs)
@@ -301,9 +302,7 @@ class _Reversal:
         operands += [self._keep(call.results[i]) for i in derivative.kept_outputs]
         operands += [self._cotangents[call.results[i]] for i in derivative.cotangent_outputs]
         targets = [call.args[i] for i in derivative.gradient_inputs]
-        results = tuple(
-            Value(_cotangent_type(v.type), f"ct_{v.hint}") for v in targets
-        )
+        results = tuple(Value(_cotangent_type(v.type), f"ct_{v.hint}") for v in targets)
         self._backward.append(Call(derivative.backward, tuple(operands), results, call.path))
         for target, result in zip(targets, results, strict=True):
             self._add_cotangent(target, result)

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 import torch.fx
-from torch._functorch.partitioners import default_partition, min_cut_rematerialization_partition
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 
@@ -66,6 +65,8 @@ class JointTrace:
         self.grad_inputs: tuple[int, ...] = ()
         self.tangent_outputs: tuple[int, ...] = ()
         self.num_outputs = 0
+        self.graph_module = module
+        self._num_forward_nodes = 0
         self._module = module
         mode = new_fake_mode()
         primals = [fake_tensor(mode, t) for t in input_types]
@@ -74,7 +75,6 @@ class JointTrace:
         tangents = self._find_tangents(mode, primals, wanted_outputs)
         if not self.tangent_outputs:
             return
-        self._num_forward_nodes = 0
         with mode, torch.enable_grad():
             joint = make_fx(
                 lambda p, t: self._joint(p, t, wanted_inputs),
@@ -112,7 +112,10 @@ class JointTrace:
         )
         pairs = [(i, g) for i, g in zip(wanted, gradients, strict=True) if g is not None]
         self.grad_inputs = tuple(i for i, _ in pairs)
-        return (*outputs, *(_with_layout(g, TensorType.of(primals[i]).cotangent()) for i, g in pairs))
+        return (
+            *outputs,
+            *(_with_layout(g, TensorType.of(primals[i]).cotangent()) for i, g in pairs),
+        )
 
     def _tag_forward(self) -> None:
         """Tells the default partitioner where the forward ends."""
@@ -160,7 +163,9 @@ def _without_mutation(
     _strip_detach(module)
     if not any(mutated_args(n) for n in module.graph.nodes):
         return module
-    tags = {n.name: n.meta["partitioner_tag"] for n in module.graph.nodes if "partitioner_tag" in n.meta}
+    tags = {
+        n.name: n.meta["partitioner_tag"] for n in module.graph.nodes if "partitioner_tag" in n.meta
+    }
     last = [n.name for n in module.graph.nodes if n.name in tags][-1:]
     size = [0]
 
@@ -225,6 +230,17 @@ def partition(
         policy: ``"save"`` keeps what autograd would; ``"min_cut"`` recomputes cheap operators to
             save fewer bytes. Random operators are never run twice.
     """
+    # Imported late: it brings in Inductor, which inference on eager kernels never needs.
+    from torch._functorch.partitioners import (
+        default_partition,
+        min_cut_rematerialization_partition,
+    )
+
     if policy == "save":
         return default_partition(joint, (), num_fwd_outputs=num_outputs)
     return min_cut_rematerialization_partition(joint, (), num_fwd_outputs=num_outputs)
+
+
+def graph_is_kept() -> bool:
+    """Whether the running backward was started with ``retain_graph=True``."""
+    return bool(torch._C._autograd._get_current_graph_task_keep_graph())

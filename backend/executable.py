@@ -61,7 +61,11 @@ def _line(launch: Launch, name: str, kernel: Kernel) -> str:
     operands = ", ".join(f"s{s}" for s in launch.operands)
     if kernel.convention == "boxed":
         operands = f"[{operands}]"
-    line = f"  {_targets(launch.results)} = {name}({operands})" if launch.results else f"  {name}({operands})"
+    line = (
+        f"  {_targets(launch.results)} = {name}({operands})"
+        if launch.results
+        else f"  {name}({operands})"
+    )
     if launch.frees:
         line += f"; del {', '.join(f's{s}' for s in launch.frees)}"
     return line

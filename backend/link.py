@@ -113,9 +113,7 @@ def _split(slots: Slots, values: Sequence[Value]) -> dict[Value, Slots]:
     return parts
 
 
-def _with_frees(
-    launches: Sequence[Launch], inputs: Slots, outputs: Slots
-) -> tuple[Launch, ...]:
+def _with_frees(launches: Sequence[Launch], inputs: Slots, outputs: Slots) -> tuple[Launch, ...]:
     """Adds to each launch the slots whose last use it is."""
     seen = set(outputs)
     reversed_launches = []

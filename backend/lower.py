@@ -2,7 +2,7 @@
 
 Backends:
 
-* ``eager``: runs the leaf's ATen graph with PyTorch's own kernels. Needs no compiler; the reference.
+* ``eager``: PyTorch's own kernels, operator by operator. Needs no compiler; the reference.
 * ``inductor``: TorchInductor kernels. A leaf of one or two operators stays on the eager kernels,
   where compiling could not pay.
 """
@@ -93,7 +93,7 @@ class InductorBackend:
         self._recipe: Recipe | None = None
 
     def recipe(self, leaf: Leaf) -> Recipe:
-        """Inductor's decompositions and passes, and its min-cut split; tiny leaves stay as they are."""
+        """Inductor's decompositions, passes and min-cut split; tiny leaves stay as they are."""
         if is_tiny(leaf):
             return Recipe(kernels="eager")
         if self._recipe is None:

@@ -21,7 +21,8 @@ from ..reuse import pytree
 from ..reuse.errors import CaptureError
 from ..reuse.leaf import cut_leaf, leaf_key, mutated_args, node_type, stamp_of
 from ..reuse.program import Call, Closure, Composite, Leaf, Program, Source, Value
-from .capture import CallSite, Region
+from ..reuse.torch_names import memory_id
+from .regions import CallSite, Region
 from .torch_tracing import is_mode_switch
 
 
@@ -159,10 +160,14 @@ class Assembler:
             types = body.closure.output_types
             values = [
                 Value(type_, node.name)
-                for type_, node in zip(types, (*results, *(operands[i] for i in body.changed)), strict=True)
+                for type_, node in zip(
+                    types, (*results, *(operands[i] for i in body.changed)), strict=True
+                )
             ]
             relative = place.removeprefix(path + ".") if path else place
-            calls.append(Call(body.closure, tuple(env[n] for n in operands), tuple(values), relative))
+            calls.append(
+                Call(body.closure, tuple(env[n] for n in operands), tuple(values), relative)
+            )
             env.update(zip(results, values, strict=False))
             for position, value in zip(body.changed, values[len(results) :], strict=True):
                 _check_aliases(operands[position], last_use, index, body.closure.name)
@@ -261,7 +266,7 @@ def _leaked(region: Region, nodes: Sequence[torch.fx.Node]) -> tuple[torch.fx.No
 
 def _storage(node: torch.fx.Node) -> int | None:
     value = node.meta.get("val")
-    return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else None
+    return memory_id(value) if isinstance(value, torch.Tensor) else None
 
 
 def _changed_inputs(

@@ -1,4 +1,4 @@
-"""Adapter: a compiled forward and backward as one node of PyTorch's autograd graph."""
+"""A compiled forward and backward as one node of PyTorch's autograd graph."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
+from ..autodiff.torch_autograd import graph_is_kept
 from ..reuse.types import TensorType
 from .compiler import CompiledProgram
 
@@ -53,9 +54,7 @@ class _CompiledFunction(torch.autograd.Function):
         ctx.step = step
         step.inputs = []
         differentiable = set(derivative.cotangent_outputs)
-        ctx.mark_non_differentiable(
-            *(o for i, o in enumerate(outputs) if i not in differentiable)
-        )
+        ctx.mark_non_differentiable(*(o for i, o in enumerate(outputs) if i not in differentiable))
         ctx.set_materialize_grads(False)
         return tuple(outputs)
 
@@ -77,7 +76,7 @@ class _CompiledFunction(torch.autograd.Function):
             for i, t in zip(derivative.cotangent_outputs, types, strict=True)
         ]
         operands = [*step.saved, *kept, *seeds]
-        if not torch._C._autograd._get_current_graph_task_keep_graph():
+        if not graph_is_kept():
             step.saved = None
         return (None, *step.compiled.backward.run(operands))
 
@@ -90,7 +89,5 @@ def _cotangent(gradient: torch.Tensor | None, type_: TensorType) -> torch.Tensor
         ).zero_()
     if gradient.stride() == type_.stride and gradient.dtype == type_.dtype:
         return gradient
-    target = torch.empty_strided(
-        type_.shape, type_.stride, dtype=type_.dtype, device=type_.device
-    )
+    target = torch.empty_strided(type_.shape, type_.stride, dtype=type_.dtype, device=type_.device)
     return target.copy_(gradient)

@@ -112,9 +112,7 @@ class CompiledModule(nn.Module):
                 return entry.run(leaves)
         return self._compile(args, kwargs, leaves, tree).run(leaves)
 
-    def _compile(
-        self, args: Any, kwargs: Any, leaves: list[Any], tree: pytree.TreeSpec
-    ) -> _Entry:
+    def _compile(self, args: Any, kwargs: Any, leaves: list[Any], tree: pytree.TreeSpec) -> _Entry:
         model = self.__dict__["_lazyinline_model"]
         check_runnable(model)
         with self.__dict__["_lazyinline_lock"]:

@@ -40,7 +40,8 @@ from ..reuse.program import (
     walk_closures,
 )
 from ..reuse.verify import verify
-from .capture import CapturedModel, capture_model
+from .capture import capture_model
+from .regions import CapturedModel
 from .report import CompileReport
 
 REUSE_CHOICES = ("marked", "off")

@@ -63,7 +63,7 @@ def lazy_inline(target: Any) -> Any:
     if isinstance(target, type) and issubclass(target, nn.Module):
         if _MARK not in target.__dict__:
             setattr(target, _MARK, True)
-            target.__init__ = _recording(target.__init__)  # type: ignore[misc]
+            target.__init__ = _recording(target.__init__)  # type: ignore[misc,method-assign]
         return target
     if inspect.isfunction(target) and target.__name__ == "__init__":
         wrapped = _recording(target)

@@ -143,6 +143,6 @@ def _patch_functions(watcher: Watcher, thread: int) -> Callable[[], None]:
     function.apply = classmethod(apply)  # type: ignore[method-assign,assignment]
 
     def restore() -> None:
-        function.apply = original
+        function.apply = original  # type: ignore[method-assign]
 
     return restore

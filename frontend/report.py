@@ -1,4 +1,4 @@
-"""What a compile did: nodes held against nodes if inlined, seconds per pass, why blocks were traced."""
+"""What a compile did: nodes held and if inlined, seconds per pass, why blocks were traced."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from .capture import SharingDecision
+from .regions import SharingDecision
 
 
 @dataclass(frozen=True, slots=True)

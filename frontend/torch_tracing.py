@@ -91,7 +91,9 @@ class Tracer:
         self._num_inputs = 0
         self._autocast_devices = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
 
-    def run(self, function: Callable[[Sequence[Any]], None], inputs: Sequence[torch.Tensor]) -> None:
+    def run(
+        self, function: Callable[[Sequence[Any]], None], inputs: Sequence[torch.Tensor]
+    ) -> None:
         """Runs ``function`` on tracked fake inputs; every operator becomes a node."""
 
         def traced(flat: list[torch.Tensor]) -> tuple[()]:
@@ -178,7 +180,7 @@ class Tracer:
 
 @contextmanager
 def profiled_calls(on_call: Callable[[Any], None]) -> Iterator[None]:
-    """Calls ``on_call(frame)`` for each call of a user function inside (not PyTorch's, not ours)."""
+    """Calls ``on_call(frame)`` for each call of a user function (not PyTorch's, not ours)."""
     is_user: dict[Any, bool] = {}
     skip = (_TORCH_FOLDER, *_OWN_FOLDERS)
 
@@ -192,7 +194,7 @@ def profiled_calls(on_call: Callable[[Any], None]) -> Iterator[None]:
         if wanted:
             on_call(frame)
 
-    previous = sys.getprofile()
+    previous: Any = sys.getprofile()
     sys.setprofile(profile)
     try:
         yield

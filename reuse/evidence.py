@@ -28,7 +28,9 @@ from .types import TensorType
 
 # State of nn.Module itself; the structure snapshot compares what matters of it.
 _MODULE_INTERNALS = frozenset(nn.Module().__dict__) - {"training"}
-_HOOK_TABLES = tuple(sorted(n for n in nn.Module().__dict__ if n.endswith(("_hooks", "_hooks_with_kwargs"))))
+_HOOK_TABLES = tuple(
+    sorted(n for n in nn.Module().__dict__ if n.endswith(("_hooks", "_hooks_with_kwargs")))
+)
 _ABSENT = object()
 
 TensorPath = tuple[Any, ...]  # (module path, attribute name, *keys inside the attribute)
@@ -61,7 +63,9 @@ class Reads:
             return
         variables = frame.f_locals if code.co_freevars else {}
         self.functions[code, id(scope)] = {
-            name: _shallow_snapshot(variables[name]) for name in code.co_freevars if name in variables
+            name: _shallow_snapshot(variables[name])
+            for name in code.co_freevars
+            if name in variables
         }
         for name in code.co_names:
             if name in scope and (id(scope), name) not in self.globals:
@@ -129,7 +133,9 @@ class Evidence:
         for module, evidence in reads.nested:
             path = self._paths.get(id(module))
             if path is None:
-                self.side_effect = self.side_effect or "it calls a shared block outside its own tree"
+                self.side_effect = (
+                    self.side_effect or "it calls a shared block outside its own tree"
+                )
             else:
                 self._nested.append((path, evidence))
 
@@ -254,7 +260,12 @@ def _follow_key(value: Any, key: Any) -> Any:
         return getattr(value, name)
     if kind == "cell":
         return value.__closure__[name].cell_contents
-    attribute = {"func": "__func__", "self": "__self__", "defaults": "__defaults__", "kwdefaults": "__kwdefaults__"}
+    attribute = {
+        "func": "__func__",
+        "self": "__self__",
+        "defaults": "__defaults__",
+        "kwdefaults": "__kwdefaults__",
+    }
     return getattr(value, attribute[kind])
 
 
@@ -280,9 +291,16 @@ def _structure(places: list[tuple[str, nn.Module]]) -> list[tuple[Any, ...]]:
         if any(state.get(table) for table in _HOOK_TABLES):
             paths = paths or _module_paths(places)
             freezer = Freezer(paths)
-            hooks = tuple(freezer.freeze(list(state[t].values())) for t in _HOOK_TABLES if t in state)
+            hooks = tuple(
+                freezer.freeze(list(state[t].values())) for t in _HOOK_TABLES if t in state
+            )
         tensors = tuple(
-            (name, None if t is None else (*_tensor_facts(t), first_place.setdefault(id(t), len(first_place))))
+            (
+                name,
+                None
+                if t is None
+                else (*_tensor_facts(t), first_place.setdefault(id(t), len(first_place))),
+            )
             for table in (state["_parameters"], state["_buffers"])
             for name, t in table.items()
         )
@@ -294,7 +312,14 @@ def _structure(places: list[tuple[str, nn.Module]]) -> list[tuple[Any, ...]]:
 def _structure_mismatch(expected: list[tuple[Any, ...]], found: list[tuple[Any, ...]]) -> str:
     if expected == found:
         return ""
-    labels = ("sub-module name", "class", "train/eval mode", "sub-module sharing", "parameters", "hooks")
+    labels = (
+        "sub-module name",
+        "class",
+        "train/eval mode",
+        "sub-module sharing",
+        "parameters",
+        "hooks",
+    )
     for row, other in zip(expected, found, strict=False):
         for label, a, b in zip(labels, row, other, strict=True):
             if a != b:

@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from .torch_names import OPERATOR_TYPES
+
 _MAX_DEPTH = 8
 _MAX_ITEMS = 4096
 _SCALARS = (bool, int, str, bytes, type(None), type(...), torch.dtype, torch.device, torch.Size)
@@ -26,8 +28,7 @@ _BY_IDENTITY = (
     types.ModuleType,
     types.BuiltinFunctionType,
     types.CodeType,
-    torch._ops.OpOverload,
-    torch._ops.OpOverloadPacket,
+    *OPERATOR_TYPES,
     torch.memory_format,
     torch.layout,
 )
@@ -116,9 +117,7 @@ class Freezer:
         if isinstance(value, (list, tuple)):
             parts: Any = tuple(item(x, ("item", i)) for i, x in enumerate(value))
         elif isinstance(value, (dict, types.MappingProxyType)):
-            parts = tuple(
-                (item(k, ("key", None)), item(v, ("item", k))) for k, v in value.items()
-            )
+            parts = tuple((item(k, ("key", None)), item(v, ("item", k))) for k, v in value.items())
         elif isinstance(value, (set, frozenset)):
             parts = frozenset(item(x, ("key", None)) for x in value)
         elif isinstance(value, (range, slice)):
@@ -148,7 +147,7 @@ class Freezer:
         )
 
     def _freeze_array(self, value: Any) -> Any:
-        if not hasattr(value, "tobytes") or getattr(value, "dtype", None) == object:
+        if not hasattr(value, "tobytes") or getattr(value.dtype, "hasobject", True):
             return Identity(value)
         return (type(value), str(value.dtype), value.shape, value.tobytes())
 

@@ -18,6 +18,7 @@ from torch.fx.node import map_arg
 
 from .freeze import Freezer
 from .program import Leaf
+from .torch_names import operator_schema
 from .types import TensorType, Type, flatten_type
 
 Autocast = tuple[str, bool, torch.dtype]
@@ -144,13 +145,19 @@ def leaf_key(leaf: Leaf) -> Any:
     number: dict[torch.fx.Node, int] = {}
     freezer = Freezer()
     rows: list[Any] = [leaf.input_types, leaf.output_types]
+
+    def wire(node: torch.fx.Node) -> Any:
+        return _Wire(number[node])
+
     for node in leaf.module.graph.nodes:
         number[node] = len(number)
         if node.op == "placeholder":
             continue
         stamp = stamp_of(node)
-        wired = map_arg((node.args, dict(node.kwargs)), lambda n: _Wire(number[n]))
-        rows.append((node.op, node.target, freezer.freeze(wired), stamp.grad_enabled, stamp.autocast))
+        wired = map_arg((node.args, dict(node.kwargs)), wire)
+        rows.append(
+            (node.op, node.target, freezer.freeze(wired), stamp.grad_enabled, stamp.autocast)
+        )
     return tuple(rows)
 
 
@@ -165,7 +172,7 @@ class _Wire:
 
 def mutated_args(node: torch.fx.Node) -> list[torch.fx.Node]:
     """Returns the operands that an operator changes in place."""
-    schema = getattr(node.target, "_schema", None)
+    schema = operator_schema(node)
     if schema is None or not schema.is_mutable:
         return []
     found: list[torch.fx.Node] = []

@@ -1,6 +1,8 @@
 """Programs as text: each closure once with its call count, the same bytes for the same program.
 
-    closure @Block(%x: f32[2,64,256], %w_qkv: f32[768,256]) -> (f32[2,64,256])  // 69 nodes, 32 calls {
+::
+
+    closure @Block(%x: f32[2,64], %w_qkv: f32[768,64]) -> (f32[2,64])  // 69 nodes, 32 calls {
       ...
     }
     program @main(%ids: i64[2,64]) -> (f32[]) {
@@ -20,6 +22,7 @@ import torch.fx
 
 from .leaf import stamp_of
 from .program import Call, Closure, Composite, Leaf, Pack, Program, Unpack, Value, count_calls
+from .torch_names import OPERATOR_TYPES
 from .types import Type, dtype_name
 
 
@@ -151,7 +154,7 @@ def _format_node(node: torch.fx.Node, values: dict[torch.fx.Node, str], source: 
 
 
 def _target(node: torch.fx.Node) -> str:
-    if isinstance(node.target, torch._ops.OpOverload):
+    if isinstance(node.target, OPERATOR_TYPES):
         return str(node.target).removeprefix("aten.").removesuffix(".default")
     return getattr(node.target, "__name__", str(node.target))
 

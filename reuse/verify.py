@@ -26,31 +26,31 @@ def verify(program: Program, level: str = "shared") -> Program:
     """
     try:
         _check(program, level)
-    except _Broken as broken:
+    except _BrokenRuleError as broken:
         raise VerifyError(f"{broken} (level {level!r})\n\n{format_program(program)}") from None
     return program
 
 
-class _Broken(Exception):
+class _BrokenRuleError(Exception):
     """One broken rule."""
 
 
 def _check(program: Program, level: str) -> None:
     if level not in LEVELS:
-        raise _Broken(f"unknown level {level!r}; there are {LEVELS}")
+        raise _BrokenRuleError(f"unknown level {level!r}; there are {LEVELS}")
     if program.sources and len(program.sources) != len(program.inputs):
-        raise _Broken(f"{len(program.inputs)} inputs but {len(program.sources)} sources")
+        raise _BrokenRuleError(f"{len(program.inputs)} inputs but {len(program.sources)} sources")
     for closure in walk_closures(program):
         if isinstance(closure, Leaf):
             _check_leaf(closure)
         elif isinstance(closure, Composite):
             if level == "flat":
-                raise _Broken(f"@{closure.name} is a composite closure")
+                raise _BrokenRuleError(f"@{closure.name} is a composite closure")
             _check_body(closure.program, f"@{closure.name}")
     _check_body(program, "@main")
     for output, target in program.writes:
         if program.outputs[output].type != program.inputs[target].type:
-            raise _Broken(f"write of output {output} into input {target} changes the type")
+            raise _BrokenRuleError(f"write of output {output} into input {target} changes the type")
 
 
 def _check_body(program: Program, where: str) -> None:
@@ -64,12 +64,12 @@ def _check_body(program: Program, where: str) -> None:
             _define(value, defined, at)
     for value in program.outputs:
         if value not in defined:
-            raise _Broken(f"{where} returns a value that no call defines")
+            raise _BrokenRuleError(f"{where} returns a value that no call defines")
 
 
 def _define(value: Value, defined: set[Value], where: str) -> None:
     if value in defined:
-        raise _Broken(f"{where}: a value is defined twice")
+        raise _BrokenRuleError(f"{where}: a value is defined twice")
     defined.add(value)
 
 
@@ -77,32 +77,34 @@ def _check_call(call: Call, defined: set[Value], where: str) -> None:
     closure: Closure = call.closure
     for index, value in enumerate(call.args):
         if value not in defined:
-            raise _Broken(f"{where}: operand {index} is used before it is defined")
+            raise _BrokenRuleError(f"{where}: operand {index} is used before it is defined")
     for kind, types, values in (
         ("operand", closure.input_types, call.args),
         ("result", closure.output_types, call.results),
     ):
         if len(types) != len(values):
-            raise _Broken(f"{where}: {len(values)} {kind}s for {len(types)}")
+            raise _BrokenRuleError(f"{where}: {len(values)} {kind}s for {len(types)}")
         for index, (type_, value) in enumerate(zip(types, values, strict=True)):
             if type_ != value.type:
-                raise _Broken(f"{where}: {kind} {index} is {value.type!r}, not {type_!r}")
+                raise _BrokenRuleError(f"{where}: {kind} {index} is {value.type!r}, not {type_!r}")
     if isinstance(closure, (Pack, Unpack)) and call.path:
-        raise _Broken(f"{where}: pack and unpack have no module path")
+        raise _BrokenRuleError(f"{where}: pack and unpack have no module path")
 
 
 def _check_leaf(leaf: Leaf) -> None:
     where = f"@{leaf.name}"
     placeholders = [n for n in leaf.module.graph.nodes if n.op == "placeholder"]
     if len(placeholders) != len(flat_types(leaf.input_types)):
-        raise _Broken(f"{where}: {len(placeholders)} placeholders for its input types")
+        raise _BrokenRuleError(f"{where}: {len(placeholders)} placeholders for its input types")
     outputs = leaf.module.graph.output_node().args[0]
     if not isinstance(outputs, (tuple, list)) or len(outputs) != len(flat_types(leaf.output_types)):
-        raise _Broken(f"{where}: outputs do not match its output types")
+        raise _BrokenRuleError(f"{where}: outputs do not match its output types")
     own: set[torch.fx.Node] = set(placeholders)
     for node in leaf.nodes:
         if node.op != "call_function":
-            raise _Broken(f"{where}: node {node.name} is a {node.op}; every tensor must be an input")
+            raise _BrokenRuleError(
+                f"{where}: node {node.name} is a {node.op}; every tensor must be an input"
+            )
         for changed in mutated_args(node):
             if changed in own:
-                raise _Broken(f"{where}: node {node.name} changes an input in place")
+                raise _BrokenRuleError(f"{where}: node {node.name} changes an input in place")

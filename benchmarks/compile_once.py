@@ -1,0 +1,130 @@
+"""Measures one mode once, in this process; ``compile_time.py`` starts it and reads its last line.
+
+Counted: preparing the model for the mode, and one forward and backward. Not counted: importing
+torch (and transformers) and building the model. Dynamo and Inductor are imported lazily, inside
+what is counted; ``import lazyinline`` brings some of that forward, so it is counted too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import math
+import os
+import pathlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from measurement import MODELS, MODES, Measurement, PassTime, Stopwatch
+from subjects import Step, Subject, family
+from torch import Tensor, nn
+
+
+class LazyInlineStep:
+    """A step of the model compiled by lazyinline; keeps the compiled module for its report."""
+
+    def __init__(self, subject: Subject) -> None:
+        self.subject = subject
+        self.compiled = importlib.import_module("lazyinline").compile(subject.model)
+
+    def __call__(self) -> Tensor:
+        return self.subject.loss(self.compiled)
+
+
+def prepare(mode: str, subject: Subject) -> Step:
+    """Makes the step of a mode; compilation itself happens in the first step."""
+    model, blocks = subject.model, subject.blocks
+    if mode == "lazyinline":
+        return LazyInlineStep(subject)
+    if mode == "nested":
+        block_class: Any = type(blocks[0])
+        block_class.forward = torch.compiler.nested_compile_region(block_class.forward)
+    if mode in ("full", "nested"):
+        compiled = torch.compile(model, fullgraph=True)
+        return lambda: subject.loss(compiled)
+    if mode in ("per-block", "per-part"):
+        for block in blocks:
+            block.compile(fullgraph=True)
+    if mode == "per-part":
+        return subject.compile_head()
+    return lambda: subject.loss(model)
+
+
+def measure(mode: str, model_name: str, layers: int) -> Measurement:
+    """Compiles and runs one training step, and compares it with eager."""
+    models = family(model_name)
+    preparation = Stopwatch()
+    if mode == "lazyinline":
+        with preparation.running():
+            importlib.import_module("lazyinline").lazy_inline(models.block_class())
+    subject = models.build(layers)
+    parameters = dict(subject.model.named_parameters())
+    expected_loss, expected = train(lambda: subject.loss(subject.model), parameters)
+
+    objects, first, later = count_objects(), Stopwatch(), Stopwatch()
+    with first.running():
+        step = prepare(mode, subject)
+        loss, gradients = train(step, parameters)
+    with later.running():
+        train(step, parameters)
+    report = step.compiled.last_report if isinstance(step, LazyInlineStep) else None
+    return Measurement(
+        mode=mode,
+        layers=layers,
+        cpu_s=preparation.cpu_s + first.cpu_s,
+        wall_s=preparation.wall_s + first.wall_s,
+        child_cpu_s=first.child_cpu_s,
+        step_cpu_s=later.cpu_s,
+        import_cpu_s=preparation.cpu_s,
+        objects_built=count_objects() - objects,
+        loss=loss.item(),
+        loss_error=relative_error(loss, expected_loss),
+        grad_error=max(relative_error(gradients[name], expected[name]) for name in expected),
+        passes=tuple(
+            PassTime(p.name, p.cpu_s, p.wall_s, p.num_nodes) for p in getattr(report, "passes", ())
+        ),
+        nodes_held=getattr(report, "num_nodes", 0),
+        nodes_if_inlined=getattr(report, "num_nodes_if_inlined", 0),
+    )
+
+
+def train(
+    step: Callable[[], Tensor], parameters: Mapping[str, nn.Parameter]
+) -> tuple[Tensor, dict[str, Tensor | None]]:
+    """Runs forward and backward; takes the gradients away from the parameters."""
+    loss = step()
+    loss.backward()  # type: ignore[no-untyped-call]
+    gradients = {name: parameter.grad for name, parameter in parameters.items()}
+    for parameter in parameters.values():
+        parameter.grad = None
+    return loss.detach(), gradients
+
+
+def relative_error(actual: Tensor | None, expected: Tensor | None) -> float:
+    """Returns the norm of the difference over the norm of what is expected."""
+    if actual is None or expected is None:
+        return 0.0 if actual is expected else math.inf
+    difference: float = torch.linalg.vector_norm(actual.double() - expected.double()).item()
+    return difference / torch.linalg.vector_norm(expected.double()).item() if difference else 0.0
+
+
+def count_objects() -> int:
+    """Counts the C++ objects in Inductor's cache directory."""
+    directory = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+    return sum(1 for _ in pathlib.Path(directory).rglob("*.so")) if directory else 0
+
+
+def main() -> None:
+    """Measures what the command line says and prints it as JSON."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("mode", choices=MODES)
+    parser.add_argument("--model", choices=MODELS, default="own")
+    parser.add_argument("--layers", type=int, default=4)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    print(measure(options.mode, options.model, options.layers).to_json())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,168 @@
+"""The models under measurement, and how each is taken apart for ``per-part``."""
+
+from __future__ import annotations
+
+import importlib.util
+import pathlib
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from measurement import MODELS
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from lazyinline.frontend import models
+
+Step = Callable[[], Tensor]
+"""Runs a forward and returns the loss."""
+
+# The same sizes for every model: those of lazyinline.frontend.models.DecoderConfig.
+HIDDEN, HEADS, VOCAB, SEQ, BATCH = 256, 4, 1000, 64, 2
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model with one example batch.
+
+    Attributes:
+        blocks: the repeated layers, all of one class.
+        compile_head: compiles everything after the blocks, loss included, as one part, and
+            returns a step that uses it.
+    """
+
+    model: nn.Module
+    blocks: Sequence[nn.Module]
+    compile_head: Callable[[], Step]
+    args: tuple[Tensor, ...] = ()
+    kwargs: Mapping[str, Tensor] = field(default_factory=dict)
+
+    def loss(self, module: Callable[..., Any]) -> Tensor:
+        """Runs the model, or what it was compiled to, and returns the loss."""
+        output = module(*self.args, **self.kwargs)
+        loss: Tensor = output if isinstance(output, Tensor) else output.loss
+        return loss
+
+
+@dataclass(frozen=True)
+class Family:
+    """Models that differ in depth only.
+
+    Attributes:
+        block_class: returns the class of the repeated layer.
+        build: makes the model of a number of layers.
+    """
+
+    block_class: Callable[[], type[nn.Module]]
+    build: Callable[[int], Subject]
+
+
+def family(name: str) -> Family:
+    """Returns the family of a ``--model`` name; imports no more than that family needs."""
+    if name == "own":
+        own = _own_models()
+        return Family(lambda: own.DecoderBlock, lambda layers: _own(own.llama, layers))
+    if name == "own-gpt":
+        own = _own_models()
+        return Family(lambda: own.GptBlock, lambda layers: _own(own.gpt, layers))
+    if name == "hf-llama":
+        from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+        return Family(lambda: LlamaDecoderLayer, _hf_llama)
+    if name == "hf-gpt2":
+        from transformers.models.gpt2.modeling_gpt2 import GPT2Block
+
+        return Family(lambda: GPT2Block, _hf_gpt2)
+    raise ValueError(f"there is no model {name!r}; there are {', '.join(MODELS)}")
+
+
+def _own_models() -> Any:
+    """Loads ``frontend/models.py`` by its path.
+
+    Importing it as a part of lazyinline would import all of lazyinline, and with it much of
+    Dynamo, whose lazy import every mode has to pay for itself.
+    """
+    path = pathlib.Path(__file__).resolve().parents[1] / "frontend" / "models.py"
+    spec = importlib.util.spec_from_file_location("benchmark_models", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def _own(build: Callable[..., Any], layers: int) -> Subject:
+    sizes = {"hidden": HIDDEN, "num_heads": HEADS, "vocab": VOCAB, "seq": SEQ, "batch": BATCH}
+    model: models.Decoder | models.GptDecoder
+    model, args = build(layers, **sizes)
+
+    def compile_head() -> Step:
+        model.head.compile(fullgraph=True)
+        return lambda: subject.loss(model)
+
+    subject = Subject(model, list(model.blocks), compile_head, args)
+    return subject
+
+
+def _hf_llama(layers: int) -> Subject:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        num_hidden_layers=layers,
+        hidden_size=HIDDEN,
+        intermediate_size=4 * HIDDEN,
+        num_attention_heads=HEADS,
+        num_key_value_heads=HEADS,
+        vocab_size=VOCAB,
+        max_position_embeddings=SEQ,
+        use_cache=False,
+    )
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(config)
+    return _hf(model, model.model.layers, "norm")
+
+
+def _hf_gpt2(layers: int) -> Subject:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    # No dropout: gradients are compared with eager's.
+    config = GPT2Config(
+        n_layer=layers,
+        n_embd=HIDDEN,
+        n_head=HEADS,
+        vocab_size=VOCAB,
+        n_positions=SEQ,
+        use_cache=False,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(config)
+    # Its class name tells transformers no loss; it would log a warning, which Dynamo refuses.
+    model.loss_type = "ForCausalLM"
+    return _hf(model, model.transformer.h, "ln_f")
+
+
+def _hf(model: Any, blocks: Sequence[nn.Module], norm_name: str) -> Subject:
+    ids = torch.randint(VOCAB, (BATCH, SEQ))
+
+    def compile_head() -> Step:
+        body = model.base_model
+        norm = getattr(body, norm_name)
+        setattr(body, norm_name, nn.Identity())  # the head applies it
+
+        def head(hidden: Tensor) -> Tensor:
+            logits = model.lm_head(norm(hidden))
+            loss: Tensor = model.loss_function(logits, ids, vocab_size=VOCAB)
+            return loss
+
+        compiled = torch.compile(head, fullgraph=True)
+        return lambda: compiled(body(ids).last_hidden_state)
+
+    kwargs = {"input_ids": ids, "labels": ids}
+    return Subject(model.train(), list(blocks), compile_head, kwargs=kwargs)

@@ -1,0 +1,109 @@
+"""Tensors that come from outside a trace: the model's own, user inputs, and constants.
+
+Each real tensor has one node in the outer graph, made when it is first used, and at most one fake;
+a model of a thousand layers whose blocks are shared makes fakes for one block only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.fx
+from torch import nn
+
+from ..reuse.errors import CaptureError
+from ..reuse.program import ModelTensor, Source
+from ..reuse.types import TensorType
+from .torch_tracing import Tracer, is_fake
+
+
+class OutsideTensors:
+    """Real tensors, their fakes and their nodes.
+
+    Attributes:
+        sources: where each input node of the outer graph comes from.
+        fakes: ``id(real tensor) -> fake``.
+        literals: nodes of constants made from Python data inside the forward.
+    """
+
+    def __init__(self, tracer: Tracer, model: nn.Module) -> None:
+        self._tracer = tracer
+        self.sources: dict[torch.fx.Node, Source] = {}
+        self.fakes: dict[int, torch.Tensor] = {}
+        self.literals: set[torch.fx.Node] = set()
+        self._names = _tensor_names(model)
+        self._outside: dict[int, torch.fx.Node] = {}
+        self._keep: list[Any] = []
+
+    def fake_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Returns the tracked fake of a real tensor of the model; the same each time."""
+        if is_fake(tensor):
+            return tensor
+        fake = self.fakes.get(id(tensor))
+        if fake is None:
+            fake = self._tracer.to_fake(tensor)
+            self._tracer.track(fake, self.outside_node(tensor))
+            self.fakes[id(tensor)] = fake
+        return fake
+
+    def outside_node(self, tensor: torch.Tensor) -> torch.fx.Node:
+        """Returns the node of a real tensor, made at the first use."""
+        node = self._outside.get(id(tensor))
+        if node is None:
+            node = self._tracer.add_outside_tensor(tensor)
+            node.meta["val"] = tensor
+            self._outside[id(tensor)] = node
+            self._keep.append(tensor)
+            self.sources[node] = self._names.get(id(tensor)) or ModelTensor(node.name, tensor)
+        return node
+
+    def node_of(self, tensor: torch.Tensor) -> torch.fx.Node:
+        """Returns the node of a fake or real tensor."""
+        node = self._tracer.node_of(tensor) if is_fake(tensor) else self.outside_node(tensor)
+        if node is None:
+            raise CaptureError(
+                f"A {TensorType.of(tensor)} tensor is used that no traced operator made. "
+                "Was it stored by an earlier call, or made in another thread?"
+            )
+        return self.resolve(node)
+
+    def resolve(self, node: torch.fx.Node) -> torch.fx.Node:
+        """Maps a constant that the tracer added itself to the one node of its tensor."""
+        if node.op != "get_attr" or node in self.sources:
+            return node
+        resolved = self.outside_node(self._tracer.attribute(node))
+        if _feeds_only_lifts(node):
+            self.literals.add(resolved)
+        return resolved
+
+    def resolve_constants(self) -> None:
+        """Rewires constants that the tracer added to the one node of each tensor."""
+        for node in self._tracer.constants():
+            resolved = self.resolve(node)
+            if resolved is not node:
+                node.replace_all_uses_with(resolved)
+
+    def restore(self, known: Sequence[tuple[torch.Tensor, torch.fx.Node]]) -> None:
+        """Undoes that an operator inside a block, by returning its operand, took over its name."""
+        for tensor, node in known:
+            if self._tracer.node_of(tensor) is not node:
+                self._tracer.track(tensor, node)
+        for key, fake in self.fakes.items():
+            if self._tracer.node_of(fake) is not self._outside[key]:
+                self._tracer.track(fake, self._outside[key])
+
+
+def _tensor_names(model: nn.Module) -> dict[int, ModelTensor]:
+    names: dict[int, ModelTensor] = {}
+    for kind, pairs in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
+        for name, tensor in pairs:
+            names.setdefault(id(tensor), ModelTensor(name, tensor, kind))
+    return names
+
+
+def _feeds_only_lifts(node: torch.fx.Node) -> bool:
+    """Whether a constant was made from Python data inside the forward (``torch.tensor(...)``)."""
+    users = list(node.users)
+    return bool(users) and all(u.target is torch.ops.aten.lift_fresh_copy.default for u in users)

@@ -1,0 +1,99 @@
+"""The vocabulary of capture: regions of the outer graph, templates, call sites, decisions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.fx
+from torch import nn
+
+from ..reuse import pytree
+from ..reuse.evidence import Evidence, Reads
+from ..reuse.program import Program
+from ..reuse.types import TensorType
+
+
+@dataclass(eq=False)
+class Region:
+    """One traced instance of a block, or the whole model (the root region)."""
+
+    module: nn.Module
+    path: str
+    name: str
+    parent: Region | None = None
+    items: list[torch.fx.Node | Region] = field(default_factory=list)
+    reads: Reads | None = None
+    inputs: list[torch.fx.Node] = field(default_factory=list)
+    input_names: list[str] = field(default_factory=list)
+    outputs: list[torch.fx.Node] = field(default_factory=list)
+    num_calls: int = 1
+
+    def nodes(self) -> list[torch.fx.Node]:
+        """All nodes of the region and of the regions inside it, in order."""
+        found: list[torch.fx.Node] = []
+        for item in self.items:
+            found.extend(item.nodes() if isinstance(item, Region) else [item])
+        return found
+
+
+@dataclass(frozen=True)
+class OutputLeaf:
+    """One leaf of a block's result: a new tensor, an input passed through, or a constant."""
+
+    kind: str  # "new", "input" or "constant"
+    index: int = -1
+    constant: Any = None
+    type: TensorType | None = None
+    requires_grad: bool = False
+    alias_of: int = -1  # input whose storage a new tensor shares
+    storage_offset: int = 0
+    prototype: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Template:
+    """What is needed to replace another instance by a call on a region's closure."""
+
+    region: Region
+    evidence: Evidence
+    bindings: tuple[tuple[str, Any], ...]
+    output_leaves: tuple[OutputLeaf, ...]
+    output_spec: pytree.TreeSpec
+
+
+@dataclass(frozen=True)
+class CallSite:
+    """A call node's meaning: the region whose closure it calls, and the instance's path."""
+
+    region: Region
+    path: str
+
+
+@dataclass(frozen=True)
+class SharingDecision:
+    """Why one instance was traced, for the report."""
+
+    path: str
+    class_name: str
+    shared: bool
+    reason: str = ""
+
+
+@dataclass
+class CapturedModel:
+    """A captured program and what was decided on the way."""
+
+    program: Program
+    decisions: list[SharingDecision]
+    num_traced: int = 0
+
+    def reasons(self) -> list[SharingDecision]:
+        """The instances that were traced although an earlier one of their class existed."""
+        return [d for d in self.decisions if not d.shared and d.reason]
+
+
+def shared_call(*operands: Any) -> Any:
+    """Target of call nodes in the outer graph. Never run."""
+    raise AssertionError("a call node of the outer graph was executed")

@@ -1,0 +1,123 @@
+"""Call signatures: arguments by name, and what about them decides whether a closure fits."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..reuse import pytree
+from ..reuse.evidence import module_state, walk_modules
+from ..reuse.freeze import Freezer, Identity
+from ..reuse.leaf import current_autocast
+from ..reuse.torch_names import memory_id
+from ..reuse.types import TensorType
+
+
+class CallSignature:
+    """What a call passes, compared in full: layouts, shared memory, and all other values.
+
+    Args:
+        module: the block called.
+        leaves: its flattened arguments; tensors are fake.
+        own_fakes: ``id(real tensor) -> fake`` of the model's tensors, to notice an argument that
+            is one of the block's own tensors.
+    """
+
+    __slots__ = ("_rows",)
+
+    def __init__(
+        self, module: nn.Module, leaves: Sequence[Any], own_fakes: Mapping[int, torch.Tensor]
+    ) -> None:
+        places = walk_modules(module)
+        freezer = Freezer({id(m): p for p, m in places})
+        rows = _own_tensors(places, leaves, own_fakes)
+        seen: dict[int, int] = {}
+        for leaf in leaves:
+            if isinstance(leaf, torch.Tensor):
+                memory = seen.setdefault(memory_id(leaf), len(seen))
+                same = seen.setdefault(id(leaf), len(seen))
+                offset = leaf.storage_offset()
+                rows.append((TensorType.of(leaf), leaf.requires_grad, memory, same, offset))
+            else:
+                rows.append(freezer.freeze(leaf))
+        self._rows = rows
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, CallSignature) and self._rows == other._rows
+
+    def __hash__(self) -> int:
+        return len(self._rows)
+
+
+def _own_tensors(
+    places: Sequence[tuple[str, nn.Module]],
+    leaves: Sequence[Any],
+    own_fakes: Mapping[int, torch.Tensor],
+) -> list[Any]:
+    positions = {id(leaf): i for i, leaf in enumerate(leaves)}
+    rows: list[Any] = []
+    for path, inner in places:
+        state = module_state(inner)
+        for name, tensor in (*state["_parameters"].items(), *state["_buffers"].items()):
+            position = positions.get(id(own_fakes.get(id(tensor))))
+            if position is not None:
+                rows.append(("own tensor", path, name, position))
+    return rows
+
+
+def freeze_leaves(leaves: Sequence[Any]) -> list[Any]:
+    """Freezes flat arguments, to notice that a call changed one of them."""
+    return [Identity(x) if isinstance(x, torch.Tensor) else Freezer().freeze(x) for x in leaves]
+
+
+def argument_names(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[str]:
+    """Names the tensor arguments after forward's parameters, in the order they are passed."""
+    arguments = bind_arguments(forward_signature(model), args, kwargs)
+    named: dict[int, list[str]] = {}
+    for name, leaf in pytree.flatten_with_names(arguments):
+        named.setdefault(id(leaf), []).append(name)
+    leaves = [
+        x for x in pytree.flatten((tuple(args), dict(kwargs)))[0] if isinstance(x, torch.Tensor)
+    ]
+    names = [named[id(leaf)].pop(0) if named.get(id(leaf)) else "" for leaf in leaves]
+    return [name or f"input{index}" for index, name in enumerate(names)]
+
+
+def bind_arguments(
+    signature: inspect.Signature | None, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Returns a call's arguments by name, defaults applied."""
+    if signature is not None:
+        try:
+            bound = signature.bind(*args, **kwargs)
+        except TypeError:
+            return {"args": list(args), "kwargs": dict(kwargs)}
+        bound.apply_defaults()
+        return dict(bound.arguments)
+    return {"args": list(args), "kwargs": dict(kwargs)}
+
+
+def forward_signature(module: nn.Module) -> inspect.Signature | None:
+    """Returns the signature of a module's forward, or None if it has none that can be read."""
+    own = module_state(module).get("forward")
+    forward = own if own is not None else type(module).forward.__get__(module)
+    try:
+        return inspect.signature(forward)
+    except (TypeError, ValueError):
+        return None
+
+
+def ambient_modes() -> Any:
+    """Returns the global modes that a forward's operators run under."""
+    devices = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
+    return (
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        current_autocast(devices),
+        torch.get_default_dtype(),
+        torch.are_deterministic_algorithms_enabled(),
+    )

@@ -1,0 +1,20 @@
+"""Adapter: the few private PyTorch names that the core needs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.fx
+
+OPERATOR_TYPES: tuple[type, ...] = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
+
+
+def memory_id(tensor: torch.Tensor) -> int:
+    """Returns a number that two tensors share exactly while they share memory."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def operator_schema(node: torch.fx.Node) -> Any:
+    """Returns the schema of the operator a node calls, or None if it is not an operator."""
+    return getattr(node.target, "_schema", None)
