@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.fx
 
-from ..reuse.leaf import flat_types, is_active, make_leaf
+from ..reuse.leaf import flat_types, is_active, is_view, make_leaf
 from ..reuse.program import Call, Closure, Composite, Leaf, Pack, Program, Unpack, Value
 from ..reuse.types import StructType, TensorType, flatten_type
 from .torch_autograd import Decompositions, JointTrace, partition
@@ -115,6 +115,7 @@ class Differentiator:
         if recipe.joint_pass is not None:
             joint.graph_module = recipe.joint_pass(joint.graph_module)
         forward, backward = partition(joint.graph_module, joint.num_outputs, recipe.policy)
+        _hand_over_views(forward, backward)
         return _pair(leaf, forward, backward, joint, recipe.kernels)
 
     # ---- programs ------------------------------------------------------------------------
@@ -149,6 +150,45 @@ def active_values(
             results = differentiator.active_outputs(call.closure, flags)
             found.update(v for v, flag in zip(call.results, results, strict=True) if flag)
     return found
+
+
+def _hand_over_views(forward: torch.fx.GraphModule, backward: torch.fx.GraphModule) -> None:
+    """Lets the backward take its views of inputs itself, so that the inputs are handed over.
+
+    A saved view of a parameter would hide from autograd that the parameter is needed again, and a
+    change between forward and backward would go unnoticed.
+    """
+    by_name = {n.name: n for n in forward.graph.nodes}
+    entry: dict[str, torch.fx.Node] = {
+        n.name: n for n in backward.graph.nodes if n.op == "placeholder"
+    }
+    first = next(n for n in backward.graph.nodes if n.op != "placeholder")
+    for name, placeholder in list(entry.items()):
+        chain = _view_chain(by_name[name]) if name in by_name else []
+        if not chain:
+            continue
+        source = chain[0].all_input_nodes[0]
+        if source.name not in entry:
+            with backward.graph.inserting_before(placeholder):
+                entry[source.name] = backward.graph.placeholder(source.name)
+            entry[source.name].meta.update(source.meta)
+        value = entry[source.name]
+        with backward.graph.inserting_before(first):
+            for node in chain:
+                operand = value
+                value = backward.graph.node_copy(node, lambda _, operand=operand: operand)
+        placeholder.replace_all_uses_with(value)
+        backward.graph.erase_node(placeholder)
+    backward.recompile()
+
+
+def _view_chain(node: torch.fx.Node) -> list[torch.fx.Node]:
+    """Returns the views that lead from an input to a node, or nothing if it is not such a view."""
+    chain: list[torch.fx.Node] = []
+    while is_view(node) and len(node.all_input_nodes) == 1:
+        chain.append(node)
+        node = node.all_input_nodes[0]
+    return chain[::-1] if node.op == "placeholder" else []
 
 
 def _pair(

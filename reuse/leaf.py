@@ -186,6 +186,14 @@ def mutated_args(node: torch.fx.Node) -> list[torch.fx.Node]:
     return found
 
 
+def is_view(node: torch.fx.Node) -> bool:
+    """Whether an operator returns its operand's memory, unchanged, under another shape."""
+    schema = operator_schema(node)
+    if schema is None or schema.is_mutable:
+        return False
+    return any(r.alias_info is not None for r in schema.returns)
+
+
 def is_active(leaf: Leaf, active_inputs: Sequence[bool]) -> tuple[bool, ...]:
     """Says which flat outputs can carry a gradient back to one of the active flat inputs.
 

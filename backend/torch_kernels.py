@@ -1,0 +1,227 @@
+"""Adapter: records the kernel list of a closure by running it once on fake tensors.
+
+Inductor writes a Python wrapper per graph: it allocates buffers, launches kernels on them and
+returns some. Run once with its allocator, its kernels and its views replaced by recorders, it
+yields the launches without a tensor being touched. A graph of ATen operators is recorded in the
+same way, operator by operator, through ``out=`` forms where PyTorch has real ones.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map
+
+from ..reuse.leaf import flat_types
+from ..reuse.program import Leaf
+from ..reuse.torch_names import memory_id
+from .kernel_list import BufferInfo, KernelList, Launch, View, views_in
+
+_ALLOCATORS = ("empty_strided_cpu", "empty_strided_cpu_pinned", "empty_strided_cuda")
+_CHECKS = ("assert_size_stride", "assert_alignment")
+# Operators whose out= form is a kernel of its own and not a copy of a fresh result.
+_OUT_FORMS = {
+    torch.ops.aten.add.Tensor: torch.ops.aten.add.out,
+    torch.ops.aten.mul.Tensor: torch.ops.aten.mul.out,
+    torch.ops.aten.mm.default: torch.ops.aten.mm.out,
+    torch.ops.aten.bmm.default: torch.ops.aten.bmm.out,
+    torch.ops.aten.addmm.default: torch.ops.aten.addmm.out,
+    torch.ops.aten.cat.default: torch.ops.aten.cat.out,
+    torch.ops.aten._softmax.default: torch.ops.aten._softmax.out,
+    torch.ops.aten._log_softmax.default: torch.ops.aten._log_softmax.out,
+    torch.ops.aten.silu.default: torch.ops.aten.silu.out,
+    torch.ops.aten.gelu.default: torch.ops.aten.gelu.out,
+    torch.ops.aten.index_select.default: torch.ops.aten.index_select.out,
+}
+
+
+def record_wrapper(leaf: Leaf, wrapper: Callable[..., Any]) -> KernelList:
+    """Records an Inductor wrapper (what ``compile_leaves`` returned for the leaf)."""
+    recorder = _Recorder(leaf)
+    bound_self, function = _function_of(wrapper)
+    scope = dict(function.__globals__)
+    for name in list(scope):
+        if name in _ALLOCATORS:
+            scope[name] = recorder.allocate
+        elif name in _CHECKS:
+            scope[name] = _ignore
+        elif name.startswith("cpp_fused"):
+            scope[name] = recorder.launching(name, scope[name])
+    scope["reinterpret_tensor"] = _reinterpret
+    scope["extern_kernels"] = _ExternKernels(scope["extern_kernels"], recorder)
+    code = types.FunctionType(function.__code__, scope, function.__name__)
+    with recorder.mode, recorder:
+        outputs = code(bound_self, list(recorder.inputs)) if bound_self else code(list(recorder.inputs))
+    return recorder.finish(outputs)
+
+
+def record_graph(leaf: Leaf) -> KernelList:
+    """Records an ATen graph that runs on PyTorch's own kernels."""
+    recorder = _Recorder(leaf)
+    with recorder.mode, torch.no_grad(), recorder:
+        outputs = torch.fx.Interpreter(leaf.module).run(*recorder.inputs)
+    return recorder.finish(outputs)
+
+
+def can_record(wrapper: Callable[..., Any]) -> bool:
+    """Whether a compiled callable is a plain generated wrapper."""
+    return _function_of(wrapper)[1] is not None
+
+
+def _function_of(wrapper: Callable[..., Any]) -> tuple[Any, Any]:
+    function = getattr(wrapper, "__func__", wrapper)
+    bound_self = getattr(wrapper, "__self__", None)
+    return bound_self, function if isinstance(function, types.FunctionType) else None
+
+
+def _ignore(*args: Any, **kwargs: Any) -> None:
+    """Stands for a check that the plan has proved."""
+
+
+def _reinterpret(
+    tensor: torch.Tensor, size: Sequence[int], stride: Sequence[int], offset: int = 0
+) -> torch.Tensor:
+    return torch.as_strided(tensor, size, stride, tensor.storage_offset() + offset)
+
+
+class _ExternKernels:
+    """Records ``extern_kernels.mm(a, b, out=c)``."""
+
+    def __init__(self, kernels: Any, recorder: _Recorder) -> None:
+        self._kernels = kernels
+        self._recorder = recorder
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        return self._recorder.launching(name, getattr(self._kernels, name))
+
+
+class _Recorder(TorchDispatchMode):
+    """Runs operators on fake tensors and notes launches, buffers and views."""
+
+    def __init__(self, leaf: Leaf) -> None:
+        super().__init__()
+        self._leaf = leaf
+        self._types = flat_types(leaf.input_types)
+        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self._buffers: dict[int, int] = {}
+        self._kinds: list[str] = []
+        self._bytes: list[int] = []
+        self._keep: list[torch.Tensor] = []
+        self._launches: list[Launch] = []
+        with self.mode:
+            self.inputs = [
+                torch.empty_strided(t.shape, t.stride, dtype=t.dtype, device=t.device)
+                for t in self._types
+            ]
+        for tensor in self.inputs:
+            self._add_buffer(tensor, "input")
+
+    def _add_buffer(self, tensor: torch.Tensor, kind: str) -> None:
+        self._buffers[memory_id(tensor)] = len(self._kinds)
+        self._kinds.append(kind)
+        self._bytes.append(tensor.untyped_storage().nbytes())
+        self._keep.append(tensor)
+
+    def allocate(self, size: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:
+        """Stands for Inductor's allocator."""
+        device = self._types[0].device if self._types else torch.device("cpu")
+        with torch.utils._python_dispatch._disable_current_modes(), self.mode:
+            tensor = torch.empty_strided(size, stride, dtype=dtype, device=device)
+        self._add_buffer(tensor, "private")
+        return tensor
+
+    def launching(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Returns what notes a launch of ``function`` instead of running it."""
+
+        def launch(*args: Any, **kwargs: Any) -> Any:
+            self._launch(name, function, args, kwargs)
+            return kwargs.get("out")
+
+        return launch
+
+    def _launch(
+        self,
+        name: str,
+        function: Callable[..., Any],
+        args: Any,
+        kwargs: dict[str, Any],
+        results: tuple[View | None, ...] = (),
+    ) -> None:
+        operands = tuple(tree_map(self._operand, tuple(args)))
+        named = tuple((k, tree_map(self._operand, v)) for k, v in kwargs.items())
+        self._launches.append(Launch(name, function, operands, named, results))
+
+    def _operand(self, value: Any) -> Any:
+        return self._view(value) if isinstance(value, torch.Tensor) else value
+
+    def _view(self, tensor: torch.Tensor) -> View:
+        return View(
+            self._buffers[memory_id(tensor)],
+            tensor.dtype,
+            tuple(tensor.shape),
+            tuple(tensor.stride()),
+            tensor.storage_offset() * tensor.element_size(),
+        )
+
+    def __torch_dispatch__(
+        self, func: Any, types_: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Notes an operator: a view, an in-place change, or a launch with results of its own."""
+        kwargs = kwargs or {}
+        with self.mode:
+            result = func(*args, **kwargs)
+        made = [t for t in tree_flatten(result)[0] if isinstance(t, torch.Tensor)]
+        new = [t for t in made if memory_id(t) not in self._buffers]
+        if new or func._schema.is_mutable:
+            self._note_operator(func, args, kwargs, made, new)
+        return result
+
+    def _note_operator(
+        self,
+        func: Any,
+        args: Any,
+        kwargs: dict[str, Any],
+        made: list[torch.Tensor],
+        new: list[torch.Tensor],
+    ) -> None:
+        name = str(func).removeprefix("aten.").removesuffix(".default")
+        if not new:
+            self._launch(name, func, args, kwargs)
+            return
+        if func in _OUT_FORMS:
+            self._add_buffer(new[0], "private")
+            self._launch(name, _OUT_FORMS[func], args, {**kwargs, "out": new[0]})
+            return
+        if func is torch.ops.aten.empty.memory_format or func is torch.ops.aten.empty_strided.default:
+            self._add_buffer(new[0], "private")
+            return
+        for tensor in new:
+            if memory_id(tensor) not in self._buffers:
+                self._add_buffer(tensor, "foreign")
+        self._launch(name, func, args, kwargs, tuple(self._view(t) for t in made))
+
+    def finish(self, outputs: Sequence[Any]) -> KernelList:
+        """Returns the kernel list."""
+        views = tuple(self._view(t) for t in outputs)
+        returned = {v.buffer for v in views}
+        first, last = [-1] * len(self._kinds), [-1] * len(self._kinds)
+        for index, launch in enumerate(self._launches):
+            for view in launch.views():
+                first[view.buffer] = index if first[view.buffer] < 0 else first[view.buffer]
+                last[view.buffer] = index
+        buffers = tuple(
+            BufferInfo(kind, size, first[i], last[i], i in returned)
+            for i, (kind, size) in enumerate(zip(self._kinds, self._bytes, strict=True))
+        )
+        types_ = tuple(flat_types(self._leaf.output_types))
+        return KernelList(
+            self._leaf.name, len(self.inputs), buffers, tuple(self._launches), views, types_
+        )
+
+
+__all__ = ["can_record", "record_graph", "record_wrapper", "views_in"]

@@ -1,0 +1,350 @@
+"""The central property: inlining late gives the same launches, numbers and gradients as early."""
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from programs import (
+    MATRIX,
+    VECTOR,
+    binary_leaf,
+    closure_depth,
+    random_arguments,
+    random_program,
+    random_value,
+    unary_leaf,
+)
+
+from lazyinline.autodiff.derivative import Derivative, Differentiator, Recipe
+from lazyinline.backend.executable import Executable
+from lazyinline.backend.link import link
+from lazyinline.backend.lower import EagerBackend, lower_leaves
+from lazyinline.reuse.inline import inline_calls, merge_leaves, remove_unused_packs
+from lazyinline.reuse.interpreter import flatten_value, interpret
+from lazyinline.reuse.leaf import flat_types
+from lazyinline.reuse.program import (
+    Call,
+    Composite,
+    Leaf,
+    Pack,
+    Program,
+    Unpack,
+    Value,
+    count_calls,
+)
+from lazyinline.reuse.types import StructType, TensorType
+from lazyinline.reuse.verify import verify
+
+aten = torch.ops.aten
+SEEDS = range(200)
+GRADIENT_SEEDS = range(60)
+
+
+def assert_same_bits(actual: Sequence[Any], expected: Sequence[Any], what: str) -> None:
+    """Equal values to the last bit, zero tolerance: both sides run the same operators."""
+    ours, theirs = flatten_value(tuple(actual)), flatten_value(tuple(expected))
+    assert len(ours) == len(theirs), what
+    for index, (a, b) in enumerate(zip(ours, theirs, strict=True)):
+        assert torch.equal(a, b), f"{what}: output {index} differs"
+        assert TensorType.of(a) == TensorType.of(b), f"{what}: output {index} has another layout"
+
+
+def has_structs(program: Program) -> bool:
+    return any(isinstance(v.type, StructType) for v in (*program.inputs, *program.outputs)) or any(
+        isinstance(v.type, StructType) for call in program.calls for v in (*call.args, *call.results)
+    )
+
+
+# ---- late and early inlining -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_random_program_runs_the_same_late_and_early(seed: int) -> None:
+    program = verify(random_program(seed))
+    early = verify(inline_calls(program))
+    assert not any(isinstance(call.closure, Composite) for call in early.calls)
+
+    # The whole flat list: the very same leaf objects, slot numbers, frees, types and paths.
+    flat = link(program)
+    assert flat == link(early)
+
+    arguments = random_arguments(program, seed)
+    expected = interpret(program, arguments)
+    declared = flat_types(v.type for v in program.outputs)
+    assert [TensorType.of(t) for t in flatten_value(expected)] == declared
+    assert_same_bits(interpret(early, arguments), expected, "inlined early")
+
+    kernels = lower_leaves([launch.leaf for launch in flat.launches], EagerBackend(), lambda: None)
+    flat_arguments = flatten_value(tuple(arguments))
+    results = Executable(flat, kernels).run(list(flat_arguments))
+    assert_same_bits(results, expected, "executable")
+
+    lean = remove_unused_packs(early)
+    if not has_structs(lean):
+        verify(lean, "flat")
+        whole = merge_leaves(lean)
+        assert whole.num_nodes == program.num_nodes_if_inlined()
+        call = Call(whole, lean.inputs, tuple(Value(v.type) for v in lean.outputs))
+        merged = verify(Program(lean.inputs, (call,), call.results), "flat")
+        assert_same_bits(interpret(merged, arguments), expected, "merged into one leaf")
+
+
+def test_random_programs_cover_what_they_should() -> None:
+    seen: Counter[str] = Counter()
+    for seed in SEEDS:
+        program = random_program(seed)
+        closures = count_calls(program)
+        bodies = [program, *(c.program for c in closures if isinstance(c, Composite))]
+        types = {v.type for b in bodies for c in b.calls for v in (*c.args, *c.results)}
+        seen["depth 3"] += max(closure_depth(c.closure) for c in program.calls) >= 3
+        seen["shared composite"] += any(
+            n > 1 and isinstance(c, Composite) for c, n in closures.items()
+        )
+        seen["shared leaf"] += any(n > 1 and isinstance(c, Leaf) for c, n in closures.items())
+        seen["same value twice to one call"] += any(
+            len(set(call.args)) < len(call.args) for b in bodies for call in b.calls
+        )
+        seen["value returned twice"] += any(len(set(b.outputs)) < len(b.outputs) for b in bodies)
+        seen["input returned"] += any(set(b.outputs) & set(b.inputs) for b in bodies)
+        seen["struct passed to a composite"] += any(
+            isinstance(t, StructType)
+            for c in closures
+            if isinstance(c, Composite)
+            for t in c.input_types
+        )
+        seen["struct made by a leaf"] += any(
+            isinstance(t, StructType)
+            for c in closures
+            if isinstance(c, Leaf)
+            for t in c.output_types
+        )
+        seen["struct taken apart"] += any(isinstance(c, Unpack) for c in closures)
+        seen["broadcast value"] += any(isinstance(t, TensorType) and not t.is_dense for t in types)
+        seen["merged into one leaf"] += not has_structs(remove_unused_packs(inline_calls(program)))
+    assert {what for what, count in seen.items() if count < 10} == set(), seen
+
+
+def test_each_value_is_freed_once_after_its_last_use() -> None:
+    for seed in SEEDS:
+        flat = link(random_program(seed))
+        alive = set(flat.inputs)
+        for launch in flat.launches:
+            assert set(launch.operands) <= alive, f"seed {seed} reads a freed slot"
+            alive |= set(launch.results)
+            assert set(launch.frees) <= alive, f"seed {seed} frees a slot twice"
+            alive -= set(launch.frees)
+        assert set(flat.outputs) <= alive, f"seed {seed} frees an output"
+        used = {s for launch in flat.launches for s in (*launch.operands, *launch.results)}
+        assert alive & used <= set(flat.outputs), f"seed {seed} keeps a dead slot"
+
+
+def test_inlining_a_program_of_leaf_calls_changes_nothing() -> None:
+    x = Value(MATRIX)
+    call = Call(unary_leaf(aten.sin.default), (x,), (Value(MATRIX),))
+    program = Program((x,), (call,), call.results)
+    assert inline_calls(program) is program
+
+
+def test_struct_that_stays_inside_leaves_no_pack_behind() -> None:
+    struct = StructType((MATRIX, MATRIX))
+    x, packed = Value(MATRIX), Value(struct)
+    first, second = Value(MATRIX), Value(MATRIX)
+    sine = Call(unary_leaf(aten.sin.default), (x,), (Value(MATRIX),))
+    total = Call(binary_leaf(aten.add.Tensor), (first, second), (Value(MATRIX),))
+    calls = (
+        sine,
+        Call(Pack(struct), (x, *sine.results), (packed,)),
+        Call(Unpack(struct), (packed,), (first, second)),
+        total,
+    )
+    program = verify(Program((x,), calls, total.results))
+    lean = verify(remove_unused_packs(inline_calls(program)), "flat")
+    assert [call.closure for call in lean.calls] == [sine.closure, total.closure]
+
+
+# ---- gradients ---------------------------------------------------------------------------------
+
+
+def gradients_by_closures(
+    program: Program, derivative: Derivative, arguments: list[torch.Tensor], seeds: dict[int, Any]
+) -> tuple[tuple[Any, ...], dict[int, torch.Tensor]]:
+    """Runs the forward and the backward closure on the interpreter."""
+    assert isinstance(derivative.forward, Composite)
+    assert isinstance(derivative.backward, Composite)
+    *outputs, saved = interpret(verify(derivative.forward.program), arguments)
+    operands = [
+        saved,
+        *(arguments[i] for i in derivative.kept_inputs),
+        *(outputs[i] for i in derivative.kept_outputs),
+        *(seeds[i] for i in derivative.cotangent_outputs),
+    ]
+    results = interpret(verify(derivative.backward.program), operands)
+    return tuple(outputs), dict(zip(derivative.gradient_inputs, results, strict=True))
+
+
+def gradients_by_autograd(
+    program: Program, arguments: list[torch.Tensor], wanted: list[int], seeds: dict[int, Any]
+) -> dict[int, torch.Tensor | None]:
+    """Runs the program on the interpreter under autograd."""
+    leaves = [t.detach().requires_grad_(i in wanted) for i, t in enumerate(arguments)]
+    outputs = interpret(program, leaves)
+    roots = [(outputs[i], seed) for i, seed in seeds.items() if outputs[i].requires_grad]
+    if not roots:
+        return dict.fromkeys(wanted)
+    gradients = torch.autograd.grad(
+        [root for root, _ in roots],
+        [leaves[i] for i in wanted],
+        [seed for _, seed in roots],
+        allow_unused=True,
+    )
+    return dict(zip(wanted, gradients, strict=True))
+
+
+# One differentiator for all seeds: what it remembers of a closure must not depend on the caller.
+SHARED = Differentiator(lambda leaf: Recipe())
+
+
+@pytest.mark.parametrize("seed", GRADIENT_SEEDS)
+def test_gradients_of_random_program_equal_autograd(seed: int) -> None:
+    program = random_program(seed, structs=False)
+    generator = torch.Generator().manual_seed(seed)
+    arguments = random_arguments(program, seed)
+    # Every third input frozen, every third output unused, at another place for each seed.
+    wanted = [i for i in range(len(program.inputs)) if (i + seed) % 3]
+    used = [i for i in range(len(program.outputs)) if (i + seed) % 3 != 1]
+    seeds = {
+        i: random_value(v.type.cotangent(), generator)
+        for i, v in enumerate(program.outputs)
+        if i in used and isinstance(v.type, TensorType)
+    }
+    expected = gradients_by_autograd(program, arguments, wanted, seeds)
+    derivative = SHARED.vjp(Composite("main", program), wanted, used)
+    if derivative is None:
+        assert all(g is None for g in expected.values())
+        return
+    outputs, found = gradients_by_closures(program, derivative, arguments, seeds)
+    assert_same_bits(outputs, interpret(program, arguments), "forward")
+    assert set(found) <= set(wanted)
+    for index, gradient in expected.items():
+        if index not in found:
+            assert gradient is None, f"input {index} has no gradient closure"
+        elif gradient is None:
+            assert not found[index].any(), f"input {index} has a gradient that autograd has not"
+        else:
+            # Sums of cotangents may be taken in another order: a few units in the last place.
+            torch.testing.assert_close(found[index], gradient, rtol=1e-12, atol=1e-12)
+            assert TensorType.of(found[index]) == program.inputs[index].type.cotangent()
+
+
+def test_gradient_seeds_cover_what_they_should() -> None:
+    seen: Counter[str] = Counter()
+    for seed in GRADIENT_SEEDS:
+        program = random_program(seed, structs=False)
+        closures = count_calls(program)
+        bodies = [program, *(c.program for c in closures if isinstance(c, Composite))]
+        uses = Counter(v for call in program.calls for v in call.args)
+        seen["fan-out"] += any(n > 1 for n in uses.values())
+        seen["tied"] += any(len(set(c.args)) < len(c.args) for b in bodies for c in b.calls)
+        seen["shared"] += any(n > 1 for n in closures.values())
+        seen["nested"] += any(isinstance(c, Composite) for c in closures)
+        seen["input returned"] += any(set(b.outputs) & set(b.inputs) for b in bodies)
+    assert {what for what, count in seen.items() if count < 10} == set(), seen
+
+
+def product_program(calls: int) -> Program:
+    """A chain of calls on one closure, x -> x * w, each with its own w."""
+    closure = Composite("block", one_call(binary_leaf(aten.mul.Tensor, name="product")))
+    x = Value(MATRIX, "x")
+    weights = tuple(Value(MATRIX, f"w{i}") for i in range(calls))
+    made, value = [], x
+    for index, weight in enumerate(weights):
+        made.append(Call(closure, (value, weight), (Value(MATRIX),), f"layers.{index}"))
+        value = made[-1].results[0]
+    return verify(Program((x, *weights), tuple(made), (value,)))
+
+
+def one_call(leaf: Leaf) -> Program:
+    inputs = tuple(Value(t) for t in leaf.input_types)
+    call = Call(leaf, inputs, tuple(Value(t) for t in leaf.output_types))
+    return Program(inputs, (call,), call.results)
+
+
+@pytest.mark.parametrize("wanted_input", [True, False])
+def test_derivative_is_made_once_per_closure_whatever_the_depth(wanted_input: bool) -> None:
+    """With a frozen x the first call differs from the others: only its weight has a gradient."""
+    made: list[Leaf] = []
+
+    def recipe(leaf: Leaf) -> Recipe:
+        made.append(leaf)
+        return Recipe()
+
+    counts = []
+    for calls in (4, 24):
+        made.clear()
+        program = product_program(calls)
+        wanted = range(0 if wanted_input else 1, calls + 1)
+        derivative = Differentiator(recipe).vjp(Composite("main", program), list(wanted), [0])
+        assert derivative is not None
+        assert isinstance(derivative.forward, Composite)
+        assert isinstance(derivative.backward, Composite)
+        assert len(derivative.gradient_inputs) == len(wanted)
+        programs = (derivative.forward.program, derivative.backward.program)
+        composites = [{c for c in p.closures if isinstance(c, Composite)} for p in programs]
+        counts.append((len(made), *map(len, composites)))
+    # One derivative for the calls in the middle, and one more for the first where x is frozen.
+    expected = 1 if wanted_input else 2
+    assert counts == [(expected, expected, expected)] * 2
+
+
+def test_each_call_returns_what_it_saves_as_one_value() -> None:
+    derivative = Differentiator(lambda leaf: Recipe()).vjp(
+        Composite("main", product_program(5)), range(6), [0]
+    )
+    assert derivative is not None
+    assert isinstance(derivative.forward, Composite)
+    blocks = [c for c in derivative.forward.program.calls if isinstance(c.closure, Composite)]
+    assert len(blocks) == 5
+    assert all(len(call.results) == 2 for call in blocks)
+
+
+def test_no_gradient_flows_gives_no_derivative() -> None:
+    differentiator = Differentiator(lambda leaf: Recipe())
+    program = one_call(binary_leaf(aten.mul.Tensor))
+    assert differentiator.vjp(Composite("main", program), [], [0]) is None
+    assert differentiator.vjp(Composite("main", program), [0, 1], []) is None
+    cut = one_call(unary_leaf(aten.detach.default))
+    assert differentiator.vjp(Composite("main", cut), [0], [0]) is None
+
+
+def test_frozen_weight_costs_nothing() -> None:
+    """No gradient of the frozen operand is computed, and what only it needs is not saved."""
+    program = one_call(binary_leaf(aten.mul.Tensor))
+    differentiator = Differentiator(lambda leaf: Recipe())
+    both = differentiator.vjp(Composite("main", program), [0, 1], [0])
+    one = differentiator.vjp(Composite("main", program), [0], [0])
+    assert both is not None and one is not None
+    assert both.backward.num_nodes == one.backward.num_nodes
+    leaf_nodes = [
+        next(c for c in d.backward.program.closures if isinstance(c, Leaf)).num_nodes
+        for d in (both, one)
+        if isinstance(d.backward, Composite)
+    ]
+    assert leaf_nodes == [2, 1]
+    assert both.kept_inputs == (0, 1) and one.kept_inputs == (1,)
+
+
+def test_value_used_by_several_calls_sums_its_cotangents() -> None:
+    double = unary_leaf(aten.neg.default, VECTOR)
+    x = Value(VECTOR)
+    calls = tuple(Call(double, (x,), (Value(VECTOR),)) for _ in range(3))
+    program = Program((x,), calls, tuple(c.results[0] for c in calls))
+    derivative = Differentiator(lambda leaf: Recipe()).vjp(
+        Composite("main", program), [0], [0, 1, 2]
+    )
+    assert derivative is not None
+    point = torch.zeros(4, dtype=torch.float64)
+    seeds = {i: torch.full((4,), 10.0**i, dtype=torch.float64) for i in range(3)}
+    _, found = gradients_by_closures(program, derivative, [point], seeds)
+    assert found[0].tolist() == [-111.0] * 4
