@@ -174,7 +174,7 @@ def _without_mutation(
 
     functional = make_fx(
         torch.func.functionalize(run, remove="mutations"),
-        decomposition_table=dict(decompositions),
+        decomposition_table={torch.ops.aten.bernoulli.p: draw_mask, **decompositions},
     )(list(inputs))
     _flat_signature(functional)
     for node, name in zip(_placeholders(functional), names, strict=False):
@@ -184,6 +184,17 @@ def _without_mutation(
             node.meta["partitioner_tag"] = "is_forward"
     _strip_detach(functional)
     return functional
+
+
+def draw_mask(tensor: torch.Tensor, p: float = 0.5, generator: Any = None) -> torch.Tensor:
+    """Decomposes ``bernoulli.p`` so that it draws, out of place, what ``bernoulli_`` draws in place.
+
+    ``bernoulli.p`` itself draws in the order of a contiguous tensor, whatever the layout.
+    """
+    if generator is not None or not tensor.is_floating_point():
+        return NotImplemented
+    _, mask = torch.ops.aten.native_dropout.default(tensor, 1.0 - p, True)
+    return mask.to(tensor.dtype)
 
 
 class _Boundary(torch.fx.Interpreter):
@@ -236,9 +247,31 @@ def partition(
         min_cut_rematerialization_partition,
     )
 
-    if policy == "save":
-        return default_partition(joint, (), num_fwd_outputs=num_outputs)
-    return min_cut_rematerialization_partition(joint, (), num_fwd_outputs=num_outputs)
+    split = default_partition if policy == "save" else min_cut_rematerialization_partition
+    forward, backward = split(joint, (), num_fwd_outputs=num_outputs)
+    _drop_second_draws(backward)
+    return forward, backward
+
+
+def _drop_second_draws(backward: torch.fx.GraphModule) -> None:
+    """Removes random operators that a partitioner copied into the backward.
+
+    Nobody reads them there (what they drew is saved), but running them would move the generator on
+    and every later mask would differ from eager's.
+    """
+
+    def is_draw(node: torch.fx.Node) -> bool:
+        return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+
+    backward.graph.eliminate_dead_code()
+    for node in reversed(backward.graph.nodes):
+        if is_draw(node) and not node.users:
+            backward.graph.erase_node(node)
+        elif is_draw(node):
+            in_forward = node.meta.get("partitioner_tag") == "is_forward"
+            assert not in_forward, f"{node.target} would be drawn twice"
+    backward.graph.eliminate_dead_code()
+    backward.recompile()
 
 
 def graph_is_kept() -> bool:

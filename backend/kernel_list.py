@@ -50,14 +50,18 @@ class BufferInfo:
 class Launch:
     """One kernel launch. Operands are :class:`View` or constants, lists of them included.
 
-    ``results`` are the views of what the function returns, flattened, if it makes foreign buffers.
+    ``results`` stand for what the function returns if it makes foreign buffers; ``returns`` says
+    whether that is a ``"tensor"`` or a ``"tuple"``. ``operands`` is ``"addresses"`` for a
+    kernel that only takes the operands' first addresses, so that their shapes do not matter.
     """
 
     name: str
     function: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: tuple[tuple[str, Any], ...]
-    results: tuple[View | None, ...] = ()
+    results: tuple[Any, ...] = ()
+    returns: str = "nothing"
+    operands: str = "tensors"
 
     def views(self) -> Iterator[View]:
         """Yields every view among operands and results."""

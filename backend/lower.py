@@ -21,7 +21,8 @@ from ..autodiff.torch_autograd import trace_forward
 from ..reuse.errors import PlanError
 from ..reuse.leaf import flat_types
 from ..reuse.program import Leaf
-from . import torch_inductor
+from . import torch_inductor, torch_kernels
+from .kernel_list import KernelList
 
 _TINY_NODES = 2
 _FREE_TARGETS = frozenset(
@@ -149,6 +150,18 @@ def lower_leaves(
     """Makes a kernel for each different leaf."""
     different = list(dict.fromkeys(leaves))
     return dict(zip(different, backend.lower(different, on_done), strict=True))
+
+
+def can_record(kernel: Kernel) -> bool:
+    """Whether a kernel's launches can be told apart, so that their memory can be planned."""
+    return kernel.convention == "plain" or torch_kernels.can_record(kernel.function)
+
+
+def kernel_list(leaf: Leaf, kernel: Kernel) -> KernelList:
+    """Returns the launches of a lowered leaf."""
+    if kernel.convention == "plain":
+        return torch_kernels.record_graph(leaf)
+    return torch_kernels.record_wrapper(leaf, kernel.function)
 
 
 def _eager_kernel(leaf: Leaf) -> Kernel:

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 import torch.fx
 
+from ..autodiff.torch_autograd import draw_mask
+
 BoxedCallable = Callable[[list[Any]], Sequence[Any]]
 
 
@@ -28,6 +30,16 @@ def settings() -> Any:
     return config.patch(fallback_random=True, size_asserts=False, alignment_asserts=False)
 
 
+def graph_cache_off() -> Any:
+    """Returns a context manager in which no compiled graph is taken from Inductor's cache.
+
+    Built C++ objects still are: what Python does is measured, not what a disk remembers.
+    """
+    import torch._inductor.config as config
+
+    return config.patch(fx_graph_cache=False, fx_graph_remote_cache=False)
+
+
 def decompositions() -> Mapping[Any, Callable[..., Any]]:
     """Returns Inductor's decomposition table, with one correction.
 
@@ -39,15 +51,8 @@ def decompositions() -> Mapping[Any, Callable[..., Any]]:
 
     with settings():
         table = dict(select_decomp_table())
-    table[torch.ops.aten.bernoulli.p] = _mask
+    table[torch.ops.aten.bernoulli.p] = draw_mask
     return table
-
-
-def _mask(tensor: torch.Tensor, p: float = 0.5, generator: Any = None) -> torch.Tensor:
-    if generator is not None:
-        return NotImplemented
-    _, mask = torch.ops.aten.native_dropout.default(tensor, 1.0 - p, True)
-    return mask.to(tensor.dtype)
 
 
 def rewrite_joint(module: torch.fx.GraphModule) -> torch.fx.GraphModule:

@@ -51,7 +51,7 @@ def record_wrapper(leaf: Leaf, wrapper: Callable[..., Any]) -> KernelList:
         elif name in _CHECKS:
             scope[name] = _ignore
         elif name.startswith("cpp_fused"):
-            scope[name] = recorder.launching(name, scope[name])
+            scope[name] = recorder.launching(name, scope[name], "addresses")
     scope["reinterpret_tensor"] = _reinterpret
     scope["extern_kernels"] = _ExternKernels(scope["extern_kernels"], recorder)
     code = types.FunctionType(function.__code__, scope, function.__name__)
@@ -135,11 +135,13 @@ class _Recorder(TorchDispatchMode):
         self._add_buffer(tensor, "private")
         return tensor
 
-    def launching(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    def launching(
+        self, name: str, function: Callable[..., Any], operands: str = "tensors"
+    ) -> Callable[..., Any]:
         """Returns what notes a launch of ``function`` instead of running it."""
 
         def launch(*args: Any, **kwargs: Any) -> Any:
-            self._launch(name, function, args, kwargs)
+            self._launch(name, function, args, kwargs, operands=operands)
             return kwargs.get("out")
 
         return launch
@@ -150,11 +152,13 @@ class _Recorder(TorchDispatchMode):
         function: Callable[..., Any],
         args: Any,
         kwargs: dict[str, Any],
-        results: tuple[View | None, ...] = (),
+        results: tuple[Any, ...] = (),
+        returns: str = "nothing",
+        operands: str = "tensors",
     ) -> None:
-        operands = tuple(tree_map(self._operand, tuple(args)))
+        given = tuple(tree_map(self._operand, tuple(args)))
         named = tuple((k, tree_map(self._operand, v)) for k, v in kwargs.items())
-        self._launches.append(Launch(name, function, operands, named, results))
+        self._launches.append(Launch(name, function, given, named, results, returns, operands))
 
     def _operand(self, value: Any) -> Any:
         return self._view(value) if isinstance(value, torch.Tensor) else value
@@ -175,10 +179,12 @@ class _Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         with self.mode:
             result = func(*args, **kwargs)
-        made = [t for t in tree_flatten(result)[0] if isinstance(t, torch.Tensor)]
+        leaves = tree_flatten(result)[0]
+        made = [t for t in leaves if isinstance(t, torch.Tensor)]
         new = [t for t in made if memory_id(t) not in self._buffers]
         if new or func._schema.is_mutable:
-            self._note_operator(func, args, kwargs, made, new)
+            returns = "tensor" if isinstance(result, torch.Tensor) else "tuple"
+            self._note_operator(func, args, kwargs, (leaves, returns), new)
         return result
 
     def _note_operator(
@@ -186,7 +192,7 @@ class _Recorder(TorchDispatchMode):
         func: Any,
         args: Any,
         kwargs: dict[str, Any],
-        made: list[torch.Tensor],
+        result: tuple[list[Any], str],
         new: list[torch.Tensor],
     ) -> None:
         name = str(func).removeprefix("aten.").removesuffix(".default")
@@ -203,7 +209,8 @@ class _Recorder(TorchDispatchMode):
         for tensor in new:
             if memory_id(tensor) not in self._buffers:
                 self._add_buffer(tensor, "foreign")
-        self._launch(name, func, args, kwargs, tuple(self._view(t) for t in made))
+        leaves, returns = result
+        self._launch(name, func, args, kwargs, tuple(map(self._operand, leaves)), returns)
 
     def finish(self, outputs: Sequence[Any]) -> KernelList:
         """Returns the kernel list."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,8 +21,7 @@ class Step:
     compiled: CompiledProgram
     inputs: list[torch.Tensor]
     written: frozenset[int]
-    saved: list[Any] | None = None
-    spare: dict[int, torch.Tensor] = field(default_factory=dict)
+    flight: Any = None
 
 
 def run_differentiable(step: Step) -> Sequence[torch.Tensor]:
@@ -41,9 +40,7 @@ class _CompiledFunction(torch.autograd.Function):
     def forward(ctx: Any, step: Step, *wanted: torch.Tensor) -> tuple[torch.Tensor, ...]:
         derivative = step.compiled.derivative
         assert derivative is not None
-        num_outputs = len(derivative.forward.output_types) - 1
-        results = step.compiled.forward.run(list(step.inputs))
-        outputs, step.saved = results[:num_outputs], results[num_outputs:]
+        outputs, step.flight = step.compiled.runtime.forward(step.inputs)
         kept = []
         for index in derivative.kept_inputs:
             tensor = step.inputs[index]
@@ -63,22 +60,23 @@ class _CompiledFunction(torch.autograd.Function):
     def backward(ctx: Any, *cotangents: torch.Tensor | None) -> tuple[Any, ...]:
         step: Step = ctx.step
         derivative = step.compiled.derivative
-        assert derivative is not None and step.compiled.backward is not None
+        assert derivative is not None
         kept = ctx.saved_tensors
-        if step.saved is None:
+        flight, graph = step.flight, "keep" if graph_is_kept() else "free"
+        if flight is None:
             raise RuntimeError(
                 "Trying to backward through the graph a second time, but the saved tensors have "
                 "already been freed. Specify retain_graph=True at the first backward."
             )
+        if graph == "free":
+            step.flight = None
         types = derivative.backward.input_types[-len(derivative.cotangent_outputs) :]
         seeds = [
             _cotangent(cotangents[i], t)  # type: ignore[arg-type]
             for i, t in zip(derivative.cotangent_outputs, types, strict=True)
         ]
-        operands = [*step.saved, *kept, *seeds]
-        if not graph_is_kept():
-            step.saved = None
-        return (None, *step.compiled.backward.run(operands))
+        gradients = step.compiled.runtime.backward(flight, [*kept, *seeds], graph)
+        return (None, *gradients)
 
 
 def _cotangent(gradient: torch.Tensor | None, type_: TensorType) -> torch.Tensor:

@@ -216,8 +216,9 @@ class _Entry:
         tensors = self._tensors
         inputs = [tensors[i] if own else leaves[i] for own, i in self._order]
         compiled = self._compiled
-        if compiled.backward is None:
-            outputs: Sequence[Any] = compiled.forward.run(list(inputs))
+        if compiled.derivative is None:
+            with torch.no_grad():  # the model's own autograd says that no gradient flows
+                outputs: Sequence[Any] = compiled.runtime.forward(inputs)[0]
         else:
             outputs = run_differentiable(Step(compiled, inputs[:], self._written))
         if self._writes:

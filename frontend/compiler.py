@@ -25,10 +25,22 @@ from tqdm import tqdm
 
 from ..autodiff.derivative import Derivative, Differentiator
 from ..backend.executable import Executable
+from ..backend.kernel_list import KernelList
 from ..backend.link import FlatProgram, link
-from ..backend.lower import Backend, Kernel, backend_named, decompose_leaf, lower_leaves
+from ..backend.lower import (
+    Backend,
+    Kernel,
+    backend_named,
+    can_record,
+    decompose_leaf,
+    kernel_list,
+    lower_leaves,
+)
+from ..backend.planned import PlannedProgram
+from ..backend.runtime import PlannedRuntime, ReplayRuntime, Runtime
 from ..reuse.errors import CaptureError, PlanError, ReuseError
-from ..reuse.leaf import leaf_key
+from ..reuse.leaf import flat_types, leaf_key
+from ..reuse.printer import closure_names
 from ..reuse.program import (
     Call,
     Closure,
@@ -37,12 +49,13 @@ from ..reuse.program import (
     ModelTensor,
     Program,
     UserInput,
+    count_calls,
     walk_closures,
 )
 from ..reuse.verify import verify
 from .capture import capture_model
 from .regions import CapturedModel
-from .report import CompileReport
+from .report import ClosureRecord, CompileReport
 
 REUSE_CHOICES = ("marked", "off")
 
@@ -62,14 +75,14 @@ class Options:
 
 @dataclass(frozen=True)
 class CompiledProgram:
-    """A captured program with its executables. ``backward`` is there when training.
+    """A captured program and what runs it.
 
-    ``derivative`` says what the forward saves and hands over, and what the backward takes.
+    ``derivative`` is there when training: what the forward saves and hands over, and what the
+    backward takes.
     """
 
     captured: CapturedModel
-    forward: Executable
-    backward: Executable | None = None
+    runtime: Runtime
     derivative: Derivative | None = None
 
 
@@ -83,6 +96,7 @@ class Compiler:
         self._leaves: dict[Any, Leaf] = {}
         self._decomposed: dict[Leaf, Leaf] = {}
         self._kernels: dict[Leaf, Kernel] = {}
+        self._kernel_lists: dict[Leaf, KernelList] = {}
 
     def compile(
         self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], *, train: bool
@@ -110,11 +124,56 @@ class Compiler:
             report.num_kernels = self._lower(programs)
             nodes.count = sum(p.num_nodes() for p in programs)
         with report.timed("link") as nodes:
-            executables = [Executable(flat, self._kernels) for flat in _link(programs)]
-            report.num_launches = sum(e.num_launches for e in executables)
-            nodes.count = report.num_launches
-        backward = executables[1] if derivative is not None else None
-        return CompiledProgram(captured, executables[0], backward, derivative), report
+            flats = [link(p) for p in programs]
+            runtime = self._runtime(captured.program, flats, derivative, report)
+            report.num_launches = nodes.count = runtime.num_launches
+        return CompiledProgram(captured, runtime, derivative), report
+
+    def _runtime(
+        self,
+        program: Program,
+        flats: Sequence[FlatProgram],
+        derivative: Derivative | None,
+        report: CompileReport,
+    ) -> Runtime:
+        """Plans the memory of a program where its kernels allow it, else replays closures."""
+        num_results = len(program.outputs)
+        report.unplanned = self._why_unplanned(program, flats, derivative)
+        if report.unplanned:
+            executables = [Executable(flat, self._kernels) for flat in flats]
+            backward = executables[1] if derivative is not None else None
+            return ReplayRuntime(executables[0], backward, num_results)
+        leaves = {launch.leaf: None for flat in flats for launch in flat.launches}
+        for leaf in leaves:
+            if leaf not in self._kernel_lists:
+                self._kernel_lists[leaf] = kernel_list(leaf, self._kernels[leaf])
+        model_inputs = [i for i, s in enumerate(program.sources) if isinstance(s, ModelTensor)]
+        num_returned, sources, num_saved = [num_results], [], 0
+        if derivative is not None:
+            num_saved = len(flat_types([derivative.saved_type]))
+            num_returned.append(len(derivative.gradient_inputs))
+            sources = _backward_sources(derivative, num_results, num_saved)
+        planned = PlannedProgram(flats, self._kernel_lists, model_inputs, num_returned, sources)
+        report.peak_bytes = planned.plan.peak_bytes
+        report.lower_bound_bytes = planned.plan.lower_bound_bytes
+        return PlannedRuntime(planned, num_results, num_saved)
+
+    def _why_unplanned(
+        self, program: Program, flats: Sequence[FlatProgram], derivative: Derivative | None
+    ) -> str:
+        if self.options.backend != "inductor":
+            return f"backend {self.options.backend} runs operator by operator"
+        devices = {t.device.type for flat in flats for t in flat.slot_types}
+        if devices != {"cpu"}:
+            return f"memory is planned on cpu only, and the program uses {sorted(devices)}"
+        written = {target for _, target in program.writes}
+        if derivative is not None and written & set(derivative.kept_inputs):
+            return "the forward changes a buffer whose old value the backward needs"
+        leaves = {launch.leaf: None for flat in flats for launch in flat.launches}
+        for leaf in leaves:
+            if not can_record(self._kernels[leaf]):
+                return f"the kernels of @{leaf.name} are not a plain list of launches"
+        return ""
 
     def _known(self, program: Program) -> Program:
         """Replaces leaves by equal ones that an earlier compile has seen."""
@@ -220,8 +279,15 @@ def _programs(program: Program, derivative: Derivative | None) -> list[Program]:
     return [derivative.forward.program, derivative.backward.program]
 
 
-def _link(programs: Sequence[Program]) -> Iterator[FlatProgram]:
-    return (link(program) for program in programs)
+def _backward_sources(
+    derivative: Derivative, num_results: int, num_saved: int
+) -> list[tuple[str, Any]]:
+    """Says where each flat input of the backward comes from."""
+    types = derivative.backward.input_types[-len(derivative.cotangent_outputs) :]
+    sources: list[tuple[str, Any]] = [("output", num_results + i) for i in range(num_saved)]
+    sources += [("input", i) for i in derivative.kept_inputs]
+    sources += [("output", i) for i in derivative.kept_outputs]
+    return [*sources, *(("new", t) for t in types)]
 
 
 def _describe(report: CompileReport, captured: CapturedModel) -> None:
@@ -230,6 +296,11 @@ def _describe(report: CompileReport, captured: CapturedModel) -> None:
     report.num_nodes_if_inlined = program.num_nodes_if_inlined()
     report.num_closures = len(program.closures)
     report.num_block_calls = len(captured.decisions)
+    counts = count_calls(program)
+    report.closures = [
+        ClosureRecord(name, closure.num_nodes, counts[closure])
+        for closure, name in closure_names(program).items()
+    ]
     report.decisions = captured.decisions
 
 

@@ -22,6 +22,15 @@ class PassRecord:
     """Graph nodes held after the pass."""
 
 
+@dataclass(frozen=True, slots=True)
+class ClosureRecord:
+    """One closure of a captured program."""
+
+    name: str
+    num_nodes: int
+    num_calls: int
+
+
 @dataclass
 class CompileReport:
     """The newest compile of a module.
@@ -34,6 +43,10 @@ class CompileReport:
         num_block_calls: calls on marked blocks.
         num_kernels: closures compiled.
         num_launches: kernel launches in one forward (and backward, if training).
+        peak_bytes: size of the planned arena; None if memory is not planned.
+        lower_bound_bytes: largest sum of live bytes, which no plan can go below.
+        unplanned: why memory is not planned, if it is not.
+        closures: each different closure, callees first, with its calls.
         decisions: for each block instance, whether it shares, and if not, why.
     """
 
@@ -47,6 +60,10 @@ class CompileReport:
     num_block_calls: int = 0
     num_kernels: int = 0
     num_launches: int = 0
+    peak_bytes: int | None = None
+    lower_bound_bytes: int | None = None
+    unplanned: str = ""
+    closures: list[ClosureRecord] = field(default_factory=list)
     decisions: list[SharingDecision] = field(default_factory=list)
 
     @property

@@ -18,7 +18,7 @@ from torch.fx.node import map_arg
 
 from .freeze import Freezer
 from .program import Leaf
-from .torch_names import operator_schema
+from .torch_names import memory_id, operator_schema
 from .types import TensorType, Type, flatten_type
 
 Autocast = tuple[str, bool, torch.dtype]
@@ -170,10 +170,26 @@ class _Wire:
         self.index = index
 
 
+# In training these change running_mean and running_var (operands 3 and 4), which their schemas hide.
+_WRITES_STATISTICS = frozenset(
+    {
+        torch.ops.aten.batch_norm.default,
+        torch.ops.aten.instance_norm.default,
+        torch.ops.aten.native_batch_norm.default,
+        torch.ops.aten.cudnn_batch_norm.default,
+        torch.ops.aten.miopen_batch_norm.default,
+    }
+)
+
+
 def mutated_args(node: torch.fx.Node) -> list[torch.fx.Node]:
     """Returns the operands that an operator changes in place."""
     schema = operator_schema(node)
-    if schema is None or not schema.is_mutable:
+    if schema is None:
+        return []
+    if node.target in _WRITES_STATISTICS and len(node.args) > 5 and node.args[5]:
+        return [n for n in node.args[3:5] if isinstance(n, torch.fx.Node)]
+    if not schema.is_mutable:
         return []
     found: list[torch.fx.Node] = []
     for position, argument in enumerate(schema.arguments):
@@ -199,16 +215,27 @@ def is_active(leaf: Leaf, active_inputs: Sequence[bool]) -> tuple[bool, ...]:
 
     May say yes where autograd says no, never the other way.
     """
-    active: set[torch.fx.Node] = set()
+    active: set[Any] = set()  # nodes, and memory that something active was written to
     placeholders = [n for n in leaf.module.graph.nodes if n.op == "placeholder"]
     active.update(n for n, flag in zip(placeholders, active_inputs, strict=True) if flag)
+
+    def carries(node: object) -> bool:
+        return isinstance(node, torch.fx.Node) and (node in active or _memory(node) in active)
+
     for node in leaf.nodes:
-        if any(n in active for n in node.all_input_nodes) and _passes_gradient(node):
+        if any(map(carries, node.all_input_nodes)) and _passes_gradient(node):
             active.add(node)
-            active.update(mutated_args(node))
+            if node.target not in _WRITES_STATISTICS:
+                active.update(map(_memory, mutated_args(node)))
     outputs = leaf.module.graph.output_node().args[0]
     assert isinstance(outputs, (tuple, list))
-    return tuple(isinstance(o, torch.fx.Node) and o in active for o in outputs)
+    return tuple(map(carries, outputs))
+
+
+def _memory(node: torch.fx.Node) -> Any:
+    """Returns what a node's value shares with its views; the node itself if it has no value."""
+    value = node.meta.get("val")
+    return memory_id(value) if isinstance(value, torch.Tensor) else node
 
 
 def _passes_gradient(node: torch.fx.Node) -> bool:

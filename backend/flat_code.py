@@ -1,0 +1,294 @@
+"""The generated function of one part of a layout: each launch is one line on bound names.
+
+Tensors in the arena and tensors of the model are globals of the function, bound before the first
+run; user inputs, results and foreign buffers are locals.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from .kernel_list import View
+from .layout import Layout, Part, Placed, PlacedLaunch
+
+
+@dataclass
+class GeneratedCode:
+    """Source of one part, and what must be bound before it runs.
+
+    Attributes:
+        inputs: which of the part's inputs a run is given, in order; foreign buffers follow.
+        constants: name -> kernel or constant, the same for every binding.
+        arena_views: name -> place in the arena.
+        model_views: name -> view of a model tensor.
+    """
+
+    source: str = ""
+    inputs: list[int] = field(default_factory=list)
+    constants: dict[str, Any] = field(default_factory=dict)
+    arena_views: dict[str, Placed] = field(default_factory=dict)
+    model_views: dict[str, Placed] = field(default_factory=dict)
+    num_made_per_run: int = 0
+
+
+class CodeWriter:
+    """Writes one part of a layout as a Python function ``program(inputs) -> outputs``.
+
+    Args:
+        layout: the whole layout.
+        part: which part to write.
+        fixed: instances whose tensors are bound beforehand (the model's).
+        num_returned: how many leading outputs the function returns; the others stay in place.
+        extra_inputs: foreign instances that an earlier part made and this one uses.
+        extra_outputs: foreign instances that a later part uses.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        part: Part,
+        fixed: set[int],
+        num_returned: int,
+        extra_inputs: Sequence[int] = (),
+        extra_outputs: Sequence[int] = (),
+    ) -> None:
+        self._layout = layout
+        self._part = part
+        self._fixed = fixed
+        self._returned = part.outputs[:num_returned]
+        self._extra = (list(extra_inputs), list(extra_outputs))
+        self._code = GeneratedCode()
+        self._names: dict[Placed, str] = {}
+        self._constants: dict[int, str] = {}
+        self._locals: dict[int, Placed] = {}
+        self._starts: dict[tuple[int, torch.dtype, int], str] = {}
+        self._lines: list[str] = []
+
+    def write(self) -> GeneratedCode:
+        """Returns the code."""
+        self._lines = ["def program(inputs):"]
+        self._take_inputs()
+        last_use = self._last_uses()
+        for launch in self._part.launches:
+            self._launch(launch)
+            self._free(last_use.get(launch.time, ()))
+        outputs = [self._name(p) for p in self._returned]
+        outputs += [self._name(self._locals[i]) for i in self._extra[1]]
+        self._lines.append(f"  return [{', '.join(outputs)}]")
+        self._code.source = "\n".join(self._lines) + "\n"
+        return self._code
+
+    def _take_inputs(self) -> None:
+        names = []
+        for index, placed in enumerate(self._part.inputs):
+            kind = self._layout.instances[placed.instance].kind
+            bound = placed.instance in self._fixed or kind in ("arena", "foreign")
+            if not bound and placed.instance not in self._locals:
+                names.append(f"i{index}")
+                self._code.inputs.append(index)
+                self._locals[placed.instance] = placed
+                self._names[placed] = names[-1]
+        for instance_index in self._extra[0]:
+            placed = self._foreign_base(instance_index)
+            names.append(self._names.setdefault(placed, f"f{instance_index}"))
+            self._locals[instance_index] = placed
+        if names:
+            self._lines.append(f"  {', '.join(names)}, = inputs")
+        self._lines.append("  inputs.clear()")
+
+    def _foreign_base(self, instance_index: int) -> Placed:
+        for part in self._layout.parts:
+            for launch in part.launches:
+                for view in launch.launch.results:
+                    if isinstance(view, View) and launch.place(view).instance == instance_index:
+                        return launch.place(view)
+        raise AssertionError("a foreign buffer that no launch makes")
+
+    def _last_uses(self) -> dict[int, list[int]]:
+        """Foreign buffers by the launch after which nobody in this part needs them."""
+        kept = {p.instance for p in self._returned} | set(self._extra[1])
+        last: dict[int, int] = {}
+        for launch in self._part.launches:
+            for view in launch.launch.views():
+                instance = launch.bases[view.buffer][0]
+                if self._layout.instances[instance].kind == "foreign" and instance not in kept:
+                    last[instance] = launch.time
+        found: dict[int, list[int]] = {}
+        for instance, time in last.items():
+            found.setdefault(time, []).append(instance)
+        return found
+
+    def _free(self, instances: Sequence[int]) -> None:
+        names = [self._names[self._locals[i]] for i in instances if i in self._locals]
+        if names:
+            self._lines.append(f"  del {', '.join(names)}")
+
+    def _launch(self, placed: PlacedLaunch) -> None:
+        launch = placed.launch
+        args = [self._operand(a, placed) for a in launch.args]
+        args += [f"{k}={self._operand(v, placed)}" for k, v in launch.kwargs]
+        call = f"{self._constant(launch.function)}({', '.join(args)})"
+        if not launch.results:
+            self._lines.append(f"  {call}")
+            return
+        targets = [self._new_local(v, placed) for v in launch.results]
+        self._code.num_made_per_run += sum(t != "_" for t in targets)
+        comma = "," if launch.returns == "tuple" else ""
+        self._lines.append(f"  {', '.join(targets)}{comma} = {call}")
+
+    def _new_local(self, view: Any, placed: PlacedLaunch) -> str:
+        if not isinstance(view, View):
+            return "_"
+        place = placed.place(view)
+        instance = self._layout.instances[place.instance]
+        if instance.kind != "foreign":
+            return "_"
+        name = f"f{place.instance}" if place.instance not in self._locals else f"g{len(self._names)}"
+        self._locals.setdefault(place.instance, place)
+        self._names[place] = name
+        return name
+
+    def _operand(self, value: Any, placed: PlacedLaunch) -> str:
+        if isinstance(value, View):
+            place = placed.place(value)
+            if placed.launch.operands == "addresses":
+                return self._address(place)
+            return self._name(place)
+        if isinstance(value, (list, tuple)):
+            inner = ", ".join(self._operand(v, placed) for v in value)
+            return f"[{inner}]" if isinstance(value, list) else f"({inner}{',' * bool(inner)})"
+        return self._literal(value)
+
+    def _address(self, placed: Placed) -> str:
+        """Names any tensor that starts where this one does."""
+        key = (placed.instance, placed.dtype, placed.offset_bytes)
+        if key not in self._starts:
+            start = placed
+            kind = self._layout.instances[placed.instance].kind
+            if kind != "arena" and placed.instance not in self._fixed:
+                base = self._base(placed)
+                if (base.dtype, base.offset_bytes) == (placed.dtype, placed.offset_bytes):
+                    start = base
+            self._starts[key] = self._name(start)
+        return self._starts[key]
+
+    def _literal(self, value: Any) -> str:
+        if value is None or type(value) in (bool, int, str):
+            return repr(value)
+        if type(value) is float and math.isfinite(value):
+            return repr(value)
+        return self._constant(value)
+
+    def _constant(self, value: Any) -> str:
+        name = self._constants.get(id(value))
+        if name is None:
+            name = self._constants[id(value)] = f"k{len(self._constants)}"
+            self._code.constants[name] = value
+        return name
+
+    def _name(self, placed: Placed) -> str:
+        name = self._names.get(placed)
+        if name is None:
+            name = self._names[placed] = self._new_name(placed)
+        return name
+
+    def _new_name(self, placed: Placed) -> str:
+        name = f"v{len(self._names)}"
+        if self._layout.instances[placed.instance].kind == "arena":
+            self._code.arena_views[name] = placed
+            return name
+        if placed.instance in self._fixed:
+            self._code.model_views[name] = placed
+            return name
+        base = self._base(placed)
+        if base == placed:
+            return self._names[base]
+        self._local_view(name, placed, base)
+        return name
+
+    def _base(self, placed: Placed) -> Placed:
+        """The local tensor that a view starts from, made here if the user will own it."""
+        if placed.instance not in self._locals:
+            self._make_result(placed)
+        return self._locals[placed.instance]
+
+    def _local_view(self, name: str, placed: Placed, base: Placed) -> None:
+        offset = (placed.offset_bytes - base.offset_bytes) // placed.dtype.itemsize
+        view, dtype = self._constant(_view_of), self._constant(placed.dtype)
+        args = f"{self._names[base]}, {placed.shape}, {placed.stride}, {offset}, {dtype}"
+        self._lines.append(f"  {name} = {view}({args})")
+
+    def _make_result(self, placed: Placed) -> None:
+        """Allocates a buffer that the user will own; views of it start from here."""
+        instance = self._layout.instances[placed.instance]
+        assert instance.kind == "result", instance
+        self._code.num_made_per_run += 1
+        base = self._result_base(placed)
+        make, dtype = self._constant(torch.empty_strided), self._constant(base.dtype)
+        name = f"r{placed.instance}"
+        self._lines.append(f"  {name} = {make}({base.shape}, {base.stride}, dtype={dtype})")
+        self._locals[placed.instance] = base
+        self._names[base] = name
+
+    def _result_base(self, placed: Placed) -> Placed:
+        """The whole buffer: as it is returned, if that covers it."""
+        for output in self._part.outputs:
+            if output.instance == placed.instance and output.offset_bytes == 0:
+                if math.prod(output.shape) * output.dtype.itemsize == (
+                    self._layout.instances[placed.instance].num_bytes
+                ):
+                    return output
+        count = self._layout.instances[placed.instance].num_bytes // placed.dtype.itemsize
+        return Placed(placed.instance, placed.dtype, (count,), (1,), 0)
+
+
+def _view_of(
+    base: torch.Tensor,
+    shape: tuple[int, ...],
+    stride: tuple[int, ...],
+    offset: int,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """Makes a view of a tensor that is known only at run time; ``offset`` counts from its start."""
+    if base.dtype != dtype:
+        base = base.view(dtype)
+    return torch.as_strided(base, shape, stride, base.storage_offset() + offset)
+
+
+def bind_arena(views: Mapping[str, Placed], arena: torch.Tensor, offsets: Sequence[int]) -> dict[str, torch.Tensor]:
+    """Makes every arena view once.
+
+    Args:
+        views: name -> place.
+        arena: the bytes, as uint8.
+        offsets: start of each instance in the arena, in bytes (unused for other kinds).
+    """
+    typed: dict[torch.dtype, torch.Tensor] = {}
+    bound = {}
+    for name, placed in views.items():
+        if placed.dtype not in typed:
+            typed[placed.dtype] = arena.view(placed.dtype)
+        start = (offsets[placed.instance] + placed.offset_bytes) // placed.dtype.itemsize
+        bound[name] = typed[placed.dtype].as_strided(placed.shape, placed.stride, start)
+    return bound
+
+
+def bind_model(
+    views: Mapping[str, Placed], tensors: Mapping[int, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Makes every view of a model tensor, by reference to the tensor's memory."""
+    bound = {}
+    for name, placed in views.items():
+        tensor = tensors[placed.instance].detach()
+        offset = placed.offset_bytes // placed.dtype.itemsize
+        same = tuple(tensor.shape) == placed.shape and tensor.stride() == placed.stride
+        if same and not offset and tensor.dtype == placed.dtype:
+            bound[name] = tensor
+        else:
+            bound[name] = _view_of(tensor, placed.shape, placed.stride, offset, placed.dtype)
+    return bound

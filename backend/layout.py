@@ -1,0 +1,130 @@
+"""Layout: kernel lists relocated to their calls, on one timeline.
+
+This is where a call is finally inlined. What is known per closure (launches, buffers, first and
+last uses) is copied by adding the call's start time and replacing buffer numbers; nothing is
+analysed again. Several flat programs can follow one another on the timeline (a forward, then its
+backward), so that one plan covers both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from ..reuse.program import Leaf
+from ..reuse.types import TensorType
+from .kernel_list import KernelList, Launch, View
+from .link import FlatProgram
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """A tensor over one buffer instance of the whole program."""
+
+    instance: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset_bytes: int
+
+
+@dataclass(slots=True)
+class Instance:
+    """One buffer of the whole program.
+
+    ``kind``: ``"arena"`` (the plan places it), ``"given"`` (the caller's tensor, or the model's),
+    ``"result"`` (handed to the user, so made anew in each run), ``"foreign"`` (made by a launch).
+    Lives in ``[birth, death)``, in launches.
+    """
+
+    kind: str
+    num_bytes: int
+    birth: int
+    death: int
+    part: int
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedLaunch:
+    """One launch of one call: the closure's launch, and where its buffers are."""
+
+    launch: Launch
+    bases: tuple[tuple[int, int], ...]  # per buffer: instance, offset in bytes
+    time: int
+
+    def place(self, view: View) -> Placed:
+        """Returns where one of the launch's views is in the whole program."""
+        instance, offset = self.bases[view.buffer]
+        return Placed(instance, view.dtype, view.shape, view.stride, offset + view.offset_bytes)
+
+
+@dataclass
+class Part:
+    """One flat program on the timeline: what it runs, takes and returns."""
+
+    inputs: list[Placed]
+    launches: list[PlacedLaunch]
+    outputs: list[Placed]
+
+
+@dataclass
+class Layout:
+    """Every buffer instance and launch of the flat programs added so far."""
+
+    instances: list[Instance] = field(default_factory=list)
+    parts: list[Part] = field(default_factory=list)
+    time: int = 0
+
+    def given(self, type_: TensorType) -> Placed:
+        """Adds a buffer that the caller provides."""
+        index = self._add(Instance("given", type_.num_bytes, self.time, self.time, len(self.parts)))
+        return Placed(index, type_.dtype, type_.shape, type_.stride, 0)
+
+    def add(
+        self,
+        flat: FlatProgram,
+        inputs: Sequence[Placed],
+        kernel_lists: Mapping[Leaf, KernelList],
+    ) -> Part:
+        """Lays a flat program out after what is there; returns its part."""
+        slots: dict[int, Placed] = dict(zip(flat.inputs, inputs, strict=True))
+        launches: list[PlacedLaunch] = []
+        for call in flat.launches:
+            kernels = kernel_lists[call.leaf]
+            bases = self._bases(kernels, [slots[s] for s in call.operands])
+            for index, launch in enumerate(kernels.launches):
+                launches.append(PlacedLaunch(launch, bases, self.time + index))
+            self.time += len(kernels.launches)
+            for slot, view in zip(call.results, kernels.outputs, strict=True):
+                instance, offset = bases[view.buffer]
+                slots[slot] = Placed(
+                    instance, view.dtype, view.shape, view.stride, offset + view.offset_bytes
+                )
+        part = Part(list(inputs), launches, [slots[s] for s in flat.outputs])
+        for placed in part.outputs:
+            self.instances[placed.instance].death = self.time
+        self.parts.append(part)
+        return part
+
+    def _add(self, instance: Instance) -> int:
+        self.instances.append(instance)
+        return len(self.instances) - 1
+
+    def _bases(
+        self, kernels: KernelList, operands: Sequence[Placed]
+    ) -> tuple[tuple[int, int], ...]:
+        bases = []
+        for index, info in enumerate(kernels.buffers):
+            if index < kernels.num_inputs:
+                operand = operands[index]
+                instance = self.instances[operand.instance]
+                instance.death = max(instance.death, self.time + info.last + 1)
+                bases.append((operand.instance, operand.offset_bytes))
+                continue
+            birth, death = self.time + max(info.first, 0), self.time + info.last + 1
+            kind = "foreign" if info.kind == "foreign" else "arena"
+            new = Instance(kind, info.num_bytes, birth, max(death, birth + 1), len(self.parts))
+            bases.append((self._add(new), 0))
+        return tuple(bases)

@@ -1,0 +1,248 @@
+"""A planned program: every buffer has an address, and a run is a flat replay of launches.
+
+One :class:`PlannedProgram` is made per linked program; each run in flight has a :class:`Lease` on
+an arena of its own, with all views bound. Leases return to a pool when they are released or
+dropped, so a training loop binds once and two forwards before a backward get two arenas.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from types import CodeType
+from typing import Any
+
+import torch
+
+from ..reuse.program import Leaf
+from ..reuse.types import TensorType, contiguous_stride
+from .simple_plan import ArenaPlan, plan_buffers
+from .flat_code import CodeWriter, bind_arena, bind_model
+from .kernel_list import KernelList, Launch, View
+from .layout import Instance, Layout, Part, Placed, PlacedLaunch
+from .link import FlatProgram
+
+Runner = Callable[[list[Any]], list[Any]]
+
+
+class PlannedProgram:
+    """One or two flat programs (a forward, and its backward) over one planned arena.
+
+    Args:
+        flats: the flat programs, in the order they run.
+        kernel_lists: the kernel list of each leaf.
+        model_inputs: which inputs of the first program are the model's own tensors.
+        num_results: for each program, how many of its leading outputs the user receives.
+        backward_inputs: for a backward, where each input comes from: ``("output", i)`` or
+            ``("input", i)`` of the forward, or ``("new", type)``.
+    """
+
+    def __init__(
+        self,
+        flats: Sequence[FlatProgram],
+        kernel_lists: Mapping[Leaf, KernelList],
+        model_inputs: Sequence[int],
+        num_results: Sequence[int],
+        backward_inputs: Sequence[tuple[str, Any]] = (),
+    ) -> None:
+        self.layout = Layout()
+        first = flats[0]
+        inputs = [self.layout.given(first.slot_types[s]) for s in first.inputs]
+        self.layout.add(first, inputs, kernel_lists)
+        if len(flats) > 1:
+            self._add_backward(flats[1], kernel_lists, backward_inputs)
+        self.model_instances = {i: inputs[i].instance for i in model_inputs}
+        _own_results(self.layout, num_results)
+        self.plan = _plan(self.layout)
+        self._handed_on = _handed_on(self.layout)
+        self._codes = [
+            CodeWriter(
+                self.layout,
+                part,
+                set(self.model_instances.values()),
+                num_results[index],
+                self._handed_on if index else (),
+                () if index else self._handed_on,
+            ).write()
+            for index, part in enumerate(self.layout.parts)
+        ]
+        self._compiled: list[CodeType] = [
+            compile(code.source, "<lazyinline program>", "exec") for code in self._codes
+        ]
+        self._tensors: list[torch.Tensor] = []
+        self._pool: list[Lease] = []
+        self._lock = threading.Lock()
+
+    def _add_backward(
+        self,
+        flat: FlatProgram,
+        kernel_lists: Mapping[Leaf, KernelList],
+        sources: Sequence[tuple[str, Any]],
+    ) -> None:
+        forward = self.layout.parts[0]
+        inputs = []
+        for kind, which in sources:
+            if kind == "output":
+                inputs.append(forward.outputs[which])
+            elif kind == "input":
+                inputs.append(forward.inputs[which])
+            else:
+                inputs.append(self.layout.given(which))
+        self.layout.add(flat, inputs, kernel_lists)
+
+    def inputs_of(self, part: int) -> list[int]:
+        """Which inputs of a part its runner is given (the others are bound, or in the arena)."""
+        return self._codes[part].inputs
+
+    @property
+    def num_handed_on(self) -> int:
+        """Foreign tensors that a forward returns for its backward, after its outputs."""
+        return len(self._handed_on)
+
+    @property
+    def num_launches(self) -> int:
+        """Kernel launches in one run of all parts."""
+        return sum(len(part.launches) for part in self.layout.parts)
+
+    @property
+    def num_made_per_run(self) -> int:
+        """Tensors that one run makes: what the user receives, and foreign results."""
+        return sum(code.num_made_per_run for code in self._codes)
+
+    def foreign_launches(self) -> list[str]:
+        """Names of the launches that allocate their own results, outside the plan."""
+        launches = (p.launch for part in self.layout.parts for p in part.launches)
+        return [launch.name for launch in launches if launch.results]
+
+    def lease(self, tensors: list[torch.Tensor]) -> Lease:
+        """Returns an arena to run in, with the model's present tensors bound."""
+        with self._lock:
+            if any(a is not b for a, b in zip(tensors, self._tensors, strict=False)) or (
+                len(tensors) != len(self._tensors)
+            ):
+                self._tensors = list(tensors)
+                self._pool.clear()
+            lease = self._pool.pop() if self._pool else None
+        if lease is None:
+            lease = self._bind(tensors)
+        return Lease(lease.arena, lease.runners, lease.tensors, self)
+
+    def release(self, lease: Lease) -> None:
+        """Takes an arena back."""
+        with self._lock:
+            if lease.tensors is self._tensors or all(
+                a is b for a, b in zip(lease.tensors, self._tensors, strict=True)
+            ):
+                self._pool.append(Lease(lease.arena, lease.runners, lease.tensors, None))
+
+    def copy_of(self, lease: Lease) -> Lease:
+        """Returns a second arena with the same contents."""
+        twin = self.lease(lease.tensors)
+        twin.arena.copy_(lease.arena)
+        return twin
+
+    def _bind(self, tensors: list[torch.Tensor]) -> Lease:
+        arena = torch.empty(max(self.plan.peak_bytes, 64), dtype=torch.uint8)
+        by_instance = {
+            self.model_instances[i]: t
+            for i, t in zip(self.model_instances, tensors, strict=True)
+        }
+        runners = []
+        for code, compiled in zip(self._codes, self._compiled, strict=True):
+            scope: dict[str, Any] = dict(code.constants)
+            scope.update(bind_arena(code.arena_views, arena, self.plan.offsets))
+            scope.update(bind_model(code.model_views, by_instance))
+            exec(compiled, scope)
+            runners.append(scope["program"])
+        return Lease(arena, tuple(runners), list(tensors), None)
+
+
+class Lease:
+    """One arena in use: its runners work in it until it is released or dropped."""
+
+    __slots__ = ("arena", "runners", "tensors", "_owner")
+
+    def __init__(
+        self,
+        arena: torch.Tensor,
+        runners: tuple[Runner, ...],
+        tensors: list[torch.Tensor],
+        owner: PlannedProgram | None,
+    ) -> None:
+        self.arena = arena
+        self.runners = runners
+        self.tensors = tensors
+        self._owner = owner
+
+    def release(self) -> None:
+        """Gives the arena back to its program."""
+        owner, self._owner = self._owner, None
+        if owner is not None:
+            owner.release(self)
+
+    def __del__(self) -> None:
+        self.release()
+
+
+def _plan(layout: Layout) -> ArenaPlan:
+    """Places every arena instance; offsets are indexed by instance."""
+    placed = [i for i, b in enumerate(layout.instances) if b.kind == "arena"]
+    births = [layout.instances[i].birth for i in placed]
+    deaths = [layout.instances[i].death for i in placed]
+    sizes = [layout.instances[i].num_bytes for i in placed]
+    plan = plan_buffers(births, deaths, sizes)
+    offsets = [0] * len(layout.instances)
+    for index, offset in zip(placed, plan.offsets, strict=True):
+        offsets[index] = int(offset)
+    return ArenaPlan(offsets, plan.peak_bytes, plan.lower_bound_bytes)
+
+
+def _handed_on(layout: Layout) -> list[int]:
+    """Foreign buffers that the forward makes and the backward needs."""
+    if len(layout.parts) < 2:
+        return []
+    used = {
+        launch.bases[view.buffer][0]
+        for launch in layout.parts[1].launches
+        for view in launch.launch.views()
+    } | {p.instance for p in layout.parts[1].outputs}
+    return [i for i, b in enumerate(layout.instances) if b.kind == "foreign" and b.part == 0 and i in used]
+
+
+def _own_results(layout: Layout, num_results: Sequence[int]) -> None:
+    """Gives the user buffers of their own for what they receive.
+
+    A result that the program still needs, or that shares its buffer with another result, is
+    copied out; any other is made by its launch in the user's buffer.
+    """
+    for number, part in enumerate(layout.parts):
+        needed = {p.instance for p in part.outputs[num_results[number] :]}
+        taken: set[int] = set()
+        for index in range(num_results[number]):
+            placed = part.outputs[index]
+            instance = layout.instances[placed.instance]
+            if instance.kind == "given":
+                continue
+            shared = placed.instance in needed or placed.instance in taken
+            if shared or instance.part != number or instance.kind == "foreign" and shared:
+                part.outputs[index] = _copy_out(layout, part, placed, number)
+            elif instance.kind == "arena":
+                instance.kind = "result"
+            taken.add(placed.instance)
+
+
+def _copy_out(layout: Layout, part: Part, placed: Placed, number: int) -> Placed:
+    numel_bytes = placed.dtype.itemsize
+    for size in placed.shape:
+        numel_bytes *= size
+    time = part.launches[-1].time if part.launches else layout.time
+    layout.instances.append(Instance("result", numel_bytes, time, time, number))
+    stride = placed.stride
+    if not TensorType(placed.dtype, placed.shape, stride, torch.device("cpu")).is_dense:
+        stride = contiguous_stride(placed.shape)
+    target = Placed(len(layout.instances) - 1, placed.dtype, placed.shape, stride, 0)
+    views = tuple(View(b, p.dtype, p.shape, p.stride, 0) for b, p in enumerate((target, placed)))
+    launch = Launch("copy_", torch.Tensor.copy_, views, ())
+    bases = ((target.instance, 0), (placed.instance, placed.offset_bytes))
+    part.launches.append(PlacedLaunch(launch, bases, time))
+    return target

@@ -1,0 +1,192 @@
+"""``measure(model)``: late against early inlining, in one run, both against eager."""
+
+from __future__ import annotations
+
+import gc
+import resource
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..backend import torch_inductor
+from ..reuse.errors import PlanError
+from .compiled_module import CompiledModule
+from .compiler import Compiler, Options, check_runnable
+from .measure_report import MeasureReport, Seconds, Side
+from .report import cpu_seconds
+from .workload import StepResult, Workload, compare, left_as_found, time_steps
+
+
+def measure(
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    train: bool = True,
+    micro_batches: int = 1,
+    execute: bool = True,
+    backend: str = "inductor",
+    reuse: str = "marked",
+) -> MeasureReport:
+    """Compiles a model with late and with early inlining and compares both with eager.
+
+    A small compile goes before, so that neither side pays for imports; the report names it.
+    Inductor's cache of whole graphs is off meanwhile, its cache of C++ objects is not. The late
+    side comes first, so what both sides need in C++ is charged to it.
+
+    In training a step is a forward and the gradients of a scalar result or of its ``.loss``; of a
+    model with neither, all outputs are differentiated with a fixed cotangent. Train and eval modes
+    stay the model's own. ``.grad``, buffers, inputs and random generators are left as found.
+
+    Args:
+        model: any ``nn.Module``; mark its layer class with :func:`lazy_inline` first.
+        args: positional inputs of one step.
+        kwargs: keyword inputs of one step.
+        train: measure a training step; otherwise a forward without gradients.
+        micro_batches: only 1 so far.
+        execute: run the steps; otherwise only compile.
+        backend: ``"inductor"`` or ``"eager"``.
+        reuse: what the late side shares; early is always ``reuse="off"``.
+
+    Returns:
+        The numbers; ``print(report)``, ``report.to_json()``, ``report.save_html(path)``.
+
+    Raises:
+        CaptureError: if the model cannot be captured.
+        PlanError: if it cannot be run or measured as asked.
+
+    Example:
+        >>> print(lazyinline.measure(model, (ids, targets)))
+    """
+    if micro_batches != 1:
+        raise PlanError(
+            f"micro_batches={micro_batches} is not supported yet: it arrives with compile_step. "
+            "Measure one micro-batch with micro_batches=1."
+        )
+    options = Options(reuse=reuse, backend=backend)
+    workload = _workload(model, args, kwargs, train)
+    warm_up = warm_up_compiler(backend=backend, train=train)
+    if execute:
+        check_runnable(model)
+        report = compare_sides(workload, options)
+    else:
+        report = compile_sides(workload, options)
+    return replace(report, warm_up=warm_up)
+
+
+def _workload(
+    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] | None, train: bool
+) -> Workload:
+    if not isinstance(model, nn.Module):
+        raise PlanError(f"measure takes an nn.Module, not {type(model).__name__}.")
+    if not isinstance(args, (tuple, list)):
+        raise PlanError(
+            f"args is a tuple of the model's positional inputs, not {type(args).__name__}; "
+            "write (x,) for one input."
+        )
+    return Workload(model, tuple(args), dict(kwargs or {}), train)
+
+
+def compare_sides(workload: Workload, options: Options) -> MeasureReport:
+    """Compiles and runs both sides next to eager; see :func:`measure`."""
+    model = workload.model
+    with left_as_found(workload) as restore, _graph_cache_off(options):
+        expected = workload.step(model)
+        late, run_late = _run_side(workload, options, expected, restore)
+        off = replace(options, reuse="off")
+        early, run_early = _run_side(workload, off, expected, restore)
+        del expected
+        steps = {"eager": model, "late": run_late, "early": run_early}
+        timed = {name: partial(workload.step, module) for name, module in steps.items()}
+        times = time_steps(timed, workload.devices())
+    late, early = replace(late, step=times["late"]), replace(early, step=times["early"])
+    return replace(_report(workload, options, late, early), eager=times["eager"])
+
+
+def compile_sides(workload: Workload, options: Options) -> MeasureReport:
+    """Compiles both sides and runs nothing; see :func:`measure`."""
+    with left_as_found(workload), _graph_cache_off(options):
+        late = _compile_side(workload, options)
+        early = _compile_side(workload, replace(options, reuse="off"))
+    return _report(workload, options, late, early)
+
+
+def warm_up_compiler(*, backend: str, train: bool) -> Seconds:
+    """Compiles a tiny model, so that imports and first uses are paid; returns what that cost."""
+    start = Seconds(cpu_seconds(), time.perf_counter())
+    with torch.random.fork_rng(devices=()):
+        workload = Workload(_Tiny(), (torch.ones(4, 8),), {}, train)
+    compile_sides(workload, Options(backend=backend))
+    return Seconds(cpu_seconds() - start.cpu_s, time.perf_counter() - start.wall_s)
+
+
+class _Tiny(nn.Module):
+    """A few of the operators that any model has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.norm = nn.LayerNorm(8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.gelu(self.norm(self.linear(x))).softmax(-1).square().sum()
+
+
+def _run_side(
+    workload: Workload, options: Options, expected: StepResult, restore: Callable[[], None]
+) -> tuple[Side, CompiledModule]:
+    module = CompiledModule(workload.model, options)
+    restore()
+    with _children() as spent:
+        workload.step(module)
+    restore()  # compiling may have drawn random numbers
+    errors = compare(workload.step(module), expected)
+    return Side(module.last_report, spent(), errors=errors), module
+
+
+def _compile_side(workload: Workload, options: Options) -> Side:
+    compiler = Compiler(options)
+    with _children() as spent, torch.set_grad_enabled(workload.train):
+        _, report = compiler.compile(
+            workload.model, workload.args, workload.kwargs, train=workload.train
+        )
+    return Side(report, spent())
+
+
+@contextmanager
+def _children() -> Iterator[Callable[[], float]]:
+    """Yields a function that tells the CPU-seconds of child processes in the block."""
+    gc.collect()  # so that one side does not collect what another left
+    before, spent = _children_cpu_s(), 0.0
+
+    def tell() -> float:
+        return spent
+
+    yield tell
+    spent = _children_cpu_s() - before
+
+
+def _children_cpu_s() -> float:
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
+
+
+def _graph_cache_off(options: Options) -> AbstractContextManager[Any]:
+    return torch_inductor.graph_cache_off() if options.backend == "inductor" else nullcontext()
+
+
+def _report(workload: Workload, options: Options, late: Side, early: Side) -> MeasureReport:
+    return MeasureReport(
+        model=type(workload.model).__name__,
+        train=workload.train,
+        backend=options.backend,
+        late=late,
+        early=early,
+        threads=torch.get_num_threads(),
+    )
