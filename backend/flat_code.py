@@ -148,7 +148,9 @@ class CodeWriter:
         instance = self._layout.instances[place.instance]
         if instance.kind != "foreign":
             return "_"
-        name = f"f{place.instance}" if place.instance not in self._locals else f"g{len(self._names)}"
+        name = (
+            f"f{place.instance}" if place.instance not in self._locals else f"g{len(self._names)}"
+        )
         self._locals.setdefault(place.instance, place)
         self._names[place] = name
         return name
@@ -260,7 +262,9 @@ def _view_of(
     return torch.as_strided(base, shape, stride, base.storage_offset() + offset)
 
 
-def bind_arena(views: Mapping[str, Placed], arena: torch.Tensor, offsets: Sequence[int]) -> dict[str, torch.Tensor]:
+def bind_arena(
+    views: Mapping[str, Placed], arena: torch.Tensor, offsets: Sequence[int]
+) -> dict[str, torch.Tensor]:
     """Makes every arena view once.
 
     Args:

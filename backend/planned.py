@@ -144,8 +144,7 @@ class PlannedProgram:
     def _bind(self, tensors: list[torch.Tensor]) -> Lease:
         arena = torch.empty(max(self.plan.peak_bytes, 64), dtype=torch.uint8)
         by_instance = {
-            self.model_instances[i]: t
-            for i, t in zip(self.model_instances, tensors, strict=True)
+            self.model_instances[i]: t for i, t in zip(self.model_instances, tensors, strict=True)
         }
         runners = []
         for code, compiled in zip(self._codes, self._compiled, strict=True):
@@ -206,7 +205,11 @@ def _handed_on(layout: Layout) -> list[int]:
         for launch in layout.parts[1].launches
         for view in launch.launch.views()
     } | {p.instance for p in layout.parts[1].outputs}
-    return [i for i, b in enumerate(layout.instances) if b.kind == "foreign" and b.part == 0 and i in used]
+    return [
+        i
+        for i, b in enumerate(layout.instances)
+        if b.kind == "foreign" and b.part == 0 and i in used
+    ]
 
 
 def _own_results(layout: Layout, num_results: Sequence[int]) -> None:

@@ -83,9 +83,7 @@ class PlannedRuntime:
         self._model = list(program.model_instances)
         self._given = program.inputs_of(0)
         self._has_backward = len(program.layout.parts) > 1
-        self._operands = (
-            [i - num_saved for i in program.inputs_of(1)] if self._has_backward else []
-        )
+        self._operands = [i - num_saved for i in program.inputs_of(1)] if self._has_backward else []
 
     def forward(self, inputs: list[torch.Tensor]) -> tuple[list[torch.Tensor], Any]:
         """See :class:`Runtime`."""

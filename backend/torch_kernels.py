@@ -56,7 +56,9 @@ def record_wrapper(leaf: Leaf, wrapper: Callable[..., Any]) -> KernelList:
     scope["extern_kernels"] = _ExternKernels(scope["extern_kernels"], recorder)
     code = types.FunctionType(function.__code__, scope, function.__name__)
     with recorder.mode, recorder:
-        outputs = code(bound_self, list(recorder.inputs)) if bound_self else code(list(recorder.inputs))
+        outputs = (
+            code(bound_self, list(recorder.inputs)) if bound_self else code(list(recorder.inputs))
+        )
     return recorder.finish(outputs)
 
 
@@ -172,9 +174,7 @@ class _Recorder(TorchDispatchMode):
             tensor.storage_offset() * tensor.element_size(),
         )
 
-    def __torch_dispatch__(
-        self, func: Any, types_: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types_: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Notes an operator: a view, an in-place change, or a launch with results of its own."""
         kwargs = kwargs or {}
         with self.mode:
@@ -203,7 +203,10 @@ class _Recorder(TorchDispatchMode):
             self._add_buffer(new[0], "private")
             self._launch(name, _OUT_FORMS[func], args, {**kwargs, "out": new[0]})
             return
-        if func is torch.ops.aten.empty.memory_format or func is torch.ops.aten.empty_strided.default:
+        if (
+            func is torch.ops.aten.empty.memory_format
+            or func is torch.ops.aten.empty_strided.default
+        ):
             self._add_buffer(new[0], "private")
             return
         for tensor in new:

@@ -3,15 +3,60 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
 
 from ..autodiff.torch_autograd import graph_is_kept
+from ..reuse.torch_names import memory_id
 from ..reuse.types import TensorType
 from .compiler import CompiledProgram
+
+
+@dataclass
+class Aliases:
+    """Which tensors of a program share memory. The same in every run, so the first run tells.
+
+    Attributes:
+        owned: outputs whose memory is theirs alone among inputs and outputs.
+        guards: inputs and outputs whose memory the backward needs under another name. They are
+            saved beside it, so that autograd notices a change in place.
+        copied: gradients that share memory with a cotangent or with an earlier gradient. Their
+            receivers would add to them in place, so each gets its own.
+    """
+
+    owned: tuple[int, ...] | None = None
+    guards: tuple[tuple[str, int], ...] = ()
+    copied: tuple[int, ...] | None = None
+
+    def learn_forward(
+        self,
+        inputs: Sequence[torch.Tensor],
+        outputs: Sequence[torch.Tensor],
+        saved: Sequence[torch.Tensor],
+    ) -> None:
+        """Looks at a forward. ``saved`` is what its backward needs besides inputs and outputs."""
+        memories = [memory_id(t) for t in (*inputs, *outputs)]
+        owned = [memories.count(m) == 1 for m in memories[len(inputs) :]]
+        self.owned = tuple(i for i, flag in enumerate(owned) if flag)
+        needed = {memory_id(t) for t in saved}
+        places = [("input", i) for i in range(len(inputs))]
+        places += [("output", i) for i in range(len(outputs))]
+        self.guards = tuple(p for p, m in zip(places, memories, strict=True) if m in needed)
+
+    def learn_backward(
+        self, operands: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]
+    ) -> None:
+        """Looks at a backward."""
+        seen, copied = {memory_id(t) for t in operands}, []
+        for index, gradient in enumerate(gradients):
+            memory = memory_id(gradient)
+            if memory in seen:
+                copied.append(index)
+            seen.add(memory)
+        self.copied = tuple(copied)
 
 
 @dataclass
@@ -21,6 +66,7 @@ class Step:
     compiled: CompiledProgram
     inputs: list[torch.Tensor]
     written: frozenset[int]
+    aliases: Aliases = field(default_factory=Aliases)
     flight: Any = None
 
 
@@ -41,12 +87,19 @@ class _CompiledFunction(torch.autograd.Function):
         derivative = step.compiled.derivative
         assert derivative is not None
         outputs, step.flight = step.compiled.runtime.forward(step.inputs)
+        aliases = step.aliases
+        if aliases.owned is None:
+            saved = step.flight if isinstance(step.flight, list) else []
+            aliases.learn_forward(step.inputs, outputs, saved)
+        for index in aliases.owned or ():
+            outputs[index] = outputs[index].data  # a user may change even what is a view in here
         kept = []
         for index in derivative.kept_inputs:
             tensor = step.inputs[index]
             # A buffer that this forward will overwrite is kept as it was.
             kept.append(tensor.clone() if index in step.written else tensor)
         kept += [outputs[i] for i in derivative.kept_outputs]
+        kept += [step.inputs[i] if kind == "input" else outputs[i] for kind, i in aliases.guards]
         ctx.save_for_backward(*kept)
         ctx.step = step
         step.inputs = []
@@ -61,7 +114,8 @@ class _CompiledFunction(torch.autograd.Function):
         step: Step = ctx.step
         derivative = step.compiled.derivative
         assert derivative is not None
-        kept = ctx.saved_tensors
+        num_kept = len(derivative.kept_inputs) + len(derivative.kept_outputs)
+        kept = ctx.saved_tensors[:num_kept]
         flight, graph = step.flight, "keep" if graph_is_kept() else "free"
         if flight is None:
             raise RuntimeError(
@@ -76,6 +130,10 @@ class _CompiledFunction(torch.autograd.Function):
             for i, t in zip(derivative.cotangent_outputs, types, strict=True)
         ]
         gradients = step.compiled.runtime.backward(flight, [*kept, *seeds], graph)
+        if step.aliases.copied is None:
+            step.aliases.learn_backward([*kept, *seeds], gradients)
+        for index in step.aliases.copied or ():
+            gradients[index] = gradients[index].clone()
         return (None, *gradients)
 
 

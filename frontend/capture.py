@@ -56,7 +56,8 @@ def capture_model(
     recorder.tensors.resolve_constants()
     program = assemble(recorder.root, results, tree, recorder.tensors.sources)
     traced = sum(not d.shared for d in recorder.decisions)
-    return CapturedModel(program, recorder.decisions, traced)
+    reads = list(recorder.plain_reads.values())
+    return CapturedModel(program, recorder.decisions, traced, reads)
 
 
 @contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -12,12 +11,11 @@ from torch import nn
 
 from ..reuse import pytree
 from ..reuse.errors import CaptureError, PlanError
-from ..reuse.leaf import current_autocast
-from ..reuse.program import ModelTensor, UserInput
-from ..reuse.types import TensorType
+from ..reuse.program import UserInput
 from .assemble import OutputTree
-from .autograd_bridge import Step, run_differentiable
+from .autograd_bridge import Aliases, Step, run_differentiable
 from .compiler import CompiledProgram, Compiler, Options, check_runnable, check_writes
+from .guard import Guard
 from .report import CompileReport
 
 
@@ -106,7 +104,7 @@ class CompiledModule(nn.Module):
         leaves, tree = pytree.flatten((args, kwargs))
         entries: list[_Entry] = self.__dict__["_lazyinline_entries"]
         for position, entry in enumerate(entries):
-            if entry.accepts(leaves, tree):
+            if entry.guard.accepts(leaves, tree):
                 if position:
                     entries.insert(0, entries.pop(position))
                 return entry.run(leaves)
@@ -169,58 +167,24 @@ class _Entry:
     ) -> None:
         program = compiled.captured.program
         self._compiled = compiled
-        self._tree = tree
-        self._layouts = [_layout(x) for x in leaves]
-        self._modes = _modes()
-        self._module_states = [m.__dict__ for m in model.modules()]
-        self._training = [bool(s.get("training")) for s in self._module_states]
-        self._bound = _bindings(model, program.sources)
-        self._tensors = [table[name] for table, name in self._bound]
-        self._types = [(TensorType.of(t), t.requires_grad) for t in self._tensors]
+        self.guard = Guard(model, compiled.captured, leaves, tree)
         self._order = _input_order(program.sources, leaves)
         self._written = frozenset(target for _, target in program.writes)
         self._writes = program.writes
-        self._sources = program.sources
+        self._aliases = Aliases()
         self._result = _Result(program.output_tree, compiled)
-
-    def accepts(self, leaves: Sequence[Any], tree: pytree.TreeSpec) -> bool:
-        """Whether the program was compiled for these inputs and the model's present state."""
-        return (
-            len(leaves) == len(self._layouts)
-            and all(_matches(x, layout) for x, layout in zip(leaves, self._layouts, strict=True))
-            and tree == self._tree
-            and _modes() == self._modes
-            and [s["training"] for s in self._module_states] == self._training
-            and self._rebind()
-        )
-
-    def _rebind(self) -> bool:
-        """Takes up tensors that were replaced in the model, if they still fit."""
-        try:
-            tensors = [table[name] for table, name in self._bound]
-        except KeyError:
-            return False
-        same = all(map(operator.is_, tensors, self._tensors))
-        flags = [t.requires_grad for t in self._tensors] if same else []
-        if same and flags == [flag for _, flag in self._types]:
-            return True
-        if any(t is None for t in tensors):
-            return False
-        if [(TensorType.of(t), t.requires_grad) for t in tensors] != self._types:
-            return False
-        self._tensors = tensors
-        return True
 
     def run(self, leaves: Sequence[Any]) -> Any:
         """Runs the program on flat inputs."""
-        tensors = self._tensors
+        tensors = self.guard.tensors
         inputs = [tensors[i] if own else leaves[i] for own, i in self._order]
         compiled = self._compiled
         if compiled.derivative is None:
             with torch.no_grad():  # the model's own autograd says that no gradient flows
                 outputs: Sequence[Any] = compiled.runtime.forward(inputs)[0]
         else:
-            outputs = run_differentiable(Step(compiled, inputs[:], self._written))
+            step = Step(compiled, inputs[:], self._written, self._aliases)
+            outputs = run_differentiable(step)
         if self._writes:
             with torch.no_grad():
                 for output, target in self._writes:
@@ -246,49 +210,6 @@ class _Result:
             for kind, value in self._leaves
         ]
         return pytree.unflatten(leaves, self._spec)
-
-
-def _layout(leaf: Any) -> Any:
-    if isinstance(leaf, torch.Tensor):
-        return (leaf.shape, leaf.stride(), leaf.dtype, leaf.device, leaf.requires_grad, type(leaf))
-    return _Constant(leaf)
-
-
-class _Constant:
-    """A non-tensor argument that the program was compiled for."""
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-
-def _matches(leaf: Any, layout: Any) -> bool:
-    if isinstance(layout, _Constant):
-        if layout.value is leaf:
-            return True
-        plain = type(leaf) in (bool, int, float, str, bytes)
-        return plain and type(leaf) is type(layout.value) and leaf == layout.value
-    return isinstance(leaf, torch.Tensor) and _layout(leaf) == layout
-
-
-def _modes() -> Any:
-    devices = ("cpu", "cuda") if torch.cuda.is_initialized() else ("cpu",)
-    return (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), current_autocast(devices))
-
-
-def _bindings(model: nn.Module, sources: Sequence[Any]) -> list[tuple[dict[str, Any], str]]:
-    """Finds, for each tensor of the model, the table that holds it now and later."""
-    tables: dict[int, tuple[dict[str, Any], str]] = {}
-    for module in model.modules():
-        for table in (module._parameters, module._buffers, module.__dict__):
-            for name, tensor in table.items():
-                if isinstance(tensor, torch.Tensor):
-                    tables.setdefault(id(tensor), (table, name))
-    found = []
-    for source in sources:
-        if isinstance(source, ModelTensor):
-            fixed = ({"tensor": source.tensor}, "tensor")
-            found.append(tables.get(id(source.tensor), fixed))
-    return found
 
 
 def _input_order(sources: Sequence[Any], leaves: Sequence[Any]) -> list[tuple[bool, int]]:

@@ -58,6 +58,7 @@ from .regions import CapturedModel
 from .report import ClosureRecord, CompileReport
 
 REUSE_CHOICES = ("marked", "off")
+BACKEND_CHOICES = ("inductor", "eager")
 
 
 @dataclass(frozen=True)

@@ -36,8 +36,8 @@ class Watcher(Protocol):
     def substitute(self, tensor: torch.Tensor) -> torch.Tensor:
         """Returns what the model shall see in place of its own tensor."""
 
-    def write(self, module: nn.Module, name: str) -> None:
-        """An attribute is about to be written or deleted."""
+    def write(self, module: nn.Module, name: str, value: Any) -> bool:
+        """An attribute is about to be written, or deleted; returns True to leave it as it is."""
 
     def custom_function(self, function: type, args: Any, proceed: Callable[..., Any]) -> Any:
         """Takes the application of a ``torch.autograd.Function``."""
@@ -111,13 +111,13 @@ def _patch_writes(watcher: Watcher, thread: int) -> Callable[[], None]:
     store, delete = nn.Module.__setattr__, nn.Module.__delattr__
 
     def setattr_(self: nn.Module, name: str, value: Any) -> None:
-        if threading.get_ident() == thread:
-            watcher.write(self, name)
+        if threading.get_ident() == thread and watcher.write(self, name, value):
+            return
         store(self, name, value)
 
     def delattr_(self: nn.Module, name: str) -> None:
         if threading.get_ident() == thread:
-            watcher.write(self, name)
+            watcher.write(self, name, None)
         delete(self, name)
 
     nn.Module.__setattr__ = setattr_  # type: ignore[method-assign,assignment]

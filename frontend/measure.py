@@ -20,7 +20,14 @@ from .compiled_module import CompiledModule
 from .compiler import Compiler, Options, check_runnable
 from .measure_report import MeasureReport, Seconds, Side
 from .report import cpu_seconds
-from .workload import StepResult, Workload, compare, left_as_found, time_steps
+from .workload import (
+    StepResult,
+    Workload,
+    compare,
+    generators_left_as_found,
+    left_as_found,
+    time_steps,
+)
 
 
 def measure(
@@ -111,7 +118,7 @@ def compare_sides(workload: Workload, options: Options) -> MeasureReport:
 
 def compile_sides(workload: Workload, options: Options) -> MeasureReport:
     """Compiles both sides and runs nothing; see :func:`measure`."""
-    with left_as_found(workload), _graph_cache_off(options):
+    with generators_left_as_found(), _graph_cache_off(options):
         late = _compile_side(workload, options)
         early = _compile_side(workload, replace(options, reuse="off"))
     return _report(workload, options, late, early)

@@ -1,4 +1,4 @@
-"""What :func:`lazyinline.measure` found: late against early inlining, as a table, JSON and a page."""
+"""What :func:`lazyinline.measure` found, as a table, JSON and a page."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import math
 import os
 import pathlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from .report import CompileReport
@@ -29,13 +29,16 @@ class Side:
         compiled: what the compile did, pass by pass.
         child_cpu_s: the part of its CPU-seconds that child processes, the C++ compiler, spent.
         step: time of one step; None if nothing was run.
-        errors: against eager; None if nothing was run.
+        errors: against eager.
+        compiled_again: a step with the same inputs did not find the program: a bug of ours, and
+            the time of a step is then worthless.
     """
 
     compiled: CompileReport
     child_cpu_s: float
     step: StepTime | None = None
-    errors: Errors | None = None
+    errors: Errors = field(default_factory=Errors)
+    compiled_again: bool = False
 
 
 @dataclass(frozen=True)
@@ -95,9 +98,9 @@ class MeasureReport:
             "step_min_ms": {name: step and step.minimum_ms for name, step in steps.items()},
             "peak_bytes": self.peak_bytes,
             "lower_bound_bytes": self.lower_bound_bytes,
-            "max_abs_error": {n: e and _json_number(e.max_abs_error) for n, e in errors.items()},
+            "max_abs_error": {n: _json_number(e.max_abs_error) for n, e in errors.items()},
             "max_rel_grad_error": {
-                n: e and _json_number(e.max_rel_grad_error) for n, e in errors.items()
+                n: _json_number(e.max_rel_grad_error) for n, e in errors.items()
             },
             "warm_up": {"cpu_s": self.warm_up.cpu_s, "wall_s": self.warm_up.wall_s},
         }
@@ -141,13 +144,19 @@ class MeasureReport:
         if max(self.late.child_cpu_s, self.early.child_cpu_s) >= 0.05:
             notes.append(
                 f"of the CPU s, the C++ compiler: late {self.late.child_cpu_s:.1f}, early "
-                f"{self.early.child_cpu_s:.1f} (early comes second and finds equal kernels built)"
+                f"{self.early.child_cpu_s:.1f} (late comes first; kernels built by then are warm)"
             )
         if not self.late.compiled.num_block_calls:
             notes.append(
                 "no block is marked, so late and early are the same: "
                 "put lazy_inline on the class of the repeated layer"
             )
+        for name, side in self.sides.items():
+            if side.compiled_again:
+                notes.append(
+                    f"{name} was compiled again for the same inputs, so its step time is not one: "
+                    "please report this as a bug of lazyinline"
+                )
         for decision in self.late.compiled.not_shared():
             notes.append(f"{decision.path or decision.class_name}: not shared, {decision.reason}")
         return notes
@@ -179,7 +188,6 @@ class MeasureReport:
 
     def _step_lines(self) -> list[str]:
         assert self.eager and self.late.step and self.early.step
-        assert self.late.errors and self.early.errors
         steps = (self.eager, self.late.step, self.early.step)
         lines = [f"{'one step, ms':<24}{'eager':>18}{'late':>18}{'early':>18}"]
         for label, values in (
@@ -194,8 +202,8 @@ class MeasureReport:
         if self.train:
             gradients = "".join(f"{error_text(e.max_rel_grad_error):>18}" for e in errors)
             lines.append(f"{'  gradient, relative':<24}{'':>18}{gradients}")
-            worst = errors[0].worst_gradient
-            lines.append(f"  late's largest is the gradient of {worst}")
+            if errors[0].max_rel_grad_error:
+                lines.append(f"  late's largest is the gradient of {errors[0].worst_gradient}")
         return lines
 
 

@@ -38,10 +38,12 @@ from .signatures import (
     forward_signature,
     freeze_leaves,
 )
-from .torch_tracing import Tracer, new_fake_mode, plain_tensor_access, profiled_calls
+from .torch_tracing import Tracer, is_fake, new_fake_mode, plain_tensor_access, profiled_calls
 
 _MAX_CLOSURES_PER_BLOCK = 64
+_PLAIN_TYPES = (bool, int, float, str, tuple, type(None), torch.dtype, torch.Size)
 _EMPTY_MODULE = nn.Module().__dict__
+_REENTRANT_CHECKPOINT = ("torch.utils.checkpoint", "CheckpointFunction")
 
 
 class Recorder:
@@ -60,6 +62,7 @@ class Recorder:
         self._writes: dict[tuple[int, str], tuple[nn.Module, str, Any]] = {}
         self._signatures: dict[type, inspect.Signature | None] = {}
         self._fresh: dict[int, nn.Module] = {}
+        self.plain_reads: dict[tuple[int, str], tuple[nn.Module, str, Any]] = {}
         self._quiet = 0
 
     def _add_node(self, node: torch.fx.Node) -> None:
@@ -77,17 +80,29 @@ class Recorder:
 
     def read(self, module: nn.Module, name: str) -> None:
         """Adds an attribute read to the evidence of every open region."""
-        if not self._quiet and self._current.reads is not None:
-            with self._bookkeeping():
-                for reads in self._open_reads():
-                    reads.attribute(module, name)
+        if self._quiet or module is self.tracer.root:
+            return
+        with self._bookkeeping():
+            self._note_plain(module, name)
+            for reads in self._open_reads():
+                reads.attribute(module, name)
+
+    def _note_plain(self, module: nn.Module, name: str) -> None:
+        """Remembers a plain attribute, so that a later change of it is noticed at the call."""
+        state = module_state(module)
+        if name == "training" or name not in state or id(module) not in self.paths:
+            return
+        value = state[name]
+        if type(value) in _PLAIN_TYPES:
+            self.plain_reads.setdefault((id(module), name), (module, name, value))
 
     def read_all(self, module: nn.Module) -> None:
         """Adds every attribute of a module to the evidence of every open region."""
-        if not self._quiet and self._current.reads is not None:
-            with self._bookkeeping():
-                for reads in self._open_reads():
-                    reads.all_attributes(module)
+        if self._quiet or self._current.reads is None or module is self.tracer.root:
+            return
+        with self._bookkeeping():
+            for reads in self._open_reads():
+                reads.all_attributes(module)
 
     def _open_reads(self) -> Iterator[Reads]:
         region: Region | None = self._current
@@ -95,23 +110,32 @@ class Recorder:
             yield region.reads
             region = region.parent
 
-    def write(self, module: nn.Module, name: str) -> None:
-        """Remembers an attribute's value before the first write, to put it back."""
-        if self._quiet or (id(module), name) in self._writes or id(module) in self._fresh:
-            return
+    def write(self, module: nn.Module, name: str, value: Any) -> bool:
+        """Remembers an attribute's value before the first write, to put it back.
+
+        Writing back a tensor that was changed in place (``self.count += 1``) writes nothing.
+        """
+        if self._quiet or module is self.tracer.root or id(module) in self._fresh:
+            return False
+        if value is self.tensors.fakes.get(id(raw_attribute(module, name)), self):
+            return True
+        if (id(module), name) in self._writes:
+            return False
         with self._bookkeeping():
-            if module is self.tracer.root:
-                return
             if id(module) not in self.paths and module_state(module).keys() == _EMPTY_MODULE.keys():
                 self._fresh[id(module)] = module  # made by the forward itself
             else:
                 self._writes[id(module), name] = (module, name, raw_attribute(module, name))
+        return False
 
     def custom_function(self, function: type, args: Any, proceed: Callable[..., Any]) -> Any:
         """Records the application of a custom autograd function as one operator."""
         tensors = [a for a in args if isinstance(a, torch.Tensor)]
-        if self._quiet or not tensors or _module_of(function).startswith("torch."):
+        if self._quiet or not tensors or _module_of(function).startswith("torch._"):
             return proceed(*args)
+        if (_module_of(function), function.__name__) == _REENTRANT_CHECKPOINT:
+            run_function, _, *inputs = args
+            return run_function(*inputs)  # what is saved is for the compiler to decide
         args = [self._fake_of(a) if isinstance(a, torch.Tensor) else a for a in args]
         layout = tuple(TENSOR if isinstance(a, torch.Tensor) else a for a in args)
         operands = [self.tensors.node_of(a) for a in args if isinstance(a, torch.Tensor)]
@@ -182,6 +206,8 @@ class Recorder:
 
     def _with_fakes(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         leaves, spec = pytree.flatten((args, kwargs))
+        if not any(isinstance(x, torch.Tensor) and not is_fake(x) for x in leaves):
+            return args, kwargs  # the very lists and dictionaries: a block may add to them
         leaves = [self._fake_of(x) if isinstance(x, torch.Tensor) else x for x in leaves]
         result: tuple[Any, Any] = pytree.unflatten(leaves, spec)
         return result
@@ -198,7 +224,7 @@ class Recorder:
         path = self.paths.get(id(module), "")
         region = Region(module, path, type(module).__name__, self._current, reads=Reads())
         assert region.reads is not None
-        before = freeze_leaves(leaves)
+        before = freeze_leaves(*pytree.flatten(arguments))
         arg_tensors = [(i, x) for i, x in enumerate(leaves) if isinstance(x, torch.Tensor)]
         arg_nodes = {self.tensors.node_of(x): i for i, x in reversed(arg_tensors)}
         known = [
@@ -225,7 +251,7 @@ class Recorder:
                 region, evidence, arguments, arg_nodes, results, nodes
             )
             self.tensors.restore(known)
-        if evidence.side_effect or before != freeze_leaves(leaves):
+        if evidence.side_effect or before != freeze_leaves(*pytree.flatten(arguments)):
             template, reason = None, evidence.side_effect or "its forward changes an argument"
         if template is not None:
             self._note_nested(module, evidence)
@@ -326,6 +352,8 @@ class Recorder:
                     self.tracer.track(made[leaf.index], self.tracer.item(node, leaf.index))
                 results.append(made[leaf.index])
         self._note_nested(module, template.evidence)
+        for inner, name in template.evidence.reads_on(module):
+            self._note_plain(inner, name)
         self._decide(module, shared=True)
         return pytree.unflatten(results, template.output_spec)
 
@@ -410,8 +438,8 @@ class Recorder:
         if changed:
             raise CaptureError(
                 f"The model's forward changes {changed}, and a compiled program could not keep "
-                "doing that at every call. Register it as a buffer and change it with tensor "
-                "operations, or return it."
+                "doing that at every call. Register it as a buffer and change it in place "
+                "(add_, copy_), or return it."
             )
         return results, trees[0]
 

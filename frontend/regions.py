@@ -88,6 +88,8 @@ class CapturedModel:
     program: Program
     decisions: list[SharingDecision]
     num_traced: int = 0
+    plain_reads: list[tuple[nn.Module, str, Any]] = field(default_factory=list)
+    """Plain attributes that the model's Python read: module, name, value."""
 
     def reasons(self) -> list[SharingDecision]:
         """The instances that were traced although an earlier one of their class existed."""

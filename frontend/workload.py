@@ -47,13 +47,13 @@ class Errors:
     """How far a step is from eager's.
 
     Attributes:
-        max_abs_error: largest absolute difference of any output value.
+        max_abs_error: largest absolute difference of any output value; None if nothing was run.
         max_rel_grad_error: largest, over parameters and inputs, of the norm of a gradient's
             difference over the norm of eager's gradient; None without training.
         worst_gradient: the name it belongs to.
     """
 
-    max_abs_error: float
+    max_abs_error: float | None = None
     max_rel_grad_error: float | None = None
     worst_gradient: str = ""
 
@@ -90,7 +90,7 @@ class Workload:
 
     def wanted(self) -> dict[str, torch.Tensor]:
         """The parameters and inputs that want a gradient."""
-        named = dict(self.model.named_parameters())
+        named: dict[str, torch.Tensor] = dict(self.model.named_parameters())
         named.update(
             (f"input {name}", leaf)
             for name, leaf in pytree.flatten_with_names((self.args, dict(self.kwargs)))
@@ -142,11 +142,28 @@ def _cotangent(tensor: torch.Tensor) -> torch.Tensor:
 def left_as_found(workload: Workload) -> Iterator[Callable[[], None]]:
     """Puts buffers, inputs and generators back at the end; yields a function that does so now."""
     restore_tensors = _tensor_snapshot(workload)
-    restore_generators = _generator_snapshot()
+    with generators_left_as_found() as restore_generators:
+
+        def restore() -> None:
+            restore_tensors()
+            restore_generators()
+
+        try:
+            yield restore
+        finally:
+            restore_tensors()
+
+
+@contextmanager
+def generators_left_as_found() -> Iterator[Callable[[], None]]:
+    """Puts random generators back at the end; yields a function that does so now."""
+    on_cpu = torch.get_rng_state()
+    on_cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
 
     def restore() -> None:
-        restore_tensors()
-        restore_generators()
+        torch.set_rng_state(on_cpu)
+        if on_cuda:
+            torch.cuda.set_rng_state_all(on_cuda)
 
     try:
         yield restore
@@ -171,18 +188,6 @@ def _tensor_snapshot(workload: Workload) -> Callable[[], None]:
             for tensor, copy in copies:
                 if not torch.equal(tensor, copy):
                     tensor.copy_(copy)
-
-    return restore
-
-
-def _generator_snapshot() -> Callable[[], None]:
-    on_cpu = torch.get_rng_state()
-    on_cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
-
-    def restore() -> None:
-        torch.set_rng_state(on_cpu)
-        if on_cuda:
-            torch.cuda.set_rng_state_all(on_cuda)
 
     return restore
 

@@ -7,15 +7,17 @@ instance's Python read:
 * the structure of its module tree: classes, children, parameters and buffers (layout, dtype,
   requires_grad, and which of them are one tensor), train/eval modes, hooks;
 * every attribute read on a module of the tree, and on modules outside it;
-* globals and closure cells of every function that ran;
+* globals and closure cells of every function that ran, and of an object or class found there, the
+  attributes that the function names;
 * for a block called inside, that block's own evidence, at the same place.
 """
 
 from __future__ import annotations
 
 import gc
+import sys
 import types
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,7 +25,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .freeze import Freezer, Identity, describe
+from .freeze import Freezer, Identity, Unrepeatable, describe, is_python_defined, is_unrepeatable
 from .types import TensorType
 
 # State of nn.Module itself; the structure snapshot compares what matters of it.
@@ -32,6 +34,8 @@ _HOOK_TABLES = tuple(
     sorted(n for n in nn.Module().__dict__ if n.endswith(("_hooks", "_hooks_with_kwargs")))
 )
 _ABSENT = object()
+_LIBRARIES = sys.stdlib_module_names | {"torch", "lazyinline"}
+_MAX_OUTSIDE_DEPTH = 3
 
 TensorPath = tuple[Any, ...]  # (module path, attribute name, *keys inside the attribute)
 
@@ -42,8 +46,9 @@ class Reads:
 
     attributes: dict[tuple[int, str], tuple[nn.Module, Any]] = field(default_factory=dict)
     functions: dict[tuple[types.CodeType, int], dict[str, Any]] = field(default_factory=dict)
-    globals: dict[tuple[int, str], tuple[dict[str, Any], Any]] = field(default_factory=dict)
+    globals: dict[tuple[int, str], tuple[Any, Any]] = field(default_factory=dict)
     nested: list[tuple[nn.Module, Evidence]] = field(default_factory=list)
+    _owners: set[int] = field(default_factory=set)
 
     def attribute(self, module: nn.Module, name: str) -> None:
         """Notes that an attribute of a module was read; its state is kept as of the first read."""
@@ -59,17 +64,38 @@ class Reads:
     def function(self, frame: types.FrameType) -> None:
         """Notes that a Python function ran, and what its globals and captured variables hold."""
         code, scope = frame.f_code, frame.f_globals
+        variables = frame.f_locals
+        if code.co_argcount and not _is_library(scope.get("__name__")):
+            self._method(variables.get(code.co_varnames[0]), code.co_names)
         if (code, id(scope)) in self.functions:
             return
-        variables = frame.f_locals if code.co_freevars else {}
-        self.functions[code, id(scope)] = {
-            name: _shallow_snapshot(variables[name])
-            for name in code.co_freevars
-            if name in variables
-        }
+        captured = {name: variables[name] for name in code.co_freevars if name in variables}
+        self.functions[code, id(scope)] = {k: _shallow_snapshot(v) for k, v in captured.items()}
         for name in code.co_names:
-            if name in scope and (id(scope), name) not in self.globals:
-                self.globals[id(scope), name] = (scope, _shallow_snapshot(scope[name]))
+            if name in scope:
+                self._outside(scope, name, code.co_names, 0)
+        for value in captured.values():
+            self._named_attributes(value, code.co_names, 0)
+
+    def _method(self, owner: Any, names: tuple[str, ...]) -> None:
+        """Notes what a method's object holds: a module's class, or an object seen outside."""
+        if isinstance(owner, nn.Module):
+            self._named_attributes(type(owner), names, _MAX_OUTSIDE_DEPTH - 1)
+        elif id(owner) in self._owners:
+            self._named_attributes(owner, names, 0)
+
+    def _outside(self, owner: Any, name: str, names: tuple[str, ...], depth: int) -> None:
+        value = _look_up(owner, name)
+        if (id(owner), name) not in self.globals:
+            self.globals[id(owner), name] = (owner, _shallow_snapshot(value))
+            self._owners.add(id(owner))
+        self._named_attributes(value, names, depth + 1)
+
+    def _named_attributes(self, owner: Any, names: tuple[str, ...], depth: int) -> None:
+        if depth < _MAX_OUTSIDE_DEPTH and _may_hold_state(owner):
+            for name in names:
+                if _look_up(owner, name) is not _ABSENT:
+                    self._outside(owner, name, names, depth)
 
 
 def raw_attribute(module: nn.Module, name: str) -> Any:
@@ -155,7 +181,11 @@ class Evidence:
                     self._note_tensor(tensor, (path, name))
 
     def _note_tensor(self, tensor: torch.Tensor, keys: TensorPath) -> Any:
-        self._tensor_paths.setdefault(id(tensor), keys)
+        if (
+            "key",
+            None,
+        ) not in keys:  # a member of a set, or a dictionary's key: no way leads there
+            self._tensor_paths.setdefault(id(tensor), keys)
         self._keep.append(tensor)
         return _tensor_facts(tensor)
 
@@ -184,8 +214,8 @@ class Evidence:
             if _snapshot(raw_attribute(module, name)) != before:
                 return f"its forward changes {type(module).__name__}.{name}"
         for scope, name, before in self._globals:
-            if not _same_shallow(scope.get(name, _ABSENT), before):
-                return f"its forward changes the global {name}"
+            if not _same_shallow(_look_up(scope, name), before):
+                return f"its forward changes the global {_outside_name(scope, name)}"
         runs = Counter(id(function.__code__) for _, _, function in self._cells)
         for cell, now, function in self._cells:
             code = function.__code__
@@ -225,12 +255,20 @@ class Evidence:
             if _snapshot(raw_attribute(module, name)) != expected:
                 return f"attribute {name} of {type(module).__name__} changed between the calls"
         for scope, name, expected in self._globals:
-            if not _same_shallow(scope.get(name, _ABSENT), expected):
-                return f"global {name} changed between the calls"
+            if not _same_shallow(_look_up(scope, name), expected):
+                return f"global {_outside_name(scope, name)} changed between the calls"
         for cell, expected, function in self._cells:
             if not _same_shallow(_cell_contents(cell), expected):
                 return f"a variable captured by {function.__qualname__} changed between the calls"
         return ""
+
+    def reads_on(self, instance: nn.Module) -> list[tuple[nn.Module, str]]:
+        """Returns the attributes that an instance's Python would have read, had it run."""
+        modules = dict(walk_modules(instance))
+        found = [(modules[path], name) for path, name, _ in self._attributes]
+        for path, evidence in self._nested:
+            found.extend(evidence.reads_on(modules[path]))
+        return found
 
     def _nested_mismatch(self, modules: Mapping[str, nn.Module]) -> str:
         for path, evidence in self._nested:
@@ -265,6 +303,7 @@ def _follow_key(value: Any, key: Any) -> Any:
         "self": "__self__",
         "defaults": "__defaults__",
         "kwdefaults": "__kwdefaults__",
+        "dict": "__dict__",
     }
     return getattr(value, attribute[kind])
 
@@ -340,12 +379,50 @@ def _name_tensor(label: str, expected: Any, found: Any) -> str:
     return ""
 
 
+_PLAIN = (bool, int, float, str, tuple, list, dict, set, frozenset, deque, type(None))
+
+
 def _shallow_snapshot(value: Any) -> Any:
     """Freezes plain data by content; functions, classes and other objects by identity."""
-    plain = (bool, int, float, str, tuple, list, dict, set, frozenset, type(None))
-    if type(value) in plain:
+    if type(value) in _PLAIN:
         return _snapshot(value)
-    return Identity(value)
+    return Unrepeatable(value) if is_unrepeatable(value) else Identity(value)
+
+
+def _look_up(owner: Any, name: str) -> Any:
+    """Returns what a scope, module, class or object itself holds under a name."""
+    if type(owner) is dict:
+        return owner.get(name, _ABSENT)
+    state = getattr(owner, "__dict__", {})
+    if name in state:
+        return state[name]
+    for base in owner.__mro__ if isinstance(owner, type) else type(owner).__mro__:
+        if name in base.__dict__:
+            value = base.__dict__[name]
+            is_slot = isinstance(value, types.MemberDescriptorType) and base is not owner
+            return getattr(owner, name, _ABSENT) if is_slot else value
+    return _ABSENT
+
+
+def _may_hold_state(value: Any) -> bool:
+    """Whether the attributes of a value are Python state that a user's code may change."""
+    if isinstance(value, types.ModuleType):
+        return not _is_library(value.__name__)
+    if isinstance(value, type):
+        return not _is_library(value.__module__)
+    if isinstance(value, types.FunctionType):
+        return bool(value.__dict__)
+    return not isinstance(value, (nn.Module, *_PLAIN)) and is_python_defined(type(value))
+
+
+def _is_library(module_name: Any) -> bool:
+    return isinstance(module_name, str) and module_name.partition(".")[0] in _LIBRARIES
+
+
+def _outside_name(owner: Any, name: str) -> str:
+    if isinstance(owner, dict):
+        return name
+    return f"{getattr(owner, '__name__', type(owner).__name__)}.{name}"
 
 
 def _same_shallow(value: Any, expected: Any) -> bool:

@@ -2,16 +2,22 @@
 
 Sharing is decided by comparing frozen values, so two frozen values may be equal only if code that
 reads the originals would behave the same. ``1``, ``True`` and ``1.0`` are different; arrays are
-compared by content; an object of a Python-defined class by class and attributes; anything else by
-identity. Never by ``str()`` or ``repr()``.
+compared by content; an object of a Python-defined class by class and attributes; an iterator or a
+random number generator is equal to nothing; anything else by identity. Never by ``str()`` or
+``repr()``.
 """
 
 from __future__ import annotations
 
+import array
 import enum
 import functools
+import io
+import random
+import struct
 import types
-from collections.abc import Callable, Mapping
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +26,7 @@ from torch import nn
 
 from .torch_names import OPERATOR_TYPES
 
+_POINTER_BYTES = struct.calcsize("P")
 _MAX_DEPTH = 8
 _MAX_ITEMS = 4096
 _SCALARS = (bool, int, str, bytes, type(None), type(...), torch.dtype, torch.device, torch.Size)
@@ -47,6 +54,22 @@ class Identity:
 
     def __hash__(self) -> int:
         return id(self.target)
+
+    def __repr__(self) -> str:
+        return f"<{type(self.target).__qualname__} object>"
+
+
+class Unrepeatable:
+    """Stands for an object that gives something else at each use; equal to nothing, not itself."""
+
+    __slots__ = ("target",)
+    __hash__ = object.__hash__
+
+    def __init__(self, target: object) -> None:
+        self.target = target
+
+    def __eq__(self, other: object) -> bool:
+        return False
 
     def __repr__(self) -> str:
         return f"<{type(self.target).__qualname__} object>"
@@ -114,12 +137,14 @@ class Freezer:
             return self._freeze(inner, (*keys, key), above, depth)
 
         kind = type(value)
-        if isinstance(value, (list, tuple)):
+        if isinstance(value, (list, tuple, deque)):
             parts: Any = tuple(item(x, ("item", i)) for i, x in enumerate(value))
+        elif isinstance(value, (bytearray, array.array)):
+            parts = (getattr(value, "typecode", ""), bytes(value))
         elif isinstance(value, (dict, types.MappingProxyType)):
             parts = tuple((item(k, ("key", None)), item(v, ("item", k))) for k, v in value.items())
         elif isinstance(value, (set, frozenset)):
-            parts = frozenset(item(x, ("key", None)) for x in value)
+            parts = tuple(item(x, ("key", None)) for x in value)  # in the order code sees
         elif isinstance(value, (range, slice)):
             parts = tuple(item(x, ("key", None)) for x in (value.start, value.stop, value.step))
         elif isinstance(value, types.MethodType):
@@ -127,11 +152,12 @@ class Freezer:
         elif isinstance(value, types.FunctionType):
             parts = self._freeze_function(value, item)
         elif isinstance(value, functools.partial):
-            parts = tuple(item(x, "partial") for x in (value.func, value.args, value.keywords))
+            names = ("func", "args", "keywords")
+            parts = tuple(item(getattr(value, name), ("attr", name)) for name in names)
         elif kind.__module__ == "numpy":
             return self._freeze_array(value)
-        elif not _is_python_defined(kind):
-            return Identity(value)
+        elif not is_python_defined(kind):
+            return Unrepeatable(value) if is_unrepeatable(value) else Identity(value)
         else:
             parts = ()
         return (kind, parts, tuple((k, item(v, ("attr", k))) for k, v in _attributes(value)))
@@ -144,12 +170,14 @@ class Freezer:
             tuple(item(cell, ("cell", i)) for i, cell in enumerate(cells)),
             item(function.__defaults__, "defaults"),
             item(function.__kwdefaults__, "kwdefaults"),
+            item(function.__dict__, "dict"),
         )
 
     def _freeze_array(self, value: Any) -> Any:
         if not hasattr(value, "tobytes") or getattr(value.dtype, "hasobject", True):
             return Identity(value)
-        return (type(value), str(value.dtype), value.shape, value.tobytes())
+        layout = (value.shape, getattr(value, "strides", ()))
+        return (type(value), str(value.dtype), layout, value.tobytes())
 
 
 class _Unset:
@@ -163,11 +191,33 @@ def _cell_contents(cell: types.CellType) -> Any:
         return _Unset
 
 
-def _is_python_defined(kind: type) -> bool:
+_TRANSPARENT = (
+    *(object, list, tuple, dict, set, frozenset, deque, defaultdict, bytearray, array.array),
+    *(types.FunctionType, types.MethodType, types.SimpleNamespace),
+)
+
+
+def is_python_defined(kind: type) -> bool:
     """Whether attributes and contents are all the state an object of this class can have."""
-    allowed = (object, list, tuple, dict, set, frozenset, types.FunctionType, types.MethodType)
+    return all(base in _TRANSPARENT or _is_class_statement(base) for base in kind.__mro__)
+
+
+def _is_class_statement(kind: type) -> bool:
+    """Whether instances hold nothing beside ``__dict__`` and slots: no state in C."""
     heap_type = 1 << 9  # Py_TPFLAGS_HEAPTYPE
-    return all(base in allowed or base.__flags__ & heap_type for base in kind.__mro__)
+    slots = kind.__dict__.get("__slots__", ())
+    visible = 1 if isinstance(slots, str) else len(slots)
+    visible += sum(name in kind.__dict__ for name in ("__dict__", "__weakref__"))
+    own = kind.__basicsize__ - (kind.__base__ or object).__basicsize__
+    return bool(kind.__flags__ & heap_type) and own <= visible * _POINTER_BYTES
+
+
+def is_unrepeatable(value: Any) -> bool:
+    """Whether reading an object changes what the next read gives (iterators, random numbers)."""
+    kind = type(value)
+    if kind.__module__.startswith("numpy.random") or isinstance(value, random.Random):
+        return True
+    return isinstance(value, Iterator) and not isinstance(value, io.IOBase)
 
 
 def _attributes(value: Any) -> list[tuple[str, Any]]:
@@ -175,6 +225,9 @@ def _attributes(value: Any) -> list[tuple[str, Any]]:
     if isinstance(value, (types.FunctionType, types.MethodType, functools.partial)):
         return []
     found = dict(getattr(value, "__dict__", {}))
+    for kind, name in ((deque, "maxlen"), (defaultdict, "default_factory")):
+        if isinstance(value, kind):
+            found[name] = getattr(value, name)
     for base in type(value).__mro__:
         slots = base.__dict__.get("__slots__", ())
         for name in (slots,) if isinstance(slots, str) else slots:

@@ -223,6 +223,8 @@ def is_active(leaf: Leaf, active_inputs: Sequence[bool]) -> tuple[bool, ...]:
         return isinstance(node, torch.fx.Node) and (node in active or _memory(node) in active)
 
     for node in leaf.nodes:
+        if any(map(carries, mutated_args(node))):
+            active.add(node)  # it returns what it changed; no_grad leaves the earlier history
         if any(map(carries, node.all_input_nodes)) and _passes_gradient(node):
             active.add(node)
             if node.target not in _WRITES_STATISTICS:

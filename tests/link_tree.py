@@ -21,7 +21,8 @@ def make_link_tree(root: pathlib.Path = ROOT) -> pathlib.Path:
     tree = root / "build" / "lint"
     package = tree / "lazyinline"
     package.mkdir(parents=True, exist_ok=True)
-    face = [root / "frontend" / "lazyinline" / name for name in ("__init__.py", "py.typed")]
+    names = ("__init__.py", "__main__.py", "py.typed")
+    face = [root / "frontend" / "lazyinline" / name for name in names]
     wanted = {path.name: path for path in (*package_folders(root), *face)}
     for link in package.iterdir():
         if link.name not in wanted and not link.name.startswith("."):

@@ -71,7 +71,7 @@ def test_every_package_folder_is_listed() -> None:
 
 
 def test_wheel_has_every_file_and_no_other(wheel: pathlib.Path) -> None:
-    expected = {"lazyinline/__init__.py", "lazyinline/py.typed"}
+    expected = {f"lazyinline/{name}" for name in ("__init__.py", "__main__.py", "py.typed")}
     for folder in package_folders():
         inside = (path for path in folder.rglob("*") if path.is_file())
         expected |= {

@@ -14,6 +14,8 @@ Mark the layer class, compile the model, train or run it as before::
 from lazyinline.frontend.compiled_module import CompiledModule, compile
 from lazyinline.frontend.compiler import capture
 from lazyinline.frontend.decorator import lazy_inline
+from lazyinline.frontend.measure import measure
+from lazyinline.frontend.measure_report import MeasureReport
 from lazyinline.frontend.report import CompileReport
 from lazyinline.reuse.errors import (
     CacheError,
@@ -36,6 +38,7 @@ __all__ = [
     "CompiledModule",
     "ExportError",
     "LazyInlineError",
+    "MeasureReport",
     "PipelineError",
     "PlanError",
     "Program",
@@ -44,4 +47,5 @@ __all__ = [
     "capture",
     "compile",
     "lazy_inline",
+    "measure",
 ]

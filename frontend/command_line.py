@@ -1,0 +1,118 @@
+"""The ``lazyinline`` command."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import pathlib
+import sys
+from collections.abc import Sequence
+
+from ..reuse.errors import LazyInlineError
+from ..reuse.printer import format_program
+from .bench import DEFAULT_LAYERS, OWN_MODELS, Plan, bench, title, to_json
+from .compiler import BACKEND_CHOICES, REUSE_CHOICES, capture
+from .measure_page import page
+from .target import FORM, load_target
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line.
+
+    Args:
+        argv: the arguments; None means those of the process.
+
+    Returns:
+        The exit status: 0, or 2 if something was asked that cannot be done.
+    """
+    options = _parser().parse_args(argv)
+    try:
+        run = _bench if options.command == "bench" else _inspect
+        run(options)
+        sys.stdout.flush()
+    except LazyInlineError as error:
+        print(f"lazyinline: {error}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:  # the reader, say `head`, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0
+
+
+def _bench(options: argparse.Namespace) -> None:
+    for file in (options.json, options.html):
+        if file is not None and not file.resolve().parent.is_dir():
+            raise LazyInlineError(f"{file} cannot be written: there is no such folder.")
+    plan = Plan(
+        model=options.model,
+        layers=_layers(options),
+        train=not options.infer,
+        backend=options.backend,
+        micro_batches=options.micro_batches,
+    )
+    reports = bench(plan, lambda line: print(line, flush=True))
+    if options.json is not None:
+        options.json.write_text(to_json(plan, reports), encoding="utf-8")
+    if options.html is not None:
+        options.html.write_text(page(reports, heading=title(plan)), encoding="utf-8")
+
+
+def _layers(options: argparse.Namespace) -> tuple[int, ...]:
+    if options.model in OWN_MODELS:
+        return tuple(options.layers or DEFAULT_LAYERS)
+    if options.layers:
+        raise LazyInlineError(
+            f"--layers goes with {' and '.join(OWN_MODELS)}; {options.model} decides for itself "
+            "how deep its model is."
+        )
+    return ()
+
+
+def _inspect(options: argparse.Namespace) -> None:
+    target = load_target(options.target)
+    program = capture(
+        target.model, target.args, target.kwargs, reuse=options.reuse, train=options.train
+    )
+    print(format_program(program, source="show" if options.source else "hide"), end="")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="lazyinline",
+        description="A graph compiler that compiles each different block once and inlines last.",
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    _add_bench(commands.add_parser("bench", help="late against early inlining, side by side"))
+    _add_inspect(commands.add_parser("inspect", help="print the program of a model"))
+    return parser
+
+
+def _add_bench(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Compiles a model with late and with early inlining and compares both with eager: graph "
+        "nodes, seconds to compile, time of a step, largest errors; one row per number of layers."
+    )
+    add = parser.add_argument
+    add("--model", default="llama", metavar="llama|gpt|TARGET", help=f"default llama; {FORM}")
+    layers = " ".join(map(str, DEFAULT_LAYERS))
+    add("--layers", type=_positive, nargs="+", metavar="N", help=f"default {layers}")
+    add("--micro-batches", type=_positive, default=1, metavar="Y", help="only 1 so far")
+    add("--infer", action="store_true", help="forward without gradients; default is training")
+    add("--backend", choices=BACKEND_CHOICES, default=BACKEND_CHOICES[0])
+    add("--json", type=pathlib.Path, metavar="FILE", help="write the numbers")
+    add("--html", type=pathlib.Path, metavar="FILE", help="write a page")
+
+
+def _add_inspect(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Captures a model and prints each closure once, with its calls."
+    add = parser.add_argument
+    add("target", metavar="TARGET", help=f"{FORM} or (model, args, kwargs)")
+    add("--reuse", choices=REUSE_CHOICES, default="marked", help="off inlines early")
+    add("--train", action="store_true", help="capture with gradients on")
+    add("--source", action="store_true", help="show the line of Python behind each operator")
+
+
+def _positive(text: str) -> int:
+    number = int(text) if text.isdecimal() else 0
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a number of at least 1")
+    return number

@@ -1,0 +1,144 @@
+"""The guard of a compiled program: does it still fit the inputs and the model's present state?
+
+Everything that the model's Python read while it was captured, and that can change without a trace
+in the inputs, is compared at each call: train/eval modes, plain attributes, sub-modules, and the
+tensors themselves. The comparison is by identity first, so an unchanged model costs a few hundred
+nanoseconds per block.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..reuse import pytree
+from ..reuse.evidence import module_state
+from ..reuse.leaf import current_autocast
+from ..reuse.program import ModelTensor
+from ..reuse.types import TensorType
+from .regions import CapturedModel
+
+_MISSING = object()
+
+
+class Guard:
+    """Says whether a program fits, and holds the model's tensors as they are now.
+
+    Args:
+        model: the captured model.
+        captured: what capture saw.
+        leaves: the flat inputs it was captured with.
+        tree: their structure.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        captured: CapturedModel,
+        leaves: Sequence[Any],
+        tree: pytree.TreeSpec,
+    ) -> None:
+        self._tree = tree
+        self._layouts = [_layout(x) for x in leaves]
+        self._modes = _modes()
+        self._states = [module_state(m) for m in model.modules()]
+        self._training = [s["training"] for s in self._states]
+        self._children = [s["_modules"] for s in self._states if s["_modules"]]
+        self._child_modules = [m for table in self._children for m in table.values()]
+        reads = captured.plain_reads
+        self._reads = [(module_state(m), name) for m, name, _ in reads]
+        self._values: list[Any] = [value for _, _, value in reads]
+        self._reads += [(state, "forward") for state in self._states]
+        self._values += [state.get("forward", _MISSING) for state in self._states]
+        self._bound = _bindings(model, captured.program.sources)
+        self.tensors: list[torch.Tensor] = [table[name] for table, name in self._bound]
+        self._types = [(TensorType.of(t), t.requires_grad) for t in self.tensors]
+
+    def accepts(self, leaves: Sequence[Any], tree: pytree.TreeSpec) -> bool:
+        """Whether the program was compiled for these inputs and the model's present state."""
+        return (
+            len(leaves) == len(self._layouts)
+            and all(_matches(x, layout) for x, layout in zip(leaves, self._layouts, strict=True))
+            and tree == self._tree
+            and _modes() == self._modes
+            and [s["training"] for s in self._states] == self._training
+            and self._same_children()
+            and self._same_attributes()
+            and self.rebind()
+        )
+
+    def _same_children(self) -> bool:
+        children = [m for table in self._children for m in table.values()]
+        same_number = len(children) == len(self._child_modules)
+        return same_number and all(map(operator.is_, children, self._child_modules))
+
+    def _same_attributes(self) -> bool:
+        values = [state.get(name, _MISSING) for state, name in self._reads]
+        if all(map(operator.is_, values, self._values)):
+            return True
+        pairs = zip(values, self._values, strict=True)
+        return all(a is b or (type(a) is type(b) and a == b) for a, b in pairs)
+
+    def rebind(self) -> bool:
+        """Takes up tensors that were replaced in the model, if they still fit."""
+        try:
+            tensors = [table[name] for table, name in self._bound]
+        except KeyError:
+            return False
+        same = all(map(operator.is_, tensors, self.tensors))
+        flags = [t.requires_grad for t in self.tensors] if same else []
+        if same and flags == [flag for _, flag in self._types]:
+            return True
+        if any(t is None for t in tensors):
+            return False
+        if [(TensorType.of(t), t.requires_grad) for t in tensors] != self._types:
+            return False
+        self.tensors = tensors
+        return True
+
+
+def _layout(leaf: Any) -> Any:
+    if isinstance(leaf, torch.Tensor):
+        return (leaf.shape, leaf.stride(), leaf.dtype, leaf.device, leaf.requires_grad, type(leaf))
+    return _Constant(leaf)
+
+
+class _Constant:
+    """A non-tensor argument that the program was compiled for."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+def _matches(leaf: Any, layout: Any) -> bool:
+    if isinstance(layout, _Constant):
+        if layout.value is leaf:
+            return True
+        plain = type(leaf) in (bool, int, float, str, bytes)
+        return plain and type(leaf) is type(layout.value) and leaf == layout.value
+    return isinstance(leaf, torch.Tensor) and _layout(leaf) == layout
+
+
+def _modes() -> Any:
+    devices = ("cpu", "cuda") if torch.cuda.is_initialized() else ("cpu",)
+    return (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), current_autocast(devices))
+
+
+def _bindings(model: nn.Module, sources: Sequence[Any]) -> list[tuple[dict[str, Any], str]]:
+    """Finds, for each tensor of the model, the table that holds it now and later."""
+    tables: dict[int, tuple[dict[str, Any], str]] = {}
+    for module in model.modules():
+        for table in (module._parameters, module._buffers, module.__dict__):
+            for name, tensor in table.items():
+                if isinstance(tensor, torch.Tensor):
+                    tables.setdefault(id(tensor), (table, name))
+    found = []
+    for source in sources:
+        if isinstance(source, ModelTensor):
+            fixed = ({"tensor": source.tensor}, "tensor")
+            found.append(tables.get(id(source.tensor), fixed))
+    return found

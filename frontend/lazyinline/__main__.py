@@ -1,0 +1,8 @@
+"""``python -m lazyinline``: the same as the command ``lazyinline``."""
+
+import sys
+
+from lazyinline.frontend.command_line import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,187 @@
+"""The command: rows, files, programs, and errors without a traceback."""
+
+import json
+import pathlib
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from lazyinline.frontend import workload
+from lazyinline.frontend.command_line import main
+
+MODELS = """
+    import torch
+    from torch import nn
+    import lazyinline
+
+    @lazyinline.lazy_inline
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+        def forward(self, x):
+            return self.linear(x).relu()
+
+    class Branching(nn.Module):
+        def forward(self, x):
+            return x if x.sum() > 0 else -x
+
+    def good():
+        return nn.Sequential(Block(), Block()), (torch.ones(2, 4),)
+    def with_kwargs():
+        return nn.Sequential(Block(), Block()), (), {"input": torch.ones(2, 4)}
+    def branching():
+        return Branching(), (torch.ones(2),)
+    def raises():
+        raise ValueError("no weights today")
+    def model_only():
+        return nn.Linear(2, 2)
+    def not_a_model():
+        return (1, 2)
+    def bare_tensor():
+        return nn.Linear(2, 2), torch.ones(2)
+    constant = 3
+"""
+QUICK = ("--layers", "1", "2", "--backend", "eager")
+
+
+@pytest.fixture(autouse=True)
+def few_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workload, "MAX_ROUNDS", 3)
+
+
+@pytest.fixture
+def models(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A module of targets in the working directory; its name."""
+    name = f"cli_models_{tmp_path.name}".replace("-", "_")
+    (tmp_path / f"{name}.py").write_text(textwrap.dedent(MODELS))
+    (tmp_path / "cli_broken.py").write_text("import no_such_module_anywhere\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [p for p in sys.path if p])
+    return name
+
+
+def test_bench_prints_a_row_per_depth(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", *QUICK]) == 0
+    out, err = capsys.readouterr()
+    rows = [line.split() for line in out.splitlines() if line.strip()[:1].isdigit()]
+    assert [row[0] for row in rows] == ["1", "2"]
+    assert all(len(row) == 12 for row in rows)
+    held = [int(row[1]) for row in rows]
+    inlined = [int(row[2]) for row in rows]
+    assert held[1] - held[0] == 1
+    assert inlined[1] - inlined[0] > 30
+    assert "training, backend eager" in out and "warm-up" in out
+    assert err == ""
+
+
+def test_bench_writes_files(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    json_file, page = tmp_path / "rows.json", tmp_path / "page.html"
+    files = ["--json", str(json_file), "--html", str(page)]
+    assert main(["bench", "--model", "gpt", "--infer", *QUICK, *files]) == 0
+    content = json.loads(json_file.read_text())
+    assert [row["layers"] for row in content["rows"]] == [1, 2]
+    assert all(row["model"] == "gpt" and not row["train"] for row in content["rows"])
+    assert content["about"]["threads"] >= 1
+    assert page.read_text().startswith("<!doctype html>")
+
+
+def test_bench_of_a_target(models: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "--model", f"{models}:good", "--backend", "eager"]) == 0
+    (row,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("     -")]
+    assert len(row.split()) == 12
+
+
+def test_inspect_prints_the_program(models: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", f"{models}:good"]) == 0
+    shared = capsys.readouterr().out
+    assert "closure @Block" in shared and "2 calls" in shared
+    assert main(["inspect", f"{models}:good", "--reuse", "off"]) == 0
+    assert "@Block" not in capsys.readouterr().out
+    assert main(["inspect", f"{models}:with_kwargs", "--train"]) == 0
+    assert "2 calls" in capsys.readouterr().out
+
+
+def test_inspect_shows_source(models: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", f"{models}:good", "--source"]) == 0
+    assert f"{models}.py:" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("target", "text"),
+    [
+        ("nocolon", "is not a target"),
+        ("module:", "is not a target"),
+        ("no_such_module:f", "there is no module no_such_module"),
+        ("torch.no_such_part:f", "there is no module torch.no_such_part"),
+        ("cli_broken:f", "cli_broken cannot be imported: ModuleNotFoundError"),
+        ("MODELS:missing", "has no missing"),
+        ("MODELS:constant", "is a int"),
+        ("MODELS:raises", "no weights today"),
+        ("MODELS:model_only", "it has to return (model, args)"),
+        ("MODELS:not_a_model", "where an nn.Module belongs"),
+        ("MODELS:bare_tensor", "(x,) for one input"),
+        ("MODELS:branching", "needs the value of a tensor"),
+    ],
+)
+def test_bad_targets(
+    models: str, target: str, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["inspect", target.replace("MODELS", models)]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("lazyinline: ") and text in err
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (("--micro-batches", "4"), "compile_step"),
+        (("--model", "a:b", "--layers", "3"), "--layers goes with llama and gpt"),
+        (("--model", "lama"), "is not a target"),
+        (("--json", "no/such/folder/x.json"), "there is no such folder"),
+    ],
+)
+def test_bad_bench(
+    arguments: tuple[str, ...], text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", "--backend", "eager", *arguments]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("lazyinline: ") and text in err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [(), ("advise", "a:b"), ("bench", "--layers", "0"), ("bench", "--backend", "gpu")],
+)
+def test_usage_errors(arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        main(arguments)
+    assert exit_.value.code == 2
+    assert "usage: lazyinline" in capsys.readouterr().err
+
+
+def test_help_lists_what_exists(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    out = capsys.readouterr().out
+    assert "bench" in out and "inspect" in out
+    assert not any(word in out for word in ("advise", "export", "plan-memory", "cache"))
+
+
+def test_module_run_in_a_pipe_shows_no_bar(models: str) -> None:
+    command = [sys.executable, "-m", "lazyinline", "bench", "--layers", "1", "--backend", "eager"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    assert "\r" not in done.stdout and "it/s" not in done.stdout
+
+
+def test_reader_that_stops_early_is_no_error(models: str) -> None:
+    command = f"{sys.executable} -m lazyinline inspect {models}:good | head -n 1"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
+    assert done.stdout.startswith("closure @Block")
+    assert done.stderr == ""
