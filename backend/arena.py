@@ -33,16 +33,16 @@ EFFORT_S = 2.0
 SCRATCH_SHARE = 0.1
 # Most buffers in one block: more are no scratch of one call, and too many to plan for each block.
 MAX_BLOCK = 2000
-# A split by length of life this close to the best possible is not improved on.
-GOOD_SPLIT = 1.0005
-# Number of orders that are improved in turn.
-NUM_IMPROVED = 6
+# A split by length of life this close to the lower bound is good, this far from it is none.
+GOOD_SPLIT, POOR_SPLIT = 1.0005, 1.05
 # Gaps over which buffers are joined: up to two to this power.
 GAP_POWERS = 20
 # A larger problem is not packed by first fit.
 MAX_FIRST_FIT = 100_000
+# Passes without gain after which an order goes to the end of the queue.
+PATIENCE = 8
 # Passes over all orders together after which improving gives up.
-MAX_PASSES = 120
+MAX_PASSES = 400
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,21 +129,19 @@ def _search(problem: Buffers, best: _Best, effort_s: float) -> None:
 def _plan_repeats(problem: Buffers, best: _Best, effort_s: float) -> list[Contraction]:
     """Offers the near-linear plans; returns the contraction behind the second, if there is one."""
     best.offer("colors", stack(unchanged(problem), 0))
-    chosen, lowest = None, best.peak
+    chosen, lowest = None, min(best.peak, int(POOR_SPLIT * best.bound))
     for layers in splits(problem):
-        if layers.num_short.max() > MAX_BLOCK:
-            continue
-        stacked = stacked_bytes(problem, layers)
-        if stacked < lowest:
-            chosen, lowest = layers, stacked
         if lowest <= GOOD_SPLIT * best.bound:
             break
+        if layers.num_short.max() <= min(MAX_BLOCK, len(problem) // 4):
+            stacked = stacked_bytes(problem, layers)
+            if stacked < lowest:
+                chosen, lowest = layers, stacked
     if chosen is None:
         return []
     contraction = contract(problem, chosen, _scratch_planner(effort_s * SCRATCH_SHARE))
-    offsets = contraction.expand(stack(contraction, len(chosen.blocks)))
-    best.offer("repeats", offsets)
-    return [contraction]
+    best.offer("repeats", contraction.expand(stack(contraction, len(chosen.blocks))))
+    return [contraction] if lower_bound(contraction.problem) < best.peak else []
 
 
 def _scratch_planner(effort_s: float) -> Callable[[Buffers], IntArray]:
@@ -187,14 +185,18 @@ class _Try:
     plans: Iterator[IntArray]
     variant: Contraction
     cost_s: float
+    bound: int
     num_passes: int = 0
+    num_stale: int = 0  # passes since the last gain
     peak: int = 0
 
     def step(self, best: _Best) -> None:
         """Makes the next plan."""
         peak = best.offer(self.name, self.variant.expand(next(self.plans)))
-        self.peak = min(self.peak, peak) if self.num_passes else peak
         self.num_passes += 1
+        self.num_stale += 1
+        if self.num_passes == 1 or peak < self.peak:
+            self.peak, self.num_stale = peak, 0
 
 
 def _tries(variants: list[Contraction]) -> Iterator[_Try]:
@@ -202,24 +204,36 @@ def _tries(variants: list[Contraction]) -> Iterator[_Try]:
         problem = variant.problem
         cost_s, bound = _pass_cost_s(len(problem)), lower_bound(problem)
         for name, order in orders(problem):
-            yield _Try(f"first fit by {name}", attempts(problem, order, bound), variant, cost_s)
+            plans = attempts(problem, order, bound)
+            yield _Try(f"first fit by {name}", plans, variant, cost_s, bound)
 
 
 def _improve(variants: list[Contraction], best: _Best, effort_s: float) -> None:
     """Opens one order after the other, and between them improves the best ones so far."""
     unopened, opened = _tries(variants), list[_Try]()
-    for turn in range(MAX_PASSES):
-        new = next(unopened, None) if turn % 2 == 0 else None
-        if new is not None and new.cost_s <= effort_s:
-            opened.append(new)
-        affordable = sorted((t for t in opened if t.cost_s <= effort_s), key=lambda t: t.peak)
-        if not affordable:
+    for turn in range(1, MAX_PASSES + 1):
+        chosen = next(unopened, None) if turn % 2 else None
+        if chosen is None or chosen.cost_s > effort_s:
+            chosen = _choose(opened, turn // 2, effort_s)
+        if chosen is None:
             break
-        chosen = min(affordable[:NUM_IMPROVED], key=lambda t: t.num_passes)
+        if not chosen.num_passes:
+            opened.append(chosen)
         chosen.step(best)
         effort_s -= chosen.cost_s
         if best.is_enough:
             break
+
+
+def _choose(opened: list[_Try], turn: int, effort_s: float) -> _Try | None:
+    """Takes the best in every second turn, the next one in every fourth, and so on.
+
+    Those that have not gained for long come last.
+    """
+    able = [t for t in opened if t.cost_s <= effort_s and t.peak > t.bound]
+    able.sort(key=lambda t: (t.num_stale // PATIENCE, t.peak, t.num_passes))
+    rank = (turn & -turn).bit_length() - 1
+    return able[min(rank, len(able) - 1)] if able else None
 
 
 def _pass_cost_s(count: int) -> float:

@@ -72,7 +72,8 @@ class Launch:
 class KernelList:
     """Launches of one leaf closure, its buffers and what it returns.
 
-    Buffers ``0 .. num_inputs-1`` are the inputs, in order.
+    Buffers ``0 .. num_inputs-1`` are the inputs, in order. ``in_place`` pairs a private buffer with
+    an input whose memory it may take over, if nobody needs that input any more.
     """
 
     name: str
@@ -81,6 +82,7 @@ class KernelList:
     launches: tuple[Launch, ...]
     outputs: tuple[View, ...]
     output_types: tuple[TensorType, ...]
+    in_place: tuple[tuple[int, int], ...] = ()
 
     @property
     def foreign(self) -> tuple[int, ...]:

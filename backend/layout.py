@@ -8,6 +8,7 @@ backward), so that one plan covers both.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -34,7 +35,7 @@ class Placed:
 class Instance:
     """One buffer of the whole program.
 
-    ``kind``: ``"arena"`` (the plan places it), ``"given"`` (the caller's tensor, or the model's),
+    ``kind``: ``"arena"`` (the plan places it), ``"unused"`` (its value is made elsewhere), ``"given"`` (the caller's tensor, or the model's),
     ``"result"`` (handed to the user, so made anew in each run), ``"foreign"`` (made by a launch).
     Lives in ``[birth, death)``, in launches.
     """
@@ -91,9 +92,11 @@ class Layout:
         """Lays a flat program out after what is there; returns its part."""
         slots: dict[int, Placed] = dict(zip(flat.inputs, inputs, strict=True))
         launches: list[PlacedLaunch] = []
+        live = Counter(placed.instance for placed in slots.values())
         for call in flat.launches:
             kernels = kernel_lists[call.leaf]
             bases = self._bases(kernels, [slots[s] for s in call.operands])
+            bases = self._taken_over(kernels, bases, call.operands, call.frees, live)
             for index, launch in enumerate(kernels.launches):
                 launches.append(PlacedLaunch(launch, bases, self.time + index))
             self.time += len(kernels.launches)
@@ -102,11 +105,32 @@ class Layout:
                 slots[slot] = Placed(
                     instance, view.dtype, view.shape, view.stride, offset + view.offset_bytes
                 )
+                live[instance] += 1
+            live.subtract(slots[s].instance for s in call.frees)
         part = Part(list(inputs), launches, [slots[s] for s in flat.outputs])
         for placed in part.outputs:
             self.instances[placed.instance].death = self.time
         self.parts.append(part)
         return part
+
+    def _taken_over(
+        self,
+        kernels: KernelList,
+        bases: tuple[tuple[int, int], ...],
+        operands: Sequence[int],
+        frees: Sequence[int],
+        live: Counter[int],
+    ) -> tuple[tuple[int, int], ...]:
+        """Lets a result take over the memory of an operand that nobody else needs."""
+        changed = list(bases)
+        for buffer, source in kernels.in_place:
+            instance = self.instances[bases[source][0]]
+            last = operands[source] in frees and live[bases[source][0]] == 1
+            whole = instance.num_bytes == self.instances[bases[buffer][0]].num_bytes
+            if last and whole and instance.kind == "arena" and instance.part == len(self.parts):
+                self.instances[bases[buffer][0]].kind = "unused"
+                changed[buffer] = bases[source]
+        return tuple(changed)
 
     def _add(self, instance: Instance) -> int:
         self.instances.append(instance)

@@ -12,15 +12,21 @@ from collections.abc import Callable, Mapping, Sequence
 from types import CodeType
 from typing import Any
 
+import numpy as np
 import torch
 
 from ..reuse.program import Leaf
 from ..reuse.types import TensorType, contiguous_stride
-from .simple_plan import ArenaPlan, plan_buffers
+from .arena import ArenaPlan, plan
 from .flat_code import CodeWriter, bind_arena, bind_model
 from .kernel_list import KernelList, Launch, View
 from .layout import Instance, Layout, Part, Placed, PlacedLaunch
 from .link import FlatProgram
+from .live_ranges import Buffers
+
+# A plan within half a percent of the lower bound is good enough to stop looking.
+_ENOUGH = 1.005
+_PLAN_EFFORT_S = 0.3
 
 Runner = Callable[[list[Any]], list[Any]]
 
@@ -35,6 +41,8 @@ class PlannedProgram:
         num_results: for each program, how many of its leading outputs the user receives.
         backward_inputs: for a backward, where each input comes from: ``("output", i)`` or
             ``("input", i)`` of the forward, or ``("new", type)``.
+        results: ``"owned"`` makes results anew in each run, for the user to keep; ``"pinned"``
+            leaves every output at one place in the arena until the next run.
     """
 
     def __init__(
@@ -44,6 +52,7 @@ class PlannedProgram:
         model_inputs: Sequence[int],
         num_results: Sequence[int],
         backward_inputs: Sequence[tuple[str, Any]] = (),
+        results: str = "owned",
     ) -> None:
         self.layout = Layout()
         first = flats[0]
@@ -52,8 +61,11 @@ class PlannedProgram:
         if len(flats) > 1:
             self._add_backward(flats[1], kernel_lists, backward_inputs)
         self.model_instances = {i: inputs[i].instance for i in model_inputs}
-        _own_results(self.layout, num_results)
-        self.plan = _plan(self.layout)
+        if results == "pinned":
+            _pin_results(self.layout)
+        else:
+            _own_results(self.layout, num_results)
+        self._offsets, self.plan = _plan(self.layout)
         self._handed_on = _handed_on(self.layout)
         self._codes = [
             CodeWriter(
@@ -149,7 +161,7 @@ class PlannedProgram:
         runners = []
         for code, compiled in zip(self._codes, self._compiled, strict=True):
             scope: dict[str, Any] = dict(code.constants)
-            scope.update(bind_arena(code.arena_views, arena, self.plan.offsets))
+            scope.update(bind_arena(code.arena_views, arena, self._offsets))
             scope.update(bind_model(code.model_views, by_instance))
             exec(compiled, scope)
             runners.append(scope["program"])
@@ -183,17 +195,20 @@ class Lease:
         self.release()
 
 
-def _plan(layout: Layout) -> ArenaPlan:
-    """Places every arena instance; offsets are indexed by instance."""
+def _plan(layout: Layout) -> tuple[list[int], ArenaPlan]:
+    """Places every arena instance; the offsets are indexed by instance."""
     placed = [i for i, b in enumerate(layout.instances) if b.kind == "arena"]
-    births = [layout.instances[i].birth for i in placed]
-    deaths = [layout.instances[i].death for i in placed]
-    sizes = [layout.instances[i].num_bytes for i in placed]
-    plan = plan_buffers(births, deaths, sizes)
+    instances = [layout.instances[i] for i in placed]
+    buffers = Buffers(
+        np.array([b.birth for b in instances], np.int64),
+        np.array([b.death for b in instances], np.int64),
+        np.array([b.num_bytes for b in instances], np.int64),
+    )
+    arena = plan(buffers, effort_s=_PLAN_EFFORT_S, enough=_ENOUGH)
     offsets = [0] * len(layout.instances)
-    for index, offset in zip(placed, plan.offsets, strict=True):
-        offsets[index] = int(offset)
-    return ArenaPlan(offsets, plan.peak_bytes, plan.lower_bound_bytes)
+    for index, offset in zip(placed, arena.offsets.tolist(), strict=True):
+        offsets[index] = offset
+    return offsets, arena
 
 
 def _handed_on(layout: Layout) -> list[int]:
@@ -227,22 +242,34 @@ def _own_results(layout: Layout, num_results: Sequence[int]) -> None:
             if instance.kind == "given":
                 continue
             shared = placed.instance in needed or placed.instance in taken
-            if shared or instance.part != number or instance.kind == "foreign" and shared:
-                part.outputs[index] = _copy_out(layout, part, placed, number)
+            if shared or instance.part != number:
+                part.outputs[index] = _copy_out(layout, part, placed, "result")
             elif instance.kind == "arena":
                 instance.kind = "result"
             taken.add(placed.instance)
 
 
-def _copy_out(layout: Layout, part: Part, placed: Placed, number: int) -> Placed:
-    numel_bytes = placed.dtype.itemsize
-    for size in placed.shape:
-        numel_bytes *= size
-    time = part.launches[-1].time if part.launches else layout.time
-    layout.instances.append(Instance("result", numel_bytes, time, time, number))
-    stride = placed.stride
-    if not TensorType(placed.dtype, placed.shape, stride, torch.device("cpu")).is_dense:
-        stride = contiguous_stride(placed.shape)
+def _pin_results(layout: Layout) -> None:
+    """Gives every output a place of its own in the arena, which lasts until the next run."""
+    part = layout.parts[-1]
+    taken: set[int] = set()
+    for index, placed in enumerate(part.outputs):
+        if layout.instances[placed.instance].kind != "arena" or placed.instance in taken:
+            placed = part.outputs[index] = _copy_out(layout, part, placed, "arena")
+        taken.add(placed.instance)
+    for instance in taken:
+        layout.instances[instance].death = layout.time
+
+
+def _copy_out(layout: Layout, part: Part, placed: Placed, kind: str) -> Placed:
+    """Adds a launch that copies a value into a buffer of its own, at the end of a part."""
+    type_ = TensorType(placed.dtype, placed.shape, placed.stride, torch.device("cpu"))
+    stride = placed.stride if type_.is_dense else contiguous_stride(placed.shape)
+    time = layout.time
+    layout.time += 1
+    layout.instances[placed.instance].death = layout.time
+    number = layout.parts.index(part)
+    layout.instances.append(Instance(kind, type_.num_bytes, time, layout.time, number))
     target = Placed(len(layout.instances) - 1, placed.dtype, placed.shape, stride, 0)
     views = tuple(View(b, p.dtype, p.shape, p.stride, 0) for b, p in enumerate((target, placed)))
     launch = Launch("copy_", torch.Tensor.copy_, views, ())

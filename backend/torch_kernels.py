@@ -229,9 +229,20 @@ class _Recorder(TorchDispatchMode):
             for i, (kind, size) in enumerate(zip(self._kinds, self._bytes, strict=True))
         )
         types_ = tuple(flat_types(self._leaf.output_types))
+        launches = tuple(self._launches)
+        in_place = _in_place(self._leaf, launches)
         return KernelList(
-            self._leaf.name, len(self.inputs), buffers, tuple(self._launches), views, types_
+            self._leaf.name, len(self.inputs), buffers, launches, views, types_, in_place
         )
+
+
+def _in_place(leaf: Leaf, launches: Sequence[Launch]) -> tuple[tuple[int, int], ...]:
+    """An elementwise sum may be made in its first operand."""
+    if len(launches) != 1 or launches[0].function is not torch.ops.aten.add.out:
+        return ()
+    first, total = launches[0].args[0], dict(launches[0].kwargs)["out"]
+    same = (first.dtype, first.shape, first.stride) == (total.dtype, total.shape, total.stride)
+    return ((total.buffer, first.buffer),) if same else ()
 
 
 __all__ = ["can_record", "record_graph", "record_wrapper", "views_in"]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
 
+from ..autodiff.dependence import Dependence
 from ..autodiff.torch_autograd import graph_is_kept
 from ..reuse.torch_names import memory_id
 from ..reuse.types import TensorType
@@ -59,6 +60,26 @@ class Aliases:
         self.copied = tuple(copied)
 
 
+class Absence:
+    """Which gradients do not exist because no used output leads back to them (not: are zero)."""
+
+    def __init__(self, compiled: CompiledProgram) -> None:
+        self._compiled = compiled
+        self._found: dict[tuple[int, ...], tuple[int, ...]] = {}
+
+    def of(self, unused: tuple[int, ...]) -> tuple[int, ...]:
+        """Returns positions of gradients that only the given outputs lead to."""
+        if unused not in self._found:
+            derivative = self._compiled.derivative
+            assert derivative is not None
+            reach, used = Dependence().of_program(self._compiled.captured.program), 0
+            for output in derivative.cotangent_outputs:
+                used |= 0 if output in unused else reach[output]
+            inputs = enumerate(derivative.gradient_inputs)
+            self._found[unused] = tuple(i for i, index in inputs if not used >> index & 1)
+        return self._found[unused]
+
+
 @dataclass
 class Step:
     """One forward in flight: its inputs, and after it ran, what its backward needs."""
@@ -66,7 +87,8 @@ class Step:
     compiled: CompiledProgram
     inputs: list[torch.Tensor]
     written: frozenset[int]
-    aliases: Aliases = field(default_factory=Aliases)
+    aliases: Aliases
+    absence: Absence
     flight: Any = None
 
 
@@ -134,7 +156,11 @@ class _CompiledFunction(torch.autograd.Function):
             step.aliases.learn_backward([*kept, *seeds], gradients)
         for index in step.aliases.copied or ():
             gradients[index] = gradients[index].clone()
-        return (None, *gradients)
+        results: list[torch.Tensor | None] = [None, *gradients]
+        unused = tuple(i for i in derivative.cotangent_outputs if cotangents[i] is None)
+        for index in step.absence.of(unused) if unused else ():
+            results[index + 1] = None
+        return tuple(results)
 
 
 def _cotangent(gradient: torch.Tensor | None, type_: TensorType) -> torch.Tensor:

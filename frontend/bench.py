@@ -146,8 +146,9 @@ def _conclusion(reports: Sequence[MeasureReport]) -> Iterator[str]:
             for (name, a), b in zip(first.sides.items(), last.sides.values(), strict=True)
         ]
         yield f"compiling {first.layers} -> {last.layers} layers: {', '.join(growth)}"
-    if first.layers is None:
-        yield from first.notes()
+    for report in reports:
+        notes = report.notes() if report.layers is None else report.warnings()
+        yield from notes
     yield "errors are against eager: largest absolute of the output, largest relative of a gradient"
 
 

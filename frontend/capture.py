@@ -9,6 +9,8 @@ into a program of closures.
 from __future__ import annotations
 
 import gc
+import random
+import sys
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,6 +20,7 @@ import torch
 from torch import nn
 
 from ..reuse.errors import CaptureError
+from ..reuse.evidence import has_backward_hooks, walk_modules
 from .assemble import assemble
 from .recorder import Recorder
 from .regions import CapturedModel
@@ -46,8 +49,10 @@ def capture_model(
         CaptureError: if the model's Python cannot be traced; names the user's line.
     """
     recorder = Recorder(model, reuse)
+    if train:
+        _refuse_backward_hooks(model)
     try:
-        with torch.set_grad_enabled(train), _garbage_collection_paused():
+        with torch.set_grad_enabled(train), _garbage_collection_paused(), _no_python_randomness():
             results, tree = recorder.run(args, kwargs or {})
     except CaptureError:
         raise
@@ -58,6 +63,38 @@ def capture_model(
     traced = sum(not d.shared for d in recorder.decisions)
     reads = list(recorder.plain_reads.values())
     return CapturedModel(program, recorder.decisions, traced, reads)
+
+
+def _refuse_backward_hooks(model: nn.Module) -> None:
+    for path, module in walk_modules(model):
+        if has_backward_hooks(module):
+            raise CaptureError(
+                f"{path or 'The model'} ({type(module).__name__}) has a backward hook, which a compiled program "
+                "could not call. Remove it, or put hooks on parameters or on the compiled model."
+            )
+
+
+@contextmanager
+def _no_python_randomness() -> Iterator[None]:
+    """Raises CaptureError if the forward draws random numbers that are not PyTorch's."""
+    before = _python_random_state()
+    yield
+    for name, state in _python_random_state().items():
+        if name in before and state != before[name]:
+            raise CaptureError(
+                f"The model's forward (or another thread meanwhile) draws from {name}, and a "
+                "compiled program would use the same numbers at every call. Draw them with torch "
+                "(torch.rand), or outside the model."
+            )
+
+
+def _python_random_state() -> dict[str, Any]:
+    states: dict[str, Any] = {"Python's random": random.getstate()}
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        name, keys, position, *rest = numpy.random.get_state()
+        states["numpy.random"] = (name, keys.tobytes(), position, *rest)
+    return states
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from ..reuse import pytree
 from ..reuse.errors import CaptureError, PlanError
 from ..reuse.program import UserInput
 from .assemble import OutputTree
-from .autograd_bridge import Aliases, Step, run_differentiable
+from .autograd_bridge import Absence, Aliases, Step, run_differentiable
 from .compiler import CompiledProgram, Compiler, Options, check_runnable, check_writes
 from .guard import Guard
 from .report import CompileReport
@@ -73,7 +73,8 @@ class CompiledModule(nn.Module):
         state["_lazyinline_entries"] = []
         state["_lazyinline_lock"] = threading.RLock()
         state["_lazyinline_report"] = None
-        for table in ("_parameters", "_buffers", "_modules"):
+        tables = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
+        for table in (*tables, "_load_state_dict_post_hooks"):
             state[table] = model.__dict__[table]
         del state["training"]
 
@@ -102,24 +103,33 @@ class CompiledModule(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the compiled program, compiling first if the inputs' layout is new."""
         leaves, tree = pytree.flatten((args, kwargs))
+        entry = self._known_entry(leaves, tree) or self._compile(args, kwargs, leaves, tree)
+        return entry.run(leaves)
+
+    def _known_entry(self, leaves: list[Any], tree: pytree.TreeSpec) -> _Entry | None:
+        """Returns the entry that fits and puts it first; lists are replaced, never changed."""
         entries: list[_Entry] = self.__dict__["_lazyinline_entries"]
         for position, entry in enumerate(entries):
             if entry.guard.accepts(leaves, tree):
                 if position:
-                    entries.insert(0, entries.pop(position))
-                return entry.run(leaves)
-        return self._compile(args, kwargs, leaves, tree).run(leaves)
+                    rest = [other for other in entries if other is not entry]
+                    self.__dict__["_lazyinline_entries"] = [entry, *rest]
+                return entry
+        return None
 
     def _compile(self, args: Any, kwargs: Any, leaves: list[Any], tree: pytree.TreeSpec) -> _Entry:
         model = self.__dict__["_lazyinline_model"]
         check_runnable(model)
         with self.__dict__["_lazyinline_lock"]:
+            made_meanwhile = self._known_entry(leaves, tree)
+            if made_meanwhile is not None:
+                return made_meanwhile
             train = torch.is_grad_enabled()
             compiler: Compiler = self.__dict__["_lazyinline_compiler"]
             compiled, report = compiler.compile(model, args, kwargs, train=train)
             check_writes(compiled.captured.program)
             entry = _Entry(model, compiled, leaves, tree)
-            self.__dict__["_lazyinline_entries"].insert(0, entry)
+            self.__dict__["_lazyinline_entries"] = [entry, *self.__dict__["_lazyinline_entries"]]
             self.__dict__["_lazyinline_report"] = report
         return entry
 
@@ -130,6 +140,23 @@ class CompiledModule(nn.Module):
             return super().__getattr__(name)
         except AttributeError:
             return getattr(self.__dict__["_lazyinline_model"], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        model = self.__dict__.get("_lazyinline_model")
+        if model is None or name in self.__dict__ or hasattr(type(self), name):
+            super().__setattr__(name, value)
+        else:
+            setattr(model, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        if name in self.__dict__:
+            super().__delattr__(name)
+        else:
+            delattr(self.__dict__["_lazyinline_model"], name)
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        """Loads what is the model's own, not its children's; called by a module around this."""
+        self.__dict__["_lazyinline_model"]._load_from_state_dict(*args, **kwargs)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Returns the model's own ``state_dict``."""
@@ -172,6 +199,7 @@ class _Entry:
         self._written = frozenset(target for _, target in program.writes)
         self._writes = program.writes
         self._aliases = Aliases()
+        self._absence = Absence(compiled)
         self._result = _Result(program.output_tree, compiled)
 
     def run(self, leaves: Sequence[Any]) -> Any:
@@ -183,7 +211,7 @@ class _Entry:
             with torch.no_grad():  # the model's own autograd says that no gradient flows
                 outputs: Sequence[Any] = compiled.runtime.forward(inputs)[0]
         else:
-            step = Step(compiled, inputs[:], self._written, self._aliases)
+            step = Step(compiled, inputs[:], self._written, self._aliases, self._absence)
             outputs = run_differentiable(step)
         if self._writes:
             with torch.no_grad():

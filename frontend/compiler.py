@@ -24,6 +24,7 @@ from torch import nn
 from tqdm import tqdm
 
 from ..autodiff.derivative import Derivative, Differentiator
+from ..autodiff.micro_batches import StepProgram, step_program
 from ..backend.executable import Executable
 from ..backend.kernel_list import KernelList
 from ..backend.link import FlatProgram, link
@@ -87,6 +88,23 @@ class CompiledProgram:
     derivative: Derivative | None = None
 
 
+@dataclass(frozen=True)
+class Batching:
+    """How a step's batch is split, and in which order the parts run."""
+
+    micro_batches: int = 1
+    order: str = "forward_first"
+
+
+@dataclass(frozen=True)
+class CompiledStep:
+    """A training step, planned."""
+
+    captured: CapturedModel
+    step: StepProgram
+    planned: PlannedProgram
+
+
 class Compiler:
     """Runs the passes; keeps what it made per closure for the next program it compiles."""
 
@@ -130,6 +148,64 @@ class Compiler:
             report.num_launches = nodes.count = runtime.num_launches
         return CompiledProgram(captured, runtime, derivative), report
 
+    def compile_step(
+        self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], batching: Batching
+    ) -> tuple[CompiledStep, CompileReport]:
+        """Compiles a training step; ``args`` and ``kwargs`` are those of one micro-batch.
+
+        Raises:
+            CaptureError: if the model cannot be captured.
+            PlanError: if its result is not a scalar loss that depends on a parameter.
+        """
+        report = CompileReport(True, self.options.backend, self.options.reuse)
+        with report.timed("capture") as nodes:
+            captured = capture_model(model, args, kwargs, reuse=self.options.reuse, train=True)
+            program = self._known(captured.program)
+            nodes.count = program.num_nodes()
+        _describe(report, captured)
+        with report.timed("autodiff") as nodes:
+            step = self._step_program(program, batching)
+            nodes.count = step.program.num_nodes()
+        with report.timed("decompose") as nodes:
+            linked = verify(self._decompose(step.program))
+            nodes.count = linked.num_nodes()
+        with report.timed("lower") as nodes:
+            report.num_kernels = self._lower([linked])
+            nodes.count = linked.num_nodes()
+        with report.timed("link") as nodes:
+            flat = link(linked)
+            lists = self._lists([flat])
+            inputs = range(len(linked.inputs))
+            num_outputs = len(linked.outputs)
+            planned = PlannedProgram([flat], lists, inputs, [num_outputs], results="pinned")
+            report.num_launches = nodes.count = planned.num_launches
+        report.peak_bytes = planned.plan.peak_bytes
+        report.lower_bound_bytes = planned.plan.lower_bound_bytes
+        return CompiledStep(captured, step, planned), report
+
+    def _step_program(self, program: Program, batching: Batching) -> StepProgram:
+        main = Composite("micro_batch", program)
+        wanted = [
+            i for i in differentiable_inputs(program) if isinstance(program.sources[i], ModelTensor)
+        ]
+        derivative = self._differentiator.vjp(main, wanted, [0])
+        if derivative is None:
+            raise PlanError("The loss depends on no parameter that requires grad.")
+        return step_program(
+            program,
+            derivative,
+            self._differentiator,
+            micro_batches=batching.micro_batches,
+            order=batching.order,
+        )
+
+    def _lists(self, flats: Sequence[FlatProgram]) -> dict[Leaf, KernelList]:
+        """Returns the kernel list of each leaf, recorded at most once."""
+        for leaf in {launch.leaf: None for flat in flats for launch in flat.launches}:
+            if leaf not in self._kernel_lists:
+                self._kernel_lists[leaf] = kernel_list(leaf, self._kernels[leaf])
+        return self._kernel_lists
+
     def _runtime(
         self,
         program: Program,
@@ -144,17 +220,14 @@ class Compiler:
             executables = [Executable(flat, self._kernels) for flat in flats]
             backward = executables[1] if derivative is not None else None
             return ReplayRuntime(executables[0], backward, num_results)
-        leaves = {launch.leaf: None for flat in flats for launch in flat.launches}
-        for leaf in leaves:
-            if leaf not in self._kernel_lists:
-                self._kernel_lists[leaf] = kernel_list(leaf, self._kernels[leaf])
+        lists = self._lists(flats)
         model_inputs = [i for i, s in enumerate(program.sources) if isinstance(s, ModelTensor)]
         num_returned, sources, num_saved = [num_results], [], 0
         if derivative is not None:
             num_saved = len(flat_types([derivative.saved_type]))
             num_returned.append(len(derivative.gradient_inputs))
             sources = _backward_sources(derivative, num_results, num_saved)
-        planned = PlannedProgram(flats, self._kernel_lists, model_inputs, num_returned, sources)
+        planned = PlannedProgram(flats, lists, model_inputs, num_returned, sources)
         report.peak_bytes = planned.plan.peak_bytes
         report.lower_bound_bytes = planned.plan.lower_bound_bytes
         return PlannedRuntime(planned, num_results, num_saved)

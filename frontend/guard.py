@@ -19,10 +19,14 @@ from ..reuse import pytree
 from ..reuse.evidence import module_state
 from ..reuse.leaf import current_autocast
 from ..reuse.program import ModelTensor
-from ..reuse.types import TensorType
 from .regions import CapturedModel
 
 _MISSING = object()
+_HOOK_TABLES = tuple(
+    name
+    for name in nn.Module().__dict__
+    if name.startswith(("_forward", "_backward")) and name.endswith("hooks")
+)
 
 
 class Guard:
@@ -45,8 +49,12 @@ class Guard:
         self._tree = tree
         self._layouts = [_layout(x) for x in leaves]
         self._modes = _modes()
-        self._states = [module_state(m) for m in model.modules()]
+        self._modules = list(model.modules())
+        self._classes = list(map(type, self._modules))
+        self._states = [module_state(m) for m in self._modules]
         self._training = [s["training"] for s in self._states]
+        self._hook_tables = [s[name] for s in self._states for name in _HOOK_TABLES]
+        self._hooks = [hook for table in self._hook_tables for hook in table.values()]
         self._children = [s["_modules"] for s in self._states if s["_modules"]]
         self._child_modules = [m for table in self._children for m in table.values()]
         reads = captured.plain_reads
@@ -54,9 +62,12 @@ class Guard:
         self._values: list[Any] = [value for _, _, value in reads]
         self._reads += [(state, "forward") for state in self._states]
         self._values += [state.get("forward", _MISSING) for state in self._states]
-        self._bound = _bindings(model, captured.program.sources)
-        self.tensors: list[torch.Tensor] = [table[name] for table, name in self._bound]
-        self._types = [(TensorType.of(t), t.requires_grad) for t in self.tensors]
+        places = _places(self._modules, captured.program.sources)
+        self._places = [place for found in places for place in found]
+        self._owners = [i for i, found in enumerate(places) for _ in found]
+        self._placed: list[Any] = [table[name] for table, name in self._places]
+        self.tensors: list[torch.Tensor] = [table[name] for (table, name), *_ in places]
+        self._facts = _facts(self.tensors)
 
     def accepts(self, leaves: Sequence[Any], tree: pytree.TreeSpec) -> bool:
         """Whether the program was compiled for these inputs and the model's present state."""
@@ -67,14 +78,23 @@ class Guard:
             and _modes() == self._modes
             and [s["training"] for s in self._states] == self._training
             and self._same_children()
+            and self._same_hooks()
             and self._same_attributes()
             and self.rebind()
         )
 
     def _same_children(self) -> bool:
         children = [m for table in self._children for m in table.values()]
-        same_number = len(children) == len(self._child_modules)
-        return same_number and all(map(operator.is_, children, self._child_modules))
+        return (
+            len(children) == len(self._child_modules)
+            and all(map(operator.is_, children, self._child_modules))
+            and list(map(type, self._modules)) == self._classes
+        )
+
+    def _same_hooks(self) -> bool:
+        if not self._hooks:
+            return not any(self._hook_tables)
+        return [hook for table in self._hook_tables for hook in table.values()] == self._hooks
 
     def _same_attributes(self) -> bool:
         values = [state.get(name, _MISSING) for state, name in self._reads]
@@ -85,20 +105,32 @@ class Guard:
 
     def rebind(self) -> bool:
         """Takes up tensors that were replaced in the model, if they still fit."""
-        try:
-            tensors = [table[name] for table, name in self._bound]
-        except KeyError:
+        placed = [table.get(name) for table, name in self._places]
+        tensors = self.tensors
+        if not all(map(operator.is_, placed, self._placed)):
+            by_owner = dict(zip(self._owners, placed, strict=True))
+            tensors = list(by_owner.values())
+            if any(by_owner[i] is not t for i, t in zip(self._owners, placed, strict=True)):
+                return False  # tensors that were one are two now
+            if len(set(map(id, tensors))) < len(tensors):
+                return False  # two are one
+            if not all(isinstance(t, torch.Tensor) for t in tensors):
+                return False
+        if _facts(tensors) != self._facts:
             return False
-        same = all(map(operator.is_, tensors, self.tensors))
-        flags = [t.requires_grad for t in self.tensors] if same else []
-        if same and flags == [flag for _, flag in self._types]:
-            return True
-        if any(t is None for t in tensors):
-            return False
-        if [(TensorType.of(t), t.requires_grad) for t in tensors] != self._types:
-            return False
-        self.tensors = tensors
+        self._placed, self.tensors = placed, tensors
         return True
+
+
+def _facts(tensors: Sequence[torch.Tensor]) -> Any:
+    """What a program was compiled for; ``.data = ...`` changes it on the very same tensor."""
+    return (
+        [t.dtype for t in tensors],
+        [t.shape for t in tensors],
+        [t.stride() for t in tensors],
+        [t.requires_grad for t in tensors],
+        [t.device for t in tensors],
+    )
 
 
 def _layout(leaf: Any) -> Any:
@@ -125,20 +157,27 @@ def _matches(leaf: Any, layout: Any) -> bool:
 
 def _modes() -> Any:
     devices = ("cpu", "cuda") if torch.cuda.is_initialized() else ("cpu",)
-    return (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), current_autocast(devices))
+    return (
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        current_autocast(devices),
+        torch.get_default_dtype(),
+    )
 
 
-def _bindings(model: nn.Module, sources: Sequence[Any]) -> list[tuple[dict[str, Any], str]]:
-    """Finds, for each tensor of the model, the table that holds it now and later."""
-    tables: dict[int, tuple[dict[str, Any], str]] = {}
-    for module in model.modules():
+def _places(
+    modules: Sequence[nn.Module], sources: Sequence[Any]
+) -> list[list[tuple[dict[str, Any], str]]]:
+    """Finds, for each tensor of the model, every table that holds it now and later."""
+    tables: dict[int, list[tuple[dict[str, Any], str]]] = {}
+    for module in modules:
         for table in (module._parameters, module._buffers, module.__dict__):
             for name, tensor in table.items():
                 if isinstance(tensor, torch.Tensor):
-                    tables.setdefault(id(tensor), (table, name))
+                    tables.setdefault(id(tensor), []).append((table, name))
     found = []
     for source in sources:
         if isinstance(source, ModelTensor):
-            fixed = ({"tensor": source.tensor}, "tensor")
-            found.append(tables.get(id(source.tensor), fixed))
+            fixed: tuple[dict[str, Any], str] = ({"tensor": source.tensor}, "tensor")
+            found.append(tables.get(id(source.tensor), [fixed]))
     return found

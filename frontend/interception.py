@@ -3,7 +3,8 @@
 While :func:`intercepted` is open, in the capturing thread only: a marked block's ``__call__`` asks
 the watcher first; reading an attribute of a module is reported, and a real tensor comes back as
 the watcher's fake; writing an attribute is reported; a custom ``autograd.Function`` is reported,
-so that its own derivative is kept. Everything is put back on exit, whatever happens.
+so that its own derivative is kept, and so is a hook on a gradient. Everything is put back on exit,
+whatever happens.
 """
 
 from __future__ import annotations
@@ -42,6 +43,9 @@ class Watcher(Protocol):
     def custom_function(self, function: type, args: Any, proceed: Callable[..., Any]) -> Any:
         """Takes the application of a ``torch.autograd.Function``."""
 
+    def gradient_hook(self) -> None:
+        """A hook is about to be put on a tensor's gradient."""
+
 
 @contextmanager
 def intercepted(watcher: Watcher) -> Iterator[None]:
@@ -53,6 +57,7 @@ def intercepted(watcher: Watcher) -> Iterator[None]:
             _patch_reads(watcher, thread),
             _patch_writes(watcher, thread),
             _patch_functions(watcher, thread),
+            _patch_hooks(watcher, thread),
         ]
         try:
             yield
@@ -144,5 +149,21 @@ def _patch_functions(watcher: Watcher, thread: int) -> Callable[[], None]:
 
     def restore() -> None:
         function.apply = original  # type: ignore[method-assign]
+
+    return restore
+
+
+def _patch_hooks(watcher: Watcher, thread: int) -> Callable[[], None]:
+    original = torch.Tensor.register_hook
+
+    def register_hook(self: torch.Tensor, hook: Callable[..., Any]) -> Any:
+        if threading.get_ident() == thread:
+            watcher.gradient_hook()
+        return original(self, hook)
+
+    torch.Tensor.register_hook = register_hook  # type: ignore[method-assign,assignment]
+
+    def restore() -> None:
+        torch.Tensor.register_hook = original  # type: ignore[method-assign]
 
     return restore

@@ -22,6 +22,7 @@ from .measure_report import MeasureReport, Seconds, Side
 from .report import cpu_seconds
 from .workload import (
     StepResult,
+    StepTime,
     Workload,
     compare,
     generators_left_as_found,
@@ -112,7 +113,8 @@ def compare_sides(workload: Workload, options: Options) -> MeasureReport:
         steps = {"eager": model, "late": run_late, "early": run_early}
         timed = {name: partial(workload.step, module) for name, module in steps.items()}
         times = time_steps(timed, workload.devices())
-    late, early = replace(late, step=times["late"]), replace(early, step=times["early"])
+    late = _timed(late, run_late, times["late"])
+    early = _timed(early, run_early, times["early"])
     return replace(_report(workload, options, late, early), eager=times["eager"])
 
 
@@ -152,9 +154,14 @@ def _run_side(
     restore()
     with _children() as spent:
         workload.step(module)
+    compiled = module.last_report
     restore()  # compiling may have drawn random numbers
     errors = compare(workload.step(module), expected)
-    return Side(module.last_report, spent(), errors=errors), module
+    return Side(compiled, spent(), errors=errors), module
+
+
+def _timed(side: Side, module: CompiledModule, step: StepTime) -> Side:
+    return replace(side, step=step, compiled_again=module.last_report is not side.compiled)
 
 
 def _compile_side(workload: Workload, options: Options) -> Side:

@@ -134,7 +134,7 @@ class MeasureReport:
         return f"{self.model}{depth}: {kind}, backend {self.backend}, {threads}"
 
     def notes(self) -> list[str]:
-        """Says what a reader of the numbers should know: warm-up, C++, blocks not shared."""
+        """Says what a reader of the numbers should know: warm-up, C++, and :meth:`warnings`."""
         notes = []
         if self.warm_up.wall_s:
             notes.append(
@@ -146,6 +146,11 @@ class MeasureReport:
                 f"of the CPU s, the C++ compiler: late {self.late.child_cpu_s:.1f}, early "
                 f"{self.early.child_cpu_s:.1f} (late comes first; kernels built by then are warm)"
             )
+        return notes + self.warnings()
+
+    def warnings(self) -> list[str]:
+        """Says what is not as it should be: no mark, a block not shared, a second compile."""
+        notes = []
         if not self.late.compiled.num_block_calls:
             notes.append(
                 "no block is marked, so late and early are the same: "

@@ -14,6 +14,7 @@ import torch.fx
 from torch import nn
 
 from ..reuse.errors import CaptureError
+from ..reuse.leaf import stamp_of
 from ..reuse.program import ModelTensor, Source
 from ..reuse.types import TensorType
 from .torch_tracing import Tracer, is_fake
@@ -64,8 +65,8 @@ class OutsideTensors:
         node = self._tracer.node_of(tensor) if is_fake(tensor) else self.outside_node(tensor)
         if node is None:
             raise CaptureError(
-                f"A {TensorType.of(tensor)} tensor is used that no traced operator made. "
-                "Was it stored by an earlier call, or made in another thread?"
+                f"A {TensorType.of(tensor)} tensor is used that no traced operator made. Was it "
+                "stored by an earlier call, made in another thread, or by `.data`?"
             )
         return self.resolve(node)
 
@@ -73,7 +74,14 @@ class OutsideTensors:
         """Maps a constant that the tracer added itself to the one node of its tensor."""
         if node.op != "get_attr" or node in self.sources:
             return node
-        resolved = self.outside_node(self._tracer.attribute(node))
+        tensor = self._tracer.attribute(node)
+        if is_fake(tensor):
+            lines = [stamp_of(user).source for user in node.users]
+            raise CaptureError(
+                f"A {TensorType.of(tensor)} tensor{' at ' + lines[0] if lines else ''} cannot be "
+                "followed to the operator that made it. If it comes from `.data`, use `.detach()`."
+            )
+        resolved = self.outside_node(tensor)
         if _feeds_only_lifts(node):
             self.literals.add(resolved)
         return resolved

@@ -36,9 +36,16 @@ from .signatures import (
     argument_names,
     bind_arguments,
     forward_signature,
-    freeze_leaves,
+    freeze_arguments,
 )
-from .torch_tracing import Tracer, is_fake, new_fake_mode, plain_tensor_access, profiled_calls
+from .torch_tracing import (
+    Tracer,
+    is_fake,
+    new_fake_mode,
+    plain_tensor_access,
+    profiled_calls,
+    user_line,
+)
 
 _MAX_CLOSURES_PER_BLOCK = 64
 _PLAIN_TYPES = (bool, int, float, str, tuple, type(None), torch.dtype, torch.Size)
@@ -150,6 +157,15 @@ class Recorder:
                     self.tracer.track(part, self.tracer.item(node, index))
         return result
 
+    def gradient_hook(self) -> None:
+        """Refuses a hook on a gradient: it would be put on a fake tensor and never run."""
+        if not self._quiet:
+            raise CaptureError(
+                f"The model's forward puts a hook on a tensor's gradient at {user_line()}. A "
+                "compiled program cannot call it: use a torch.autograd.Function with that "
+                "backward, or put the hook on a parameter, outside the forward."
+            )
+
     # ---- block calls ---------------------------------------------------------------------
 
     def call(self, module: nn.Module, args: Any, kwargs: Any, proceed: Callable[..., Any]) -> Any:
@@ -224,7 +240,7 @@ class Recorder:
         path = self.paths.get(id(module), "")
         region = Region(module, path, type(module).__name__, self._current, reads=Reads())
         assert region.reads is not None
-        before = freeze_leaves(*pytree.flatten(arguments))
+        before = freeze_arguments(arguments)
         arg_tensors = [(i, x) for i, x in enumerate(leaves) if isinstance(x, torch.Tensor)]
         arg_nodes = {self.tensors.node_of(x): i for i, x in reversed(arg_tensors)}
         known = [
@@ -251,7 +267,7 @@ class Recorder:
                 region, evidence, arguments, arg_nodes, results, nodes
             )
             self.tensors.restore(known)
-        if evidence.side_effect or before != freeze_leaves(*pytree.flatten(arguments)):
+        if evidence.side_effect or before != freeze_arguments(arguments):
             template, reason = None, evidence.side_effect or "its forward changes an argument"
         if template is not None:
             self._note_nested(module, evidence)

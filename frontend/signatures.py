@@ -69,9 +69,11 @@ def _own_tensors(
     return rows
 
 
-def freeze_leaves(leaves: Sequence[Any]) -> list[Any]:
-    """Freezes flat arguments, to notice that a call changed one of them."""
-    return [Identity(x) if isinstance(x, torch.Tensor) else Freezer().freeze(x) for x in leaves]
+def freeze_arguments(arguments: Mapping[str, Any]) -> Any:
+    """Freezes a call's arguments, to notice that the call changed one of them."""
+    leaves, tree = pytree.flatten(arguments)
+    frozen = [Identity(x) if isinstance(x, torch.Tensor) else Freezer().freeze(x) for x in leaves]
+    return frozen, tree
 
 
 def argument_names(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[str]:

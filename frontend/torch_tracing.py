@@ -81,6 +81,12 @@ def frame_text(frame: Any) -> str:
     return f"{os.path.basename(code.co_filename)}:{frame.f_lineno} {name}"
 
 
+def user_line() -> str:
+    """Returns where the running user code is, such as ``file.py:31 Block.forward``."""
+    frame = user_frame(sys._getframe(1))
+    return "an unknown line" if frame is None else frame_text(frame)
+
+
 class Tracer:
     """One running trace: fake tensors on one side, graph nodes on the other."""
 

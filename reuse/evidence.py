@@ -134,6 +134,12 @@ def walk_modules(root: nn.Module) -> list[tuple[str, nn.Module]]:
     return found
 
 
+def has_backward_hooks(module: nn.Module) -> bool:
+    """Whether a module has hooks that run in the backward."""
+    state = module_state(module)
+    return any("backward" in table and state.get(table) for table in _HOOK_TABLES)
+
+
 class Evidence:
     """What an instance must agree with to share the closure of ``root``.
 
@@ -215,7 +221,7 @@ class Evidence:
                 return f"its forward changes {type(module).__name__}.{name}"
         for scope, name, before in self._globals:
             if not _same_shallow(_look_up(scope, name), before):
-                return f"its forward changes the global {_outside_name(scope, name)}"
+                return f"its forward changes {_outside_name(scope, name)}"
         runs = Counter(id(function.__code__) for _, _, function in self._cells)
         for cell, now, function in self._cells:
             code = function.__code__
@@ -256,7 +262,7 @@ class Evidence:
                 return f"attribute {name} of {type(module).__name__} changed between the calls"
         for scope, name, expected in self._globals:
             if not _same_shallow(_look_up(scope, name), expected):
-                return f"global {_outside_name(scope, name)} changed between the calls"
+                return f"{_outside_name(scope, name)} changed between the calls"
         for cell, expected, function in self._cells:
             if not _same_shallow(_cell_contents(cell), expected):
                 return f"a variable captured by {function.__qualname__} changed between the calls"
@@ -383,9 +389,9 @@ _PLAIN = (bool, int, float, str, tuple, list, dict, set, frozenset, deque, type(
 
 
 def _shallow_snapshot(value: Any) -> Any:
-    """Freezes plain data by content; functions, classes and other objects by identity."""
+    """Freezes plain data by content; functions, and objects that are no data, by identity."""
     if type(value) in _PLAIN:
-        return _snapshot(value)
+        return Freezer(by_identity=(types.FunctionType,)).freeze(value)
     return Unrepeatable(value) if is_unrepeatable(value) else Identity(value)
 
 
@@ -420,8 +426,8 @@ def _is_library(module_name: Any) -> bool:
 
 
 def _outside_name(owner: Any, name: str) -> str:
-    if isinstance(owner, dict):
-        return name
+    if type(owner) is dict:
+        return f"the global {name}"
     return f"{getattr(owner, '__name__', type(owner).__name__)}.{name}"
 
 

@@ -92,13 +92,16 @@ class Freezer:
             that the same reference inside another tree compares equal.
         on_tensor: called with each tensor met and the keys that lead to it; returns what stands
             for the tensor (its metadata is the caller's to compare). Default: identity.
+        by_identity: further classes whose objects count as they are, whatever they hold.
     """
 
     def __init__(
         self,
         module_paths: Mapping[int, str] | None = None,
         on_tensor: Callable[[torch.Tensor, tuple[Any, ...]], Any] | None = None,
+        by_identity: tuple[type, ...] = (),
     ) -> None:
+        self._by_identity = (enum.Enum, *_BY_IDENTITY, *by_identity)
         self._module_paths = module_paths or {}
         self._on_tensor = on_tensor
         self._items = 0
@@ -121,7 +124,7 @@ class Freezer:
         if isinstance(value, nn.Module):
             path = self._module_paths.get(id(value))
             return Identity(value) if path is None else ("module", path)
-        if isinstance(value, (enum.Enum, *_BY_IDENTITY)):
+        if isinstance(value, self._by_identity):
             return Identity(value)
         self._items += 1
         if depth >= _MAX_DEPTH or self._items > _MAX_ITEMS:

@@ -170,7 +170,7 @@ class _Wire:
         self.index = index
 
 
-# In training these change running_mean and running_var (operands 3 and 4), which their schemas hide.
+# In training these change running_mean and running_var (operands 3 and 4); their schemas hide it.
 _WRITES_STATISTICS = frozenset(
     {
         torch.ops.aten.batch_norm.default,

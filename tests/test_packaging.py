@@ -106,6 +106,7 @@ def test_wheel_imports_by_itself(wheel: pathlib.Path, tmp_path: pathlib.Path) ->
     printed = run_python("-c", code, cwd=tmp_path, PYTHONPATH=str(target))
     imported = dict(line.split(" ", 1) for line in printed.splitlines())
     expected = {f"lazyinline.{folder.name}" for folder in package_folders()}
+    expected.add("lazyinline.__main__")
     for folder in package_folders():
         modules = pkgutil.iter_modules([str(folder)])
         expected |= {f"lazyinline.{folder.name}.{m.name}" for m in modules if not m.ispkg}

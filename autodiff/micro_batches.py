@@ -1,0 +1,144 @@
+"""One training step as a program: a micro-batch's forward and backward, called once per micro-batch.
+
+The micro-batch is a composite closure, so the step holds two calls per micro-batch whatever the
+number of layers. Gradients are summed from micro-batch to micro-batch; the loss is their mean.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..reuse.program import Call, ModelTensor, Program, UserInput, Value
+from .derivative import Derivative, Differentiator
+
+ORDERS = ("forward_first", "one_by_one")
+
+
+@dataclass(frozen=True, eq=False)
+class StepProgram:
+    """A training step.
+
+    Attributes:
+        program: inputs are ``batch`` of each micro-batch, then ``model``, then the seed (the
+            cotangent of one micro-batch's loss); outputs are the loss of each micro-batch, the
+            gradients, then the new state of changed buffers.
+        batch: for each micro-batch, for each of its inputs, which user input it is.
+        model: the tensors of the model, in order.
+        gradients: which of ``model`` each gradient belongs to.
+        writes: which of ``model`` each new state belongs to.
+    """
+
+    program: Program
+    batch: tuple[tuple[int, ...], ...]
+    model: tuple[ModelTensor, ...]
+    gradients: tuple[int, ...]
+    writes: tuple[int, ...]
+
+
+def step_program(
+    program: Program,
+    derivative: Derivative,
+    differentiator: Differentiator,
+    *,
+    micro_batches: int,
+    order: str,
+) -> StepProgram:
+    """Builds the step of a captured micro-batch.
+
+    Args:
+        program: the captured micro-batch; output 0 is its loss.
+        derivative: of the program, with respect to output 0.
+        differentiator: makes the closures that add gradients.
+        micro_batches: how many.
+        order: ``"forward_first"`` runs all forwards, then all backwards from the last to the first;
+            ``"one_by_one"`` runs each backward right after its forward and keeps fewer bytes.
+    """
+    return _Composer(program, derivative, differentiator).compose(micro_batches, order)
+
+
+class _Composer:
+    """Strings micro-batches together."""
+
+    def __init__(
+        self, program: Program, derivative: Derivative, differentiator: Differentiator
+    ) -> None:
+        self._program = program
+        self._derivative = derivative
+        self._make = differentiator
+        sources = program.sources
+        self._user = [i for i, s in enumerate(sources) if isinstance(s, UserInput)]
+        self._model = [i for i, s in enumerate(sources) if isinstance(s, ModelTensor)]
+        self._state = {i: _copy(program.inputs[i]) for i in self._model}
+        self._model_values = tuple(self._state.values())
+        self._seed = Value(program.outputs[0].type, "seed")
+        self._calls: list[Call] = []
+        self._totals: dict[int, Value] = {}
+
+    def compose(self, micro_batches: int, order: str) -> StepProgram:
+        inputs = [
+            {i: _copy(self._program.inputs[i]) for i in self._user} for _ in range(micro_batches)
+        ]
+        losses, flights = [], []
+        for index, batch in enumerate(inputs):
+            flight = self._forward(batch, index)
+            losses.append(flight[1][0])
+            flights.append(flight)
+            if order == "one_by_one":
+                self._backward(*flights.pop(), index)
+        for index in reversed(range(len(flights))):
+            self._backward(*flights[index], index)
+        return self._finish(inputs, losses)
+
+    def _forward(
+        self, batch: dict[int, Value], index: int
+    ) -> tuple[list[Value], tuple[Value, ...]]:
+        args = [batch[i] if i in batch else self._state[i] for i in range(len(self._program.inputs))]
+        forward = self._derivative.forward
+        results = tuple(Value(t) for t in forward.output_types)
+        self._calls.append(Call(forward, tuple(args), results, f"micro_batch_{index}"))
+        for output, target in self._program.writes:
+            self._state[target] = results[output]
+        return args, results
+
+    def _backward(self, args: Sequence[Value], results: Sequence[Value], index: int) -> None:
+        d = self._derivative
+        operands = [results[-1], *(args[i] for i in d.kept_inputs)]
+        operands += [results[i] for i in d.kept_outputs]
+        operands += [self._seed]
+        gradients = tuple(Value(t) for t in d.backward.output_types)
+        self._calls.append(Call(d.backward, tuple(operands), gradients, f"micro_batch_{index}"))
+        for target, gradient in zip(d.gradient_inputs, gradients, strict=True):
+            self._add(target, gradient)
+
+    def _add(self, target: int, gradient: Value) -> None:
+        present = self._totals.get(target)
+        if present is not None:
+            total = Value(gradient.type)
+            adder = self._make.adder(gradient.type)  # type: ignore[arg-type]
+            self._calls.append(Call(adder, (present, gradient), (total,)))
+            gradient = total
+        self._totals[target] = gradient
+
+    def _finish(self, inputs: Sequence[dict[int, Value]], losses: Sequence[Value]) -> StepProgram:
+        program = self._program
+        changed = [target for _, target in program.writes]
+        batch_values = [v for batch in inputs for v in batch.values()]
+        step = Program(
+            (*batch_values, *self._model_values, self._seed),
+            tuple(self._calls),
+            (*losses, *self._totals.values(), *(self._state[t] for t in changed)),
+        )
+        place = {i: position for position, i in enumerate(self._model)}
+        users = tuple(program.sources[i].index for i in self._user)  # type: ignore[union-attr]
+        return StepProgram(
+            step,
+            tuple(users for _ in inputs),
+            tuple(program.sources[i] for i in self._model),  # type: ignore[misc]
+            tuple(place[i] for i in self._totals),
+            tuple(place[i] for i in changed),
+        )
+
+
+def _copy(value: Value) -> Value:
+    return Value(value.type, value.hint)

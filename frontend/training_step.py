@@ -1,0 +1,255 @@
+"""``compile_step(model)``: forward and backward of all micro-batches as one planned program."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..autodiff.micro_batches import ORDERS
+from ..reuse import pytree
+from ..reuse.errors import PlanError
+from .compiler import Batching, CompiledStep, Compiler, Options, check_runnable
+from .guard import Guard
+from .report import CompileReport
+
+LossFunction = Callable[[Any], torch.Tensor]
+
+
+def compile_step(
+    model: nn.Module,
+    *,
+    micro_batches: int = 1,
+    loss_fn: LossFunction | None = None,
+    recompute: None = None,
+    reuse: str = "marked",
+    backend: str = "inductor",
+    order: str = "forward_first",
+) -> TrainingStep:
+    """Returns a function that runs one training step and fills ``.grad``.
+
+    The step owns its whole plan: activations, gradients and scratch lie in one arena, and a step
+    is a flat replay of kernels. ``.grad`` of every parameter that gets one is set to the gradient
+    of the mean loss (not added to what was there) and stays valid until the next step.
+
+    Args:
+        model: returns a scalar loss, or an output with ``.loss``.
+        micro_batches: each tensor argument is split along dimension 0 into so many parts.
+        loss_fn: computes the scalar loss from the model's output.
+        recompute: only None so far: what autograd needs is saved.
+        reuse: ``"marked"`` compiles each different marked block once; ``"off"`` inlines early.
+        backend: ``"inductor"`` or ``"eager"``.
+        order: ``"forward_first"`` runs all forwards and then all backwards; ``"one_by_one"`` runs
+            each micro-batch's backward right after its forward, which keeps fewer bytes.
+
+    Raises:
+        ReuseError, PlanError: for options that do not exist.
+
+    Example:
+        >>> step = lazyinline.compile_step(model, micro_batches=4)
+        >>> loss = step(ids, targets)
+        >>> optimizer.step()
+    """
+    if recompute is not None:
+        raise PlanError(f"recompute={recompute!r} is not supported yet; leave it None.")
+    if micro_batches < 1:
+        raise PlanError(f"micro_batches={micro_batches}: there must be at least one.")
+    if order not in ORDERS:
+        raise PlanError(f"order={order!r} is unknown; there are {ORDERS}.")
+    options = Options(reuse=reuse, backend=backend)
+    return TrainingStep(model, loss_fn, options, Batching(micro_batches, order))
+
+
+@dataclass(frozen=True)
+class StepStats:
+    """What a compiled step holds.
+
+    Attributes:
+        kernels: launches per step.
+        peak_bytes: size of the arena.
+        lower_bound_bytes: largest sum of live bytes, which no plan can go below.
+        saved_bytes: what one micro-batch's forward keeps for its backward.
+        allocations_per_step: results that launches allocate themselves, outside the plan.
+        unplaced_launches: the names of those launches, each once.
+    """
+
+    kernels: int
+    peak_bytes: int
+    lower_bound_bytes: int
+    saved_bytes: int
+    allocations_per_step: int
+    unplaced_launches: tuple[str, ...]
+
+
+class TrainingStep:
+    """Runs one training step. Made by :func:`compile_step`."""
+
+    def __init__(
+        self, model: nn.Module, loss_fn: LossFunction | None, options: Options, batching: Batching
+    ) -> None:
+        self._model = model
+        self._loss_model = _LossModel(model, loss_fn)
+        self._compiler = Compiler(options)
+        self._batching = batching
+        self._entries: list[_StepEntry] = []
+        self._lock = threading.Lock()
+        self._report: CompileReport | None = None
+
+    @property
+    def last_report(self) -> CompileReport:
+        """What the newest compile did."""
+        if self._report is None:
+            raise PlanError("Nothing has been compiled yet: run a step once.")
+        return self._report
+
+    @property
+    def stats(self) -> StepStats:
+        """What the step used last holds."""
+        if not self._entries:
+            raise PlanError("Nothing has been compiled yet: run a step once.")
+        return self._entries[0].stats()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Runs a step; returns the mean loss of the micro-batches.
+
+        Raises:
+            PlanError: if the batch cannot be split, or another thread is in the step.
+        """
+        if not self._lock.acquire(blocking=False):
+            raise PlanError("This step is already running in another thread; it owns one arena.")
+        try:
+            leaves, tree = pytree.flatten((args, kwargs))
+            for position, entry in enumerate(self._entries):
+                if entry.guard.accepts(leaves, tree):
+                    self._entries.insert(0, self._entries.pop(position))
+                    return entry.run(leaves)
+            return self._compile(leaves, tree).run(leaves)
+        finally:
+            self._lock.release()
+
+    def _compile(self, leaves: list[Any], tree: pytree.TreeSpec) -> _StepEntry:
+        check_runnable(self._model)
+        parts = [self._split(leaf) for leaf in leaves]
+        first = [part[0] if isinstance(part, tuple) else part for part in parts]
+        args, kwargs = pytree.unflatten(first, tree)
+        compiled, self._report = self._compiler.compile_step(
+            self._loss_model, args, kwargs, self._batching
+        )
+        self._entries.insert(0, _StepEntry(self._loss_model, compiled, leaves, parts, tree))
+        return self._entries[0]
+
+    def _split(self, leaf: Any) -> Any:
+        count = self._batching.micro_batches
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        if leaf.requires_grad:
+            raise PlanError("compile_step takes inputs that do not require grad.")
+        if count > 1 and (leaf.dim() == 0 or leaf.shape[0] % count):
+            raise PlanError(
+                f"A batch tensor of shape {tuple(leaf.shape)} cannot be split into {count} equal "
+                "micro-batches along dimension 0. Change micro_batches or the batch size."
+            )
+        return torch.empty_like(leaf).tensor_split(count) if count > 1 else (torch.empty_like(leaf),)
+
+
+class _StepEntry:
+    """One compiled step: bound to its own copy of the batch, to the model, and to an arena."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        compiled: CompiledStep,
+        leaves: Sequence[Any],
+        parts: Sequence[Any],
+        tree: pytree.TreeSpec,
+    ) -> None:
+        self.guard = Guard(model, compiled.captured, leaves, tree)
+        self._compiled = compiled
+        tensors = [(i, p) for i, p in enumerate(parts) if isinstance(p, tuple)]
+        self._staging = [(i, _whole(p, leaves[i])) for i, p in tensors]
+        self._batch = [
+            tensors[user][1][number].detach()
+            for number, users in enumerate(compiled.step.batch)
+            for user in users
+        ]
+        count = len(compiled.step.batch)
+        seed_type = compiled.step.program.inputs[-1].type
+        self._seed = torch.full((), 1.0 / count, dtype=seed_type.dtype)  # type: ignore[union-attr]
+
+    def run(self, leaves: Sequence[Any]) -> torch.Tensor:
+        """Copies the batch in, replays the program, hands out the gradients."""
+        step = self._compiled.step
+        with torch.no_grad():
+            for index, tensor in self._staging:
+                tensor.copy_(leaves[index])
+            model = self.guard.tensors
+            lease = self._compiled.planned.lease([*self._batch, *model, self._seed])
+            outputs = lease.runners[0]([])
+            lease.release()
+            count = len(step.batch)
+            loss = torch.stack(outputs[:count]).mean() if count > 1 else outputs[0].clone()
+            for index, gradient in zip(step.gradients, outputs[count:], strict=False):
+                parameter = model[index]
+                if parameter.grad is not gradient:
+                    parameter.grad = gradient
+            for index, state in zip(
+                step.writes, outputs[count + len(step.gradients) :], strict=True
+            ):
+                model[index].copy_(state)
+        return loss
+
+    def stats(self) -> StepStats:
+        """Numbers of the plan."""
+        planned = self._compiled.planned
+        forward = self._compiled.step.program.calls[0].closure
+        foreign = planned.foreign_launches()
+        return StepStats(
+            planned.num_launches,
+            planned.plan.peak_bytes,
+            planned.plan.lower_bound_bytes,
+            forward.output_types[-1].num_bytes,
+            planned.num_made_per_run,
+            tuple(dict.fromkeys(foreign)),
+        )
+
+
+def _whole(parts: tuple[torch.Tensor, ...], like: torch.Tensor) -> torch.Tensor:
+    """Returns the tensor whose parts these are."""
+    base = parts[0]
+    return base if len(parts) == 1 else torch.as_strided(base, like.shape, base.stride())
+
+
+class _LossModel(nn.Module):
+    """A model and its loss as one module with the model's own parameter names."""
+
+    def __init__(self, model: nn.Module, loss_fn: LossFunction | None) -> None:
+        super().__init__()
+        for table in ("_parameters", "_buffers"):
+            self.__dict__[table] = {}
+        self.model = model
+        self.__dict__["_loss_fn"] = loss_fn
+
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Returns the scalar loss."""
+        output = self.model(*args, **kwargs)
+        loss_fn = self.__dict__["_loss_fn"]
+        loss = loss_fn(output) if loss_fn is not None else _loss_of(output)
+        if not isinstance(loss, torch.Tensor) or loss.dim():
+            shape = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
+            raise PlanError(
+                f"The loss must be a scalar tensor, not {shape}. Pass loss_fn=, which computes it "
+                "from the model's output."
+            )
+        return loss
+
+
+def _loss_of(output: Any) -> Any:
+    if isinstance(output, torch.Tensor):
+        return output
+    if isinstance(output, Mapping) and "loss" in output:
+        return output["loss"]
+    return getattr(output, "loss", output)
