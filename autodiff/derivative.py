@@ -175,8 +175,8 @@ def _hand_over_views(forward: torch.fx.GraphModule, backward: torch.fx.GraphModu
         value = entry[source.name]
         with backward.graph.inserting_before(first):
             for node in chain:
-                operand = value
-                value = backward.graph.node_copy(node, lambda _, operand=operand: operand)
+                moved = {node.all_input_nodes[0]: value}
+                value = backward.graph.node_copy(node, moved.__getitem__)
         placeholder.replace_all_uses_with(value)
         backward.graph.erase_node(placeholder)
     backward.recompile()
@@ -189,6 +189,21 @@ def _view_chain(node: torch.fx.Node) -> list[torch.fx.Node]:
         chain.append(node)
         node = node.all_input_nodes[0]
     return chain[::-1] if node.op == "placeholder" else []
+
+
+def passed_through(program: Program) -> dict[Value, Value]:
+    """Maps each result that is really an operand, returned as it came, to that operand."""
+    same: dict[Value, Value] = {}
+    for call in program.calls:
+        if isinstance(call.closure, Composite):
+            body = call.closure.program
+            inner = passed_through(body)
+            place = {v: i for i, v in enumerate(body.inputs)}
+            for result, output in zip(call.results, body.outputs, strict=True):
+                index = place.get(inner.get(output, output))
+                if index is not None:
+                    same[result] = same.get(call.args[index], call.args[index])
+    return same
 
 
 def _pair(
@@ -299,6 +314,7 @@ class _Reversal:
         self._backward: list[Call] = []
         self._derivatives: dict[Call, tuple[Derivative, Value]] = {}
         self._kept: dict[Value, Value] = {}  # forward value -> its stand-in in the backward program
+        self._same = passed_through(self._program)
         self._seeds: list[tuple[int, Value]] = []
         for index in outputs:
             value = self._program.outputs[index]
@@ -348,6 +364,7 @@ class _Reversal:
             self._add_cotangent(target, result)
 
     def _keep(self, value: Value) -> Value:
+        value = self._same.get(value, value)
         if value not in self._kept:
             self._kept[value] = Value(value.type, value.hint)
         return self._kept[value]

@@ -1,4 +1,4 @@
-"""One training step as a program: a micro-batch's forward and backward, called once per micro-batch.
+"""One training step as a program: forward and backward, called once per micro-batch.
 
 The micro-batch is a composite closure, so the step holds two calls per micro-batch whatever the
 number of layers. Gradients are summed from micro-batch to micro-batch; the loss is their mean.
@@ -93,7 +93,9 @@ class _Composer:
     def _forward(
         self, batch: dict[int, Value], index: int
     ) -> tuple[list[Value], tuple[Value, ...]]:
-        args = [batch[i] if i in batch else self._state[i] for i in range(len(self._program.inputs))]
+        args = [
+            batch[i] if i in batch else self._state[i] for i in range(len(self._program.inputs))
+        ]
         forward = self._derivative.forward
         results = tuple(Value(t) for t in forward.output_types)
         self._calls.append(Call(forward, tuple(args), results, f"micro_batch_{index}"))

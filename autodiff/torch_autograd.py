@@ -187,7 +187,7 @@ def _without_mutation(
 
 
 def draw_mask(tensor: torch.Tensor, p: float = 0.5, generator: Any = None) -> torch.Tensor:
-    """Decomposes ``bernoulli.p`` so that it draws, out of place, what ``bernoulli_`` draws in place.
+    """Decomposes ``bernoulli.p`` into an operator that draws what ``bernoulli_`` draws in place.
 
     ``bernoulli.p`` itself draws in the order of a contiguous tensor, whatever the layout.
     """

@@ -16,7 +16,7 @@ how fast the machine is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,15 +24,19 @@ import numpy as np
 from .coloring import Contraction, chains, unchanged
 from .live_ranges import Buffers, IntArray, concatenate, lower_bound
 from .packing import attempts, orders, sweep
-from .patterns import contract, splits, stack, stacked_bytes
+from .patterns import Layers, contract, patterns, splits, stack, stacked_bytes
 
 ALIGNMENT = 64
-EFFORT_S = 2.0
+EFFORT_S = 1.0
+# A plan by groups this close to the lower bound is taken.
+MAX_RATIO = 1.005
 
 # Blocks of scratch are planned with this share of the effort, all different ones together.
 SCRATCH_SHARE = 0.1
 # Most buffers in one block: more are no scratch of one call, and too many to plan for each block.
 MAX_BLOCK = 2000
+# More patterns of blocks than this are no repetition.
+MAX_PATTERNS = 500
 # A split by length of life this close to the lower bound is good, this far from it is none.
 GOOD_SPLIT, POOR_SPLIT = 1.0005, 1.05
 # Gaps over which buffers are joined: up to two to this power.
@@ -95,6 +99,56 @@ def plan(
     return ArenaPlan(offsets, best.peak, best.bound, best.method)
 
 
+def plan_scratch(buffers: Buffers, *, alignment: int = ALIGNMENT) -> ArenaPlan:
+    """Plans the private scratch of one closure; to be done once per closure, for all its calls."""
+    return plan(buffers, alignment=alignment, effort_s=SCRATCH_SHARE * EFFORT_S)
+
+
+@dataclass(frozen=True, eq=False)
+class ProgramPlan:
+    """Where each buffer of a program of calls lies: an arena, and its offsets group by group."""
+
+    arena: ArenaPlan
+    scratch: IntArray
+    slabs: IntArray
+    others: IntArray
+
+
+def plan_program(
+    *,
+    scratch: Buffers,
+    slabs: Buffers,
+    others: Buffers,
+    alignment: int = ALIGNMENT,
+    effort_s: float = EFFORT_S,
+    max_ratio: float = MAX_RATIO,
+) -> ProgramPlan:
+    """Plans an arena for a program whose calls are known as such.
+
+    All scratch shares a region (one per scratch live at once), slabs and others of one size share
+    slots. Where that leaves too large a gap, :func:`plan` is asked as well. :func:`plan` finds this
+    structure by itself; to know it saves time.
+
+    Args:
+        scratch: one buffer per call, as large as its closure's :func:`plan_scratch`; the lower
+            bound takes it as one buffer that is live all through the call.
+        slabs: what calls save for later, one buffer per call.
+        others: all other buffers.
+        alignment: every offset is a multiple of this many bytes.
+        effort_s: as for :func:`plan`.
+        max_ratio: ratio of peak to lower bound up to which the grouped plan is taken as it is.
+    """
+    problem = concatenate(scratch, slabs, others)
+    best = _Best(problem.aligned(alignment), max_ratio)
+    best.offer("groups", stack(problem.aligned(alignment), len(scratch)))
+    arena = ArenaPlan(best.offsets, best.peak, best.bound, best.method)
+    if not best.is_enough:
+        flat = plan(problem, alignment=alignment, effort_s=effort_s, enough=max_ratio)
+        arena = min(arena, flat, key=lambda a: a.peak_bytes)
+    ends = np.cumsum([len(scratch), len(slabs)])
+    return ProgramPlan(arena, *np.split(arena.offsets, ends))
+
+
 class _Best:
     """The lowest plan offered so far."""
 
@@ -104,7 +158,7 @@ class _Best:
         self.peak = 0
         self.method = "empty"
         self._problem = problem
-        self._enough = int(enough * self.bound)
+        self._enough = self.bound + int((enough - 1.0) * self.bound)
 
     def offer(self, method: str, offsets: IntArray) -> int:
         """Takes a plan of the whole problem; returns its peak."""
@@ -128,31 +182,37 @@ def _search(problem: Buffers, best: _Best, effort_s: float) -> None:
 
 def _plan_repeats(problem: Buffers, best: _Best, effort_s: float) -> list[Contraction]:
     """Offers the near-linear plans; returns the contraction behind the second, if there is one."""
-    best.offer("colors", stack(unchanged(problem), 0))
-    chosen, lowest = None, min(best.peak, int(POOR_SPLIT * best.bound))
-    for layers in splits(problem):
-        if lowest <= GOOD_SPLIT * best.bound:
-            break
-        if layers.num_short.max() <= min(MAX_BLOCK, len(problem) // 4):
-            stacked = stacked_bytes(problem, layers)
-            if stacked < lowest:
-                chosen, lowest = layers, stacked
-    if chosen is None:
+    best.offer("colors", stack(problem, 0))
+    layers = _choose_split(problem, best) if best.peak > GOOD_SPLIT * best.bound else None
+    found = patterns(problem, layers) if layers is not None else None
+    if layers is None or found is None or len(found.examples) > MAX_PATTERNS:
         return []
-    contraction = contract(problem, chosen, _scratch_planner(effort_s * SCRATCH_SHARE))
-    best.offer("repeats", contraction.expand(stack(contraction, len(chosen.blocks))))
+    share_s = effort_s * SCRATCH_SHARE / len(found.examples)
+    plans = [_plan_block(problem.take(block), share_s) for block in found.examples]
+    contraction = contract(problem, layers, found, plans)
+    offsets = stack(contraction.problem, len(layers.blocks))
+    best.offer("repeats", contraction.expand(offsets))
     return [contraction] if lower_bound(contraction.problem) < best.peak else []
 
 
-def _scratch_planner(effort_s: float) -> Callable[[Buffers], IntArray]:
-    def plan_block(block: Buffers) -> IntArray:
-        best = _Best(block, 1.0)
-        best.offer("sweep", sweep(block))
-        if not best.is_enough:
-            _improve([unchanged(block)], best, effort_s)
-        return best.offsets
+def _choose_split(problem: Buffers, best: _Best) -> Layers | None:
+    """Returns the split that promises the lowest plan, if it can be lower than the best so far."""
+    chosen, lowest = None, min(best.peak, int(POOR_SPLIT * best.bound))
+    for layers in splits(problem, largest_block=min(MAX_BLOCK, len(problem) // 4)):
+        stacked = stacked_bytes(problem, layers)
+        if stacked < lowest:
+            chosen, lowest = layers, stacked
+        if lowest <= GOOD_SPLIT * best.bound:
+            break
+    return chosen
 
-    return plan_block
+
+def _plan_block(block: Buffers, effort_s: float) -> IntArray:
+    best = _Best(block, 1.0)
+    best.offer("sweep", sweep(block))
+    if not best.is_enough:
+        _improve([unchanged(block)], best, effort_s)
+    return best.offsets
 
 
 def _variants(problem: Buffers, layered: list[Contraction]) -> list[Contraction]:

@@ -110,7 +110,8 @@ def _takeovers(birth: IntArray, death: IntArray, kind: IntArray) -> tuple[IntArr
     # A kind has as many births as deaths, so the level is zero again where the next one starts.
     level = np.cumsum(np.where(is_birth, -1, 1)) + is_birth
     by_level = np.lexsort((level, kinds))
-    order, is_birth, level, kinds = (x[by_level] for x in (order, is_birth, level, kinds))
+    order, is_birth = order[by_level], is_birth[by_level]
+    level, kinds = level[by_level], kinds[by_level]
     same = (level[1:] == level[:-1]) & (kinds[1:] == kinds[:-1])
     at = np.flatnonzero(same & is_birth[1:] & ~is_birth[:-1])
     return order[at], order[at + 1] - count

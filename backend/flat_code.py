@@ -239,13 +239,13 @@ class CodeWriter:
 
     def _result_base(self, placed: Placed) -> Placed:
         """The whole buffer: as it is returned, if that covers it."""
+        whole_bytes = self._layout.instances[placed.instance].num_bytes
         for output in self._part.outputs:
-            if output.instance == placed.instance and output.offset_bytes == 0:
-                if math.prod(output.shape) * output.dtype.itemsize == (
-                    self._layout.instances[placed.instance].num_bytes
-                ):
-                    return output
-        count = self._layout.instances[placed.instance].num_bytes // placed.dtype.itemsize
+            num_bytes = math.prod(output.shape) * output.dtype.itemsize
+            starts = output.instance == placed.instance and output.offset_bytes == 0
+            if starts and num_bytes == whole_bytes:
+                return output
+        count = whole_bytes // placed.dtype.itemsize
         return Placed(placed.instance, placed.dtype, (count,), (1,), 0)
 
 

@@ -35,8 +35,9 @@ class Placed:
 class Instance:
     """One buffer of the whole program.
 
-    ``kind``: ``"arena"`` (the plan places it), ``"unused"`` (its value is made elsewhere), ``"given"`` (the caller's tensor, or the model's),
-    ``"result"`` (handed to the user, so made anew in each run), ``"foreign"`` (made by a launch).
+    ``kind``: ``"arena"`` (the plan places it), ``"given"`` (the caller's tensor, or the model's),
+    ``"result"`` (handed to the user, so made anew in each run), ``"foreign"`` (made by a launch),
+    ``"unused"`` (its value is made in another buffer).
     Lives in ``[birth, death)``, in launches.
     """
 

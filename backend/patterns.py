@@ -8,15 +8,13 @@ problem of few items. (Lamprakos et al., "idealloc", 2025, box buffers by length
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from .coloring import Contraction, chains
 from .live_ranges import Buffers, IntArray, concatenate, live_at_births
-
-Planner = Callable[[Buffers], IntArray]
 
 # Short-lived means at most this many times as long as the shortest-lived buffer: powers of two.
 SPANS = 24
@@ -43,33 +41,59 @@ class Layers:
     @property
     def num_short(self) -> IntArray:
         """Number of short-lived buffers in each block."""
-        return np.diff(np.append(self.first, len(self.short)))
+        return np.diff(self.first, append=len(self.short))
 
 
-def splits(buffers: Buffers) -> Iterator[Layers]:
-    """Yields the different ways to split, most short-lived buffers first."""
+@dataclass(frozen=True, eq=False)
+class Patterns:
+    """Which blocks are equal up to a shift in time.
+
+    Attributes:
+        examples: for each pattern the buffers of its first block, in the order of ``Layers.short``.
+        of_block: the pattern of each block.
+    """
+
+    examples: tuple[IntArray, ...]
+    of_block: IntArray
+
+
+def splits(buffers: Buffers, *, largest_block: int) -> Iterator[Layers]:
+    """Yields the different ways to split, most short-lived buffers first.
+
+    Args:
+        buffers: the problem.
+        largest_block: most buffers in one block; splits with a larger one are left out.
+    """
     life = buffers.death - buffers.birth
     by_birth = np.lexsort((buffers.size, buffers.death, buffers.birth))
     before = len(buffers)
     for power in reversed(range(SPANS)):
-        span = int(life.min(initial=1)) << power
-        is_short = life <= span
+        is_short = life <= int(life.min(initial=1)) << power
         count = int(is_short.sum())
         if 0 < count < before:
-            yield _split(buffers, by_birth[is_short[by_birth]], np.flatnonzero(~is_short))
             before = count
+            short = by_birth[is_short[by_birth]]
+            first = _block_starts(buffers.birth[short], buffers.death[short])
+            if np.diff(first, append=count).max() <= largest_block:
+                yield _layers(buffers, short, first, np.flatnonzero(~is_short))
 
 
-def _split(buffers: Buffers, short: IntArray, long: IntArray) -> Layers:
-    birth, death = buffers.birth[short], buffers.death[short]
-    is_first = np.ones(len(short), np.bool_)
+def _block_starts(birth: IntArray, death: IntArray) -> IntArray:
+    """Returns where, ordered by birth, nothing lives on from before."""
+    is_first = np.ones(len(birth), np.bool_)
     is_first[1:] = birth[1:] >= np.maximum.accumulate(death)[:-1]
-    first = np.flatnonzero(is_first)
-    _, live = live_at_births(buffers.take(short))  # ordered by birth already
+    return np.flatnonzero(is_first)
+
+
+def _layers(buffers: Buffers, short: IntArray, first: IntArray, long: IntArray) -> Layers:
+    block = np.repeat(np.arange(len(first)), np.diff(first, append=len(short)))
+    _, live = live_at_births(buffers.take(short))  # in this order, as it is by birth
     blocks = Buffers(
-        birth[first], np.maximum.reduceat(death, first), np.maximum.reduceat(live, first)
+        buffers.birth[short[first]],
+        np.maximum.reduceat(buffers.death[short], first),
+        np.maximum.reduceat(live, first),
     )
-    return Layers(short, np.cumsum(is_first) - 1, first, blocks, long)
+    return Layers(short, block, first, blocks, long)
 
 
 def stacked_bytes(buffers: Buffers, layers: Layers) -> int:
@@ -78,33 +102,31 @@ def stacked_bytes(buffers: Buffers, layers: Layers) -> int:
     return int(layers.blocks.size.max()) + int(slots.size.sum())
 
 
-def patterns(buffers: Buffers, layers: Layers) -> tuple[list[IntArray], IntArray]:
-    """Finds the blocks that are equal up to a shift in time.
-
-    Returns:
-        For each pattern the buffers of its first block, in the order of ``layers.short``; and the
-        pattern of each block.
-    """
+def patterns(buffers: Buffers, layers: Layers) -> Patterns:
+    """Finds the blocks that are equal up to a shift in time."""
     rows = np.stack([buffers.birth, buffers.death, buffers.size], axis=1)[layers.short]
     rows[:, :2] -= layers.blocks.birth[layers.block][:, None]
-    pattern_of = np.empty(len(layers.first), np.int64)
-    members: list[IntArray] = []
-    for count in np.unique(layers.num_short).tolist():
-        same_count = np.flatnonzero(layers.num_short == count)
+    num_short = layers.num_short
+    of_block = np.empty(len(num_short), np.int64)
+    examples: list[IntArray] = []
+    for count in np.unique(num_short).tolist():
+        same_count = np.flatnonzero(num_short == count)
         place = layers.first[same_count][:, None] + np.arange(count)
         table = rows[place].reshape(len(same_count), -1)
         _, example, which = np.unique(table, axis=0, return_index=True, return_inverse=True)
-        pattern_of[same_count] = which.reshape(-1) + len(members)
-        members.extend(layers.short[place[example]])
-    return members, pattern_of
+        of_block[same_count] = which.reshape(-1) + len(examples)
+        examples.extend(layers.short[place[example]])
+    return Patterns(tuple(examples), of_block)
 
 
-def contract(buffers: Buffers, layers: Layers, planner: Planner) -> Contraction:
-    """Plans each pattern once; returns the problem of blocks, then long-lived buffers."""
-    members, pattern_of = patterns(buffers, layers)
-    plans = [planner(buffers.take(index)) for index in members]
+def contract(
+    buffers: Buffers, layers: Layers, found: Patterns, plans: Sequence[IntArray]
+) -> Contraction:
+    """Returns the problem of blocks, then long-lived buffers, given the offsets of each pattern."""
     shift, member = np.zeros(len(buffers), np.int64), np.empty(len(buffers), np.int64)
-    shift[layers.short] = _spread(plans, pattern_of, layers)
+    begin = np.cumsum([0, *map(len, plans)])[found.of_block]
+    position = np.arange(len(layers.short)) - layers.first[layers.block]
+    shift[layers.short] = np.concatenate(plans)[begin[layers.block] + position]
     member[layers.short] = layers.block
     member[layers.long] = len(layers.blocks) + np.arange(len(layers.long))
     top = shift[layers.short] + buffers.size[layers.short]
@@ -113,17 +135,12 @@ def contract(buffers: Buffers, layers: Layers, planner: Planner) -> Contraction:
     return Contraction(concatenate(blocks, buffers.take(layers.long)), member, shift)
 
 
-def _spread(plans: list[IntArray], pattern_of: IntArray, layers: Layers) -> IntArray:
-    """Returns the offset inside its block of each short-lived buffer."""
-    begin = np.cumsum([0, *map(len, plans)])[pattern_of]
-    position = np.arange(len(layers.short)) - layers.first[layers.block]
-    return np.concatenate(plans)[begin[layers.block] + position]
+def stack(items: Buffers, num_blocks: int) -> IntArray:
+    """Places blocks, which come first, in one region and the rest above it, a slot per colour.
 
-
-def stack(contraction: Contraction, num_blocks: int) -> IntArray:
-    """Places the items of :func:`contract`: one region for blocks, one slot per colour above it."""
-    problem = contraction.problem
-    kind = np.unique(problem.size, return_inverse=True)[1] + 1
+    Blocks that overlap in time get further regions. Buffers of one size share slots.
+    """
+    kind = np.unique(items.size, return_inverse=True)[1] + 1
     kind[:num_blocks] = 0
-    slots = chains(problem, kind=kind.astype(np.int64))
+    slots = chains(items, kind=kind.astype(np.int64))
     return slots.expand(np.cumsum(slots.problem.size) - slots.problem.size)

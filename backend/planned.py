@@ -102,6 +102,10 @@ class PlannedProgram:
                 inputs.append(self.layout.given(which))
         self.layout.add(flat, inputs, kernel_lists)
 
+    def offset_of(self, instance: int) -> int:
+        """Where a buffer instance starts in the arena, in bytes."""
+        return self._offsets[instance]
+
     def inputs_of(self, part: int) -> list[int]:
         """Which inputs of a part its runner is given (the others are bound, or in the arena)."""
         return self._codes[part].inputs
@@ -171,7 +175,7 @@ class PlannedProgram:
 class Lease:
     """One arena in use: its runners work in it until it is released or dropped."""
 
-    __slots__ = ("arena", "runners", "tensors", "_owner")
+    __slots__ = ("_owner", "arena", "runners", "tensors")
 
     def __init__(
         self,

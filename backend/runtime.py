@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import torch
 
+from ..reuse.torch_names import version_of
 from .executable import Executable
 from .planned import Lease, PlannedProgram
 
@@ -65,6 +66,7 @@ class ReplayRuntime:
 class _Flight:
     lease: Lease
     foreign: list[torch.Tensor]
+    borrowed: list[tuple[torch.Tensor, int]]  # user inputs that were saved, and their versions
 
 
 class PlannedRuntime:
@@ -83,7 +85,9 @@ class PlannedRuntime:
         self._model = list(program.model_instances)
         self._given = program.inputs_of(0)
         self._has_backward = len(program.layout.parts) > 1
-        self._operands = [i - num_saved for i in program.inputs_of(1)] if self._has_backward else []
+        needed = program.inputs_of(1) if self._has_backward else []
+        self._operands = [i - num_saved for i in needed if i >= num_saved]
+        self._borrowed = [_forward_input(program, i) for i in needed if i < num_saved]
 
     def forward(self, inputs: list[torch.Tensor]) -> tuple[list[torch.Tensor], Any]:
         """See :class:`Runtime`."""
@@ -91,7 +95,8 @@ class PlannedRuntime:
         outputs = lease.runners[0]([inputs[i] for i in self._given])
         flight = None
         if self._has_backward:
-            flight = _Flight(lease, outputs[self._num_results :])
+            borrowed = [(inputs[i], version_of(inputs[i])) for i in self._borrowed]
+            flight = _Flight(lease, outputs[self._num_results :], borrowed)
         else:
             lease.release()
         return outputs[: self._num_results], flight
@@ -101,8 +106,28 @@ class PlannedRuntime:
     ) -> list[torch.Tensor]:
         """See :class:`Runtime`."""
         lease, foreign = flight.lease, flight.foreign
+        given = [_unchanged(tensor, version) for tensor, version in flight.borrowed]
+        given += [operands[i] for i in self._operands]
         if graph == "keep":  # the backward works in the arena, so it gets one of its own
             lease = self.program.copy_of(lease)
-        gradients = lease.runners[1]([*(operands[i] for i in self._operands), *foreign])
+        gradients = lease.runners[1]([*given, *foreign])
         lease.release()
         return gradients
+
+
+def _forward_input(program: PlannedProgram, position: int) -> int:
+    """Returns which forward input a saved value is, or is a view of."""
+    forward, backward = program.layout.parts
+    instance = backward.inputs[position].instance
+    return [p.instance for p in forward.inputs].index(instance)
+
+
+def _unchanged(tensor: torch.Tensor, version: int) -> torch.Tensor:
+    found = version_of(tensor)
+    if found != version:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace "
+            f"operation: an input of shape {tuple(tensor.shape)} is at version {found}; "
+            f"expected version {version} instead."
+        )
+    return tensor

@@ -171,7 +171,7 @@ class _Recorder(TorchDispatchMode):
             tensor.dtype,
             tuple(tensor.shape),
             tuple(tensor.stride()),
-            tensor.storage_offset() * tensor.element_size(),
+            int(tensor.storage_offset()) * tensor.element_size(),
         )
 
     def __torch_dispatch__(self, func: Any, types_: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -122,7 +122,8 @@ class _CompiledFunction(torch.autograd.Function):
             kept.append(tensor.clone() if index in step.written else tensor)
         kept += [outputs[i] for i in derivative.kept_outputs]
         kept += [step.inputs[i] if kind == "input" else outputs[i] for kind, i in aliases.guards]
-        ctx.save_for_backward(*kept)
+        watched = [step.inputs[i] for i in step.compiled.watched_inputs if i not in step.written]
+        ctx.save_for_backward(*kept, *watched)
         ctx.step = step
         step.inputs = []
         differentiable = set(derivative.cotangent_outputs)

@@ -27,7 +27,7 @@ DEFAULT_LAYERS = (4, 8, 16)
 
 HEAD = (
     f"{'':>6} {'graph nodes':>15} {'compile CPU s':>15} {'compile wall s':>15}"
-    f" {'step ms (median)':>23} {'error, late':>19}\n"
+    f" {'step ms (fastest)':>23} {'error, late':>19}\n"
     f"{'layers':>6} {'held':>7} {'inlined':>7} {'late':>7} {'early':>7} {'late':>7} {'early':>7}"
     f" {'eager':>7} {'late':>7} {'early':>7} {'output':>9} {'gradient':>9}"
 )
@@ -62,7 +62,7 @@ def bench(plan: Plan, say: Print) -> list[MeasureReport]:
             "compile_step. Leave it out."
         )
     reports = []
-    say(title(plan))
+    say(f"late against early inlining: {title(plan)}")
     measured = _own_rows(plan, say) if plan.model in OWN_MODELS else _target_row(plan, say)
     for report in measured:
         say(row(report))
@@ -117,7 +117,7 @@ def title(plan: Plan) -> str:
         config = models.DecoderConfig(0)
         sizes = f" (hidden {config.hidden}, seq {config.seq}, batch {config.batch})"
     return (
-        f"late against early inlining: {plan.model}{sizes}, {kind}, backend {plan.backend}; "
+        f"{plan.model}{sizes}, {kind}, backend {plan.backend}; "
         f"torch {torch.__version__}, {torch.get_num_threads()} threads"
     )
 
@@ -127,7 +127,7 @@ def row(report: MeasureReport) -> str:
     late, early = report.late, report.early
     layers = "-" if report.layers is None else str(report.layers)
     seconds = (late.compiled.cpu_s, early.compiled.cpu_s, late.compiled.wall_s)
-    steps = [step.median_ms if step else 0.0 for step in (report.eager, late.step, early.step)]
+    steps = [step.minimum_ms if step else 0.0 for step in (report.eager, late.step, early.step)]
     errors = late.errors
     return (
         f"{layers:>6} {late.compiled.num_nodes:>7} {late.compiled.num_nodes_if_inlined:>7}"

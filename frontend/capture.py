@@ -11,10 +11,12 @@ from __future__ import annotations
 import gc
 import random
 import sys
+import threading
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from functools import wraps
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -26,7 +28,22 @@ from .recorder import Recorder
 from .regions import CapturedModel
 from .torch_tracing import DATA_DEPENDENT_ERRORS, frame_text, user_frame
 
+Function = TypeVar("Function", bound=Callable[..., Any])
+_LOCK = threading.RLock()
 
+
+def one_at_a_time(function: Function) -> Function:
+    """Makes threads wait for each other: PyTorch's tracers are one per process, not per thread."""
+
+    @wraps(function)
+    def alone(*args: Any, **kwargs: Any) -> Any:
+        with _LOCK:
+            return function(*args, **kwargs)
+
+    return alone  # type: ignore[return-value]
+
+
+@one_at_a_time
 def capture_model(
     model: nn.Module,
     args: Sequence[Any],
@@ -69,8 +86,9 @@ def _refuse_backward_hooks(model: nn.Module) -> None:
     for path, module in walk_modules(model):
         if has_backward_hooks(module):
             raise CaptureError(
-                f"{path or 'The model'} ({type(module).__name__}) has a backward hook, which a compiled program "
-                "could not call. Remove it, or put hooks on parameters or on the compiled model."
+                f"{path or 'The model'} ({type(module).__name__}) has a backward hook, which a "
+                "compiled program could not call. Remove it, or put hooks on parameters or on the "
+                "compiled model."
             )
 
 

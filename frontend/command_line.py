@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from ..reuse.errors import LazyInlineError
 from ..reuse.printer import format_program
+from . import plan_memory
 from .bench import DEFAULT_LAYERS, OWN_MODELS, Plan, bench, title, to_json
 from .compiler import BACKEND_CHOICES, REUSE_CHOICES, capture
 from .measure_page import page
@@ -27,8 +28,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     options = _parser().parse_args(argv)
     try:
-        run = _bench if options.command == "bench" else _inspect
-        run(options)
+        runs = {"bench": _bench, "inspect": _inspect, "plan-memory": plan_memory.run}
+        runs[options.command](options)
         sys.stdout.flush()
     except LazyInlineError as error:
         print(f"lazyinline: {error}", file=sys.stderr)
@@ -53,7 +54,7 @@ def _bench(options: argparse.Namespace) -> None:
     if options.json is not None:
         options.json.write_text(to_json(plan, reports), encoding="utf-8")
     if options.html is not None:
-        options.html.write_text(page(reports, heading=title(plan)), encoding="utf-8")
+        options.html.write_text(page(reports, about=title(plan)), encoding="utf-8")
 
 
 def _layers(options: argparse.Namespace) -> tuple[int, ...]:
@@ -83,6 +84,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_bench(commands.add_parser("bench", help="late against early inlining, side by side"))
     _add_inspect(commands.add_parser("inspect", help="print the program of a model"))
+    plan_memory.add_parser(commands)
     return parser
 
 

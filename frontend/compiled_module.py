@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,6 +13,7 @@ from ..reuse.errors import CaptureError, PlanError
 from ..reuse.program import UserInput
 from .assemble import OutputTree
 from .autograd_bridge import Absence, Aliases, Step, run_differentiable
+from .capture import one_at_a_time
 from .compiler import CompiledProgram, Compiler, Options, check_runnable, check_writes
 from .guard import Guard
 from .report import CompileReport
@@ -71,7 +71,6 @@ class CompiledModule(nn.Module):
         state["_lazyinline_model"] = model
         state["_lazyinline_compiler"] = Compiler(options)
         state["_lazyinline_entries"] = []
-        state["_lazyinline_lock"] = threading.RLock()
         state["_lazyinline_report"] = None
         tables = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
         for table in (*tables, "_load_state_dict_post_hooks"):
@@ -117,20 +116,20 @@ class CompiledModule(nn.Module):
                 return entry
         return None
 
+    @one_at_a_time
     def _compile(self, args: Any, kwargs: Any, leaves: list[Any], tree: pytree.TreeSpec) -> _Entry:
+        made_meanwhile = self._known_entry(leaves, tree)
+        if made_meanwhile is not None:
+            return made_meanwhile
         model = self.__dict__["_lazyinline_model"]
         check_runnable(model)
-        with self.__dict__["_lazyinline_lock"]:
-            made_meanwhile = self._known_entry(leaves, tree)
-            if made_meanwhile is not None:
-                return made_meanwhile
-            train = torch.is_grad_enabled()
-            compiler: Compiler = self.__dict__["_lazyinline_compiler"]
-            compiled, report = compiler.compile(model, args, kwargs, train=train)
-            check_writes(compiled.captured.program)
-            entry = _Entry(model, compiled, leaves, tree)
-            self.__dict__["_lazyinline_entries"] = [entry, *self.__dict__["_lazyinline_entries"]]
-            self.__dict__["_lazyinline_report"] = report
+        train = torch.is_grad_enabled()
+        compiler: Compiler = self.__dict__["_lazyinline_compiler"]
+        compiled, report = compiler.compile(model, args, kwargs, train=train)
+        check_writes(compiled.captured.program)
+        entry = _Entry(model, compiled, leaves, tree)
+        self.__dict__["_lazyinline_entries"] = [entry, *self.__dict__["_lazyinline_entries"]]
+        self.__dict__["_lazyinline_report"] = report
         return entry
 
     # ---- the model's own state -----------------------------------------------------------

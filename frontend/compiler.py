@@ -23,6 +23,7 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
+from ..autodiff.aliasing import saved_inputs
 from ..autodiff.derivative import Derivative, Differentiator
 from ..autodiff.micro_batches import StepProgram, step_program
 from ..backend.executable import Executable
@@ -54,7 +55,7 @@ from ..reuse.program import (
     walk_closures,
 )
 from ..reuse.verify import verify
-from .capture import capture_model
+from .capture import capture_model, one_at_a_time
 from .regions import CapturedModel
 from .report import ClosureRecord, CompileReport
 
@@ -80,12 +81,14 @@ class CompiledProgram:
     """A captured program and what runs it.
 
     ``derivative`` is there when training: what the forward saves and hands over, and what the
-    backward takes.
+    backward takes. ``watched_inputs`` share memory with what is saved, so that they must not change
+    in between.
     """
 
     captured: CapturedModel
     runtime: Runtime
     derivative: Derivative | None = None
+    watched_inputs: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -117,6 +120,7 @@ class Compiler:
         self._kernels: dict[Leaf, Kernel] = {}
         self._kernel_lists: dict[Leaf, KernelList] = {}
 
+    @one_at_a_time
     def compile(
         self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], *, train: bool
     ) -> tuple[CompiledProgram, CompileReport]:
@@ -146,8 +150,10 @@ class Compiler:
             flats = [link(p) for p in programs]
             runtime = self._runtime(captured.program, flats, derivative, report)
             report.num_launches = nodes.count = runtime.num_launches
-        return CompiledProgram(captured, runtime, derivative), report
+        watched = saved_inputs(programs[0]) if derivative is not None else ()
+        return CompiledProgram(captured, runtime, derivative, watched), report
 
+    @one_at_a_time
     def compile_step(
         self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], batching: Batching
     ) -> tuple[CompiledStep, CompileReport]:

@@ -58,7 +58,8 @@ def measure(
         kwargs: keyword inputs of one step.
         train: measure a training step; otherwise a forward without gradients.
         micro_batches: only 1 so far.
-        execute: run the steps; otherwise only compile.
+        execute: run the steps; otherwise only compile. With ``backend="eager"`` the model may
+            then be on the meta device.
         backend: ``"inductor"`` or ``"eager"``.
         reuse: what the late side shares; early is always ``reuse="off"``.
 
@@ -79,12 +80,11 @@ def measure(
         )
     options = Options(reuse=reuse, backend=backend)
     workload = _workload(model, args, kwargs, train)
-    warm_up = warm_up_compiler(backend=backend, train=train)
     if execute:
         check_runnable(model)
-        report = compare_sides(workload, options)
-    else:
-        report = compile_sides(workload, options)
+    _check_device(workload, options)
+    warm_up = warm_up_compiler(backend=backend, train=train)
+    report = compare_sides(workload, options) if execute else compile_sides(workload, options)
     return replace(report, warm_up=warm_up)
 
 
@@ -99,6 +99,14 @@ def _workload(
             "write (x,) for one input."
         )
     return Workload(model, tuple(args), dict(kwargs or {}), train)
+
+
+def _check_device(workload: Workload, options: Options) -> None:
+    if options.backend == "inductor" and "meta" in {d.type for d in workload.devices()}:
+        raise PlanError(
+            "Inductor makes no kernels for the meta device. Measure capture and autodiff of a "
+            'model without data with backend="eager", execute=False.'
+        )
 
 
 def compare_sides(workload: Workload, options: Options) -> MeasureReport:
@@ -129,9 +137,9 @@ def compile_sides(workload: Workload, options: Options) -> MeasureReport:
 def warm_up_compiler(*, backend: str, train: bool) -> Seconds:
     """Compiles a tiny model, so that imports and first uses are paid; returns what that cost."""
     start = Seconds(cpu_seconds(), time.perf_counter())
-    with torch.random.fork_rng(devices=()):
-        workload = Workload(_Tiny(), (torch.ones(4, 8),), {}, train)
-    compile_sides(workload, Options(backend=backend))
+    options = Options(backend=backend)
+    with generators_left_as_found(), _graph_cache_off(options), torch.set_grad_enabled(train):
+        Compiler(options).compile(_Tiny(), (torch.ones(4, 8),), {}, train=train)
     return Seconds(cpu_seconds() - start.cpu_s, time.perf_counter() - start.wall_s)
 
 
@@ -152,6 +160,7 @@ def _run_side(
 ) -> tuple[Side, CompiledModule]:
     module = CompiledModule(workload.model, options)
     restore()
+    gc.collect()  # so that no side pays for what was there before
     with _children() as spent:
         workload.step(module)
     compiled = module.last_report
@@ -166,6 +175,7 @@ def _timed(side: Side, module: CompiledModule, step: StepTime) -> Side:
 
 def _compile_side(workload: Workload, options: Options) -> Side:
     compiler = Compiler(options)
+    gc.collect()
     with _children() as spent, torch.set_grad_enabled(workload.train):
         _, report = compiler.compile(
             workload.model, workload.args, workload.kwargs, train=workload.train
@@ -176,7 +186,6 @@ def _compile_side(workload: Workload, options: Options) -> Side:
 @contextmanager
 def _children() -> Iterator[Callable[[], float]]:
     """Yields a function that tells the CPU-seconds of child processes in the block."""
-    gc.collect()  # so that one side does not collect what another left
     before, spent = _children_cpu_s(), 0.0
 
     def tell() -> float:

@@ -31,7 +31,7 @@ th, td { padding: .3rem .6rem; text-align: right; border-bottom: 1px solid var(-
 th:first-child, td:first-child { text-align: left; }
 thead th { color: var(--soft); font-weight: 500; font-size: .85rem; }
 tfoot td { font-weight: 600; border-bottom: 0; }
-td code { overflow-wrap: anywhere; }
+td code { white-space: nowrap; }
 .late { color: var(--late); } .early { color: var(--early); } .eager { color: var(--eager); }
 .tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(11rem, 1fr));
   gap: .75rem; margin: 1rem 0; }
@@ -53,15 +53,15 @@ CHART = (720, 260, 44)
 BAR_X, BAR_WIDTH, BAR_HEIGHT = 60, 580, 26
 
 
-def page(reports: Sequence[MeasureReport], *, heading: str = "Late against early inlining") -> str:
+def page(reports: Sequence[MeasureReport], *, about: str = "") -> str:
     """Returns the text of a page.
 
     Args:
         reports: one report, or one for each number of layers.
-        heading: the page's title.
+        about: a line on what was measured, for below the heading.
     """
-    title = html.escape(heading)
-    body = [f"<header><h1>{title}</h1>", _explanation(), "</header>"]
+    body = ["<header><h1>Late against early inlining</h1>"]
+    body += [f"<p>{html.escape(about)}</p>" if about else "", _explanation(), "</header>"]
     if len(reports) > 1:
         body += ["<section><h2>Over the layers</h2>", _chart(reports), _rows(reports), "</section>"]
     for report in reports:
@@ -69,7 +69,7 @@ def page(reports: Sequence[MeasureReport], *, heading: str = "Late against early
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>lazyinline: {title}</title>\n<style>{STYLE}</style>\n</head>\n<body>\n"
+        f"<title>lazyinline: late against early</title>\n<style>{STYLE}</style>\n</head>\n<body>\n"
         + "\n".join(body)
         + "\n</body>\n</html>\n"
     )
@@ -105,7 +105,14 @@ def _table_row(cells: Sequence[str]) -> str:
 
 def _rows(reports: Sequence[MeasureReport]) -> str:
     head = ["layers", "nodes held", "if inlined", "late CPU s", "early CPU s", "late wall s"]
-    head += ["early wall s", "eager ms", "late ms", "early ms", "output error", "gradient error"]
+    head += [
+        "early wall s",
+        "eager step ms",
+        "late step ms",
+        "early step ms",
+        "output error",
+        "gradient error",
+    ]
     return _table(head, [_report_row(report) for report in reports])
 
 
@@ -119,7 +126,7 @@ def _report_row(report: MeasureReport) -> list[str]:
         str(late.compiled.num_nodes_if_inlined),
         *(f"{side.compiled.cpu_s:.2f}" for side in (late, early)),
         *(f"{side.compiled.wall_s:.2f}" for side in (late, early)),
-        *("-" if step is None else f"{step.median_ms:.2f}" for step in steps),
+        *("-" if step is None else f"{step.minimum_ms:.2f}" for step in steps),
         error_text(errors.max_abs_error),
         error_text(errors.max_rel_grad_error),
     ]
@@ -145,8 +152,8 @@ def _tiles(report: MeasureReport) -> str:
         (f"{late.compiled.cpu_s:.2f} s", f"compile CPU, late (early {early.compiled.cpu_s:.2f} s)"),
     ]
     if report.eager and late.step:
-        step = f"a step, late (eager {report.eager.median_ms:.1f} ms)"
-        tiles.append((f"{late.step.median_ms:.1f} ms", step))
+        step = f"fastest step, late (eager {report.eager.minimum_ms:.1f} ms)"
+        tiles.append((f"{late.step.minimum_ms:.1f} ms", step))
         error = late.errors.max_rel_grad_error if report.train else late.errors.max_abs_error
         what = "largest relative gradient error" if report.train else "largest output error"
         tiles.append((error_text(error), what))
@@ -181,7 +188,7 @@ def _step_table(report: MeasureReport) -> str:
         worst = f"<code>{html.escape(errors.worst_gradient)}</code>"
         rows.append([f'<b class="{name}">{name}</b>', *times, *found, worst])
     head = ["", "median ms", "minimum ms", "largest output error"]
-    head += ["largest relative gradient error", "of"]
+    head += ["largest relative gradient error", "which is of"]
     return _table(head, rows)
 
 

@@ -153,7 +153,9 @@ class TrainingStep:
                 f"A batch tensor of shape {tuple(leaf.shape)} cannot be split into {count} equal "
                 "micro-batches along dimension 0. Change micro_batches or the batch size."
             )
-        return torch.empty_like(leaf).tensor_split(count) if count > 1 else (torch.empty_like(leaf),)
+        return (
+            torch.empty_like(leaf).tensor_split(count) if count > 1 else (torch.empty_like(leaf),)
+        )
 
 
 class _StepEntry:

@@ -34,6 +34,7 @@ _HOOK_TABLES = tuple(
     sorted(n for n in nn.Module().__dict__ if n.endswith(("_hooks", "_hooks_with_kwargs")))
 )
 _ABSENT = object()
+_OWN_PREFIX = "_lazy_inline"  # of what the mark keeps on an instance
 _LIBRARIES = sys.stdlib_module_names | {"torch", "lazyinline"}
 _MAX_OUTSIDE_DEPTH = 3
 
@@ -59,7 +60,8 @@ class Reads:
     def all_attributes(self, module: nn.Module) -> None:
         """Notes that the module's ``__dict__`` was read as a whole."""
         for name in list(module_state(module)):
-            self.attribute(module, name)
+            if not name.startswith(_OWN_PREFIX):
+                self.attribute(module, name)
 
     def function(self, frame: types.FrameType) -> None:
         """Notes that a Python function ran, and what its globals and captured variables hold."""
@@ -253,7 +255,7 @@ class Evidence:
             found = freeze(value, (path, name))
             if found != expected:
                 where = f"{path}.{name}" if path else name
-                return f"attribute {where} is {describe(found)}, not {describe(expected)}"
+                return f"attribute {where} is {_describe(found)}, not {_describe(expected)}"
         return ""
 
     def _outside_mismatch(self) -> str:
@@ -282,6 +284,11 @@ class Evidence:
             if reason:
                 return f"{path}: {reason}"
         return ""
+
+
+def _describe(frozen: Any) -> str:
+    is_absent = isinstance(frozen, Identity) and frozen.target is _ABSENT
+    return "<missing>" if is_absent else describe(frozen)
 
 
 def follow_tensor_path(root: nn.Module, path: TensorPath) -> torch.Tensor:
@@ -328,7 +335,8 @@ def _module_paths(places: list[tuple[str, nn.Module]]) -> dict[int, str]:
 def _structure(places: list[tuple[str, nn.Module]]) -> list[tuple[Any, ...]]:
     """Describes a module tree: one row per module, in a fixed order."""
     rows: list[tuple[Any, ...]] = []
-    first_place: dict[int, int] = {}
+    first_place: dict[int, int] = {}  # of a tensor; equal numbers mean that it is tied
+    module_place: dict[int, int] = {}
     paths: dict[int, str] | None = None
     for path, module in places:
         state = module_state(module)
@@ -349,7 +357,7 @@ def _structure(places: list[tuple[str, nn.Module]]) -> list[tuple[Any, ...]]:
             for table in (state["_parameters"], state["_buffers"])
             for name, t in table.items()
         )
-        alias = first_place.setdefault(id(module), len(first_place))
+        alias = module_place.setdefault(id(module), len(module_place))
         rows.append((path, type(module), state["training"], alias, tensors, hooks))
     return rows
 

@@ -159,7 +159,7 @@ class Freezer:
             parts = tuple(item(getattr(value, name), ("attr", name)) for name in names)
         elif kind.__module__ == "numpy":
             return self._freeze_array(value)
-        elif not is_python_defined(kind):
+        elif kind is object or not is_python_defined(kind):  # object(): made to be told apart
             return Unrepeatable(value) if is_unrepeatable(value) else Identity(value)
         else:
             parts = ()

@@ -220,7 +220,7 @@ def is_active(leaf: Leaf, active_inputs: Sequence[bool]) -> tuple[bool, ...]:
     active.update(n for n, flag in zip(placeholders, active_inputs, strict=True) if flag)
 
     def carries(node: object) -> bool:
-        return isinstance(node, torch.fx.Node) and (node in active or _memory(node) in active)
+        return isinstance(node, torch.fx.Node) and (node in active or memory_of(node) in active)
 
     for node in leaf.nodes:
         if any(map(carries, mutated_args(node))):
@@ -228,13 +228,13 @@ def is_active(leaf: Leaf, active_inputs: Sequence[bool]) -> tuple[bool, ...]:
         if any(map(carries, node.all_input_nodes)) and _passes_gradient(node):
             active.add(node)
             if node.target not in _WRITES_STATISTICS:
-                active.update(map(_memory, mutated_args(node)))
+                active.update(map(memory_of, mutated_args(node)))
     outputs = leaf.module.graph.output_node().args[0]
     assert isinstance(outputs, (tuple, list))
     return tuple(map(carries, outputs))
 
 
-def _memory(node: torch.fx.Node) -> Any:
+def memory_of(node: torch.fx.Node) -> Any:
     """Returns what a node's value shares with its views; the node itself if it has no value."""
     value = node.meta.get("val")
     return memory_id(value) if isinstance(value, torch.Tensor) else node

@@ -136,8 +136,8 @@ def _format_leaf(leaf: Leaf, name: str, note: str, source: str, bodies: str) -> 
         if bodies == "show":
             lines.append(_format_node(node, values, source))
     outputs = leaf.module.graph.output_node().args[0]
-    assert isinstance(outputs, (tuple, list))
-    lines.append("  return " + ", ".join(_operand(o, values) for o in outputs))
+    returned = outputs if isinstance(outputs, (tuple, list)) else [outputs]
+    lines.append("  return " + ", ".join(_operand(o, values) for o in returned))
     lines.append("}\n")
     return "\n".join(lines)
 

@@ -18,3 +18,8 @@ def memory_id(tensor: torch.Tensor) -> int:
 def operator_schema(node: torch.fx.Node) -> Any:
     """Returns the schema of the operator a node calls, or None if it is not an operator."""
     return getattr(node.target, "_schema", None)
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """Returns how often a tensor has been changed in place."""
+    return int(tensor._version)

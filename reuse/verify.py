@@ -8,10 +8,11 @@ Levels, from capture to link:
 
 from __future__ import annotations
 
+import torch
 import torch.fx
 
 from .errors import VerifyError
-from .leaf import flat_types, mutated_args
+from .leaf import flat_types, memory_of, mutated_args
 from .printer import format_program
 from .program import Call, Closure, Composite, Leaf, Pack, Program, Unpack, Value, walk_closures
 
@@ -99,12 +100,17 @@ def _check_leaf(leaf: Leaf) -> None:
     outputs = leaf.module.graph.output_node().args[0]
     if not isinstance(outputs, (tuple, list)) or len(outputs) != len(flat_types(leaf.output_types)):
         raise _BrokenRuleError(f"{where}: outputs do not match its output types")
-    own: set[torch.fx.Node] = set(placeholders)
+    own = {memory_of(n) for n in placeholders if not _is_only_copied(n)}
     for node in leaf.nodes:
         if node.op != "call_function":
             raise _BrokenRuleError(
                 f"{where}: node {node.name} is a {node.op}; every tensor must be an input"
             )
         for changed in mutated_args(node):
-            if changed in own:
+            if memory_of(changed) in own:
                 raise _BrokenRuleError(f"{where}: node {node.name} changes an input in place")
+
+
+def _is_only_copied(placeholder: torch.fx.Node) -> bool:
+    """Whether a leaf works on a copy of an input, which it may change."""
+    return all(user.target is torch.ops.aten.clone.default for user in placeholder.users)

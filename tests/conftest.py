@@ -6,10 +6,14 @@ import os
 import pathlib
 import sys
 from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import hypothesis
 import link_tree  # tests/link_tree.py: pytest puts tests/ on sys.path
 import pytest
+
+if TYPE_CHECKING:
+    from lazyinline.frontend.report import CompileReport
 
 ROOT = link_tree.ROOT
 GOLDEN = ROOT / "tests" / "golden"
@@ -59,6 +63,23 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in on_gpu:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture
+def compiles(monkeypatch: pytest.MonkeyPatch) -> list["CompileReport"]:
+    """The report of each compile that a test makes, in order."""
+    from lazyinline.frontend.compiler import Compiler
+
+    reports = []
+    original = Compiler.compile
+
+    def counted(self: Compiler, *args: Any, **kwargs: Any) -> Any:
+        compiled, report = original(self, *args, **kwargs)
+        reports.append(report)
+        return compiled, report
+
+    monkeypatch.setattr(Compiler, "compile", counted)
+    return reports
 
 
 @pytest.fixture

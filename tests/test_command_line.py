@@ -1,5 +1,6 @@
 """The command: rows, files, programs, and errors without a traceback."""
 
+import functools
 import json
 import pathlib
 import subprocess
@@ -8,6 +9,7 @@ import textwrap
 
 import pytest
 
+from lazyinline.frontend import models as own
 from lazyinline.frontend import workload
 from lazyinline.frontend.command_line import main
 
@@ -48,8 +50,11 @@ QUICK = ("--layers", "1", "2", "--backend", "eager")
 
 
 @pytest.fixture(autouse=True)
-def few_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+def small_and_few(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(workload, "MAX_ROUNDS", 3)
+    for name, build in (("llama", own.llama), ("gpt", own.gpt)):
+        small = functools.partial(build, hidden=16, num_heads=2, vocab=8, seq=4)
+        monkeypatch.setattr(own, name, small)
 
 
 @pytest.fixture
@@ -169,11 +174,12 @@ def test_help_lists_what_exists(capsys: pytest.CaptureFixture[str]) -> None:
         main(["--help"])
     out = capsys.readouterr().out
     assert "bench" in out and "inspect" in out
-    assert not any(word in out for word in ("advise", "export", "plan-memory", "cache"))
+    assert not any(word in out for word in ("advise", "export", "cache"))
 
 
 def test_module_run_in_a_pipe_shows_no_bar(models: str) -> None:
-    command = [sys.executable, "-m", "lazyinline", "bench", "--layers", "1", "--backend", "eager"]
+    arguments = ["bench", "--model", f"{models}:good", "--backend", "eager"]
+    command = [sys.executable, "-m", "lazyinline", *arguments]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""

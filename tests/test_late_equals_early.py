@@ -53,7 +53,9 @@ def assert_same_bits(actual: Sequence[Any], expected: Sequence[Any], what: str) 
 
 def has_structs(program: Program) -> bool:
     return any(isinstance(v.type, StructType) for v in (*program.inputs, *program.outputs)) or any(
-        isinstance(v.type, StructType) for call in program.calls for v in (*call.args, *call.results)
+        isinstance(v.type, StructType)
+        for call in program.calls
+        for v in (*call.args, *call.results)
     )
 
 

@@ -146,6 +146,8 @@ def test_large_model_without_data() -> None:
     assert found.late.compiled.num_block_calls == 2
     with pytest.raises(lazyinline.PlanError, match="meta device"):
         lazyinline.measure(net, (x,), backend="eager")
+    with pytest.raises(lazyinline.PlanError, match='backend="eager"'):
+        lazyinline.measure(net, (x,), execute=False)
 
 
 def test_model_is_left_as_found() -> None:
@@ -340,7 +342,7 @@ def test_page_of_one_report(report: lazyinline.MeasureReport, tmp_path: pathlib.
 
 def test_page_over_layers(report: lazyinline.MeasureReport) -> None:
     rows = [replace(report, model="<b>&", layers=n) for n in (4, 8)]
-    text = page(rows, heading="a < b")
+    text = page(rows, about="a < b")
     checker = check(text)
     assert checker.tags.count("details") == 2
     assert checker.tags.count("svg") == 3

@@ -22,9 +22,12 @@ PUBLIC = {
     "PlanError",
     "Program",
     "ReuseError",
+    "StepStats",
+    "TrainingStep",
     "VerifyError",
     "capture",
     "compile",
+    "compile_step",
     "lazy_inline",
     "measure",
 }

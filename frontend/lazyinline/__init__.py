@@ -17,6 +17,7 @@ from lazyinline.frontend.decorator import lazy_inline
 from lazyinline.frontend.measure import measure
 from lazyinline.frontend.measure_report import MeasureReport
 from lazyinline.frontend.report import CompileReport
+from lazyinline.frontend.training_step import StepStats, TrainingStep, compile_step
 from lazyinline.reuse.errors import (
     CacheError,
     CaptureError,
@@ -43,9 +44,12 @@ __all__ = [
     "PlanError",
     "Program",
     "ReuseError",
+    "StepStats",
+    "TrainingStep",
     "VerifyError",
     "capture",
     "compile",
+    "compile_step",
     "lazy_inline",
     "measure",
 ]

@@ -1,0 +1,112 @@
+"""How tight and how fast the memory planner is: on given problems, and on training steps.
+
+Each plan is checked for overlaps, outside the measured time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import pathlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from training_buffers import RECOMPUTED, SAVED, Block, Step, scratch_of, training_step
+
+from lazyinline.backend.arena import ArenaPlan, plan, plan_program, plan_scratch
+from lazyinline.backend.live_ranges import Buffers, lower_bound
+from lazyinline.backend.overlap import check_no_overlap
+from lazyinline.backend.problem_csv import read_problem_csv
+
+BLOCKS = {"recomputed": RECOMPUTED, "saved": SAVED}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table; sizes in bytes."""
+
+    problem: str
+    buffers: int
+    lower_bound: int
+    peak: int
+    seconds: float
+    method: str
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    options = _options(argv)
+    print(f"{'problem':<36}{'buffers':>9}{'bound MiB':>12}{'peak MiB':>12}{'ratio':>9}{'s':>8}")
+    for row in _rows(options):
+        print(
+            f"{row.problem:<36}{row.buffers:>9}{row.lower_bound / 2**20:>12.1f}"
+            f"{row.peak / 2**20:>12.1f}{row.peak / max(row.lower_bound, 1):>9.5f}"
+            f"{row.seconds:>8.2f}  {row.method}",
+            flush=True,
+        )
+
+
+def _options(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    add = parser.add_argument
+    add("files", type=pathlib.Path, nargs="*", metavar="FILE.csv", help="id,lower,upper,size")
+    add("--effort", type=float, default=1.0, help="of each plan, in nominal seconds (default 1)")
+    add("--alignment", type=int, default=64, help="bytes (default 64)")
+    add("--layers", type=int, default=96)
+    add("--micro-batches", type=int, default=64)
+    add("--in-flight", type=int, default=16, help="forwards before the first backward")
+    return parser.parse_args(argv)
+
+
+def _rows(options: argparse.Namespace) -> Iterator[Row]:
+    for path in options.files:
+        yield _measure(path.stem, read_problem_csv(path).buffers, options)
+    layers, micro_batches = options.layers, options.micro_batches
+    for name, block in BLOCKS.items():
+        step = training_step(
+            block, layers=layers, micro_batches=micro_batches, in_flight=options.in_flight
+        )
+        title = f"{name} {layers} x {micro_batches}"
+        yield _measure(f"{title}, flat", step.flat, options)
+        yield _measure_groups(f"{title}, by groups", block, step, options)
+
+
+def _measure(name: str, buffers: Buffers, options: argparse.Namespace) -> Row:
+    def work() -> ArenaPlan:
+        return plan(buffers, alignment=options.alignment, effort_s=options.effort)
+
+    found, seconds = _timed(work)
+    check_no_overlap(buffers.birth, buffers.death, found.offsets, buffers.size)
+    bound, peak = found.lower_bound_bytes, found.peak_bytes
+    return Row(name, len(buffers), bound, peak, seconds, found.method)
+
+
+def _measure_groups(name: str, block: Block, step: Step, options: argparse.Namespace) -> Row:
+    """Plans one buffer per call; the bound is that of all buffers."""
+
+    def work() -> ArenaPlan:
+        peaks = [plan_scratch(scratch_of(b)).peak_bytes for b in (block.forward, block.backward)]
+        scratch = Buffers(step.scratch.birth, step.scratch.death, np.take(peaks, step.scratch.size))
+        groups = plan_program(
+            scratch=scratch,
+            slabs=step.slabs,
+            others=step.others,
+            alignment=options.alignment,
+            effort_s=options.effort,
+        )
+        return groups.arena
+
+    found, seconds = _timed(work)
+    bound = lower_bound(step.flat.aligned(options.alignment))
+    count = len(step.scratch) + len(step.slabs) + len(step.others)
+    return Row(name, count, bound, found.peak_bytes, seconds, found.method)
+
+
+def _timed(work: Callable[[], ArenaPlan]) -> tuple[ArenaPlan, float]:
+    start = time.perf_counter()
+    found = work()
+    return found, time.perf_counter() - start
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,376 @@
+"""The memory planner: plans are valid, tight, the same every time, and quick."""
+
+import importlib
+import itertools
+import lzma
+import pathlib
+import time
+from types import ModuleType
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lazyinline.backend import arena, packing
+from lazyinline.backend.arena import ArenaPlan, plan, plan_program, plan_scratch
+from lazyinline.backend.coloring import chains, color_equal
+from lazyinline.backend.live_ranges import Buffers, breadth, concatenate, lower_bound
+from lazyinline.backend.overlap import check_no_overlap
+from lazyinline.backend.patterns import patterns, splits
+from lazyinline.backend.problem_csv import read_problem_csv
+from lazyinline.frontend.command_line import main
+from lazyinline.reuse.errors import PlanError, VerifyError
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+DATA = ROOT / "tests" / "data"
+
+rows = st.tuples(st.integers(-20, 60), st.integers(1, 30), st.integers(0, 12))
+
+
+def problems(max_size: int) -> st.SearchStrategy[Buffers]:
+    return st.lists(rows, max_size=max_size).map(from_rows)
+
+
+def from_rows(rows: list[tuple[int, int, int]]) -> Buffers:
+    """Makes buffers from birth, length of life and size in units of 40 bytes."""
+    table = np.array(rows, np.int64).reshape(-1, 3)
+    return Buffers(table[:, 0], table[:, 0] + table[:, 1], table[:, 2] * 40)
+
+
+def random_problem(seed: int, count: int) -> Buffers:
+    rng = np.random.default_rng(seed)
+    birth = rng.integers(0, 2 * count, count)
+    life = 1 + np.minimum(rng.pareto(0.8, count) * 3, count).astype(np.int64)
+    return Buffers(birth, birth + life, 2 ** rng.integers(0, 14, count) * rng.integers(1, 4, count))
+
+
+def live_bytes(buffers: Buffers) -> dict[int, int]:
+    """Returns the live bytes at each birth, counted one by one."""
+    return {
+        t: sum(
+            z
+            for b, d, z in zip(buffers.birth, buffers.death, buffers.size, strict=True)
+            if b <= t < d
+        )
+        for t in buffers.birth.tolist()
+    }
+
+
+def check(buffers: Buffers, found: ArenaPlan, alignment: int = 64) -> None:
+    padded = buffers.aligned(alignment)
+    check_no_overlap(buffers.birth, buffers.death, found.offsets, padded.size)
+    assert not (found.offsets % alignment).any()
+    assert found.peak_bytes == (found.offsets + padded.size)[padded.size > 0].max(initial=0)
+    assert found.lower_bound_bytes == max(live_bytes(padded).values(), default=0)
+    assert found.peak_bytes >= found.lower_bound_bytes
+
+
+@pytest.fixture(scope="module")
+def training_buffers() -> ModuleType:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT / "benchmarks"))
+        return importlib.import_module("training_buffers")
+
+
+# Plans.
+
+
+@given(problems(40), st.sampled_from([1, 64, 100]))
+@settings(max_examples=150)
+def test_plans_are_valid(buffers: Buffers, alignment: int) -> None:
+    check(buffers, plan(buffers, alignment=alignment, effort_s=0.02), alignment)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_larger_plans_are_valid(seed: int) -> None:
+    buffers = random_problem(seed, 400)
+    found = plan(buffers, effort_s=0.3)
+    check(buffers, found)
+    assert found.ratio < 1.1
+
+
+@given(problems(40))
+def test_every_way_is_valid(buffers: Buffers) -> None:
+    check_no_overlap(buffers.birth, buffers.death, packing.sweep(buffers), buffers.size)
+    for _, order in packing.orders(buffers):
+        assert sorted(order) == list(range(len(buffers)))
+        tries = packing.attempts(buffers, order, lower_bound(buffers))
+        for offsets in itertools.islice(tries, 3):
+            check_no_overlap(buffers.birth, buffers.death, offsets, buffers.size)
+
+
+@given(st.lists(rows, min_size=1, max_size=5).map(from_rows))
+def test_small_plans_are_optimal(buffers: Buffers) -> None:
+    """Some order of first fit is always optimal: the order by offset of an optimal plan."""
+    orders = itertools.permutations(range(len(buffers)))
+    peaks = (
+        (packing.first_fit(buffers, np.array(o)) + buffers.size)[buffers.size > 0].max(initial=0)
+        for o in orders
+    )
+    assert plan(buffers, alignment=1).peak_bytes == min(peaks)
+
+
+def test_plan_is_the_same_every_time() -> None:
+    buffers = random_problem(5, 300)
+    first, second = plan(buffers), plan(buffers)
+    np.testing.assert_array_equal(first.offsets, second.offsets)
+
+
+def test_more_effort_is_not_worse() -> None:
+    buffers = random_problem(6, 300)
+    peaks = [plan(buffers, effort_s=effort).peak_bytes for effort in (0.0, 0.05, 0.5)]
+    assert peaks == sorted(peaks, reverse=True)
+
+
+def test_nothing_to_plan() -> None:
+    nothing = from_rows([])
+    assert (plan(nothing).peak_bytes, plan(nothing).ratio) == (0, 1.0)
+    empty = from_rows([(0, 3, 0), (1, 1, 0)])
+    assert plan(empty).offsets.tolist() == [0, 0]
+
+
+def test_adjacent_lives_share_an_address() -> None:
+    found = plan(Buffers(np.array([0, 5]), np.array([5, 9]), np.array([100, 128])))
+    assert (found.offsets.tolist(), found.peak_bytes) == ([0, 0], 128)
+
+
+@pytest.mark.parametrize(
+    ("birth", "death", "size", "message"),
+    [
+        ([3], [3], [1], r"buffer 0 lives in \[3, 3\)"),
+        ([0, 1], [2, 2], [1, -8], "buffer 1 has -8 bytes"),
+        ([0, 1], [2], [1], "one length"),
+        ([0, 0], [1, 1], [2**61, 2**61], r"2\*\*62"),
+    ],
+)
+def test_bad_buffers(birth: list[int], death: list[int], size: list[int], message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        Buffers(np.array(birth), np.array(death), np.array(size))
+
+
+def test_buffers_do_not_change() -> None:
+    birth = np.array([1])
+    buffers = Buffers(birth, np.array([2]), np.array([3]))
+    birth[0] = 7
+    assert buffers.birth.tolist() == [1]
+    with pytest.raises(ValueError, match="read-only"):
+        buffers.size[0] = 1
+
+
+# What plans are made of.
+
+
+@given(problems(40))
+def test_bounds_count_live_bytes(buffers: Buffers) -> None:
+    live = live_bytes(buffers)
+    assert lower_bound(buffers) == max(live.values(), default=0)
+    expected = [
+        max(n for t, n in live.items() if b <= t < d)
+        for b, d in zip(buffers.birth, buffers.death, strict=True)
+    ]
+    assert breadth(buffers).tolist() == expected
+
+
+@given(problems(60))
+def test_coloring_is_optimal(buffers: Buffers) -> None:
+    color, count = color_equal(buffers.birth, buffers.death)
+    check_no_overlap(buffers.birth, buffers.death, color, np.ones(len(buffers)))
+    assert set(color.tolist()) == set(range(count))
+    ones = Buffers(buffers.birth, buffers.death, np.ones(len(buffers), np.int64))
+    assert count == lower_bound(ones)
+
+
+@given(problems(60), st.integers(0, 10))
+def test_chains_are_of_one_size_and_close(buffers: Buffers, max_gap: int) -> None:
+    joined = chains(buffers, max_gap=max_gap)
+    for item in range(len(joined.problem)):
+        inside = buffers.take(joined.member == item)
+        order = np.argsort(inside.birth)
+        gaps = inside.birth[order][1:] - inside.death[order][:-1]
+        assert ((gaps >= 0) & (gaps <= max_gap)).all()
+        assert (inside.size == joined.problem.size[item]).all()
+        assert inside.birth.min() == joined.problem.birth[item]
+        assert inside.death.max() == joined.problem.death[item]
+
+
+def test_repeated_scratch_is_found(training_buffers: ModuleType) -> None:
+    step = training_buffers.training_step(
+        training_buffers.RECOMPUTED, layers=6, micro_batches=4, in_flight=2
+    )
+    best = min(
+        splits(step.flat, largest_block=100),
+        key=lambda layers: len(layers.blocks) + len(layers.long),
+    )
+    found = patterns(step.flat, best)
+    assert len(found.examples) < 10 < len(best.blocks)
+    assert sorted([*best.short, *best.long]) == list(range(len(step.flat)))
+    for block, pattern in enumerate(found.of_block):
+        inside = step.flat.take(best.short[best.block == block])
+        example = step.flat.take(found.examples[pattern])
+        assert (inside.birth - inside.birth[0] == example.birth - example.birth[0]).all()
+        assert (inside.death - inside.birth[0] == example.death - example.birth[0]).all()
+        assert (inside.size == example.size).all()
+
+
+# The proof.
+
+
+@given(st.lists(st.tuples(*[st.integers(0, 8), st.integers(1, 4)] * 2), max_size=12))
+def test_overlap_check_agrees_with_all_pairs(boxes: list[tuple[int, int, int, int]]) -> None:
+    birth, life, offset, size = np.array(boxes, np.int64).reshape(-1, 4).T
+    overlap = any(
+        a[0] < b[0] + b[1] and b[0] < a[0] + a[1] and a[2] < b[2] + b[3] and b[2] < a[2] + a[3]
+        for a, b in itertools.combinations(boxes, 2)
+    )
+    try:
+        check_no_overlap(birth, birth + life, offset, size)
+    except VerifyError:
+        assert overlap
+    else:
+        assert not overlap
+
+
+def test_overlap_names_both_buffers() -> None:
+    with pytest.raises(
+        VerifyError, match=r"buffer 1 .*\[5, 9\).*\[0, 128\).* and buffer 2 .*share"
+    ):
+        check_no_overlap([0, 5, 6], [5, 9, 7], [0, 0, 64], [64, 128, 1])
+    with pytest.raises(VerifyError, match="buffer 0 is at offset -64"):
+        check_no_overlap([0], [1], [-64], [64])
+
+
+# Whole programs.
+
+
+@pytest.mark.parametrize("block", ["RECOMPUTED", "SAVED"])
+def test_training_step(training_buffers: ModuleType, block: str) -> None:
+    step = training_buffers.training_step(
+        getattr(training_buffers, block), layers=32, micro_batches=16, in_flight=4
+    )
+    found = plan(step.flat, effort_s=0.3)
+    check_no_overlap(step.flat.birth, step.flat.death, found.offsets, step.flat.size)
+    assert found.lower_bound_bytes == lower_bound(step.flat.aligned(64))
+    assert found.ratio <= 1.005
+
+
+def test_large_training_step_is_quick(training_buffers: ModuleType) -> None:
+    step = training_buffers.training_step(
+        training_buffers.RECOMPUTED, layers=96, micro_batches=64, in_flight=16
+    )
+    assert len(step.flat) == 368_640
+    start = time.process_time()
+    found = plan(step.flat)
+    seconds = time.process_time() - start
+    assert found.ratio <= 1.005
+    assert seconds < 5  # 0.3 to 0.5 on an idle machine
+
+
+def test_plan_by_groups(training_buffers: ModuleType) -> None:
+    block = training_buffers.SAVED
+    step = training_buffers.training_step(block, layers=12, micro_batches=4, in_flight=2)
+    closures = [
+        plan_scratch(training_buffers.scratch_of(b)) for b in (block.forward, block.backward)
+    ]
+    assert [c.ratio for c in closures] == [1.0, 1.0]
+    peaks = np.array([c.peak_bytes for c in closures])
+    scratch = Buffers(step.scratch.birth, step.scratch.death, peaks[step.scratch.size])
+    found = plan_program(scratch=scratch, slabs=step.slabs, others=step.others)
+    whole = concatenate(scratch, step.slabs, step.others)
+    check(whole, found.arena)
+    offsets = np.concatenate([found.scratch, found.slabs, found.others])
+    np.testing.assert_array_equal(offsets, found.arena.offsets)
+    assert found.arena.ratio <= 1.01
+
+
+def test_groups_that_do_not_fit_fall_back() -> None:
+    """Slots per size waste memory where sizes take turns; the flat planner does better."""
+    count = 30
+    birth = np.arange(count)
+    others = Buffers(birth, birth + 1, 64 * (1 + birth))
+    nothing = from_rows([])
+    found = plan_program(scratch=nothing, slabs=nothing, others=others)
+    assert found.arena.ratio == 1.0
+    assert arena.MAX_RATIO < 1.01
+    overlapping = Buffers(np.array([0, 1, 5]), np.array([3, 4, 6]), np.array([64, 128, 64]))
+    check(overlapping, plan_program(scratch=overlapping, slabs=nothing, others=nothing).arena)
+
+
+# Published problems and files.
+
+
+def test_resnet50() -> None:
+    buffers = read_problem_csv(DATA / "resnet50.csv").buffers
+    found = plan(buffers)
+    check(buffers, found)
+    assert found.ratio <= 1.002
+
+
+def test_pangu(tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "pangu.csv"
+    path.write_bytes(lzma.decompress((DATA / "pangu_2.6B.csv.xz").read_bytes()))
+    buffers = read_problem_csv(path).buffers
+    found = plan(buffers)
+    check_no_overlap(buffers.birth, buffers.death, found.offsets, buffers.size)
+    assert len(buffers) == 18_692
+    assert found.ratio == 1.0  # the best heuristic of the allocator it comes from: 1.0076
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "line 1: no column id, lower, upper, size"),
+        ("id,lower,upper\n0,1,2\n", "line 1: no column size"),
+        ("id,lower,upper,size\n0,1,2,8\n1,4,4,8\n", "line 3: lower 4 is not below upper 4"),
+        ("id,lower,upper,size\n0,1,2,-8\n", "line 2: size -8 is negative"),
+        ("id,lower,upper,size\n0,1,2\n", "line 2: too few values: no size"),
+        ("id,lower,upper,size\n0,1,2,big\n", "line 2: size is 'big'; give an integer"),
+        ("id,lower,upper,size\n0,1,2.5,8\n", "line 2: upper is '2.5'; give an integer"),
+        (f"id,lower,upper,size\n0,1,{2**64},8\n", r"line 2: upper is \d+; give less than"),
+        ("id,lower,upper,size\n7,1,2,8\n7,1,2,8\n", "line 3: id 7 is taken by line 2"),
+        ("id,lower,upper,size\n\xff\xfe", "not a CSV file"),
+    ],
+)
+def test_bad_file(
+    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str], text: str, message: str
+) -> None:
+    path = tmp_path / "problem.csv"
+    path.write_bytes(text.encode("latin-1"))
+    with pytest.raises(PlanError, match=message):
+        read_problem_csv(path)
+    assert main(["plan-memory", str(path)]) == 2
+    assert capsys.readouterr().err.startswith("lazyinline: ")
+
+
+def test_file_in_another_order_with_more_columns(tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "problem.csv"
+    path.write_text("\ufeffsize,alignment,id,upper,lower\n64,1,a,5,0\n\n32,1,b,9,4\n", "utf-8")
+    problem = read_problem_csv(path)
+    assert problem.ids == ("a", "b")
+    assert problem.buffers.birth.tolist() == [0, 4]
+    assert problem.buffers.size.tolist() == [64, 32]
+
+
+def test_command(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "offsets.csv"
+    arguments = ["plan-memory", str(DATA / "resnet50.csv"), "--offsets", str(out)]
+    assert main([*arguments, "--effort", "0.1", "--alignment", "512"]) == 0
+    printed = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    assert {"buffers", "peak", "lower", "ratio", "seconds"} <= set(printed)
+    table = np.loadtxt(out, delimiter=",", skiprows=1, dtype=np.int64)
+    assert out.read_text().splitlines()[0] == "id,lower,upper,size,offset"
+    check_no_overlap(table[:, 1], table[:, 2], table[:, 4], table[:, 3])
+    assert not (table[:, 4] % 512).any()
+    padded = -(-table[:, 3] // 512) * 512
+    assert printed["peak"] == f"{(table[:, 4] + padded).max()} bytes"
+
+
+def test_command_without_files(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan-memory", str(tmp_path / "none.csv")]) == 2
+    assert "cannot be read: No such file" in capsys.readouterr().err
+    nowhere = str(tmp_path / "no folder" / "out.csv")
+    assert (
+        main(["plan-memory", str(DATA / "resnet50.csv"), "--effort", "0", "--offsets", nowhere])
+        == 2
+    )
+    assert "cannot be written" in capsys.readouterr().err

@@ -1,0 +1,359 @@
+"""Programs as data: types as text, counting, immutability, printing, differences."""
+
+import dataclasses
+import re
+from collections.abc import Callable
+
+import pytest
+import torch
+from programs import (
+    MATRIX,
+    SCALAR,
+    VECTOR,
+    LeafBuilder,
+    random_program,
+)
+from torch import nn
+
+import lazyinline
+from lazyinline.autodiff.derivative import Differentiator, Recipe
+from lazyinline.frontend.compiler import differentiable_inputs
+from lazyinline.reuse.inline import inline_calls
+from lazyinline.reuse.printer import closure_names, diff_programs, format_program
+from lazyinline.reuse.program import (
+    Call,
+    Composite,
+    Leaf,
+    ModelTensor,
+    Pack,
+    Program,
+    UserInput,
+    Value,
+    count_calls,
+    walk_closures,
+)
+from lazyinline.reuse.types import StructType, TensorType
+
+aten = torch.ops.aten
+CPU = torch.device("cpu")
+
+
+# ---- types -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("tensor", "text"),
+    [
+        (torch.zeros(8, 16), "f32[8,16]"),
+        (torch.zeros(()), "f32[]"),
+        (torch.zeros(0, 3), "f32[0,3]"),
+        (torch.zeros(2, dtype=torch.float64), "f64[2]"),
+        (torch.zeros(2, dtype=torch.float16), "f16[2]"),
+        (torch.zeros(2, dtype=torch.bfloat16), "bf16[2]"),
+        (torch.zeros(2, dtype=torch.int64), "i64[2]"),
+        (torch.zeros(2, dtype=torch.uint8), "u8[2]"),
+        (torch.zeros(2, dtype=torch.bool), "bool[2]"),
+        (torch.zeros(2, dtype=torch.complex64), "c64[2]"),
+        (torch.zeros(2, dtype=torch.float8_e4m3fn), "float8_e4m3fn[2]"),
+    ],
+)
+def test_tensor_type_as_text(tensor: torch.Tensor, text: str) -> None:
+    assert str(TensorType.of(tensor)) == text
+
+
+def test_struct_type_counts_the_tensors_inside() -> None:
+    inner = StructType((MATRIX, VECTOR))
+    assert str(inner) == "struct<2>"
+    assert str(StructType((inner, SCALAR, inner))) == "struct<5>"
+    assert str(StructType(())) == "struct<0>"
+    assert StructType((inner, SCALAR)).num_bytes == (12 + 4 + 1) * 8
+
+
+def test_types_are_equal_only_where_a_kernel_fits_both() -> None:
+    base = torch.zeros(3, 4)
+    others = [base.double(), base[:2], base.t().contiguous().t(), base.to("meta")]
+    assert TensorType.of(base) == TensorType.of(torch.ones(3, 4))
+    assert all(TensorType.of(other) != TensorType.of(base) for other in others)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "is_dense"),
+    [
+        (torch.zeros(3, 4), True),
+        (torch.zeros(3, 4).t(), True),
+        (torch.zeros(2, 3, 4).permute(1, 2, 0), True),
+        (torch.zeros(3, 1, 4)[:, :1], True),
+        (torch.zeros(()), True),
+        (torch.zeros(4).expand(3, 4), False),
+        (torch.zeros(3, 8)[:, ::2], False),
+        (torch.zeros(3, 8)[:, :4], False),
+    ],
+)
+def test_cotangent_has_the_layout_of_a_dense_value(tensor: torch.Tensor, is_dense: bool) -> None:
+    type_ = TensorType.of(tensor)
+    assert type_.is_dense == is_dense
+    assert type_.cotangent().stride == (tensor if is_dense else tensor.contiguous()).stride()
+    assert type_.cotangent().shape == type_.shape
+
+
+# ---- counting ----------------------------------------------------------------------------------
+
+
+def leaf_of(nodes: int, name: str) -> Leaf:
+    """A leaf on one matrix with this many operators."""
+    builder = LeafBuilder([MATRIX])
+    for _ in range(nodes):
+        builder.add(aten.sin.default, builder.nodes[-1])
+    return builder.leaf([builder.nodes[-1]], name)
+
+
+def chain(*closures: Leaf | Composite) -> Program:
+    """Calls the closures one after another."""
+    values = [Value(MATRIX, "x")]
+    calls = []
+    for closure in closures:
+        values.append(Value(MATRIX, "y"))
+        calls.append(Call(closure, (values[-2],), (values[-1],)))
+    return Program((values[0],), tuple(calls), (values[-1],))
+
+
+THREE, FIVE = leaf_of(3, "three"), leaf_of(5, "five")
+EXPERT = Composite("expert", chain(THREE, THREE))
+BLOCK = Composite("block", chain(EXPERT, FIVE, EXPERT))
+NESTED = chain(BLOCK, BLOCK, THREE, BLOCK)
+
+
+def test_nodes_are_counted_once_per_closure_held_and_once_per_call_inlined() -> None:
+    # main 4 calls + block 3 + expert 2 + five 5 + three 3
+    assert NESTED.num_nodes() == 4 + 3 + 2 + 5 + 3
+    expert = 3 + 3
+    block = expert + 5 + expert
+    assert NESTED.num_nodes_if_inlined() == block + block + 3 + block
+
+
+def test_one_call_more_is_one_node_held_more() -> None:
+    more = chain(BLOCK, BLOCK, THREE, BLOCK, BLOCK)
+    assert more.num_nodes() == NESTED.num_nodes() + 1
+    assert more.num_nodes_if_inlined() == NESTED.num_nodes_if_inlined() + 17
+
+
+def test_closures_come_once_each_callees_first() -> None:
+    assert NESTED.closures == (THREE, EXPERT, FIVE, BLOCK)
+    assert list(walk_closures(NESTED)) == list(NESTED.closures)
+
+
+def test_calls_are_counted_over_all_bodies() -> None:
+    assert dict(count_calls(NESTED)) == {THREE: 3, EXPERT: 2, FIVE: 1, BLOCK: 3}
+
+
+def test_packing_counts_as_a_call_held_and_as_nothing_inlined() -> None:
+    struct = StructType((MATRIX,))
+    x, packed = Value(MATRIX), Value(struct)
+    program = Program((x,), (Call(Pack(struct), (x,), (packed,)),), (packed,))
+    assert program.num_nodes() == 1
+    assert program.num_nodes_if_inlined() == 0
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_counted_if_inlined_is_what_inlining_gives(seed: int) -> None:
+    program = random_program(seed)
+    inlined = inline_calls(program)
+    assert program.num_nodes_if_inlined() == sum(c.closure.num_nodes for c in inlined.calls)
+
+
+def test_counting_visits_each_closure_once() -> None:
+    """Forty levels of two calls each: 2**40 operators if inlined."""
+    closure: Leaf | Composite = leaf_of(1, "one")
+    for level in range(40):
+        closure = Composite(f"level{level}", chain(closure, closure))
+    program = chain(closure)
+    assert program.num_nodes_if_inlined() == 2**40
+    assert program.num_nodes() == 1 + 40 * 2 + 1
+    assert str(program).count("closure @") == 41
+
+
+# ---- immutability and identity -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("thing", "attribute"),
+    [
+        (NESTED, "calls"),
+        (NESTED.calls[0], "closure"),
+        (NESTED.inputs[0], "type"),
+        (THREE, "name"),
+        (EXPERT, "program"),
+        (Pack(StructType(())), "type"),
+        (MATRIX, "shape"),
+        (StructType(()), "fields"),
+        (UserInput(0, "x"), "name"),
+        (ModelTensor("w", torch.zeros(1)), "tensor"),
+    ],
+    ids=lambda thing: type(thing).__name__ if not isinstance(thing, str) else "",
+)
+def test_parts_cannot_be_changed(thing: object, attribute: str) -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        setattr(thing, attribute, None)
+
+
+def test_closures_values_and_calls_are_compared_by_identity() -> None:
+    assert leaf_of(1, "same") != leaf_of(1, "same")
+    assert Value(MATRIX, "x") != Value(MATRIX, "x")
+    assert Composite("b", NESTED) != Composite("b", NESTED)
+    assert len({leaf_of(1, "same"), leaf_of(1, "same")}) == 2
+
+
+# ---- printing ----------------------------------------------------------------------------------
+
+
+@lazyinline.lazy_inline
+class Block(nn.Module):
+    def __init__(self, size: int, index: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(size, size, bias=False)
+        self.gain = nn.Parameter(torch.ones(size))
+        self.register_buffer("shift", torch.zeros(size))
+        self.index = index
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.tanh(self.linear(x)) * self.gain + self.shift
+
+
+class Model(nn.Module):
+    def __init__(self, layers: int, size: int = 4) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(10, size)
+        self.layers = nn.ModuleList(Block(size, i) for i in range(layers))
+
+    def forward(self, ids: torch.Tensor) -> dict[str, torch.Tensor]:
+        x = self.embedding(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return {"hidden": x, "loss": x.square().sum()}
+
+
+IDS = torch.zeros(2, 3, dtype=torch.int64)
+
+
+def training_programs(layers: int) -> tuple[Program, Program]:
+    program = lazyinline.capture(Model(layers), (IDS,), train=True)
+    differentiator = Differentiator(lambda leaf: Recipe())
+    closure = Composite("main", program)
+    derivative = differentiator.vjp(closure, differentiable_inputs(program), [1])
+    assert derivative is not None
+    assert isinstance(derivative.forward, Composite)
+    assert isinstance(derivative.backward, Composite)
+    return derivative.forward.program, derivative.backward.program
+
+
+def without_versions(text: str) -> str:
+    """Leaves out what PyTorch's decompositions decide: bodies are hidden, counts replaced."""
+    text = re.sub(r"\d+ nodes? held, \d+ if inlined", "nodes", text)
+    return re.sub(r"\d+ nodes?,", "nodes,", re.sub(r"(  return) .*", r"\1 ...", text))
+
+
+def test_captured_program_as_text(golden: Callable[[str, str], None]) -> None:
+    golden("captured", str(lazyinline.capture(Model(3), (IDS,), train=True)))
+
+
+def test_training_programs_as_text(golden: Callable[[str, str], None]) -> None:
+    for name, program in zip(("forward", "backward"), training_programs(3), strict=True):
+        golden(f"training_{name}", without_versions(format_program(program, bodies="hide")))
+
+
+def test_same_model_prints_the_same_bytes() -> None:
+    first, second = (str(lazyinline.capture(Model(3), (IDS,), train=True)) for _ in range(2))
+    assert first == second
+    assert str(random_program(5)) == str(random_program(5))
+    assert "0x" not in first
+
+
+def test_source_lines_are_shown_on_request() -> None:
+    program = lazyinline.capture(Model(2), (IDS,))
+    shown = format_program(program, source="show")
+    assert re.search(r"= tanh\(%\d+\)  // .*test_program\.py:\d+ Block\.forward", shown)
+    assert re.search(r"= embedding\(.*test_program\.py:\d+ Model\.forward", shown)
+    assert ".py:" not in format_program(program)
+
+
+def test_closures_of_one_name_are_told_apart() -> None:
+    first, second = leaf_of(1, "glue"), leaf_of(2, "glue")
+    program = chain(first, second, Composite("glue", chain(first)))
+    assert list(closure_names(program).values()) == ["glue", "glue_1", "glue_2"]
+    assert re.findall(r"call @(\w+)\(", str(program)) == ["glue", "glue", "glue_1", "glue_2"]
+
+
+def test_values_of_one_hint_are_told_apart() -> None:
+    text = str(chain(THREE, THREE, THREE))
+    assert "%y = call @three(%x)" in text
+    assert "%y_1 = call @three(%y)" in text
+    assert "%y_2 = call @three(%y_1)" in text
+
+
+def test_count_is_singular_for_one() -> None:
+    text = str(chain(leaf_of(1, "one"), leaf_of(2, "two"), leaf_of(2, "two")))
+    assert "// 1 node, 1 call {" in text
+    assert "// 2 nodes, 1 call {" in text
+
+
+def test_difference_shows_what_a_pass_changed() -> None:
+    before, after = chain(THREE, FIVE), chain(THREE, THREE)
+    lines = diff_programs(before, after).splitlines()
+    assert lines[:2] == ["--- before", "+++ after"]
+    assert "-  %y_1 = call @five(%y)" in lines
+    assert "+  %y_1 = call @three(%y)" in lines
+    assert diff_programs(before, before) == ""
+
+
+def test_depth_adds_one_line_per_layer_and_direction() -> None:
+    few, many = training_programs(2), training_programs(12)
+    for small, large in zip(few, many, strict=True):
+        assert len(large.calls) == len(small.calls) + 10
+        assert large.num_nodes() == small.num_nodes() + 10
+        assert len(str(large).splitlines()) == len(str(small).splitlines()) + 10
+
+
+def test_writes_are_printed() -> None:
+    class Counter(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("count", torch.zeros(()))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.count.add_(1)
+            return x * self.count
+
+    program = lazyinline.capture(Counter(), (torch.zeros(2),))
+    assert [program.sources[target].name for _, target in program.writes] == ["count"]
+    assert "  write %count <- output 1\n" in str(program)
+
+
+def test_operands_are_printed_with_their_python_types() -> None:
+    builder = LeafBuilder([VECTOR])
+    (x,) = builder.nodes
+    builder.add(aten.mul.Tensor, x, 2)
+    builder.add(aten.mul.Tensor, x, 2.0)
+    builder.add(aten.sum.dim_IntList, x, [0], True)
+    text = str(chain_of(builder.leaf([builder.nodes[-1]], "constants")))
+    assert "mul.Tensor(%a0, 2)\n" in text
+    assert "mul.Tensor(%a0, 2.0)\n" in text
+    assert "sum.dim_IntList(%a0, [0], True)\n" in text
+
+
+def chain_of(leaf: Leaf) -> Program:
+    inputs = tuple(Value(t) for t in leaf.input_types)
+    results = tuple(Value(t) for t in leaf.output_types)
+    return Program(inputs, (Call(leaf, inputs, results),), results)
+
+
+def test_modes_are_printed_with_the_operator() -> None:
+    class Modes(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with torch.no_grad():
+                y = torch.sin(x)
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                return torch.mm(x, y)
+
+    text = str(lazyinline.capture(Modes(), (torch.zeros(3, 3),), train=True))
+    assert re.search(r"sin\(%\w+\)  // no_grad\n", text)
+    assert re.search(r"bf16\[3,3\] = mm\(.*\)  // autocast cpu bf16\n", text)
