@@ -81,7 +81,7 @@ class PlannedProgram:
         self._compiled: list[CodeType] = [
             compile(code.source, "<lazyinline program>", "exec") for code in self._codes
         ]
-        self._tensors: list[torch.Tensor] = []
+        self._addresses: list[int] = []
         self._pool: list[Lease] = []
         self._lock = threading.Lock()
 
@@ -132,24 +132,24 @@ class PlannedProgram:
 
     def lease(self, tensors: list[torch.Tensor]) -> Lease:
         """Returns an arena to run in, with the model's present tensors bound."""
+        # What is bound keeps its memory alive, so an address stands for one memory. The tensor
+        # object would not: `parameter.data = ...` gives it another.
+        addresses = [t.data_ptr() for t in tensors]
         with self._lock:
-            if any(a is not b for a, b in zip(tensors, self._tensors, strict=False)) or (
-                len(tensors) != len(self._tensors)
-            ):
-                self._tensors = list(tensors)
+            if addresses != self._addresses:
+                self._addresses = addresses
                 self._pool.clear()
             lease = self._pool.pop() if self._pool else None
         if lease is None:
             lease = self._bind(tensors)
-        return Lease(lease.arena, lease.runners, lease.tensors, self)
+        return Lease(lease.arena, lease.runners, lease.tensors, lease.addresses, self)
 
     def release(self, lease: Lease) -> None:
         """Takes an arena back."""
         with self._lock:
-            if lease.tensors is self._tensors or all(
-                a is b for a, b in zip(lease.tensors, self._tensors, strict=True)
-            ):
-                self._pool.append(Lease(lease.arena, lease.runners, lease.tensors, None))
+            if lease.addresses == self._addresses:
+                idle = Lease(lease.arena, lease.runners, lease.tensors, lease.addresses, None)
+                self._pool.append(idle)
 
     def copy_of(self, lease: Lease) -> Lease:
         """Returns a second arena with the same contents."""
@@ -169,24 +169,27 @@ class PlannedProgram:
             scope.update(bind_model(code.model_views, by_instance))
             exec(compiled, scope)
             runners.append(scope["program"])
-        return Lease(arena, tuple(runners), list(tensors), None)
+        addresses = [t.data_ptr() for t in tensors]
+        return Lease(arena, tuple(runners), list(tensors), addresses, None)
 
 
 class Lease:
     """One arena in use: its runners work in it until it is released or dropped."""
 
-    __slots__ = ("_owner", "arena", "runners", "tensors")
+    __slots__ = ("_owner", "addresses", "arena", "runners", "tensors")
 
     def __init__(
         self,
         arena: torch.Tensor,
         runners: tuple[Runner, ...],
         tensors: list[torch.Tensor],
+        addresses: list[int],
         owner: PlannedProgram | None,
     ) -> None:
         self.arena = arena
         self.runners = runners
         self.tensors = tensors
+        self.addresses = addresses
         self._owner = owner
 
     def release(self) -> None:
