@@ -212,4 +212,6 @@ def _report(workload: Workload, options: Options, late: Side, early: Side) -> Me
         late=late,
         early=early,
         threads=torch.get_num_threads(),
+        peak_bytes=late.compiled.peak_bytes,
+        lower_bound_bytes=late.compiled.lower_bound_bytes,
     )

@@ -52,8 +52,8 @@ class MeasureReport:
         early: everything inlined first (``reuse="off"``).
         eager: time of the model's own step; None if nothing was run.
         warm_up: a small compile before both, which pays for imports; on neither side.
-        peak_bytes: memory of the plan; None until a memory plan exists.
-        lower_bound_bytes: what no plan can go below; None until a memory plan exists.
+        peak_bytes: arena of the late program; None where memory is not planned.
+        lower_bound_bytes: largest sum of live bytes, which no plan can go below; None likewise.
     """
 
     model: str

@@ -48,6 +48,10 @@ from .torch_tracing import (
 )
 
 _MAX_CLOSURES_PER_BLOCK = 64
+_OTHER_CALL = (
+    "it is called in another way than earlier instances (layout, requires_grad or value of an "
+    "argument, or a mode such as autocast)"
+)
 _PLAIN_TYPES = (bool, int, float, str, tuple, type(None), torch.dtype, torch.Size)
 _EMPTY_MODULE = nn.Module().__dict__
 _REENTRANT_CHECKPOINT = ("torch.utils.checkpoint", "CheckpointFunction")
@@ -70,6 +74,7 @@ class Recorder:
         self._signatures: dict[type, inspect.Signature | None] = {}
         self._fresh: dict[int, nn.Module] = {}
         self.plain_reads: dict[tuple[int, str], tuple[nn.Module, str, Any]] = {}
+        self._traced: set[type] = set()
         self._quiet = 0
 
     def _add_node(self, node: torch.fx.Node) -> None:
@@ -188,7 +193,7 @@ class Recorder:
                 ambient_modes(),
             )
             known = self._templates.setdefault(key, [])
-            reason = ""
+            reason = "" if known or type(module) not in self._traced else _OTHER_CALL
             for template in reversed(known):
                 reason = template.evidence.mismatch(module)
                 if not reason:
@@ -196,6 +201,7 @@ class Recorder:
         made, why, result = self._trace_block(module, args, kwargs, proceed, arguments, leaves)
         if made is not None and len(known) < _MAX_CLOSURES_PER_BLOCK:
             known.append(made)
+        self._traced.add(type(module))
         self._decide(module, shared=False, reason=why or reason)
         return result
 

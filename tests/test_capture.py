@@ -1,0 +1,739 @@
+"""What capture makes of a model's Python: values, gradients, state, and what it refuses."""
+
+import collections
+import dataclasses
+import random
+import re
+import threading
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+import torch.utils.checkpoint
+from blocks import Around, Stack, block, example, linear
+from equality import assert_equals_eager
+from torch import nn
+
+import lazyinline
+from lazyinline import CaptureError
+from lazyinline.frontend.capture import capture_model
+
+# ---- results of blocks ---------------------------------------------------------------------------
+
+
+class Pair(NamedTuple):
+    first: torch.Tensor
+    second: Any
+
+
+@dataclasses.dataclass
+class Output:
+    hidden: torch.Tensor
+    extra: Any = None
+
+
+torch.export.register_dataclass(Output)
+
+
+class Opaque:
+    """A result that PyTorch's tree registry does not know."""
+
+    def __init__(self, hidden: torch.Tensor) -> None:
+        self.hidden = hidden
+
+
+def result_of(make: Callable[[Any, torch.Tensor], Any]) -> type[nn.Module]:
+    return block(lambda self, x: make(self, torch.tanh(self.linear(x)) + x))
+
+
+RESULTS: dict[str, tuple[Callable[[Any, Any], Any], Callable[[Any], Any], int]] = {
+    # what the block returns for its hidden state h; how the next block's x is taken from it
+    "a tuple": (lambda self, h: (h, h * 2), lambda out: out[1], 1),
+    "a nested tuple": (lambda self, h: (h, (h * 2, (h.sum(),))), lambda out: out[1][0], 1),
+    "a list and a dict": (lambda self, h: [{"a": h, "b": [h * 2]}], lambda out: out[0]["b"][0], 1),
+    "an OrderedDict": (lambda self, h: collections.OrderedDict(b=h, a=-h), lambda out: out["a"], 1),
+    "a named tuple": (lambda self, h: Pair(h, (h * 2,)), lambda out: out.second[0], 1),
+    "a dataclass": (lambda self, h: Output(h, (h * 2, None)), lambda out: out.extra[0], 1),
+    "None beside a tensor": (lambda self, h: (h, None), lambda out: out[0], 1),
+    "plain data": (lambda self, h: (h, "text", 3, 2.5, True), lambda out: out[0] * out[2], 1),
+    "a shape": (lambda self, h: (h, h.shape, h.shape[0]), lambda out: out[0] * out[2], 1),
+    "the same tensor twice": (lambda self, h: (h, h), lambda out: out[0] + out[1], 1),
+    "a view of its own result": (lambda self, h: (h, h[0]), lambda out: out[0] + out[1], 1),
+    "a strided result": (lambda self, h: (h.t().contiguous().t(),), lambda out: out[0], 1),
+    "an expanded result": (lambda self, h: h[:1].expand(3, 4), lambda out: out, 1),
+    "integers": (lambda self, h: (h, (h > 0).sum()), lambda out: out[0] * out[1], 1),
+    "detached": (lambda self, h: (h, h.detach()), lambda out: out[0] * out[1], 1),
+    "its parameter": (lambda self, h: (h, self.linear.bias), lambda out: out[0] + out[1], 1),
+    "an object": (lambda self, h: Opaque(h), lambda out: out.hidden, 0),
+}
+
+
+@pytest.mark.parametrize("name", RESULTS)
+def test_block_may_return(name: str) -> None:
+    make, take, shared = RESULTS[name]
+    kind = result_of(make)
+
+    def body(layers: Any, x: torch.Tensor) -> Any:
+        results = []
+        for layer in layers:
+            out = layer(x)
+            x = take(out)
+            results.append(out)
+        kept = results if shared else [out.hidden for out in results]
+        return x, kept
+
+    outcome = assert_equals_eager(Around(body, kind(), kind()), [example()])
+    # The first block is called with a leaf, the next ones with a result: one trace each at most.
+    assert outcome.shared >= shared
+    if not shared:
+        assert "neither a tensor nor plain data" in outcome.reasons[0]
+
+
+PASSED: dict[str, tuple[Callable[[Any, Any], Any], Callable[[Any], Any]]] = {
+    "its input": (lambda self, x: (x, self.linear(x)), lambda out: out[0] + out[1]),
+    "only its input": (lambda self, x: x, lambda out: out * 2),
+    "a view of its input": (
+        lambda self, x: (x.t(), self.linear(x)),
+        lambda out: out[0].t() + out[1],
+    ),
+    "a slice of its input": (
+        lambda self, x: (x[1:], self.linear(x)),
+        lambda out: out[1] + out[0][0],
+    ),
+    "its input reshaped": (lambda self, x: x.reshape(4, 3), lambda out: out.reshape(3, 4)),
+    "its input, detached": (lambda self, x: (x.detach(), self.linear(x)), lambda out: sum(out)),
+}
+
+
+@pytest.mark.parametrize("name", PASSED)
+def test_block_may_pass_on(name: str) -> None:
+    forward, take = PASSED[name]
+
+    def body(layers: Any, x: torch.Tensor) -> Any:
+        results = []
+        for layer in layers:
+            out = layer(x)
+            x = take(out)
+            results.append(out)
+        return x, results
+
+    kind = block(forward)
+    model = Around(lambda layers, x: body(layers, torch.sin(x)), kind(), kind())
+    assert assert_equals_eager(model, [example()]).shared == 1
+
+
+MODELS: dict[str, Callable[[Any, torch.Tensor], Any]] = {
+    "its input": lambda layers, x: (x, layers[0](x)),
+    "only its input": lambda layers, x: x,
+    "a view of its input": lambda layers, x: (x.t(), layers[0](x)),
+    "one tensor at two places": lambda layers, x: {"a": (y := layers[0](x)), "b": [y, y.sum()]},
+    "a view of its result": lambda layers, x: (y := layers[0](x), y[0]),
+    "plain data and None": lambda layers, x: (layers[0](x), None, "a", 3),
+    "a dataclass": lambda layers, x: Output(layers[0](x), {"a": x * 2}),
+    "a parameter": lambda layers, x: (layers[0](x), layers[0].linear.weight),
+    "detached": lambda layers, x: (layers[0](x).detach(), layers[0](x)),
+    "nothing that has a gradient": lambda layers, x: layers[0](x).detach(),
+    "no tensor": lambda layers, x: "text",
+    "integers": lambda layers, x: (x > 0).sum(),
+    "an expanded tensor": lambda layers, x: layers[0](x)[:1].expand(3, 4),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_model_may_return(name: str) -> None:
+    kind = block(lambda self, x: torch.tanh(self.linear(x)))
+    assert_equals_eager(Around(MODELS[name], kind()), [example()])
+
+
+def test_model_that_returns_a_foreign_object_is_refused() -> None:
+    """Its tensors could not be found, and would be fake."""
+    kind = block(lambda self, x: torch.tanh(self.linear(x)))
+    model = Around(lambda layers, x: Opaque(layers[0](x)), kind())
+    with pytest.raises(CaptureError, match=r"returns .*Opaque"):
+        lazyinline.compile(model, backend="eager")(example())
+
+
+# ---- arguments of the model ----------------------------------------------------------------------
+
+
+def test_model_arguments_may_be_nested_and_mixed() -> None:
+    def body(layers: Any, x: Any, *rest: Any, options: Any = None, scale: float = 1.0) -> Any:
+        y = layers[0](x["a"]) * scale + rest[0][0]
+        return y if options is None else y * options["flag"]
+
+    kind = block(lambda self, x: torch.tanh(self.linear(x)))
+    args = [{"a": example(seed=1), "b": None}, (example(seed=2), 3)]
+    for kwargs in ({}, {"scale": 2.0}, {"options": {"flag": 4, "unused": "text"}}):
+        assert_equals_eager(Around(body, kind()), args, kwargs)
+
+
+def test_same_tensor_may_be_passed_twice() -> None:
+    kind = block(lambda self, x, y: torch.tanh(self.linear(x)) * y)
+    model = Around(lambda layers, x, y: layers[1](layers[0](x, y), y), kind(), kind())
+    x = example()
+    assert_equals_eager(model, [x, x])
+
+
+def test_scalars_that_are_equal_but_not_the_same_are_told_apart() -> None:
+    class Scale(nn.Module):
+        def forward(self, x: torch.Tensor, scale: Any) -> torch.Tensor:
+            return x * scale if scale is not True else x * 5
+
+    model, x = Scale(), torch.ones(2, dtype=torch.float64)
+    compiled = lazyinline.compile(model, backend="eager")
+    for scale in (1, True, 1.0, 0.0, -0.0, 0, False, float("nan")):
+        found, expected = compiled(x, scale), model(x, scale)
+        torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+        assert torch.equal(torch.signbit(found), torch.signbit(expected)), scale
+
+
+def test_arguments_that_share_memory_are_told_apart_from_those_that_do_not() -> None:
+    class InPlace(nn.Module):
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            x.add_(1)
+            return x * y
+
+    compiled = lazyinline.compile(InPlace(), backend="eager")
+
+    def both(make: Callable[[], tuple[torch.Tensor, torch.Tensor]]) -> None:
+        try:
+            found = compiled(*make())
+        except CaptureError:
+            return  # refusing is right, another number is not
+        assert torch.equal(found, InPlace()(*make()))
+
+    both(lambda: (torch.ones(3), torch.ones(3)))
+    both(lambda: (t := torch.ones(3), t))
+    both(lambda: ((t := torch.ones(4))[:3], t[1:]))
+    both(lambda: (torch.ones(3), torch.ones(3)))
+
+
+# ---- state ---------------------------------------------------------------------------------------
+
+
+def running(self: Any, x: torch.Tensor) -> torch.Tensor:
+    y = self.linear(x)
+    with torch.no_grad():
+        self.mean.mul_(0.9).add_(y.mean(0), alpha=0.1)
+        self.count += 1
+    return y - self.mean / self.count
+
+
+def with_buffers(forward: Callable[..., Any], **more: Any) -> type[nn.Module]:
+    kind = block(forward)
+    init = kind.__init__
+
+    def extended(self: Any, **attributes: Any) -> None:
+        init(self, **attributes)
+        self.register_buffer("mean", torch.zeros(4, dtype=torch.float64))
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+
+    kind.__init__ = extended  # type: ignore[method-assign]
+    return kind
+
+
+def write_slice(self: Any, x: torch.Tensor) -> torch.Tensor:
+    self.mean[1:3] = x.detach().mean(0)[:2]
+    self.mean[:2].mul_(2)
+    return self.linear(x) + self.mean
+
+
+def view_then_write(self: Any, x: torch.Tensor) -> torch.Tensor:
+    square = self.mean.view(2, 2)
+    self.mean.add_(x.detach().mean(0))
+    return self.linear(x) * square.sum()
+
+
+def write_after_use(self: Any, x: torch.Tensor) -> torch.Tensor:
+    y = self.linear(x) * self.mean
+    self.mean.add_(1)
+    return y
+
+
+def batch_norm(self: Any, x: torch.Tensor) -> torch.Tensor:
+    return self.norm(self.linear(x))
+
+
+@pytest.mark.parametrize("forward", [running, write_slice, view_then_write, write_after_use])
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("twice", [False, True])
+def test_buffers_written_in_forward_keep_their_values(
+    forward: Callable[..., Any], grad: bool, twice: bool
+) -> None:
+    """Three calls; ``twice``: one block that is called twice, so it sees its own writes."""
+    kind = with_buffers(forward)
+    first = kind()
+    model = Stack(first, first if twice else kind())
+    with torch.set_grad_enabled(grad):
+        assert_equals_eager(model, [example(grad=grad)], calls=3)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_batch_norm_keeps_its_statistics(training: bool) -> None:
+    kind = block(batch_norm)
+    norms = [nn.BatchNorm1d(4, dtype=torch.float64) for _ in range(2)]
+    model = Stack(*(kind(norm=norm) for norm in norms)).train(training)
+    outcome = assert_equals_eager(model, [example()], calls=3)
+    assert outcome.shared == 1
+    assert model.layers[0].norm.num_batches_tracked == (3 if training else 0)
+
+
+def test_input_changed_in_place_is_changed_for_the_caller() -> None:
+    def body(layers: Any, x: torch.Tensor) -> Any:
+        x.mul_(2)
+        return layers[0](x), x
+
+    kind = block(lambda self, x: torch.tanh(self.linear(x)))
+    with torch.no_grad():
+        assert_equals_eager(Around(body, kind()), [example(grad=False)])
+
+
+def test_block_may_change_its_argument_in_place() -> None:
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        x.add_(1)
+        return torch.tanh(self.linear(x))
+
+    def body(layers: Any, x: torch.Tensor) -> Any:
+        for layer in layers:
+            y = torch.sin(x)
+            x = layer(y) + y
+        return x
+
+    kind = block(forward)
+    outcome = assert_equals_eager(Around(body, kind(), kind()), [example()])
+    assert outcome.shared == 1
+
+
+IN_PLACE: dict[str, Callable[[Any, torch.Tensor], Any]] = {
+    "on a temporary": lambda self, x: self.linear(x).mul_(2).tanh_(),
+    "through a view": lambda self, x: fill(self.linear(x), lambda y: y[0].mul_(3)),
+    "an entry of zeros": lambda self, x: fill(torch.zeros_like(x.detach()), entry(self.linear(x))),
+    "under no_grad": lambda self, x: fill(self.linear(x), double_without_gradient) * 2,
+    "on a clone": lambda self, x: fill(x.clone(), lambda y: y.add_(self.linear(x))),
+    "index_put": lambda self, x: fill(
+        self.linear(x), lambda y: y.__setitem__(torch.tensor([0, 2]), x[:2])
+    ),
+    "masked_fill_": lambda self, x: self.linear(x).masked_fill_(x > 0, 0.5),
+    "copy_": lambda self, x: torch.empty_like(x).copy_(self.linear(x)),
+}
+
+
+def fill(y: torch.Tensor, change: Callable[[torch.Tensor], Any]) -> torch.Tensor:
+    change(y)
+    return y
+
+
+def entry(value: torch.Tensor) -> Callable[[torch.Tensor], Any]:
+    return lambda y: y.__setitem__(slice(1, 3), value[1:])
+
+
+def double_without_gradient(y: torch.Tensor) -> None:
+    with torch.no_grad():
+        y.mul_(2)
+
+
+@pytest.mark.parametrize("name", IN_PLACE)
+def test_in_place_operators_have_their_gradients(name: str) -> None:
+    kind = block(IN_PLACE[name])
+    assert assert_equals_eager(Stack(*(kind() for _ in range(3))), [example()]).shared >= 1
+
+
+GLOBAL_TABLE = example(seed=9, grad=False)
+
+
+def test_global_tensor_is_used_by_reference() -> None:
+    kind = block(lambda self, x: self.linear(x) * GLOBAL_TABLE)
+    model = Stack(kind(), kind())
+    outcome = assert_equals_eager(model, [example()])
+    assert outcome.shared == 1
+    GLOBAL_TABLE.mul_(2)
+    torch.testing.assert_close(outcome.compiled(example()), model(example()), rtol=1e-12, atol=0)
+
+
+# ---- gradients -----------------------------------------------------------------------------------
+
+
+class Reverse(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, factor: float) -> torch.Tensor:
+        ctx.factor = factor
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+        return -gradient * ctx.factor, None
+
+
+class TwoResults(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, w: torch.Tensor) -> Any:
+        ctx.save_for_backward(x, w)
+        return x * w, x + 1
+
+    @staticmethod
+    def backward(ctx: Any, first: torch.Tensor, second: torch.Tensor) -> Any:  # type: ignore[override]
+        x, w = ctx.saved_tensors
+        return first * w * 3 + second, (first * x * 5).sum(0)
+
+
+class Round(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return torch.round(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return gradient
+
+
+@torch.no_grad()
+def without_gradient(x: torch.Tensor) -> torch.Tensor:
+    return torch.tanh(x)
+
+
+def gradient_inside_no_grad(self: Any, x: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        with torch.enable_grad():
+            y = self.linear(x)
+        z = torch.tanh(y)
+    return y * z
+
+
+def checkpointed(use_reentrant: bool) -> Callable[..., Any]:
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        function = lambda y: torch.tanh(self.linear(y))  # noqa: E731
+        return torch.utils.checkpoint.checkpoint(function, x, use_reentrant=use_reentrant)
+
+    return forward
+
+
+GRADIENTS: dict[str, Callable[[Any, torch.Tensor], Any]] = {
+    "custom function with a constant": lambda self, x: Reverse.apply(self.linear(x), 2.0) + x,
+    "custom function, two results": lambda self, x: sum(
+        TwoResults.apply(self.linear(x), self.linear.bias)
+    ),
+    "straight-through rounding": lambda self, x: Round.apply(self.linear(x) * 4),
+    "detach": lambda self, x: self.linear(x) * torch.tanh(self.linear(x)).detach(),
+    "no_grad region": lambda self, x: self.linear(x) * without_gradient(self.linear(x)),
+    "enable_grad in no_grad": gradient_inside_no_grad,
+    "checkpoint": checkpointed(use_reentrant=False),
+    "reentrant checkpoint": checkpointed(use_reentrant=True),
+    "fan-out": lambda self, x: (y := self.linear(x)) * y.sum() + y.t().contiguous().t() * x,
+    "parameter used twice": lambda self, x: self.linear(self.linear(x)),
+    "unused parameter": lambda self, x: x @ self.linear.weight,
+    "integer index": lambda self, x: self.linear(x)[torch.arange(3).flip(0)],
+    "expanded": lambda self, x: self.linear(x) + self.linear.bias.sum().expand(3, 4),
+    "where": lambda self, x: torch.where(x > 0, self.linear(x), x),
+    "max": lambda self, x: self.linear(x) + self.linear(x).max(),
+    "cumulative": lambda self, x: self.linear(x).cumsum(0),
+    "einsum": lambda self, x: torch.einsum("ij,kj->ik", x, self.linear.weight),
+}
+
+
+@pytest.mark.parametrize("name", GRADIENTS)
+def test_gradients_equal_eager(name: str) -> None:
+    kind = block(GRADIENTS[name])
+    assert assert_equals_eager(Stack(*(kind() for _ in range(3))), [example()]).shared >= 1
+
+
+@pytest.mark.parametrize("name", ["custom function with a constant", "no_grad region", "detach"])
+def test_gradients_equal_eager_without_any_block(name: str) -> None:
+    kind = block(GRADIENTS[name], mark=False)
+    assert assert_equals_eager(Stack(kind(), kind()), [example()]).shared == 0
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpoint_around_blocks_keeps_gradients_and_sharing(use_reentrant: bool) -> None:
+    def body(layers: Any, x: torch.Tensor) -> torch.Tensor:
+        for layer in layers:
+            x = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=use_reentrant)
+        return x
+
+    kind = block(lambda self, x: torch.tanh(self.linear(x)))
+    assert assert_equals_eager(Around(body, kind(), kind()), [example()]).shared == 1
+
+
+def test_dropout_shared_by_blocks_draws_another_mask_in_each() -> None:
+    kind = block(lambda self, x: self.drop(x))
+    drops = [nn.Dropout(0.5) for _ in range(3)]
+    layers = [kind(drop=drop) for drop in drops]
+    for layer in layers:
+        del layer.linear
+    model = Around(lambda layers, x: [layer(x) for layer in layers], *layers)
+    compiled = lazyinline.compile(model, backend="eager")
+    x = torch.ones(64, 64, requires_grad=True)
+    outputs = compiled(x)
+    assert sum(d.shared for d in compiled.last_report.decisions) == 2
+    masks = [out != 0 for out in outputs]
+    for mask in masks:
+        assert abs(mask.float().mean() - 0.5) < 0.05  # six standard deviations of 4096 draws
+    for first, second in ((0, 1), (0, 2), (1, 2)):
+        assert abs((masks[first] == masks[second]).float().mean() - 0.5) < 0.05
+    sum(out.sum() for out in outputs).backward()
+    assert x.grad is not None
+    # The backward uses the forward's masks, scaled by 1 / 0.5.
+    torch.testing.assert_close(x.grad, sum(mask.float() * 2 for mask in masks), rtol=0, atol=0)
+    assert not torch.equal(compiled(x)[0], outputs[0]), "another call draws other masks"
+
+
+RANDOM: dict[str, Callable[[Any, torch.Tensor], Any]] = {
+    "dropout": lambda self, x: torch.dropout(self.linear(x), 0.5, self.training),
+    "rand_like": lambda self, x: self.linear(x) * torch.rand_like(x),
+    "bernoulli_": lambda self, x: self.linear(x) * torch.empty_like(x).bernoulli_(0.5),
+    "randn": lambda self, x: self.linear(x) * torch.randn(4, dtype=torch.float64),
+}
+
+
+@pytest.mark.parametrize("name", RANDOM)
+def test_random_operators_follow_the_seed_like_eager(name: str) -> None:
+    kind = block(RANDOM[name])
+    assert assert_equals_eager(Stack(kind(), kind(), kind()), [example()]).shared >= 1
+
+
+# ---- what is left behind -------------------------------------------------------------------------
+
+
+def test_capture_leaves_no_trace() -> None:
+    kind = with_buffers(running)
+    model = Stack(kind(), kind())
+    state = {k: v.clone() for k, v in model.state_dict().items()}
+    x, random_state = example(), torch.get_rng_state()
+    patched = [
+        *(getattr(nn.Module, n) for n in ("__call__", "__getattr__", "__setattr__", "__delattr__")),
+        nn.Module.__getattribute__,
+        torch.Tensor.register_hook,
+        torch.autograd.Function.apply.__func__,  # type: ignore[attr-defined]
+    ]
+    lazyinline.capture(model, (x,), train=True)
+    assert all(torch.equal(v, state[k]) for k, v in model.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), random_state)
+    assert x.grad is None
+    assert all(p.grad is None for p in model.parameters())
+    assert torch.is_grad_enabled()
+    assert patched == [
+        *(getattr(nn.Module, n) for n in ("__call__", "__getattr__", "__setattr__", "__delattr__")),
+        nn.Module.__getattribute__,
+        torch.Tensor.register_hook,
+        torch.autograd.Function.apply.__func__,  # type: ignore[attr-defined]
+    ]
+
+
+def test_model_runs_as_before_after_a_capture_that_failed() -> None:
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        self.mean.add_(1)
+        self.calls = self.calls + 1
+        self.fresh = x
+        return self.linear(x) * self.calls
+
+    kind = with_buffers(forward)
+    model = Stack(kind(calls=0), kind(calls=0))
+    attributes = [dict(vars(m)) for m in model.modules()]
+    with pytest.raises(CaptureError, match=r"changes attribute '\w+' of Block"):
+        lazyinline.capture(model, (example(),))
+    assert [dict(vars(m)) for m in model.modules()] == attributes
+    assert not model.layers[0].mean.any()
+    assert model(example()).shape == (3, 4)
+    assert model.layers[0].calls == 1
+
+
+def test_other_threads_run_models_undisturbed_while_one_captures() -> None:
+    model = Stack(*(block(lambda self, x: torch.tanh(self.linear(x)))() for _ in range(2)))
+    other = nn.Sequential(linear(), nn.Dropout(0.0), linear())
+    x, errors, stop = example(grad=False), [], threading.Event()
+    expected = other(x).detach()
+
+    def run() -> None:
+        while not stop.is_set():
+            result = other(x)
+            if type(result) is not torch.Tensor or not torch.equal(result, expected):
+                errors.append(result)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    for _ in range(3):
+        lazyinline.capture(model, (example(),), train=True)
+    stop.set()
+    thread.join()
+    assert not errors
+
+
+# ---- what is refused, and how --------------------------------------------------------------------
+
+
+def refused(forward: Callable[..., Any], *args: Any, train: bool = True, **attributes: Any) -> str:
+    """Captures a model whose only block has this forward; returns the error's text."""
+    model = Stack(block(forward)(**attributes))
+    with pytest.raises(CaptureError) as error:
+        lazyinline.capture(model, args or (example(),), train=train)
+    return str(error.value)
+
+
+def branch(self: Any, x: torch.Tensor) -> torch.Tensor:
+    if x.sum() > 0:  # the line that the error must name
+        return self.linear(x)
+    return x
+
+
+def item(self: Any, x: torch.Tensor) -> torch.Tensor:
+    return x * x.max().item()
+
+
+def nonzero(self: Any, x: torch.Tensor) -> torch.Tensor:
+    return x[torch.nonzero(x > 0)[:, 0]]
+
+
+def loop(self: Any, x: torch.Tensor) -> torch.Tensor:
+    for _ in range(int(x.abs().max())):
+        x = x * 2
+    return x
+
+
+@pytest.mark.parametrize("forward", [branch, item, nonzero, loop])
+def test_python_that_needs_the_value_of_a_tensor_is_refused(forward: Callable[..., Any]) -> None:
+    text = refused(forward)
+    line = forward.__code__.co_firstlineno + 1
+    assert re.search(rf"test_capture\.py:{line} {forward.__name__}\b", text), text
+    assert "torch.where" in text, "the message says what to do"
+
+
+def test_buffer_value_that_python_needs_is_refused() -> None:
+    kind = with_buffers(lambda self, x: x * float(self.mean.sum()))
+    with pytest.raises(CaptureError, match=r"needs the value of a tensor at test_capture\.py"):
+        lazyinline.capture(Stack(kind()), (example(),))
+
+
+def test_error_of_the_model_itself_names_the_line() -> None:
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        return x @ torch.ones(7, 7, dtype=x.dtype)
+
+    text = refused(forward)
+    assert f"test_capture.py:{forward.__code__.co_firstlineno + 1} " in text
+    assert "Stack cannot be captured" in text
+
+
+def random_number(self: Any, x: torch.Tensor) -> torch.Tensor:
+    return x * random.random()
+
+
+def numpy_number(self: Any, x: torch.Tensor) -> torch.Tensor:
+    return x * float(np.random.rand())
+
+
+def gradient_hook(self: Any, x: torch.Tensor) -> torch.Tensor:
+    y = self.linear(x)
+    y.register_hook(lambda gradient: gradient * 2)
+    return y
+
+
+def data(self: Any, x: torch.Tensor) -> torch.Tensor:
+    return self.linear(x) * x.data
+
+
+def store(self: Any, x: torch.Tensor) -> torch.Tensor:
+    self.last = self.linear(x)
+    return self.last
+
+
+def count(self: Any, x: torch.Tensor) -> torch.Tensor:
+    self.calls += 1
+    return x * self.calls
+
+
+REFUSED: dict[str, tuple[Callable[..., Any], dict[str, Any], str]] = {
+    "Python's random numbers": (random_number, {}, r"draws from Python's random"),
+    "numpy's random numbers": (numpy_number, {}, r"draws from numpy\.random"),
+    "hook on a gradient": (gradient_hook, {}, r"hook on a tensor's gradient at test_capture\.py"),
+    ".data": (data, {}, r"at test_capture\.py:\d+ .*cannot be followed.*detach"),
+    "attribute that keeps a tensor": (store, {}, r"changes attribute 'last' of Block"),
+    "attribute that counts": (count, {"calls": 0}, r"changes attribute 'calls' of Block"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_a_program_could_not_repeat_is_refused(name: str) -> None:
+    forward, attributes, message = REFUSED[name]
+    assert re.search(message, refused(forward, **attributes))
+
+
+@pytest.mark.parametrize(
+    "register", ["register_full_backward_hook", "register_full_backward_pre_hook"]
+)
+def test_backward_hook_of_a_module_is_refused_in_training_only(register: str) -> None:
+    model = Stack(block(lambda self, x: self.linear(x))())
+    getattr(model.layers[0].linear, register)(lambda module, *gradients: None)
+    with pytest.raises(CaptureError, match=r"layers\.0\.linear \(Linear\) has a backward hook"):
+        lazyinline.capture(model, (example(),), train=True)
+    with torch.no_grad():
+        assert_equals_eager(model, [example(grad=False)])
+
+
+def test_gradient_hook_on_a_parameter_runs() -> None:
+    model = Stack(*(block(lambda self, x: torch.tanh(self.linear(x)))() for _ in range(2)))
+    compiled = lazyinline.compile(model, backend="eager")
+    compiled(example()).sum().backward()
+    weight = model.layers[0].linear.weight
+    once = weight.grad.clone()
+    model.zero_grad()
+    weight.register_hook(lambda gradient: gradient * 3)
+    compiled(example()).sum().backward()
+    torch.testing.assert_close(weight.grad, once * 3, rtol=1e-12, atol=0)
+
+
+def test_alias_that_crosses_blocks_is_refused() -> None:
+    """A view made before, a change by another closure, and the view used after it."""
+
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        x.mul_(2)
+        return self.linear(x)
+
+    def body(layers: Any, x: torch.Tensor) -> torch.Tensor:
+        y = torch.sin(x)
+        view = y[0]
+        return layers[0](y) + view
+
+    model = Around(body, block(forward)())
+    with pytest.raises(CaptureError, match=r"changes a tensor in place .*clone the tensor first"):
+        lazyinline.capture(model, (example(),), train=True)
+
+
+def test_gradient_of_an_input_changed_in_place_is_refused() -> None:
+    def body(layers: Any, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            x.mul_(2)
+        return layers[0](x)
+
+    model = Around(body, block(lambda self, x: self.linear(x))())
+    with pytest.raises(CaptureError, match="changes x in place"):
+        lazyinline.compile(model, backend="eager")(example())
+
+
+def test_model_on_the_meta_device_is_captured_but_not_run() -> None:
+    kind = block(lambda self, x: torch.tanh(self.linear(x)))
+    model = Stack(*(kind() for _ in range(4))).to("meta")
+    program = lazyinline.capture(model, (example().to("meta"),), train=True)
+    assert len(program.calls) == 4
+    with pytest.raises(lazyinline.PlanError, match=r"layers\.0\.linear\.weight is on the meta"):
+        lazyinline.compile(model, backend="eager")(example())
+
+
+@pytest.mark.parametrize("reuse", ["marked", "off"])
+def test_program_says_where_its_inputs_come_from(reuse: str) -> None:
+    kind = with_buffers(running)
+    model = Stack(kind(), kind())
+    captured = capture_model(model, (example(),), reuse=reuse, train=False)
+    sources = captured.program.sources
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    assert sources[0].name == "x"
+    assert {s.name for s in sources[1:]} == set(tensors)
+    assert all(s.tensor is tensors[s.name] for s in sources[1:])  # type: ignore[union-attr]
+    kinds = {s.name.rpartition(".")[2]: s.kind for s in sources[1:]}  # type: ignore[union-attr]
+    assert kinds == {
+        "weight": "parameter",
+        "bias": "parameter",
+        "mean": "buffer",
+        "count": "buffer",
+    }
+    written = sorted(sources[target].name for _, target in captured.program.writes)
+    assert written == sorted(f"layers.{i}.{n}" for i in range(2) for n in ("mean", "count"))
