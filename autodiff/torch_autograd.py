@@ -13,6 +13,7 @@ import torch.fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 
+from ..reuse.errors import CaptureError
 from ..reuse.leaf import ModalInterpreter, mutated_args
 from ..reuse.types import TensorType
 
@@ -133,6 +134,11 @@ def _flat_signature(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
 
 def _with_layout(gradient: torch.Tensor, type_: TensorType) -> torch.Tensor:
     """Gives a gradient its primal's layout, so that one backward serves every caller."""
+    if gradient.layout is not torch.strided:
+        raise CaptureError(
+            f"The gradient of a {type_} tensor is sparse, and compiled programs have dense ones "
+            "only. Use sparse=False in the embedding."
+        )
     if tuple(gradient.stride()) == type_.stride or gradient.numel() <= 1:
         return gradient
     target = torch.empty_strided(

@@ -77,8 +77,8 @@ def assemble(
     Raises:
         CaptureError: if a tensor is changed in place in a way that crosses blocks.
     """
-    assembler = Assembler()
     outputs = list(dict.fromkeys(r for r in results if isinstance(r, torch.fx.Node)))
+    assembler = Assembler(set(outputs).union(*(region.outputs for region in _regions(root))))
     used = _used_inputs(root, sources) | set(outputs)
     inputs = [n for n in sources if n in used or n.op == "placeholder"]
     env = {n: Value(node_type(n), sources[n].name) for n in inputs}
@@ -104,10 +104,22 @@ def _used_inputs(root: Region, sources: Mapping[torch.fx.Node, Source]) -> set[t
     return {n for node in root.nodes() for n in node.all_input_nodes if n in sources}
 
 
-class Assembler:
-    """Builds bodies of regions, each region once, and shares equal leaves."""
+def _regions(root: Region) -> Iterable[Region]:
+    for item in root.items:
+        if isinstance(item, Region):
+            yield item
+            yield from _regions(item)
 
-    def __init__(self) -> None:
+
+class Assembler:
+    """Builds bodies of regions, each region once, and shares equal leaves.
+
+    Args:
+        returned: every node that the model or a block in it returns.
+    """
+
+    def __init__(self, returned: set[torch.fx.Node]) -> None:
+        self._returned = returned
         self._bodies: dict[Region, _Body] = {}
         self._leaves: dict[Any, Leaf] = {}
 
@@ -119,7 +131,7 @@ class Assembler:
 
     def _make_body(self, region: Region) -> _Body:
         nodes = region.nodes()
-        outputs = tuple(region.outputs) + _leaked(region, nodes)
+        outputs = tuple(region.outputs) + _leaked(region, nodes, self._returned)
         inputs, names = _region_inputs(region, nodes)
         operators = [n for n in nodes if not is_mode_switch(n)]
         if all(isinstance(i, torch.fx.Node) and "call" not in i.meta for i in region.items):
@@ -151,6 +163,7 @@ class Assembler:
         for index, unit in enumerate(units):
             last_use.update(dict.fromkeys(unit.uses(self), index))
         last_use.update(dict.fromkeys(outputs, len(units)))
+        last_use.update(dict.fromkeys(env, len(units)))  # an input's last state may be written back
         calls = []
         for index, unit in enumerate(units):
             body, results, place = self._unit_body(unit, index, last_use)
@@ -252,10 +265,16 @@ def _region_inputs(
     return order, tuple(named.get(n, n.name) for n in order)
 
 
-def _leaked(region: Region, nodes: Sequence[torch.fx.Node]) -> tuple[torch.fx.Node, ...]:
+def _leaked(
+    region: Region, nodes: Sequence[torch.fx.Node], returned: set[torch.fx.Node]
+) -> tuple[torch.fx.Node, ...]:
     """Results that code outside the block uses although the block did not return them."""
     inside, known = set(nodes), set(region.outputs)
-    leaked = [n for n in nodes if n not in known and any(u not in inside for u in n.users)]
+    leaked = [
+        n
+        for n in nodes
+        if n not in known and (n in returned or any(u not in inside for u in n.users))
+    ]
     if leaked and region.num_calls > 1:
         raise CaptureError(
             f"{region.name} hands a tensor to code outside it other than by returning it "

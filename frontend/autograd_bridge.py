@@ -115,6 +115,10 @@ class _CompiledFunction(torch.autograd.Function):
             aliases.learn_forward(step.inputs, outputs, saved)
         for index in aliases.owned or ():
             outputs[index] = outputs[index].data  # a user may change even what is a view in here
+        first = {id(o): i for i, o in reversed(list(enumerate(outputs)))}
+        for index, output in enumerate(outputs):
+            if first[id(output)] != index:  # h and h.detach() may be one tensor in here
+                outputs[index] = output.detach()
         kept = []
         for index in derivative.kept_inputs:
             tensor = step.inputs[index]

@@ -66,6 +66,7 @@ def capture_model(
         CaptureError: if the model's Python cannot be traced; names the user's line.
     """
     recorder = Recorder(model, reuse)
+    _refuse_scripted(model)
     if train:
         _refuse_backward_hooks(model)
     try:
@@ -75,11 +76,20 @@ def capture_model(
         raise
     except Exception as error:
         raise _capture_error(model, error) from error
-    recorder.tensors.resolve_constants()
+    recorder.tensors.resolve_all(recorder.root.nodes())
     program = assemble(recorder.root, results, tree, recorder.tensors.sources)
     traced = sum(not d.shared for d in recorder.decisions)
-    reads = list(recorder.plain_reads.values())
-    return CapturedModel(program, recorder.decisions, traced, reads)
+    reads = list(recorder.attribute_reads.values())
+    return CapturedModel(program, recorder.decisions, traced, reads, recorder.contents)
+
+
+def _refuse_scripted(model: nn.Module) -> None:
+    for path, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise CaptureError(
+                f"{path or 'The model'} was scripted or traced by torch.jit, which hides its "
+                "Python and its attributes. Put the original module in its place."
+            )
 
 
 def _refuse_backward_hooks(model: nn.Module) -> None:

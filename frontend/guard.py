@@ -19,9 +19,9 @@ from ..reuse import pytree
 from ..reuse.evidence import module_state
 from ..reuse.leaf import current_autocast
 from ..reuse.program import ModelTensor
+from .contents import MISSING, same_value
 from .regions import CapturedModel
 
-_MISSING = object()
 _HOOK_TABLES = tuple(
     name
     for name in nn.Module().__dict__
@@ -57,11 +57,11 @@ class Guard:
         self._hooks = [hook for table in self._hook_tables for hook in table.values()]
         self._children = [s["_modules"] for s in self._states if s["_modules"]]
         self._child_modules = [m for table in self._children for m in table.values()]
-        reads = captured.plain_reads
-        self._reads = [(module_state(m), name) for m, name, _ in reads]
-        self._values: list[Any] = [value for _, _, value in reads]
+        self._contents = captured.contents
+        self._reads = [(table, name) for table, name, _ in captured.attribute_reads]
+        self._values: list[Any] = [value for _, _, value in captured.attribute_reads]
         self._reads += [(state, "forward") for state in self._states]
-        self._values += [state.get("forward", _MISSING) for state in self._states]
+        self._values += [state.get("forward", MISSING) for state in self._states]
         places = _places(self._modules, captured.program.sources)
         self._places = [place for found in places for place in found]
         self._owners = [i for i, found in enumerate(places) for _ in found]
@@ -97,11 +97,9 @@ class Guard:
         return [hook for table in self._hook_tables for hook in table.values()] == self._hooks
 
     def _same_attributes(self) -> bool:
-        values = [state.get(name, _MISSING) for state, name in self._reads]
-        if all(map(operator.is_, values, self._values)):
-            return True
-        pairs = zip(values, self._values, strict=True)
-        return all(a is b or (type(a) is type(b) and a == b) for a, b in pairs)
+        values = [table.get(name, MISSING) for table, name in self._reads]
+        same = all(map(operator.is_, values, self._values))
+        return (same or all(map(same_value, values, self._values))) and self._contents.same()
 
     def rebind(self) -> bool:
         """Takes up tensors that were replaced in the model, if they still fit."""
@@ -148,10 +146,7 @@ class _Constant:
 
 def _matches(leaf: Any, layout: Any) -> bool:
     if isinstance(layout, _Constant):
-        if layout.value is leaf:
-            return True
-        plain = type(leaf) in (bool, int, float, str, bytes)
-        return plain and type(leaf) is type(layout.value) and leaf == layout.value
+        return same_value(leaf, layout.value)
     return isinstance(leaf, torch.Tensor) and _layout(leaf) == layout
 
 

@@ -14,7 +14,7 @@ import torch.fx
 from torch import nn
 
 from ..reuse.errors import CaptureError
-from ..reuse.leaf import stamp_of
+from ..reuse.leaf import changed_operand, stamp_of
 from ..reuse.program import ModelTensor, Source
 from ..reuse.types import TensorType
 from .torch_tracing import Tracer, is_fake
@@ -71,24 +71,38 @@ class OutsideTensors:
         return self.resolve(node)
 
     def resolve(self, node: torch.fx.Node) -> torch.fx.Node:
-        """Maps a constant that the tracer added itself to the one node of its tensor."""
+        """Maps a node to the one that stands for its tensor.
+
+        Another one may be a constant that the tracer added itself, or an operator that changed the
+        tensor in place and returned it.
+        """
+        operand = changed_operand(node)
+        if operand is not None:
+            return self.resolve(operand)
         if node.op != "get_attr" or node in self.sources:
             return node
         tensor = self._tracer.attribute(node)
-        if is_fake(tensor):
-            lines = [stamp_of(user).source for user in node.users]
+        lines = [stamp_of(user).source for user in node.users]
+        at = f" at {lines[0]}" if lines else ""
+        if not isinstance(tensor, torch.Tensor):
             raise CaptureError(
-                f"A {TensorType.of(tensor)} tensor{' at ' + lines[0] if lines else ''} cannot be "
-                "followed to the operator that made it. If it comes from `.data`, use `.detach()`."
+                f"The model's forward hands a {type(tensor).__name__} to an operator{at}, and a "
+                "compiled program would use this one at every call. Random numbers must come from "
+                "PyTorch's default generator."
+            )
+        if is_fake(tensor):
+            raise CaptureError(
+                f"A {TensorType.of(tensor)} tensor{at} cannot be followed to the operator that "
+                "made it. If it comes from `.data`, use `.detach()`."
             )
         resolved = self.outside_node(tensor)
         if _feeds_only_lifts(node):
             self.literals.add(resolved)
         return resolved
 
-    def resolve_constants(self) -> None:
-        """Rewires constants that the tracer added to the one node of each tensor."""
-        for node in self._tracer.constants():
+    def resolve_all(self, nodes: Sequence[torch.fx.Node]) -> None:
+        """Rewires the users of constants and of ``nodes`` to the one node of each tensor."""
+        for node in (*self._tracer.constants(), *nodes):
             resolved = self.resolve(node)
             if resolved is not node:
                 node.replace_all_uses_with(resolved)

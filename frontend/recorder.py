@@ -25,6 +25,7 @@ from ..reuse.freeze import Freezer
 from ..reuse.program import ModelTensor, UserInput
 from ..reuse.torch_names import memory_id
 from ..reuse.types import TensorType
+from .contents import MISSING, Contents
 from .custom_function import TENSOR, CustomFunction
 from .decorator import is_marked
 from .interception import intercepted
@@ -52,7 +53,7 @@ _OTHER_CALL = (
     "it is called in another way than earlier instances (layout, requires_grad or value of an "
     "argument, or a mode such as autocast)"
 )
-_PLAIN_TYPES = (bool, int, float, str, tuple, type(None), torch.dtype, torch.Size)
+_MODULE_NAMES = frozenset((*dir(nn.Module), *vars(nn.Module())))
 _EMPTY_MODULE = nn.Module().__dict__
 _REENTRANT_CHECKPOINT = ("torch.utils.checkpoint", "CheckpointFunction")
 
@@ -73,7 +74,8 @@ class Recorder:
         self._writes: dict[tuple[int, str], tuple[nn.Module, str, Any]] = {}
         self._signatures: dict[type, inspect.Signature | None] = {}
         self._fresh: dict[int, nn.Module] = {}
-        self.plain_reads: dict[tuple[int, str], tuple[nn.Module, str, Any]] = {}
+        self.attribute_reads: dict[tuple[int, str], tuple[dict[str, Any], str, Any]] = {}
+        self.contents = Contents()
         self._traced: set[type] = set()
         self._quiet = 0
 
@@ -95,18 +97,22 @@ class Recorder:
         if self._quiet or module is self.tracer.root:
             return
         with self._bookkeeping():
-            self._note_plain(module, name)
+            self._note_read(module, name)
             for reads in self._open_reads():
                 reads.attribute(module, name)
 
-    def _note_plain(self, module: nn.Module, name: str) -> None:
-        """Remembers a plain attribute, so that a later change of it is noticed at the call."""
-        state = module_state(module)
-        if name == "training" or name not in state or id(module) not in self.paths:
+    def _note_read(self, module: nn.Module, name: str) -> None:
+        """Remembers what an attribute holds, so that a later change is noticed at the call."""
+        key = (id(module), name)
+        if name in _MODULE_NAMES or key in self.attribute_reads or id(module) not in self.paths:
             return
-        value = state[name]
-        if type(value) in _PLAIN_TYPES:
-            self.plain_reads.setdefault((id(module), name), (module, name, value))
+        state = module_state(module)
+        tables = (state, *(state[table] for table in ("_parameters", "_buffers", "_modules")))
+        table = next((t for t in tables if name in t), state)
+        value = table.get(name, MISSING)
+        if not isinstance(value, (torch.Tensor, nn.Module)):
+            self.attribute_reads[key] = (table, name, value)
+            self.contents.look_into(value)
 
     def read_all(self, module: nn.Module) -> None:
         """Adds every attribute of a module to the evidence of every open region."""
@@ -375,7 +381,7 @@ class Recorder:
                 results.append(made[leaf.index])
         self._note_nested(module, template.evidence)
         for inner, name in template.evidence.reads_on(module):
-            self._note_plain(inner, name)
+            self._note_read(inner, name)
         self._decide(module, shared=True)
         return pytree.unflatten(results, template.output_spec)
 
@@ -448,6 +454,7 @@ class Recorder:
             with intercepted(self):
                 output = self.model(*inner_args, **inner_kwargs)
             flat_output, tree = pytree.flatten(output)
+            _refuse_hidden_tensors(flat_output)
             results.extend(
                 self.tensors.node_of(x) if isinstance(x, torch.Tensor) else x for x in flat_output
             )
@@ -456,7 +463,8 @@ class Recorder:
         try:
             self.tracer.run(trace, fakes)
         finally:
-            changed = self._undo_writes()
+            inside = self.contents.put_back()
+            changed = self._undo_writes() or (inside and f"{inside} that an attribute holds")
         if changed:
             raise CaptureError(
                 f"The model's forward changes {changed}, and a compiled program could not keep "
@@ -483,6 +491,20 @@ class Recorder:
         return changed
 
 
+def _refuse_hidden_tensors(results: Sequence[Any]) -> None:
+    """Raises CaptureError for a result of the model whose tensors cannot be seen."""
+    hidden: list[torch.Tensor] = []
+    for result in results:
+        if not isinstance(result, torch.Tensor):
+            Freezer(on_tensor=lambda tensor, keys: hidden.append(tensor)).freeze(result)
+        if hidden:
+            raise CaptureError(
+                f"The model returns a {type(result).__qualname__}, which holds tensors and is "
+                "unknown to PyTorch. Return a tuple, a dict or a NamedTuple, or register the class "
+                "(torch.export.register_dataclass)."
+            )
+
+
 def _module_of(cls: type) -> str:
     return getattr(cls, "__module__", "") or ""
 
@@ -494,6 +516,7 @@ def _is_plain(value: Any) -> bool:
         float,
         str,
         complex,
+        torch.Size,
         torch.dtype,
         torch.device,
     )

@@ -13,6 +13,7 @@ from ..reuse import pytree
 from ..reuse.evidence import Evidence, Reads
 from ..reuse.program import Program
 from ..reuse.types import TensorType
+from .contents import Contents
 
 
 @dataclass(eq=False)
@@ -88,8 +89,10 @@ class CapturedModel:
     program: Program
     decisions: list[SharingDecision]
     num_traced: int = 0
-    plain_reads: list[tuple[nn.Module, str, Any]] = field(default_factory=list)
-    """Plain attributes that the model's Python read: module, name, value."""
+    attribute_reads: list[tuple[dict[str, Any], str, Any]] = field(default_factory=list)
+    """Attributes that the model's Python read: the table that holds each, its name, its value."""
+    contents: Contents = field(default_factory=Contents)
+    """What the objects among them held."""
 
     def reasons(self) -> list[SharingDecision]:
         """The instances that were traced although an earlier one of their class existed."""

@@ -151,11 +151,9 @@ class Tracer:
         object.__setattr__(self._tracer.root, name, tensor)
         return self._tracer.graph.create_node("get_attr", name, (), {})  # type: ignore[no-any-return]
 
-    def attribute(self, node: torch.fx.Node) -> torch.Tensor:
-        """Returns the outside tensor that a ``get_attr`` node stands for."""
-        value = getattr(self._tracer.root, str(node.target))
-        assert isinstance(value, torch.Tensor)
-        return value
+    def attribute(self, node: torch.fx.Node) -> Any:
+        """Returns the outside tensor (or other object) that a ``get_attr`` node stands for."""
+        return getattr(self._tracer.root, str(node.target))
 
     def track(self, tensor: torch.Tensor, node: torch.fx.Node) -> None:
         """Lets a node stand for a fake tensor from now on."""

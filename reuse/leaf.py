@@ -210,6 +210,18 @@ def is_view(node: torch.fx.Node) -> bool:
     return any(r.alias_info is not None for r in schema.returns)
 
 
+def changed_operand(node: torch.fx.Node) -> torch.fx.Node | None:
+    """Returns the operand that an operator changes in place and returns, as it is."""
+    operands = mutated_args(node)
+    if len(operands) != 1 or len(operator_schema(node).returns) != 1:
+        return None
+    result, operand = node.meta.get("val"), operands[0].meta.get("val")
+    if not isinstance(result, torch.Tensor) or not isinstance(operand, torch.Tensor):
+        return None
+    place, own = ((memory_id(t), t.storage_offset(), TensorType.of(t)) for t in (result, operand))
+    return operands[0] if place == own else None
+
+
 def is_active(leaf: Leaf, active_inputs: Sequence[bool]) -> tuple[bool, ...]:
     """Says which flat outputs can carry a gradient back to one of the active flat inputs.
 

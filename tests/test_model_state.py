@@ -290,7 +290,7 @@ def change_list(model: Net) -> None:
 
 def override_forward(model: Net) -> None:
     linear = model.blocks[1].linear
-    linear.forward = lambda x: nn.functional.linear(x, linear.weight) * 5
+    linear.forward = types.MethodType(lambda self, x: 5 * nn.Linear.forward(self, x), linear)
 
 
 def change_class(model: Net) -> None:
