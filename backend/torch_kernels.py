@@ -92,14 +92,20 @@ def _reinterpret(
 
 
 class _ExternKernels:
-    """Records ``extern_kernels.mm(a, b, out=c)``."""
+    """Records ``extern_kernels.mm(a, b, out=c)``; a kernel without ``out`` is seen as operators."""
 
     def __init__(self, kernels: Any, recorder: _Recorder) -> None:
         self._kernels = kernels
         self._recorder = recorder
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        return self._recorder.launching(name, getattr(self._kernels, name))
+        function = getattr(self._kernels, name)
+        launch = self._recorder.launching(name, function)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return (launch if "out" in kwargs else function)(*args, **kwargs)
+
+        return call
 
 
 class _Recorder(TorchDispatchMode):

@@ -78,7 +78,7 @@ def assemble(
         CaptureError: if a tensor is changed in place in a way that crosses blocks.
     """
     outputs = list(dict.fromkeys(r for r in results if isinstance(r, torch.fx.Node)))
-    assembler = Assembler(set(outputs).union(*(region.outputs for region in _regions(root))))
+    assembler = Assembler({root: outputs, **{r: r.outputs for r in _regions(root)}})
     used = _used_inputs(root, sources) | set(outputs)
     inputs = [n for n in sources if n in used or n.op == "placeholder"]
     env = {n: Value(node_type(n), sources[n].name) for n in inputs}
@@ -105,6 +105,7 @@ def _used_inputs(root: Region, sources: Mapping[torch.fx.Node, Source]) -> set[t
 
 
 def _regions(root: Region) -> Iterable[Region]:
+    """Yields every region inside one."""
     for item in root.items:
         if isinstance(item, Region):
             yield item
@@ -115,10 +116,10 @@ class Assembler:
     """Builds bodies of regions, each region once, and shares equal leaves.
 
     Args:
-        returned: every node that the model or a block in it returns.
+        returned: the nodes that the model, and each block in it, returns.
     """
 
-    def __init__(self, returned: set[torch.fx.Node]) -> None:
+    def __init__(self, returned: Mapping[Region, Sequence[torch.fx.Node]]) -> None:
         self._returned = returned
         self._bodies: dict[Region, _Body] = {}
         self._leaves: dict[Any, Leaf] = {}
@@ -131,7 +132,9 @@ class Assembler:
 
     def _make_body(self, region: Region) -> _Body:
         nodes = region.nodes()
-        outputs = tuple(region.outputs) + _leaked(region, nodes, self._returned)
+        within = {region, *_regions(region)}
+        further = {n for r, found in self._returned.items() if r not in within for n in found}
+        outputs = tuple(region.outputs) + _leaked(region, nodes, further)
         inputs, names = _region_inputs(region, nodes)
         operators = [n for n in nodes if not is_mode_switch(n)]
         if all(isinstance(i, torch.fx.Node) and "call" not in i.meta for i in region.items):
@@ -268,7 +271,7 @@ def _region_inputs(
 def _leaked(
     region: Region, nodes: Sequence[torch.fx.Node], returned: set[torch.fx.Node]
 ) -> tuple[torch.fx.Node, ...]:
-    """Results that code outside the block uses although the block did not return them."""
+    """Results that code outside the block uses, or returns, although the block did not."""
     inside, known = set(nodes), set(region.outputs)
     leaked = [
         n

@@ -21,10 +21,12 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from ..reuse import pytree
 from ..reuse.errors import CaptureError
 from ..reuse.evidence import has_backward_hooks, walk_modules
+from ..reuse.printer import format_program
 from .assemble import assemble
-from .recorder import Recorder
+from .recorder import Recorder, UnsettledError
 from .regions import CapturedModel
 from .torch_tracing import DATA_DEPENDENT_ERRORS, frame_text, user_frame
 
@@ -65,17 +67,62 @@ def capture_model(
     Raises:
         CaptureError: if the model's Python cannot be traced; names the user's line.
     """
-    recorder = Recorder(model, reuse)
     _refuse_scripted(model)
     if train:
         _refuse_backward_hooks(model)
+    arguments = (args, kwargs or {})
+    try:
+        return _capture_once(model, arguments, reuse=reuse, train=train)
+    except UnsettledError as unsettled:
+        first = _assemble(unsettled.recorder, unsettled.results, unsettled.tree)
+        return _capture_settled(model, arguments, unsettled, first, reuse=reuse, train=train)
+
+
+def _capture_once(
+    model: nn.Module,
+    arguments: tuple[Sequence[Any], Mapping[str, Any]],
+    *,
+    reuse: str,
+    train: bool,
+) -> CapturedModel:
+    recorder = Recorder(model, reuse)
     try:
         with torch.set_grad_enabled(train), _garbage_collection_paused(), _no_python_randomness():
-            results, tree = recorder.run(args, kwargs or {})
+            results, tree = recorder.run(*arguments)
     except CaptureError:
         raise
     except Exception as error:
         raise _capture_error(model, error) from error
+    return _assemble(recorder, results, tree)
+
+
+def _capture_settled(
+    model: nn.Module,
+    arguments: tuple[Sequence[Any], Mapping[str, Any]],
+    unsettled: UnsettledError,
+    first: CapturedModel,
+    *,
+    reuse: str,
+    train: bool,
+) -> CapturedModel:
+    """Captures again with what the first run changed left changed, as eager would leave it.
+
+    That is right only if nothing changes any more and the program is the same: a forward that
+    notes a configuration the first time. A forward that counts is refused.
+    """
+    unsettled.redo()
+    try:
+        second = _capture_once(model, arguments, reuse=reuse, train=train)
+        same = format_program(first.program) == format_program(second.program)
+    except UnsettledError:
+        same = False
+    if not same:
+        unsettled.recorder.contents.put_back()
+        raise CaptureError(str(unsettled)) from None
+    return second
+
+
+def _assemble(recorder: Recorder, results: list[Any], tree: pytree.TreeSpec) -> CapturedModel:
     recorder.tensors.resolve_all(recorder.root.nodes())
     program = assemble(recorder.root, results, tree, recorder.tensors.sources)
     traced = sum(not d.shared for d in recorder.decisions)
@@ -105,24 +152,24 @@ def _refuse_backward_hooks(model: nn.Module) -> None:
 @contextmanager
 def _no_python_randomness() -> Iterator[None]:
     """Raises CaptureError if the forward draws random numbers that are not PyTorch's."""
-    before = _python_random_state()
+    python, numpy = random.getstate(), sys.modules.get("numpy")
+    array = None if numpy is None else numpy.random.get_state()
     yield
-    for name, state in _python_random_state().items():
-        if name in before and state != before[name]:
-            raise CaptureError(
-                f"The model's forward (or another thread meanwhile) draws from {name}, and a "
-                "compiled program would use the same numbers at every call. Draw them with torch "
-                "(torch.rand), or outside the model."
-            )
-
-
-def _python_random_state() -> dict[str, Any]:
-    states: dict[str, Any] = {"Python's random": random.getstate()}
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        name, keys, position, *rest = numpy.random.get_state()
-        states["numpy.random"] = (name, keys.tobytes(), position, *rest)
-    return states
+    drawn = ""
+    if random.getstate() != python:
+        drawn = "Python's random"
+        random.setstate(python)
+    if numpy is not None and array is not None:
+        now = numpy.random.get_state()
+        if now[2:] != array[2:] or now[1].tobytes() != array[1].tobytes():
+            drawn = "numpy.random"
+            numpy.random.set_state(array)
+    if drawn:
+        raise CaptureError(
+            f"The model's forward (or another thread meanwhile) draws from {drawn}, and a "
+            "compiled program would use the same numbers at every call. Draw them with torch "
+            "(torch.rand), or outside the model."
+        )
 
 
 @contextmanager

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import operator
 import types
+from collections.abc import Callable
 from itertools import islice
 from typing import Any
 
@@ -78,6 +79,36 @@ class Contents:
             and all(now == before for now, before in self._sets)
         )
 
+    def changed_values(self) -> list[Any]:
+        """Returns every value that is new in an object looked into."""
+        new: list[Any] = []
+        for now, before in self._lists:
+            new += [] if _same(now, before) else _not_in(now, before)
+        for table, keys, values in self._dicts:
+            if not (_same(table.values(), values) and _same(table, keys)):
+                new += _not_in([*table, *table.values()], [*keys, *values])
+        for group, members in self._sets:
+            new += list(group - members)
+        return new
+
+    def put_forward(self) -> Callable[[], None]:
+        """Returns what brings the present contents back after :meth:`put_back`."""
+        lists = [(now, list(now)) for now, _ in self._lists]
+        dicts = [(table, dict(table)) for table, _, _ in self._dicts]
+        sets = [(group, set(group)) for group, _ in self._sets]
+
+        def redo() -> None:
+            for now, items in lists:
+                now[:] = items
+            for table, entries in dicts:
+                table.clear()
+                table.update(entries)
+            for group, members in sets:
+                group.clear()
+                group.update(members)
+
+        return redo
+
     def put_back(self) -> str:
         """Undoes changes; returns what was changed, or an empty text."""
         changed = ""
@@ -96,6 +127,11 @@ class Contents:
                 group.clear()
                 group.update(members)
         return changed
+
+
+def _not_in(now: Any, before: list[Any]) -> list[Any]:
+    known = set(map(id, before))
+    return [value for value in now if id(value) not in known]
 
 
 def _is_plain_object(value: Any) -> bool:

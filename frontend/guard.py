@@ -18,7 +18,8 @@ from torch import nn
 from ..reuse import pytree
 from ..reuse.evidence import module_state
 from ..reuse.leaf import current_autocast
-from ..reuse.program import ModelTensor
+from ..reuse.program import ModelTensor, Program
+from ..reuse.torch_names import memory_id
 from .contents import MISSING, same_value
 from .regions import CapturedModel
 
@@ -68,6 +69,8 @@ class Guard:
         self._placed: list[Any] = [table[name] for table, name in self._places]
         self.tensors: list[torch.Tensor] = [table[name] for (table, name), *_ in places]
         self._facts = _facts(self.tensors)
+        self._written = _written_tensors(captured.program)
+        self._sharing = self._memories(leaves)
 
     def accepts(self, leaves: Sequence[Any], tree: pytree.TreeSpec) -> bool:
         """Whether the program was compiled for these inputs and the model's present state."""
@@ -81,7 +84,17 @@ class Guard:
             and self._same_hooks()
             and self._same_attributes()
             and self.rebind()
+            and self._memories(leaves) == self._sharing
         )
+
+    def _memories(self, leaves: Sequence[Any]) -> list[int]:
+        """Which inputs share memory, if the program changes one of its inputs."""
+        if not self._written:
+            return []
+        numbers: dict[int, int] = {}
+        tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
+        tensors += [self.tensors[i] for i in self._written if i >= 0]
+        return [numbers.setdefault(memory_id(t), len(numbers)) for t in tensors]
 
     def _same_children(self) -> bool:
         children = [m for table in self._children for m in table.values()]
@@ -118,6 +131,12 @@ class Guard:
             return False
         self._placed, self.tensors = placed, tensors
         return True
+
+
+def _written_tensors(program: Program) -> list[int]:
+    """Positions, among the model's tensors, of those that are changed; -1 for user inputs."""
+    own = [i for i, source in enumerate(program.sources) if isinstance(source, ModelTensor)]
+    return [own.index(i) if i in own else -1 for _, i in program.writes]
 
 
 def _facts(tensors: Sequence[torch.Tensor]) -> Any:

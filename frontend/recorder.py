@@ -48,6 +48,7 @@ from .torch_tracing import (
     user_line,
 )
 
+_PLAIN_TYPES = (bool, int, float, str, type(None))
 _MAX_CLOSURES_PER_BLOCK = 64
 _OTHER_CALL = (
     "it is called in another way than earlier instances (layout, requires_grad or value of an "
@@ -56,6 +57,27 @@ _OTHER_CALL = (
 _MODULE_NAMES = frozenset((*dir(nn.Module), *vars(nn.Module())))
 _EMPTY_MODULE = nn.Module().__dict__
 _REENTRANT_CHECKPOINT = ("torch.utils.checkpoint", "CheckpointFunction")
+
+
+class UnsettledError(CaptureError):
+    """The forward changed plain data in an object of the model; running it again may not.
+
+    Carries the finished trace, and ``redo``, which makes the change again.
+    """
+
+    def __init__(
+        self,
+        text: str,
+        recorder: Recorder,
+        results: list[Any],
+        tree: pytree.TreeSpec,
+        redo: Callable[[], None],
+    ) -> None:
+        super().__init__(text)
+        self.recorder = recorder
+        self.results = results
+        self.tree = tree
+        self.redo = redo
 
 
 class Recorder:
@@ -463,14 +485,19 @@ class Recorder:
         try:
             self.tracer.run(trace, fakes)
         finally:
+            new, redo = self.contents.changed_values(), self.contents.put_forward()
             inside = self.contents.put_back()
-            changed = self._undo_writes() or (inside and f"{inside} that an attribute holds")
-        if changed:
-            raise CaptureError(
-                f"The model's forward changes {changed}, and a compiled program could not keep "
+            changed = self._undo_writes()
+        if changed or inside:
+            what = changed or f"{inside} that an attribute holds"
+            text = (
+                f"The model's forward changes {what}, and a compiled program could not keep "
                 "doing that at every call. Register it as a buffer and change it in place "
                 "(add_, copy_), or return it."
             )
+            if not changed and all(type(v) in _PLAIN_TYPES for v in new):
+                raise UnsettledError(text, self, results, trees[0], redo)
+            raise CaptureError(text)
         return results, trees[0]
 
     def _input_fake(self, tensor: torch.Tensor) -> torch.Tensor:

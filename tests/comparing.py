@@ -56,7 +56,7 @@ def gradients(model: nn.Module) -> dict[str, Tensor | None]:
 def gradient_errors(
     actual: Mapping[str, Tensor | None], expected: Mapping[str, Tensor | None]
 ) -> dict[str, float]:
-    """Returns the error of each gradient; one that is there on one side only is infinitely wrong."""
+    """Returns the error of each gradient; one on one side only is infinitely wrong."""
     assert actual.keys() == expected.keys()
     errors = {}
     for name, want in expected.items():

@@ -1,4 +1,4 @@
-"""A compiled module in place of its model: the same numbers, and the same contract with autograd."""
+"""A compiled module in place of its model: the same numbers, the same contract with autograd."""
 
 import copy
 import gc
@@ -223,7 +223,8 @@ def test_model_in_another_dtype(backend: str, dtype: torch.dtype) -> None:
     model.to(dtype)
     expected.to(dtype)
     x = batch().to(dtype)
-    loss, want, exact = backward(compiled, x), backward(expected, x), backward(wide, x.double())
+    loss, want = backward(compiled, x), backward(expected, x)
+    backward(wide, x.double())
     if dtype is torch.float64:
         assert relative_error(loss, want) < 1e-12
         assert_same_gradients(model, expected, 1e-12)
@@ -837,7 +838,7 @@ def test_threads_compile_different_modules_at_once() -> None:
 
 
 def test_eager_models_run_undisturbed_while_another_thread_captures() -> None:
-    compiled, model, expected = make(lambda: Net(6), "eager")
+    compiled, _, expected = make(lambda: Net(6), "eager")
     want = expected(batch())
 
     def work(index: int) -> None:
@@ -854,7 +855,7 @@ def test_eager_models_run_undisturbed_while_another_thread_captures() -> None:
 
 
 def test_deepcopy_is_a_module_of_its_own() -> None:
-    compiled, model, expected = make(Net, "eager")
+    compiled, _, expected = make(Net, "eager")
     compiled(batch())
     other = copy.deepcopy(compiled)
     with torch.no_grad():

@@ -218,10 +218,12 @@ def different_namespaces() -> nn.Module:
 
 
 def changing_the_config(layers: Any, x: torch.Tensor) -> torch.Tensor:
-    """One object that all layers hold, changed between their calls."""
+    """One object that all layers hold: changed between their calls, and put back at the end."""
+    before = layers[0].config.scale
     for index, layer in enumerate(layers):
         layer.config.scale = index + 1.0
         x = layer(x)
+    layers[0].config.scale = before
     return x
 
 
@@ -246,6 +248,7 @@ def one_queue_changed_between_layers() -> nn.Module:
         for index, layer in enumerate(layers):
             layer.scale[0] = index + 1.0
             x = layer(x)
+        layers[0].scale[0] = 0.0
         return x
 
     kind, queue = block(forward), collections.deque([0.0])
@@ -262,6 +265,7 @@ def config_that_forward_changes() -> nn.Module:
         layers[0].config.scale = 0.0
         for layer in layers:
             x = layer(x)
+        layers[0].config.scale = 1.0
         return x
 
     kind, config = block(forward), Config()

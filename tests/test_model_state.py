@@ -1,4 +1,4 @@
-"""A compiled module and its model are one state, and whatever changes in it counts at the next call."""
+"""A compiled module and its model are one state; what changes in it counts at the next call."""
 
 import types
 from collections.abc import Callable

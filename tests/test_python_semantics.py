@@ -1,7 +1,7 @@
-"""What a forward's Python may do: it either gives eager's numbers or is refused, never silently wrong.
+"""What a forward's Python may do: it gives eager's numbers or is refused, never silently wrong.
 
-Each model below is run twice on the same inputs, by eager and compiled, and everything that can be
-seen afterwards is compared: results, gradients, buffers, parameters, inputs, and both random states.
+Each model below is run twice on the same inputs, by eager and compiled, and all that can be seen
+afterwards is compared: results, gradients, buffers, parameters, inputs, and both random states.
 """
 
 import random
@@ -561,11 +561,8 @@ REFUSED: list[tuple[Forward, str]] = [
 def test_forward_is_refused_and_leaves_the_model_as_it_was(forward: Forward, reason: str) -> None:
     model = model_of(forward)
     before = twin(model)
-    state, python_state, numpy_state = (
-        torch.get_rng_state(),
-        random.getstate(),
-        np.random.get_state(),
-    )
+    state, python_state = torch.get_rng_state(), random.getstate()
+    numpy_state = np.random.get_state()
     with pytest.raises(CaptureError, match=reason):
         lazyinline.compile(model, backend="eager")(values(4, 8))
     assert model.state_dict().keys() == before.state_dict().keys()
@@ -603,7 +600,7 @@ def test_layer_is_refused(model: nn.Module) -> None:
 def test_backward_hooks_on_modules_are_refused(kind: str) -> None:
     model = model_of(round_straight_through)
     getattr(model.first, kind)(lambda *_: None)
-    with pytest.raises(CaptureError, match="first .*backward hook"):
+    with pytest.raises(CaptureError, match=r"first .*backward hook"):
         lazyinline.compile(model, backend="eager")(values(4, 8))
     with torch.no_grad():
         lazyinline.compile(model, backend="eager")(values(4, 8))

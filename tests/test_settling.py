@@ -1,0 +1,63 @@
+"""A forward that notes something in an object of the model: allowed once, refused if it goes on."""
+
+import copy
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+import lazyinline
+
+
+class Noting(nn.Module):
+    """Decides its kind of problem at the first call, as Hugging Face's classifiers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.config = SimpleNamespace(kind=None)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.config.kind is None:
+            self.config.kind = "regression"
+        return self.linear(x) if self.config.kind == "regression" else x
+
+
+class FirstIsSpecial(Noting):
+    """Computes something else at its first call."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.config.kind is None:
+            self.config.kind = "seen"
+            return self.linear(x)
+        return x
+
+
+class Counting(Noting):
+    """Counts its calls in an object."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.config.kind = (self.config.kind or 0) + 1
+        return self.linear(x) * self.config.kind
+
+
+def test_what_is_noted_once_stays_noted_and_the_numbers_are_eagers() -> None:
+    model = Noting()
+    expected = copy.deepcopy(model)
+    compiled = lazyinline.compile(model, backend="eager")
+    x = torch.randn(2, 4)
+    for _ in range(2):
+        assert torch.equal(compiled(x), expected(x))
+    assert model.config.kind == expected.config.kind == "regression"
+
+
+@pytest.mark.parametrize("kind", [FirstIsSpecial, Counting])
+def test_forward_that_depends_on_what_it_changes_is_refused_and_put_back(
+    kind: type[Noting],
+) -> None:
+    model = kind()
+    compiled = lazyinline.compile(model, backend="eager")
+    with pytest.raises(lazyinline.CaptureError, match="changes a dictionary or object"):
+        compiled(torch.randn(2, 4))
+    assert model.config.kind is None
