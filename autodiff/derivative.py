@@ -15,7 +15,17 @@ import torch
 import torch.fx
 
 from ..reuse.leaf import flat_types, is_active, is_view, make_leaf
-from ..reuse.program import Call, Closure, Composite, Leaf, Pack, Program, Unpack, Value
+from ..reuse.program import (
+    Call,
+    Closure,
+    Composite,
+    Leaf,
+    Pack,
+    Program,
+    Unpack,
+    Value,
+    input_nodes,
+)
 from ..reuse.types import StructType, TensorType, flatten_type
 from .torch_autograd import Decompositions, JointTrace, partition
 
@@ -159,9 +169,7 @@ def _hand_over_views(forward: torch.fx.GraphModule, backward: torch.fx.GraphModu
     change between forward and backward would go unnoticed.
     """
     by_name = {n.name: n for n in forward.graph.nodes}
-    entry: dict[str, torch.fx.Node] = {
-        n.name: n for n in backward.graph.nodes if n.op == "placeholder"
-    }
+    entry: dict[str, torch.fx.Node] = {n.name: n for n in input_nodes(backward)}
     first = next(n for n in backward.graph.nodes if n.op != "placeholder")
     for name, placeholder in list(entry.items()):
         chain = _view_chain(by_name[name]) if name in by_name else []
@@ -214,10 +222,10 @@ def _pair(
     kernels: str,
 ) -> Derivative:
     """Reads the boundary of a partitioned leaf: what is saved, and what is handed over."""
-    primals = [n.name for n in forward.graph.nodes if n.op == "placeholder"]
+    primals = [n.name for n in input_nodes(forward)]
     results = [o.name if isinstance(o, torch.fx.Node) else "" for o in _outputs(forward)]
     primal_results = results[: joint.num_outputs]
-    needed = [n.name for n in backward.graph.nodes if n.op == "placeholder"]
+    needed = [n.name for n in input_nodes(backward)]
     tangents = [n for n in needed if n.startswith("tangents_")]
     kept_inputs = [primals.index(n) for n in needed if n in primals]
     kept_outputs = [
@@ -282,7 +290,7 @@ def _reorder_outputs(
 
 def _reorder_inputs(module: torch.fx.GraphModule, names: Sequence[str]) -> None:
     """Puts placeholders into the given order; all of them are named."""
-    by_name = {n.name: n for n in module.graph.nodes if n.op == "placeholder"}
+    by_name = {n.name: n for n in input_nodes(module)}
     assert set(names) == set(by_name), (names, list(by_name))
     anchor = next(iter(module.graph.nodes))
     for name in names:

@@ -15,6 +15,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 
 from ..reuse.errors import CaptureError
 from ..reuse.leaf import ModalInterpreter, mutated_args
+from ..reuse.program import input_nodes
 from ..reuse.types import TensorType
 
 Decompositions = Mapping[Any, Callable[..., Any]]
@@ -82,7 +83,7 @@ class JointTrace:
                 decomposition_table=dict(decompositions),
             )
             self.graph_module = joint(primals, tangents)
-            names = _rename_placeholders(_flat_signature(self.graph_module), len(primals))
+            names = _renameinput_nodes(_flat_signature(self.graph_module), len(primals))
             self._tag_forward()
             detached = [p.detach() for p in primals]
             inputs = [*detached, *tangents]
@@ -147,10 +148,10 @@ def _with_layout(gradient: torch.Tensor, type_: TensorType) -> torch.Tensor:
     return torch.ops.aten.copy.default(target, gradient)
 
 
-def _rename_placeholders(module: torch.fx.GraphModule, num_primals: int) -> list[str]:
+def _renameinput_nodes(module: torch.fx.GraphModule, num_primals: int) -> list[str]:
     """Gives placeholders the names that the partitioners know."""
     names = []
-    placeholders = [n for n in module.graph.nodes if n.op == "placeholder"]
+    placeholders = input_nodes(module)
     for index, node in enumerate(placeholders):
         is_primal = index < num_primals
         name = f"primals_{index + 1}" if is_primal else f"tangents_{index - num_primals + 1}"
@@ -183,7 +184,7 @@ def _without_mutation(
         decomposition_table={torch.ops.aten.bernoulli.p: draw_mask, **decompositions},
     )(list(inputs))
     _flat_signature(functional)
-    for node, name in zip(_placeholders(functional), names, strict=False):
+    for node, name in zip(input_nodes(functional), names, strict=False):
         node.name = node.target = name
     for index, node in enumerate(functional.graph.nodes):
         if index < size[0]:
@@ -218,10 +219,6 @@ class _Boundary(torch.fx.Interpreter):
             assert mode is not None
             self._size[0] = len(mode.tracer.graph.nodes)
         return result
-
-
-def _placeholders(module: torch.fx.GraphModule) -> list[torch.fx.Node]:
-    return [n for n in module.graph.nodes if n.op == "placeholder"]
 
 
 def _strip_detach(module: torch.fx.GraphModule) -> None:

@@ -15,6 +15,7 @@ import torch
 import torch.fx
 
 from ..autodiff.torch_autograd import draw_mask
+from ..reuse.program import input_nodes
 
 BoxedCallable = Callable[[list[Any]], Sequence[Any]]
 
@@ -59,7 +60,7 @@ def rewrite_joint(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
     """Runs Inductor's passes over a joint forward and backward graph."""
     from torch._inductor.compile_fx import _recursive_joint_graph_passes
 
-    placeholders = [n for n in module.graph.nodes if n.op == "placeholder"]
+    placeholders = input_nodes(module)
     device = placeholders[0].meta["val"].device
     with settings():
         return _recursive_joint_graph_passes(module, input_device=device)
@@ -91,7 +92,7 @@ def _compile(module: torch.fx.GraphModule) -> BoxedCallable:
     assert isinstance(results, (tuple, list))
     # All results keep the layout that the program's types promise, saved tensors too.
     output.meta["user_visible_output_idxs"] = list(range(len(results)))
-    inputs = [n.meta["val"] for n in module.graph.nodes if n.op == "placeholder"]
+    inputs = [n.meta["val"] for n in input_nodes(module)]
     artifact = compile_fx_inner(module, inputs)
     function = getattr(artifact, "current_callable", None)
     return function if function is not None else artifact

@@ -112,5 +112,5 @@ def merge_leaves(program: Program, name: str = "whole") -> Leaf:
 def _placeholder_map(
     leaf: Leaf, args: Sequence[torch.fx.Node]
 ) -> dict[torch.fx.Node, torch.fx.Node]:
-    placeholders = [n for n in leaf.module.graph.nodes if n.op == "placeholder"]
+    placeholders = leaf.entries
     return dict(zip(placeholders, args, strict=True))

@@ -228,7 +228,7 @@ def is_active(leaf: Leaf, active_inputs: Sequence[bool]) -> tuple[bool, ...]:
     May say yes where autograd says no, never the other way.
     """
     active: set[Any] = set()  # nodes, and memory that something active was written to
-    placeholders = [n for n in leaf.module.graph.nodes if n.op == "placeholder"]
+    placeholders = leaf.entries
     active.update(n for n, flag in zip(placeholders, active_inputs, strict=True) if flag)
 
     def carries(node: object) -> bool:

@@ -125,7 +125,7 @@ def _format_call(call: Call, values: dict[Value, str], closures: dict[Closure, s
 def _format_leaf(leaf: Leaf, name: str, note: str, source: str, bodies: str) -> str:
     values: dict[torch.fx.Node, str] = {}
     names = _Names()
-    placeholders = [n for n in leaf.module.graph.nodes if n.op == "placeholder"]
+    placeholders = leaf.entries
     hints = leaf.input_names if len(leaf.input_names) == len(placeholders) else ()
     for index, node in enumerate(placeholders):
         values[node] = "%" + names.take(hints[index] if hints else f"a{index}")

@@ -27,6 +27,11 @@ import torch.fx
 from .types import StructType, TensorType, Type
 
 
+def input_nodes(module: torch.fx.GraphModule) -> list[torch.fx.Node]:
+    """Returns the nodes that stand for a graph's inputs, in order."""
+    return [n for n in module.graph.nodes if n.op == "placeholder"]
+
+
 @dataclass(frozen=True, eq=False, slots=True)
 class Value:
     """One value. ``hint`` is a wish for its printed name."""
@@ -52,6 +57,11 @@ class Leaf:
     input_names: tuple[str, ...] = ()
     level: str = "composite"
     kernels: str = "backend"
+
+    @property
+    def entries(self) -> list[torch.fx.Node]:
+        """The graph's inputs, flat."""
+        return input_nodes(self.module)
 
     @property
     def nodes(self) -> list[torch.fx.Node]:

@@ -94,7 +94,7 @@ def _check_call(call: Call, defined: set[Value], where: str) -> None:
 
 def _check_leaf(leaf: Leaf) -> None:
     where = f"@{leaf.name}"
-    placeholders = [n for n in leaf.module.graph.nodes if n.op == "placeholder"]
+    placeholders = leaf.entries
     if len(placeholders) != len(flat_types(leaf.input_types)):
         raise _BrokenRuleError(f"{where}: {len(placeholders)} placeholders for its input types")
     outputs = leaf.module.graph.output_node().args[0]
