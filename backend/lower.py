@@ -105,15 +105,15 @@ class InductorBackend:
 
     def lower(self, leaves: Sequence[Leaf], on_done: Callable[[], None]) -> list[Kernel]:
         """Compiles the leaves that are worth it."""
-        compiled = [leaf for leaf in leaves if leaf.kernels == "backend"]
+        compiled = [leaf for leaf in leaves if _wants_compiler(leaf)]
         functions = iter(torch_inductor.compile_leaves([leaf.module for leaf in compiled], on_done))
         kernels = []
         for leaf in leaves:
-            if leaf.kernels == "eager":
+            if _wants_compiler(leaf):
+                kernels.append(Kernel(next(functions), "boxed", self.name))
+            else:
                 kernels.append(_eager_kernel(leaf))
                 on_done()
-            else:
-                kernels.append(Kernel(next(functions), "boxed", self.name))
         return kernels
 
 
@@ -133,6 +133,11 @@ def backend_named(name: str) -> Backend:
 def is_tiny(leaf: Leaf) -> bool:
     """Whether a leaf has at most two operators that compute (views cost nothing)."""
     return sum(node.target not in _FREE_TARGETS for node in leaf.nodes) <= _TINY_NODES
+
+
+def _wants_compiler(leaf: Leaf) -> bool:
+    """Whether a leaf is compiled; one that only hands its operands on gives no wrapper."""
+    return leaf.kernels == "backend" and leaf.num_nodes > 0
 
 
 def decompose_leaf(leaf: Leaf, backend: Backend) -> Leaf:

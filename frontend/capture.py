@@ -23,7 +23,7 @@ from torch import nn
 
 from ..reuse import pytree
 from ..reuse.errors import CaptureError
-from ..reuse.evidence import has_backward_hooks, walk_modules
+from ..reuse.evidence import has_hooks, walk_modules
 from ..reuse.printer import format_program
 from .assemble import assemble
 from .recorder import Recorder, UnsettledError
@@ -141,7 +141,7 @@ def _refuse_scripted(model: nn.Module) -> None:
 
 def _refuse_backward_hooks(model: nn.Module) -> None:
     for path, module in walk_modules(model):
-        if has_backward_hooks(module):
+        if has_hooks(module, "backward"):
             raise CaptureError(
                 f"{path or 'The model'} ({type(module).__name__}) has a backward hook, which a "
                 "compiled program could not call. Remove it, or put hooks on parameters or on the "

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -120,7 +120,7 @@ class Guard:
         tensors = self.tensors
         if not all(map(operator.is_, placed, self._placed)):
             by_owner = dict(zip(self._owners, placed, strict=True))
-            tensors = list(by_owner.values())
+            tensors = cast(list[torch.Tensor], list(by_owner.values()))
             if any(by_owner[i] is not t for i, t in zip(self._owners, placed, strict=True)):
                 return False  # tensors that were one are two now
             if len(set(map(id, tensors))) < len(tensors):

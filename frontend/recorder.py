@@ -18,8 +18,10 @@ from ..reuse.evidence import (
     Reads,
     TensorPath,
     follow_tensor_path,
+    has_hooks,
     module_state,
     raw_attribute,
+    walk_modules,
 )
 from ..reuse.freeze import Freezer
 from ..reuse.program import ModelTensor, UserInput
@@ -301,6 +303,8 @@ class Recorder:
                 region, evidence, arguments, arg_nodes, results, nodes
             )
             self.tensors.restore(known)
+        if any(has_hooks(inner, "forward") for _, inner in walk_modules(module)):
+            template, reason = None, "it has forward hooks, which may keep what they see"
         if evidence.side_effect or before != freeze_arguments(arguments):
             template, reason = None, evidence.side_effect or "its forward changes an argument"
         if template is not None:

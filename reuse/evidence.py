@@ -14,8 +14,12 @@ instance's Python read:
 
 from __future__ import annotations
 
+import argparse
+import contextvars
+import functools
 import gc
 import sys
+import threading
 import types
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
@@ -36,7 +40,8 @@ _HOOK_TABLES = tuple(
 _ABSENT = object()
 _OWN_PREFIX = "_lazy_inline"  # of what the mark keeps on an instance
 _LIBRARIES = sys.stdlib_module_names | {"torch", "lazyinline"}
-_MAX_OUTSIDE_DEPTH = 3
+_MAX_OUTSIDE_DEPTH = 8
+_MAX_OUTSIDE_ITEMS = 256
 
 TensorPath = tuple[Any, ...]  # (module path, attribute name, *keys inside the attribute)
 
@@ -136,10 +141,10 @@ def walk_modules(root: nn.Module) -> list[tuple[str, nn.Module]]:
     return found
 
 
-def has_backward_hooks(module: nn.Module) -> bool:
-    """Whether a module has hooks that run in the backward."""
+def has_hooks(module: nn.Module, kind: str) -> bool:
+    """Whether a module has hooks that run in the ``"forward"``, or in the ``"backward"``."""
     state = module_state(module)
-    return any("backward" in table and state.get(table) for table in _HOOK_TABLES)
+    return any(kind in table and state.get(table) for table in _HOOK_TABLES)
 
 
 class Evidence:
@@ -397,10 +402,24 @@ _PLAIN = (bool, int, float, str, tuple, list, dict, set, frozenset, deque, type(
 
 
 def _shallow_snapshot(value: Any) -> Any:
-    """Freezes plain data by content; functions, and objects that are no data, by identity."""
-    if type(value) in _PLAIN:
-        return Freezer(by_identity=(types.FunctionType,)).freeze(value)
+    """Freezes data by content, as far as it is small; functions and the like by identity."""
+    if isinstance(value, contextvars.ContextVar):
+        return ("context variable", _shallow_snapshot(value.get(_ABSENT)))
+    if type(value) in _PLAIN or _is_data(value):
+        return _OUTSIDE.freeze(value)
     return Unrepeatable(value) if is_unrepeatable(value) else Identity(value)
+
+
+_OUTSIDE = Freezer(by_identity=(types.FunctionType,), max_items=_MAX_OUTSIDE_ITEMS)
+
+
+def _is_data(value: Any) -> bool:
+    """Whether a value is an object of a user's class, or of the library's for plain data."""
+    kind = type(value)
+    if kind in (types.SimpleNamespace, argparse.Namespace, threading.local, functools.partial):
+        return True
+    code = (nn.Module, torch.Tensor, type, types.ModuleType, types.FunctionType, types.MethodType)
+    return not (isinstance(value, code) or _is_library(kind.__module__)) and is_python_defined(kind)
 
 
 def _look_up(owner: Any, name: str) -> Any:

@@ -15,6 +15,7 @@ import functools
 import io
 import random
 import struct
+import threading
 import types
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
@@ -93,6 +94,7 @@ class Freezer:
         on_tensor: called with each tensor met and the keys that lead to it; returns what stands
             for the tensor (its metadata is the caller's to compare). Default: identity.
         by_identity: further classes whose objects count as they are, whatever they hold.
+        max_items: objects looked into; the others count as they are.
     """
 
     def __init__(
@@ -100,7 +102,9 @@ class Freezer:
         module_paths: Mapping[int, str] | None = None,
         on_tensor: Callable[[torch.Tensor, tuple[Any, ...]], Any] | None = None,
         by_identity: tuple[type, ...] = (),
+        max_items: int = _MAX_ITEMS,
     ) -> None:
+        self._max_items = max_items
         self._by_identity = (enum.Enum, *_BY_IDENTITY, *by_identity)
         self._module_paths = module_paths or {}
         self._on_tensor = on_tensor
@@ -126,8 +130,10 @@ class Freezer:
             return Identity(value) if path is None else ("module", path)
         if isinstance(value, self._by_identity):
             return Identity(value)
+        if kind is types.FunctionType and not _function_state(value):
+            return (kind, Identity(value.__code__), Identity(value.__globals__))
         self._items += 1
-        if depth >= _MAX_DEPTH or self._items > _MAX_ITEMS:
+        if depth >= _MAX_DEPTH or self._items > self._max_items:
             return Identity(value)
         if id(value) in above:
             return ("cycle", len(above) - above.index(id(value)))
@@ -187,6 +193,12 @@ class _Unset:
     """What an empty closure cell holds."""
 
 
+def _function_state(function: types.FunctionType) -> Any:
+    """Returns what a function holds besides its code and globals, if anything."""
+    defaults = function.__defaults__ or function.__kwdefaults__
+    return function.__closure__ or defaults or function.__dict__
+
+
 def _cell_contents(cell: types.CellType) -> Any:
     try:
         return cell.cell_contents
@@ -196,7 +208,7 @@ def _cell_contents(cell: types.CellType) -> Any:
 
 _TRANSPARENT = (
     *(object, list, tuple, dict, set, frozenset, deque, defaultdict, bytearray, array.array),
-    *(types.FunctionType, types.MethodType, types.SimpleNamespace),
+    *(types.FunctionType, types.MethodType, types.SimpleNamespace, threading.local),
 )
 
 

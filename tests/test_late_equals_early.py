@@ -1,5 +1,6 @@
 """The central property: inlining late gives the same launches, numbers and gradients as early."""
 
+import dataclasses
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -9,6 +10,7 @@ import torch
 from programs import (
     MATRIX,
     VECTOR,
+    LeafBuilder,
     binary_leaf,
     closure_depth,
     random_arguments,
@@ -20,7 +22,7 @@ from programs import (
 from lazyinline.autodiff.derivative import Derivative, Differentiator, Recipe
 from lazyinline.backend.executable import Executable
 from lazyinline.backend.link import link
-from lazyinline.backend.lower import EagerBackend, lower_leaves
+from lazyinline.backend.lower import EagerBackend, InductorBackend, lower_leaves
 from lazyinline.reuse.inline import inline_calls, merge_leaves, remove_unused_packs
 from lazyinline.reuse.interpreter import flatten_value, interpret
 from lazyinline.reuse.leaf import flat_types
@@ -140,6 +142,16 @@ def test_each_value_is_freed_once_after_its_last_use() -> None:
         assert set(flat.outputs) <= alive, f"seed {seed} frees an output"
         used = {s for launch in flat.launches for s in (*launch.operands, *launch.results)}
         assert alive & used <= set(flat.outputs), f"seed {seed} keeps a dead slot"
+
+
+def test_leaf_that_only_hands_its_operands_on_is_not_compiled() -> None:
+    """Inductor gives no wrapper for it, so nothing could be recorded."""
+    builder = LeafBuilder([MATRIX, VECTOR])
+    leaf = dataclasses.replace(builder.leaf(builder.nodes[::-1]), kernels="backend")
+    (kernel,) = lower_leaves([leaf], InductorBackend(), lambda: None).values()
+    assert kernel.source == "eager"
+    arguments = random_arguments(one_call(leaf), 0)
+    assert list(map(id, kernel.function(*arguments))) == list(map(id, arguments[::-1]))
 
 
 def test_inlining_a_program_of_leaf_calls_changes_nothing() -> None:

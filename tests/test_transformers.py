@@ -1,4 +1,4 @@
-"""Hugging Face models, unmodified: their layer class is marked from outside, numbers equal eager."""
+"""Hugging Face models, unmodified: their layer class is marked from outside."""
 
 import itertools
 import warnings
@@ -90,8 +90,13 @@ def backend(request: pytest.FixtureRequest) -> str:
 
 
 def train(run: Callable[..., Any], model: nn.Module, steps: int) -> list[tuple[Tensor, Any]]:
-    """Returns loss and gradients before each step and after the last (see test_compile on lr)."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    """Returns loss and gradients before each step and after the last.
+
+    These weights start at 0.02, so AdamW's first steps, which are lr times the sign of the
+    gradient even where that is rounding, show sooner than in test_compile: at lr=1e-4 the kernels
+    of torch.compile are 1.6e-5 from eager after one step of GPT-2, at 1e-5 they are 1.7e-6.
+    """
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
     history = []
     torch.manual_seed(11)
     for step in range(steps + 1):
@@ -179,8 +184,10 @@ def test_options_of_the_configuration_count_at_the_next_call() -> None:
     with torch.no_grad():
         assert compiled(ids).hidden_states is None
         model.config.output_hidden_states = True
-        assert len(compiled(ids).hidden_states) == 4
-        assert_close(compiled(ids).hidden_states, model(ids).hidden_states)
+        want = model(ids).hidden_states
+        assert len(want) == 4
+        # transformers collects these in hooks on the layers, so each layer has to be run.
+        assert_close(compiled(ids).hidden_states, want)
         hidden = compiled(ids, output_hidden_states=False).hidden_states
         assert hidden is None
 

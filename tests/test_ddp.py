@@ -1,0 +1,172 @@
+"""DistributedDataParallel around a compiled module: two real processes, gloo, on the CPU."""
+
+import contextlib
+import datetime
+import os
+import pathlib
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from comparing import relative_error
+from torch import Tensor, nn
+
+import lazyinline
+from lazyinline import lazy_inline
+
+WORLD = 2
+LIMIT_S = 120
+
+
+@lazy_inline
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(8, 16)
+        self.norm = nn.BatchNorm1d(16)
+        self.down = nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.norm(self.up(x))))
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.head = nn.Linear(8, 3)
+        self.unused = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        logits: Tensor = self.head(x)
+        return logits
+
+
+def model_and_batches() -> tuple[Net, list[list[Tensor]]]:
+    """The model, and for each step the batch of each rank; the same in every process."""
+    torch.manual_seed(0)
+    model = Net()
+    generator = torch.Generator().manual_seed(1)
+    steps = [[torch.randn(5, 8, generator=generator) for _ in range(WORLD)] for _ in range(3)]
+    return model, steps
+
+
+def worker(rank: int, folder: pathlib.Path) -> None:
+    """Trains with gradients averaged over the ranks; writes what this rank ends with."""
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
+
+    store = dist.FileStore(str(folder / "store"), WORLD)
+    timeout = datetime.timedelta(seconds=60)
+    dist.init_process_group("gloo", rank=rank, world_size=WORLD, store=store, timeout=timeout)
+    model, steps = model_and_batches()
+    compiled = lazyinline.compile(model, backend="eager")
+    parallel: Any = DistributedDataParallel(
+        compiled, find_unused_parameters=True, bucket_cap_mb=1, broadcast_buffers=False
+    )
+    optimizer = torch.optim.SGD(parallel.parameters(), lr=0.1)
+    first: dict[str, Tensor] = {}
+    for index, step in enumerate(steps):
+        optimizer.zero_grad()
+        if index == 1:  # two micro-batches, averaged once
+            with parallel.no_sync():
+                parallel(step[rank]).square().mean().backward()
+        parallel(step[rank]).square().mean().backward()
+        if index == 0:
+            first = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+        optimizer.step()
+    names = [name.removeprefix("module.") for name in parallel.state_dict()]
+    assert names == list(model.state_dict())
+    parallel.load_state_dict(parallel.state_dict())
+    torch.save(
+        {
+            "first": first,
+            "state": model.state_dict(),
+            "calls": compiled.last_report.num_block_calls,
+            "closures": compiled.last_report.num_closures,
+        },
+        folder / f"rank{rank}.pt",
+    )
+    dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def started(folder: pathlib.Path) -> Iterator[list[subprocess.Popen[str]]]:
+    """Starts the ranks and ends them whatever happens."""
+    here = pathlib.Path(__file__).parent
+    path = os.pathsep.join([str(here), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    call = "test_ddp.worker(int(sys.argv[1]), pathlib.Path(sys.argv[2]))"
+    code = f"import pathlib, sys, test_ddp; {call}"
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", code, str(rank), str(folder)],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(WORLD)
+    ]
+    try:
+        yield ranks
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+
+
+def run_ranks(folder: pathlib.Path) -> list[dict[str, Any]]:
+    deadline = time.monotonic() + LIMIT_S
+    with started(folder) as ranks:
+        for number, process in enumerate(ranks):
+            try:
+                output, _ = process.communicate(timeout=max(1.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                pytest.fail(f"rank {number} did not end within {LIMIT_S} s")
+            assert process.returncode == 0, f"rank {number}:\n{output[-4000:]}"
+    return [torch.load(folder / f"rank{rank}.pt") for rank in range(WORLD)]
+
+
+def test_gradients_equal_the_average_over_single_process_ranks(tmp_path: pathlib.Path) -> None:
+    ranks = run_ranks(tmp_path)
+    # The reference: each rank's model run by eager in this process, gradients averaged by hand.
+    models = [model_and_batches()[0] for _ in range(WORLD)]
+    _, steps = model_and_batches()
+    for index, step in enumerate(steps):
+        for model, x in zip(models, step, strict=True):
+            model.zero_grad()
+            for _ in range(2 if index == 1 else 1):
+                model(x).square().mean().backward()
+        for group in zip(*(model.parameters() for model in models), strict=True):
+            if group[0].grad is None:
+                continue
+            mean = torch.stack([p.grad for p in group]).mean(0)
+            for parameter in group:
+                parameter.grad = mean.clone()
+        if index == 0:
+            named = models[0].named_parameters()
+            first = {name: p.grad.clone() for name, p in named if p.grad is not None}
+        for model in models:
+            torch.optim.SGD(model.parameters(), lr=0.1).step()
+    for rank, model in zip(ranks, models, strict=True):
+        assert rank["calls"] == 3
+        assert rank["closures"] == 2  # the block and the head
+        # The bias before a batch norm has no gradient but rounding.
+        real = [name for name in first if not name.endswith("up.bias")]
+        assert set(first) <= set(rank["first"]) and len(real) > 10
+        for name in real:
+            assert relative_error(rank["first"][name], first[name]) <= 1e-5, name
+        for name, value in model.state_dict().items():
+            assert relative_error(rank["state"][name], value) <= 1e-5, name
+    one, two = (rank["state"] for rank in ranks)
+    for name, _ in models[0].named_parameters():
+        assert torch.equal(one[name], two[name]), f"the ranks drifted apart in {name}"
+    assert not torch.equal(one["blocks.0.norm.running_mean"], two["blocks.0.norm.running_mean"])
