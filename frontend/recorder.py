@@ -16,23 +16,19 @@ from ..reuse.errors import CaptureError
 from ..reuse.evidence import (
     Evidence,
     Reads,
-    TensorPath,
-    follow_tensor_path,
     has_hooks,
     module_state,
     raw_attribute,
     walk_modules,
 )
 from ..reuse.freeze import Freezer
-from ..reuse.program import ModelTensor, UserInput
-from ..reuse.torch_names import memory_id
-from ..reuse.types import TensorType
+from ..reuse.program import UserInput
 from .contents import MISSING, Contents
 from .custom_function import TENSOR, CustomFunction
 from .decorator import is_marked
 from .interception import intercepted
 from .outside_tensors import OutsideTensors
-from .regions import CallSite, OutputLeaf, Region, SharingDecision, Template, shared_call
+from .regions import Region, SharingDecision, Template
 from .signatures import (
     CallSignature,
     ambient_modes,
@@ -41,6 +37,7 @@ from .signatures import (
     forward_signature,
     freeze_arguments,
 )
+from .templates import TemplateMaker
 from .torch_tracing import (
     Tracer,
     is_fake,
@@ -94,6 +91,7 @@ class Recorder:
         self.decisions: list[SharingDecision] = []
         self.tensors = OutsideTensors(self.tracer, model)
         self._current = self.root
+        self._templating = TemplateMaker(self.tracer, self.tensors)
         self._templates: dict[Any, list[Template]] = {}
         self._writes: dict[tuple[int, str], tuple[nn.Module, str, Any]] = {}
         self._signatures: dict[type, inspect.Signature | None] = {}
@@ -299,7 +297,7 @@ class Recorder:
             nodes = [
                 self.tensors.node_of(r) if isinstance(r, torch.Tensor) else None for r in results[0]
             ]
-            template, reason = self._make_template(
+            template, reason = self._templating.make(
                 region, evidence, arguments, arg_nodes, results, nodes
             )
             self.tensors.restore(known)
@@ -319,141 +317,15 @@ class Recorder:
         if self._current.reads is not None:
             self._current.reads.nested.append((module, evidence))
 
-    def _make_template(
-        self,
-        region: Region,
-        evidence: Evidence,
-        arguments: Mapping[str, Any],
-        arg_nodes: Mapping[torch.fx.Node, int],
-        flat_result: tuple[list[Any], pytree.TreeSpec],
-        result_nodes: Sequence[torch.fx.Node | None],
-    ) -> tuple[Template | None, str]:
-        inside = set(region.nodes())
-        results, spec = flat_result
-        used = [self.tensors.resolve(n) for node in region.nodes() for n in node.all_input_nodes]
-        used += [n for n in result_nodes if n is not None]
-        region.inputs = list(dict.fromkeys(n for n in used if n not in inside))
-        region.outputs = list(
-            dict.fromkeys(n for n in result_nodes if n in inside and n is not None)
-        )
-        names = [name for name, _ in pytree.flatten_with_names(arguments)]
-        bindings, reason = [], ""
-        for node in region.inputs:
-            kind, where = self._binding(node, arg_nodes, evidence)
-            region.input_names.append(_input_name(kind, where, names, node))
-            reason = reason or ("" if kind != "unknown" else where)
-            bindings.append((kind, where))
-        output_leaves = [
-            self._output_leaf(region, r, n) for r, n in zip(results, result_nodes, strict=True)
-        ]
-        if any(not _is_plain(leaf.constant) for leaf in output_leaves):
-            reason = reason or "it returns an object that is neither a tensor nor plain data"
-        template = Template(region, evidence, tuple(bindings), tuple(output_leaves), spec)
-        return (None if reason else template), reason
-
-    def _binding(
-        self, node: torch.fx.Node, arg_nodes: Mapping[torch.fx.Node, int], evidence: Evidence
-    ) -> tuple[str, Any]:
-        if node in arg_nodes:
-            return "argument", arg_nodes[node]
-        source = self.tensors.sources.get(node)
-        if not isinstance(source, ModelTensor):
-            return "unknown", "it uses a tensor that is neither an argument nor one of its own"
-        path = evidence.tensor_path(source.tensor)
-        if path is not None:
-            return "own", path
-        if evidence.is_fixed(source.tensor) or node in self.tensors.literals:
-            return "fixed", node
-        return "unknown", "it uses a tensor that was reached in a way lazyinline cannot follow"
-
-    def _output_leaf(self, region: Region, value: Any, node: torch.fx.Node | None) -> OutputLeaf:
-        if node is None:
-            return OutputLeaf("constant", constant=value)
-        if node in region.inputs:
-            return OutputLeaf("input", region.inputs.index(node))
-        storages = [memory_id(n.meta["val"]) for n in region.inputs]
-        with self.tracer.untraced():
-            prototype = torch.empty_strided(
-                value.shape, value.stride(), dtype=value.dtype, device=value.device
-            ).requires_grad_(value.requires_grad)
-        storage = memory_id(node.meta["val"])
-        return OutputLeaf(
-            "new",
-            region.outputs.index(node),
-            type=TensorType.of(value),
-            requires_grad=value.requires_grad,
-            alias_of=storages.index(storage) if storage in storages else -1,
-            storage_offset=value.storage_offset(),
-            prototype=prototype,
-        )
-
     def _call_shared(self, template: Template, module: nn.Module, leaves: Sequence[Any]) -> Any:
-        """Adds one call node for an instance that agrees with a template."""
-        operands = [self._operand(b, module, leaves) for b in template.bindings]
-        template.region.num_calls += 1
-        node = self.tracer.call(shared_call, operands)
-        node.meta["call"] = CallSite(template.region, self.paths.get(id(module), ""))
-        made: dict[int, torch.Tensor] = {}
-        results = []
-        for leaf in template.output_leaves:
-            if leaf.kind == "constant":
-                results.append(leaf.constant)
-            elif leaf.kind == "input":
-                results.append(self._operand_tensor(template.bindings[leaf.index], module, leaves))
-            else:
-                if leaf.index not in made:
-                    made[leaf.index] = self._new_result(template, leaf, module, leaves)
-                    self.tracer.track(made[leaf.index], self.tracer.item(node, leaf.index))
-                results.append(made[leaf.index])
+        """Replaces an instance that agrees with a template by one call node."""
+        path = self.paths.get(id(module), "")
+        result = self._templating.call(template, module, leaves, path)
         self._note_nested(module, template.evidence)
         for inner, name in template.evidence.reads_on(module):
             self._note_read(inner, name)
         self._decide(module, shared=True)
-        return pytree.unflatten(results, template.output_spec)
-
-    def _operand_tensor(
-        self, binding: tuple[str, Any], module: nn.Module, leaves: Sequence[Any]
-    ) -> torch.Tensor:
-        kind, where = binding
-        if kind == "argument":
-            tensor = leaves[where]
-        elif kind == "own":
-            tensor = self._fake_of(follow_tensor_path(module, where))
-        else:
-            source = self.tensors.sources[where]
-            assert isinstance(source, ModelTensor)
-            tensor = self._fake_of(source.tensor)
-        assert isinstance(tensor, torch.Tensor)
-        return tensor
-
-    def _operand(
-        self, binding: tuple[str, Any], module: nn.Module, leaves: Sequence[Any]
-    ) -> torch.fx.Node:
-        kind, where = binding
-        if kind == "argument":
-            return self.tensors.node_of(leaves[where])
-        if kind == "own":
-            return self.tensors.outside_node(follow_tensor_path(module, where))
-        assert isinstance(where, torch.fx.Node)
-        return where
-
-    def _new_result(
-        self, template: Template, leaf: OutputLeaf, module: nn.Module, leaves: Sequence[Any]
-    ) -> torch.Tensor:
-        """Makes the fake result of a shared call; never an autograd leaf, so it may be changed."""
-        assert leaf.type is not None
-        assert leaf.prototype is not None
-        shape, stride = leaf.type.shape, leaf.type.stride
-        with self.tracer.untraced(), torch.set_grad_enabled(leaf.requires_grad):
-            if leaf.alias_of >= 0:
-                base = self._operand_tensor(template.bindings[leaf.alias_of], module, leaves)
-                return base.as_strided(shape, stride, leaf.storage_offset)
-            if leaf.type.is_dense:
-                return leaf.prototype.clone()
-            reach = 1 + sum((d - 1) * s for d, s in zip(shape, stride, strict=True))
-            seed = leaf.prototype.new_empty(())
-            memory = seed.requires_grad_(leaf.requires_grad) + seed.new_empty(reach)
-            return memory.as_strided(shape, stride)
+        return result
 
     # ---- the whole run -------------------------------------------------------------------
 
@@ -538,28 +410,6 @@ def _refuse_hidden_tensors(results: Sequence[Any]) -> None:
 
 def _module_of(cls: type) -> str:
     return getattr(cls, "__module__", "") or ""
-
-
-def _is_plain(value: Any) -> bool:
-    return value is None or type(value) in (
-        bool,
-        int,
-        float,
-        str,
-        complex,
-        torch.Size,
-        torch.dtype,
-        torch.device,
-    )
-
-
-def _input_name(kind: str, where: Any, names: Sequence[str], node: torch.fx.Node) -> str:
-    if kind == "argument":
-        return names[where]
-    if kind == "own":
-        path: TensorPath = where
-        return ".".join(str(p[1] if isinstance(p, tuple) else p) for p in path if p != "")
-    return node.name
 
 
 def _had_value(before: Any) -> bool:
