@@ -1,0 +1,696 @@
+"""Contracts with private PyTorch: one test per name that the adapters use, with what they rely on.
+
+When a new torch breaks one of these, its test says which name moved or changed; the adapter that
+uses it is the one file to look at.
+"""
+
+import ast
+import functools
+import importlib
+import operator
+import threading
+import types
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.fx
+from test_architecture import (
+    ADAPTERS,
+    ROOT,
+    foreign_private_attributes,
+    own_names,
+    private_torch_names,
+    sources,
+)
+from torch import Tensor, nn
+
+from lazyinline.backend.torch_inductor import compile_leaves, decompositions, settings
+
+CONTRACTS: dict[str, str] = {}
+Test = Callable[..., None]
+
+
+def resolve(dotted: str) -> Any:
+    """Returns what a dotted name stands for; fails with the name if there is no such thing."""
+    parts = dotted.split(".")
+    for size in range(len(parts), 0, -1):
+        try:
+            found: Any = importlib.import_module(".".join(parts[:size]))
+        except ImportError:
+            continue
+        for index, part in enumerate(parts[size:], size):
+            if not hasattr(found, part):
+                here = ".".join(parts[:index])
+                pytest.fail(f"{dotted} moved: {here} has no {part} in torch {torch.__version__}")
+            found = getattr(found, part)
+        return found
+    raise AssertionError(dotted)
+
+
+def contract(*names: str) -> Callable[[Test], Test]:
+    """Registers a test for private names; passes it what they stand for, attributes left out."""
+    dotted = [name for name in names if not name.startswith("attribute ")]
+
+    def register(test: Test) -> Test:
+        for name in names:
+            CONTRACTS[name] = test.__name__
+
+        def checked() -> None:
+            test(*(resolve(name) for name in dotted))
+
+        checked.__name__ = test.__name__
+        checked.__doc__ = test.__doc__
+        return checked
+
+    return register
+
+
+def traced(
+    function: Callable[..., Any],
+    *inputs: Any,
+    table: Mapping[Any, Any] | None = None,
+    pre_dispatch: bool = False,
+) -> Any:
+    make_fx = resolve("torch.fx.experimental.proxy_tensor.make_fx")
+    return make_fx(function, table, pre_dispatch=pre_dispatch)(*inputs)
+
+
+def targets(module: torch.fx.GraphModule) -> list[Any]:
+    return [n.target for n in module.graph.nodes if n.op == "call_function"]
+
+
+def fake_mode() -> Any:
+    mode = resolve("torch._subclasses.fake_tensor.FakeTensorMode")
+    return mode(allow_non_fake_inputs=True)
+
+
+# ---- every name is here -----------------------------------------------------------------------
+
+
+def test_every_private_name_of_an_adapter_has_a_contract() -> None:
+    used = {
+        name: adapter for adapter in ADAPTERS for _, name in private_torch_names(ROOT / adapter)
+    }
+    missing = {n: a for n, a in used.items() if n not in CONTRACTS}
+    assert not missing, f"write a contract test for {missing}"
+    unused = [n for n in CONTRACTS if n.startswith("torch.") and n not in used]
+    assert not unused, f"no adapter uses {unused} any more: take its contract out"
+
+
+def test_every_private_attribute_of_an_adapter_has_a_contract() -> None:
+    trees = {path: ast.parse(path.read_text()) for path in sources()}
+    own = own_names(trees.values())
+    used = set()
+    for path, tree in trees.items():
+        if str(path.relative_to(ROOT)) in ADAPTERS:
+            for _, text in foreign_private_attributes(tree, own):
+                node: Any = ast.parse(text, mode="eval").body
+                used.add(node.attr if isinstance(node, ast.Attribute) else node.args[1].value)
+    assert used == {n.removeprefix("attribute ") for n in CONTRACTS if n.startswith("attribute ")}
+
+
+# ---- fake tensors -----------------------------------------------------------------------------
+
+
+@contract(
+    "torch._subclasses.fake_tensor.FakeTensorMode", "torch._subclasses.fake_tensor.FakeTensor"
+)
+def test_fake_tensors_keep_layouts_and_compute_nothing(mode_class: Any, tensor_class: Any) -> None:
+    mode = mode_class(allow_non_fake_inputs=True)
+    real = torch.randn(4, 3).t().requires_grad_()
+    fake = mode.from_tensor(real)
+    assert isinstance(fake, tensor_class) and not isinstance(real, tensor_class)
+    assert (fake.shape, fake.stride(), fake.dtype) == (real.shape, real.stride(), real.dtype)
+    assert fake.device == real.device
+    assert fake.requires_grad
+    assert mode.from_tensor(real) is fake, "one fake for one tensor"
+    generator = torch.get_rng_state()
+    with mode:
+        made = torch.empty_strided((2, 3), (1, 2), dtype=torch.float64)
+        mixed = made.float() + torch.ones(3)
+        drawn = torch.rand(2, 3) + real.detach()[:2, :3]  # a real tensor is let in
+    assert all(isinstance(t, tensor_class) for t in (made, mixed, drawn))
+    assert made.stride() == (1, 2)
+    assert torch.equal(torch.get_rng_state(), generator), "a fake draw moved the generator"
+
+
+@contract("torch._subclasses.fake_tensor.DataDependentOutputException")
+def test_asking_a_fake_for_its_value_raises(error: Any) -> None:
+    with fake_mode(), pytest.raises(error):
+        bool(torch.ones(3).sum() > 0)
+    with fake_mode(), pytest.raises(error):
+        torch.ones(3).max().item()
+
+
+@contract("torch._subclasses.fake_tensor.DynamicOutputShapeException")
+def test_a_shape_that_depends_on_data_raises(error: Any) -> None:
+    with fake_mode(), pytest.raises(error):
+        torch.ones(3).nonzero()
+
+
+# ---- tracing ----------------------------------------------------------------------------------
+
+
+@contract("torch.fx.experimental.proxy_tensor.make_fx")
+def test_a_trace_before_dispatch_keeps_composite_operators_whole(make_fx: Any) -> None:
+    def function(x: Tensor, weight: Tensor) -> Tensor:
+        return nn.functional.dropout(nn.functional.linear(x, weight), 0.5)
+
+    x, weight = torch.randn(2, 3), torch.randn(4, 3)
+    whole = targets(make_fx(function, tracing_mode="real", pre_dispatch=True)(x, weight))
+    assert whole == [torch.ops.aten.linear.default, torch.ops.aten.dropout.default]
+    apart = targets(make_fx(function)(x, weight))
+    assert torch.ops.aten.linear.default not in apart and torch.ops.aten.mm.default in apart
+
+
+def test_a_trace_takes_a_table_of_decompositions_and_flattens_lists() -> None:
+    make_fx = resolve("torch.fx.experimental.proxy_tensor.make_fx")
+    table = {torch.ops.aten.silu.default: lambda x: x * torch.sigmoid(x)}
+    module = make_fx(lambda flat: (flat[0] + torch.ops.aten.silu(flat[1]),), table)(
+        [torch.randn(2), torch.randn(2)]
+    )
+    assert torch.ops.aten.silu.default not in targets(module)
+    assert torch.ops.aten.sigmoid.default in targets(module)
+    assert sum(n.op == "placeholder" for n in module.graph.nodes) == 2
+    assert all("val" in n.meta for n in module.graph.nodes if n.op == "call_function")
+
+
+@contract(
+    "torch.fx.experimental.proxy_tensor.get_proxy_mode",
+    "torch.fx.experimental.proxy_tensor.track_tensor_tree",
+    "torch.fx.experimental.proxy_tensor.disable_proxy_modes_tracing",
+)
+def test_a_running_trace_can_be_asked_and_told_which_node_a_tensor_is(
+    get_proxy_mode: Any, track_tensor_tree: Any, disable_proxy_modes_tracing: Any
+) -> None:
+    make_fx = resolve("torch.fx.experimental.proxy_tensor.make_fx")
+    assert get_proxy_mode() is None
+    mode, seen, real = fake_mode(), [], torch.ones(3)
+
+    def function(x: Tensor) -> tuple[()]:
+        tracer = get_proxy_mode().tracer
+        graph, create = tracer.graph, tracer.graph.create_node
+
+        def create_node(*args: Any, **kwargs: Any) -> torch.fx.Node:
+            node = create(*args, **kwargs)
+            seen.append(node)
+            return node
+
+        graph.create_node = create_node  # each operator passes here, also of the fast paths
+        node = tracer.unwrap_proxy(x).node
+        assert node.op == "placeholder"
+        with disable_proxy_modes_tracing():
+            hidden = x * 2  # no node
+        assert not isinstance(tracer.unwrap_proxy(hidden), torch.fx.Proxy)
+        object.__setattr__(tracer.root, "outside", real)
+        outside = graph.create_node("get_attr", "outside", (), {})
+        call = graph.create_node("call_function", operator.add, (node, outside), {})
+        track_tensor_tree(hidden, torch.fx.Proxy(call, tracer), constant=None, tracer=tracer)
+        result = hidden + 1
+        assert tracer.unwrap_proxy(result).node.args[0] is call
+        assert tracer.unwrap_proxy(x).node is node
+        del graph.create_node
+        return ()
+
+    with mode:
+        x = mode.from_tensor(torch.randn(3))
+        make_fx(function, tracing_mode="real", pre_dispatch=True)(x)
+    assert [n.target for n in seen] == ["outside", operator.add, torch.ops.aten.add.Tensor]
+
+
+@contract("torch.fx._lazy_graph_module._use_lazy_graph_module")
+def test_a_lazy_graph_module_is_asked_for_by_a_context(use_lazy: Any) -> None:
+    with use_lazy(True):
+        module = traced(lambda x: x + 1, torch.ones(2))
+    assert torch.equal(module(torch.ones(2)), torch.full((2,), 2.0))
+
+
+@contract("torch.fx.node._side_effectful_need_to_be_preserved_pre_dispatch")
+def test_mode_switches_in_a_trace_are_known_by_their_targets(switches: Any) -> None:
+    def function(x: Tensor) -> Tensor:
+        with torch.no_grad():
+            y = x * 2
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return y @ x
+
+    with torch.enable_grad():
+        module = traced(function, torch.randn(2, 2), pre_dispatch=True)
+    found = [t for t in targets(module) if t in switches]
+    assert len(found) == 4, "grad mode off and on, autocast in and out"
+    assert torch.ops.aten.mul.Tensor not in switches
+
+
+@contract("torch._C.DisableTorchFunction")
+def test_torch_function_modes_can_be_passed_by(disable: Any) -> None:
+    from torch.overrides import TorchFunctionMode
+
+    seen = []
+
+    class Watch(TorchFunctionMode):
+        def __torch_function__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    x = torch.ones(2)
+    with Watch():
+        _ = x.shape
+        before = len(seen)
+        with disable():
+            _ = x.shape
+            _ = x.requires_grad
+    assert before == len(seen) == 1
+
+
+# ---- modules, and how capture watches them ----------------------------------------------------
+
+
+def test_module_calls_can_be_replaced_on_the_class() -> None:
+    original, seen = nn.Module.__call__, []
+
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        seen.append(type(self))
+        return original(self, *args, **kwargs)
+
+    nn.Module.__call__ = call  # type: ignore[method-assign]
+    try:
+        nn.Sequential(nn.Linear(2, 2), nn.Tanh())(torch.ones(2))
+    finally:
+        nn.Module.__call__ = original  # type: ignore[method-assign]
+    assert seen == [nn.Sequential, nn.Linear, nn.Tanh]
+
+
+def test_parameters_are_found_by_getattr_and_plain_attributes_are_not() -> None:
+    original, seen = nn.Module.__getattr__, []
+
+    def getattr_(self: nn.Module, name: str) -> Any:
+        seen.append(name)
+        return original(self, name)
+
+    nn.Module.__getattr__ = getattr_  # type: ignore[method-assign]
+    try:
+        linear = nn.Linear(2, 2)
+        seen.clear()
+        _ = linear.weight, linear.in_features, linear.training
+    finally:
+        nn.Module.__getattr__ = original  # type: ignore[method-assign]
+    assert seen == ["weight"]
+    assert "__getattribute__" not in vars(nn.Module), "reads are watched by adding one"
+    assert nn.Module.__module__ == "torch.nn.modules.module"
+
+
+def test_a_module_keeps_its_state_in_known_tables() -> None:
+    state = vars(nn.Module())
+    for table in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
+        assert table in state, f"nn.Module has no {table} any more"
+    assert state["training"] is True
+    hooks = {name for name in state if name.endswith("hooks")}
+    assert {
+        "_forward_hooks",
+        "_forward_pre_hooks",
+        "_backward_hooks",
+        "_backward_pre_hooks",
+        "_load_state_dict_post_hooks",
+    } <= hooks
+    assert callable(nn.Module._load_from_state_dict)
+
+
+def test_apply_of_custom_functions_is_a_class_method_that_can_be_replaced() -> None:
+    function = torch.autograd.Function
+    original = function.__dict__["apply"]
+    assert isinstance(original, classmethod)
+    seen = []
+
+    class Double(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x * 2
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+            return gradient * 2
+
+    def apply(cls: type, *args: Any) -> Any:
+        seen.append(cls)
+        return original.__get__(None, cls)(*args)
+
+    function.apply = classmethod(apply)  # type: ignore[method-assign,assignment]
+    try:
+        Double.apply(torch.ones(2))
+    finally:
+        function.apply = original
+    assert seen == [Double]
+
+
+def test_reentrant_checkpoints_pass_the_function_first_and_the_inputs_third() -> None:
+    found, seen = torch.utils.checkpoint.CheckpointFunction, []
+    original = found.__dict__.get("apply")
+
+    def apply(*args: Any) -> Any:
+        seen.append(args)
+        return args[0](*args[2:])
+
+    found.apply = staticmethod(apply)
+    try:
+        x = torch.ones(2, requires_grad=True)
+        torch.utils.checkpoint.checkpoint(torch.exp, x, use_reentrant=True)
+    finally:
+        del found.apply
+    assert original is None
+    assert len(seen) == 1 and seen[0][0] is torch.exp and seen[0][2] is x
+    assert (found.__module__, found.__name__) == ("torch.utils.checkpoint", "CheckpointFunction")
+
+
+# ---- trees ------------------------------------------------------------------------------------
+
+
+@contract(
+    "torch.utils._pytree",
+    "torch.utils._pytree.TreeSpec",
+    "torch.utils._pytree.tree_flatten",
+    "torch.utils._pytree.tree_unflatten",
+    "torch.utils._pytree.tree_flatten_with_path",
+    "torch.utils._pytree.tree_map",
+)
+def test_trees_go_apart_and_together(
+    module: types.ModuleType,
+    spec_class: Any,
+    flatten: Any,
+    unflatten: Any,
+    with_path: Any,
+    tree_map: Any,
+) -> None:
+    tree = {"b": [1, (2, None)], "a": 3}
+    leaves, spec = flatten(tree)
+    assert leaves == [1, 2, None, 3] or leaves == [1, 2, 3], "None is a leaf, or structure"
+    assert isinstance(spec, spec_class)
+    assert unflatten(leaves, spec) == tree
+    assert flatten({"b": [5, (6, None)], "a": 7})[1] == spec
+    assert flatten({"b": [5, 6], "a": 7})[1] != spec
+    pairs, _ = with_path(tree)
+    first = pairs[0][0]
+    assert [getattr(k, "key", getattr(k, "idx", None)) for k in first] == ["b", 0]
+    assert tree_map(lambda x: x, tree) == tree
+
+
+def test_hugging_face_outputs_are_registered_trees() -> None:
+    from transformers.modeling_outputs import BaseModelOutput
+
+    flatten = resolve("torch.utils._pytree.tree_flatten")
+    unflatten = resolve("torch.utils._pytree.tree_unflatten")
+    output = BaseModelOutput(last_hidden_state=torch.ones(2))
+    leaves, spec = flatten(output)
+    assert len(leaves) == 1
+    assert type(unflatten(leaves, spec)) is BaseModelOutput
+
+
+# ---- operators and memory ---------------------------------------------------------------------
+
+
+@contract("torch._ops.OpOverload", "torch._ops.OpOverloadPacket", "attribute _schema")
+def test_operators_have_classes_and_schemas_that_say_what_is_written(
+    overload: Any, packet: Any
+) -> None:
+    add, copy = torch.ops.aten.add.Tensor, torch.ops.aten.copy_.default
+    assert isinstance(add, overload) and isinstance(torch.ops.aten.add, packet)
+    assert not add._schema.is_mutable and copy._schema.is_mutable
+    written = [a.name for a in copy._schema.arguments if a.alias_info and a.alias_info.is_write]
+    assert written == ["self"]
+    view = torch.ops.aten.view.default._schema
+    assert view.arguments[0].alias_info is not None and not view.is_mutable
+    # Why reuse/leaf.py keeps a list of its own: these write, and their schemas do not say so.
+    for hidden in (torch.ops.aten.batch_norm.default, torch.ops.aten.native_batch_norm.default):
+        assert not hidden._schema.is_mutable
+        assert [a.name for a in hidden._schema.arguments][3:6] == [
+            "running_mean",
+            "running_var",
+            "training",
+        ]
+
+
+@contract("attribute _cdata")
+def test_storages_have_an_identity_that_views_share() -> None:
+    x = torch.ones(4)
+    identity = x.untyped_storage()._cdata
+    assert isinstance(identity, int)
+    assert x[1:].view(-1).untyped_storage()._cdata == identity
+    assert x.clone().untyped_storage()._cdata != identity
+    with fake_mode():
+        fake = torch.ones(4)
+        assert fake[1:].untyped_storage()._cdata == fake.untyped_storage()._cdata
+
+
+@contract("attribute _version")
+def test_tensors_count_changes_in_place() -> None:
+    x = torch.ones(4)
+    view, version = x[1:], x._version
+    view.mul_(2)
+    assert x._version == view._version == version + 1
+
+
+def test_random_operators_carry_a_tag() -> None:
+    tag = torch.Tag.nondeterministic_seeded
+    aten = torch.ops.aten
+    for drawing in (aten.rand.default, aten.native_dropout.default, aten.bernoulli.p):
+        assert tag in drawing.tags
+    assert tag not in aten.add.Tensor.tags
+
+
+@contract(
+    "torch.ops.aten._softmax.default",
+    "torch.ops.aten._softmax.out",
+    "torch.ops.aten._log_softmax.default",
+    "torch.ops.aten._log_softmax.out",
+)
+def test_out_forms_write_what_the_operator_returns(*forms: Any) -> None:
+    x = torch.randn(2, 3)
+    for plain, out in (forms[:2], forms[2:]):
+        target = torch.empty(2, 3)
+        result = out(x, 1, False, out=target)
+        assert result is target
+        assert torch.equal(target, plain(x, 1, False))
+
+
+# ---- dispatch modes ---------------------------------------------------------------------------
+
+
+@contract(
+    "torch.utils._python_dispatch.TorchDispatchMode",
+    "torch.utils._python_dispatch._disable_current_modes",
+)
+def test_a_dispatch_mode_sees_each_operator_and_can_be_left_out(mode: Any, disable: Any) -> None:
+    seen: list[Any] = []
+
+    class Watch(mode):  # type: ignore[misc]
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    with Watch():
+        torch.ones(2).exp_()
+        with disable():
+            torch.zeros(2)
+    assert seen == [torch.ops.aten.ones.default, torch.ops.aten.exp_.default]
+
+
+# ---- autograd and partitioners ----------------------------------------------------------------
+
+
+@contract("torch._C._autograd._get_current_graph_task_keep_graph")
+def test_a_running_backward_knows_whether_the_graph_is_kept(is_kept: Any) -> None:
+    seen = []
+
+    class Ask(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+            seen.append(is_kept())
+            return gradient
+
+    loss = Ask.apply(torch.ones(2, requires_grad=True)).sum()
+    loss.backward(retain_graph=True)
+    loss.backward()
+    assert seen == [True, False]
+
+
+def joint_graph() -> tuple[torch.fx.GraphModule, Sequence[Tensor]]:
+    """A forward ``sin(x * rand) @ w`` and its backward in one graph, named as partitioners ask."""
+
+    def joint(flat: list[Tensor]) -> list[Tensor]:
+        x, w, tangent = flat
+        noise = torch.rand(2, 2)
+        h = torch.sin(x * noise)
+        grad_h = tangent @ w.t()
+        return [h @ w, grad_h * torch.cos(x * noise) * noise, h.t() @ tangent]
+
+    generator = torch.Generator().manual_seed(0)
+    x, tangent = (torch.rand(2, 2, generator=generator) + 0.2 for _ in range(2))
+    inputs = [x, torch.tensor([[2.0, 1.0], [0.0, 1.0]]), tangent]
+    module = traced(joint, inputs)
+    module.graph.set_codegen(torch.fx.graph.CodeGen())
+    placeholders = [n for n in module.graph.nodes if n.op == "placeholder"]
+    for node, name in zip(placeholders, ("primals_1", "primals_2", "tangents_1"), strict=True):
+        node.name = node.target = name
+    forward_part = True
+    for node in module.graph.nodes:
+        forward_part = forward_part and "tangents_1" not in [n.name for n in node.all_input_nodes]
+        if forward_part:
+            node.meta["partitioner_tag"] = "is_forward"
+    module.recompile()
+    return module, inputs
+
+
+@pytest.mark.parametrize("name", ["default_partition", "min_cut_rematerialization_partition"])
+def test_partitioners_split_a_joint_graph_and_draw_once(name: str) -> None:
+    split = resolve(f"torch._functorch.partitioners.{name}")
+    module, (x, w, tangent) = joint_graph()
+    forward, backward = split(module, (), num_fwd_outputs=1)
+    results = forward(x, w)
+    saved = [n.name for n in forward.graph.output_node().args[0]][1:]
+    assert len(results) == 1 + len(saved)
+    known = {"primals_1": x, "primals_2": w, "tangents_1": tangent}
+    known.update(zip(saved, results[1:], strict=True))
+    needed = [n.name for n in backward.graph.nodes if n.op == "placeholder"]
+    assert "tangents_1" in needed and set(needed) <= set(known)
+    assert all("val" in n.meta for n in backward.graph.nodes if n.op == "placeholder")
+    backward.graph.eliminate_dead_code()
+    draws = [n for n in backward.graph.nodes if n.target is torch.ops.aten.rand.default]
+    assert not any(node.users for node in draws), "the backward would draw other numbers"
+    grad_x, grad_w = backward(*(known[n] for n in needed))
+    # What the forward drew shows in its result: h = sin(x * noise), and out = h @ w.
+    h = torch.linalg.solve(w.t().double(), results[0].t().double()).t()
+    assert torch.allclose(grad_w.double(), h.t() @ tangent.double(), atol=1e-4)
+    noise = torch.asin(h) / x.double()
+    want = tangent.double() @ w.t().double() * torch.cos(torch.asin(h)) * noise
+    assert torch.allclose(grad_x.double(), want, atol=1e-3)
+
+
+CONTRACTS["torch._functorch.partitioners.default_partition"] = "test_partitioners"
+CONTRACTS["torch._functorch.partitioners.min_cut_rematerialization_partition"] = "test_partitioners"
+
+
+def test_functionalizing_a_trace_takes_in_place_operators_out() -> None:
+    def function(flat: list[Tensor]) -> tuple[Tensor]:
+        h = flat[0].clone()
+        h[0].add_(flat[1])
+        return (h,)
+
+    make_fx = resolve("torch.fx.experimental.proxy_tensor.make_fx")
+    inputs = [torch.ones(2, 2), torch.ones(2)]
+    module = make_fx(torch.func.functionalize(function, remove="mutations"))(inputs)
+    assert not any(t._schema.is_mutable for t in targets(module) if hasattr(t, "_schema"))
+    assert torch.equal(module(inputs)[0], torch.tensor([[2.0, 2.0], [1.0, 1.0]]))
+
+
+# ---- Inductor ---------------------------------------------------------------------------------
+
+
+@contract("torch._inductor.config", "torch._inductor.config.patch")
+def test_inductor_settings_exist_and_are_put_back(config: Any, patch: Any) -> None:
+    names = {
+        "fallback_random": True,
+        "size_asserts": False,
+        "alignment_asserts": False,
+        "fx_graph_cache": False,
+        "fx_graph_remote_cache": False,
+    }
+    before = {name: getattr(config, name) for name in names}
+    with patch(**names):
+        assert {name: getattr(config, name) for name in names} == names
+    assert {name: getattr(config, name) for name in names} == before
+    with settings():
+        assert config.fallback_random is True
+
+
+@contract("torch._inductor.decomposition.select_decomp_table")
+def test_inductors_decompositions_leave_random_numbers_to_pytorch(select: Any) -> None:
+    table = decompositions()
+    assert len(table) > 100
+    assert torch.ops.aten.native_batch_norm.default in select()
+    assert torch.ops.aten.native_dropout.default not in table
+    torch.manual_seed(0)
+    mask = table[torch.ops.aten.bernoulli.p](torch.empty(50), 0.3)
+    torch.manual_seed(0)
+    assert torch.equal(mask, torch.empty(50).bernoulli_(0.3))
+
+
+@contract("torch._inductor.compile_fx._recursive_joint_graph_passes")
+def test_joint_graph_passes_take_a_graph_and_give_one_that_computes_the_same(passes: Any) -> None:
+    def function(x: Tensor) -> tuple[Tensor]:
+        return ((x * 1 + 0).view(4).view(2, 2),)
+
+    mode = fake_mode()
+    with mode:
+        module = traced(function, mode.from_tensor(torch.ones(2, 2)))
+    result = passes(module, input_device=torch.device("cpu"))
+    assert isinstance(result, torch.fx.GraphModule)
+    x = torch.randn(2, 2)
+    assert torch.equal(result(x)[0], x)
+
+
+@functools.cache
+def compiled_leaf() -> tuple[torch.fx.GraphModule, Any]:
+    """One small graph, compiled as the backend does."""
+    mode = fake_mode()
+    with mode:
+        inputs = [mode.from_tensor(torch.randn(4, 8)), mode.from_tensor(torch.randn(8, 3))]
+        table = decompositions()
+        module = traced(lambda x, w: (torch.tanh(x @ w).t(), x.exp()), *inputs, table=table)
+    return module, compile_leaves([module], lambda: None)[0]
+
+
+@contract("torch._inductor.compile_fx.compile_fx_inner")
+def test_inductor_compiles_an_aten_graph_into_a_boxed_callable(_: Any) -> None:
+    _, function = compiled_leaf()
+    x, w = torch.randn(4, 8), torch.randn(8, 3)
+    boxed = [x, w]
+    first, second = function(boxed)
+    assert not boxed, "the list is emptied, so that inputs are freed early"
+    assert torch.allclose(first, torch.tanh(x @ w).t(), atol=1e-6)
+    assert torch.allclose(second, x.exp())
+    assert first.stride() == (1, 3), "results keep the layout of the graph"
+
+
+def test_inductors_wrapper_is_a_function_whose_globals_hold_kernels_and_allocators() -> None:
+    _, wrapper = compiled_leaf()
+    function = getattr(wrapper, "__func__", wrapper)
+    assert isinstance(function, types.FunctionType), f"{type(function)}: it cannot be recorded"
+    scope = function.__globals__
+    for name in ("empty_strided_cpu", "reinterpret_tensor", "extern_kernels"):
+        assert name in scope, f"the generated code has no {name} any more"
+    kernels = [name for name in scope if name.startswith("cpp_fused")]
+    assert kernels and all(callable(scope[name]) for name in kernels)
+
+
+@contract(
+    "torch._inductor.async_compile.AsyncCompile",
+    "torch._inductor.async_compile.AsyncCompile.wait",
+)
+def test_building_waits_in_one_method_that_takes_the_scope(async_compile: Any, wait: Any) -> None:
+    import inspect
+
+    assert list(inspect.signature(wait).parameters) == ["self", "scope"]
+    calls = []
+    original = async_compile.wait
+
+    def watched(self: Any, scope: dict[str, Any]) -> None:
+        calls.append(threading.get_ident())
+        original(self, scope)
+
+    mode = fake_mode()
+    with mode:
+        module = traced(lambda x: (torch.tanh(x) * 3.25,), mode.from_tensor(torch.randn(7)))
+    async_compile.wait = watched
+    try:
+        compile_leaves([module], lambda: None)
+    finally:
+        async_compile.wait = original
+    assert calls, "the module of the generated code no longer waits there"
