@@ -102,7 +102,7 @@ def _random_operator(rng: random.Random, builder: LeafBuilder) -> None:
         return
     x, y = rng.choice(builder.nodes), rng.choice(builder.nodes)
     rank, shape = x.meta["val"].dim(), tuple(x.meta["val"].shape)
-    kind = rng.randrange(10)
+    kind = rng.randrange(12)
     if kind == 0:
         builder.add(rng.choice([aten.sin.default, aten.tanh.default, aten.neg.default]), x)
     elif kind == 1:
@@ -111,16 +111,16 @@ def _random_operator(rng: random.Random, builder: LeafBuilder) -> None:
         builder.add(aten.sum.dim_IntList, x, [rng.randrange(rank)])
     elif kind == 3 and rank == 2:
         builder.add(aten.t.default, x)  # a view with other strides
-    elif kind == 4 and rank == 1:
+    elif kind in (4, 5) and rank == 1:
         builder.add(aten.expand.default, x, [3, *shape])  # a view with stride 0
-    elif kind == 5 and rank:
+    elif kind == 6 and rank:
         builder.add(aten.select.int, x, 0, rng.randrange(shape[0]))  # a view with an offset
-    elif kind == 6 and rank == 2:
+    elif kind == 7 and rank == 2:
         builder.add(aten.mm.default, builder.add(aten.t.default, x), x)
-    elif kind == 7:
+    elif kind == 8:
         copy = builder.add(aten.clone.default, x)
         builder.add(rng.choice([aten.tanh_.default, aten.sin_.default]), copy)
-    elif kind == 8 and rank and _broadcasts_to(y, x, skip=1):
+    elif kind >= 9 and rank and _broadcasts_to(y, x, skip=1):
         fresh = builder.add(aten.zeros.default, list(shape), dtype=torch.float64)
         view = builder.add(aten.select.int, fresh, 0, rng.randrange(shape[0]))
         builder.add(aten.copy_.default, view, y)  # changes `fresh` through a view

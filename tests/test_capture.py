@@ -698,6 +698,24 @@ def test_alias_that_crosses_blocks_is_refused() -> None:
         lazyinline.capture(model, (example(),), train=True)
 
 
+@pytest.mark.parametrize("change", ["view", "base"])
+def test_buffer_changed_on_one_side_of_a_view_across_blocks_is_refused(change: str) -> None:
+    """The view was made by another closure than the one that changes the buffer."""
+
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        view = self.mean[:2]
+        y = self.layers[0](x)
+        with torch.no_grad():
+            (view if change == "view" else self.mean).add_(y.mean())
+        y = self.layers[0](y)
+        return y if change == "view" else y * view.sum()
+
+    kind = with_buffers(forward)
+    model = kind(layers=nn.ModuleList([block(lambda self, x: torch.tanh(self.linear(x)))()]))
+    with pytest.raises(CaptureError, match=r"changes a tensor in place .*seen through a view"):
+        lazyinline.capture(model, (example(),), train=True)
+
+
 def test_gradient_of_an_input_changed_in_place_is_refused() -> None:
     def body(layers: Any, x: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():

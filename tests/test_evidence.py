@@ -778,6 +778,22 @@ def test_object_that_its_own_method_changes_keeps_blocks_apart() -> None:
     assert outcome.reasons == ("its forward changes the global METER",) * 2
 
 
+def test_captured_class_changed_between_calls_keeps_blocks_apart() -> None:
+    class Local:
+        factor = 0.0
+
+    kind = block(lambda self, x: self.linear(x) * Local.factor)
+
+    def body(layers: Any, x: torch.Tensor) -> torch.Tensor:
+        for index, layer in enumerate(layers):
+            Local.factor = index + 1.0
+            x = layer(x)
+        return x
+
+    outcome = assert_equals_eager(Around(body, kind(), kind()), [example()])
+    assert outcome.reasons == ("Local.factor changed between the calls",)
+
+
 def test_class_attribute_that_forward_changes_keeps_blocks_apart() -> None:
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
         type(self).calls += 1

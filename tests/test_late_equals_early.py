@@ -263,6 +263,12 @@ def test_gradient_seeds_cover_what_they_should() -> None:
         seen["tied"] += any(len(set(c.args)) < len(c.args) for b in bodies for c in b.calls)
         seen["shared"] += any(n > 1 for n in closures.values())
         seen["nested"] += any(isinstance(c, Composite) for c in closures)
+        seen["written through a view"] += any(
+            node.target is aten.copy_.default
+            for c in closures
+            if isinstance(c, Leaf)
+            for node in c.nodes
+        )
         seen["input returned"] += any(set(b.outputs) & set(b.inputs) for b in bodies)
     assert {what for what, count in seen.items() if count < 10} == set(), seen
 
