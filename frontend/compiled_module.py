@@ -11,7 +11,6 @@ from torch import nn
 from ..reuse import pytree
 from ..reuse.errors import CaptureError, PlanError
 from ..reuse.program import UserInput
-from ..reuse.torch_names import memory_id
 from .assemble import OutputTree
 from .autograd_bridge import Absence, Aliases, Step, run_differentiable
 from .capture import one_at_a_time
@@ -198,8 +197,6 @@ class _Entry:
         self._order = _input_order(program.sources, leaves)
         self._written = frozenset(target for _, target in program.writes)
         self._writes = program.writes
-        arguments = [i for i, source in enumerate(program.sources) if isinstance(source, UserInput)]
-        self._arguments = arguments if self._written.intersection(arguments) else []
         self._aliases = Aliases()
         self._absence = Absence(compiled)
         self._result = _Result(program.output_tree, compiled)
@@ -208,7 +205,6 @@ class _Entry:
         """Runs the program on flat inputs."""
         tensors = self.guard.tensors
         inputs = [tensors[i] if own else leaves[i] for own, i in self._order]
-        self._refuse_shared_memory(inputs)
         compiled = self._compiled
         if compiled.derivative is None:
             with torch.no_grad():  # the model's own autograd says that no gradient flows
@@ -221,16 +217,6 @@ class _Entry:
                 for output, target in self._writes:
                     inputs[target].copy_(outputs[output])
         return self._result.build(outputs, inputs)
-
-    def _refuse_shared_memory(self, inputs: Sequence[torch.Tensor]) -> None:
-        """Raises CaptureError if an argument that is changed in place is also seen as another."""
-        memories = [memory_id(inputs[i]) for i in self._arguments]
-        for place, index in enumerate(self._arguments):
-            if index in self._written and memories.count(memories[place]) > 1:
-                raise CaptureError(
-                    "The model's forward changes an argument in place, and another argument shares "
-                    "its memory. Pass a clone of one of them."
-                )
 
 
 class _Result:

@@ -59,6 +59,8 @@ class Guard:
         self._children = [s["_modules"] for s in self._states if s["_modules"]]
         self._child_modules = [m for table in self._children for m in table.values()]
         self._contents = captured.contents
+        for leaf in leaves:  # an argument that is an object may hold something else next time
+            self._contents.look_into(leaf)
         self._reads = [(table, name) for table, name, _ in captured.attribute_reads]
         self._values: list[Any] = [value for _, _, value in captured.attribute_reads]
         self._reads += [(state, "forward") for state in self._states]

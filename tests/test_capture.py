@@ -189,6 +189,29 @@ def test_scalars_that_are_equal_but_not_the_same_are_told_apart() -> None:
         assert torch.equal(torch.signbit(found), torch.signbit(expected)), scale
 
 
+def test_object_passed_again_with_other_contents_is_looked_at_anew() -> None:
+    class Scale(nn.Module):
+        def forward(self, x: torch.Tensor, settings: Any) -> torch.Tensor:
+            return x * settings.factor + settings.inner["shift"]
+
+    class Settings:
+        def __init__(self) -> None:
+            self.factor: Any = 2.0
+            self.inner = {"shift": torch.ones(2)}
+
+    model, x, settings = Scale(), torch.ones(2), Settings()
+    compiled = lazyinline.compile(model, backend="eager")
+    changes: list[Callable[[], None]] = [
+        lambda: None,
+        lambda: setattr(settings, "factor", 3.0),
+        lambda: setattr(settings, "factor", torch.full((2,), 4.0)),
+        lambda: settings.inner.update(shift=torch.zeros(2)),
+    ]
+    for change in changes:
+        change()
+        assert torch.equal(compiled(x, settings), model(x, settings))
+
+
 def test_arguments_that_share_memory_are_told_apart_from_those_that_do_not() -> None:
     class InPlace(nn.Module):
         def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
