@@ -16,13 +16,14 @@ from __future__ import annotations
 
 import argparse
 import contextvars
+import dis
 import functools
 import gc
 import sys
 import threading
 import types
 from collections import Counter, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -78,9 +79,12 @@ class Reads:
             return
         captured = {name: variables[name] for name in code.co_freevars if name in variables}
         self.functions[code, id(scope)] = {k: _shallow_snapshot(v) for k, v in captured.items()}
-        for name in code.co_names:
+        names, imports = _global_names(code)
+        for name in names:
             if name in scope:
                 self._outside(scope, name, code.co_names, 0)
+        for name in imports:
+            self._named_attributes(sys.modules.get(name), code.co_names, 0)
         for value in captured.values():
             self._named_attributes(value, code.co_names, 0)
 
@@ -177,6 +181,25 @@ class Evidence:
                 )
             else:
                 self._nested.append((path, evidence))
+        self._seen_outside = self._modules_seen_outside()
+        self.side_effect = self.side_effect or self._seen_itself(walk_modules(root))
+
+    def _modules_seen_outside(self) -> dict[int, str]:
+        """Finds every module that code reached from outside: a block may look for itself there."""
+        found: dict[int, str] = {}
+        places = [(_outside_name(scope, name), value) for scope, name, value in self._globals]
+        places += [(f"{type(m).__name__}.{name}", value) for m, name, value in self._external]
+        for where, value in places:
+            for module in _modules_in(value):
+                for _, inner in walk_modules(module):
+                    found.setdefault(id(inner), where)
+        return found
+
+    def _seen_itself(self, places: list[tuple[str, nn.Module]]) -> str:
+        for _, module in places:
+            if id(module) in self._seen_outside:
+                return f"{self._seen_outside[id(module)]} leads to this very block"
+        return ""
 
     def _index_attributes(self, root: nn.Module, reads: Reads) -> None:
         freeze = self._freezer(self._paths, self._note_tensor)
@@ -194,10 +217,8 @@ class Evidence:
                     self._note_tensor(tensor, (path, name))
 
     def _note_tensor(self, tensor: torch.Tensor, keys: TensorPath) -> Any:
-        if (
-            "key",
-            None,
-        ) not in keys:  # a member of a set, or a dictionary's key: no way leads there
+        # No way leads to a member of a set, or to a dictionary's key.
+        if ("key", None) not in keys:
             self._tensor_paths.setdefault(id(tensor), keys)
         self._keep.append(tensor)
         return _tensor_facts(tensor)
@@ -246,6 +267,7 @@ class Evidence:
         return (
             _structure_mismatch(self._structure, _structure(places))
             or self._attribute_mismatch(places)
+            or self._seen_itself(places)
             or self._outside_mismatch()
             or self._nested_mismatch(dict(places))
         )
@@ -420,6 +442,28 @@ def _is_data(value: Any) -> bool:
         return True
     code = (nn.Module, torch.Tensor, type, types.ModuleType, types.FunctionType, types.MethodType)
     return not (isinstance(value, code) or _is_library(kind.__module__)) and is_python_defined(kind)
+
+
+def _modules_in(frozen: Any) -> Iterator[nn.Module]:
+    """Yields the modules in a frozen value."""
+    if isinstance(frozen, Identity) and isinstance(frozen.target, nn.Module):
+        yield frozen.target
+    elif isinstance(frozen, tuple):
+        for part in frozen:
+            yield from _modules_in(part)
+
+
+@functools.lru_cache(maxsize=4096)
+def _global_names(code: types.CodeType) -> tuple[list[str], list[str]]:
+    """Returns the names that a function uses of its globals, and the modules it imports."""
+    names: dict[str, None] = {}
+    imports: dict[str, None] = {}
+    for instruction in dis.get_instructions(code):
+        if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL"):
+            names[instruction.argval] = None
+        elif instruction.opname == "IMPORT_NAME":
+            imports[instruction.argval] = None
+    return list(names), list(imports)
 
 
 def _look_up(owner: Any, name: str) -> Any:

@@ -8,6 +8,7 @@ import itertools
 import operator
 import pickle
 import re
+import sys
 import threading
 import types
 import warnings
@@ -809,6 +810,53 @@ def test_class_attribute_that_forward_changes_keeps_blocks_apart() -> None:
 
     outcome = assert_equals_eager(Around(body, kind(), kind()), [example()])
     assert outcome.reasons == ("its forward changes Block.calls",) * 2
+
+
+def test_variable_imported_in_forward_keeps_blocks_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "settings_of_this_test", SETTINGS)
+
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        from settings_of_this_test import factor
+
+        return self.linear(x) * factor
+
+    def body(layers: Any, x: torch.Tensor) -> torch.Tensor:
+        for index, layer in enumerate(layers):
+            SETTINGS.factor = index + 1.0  # type: ignore[attr-defined]
+            x = layer(x)
+        return x
+
+    kind = block(forward)
+    outcome = assert_equals_eager(Around(body, kind(), kind()), [example()])
+    assert outcome.reasons == ("settings.factor changed between the calls",)
+
+
+LAYERS: list[nn.Module] = []
+
+
+def by_its_place(self: Any, x: torch.Tensor) -> torch.Tensor:
+    return self.linear(x) * (1 + LAYERS.index(self))
+
+
+def by_its_parent(self: Any, x: torch.Tensor) -> torch.Tensor:
+    return self.linear(x) * (2 if self is self.parent[0].layers[-1] else 3)
+
+
+@pytest.mark.parametrize("forward", [by_its_place, by_its_parent])
+def test_block_that_looks_for_itself_outside_is_not_shared(forward: Callable[..., Any]) -> None:
+    def body(layers: Any, x: torch.Tensor) -> torch.Tensor:
+        LAYERS[:] = layers
+        for layer in layers:
+            x = layer(x)
+        return x
+
+    kind = block(forward)
+    model = Around(body, *(kind() for _ in range(3)))
+    for layer in model.layers:
+        layer.parent = [model]
+    outcome = assert_equals_eager(model, [example()])
+    assert outcome.shared == 0
+    assert all("leads to this very block" in reason for reason in outcome.reasons)
 
 
 def test_global_iterator_keeps_blocks_apart() -> None:
