@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.fx
 
-from ..reuse.leaf import flat_types, is_active, is_view, make_leaf
+from ..reuse.leaf import flat_types, is_active, is_view, make_leaf, without_autocast
 from ..reuse.program import (
     Call,
     Closure,
@@ -115,6 +115,7 @@ class Differentiator:
 
     # ---- leaves --------------------------------------------------------------------------
 
+    @without_autocast
     def _leaf(
         self, leaf: Leaf, inputs: tuple[int, ...], outputs: tuple[int, ...]
     ) -> Derivative | None:

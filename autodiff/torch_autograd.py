@@ -5,7 +5,9 @@ Every private name that differentiation needs is used here and nowhere else.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -14,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 
 from ..reuse.errors import CaptureError
-from ..reuse.leaf import ModalInterpreter, mutated_args
+from ..reuse.leaf import ModalInterpreter, mutated_args, without_autocast
 from ..reuse.program import input_nodes
 from ..reuse.types import TensorType
 
@@ -34,6 +36,7 @@ def fake_tensor(mode: FakeTensorMode, type_: TensorType) -> torch.Tensor:
         )
 
 
+@without_autocast
 def trace_forward(
     module: torch.fx.GraphModule, types: Sequence[TensorType], decompositions: Decompositions
 ) -> torch.fx.GraphModule:
@@ -56,6 +59,7 @@ class JointTrace:
     that take a cotangent: both may be fewer than asked, where autograd says nothing flows.
     """
 
+    @without_autocast
     def __init__(
         self,
         module: torch.fx.GraphModule,
@@ -275,6 +279,23 @@ def _drop_second_draws(backward: torch.fx.GraphModule) -> None:
             assert not in_forward, f"{node.target} would be drawn twice"
     backward.graph.eliminate_dead_code()
     backward.recompile()
+
+
+@contextmanager
+def plain_autograd() -> Iterator[None]:
+    """Autograd inside runs without anomaly checks and without hooks on saved tensors."""
+    with contextlib.ExitStack() as stack:
+        if torch.is_anomaly_enabled():
+            stack.enter_context(torch.autograd.set_detect_anomaly(False))
+        if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+            hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)
+            stack.enter_context(hooks)  # the innermost hooks count
+        yield
+
+
+def in_forward_mode() -> bool:
+    """Whether forward-mode differentiation is going on, of whatever tensors."""
+    return bool(torch.autograd.forward_ad._current_level >= 0)
 
 
 def graph_is_kept() -> bool:

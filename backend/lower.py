@@ -19,7 +19,7 @@ import torch.fx
 from ..autodiff.derivative import Recipe
 from ..autodiff.torch_autograd import trace_forward
 from ..reuse.errors import PlanError
-from ..reuse.leaf import flat_types
+from ..reuse.leaf import flat_types, without_autocast
 from ..reuse.program import Leaf
 from . import torch_inductor, torch_kernels
 from .kernel_list import KernelList
@@ -149,6 +149,7 @@ def decompose_leaf(leaf: Leaf, backend: Backend) -> Leaf:
     return replace(leaf, module=module, level="aten", kernels=recipe.kernels)
 
 
+@without_autocast
 def lower_leaves(
     leaves: Iterable[Leaf], backend: Backend, on_done: Callable[[], None]
 ) -> dict[Leaf, Kernel]:

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import torch
 
+from ..reuse.leaf import without_autocast
 from ..reuse.torch_names import version_of
 from .executable import Executable
 from .planned import Lease, PlannedProgram
@@ -46,11 +47,13 @@ class ReplayRuntime:
         self._num_results = num_results
         self.num_launches = forward.num_launches + (backward.num_launches if backward else 0)
 
+    @without_autocast
     def forward(self, inputs: list[torch.Tensor]) -> tuple[list[torch.Tensor], Any]:
         """See :class:`Runtime`."""
         results = self._forward.run(list(inputs))
         return results[: self._num_results], results[self._num_results :]
 
+    @without_autocast
     def backward(
         self, flight: Any, operands: Sequence[torch.Tensor], graph: str
     ) -> list[torch.Tensor]:
@@ -89,6 +92,7 @@ class PlannedRuntime:
         self._operands = [i - num_saved for i in needed if i >= num_saved]
         self._borrowed = [_forward_input(program, i) for i in needed if i < num_saved]
 
+    @without_autocast
     def forward(self, inputs: list[torch.Tensor]) -> tuple[list[torch.Tensor], Any]:
         """See :class:`Runtime`."""
         lease = self.program.lease([inputs[i] for i in self._model])
@@ -101,6 +105,7 @@ class PlannedRuntime:
             lease.release()
         return outputs[: self._num_results], flight
 
+    @without_autocast
     def backward(
         self, flight: Any, operands: Sequence[torch.Tensor], graph: str
     ) -> list[torch.Tensor]:

@@ -21,11 +21,13 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from ..autodiff.torch_autograd import plain_autograd
 from ..reuse import pytree
 from ..reuse.errors import CaptureError
 from ..reuse.evidence import has_hooks, walk_modules
 from ..reuse.printer import format_program
 from .assemble import assemble
+from .decorator import is_compiled
 from .recorder import Recorder, UnsettledError
 from .regions import CapturedModel
 from .torch_tracing import DATA_DEPENDENT_ERRORS, frame_text, user_frame
@@ -35,11 +37,15 @@ _LOCK = threading.RLock()
 
 
 def one_at_a_time(function: Function) -> Function:
-    """Makes threads wait for each other: PyTorch's tracers are one per process, not per thread."""
+    """Makes threads wait for each other: PyTorch's tracers are one per process, not per thread.
+
+    What the caller asked of autograd (anomaly checks, hooks on saved tensors) is not meant for
+    tracing, and is off inside.
+    """
 
     @wraps(function)
     def alone(*args: Any, **kwargs: Any) -> Any:
-        with _LOCK:
+        with _LOCK, plain_autograd():
             return function(*args, **kwargs)
 
     return alone  # type: ignore[return-value]
@@ -67,7 +73,7 @@ def capture_model(
     Raises:
         CaptureError: if the model's Python cannot be traced; names the user's line.
     """
-    _refuse_scripted(model)
+    _refuse_foreign(model)
     if train:
         _refuse_backward_hooks(model)
     arguments = (args, kwargs or {})
@@ -130,8 +136,13 @@ def _assemble(recorder: Recorder, results: list[Any], tree: pytree.TreeSpec) -> 
     return CapturedModel(program, recorder.decisions, traced, reads, recorder.contents)
 
 
-def _refuse_scripted(model: nn.Module) -> None:
+def _refuse_foreign(model: nn.Module) -> None:
     for path, module in model.named_modules():
+        if is_compiled(module):
+            raise CaptureError(
+                f"{path or 'The model'} is a compiled module already. Compile the outer model with "
+                "the original module in it."
+            )
         if isinstance(module, torch.jit.ScriptModule):
             raise CaptureError(
                 f"{path or 'The model'} was scripted or traced by torch.jit, which hides its "

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..autodiff.torch_autograd import in_forward_mode
 from ..reuse import pytree
 from ..reuse.errors import CaptureError, PlanError
 from ..reuse.program import UserInput
@@ -101,7 +102,15 @@ class CompiledModule(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the compiled program, compiling first if the inputs' layout is new."""
+        if in_forward_mode():
+            raise PlanError(
+                "A compiled module has no forward-mode derivative (jvp, dual numbers), and its "
+                "result would have no tangent. Call the model itself."
+            )
         leaves, tree = pytree.flatten((args, kwargs))
+        if any(isinstance(x, torch.Tensor) and (x.is_conj() or x.is_neg()) for x in leaves):
+            leaves = [x.resolve_conj().resolve_neg() if torch.is_tensor(x) else x for x in leaves]
+            args, kwargs = pytree.unflatten(leaves, tree)
         entry = self._known_entry(leaves, tree) or self._compile(args, kwargs, leaves, tree)
         return entry.run(leaves)
 

@@ -95,6 +95,11 @@ def is_marked(cls: type) -> bool:
     return hasattr(cls, _MARK) or hasattr(cls.__init__, _MARK)  # type: ignore[misc]
 
 
+def is_compiled(module: nn.Module) -> bool:
+    """Whether a module is what ``compile`` returned."""
+    return "_lazyinline_model" in vars(module)
+
+
 def init_arguments(module: nn.Module) -> dict[str, Any]:
     """Returns the recorded constructor arguments of an instance (empty if made before the mark)."""
     record = module.__dict__.get(_RECORD)

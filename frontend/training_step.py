@@ -13,6 +13,7 @@ from torch import nn
 from ..autodiff.micro_batches import ORDERS
 from ..reuse import pytree
 from ..reuse.errors import PlanError
+from ..reuse.leaf import without_autocast
 from .compiler import Batching, CompiledStep, Compiler, Options, check_runnable
 from .guard import Guard
 from .report import CompileReport
@@ -182,6 +183,7 @@ class _StepEntry:
         seed_type = compiled.step.program.inputs[-1].type
         self._seed = torch.full((), 1.0 / count, dtype=seed_type.dtype)  # type: ignore[union-attr]
 
+    @without_autocast
     def run(self, leaves: Sequence[Any]) -> torch.Tensor:
         """Copies the batch in, replays the program, hands out the gradients."""
         step = self._compiled.step

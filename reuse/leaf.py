@@ -8,6 +8,7 @@ a trace would hold, so a graph can be cut anywhere without losing the mode.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -52,6 +53,22 @@ def current_autocast(devices: Iterable[str]) -> tuple[Autocast, ...]:
     )
 
 
+def without_autocast(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Lets a function run as if the caller had no autocast: a graph names all its own casts."""
+
+    @functools.wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        active = [d for d in ("cpu", "cuda") if torch.is_autocast_enabled(d)]
+        if not active:
+            return function(*args, **kwargs)
+        with contextlib.ExitStack() as stack:
+            for device in active:
+                stack.enter_context(torch.autocast(device, enabled=False))
+            return function(*args, **kwargs)
+
+    return wrapper
+
+
 class ModalInterpreter(torch.fx.Interpreter):
     """Runs a leaf body node by node under the modes in the nodes' stamps.
 
@@ -64,6 +81,7 @@ class ModalInterpreter(torch.fx.Interpreter):
         self._stack = contextlib.ExitStack()
         self._modes: tuple[bool, tuple[Autocast, ...]] = (True, ())
 
+    @without_autocast
     def run_flat(self, args: Sequence[Any]) -> tuple[Any, ...]:
         """Runs on flat inputs; returns the flat outputs."""
         with self._stack:

@@ -1,6 +1,7 @@
 """What capture makes of a model's Python: values, gradients, state, and what it refuses."""
 
 import collections
+import copy
 import dataclasses
 import random
 import re
@@ -513,6 +514,34 @@ RANDOM: dict[str, Callable[[Any, torch.Tensor], Any]] = {
 def test_random_operators_follow_the_seed_like_eager(name: str) -> None:
     kind = block(RANDOM[name])
     assert assert_equals_eager(Stack(kind(), kind(), kind()), [example()]).shared >= 1
+
+
+def partly_cast(self: Any, x: torch.Tensor) -> torch.Tensor:
+    low = self.linear(x)
+    with torch.autocast("cpu", enabled=False):
+        full = torch.tanh(self.linear(x.float())) @ self.linear.weight
+    return full + low
+
+
+@pytest.mark.parametrize("around", [True, False])
+def test_autocast_around_the_call_does_not_reach_where_the_model_switched_it_off(
+    around: bool,
+) -> None:
+    """At compile time, at run time, and in the backward."""
+    kind = block(partly_cast)
+    model = Stack(*(kind() for _ in range(2))).float()
+    reference, x = copy.deepcopy(model), example(grad=False).float()
+    compiled = lazyinline.compile(model, backend="eager")
+    for _ in range(2):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=around):
+            found, expected = compiled(x), reference(x)
+        assert found.dtype == expected.dtype == torch.float32
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+        found.square().sum().backward()
+        expected.square().sum().backward()
+    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        # Sums of gradients in float32 may be taken in another order.
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-5, atol=1e-5)
 
 
 # ---- what is left behind -------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import lazyinline
-from lazyinline import CompileReport, lazy_inline
+from lazyinline import CompileReport, LazyInlineError, PlanError, lazy_inline
 from lazyinline.frontend.compiled_module import CompiledModule
 from lazyinline.frontend.compiler import Compiler, Options
 from lazyinline.frontend.models import DecoderBlock, GptBlock, gpt, llama
@@ -740,6 +740,94 @@ def test_clipping_gradients_scales_each_once(backend: str) -> None:
     for run, owner in ((compiled, model), (expected, expected)):
         backward(run, batch())
         torch.nn.utils.clip_grad_norm_(owner.parameters(), 1e-3)
+    assert_same_gradients(model, expected)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpoint_around_the_first_call(backend: str, use_reentrant: bool) -> None:
+    compiled, model, expected = make(Net, backend)
+    for run in (compiled, expected):  # compiling happens inside the checkpoint, under its hooks
+        x = batch().requires_grad_()
+        checkpoint(run, x * 2, use_reentrant=use_reentrant).square().sum().backward()
+    assert_same_gradients(model, expected)
+
+
+def test_hooks_on_saved_tensors_see_tensors_and_not_the_tracing(backend: str) -> None:
+    compiled, model, expected = make(Net, backend)
+    seen: list[Tensor] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        seen.append(tensor)
+        return tensor.clone()
+
+    for run in (compiled, expected):
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            loss = run(batch()).square().sum()
+        loss.backward()
+    assert all(type(tensor) in (Tensor, nn.Parameter) for tensor in seen)
+    assert_same_gradients(model, expected)
+
+
+def test_anomaly_mode_around_the_first_call(backend: str) -> None:
+    compiled, model, expected = make(Net, backend)
+    with pytest.warns(UserWarning, match="Anomaly"), torch.autograd.detect_anomaly():
+        for run in (compiled, expected):
+            backward(run, batch())
+        with pytest.raises(RuntimeError, match="nan"):
+            compiled(batch() * float("nan")).sum().backward()
+    assert_same_gradients(model, expected)
+
+
+def test_forward_mode_is_refused_since_it_would_give_no_tangent(backend: str) -> None:
+    compiled, model, _ = make(Net, backend)
+    model.requires_grad_(False)
+    compiled(batch())
+    with pytest.raises(PlanError, match="forward-mode"):
+        torch.func.jvp(compiled, (batch(),), (batch(),))
+    with torch.autograd.forward_ad.dual_level(), pytest.raises(PlanError, match="forward-mode"):
+        compiled(torch.autograd.forward_ad.make_dual(batch(), batch()))
+
+
+def test_other_transforms_around_the_call_are_right_or_refused(backend: str) -> None:
+    compiled, model, expected = make(Net, backend)
+    for owner in (model, expected):
+        owner.requires_grad_(False)
+    stacked = torch.stack([batch(), batch(seed=2)])
+    compiled(batch())
+    for transform in (torch.func.vmap, lambda f: torch.func.jacrev(lambda x: f(x[0]))):
+        want = transform(expected)(stacked)
+        try:
+            out = transform(compiled)(stacked)
+        except (LazyInlineError, RuntimeError):
+            continue
+        assert relative_error(out, want) <= 1e-5
+
+
+def test_inputs_that_are_negated_or_conjugated_only_in_name(backend: str) -> None:
+    compiled, _, expected = make(Net, backend)
+    x = torch.view_as_complex(torch.randn(3, 16, 2)).conj().imag
+    assert x.is_neg()
+    assert_close(compiled(x).detach(), expected(x).detach())
+    assert_close(compiled(batch()).detach(), expected(batch()).detach())
+
+
+def test_an_index_out_of_range_is_an_error_and_the_next_call_works(backend: str) -> None:
+    class Embedded(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding = nn.Embedding(5, 16)
+            self.block = Block()
+
+        def forward(self, ids: Tensor) -> Tensor:
+            return self.block(self.embedding(ids).exp())
+
+    compiled, model, expected = make(Embedded, backend)
+    ids = torch.tensor([1, 2, 4])
+    compiled(ids)
+    for _ in range(3):
+        with pytest.raises((IndexError, RuntimeError), match=r"index out of (range|bounds)"):
+            compiled(torch.tensor([1, 2, 99]))
+    assert_close(backward(compiled, ids), backward(expected, ids))
     assert_same_gradients(model, expected)
 
 

@@ -521,6 +521,34 @@ def test_a_running_backward_knows_whether_the_graph_is_kept(is_kept: Any) -> Non
     assert seen == [True, False]
 
 
+@contract("torch.autograd.forward_ad._current_level")
+def test_forward_mode_is_known_by_its_level(level: int) -> None:
+    import torch.autograd.forward_ad as forward_ad
+
+    assert level == -1
+    with forward_ad.dual_level():
+        assert forward_ad._current_level == 0
+    inside = []
+    torch.func.jvp(
+        lambda x: inside.append(forward_ad._current_level) or x, (torch.ones(1),), (torch.ones(1),)
+    )
+    assert inside == [0]
+
+
+@contract("torch._C._autograd._top_saved_tensors_default_hooks")
+def test_hooks_on_saved_tensors_are_known_and_the_innermost_count(top: Any) -> None:
+    assert top(True) is None
+    seen = []
+    outer = torch.autograd.graph.saved_tensors_hooks(lambda t: seen.append(t) or t, lambda t: t)
+    with outer:
+        assert top(True) is not None
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+            torch.ones(2, requires_grad=True).exp()
+        assert not seen
+        torch.ones(2, requires_grad=True).exp()
+    assert len(seen) == 1
+
+
 def joint_graph() -> tuple[torch.fx.GraphModule, Sequence[Tensor]]:
     """A forward ``sin(x * rand) @ w`` and its backward in one graph, named as partitioners ask."""
 

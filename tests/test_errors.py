@@ -53,6 +53,13 @@ def test_compiling_what_is_no_module(thing: Any) -> None:
         lazyinline.compile(thing)
 
 
+def test_compiling_what_is_compiled() -> None:
+    inner = lazyinline.compile(nn.Linear(2, 2), backend="eager")
+    with pytest.raises(CaptureError, match="1 is a compiled module already"):
+        lazyinline.compile(nn.Sequential(nn.Tanh(), inner), backend="eager")(torch.ones(1, 2))
+    assert_close(nn.Sequential(nn.Tanh(), inner)(torch.ones(1, 2)).shape, torch.Size([1, 2]))
+
+
 def test_report_before_the_first_call() -> None:
     with pytest.raises(PlanError, match="call the module once"):
         _ = lazyinline.compile(nn.Linear(2, 2)).last_report
