@@ -65,8 +65,8 @@ def assemble(
     results: Sequence[Any],
     tree: pytree.TreeSpec,
     sources: Mapping[torch.fx.Node, Source],
-) -> Program:
-    """Builds the program of a captured model.
+) -> tuple[Program, Mapping[Region, Closure]]:
+    """Builds the program of a captured model; returns the closure of each traced region too.
 
     Args:
         root: the root region.
@@ -90,7 +90,7 @@ def assemble(
         ("output", outputs.index(r)) if isinstance(r, torch.fx.Node) else ("constant", r)
         for r in results
     )
-    return Program(
+    program = Program(
         tuple(start[n] for n in inputs),
         tuple(calls),
         tuple(values),
@@ -98,6 +98,7 @@ def assemble(
         tuple((len(outputs) + i, inputs.index(n)) for i, n in enumerate(changed)),
         OutputTree(leaves, tree),
     )
+    return program, assembler.closures()
 
 
 def _used_inputs(root: Region, sources: Mapping[torch.fx.Node, Source]) -> set[torch.fx.Node]:
@@ -124,8 +125,12 @@ class Assembler:
         self._bodies: dict[Region, _Body] = {}
         self._leaves: dict[Any, Leaf] = {}
 
+    def closures(self) -> dict[Region, Closure]:
+        """Returns the closure of each region that has been built."""
+        return {region: body.closure for region, body in self._bodies.items()}
+
     def body(self, region: Region) -> _Body:
-        """Returns the closure of a region."""
+        """Returns the closure of a region, and its boundary."""
         if region not in self._bodies:
             self._bodies[region] = self._make_body(region)
         return self._bodies[region]

@@ -8,6 +8,7 @@ into a program of closures.
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import random
 import sys
@@ -23,13 +24,14 @@ from torch import nn
 
 from ..autodiff.torch_autograd import plain_autograd
 from ..reuse import pytree
+from ..reuse.constants import Shared, share_constants
 from ..reuse.errors import CaptureError
 from ..reuse.evidence import has_hooks, walk_modules
 from ..reuse.printer import format_program
 from .assemble import assemble
 from .decorator import is_compiled
 from .recorder import Recorder, UnsettledError
-from .regions import CapturedModel
+from .regions import CapturedModel, SharingDecision
 from .torch_tracing import DATA_DEPENDENT_ERRORS, frame_text, user_frame
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -130,10 +132,30 @@ def _capture_settled(
 
 def _assemble(recorder: Recorder, results: list[Any], tree: pytree.TreeSpec) -> CapturedModel:
     recorder.tensors.resolve_all(recorder.root.nodes())
-    program = assemble(recorder.root, results, tree, recorder.tensors.sources)
+    program, closures = assemble(recorder.root, results, tree, recorder.tensors.sources)
     traced = sum(not d.shared for d in recorder.decisions)
     reads = list(recorder.attribute_reads.values())
-    return CapturedModel(program, recorder.decisions, traced, reads, recorder.contents)
+    decisions = recorder.decisions
+    if recorder.reuse != "off":
+        program, found = share_constants(program)
+        decisions = [
+            _with_constants(decision, found[closures[region]])
+            if region is not None and region in closures
+            else decision
+            for decision, region in zip(decisions, recorder.decided, strict=True)
+        ]
+    return CapturedModel(program, decisions, traced, reads, recorder.contents)
+
+
+def _with_constants(decision: SharingDecision, shared: Shared) -> SharingDecision:
+    """Adds to a decision that the closure is shared with others, by constants that it takes."""
+    if shared.num_members < 2 or not shared.numbers:
+        return decision
+    numbers = ", ".join(repr(n.value) for n in shared.numbers)
+    noun = "constant" if len(shared.numbers) == 1 else "constants"
+    be = "an input" if len(shared.numbers) == 1 else "inputs"
+    text = f"shares @{shared.closure.name} with {noun} {numbers} as {be}"
+    return dataclasses.replace(decision, shares=text)
 
 
 def _refuse_foreign(model: nn.Module) -> None:

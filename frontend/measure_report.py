@@ -164,6 +164,8 @@ class MeasureReport:
                 )
         for decision in self.late.compiled.not_shared():
             notes.append(f"{decision.path or decision.class_name}: not shared, {decision.reason}")
+        for decision in self.late.compiled.shared_with_constants():
+            notes.append(f"{decision.path or decision.class_name}: {decision.shares}")
         return notes
 
     def size_rows(self) -> list[tuple[str, int, int]]:

@@ -89,6 +89,7 @@ class Recorder:
         self.root = Region(model, "", type(model).__name__)
         self.tracer = Tracer(new_fake_mode(), self._add_node)
         self.decisions: list[SharingDecision] = []
+        self.decided: list[Region | None] = []  # for each decision the region, if it was traced
         self.tensors = OutsideTensors(self.tracer, model)
         self._current = self.root
         self._templating = TemplateMaker(self.tracer, self.tensors)
@@ -226,11 +227,13 @@ class Recorder:
                 reason = template.evidence.mismatch(module)
                 if not reason:
                     return self._call_shared(template, module, leaves)
-        made, why, result = self._trace_block(module, args, kwargs, proceed, arguments, leaves)
+        path = self.paths.get(id(module), "")
+        region = Region(module, path, type(module).__name__, self._current, reads=Reads())
+        made, why, result = self._trace_block(region, args, kwargs, proceed, arguments, leaves)
         if made is not None and len(known) < _MAX_CLOSURES_PER_BLOCK:
             known.append(made)
         self._traced.add(type(module))
-        self._decide(module, shared=False, reason=why or reason)
+        self._decide(module, region, reason=why or reason)
         return result
 
     @contextmanager
@@ -250,9 +253,11 @@ class Recorder:
             self._signatures[type(module)] = forward_signature(module)
         return bind_arguments(self._signatures[type(module)], args, kwargs)
 
-    def _decide(self, module: nn.Module, *, shared: bool, reason: str = "") -> None:
+    def _decide(self, module: nn.Module, traced: Region | None, reason: str = "") -> None:
         path = self.paths.get(id(module), "")
-        self.decisions.append(SharingDecision(path, type(module).__name__, shared, reason))
+        name = type(module).__name__
+        self.decisions.append(SharingDecision(path, name, traced is None, reason))
+        self.decided.append(traced)
 
     def _with_fakes(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         leaves, spec = pytree.flatten((args, kwargs))
@@ -264,15 +269,14 @@ class Recorder:
 
     def _trace_block(
         self,
-        module: nn.Module,
+        region: Region,
         args: Any,
         kwargs: Any,
         proceed: Callable[..., Any],
         arguments: Mapping[str, Any],
         leaves: Sequence[Any],
     ) -> tuple[Template | None, str, Any]:
-        path = self.paths.get(id(module), "")
-        region = Region(module, path, type(module).__name__, self._current, reads=Reads())
+        module = region.module
         assert region.reads is not None
         before = freeze_arguments(arguments)
         arg_tensors = [(i, x) for i, x in enumerate(leaves) if isinstance(x, torch.Tensor)]
@@ -324,7 +328,7 @@ class Recorder:
         self._note_nested(module, template.evidence)
         for inner, name in template.evidence.reads_on(module):
             self._note_read(inner, name)
-        self._decide(module, shared=True)
+        self._decide(module, None)
         return result
 
     # ---- the whole run -------------------------------------------------------------------

@@ -74,12 +74,21 @@ class CallSite:
 
 @dataclass(frozen=True)
 class SharingDecision:
-    """Why one instance was traced, for the report."""
+    """Whether the Python of one instance ran, for the report.
+
+    Attributes:
+        path: where the instance sits in the model.
+        class_name: of the block.
+        shared: whether it became a call without its Python being run.
+        reason: why it was traced although an earlier instance was known.
+        shares: how it shares a closure all the same, its graph being equal up to constants.
+    """
 
     path: str
     class_name: str
     shared: bool
     reason: str = ""
+    shares: str = ""
 
 
 @dataclass
@@ -96,7 +105,7 @@ class CapturedModel:
 
     def reasons(self) -> list[SharingDecision]:
         """The instances that were traced although an earlier one of their class existed."""
-        return [d for d in self.decisions if not d.shared and d.reason]
+        return [d for d in self.decisions if not d.shared and d.reason and not d.shares]
 
 
 def shared_call(*operands: Any) -> Any:

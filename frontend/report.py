@@ -78,7 +78,11 @@ class CompileReport:
 
     def not_shared(self) -> list[SharingDecision]:
         """Instances that were traced although an earlier one of their class was known."""
-        return [d for d in self.decisions if not d.shared and d.reason]
+        return [d for d in self.decisions if not (d.shared or d.shares) and d.reason]
+
+    def shared_with_constants(self) -> list[SharingDecision]:
+        """Instances that were traced again and share a closure that takes constants."""
+        return [d for d in self.decisions if d.shares and d.reason]
 
     @contextmanager
     def timed(self, name: str) -> Iterator[_Nodes]:
@@ -104,6 +108,10 @@ class CompileReport:
         ]
         lines.append(f"  {'total':<12}{self.cpu_s:>8.2f}{self.wall_s:>8.2f}")
         lines += [f"  {d.path or d.class_name}: not shared, {d.reason}" for d in self.not_shared()]
+        lines += [
+            f"  {d.path or d.class_name}: {d.shares} (traced because {d.reason})"
+            for d in self.shared_with_constants()
+        ]
         return "\n".join(lines)
 
 

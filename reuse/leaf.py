@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -154,12 +154,17 @@ def node_type(node: torch.fx.Node) -> TensorType:
     return TensorType.of(node.meta["val"])
 
 
-def leaf_key(leaf: Leaf) -> Any:
+def leaf_key(leaf: Leaf, open_places: Mapping[torch.fx.Node, tuple[int, Any]] | None = None) -> Any:
     """Returns a value that is equal for two leaves only if their graphs compute the same.
 
     Operators, constants (with their Python type), modes, input types and wiring all count;
     names and source lines do not.
+
+    Args:
+        leaf: the leaf.
+        open_places: for some operators, which argument does not count, and what counts instead.
     """
+    open_places = open_places or {}
     number: dict[torch.fx.Node, int] = {}
     freezer = Freezer()
     rows: list[Any] = [leaf.input_types, leaf.output_types]
@@ -172,7 +177,11 @@ def leaf_key(leaf: Leaf) -> Any:
         if node.op == "placeholder":
             continue
         stamp = stamp_of(node)
-        wired = map_arg((node.args, dict(node.kwargs)), wire)
+        args = list(node.args)
+        if node in open_places:
+            position, stand_in = open_places[node]
+            args[position] = stand_in
+        wired = map_arg((tuple(args), dict(node.kwargs)), wire)
         rows.append(
             (node.op, node.target, freezer.freeze(wired), stamp.grad_enabled, stamp.autocast)
         )

@@ -1,0 +1,266 @@
+"""Constants as inputs: closures that differ only in Python numbers become one closure.
+
+A pass over a captured program, callees first. Leaves whose graphs are equal but for numbers that an
+operator may take as a tensor (:mod:`.numbers`) share one leaf, with the numbers that differ as
+further inputs. A closure that calls such a leaf passes the numbers, so it gets them as inputs
+itself, and two closures that only differ in them become one as well. At the top each different
+number is an input bound to a 0-d tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch.fx
+
+from .leaf import leaf_key
+from .numbers import Number, Slot, replace, slot_of
+from .program import Call, Closure, Composite, Leaf, ModelTensor, Program, Value, walk_closures
+
+Item = TypeVar("Item")
+
+
+@dataclass(frozen=True)
+class Shared:
+    """What took the place of a closure.
+
+    Attributes:
+        closure: the closure to call instead.
+        numbers: what to pass after the operands of before.
+        num_members: how many different closures it stands for.
+    """
+
+    closure: Closure
+    numbers: tuple[Number, ...] = ()
+    num_members: int = 1
+
+
+def share_constants(program: Program) -> tuple[Program, Mapping[Closure, Shared]]:
+    """Makes one closure of those that are equal up to numbers.
+
+    Returns:
+        The program (the same one if nothing could be shared), and for each closure of the old
+        program what took its place.
+    """
+    found: dict[Closure, Shared] = {}
+    for closures in _by_height(program):
+        leaves = [c for c in closures if isinstance(c, Leaf)]
+        for open_leaves in _groups(map(_OpenLeaf, leaves), lambda leaf: leaf.key):
+            found.update(_share_leaves(open_leaves))
+        composites = [c for c in closures if isinstance(c, Composite)]
+        bodies = (_OpenBody(c, c.program, found) for c in composites)
+        for open_bodies in _groups(bodies, lambda body: body.key):
+            found.update(_share_bodies(open_bodies))
+        found.update((c, Shared(c)) for c in closures if c not in found)
+    return _share_in_program(program, found), found
+
+
+def _by_height(program: Program) -> list[list[Closure]]:
+    """Groups the closures by how deep they call others: leaves first."""
+    height: dict[Closure, int] = {}
+    for closure in walk_closures(program):
+        calls = closure.program.calls if isinstance(closure, Composite) else ()
+        height[closure] = max((height[c.closure] + 1 for c in calls), default=0)
+    levels: list[list[Closure]] = [[] for _ in range(max(height.values(), default=-1) + 1)]
+    for closure, level in height.items():
+        levels[level].append(closure)
+    return levels
+
+
+def _groups(items: Iterable[Item], key_of: Callable[[Item], Any]) -> list[list[Item]]:
+    """Groups items by their keys, which need not be hashable."""
+    groups: dict[_Key, list[Item]] = {}
+    for item in items:
+        groups.setdefault(_Key(key_of(item)), []).append(item)
+    return list(groups.values())
+
+
+class _Key:
+    """Hashes a key by its size and its first part, compares it in full."""
+
+    __slots__ = ("_key",)
+
+    def __init__(self, key: Any) -> None:
+        self._key = key
+
+    def __hash__(self) -> int:
+        return hash((len(self._key), self._key[0]))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Key) and self._key == other._key
+
+
+@dataclass(frozen=True)
+class _Columns:
+    """Which numbers become inputs: one row per member of a group, one column per place.
+
+    Attributes:
+        input_of: for each place the position of its input, or None to leave the number in.
+        first: for each input the first place that has it.
+    """
+
+    input_of: tuple[int | None, ...]
+    first: tuple[int, ...]
+
+    def numbers(self, row: Sequence[Number]) -> tuple[Number, ...]:
+        """What one member passes."""
+        return tuple(row[place] for place in self.first)
+
+
+def _columns(rows: Sequence[Sequence[Number]], keep: str) -> _Columns:
+    """Makes one input of the places that hold the same number in every member.
+
+    Args:
+        rows: the numbers of each member.
+        keep: ``"equal"`` leaves a number that is the same in all members in the graph;
+            ``"none"`` makes every place an input.
+    """
+    inputs: dict[Hashable, int] = {}
+    input_of: list[int | None] = []
+    first: list[int] = []
+    for place, column in enumerate(zip(*rows, strict=True)):
+        if keep == "equal" and len(set(column)) == 1:
+            input_of.append(None)
+            continue
+        if column not in inputs:
+            inputs[column] = len(inputs)
+            first.append(place)
+        input_of.append(inputs[column])
+    return _Columns(tuple(input_of), tuple(first))
+
+
+# ---- leaves ----------------------------------------------------------------------------------
+
+
+class _OpenLeaf:
+    """A leaf and the places where its numbers may become inputs."""
+
+    def __init__(self, leaf: Leaf) -> None:
+        self.leaf = leaf
+        slots = map(slot_of, leaf.nodes) if leaf.level == "composite" else ()
+        self.slots: list[Slot] = [slot for slot in slots if slot is not None]
+        places = {
+            s.node: (s.position, ("a number", s.number.kind, s.number.dtype)) for s in self.slots
+        }
+        self.key = leaf_key(leaf, places)
+
+    @property
+    def numbers(self) -> list[Number]:
+        """The number in each place."""
+        return [slot.number for slot in self.slots]
+
+
+def _share_leaves(members: Sequence[_OpenLeaf]) -> dict[Closure, Shared]:
+    first = members[0]
+    columns = _columns([m.numbers for m in members], keep="equal")
+    leaf = _leaf_with_inputs(first, columns) if columns.first else first.leaf
+    return {m.leaf: Shared(leaf, columns.numbers(m.numbers), len(members)) for m in members}
+
+
+def _leaf_with_inputs(member: _OpenLeaf, columns: _Columns) -> Leaf:
+    """Returns a leaf that takes the numbers of some places as inputs."""
+    old, slots = member.leaf, dict(zip((s.node for s in member.slots), member.slots, strict=True))
+    position = dict(zip(slots, columns.input_of, strict=True))
+    graph = torch.fx.Graph()
+    new = {n: graph.node_copy(n) for n in old.entries}
+    types = tuple(n.type for n in columns.numbers(member.numbers))
+    entries = []
+    for index, number in enumerate(columns.numbers(member.numbers)):
+        entries.append(graph.placeholder(f"number{index}"))
+        entries[-1].meta["val"] = number.tensor()
+    for node in old.module.graph.nodes:
+        entry = position.get(node)
+        if entry is not None:
+            args: Any = torch.fx.node.map_arg(node.args, new.__getitem__)
+            new[node] = replace(slots[node], graph, args, entries[entry])
+        elif node.op != "placeholder":
+            new[node] = graph.node_copy(node, new.__getitem__)
+    names = (*old.input_names, *(e.name for e in entries)) if old.input_names else ()
+    module = torch.fx.GraphModule(torch.nn.Module(), graph)
+    return Leaf(old.name, module, (*old.input_types, *types), old.output_types, names)
+
+
+# ---- programs --------------------------------------------------------------------------------
+
+
+class _OpenBody:
+    """A program whose callees take numbers, and the numbers they would get."""
+
+    def __init__(
+        self, closure: Closure | None, program: Program, found: Mapping[Closure, Shared]
+    ) -> None:
+        self.closure = closure
+        self.program = program
+        self._found = found
+        self.numbers = [n for call in program.calls for n in found[call.closure].numbers]
+
+    @property
+    def key(self) -> Any:
+        """Equal for two programs that are equal up to their numbers."""
+        number = {value: i for i, value in enumerate(self.program.inputs)}
+        rows: list[Any] = [tuple(v.type for v in self.program.inputs)]
+        for call in self.program.calls:
+            shared = self._found[call.closure]
+            args = tuple(number[v] for v in call.args)
+            kinds = tuple((n.kind, n.dtype) for n in shared.numbers)
+            rows.append((id(shared.closure), args, kinds, call.path))
+            for value in call.results:
+                number[value] = len(number)
+        rows.append(tuple(number[v] for v in self.program.outputs))
+        return tuple(rows)
+
+    def calls(self, columns: _Columns, entries: Sequence[Value]) -> list[Call]:
+        """Returns the calls on the shared closures, with inputs for their numbers."""
+        inputs = iter(columns.input_of)
+        calls = []
+        for call in self.program.calls:
+            shared = self._found[call.closure]
+            further = [entries[next(inputs)] for _ in shared.numbers]  # type: ignore[index]
+            same = shared.closure is call.closure
+            args = (*call.args, *further)
+            calls.append(call if same else Call(shared.closure, args, call.results, call.path))
+        return calls
+
+
+def _share_bodies(members: Sequence[_OpenBody]) -> dict[Closure, Shared]:
+    first = members[0]
+    columns = _columns([m.numbers for m in members], keep="none")
+    entries = [_entry(n) for n in columns.numbers(first.numbers)]
+    calls = first.calls(columns, entries)
+    old = first.program
+    closure: Any = first.closure
+    if any(a is not b for a, b in zip(calls, old.calls, strict=True)):
+        body = Program((*old.inputs, *entries), tuple(calls), old.outputs)
+        names = (*closure.input_names, *(e.hint for e in entries)) if closure.input_names else ()
+        closure = Composite(closure.name, body, names)
+    shared: dict[Closure, Shared] = {}
+    for member in members:
+        assert member.closure is not None
+        shared[member.closure] = Shared(closure, columns.numbers(member.numbers), len(members))
+    return shared
+
+
+def _entry(number: Number) -> Value:
+    return Value(number.type, "number")
+
+
+def _share_in_program(program: Program, found: Mapping[Closure, Shared]) -> Program:
+    """Rewrites the calls of a whole program; its numbers become inputs bound to tensors."""
+    body = _OpenBody(None, program, found)
+    columns = _columns([body.numbers], keep="none")
+    numbers = columns.numbers(body.numbers)
+    entries = [Value(n.type, f"number_{n.value!r}") for n in numbers]
+    calls = body.calls(columns, entries)
+    if all(a is b for a, b in zip(calls, program.calls, strict=True)):
+        return program
+    sources = tuple(ModelTensor(repr(n.value), n.tensor(), "constant") for n in numbers)
+    return Program(
+        (*program.inputs, *entries),
+        tuple(calls),
+        program.outputs,
+        (*program.sources, *sources),
+        program.writes,
+        program.output_tree,
+    )

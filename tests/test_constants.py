@@ -1,0 +1,404 @@
+"""Blocks that differ only in constants share one closure, with the constants as inputs."""
+
+import copy
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from blocks import Stack, block, example, linear
+from comparing import assert_close, assert_same_gradients, twin
+from equality import assert_equals_eager
+from programs import CPU, tensor_type
+from torch import nn
+
+import lazyinline
+from lazyinline import lazy_inline
+from lazyinline.frontend.capture import capture_model
+from lazyinline.frontend.training_step import compile_step
+from lazyinline.reuse.constants import share_constants
+from lazyinline.reuse.interpreter import interpret
+from lazyinline.reuse.leaf import cut_leaf
+from lazyinline.reuse.program import (
+    Call,
+    Closure,
+    Composite,
+    Leaf,
+    ModelTensor,
+    Program,
+    UserInput,
+    Value,
+)
+from lazyinline.reuse.verify import verify
+
+aten = torch.ops.aten
+
+
+def closures_of(model: nn.Module, *args: Any, train: bool = True) -> list[str]:
+    """Names of the closures of a captured model, callees first."""
+    return [c.name for c in lazyinline.capture(model, args, train=train).closures]
+
+
+def constants_of(model: nn.Module, *args: Any) -> list[str]:
+    """The numbers that the captured program passes, in order."""
+    program = lazyinline.capture(model, args, train=True)
+    tensors = [s for s in program.sources if isinstance(s, ModelTensor) and s.kind == "constant"]
+    return [s.name for s in tensors]
+
+
+# ---- what shares ---------------------------------------------------------------------------------
+
+ARITHMETIC: dict[str, Callable[[Any, Any], Any]] = {
+    "scale": lambda self, x: x + self.linear(x) * self.value,
+    "quotient": lambda self, x: self.linear(x) / self.value,
+    "offset": lambda self, x: self.linear(x) + self.value,
+    "rest": lambda self, x: self.linear(x) - x - self.value,
+    "from number": lambda self, x: self.value - self.linear(x),
+    "in place": lambda self, x: self.linear(x).mul_(self.value),
+    "computed in Python": lambda self, x: x * (2.0**-self.value) + self.linear(x),
+    "several places": lambda self, x: self.linear(x * self.value) / (self.value + 1) - self.value,
+    "threshold": lambda self, x: torch.where(x > self.value / 8, self.linear(x), x),
+    "filled": lambda self, x: self.linear(x).masked_fill(x > 0, self.value),
+    "bias": lambda self, x: self.linear(x) + torch.full((4,), self.value, dtype=x.dtype),
+    "clipped by where": lambda self, x: torch.where(x > 0, self.linear(x), float(self.value)),
+}
+
+
+@pytest.mark.parametrize("name", ARITHMETIC)
+def test_constant_that_only_feeds_arithmetic_is_an_input(name: str) -> None:
+    values = (1, 2, 3, 2) if name in ("offset", "in place", "filled") else (0.5, 0.1, 0.7, 0.1)
+    make = block(ARITHMETIC[name])
+    model = Stack(*(make(value=v) for v in values))
+    outcome = assert_equals_eager(model, [example()], tolerance=0)
+    assert closures_of(model, example()) == ["Block"]
+    again = [d for d in outcome.compiled.last_report.decisions if d.shares]
+    assert [d.path for d in again][:2] == ["layers.0", "layers.1"]
+    assert all("shares @Block with constant" in d.shares for d in again)
+    assert not outcome.compiled.last_report.not_shared()
+
+
+def test_report_names_the_constants() -> None:
+    make = block(ARITHMETIC["scale"])
+    model = Stack(make(value=0.1), make(value=0.2), make(value=0.2))
+    report = assert_equals_eager(model, [example()]).compiled.last_report
+    assert [d.shared for d in report.decisions] == [False, False, True]
+    line = (
+        "layers.1: shares @Block with constant 0.2 as an input "
+        "(traced because attribute value is 0.2, not 0.1)"
+    )
+    assert line in str(report)
+
+
+def test_sliding_window_that_only_feeds_a_comparison_is_an_input() -> None:
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        place = torch.arange(x.shape[1])
+        distance = (place[:, None] - place[None, :]).abs()
+        scores = (x @ x.transpose(1, 2)).masked_fill(distance >= self.window, float("-inf"))
+        return x + self.linear(scores.softmax(-1) @ x)
+
+    make = block(forward)
+    model = Stack(*(make(window=w) for w in (2, 4, 2, 4, 3)))
+    x = example(2, 6, 4)
+    outcome = assert_equals_eager(model, [x], tolerance=0)
+    assert closures_of(model, x) == ["Block"]
+    assert constants_of(model, x) == ["2", "4", "3"]
+    assert outcome.shared == 2
+
+
+def test_one_constant_used_twice_is_one_input() -> None:
+    make = block(lambda self, x: self.linear(x * self.value) + x * self.value)
+    model = Stack(make(value=0.5), make(value=0.25))
+    assert constants_of(model, example()) == ["0.5", "0.25"]
+    (leaf,) = lazyinline.capture(model, (example(),), train=True).closures
+    assert len(leaf.input_types) == 4  # x, weight, bias, the constant
+
+
+def test_constant_that_does_not_differ_stays_in_the_graph() -> None:
+    make = block(lambda self, x: (self.linear(x) * self.value + 0.75) * 2)
+    assert constants_of(Stack(make(value=0.5), make(value=0.25)), example()) == ["0.5", "0.25"]
+    assert constants_of(Stack(make(value=0.5), make(value=0.5)), example()) == []
+
+
+def test_unused_layer_idx_costs_no_second_trace() -> None:
+    make = block(lambda self, x: x + self.linear(x))
+    model = Stack(*(make(layer_idx=i) for i in range(6)))
+    captured = capture_model(model, (example(),), train=True)
+    assert captured.num_traced == 1
+    assert constants_of(model, example()) == []
+
+
+def test_layer_idx_in_arithmetic_is_traced_once_per_value_and_compiled_once() -> None:
+    make = block(lambda self, x: x + self.linear(x) / (self.layer_idx + 1))
+    model = Stack(*(make(layer_idx=i % 3) for i in range(9)))
+    captured = capture_model(model, (example(),), train=True)
+    assert captured.num_traced == 3
+    assert [c.name for c in captured.program.closures] == ["Block"]
+    compiled = assert_equals_eager(model, [example()], tolerance=0).compiled
+    assert compiled.last_report.num_kernels == 2  # forward and backward
+
+
+# ---- what stays apart ----------------------------------------------------------------------------
+
+APART: dict[str, tuple[Callable[[Any, Any], Any], tuple[Any, Any]]] = {
+    "exponent": (lambda self, x: self.linear(x).abs() ** self.value, (1.5, 2.5)),
+    "shape": (lambda self, x: self.linear(x).repeat(self.value, 1)[:3], (1, 2)),
+    "dimension": (lambda self, x: self.linear(x).softmax(self.value), (0, 1)),
+    "epsilon": (lambda self, x: nn.functional.layer_norm(x, (4,), eps=self.value), (1e-5, 1e-3)),
+    "alpha": (lambda self, x: torch.add(x, self.linear(x), alpha=self.value), (2, 3)),
+    "int and float": (lambda self, x: self.linear(x) * self.value, (2, 2.5)),
+    "flag": (lambda self, x: self.linear(x) * (3.0 if self.value else 1) + x, (True, False)),
+    "branch": (lambda self, x: x * 2.0 if self.value > 1 else x + 2.0, (0.5, 1.5)),
+    "complex": (lambda self, x: (self.linear(x) * self.value).abs(), (1j, 2j)),
+    "dropout": (lambda self, x: nn.functional.dropout(self.linear(x), self.value), (0.5, 0.25)),
+}
+
+
+@pytest.mark.parametrize("name", APART)
+def test_constant_that_decides_more_than_a_value_keeps_closures_apart(name: str) -> None:
+    forward, values = APART[name]
+    make = block(forward)
+    model = Stack(*(make(value=v) for v in values))
+    outcome = assert_equals_eager(model, [example()])
+    assert len(closures_of(model, example())) == 2
+    assert any("attribute value" in reason for reason in outcome.reasons)
+    assert not any(d.shares for d in outcome.compiled.last_report.decisions)
+
+
+# ---- nested --------------------------------------------------------------------------------------
+
+
+@lazy_inline
+class Attention(nn.Module):
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        self.scale = scale
+        self.project = linear()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x @ x.transpose(-1, -2) * self.scale).softmax(-1) @ self.project(x)
+
+
+@lazy_inline
+class Layer(nn.Module):
+    def __init__(self, scale: float, weight: float) -> None:
+        super().__init__()
+        self.attention = Attention(scale)
+        self.weight = weight
+        self.linear = linear()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.linear(self.attention(x)) * self.weight
+
+
+def test_constants_go_out_to_whoever_knows_them() -> None:
+    model = Stack(Layer(0.1, 1.0), Layer(0.2, 1.0), Layer(0.3, 0.5), Layer(0.3, 0.5))
+    outcome = assert_equals_eager(model, [example()])
+    assert closures_of(model, example()).count("Layer") == 1
+    assert closures_of(model, example()).count("Attention") == 1
+    assert set(constants_of(model, example())) == {"0.1", "0.2", "0.3", "1.0", "0.5"}
+    by_path = {d.path: d for d in outcome.compiled.last_report.decisions}
+    assert "0.2, 1.0 as inputs" in by_path["layers.1"].shares
+    assert "0.2 as an input" in by_path["layers.1.attention"].shares
+    assert by_path["layers.3"].shared
+
+
+def test_a_block_between_others_passes_what_it_is_given() -> None:
+    inner = block(lambda self, x: x + self.linear(x) * self.value)
+
+    @lazy_inline
+    class Pair(nn.Module):
+        def __init__(self, *values: float) -> None:
+            super().__init__()
+            self.first, self.second = (inner(value=v) for v in values)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.second(self.first(x))
+
+    model = Stack(Pair(0.1, 0.2), Pair(0.2, 0.1), Pair(0.1, 0.1), inner(value=0.4))
+    assert_equals_eager(model, [example()], tolerance=0)
+    assert closures_of(model, example()) == ["Block", "Pair"]
+    assert set(constants_of(model, example())) == {"0.1", "0.2", "0.4"}
+
+
+# ---- the whole way -------------------------------------------------------------------------------
+
+
+class Regression(nn.Module):
+    """A stack of blocks and a loss."""
+
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+        self.float()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+SCALES = (0.1, 0.3, 0.7)
+
+
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_training_and_inference_equal_eager(backend: str) -> None:
+    make = block(lambda self, x: x + (self.linear(x) * self.value).tanh() / (1 + self.value))
+    model = Regression(*(make(value=v) for v in SCALES))
+    reference = twin(model)
+    compiled = lazyinline.compile(model, backend=backend)
+    exact = 0 if backend == "eager" else 1e-6
+    optimizers = [torch.optim.SGD(m.parameters(), 0.1) for m in (model, reference)]
+    for step in range(3):
+        x = torch.randn(2, 5, 4, generator=torch.Generator().manual_seed(step))
+        losses = [compiled(x), reference(x)]
+        for optimizer, loss in zip(optimizers, losses, strict=True):
+            optimizer.zero_grad()
+            loss.backward()
+        assert_close(*losses, tolerance=exact)
+        assert_same_gradients(model, reference, exact)
+        for optimizer in optimizers:
+            optimizer.step()
+    report = compiled.last_report
+    equal_blocks = Regression(*(make(value=0.5) for _ in SCALES))
+    equal = lazyinline.compile(equal_blocks, backend="eager")
+    equal(x)
+    assert report.num_kernels == equal.last_report.num_kernels
+    assert bool(report.unplanned) == (backend == "eager")
+    with torch.no_grad():
+        assert_close(compiled(x), reference(x), tolerance=1e-6)
+
+
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_training_step_over_micro_batches_equals_eager(backend: str) -> None:
+    make = block(lambda self, x: x + (self.linear(x) * self.value).tanh() / (1 + self.value))
+    model = Regression(*(make(value=v) for v in SCALES))
+    reference = twin(model)
+    step = compile_step(model, micro_batches=2, backend=backend)
+    x = torch.randn(4, 5, 4, generator=torch.Generator().manual_seed(0))
+    for _ in range(2):
+        loss = step(x)
+        reference.zero_grad()
+        expected = torch.stack([reference(part) for part in x.chunk(2)]).mean()
+        expected.backward()
+        assert_close(loss, expected.detach(), tolerance=1e-6)
+        assert_same_gradients(model, reference, 1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_half_precision_equals_eager_to_the_bit(dtype: torch.dtype) -> None:
+    make = block(lambda self, x: (self.linear(x) * self.value + x) / (1 + self.value))
+    model = Stack(*(make(value=v) for v in (0.1, 0.3, 0.3))).to(dtype)
+    assert_equals_eager(model, [example().to(dtype)], tolerance=0)
+    assert closures_of(model, example(grad=True).to(dtype)) == ["Block"]
+
+
+def test_sharing_gives_what_reuse_off_gives() -> None:
+    model = Stack(*(Layer(v, 2 * v) for v in SCALES))
+    x = example(2, 5, 4)
+    results = []
+    for reuse in ("marked", "off"):
+        model.zero_grad()
+        result = lazyinline.compile(model, reuse=reuse, backend="eager")(x)
+        result.sum().backward()
+        results.append([result, *(copy.deepcopy(p.grad) for p in model.parameters())])
+    assert torch.equal(results[0][0], results[1][0])
+    assert_close(results[0], results[1], tolerance=1e-14)  # sums of gradients in another order
+
+
+def test_constant_changed_after_compile_is_noticed_and_compiles_nothing_new() -> None:
+    make = block(ARITHMETIC["scale"])
+    model = Stack(*(make(value=v) for v in (0.1, 0.2, 0.3)))
+    compiled = lazyinline.compile(model, backend="eager")
+    compiled(example())
+    for index, value in ((1, 0.9), (2, 0.9), (0, -0.5)):
+        model.layers[index].value = value
+        assert torch.equal(compiled(example()), model(example()))
+        assert compiled.last_report.num_kernels == 0
+
+
+def test_random_bits_and_constants_are_the_same() -> None:
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        return x + nn.functional.dropout(self.linear(x), 0.5) * self.value
+
+    make = block(forward)
+    model = Stack(*(make(value=v) for v in (0.1, 0.2, 0.3)))
+    assert_equals_eager(model, [example()], tolerance=0)
+    assert closures_of(model, example()) == ["Block"]
+
+
+# ---- random programs -----------------------------------------------------------------------------
+
+MATRIX = tensor_type(3, 4)
+OPERATORS = (aten.mul.Tensor, aten.add.Tensor, aten.sub.Tensor, aten.rsub.Scalar)
+UNARY = (aten.tanh.default, aten.sin.default)
+
+
+class _Family:
+    """Closures of one shape, each with numbers of its own."""
+
+    def __init__(self, rng: random.Random, below: Sequence["_Family"]) -> None:
+        self._rng = rng
+        self._below = [rng.choice(below) for _ in range(rng.randint(1, 3))] if below else []
+        self._operators = [rng.choice(OPERATORS + UNARY) for _ in range(rng.randint(1, 4))]
+        self._places = [rng.random() for _ in range(8)]
+
+    def member(self) -> Closure:
+        if self._below:
+            x, y = Value(MATRIX, "x"), Value(MATRIX, "y")
+            values, calls = [x, y], []
+            for index, family in enumerate(self._below):
+                result = Value(MATRIX)
+                args = (values[int(self._places[index] * len(values))], values[-1])
+                calls.append(Call(family.member(), args, (result,)))
+                values.append(result)
+            return Composite("composite", Program((x, y), tuple(calls), (values[-1],)), ("x", "y"))
+        return self._leaf()
+
+    def _leaf(self) -> Leaf:
+        graph = torch.fx.Graph()
+        x, y = (graph.placeholder(name) for name in "xy")
+        nodes = [x, y, graph.call_function(aten.add.Tensor, (x, y))]
+        for operator in self._operators:
+            number = () if operator in UNARY else (self._rng.choice([0.5, -1.25, 3.0]),)
+            nodes.append(graph.call_function(operator, (nodes[-1], *number)))
+        for node in nodes:
+            node.meta["val"] = torch.empty(3, 4, dtype=torch.float64, device=CPU)
+        return cut_leaf("leaf", nodes[2:], [x, y], [nodes[-1]])
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_random_program_gives_the_same_bits_with_constants_as_inputs(seed: int) -> None:
+    rng = random.Random(seed)
+    families = [_Family(rng, []) for _ in range(2)]
+    for _ in range(2):
+        families.append(_Family(rng, families[-2:]))
+    main = _Family(rng, families)
+    while not isinstance(closure := main.member(), Composite) or len(closure.program.calls) < 2:
+        main = _Family(rng, families)
+    body = closure.program
+    sources = (UserInput(0, "x"), UserInput(1, "y"))
+    program = Program(body.inputs, body.calls, body.outputs, sources)
+    shared, found = share_constants(verify(program))
+    verify(shared)
+    assert set(found) == set(program.closures)
+    assert len(shared.closures) <= len(program.closures)
+    args = [example(seed=seed, grad=False), example(seed=seed + 1, grad=False)]
+    constants = [s.tensor for s in shared.sources if isinstance(s, ModelTensor)]
+    (expected,) = interpret(program, args)
+    (result,) = interpret(shared, [*args, *constants])
+    assert torch.equal(result, expected)
+    assert share_constants(shared)[0] is shared
+
+
+def test_random_programs_share_what_they_should() -> None:
+    rng = random.Random(0)
+    leaves = _Family(rng, [])
+    leaves._operators = [aten.mul.Tensor, aten.sin.default, aten.add.Tensor]
+    layers = _Family(rng, [leaves])
+    model = _Family(rng, [layers])
+    model._below = [layers] * 5
+    closure = model.member()
+    assert isinstance(closure, Composite)
+    shared, _ = share_constants(closure.program)
+    assert [c.name for c in shared.closures] == ["leaf", "composite"]
