@@ -7,6 +7,7 @@ the end, so that the source of the next leaf is written while earlier ones are b
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -62,7 +63,7 @@ def rewrite_joint(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
 
     placeholders = input_nodes(module)
     device = placeholders[0].meta["val"].device
-    with settings():
+    with settings(), _vector_units_probed_here():
         return _recursive_joint_graph_passes(module, input_device=device)
 
 
@@ -76,7 +77,7 @@ def compile_leaves(
         on_compiled: called after each graph.
     """
     compiled = []
-    with settings(), _deferred_builds() as finish:
+    with settings(), _vector_units_probed_here(), _deferred_builds() as finish:
         for module in modules:
             compiled.append(_compile(module))
             on_compiled()
@@ -118,3 +119,34 @@ def _deferred_builds() -> Iterator[Callable[[], None]]:
         yield finish
     finally:
         AsyncCompile.wait = wait  # type: ignore[method-assign]
+
+
+@contextmanager
+def _vector_units_probed_here() -> Iterator[None]:
+    """Loads Inductor's test objects for vector instructions in this process.
+
+    Inductor builds one object per instruction set that the CPU has, and starts a Python process
+    for each to see whether it loads: about 1 CPU-second per process that compiles. Kernels built
+    like it are loaded into this process a moment later, so the question is whether it loads here.
+    Versions of PyTorch that do not ask in a method of its own go on as they are.
+    """
+    from torch._inductor.cpu_vec_isa import VecISA
+
+    probe = getattr(VecISA, "_probe_load", None)
+    if probe is None:
+        yield
+        return
+    VecISA._probe_load = _loads_here  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        VecISA._probe_load = probe  # type: ignore[method-assign]
+
+
+def _loads_here(isa: Any, path: str) -> bool:
+    """Whether a shared object loads into this process."""
+    try:
+        ctypes.CDLL(path)
+    except OSError:
+        return False
+    return True

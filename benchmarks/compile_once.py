@@ -12,23 +12,36 @@ import importlib
 import math
 import os
 import pathlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from measurement import MODELS, MODES, Measurement, PassTime, Stopwatch
-from subjects import Step, Subject, family
+from subjects import Batch, Step, Subject, family, mean_loss
 from torch import Tensor, nn
 
 
 class LazyInlineStep:
-    """A step of the model compiled by lazyinline; keeps the compiled module for its report."""
+    """A step of the model compiled by lazyinline; keeps what was compiled for its report.
+
+    Of several micro-batches lazyinline makes one program, forward and backward, as
+    ``torch.compile`` does here of the loop over them.
+    """
 
     def __init__(self, subject: Subject) -> None:
         self.subject = subject
-        self.compiled = importlib.import_module("lazyinline").compile(subject.model)
+        lazyinline = importlib.import_module("lazyinline")
+        if subject.micro_batches > 1:
+            self.compiled = lazyinline.compile_step(
+                subject.model, micro_batches=subject.micro_batches
+            )
+        else:
+            self.compiled = lazyinline.compile(subject.model)
 
     def __call__(self) -> Tensor:
+        if self.subject.micro_batches > 1:
+            loss: Tensor = self.compiled(*self.subject.args, **self.subject.kwargs)
+            return loss
         return self.subject.loss(self.compiled)
 
 
@@ -41,24 +54,36 @@ def prepare(mode: str, subject: Subject) -> Step:
         block_class: Any = type(blocks[0])
         block_class.forward = torch.compiler.nested_compile_region(block_class.forward)
     if mode in ("full", "nested"):
-        compiled = torch.compile(model, fullgraph=True)
-        return lambda: subject.loss(compiled)
+        return whole_step(subject)
     if mode in ("per-block", "per-part"):
         for block in blocks:
             block.compile(fullgraph=True)
-    if mode == "per-part":
-        return subject.compile_head()
-    return lambda: subject.loss(model)
+    run = subject.compile_head() if mode == "per-part" else model
+    return lambda: subject.loss(run)
 
 
-def measure(mode: str, model_name: str, layers: int) -> Measurement:
+def whole_step(subject: Subject) -> Step:
+    """Compiles the model as one graph; of several micro-batches, the unrolled loop over them."""
+    model = subject.model
+    if subject.micro_batches == 1:
+        compiled = torch.compile(model, fullgraph=True)
+        return lambda: subject.loss(compiled)
+
+    def unrolled(parts: Sequence[Batch]) -> Tensor:
+        return mean_loss(model, parts)
+
+    loop, parts = torch.compile(unrolled, fullgraph=True), subject.parts()
+    return lambda: loop(parts)
+
+
+def measure(mode: str, model_name: str, layers: int, micro_batches: int) -> Measurement:
     """Compiles and runs one training step, and compares it with eager."""
     models = family(model_name)
     preparation = Stopwatch()
     if mode == "lazyinline":
         with preparation.running():
             importlib.import_module("lazyinline").lazy_inline(models.block_class())
-    subject = models.build(layers)
+    subject = models.build(layers, micro_batches)
     parameters = dict(subject.model.named_parameters())
     expected_loss, expected = train(lambda: subject.loss(subject.model), parameters)
 
@@ -66,6 +91,9 @@ def measure(mode: str, model_name: str, layers: int) -> Measurement:
     with first.running():
         step = prepare(mode, subject)
         loss, gradients = train(step, parameters)
+    objects = count_objects() - objects
+    loss_error = relative_error(loss, expected_loss)
+    grad_error = max(relative_error(gradients[name], expected[name]) for name in expected)
     with later.running():
         train(step, parameters)
     report = step.compiled.last_report if isinstance(step, LazyInlineStep) else None
@@ -77,10 +105,10 @@ def measure(mode: str, model_name: str, layers: int) -> Measurement:
         child_cpu_s=first.child_cpu_s,
         step_cpu_s=later.cpu_s,
         import_cpu_s=preparation.cpu_s,
-        objects_built=count_objects() - objects,
+        objects_built=objects,
         loss=loss.item(),
-        loss_error=relative_error(loss, expected_loss),
-        grad_error=max(relative_error(gradients[name], expected[name]) for name in expected),
+        loss_error=loss_error,
+        grad_error=grad_error,
         passes=tuple(
             PassTime(p.name, p.cpu_s, p.wall_s, p.num_nodes) for p in getattr(report, "passes", ())
         ),
@@ -94,7 +122,8 @@ def train(
 ) -> tuple[Tensor, dict[str, Tensor | None]]:
     """Runs forward and backward; takes the gradients away from the parameters."""
     loss = step()
-    loss.backward()  # type: ignore[no-untyped-call]
+    if loss.requires_grad:  # a compiled step has filled the gradients itself
+        loss.backward()  # type: ignore[no-untyped-call]
     gradients = {name: parameter.grad for name, parameter in parameters.items()}
     for parameter in parameters.values():
         parameter.grad = None
@@ -121,9 +150,11 @@ def main() -> None:
     parser.add_argument("mode", choices=MODES)
     parser.add_argument("--model", choices=MODELS, default="own")
     parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--micro-batches", type=int, default=1)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    print(measure(options.mode, options.model, options.layers).to_json())
+    measured = measure(options.mode, options.model, options.layers, options.micro_batches)
+    print(measured.to_json())
 
 
 if __name__ == "__main__":

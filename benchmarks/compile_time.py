@@ -46,6 +46,7 @@ class Plan:
     repeat: int
     cold: bool
     timeout_s: float
+    micro_batches: int = 1
 
     def runs(self) -> list[tuple[int, str]]:
         """Returns layers and mode of every counted run; modes take turns."""
@@ -67,6 +68,7 @@ def run_process(plan: Plan, mode: str, layers: int, env: dict[str, str]) -> Meas
     """Runs ``compile_once.py``; a failure becomes a measurement that says why."""
     script = str(HERE / "compile_once.py")
     command = [sys.executable, script, mode, "--model", plan.model, "--layers", str(layers)]
+    command += ["--micro-batches", str(plan.micro_batches)]
     try:
         done = subprocess.run(
             command, env=env, capture_output=True, text=True, timeout=plan.timeout_s
@@ -190,8 +192,9 @@ def heading(plan: Plan) -> str:
     """Says what was measured, and where."""
     caches = "all caches empty" if plan.cold else "C++ objects warm, graph caches off"
     runs = f"median of {plan.repeat} runs" if plan.repeat > 1 else "one run"
+    batches = f", {plan.micro_batches} micro-batches" if plan.micro_batches > 1 else ""
     return (
-        f"{plan.model}, compile + first training step, {caches}, {runs} each; "
+        f"{plan.model}{batches}, compile + first training step, {caches}, {runs} each; "
         f"torch {version('torch')}, Python {platform.python_version()}, 1 thread, "
         f"{os.cpu_count()} cores"
     )
@@ -214,6 +217,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> tuple[Plan, pathl
     parser.add_argument("--model", choices=MODELS, default="own")
     parser.add_argument("--layers", type=positive, nargs="+", default=[4, 8, 32, 48], metavar="N")
     parser.add_argument("--modes", choices=MODES, nargs="+", default=MODES, metavar="MODE")
+    parser.add_argument("--micro-batches", type=positive, default=1, metavar="Y")
     parser.add_argument("--repeat", type=positive, default=1, help="runs of each, interleaved")
     parser.add_argument("--cold", action="store_true", help="an empty cache for each run")
     parser.add_argument("--timeout", type=float, default=1800, help="seconds for one process")
@@ -226,6 +230,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> tuple[Plan, pathl
         repeat=options.repeat,
         cold=options.cold,
         timeout_s=options.timeout,
+        micro_batches=options.micro_batches,
     )
     return plan, options.json
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import pathlib
 import sys
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
 Step = Callable[[], Tensor]
 """Runs a forward and returns the loss."""
 
+Batch = tuple[tuple[Tensor, ...], Mapping[str, Tensor]]
+"""Positional and keyword inputs of the model."""
+
 # The same sizes for every model: those of lazyinline.frontend.models.DecoderConfig.
 HIDDEN, HEADS, VOCAB, SEQ, BATCH = 256, 4, 1000, 64, 2
 
@@ -30,20 +34,38 @@ class Subject:
     Attributes:
         blocks: the repeated layers, all of one class.
         compile_head: compiles everything after the blocks, loss included, as one part, and
-            returns a step that uses it.
+            returns what is called in the model's place.
+        micro_batches: how many equal parts of the batch are run one after another.
     """
 
     model: nn.Module
     blocks: Sequence[nn.Module]
-    compile_head: Callable[[], Step]
+    compile_head: Callable[[], Callable[..., Any]]
     args: tuple[Tensor, ...] = ()
     kwargs: Mapping[str, Tensor] = field(default_factory=dict)
+    micro_batches: int = 1
 
     def loss(self, module: Callable[..., Any]) -> Tensor:
-        """Runs the model, or what it was compiled to, and returns the loss."""
-        output = module(*self.args, **self.kwargs)
-        loss: Tensor = output if isinstance(output, Tensor) else output.loss
-        return loss
+        """Runs the model, or what it was compiled to; returns the mean loss of the parts."""
+        return mean_loss(module, self.parts())
+
+    def parts(self) -> list[Batch]:
+        """Returns the inputs of each micro-batch."""
+        args = [tensor.tensor_split(self.micro_batches) for tensor in self.args]
+        kwargs = {n: t.tensor_split(self.micro_batches) for n, t in self.kwargs.items()}
+        return [
+            (tuple(a[i] for a in args), {name: k[i] for name, k in kwargs.items()})
+            for i in range(self.micro_batches)
+        ]
+
+
+def mean_loss(module: Callable[..., Any], parts: Sequence[Batch]) -> Tensor:
+    """Runs a model on each micro-batch, one after another; returns the mean loss."""
+    losses = []
+    for args, kwargs in parts:
+        output = module(*args, **kwargs)
+        losses.append(output if isinstance(output, Tensor) else output.loss)
+    return losses[0] if len(losses) == 1 else torch.stack(losses).mean()
 
 
 @dataclass(frozen=True)
@@ -52,21 +74,21 @@ class Family:
 
     Attributes:
         block_class: returns the class of the repeated layer.
-        build: makes the model of a number of layers.
+        build: makes the model of a number of layers, for a number of micro-batches.
     """
 
     block_class: Callable[[], type[nn.Module]]
-    build: Callable[[int], Subject]
+    build: Callable[[int, int], Subject]
 
 
 def family(name: str) -> Family:
     """Returns the family of a ``--model`` name; imports no more than that family needs."""
     if name == "own":
         own = _own_models()
-        return Family(lambda: own.DecoderBlock, lambda layers: _own(own.llama, layers))
+        return Family(lambda: own.DecoderBlock, functools.partial(_own, own.llama))
     if name == "own-gpt":
         own = _own_models()
-        return Family(lambda: own.GptBlock, lambda layers: _own(own.gpt, layers))
+        return Family(lambda: own.GptBlock, functools.partial(_own, own.gpt))
     if name == "hf-llama":
         from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
@@ -93,20 +115,19 @@ def _own_models() -> Any:
     return module
 
 
-def _own(build: Callable[..., Any], layers: int) -> Subject:
-    sizes = {"hidden": HIDDEN, "num_heads": HEADS, "vocab": VOCAB, "seq": SEQ, "batch": BATCH}
+def _own(build: Callable[..., Any], layers: int, micro_batches: int) -> Subject:
+    sizes = {"hidden": HIDDEN, "num_heads": HEADS, "vocab": VOCAB, "seq": SEQ}
     model: models.Decoder | models.GptDecoder
-    model, args = build(layers, **sizes)
+    model, args = build(layers, batch=BATCH * micro_batches, **sizes)
 
-    def compile_head() -> Step:
+    def compile_head() -> nn.Module:
         model.head.compile(fullgraph=True)
-        return lambda: subject.loss(model)
+        return model
 
-    subject = Subject(model, list(model.blocks), compile_head, args)
-    return subject
+    return Subject(model, list(model.blocks), compile_head, args, micro_batches=micro_batches)
 
 
-def _hf_llama(layers: int) -> Subject:
+def _hf_llama(layers: int, micro_batches: int) -> Subject:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -121,10 +142,10 @@ def _hf_llama(layers: int) -> Subject:
     )
     torch.manual_seed(0)
     model = LlamaForCausalLM(config)
-    return _hf(model, model.model.layers, "norm")
+    return _hf(model, model.model.layers, "norm", micro_batches)
 
 
-def _hf_gpt2(layers: int) -> Subject:
+def _hf_gpt2(layers: int, micro_batches: int) -> Subject:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     # No dropout: gradients are compared with eager's.
@@ -145,24 +166,31 @@ def _hf_gpt2(layers: int) -> Subject:
     model = GPT2LMHeadModel(config)
     # Its class name tells transformers no loss; it would log a warning, which Dynamo refuses.
     model.loss_type = "ForCausalLM"
-    return _hf(model, model.transformer.h, "ln_f")
+    return _hf(model, model.transformer.h, "ln_f", micro_batches)
 
 
-def _hf(model: Any, blocks: Sequence[nn.Module], norm_name: str) -> Subject:
-    ids = torch.randint(VOCAB, (BATCH, SEQ))
+def _hf(model: Any, blocks: Sequence[nn.Module], norm_name: str, micro_batches: int) -> Subject:
+    ids = torch.randint(VOCAB, (BATCH * micro_batches, SEQ))
 
-    def compile_head() -> Step:
+    def compile_head() -> Callable[..., Tensor]:
         body = model.base_model
         norm = getattr(body, norm_name)
         setattr(body, norm_name, nn.Identity())  # the head applies it
 
-        def head(hidden: Tensor) -> Tensor:
+        def head(hidden: Tensor, labels: Tensor) -> Tensor:
             logits = model.lm_head(norm(hidden))
-            loss: Tensor = model.loss_function(logits, ids, vocab_size=VOCAB)
+            loss: Tensor = model.loss_function(logits, labels, vocab_size=VOCAB)
             return loss
 
         compiled = torch.compile(head, fullgraph=True)
-        return lambda: compiled(body(ids).last_hidden_state)
+
+        def loss_of(input_ids: Tensor, labels: Tensor) -> Tensor:
+            loss: Tensor = compiled(body(input_ids).last_hidden_state, labels)
+            return loss
+
+        return loss_of
 
     kwargs = {"input_ids": ids, "labels": ids}
-    return Subject(model.train(), list(blocks), compile_head, kwargs=kwargs)
+    return Subject(
+        model.train(), list(blocks), compile_head, kwargs=kwargs, micro_batches=micro_batches
+    )

@@ -7,6 +7,7 @@ uses it is the one file to look at.
 import ast
 import functools
 import importlib
+import inspect
 import operator
 import threading
 import types
@@ -26,7 +27,14 @@ from test_architecture import (
 )
 from torch import Tensor, nn
 
-from lazyinline.backend.torch_inductor import compile_leaves, decompositions, settings
+from lazyinline.backend.torch_inductor import (
+    _loads_here as loads_here,
+)
+from lazyinline.backend.torch_inductor import (
+    compile_leaves,
+    decompositions,
+    settings,
+)
 
 CONTRACTS: dict[str, str] = {}
 Test = Callable[..., None]
@@ -49,16 +57,27 @@ def resolve(dotted: str) -> Any:
     raise AssertionError(dotted)
 
 
+def resolve_optional(name: str) -> Any:
+    """Returns what a name stands for; None for an ``optional`` attribute that is not there."""
+    if not name.startswith("optional "):
+        return resolve(name)
+    owner, _, attribute = name.removeprefix("optional ").rpartition(".")
+    return getattr(resolve(owner), attribute, None)
+
+
 def contract(*names: str) -> Callable[[Test], Test]:
-    """Registers a test for private names; passes it what they stand for, attributes left out."""
+    """Registers a test for private names; passes it what they stand for, attributes left out.
+
+    An ``optional`` name is one that not every supported version has; the test is passed None then.
+    """
     dotted = [name for name in names if not name.startswith("attribute ")]
 
     def register(test: Test) -> Test:
         for name in names:
-            CONTRACTS[name] = test.__name__
+            CONTRACTS[name.removeprefix("optional ")] = test.__name__
 
         def checked() -> None:
-            test(*(resolve(name) for name in dotted))
+            test(*(resolve_optional(name) for name in dotted))
 
         checked.__name__ = test.__name__
         checked.__doc__ = test.__doc__
@@ -703,8 +722,6 @@ def test_inductors_wrapper_is_a_function_whose_globals_hold_kernels_and_allocato
     "torch._inductor.async_compile.AsyncCompile.wait",
 )
 def test_building_waits_in_one_method_that_takes_the_scope(async_compile: Any, wait: Any) -> None:
-    import inspect
-
     assert list(inspect.signature(wait).parameters) == ["self", "scope"]
     calls = []
     original = async_compile.wait
@@ -722,3 +739,16 @@ def test_building_waits_in_one_method_that_takes_the_scope(async_compile: Any, w
     finally:
         async_compile.wait = original
     assert calls, "the module of the generated code no longer waits there"
+
+
+@contract(
+    "torch._inductor.cpu_vec_isa.VecISA", "optional torch._inductor.cpu_vec_isa.VecISA._probe_load"
+)
+def test_vector_units_are_asked_for_by_loading_an_object(isa_class: Any, probe: Any) -> None:
+    if probe is None:
+        assert torch.__version__ < "2.13", "_probe_load moved: the adapter no longer answers here"
+        return
+    assert list(inspect.signature(probe).parameters) == ["self", "output_path"]
+    for path, loads in ((__file__, False), (torch._C.__file__, True)):
+        assert probe(isa_class(), path) is loads
+        assert loads_here(isa_class(), path) is loads
