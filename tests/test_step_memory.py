@@ -1,0 +1,142 @@
+"""What a compiled step allocates, counted by the profiler, and how much work link is given."""
+
+import importlib
+from collections import Counter
+from collections.abc import Iterable
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from conftest import ROOT
+
+import lazyinline
+from lazyinline.backend import lower
+from lazyinline.frontend import compiler
+from lazyinline.frontend.models import DecoderBlock, llama
+from lazyinline.frontend.training_step import compile_step
+from lazyinline.reuse.program import Leaf, walk_closures
+
+SIZES = {"hidden": 32, "num_heads": 4, "vocab": 64, "seq": 8}
+LOSS = {"clone", "stack", "mean"}
+"""The mean loss is the user's own tensor; it is made after the program has run."""
+
+
+@pytest.fixture(scope="module")
+def memory_events() -> ModuleType:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT / "benchmarks"))
+        return importlib.import_module("memory_events")
+
+
+def decoder_step(
+    num_layers: int, micro_batches: int, backend: str, batch_per_part: int = 2
+) -> tuple[lazyinline.TrainingStep, tuple[torch.Tensor, ...]]:
+    model, args = llama(num_layers=num_layers, batch=batch_per_part * micro_batches, **SIZES)
+    lazyinline.lazy_inline(DecoderBlock)
+    return compile_step(model, micro_batches=micro_batches, backend=backend), args
+
+
+# ---- allocations -------------------------------------------------------------------------------
+
+
+def operators(names: Iterable[str]) -> set[str]:
+    """Names without namespace and overload."""
+    return {name.removeprefix("aten::").partition(".")[0] for name in names}
+
+
+def test_only_launches_that_cannot_be_placed_allocate(memory_events: ModuleType) -> None:
+    step, args = decoder_step(2, 2, "inductor")
+    for _ in range(2):
+        step(*args)
+    use = memory_events.memory_use(lambda: step(*args))
+    allowed = operators(step.stats.unplaced_launches) | LOSS
+    assert operators(use.allocations) <= allowed, use.allocations
+    made_for_loss = sum(n for name, n in use.allocations.items() if operators([name]) & LOSS)
+    assert 1 <= made_for_loss <= 4
+    assert use.num_allocations - made_for_loss >= step.stats.allocations_per_step > 0
+
+
+def test_step_of_placed_launches_allocates_its_loss_only(memory_events: ModuleType) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4, bias=False), torch.nn.Linear(4, 4))
+    x = torch.randn(6, 4)
+    step = compile_step(model, loss_fn=lambda y: (y * y).mean(), backend="inductor")
+    step(x)
+    assert step.stats.unplaced_launches == ()
+    assert step.stats.allocations_per_step == 0
+    use = memory_events.memory_use(lambda: step(x))
+    assert use.allocations == {"aten::clone": 1}
+    assert use.peak_bytes == 4
+
+
+def test_counter_counts_blocks_and_what_lives_at_once(memory_events: ModuleType) -> None:
+    early = torch.empty(1000)
+
+    def step() -> torch.Tensor:
+        nonlocal early
+        early = torch.empty(10)  # what was there before and is freed does not count
+        first = torch.empty(100)
+        second = first.clone()
+        del first
+        return second.clone()
+
+    use = memory_events.memory_use(step)
+    assert use.allocations == {"aten::empty": 2, "aten::clone": 2}
+    assert use.num_allocations == 4
+    assert use.peak_bytes == 40 + 400 + 400  # early, and two at a time
+
+
+# ---- work --------------------------------------------------------------------------------------
+
+
+class Work:
+    """Counts what is made per closure: kernels, kernel lists with their scratch analysis."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.lowered: list[Leaf] = []
+        self.recorded: list[Leaf] = []
+        lower_leaves = compiler.lower_leaves
+
+        def lowering(leaves: Iterable[Leaf], *rest: Any) -> Any:
+            leaves = list(leaves)
+            self.lowered += leaves
+            return lower_leaves(leaves, *rest)
+
+        patch.setattr(compiler, "lower_leaves", lowering)
+        for name in ("record_graph", "record_wrapper"):
+            self._watch(patch, name)
+
+    def _watch(self, patch: pytest.MonkeyPatch, name: str) -> None:
+        original = getattr(lower.torch_kernels, name)
+
+        def recording(leaf: Leaf, *rest: Any) -> Any:
+            self.recorded.append(leaf)
+            return original(leaf, *rest)
+
+        patch.setattr(lower.torch_kernels, name, recording)
+
+
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_artifacts_are_built_once_per_closure_whatever_layers_and_micro_batches(
+    backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts: dict[tuple[int, int], int] = {}
+    adders: dict[tuple[int, int], int] = {}
+    for layers in (2, 6):
+        for micro_batches in (1, 4):
+            with monkeypatch.context() as patch:
+                work = Work(patch)
+                step, args = decoder_step(layers, micro_batches, backend)
+                step(*args)
+            program = step._entries[0]._compiled.step.program
+            variants = [c for c in walk_closures(program) if isinstance(c, Leaf)]
+            size = (layers, micro_batches)
+            assert len(work.lowered) == len(set(work.lowered)) == len(variants)
+            assert Counter(work.recorded) == Counter(work.lowered), "each exactly once"
+            assert step.last_report.num_kernels == len(variants)
+            counts[size] = len(variants)
+            # From the second micro-batch on gradients are added: one closure per layout.
+            adders[size] = sum(c.num_nodes == 1 and len(c.input_types) == 2 for c in variants)
+    assert counts[2, 1] == counts[6, 1]
+    assert counts[2, 4] == counts[6, 4]
+    assert counts[2, 4] - adders[2, 4] == counts[2, 1] - adders[2, 1]
