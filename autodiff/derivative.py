@@ -58,6 +58,10 @@ class Derivative:
 Request = tuple[Closure, tuple[int, ...], tuple[int, ...]]
 
 
+def _unchanged(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
+    return module
+
+
 @dataclass(frozen=True)
 class Recipe:
     """How leaf closures are differentiated, as their backend wants it.
@@ -67,12 +71,14 @@ class Recipe:
         policy: how a joint graph splits into forward and backward (see ``partition``).
         joint_pass: a backend's rewrite of the joint graph before it is split.
         kernels: which kernels the results get, ``"backend"`` or ``"eager"``.
+        rewrite: a backend's choice between forms of composite operators, before anything else.
     """
 
     decompositions: Decompositions = field(default_factory=dict)
     policy: str = "save"
     joint_pass: Callable[[torch.fx.GraphModule], torch.fx.GraphModule] | None = None
     kernels: str = "backend"
+    rewrite: Callable[[torch.fx.GraphModule], torch.fx.GraphModule] = _unchanged
 
 
 class Differentiator:
@@ -120,7 +126,8 @@ class Differentiator:
         self, leaf: Leaf, inputs: tuple[int, ...], outputs: tuple[int, ...]
     ) -> Derivative | None:
         types, recipe = flat_types(leaf.input_types), self._recipe_for(leaf)
-        joint = JointTrace(leaf.module, types, inputs, outputs, recipe.decompositions)
+        module = recipe.rewrite(leaf.module)
+        joint = JointTrace(module, types, inputs, outputs, recipe.decompositions)
         if not joint.tangent_outputs or not joint.grad_inputs:
             return None
         if recipe.joint_pass is not None:

@@ -1,20 +1,27 @@
-"""The generated function of one part of a layout: each launch is one line on bound names.
+"""The generated function of one part of a layout.
 
-Tensors in the arena and tensors of the model are globals of the function, bound before the first
-run; user inputs, results and foreign buffers are locals.
+Launches that have a native form are words for the native replay loop, one call of it for as many as
+follow one another; each of the others is one line of Python on bound names. Tensors in the arena
+and tensors of the model are bound before the first run; user inputs, results and foreign buffers
+are locals of the function.
 """
 
 from __future__ import annotations
 
+import ctypes
 import math
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from .kernel_list import View
+from . import torch_native
+from .kernel_list import NativeOp, View
 from .layout import Layout, Part, Placed, PlacedLaunch
+
+_ARENA_SLOT = 0
 
 
 @dataclass
@@ -26,6 +33,9 @@ class GeneratedCode:
         constants: name -> kernel or constant, the same for every binding.
         arena_views: name -> place in the arena.
         model_views: name -> view of a model tensor.
+        words: what the native replay loop runs.
+        slots: instance -> slot of the native address table, for what is bound beforehand.
+        num_slots: size of that table; what is known only in a run comes last.
     """
 
     source: str = ""
@@ -34,6 +44,9 @@ class GeneratedCode:
     arena_views: dict[str, Placed] = field(default_factory=dict)
     model_views: dict[str, Placed] = field(default_factory=dict)
     num_made_per_run: int = 0
+    words: array[int] = field(default_factory=lambda: array("q"))
+    slots: dict[int, int] = field(default_factory=dict)
+    num_slots: int = 1
 
 
 class CodeWriter:
@@ -41,6 +54,7 @@ class CodeWriter:
 
     Args:
         layout: the whole layout.
+        offsets: start of each instance in the arena, in bytes (unused for other kinds).
         part: which part to write.
         fixed: instances whose tensors are bound beforehand (the model's).
         num_returned: how many leading outputs the function returns; the others stay in place.
@@ -51,6 +65,7 @@ class CodeWriter:
     def __init__(
         self,
         layout: Layout,
+        offsets: Sequence[int],
         part: Part,
         fixed: set[int],
         num_returned: int,
@@ -58,6 +73,7 @@ class CodeWriter:
         extra_outputs: Sequence[int] = (),
     ) -> None:
         self._layout = layout
+        self._offsets = offsets
         self._part = part
         self._fixed = fixed
         self._returned = part.outputs[:num_returned]
@@ -66,8 +82,12 @@ class CodeWriter:
         self._names: dict[Placed, str] = {}
         self._constants: dict[int, str] = {}
         self._locals: dict[int, Placed] = {}
+        self._local_slots: dict[int, int] = {}
         self._starts: dict[tuple[int, torch.dtype, int], str] = {}
         self._lines: list[str] = []
+        self._native_start = 0
+        self._num_native = 0
+        self._freed: list[str] = []
 
     def write(self) -> GeneratedCode:
         """Returns the code."""
@@ -75,8 +95,14 @@ class CodeWriter:
         self._take_inputs()
         last_use = self._last_uses()
         for launch in self._part.launches:
-            self._launch(launch)
-            self._free(last_use.get(launch.time, ()))
+            if launch.launch.native is None:
+                self._flush()
+                self._launch(launch)
+            else:
+                self._add_native(launch.launch.native, launch)
+            if launch.time in last_use:
+                self._free(last_use[launch.time])
+        self._flush()
         outputs = [self._name(p) for p in self._returned]
         outputs += [self._name(self._locals[i]) for i in self._extra[1]]
         self._lines.append(f"  return [{', '.join(outputs)}]")
@@ -112,21 +138,77 @@ class CodeWriter:
     def _last_uses(self) -> dict[int, list[int]]:
         """Foreign buffers by the launch after which nobody in this part needs them."""
         kept = {p.instance for p in self._returned} | set(self._extra[1])
+        foreign = {i for i, b in enumerate(self._layout.instances) if b.kind == "foreign"} - kept
         last: dict[int, int] = {}
-        for launch in self._part.launches:
-            for view in launch.launch.views():
-                instance = launch.bases[view.buffer][0]
-                if self._layout.instances[instance].kind == "foreign" and instance not in kept:
-                    last[instance] = launch.time
+        for launch in self._part.launches if foreign else ():
+            if any(instance in foreign for instance, _ in launch.bases):
+                used = {launch.bases[view.buffer][0] for view in launch.launch.views()}
+                last.update((instance, launch.time) for instance in used & foreign)
         found: dict[int, list[int]] = {}
         for instance, time in last.items():
             found.setdefault(time, []).append(instance)
         return found
 
     def _free(self, instances: Sequence[int]) -> None:
-        names = [self._names[self._locals[i]] for i in instances if i in self._locals]
-        if names:
-            self._lines.append(f"  del {', '.join(names)}")
+        self._freed += [self._names[self._locals[i]] for i in instances if i in self._locals]
+        if not self._num_native:
+            self._drop_freed()
+
+    def _drop_freed(self) -> None:
+        if self._freed:
+            self._lines.append(f"  del {', '.join(self._freed)}")
+            self._freed.clear()
+
+    # ---- native launches -----------------------------------------------------------------
+
+    def _add_native(self, op: NativeOp, placed: PlacedLaunch) -> None:
+        self._num_native += op.num_operations
+        words: list[int] = []
+        for operand in op.operands:
+            if type(operand) is int:
+                words.append(operand)
+            else:
+                words += self._native_address(operand, placed)  # type: ignore[arg-type]
+        self._code.words.extend(words)
+
+    def _native_address(self, view: View, placed: PlacedLaunch) -> tuple[int, int]:
+        """Returns a slot of the address table, and an offset in bytes."""
+        index, base_bytes = placed.bases[view.buffer]
+        offset_bytes = base_bytes + view.offset_bytes
+        if self._layout.instances[index].kind == "arena":
+            return _ARENA_SLOT, self._offsets[index] + offset_bytes
+        if index in self._fixed:
+            return self._bound_slot(index), offset_bytes
+        base = self._base(placed.place(view))
+        return self._local_slot(index, base), offset_bytes - base.offset_bytes
+
+    def _bound_slot(self, instance: int) -> int:
+        slot = self._code.slots.get(instance)
+        if slot is None:
+            slot = self._code.slots[instance] = self._new_slot()
+        return slot
+
+    def _local_slot(self, instance: int, base: Placed) -> int:
+        slot = self._local_slots.get(instance)
+        if slot is None:
+            slot = self._local_slots[instance] = self._new_slot()
+            self._lines.append(f"  addresses[{slot}] = {self._names[base]}.data_ptr()")
+        return slot
+
+    def _new_slot(self) -> int:
+        self._code.num_slots += 1
+        return self._code.num_slots - 1
+
+    def _flush(self) -> None:
+        """Writes the call that runs the native launches collected so far."""
+        if self._num_native:
+            start = self._native_start * self._code.words.itemsize
+            call = f"replay(words + {start}, {self._num_native}, table)"
+            self._lines.append(f"  if {call}: fail()")
+        self._native_start, self._num_native = len(self._code.words), 0
+        self._drop_freed()
+
+    # ---- launches from Python ------------------------------------------------------------
 
     def _launch(self, placed: PlacedLaunch) -> None:
         launch = placed.launch
@@ -260,6 +342,27 @@ def _view_of(
     if base.dtype != dtype:
         base = base.view(dtype)
     return torch.as_strided(base, shape, stride, base.storage_offset() + offset)
+
+
+def bind_native(
+    code: GeneratedCode, arena: torch.Tensor, tensors: Mapping[int, torch.Tensor]
+) -> dict[str, Any]:
+    """Makes the address table of one lease; its owner is the function that gets these names."""
+    addresses = (ctypes.c_int64 * code.num_slots)()
+    addresses[_ARENA_SLOT] = arena.data_ptr()
+    for instance, slot in code.slots.items():
+        addresses[slot] = tensors[instance].data_ptr()
+    return {
+        "replay": torch_native.replay_function(),
+        "words": code.words.buffer_info()[0],
+        "addresses": addresses,
+        "table": ctypes.addressof(addresses),
+        "fail": _fail,
+    }
+
+
+def _fail() -> None:
+    raise IndexError("index out of range in self")
 
 
 def bind_arena(

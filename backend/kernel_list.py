@@ -47,12 +47,21 @@ class BufferInfo:
 
 
 @dataclass(frozen=True, slots=True)
+class NativeOp:
+    """What the native replay loop does for one launch: words, and views where an address goes."""
+
+    operands: tuple[int | View, ...]
+    num_operations: int = 1
+
+
+@dataclass(frozen=True, slots=True)
 class Launch:
     """One kernel launch. Operands are :class:`View` or constants, lists of them included.
 
     ``results`` stand for what the function returns if it makes foreign buffers; ``returns`` says
     whether that is a ``"tensor"`` or a ``"tuple"``. ``operands`` is ``"addresses"`` for a
     kernel that only takes the operands' first addresses, so that their shapes do not matter.
+    ``native`` is the same launch for the native replay loop, where it has a form for it.
     """
 
     name: str
@@ -62,6 +71,7 @@ class Launch:
     results: tuple[Any, ...] = ()
     returns: str = "nothing"
     operands: str = "tensors"
+    native: NativeOp | None = None
 
     def views(self) -> Iterator[View]:
         """Yields every view among operands and results."""

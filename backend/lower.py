@@ -22,6 +22,7 @@ from ..reuse.errors import PlanError
 from ..reuse.leaf import flat_types, without_autocast
 from ..reuse.program import Leaf
 from . import torch_inductor, torch_kernels
+from .attention import with_plain_attention
 from .kernel_list import KernelList
 
 _TINY_NODES = 2
@@ -99,7 +100,10 @@ class InductorBackend:
             return Recipe(kernels="eager")
         if self._recipe is None:
             self._recipe = Recipe(
-                torch_inductor.decompositions(), "min_cut", torch_inductor.rewrite_joint
+                torch_inductor.decompositions(),
+                "min_cut",
+                torch_inductor.rewrite_joint,
+                rewrite=with_plain_attention,
             )
         return self._recipe
 
@@ -145,7 +149,9 @@ def decompose_leaf(leaf: Leaf, backend: Backend) -> Leaf:
     if leaf.level == "aten":
         return leaf
     recipe = backend.recipe(leaf)
-    module = trace_forward(leaf.module, flat_types(leaf.input_types), recipe.decompositions)
+    module = trace_forward(
+        recipe.rewrite(leaf.module), flat_types(leaf.input_types), recipe.decompositions
+    )
     return replace(leaf, module=module, level="aten", kernels=recipe.kernels)
 
 

@@ -18,11 +18,12 @@ import torch
 from ..reuse.program import Leaf
 from ..reuse.types import TensorType, contiguous_stride
 from .arena import ArenaPlan, plan
-from .flat_code import CodeWriter, bind_arena, bind_model
+from .flat_code import CodeWriter, bind_arena, bind_model, bind_native
 from .kernel_list import KernelList, Launch, View
 from .layout import Instance, Layout, Part, Placed, PlacedLaunch
 from .link import FlatProgram
 from .live_ranges import Buffers
+from .native_ops import with_native
 
 # A plan within half a percent of the lower bound is good enough to stop looking.
 _ENOUGH = 1.005
@@ -70,6 +71,7 @@ class PlannedProgram:
         self._codes = [
             CodeWriter(
                 self.layout,
+                self._offsets,
                 part,
                 set(self.model_instances.values()),
                 num_results[index],
@@ -167,6 +169,8 @@ class PlannedProgram:
             scope: dict[str, Any] = dict(code.constants)
             scope.update(bind_arena(code.arena_views, arena, self._offsets))
             scope.update(bind_model(code.model_views, by_instance))
+            if code.words:
+                scope.update(bind_native(code, arena, by_instance))
             exec(compiled, scope)
             runners.append(scope["program"])
         addresses = [t.data_ptr() for t in tensors]
@@ -281,5 +285,5 @@ def _copy_out(layout: Layout, part: Part, placed: Placed, kind: str) -> Placed:
     views = tuple(View(b, p.dtype, p.shape, p.stride, 0) for b, p in enumerate((target, placed)))
     launch = Launch("copy_", torch.Tensor.copy_, views, ())
     bases = ((target.instance, 0), (placed.instance, placed.offset_bytes))
-    part.launches.append(PlacedLaunch(launch, bases, time))
+    part.launches.append(PlacedLaunch(with_native(launch), bases, time))
     return target

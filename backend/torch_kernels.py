@@ -21,6 +21,7 @@ from ..reuse.leaf import flat_types
 from ..reuse.program import Leaf
 from ..reuse.torch_names import memory_id
 from .kernel_list import BufferInfo, KernelList, Launch, View, views_in
+from .native_ops import with_native
 
 _ALLOCATORS = ("empty_strided_cpu", "empty_strided_cpu_pinned", "empty_strided_cuda")
 _CHECKS = ("assert_size_stride", "assert_alignment")
@@ -37,6 +38,11 @@ _OUT_FORMS = {
     torch.ops.aten.silu.default: torch.ops.aten.silu.out,
     torch.ops.aten.gelu.default: torch.ops.aten.gelu.out,
     torch.ops.aten.index_select.default: torch.ops.aten.index_select.out,
+}
+# PyTorch's out= form of these copies a fresh result; the native replay loop writes in place.
+_NATIVE_OUT_FORMS = {
+    torch.ops.aten.embedding.default: torch.ops.aten.embedding.out,
+    torch.ops.aten.embedding_dense_backward.default: torch.ops.aten.embedding_dense_backward.out,
 }
 
 
@@ -166,7 +172,21 @@ class _Recorder(TorchDispatchMode):
     ) -> None:
         given = tuple(tree_map(self._operand, tuple(args)))
         named = tuple((k, tree_map(self._operand, v)) for k, v in kwargs.items())
-        self._launches.append(Launch(name, function, given, named, results, returns, operands))
+        launch = Launch(name, function, given, named, results, returns, operands)
+        self._launches.append(with_native(launch))
+
+    def _launch_native(
+        self, name: str, func: Any, args: Any, kwargs: dict[str, Any], result: torch.Tensor
+    ) -> bool:
+        """Notes a launch that only the native replay loop can place; says whether it can."""
+        self._add_buffer(result, "private")
+        self._launch(name, _NATIVE_OUT_FORMS[func], args, {**kwargs, "out": result})
+        if self._launches[-1].native is not None:
+            return True
+        self._launches.pop()
+        self._kinds.pop(), self._bytes.pop(), self._keep.pop()
+        del self._buffers[memory_id(result)]
+        return False
 
     def _operand(self, value: Any) -> Any:
         return self._view(value) if isinstance(value, torch.Tensor) else value
@@ -208,6 +228,8 @@ class _Recorder(TorchDispatchMode):
         if func in _OUT_FORMS:
             self._add_buffer(new[0], "private")
             self._launch(name, _OUT_FORMS[func], args, {**kwargs, "out": new[0]})
+            return
+        if func in _NATIVE_OUT_FORMS and self._launch_native(name, func, args, kwargs, new[0]):
             return
         if (
             func is torch.ops.aten.empty.memory_format

@@ -27,8 +27,10 @@ ALLOWED: dict[str, set[str]] = {
 # is met in few places, and each has a contract test.
 ADAPTERS = {
     "autodiff/torch_autograd.py",
+    "backend/attention.py",
     "backend/torch_inductor.py",
     "backend/torch_kernels.py",
+    "backend/torch_native.py",
     "frontend/interception.py",
     "frontend/torch_tracing.py",
     "reuse/pytree.py",

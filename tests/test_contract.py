@@ -568,6 +568,21 @@ def test_hooks_on_saved_tensors_are_known_and_the_innermost_count(top: Any) -> N
     assert len(seen) == 1
 
 
+@contract("torch._inductor.codecache.CppCodeCache", "torch._inductor.codecache.CppCodeCache.load")
+def test_a_cpp_library_is_built_and_its_functions_can_be_called(cache: Any, load: Any) -> None:
+    library = load('extern "C" int twice(int x) { return 2 * x; }')
+    assert library.twice(21) == 42
+    assert cache.load == load
+
+
+@contract("torch.ops.aten._scaled_dot_product_attention_math.default")
+def test_plain_attention_gives_the_result_and_the_scores(plain: Any) -> None:
+    q, k, v = (torch.randn(2, 3, 5, 4) for _ in range(3))
+    result, _ = plain(q, k, v, None, 0.0, True, scale=0.5, enable_gqa=False)
+    fused = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=0.5)
+    torch.testing.assert_close(result, fused)
+
+
 def joint_graph() -> tuple[torch.fx.GraphModule, Sequence[Tensor]]:
     """A forward ``sin(x * rand) @ w`` and its backward in one graph, named as partitioners ask."""
 

@@ -1,0 +1,68 @@
+"""Adapter: the native replay loop, and the addresses of what it calls.
+
+The loop is C++ of ours, built by the compiler that Inductor uses for its own kernels and kept where
+it keeps them. It calls Inductor's kernels at their address, and the BLAS inside PyTorch.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..reuse.errors import PlanError
+
+_SOURCE = Path(__file__).with_name("native_replay.cpp")
+_KERNEL = "kernel"  # what Inductor calls every C++ kernel's entry point
+
+Replay = Callable[[int, int, int], int]
+
+
+@functools.cache
+def replay_function() -> Replay:
+    """Builds and loads the loop; ``replay(program, count, table)`` takes three addresses or counts.
+
+    Raises:
+        PlanError: if it cannot be built.
+    """
+    from torch._inductor.codecache import CppCodeCache
+
+    try:
+        library = CppCodeCache.load(_SOURCE.read_text())
+    except Exception as error:
+        raise PlanError(f"The replay loop {_SOURCE} cannot be built: {error}") from error
+    function = library.lazyinline_replay
+    function.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p]
+    function.restype = ctypes.c_int
+    return function  # type: ignore[no-any-return]
+
+
+def kernel_address(function: Callable[..., Any]) -> int | None:
+    """Returns where an Inductor C++ kernel is, or None if ``function`` is something else."""
+    path = getattr(getattr(function, "__self__", None), "__file__", None)
+    if getattr(function, "__name__", "") != _KERNEL or not path:
+        return None
+    return _address(path, _KERNEL)
+
+
+def blas_address(name: str) -> int | None:
+    """Returns where a BLAS routine of PyTorch is, or None if its BLAS is not visible."""
+    libraries = Path(torch.__file__).with_name("lib").glob("libtorch_cpu.*")
+    return next((a for a in (_address(str(p), name) for p in libraries) if a), None)
+
+
+def blas_is_exact() -> bool:
+    """Whether PyTorch multiplies matrices by plain BLAS calls, in full precision."""
+    return torch.backends.mkl.is_available() and torch.get_float32_matmul_precision() == "highest"
+
+
+@functools.cache
+def _address(path: str, name: str) -> int | None:
+    try:
+        return ctypes.cast(getattr(ctypes.CDLL(path), name), ctypes.c_void_p).value
+    except (OSError, AttributeError):
+        return None

@@ -1,0 +1,247 @@
+"""The native replay loop computes what PyTorch's kernels compute, to the last bit."""
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import lazyinline
+from lazyinline.backend.flat_code import GeneratedCode, bind_native
+from lazyinline.backend.kernel_list import Launch, NativeOp, View
+from lazyinline.backend.native_ops import native_op, with_native
+
+aten = torch.ops.aten
+SIZES = (1, 2, 3, 8, 17, 64, 130)
+
+
+def view_of(tensor: Tensor, buffer: int) -> View:
+    offset_bytes = tensor.storage_offset() * tensor.element_size()
+    shape, stride = tuple(tensor.shape), tuple(tensor.stride())
+    return View(buffer, tensor.dtype, shape, stride, offset_bytes)
+
+
+def launch_of(function: Any, args: Sequence[Any], **kwargs: Any) -> tuple[NativeOp | None, list]:
+    """Returns the native form of a launch, and the tensors whose addresses it wants."""
+    tensors: list[Tensor] = []
+
+    def view(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        tensors.append(value)
+        return view_of(value, len(tensors) - 1)
+
+    given = tuple(view(a) for a in args)
+    named = tuple((k, view(v)) for k, v in kwargs.items())
+    return native_op(Launch("test", function, given, named)), tensors
+
+
+def run_native(op: NativeOp, tensors: Sequence[Tensor]) -> None:
+    """Runs one operation, each tensor's storage in a slot of its own."""
+    code = GeneratedCode()
+    for operand in op.operands:
+        if isinstance(operand, View):
+            code.words.extend((operand.buffer + 1, operand.offset_bytes))
+        else:
+            code.words.append(operand)
+    code.slots = {i: i + 1 for i in range(len(tensors))}
+    code.num_slots = len(tensors) + 1
+    bases = {
+        i: torch.empty(0, dtype=t.dtype).set_(t.untyped_storage()) for i, t in enumerate(tensors)
+    }
+    scope = bind_native(code, torch.empty(64, dtype=torch.uint8), bases)
+    if scope["replay"](scope["words"], op.num_operations, scope["table"]):
+        scope["fail"]()
+
+
+def assert_native_equals(function: Any, *args: Any, out: Tensor, **kwargs: Any) -> None:
+    op, tensors = launch_of(function, args, out=out, **kwargs)
+    assert op is not None, "no native form"
+    expected = function(*args, out=torch.full_like(out, float("nan")), **kwargs)
+    out.fill_(float("nan"))
+    run_native(op, tensors)
+    torch.testing.assert_close(out, expected, rtol=0, atol=0)
+
+
+def matrix(rows: int, columns: int, dtype: torch.dtype, layout: str) -> Tensor:
+    if layout == "transposed":
+        return torch.randn(columns, rows, dtype=dtype).t()
+    if layout == "padded":
+        return torch.randn(rows, columns + 3, dtype=dtype)[:, 2 : columns + 2]
+    return torch.randn(rows, columns, dtype=dtype)
+
+
+LAYOUTS = ("plain", "transposed", "padded")
+needs_blas = pytest.mark.skipif(
+    launch_of(aten.mm.out, (torch.ones(2, 2), torch.ones(2, 2)), out=torch.ones(2, 2))[0] is None,
+    reason="this PyTorch's BLAS cannot be called from outside",
+)
+
+
+@needs_blas
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("layouts", list(itertools.product(LAYOUTS, LAYOUTS)), ids="-".join)
+def test_matrix_products_of_any_shape(dtype: torch.dtype, layouts: tuple[str, str]) -> None:
+    torch.manual_seed(0)
+    for rows, inner, columns in itertools.product(SIZES, SIZES, SIZES):
+        a, b = matrix(rows, inner, dtype, layouts[0]), matrix(inner, columns, dtype, layouts[1])
+        out = torch.empty(rows, columns, dtype=dtype)
+        if rows == columns == 1:
+            assert launch_of(aten.mm.out, (a, b), out=out)[0] is None
+            continue
+        assert_native_equals(aten.mm.out, a, b, out=out)
+        bias = torch.randn(columns, dtype=dtype)
+        assert_native_equals(aten.addmm.out, bias, a, b, out=out)
+
+
+@needs_blas
+@pytest.mark.parametrize("transposed", list(itertools.product([False, True], repeat=2)))
+@pytest.mark.parametrize("batch", [1, 3, 8, 150])
+def test_batches_of_matrix_products(transposed: tuple[bool, bool], batch: int) -> None:
+    torch.manual_seed(0)
+    for rows, inner, columns in itertools.product((2, 8, 33), (7, 8, 64), (8, 16, 33)):
+        a, b = torch.randn(batch, rows, inner), torch.randn(batch, inner, columns)
+        a = a.mT.contiguous().mT if transposed[0] else a
+        b = b.mT.contiguous().mT if transposed[1] else b
+        out = torch.empty(batch, rows, columns)
+        if rows * inner * columns >= 400:
+            assert_native_equals(aten.bmm.out, a, b, out=out)
+        else:
+            assert launch_of(aten.bmm.out, (a, b), out=out)[0] is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_sums_and_copies(dtype: torch.dtype) -> None:
+    for shape in ((5,), (3, 70000), (2, 3, 4)):
+        a, b = torch.randn(shape, dtype=dtype), torch.randn(shape, dtype=dtype)
+        assert_native_equals(aten.add.out, a, b, out=torch.empty_like(a))
+        a, b = a.mT if a.dim() > 1 else a, b.mT if b.dim() > 1 else b
+        assert_native_equals(aten.add.out, a, b, out=torch.empty_like(a))
+        op, tensors = launch_of(aten.copy_.default, (torch.zeros_like(a), a))
+        assert op is not None
+        run_native(op, tensors)
+        assert torch.equal(tensors[0], a)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_embedding_and_its_gradient(dtype: torch.dtype) -> None:
+    weight, indices = torch.randn(50, 24).to(dtype), torch.randint(0, 50, (4, 300))
+    assert_native_equals(aten.embedding.out, weight, indices, out=torch.empty(4, 300, 24).to(dtype))
+    gradient = torch.randn(4, 300, 24).to(dtype)
+    for padding in (-1, 7):
+        args = (gradient, indices, 50, padding, False)
+        out = torch.empty(50, 24).to(dtype)
+        if dtype is torch.bfloat16:  # PyTorch's own rounding between additions
+            assert launch_of(aten.embedding_dense_backward.out, args, out=out)[0] is None
+        else:
+            assert_native_equals(aten.embedding_dense_backward.out, *args, out=out)
+
+
+@pytest.mark.parametrize("index", [-1, 50])
+def test_index_out_of_range_is_an_error(index: int) -> None:
+    weight, indices = torch.randn(50, 4), torch.tensor([1, index, 3])
+    op, tensors = launch_of(aten.embedding.out, (weight, indices), out=torch.empty(3, 4))
+    assert op is not None
+    with pytest.raises(IndexError, match="index out of range"):
+        run_native(op, tensors)
+
+
+def strided(*shape: int) -> Tensor:
+    return torch.randn(*shape[:-1], 2 * shape[-1])[..., ::2]
+
+
+LEFT_TO_PYTORCH: dict[str, tuple[Any, Callable[[], tuple[Any, ...]], Callable[[], Tensor]]] = {
+    "gaps in a matrix": (
+        aten.mm.out,
+        lambda: (strided(4, 8), torch.ones(8, 8)),
+        lambda: torch.ones(4, 8),
+    ),
+    "half precision": (
+        aten.mm.out,
+        lambda: (torch.ones(4, 8).bfloat16(), torch.ones(8, 8).bfloat16()),
+        lambda: torch.ones(4, 8).bfloat16(),
+    ),
+    "nothing to multiply": (
+        aten.mm.out,
+        lambda: (torch.ones(4, 0), torch.ones(0, 8)),
+        lambda: torch.ones(4, 8),
+    ),
+    "a sum that broadcasts": (
+        aten.add.out,
+        lambda: (torch.ones(4, 8), torch.ones(8)),
+        lambda: torch.ones(4, 8),
+    ),
+    "a sum of other layouts": (
+        aten.add.out,
+        lambda: (torch.ones(8, 8), torch.ones(8, 8).t()),
+        lambda: torch.ones(8, 8),
+    ),
+    "a bias by rows": (
+        aten.addmm.out,
+        lambda: (torch.ones(4, 1), torch.ones(4, 8), torch.ones(8, 8)),
+        lambda: torch.ones(4, 8),
+    ),
+    "32-bit indices": (
+        aten.embedding.out,
+        lambda: (torch.ones(9, 8), torch.ones(4, dtype=torch.int32)),
+        lambda: torch.ones(4, 8),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", LEFT_TO_PYTORCH)
+def test_what_has_no_native_form(case: str) -> None:
+    function, args, out = LEFT_TO_PYTORCH[case]
+    assert launch_of(function, args(), out=out())[0] is None
+
+
+def test_scaled_sums_are_left_to_pytorch() -> None:
+    x = torch.ones(4, 4)
+    assert launch_of(aten.addmm.out, (x[0], x, x), out=x, alpha=2)[0] is None
+    assert launch_of(aten.add.out, (x, x), out=x, alpha=2)[0] is None
+    assert (
+        with_native(Launch("test", aten.add.out, (1.0, 2), (("out", view_of(x, 0)),))).native
+        is None
+    )
+
+
+def test_lower_precision_of_products_is_left_to_pytorch() -> None:
+    x = torch.ones(4, 4)
+    precision = torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision("medium")
+        assert launch_of(aten.mm.out, (x, x), out=torch.ones(4, 4))[0] is None
+    finally:
+        torch.set_float32_matmul_precision(precision)
+
+
+class Attention(nn.Module):
+    def __init__(self, *, causal: bool) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 48)
+        self.causal = causal
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.linear(x).view(*x.shape[:2], 3, 2, 8).permute(2, 0, 3, 1, 4)
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
+        return out.transpose(1, 2).reshape(x.shape)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("batch", [1, 2])
+def test_short_attention_is_plain_and_equals_eager(causal: bool, batch: int) -> None:
+    torch.manual_seed(0)
+    model, x = Attention(causal=causal), torch.randn(batch, 8, 16, requires_grad=True)
+    step = lazyinline.compile_step(model, loss_fn=lambda out: out.square().sum())
+    loss = step(x.detach())
+    assert step.stats.unplaced_launches == ()
+    found = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    expected = model(x).square().sum()
+    expected.backward()
+    torch.testing.assert_close(loss, expected.detach(), rtol=1e-5, atol=1e-6)
+    for ours, parameter in zip(found, model.parameters(), strict=True):
+        torch.testing.assert_close(ours, parameter.grad, rtol=1e-5, atol=1e-5)
