@@ -13,6 +13,7 @@ from ..reuse.printer import format_program
 from . import plan_memory
 from .bench import DEFAULT_LAYERS, OWN_MODELS, Plan, bench, title, to_json
 from .compiler import BACKEND_CHOICES, REUSE_CHOICES, capture
+from .export import MIN_OPSET, export_onnx
 from .measure_page import page
 from .target import FORM, load_target
 
@@ -28,7 +29,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     options = _parser().parse_args(argv)
     try:
-        runs = {"bench": _bench, "inspect": _inspect, "plan-memory": plan_memory.run}
+        runs = {
+            "bench": _bench,
+            "inspect": _inspect,
+            "export": _export,
+            "plan-memory": plan_memory.run,
+        }
         runs[options.command](options)
         sys.stdout.flush()
     except LazyInlineError as error:
@@ -76,6 +82,22 @@ def _inspect(options: argparse.Namespace) -> None:
     print(format_program(program, source="show" if options.source else "hide"), end="")
 
 
+def _export(options: argparse.Namespace) -> None:
+    target = load_target(options.target)
+    report = export_onnx(
+        target.model,
+        target.args,
+        options.file,
+        kwargs=target.kwargs,
+        reuse=options.reuse,
+        functions=not options.flat,
+        opset=options.opset,
+        train=options.train,
+        verify=not options.no_verify,
+    )
+    print(report)
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="lazyinline",
@@ -84,6 +106,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_bench(commands.add_parser("bench", help="late against early inlining, side by side"))
     _add_inspect(commands.add_parser("inspect", help="print the program of a model"))
+    _add_export(commands.add_parser("export", help="write a model as an ONNX file"))
     plan_memory.add_parser(commands)
     return parser
 
@@ -111,6 +134,18 @@ def _add_inspect(parser: argparse.ArgumentParser) -> None:
     add("--reuse", choices=REUSE_CHOICES, default="marked", help="off inlines early")
     add("--train", action="store_true", help="capture with gradients on")
     add("--source", action="store_true", help="show the line of Python behind each operator")
+
+
+def _add_export(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Writes a model as ONNX: one function per block, one node per instance."
+    add = parser.add_argument
+    add("target", metavar="TARGET", help=f"{FORM} or (model, args, kwargs)")
+    add("file", metavar="FILE.onnx")
+    add("--flat", action="store_true", help="no functions: every call replaced by its nodes")
+    add("--train", action="store_true", help="forward and backward; the model returns its loss")
+    add("--opset", type=int, default=MIN_OPSET, metavar="N", help=f"default {MIN_OPSET}")
+    add("--reuse", choices=REUSE_CHOICES, default="marked", help="off inlines early")
+    add("--no-verify", action="store_true", help="do not compare onnxruntime with the model")
 
 
 def _positive(text: str) -> int:

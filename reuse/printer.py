@@ -68,6 +68,15 @@ def format_program(program: Program, *, source: str = "hide", bodies: str = "sho
     return "\n".join(parts)
 
 
+def format_closure(closure: Closure) -> str:
+    """Returns the text of one closure, and of those it calls; call counts are left out."""
+    if isinstance(closure, Leaf):
+        return _format_leaf(closure, closure.name, "", "hide", "show")
+    if isinstance(closure, Composite):
+        return format_program(closure.program)
+    return f"{closure.name}({closure.type})"
+
+
 def diff_programs(before: Program, after: Program) -> str:
     """Returns what a pass changed, as a unified diff of the two texts."""
     lines = difflib.unified_diff(

@@ -31,6 +31,7 @@ ADAPTERS = {
     "backend/torch_inductor.py",
     "backend/torch_kernels.py",
     "backend/torch_native.py",
+    "backend/torch_onnx.py",
     "frontend/interception.py",
     "frontend/torch_tracing.py",
     "reuse/pytree.py",

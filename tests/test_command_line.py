@@ -99,6 +99,20 @@ def test_bench_of_a_target(models: str, capsys: pytest.CaptureFixture[str]) -> N
     assert len(row.split()) == 12
 
 
+def test_export_writes_a_file(
+    models: str, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["export", f"{models}:good", "model.onnx"]) == 0
+    assert "model.onnx: 2 nodes and 1 functions" in capsys.readouterr().out
+    assert (tmp_path / "model.onnx").exists()
+    assert main(["export", f"{models}:with_kwargs", "flat.onnx", "--flat", "--opset", "20"]) == 0
+    assert "0 functions" in capsys.readouterr().out
+    assert main(["export", f"{models}:good", "model.onnx", "--opset", "3"]) == 2
+    assert "opset=3: from 18 to 24" in capsys.readouterr().err
+    assert main(["export", f"{models}:good", "no/such/folder.onnx"]) == 2
+    assert "no/such" in capsys.readouterr().err
+
+
 def test_inspect_prints_the_program(models: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["inspect", f"{models}:good"]) == 0
     shared = capsys.readouterr().out
@@ -174,7 +188,7 @@ def test_help_lists_what_exists(capsys: pytest.CaptureFixture[str]) -> None:
         main(["--help"])
     out = capsys.readouterr().out
     assert "bench" in out and "inspect" in out
-    assert not any(word in out for word in ("advise", "export", "cache"))
+    assert not any(word in out for word in ("advise", "cache"))
 
 
 def test_module_run_in_a_pipe_shows_no_bar(models: str) -> None:

@@ -27,6 +27,7 @@ from test_architecture import (
 )
 from torch import Tensor, nn
 
+from lazyinline.backend import torch_onnx
 from lazyinline.backend.torch_inductor import (
     _loads_here as loads_here,
 )
@@ -767,3 +768,90 @@ def test_vector_units_are_asked_for_by_loading_an_object(isa_class: Any, probe: 
     for path, loads in ((__file__, False), (torch._C.__file__, True)):
         assert probe(isa_class(), path) is loads
         assert loads_here(isa_class(), path) is loads
+
+
+# ---- torch.onnx -------------------------------------------------------------------------------
+
+EXPORTER = "torch.onnx._internal.exporter"
+
+
+@contract(
+    EXPORTER,
+    f"{EXPORTER}._constants",
+    f"{EXPORTER}._constants.TORCHLIB_OPSET",
+    f"{EXPORTER}._constants.ONNX_IR_VERSION",
+)
+def test_translations_are_written_for_opset_18(
+    _: Any, constants: Any, opset: int, ir_version: int
+) -> None:
+    assert opset == 18
+    assert ir_version >= 10
+
+
+@contract(
+    f"{EXPORTER}._registration",
+    f"{EXPORTER}._registration.ONNXRegistry.from_torchlib",
+    f"{EXPORTER}._decomp",
+    f"{EXPORTER}._decomp.get_onnx_implemented_overloads",
+    f"{EXPORTER}._decomp.create_onnx_friendly_decomposition_table",
+)
+def test_the_registry_knows_operators_and_the_table_takes_the_others_apart(
+    _registration: Any, from_torchlib: Any, _decomp: Any, implemented: Any, create: Any
+) -> None:
+    known = set(implemented(from_torchlib(opset_version=18)))
+    table = create(known)
+    aten = torch.ops.aten
+    assert {aten.linear.default, aten.mm.default, aten.layer_norm.default} <= known
+    assert aten.square.default in table
+    assert not known & set(table)
+
+
+@contract(
+    f"{EXPORTER}._dispatching",
+    f"{EXPORTER}._dispatching.dispatch",
+    f"{EXPORTER}._fx_passes",
+    f"{EXPORTER}._fx_passes.insert_type_promotion_nodes",
+    f"{EXPORTER}._fx_passes.remove_assertion_nodes",
+    f"{EXPORTER}._ir_passes",
+    f"{EXPORTER}._ir_passes.add_opset_imports",
+    f"{EXPORTER}._core",
+    f"{EXPORTER}._core._translate_fx_graph",
+    "attribute _translate_fx_graph",
+)
+def test_a_graph_of_aten_operators_is_translated_into_an_ir_graph(*_: Any) -> None:
+    mode = fake_mode()
+    with mode:
+        inputs = [torch.empty(2, 3), torch.empty(2, 3, dtype=torch.long)]
+        module = traced(lambda x, i: (torch.mm(x, (x + i).t()), torch.erfinv(x)), *inputs)
+    (node, message), *rest = torch_onnx.untranslatable(module, 18)
+    assert node.target is torch.ops.aten.erfinv.default and message and not rest
+    with mode:
+        module = traced(lambda x, i: (torch.mm(x, (x + i).t()),), *inputs)
+    torch_onnx.prepare(module)
+    model = torch_onnx.translate(module, 18)
+    assert [node.op_type for node in model.graph] == ["Cast", "Add", "Transpose", "MatMul"]
+    assert model.graph.opset_imports[""] == 18
+    assert [tuple(v.shape) for v in model.graph.outputs] == [(2, 2)]
+
+
+@contract(f"{EXPORTER}._core.TorchTensor", f"{EXPORTER}._core.torch_dtype_to_onnx_dtype")
+def test_tensors_are_wrapped_without_a_copy(wrap: Any, to_onnx: Any) -> None:
+    tensor = torch.tensor([1.0, 2.0])
+    wrapped = wrap(tensor, name="w")
+    tensor[0] = 5.0
+    assert wrapped.numpy().tolist() == [5.0, 2.0]
+    assert to_onnx(torch.bfloat16).name == "BFLOAT16"
+
+
+@contract(
+    "torch._decomp.decomposition_table",
+    "torch._decomp.decomposition_table.items",
+    "torch._C._dispatch_get_registrations_for_dispatch_key",
+)
+def test_operators_that_are_made_of_others_can_be_listed(
+    table: Any, items: Any, registrations: Any
+) -> None:
+    assert torch.ops.aten.nll_loss_forward.default in table
+    assert dict(items()) == table
+    assert "aten::to.dtype" in registrations("CompositeImplicitAutograd")
+    assert "aten::mm" not in registrations("CompositeImplicitAutograd")

@@ -16,6 +16,7 @@ PUBLIC = {
     "CompileReport",
     "CompiledModule",
     "ExportError",
+    "ExportReport",
     "LazyInlineError",
     "MeasureReport",
     "PipelineError",
@@ -28,6 +29,7 @@ PUBLIC = {
     "capture",
     "compile",
     "compile_step",
+    "export_onnx",
     "lazy_inline",
     "measure",
 }

@@ -14,6 +14,7 @@ Mark the layer class, compile the model, train or run it as before::
 from lazyinline.frontend.compiled_module import CompiledModule, compile
 from lazyinline.frontend.compiler import capture
 from lazyinline.frontend.decorator import lazy_inline
+from lazyinline.frontend.export import ExportReport, export_onnx
 from lazyinline.frontend.measure import measure
 from lazyinline.frontend.measure_report import MeasureReport
 from lazyinline.frontend.report import CompileReport
@@ -38,6 +39,7 @@ __all__ = [
     "CompileReport",
     "CompiledModule",
     "ExportError",
+    "ExportReport",
     "LazyInlineError",
     "MeasureReport",
     "PipelineError",
@@ -50,6 +52,7 @@ __all__ = [
     "capture",
     "compile",
     "compile_step",
+    "export_onnx",
     "lazy_inline",
     "measure",
 ]

@@ -1,0 +1,47 @@
+"""Forward and backward as one program: the loss and every gradient as results."""
+
+from __future__ import annotations
+
+from ..reuse.program import Call, Composite, ModelTensor, Program, Value
+from .derivative import Derivative
+
+
+def training_program(program: Program, derivative: Derivative, seed: ModelTensor) -> Program:
+    """Puts the backward of a program behind its forward.
+
+    Args:
+        program: an entry program.
+        derivative: of the program, for one output; its closures are composite.
+        seed: the cotangent of that output.
+
+    Returns:
+        A program of the same inputs and the seed; its outputs are the program's, then the
+        gradients of ``derivative.gradient_inputs``.
+    """
+    assert isinstance(derivative.forward, Composite)
+    assert isinstance(derivative.backward, Composite)
+    forward, backward = derivative.forward.program, derivative.backward.program
+    *results, saved = forward.outputs
+    seeds = tuple(
+        Value(v.type, "seed") for v in backward.inputs[-len(derivative.cotangent_outputs) :]
+    )
+    operands = (
+        saved,
+        *(forward.inputs[i] for i in derivative.kept_inputs),
+        *(results[i] for i in derivative.kept_outputs),
+        *seeds,
+    )
+    env = dict(zip(backward.inputs, operands, strict=True))
+    calls = list(forward.calls)
+    for call in backward.calls:
+        env.update((v, Value(v.type, v.hint)) for v in call.results)
+        args, made = (tuple(env[v] for v in values) for values in (call.args, call.results))
+        calls.append(Call(call.closure, args, made, call.path))
+    return Program(
+        (*forward.inputs, *seeds),
+        tuple(calls),
+        (*results, *(env[v] for v in backward.outputs)),
+        (*program.sources, *(seed for _ in seeds)),
+        program.writes,
+        program.output_tree,
+    )

@@ -1,0 +1,347 @@
+"""ONNX files: one function per block, the numbers of eager PyTorch, names a person knows."""
+
+import logging
+import pathlib
+import re
+from collections.abc import Callable
+from typing import Any
+
+import hugging_face
+import numpy as np
+import onnx
+import onnx.inliner
+import onnx.reference
+import onnxruntime
+import pytest
+import torch
+import torch.nn.functional as F
+from blocks import Stack, block, example
+from torch import Tensor, nn
+
+import lazyinline
+from lazyinline import ExportError, lazy_inline
+from lazyinline.frontend import models as own
+
+lazy_inline(own.DecoderBlock)
+lazy_inline(own.GptBlock)
+
+SMALL = {"hidden": 32, "num_heads": 2, "vocab": 50, "seq": 8}
+INFERENCE_TOLERANCE, TRAINING_TOLERANCE = 1e-4, 1e-5
+
+
+@pytest.fixture
+def path(tmp_path: pathlib.Path) -> pathlib.Path:
+    return tmp_path / "model.onnx"
+
+
+def run(path: pathlib.Path, **inputs: Tensor) -> list[Any]:
+    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    return list(session.run(None, {k: v.numpy() for k, v in inputs.items()}))
+
+
+def close(found: Any, expected: Tensor, tolerance: float = INFERENCE_TOLERANCE) -> bool:
+    """Compares relative to the largest expected value, apart from the exporter's own check."""
+    wanted = expected.detach().double().numpy()
+    assert found.shape == wanted.shape
+    return bool(np.abs(found - wanted).max() <= tolerance * np.abs(wanted).max())
+
+
+def nodes_of(path: pathlib.Path) -> dict[str, int]:
+    model = onnx.load(path, load_external_data=False)
+    return {"main": len(model.graph.node), **{f.name: len(f.node) for f in model.functions}}
+
+
+# ---- numbers ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", hugging_face.NAMES)
+@pytest.mark.parametrize("functions", [True, False], ids=["functions", "flat"])
+def test_hugging_face_models_equal_eager(name: str, functions: bool, path: pathlib.Path) -> None:
+    model, inputs = hugging_face.example(name)
+    report = lazyinline.export_onnx(model, (), path, kwargs=inputs, functions=functions)
+    with torch.no_grad():
+        expected = model(**inputs)
+    for found, output in zip(run(path, **inputs), report.outputs, strict=True):
+        assert close(found, expected[output])
+    assert list(report.outputs) == list(expected)
+    onnx.checker.check_model(str(path), full_check=True)
+    if functions:
+        sizes = nodes_of(path)
+        assert sizes["main"] == 5  # embedding, three layers, head
+        assert max(sizes, key=lambda key: sizes[key]).endswith(("Layer", "Block"))
+    else:
+        assert list(nodes_of(path)) == ["main"]
+
+
+@pytest.mark.parametrize("make", [own.llama, own.gpt])
+@pytest.mark.parametrize("functions", [True, False], ids=["functions", "flat"])
+def test_own_models_equal_eager(
+    make: Callable[..., Any], functions: bool, path: pathlib.Path
+) -> None:
+    model, (ids, _) = make(3, **SMALL)
+    lazyinline.export_onnx(model.eval(), (ids,), path, functions=functions)
+    (found,) = run(path, ids_BT=ids)
+    assert close(found, model(ids))
+
+
+@pytest.mark.parametrize("name", ["own decoder", "gpt2"])
+def test_training_graph_gives_loss_and_every_gradient(name: str, path: pathlib.Path) -> None:
+    if name == "gpt2":
+        model, inputs = hugging_face.example(name)
+        inputs["labels"] = inputs["input_ids"]
+    else:
+        model, (ids, targets) = own.llama(3, **SMALL)
+        inputs = {"ids_BT": ids, "targets_BT": targets}
+    report = lazyinline.export_onnx(model, (), path, kwargs=inputs, train=True, verify=False)
+    result = model(**inputs)
+    loss = result if isinstance(result, Tensor) else result.loss
+    loss.backward()
+    found = dict(zip(report.outputs, run(path, **inputs), strict=True))
+    assert close(found["loss" if name == "gpt2" else "output"], loss, TRAINING_TOLERANCE)
+    gradients = {n: p.grad for n, p in model.named_parameters()}
+    assert {f"grad.{n}" for n in gradients} == {n for n in found if n.startswith("grad.")}
+    for parameter, gradient in gradients.items():
+        assert gradient is not None and gradient.abs().max() > 0
+        assert close(found[f"grad.{parameter}"], gradient, TRAINING_TOLERANCE), parameter
+    calls = [n.op_type for n in onnx.load(path).graph.node]
+    layers = [c for c in calls if "Block" in c]
+    assert len(layers) == 6 and len(set(layers)) == 2
+    onnx.checker.check_model(str(path), full_check=True)
+
+
+def test_padding_on_the_left_gives_eagers_numbers(path: pathlib.Path) -> None:
+    # A query that may attend to nothing gets zeros from PyTorch; the mean of all values, or NaN,
+    # from the plain translation of attention.
+    model, _ = hugging_face.example("llama")
+    inputs = hugging_face.tokens(2, 8)
+    assert inputs["attention_mask"][-1, 0] == 0
+    lazyinline.export_onnx(model, (), path, kwargs=inputs, verify=False)
+    assert close(run(path, **inputs)[0], model(**inputs).logits)
+
+
+@pytest.mark.parametrize("opset", [18, 20, 21, 23, 24])
+def test_operator_sets(opset: int, path: pathlib.Path) -> None:
+    model, inputs = hugging_face.example("bert", layers=2)
+    lazyinline.export_onnx(model, (), path, kwargs=inputs, opset=opset)
+    loaded = onnx.load(path)
+    imports = [*loaded.opset_import, *(i for f in loaded.functions for i in f.opset_import)]
+    assert {i.version for i in imports if i.domain == ""} == {opset}
+    onnx.checker.check_model(str(path), full_check=True)
+
+
+def test_round_trips(path: pathlib.Path) -> None:
+    model, (ids, _) = own.llama(2, **SMALL)
+    lazyinline.export_onnx(model.eval(), (ids,), path)
+    expected = model(ids)
+    loaded = onnx.load(path)
+    (found,) = onnx.reference.ReferenceEvaluator(loaded).run(None, {"ids_BT": ids.numpy()})
+    assert close(found, expected)
+    flat = onnx.inliner.inline_local_functions(loaded)
+    assert not flat.functions
+    onnx.checker.check_model(flat, full_check=True)
+    onnx.save(flat, path)
+    assert close(run(path, ids_BT=ids)[0], expected)
+
+
+# ---- what is written --------------------------------------------------------------------------
+
+
+def test_a_layer_adds_one_node(path: pathlib.Path) -> None:
+    sizes = []
+    for layers in (2, 5):
+        model, (ids, _) = own.llama(layers, **SMALL)
+        lazyinline.export_onnx(model.eval(), (ids,), path, verify=False)
+        sizes.append(nodes_of(path))
+    assert sizes[1]["main"] - sizes[0]["main"] == 3
+    assert {**sizes[1], "main": 0} == {**sizes[0], "main": 0}
+
+
+def test_names_are_the_models(path: pathlib.Path) -> None:
+    model, (ids, _) = own.llama(2, **SMALL)
+    lazyinline.export_onnx(model.eval(), (ids,), path)
+    loaded = onnx.load(path)
+    names = {i.name for i in loaded.graph.initializer}
+    assert names == {n for n, _ in (*model.named_parameters(), *model.named_buffers())}
+    assert [n.name for n in loaded.graph.node] == ["glue", "blocks.0", "blocks.1", "glue_1"]
+    assert [n.op_type for n in loaded.graph.node[1:3]] == ["DecoderBlock", "DecoderBlock"]
+    (function,) = [f for f in loaded.functions if f.name == "DecoderBlock"]
+    assert {"x_BTD", "attention.qkv.weight"} <= set(function.input)
+    assert function.doc_string == "DecoderBlock, 2 calls: blocks.0 ... blocks.1"
+    assert loaded.graph.name == "Decoder"
+    assert (loaded.producer_name, loaded.producer_version) == (
+        "lazyinline",
+        lazyinline.__version__,
+    )
+    assert {p.key for p in loaded.metadata_props} == {"torch"}
+    keys = [{p.key: p.value for p in f.metadata_props}["lazyinline.key"] for f in loaded.functions]
+    assert len(set(keys)) == 3 and all(re.fullmatch("[0-9a-f]{32}", key) for key in keys)
+
+
+def test_flat_nodes_keep_the_module_path(path: pathlib.Path) -> None:
+    model, (ids, _) = own.llama(2, **SMALL)
+    lazyinline.export_onnx(model.eval(), (ids,), path, functions=False)
+    names = [n.name for n in onnx.load(path).graph.node]
+    assert len(set(names)) == len(names)
+    for layer in (0, 1):
+        assert sum(n.startswith(f"blocks.{layer}/") for n in names) > 40
+
+
+def test_the_same_model_gives_the_same_bytes(path: pathlib.Path) -> None:
+    contents = []
+    for _ in range(2):
+        model, (ids, _) = own.llama(2, **SMALL)
+        lazyinline.export_onnx(model.eval(), (ids,), path, verify=False)
+        contents.append(path.read_bytes())
+    assert contents[0] == contents[1]
+
+
+def test_nested_blocks_are_nested_functions(path: pathlib.Path) -> None:
+    inner = block(lambda self, x: F.relu(self.linear(x)))
+
+    @lazy_inline
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = inner(), inner()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.second(self.first(x)) + x
+
+    model, x = Stack(Outer(), Outer(), Outer()), example(grad=False)
+    lazyinline.export_onnx(model, (x,), path)
+    loaded = onnx.load(path)
+    functions = {f.name: [n.op_type for n in f.node] for f in loaded.functions}
+    assert [n.op_type for n in loaded.graph.node] == ["Outer", "Outer", "Outer"]
+    assert functions["Outer"][:2] == ["Block", "Block"]
+    assert [n.name for f in loaded.functions if f.name == "Outer" for n in f.node][:2] == [
+        "first",
+        "second",
+    ]
+    lazyinline.export_onnx(model, (x,), path, functions=False)
+    assert any(n.name.startswith("layers.2/second/") for n in onnx.load(path).graph.node)
+
+
+def test_a_program_and_a_compiled_model_are_exported_too(path: pathlib.Path) -> None:
+    model, (ids, _) = own.llama(2, **SMALL)
+    model.eval()
+    lazyinline.export_onnx(model, (ids,), path, verify=False)
+    plain = nodes_of(path)
+    compiled = lazyinline.compile(model, backend="eager")
+    lazyinline.export_onnx(compiled, (ids,), path)
+    assert nodes_of(path) == plain
+    program = lazyinline.capture(model, (ids,))
+    report = lazyinline.export_onnx(program, (ids,), path)
+    assert report.max_relative_error is not None
+    assert close(run(path, ids_BT=ids)[0], model(ids))
+
+
+def test_results_that_are_inputs_parameters_or_twice_the_same(path: pathlib.Path) -> None:
+    same = block(lambda self, x: (x, self.linear.weight, self.linear(x)))
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = same(), same()
+
+        def forward(self, x: Tensor) -> dict[str, Any]:
+            x, weight, y = self.first(x)
+            _, other, z = self.second(y)
+            return {"x": x, "weights": [weight, other, weight], "y": y, "again": y, "z": z}
+
+    model, x = Model(), example(grad=False)
+    report = lazyinline.export_onnx(model, (x,), path)
+    assert report.outputs == ("x_out", "weights.0", "weights.1", "y", "z")
+    onnx.checker.check_model(str(path), full_check=True)
+
+
+def test_changed_buffers_are_results(path: pathlib.Path) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).train()
+    x = torch.randn(8, 4)
+    before = {n: b.clone() for n, b in model.named_buffers()}
+    report = lazyinline.export_onnx(model, (x,), path)
+    assert set(report.outputs) == {"output", *(f"new.{n}" for n in before)}
+    assert all(torch.equal(b, before[n]) for n, b in model.named_buffers())
+    model(x)
+    found = dict(zip(report.outputs, run(path, input=x), strict=True))
+    for name, buffer in model.named_buffers():
+        assert np.allclose(found[f"new.{name}"], buffer.numpy(), rtol=1e-4)
+
+
+def test_weights_can_lie_in_a_file_beside_it(path: pathlib.Path) -> None:
+    model, (ids, _) = own.llama(2, **SMALL)
+    report = lazyinline.export_onnx(model.eval(), (ids,), path, external_data=True)
+    assert {p.name for p in path.parent.iterdir()} == {"model.onnx", "model.onnx.data"}
+    assert (path.parent / "model.onnx.data").stat().st_size <= report.weight_bytes
+    assert close(run(path, ids_BT=ids)[0], model(ids))
+    onnx.checker.check_model(str(path), full_check=True)
+
+
+def test_the_difference_is_logged(path: pathlib.Path, caplog: pytest.LogCaptureFixture) -> None:
+    model, (ids, _) = own.llama(2, **SMALL)
+    with caplog.at_level(logging.INFO, logger="lazyinline"):
+        report = lazyinline.export_onnx(model.eval(), (ids,), path)
+    assert report.max_relative_error is not None
+    assert f"differ by {report.max_relative_error:.1e}" in caplog.text
+
+
+# ---- what cannot be done ----------------------------------------------------------------------
+
+
+def test_an_operator_without_translation_is_named_with_block_and_line(path: pathlib.Path) -> None:
+    odd = block(lambda self, x: torch.erfinv(self.linear(x).tanh()))
+    with pytest.raises(ExportError) as caught:
+        lazyinline.export_onnx(Stack(odd(), odd()), (example(grad=False),), path)
+    text = str(caught.value)
+    assert "aten.erfinv.default in Block at test_export.py:" in text
+    assert text.count("erfinv") == 1
+    assert not path.exists()
+
+
+def test_random_numbers_cannot_be_compared(path: pathlib.Path) -> None:
+    model, (ids, _) = own.gpt(2, dropout=0.1, **SMALL)
+    with pytest.raises(ExportError, match="draws random numbers"):
+        lazyinline.export_onnx(model.train(), (ids,), path)
+    assert not path.exists()
+    lazyinline.export_onnx(model.eval(), (ids,), path)
+
+
+def test_a_wrong_file_is_not_written(path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from lazyinline.backend import torch_onnx
+
+    translate = torch_onnx.translate
+
+    def wrong(*args: Any) -> Any:
+        model = translate(*args)
+        for node in model.graph:
+            if node.op_type == "Sigmoid":
+                node.op_type = "Tanh"
+        return model
+
+    monkeypatch.setattr(torch_onnx, "translate", wrong)
+    model, (ids, _) = own.llama(2, **SMALL)
+    path.write_text("an older file")
+    with pytest.raises(ExportError, match=r"Output output differs .* 1e-04 is allowed"):
+        lazyinline.export_onnx(model.eval(), (ids,), path)
+    assert path.read_text() == "an older file"
+    assert [p.name for p in path.parent.iterdir()] == ["model.onnx"]
+
+
+def test_bad_input_gets_a_clear_error(path: pathlib.Path) -> None:
+    model, (ids, _) = own.llama(1, **SMALL)
+    for arguments, text in (
+        ({"opset": 17}, "opset=17: from 18 to 24"),
+        ({"path": path.parent / "no" / "model.onnx"}, "no such folder"),
+        ({"train": True}, "output: f32\\[2,8,50\\]"),
+    ):
+        with pytest.raises(ExportError, match=text):
+            lazyinline.export_onnx(model, (ids,), **{"path": path, **arguments})
+    with pytest.raises(ExportError, match="not a dict"):
+        lazyinline.export_onnx({}, (ids,), path)  # type: ignore[arg-type]
+    with pytest.raises(ExportError, match="cos_TK is on the meta device"):
+        lazyinline.export_onnx(own.Decoder(own.DecoderConfig(1)).to("meta"), (ids,), path)
+    program = lazyinline.capture(model, (ids,))
+    with pytest.raises(ExportError, match="ids_BT is missing"):
+        lazyinline.export_onnx(program, (), path)
+    program = lazyinline.capture(model, (ids, ids))
+    with pytest.raises(ExportError, match="captured with train=True"):
+        lazyinline.export_onnx(program, (ids, ids), path, train=True)
