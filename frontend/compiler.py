@@ -189,6 +189,26 @@ class Compiler:
         report.lower_bound_bytes = planned.plan.lower_bound_bytes
         return CompiledStep(captured, step, planned), report
 
+    @property
+    def differentiator(self) -> Differentiator:
+        """Makes derivatives as the backend wants them, each once."""
+        return self._differentiator
+
+    @one_at_a_time
+    def capture(
+        self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], *, train: bool
+    ) -> tuple[CapturedModel, Program]:
+        """Captures a model; returns what was seen, and its program on leaves known already."""
+        captured = capture_model(model, args, kwargs, reuse=self.options.reuse, train=train)
+        return captured, self._known(captured.program)
+
+    @one_at_a_time
+    def executables(self, programs: Sequence[Program]) -> list[Executable]:
+        """Decomposes, lowers and links programs that run one at a time, without a memory plan."""
+        decomposed = [verify(self._decompose(p)) for p in programs]
+        self._lower(decomposed)
+        return [Executable(link(p), self._kernels) for p in decomposed]
+
     def _step_program(self, program: Program, batching: Batching) -> StepProgram:
         main = Composite("micro_batch", program)
         wanted = [

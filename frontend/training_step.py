@@ -93,7 +93,7 @@ class TrainingStep:
         self, model: nn.Module, loss_fn: LossFunction | None, options: Options, batching: Batching
     ) -> None:
         self._model = model
-        self._loss_model = _LossModel(model, loss_fn)
+        self._loss_model = LossModel(model, loss_fn)
         self._compiler = Compiler(options)
         self._batching = batching
         self._entries: list[_StepEntry] = []
@@ -227,7 +227,7 @@ def _whole(parts: tuple[torch.Tensor, ...], like: torch.Tensor) -> torch.Tensor:
     return base if len(parts) == 1 else torch.as_strided(base, like.shape, base.stride())
 
 
-class _LossModel(nn.Module):
+class LossModel(nn.Module):
     """A model and its loss as one module with the model's own parameter names."""
 
     def __init__(self, model: nn.Module, loss_fn: LossFunction | None) -> None:

@@ -34,6 +34,7 @@ ADAPTERS = {
     "backend/torch_onnx.py",
     "frontend/interception.py",
     "frontend/torch_tracing.py",
+    "pipeline_parallel/torch_pipelining.py",
     "reuse/pytree.py",
     "reuse/torch_names.py",
 }

@@ -19,6 +19,7 @@ PUBLIC = {
     "ExportReport",
     "LazyInlineError",
     "MeasureReport",
+    "Pipeline",
     "PipelineError",
     "PlanError",
     "Program",
@@ -32,6 +33,8 @@ PUBLIC = {
     "export_onnx",
     "lazy_inline",
     "measure",
+    "pipeline",
+    "stage",
 }
 
 

@@ -17,6 +17,7 @@ from lazyinline.frontend.decorator import lazy_inline
 from lazyinline.frontend.export import ExportReport, export_onnx
 from lazyinline.frontend.measure import measure
 from lazyinline.frontend.measure_report import MeasureReport
+from lazyinline.frontend.pipeline import Pipeline, pipeline, stage
 from lazyinline.frontend.report import CompileReport
 from lazyinline.frontend.training_step import StepStats, TrainingStep, compile_step
 from lazyinline.reuse.errors import (
@@ -42,6 +43,7 @@ __all__ = [
     "ExportReport",
     "LazyInlineError",
     "MeasureReport",
+    "Pipeline",
     "PipelineError",
     "PlanError",
     "Program",
@@ -55,4 +57,6 @@ __all__ = [
     "export_onnx",
     "lazy_inline",
     "measure",
+    "pipeline",
+    "stage",
 ]

@@ -1,0 +1,311 @@
+"""``pipeline(model, args)``: a model over several ranks, fed with micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..pipeline_parallel.actions import ActionTable, schedule_name
+from ..pipeline_parallel.coloring import color_by_marks, color_evenly
+from ..pipeline_parallel.cut import Colors, Stage, cut_program
+from ..pipeline_parallel.process_groups import Ranks, ranks_of
+from ..pipeline_parallel.stage import (
+    GradientSums,
+    Run,
+    StageCounts,
+    StageDerivative,
+    StageSteps,
+    differentiate_stages,
+)
+from ..reuse import pytree
+from ..reuse.errors import PipelineError
+from ..reuse.leaf import without_autocast
+from ..reuse.program import ModelTensor, Program
+from .compiler import Compiler, Options, check_runnable
+from .guard import Guard
+from .training_step import LossFunction, LossModel
+
+SPLITS = ("auto", "even", "marked")
+_MARK = "_lazyinline_stage"
+
+
+def stage(module: nn.Module, number: int) -> nn.Module:
+    """Marks a module for a pipeline stage; returns the module.
+
+    What runs in no marked module goes to the first stage that has what it needs.
+
+    Args:
+        module: a layer, or anything that contains layers.
+        number: the stage, counted from 0.
+
+    Raises:
+        PipelineError: if the number is negative.
+
+    Example:
+        >>> for i, layer in enumerate(model.layers):
+        ...     lazyinline.stage(layer, i // 8)
+    """
+    if number < 0:
+        raise PipelineError(f"stage {number}: stages are counted from 0.")
+    module.__dict__[_MARK] = number
+    return module
+
+
+def pipeline(
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    num_stages: int,
+    micro_batches: int,
+    schedule: str = "1F1B",
+    split: str = "auto",
+    loss_fn: LossFunction | None = None,
+    recompute: None = None,
+    memory_bytes_per_rank: int | None = None,
+    reuse: str = "marked",
+    backend: str = "inductor",
+    mesh: Any = None,
+    timeout_s: float = 300.0,
+) -> Pipeline:
+    """Splits a model into stages and compiles this rank's; every rank calls it in the same way.
+
+    Args:
+        model: the whole model, the same on every rank. Returns a scalar loss, or an output with
+            ``.loss``.
+        args: an example batch of one data-parallel rank; only layouts matter.
+        kwargs: its keyword inputs.
+        num_stages: a multiple of the pipeline's ranks.
+        micro_batches: each tensor of the batch is split along dimension 0 into so many parts.
+        schedule: ``"GPipe"``, ``"1F1B"`` (one stage per rank), ``"Interleaved1F1B"``,
+            ``"LoopedBFS"``, ``"InterleavedZeroBubble"``, ``"ZBVZeroBubble"`` or ``"DualPipeV"``
+            (two stages per rank).
+        split: ``"auto"`` balances predicted time, ``"even"`` counts layers; marks made with
+            :func:`stage` win over both.
+        loss_fn: computes the scalar loss from the model's output.
+        recompute: only None so far.
+        memory_bytes_per_rank: what a rank may hold; ``"auto"`` finds the fastest split within it.
+        reuse: ``"marked"`` or ``"off"``, as in ``compile``.
+        backend: ``"inductor"`` or ``"eager"``.
+        mesh: a ``DeviceMesh`` with a dimension ``"pipeline"`` and, if gradients are to be averaged
+            over replicas, one named ``"data"``. Without it, all ranks are one pipeline.
+        timeout_s: how long a transfer may wait for another rank before the step fails.
+
+    Raises:
+        PipelineError: if the model cannot be split so, or ranks differ in model or versions.
+
+    Example:
+        >>> pipe = lazyinline.pipeline(model, (ids, targets), num_stages=2, micro_batches=8)
+        >>> optimizer = torch.optim.AdamW(p for _, p in pipe.named_parameters())
+        >>> loss = pipe.step(ids, targets)
+        >>> optimizer.step()
+    """
+    if recompute is not None:
+        raise PipelineError(f"recompute={recompute!r} is not supported yet; leave it None.")
+    if split not in SPLITS:
+        raise PipelineError(f"split={split!r} is unknown; there are {SPLITS}.")
+    if micro_batches < 1:
+        raise PipelineError(f"micro_batches={micro_batches}: there must be at least one.")
+    # Imported late: it brings in Dynamo, which nothing else here needs.
+    from ..pipeline_parallel.torch_pipelining import action_table
+
+    ranks = ranks_of(mesh, timeout_s)
+    table = action_table(schedule_name(schedule), num_stages, ranks.num_ranks, micro_batches)
+    compiler = Compiler(Options(reuse=reuse, backend=backend))
+    return Pipeline(LossModel(model, loss_fn), (args, kwargs or {}), compiler, ranks, table, split)
+
+
+class Pipeline:
+    """One rank's part of a pipeline. Made by :func:`pipeline`."""
+
+    def __init__(
+        self,
+        model: LossModel,
+        example: tuple[Sequence[Any], Mapping[str, Any]],
+        compiler: Compiler,
+        ranks: Ranks,
+        table: ActionTable,
+        split: str,
+    ) -> None:
+        self._model = model
+        self._table = table
+        self._ranks = ranks
+        self._batch = _Batch(example, table.num_micro_batches)
+        args, kwargs = self._batch.first_micro_batch()
+        captured, program = compiler.capture(model, args, kwargs, train=True)
+        ranks.check_same(program, table)
+        self._guard = Guard(model, captured, *pytree.flatten((args, kwargs)))
+        colors = _colors(model, program, split, table.num_stages)
+        stages = cut_program(program, colors, table.num_stages)
+        derived = differentiate_stages(
+            stages, compiler.differentiator, halves=table.splits_backward
+        )
+        self._places = _places(program)
+        self._sums = GradientSums()
+        self._derived = [derived[s] for s in table.stages_of(ranks.rank)]
+        self._parameters = self._own_parameters()
+        self._check_tensors(derived)
+        self._steps = self._compile(compiler)
+        from ..pipeline_parallel.torch_pipelining import ClosureStage, Runner
+
+        made = [ClosureStage(s, table.num_stages, ranks.device, ranks.group) for s in self._steps]
+        self._runner = Runner(table, made)
+        self._reduction = ranks.reduction(derived, table, self._sums)
+        self._sums.allocate()
+
+    def _compile(self, compiler: Compiler) -> list[StageSteps]:
+        """Compiles what this rank runs; closures that stages share are compiled once."""
+        programs: list[Program] = []
+        for derived in self._derived:
+            programs += [derived.forward, *(p for p in derived.backward if p is not None)]
+        runs = iter(compiler.executables(programs))
+        found = []
+        for derived in self._derived:
+            own: list[Run | None] = [next(runs).run]
+            own += [None if p is None else next(runs).run for p in derived.backward]
+            seed = 1.0 / self._table.num_micro_batches
+            tensors = self._tensors_of(derived.stage)
+            found.append(StageSteps(derived, own, tensors, self._sums, seed))
+        return found
+
+    def _tensors_of(self, stage: Stage) -> Callable[[], list[Tensor]]:
+        places = [self._places[id(source)] for source in stage.model_tensors]
+
+        def tensors() -> list[Tensor]:
+            present = self._guard.tensors
+            return [present[place] for place in places]
+
+        return tensors
+
+    def _own_parameters(self) -> dict[str, ModelTensor]:
+        tensors = (s for d in self._derived for s in d.stage.model_tensors)
+        return {s.name: s for s in tensors if isinstance(s.tensor, nn.Parameter)}
+
+    def _check_tensors(self, derived: Sequence[StageDerivative]) -> None:
+        """What several ranks hold must start from the same values."""
+        check_runnable(self._model)
+        own = {s.name: s.tensor for d in self._derived for s in d.stage.model_tensors}
+        ranks: dict[str, set[int]] = {}
+        for one in derived:
+            for source in one.stage.model_tensors:
+                ranks.setdefault(source.name, set()).add(self._table.rank_of[one.stage.index])
+        shared = {n: t for n, t in own.items() if len(ranks[n]) > 1}
+        self._ranks.check_same_tensors(shared, own)
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yields the parameters that this rank's stages use, under the model's own names."""
+        for name, source in self._parameters.items():
+            parameter = self._guard.tensors[self._places[id(source)]]
+            assert isinstance(parameter, nn.Parameter)
+            yield model_name(name), parameter
+
+    @property
+    def counts(self) -> dict[int, StageCounts]:
+        """For each stage of this rank, how often its steps have run."""
+        return {s.derived.stage.index: s.counts for s in self._steps}
+
+    @without_autocast
+    def step(self, *args: Any, **kwargs: Any) -> Tensor | None:
+        """Runs one training step; every rank calls it with the whole batch.
+
+        ``.grad`` of this rank's parameters is set to the gradient of the mean loss.
+
+        Returns:
+            The mean loss of the micro-batches on ranks with the last stage, None elsewhere.
+
+        Raises:
+            PipelineError: if the batch does not fit, the model changed, or a rank failed.
+        """
+        micro_batches = self._batch.split(args, kwargs)
+        self._check(micro_batches[0])
+        self._sums.start()
+        users = [[x for x in leaves if isinstance(x, Tensor)] for leaves in micro_batches]
+        losses = self._runner.step(users)
+        self._sums.finish()
+        with torch.no_grad():
+            self._reduction.run()
+            self._hand_out()
+            return torch.stack(losses).mean() if losses else None
+
+    def _check(self, leaves: Sequence[Any]) -> None:
+        if not self._guard.accepts(list(leaves), self._batch.tree):
+            raise PipelineError(
+                "The batch or the model no longer fits what this pipeline was compiled for "
+                "(shapes, dtypes, train/eval mode, attributes that forward reads). Make a new one."
+            )
+
+    def _hand_out(self) -> None:
+        for name, source in self._parameters.items():
+            parameter = self._guard.tensors[self._places[id(source)]]
+            gradient = self._sums.buffers.get(name)
+            if gradient is not None and parameter.grad is not gradient:
+                parameter.grad = gradient
+
+
+class _Batch:
+    """The batch's structure, and how it is split.
+
+    Args:
+        example: args and kwargs of a whole batch.
+        num_micro_batches: parts.
+    """
+
+    def __init__(
+        self, example: tuple[Sequence[Any], Mapping[str, Any]], num_micro_batches: int
+    ) -> None:
+        self._count = num_micro_batches
+        args, kwargs = example
+        self._example, self.tree = pytree.flatten((tuple(args), dict(kwargs)))
+
+    def first_micro_batch(self) -> tuple[Sequence[Any], Mapping[str, Any]]:
+        """Returns args and kwargs of the first micro-batch of the example."""
+        leaves = [self._part(leaf)[0] for leaf in self._example]
+        args, kwargs = pytree.unflatten(leaves, self.tree)
+        return args, kwargs
+
+    def split(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[list[Any]]:
+        """Returns the flat inputs of each micro-batch."""
+        leaves, tree = pytree.flatten((tuple(args), dict(kwargs)))
+        if tree != self.tree:
+            raise PipelineError("The batch has another structure than the example batch had.")
+        parts = [self._part(leaf) for leaf in leaves]
+        return [list(row) for row in zip(*parts, strict=True)]
+
+    def _part(self, leaf: Any) -> Sequence[Any]:
+        if not isinstance(leaf, Tensor):
+            return [leaf] * self._count
+        if leaf.requires_grad:
+            raise PipelineError("A pipeline takes inputs that do not require grad.")
+        if leaf.dim() == 0 or leaf.shape[0] % self._count:
+            raise PipelineError(
+                f"A batch tensor of shape {tuple(leaf.shape)} cannot be split into {self._count} "
+                "equal micro-batches along dimension 0. Change micro_batches or the batch size."
+            )
+        return leaf.tensor_split(self._count)
+
+
+def model_name(name: str) -> str:
+    """Returns a tensor's or module's own name in the model: what computes the loss is around it."""
+    return name.removeprefix("model.")
+
+
+def _places(program: Program) -> dict[int, int]:
+    """Where each of the program's model tensors is among them."""
+    own = [s for s in program.sources if isinstance(s, ModelTensor)]
+    return {id(source): place for place, source in enumerate(own)}
+
+
+def _colors(model: nn.Module, program: Program, split: str, num_stages: int) -> Colors:
+    marks = {
+        path: module.__dict__[_MARK]
+        for path, module in model.named_modules()
+        if _MARK in module.__dict__
+    }
+    if marks:
+        return color_by_marks(program, marks, num_stages)
+    if split == "marked":
+        raise PipelineError('split="marked", and no module is marked with lazyinline.stage.')
+    return color_evenly(program, num_stages)

@@ -1,0 +1,152 @@
+"""The action table: what each rank does, in order, as a schedule of PyTorch lays it out."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from ..reuse.errors import PipelineError
+
+FORWARD = "F"
+BACKWARD = "B"
+BACKWARD_INPUT = "I"
+BACKWARD_WEIGHT = "W"
+COMPUTE = (FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT)
+TRAVELS_BACK = (BACKWARD, BACKWARD_INPUT)
+
+ACTION_TEXT = {
+    FORWARD: "forward",
+    BACKWARD: "backward",
+    BACKWARD_INPUT: "backward of inputs",
+    BACKWARD_WEIGHT: "backward of weights",
+}
+
+
+_STAGES_PER_RANK = {
+    "GPipe": "one",
+    "1F1B": "one",
+    "Interleaved1F1B": "many",
+    "LoopedBFS": "many",
+    "InterleavedZeroBubble": "many",
+    "ZBVZeroBubble": "two",
+    "DualPipeV": "two",
+}
+SCHEDULES = tuple(_STAGES_PER_RANK)
+_V_SHAPED = ("ZBVZeroBubble", "DualPipeV")
+_ALIASES = {"zbv": "ZBVZeroBubble"}
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """One step of one stage for one micro-batch."""
+
+    kind: str
+    stage: int
+    micro_batch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind}{self.micro_batch}"
+
+
+@dataclass(frozen=True)
+class ActionTable:
+    """The compute actions of each rank, in order.
+
+    Attributes:
+        schedule: name of the schedule.
+        ranks: for each rank its actions.
+        rank_of: for each stage its rank.
+        num_micro_batches: how many there are.
+    """
+
+    schedule: str
+    ranks: tuple[tuple[Action, ...], ...]
+    rank_of: tuple[int, ...]
+    num_micro_batches: int
+
+    @property
+    def num_stages(self) -> int:
+        """How many stages there are."""
+        return len(self.rank_of)
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether any backward comes in two halves."""
+        return any(a.kind == BACKWARD_INPUT for rank in self.ranks for a in rank)
+
+    def stages_of(self, rank: int) -> list[int]:
+        """The stages that a rank holds, in order."""
+        return [s for s, r in enumerate(self.rank_of) if r == rank]
+
+    def in_flight(self) -> list[int]:
+        """For each stage, the most micro-batches between their forward and their last backward."""
+        most = [0] * self.num_stages
+        for rank in self.ranks:
+            for flights in _flights(rank):
+                for stage, number in flights.items():
+                    most[stage] = max(most[stage], number)
+        return most
+
+    def peak_bytes(self, rank: int, bytes_per_flight: Mapping[int, int]) -> int:
+        """Returns the most bytes that a rank's micro-batches in flight hold together.
+
+        Args:
+            rank: which.
+            bytes_per_flight: for each stage, what one micro-batch holds.
+        """
+        sums = (
+            sum(number * bytes_per_flight[stage] for stage, number in flights.items())
+            for flights in _flights(self.ranks[rank])
+        )
+        return max(sums, default=0)
+
+
+def _flights(actions: Sequence[Action]) -> Iterator[Counter[int]]:
+    """Yields, after each forward of a rank, how many micro-batches each stage has in flight."""
+    halved = {a.micro_batch for a in actions if a.kind == BACKWARD_WEIGHT}
+    flights: Counter[int] = Counter()
+    for action in actions:
+        if action.kind == FORWARD:
+            flights[action.stage] += 1
+            yield flights
+        elif action.kind in (BACKWARD, BACKWARD_WEIGHT):
+            flights[action.stage] -= 1
+    assert not +flights, f"{halved} end without a backward"
+
+
+def schedule_name(name: str) -> str:
+    """Returns the full name of a schedule, however its letters are written.
+
+    Raises:
+        PipelineError: if there is no such schedule.
+    """
+    known = {n.lower(): n for n in SCHEDULES} | _ALIASES
+    if name.lower() not in known:
+        raise PipelineError(f"schedule={name!r} is unknown; there are {SCHEDULES}.")
+    return known[name.lower()]
+
+
+def rank_of_stages(schedule: str, num_stages: int, num_ranks: int) -> tuple[int, ...]:
+    """Returns the rank of each stage.
+
+    Raises:
+        PipelineError: if the schedule cannot place so many stages.
+    """
+    per_rank = _STAGES_PER_RANK[schedule]
+    if num_stages < num_ranks or num_stages % num_ranks:
+        raise PipelineError(
+            f"num_stages={num_stages} cannot be spread evenly over {num_ranks} rank(s). Use a "
+            f"multiple of {num_ranks}."
+        )
+    held = num_stages // num_ranks
+    wanted = {"one": held == 1, "two": held == 2, "many": True}[per_rank]
+    if not wanted:
+        raise PipelineError(
+            f"{schedule} holds {per_rank} stage(s) per rank, and num_stages={num_stages} on "
+            f"{num_ranks} rank(s) makes {held}. Use num_stages="
+            f"{num_ranks * (1 if per_rank == 'one' else 2)}, or another schedule."
+        )
+    if schedule in _V_SHAPED:
+        return tuple(min(s, num_stages - 1 - s) for s in range(num_stages))
+    return tuple(s % num_ranks for s in range(num_stages))

@@ -1,0 +1,298 @@
+"""Cuts a coloured program into one program per stage.
+
+A value that a later stage needs crosses every boundary in between, so that stages speak with their
+neighbours only: this is how a skip connection (an encoder's output, rotary tables) travels. What
+the user passes and what the model owns never travels; each rank has it.
+
+A composite closure whose calls lie on several stages is cut inside first, and what crosses the cut
+becomes an operand and a result of its parts. Equal composites cut in the same way share their
+parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Union
+
+from ..reuse.errors import PipelineError
+from ..reuse.program import (
+    Call,
+    Closure,
+    Composite,
+    ModelTensor,
+    Program,
+    Source,
+    UserInput,
+    Value,
+)
+from ..reuse.types import TensorType
+
+Colors = tuple[Union[int, "Colors"], ...]
+"""The stage of each call of a body; in place of a stage, the colours of a composite's own calls."""
+
+
+@dataclass(frozen=True, eq=False)
+class Stage:
+    """One stage of a program.
+
+    Attributes:
+        index: its number.
+        program: inputs are what it receives, then ``sources``; outputs are what it sends (on the
+            last stage: the program's results), then the new state of buffers.
+        num_received: how many of the inputs come from the stage before.
+        num_sent: how many of the outputs go to the stage after.
+        sources: where the other inputs come from.
+        writes: pairs of an output and the position in ``sources`` that it is written to.
+        paths: module paths of its calls.
+    """
+
+    index: int
+    program: Program
+    num_received: int
+    num_sent: int
+    sources: tuple[Source, ...]
+    writes: tuple[tuple[int, int], ...]
+    paths: tuple[str, ...]
+
+    @property
+    def received_types(self) -> tuple[TensorType, ...]:
+        """Types of what it receives."""
+        return _tensor_types(self.program.inputs[: self.num_received])
+
+    @property
+    def sent_types(self) -> tuple[TensorType, ...]:
+        """Types of what it sends."""
+        return _tensor_types(self.program.outputs[: self.num_sent])
+
+    @property
+    def model_tensors(self) -> tuple[ModelTensor, ...]:
+        """The model's tensors it uses."""
+        return tuple(s for s in self.sources if isinstance(s, ModelTensor))
+
+
+def _tensor_types(values: Sequence[Value]) -> tuple[TensorType, ...]:
+    assert all(isinstance(v.type, TensorType) for v in values)
+    return tuple(v.type for v in values)  # type: ignore[misc]
+
+
+def cut_program(program: Program, colors: Colors, num_stages: int) -> list[Stage]:
+    """Returns the stages of a captured program.
+
+    Args:
+        program: its first outputs are results, the others are written back (``program.writes``).
+        colors: for each call its stage.
+        num_stages: how many.
+
+    Raises:
+        PipelineError: if a stage needs what only a later stage makes, or a buffer changes on one
+            stage and is used on another.
+    """
+    whole, flat = split_composites(program, colors)
+    return _Cutter(whole, flat, num_stages).stages()
+
+
+# ---- composites that span stages -------------------------------------------------------------
+
+
+def split_composites(program: Program, colors: Colors) -> tuple[Program, tuple[int, ...]]:
+    """Replaces calls on composites that span stages by calls on their parts.
+
+    Returns:
+        The program and the stage of each of its calls. It is the same program if no call spans
+        stages.
+    """
+    if all(isinstance(c, int) for c in colors):
+        return program, colors  # type: ignore[return-value]
+    parts: _Parts = {}
+    calls, flat, same = _split_calls(program.calls, colors, parts)
+    outputs = tuple(same.get(v, v) for v in program.outputs)
+    whole = Program(
+        program.inputs, calls, outputs, program.sources, program.writes, program.output_tree
+    )
+    return whole, flat
+
+
+@dataclass(frozen=True, eq=False)
+class _Part:
+    """A piece of a composite: a closure, and where its operands and results are."""
+
+    closure: Closure
+    args: tuple[Value, ...]
+    results: tuple[Value, ...]
+    stage: int
+    path: str
+
+
+_Parts = dict[tuple[Closure, Colors], tuple[list[_Part], tuple[Value, ...]]]
+
+
+def _split_calls(
+    calls: Sequence[Call], colors: Colors, parts: _Parts
+) -> tuple[tuple[Call, ...], tuple[int, ...], dict[Value, Value]]:
+    """Returns the calls with spanning ones taken apart, and what took the place of values."""
+    found: list[Call] = []
+    flat: list[int] = []
+    same: dict[Value, Value] = {}
+    for call, color in zip(calls, colors, strict=True):
+        args = tuple(same.get(v, v) for v in call.args)
+        if isinstance(color, int):
+            found.append(Call(call.closure, args, call.results, call.path))
+            flat.append(color)
+            continue
+        assert isinstance(call.closure, Composite)
+        first = _lowest(color)
+        body = call.closure.program
+        env = dict(zip(body.inputs, args, strict=True))
+        pieces, outputs = _parts_of(call.closure, _relative(color, first), parts)
+        for part in pieces:
+            results = tuple(Value(v.type, v.hint) for v in part.results)
+            path = ".".join(p for p in (call.path, part.path) if p)
+            found.append(Call(part.closure, tuple(env[v] for v in part.args), results, path))
+            flat.append(first + part.stage)
+            env.update(zip(part.results, results, strict=True))
+        same.update(zip(call.results, (env[v] for v in outputs), strict=True))
+    return tuple(found), tuple(flat), same
+
+
+def _parts_of(
+    closure: Composite, colors: Colors, known: _Parts
+) -> tuple[list[_Part], tuple[Value, ...]]:
+    """Cuts a composite's body where its colour changes; returns the parts and its outputs."""
+    key = (closure, colors)
+    if key not in known:
+        body = closure.program
+        calls, flat, same = _split_calls(body.calls, colors, known)
+        outputs = tuple(same.get(v, v) for v in body.outputs)
+        pieces = [
+            _part(closure.name, calls, flat, stage, set(outputs)) for stage in sorted(set(flat))
+        ]
+        known[key] = (pieces, outputs)
+    return known[key]
+
+
+def _part(
+    name: str, calls: Sequence[Call], flat: Sequence[int], stage: int, outputs: set[Value]
+) -> _Part:
+    own = [c for c, color in zip(calls, flat, strict=True) if color == stage]
+    made = {v for c in own for v in c.results}
+    later = {v for c, color in zip(calls, flat, strict=True) if color != stage for v in c.args}
+    args = tuple(dict.fromkeys(v for c in own for v in c.args if v not in made))
+    results = tuple(v for c in own for v in c.results if v in later or v in outputs)
+    if len(own) == 1:
+        return _Part(own[0].closure, own[0].args, own[0].results, stage, own[0].path)
+    inner = Composite(f"{name}.part{stage}", Program(args, tuple(own), results))
+    return _Part(inner, args, results, stage, "")
+
+
+def _lowest(colors: Colors) -> int:
+    return min(c if isinstance(c, int) else _lowest(c) for c in colors)
+
+
+def _relative(colors: Colors, first: int) -> Colors:
+    return tuple(c - first if isinstance(c, int) else _relative(c, first) for c in colors)
+
+
+# ---- stages ----------------------------------------------------------------------------------
+
+
+class _Cutter:
+    """Finds what crosses each boundary and builds the stage programs."""
+
+    def __init__(self, program: Program, colors: Sequence[int], num_stages: int) -> None:
+        self._program = program
+        self._colors = colors
+        self._num_stages = num_stages
+        self._num_results = len(program.outputs) - len(program.writes)
+        self._made_on: dict[Value, int] = {}
+        self._last_use: dict[Value, int] = {}
+        for call, color in zip(program.calls, colors, strict=True):
+            self._check_order(call, color)
+            self._made_on.update(dict.fromkeys(call.results, color))
+            for value in call.args:
+                self._last_use[value] = max(color, self._last_use.get(value, 0))
+        for value in program.outputs[: self._num_results]:
+            self._last_use[value] = num_stages - 1
+        self._sources = dict(zip(program.inputs, program.sources, strict=True))
+
+    def _check_order(self, call: Call, color: int) -> None:
+        for value in call.args:
+            made = self._made_on.get(value, 0)
+            if made > color:
+                raise PipelineError(
+                    f"{_place(call)} is on stage {color} and needs {value.hint or 'a value'} that "
+                    f"stage {made} makes. Stages must follow the order in which the model runs; "
+                    "give this module a later stage, or that one an earlier."
+                )
+
+    def stages(self) -> list[Stage]:
+        self._check_writes()
+        return [self._stage(index) for index in range(self._num_stages)]
+
+    def _crossing(self, boundary: int) -> list[Value]:
+        """What stage ``boundary`` sends to the next one."""
+        return [
+            v for v, made in self._made_on.items() if made <= boundary < self._last_use.get(v, -1)
+        ]
+
+    def _stage(self, index: int) -> Stage:
+        program = self._program
+        calls = [c for c, color in zip(program.calls, self._colors, strict=True) if color == index]
+        received = self._crossing(index - 1) if index else []
+        is_last = index == self._num_stages - 1
+        results = program.outputs[: self._num_results]
+        sent = list(results) if is_last else self._crossing(index)
+        writes = [
+            (program.outputs[output], program.inputs[target])
+            for output, target in program.writes
+            if self._made_on.get(program.outputs[output]) == index
+        ]
+        used = dict.fromkeys(v for c in calls for v in c.args if v in self._sources)
+        used.update(dict.fromkeys(v for v in sent if v in self._sources))
+        used.update(dict.fromkeys(target for _, target in writes))
+        own = [v for v in program.inputs if v in used]
+        copies = {v: Value(v.type, v.hint) for v in received}
+        body = Program(
+            (*copies.values(), *own),
+            tuple(_with_args(c, copies) for c in calls),
+            tuple(copies.get(v, v) for v in (*sent, *(state for state, _ in writes))),
+        )
+        pairs = tuple((len(sent) + i, own.index(target)) for i, (_, target) in enumerate(writes))
+        return Stage(
+            index,
+            body,
+            len(received),
+            0 if is_last else len(sent),
+            tuple(self._sources[v] for v in own),
+            pairs,
+            tuple(c.path for c in calls if c.path),
+        )
+
+    def _check_writes(self) -> None:
+        used_on: dict[Value, set[int]] = {}
+        for call, color in zip(self._program.calls, self._colors, strict=True):
+            for value in call.args:
+                used_on.setdefault(value, set()).add(color)
+        for output, target in self._program.writes:
+            source = self._program.sources[target]
+            if isinstance(source, UserInput):
+                raise PipelineError(
+                    f"The model changes its input {source.name} in place, which a pipeline does "
+                    "not carry back to the caller. Work on a copy."
+                )
+            made = self._made_on.get(self._program.outputs[output], 0)
+            others = used_on.get(self._program.inputs[target], {made}) - {made}
+            if others:
+                raise PipelineError(
+                    f"{source.name} is changed on stage {made} and also used on stage(s) "
+                    f"{sorted(others)}. Put the modules that share it on one stage."
+                )
+
+
+def _with_args(call: Call, copies: Mapping[Value, Value]) -> Call:
+    args = tuple(copies.get(v, v) for v in call.args)
+    return call if args == call.args else Call(call.closure, args, call.results, call.path)
+
+
+def _place(call: Call) -> str:
+    return call.path or f"@{call.closure.name}"

@@ -1,0 +1,327 @@
+"""A backward in two halves: first the gradients that travel, later the gradients of parameters.
+
+Zero-bubble schedules send the gradient of a stage's input on as soon as it is known and fill
+waiting time with the gradients of its parameters. A closure is split by which of its outputs are
+needed early; nothing is computed twice except views. (Qi et al., "Zero Bubble Pipeline
+Parallelism", 2023.)
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch.fx
+
+from ..reuse.leaf import is_view
+from ..reuse.program import Call, Closure, Composite, Leaf, Pack, Program, Unpack, Value
+from ..reuse.types import StructType, TensorType, Type, flatten_type
+
+Positions = tuple[int, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Halves:
+    """A closure split by its outputs.
+
+    Attributes:
+        early: takes the inputs ``early_inputs`` of the whole; returns its early outputs, then one
+            struct with what it carries over. None if no output is early.
+        late: takes that struct (if there is an early half), then the inputs ``late_inputs`` of the
+            whole; returns the other outputs. None if every output is early.
+    """
+
+    early: Closure | None
+    late: Closure | None
+    early_inputs: Positions
+    late_inputs: Positions
+    early_outputs: Positions
+    late_outputs: Positions
+
+    @property
+    def carried_type(self) -> StructType:
+        """Type of what the early half hands to the late one."""
+        if self.early is None:
+            return StructType(())
+        carried = self.early.output_types[-1]
+        assert isinstance(carried, StructType)
+        return carried
+
+
+class Splitter:
+    """Splits closures, each at most once per choice of early outputs."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[Closure, frozenset[int]], Halves] = {}
+
+    def split(self, closure: Closure, early: Iterable[int]) -> Halves:
+        """Returns the halves of a closure.
+
+        Args:
+            closure: a leaf or a composite.
+            early: positions of the outputs that are needed first.
+        """
+        key = (closure, frozenset(early))
+        if key not in self._known:
+            if isinstance(closure, Leaf):
+                self._known[key] = _split_leaf(closure, key[1])
+            else:
+                assert isinstance(closure, Composite), "pack and unpack are copied, not split"
+                self._known[key] = _BodySplit(self, closure, key[1]).halves()
+        return self._known[key]
+
+
+# ---- programs --------------------------------------------------------------------------------
+
+
+class _BodySplit:
+    """Splits one program body: each of its calls runs early, late, or in two halves itself."""
+
+    def __init__(self, splitter: Splitter, closure: Composite, early: frozenset[int]) -> None:
+        self._splitter = splitter
+        self._closure = closure
+        self._program = closure.program
+        outputs = self._program.outputs
+        self._early_outputs = tuple(i for i in range(len(outputs)) if i in early)
+        self._late_outputs = tuple(i for i in range(len(outputs)) if i not in early)
+        self._needed = {outputs[i] for i in self._early_outputs}
+        self._early_calls: list[Call] = []
+        self._late_calls: list[Call] = []
+
+    def halves(self) -> Halves:
+        for call in reversed(self._program.calls):
+            self._place(call)
+        self._early_calls.reverse()
+        self._late_calls.reverse()
+        program = self._program
+        late_calls = _used_calls(self._late_calls, [program.outputs[i] for i in self._late_outputs])
+        wanted = [v for call in late_calls for v in call.args]
+        wanted += [program.outputs[i] for i in self._late_outputs]
+        made = {v for call in self._early_calls for v in call.results}
+        made_late = {v for call in late_calls for v in call.results}
+        carried = list(dict.fromkeys(v for v in wanted if v in made and v not in made_late))
+        late_inputs = _positions(program.inputs, wanted)
+        early = self._early_half(carried)
+        early_inputs = _positions(program.inputs, self._needed) if early else ()
+        late = self._late_half(late_calls, carried, late_inputs, has_early=early is not None)
+        outputs = (self._early_outputs, self._late_outputs)
+        return Halves(early, late, early_inputs, late_inputs, *outputs)
+
+    def _place(self, call: Call) -> None:
+        needed = [i for i, v in enumerate(call.results) if v in self._needed]
+        if isinstance(call.closure, Unpack):
+            self._late_calls.append(call)
+            if needed:
+                self._run_early(call)
+        elif not needed:
+            self._late_calls.append(call)
+        elif len(needed) == len(call.results) or isinstance(call.closure, Pack):
+            self._run_early(call)
+        else:
+            self._split_call(call, needed)
+
+    def _run_early(self, call: Call) -> None:
+        self._early_calls.append(call)
+        self._needed.update(call.args)
+
+    def _split_call(self, call: Call, needed: Sequence[int]) -> None:
+        halves = self._splitter.split(call.closure, needed)
+        assert halves.early is not None and halves.late is not None
+        carried = Value(halves.carried_type, "carried")
+        args = tuple(call.args[i] for i in halves.early_inputs)
+        results = (*(call.results[i] for i in halves.early_outputs), carried)
+        self._run_early(Call(halves.early, args, results, call.path))
+        late_args = (carried, *(call.args[i] for i in halves.late_inputs))
+        late_results = tuple(call.results[i] for i in halves.late_outputs)
+        self._late_calls.append(Call(halves.late, late_args, late_results, call.path))
+
+    def _early_half(self, carried: Sequence[Value]) -> Composite | None:
+        if not self._early_outputs:
+            return None
+        struct = StructType(tuple(v.type for v in carried))
+        packed = Value(struct, "carried")
+        program = self._program
+        body = Program(
+            tuple(v for v in program.inputs if v in self._needed),
+            (*self._early_calls, Call(Pack(struct), tuple(carried), (packed,))),
+            (*(program.outputs[i] for i in self._early_outputs), packed),
+        )
+        return Composite(f"{self._closure.name}.early", body)
+
+    def _late_half(
+        self,
+        calls: Sequence[Call],
+        carried: Sequence[Value],
+        late_inputs: Positions,
+        *,
+        has_early: bool,
+    ) -> Composite | None:
+        if not self._late_outputs:
+            return None
+        program = self._program
+        kept = [program.inputs[i] for i in late_inputs]
+        outputs = tuple(program.outputs[i] for i in self._late_outputs)
+        if not has_early:
+            return Composite(
+                f"{self._closure.name}.late", Program(tuple(kept), tuple(calls), outputs)
+            )
+        struct = StructType(tuple(v.type for v in carried))
+        packed = Value(struct, "carried")
+        unpack = Call(Unpack(struct), (packed,), tuple(carried))
+        body = Program((packed, *kept), (unpack, *calls), outputs)
+        return Composite(f"{self._closure.name}.late", body)
+
+
+def _used_calls(calls: Sequence[Call], outputs: Iterable[Value]) -> list[Call]:
+    """Drops calls that no output depends on (unpacking that only the early half needs)."""
+    used = set(outputs)
+    kept = []
+    for call in reversed(calls):
+        if any(v in used for v in call.results):
+            used.update(call.args)
+            kept.append(call)
+    return kept[::-1]
+
+
+def _positions(inputs: Sequence[Value], wanted: Iterable[Value]) -> Positions:
+    among = set(wanted)
+    return tuple(i for i, v in enumerate(inputs) if v in among)
+
+
+# ---- leaves ----------------------------------------------------------------------------------
+
+
+def _split_leaf(leaf: Leaf, early: frozenset[int]) -> Halves:
+    groups = _output_groups(leaf)
+    early_outputs = tuple(i for i in range(len(groups)) if i in early)
+    late_outputs = tuple(i for i in range(len(groups)) if i not in early)
+    early_results = [n for i in early_outputs for n in groups[i]]
+    late_results = [n for i in late_outputs for n in groups[i]]
+    first = _with_picks(leaf, _ancestors(early_results))
+    allowed = {n for n in _ancestors(late_results) if n not in first or _is_free(n)}
+    second = _ancestors_within(late_results, allowed)
+    carried = _carried(second, late_results, first)
+    entries = leaf.entries
+    owner = [i for i, type_ in enumerate(leaf.input_types) for _ in flatten_type(type_)]
+    carried_type = StructType(tuple(TensorType.of(n.meta["val"]) for n in carried))
+    early_inputs = _used_entries(entries, owner, first, early_results)
+    late_inputs = _used_entries(entries, owner, second, late_results)
+    half = _LeafHalf(leaf, owner)
+    types = [leaf.output_types[i] for i in early_outputs]
+    early_leaf = None
+    if early_outputs:
+        results = [*early_results, *carried]
+        early_leaf = half.make("early", first, early_inputs, (), results, [*types, carried_type])
+    late_leaf = None
+    if late_outputs:
+        types = [leaf.output_types[i] for i in late_outputs]
+        struct = [carried] if early_outputs else []
+        late_leaf = half.make("late", second, late_inputs, struct, late_results, types)
+    return Halves(early_leaf, late_leaf, early_inputs, late_inputs, early_outputs, late_outputs)
+
+
+def _output_groups(leaf: Leaf) -> list[list[torch.fx.Node]]:
+    flat = leaf.module.graph.output_node().args[0]
+    assert isinstance(flat, (tuple, list))
+    rest = iter(flat)
+    groups = [[next(rest) for _ in flatten_type(t)] for t in leaf.output_types]
+    return [[n for n in group if isinstance(n, torch.fx.Node)] for group in groups]
+
+
+def _ancestors(nodes: Iterable[torch.fx.Node]) -> set[torch.fx.Node]:
+    """The operators that these nodes need, themselves included; no inputs."""
+    found: set[torch.fx.Node] = set()
+    stack = list(nodes)
+    while stack:
+        node = stack.pop()
+        if node.op != "placeholder" and node not in found:
+            found.add(node)
+            stack.extend(node.all_input_nodes)
+    return found
+
+
+def _ancestors_within(
+    nodes: Iterable[torch.fx.Node], allowed: set[torch.fx.Node]
+) -> set[torch.fx.Node]:
+    found: set[torch.fx.Node] = set()
+    stack = [n for n in nodes if n in allowed]
+    while stack:
+        node = stack.pop()
+        if node not in found:
+            found.add(node)
+            stack.extend(n for n in node.all_input_nodes if n in allowed)
+    return found
+
+
+def _with_picks(leaf: Leaf, nodes: set[torch.fx.Node]) -> set[torch.fx.Node]:
+    """Adds the picks of results of operators that return several: only tensors can be carried."""
+    picks = {n for n in leaf.nodes if n.target is operator.getitem and n.args[0] in nodes}
+    return nodes | picks
+
+
+def _is_free(node: torch.fx.Node) -> bool:
+    """Whether a node costs nothing to run in both halves: a view of something."""
+    return is_view(node) and len(node.all_input_nodes) == 1
+
+
+def _carried(
+    second: set[torch.fx.Node], results: Sequence[torch.fx.Node], first: set[torch.fx.Node]
+) -> list[torch.fx.Node]:
+    """Early nodes that the second half uses and does not run itself."""
+    used = [n for node in second for n in node.all_input_nodes] + list(results)
+    among = {n for n in used if n in first and n not in second}
+    ordered = next(iter(among)).graph.nodes if among else ()
+    return [n for n in ordered if n in among]
+
+
+def _used_entries(
+    entries: Sequence[torch.fx.Node],
+    owner: Sequence[int],
+    nodes: set[torch.fx.Node],
+    results: Sequence[torch.fx.Node],
+) -> Positions:
+    used = {n for node in nodes for n in node.all_input_nodes} | set(results)
+    return tuple(dict.fromkeys(owner[i] for i, n in enumerate(entries) if n in used))
+
+
+class _LeafHalf:
+    """Copies part of a leaf into a leaf of its own."""
+
+    def __init__(self, leaf: Leaf, owner: Sequence[int]) -> None:
+        self._leaf = leaf
+        self._owner = owner
+
+    def make(
+        self,
+        suffix: str,
+        nodes: set[torch.fx.Node],
+        inputs: Positions,
+        carried: Sequence[Sequence[torch.fx.Node]],
+        results: Sequence[torch.fx.Node],
+        output_types: Sequence[Type],
+    ) -> Leaf:
+        leaf = self._leaf
+        kept = set(inputs)
+        entries = [n for i, n in zip(self._owner, leaf.entries, strict=True) if i in kept]
+        sources = [n for group in carried for n in group] + entries
+        graph = torch.fx.Graph()
+        mapping: dict[torch.fx.Node, torch.fx.Node] = {}
+        for index, node in enumerate(sources):
+            mapping[node] = graph.placeholder(f"a{index}")
+            mapping[node].meta["val"] = node.meta.get("val")
+        for node in leaf.nodes:
+            if node in nodes:
+                mapping[node] = graph.node_copy(node, lambda n: mapping[n])
+        graph.output(tuple(mapping[n] for n in results))
+        struct_types = [
+            StructType(tuple(TensorType.of(n.meta["val"]) for n in group)) for group in carried
+        ]
+        return Leaf(
+            f"{leaf.name}.{suffix}",
+            torch.fx.GraphModule(torch.nn.Module(), graph),
+            (*struct_types, *(leaf.input_types[i] for i in inputs)),
+            tuple(output_types),
+            level=leaf.level,
+            kernels=leaf.kernels,
+        )

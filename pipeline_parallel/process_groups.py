@@ -1,0 +1,224 @@
+"""The ranks of a pipeline: who they are, that they agree, and how their gradients are summed."""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import importlib.metadata
+import platform
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..reuse.errors import PipelineError
+from ..reuse.program import Program
+from .actions import ActionTable
+from .stage import GradientSums, StageDerivative
+
+PIPELINE_DIM = "pipeline"
+DATA_DIM = "data"
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This rank's place.
+
+    Attributes:
+        rows: for each pipeline its global ranks, in order of their stages.
+        group: the ranks of this pipeline.
+        data_group: the ranks that hold the same stages in other pipelines; None if there are none.
+        rank: this rank's number in its pipeline.
+        device: where it computes.
+        timeout: how long to wait for another rank.
+    """
+
+    rows: tuple[tuple[int, ...], ...]
+    group: Any
+    data_group: Any
+    rank: int
+    device: torch.device
+    timeout: datetime.timedelta
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of one pipeline."""
+        return len(self.rows[0])
+
+    def check_same(self, program: Program, table: ActionTable) -> None:
+        """Raises PipelineError on every rank if ranks have captured or asked for other things."""
+        own = {
+            "torch": torch.__version__,
+            "lazyinline": _version(),
+            "Python": ".".join(platform.python_version_tuple()[:2]),
+            "schedule": table.schedule,
+            "num_stages": table.num_stages,
+            "micro_batches": table.num_micro_batches,
+            "model (its captured program)": hashlib.sha256(str(program).encode()).hexdigest()[:12],
+        }
+        self._compare(own, "Ranks do not agree, so their stages would not fit together")
+
+    def check_same_tensors(
+        self, shared: Mapping[str, Tensor], replicated: Mapping[str, Tensor]
+    ) -> None:
+        """Raises PipelineError if what several ranks hold differs.
+
+        Args:
+            shared: tensors of this rank that other ranks of its pipeline use too.
+            replicated: all tensors of this rank; replicas must hold the same.
+        """
+        text = "Ranks start from different values. Seed them alike or load one checkpoint"
+        self._compare({n: _digest(t) for n, t in shared.items()}, text)
+        if self.data_group is not None:
+            own = {n: _digest(t) for n, t in replicated.items()}
+            self._compare(own, text, group=self.data_group)
+
+    def _compare(self, own: Mapping[str, Any], text: str, group: Any = None) -> None:
+        group = self.group if group is None else group
+        everyone: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(everyone, dict(own), group=group)
+        different = []
+        for key in dict.fromkeys(k for other in everyone for k in other):
+            values: dict[Any, list[int]] = {}
+            for rank, other in enumerate(everyone):
+                if key in other:
+                    values.setdefault(other[key], []).append(rank)
+            if len(values) > 1:
+                rows = [f"{v!r} on rank(s) {r}" for v, r in values.items()]
+                different.append(f"{key}: {', '.join(rows)}")
+        if different:
+            raise PipelineError(f"{text}. {'; '.join(different[:5])}.")
+
+    def reduction(
+        self, derived: Sequence[StageDerivative], table: ActionTable, sums: GradientSums
+    ) -> Reduction:
+        """Returns how gradients are summed over the ranks that use a parameter."""
+        users, types = _users(derived, table)
+        shared = {n: ranks for n, ranks in users.items() if len(ranks) > 1}
+        groups: dict[tuple[int, ...], Any] = {}
+        for members in dict.fromkeys(shared.values()):
+            groups[members] = self._subgroup(members)
+        own = {n: groups[ranks] for n, ranks in shared.items() if self.rank in ranks}
+        for name in own:
+            sums.add_parameter(name, types[name])
+        return Reduction(sums, own, self.data_group, len(self.rows))
+
+    def _subgroup(self, members: Sequence[int]) -> Any:
+        """Makes the group of some ranks of every pipeline; all ranks call this alike."""
+        made = None
+        for row in self.rows:
+            ranks = [row[m] for m in members]
+            group = dist.new_group(ranks, timeout=self.timeout)
+            if dist.get_rank() in ranks:
+                made = group
+        return made
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """Sums gradients over ranks after a step.
+
+    Attributes:
+        sums: the gradients.
+        shared: for each parameter that other stages' ranks use too, the group of those ranks.
+        data_group: replicas to average over.
+        num_replicas: how many.
+    """
+
+    sums: GradientSums
+    shared: Mapping[str, Any]
+    data_group: Any
+    num_replicas: int
+
+    def run(self) -> None:
+        """Sums over stages, then averages over replicas."""
+        for name, group in self.shared.items():
+            dist.all_reduce(self.sums.buffers[name], group=group)
+        if self.data_group is not None:
+            for flat in self.sums.flat:
+                dist.all_reduce(flat, group=self.data_group)
+                flat.div_(self.num_replicas)
+
+
+def ranks_of(mesh: Any, timeout_s: float) -> Ranks:
+    """Returns this rank's place; a collective that every rank takes part in.
+
+    Args:
+        mesh: a ``DeviceMesh`` with the dimension "pipeline" and perhaps "data", or None.
+        timeout_s: how long to wait for another rank.
+
+    Raises:
+        PipelineError: if there is no process group, or the mesh has other dimensions.
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        raise PipelineError(
+            "A pipeline runs on several processes, and torch.distributed is not initialized. Start "
+            "the script with torchrun --nproc-per-node N script.py and call "
+            'torch.distributed.init_process_group("gloo") (or "nccl") first.'
+        )
+    timeout = datetime.timedelta(seconds=timeout_s)
+    rows = _rows(mesh)
+    me = dist.get_rank()
+    row = next(r for r in rows if me in r)
+    group = _member_group(rows, timeout)
+    columns = list(zip(*rows, strict=True))
+    data_group = _member_group(columns, timeout) if len(rows) > 1 else None
+    backend = dist.get_backend(group)
+    device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else None
+    return Ranks(rows, group, data_group, row.index(me), device or torch.device("cpu"), timeout)
+
+
+def _rows(mesh: Any) -> tuple[tuple[int, ...], ...]:
+    if mesh is None:
+        return (tuple(range(dist.get_world_size())),)
+    names = tuple(mesh.mesh_dim_names or ())
+    if PIPELINE_DIM not in names or set(names) - {PIPELINE_DIM, DATA_DIM}:
+        raise PipelineError(
+            f"The mesh has the dimensions {names}. A pipeline needs one named {PIPELINE_DIM!r} and "
+            f"takes one named {DATA_DIM!r}; make it with init_device_mesh(..., mesh_dim_names=...)."
+        )
+    ranks = mesh.mesh.movedim(names.index(PIPELINE_DIM), -1).reshape(
+        -1, mesh.size(names.index(PIPELINE_DIM))
+    )
+    return tuple(tuple(row) for row in ranks.tolist())
+
+
+def _member_group(sets: Iterable[Sequence[int]], timeout: datetime.timedelta) -> Any:
+    """Makes a group of each set of ranks; returns the one that this rank is in."""
+    own = None
+    for ranks in sets:
+        group = dist.new_group(list(ranks), timeout=timeout)
+        if dist.get_rank() in ranks:
+            own = group
+    return own
+
+
+def _users(
+    derived: Sequence[StageDerivative], table: ActionTable
+) -> tuple[dict[str, tuple[int, ...]], dict[str, Any]]:
+    """For each parameter with a gradient: the ranks that use it, and the gradient's type."""
+    ranks: dict[str, set[int]] = {}
+    types: dict[str, Any] = {}
+    for one in derived:
+        for source, type_ in one.trained_types:
+            types[source.name] = type_
+    for one in derived:
+        for source in one.stage.model_tensors:
+            if source.name in types:
+                ranks.setdefault(source.name, set()).add(table.rank_of[one.stage.index])
+    return {n: tuple(sorted(r)) for n, r in ranks.items()}, types
+
+
+def _digest(tensor: Tensor) -> str:
+    flat = tensor.detach().reshape(-1).contiguous().cpu()
+    return hashlib.sha256(flat.view(torch.uint8).numpy().tobytes()).hexdigest()[:12]
+
+
+def _version() -> str:
+    try:
+        return importlib.metadata.version("lazyinline")
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"

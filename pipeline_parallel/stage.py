@@ -1,0 +1,357 @@
+"""One stage's forward and backward as programs, and the steps that run them on tensors.
+
+Backward comes whole, or in two halves (gradients that travel, then gradients of parameters). All
+stages of a model share one :class:`Differentiator` and one :class:`Splitter`, so each different
+closure is differentiated and split once, whatever the number of stages, layers and micro-batches.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ..autodiff.derivative import Derivative, Differentiator, active_values
+from ..reuse.leaf import flat_types
+from ..reuse.program import Composite, ModelTensor, Program
+from ..reuse.types import TensorType
+from .cut import Stage
+from .halves import Halves, Splitter
+
+Run = Callable[[list[Tensor]], list[Tensor]]
+"""Runs a program on flat inputs; may empty the list."""
+
+
+@dataclass(frozen=True, eq=False)
+class StageDerivative:
+    """A stage and its backward.
+
+    Attributes:
+        stage: the stage.
+        derivative: None if no gradient flows through it.
+        halves: the backward split; None unless asked for.
+        gradients_sent: positions, among what it received, of the values whose gradients it sends
+            back.
+        gradients_received: positions, among what it sent (or its results), of the values whose
+            gradients come back.
+    """
+
+    stage: Stage
+    derivative: Derivative | None
+    halves: Halves | None
+    gradients_sent: tuple[int, ...]
+    gradients_received: tuple[int, ...]
+
+    @property
+    def forward(self) -> Program:
+        """What a forward step runs."""
+        if self.derivative is None:
+            return self.stage.program
+        return _body(self.derivative.forward)
+
+    @property
+    def backward(self) -> tuple[Program | None, ...]:
+        """What backward steps run: the whole backward, or its early and its late half."""
+        if self.derivative is None:
+            return ()
+        if self.halves is None:
+            return (_body(self.derivative.backward),)
+        return tuple(None if h is None else _body(h) for h in (self.halves.early, self.halves.late))
+
+    @property
+    def cotangent_types(self) -> tuple[TensorType, ...]:
+        """Types of the gradients that come back, in order."""
+        outputs = flat_types(v.type for v in self.stage.program.outputs)
+        return tuple(outputs[i].cotangent() for i in self.gradients_received)
+
+    @property
+    def gradient_types(self) -> tuple[TensorType, ...]:
+        """Types of the gradients it sends back, in order."""
+        return tuple(self.stage.received_types[i].cotangent() for i in self.gradients_sent)
+
+    @property
+    def trained(self) -> tuple[ModelTensor, ...]:
+        """The parameters that get a gradient here."""
+        if self.derivative is None:
+            return ()
+        first = self.stage.num_received
+        sources = [
+            self.stage.sources[i - first] for i in self.derivative.gradient_inputs if i >= first
+        ]
+        assert all(isinstance(s, ModelTensor) for s in sources)
+        return tuple(sources)  # type: ignore[arg-type]
+
+    @property
+    def trained_types(self) -> list[tuple[ModelTensor, TensorType]]:
+        """Those parameters with the types of their gradients."""
+        found = []
+        for source in self.trained:
+            type_ = TensorType.of(source.tensor)
+            found.append((source, type_.cotangent()))
+        return found
+
+    @property
+    def saved_bytes(self) -> int:
+        """What one micro-batch keeps between forward and backward (handed-over values aside)."""
+        return 0 if self.derivative is None else self.derivative.saved_type.num_bytes
+
+
+def _body(closure: object) -> Program:
+    assert isinstance(closure, Composite)
+    return closure.program
+
+
+def differentiate_stages(
+    stages: Sequence[Stage], differentiator: Differentiator, *, halves: bool
+) -> list[StageDerivative]:
+    """Returns the backward of each stage, from the last one's result 0 (the loss) to the first.
+
+    Args:
+        stages: all stages of a program, in order.
+        differentiator: makes leaf derivatives.
+        halves: whether to split each backward.
+    """
+    active = _active_received(stages, differentiator)
+    splitter = Splitter()
+    found: list[StageDerivative] = []
+    arriving: tuple[int, ...] = (0,)
+    for stage, flags in zip(reversed(stages), reversed(active), strict=True):
+        wanted = [i for i, flag in enumerate(flags) if flag]
+        derivative = differentiator.vjp(
+            Composite(f"stage{stage.index}", stage.program), wanted, arriving
+        )
+        sent: tuple[int, ...] = ()
+        split = None
+        if derivative is not None:
+            sent = tuple(i for i in derivative.gradient_inputs if i < stage.num_received)
+            if halves:
+                split = splitter.split(derivative.backward, range(len(sent)))
+        found.append(StageDerivative(stage, derivative, split, sent, arriving))
+        arriving = sent
+    return found[::-1]
+
+
+def _active_received(stages: Sequence[Stage], differentiator: Differentiator) -> list[list[bool]]:
+    """For each input of each stage: whether a gradient to some parameter leads through it."""
+    flags: list[list[bool]] = []
+    received: list[bool] = []
+    for stage in stages:
+        own = [isinstance(s, ModelTensor) and s.tensor.requires_grad for s in stage.sources]
+        flags.append([*received, *own])
+        values = active_values(differentiator, stage.program, flags[-1])
+        received = [v in values for v in stage.program.outputs[: stage.num_sent]]
+    return flags
+
+
+class GradientSums:
+    """Sums the gradients of micro-batches, one buffer per parameter.
+
+    Two stages of one rank that use the same parameter share its buffer. The buffers of one dtype
+    lie side by side in one tensor, so that replicas sum them in one go.
+    """
+
+    def __init__(self) -> None:
+        self.buffers: dict[str, Tensor] = {}
+        self.flat: list[Tensor] = []
+        self._types: dict[str, TensorType] = {}
+        self._started: set[str] = set()
+
+    def add_parameter(self, name: str, type_: TensorType) -> None:
+        """Makes room for the gradient of a parameter, once."""
+        self._types.setdefault(name, type_)
+
+    def allocate(self) -> None:
+        """Makes the buffers."""
+        kinds: dict[tuple[torch.dtype, torch.device], list[str]] = {}
+        for name, type_ in self._types.items():
+            kinds.setdefault((type_.dtype, type_.device), []).append(name)
+        for (dtype, device), names in kinds.items():
+            sizes = [math.prod(self._types[n].shape) for n in names]
+            flat = torch.zeros(sum(sizes), dtype=dtype, device=device)
+            self.flat.append(flat)
+            for name, part in zip(names, flat.split(sizes), strict=True):
+                type_ = self._types[name]
+                self.buffers[name] = part.as_strided(type_.shape, type_.stride)
+
+    def start(self) -> None:
+        """Begins a new sum."""
+        self._started.clear()
+
+    def add(self, name: str, gradient: Tensor) -> None:
+        """Adds one gradient."""
+        if name in self._started:
+            self.buffers[name].add_(gradient)
+        else:
+            self.buffers[name].copy_(gradient)
+            self._started.add(name)
+
+    def finish(self) -> None:
+        """Makes buffers that got nothing in this step zero."""
+        for name, buffer in self.buffers.items():
+            if name not in self._started:
+                buffer.zero_()
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all buffers."""
+        return sum(b.numel() * b.element_size() for b in self.buffers.values())
+
+
+@dataclass
+class _Flight:
+    """What one micro-batch keeps between its forward and its backward."""
+
+    saved: list[Tensor]
+    kept: list[Tensor]
+
+
+@dataclass
+class StageCounts:
+    """How often each step ran; for reports and tests."""
+
+    forward: int = 0
+    backward: int = 0
+    backward_input: int = 0
+    backward_weight: int = 0
+
+
+@dataclass
+class StageSteps:
+    """Runs a stage's steps for one micro-batch at a time.
+
+    Args:
+        derived: the stage and its backward.
+        runs: what runs ``derived.forward`` and each of ``derived.backward``.
+        tensors: the model's tensors, in the order of ``stage.model_tensors``; called anew in every
+            step, so that a replaced tensor is found.
+        sums: where gradients of parameters go.
+        seed: the gradient of one micro-batch's loss.
+    """
+
+    derived: StageDerivative
+    runs: Sequence[Run | None]
+    tensors: Callable[[], Sequence[Tensor]]
+    sums: GradientSums
+    seed: float
+    counts: StageCounts = field(default_factory=StageCounts)
+
+    def __post_init__(self) -> None:
+        self._flights: dict[int, _Flight] = {}
+        self._waiting: dict[int, list[Tensor]] = {}
+        stage, derivative = self.derived.stage, self.derived.derivative
+        self._num_outputs = len(stage.program.outputs)
+        first = stage.num_received
+        self._written = {first + i for _, i in stage.writes}
+        if derivative is not None:
+            self._trained = [s.name for s in self.derived.trained]
+            places = {o: k for k, o in enumerate(self.derived.gradients_received)}
+            self._used_cotangents = [places[o] for o in derivative.cotangent_outputs]
+            for source, type_ in self.derived.trained_types:
+                self.sums.add_parameter(source.name, type_)
+
+    # ---- forward -------------------------------------------------------------------------
+
+    def forward(
+        self, micro_batch: int, received: Sequence[Tensor], user: Sequence[Tensor]
+    ) -> tuple[Tensor, ...]:
+        """Runs the forward of a micro-batch; returns what is sent (or the results)."""
+        self.counts.forward += 1
+        stage, derivative = self.derived.stage, self.derived.derivative
+        inputs = [*received, *self._own_inputs(user)]
+        run = self.runs[0]
+        assert run is not None
+        outputs = run(list(inputs))
+        if derivative is not None:
+            kept = [self._snapshot(i, inputs[i]) for i in derivative.kept_inputs]
+            kept += [outputs[i] for i in derivative.kept_outputs]
+            self._flights[micro_batch] = _Flight(outputs[self._num_outputs :], kept)
+        for output, target in stage.writes:
+            inputs[stage.num_received + target].copy_(outputs[output])
+        return tuple(outputs[: self._num_outputs - len(stage.writes)])
+
+    def _own_inputs(self, user: Sequence[Tensor]) -> list[Tensor]:
+        tensors = iter(self.tensors())
+        return [
+            next(tensors) if isinstance(s, ModelTensor) else user[s.index]
+            for s in self.derived.stage.sources
+        ]
+
+    def _snapshot(self, index: int, tensor: Tensor) -> Tensor:
+        """A buffer that later micro-batches change is kept as it is now."""
+        return tensor.clone() if index in self._written else tensor
+
+    # ---- backward ------------------------------------------------------------------------
+
+    def backward(self, micro_batch: int, cotangents: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Runs the whole backward of a micro-batch; returns the gradients to send back."""
+        if self.derived.halves is not None:
+            sent = self.backward_input(micro_batch, cotangents)
+            self.backward_weight(micro_batch)
+            return sent
+        if self.derived.derivative is None:
+            return ()
+        self.counts.backward += 1
+        run = self.runs[1]
+        assert run is not None
+        gradients = run(self._operands(micro_batch, cotangents))
+        num_sent = len(self.derived.gradients_sent)
+        self._accumulate(gradients[num_sent:])
+        return tuple(gradients[:num_sent])
+
+    def backward_input(self, micro_batch: int, cotangents: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Runs the early half; returns the gradients to send back."""
+        halves = self.derived.halves
+        if halves is None:
+            return ()
+        self.counts.backward_input += 1
+        operands = self._grouped(self._operands(micro_batch, cotangents))
+        late = [t for i in halves.late_inputs for t in operands[i]]
+        if halves.early is None:
+            self._waiting[micro_batch] = late
+            return ()
+        run = self.runs[1]
+        assert run is not None
+        results = run([t for i in halves.early_inputs for t in operands[i]])
+        num_sent = len(self.derived.gradients_sent)
+        self._waiting[micro_batch] = [*results[num_sent:], *late]
+        return tuple(results[:num_sent])
+
+    def backward_weight(self, micro_batch: int) -> None:
+        """Runs the late half of a micro-batch whose early half has run."""
+        halves = self.derived.halves
+        if halves is None:
+            return
+        self.counts.backward_weight += 1
+        operands = self._waiting.pop(micro_batch)
+        run = self.runs[2]
+        if run is not None:
+            self._accumulate(run(operands))
+
+    def _operands(self, micro_batch: int, cotangents: Sequence[Tensor]) -> list[Tensor]:
+        flight = self._flights.pop(micro_batch)
+        if self.derived.stage.num_sent == 0:
+            type_ = self.derived.cotangent_types[0]
+            cotangents = [
+                torch.full(type_.shape, self.seed, dtype=type_.dtype, device=type_.device)
+            ]
+        used = [cotangents[k] for k in self._used_cotangents]
+        return [*flight.saved, *flight.kept, *used]
+
+    def _grouped(self, flat: Sequence[Tensor]) -> list[list[Tensor]]:
+        """Flat operands of the backward, by operand: the saved struct first, then tensors."""
+        derivative = self.derived.derivative
+        assert derivative is not None
+        num_saved = len(flat_types([derivative.saved_type]))
+        return [list(flat[:num_saved]), *([t] for t in flat[num_saved:])]
+
+    def _accumulate(self, gradients: Sequence[Tensor]) -> None:
+        for name, gradient in zip(self._trained, gradients, strict=True):
+            self.sums.add(name, gradient)
+
+    def clear(self) -> None:
+        """Forgets micro-batches in flight (after an error)."""
+        self._flights.clear()
+        self._waiting.clear()

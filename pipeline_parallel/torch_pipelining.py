@@ -1,0 +1,304 @@
+"""Adapter: the schedules, the action table and the runtime of ``torch.distributed.pipelining``.
+
+PyTorch lays out the actions, runs them and starts the transfers; a :class:`ClosureStage` says what
+an action computes and which tensors travel. It owns its buffers, so that of PyTorch's stage only
+the calls that a schedule makes are used. Every private name that this needs is used here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import types
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining import schedules as torch_schedules
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
+
+from ..reuse.errors import PipelineError
+from .actions import COMPUTE, SCHEDULES, Action, ActionTable, rank_of_stages
+from .stage import StageSteps
+from .transfer import Wire
+
+_CLASSES = {name: f"Schedule{name}" for name in SCHEDULES}
+
+
+def action_table(
+    schedule: str, num_stages: int, num_ranks: int, num_micro_batches: int
+) -> ActionTable:
+    """Returns what each rank does, in order; nothing is started and no process group is needed.
+
+    Raises:
+        PipelineError: if PyTorch's schedule refuses these numbers.
+    """
+    rank_of = rank_of_stages(schedule, num_stages, num_ranks)
+    stages = [
+        types.SimpleNamespace(
+            num_stages=num_stages,
+            stage_index=s,
+            group_size=num_ranks,
+            group_rank=0,
+            is_first=s == 0,
+            is_last=s == num_stages - 1,
+            submod=None,
+            stage_index_to_group_rank={},
+        )
+        for s, rank in enumerate(rank_of)
+        if rank == 0
+    ]
+    made = _make(schedule, stages, num_micro_batches)
+    ranks = tuple(tuple(_compute_actions(made.pipeline_order[rank])) for rank in range(num_ranks))
+    return ActionTable(schedule, ranks, rank_of, num_micro_batches)
+
+
+def _compute_actions(actions: Sequence[Any]) -> Iterator[Action]:
+    for action in actions:
+        if action is None:
+            continue
+        for part in action.sub_actions or (action,):
+            if part.computation_type.value in COMPUTE:
+                yield Action(part.computation_type.value, part.stage_index, part.microbatch_index)
+
+
+def _make(schedule: str, stages: Sequence[Any], num_micro_batches: int) -> Any:
+    """Makes PyTorch's schedule; the loss is already what the last stage returns."""
+    made = getattr(torch_schedules, _CLASSES[schedule])
+    options = {"loss_fn": _returned_loss, "scale_grads": False}
+    try:
+        if issubclass(made, PipelineScheduleSingle):
+            return made(stages[0], num_micro_batches, **options)
+        assert issubclass(made, PipelineScheduleMulti)
+        return made(list(stages), num_micro_batches, **options)
+    except (ValueError, AssertionError) as error:
+        raise PipelineError(f"{schedule} cannot run this: {error}") from error
+
+
+def _returned_loss(output: Any, target: Tensor) -> Tensor:
+    return output[0] if isinstance(output, tuple) else output
+
+
+class ClosureStage(PipelineStage):
+    """A stage whose steps are closures, for PyTorch's schedules to run.
+
+    Args:
+        steps: the steps.
+        num_stages: stages of the whole pipeline.
+        device: where this rank computes.
+        group: the ranks of this pipeline.
+    """
+
+    def __init__(
+        self, steps: StageSteps, num_stages: int, device: torch.device, group: Any
+    ) -> None:
+        stage = steps.derived.stage
+        super().__init__(nn.Module(), stage.index, num_stages, device, group=group)
+        self.steps = steps
+        self.doing = ""
+        self._user: Sequence[Sequence[Tensor]] = ()
+        self._activation_wires = [Wire(t) for t in stage.received_types]
+        self._sent_wires = [Wire(t) for t in stage.sent_types]
+        self._gradient_wires = [Wire(t) for t in steps.derived.gradient_types]
+        self._cotangent_wires = (
+            [] if self.is_last else list(map(Wire, steps.derived.cotangent_types))
+        )
+        self._arrived: dict[tuple[str, int], list[Tensor]] = {}
+        self._posted: dict[tuple[str, int], list[Tensor]] = {}
+        self._leaving: dict[tuple[str, int], Sequence[Tensor]] = {}
+
+    def give(self, user: Sequence[Sequence[Tensor]]) -> None:
+        """Takes the user's tensors of each micro-batch."""
+        self._user = user
+
+    # ---- set-up: everything about the transfers is known, so nothing is exchanged ------------
+
+    def _warmup_forward_vote(self, *args: Any, **kwargs: Any) -> Tensor:
+        return torch.ones(1, dtype=torch.int32)
+
+    def _warmup_backward_result(self, *args: Any, **kwargs: Any) -> Tensor:
+        return torch.ones(1, dtype=torch.int32)
+
+    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
+        return []
+
+    def _prepare_forward_infra(self, num_microbatches: int, *args: Any, **kwargs: Any) -> Any:
+        self.chunks = num_microbatches
+        self.args_recv_info = {i: () for i in range(num_microbatches)}
+        self.act_send_info = {}
+        return ()
+
+    def _prepare_backward_infra(self, num_microbatches: int, *args: Any, **kwargs: Any) -> Any:
+        self.chunks = num_microbatches
+        return ()
+
+    def clear_runtime_states(self) -> None:
+        """Forgets the last step."""
+        self.output_chunks.clear()
+        for table in (self._arrived, self._posted, self._leaving):
+            table.clear()
+
+    # ---- transfers -----------------------------------------------------------------------
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        """Starts to receive activations."""
+        return self._receive("F", fwd_chunk_id, self._activation_wires, self.stage_index - 1)
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        """Sends activations on."""
+        return self._send("F", fwd_chunk_id, self._sent_wires, self.stage_index + 1)
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        """Starts to receive gradients."""
+        return self._receive("B", bwd_chunk_id, self._cotangent_wires, self.stage_index + 1)
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        """Sends gradients back."""
+        return self._send("B", bwd_chunk_id, self._gradient_wires, self.stage_index - 1)
+
+    def _receive(
+        self, way: str, micro_batch: int, wires: Sequence[Wire], peer: int
+    ) -> list[dist.P2POp]:
+        if not wires:
+            return []
+        self.doing = f"receive {way}{micro_batch} from stage {peer}"
+        buffers = [wire.buffer() for wire in wires]
+        self._posted[way, micro_batch] = buffers
+        return [self._operation(dist.irecv, buffer, peer) for buffer in buffers]
+
+    def _send(
+        self, way: str, micro_batch: int, wires: Sequence[Wire], peer: int
+    ) -> list[dist.P2POp]:
+        tensors = self._leaving.pop((way, micro_batch), ())
+        if not wires:
+            return []
+        self.doing = f"send {way}{micro_batch} to stage {peer}"
+        return [
+            self._operation(dist.isend, wire.pack(tensor), peer)
+            for wire, tensor in zip(wires, tensors, strict=True)
+        ]
+
+    def _operation(self, kind: Callable[..., Any], tensor: Tensor, peer: int) -> dist.P2POp:
+        rank = self.stage_index_to_group_rank[peer]
+        group = self.group if self.group is not None else dist.group.WORLD
+        assert group is not None
+        return dist.P2POp(kind, tensor, dist.get_global_rank(group, rank), self.group)
+
+    def _take(self, way: str, micro_batch: int, wires: Sequence[Wire]) -> list[Tensor]:
+        """What arrived, from another rank or from a stage of this one."""
+        key = (way, micro_batch)
+        if key in self._arrived:
+            return self._arrived.pop(key)
+        if not wires:
+            return []
+        buffers = self._posted.pop(key)
+        return [wire.unpack(buffer) for wire, buffer in zip(wires, buffers, strict=True)]
+
+    # ---- V-shaped schedules: two neighbours on one rank --------------------------------------
+
+    def set_local_fwd_input(self, prev_stage_outputs: Any, mb_index: int) -> None:
+        """Takes activations from a stage of this rank."""
+        self._arrived["F", mb_index] = list(prev_stage_outputs)
+
+    def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
+        """Takes gradients from a stage of this rank."""
+        self._arrived["B", mb_index] = list(next_stage_bwd_outputs)
+
+    def get_local_bwd_output(self, mb_index: int) -> tuple[Tensor, ...]:
+        """Hands gradients to a stage of this rank."""
+        return tuple(self._leaving.pop(("B", mb_index), ()))
+
+    # ---- steps ---------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def forward_one_chunk(
+        self, fwd_chunk_id: int, args: Any, kwargs: Any = None, save_forward_output: bool = True
+    ) -> Any:
+        """Runs the forward of a micro-batch."""
+        self.doing = str(Action("F", self.stage_index, fwd_chunk_id))
+        received = self._take("F", fwd_chunk_id, self._activation_wires)
+        outputs = self.steps.forward(fwd_chunk_id, received, self._user[fwd_chunk_id])
+        if not self.is_last and not self._is_here(self.stage_index + 1):
+            self._leaving["F", fwd_chunk_id] = outputs
+        return outputs
+
+    def _is_here(self, stage: int) -> bool:
+        return self.stage_index_to_group_rank[stage] == self.group_rank
+
+    @torch.no_grad()
+    def backward_one_chunk(
+        self,
+        bwd_chunk_id: int,
+        loss: Any = None,
+        full_backward: bool = True,
+        last_backward: bool = False,
+    ) -> None:
+        """Runs the backward of a micro-batch, or its early half."""
+        kind = "B" if full_backward else "I"
+        self.doing = str(Action(kind, self.stage_index, bwd_chunk_id))
+        cotangents = self._take("B", bwd_chunk_id, self._cotangent_wires)
+        step = self.steps.backward if full_backward else self.steps.backward_input
+        self._leaving["B", bwd_chunk_id] = step(bwd_chunk_id, cotangents)
+
+    @torch.no_grad()
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
+        """Runs the late half of a micro-batch's backward."""
+        self.doing = str(Action("W", self.stage_index, bwd_chunk_id))
+        self.steps.backward_weight(bwd_chunk_id)
+
+    def scale_grads(self, grad_scale_factor: int) -> None:
+        """Does nothing: the loss's gradient is scaled instead."""
+
+    def perform_reduce_grad(self, grad_scale_factor: int) -> None:
+        """Does nothing: gradients are reduced after the step."""
+
+
+class Runner:
+    """One rank's stages under a schedule.
+
+    Args:
+        table: what each rank does.
+        stages: this rank's, in order.
+    """
+
+    def __init__(self, table: ActionTable, stages: Sequence[ClosureStage]) -> None:
+        self._stages = stages
+        self._num_micro_batches = table.num_micro_batches
+        self._schedule = _make(table.schedule, stages, table.num_micro_batches)
+        self._has_last = any(stage.is_last for stage in stages)
+
+    def step(self, user: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+        """Runs a step; returns the loss of each micro-batch on the rank with the last stage."""
+        for stage in self._stages:
+            stage.give(user)
+        losses: list[Tensor] = []
+        options: dict[str, Any] = {"return_outputs": False}
+        if self._has_last:
+            options |= {"target": torch.zeros(self._num_micro_batches), "losses": losses}
+        try:
+            with torch.enable_grad():
+                self._schedule.step(**options)
+        except Exception as error:
+            self._forget()
+            raise self._explained(error) from error
+        return losses
+
+    def _forget(self) -> None:
+        for stage in self._stages:
+            stage.steps.clear()
+            stage.clear_runtime_states()
+        for name in ("fwd_recv_ops", "bwd_recv_ops", "_internal_losses"):
+            with contextlib.suppress(AttributeError):
+                getattr(self._schedule, name).clear()
+
+    def _explained(self, error: Exception) -> PipelineError:
+        doing = "; ".join(f"stage {s.stage_index}: {s.doing}" for s in self._stages if s.doing)
+        rank = self._stages[0].group_rank
+        first = str(error).strip().splitlines()[:1]
+        return PipelineError(
+            f"Rank {rank} stopped in the middle of a step. Last action of {doing}. "
+            f"{type(error).__name__}: {first[0] if first else ''} If a transfer failed, the rank "
+            "at its other end has ended or hangs: look at that rank's output first."
+        )

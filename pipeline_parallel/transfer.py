@@ -1,0 +1,60 @@
+"""How one tensor travels: as a contiguous run of elements, whatever its layout.
+
+A transfer takes contiguous memory only. A dense tensor in another order of dimensions travels as
+its memory stands; dimensions that repeat one element travel once.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..reuse.types import TensorType, contiguous_stride
+
+
+class Wire:
+    """The form in which values of one type travel.
+
+    Args:
+        type_: the type at both ends.
+    """
+
+    def __init__(self, type_: TensorType) -> None:
+        self.type = type_
+        pairs = zip(type_.shape, type_.stride, strict=True)
+        self._once = tuple(1 if stride == 0 else size for size, stride in pairs)
+        core = TensorType(type_.dtype, self._once, type_.stride, type_.device)
+        self._as_it_stands = core.is_dense
+        self._num_elements = 1
+        for size in self._once:
+            self._num_elements *= size
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that travel."""
+        return self._num_elements * self.type.dtype.itemsize
+
+    def buffer(self) -> Tensor:
+        """Returns memory to receive into."""
+        return torch.empty(self._num_elements, dtype=self.type.dtype, device=self.type.device)
+
+    def pack(self, tensor: Tensor) -> Tensor:
+        """Returns what travels; the tensor's own memory where that is contiguous."""
+        for dim, size in enumerate(self._once):
+            if size != tensor.shape[dim]:
+                tensor = tensor.narrow(dim, 0, 1)
+        if self._as_it_stands:
+            return tensor.as_strided((self._num_elements,), (1,))
+        return tensor.reshape(-1).contiguous()
+
+    def unpack(self, buffer: Tensor) -> Tensor:
+        """Returns the tensor that arrived, with the layout its type asks for."""
+        type_ = self.type
+        if self._as_it_stands:
+            return buffer.as_strided(type_.shape, type_.stride)
+        whole = buffer.as_strided(self._once, contiguous_stride(self._once))
+        target = torch.empty_strided(
+            self._once, type_.stride, dtype=type_.dtype, device=type_.device
+        )
+        target.copy_(whole)
+        return target.as_strided(type_.shape, type_.stride)
