@@ -15,6 +15,8 @@ from torch import nn
 from ..reuse.errors import ReuseError
 
 _MARK = "__lazy_inline__"
+STAGE_MARK = "_lazyinline_stage"
+"""Attribute of a module that belongs to one pipeline stage."""
 _RECORD = "_lazy_inline_arguments"
 
 ModuleClass = TypeVar("ModuleClass", bound=type[nn.Module])
@@ -93,6 +95,11 @@ def _recording(init: Callable[..., None]) -> Callable[..., None]:
 def is_marked(cls: type) -> bool:
     """Whether a class, one of its bases, or their ``__init__`` carries the mark."""
     return hasattr(cls, _MARK) or hasattr(cls.__init__, _MARK)  # type: ignore[misc]
+
+
+def is_block(module: nn.Module) -> bool:
+    """Whether a module is captured as a block: its class is marked, or it is, for a stage."""
+    return is_marked(type(module)) or STAGE_MARK in vars(module)
 
 
 def is_compiled(module: nn.Module) -> bool:

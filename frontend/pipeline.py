@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..pipeline_parallel.actions import ActionTable, schedule_name
+from ..pipeline_parallel.balance import color_balanced
 from ..pipeline_parallel.coloring import color_by_marks, color_evenly
+from ..pipeline_parallel.cost import CPU_RATES, CUDA_RATES, CostModel
 from ..pipeline_parallel.cut import Colors, Stage, cut_program
+from ..pipeline_parallel.plan import PipelinePlan
+from ..pipeline_parallel.planning import make_plan
 from ..pipeline_parallel.process_groups import Ranks, ranks_of
 from ..pipeline_parallel.stage import (
     GradientSums,
@@ -25,11 +30,11 @@ from ..reuse.errors import PipelineError
 from ..reuse.leaf import without_autocast
 from ..reuse.program import ModelTensor, Program
 from .compiler import Compiler, Options, check_runnable
+from .decorator import STAGE_MARK
 from .guard import Guard
 from .training_step import LossFunction, LossModel
 
 SPLITS = ("auto", "even", "marked")
-_MARK = "_lazyinline_stage"
 
 
 def stage(module: nn.Module, number: int) -> nn.Module:
@@ -50,7 +55,7 @@ def stage(module: nn.Module, number: int) -> nn.Module:
     """
     if number < 0:
         raise PipelineError(f"stage {number}: stages are counted from 0.")
-    module.__dict__[_MARK] = number
+    module.__dict__[STAGE_MARK] = number
     return module
 
 
@@ -115,7 +120,17 @@ def pipeline(
     ranks = ranks_of(mesh, timeout_s)
     table = action_table(schedule_name(schedule), num_stages, ranks.num_ranks, micro_batches)
     compiler = Compiler(Options(reuse=reuse, backend=backend))
-    return Pipeline(LossModel(model, loss_fn), (args, kwargs or {}), compiler, ranks, table, split)
+    example = (args, kwargs or {})
+    splitting = Splitting(split, memory_bytes_per_rank)
+    return Pipeline(LossModel(model, loss_fn), example, compiler, ranks, table, splitting)
+
+
+@dataclass(frozen=True)
+class Splitting:
+    """How a model is split into stages."""
+
+    split: str
+    memory_bytes_per_rank: int | None = None
 
 
 class Pipeline:
@@ -128,7 +143,7 @@ class Pipeline:
         compiler: Compiler,
         ranks: Ranks,
         table: ActionTable,
-        split: str,
+        splitting: Splitting,
     ) -> None:
         self._model = model
         self._table = table
@@ -138,11 +153,14 @@ class Pipeline:
         captured, program = compiler.capture(model, args, kwargs, train=True)
         ranks.check_same(program, table)
         self._guard = Guard(model, captured, *pytree.flatten((args, kwargs)))
-        colors = _colors(model, program, split, table.num_stages)
+        rates = CUDA_RATES if ranks.device.type == "cuda" else CPU_RATES
+        costs = CostModel(compiler.differentiator, rates)
+        colors = _colors(model, program, splitting, table, costs)
         stages = cut_program(program, colors, table.num_stages)
         derived = differentiate_stages(
             stages, compiler.differentiator, halves=table.splits_backward
         )
+        self.plan: PipelinePlan = make_plan(derived, table, costs, rates)
         self._places = _places(program)
         self._sums = GradientSums()
         self._derived = [derived[s] for s in table.stages_of(ranks.rank)]
@@ -298,14 +316,22 @@ def _places(program: Program) -> dict[int, int]:
     return {id(source): place for place, source in enumerate(own)}
 
 
-def _colors(model: nn.Module, program: Program, split: str, num_stages: int) -> Colors:
+def _colors(
+    model: nn.Module,
+    program: Program,
+    splitting: Splitting,
+    table: ActionTable,
+    costs: CostModel,
+) -> Colors:
     marks = {
-        path: module.__dict__[_MARK]
+        path: module.__dict__[STAGE_MARK]
         for path, module in model.named_modules()
-        if _MARK in module.__dict__
+        if STAGE_MARK in module.__dict__
     }
     if marks:
-        return color_by_marks(program, marks, num_stages)
-    if split == "marked":
+        return color_by_marks(program, marks, table.num_stages)
+    if splitting.split == "marked":
         raise PipelineError('split="marked", and no module is marked with lazyinline.stage.')
-    return color_evenly(program, num_stages)
+    if splitting.split == "even":
+        return color_evenly(program, table.num_stages)
+    return color_balanced(program, costs, table, splitting.memory_bytes_per_rank)

@@ -25,7 +25,7 @@ from ..reuse.freeze import Freezer
 from ..reuse.program import UserInput
 from .contents import MISSING, Contents
 from .custom_function import TENSOR, CustomFunction
-from .decorator import is_marked
+from .decorator import is_block
 from .interception import intercepted
 from .outside_tensors import OutsideTensors
 from .regions import Region, SharingDecision, Template
@@ -204,12 +204,7 @@ class Recorder:
 
     def call(self, module: nn.Module, args: Any, kwargs: Any, proceed: Callable[..., Any]) -> Any:
         """Replaces a marked block's call by a call node where the evidence allows it."""
-        if (
-            self._quiet
-            or self.reuse == "off"
-            or module is self.model
-            or not is_marked(type(module))
-        ):
+        if self._quiet or self.reuse == "off" or module is self.model or not is_block(module):
             return proceed(module, *args, **kwargs)
         with self._bookkeeping():
             args, kwargs = self._with_fakes(args, kwargs)

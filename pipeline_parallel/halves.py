@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch.fx
 
-from ..reuse.leaf import is_view
+from ..reuse.leaf import is_view, mutated_args
 from ..reuse.program import Call, Closure, Composite, Leaf, Pack, Program, Unpack, Value
 from ..reuse.types import StructType, TensorType, Type, flatten_type
 
@@ -198,8 +198,11 @@ def _split_leaf(leaf: Leaf, early: frozenset[int]) -> Halves:
     late_outputs = tuple(i for i in range(len(groups)) if i not in early)
     early_results = [n for i in early_outputs for n in groups[i]]
     late_results = [n for i in late_outputs for n in groups[i]]
-    first = _with_picks(leaf, _ancestors(early_results))
-    allowed = {n for n in _ancestors(late_results) if n not in first or _is_free(n)}
+    if any(mutated_args(n) for n in leaf.nodes):  # order counts: all of it runs early
+        first, allowed = set(leaf.nodes), set()
+    else:
+        first = _with_picks(leaf, _ancestors(early_results))
+        allowed = {n for n in _ancestors(late_results) if n not in first or _is_free(n)}
     second = _ancestors_within(late_results, allowed)
     carried = _carried(second, late_results, first)
     entries = leaf.entries

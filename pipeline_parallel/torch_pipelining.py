@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import types
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -51,8 +52,10 @@ def action_table(
         if rank == 0
     ]
     made = _make(schedule, stages, num_micro_batches)
-    ranks = tuple(tuple(_compute_actions(made.pipeline_order[rank])) for rank in range(num_ranks))
-    return ActionTable(schedule, ranks, rank_of, num_micro_batches)
+    ranks = [list(_compute_actions(made.pipeline_order[rank])) for rank in range(num_ranks)]
+    if isinstance(made, PipelineScheduleSingle):
+        ranks = [_renumbered(actions) for actions in ranks]
+    return ActionTable(schedule, tuple(map(tuple, ranks)), rank_of, num_micro_batches)
 
 
 def _compute_actions(actions: Sequence[Any]) -> Iterator[Action]:
@@ -62,6 +65,19 @@ def _compute_actions(actions: Sequence[Any]) -> Iterator[Action]:
         for part in action.sub_actions or (action,):
             if part.computation_type.value in COMPUTE:
                 yield Action(part.computation_type.value, part.stage_index, part.microbatch_index)
+
+
+def _renumbered(actions: Sequence[Action]) -> list[Action]:
+    """Numbers micro-batches as they are run: PyTorch's table of 1F1B starts at 1 on the last rank.
+
+    (Schedules with one stage per rank do not run from their table, so that nobody noticed.)
+    """
+    counts: Counter[str] = Counter()
+    found = []
+    for action in actions:
+        found.append(Action(action.kind, action.stage, counts[action.kind]))
+        counts[action.kind] += 1
+    return found
 
 
 def _make(schedule: str, stages: Sequence[Any], num_micro_batches: int) -> Any:

@@ -1,0 +1,248 @@
+"""The plan of a pipeline: stages, costs, memory, and a simulation of the schedule.
+
+The simulator runs the same action table as the ranks do, with a duration per action, so that it
+predicts step time and bubble for predicted or for measured durations.
+"""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from ..reuse.errors import PipelineError
+from .actions import (
+    BACKWARD,
+    BACKWARD_INPUT,
+    BACKWARD_WEIGHT,
+    COMPUTE,
+    FORWARD,
+    TRAVELS_BACK,
+    Action,
+    ActionTable,
+)
+
+Durations = Callable[[Action], float]
+"""Seconds that an action takes."""
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One action in time."""
+
+    action: Action
+    rank: int
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """A simulated step."""
+
+    slots: tuple[Slot, ...]
+    num_ranks: int
+
+    @property
+    def step_s(self) -> float:
+        """When the last action ends."""
+        return max(slot.end_s for slot in self.slots)
+
+    @property
+    def bubble(self) -> float:
+        """The part of all ranks' time in which they wait."""
+        busy = sum(slot.end_s - slot.start_s for slot in self.slots)
+        whole = self.step_s * self.num_ranks
+        return 1.0 - busy / whole if whole else 0.0
+
+
+def simulate(
+    table: ActionTable, duration_s: Durations, transfer_s: Callable[[Action], float]
+) -> Timeline:
+    """Runs an action table on a model of the ranks.
+
+    Args:
+        table: what each rank does, in order.
+        duration_s: how long an action takes.
+        transfer_s: how long what an action makes travels to the next rank.
+
+    Raises:
+        PipelineError: if actions wait for each other in a circle.
+    """
+    waiting = [list(reversed(actions)) for actions in table.ranks]
+    done: dict[Action, float] = {}
+    clock = [0.0] * len(table.ranks)
+    slots: list[Slot] = []
+    while any(waiting):
+        moved = False
+        for rank, actions in enumerate(waiting):
+            while actions:
+                ready = _ready_s(actions[-1], table, done, transfer_s)
+                if ready is None:
+                    break
+                action = actions.pop()
+                start = max(clock[rank], ready)
+                clock[rank] = done[action] = start + duration_s(action)
+                slots.append(Slot(action, rank, start, clock[rank]))
+                moved = True
+        if not moved:
+            stuck = [str(actions[-1]) for actions in waiting if actions]
+            raise PipelineError(
+                f"The schedule cannot go on: {', '.join(stuck)} wait for each other."
+            )
+    return Timeline(tuple(slots), len(table.ranks))
+
+
+def _ready_s(
+    action: Action,
+    table: ActionTable,
+    done: dict[Action, float],
+    transfer_s: Callable[[Action], float],
+) -> float | None:
+    """When what an action needs is there; None if that is not known yet."""
+    times = [0.0]
+    for options in _needs(action, table.num_stages):
+        made = next((o for o in options if o in done), None)
+        if made is None:
+            return None
+        travels = table.rank_of[made.stage] != table.rank_of[action.stage]
+        times.append(done[made] + (transfer_s(made) if travels else 0.0))
+    return max(times)
+
+
+def _needs(action: Action, num_stages: int) -> list[list[Action]]:
+    """What must be done before an action: one of each list."""
+    stage, number = action.stage, action.micro_batch
+    if action.kind == FORWARD:
+        return [[Action(FORWARD, stage - 1, number)]] if stage else []
+    if action.kind == BACKWARD_WEIGHT:
+        return [[Action(BACKWARD_INPUT, stage, number)]]
+    own = [Action(FORWARD, stage, number)]
+    if stage == num_stages - 1:
+        return [own]
+    return [own, [Action(kind, stage + 1, number) for kind in TRAVELS_BACK]]
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """What one stage holds and costs, per micro-batch where it says so.
+
+    Attributes:
+        index: its number.
+        rank: where it runs.
+        num_blocks: calls in it.
+        first, last: module paths of its first and last call.
+        forward_s, backward_s: predicted, per micro-batch.
+        flops: forward and backward, per micro-batch.
+        parameter_bytes: of the model's tensors it uses.
+        gradient_bytes: of its parameters' gradients.
+        saved_bytes: kept from forward to backward, per micro-batch in flight.
+        received_bytes: what arrives for a forward, per micro-batch.
+        in_flight: most micro-batches between forward and backward.
+    """
+
+    index: int
+    rank: int
+    num_blocks: int
+    first: str
+    last: str
+    forward_s: float
+    backward_s: float
+    flops: int
+    parameter_bytes: int
+    gradient_bytes: int
+    saved_bytes: int
+    received_bytes: int
+    in_flight: int
+
+    @property
+    def flight_bytes(self) -> int:
+        """What one micro-batch in flight holds."""
+        return self.saved_bytes + self.received_bytes
+
+
+@dataclass(frozen=True)
+class PipelinePlan:
+    """A pipeline before it runs. ``print(plan)`` shows it; ``save_html`` draws it.
+
+    Attributes:
+        table: what each rank does, in order.
+        stages: all stages.
+        timeline: the predicted step.
+    """
+
+    table: ActionTable
+    stages: tuple[StagePlan, ...]
+    timeline: Timeline
+
+    @property
+    def bubble(self) -> float:
+        """Predicted part of all ranks' time in which they wait."""
+        return self.timeline.bubble
+
+    @property
+    def step_s(self) -> float:
+        """Predicted time of a step."""
+        return self.timeline.step_s
+
+    def in_flight_bytes(self, rank: int) -> int:
+        """Most bytes that a rank's micro-batches in flight hold."""
+        held = {s.index: s.flight_bytes for s in self.stages}
+        return self.table.peak_bytes(rank, held)
+
+    def peak_bytes(self, rank: int) -> int:
+        """Parameters, gradients, and micro-batches in flight of a rank at its fullest."""
+        own = [s for s in self.stages if s.rank == rank]
+        return sum(s.parameter_bytes + s.gradient_bytes for s in own) + self.in_flight_bytes(rank)
+
+    def simulated(self, measured_s: dict[tuple[int, str], float]) -> Timeline:
+        """Returns the step as it would be with measured durations of (stage, kind of action)."""
+        return simulate(self.table, lambda a: measured_s[a.stage, a.kind], lambda a: 0.0)
+
+    def __str__(self) -> str:
+        table = self.table
+        lines = [
+            f"{table.schedule}: {table.num_stages} stages on {len(table.ranks)} rank(s), "
+            f"{table.num_micro_batches} micro-batches; predicted bubble {self.bubble:.1%}",
+            f"{'stage':>5} {'rank':>4} {'calls':>5} {'GFLOP':>8} {'forward':>9} {'backward':>9} "
+            f"{'params':>9} {'saved':>9} {'in flight':>9}  layers",
+        ]
+        for s in self.stages:
+            span = s.first if s.first == s.last else f"{s.first} .. {s.last}"
+            lines.append(
+                f"{s.index:>5} {s.rank:>4} {s.num_blocks:>5} {s.flops / 1e9:>8.2f} "
+                f"{s.forward_s * 1e3:>6.2f} ms {s.backward_s * 1e3:>6.2f} ms "
+                f"{megabytes(s.parameter_bytes):>9} {megabytes(s.saved_bytes):>9} "
+                f"{s.in_flight:>9}  {span}"
+            )
+        for rank in range(len(table.ranks)):
+            lines.append(
+                f"rank {rank}: peak {megabytes(self.peak_bytes(rank))}, of it in flight "
+                f"{megabytes(self.in_flight_bytes(rank))}"
+            )
+        return "\n".join(lines)
+
+    def save_html(self, path: str | pathlib.Path) -> None:
+        """Writes a page with this table and a picture of the schedule, time by rank."""
+        from .schedule_page import page
+
+        pathlib.Path(path).write_text(page(str(self), self.timeline), encoding="utf-8")
+
+
+def megabytes(num_bytes: int) -> str:
+    """Returns a size in text."""
+    return f"{num_bytes / 2**20:.2f} MB"
+
+
+def predicted_durations(stages: Sequence[StagePlan]) -> Durations:
+    """Durations from the predicted costs; a backward's halves take half of it each."""
+    by_stage = {s.index: s for s in stages}
+
+    def duration_s(action: Action) -> float:
+        stage = by_stage[action.stage]
+        if action.kind == FORWARD:
+            return stage.forward_s
+        return stage.backward_s if action.kind == BACKWARD else stage.backward_s / 2
+
+    assert set(COMPUTE) == {FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT}
+    return duration_s

@@ -1,0 +1,81 @@
+"""Makes the plan of derived stages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..reuse.program import Composite, Program
+from ..reuse.types import TensorType
+from .actions import FORWARD, Action, ActionTable
+from .cost import CostModel, DeviceRates
+from .plan import PipelinePlan, StagePlan, predicted_durations, simulate
+from .stage import StageDerivative
+from .transfer import Wire
+
+
+def make_plan(
+    derived: Sequence[StageDerivative], table: ActionTable, costs: CostModel, rates: DeviceRates
+) -> PipelinePlan:
+    """Returns the plan of a pipeline's stages.
+
+    Args:
+        derived: every stage with its backward.
+        table: what each rank does.
+        costs: predicts durations.
+        rates: of the device, for transfers.
+    """
+    in_flight = table.in_flight()
+    stages = tuple(_stage(d, table, costs, in_flight) for d in derived)
+    sent = {(FORWARD, d.stage.index): _wire_bytes(d.stage.sent_types) for d in derived}
+    back = {d.stage.index: _wire_bytes(d.gradient_types) for d in derived}
+
+    def transfer_s(action: Action) -> float:
+        key = (action.kind, action.stage)
+        num_bytes = sent[key] if key in sent else back[action.stage]
+        return rates.transfer_latency_s + num_bytes / rates.transfer_bytes_per_s
+
+    timeline = simulate(table, predicted_durations(stages), transfer_s)
+    return PipelinePlan(table, stages, timeline)
+
+
+def _stage(
+    derived: StageDerivative, table: ActionTable, costs: CostModel, in_flight: Sequence[int]
+) -> StagePlan:
+    stage = derived.stage
+    forward_s, flops = costs.program(derived.forward)
+    backward_s = 0.0
+    for program in derived.backward:
+        seconds, more = (0.0, 0) if program is None else costs.program(program)
+        backward_s, flops = backward_s + seconds, flops + more
+    paths = [p.removeprefix("model.") for p in stage.paths] or [""]
+    owned = {id(s.tensor): s.tensor for s in stage.model_tensors}
+    return StagePlan(
+        stage.index,
+        table.rank_of[stage.index],
+        num_blocks(stage.program),
+        paths[0],
+        paths[-1],
+        forward_s,
+        backward_s,
+        flops,
+        sum(t.numel() * t.element_size() for t in owned.values()),
+        sum(t.num_bytes for _, t in derived.trained_types),
+        derived.saved_bytes,
+        sum(t.num_bytes for t in stage.received_types),
+        in_flight[stage.index],
+    )
+
+
+def num_blocks(program: Program) -> int:
+    """Returns the number of block calls: calls with a module path; parts count what is in them."""
+    total = 0
+    for call in program.calls:
+        if call.path:
+            total += 1
+        elif isinstance(call.closure, Composite):
+            total += num_blocks(call.closure.program)
+    return total
+
+
+def _wire_bytes(types: Sequence[TensorType]) -> int:
+    return sum(Wire(t).num_bytes for t in types)

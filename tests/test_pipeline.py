@@ -1,0 +1,258 @@
+"""Pipelines on real gloo processes, and on one process that holds every stage."""
+
+import contextlib
+import copy
+import datetime
+import os
+import pathlib
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from comparing import relative_error
+from torch import Tensor, nn
+
+import lazyinline
+from lazyinline import PipelineError, lazy_inline
+
+MICRO_BATCHES = 4
+BATCH = 8
+LIMIT_S = 150
+
+
+@lazy_inline
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 2 * width)
+        self.down = nn.Linear(2 * width, width)
+
+    def forward(self, x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+        y = x + self.down(F.gelu(self.up(self.norm(x)))) * scale
+        return y, scale
+
+
+class Net(nn.Module):
+    """Tied embedding and head; a table made at the start that every block uses and returns."""
+
+    def __init__(self, layers: int = 4, width: int = 8, vocab: int = 13) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocab, width)
+        self.scale = nn.Linear(1, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(layers))
+        self.head = nn.Linear(width, vocab, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
+        x = self.embedding(ids)
+        scale = self.scale(ids.float().mean(1, keepdim=True))[:, None].transpose(0, 1)
+        scale = scale.expand(ids.shape[1], -1, -1).transpose(0, 1)  # no contiguous layout
+        for block in self.blocks:
+            x, scale = block(x, scale)
+        return F.cross_entropy(self.head(x).flatten(0, 1), targets.flatten())
+
+
+def net_and_batch(**sizes: int) -> tuple[Net, tuple[Tensor, Tensor]]:
+    torch.manual_seed(0)
+    model = Net(**sizes)
+    ids, targets = torch.randint(0, 13, (2, BATCH, 5))
+    return model, (ids, targets)
+
+
+def train(pipe: Any, model: nn.Module, args: tuple[Tensor, ...], steps: int = 3) -> list[str]:
+    """Trains a pipeline beside an eager copy; returns what differs."""
+    reference = copy.deepcopy(model)
+    parameters, expected = dict(pipe.named_parameters()), dict(reference.named_parameters())
+    ours = torch.optim.AdamW(parameters.values(), lr=1e-3)
+    theirs = torch.optim.AdamW(reference.parameters(), lr=1e-3)
+    wrong = []
+    for step in range(steps):
+        theirs.zero_grad()
+        parts = zip(*(a.chunk(MICRO_BATCHES) for a in args), strict=True)
+        loss = torch.stack([reference(*part) for part in parts]).mean()
+        loss.backward()
+        found = pipe.step(*args)
+        if found is not None and relative_error(found, loss.detach()) > 1e-6:
+            wrong.append(f"step {step}: loss {found} and not {loss}")
+        for name, parameter in parameters.items():
+            want, have = expected[name].grad, parameter.grad
+            if want is None or have is None:
+                wrong += [] if want is have else [f"step {step}: {name} has one gradient only"]
+            elif not relative_error(have, want) <= 1e-5:
+                wrong.append(f"step {step}: {name} is off by {relative_error(have, want):.1e}")
+        ours.step()
+        theirs.step()
+    return wrong
+
+
+# ---- one process that holds every stage ------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    store = dist.FileStore(str(tmp_path_factory.mktemp("store") / "file"), 1)
+    dist.init_process_group("gloo", rank=0, world_size=1, store=store)
+    yield
+    dist.destroy_process_group()
+
+
+def make(model: nn.Module, args: tuple[Any, ...], schedule: str = "ZBVZeroBubble", **options: Any):
+    options = {"num_stages": 2, "micro_batches": MICRO_BATCHES, "backend": "eager", **options}
+    return lazyinline.pipeline(model, args, schedule=schedule, **options)
+
+
+@pytest.mark.parametrize(
+    "schedule", ["Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble"]
+)
+def test_stages_of_one_rank_give_what_the_model_gives(alone: None, schedule: str) -> None:
+    model, args = net_and_batch()
+    pipe = make(model, args, schedule)
+    assert not train(pipe, model, args)
+    for count in pipe.counts.values():
+        assert count.forward == 3 * MICRO_BATCHES
+        whole, early, late = count.backward, count.backward_input, count.backward_weight
+        assert (whole, early, late) in [(12, 0, 0), (0, 12, 12)]
+
+
+def test_a_buffer_that_forward_changes_is_kept_for_each_backward(alone: None) -> None:
+    class Counting(nn.Module):
+        seen: Tensor
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(3, 3)
+            self.register_buffer("seen", torch.ones(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.linear(x) * self.seen.clone()
+            self.seen.add_(x.detach().mean(0))
+            return y
+
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Counting() for _ in range(2)))
+    reference = copy.deepcopy(model)
+    x = torch.randn(BATCH, 3)
+    for number, layer in enumerate(model):
+        lazyinline.stage(layer, number)
+    pipe = make(model, (x,), "LoopedBFS", loss_fn=lambda y: y.square().mean())
+    pipe.step(x)
+    parts = [reference(part).square().mean() for part in x.chunk(MICRO_BATCHES)]
+    torch.stack(parts).mean().backward()
+    for (name, have), want in zip(model.named_parameters(), reference.parameters(), strict=True):
+        assert relative_error(have.grad, want.grad) <= 1e-5, name
+    for have, want in zip(model.buffers(), reference.buffers(), strict=True):
+        assert relative_error(have, want) <= 1e-6
+
+
+def test_marks_decide_the_stage(alone: None) -> None:
+    model, args = net_and_batch()
+    for index, block in enumerate(model.blocks):
+        lazyinline.stage(block, int(index > 0))
+    pipe = make(model, args)
+    assert not train(pipe, model, args, steps=1)
+    assert [s.num_blocks for s in pipe.plan.stages] == [1, 3]
+
+
+def test_wrong_options_say_what_to_do(alone: None) -> None:
+    model, args = net_and_batch()
+    with pytest.raises(PipelineError, match="unknown; there are"):
+        make(model, args, "2F2B")
+    with pytest.raises(PipelineError, match="cannot be split into 3"):
+        make(model, args, micro_batches=3)
+    with pytest.raises(PipelineError, match="split='best'"):
+        make(model, args, split="best")
+    lazyinline.stage(model.blocks[0], 5)
+    with pytest.raises(PipelineError, match="marked for stage 5"):
+        make(model, args)
+
+
+def test_a_changed_model_is_noticed(alone: None) -> None:
+    model, args = net_and_batch()
+    pipe = make(model, args)
+    pipe.step(*args)
+    model.eval()
+    with pytest.raises(PipelineError, match="no longer fits"):
+        pipe.step(*args)
+
+
+def test_without_processes_the_error_says_how_to_start() -> None:
+    if dist.is_initialized():
+        pytest.skip("the module's process group is up")
+    model, args = net_and_batch()
+    with pytest.raises(PipelineError, match="torchrun"):
+        make(model, args)
+
+
+# ---- real processes --------------------------------------------------------------------------
+
+
+def worker(rank: int, world: int, folder: pathlib.Path, task: str) -> None:
+    """Runs one task on one rank; what it returns goes to a file."""
+    torch.set_num_threads(1)
+    store = dist.FileStore(str(folder / "store"), world)
+    timeout = datetime.timedelta(seconds=60)
+    dist.init_process_group("gloo", rank=rank, world_size=world, store=store, timeout=timeout)
+    torch.save(globals()[task](rank, folder), folder / f"rank{rank}.pt")
+    dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def started(folder: pathlib.Path, task: str, world: int) -> Iterator[list[subprocess.Popen[str]]]:
+    """Starts the ranks and ends them whatever happens."""
+    here = pathlib.Path(__file__).parent
+    path = os.pathsep.join([str(here), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    call = "test_pipeline.worker(int(argv[1]), int(argv[2]), pathlib.Path(argv[3]), argv[4])"
+    code = f"import pathlib, test_pipeline; from sys import argv; {call}"
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", code, str(rank), str(world), str(folder), task],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(world)
+    ]
+    try:
+        yield ranks
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+
+
+def run_ranks(folder: pathlib.Path, task: str, world: int = 2) -> list[Any]:
+    deadline = time.monotonic() + LIMIT_S
+    with started(folder, task, world) as ranks:
+        for number, process in enumerate(ranks):
+            try:
+                output, _ = process.communicate(timeout=max(1.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                pytest.fail(f"rank {number} did not end within {LIMIT_S} s")
+            assert process.returncode == 0, f"rank {number}:\n{output[-4000:]}"
+    return [torch.load(folder / f"rank{r}.pt", weights_only=False) for r in range(world)]
+
+
+def train_with_schedules(rank: int, folder: pathlib.Path) -> list[str]:
+    wrong = []
+    for schedule, num_stages in (("GPipe", 2), ("1F1B", 2), ("DualPipeV", 4)):
+        model, args = net_and_batch()
+        pipe = make(model, args, schedule, num_stages=num_stages)
+        wrong += [f"{schedule}: {text}" for text in train(pipe, model, args)]
+        held = {name for name, _ in pipe.named_parameters()}
+        both_ends = schedule == "DualPipeV" or "embedding.weight" in held
+        if not both_ends or len(held) == len(list(model.parameters())):
+            wrong.append(f"{schedule}: rank {rank} holds {sorted(held)}")
+    return wrong
+
+
+def test_two_processes_give_what_one_gives(tmp_path: pathlib.Path) -> None:
+    assert run_ranks(tmp_path, "train_with_schedules") == [[], []]

@@ -1,0 +1,267 @@
+"""Pipeline passes on programs: cutting, colouring, halving, partitioning. No processes."""
+
+import itertools
+import math
+import random
+import time
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from programs import closure_depth, random_arguments, random_program
+from torch import Tensor
+
+import lazyinline
+from lazyinline import PipelineError
+from lazyinline.pipeline_parallel.actions import SCHEDULES, ActionTable
+from lazyinline.pipeline_parallel.coloring import color_by_bounds, units_of
+from lazyinline.pipeline_parallel.cut import Colors, Stage, cut_program
+from lazyinline.pipeline_parallel.halves import Splitter
+from lazyinline.pipeline_parallel.partition import partition
+from lazyinline.pipeline_parallel.torch_pipelining import action_table
+from lazyinline.pipeline_parallel.transfer import Wire
+from lazyinline.reuse.interpreter import interpret
+from lazyinline.reuse.program import Composite, Program, UserInput, walk_closures
+from lazyinline.reuse.types import TensorType
+from lazyinline.reuse.verify import verify
+
+SEEDS = range(60)
+
+
+def sourced(seed: int) -> Program:
+    """A random program without structs, whose inputs are the user's."""
+    program = random_program(seed, structs=False)
+    sources = tuple(UserInput(i, f"x{i}") for i in range(len(program.inputs)))
+    return replace(program, sources=sources)
+
+
+def places(program: Program, *, deep: bool) -> list[tuple[int, ...]]:
+    """Where a program may be cut: between calls, or between the calls of composites too."""
+    opened: set[tuple[int, ...]] = set()
+    while deep:
+        units = [p for p, c in units_of(program, opened) if isinstance(c.closure, Composite)]
+        if not units:
+            break
+        opened.update(units)
+    return [p for p, _ in units_of(program, opened)]
+
+
+def run_stages(stages: list[Stage], args: list[Any]) -> tuple[Any, ...]:
+    """Runs stage after stage, handing on what is sent."""
+    carried: tuple[Any, ...] = ()
+    for stage in stages:
+        own = [args[s.index] for s in stage.sources if isinstance(s, UserInput)]
+        carried = interpret(verify(stage.program), [*carried, *own])
+    return carried
+
+
+def assert_equal(actual: Any, expected: Any) -> None:
+    if isinstance(expected, tuple):
+        assert len(actual) == len(expected)
+        for a, e in zip(actual, expected, strict=True):
+            assert_equal(a, e)
+    else:
+        assert torch.equal(actual, expected)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_stages_in_a_row_give_what_the_whole_gives(seed: int) -> None:
+    rng = random.Random(seed)
+    program = sourced(seed)
+    candidates = places(program, deep=bool(seed % 2))[1:]
+    bounds = sorted(rng.sample(candidates, min(len(candidates), rng.randint(1, 4))))
+    num_stages = len(bounds) + 1
+    colors: Colors = color_by_bounds(program, bounds)
+    stages = cut_program(program, colors, num_stages)
+    args = random_arguments(program, seed)
+    assert_equal(run_stages(stages, args), interpret(program, args))
+
+
+def test_equal_composites_cut_alike_share_their_parts() -> None:
+    for seed in SEEDS:
+        program = sourced(seed)
+        twice = [
+            c for c in walk_closures(program) if isinstance(c, Composite) and closure_depth(c) == 1
+        ]
+        called = [i for i, c in enumerate(program.calls) if c.closure in twice]
+        if (
+            len(called) < 2
+            or program.calls[called[0]].closure is not program.calls[called[1]].closure
+        ):
+            continue
+        first, second = called[:2]
+        size = len(program.calls[first].closure.program.calls)  # type: ignore[union-attr]
+        inner = tuple(int(i > 0) for i in range(size))
+        colors = [0 if i < first else 1 for i in range(len(program.calls))]
+        late = [c + 2 for c in inner]
+        whole: list[Any] = [*colors]
+        whole[first] = inner
+        for i in range(second, len(whole)):
+            whole[i] = 3
+        whole[second] = tuple(late)
+        for i in range(first + 1, second):
+            whole[i] = 1
+        if size < 2:
+            continue
+        stages = cut_program(program, tuple(whole), 4)
+        parts = [{c.closure for c in s.program.calls} for s in stages]
+        assert parts[0] & parts[2] or parts[1] & parts[3]
+        return
+    pytest.fail("no random program calls a composite twice")
+
+
+def test_a_value_that_a_later_stage_makes_is_refused() -> None:
+    program = next(
+        p
+        for p in map(sourced, SEEDS)
+        if any(set(b.args) & set(a.results) for a, b in itertools.pairwise(p.calls))
+    )
+    index = next(
+        i
+        for i, (a, b) in enumerate(itertools.pairwise(program.calls))
+        if set(b.args) & set(a.results)
+    )
+    colors = tuple(1 if i <= index else 0 for i in range(len(program.calls)))
+    with pytest.raises(PipelineError, match="follow the order"):
+        cut_program(program, colors, 2)
+
+
+@pytest.mark.parametrize("structs", [False, True])
+def test_halves_together_give_what_the_whole_gives(structs: bool) -> None:
+    for seed in range(80):
+        rng = random.Random(seed)
+        program = random_program(seed, structs=structs)
+        closure = Composite("whole", program)
+        count = len(program.outputs)
+        early = rng.sample(range(count), rng.randint(0, count))
+        halves = Splitter().split(closure, early)
+        args = random_arguments(program, seed)
+        expected = interpret(program, args)
+        results: dict[int, Any] = {}
+        carried: list[Any] = []
+        if halves.early is not None:
+            assert isinstance(halves.early, Composite)
+            verify(halves.early.program)
+            *found, struct = interpret(halves.early.program, [args[i] for i in halves.early_inputs])
+            results.update(zip(halves.early_outputs, found, strict=True))
+            carried = [struct]
+        if halves.late is not None:
+            assert isinstance(halves.late, Composite)
+            verify(halves.late.program)
+            late = [*carried, *(args[i] for i in halves.late_inputs)]
+            found = list(interpret(halves.late.program, late))
+            results.update(zip(halves.late_outputs, found, strict=True))
+        assert_equal(tuple(results[i] for i in range(count)), expected)
+
+
+def test_no_operator_but_views_runs_in_both_halves() -> None:
+    from lazyinline.frontend.compiler import Compiler, Options
+    from lazyinline.frontend.models import DecoderBlock, llama
+
+    lazyinline.lazy_inline(DecoderBlock)
+    model, args = llama(2, hidden=16, num_heads=2, vocab=11, seq=4)
+    compiler = Compiler(Options(backend="eager"))
+    _, program = compiler.capture(model, args, {}, train=True)
+    block = next(c for c in program.closures if c.name == "DecoderBlock")
+    names = block.input_names  # type: ignore[union-attr]
+    wanted = [i for i, name in enumerate(names) if name not in ("cos_TK", "sin_TK")]
+    derivative = compiler.differentiator.vjp(block, wanted, [0])
+    assert derivative is not None
+    state = derivative.gradient_inputs.index(names.index("x_BTD"))
+    halves = Splitter().split(derivative.backward, [state])
+    assert halves.early is not None and halves.late is not None
+    products = [
+        sum(n.target is torch.ops.aten.mm.default for n in half.nodes)  # type: ignore[union-attr]
+        for half in (derivative.backward, halves.early, halves.late)
+    ]
+    assert products == [10, 5, 5]
+
+
+@pytest.mark.parametrize("num_micro_batches", [1, 8])
+def test_partition_equals_brute_force(num_micro_batches: int) -> None:
+    rng = np.random.default_rng(num_micro_batches)
+    for _ in range(100):
+        size = int(rng.integers(2, 9))
+        num_stages = int(rng.integers(1, min(size, 4) + 1))
+        times = np.full((num_stages, size + 1, size + 1), np.inf)
+        for s, i, j in np.ndindex(*times.shape):
+            if i < j and rng.random() > 0.15:
+                times[s, i, j] = rng.random() * (j - i)
+        best = math.inf
+        for cuts in itertools.combinations(range(1, size), num_stages - 1):
+            bounds = (0, *cuts, size)
+            parts = [times[s, bounds[s], bounds[s + 1]] for s in range(num_stages)]
+            if all(map(math.isfinite, parts)):
+                best = min(best, sum(parts) + (num_micro_batches - 1) * max(parts))
+        found = partition(times, num_micro_batches)
+        if found is None:
+            assert best == math.inf
+            continue
+        parts = [times[s, found.bounds[s], found.bounds[s + 1]] for s in range(num_stages)]
+        assert found.objective == pytest.approx(best)
+        assert sum(parts) + (num_micro_batches - 1) * max(parts) == pytest.approx(best)
+
+
+def test_partition_of_96_layers_over_16_stages_takes_under_a_second() -> None:
+    rng = np.random.default_rng(0)
+    times = np.full((16, 97, 97), np.inf)
+    total = np.concatenate([[0.0], np.cumsum(rng.random(96) + 1)])
+    for s, i, j in np.ndindex(*times.shape):
+        if i < j:
+            times[s, i, j] = (total[j] - total[i]) * (1 + 0.05 * max(0, j - i - 4 - s))
+    start = time.process_time()
+    assert partition(times, 64) is not None
+    assert time.process_time() - start < 1.0
+
+
+def tables() -> list[ActionTable]:
+    found = []
+    for name in SCHEDULES:
+        per_rank = 1 if name in ("GPipe", "1F1B") else 2
+        found.append(action_table(name, 4 * per_rank, 4, 8))
+    return found
+
+
+@pytest.mark.parametrize("table", tables(), ids=lambda t: t.schedule)
+def test_every_stage_runs_every_micro_batch_once(table: ActionTable) -> None:
+    for stage in range(table.num_stages):
+        own = [a for a in table.ranks[table.rank_of[stage]] if a.stage == stage]
+        by_kind: dict[str, list[int]] = {}
+        for action in own:
+            by_kind.setdefault(action.kind, []).append(action.micro_batch)
+        assert sorted(by_kind["F"]) == list(range(8))
+        whole, halves = by_kind.get("B", []), by_kind.get("I", [])
+        assert sorted(whole + halves) == list(range(8))
+        assert sorted(halves) == sorted(by_kind.get("W", []))
+
+
+@pytest.mark.parametrize(
+    ("schedule", "num_stages", "message"),
+    [
+        ("1F1B", 3, "multiple of 2"),
+        ("1F1B", 4, "one stage"),
+        ("ZBVZeroBubble", 8, "two stage"),
+    ],
+)
+def test_stages_that_a_schedule_cannot_place_are_refused(
+    schedule: str, num_stages: int, message: str
+) -> None:
+    with pytest.raises(PipelineError, match=message):
+        action_table(schedule, num_stages, 2, 8)
+
+
+@pytest.mark.parametrize(
+    ("shape", "stride"),
+    [((3, 4), (4, 1)), ((3, 4), (1, 3)), ((3, 4), (0, 1)), ((3, 4), (8, 2)), ((), ())],
+)
+def test_a_tensor_of_any_layout_travels(shape: tuple[int, ...], stride: tuple[int, ...]) -> None:
+    wire = Wire(TensorType(torch.float32, shape, stride, torch.device("cpu")))
+    tensor = torch.arange(64.0).as_strided(shape, stride, 5)
+    packed: Tensor = wire.pack(tensor)
+    buffer = wire.buffer()
+    assert packed.is_contiguous() and packed.shape == buffer.shape
+    arrived = wire.unpack(buffer.copy_(packed))
+    assert torch.equal(arrived, tensor)
+    assert arrived.stride() == stride
