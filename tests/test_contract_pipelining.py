@@ -31,7 +31,9 @@ def test_what_is_overridden_exists() -> None:
 
 def test_schedules_ask_a_stage_for_nothing_else() -> None:
     source = inspect.getsource(schedules)
-    asked = set(re.findall(r"\b(?:self\._stage|stage|stage_index_to_stage\[[^]]*\])\.(\w+)", source))
+    asked = set(
+        re.findall(r"\b(?:self\._stage|stage|stage_index_to_stage\[[^]]*\])\.(\w+)", source)
+    )
     overridden = set(vars(ClosureStage))
     assert "forward_one_chunk" in asked, "the pattern finds nothing"
     assert not asked - overridden - INHERITED, "schedules ask for something new"
