@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pathlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -199,13 +200,13 @@ class Pipeline:
         return tensors
 
     def _own_parameters(self) -> dict[str, ModelTensor]:
-        tensors = (s for d in self._derived for s in d.stage.model_tensors)
-        return {s.name: s for s in tensors if isinstance(s.tensor, nn.Parameter)}
+        own = self._own_tensors()
+        return {s.name: s for s in own if isinstance(s.tensor, nn.Parameter)}
 
     def _check_tensors(self, derived: Sequence[StageDerivative]) -> None:
         """What several ranks hold must start from the same values."""
         check_runnable(self._model)
-        own = {s.name: s.tensor for d in self._derived for s in d.stage.model_tensors}
+        own = {s.name: s.tensor for s in self._own_tensors()}
         ranks: dict[str, set[int]] = {}
         for one in derived:
             for source in one.stage.model_tensors:
@@ -219,6 +220,69 @@ class Pipeline:
             parameter = self._guard.tensors[self._places[id(source)]]
             assert isinstance(parameter, nn.Parameter)
             yield model_name(name), parameter
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Returns this rank's part of the model's state: its parameters and buffers, by name.
+
+        The parts of all ranks together are the model's whole ``state_dict`` (what several ranks
+        hold is in each of theirs), so a run may go on with another number of stages.
+        """
+        present = self._guard.tensors
+        own = {id(present[self._places[id(s)]]) for s in self._own_tensors()}
+        whole = self._model.model.state_dict(keep_vars=True)
+        if self._ranks.rank == 0:  # what no stage uses is kept too
+            own |= {id(t) for t in whole.values()} - set(map(id, present))
+        return {name: t.detach() for name, t in whole.items() if id(t) in own}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Copies this rank's part out of a whole or a partial state of the model.
+
+        Args:
+            state: tensors by the model's own names; names of other ranks are ignored.
+
+        Raises:
+            PipelineError: if a tensor of this rank is missing or has another shape.
+        """
+        own = self.state_dict()
+        found = {t.data_ptr() for n, t in own.items() if n in state}
+        missing = [n for n, t in own.items() if n not in state and t.data_ptr() not in found]
+        if missing:
+            raise PipelineError(f"The state has no {', '.join(missing[:5])} (of {len(missing)}).")
+        own = {n: t for n, t in own.items() if n in state}
+        for name, tensor in own.items():
+            if state[name].shape != tensor.shape:
+                raise PipelineError(
+                    f"{name} has the shape {tuple(tensor.shape)}, and in the state "
+                    f"{tuple(state[name].shape)}."
+                )
+        with torch.no_grad():
+            for name, tensor in own.items():
+                tensor.copy_(state[name])
+
+    def save(self, folder: str | pathlib.Path) -> pathlib.Path:
+        """Writes this rank's part to ``folder/stages-K.pt`` (its first stage is K)."""
+        path = pathlib.Path(folder) / f"stages-{self._derived[0].stage.index}.pt"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if self._ranks.is_first_replica:
+            torch.save(self.state_dict(), path)
+        return path
+
+    def load(self, folder: str | pathlib.Path) -> None:
+        """Loads this rank's part from what the ranks of any pipeline of this model saved.
+
+        Raises:
+            PipelineError: if nothing was saved there, or a tensor is missing.
+        """
+        files = sorted(pathlib.Path(folder).glob("stages-*.pt"))
+        if not files:
+            raise PipelineError(f"There is no stages-*.pt in {folder}.")
+        state: dict[str, Tensor] = {}
+        for path in files:
+            state.update(torch.load(path, map_location="cpu", mmap=True))
+        self.load_state_dict(state)
+
+    def _own_tensors(self) -> list[ModelTensor]:
+        return [s for d in self._derived for s in d.stage.model_tensors]
 
     @property
     def counts(self) -> dict[int, StageCounts]:

@@ -48,6 +48,11 @@ class Ranks:
         """Ranks of one pipeline."""
         return len(self.rows[0])
 
+    @property
+    def is_first_replica(self) -> bool:
+        """Whether this rank's pipeline is the first of those that hold the same stages."""
+        return dist.get_rank() in self.rows[0]
+
     def check_same(self, program: Program, table: ActionTable) -> None:
         """Raises PipelineError on every rank if ranks have captured or asked for other things."""
         own = {

@@ -182,14 +182,6 @@ def test_a_changed_model_is_noticed(alone: None) -> None:
         pipe.step(*args)
 
 
-def test_without_processes_the_error_says_how_to_start() -> None:
-    if dist.is_initialized():
-        pytest.skip("the module's process group is up")
-    model, args = net_and_batch()
-    with pytest.raises(PipelineError, match="torchrun"):
-        make(model, args)
-
-
 # ---- real processes --------------------------------------------------------------------------
 
 
@@ -256,3 +248,97 @@ def train_with_schedules(rank: int, folder: pathlib.Path) -> list[str]:
 
 def test_two_processes_give_what_one_gives(tmp_path: pathlib.Path) -> None:
     assert run_ranks(tmp_path, "train_with_schedules") == [[], []]
+
+
+def save_and_resume(rank: int, folder: pathlib.Path) -> list[str]:
+    """Two ranks train and save; they go on with four stages, from what both saved."""
+    model, args = net_and_batch()
+    pipe = make(model, args, "1F1B")
+    wrong = train(pipe, model, args, steps=1)
+    pipe.save(folder / "checkpoint")
+    dist.barrier()
+    torch.manual_seed(1)
+    other = Net()
+    resumed = make(other, args, "Interleaved1F1B", num_stages=4)
+    resumed.load(folder / "checkpoint")
+    for part in (folder / "checkpoint").glob("stages-*.pt"):
+        saved = torch.load(part)
+        for name, tensor in resumed.state_dict().items():
+            if name in saved and not torch.equal(saved[name], tensor):
+                wrong.append(f"{name} was not loaded")
+    full = {k: v for p in (folder / "checkpoint").glob("*.pt") for k, v in torch.load(p).items()}
+    other.load_state_dict(full)
+    return wrong + train(resumed, other, args, steps=1)
+
+
+def test_a_run_goes_on_with_another_number_of_stages(tmp_path: pathlib.Path) -> None:
+    assert run_ranks(tmp_path, "save_and_resume") == [[], []]
+
+
+def disagree(rank: int, folder: pathlib.Path) -> list[str]:
+    messages = []
+    model, args = net_and_batch(layers=4 + rank)
+    try:
+        make(model, args, "1F1B")
+    except PipelineError as error:
+        messages.append(str(error))
+    model, args = net_and_batch()
+    with torch.no_grad():
+        model.embedding.weight[0, 0] += rank
+    try:
+        make(model, args, "1F1B")
+    except PipelineError as error:
+        messages.append(str(error))
+    return messages
+
+
+def test_ranks_that_differ_are_noticed_at_the_start(tmp_path: pathlib.Path) -> None:
+    for messages in run_ranks(tmp_path, "disagree"):
+        assert "model (its captured program)" in messages[0] and "rank(s) [1]" in messages[0]
+        assert "embedding.weight" in messages[1]
+
+
+def train_until_killed(rank: int, folder: pathlib.Path) -> None:
+    model, args = net_and_batch()
+    pipe = make(model, args, "1F1B", timeout_s=30.0)
+    pipe.step(*args)
+    (folder / f"ready{rank}").touch()
+    while True:
+        pipe.step(*args)
+
+
+def test_a_killed_rank_ends_the_other_with_an_error_that_says_where(
+    tmp_path: pathlib.Path,
+) -> None:
+    with started(tmp_path, "train_until_killed", 2) as ranks:
+        deadline = time.monotonic() + LIMIT_S
+        while len(list(tmp_path.glob("ready*"))) < 2:
+            assert time.monotonic() < deadline and all(r.poll() is None for r in ranks)
+            time.sleep(0.2)
+        ranks[1].kill()
+        killed = time.monotonic()
+        output, _ = ranks[0].communicate(timeout=60)
+        assert time.monotonic() - killed < 60
+    assert ranks[0].returncode != 0
+    last = output.strip().splitlines()[-1]
+    assert "PipelineError: Rank 0 stopped" in last, output[-3000:]
+    assert "stage 0: " in last and "stage 1" in last
+    print(last)
+
+
+def average_over_replicas(rank: int, folder: pathlib.Path) -> list[str]:
+    """Two pipelines of two ranks: each has half of the batch."""
+    mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "pipeline"))
+    model, args = net_and_batch()
+    reference = copy.deepcopy(model)
+    half = [a.chunk(2)[mesh.get_local_rank("data")] for a in args]
+    pipe = make(model, tuple(half), "1F1B", mesh=mesh)
+    pipe.step(*half)
+    reference(*args).backward()
+    expected = dict(reference.named_parameters())
+    errors = {n: relative_error(p.grad, expected[n].grad) for n, p in pipe.named_parameters()}
+    return [f"{name}: {error:.1e}" for name, error in errors.items() if error > 1e-5]
+
+
+def test_replicas_average_their_gradients(tmp_path: pathlib.Path) -> None:
+    assert run_ranks(tmp_path, "average_over_replicas", world=4) == [[]] * 4

@@ -265,3 +265,8 @@ def test_a_tensor_of_any_layout_travels(shape: tuple[int, ...], stride: tuple[in
     arrived = wire.unpack(buffer.copy_(packed))
     assert torch.equal(arrived, tensor)
     assert arrived.stride() == stride
+
+
+def test_without_processes_the_error_says_how_to_start() -> None:
+    with pytest.raises(PipelineError, match="torchrun"):
+        lazyinline.pipeline(torch.nn.Linear(2, 2), (), num_stages=2, micro_batches=2)
