@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..backend.runtime import ReplayRuntime
 from ..pipeline_parallel.actions import ActionTable, schedule_name
 from ..pipeline_parallel.balance import color_balanced
 from ..pipeline_parallel.coloring import color_by_marks, color_evenly
@@ -23,6 +24,7 @@ from ..pipeline_parallel.stage import (
     Run,
     StageCounts,
     StageDerivative,
+    StageRuntime,
     StageSteps,
     differentiate_stages,
 )
@@ -33,6 +35,7 @@ from ..reuse.program import ModelTensor, Program
 from .compiler import Compiler, Options, check_runnable
 from .decorator import STAGE_MARK
 from .guard import Guard
+from .report import CompileReport
 from .training_step import LossFunction, LossModel
 
 SPLITS = ("auto", "even", "marked")
@@ -167,6 +170,8 @@ class Pipeline:
         self._derived = [derived[s] for s in table.stages_of(ranks.rank)]
         self._parameters = self._own_parameters()
         self._check_tensors(derived)
+        self.arena_bytes: dict[int, int] = {}
+        self.last_report = CompileReport(True, compiler.options.backend, compiler.options.reuse)
         self._steps = self._compile(compiler)
         from ..pipeline_parallel.torch_pipelining import ClosureStage, Runner
 
@@ -177,17 +182,32 @@ class Pipeline:
 
     def _compile(self, compiler: Compiler) -> list[StageSteps]:
         """Compiles what this rank runs; closures that stages share are compiled once."""
-        programs: list[Program] = []
-        for derived in self._derived:
-            programs += [derived.forward, *(p for p in derived.backward if p is not None)]
-        runs = iter(compiler.executables(programs))
+        seed = 1.0 / self._table.num_micro_batches
         found = []
-        for derived in self._derived:
-            own: list[Run | None] = [next(runs).run]
-            own += [None if p is None else next(runs).run for p in derived.backward]
-            seed = 1.0 / self._table.num_micro_batches
+        for derived, (runtime, halves) in zip(self._derived, self._runtimes(compiler), strict=True):
             tensors = self._tensors_of(derived.stage)
-            found.append(StageSteps(derived, own, tensors, self._sums, seed))
+            found.append(StageSteps(derived, runtime, halves, tensors, self._sums, seed))
+        return found
+
+    def _runtimes(self, compiler: Compiler) -> list[tuple[StageRuntime, list[Run | None]]]:
+        """What runs each stage of this rank: planned arenas, or closures one by one if halved."""
+        if not self._table.splits_backward:
+            parts = [(d.stage.sourced_program, d.derivative) for d in self._derived]
+            runtimes = compiler.runtimes(parts, self.last_report)
+            self.arena_bytes = {
+                d.stage.index: size for d, (_, size) in zip(self._derived, runtimes, strict=True)
+            }
+            return [(runtime, []) for runtime, _ in runtimes]
+        programs = [p for d in self._derived for p in (d.forward, *d.backward) if p is not None]
+        made = iter(compiler.executables(programs))
+        found: list[tuple[StageRuntime, list[Run | None]]] = []
+        for derived in self._derived:
+            outputs = len(derived.stage.program.outputs)
+            forward: StageRuntime = ReplayRuntime(next(made), None, outputs)
+            runs: list[Run | None] = [
+                None if p is None else next(made).run for p in derived.backward
+            ]
+            found.append((forward, runs))
         return found
 
     def _tensors_of(self, stage: Stage) -> Callable[[], list[Tensor]]:

@@ -56,6 +56,14 @@ class Stage:
     paths: tuple[str, ...]
 
     @property
+    def sourced_program(self) -> Program:
+        """The program with a source for each input; what it receives counts as the user's."""
+        received = tuple(UserInput(i, f"received{i}") for i in range(self.num_received))
+        writes = tuple((output, self.num_received + i) for output, i in self.writes)
+        body = self.program
+        return Program(body.inputs, body.calls, body.outputs, (*received, *self.sources), writes)
+
+    @property
     def received_types(self) -> tuple[TensorType, ...]:
         """Types of what it receives."""
         return _tensor_types(self.program.inputs[: self.num_received])

@@ -139,13 +139,32 @@ class Reduction:
     num_replicas: int
 
     def run(self) -> None:
-        """Sums over stages, then averages over replicas."""
-        for name, group in self.shared.items():
-            dist.all_reduce(self.sums.buffers[name], group=group)
-        if self.data_group is not None:
-            for flat in self.sums.flat:
-                dist.all_reduce(flat, group=self.data_group)
-                flat.div_(self.num_replicas)
+        """Sums over stages, then averages over replicas.
+
+        Raises:
+            PipelineError: if another rank has ended, or does not answer in time.
+        """
+        doing = ""
+        try:
+            for name, group in self.shared.items():
+                doing = f"the gradient of {name} was summed over the stages that use it"
+                dist.all_reduce(self.sums.buffers[name], group=group)
+            if self.data_group is not None:
+                doing = f"gradients were averaged over {self.num_replicas} replicas"
+                for flat in self.sums.flat:
+                    dist.all_reduce(flat, group=self.data_group)
+                    flat.div_(self.num_replicas)
+        except RuntimeError as error:
+            raise PipelineError(
+                f"Rank {dist.get_rank()} stopped while {doing}. {first_line(error)} Another rank "
+                "has ended or hangs: look at its output first."
+            ) from error
+
+
+def first_line(error: BaseException) -> str:
+    """Returns an error's class and the first line of its text."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"
 
 
 def ranks_of(mesh: Any, timeout_s: float) -> Ranks:

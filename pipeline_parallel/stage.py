@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -23,6 +24,16 @@ from .halves import Halves, Splitter
 
 Run = Callable[[list[Tensor]], list[Tensor]]
 """Runs a program on flat inputs; may empty the list."""
+
+
+class StageRuntime(Protocol):
+    """Runs a stage's forward, and the whole backward of the same flight."""
+
+    def forward(self, inputs: list[Tensor]) -> tuple[list[Tensor], Any]:
+        """Returns the stage program's outputs, and what the backward needs besides."""
+
+    def backward(self, flight: Any, operands: Sequence[Tensor], graph: str) -> list[Tensor]:
+        """Returns the gradients; ``operands`` are kept inputs and outputs, then cotangents."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -204,7 +215,7 @@ class GradientSums:
 class _Flight:
     """What one micro-batch keeps between its forward and its backward."""
 
-    saved: list[Tensor]
+    saved: Any
     kept: list[Tensor]
 
 
@@ -224,7 +235,9 @@ class StageSteps:
 
     Args:
         derived: the stage and its backward.
-        runs: what runs ``derived.forward`` and each of ``derived.backward``.
+        runtime: runs the forward, and the whole backward.
+        halves: run the early and the late half, where the backward is split; the runtime's flights
+            are then lists of the saved tensors.
         tensors: the model's tensors, in the order of ``stage.model_tensors``; called anew in every
             step, so that a replaced tensor is found.
         sums: where gradients of parameters go.
@@ -232,7 +245,8 @@ class StageSteps:
     """
 
     derived: StageDerivative
-    runs: Sequence[Run | None]
+    runtime: StageRuntime
+    halves: Sequence[Run | None]
     tensors: Callable[[], Sequence[Tensor]]
     sums: GradientSums
     seed: float
@@ -242,7 +256,6 @@ class StageSteps:
         self._flights: dict[int, _Flight] = {}
         self._waiting: dict[int, list[Tensor]] = {}
         stage, derivative = self.derived.stage, self.derived.derivative
-        self._num_outputs = len(stage.program.outputs)
         first = stage.num_received
         self._written = {first + i for _, i in stage.writes}
         if derivative is not None:
@@ -261,16 +274,14 @@ class StageSteps:
         self.counts.forward += 1
         stage, derivative = self.derived.stage, self.derived.derivative
         inputs = [*received, *self._own_inputs(user)]
-        run = self.runs[0]
-        assert run is not None
-        outputs = run(list(inputs))
+        outputs, flight = self.runtime.forward(list(inputs))
         if derivative is not None:
             kept = [self._snapshot(i, inputs[i]) for i in derivative.kept_inputs]
             kept += [outputs[i] for i in derivative.kept_outputs]
-            self._flights[micro_batch] = _Flight(outputs[self._num_outputs :], kept)
+            self._flights[micro_batch] = _Flight(flight, kept)
         for output, target in stage.writes:
             inputs[stage.num_received + target].copy_(outputs[output])
-        return tuple(outputs[: self._num_outputs - len(stage.writes)])
+        return tuple(outputs[: len(outputs) - len(stage.writes)])
 
     def _own_inputs(self, user: Sequence[Tensor]) -> list[Tensor]:
         tensors = iter(self.tensors())
@@ -294,9 +305,9 @@ class StageSteps:
         if self.derived.derivative is None:
             return ()
         self.counts.backward += 1
-        run = self.runs[1]
-        assert run is not None
-        gradients = run(self._operands(micro_batch, cotangents))
+        flight = self._flights.pop(micro_batch)
+        operands = [*flight.kept, *self._cotangents(cotangents)]
+        gradients = self.runtime.backward(flight.saved, operands, "free")
         num_sent = len(self.derived.gradients_sent)
         self._accumulate(gradients[num_sent:])
         return tuple(gradients[:num_sent])
@@ -307,12 +318,14 @@ class StageSteps:
         if halves is None:
             return ()
         self.counts.backward_input += 1
-        operands = self._grouped(self._operands(micro_batch, cotangents))
+        flight = self._flights.pop(micro_batch)
+        rest = [*flight.kept, *self._cotangents(cotangents)]
+        operands = [flight.saved, *([tensor] for tensor in rest)]
         late = [t for i in halves.late_inputs for t in operands[i]]
         if halves.early is None:
             self._waiting[micro_batch] = late
             return ()
-        run = self.runs[1]
+        run = self.halves[0]
         assert run is not None
         results = run([t for i in halves.early_inputs for t in operands[i]])
         num_sent = len(self.derived.gradients_sent)
@@ -326,26 +339,17 @@ class StageSteps:
             return
         self.counts.backward_weight += 1
         operands = self._waiting.pop(micro_batch)
-        run = self.runs[2]
+        run = self.halves[1]
         if run is not None:
             self._accumulate(run(operands))
 
-    def _operands(self, micro_batch: int, cotangents: Sequence[Tensor]) -> list[Tensor]:
-        flight = self._flights.pop(micro_batch)
+    def _cotangents(self, arrived: Sequence[Tensor]) -> list[Tensor]:
+        """Those that the backward takes; on the last stage the seed of the loss."""
         if self.derived.stage.num_sent == 0:
             type_ = self.derived.cotangent_types[0]
-            cotangents = [
-                torch.full(type_.shape, self.seed, dtype=type_.dtype, device=type_.device)
-            ]
-        used = [cotangents[k] for k in self._used_cotangents]
-        return [*flight.saved, *flight.kept, *used]
-
-    def _grouped(self, flat: Sequence[Tensor]) -> list[list[Tensor]]:
-        """Flat operands of the backward, by operand: the saved struct first, then tensors."""
-        derivative = self.derived.derivative
-        assert derivative is not None
-        num_saved = len(flat_types([derivative.saved_type]))
-        return [list(flat[:num_saved]), *([t] for t in flat[num_saved:])]
+            seed = torch.full(type_.shape, self.seed, dtype=type_.dtype, device=type_.device)
+            return [seed]
+        return [arrived[k] for k in self._used_cotangents]
 
     def _accumulate(self, gradients: Sequence[Tensor]) -> None:
         for name, gradient in zip(self._trained, gradients, strict=True):

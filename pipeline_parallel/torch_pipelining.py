@@ -22,6 +22,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleMulti, Pipeli
 
 from ..reuse.errors import PipelineError
 from .actions import COMPUTE, SCHEDULES, Action, ActionTable, rank_of_stages
+from .process_groups import first_line
 from .stage import StageSteps
 from .transfer import Wire
 
@@ -312,9 +313,8 @@ class Runner:
     def _explained(self, error: Exception) -> PipelineError:
         doing = "; ".join(f"stage {s.stage_index}: {s.doing}" for s in self._stages if s.doing)
         rank = self._stages[0].group_rank
-        first = str(error).strip().splitlines()[:1]
         return PipelineError(
             f"Rank {rank} stopped in the middle of a step. Last action of {doing}. "
-            f"{type(error).__name__}: {first[0] if first else ''} If a transfer failed, the rank "
+            f"{first_line(error)} If a transfer failed, the rank "
             "at its other end has ended or hangs: look at that rank's output first."
         )

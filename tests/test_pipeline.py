@@ -322,8 +322,8 @@ def test_a_killed_rank_ends_the_other_with_an_error_that_says_where(
     assert ranks[0].returncode != 0
     last = output.strip().splitlines()[-1]
     assert "PipelineError: Rank 0 stopped" in last, output[-3000:]
-    assert "stage 0: " in last and "stage 1" in last
-    print(last)
+    in_schedule = "stage 0: " in last and "stage 1" in last
+    assert in_schedule or "the gradient of embedding.weight" in last.replace("model.", ""), last
 
 
 def average_over_replicas(rank: int, folder: pathlib.Path) -> list[str]:
