@@ -8,13 +8,12 @@ and cotangents; it returns gradients.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.fx
 
-from ..reuse.leaf import flat_types, is_active, is_view, make_leaf, without_autocast
+from ..reuse.leaf import flat_types, is_active, make_leaf, without_autocast
 from ..reuse.program import (
     Call,
     Closure,
@@ -24,38 +23,30 @@ from ..reuse.program import (
     Program,
     Unpack,
     Value,
-    input_nodes,
 )
 from ..reuse.types import StructType, TensorType, flatten_type
+from .choices import Choice, Cut, PerCall, Whole
+from .joint_cut import copy_joint, cut_joint
+from .pair import Derivative, cotangent_type, hand_over_views, make_pair
+from .replay import Replayer, run_again
 from .torch_autograd import Decompositions, JointTrace, partition
 
 
-@dataclass(frozen=True, eq=False)
-class Derivative:
-    """Forward and backward of one closure, for one choice of what is differentiated.
+@dataclass(frozen=True)
+class Request:
+    """What a derivative is asked for.
 
     Attributes:
-        forward: results are the primal's results, then the saved struct.
-        backward: operands are the saved struct, ``kept_inputs``, ``kept_outputs``, then a cotangent
-            for each of ``cotangent_outputs``; results are gradients of ``gradient_inputs``.
+        closure: the primal.
+        inputs: positions of the inputs whose gradients are wanted.
+        outputs: positions of the outputs that have a cotangent.
+        choice: what is saved; None saves what the recipe says.
     """
 
-    forward: Closure
-    backward: Closure
-    kept_inputs: tuple[int, ...]
-    kept_outputs: tuple[int, ...]
-    cotangent_outputs: tuple[int, ...]
-    gradient_inputs: tuple[int, ...]
-
-    @property
-    def saved_type(self) -> StructType:
-        """Type of the saved struct."""
-        saved = self.forward.output_types[-1]
-        assert isinstance(saved, StructType)
-        return saved
-
-
-Request = tuple[Closure, tuple[int, ...], tuple[int, ...]]
+    closure: Closure
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    choice: Choice | None = None
 
 
 def _unchanged(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
@@ -91,11 +82,18 @@ class Differentiator:
     def __init__(self, recipe_for: Callable[[Leaf], Recipe]) -> None:
         self._recipe_for = recipe_for
         self._derivatives: dict[Request, Derivative | None] = {}
+        self._joints: dict[Request, tuple[JointTrace, Recipe]] = {}
+        self._sites: dict[Request, tuple[Request | None, ...]] = {}
+        self._replayer = Replayer()
         self._activity: dict[tuple[Closure, tuple[bool, ...]], tuple[bool, ...]] = {}
         self._adders: dict[TensorType, Leaf] = {}
 
     def vjp(
-        self, closure: Closure, inputs: Sequence[int], outputs: Sequence[int]
+        self,
+        closure: Closure,
+        inputs: Sequence[int],
+        outputs: Sequence[int],
+        choice: Choice | None = None,
     ) -> Derivative | None:
         """Returns the derivative of a closure, or None if no gradient flows.
 
@@ -103,40 +101,74 @@ class Differentiator:
             closure: the primal.
             inputs: positions of the inputs whose gradients are wanted.
             outputs: positions of the outputs that have a cotangent.
+            choice: what is saved and what is computed again; None saves what the recipe says.
         """
-        request = (closure, tuple(inputs), tuple(outputs))
+        return self.of(Request(closure, tuple(inputs), tuple(outputs), choice))
+
+    def of(self, request: Request) -> Derivative | None:
+        """Returns the derivative for a request; see :meth:`vjp`."""
         if request not in self._derivatives:
-            self._derivatives[request] = self._make(*request)
+            self._derivatives[request] = self._make(request)
         return self._derivatives[request]
 
-    def _make(
-        self, closure: Closure, inputs: tuple[int, ...], outputs: tuple[int, ...]
-    ) -> Derivative | None:
-        if not inputs or not outputs:
+    def sites(self, request: Request) -> tuple[Request | None, ...]:
+        """Returns what a composite's derivative asks of each of its calls, in their order."""
+        self.of(request)
+        return self._sites.get(request, ())
+
+    def _make(self, request: Request) -> Derivative | None:
+        if not request.inputs or not request.outputs:
             return None
-        if isinstance(closure, Leaf):
-            return self._leaf(closure, inputs, outputs)
-        assert isinstance(closure, Composite), "pack and unpack appear only after differentiation"
-        return _Reversal(self, closure, inputs, outputs).derivative()
+        if isinstance(request.choice, Whole):
+            return self._called_again(request)
+        if isinstance(request.closure, Leaf):
+            return self._leaf(request, request.closure)
+        assert isinstance(request.closure, Composite), "pack and unpack come from differentiation"
+        reversal = _Reversal(self, request, request.closure)
+        derivative = reversal.derivative()
+        self._sites[request] = reversal.sites()
+        return derivative
 
     # ---- leaves --------------------------------------------------------------------------
 
     @without_autocast
-    def _leaf(
-        self, leaf: Leaf, inputs: tuple[int, ...], outputs: tuple[int, ...]
-    ) -> Derivative | None:
-        types, recipe = flat_types(leaf.input_types), self._recipe_for(leaf)
-        module = recipe.rewrite(leaf.module)
-        joint = JointTrace(module, types, inputs, outputs, recipe.decompositions)
+    def joint(self, request: Request) -> JointTrace | None:
+        """Returns the joint graph of a leaf, ready to be cut; None if no gradient flows."""
+        joint, _ = self._traced(request)
+        return joint if joint.tangent_outputs and joint.grad_inputs else None
+
+    def _traced(self, request: Request) -> tuple[JointTrace, Recipe]:
+        """Traces a leaf's joint graph once, whatever is chosen later."""
+        leaf, plain = request.closure, replace(request, choice=None)
+        assert isinstance(leaf, Leaf)
+        if plain not in self._joints:
+            types, recipe = flat_types(leaf.input_types), self._recipe_for(leaf)
+            module = recipe.rewrite(leaf.module)
+            joint = JointTrace(module, types, request.inputs, request.outputs, recipe.decompositions)
+            if recipe.joint_pass is not None and joint.tangent_outputs and joint.grad_inputs:
+                joint.graph_module = recipe.joint_pass(joint.graph_module)
+            self._joints[plain] = (joint, recipe)
+        return self._joints[plain]
+
+    @without_autocast
+    def _leaf(self, request: Request, leaf: Leaf) -> Derivative | None:
+        joint, recipe = self._traced(request)
         if not joint.tangent_outputs or not joint.grad_inputs:
             return None
-        if recipe.joint_pass is not None:
-            joint.graph_module = recipe.joint_pass(joint.graph_module)
-        forward, backward = partition(joint.graph_module, joint.num_outputs, recipe.policy)
-        _hand_over_views(forward, backward)
-        return _pair(leaf, forward, backward, joint, recipe.kernels)
+        graph, number = joint.graph_module, joint.num_outputs
+        if isinstance(request.choice, Cut):
+            forward, backward = cut_joint(graph, number, request.choice.saved)
+        else:
+            forward, backward = partition(copy_joint(graph), number, recipe.policy)
+        hand_over_views(forward, backward)
+        return make_pair(leaf, forward, backward, joint, recipe.kernels)
 
     # ---- programs ------------------------------------------------------------------------
+
+    def _called_again(self, request: Request) -> Derivative | None:
+        """The derivative whose backward first calls the forward again."""
+        plain = self.of(replace(request, choice=None))
+        return None if plain is None else run_again(request.closure, plain, self._replayer)
 
     def active_outputs(self, closure: Closure, active: Sequence[bool]) -> tuple[bool, ...]:
         """Says which results of a closure may depend on the active operands, differentiably."""
@@ -170,43 +202,6 @@ def active_values(
     return found
 
 
-def _hand_over_views(forward: torch.fx.GraphModule, backward: torch.fx.GraphModule) -> None:
-    """Lets the backward take its views of inputs itself, so that the inputs are handed over.
-
-    A saved view of a parameter would hide from autograd that the parameter is needed again, and a
-    change between forward and backward would go unnoticed.
-    """
-    by_name = {n.name: n for n in forward.graph.nodes}
-    entry: dict[str, torch.fx.Node] = {n.name: n for n in input_nodes(backward)}
-    first = next(n for n in backward.graph.nodes if n.op != "placeholder")
-    for name, placeholder in list(entry.items()):
-        chain = _view_chain(by_name[name]) if name in by_name else []
-        if not chain:
-            continue
-        source = chain[0].all_input_nodes[0]
-        if source.name not in entry:
-            with backward.graph.inserting_before(placeholder):
-                entry[source.name] = backward.graph.placeholder(source.name)
-            entry[source.name].meta.update(source.meta)
-        value = entry[source.name]
-        with backward.graph.inserting_before(first):
-            for node in chain:
-                moved = {node.all_input_nodes[0]: value}
-                value = backward.graph.node_copy(node, moved.__getitem__)
-        placeholder.replace_all_uses_with(value)
-        backward.graph.erase_node(placeholder)
-    backward.recompile()
-
-
-def _view_chain(node: torch.fx.Node) -> list[torch.fx.Node]:
-    """Returns the views that lead from an input to a node, or nothing if it is not such a view."""
-    chain: list[torch.fx.Node] = []
-    while is_view(node) and len(node.all_input_nodes) == 1:
-        chain.append(node)
-        node = node.all_input_nodes[0]
-    return chain[::-1] if node.op == "placeholder" else []
-
-
 def passed_through(program: Program) -> dict[Value, Value]:
     """Maps each result that is really an operand, returned as it came, to that operand."""
     same: dict[Value, Value] = {}
@@ -222,108 +217,22 @@ def passed_through(program: Program) -> dict[Value, Value]:
     return same
 
 
-def _pair(
-    leaf: Leaf,
-    forward: torch.fx.GraphModule,
-    backward: torch.fx.GraphModule,
-    joint: JointTrace,
-    kernels: str,
-) -> Derivative:
-    """Reads the boundary of a partitioned leaf: what is saved, and what is handed over."""
-    primals = [n.name for n in input_nodes(forward)]
-    results = [o.name if isinstance(o, torch.fx.Node) else "" for o in _outputs(forward)]
-    primal_results = results[: joint.num_outputs]
-    needed = [n.name for n in input_nodes(backward)]
-    tangents = [n for n in needed if n.startswith("tangents_")]
-    kept_inputs = [primals.index(n) for n in needed if n in primals]
-    kept_outputs = [
-        primal_results.index(n) for n in needed if n in primal_results and n not in primals
-    ]
-    known = {*primals, *primal_results, *tangents}
-    saved = [n for n in needed if n not in known]
-    saved_type = _reorder_outputs(forward, joint.num_outputs, saved)
-    order = [*saved, *(primals[i] for i in kept_inputs), *(primal_results[i] for i in kept_outputs)]
-    _reorder_inputs(backward, [*order, *tangents])
-    cotangents = tuple(joint.tangent_outputs[int(n.split("_")[1]) - 1] for n in tangents)
-    forward_leaf = Leaf(
-        f"{leaf.name}.forward",
-        forward,
-        leaf.input_types,
-        (*leaf.output_types, saved_type),
-        leaf.input_names,
-        "aten",
-        kernels,
-    )
-    kept = [leaf.input_types[i] for i in kept_inputs] + [leaf.output_types[i] for i in kept_outputs]
-    backward_leaf = Leaf(
-        f"{leaf.name}.backward",
-        backward,
-        (saved_type, *kept, *(_cotangent_type(leaf.output_types[i]) for i in cotangents)),
-        tuple(_cotangent_type(leaf.input_types[i]) for i in joint.grad_inputs),
-        level="aten",
-        kernels=kernels,
-    )
-    return Derivative(
-        forward_leaf,
-        backward_leaf,
-        tuple(kept_inputs),
-        tuple(kept_outputs),
-        cotangents,
-        joint.grad_inputs,
-    )
-
-
-def _cotangent_type(type_: object) -> TensorType:
-    assert isinstance(type_, TensorType)
-    return type_.cotangent()
-
-
-def _outputs(module: torch.fx.GraphModule) -> list[Any]:
-    outputs = module.graph.output_node().args[0]
-    assert isinstance(outputs, (tuple, list))
-    return list(outputs)
-
-
-def _reorder_outputs(
-    module: torch.fx.GraphModule, num_outputs: int, saved: Sequence[str]
-) -> StructType:
-    """Makes the saved tensors follow the primal results, in the given order."""
-    by_name = {n.name: n for n in module.graph.nodes}
-    keep = _outputs(module)[:num_outputs] + [by_name[name] for name in saved]
-    module.graph.output_node().args = (tuple(keep),)
-    module.graph.eliminate_dead_code()
-    module.recompile()
-    return StructType(tuple(TensorType.of(by_name[name].meta["val"]) for name in saved))
-
-
-def _reorder_inputs(module: torch.fx.GraphModule, names: Sequence[str]) -> None:
-    """Puts placeholders into the given order; all of them are named."""
-    by_name = {n.name: n for n in input_nodes(module)}
-    assert set(names) == set(by_name), (names, list(by_name))
-    anchor = next(iter(module.graph.nodes))
-    for name in names:
-        node = by_name[name]
-        if node is not anchor:
-            anchor.prepend(node)
-        else:
-            anchor = anchor.next
-    module.recompile()
-
-
 class _Reversal:
     """Differentiates a program: forward calls that save, and their backwards in reverse."""
 
     def __init__(
         self,
         differentiator: Differentiator,
+        request: Request,
         closure: Composite,
-        inputs: Sequence[int],
-        outputs: Sequence[int],
     ) -> None:
         self._make = differentiator
         self._closure = closure
         self._program = closure.program
-        self._wanted = inputs
+        self._wanted = inputs = request.inputs
+        choices = request.choice.choices if isinstance(request.choice, PerCall) else ()
+        self._choices = dict(zip(self._program.calls, choices, strict=bool(choices)))
+        self._asked: dict[Call, Request] = {}
         flags = [i in set(inputs) for i in range(len(self._program.inputs))]
         self._active = active_values(differentiator, self._program, flags)
         self._cotangents: dict[Value, Value] = {}
@@ -332,10 +241,10 @@ class _Reversal:
         self._kept: dict[Value, Value] = {}  # forward value -> its stand-in in the backward program
         self._same = passed_through(self._program)
         self._seeds: list[tuple[int, Value]] = []
-        for index in outputs:
+        for index in request.outputs:
             value = self._program.outputs[index]
             if value in self._active:
-                seed = Value(_cotangent_type(value.type), f"ct_{value.hint}")
+                seed = Value(cotangent_type(value.type), f"ct_{value.hint}")
                 self._seeds.append((index, seed))
                 self._add_cotangent(value, seed)
 
@@ -361,12 +270,19 @@ class _Reversal:
         forward_calls = [self._forward_call(c) for c in self._program.calls]
         return self._assemble(forward_calls, gradients)
 
+    def sites(self) -> tuple[Request | None, ...]:
+        """What was asked of each call, where a gradient flows."""
+        return tuple(self._asked.get(call) for call in self._program.calls)
+
     def _reverse(self, call: Call) -> None:
         wanted = [i for i, v in enumerate(call.args) if v in self._active]
         seeded = [i for i, v in enumerate(call.results) if v in self._cotangents]
-        derivative = self._make.vjp(call.closure, wanted, seeded)
+        choice = self._choices.get(call)
+        asked = Request(call.closure, tuple(wanted), tuple(seeded), choice)
+        derivative = self._make.of(asked)
         if derivative is None:
             return
+        self._asked[call] = asked
         saved = Value(derivative.saved_type, "saved")
         self._derivatives[call] = (derivative, saved)
         operands = [self._keep(saved)]
@@ -374,7 +290,7 @@ class _Reversal:
         operands += [self._keep(call.results[i]) for i in derivative.kept_outputs]
         operands += [self._cotangents[call.results[i]] for i in derivative.cotangent_outputs]
         targets = [call.args[i] for i in derivative.gradient_inputs]
-        results = tuple(Value(_cotangent_type(v.type), f"ct_{v.hint}") for v in targets)
+        results = tuple(Value(cotangent_type(v.type), f"ct_{v.hint}") for v in targets)
         self._backward.append(Call(derivative.backward, tuple(operands), results, call.path))
         for target, result in zip(targets, results, strict=True):
             self._add_cotangent(target, result)

@@ -19,6 +19,7 @@ from ..reuse.errors import CaptureError
 from ..reuse.leaf import ModalInterpreter, mutated_args, without_autocast
 from ..reuse.program import input_nodes
 from ..reuse.types import TensorType
+from .joint_cut import is_draw
 
 Decompositions = Mapping[Any, Callable[..., Any]]
 
@@ -266,10 +267,6 @@ def _drop_second_draws(backward: torch.fx.GraphModule) -> None:
     Nobody reads them there (what they drew is saved), but running them would move the generator on
     and every later mask would differ from eager's.
     """
-
-    def is_draw(node: torch.fx.Node) -> bool:
-        return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
-
     backward.graph.eliminate_dead_code()
     for node in reversed(backward.graph.nodes):
         if is_draw(node) and not node.users:

@@ -1,0 +1,163 @@
+"""The two halves of a leaf's derivative, and the boundary between them.
+
+What the backward needs again is *handed over* where it is an input or a result (or a view of one),
+and saved in one struct value otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch.fx
+
+from ..reuse.leaf import is_view
+from ..reuse.program import Closure, Leaf, input_nodes
+from ..reuse.types import StructType, TensorType
+from .joint_cut import outputs_of
+from .torch_autograd import JointTrace
+
+
+@dataclass(frozen=True, eq=False)
+class Derivative:
+    """Forward and backward of one closure, for one choice of what is differentiated.
+
+    Attributes:
+        forward: results are the primal's results, then the saved struct.
+        backward: operands are the saved struct, ``kept_inputs``, ``kept_outputs``, then a cotangent
+            for each of ``cotangent_outputs``; results are gradients of ``gradient_inputs``.
+    """
+
+    forward: Closure
+    backward: Closure
+    kept_inputs: tuple[int, ...]
+    kept_outputs: tuple[int, ...]
+    cotangent_outputs: tuple[int, ...]
+    gradient_inputs: tuple[int, ...]
+
+    @property
+    def saved_type(self) -> StructType:
+        """Type of the saved struct."""
+        saved = self.forward.output_types[-1]
+        assert isinstance(saved, StructType)
+        return saved
+
+
+def make_pair(
+    leaf: Leaf,
+    forward: torch.fx.GraphModule,
+    backward: torch.fx.GraphModule,
+    joint: JointTrace,
+    kernels: str,
+) -> Derivative:
+    """Reads the boundary of a partitioned leaf: what is saved, and what is handed over."""
+    primals = [n.name for n in input_nodes(forward)]
+    results = [o.name if isinstance(o, torch.fx.Node) else "" for o in outputs_of(forward)]
+    primal_results = results[: joint.num_outputs]
+    needed = [n.name for n in input_nodes(backward)]
+    tangents = [n for n in needed if n.startswith("tangents_")]
+    kept_inputs = [primals.index(n) for n in needed if n in primals]
+    kept_outputs = [
+        primal_results.index(n) for n in needed if n in primal_results and n not in primals
+    ]
+    known = {*primals, *primal_results, *tangents}
+    saved = [n for n in needed if n not in known]
+    saved_type = _reorder_outputs(forward, joint.num_outputs, saved)
+    order = [*saved, *(primals[i] for i in kept_inputs), *(primal_results[i] for i in kept_outputs)]
+    _reorder_inputs(backward, [*order, *tangents])
+    cotangents = tuple(joint.tangent_outputs[int(n.split("_")[1]) - 1] for n in tangents)
+    forward_leaf = Leaf(
+        f"{leaf.name}.forward",
+        forward,
+        leaf.input_types,
+        (*leaf.output_types, saved_type),
+        leaf.input_names,
+        "aten",
+        kernels,
+    )
+    kept = [leaf.input_types[i] for i in kept_inputs] + [leaf.output_types[i] for i in kept_outputs]
+    backward_leaf = Leaf(
+        f"{leaf.name}.backward",
+        backward,
+        (saved_type, *kept, *(cotangent_type(leaf.output_types[i]) for i in cotangents)),
+        tuple(cotangent_type(leaf.input_types[i]) for i in joint.grad_inputs),
+        level="aten",
+        kernels=kernels,
+    )
+    return Derivative(
+        forward_leaf,
+        backward_leaf,
+        tuple(kept_inputs),
+        tuple(kept_outputs),
+        cotangents,
+        joint.grad_inputs,
+    )
+
+
+def cotangent_type(type_: object) -> TensorType:
+    """Returns the type of the cotangent of a tensor of this type."""
+    assert isinstance(type_, TensorType)
+    return type_.cotangent()
+
+
+def _reorder_outputs(
+    module: torch.fx.GraphModule, num_outputs: int, saved: Sequence[str]
+) -> StructType:
+    """Makes the saved tensors follow the primal results, in the given order."""
+    by_name = {n.name: n for n in module.graph.nodes}
+    keep = outputs_of(module)[:num_outputs] + [by_name[name] for name in saved]
+    module.graph.output_node().args = (tuple(keep),)
+    module.graph.eliminate_dead_code()
+    module.recompile()
+    return StructType(tuple(TensorType.of(by_name[name].meta["val"]) for name in saved))
+
+
+def _reorder_inputs(module: torch.fx.GraphModule, names: Sequence[str]) -> None:
+    """Puts placeholders into the given order; all of them are named."""
+    by_name = {n.name: n for n in input_nodes(module)}
+    assert set(names) == set(by_name), (names, list(by_name))
+    anchor = next(iter(module.graph.nodes))
+    for name in names:
+        node = by_name[name]
+        if node is not anchor:
+            anchor.prepend(node)
+        else:
+            anchor = anchor.next
+    module.recompile()
+
+
+def hand_over_views(forward: torch.fx.GraphModule, backward: torch.fx.GraphModule) -> None:
+    """Lets the backward take its views of inputs itself, so that the inputs are handed over.
+
+    A saved view of a parameter would hide from autograd that the parameter is needed again, and a
+    change between forward and backward would go unnoticed.
+    """
+    by_name = {n.name: n for n in forward.graph.nodes}
+    entry: dict[str, torch.fx.Node] = {n.name: n for n in input_nodes(backward)}
+    first = next(n for n in backward.graph.nodes if n.op != "placeholder")
+    for name, placeholder in list(entry.items()):
+        chain = _view_chain(by_name[name]) if name in by_name else []
+        if not chain:
+            continue
+        source = chain[0].all_input_nodes[0]
+        if source.name not in entry:
+            with backward.graph.inserting_before(placeholder):
+                entry[source.name] = backward.graph.placeholder(source.name)
+            entry[source.name].meta.update(source.meta)
+        value = entry[source.name]
+        with backward.graph.inserting_before(first):
+            for node in chain:
+                moved = {node.all_input_nodes[0]: value}
+                value = backward.graph.node_copy(node, moved.__getitem__)
+        placeholder.replace_all_uses_with(value)
+        backward.graph.erase_node(placeholder)
+    backward.recompile()
+
+
+def _view_chain(node: torch.fx.Node) -> list[torch.fx.Node]:
+    """Returns the views that lead from an input to a node, or nothing if it is not such a view."""
+    chain: list[torch.fx.Node] = []
+    while is_view(node) and len(node.all_input_nodes) == 1:
+        chain.append(node)
+        node = node.all_input_nodes[0]
+    return chain[::-1] if node.op == "placeholder" else []

@@ -1,0 +1,291 @@
+"""Replay: a forward that can be run again in the backward without drawing random numbers again.
+
+A closure is taken apart into a *first* run, which returns its results and what it drew, and a run
+*again*, which takes what was drawn and returns only what is still needed. This works on leaves and
+on whole programs, so a sub-program of any size is a unit of recompute.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch.fx
+
+from ..reuse.leaf import flat_types
+from ..reuse.program import Call, Closure, Composite, Leaf, Pack, Program, Unpack, Value
+from ..reuse.types import StructType, TensorType, Type
+from .joint_cut import ancestors, extract, is_draw, outputs_of
+from .pair import Derivative, cotangent_type
+
+
+@dataclass(frozen=True, eq=False)
+class Replay:
+    """The two runs of a closure.
+
+    Attributes:
+        first: takes the closure's inputs; returns its leading results, then the draws.
+        again: takes the draws, then ``used_inputs``; returns the outputs asked for. None if
+            nothing has to be computed again.
+        used_inputs: positions of the closure's inputs that ``again`` takes.
+    """
+
+    first: Closure
+    again: Closure | None
+    used_inputs: tuple[int, ...]
+
+    @property
+    def draws(self) -> StructType:
+        """Type of what the first run drew."""
+        drawn = self.first.output_types[-1]
+        assert isinstance(drawn, StructType)
+        return drawn
+
+
+class Replayer:
+    """Makes replays and remembers them by closure."""
+
+    def __init__(self) -> None:
+        self._made: dict[tuple[Closure, tuple[int, ...]], Replay] = {}
+
+    def replay(self, closure: Closure, needed: Sequence[int]) -> Replay:
+        """Returns the two runs of a forward closure.
+
+        Args:
+            closure: a primal closure, or one that also returns a saved struct (the last output),
+                which the first run leaves out.
+            needed: positions of the outputs that the run again returns.
+        """
+        key = (closure, tuple(needed))
+        if key not in self._made:
+            if isinstance(closure, Leaf):
+                self._made[key] = _replay_leaf(closure, key[1])
+            else:
+                assert isinstance(closure, Composite)
+                self._made[key] = _ProgramReplay(self, closure, key[1]).replay()
+        return self._made[key]
+
+
+def num_results(closure: Closure) -> int:
+    """Number of outputs that are the primal's results: all but a saved struct."""
+    return sum(isinstance(t, TensorType) for t in closure.output_types)
+
+
+def draws_at_random(closure: Closure) -> bool:
+    """Whether running a closure moves a random generator on."""
+    if isinstance(closure, Leaf):
+        return any(is_draw(n) for n in closure.nodes)
+    if isinstance(closure, Composite):
+        return any(draws_at_random(call.closure) for call in closure.program.calls)
+    return False
+
+
+# ---- leaves ------------------------------------------------------------------------------
+
+
+def _replay_leaf(leaf: Leaf, needed: tuple[int, ...]) -> Replay:
+    groups = _grouped(leaf)
+    count = num_results(leaf)
+    wanted = [n for i in needed for n in groups[i]]
+    entries = leaf.entries
+    drawn = _drawn_values([n for n in wanted if isinstance(n, torch.fx.Node)])
+    results = [n for group in groups[:count] for n in group]
+    first = extract(leaf.module, entries, [*results, *drawn])
+    struct = StructType(tuple(TensorType.of(n.meta["val"]) for n in drawn))
+    types: tuple[Type, ...] = (*leaf.output_types[:count], struct)
+    name = leaf.name.removesuffix(".forward")
+    first_leaf = Leaf(
+        f"{name}.first",
+        first,
+        leaf.input_types,
+        types,
+        leaf.input_names,
+        leaf.level,
+        leaf.kernels,
+    )
+    if not needed:
+        return Replay(first_leaf, None, ())
+    reached = ancestors([n for n in wanted if isinstance(n, torch.fx.Node)], drawn)
+    used = tuple(i for i, n in enumerate(entries) if n in reached)
+    again = extract(leaf.module, [*drawn, *(entries[i] for i in used)], wanted)
+    again_leaf = Leaf(
+        f"{name}.again",
+        again,
+        (struct, *(leaf.input_types[i] for i in used)),
+        tuple(leaf.output_types[i] for i in needed),
+        level=leaf.level,
+        kernels=leaf.kernels,
+    )
+    return Replay(first_leaf, again_leaf, used)
+
+
+def _grouped(leaf: Leaf) -> list[list[torch.fx.Node]]:
+    """The leaf's flat outputs, by output."""
+    rest = iter(outputs_of(leaf.module))
+    return [[next(rest) for _ in flat_types([t])] for t in leaf.output_types]
+
+
+def _drawn_values(outputs: Sequence[torch.fx.Node]) -> list[torch.fx.Node]:
+    """Values that hold what random operators drew, as few bytes as a step or two give.
+
+    ``rand(...) > p`` is kept as the mask of one byte per element, not as the numbers.
+    """
+    reached = ancestors(outputs)
+    found: dict[torch.fx.Node, None] = {}
+    for node in outputs[0].graph.nodes if outputs else ():
+        if node not in reached or not is_draw(node):
+            continue
+        parts = [node]
+        if not isinstance(node.meta.get("val"), torch.Tensor):
+            parts = [user for user in node.users if user in reached]
+        found.update(dict.fromkeys(_smallest(part, reached) for part in parts))
+    return list(found)
+
+
+def _smallest(node: torch.fx.Node, reached: set[torch.fx.Node]) -> torch.fx.Node:
+    while True:
+        users = [u for u in node.users if u in reached]
+        if len(users) != 1 or users[0].all_input_nodes != [node] or is_draw(users[0]):
+            return node
+        value = users[0].meta.get("val")
+        if not isinstance(value, torch.Tensor):
+            return node
+        if TensorType.of(value).num_bytes >= TensorType.of(node.meta["val"]).num_bytes:
+            return node
+        node = users[0]
+
+
+# ---- programs ----------------------------------------------------------------------------
+
+
+class _ProgramReplay:
+    """Replays a program call by call; calls whose results nobody needs again are left out."""
+
+    def __init__(self, replayer: Replayer, closure: Composite, needed: tuple[int, ...]) -> None:
+        self._replayer = replayer
+        self._closure = closure
+        self._program = closure.program
+        self._needed = needed
+        self._kept: list[Value] = []  # values of the first run that the run again gets
+        self._again: list[Call] = []
+        self._stand_in: dict[Value, Value] = {}
+
+    def replay(self) -> Replay:
+        program = self._program
+        wanted = {program.outputs[i] for i in self._needed}
+        plans: list[Replay | None] = []
+        for call in reversed(program.calls):
+            plans.append(self._plan(call, wanted))
+        plans.reverse()
+        first_calls = [
+            first
+            for call, plan in zip(program.calls, plans, strict=True)
+            if (first := self._run(call, plan, wanted)) is not None
+        ]
+        return self._assemble(first_calls, wanted)
+
+    def _plan(self, call: Call, wanted: set[Value]) -> Replay | None:
+        """Decides how a call is run again, and adds what that needs; None: as it is."""
+        closure = call.closure
+        positions = tuple(i for i, v in enumerate(call.results) if v in wanted)
+        if isinstance(closure, (Pack, Unpack)):
+            if positions:
+                wanted.update(call.args)
+            return None
+        if num_results(closure) == len(call.results):  # not differentiated
+            if positions and not draws_at_random(closure):
+                wanted.update(call.args)
+            return None
+        replay = self._replayer.replay(closure, positions)
+        wanted.update(call.args[i] for i in replay.used_inputs)
+        return replay
+
+    def _run(self, call: Call, replay: Replay | None, wanted: set[Value]) -> Call | None:
+        """Returns the call of the first run, and notes the call of the run again."""
+        closure = call.closure
+        needed = [v for v in call.results if v in wanted]
+        if isinstance(closure, (Pack, Unpack)):
+            if needed:
+                self._repeat(call)
+            return None
+        if replay is None:
+            if needed and draws_at_random(closure):
+                self._kept.extend(needed)
+                for value in needed:
+                    self._stand(value)
+            elif needed:
+                self._repeat(call)
+            return call
+        draws = Value(replay.draws, "draws")
+        if replay.again is not None:
+            self._kept.append(draws)
+            args = [self._stand(draws)] + [self._stand(call.args[i]) for i in replay.used_inputs]
+            results = tuple(self._stand(v) for v in needed)
+            self._again.append(Call(replay.again, tuple(args), results, call.path))
+        count = num_results(closure)
+        return Call(replay.first, call.args, (*call.results[:count], draws), call.path)
+
+    def _repeat(self, call: Call) -> None:
+        args = tuple(self._stand(v) for v in call.args)
+        results = tuple(self._stand(v) for v in call.results)
+        self._again.append(Call(call.closure, args, results, call.path))
+
+    def _stand(self, value: Value) -> Value:
+        if value not in self._stand_in:
+            self._stand_in[value] = Value(value.type, value.hint)
+        return self._stand_in[value]
+
+    def _assemble(self, first_calls: list[Call], wanted: set[Value]) -> Replay:
+        program, name = self._program, self._closure.name.removesuffix(".forward")
+        struct = StructType(tuple(v.type for v in self._kept))
+        draws = Value(struct, "draws")
+        pack = Call(Pack(struct), tuple(self._kept), (draws,))
+        count = num_results(self._closure)
+        first = Program(program.inputs, (*first_calls, pack), (*program.outputs[:count], draws))
+        entry = Value(struct, "draws")
+        unpack = Call(Unpack(struct), (entry,), tuple(self._stand_in[v] for v in self._kept))
+        used = tuple(i for i, v in enumerate(program.inputs) if v in self._stand_in)
+        again = Program(
+            (entry, *(self._stand_in[program.inputs[i]] for i in used)),
+            (unpack, *self._again),
+            tuple(self._stand_in[program.outputs[i]] for i in self._needed),
+        )
+        return Replay(
+            Composite(f"{name}.first", first, self._closure.input_names),
+            Composite(f"{name}.again", again) if self._needed else None,
+            used,
+        )
+
+
+def run_again(closure: Closure, plain: Derivative, replayer: Replayer) -> Derivative:
+    """Makes a derivative save nothing but what was drawn at random, and run forward again.
+
+    Args:
+        closure: the primal.
+        plain: its derivative that saves.
+        replayer: takes the forward apart.
+    """
+    last = len(plain.forward.output_types) - 1
+    replay = replayer.replay(plain.forward, (*plain.kept_outputs, last))
+    assert replay.again is not None, "the saved struct was asked for"
+    values = [Value(t, "again") for t in replay.again.output_types]
+    kept_inputs = tuple(sorted({*replay.used_inputs, *plain.kept_inputs}))
+    kept = {i: Value(closure.input_types[i]) for i in kept_inputs}
+    seeds = tuple(Value(cotangent_type(closure.output_types[i])) for i in plain.cotangent_outputs)
+    draws = Value(replay.draws, "draws")
+    gradients = tuple(Value(t) for t in plain.backward.output_types)
+    again = Call(replay.again, (draws, *(kept[i] for i in replay.used_inputs)), tuple(values))
+    operands = (values[-1], *(kept[i] for i in plain.kept_inputs), *values[:-1], *seeds)
+    body = Program(
+        (draws, *kept.values(), *seeds),
+        (again, Call(plain.backward, operands, gradients)),
+        gradients,
+    )
+    return Derivative(
+        replay.first,
+        Composite(f"{closure.name}.backward_again", body),
+        kept_inputs,
+        (),
+        plain.cotangent_outputs,
+        plain.gradient_inputs,
+    )
