@@ -26,7 +26,7 @@ from ..reuse.program import (
 )
 from ..reuse.types import StructType, TensorType, flatten_type
 from .choices import Choice, Cut, PerCall, Whole
-from .joint_cut import copy_joint, cut_joint
+from .joint_cut import copy_graph, cut_joint
 from .pair import Derivative, cotangent_type, hand_over_views, make_pair
 from .replay import Replayer, run_again
 from .torch_autograd import Decompositions, JointTrace, partition
@@ -144,7 +144,9 @@ class Differentiator:
         if plain not in self._joints:
             types, recipe = flat_types(leaf.input_types), self._recipe_for(leaf)
             module = recipe.rewrite(leaf.module)
-            joint = JointTrace(module, types, request.inputs, request.outputs, recipe.decompositions)
+            joint = JointTrace(
+                module, types, request.inputs, request.outputs, recipe.decompositions
+            )
             if recipe.joint_pass is not None and joint.tangent_outputs and joint.grad_inputs:
                 joint.graph_module = recipe.joint_pass(joint.graph_module)
             self._joints[plain] = (joint, recipe)
@@ -159,7 +161,7 @@ class Differentiator:
         if isinstance(request.choice, Cut):
             forward, backward = cut_joint(graph, number, request.choice.saved)
         else:
-            forward, backward = partition(copy_joint(graph), number, recipe.policy)
+            forward, backward = partition(copy_graph(graph), number, recipe.policy)
         hand_over_views(forward, backward)
         return make_pair(leaf, forward, backward, joint, recipe.kernels)
 

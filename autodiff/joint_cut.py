@@ -16,15 +16,20 @@ from ..reuse.program import input_nodes
 from ..reuse.torch_names import operator_schema
 
 
+def may_draw(node: torch.fx.Node) -> bool:
+    """Whether an operator is one that draws random numbers, for some arguments at least."""
+    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+
+
 def is_draw(node: torch.fx.Node) -> bool:
     """Whether an operator draws random numbers (attention without dropout does not)."""
-    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+    if not may_draw(node):
         return False
     schema = operator_schema(node)
     for index, argument in enumerate(schema.arguments if schema is not None else ()):
         if argument.name == "dropout_p":
             given = node.args[index] if index < len(node.args) else argument.default_value
-            return node.kwargs.get(argument.name, given) != 0.0
+            return bool(node.kwargs.get(argument.name, given) != 0.0)
     return True
 
 
@@ -64,13 +69,13 @@ def backward_nodes(joint: torch.fx.GraphModule) -> set[torch.fx.Node]:
     return found
 
 
-def copy_joint(joint: torch.fx.GraphModule) -> torch.fx.GraphModule:
-    """Returns a copy with the same names, for a partitioner that changes what it is given."""
+def copy_graph(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
+    """Returns a copy with the same names, for those who change what they are given."""
     graph = torch.fx.Graph()
     mapping: dict[torch.fx.Node, torch.fx.Node] = {}
-    outputs = graph.graph_copy(joint.graph, mapping)
+    outputs = graph.graph_copy(module.graph, mapping)
     graph.output(outputs)
-    return torch.fx.GraphModule(joint, graph)
+    return torch.fx.GraphModule(module, graph)
 
 
 def cut_joint(

@@ -19,7 +19,7 @@ from ..reuse.errors import CaptureError
 from ..reuse.leaf import ModalInterpreter, mutated_args, without_autocast
 from ..reuse.program import input_nodes
 from ..reuse.types import TensorType
-from .joint_cut import is_draw
+from .joint_cut import is_draw, may_draw
 
 Decompositions = Mapping[Any, Callable[..., Any]]
 
@@ -269,7 +269,7 @@ def _drop_second_draws(backward: torch.fx.GraphModule) -> None:
     """
     backward.graph.eliminate_dead_code()
     for node in reversed(backward.graph.nodes):
-        if is_draw(node) and not node.users:
+        if may_draw(node) and not node.users:
             backward.graph.erase_node(node)
         elif is_draw(node):
             in_forward = node.meta.get("partitioner_tag") == "is_forward"

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.fx
 
+from ..autodiff.joint_cut import copy_graph
 from ..autodiff.torch_autograd import draw_mask
 from ..reuse.program import input_nodes
 
@@ -79,7 +80,7 @@ def compile_leaves(
     compiled = []
     with settings(), _vector_units_probed_here(), _deferred_builds() as finish:
         for module in modules:
-            compiled.append(_compile(module))
+            compiled.append(_compile(copy_graph(module)))  # its passes change what they get
             on_compiled()
         finish()
     return compiled

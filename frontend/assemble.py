@@ -52,6 +52,12 @@ class _Unit:
     region: Region | None = None
     site: CallSite | None = None
 
+    @property
+    def place(self) -> tuple[str, str]:
+        """The module path, and how the user wants it recomputed."""
+        instance = self.site or self.region
+        return (instance.path, instance.recompute) if instance is not None else ("", "")
+
     def uses(self, assembler: Assembler) -> Iterable[torch.fx.Node]:
         if self.site is not None:
             return self.nodes[0].all_input_nodes
@@ -174,9 +180,10 @@ class Assembler:
         last_use.update(dict.fromkeys(env, len(units)))  # an input's last state may be written back
         calls = []
         for index, unit in enumerate(units):
-            body, results, place = self._unit_body(unit, index, last_use)
+            body, results = self._unit_body(unit, index, last_use)
             if body is None:
                 continue
+            place, mark = unit.place
             operands = self._operands(unit, body)
             types = body.closure.output_types
             values = [
@@ -186,9 +193,8 @@ class Assembler:
                 )
             ]
             relative = place.removeprefix(path + ".") if path else place
-            calls.append(
-                Call(body.closure, tuple(env[n] for n in operands), tuple(values), relative)
-            )
+            arguments = tuple(env[n] for n in operands)
+            calls.append(Call(body.closure, arguments, tuple(values), relative, mark))
             env.update(zip(results, values, strict=False))
             for position, value in zip(body.changed, values[len(results) :], strict=True):
                 _check_aliases(operands[position], last_use, index, body.closure.name)
@@ -200,13 +206,13 @@ class Assembler:
 
     def _unit_body(
         self, unit: _Unit, index: int, last_use: Mapping[torch.fx.Node, int]
-    ) -> tuple[_Body | None, Sequence[torch.fx.Node], str]:
+    ) -> tuple[_Body | None, Sequence[torch.fx.Node]]:
         if unit.site is not None:
             body = self.body(unit.site.region)
-            return body, _site_results(unit, body), unit.site.path
+            return body, _site_results(unit, body)
         if unit.region is not None:
             body = self.body(unit.region)
-            return body, body.outputs, unit.region.path
+            return body, body.outputs
         inside = set(unit.nodes)
         results = [n for n in unit.nodes if last_use.get(n, -1) > index]
         inputs = list(
@@ -214,9 +220,9 @@ class Assembler:
         )
         changed = _changed_inputs(unit.nodes, inputs, "the model")
         if not results and not changed:
-            return None, (), ""
+            return None, ()
         leaf = cut_leaf("glue", unit.nodes, inputs, results, frozenset(changed))
-        return _Body(self._shared(leaf), tuple(inputs), tuple(results), changed), results, ""
+        return _Body(self._shared(leaf), tuple(inputs), tuple(results), changed), results
 
 
 class _Key:
@@ -266,7 +272,7 @@ def _region_inputs(
     region: Region, nodes: Sequence[torch.fx.Node]
 ) -> tuple[list[torch.fx.Node], tuple[str, ...]]:
     inside = set(nodes)
-    used = {n for node in nodes for n in node.all_input_nodes if n not in inside}
+    used = dict.fromkeys(n for node in nodes for n in node.all_input_nodes if n not in inside)
     named = dict(zip(region.inputs, region.input_names, strict=True))
     order = [n for n in region.inputs if n in used or region.num_calls > 1]
     order += [n for n in used if n not in named]

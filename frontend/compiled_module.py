@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from ..autodiff.torch_autograd import in_forward_mode
+from ..recompute.policy import Policy
 from ..reuse import pytree
 from ..reuse.errors import CaptureError, PlanError
 from ..reuse.program import UserInput
@@ -25,7 +26,7 @@ def compile(
     *,
     reuse: str = "marked",
     backend: str = "inductor",
-    recompute: None = None,
+    recompute: Policy = None,
     dynamic: None = None,
 ) -> CompiledModule:
     """Returns a drop-in replacement for a model that runs a compiled program.
@@ -38,7 +39,9 @@ def compile(
         model: any ``nn.Module``; mark its layer class with :func:`lazy_inline` first.
         reuse: ``"marked"`` compiles each different marked block once; ``"off"`` inlines early.
         backend: ``"inductor"`` (TorchInductor kernels) or ``"eager"`` (PyTorch's own kernels).
-        recompute: only None so far: what autograd needs is saved.
+        recompute: None saves what autograd needs; ``"full"`` computes each block again in the
+            backward; ``"selective"`` computes again all but matrix products, convolutions and
+            attention; a :class:`Budget` computes as little again as fits into so many bytes.
         dynamic: only None so far: each new input layout is compiled on its own.
 
     Returns:
@@ -51,12 +54,11 @@ def compile(
         >>> compiled = lazyinline.compile(model)
         >>> compiled(ids).loss.backward()
     """
-    for name, value in (("recompute", recompute), ("dynamic", dynamic)):
-        if value is not None:
-            raise PlanError(f"{name}={value!r} is not supported yet; leave it None.")
+    if dynamic is not None:
+        raise PlanError(f"dynamic={dynamic!r} is not supported yet; leave it None.")
     if not isinstance(model, nn.Module):
         raise PlanError(f"compile takes an nn.Module, not {type(model).__name__}.")
-    return CompiledModule(model, Options(reuse=reuse, backend=backend))
+    return CompiledModule(model, Options(reuse=reuse, backend=backend, recompute=recompute))
 
 
 class CompiledModule(nn.Module):

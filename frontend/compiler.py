@@ -16,7 +16,8 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from torch import nn
 from tqdm import tqdm
 
 from ..autodiff.aliasing import saved_inputs
-from ..autodiff.derivative import Derivative, Differentiator
+from ..autodiff.derivative import Derivative, Differentiator, Request
 from ..autodiff.micro_batches import StepProgram, step_program
 from ..backend.executable import Executable
 from ..backend.kernel_list import KernelList
@@ -40,11 +41,11 @@ from ..backend.lower import (
 )
 from ..backend.planned import PlannedProgram
 from ..backend.runtime import PlannedRuntime, ReplayRuntime, Runtime
+from ..recompute.policy import POLICIES, Policy, check_policy
 from ..reuse.errors import CaptureError, PlanError, ReuseError
 from ..reuse.leaf import flat_types, leaf_key
 from ..reuse.printer import closure_names
 from ..reuse.program import (
-    Call,
     Closure,
     Composite,
     Leaf,
@@ -56,6 +57,7 @@ from ..reuse.program import (
 )
 from ..reuse.verify import verify
 from .capture import capture_model, one_at_a_time
+from .recomputing import Recompute
 from .regions import CapturedModel
 from .report import ClosureRecord, CompileReport
 
@@ -69,11 +71,18 @@ class Options:
 
     reuse: str = "marked"
     backend: str = "inductor"
+    recompute: Policy = None
 
     def __post_init__(self) -> None:
+        check_policy(self.recompute)
         if self.reuse not in REUSE_CHOICES:
             raise ReuseError(f"reuse={self.reuse!r} is unknown; there are {REUSE_CHOICES}.")
         backend_named(self.backend)
+        if self.recompute in POLICIES and self.reuse == "off":
+            raise PlanError(
+                f"recompute={self.recompute!r} is decided for each block, and reuse='off' leaves "
+                "none: use reuse='marked', or a Budget."
+            )
 
 
 @dataclass(frozen=True)
@@ -115,6 +124,7 @@ class Compiler:
         self.options = options
         self.backend: Backend = backend_named(options.backend)
         self._differentiator = Differentiator(self.backend.recipe)
+        self._recompute = Recompute(self._differentiator, options.recompute, options.backend)
         self._leaves: dict[Any, Leaf] = {}
         self._decomposed: dict[Leaf, Leaf] = {}
         self._kernels: dict[Leaf, Kernel] = {}
@@ -136,10 +146,15 @@ class Compiler:
             program = self._known(captured.program)
             nodes.count = program.num_nodes()
         _describe(report, captured)
+        request = _differentiation(program) if train else None
         with report.timed("autodiff") as nodes:
-            derivative = self._differentiate(program) if train else None
+            derivative = self._differentiator.of(request) if request is not None else None
             programs = _programs(program, derivative)
             nodes.count = sum(p.num_nodes() for p in programs)
+        if request is not None and derivative is not None:
+            request = self._recompute.chosen(request, report, partial(self._peak_of, program))
+            derivative = self._differentiator.of(request)
+            programs = _programs(program, derivative)
         with report.timed("decompose") as nodes:
             programs = [verify(self._decompose(p)) for p in programs]
             nodes.count = sum(p.num_nodes() for p in programs)
@@ -169,9 +184,18 @@ class Compiler:
             program = self._known(captured.program)
             nodes.count = program.num_nodes()
         _describe(report, captured)
+        request = _loss_differentiation(program)
         with report.timed("autodiff") as nodes:
-            step = self._step_program(program, batching)
+            step = self._step_program(program, request, batching)
             nodes.count = step.program.num_nodes()
+
+        def peak_of(request: Request) -> int:
+            linked = self._decompose(self._step_program(program, request, batching).program)
+            self._lower([linked])
+            return self._planned_step(linked).plan.peak_bytes
+
+        request = self._recompute.chosen(request, report, peak_of)
+        step = self._step_program(program, request, batching)
         with report.timed("decompose") as nodes:
             linked = verify(self._decompose(step.program))
             nodes.count = linked.num_nodes()
@@ -179,11 +203,7 @@ class Compiler:
             report.num_kernels = self._lower([linked])
             nodes.count = linked.num_nodes()
         with report.timed("link") as nodes:
-            flat = link(linked)
-            lists = self._lists([flat])
-            inputs = range(len(linked.inputs))
-            num_outputs = len(linked.outputs)
-            planned = PlannedProgram([flat], lists, inputs, [num_outputs], results="pinned")
+            planned = self._planned_step(linked)
             report.num_launches = nodes.count = planned.num_launches
         report.peak_bytes = planned.plan.peak_bytes
         report.lower_bound_bytes = planned.plan.lower_bound_bytes
@@ -228,12 +248,8 @@ class Compiler:
             found.append((runtime, report.peak_bytes or 0))
         return found
 
-    def _step_program(self, program: Program, batching: Batching) -> StepProgram:
-        main = Composite("micro_batch", program)
-        wanted = [
-            i for i in differentiable_inputs(program) if isinstance(program.sources[i], ModelTensor)
-        ]
-        derivative = self._differentiator.vjp(main, wanted, [0])
+    def _step_program(self, program: Program, request: Request, batching: Batching) -> StepProgram:
+        derivative = self._differentiator.of(request)
         if derivative is None:
             raise PlanError("The loss depends on no parameter that requires grad.")
         return step_program(
@@ -243,6 +259,11 @@ class Compiler:
             micro_batches=batching.micro_batches,
             order=batching.order,
         )
+
+    def _planned_step(self, linked: Program) -> PlannedProgram:
+        flat = link(linked)
+        inputs, num_outputs = range(len(linked.inputs)), len(linked.outputs)
+        return PlannedProgram([flat], self._lists([flat]), inputs, [num_outputs], results="pinned")
 
     def _lists(self, flats: Sequence[FlatProgram]) -> dict[Leaf, KernelList]:
         """Returns the kernel list of each leaf, recorded at most once."""
@@ -265,17 +286,37 @@ class Compiler:
             executables = [Executable(flat, self._kernels) for flat in flats]
             backward = executables[1] if derivative is not None else None
             return ReplayRuntime(executables[0], backward, num_results)
-        lists = self._lists(flats)
+        planned = self._planned(program, flats, derivative)
+        report.peak_bytes = planned.plan.peak_bytes
+        report.lower_bound_bytes = planned.plan.lower_bound_bytes
+        num_saved = len(flat_types([derivative.saved_type])) if derivative is not None else 0
+        return PlannedRuntime(planned, num_results, num_saved)
+
+    def _planned(
+        self, program: Program, flats: Sequence[FlatProgram], derivative: Derivative | None
+    ) -> PlannedProgram:
         model_inputs = [i for i, s in enumerate(program.sources) if isinstance(s, ModelTensor)]
-        num_returned, sources, num_saved = [num_results], [], 0
+        num_results = len(program.outputs)
+        num_returned, sources = [num_results], []
         if derivative is not None:
             num_saved = len(flat_types([derivative.saved_type]))
             num_returned.append(len(derivative.gradient_inputs))
             sources = _backward_sources(derivative, num_results, num_saved)
-        planned = PlannedProgram(flats, lists, model_inputs, num_returned, sources)
-        report.peak_bytes = planned.plan.peak_bytes
-        report.lower_bound_bytes = planned.plan.lower_bound_bytes
-        return PlannedRuntime(planned, num_results, num_saved)
+        return PlannedProgram(flats, self._lists(flats), model_inputs, num_returned, sources)
+
+    def _peak_of(self, program: Program, request: Request) -> int:
+        """Links a program for one choice of what is saved; returns its peak in bytes.
+
+        Where memory is not planned, that is what the forward saves.
+        """
+        derivative = self._differentiator.of(request)
+        assert derivative is not None
+        programs = [self._decompose(p) for p in _programs(program, derivative)]
+        self._lower(programs)
+        flats = [link(p) for p in programs]
+        if self._why_unplanned(program, flats, derivative):
+            return derivative.saved_type.num_bytes
+        return self._planned(program, flats, derivative).plan.peak_bytes
 
     def _why_unplanned(
         self, program: Program, flats: Sequence[FlatProgram], derivative: Derivative | None
@@ -297,12 +338,6 @@ class Compiler:
     def _known(self, program: Program) -> Program:
         """Replaces leaves by equal ones that an earlier compile has seen."""
         return map_leaves(program, lambda leaf: self._leaves.setdefault(_LeafKey(leaf), leaf))
-
-    def _differentiate(self, program: Program) -> Derivative | None:
-        inputs = differentiable_inputs(program)
-        written = {output for output, _ in program.writes}
-        outputs = [i for i in range(len(program.outputs)) if i not in written]
-        return self._differentiator.vjp(Composite("main", program), inputs, outputs)
 
     def _decompose(self, program: Program) -> Program:
         def decomposed(leaf: Leaf) -> Leaf:
@@ -372,7 +407,7 @@ def map_leaves(program: Program, change: Callable[[Leaf], Leaf]) -> Program:
 def _replace_callees(program: Program, new: Mapping[Closure, Closure]) -> Program:
     if all(new[call.closure] is call.closure for call in program.calls):
         return program
-    calls = tuple(Call(new[c.closure], c.args, c.results, c.path) for c in program.calls)
+    calls = tuple(replace(c, closure=new[c.closure]) for c in program.calls)
     return Program(
         program.inputs, calls, program.outputs, program.sources, program.writes, program.output_tree
     )
@@ -388,6 +423,22 @@ def differentiable_inputs(program: Program) -> list[int]:
         elif source.requires_grad:
             wanted.append(index)
     return wanted
+
+
+def _differentiation(program: Program) -> Request:
+    """Asks for the derivative of a captured model, with respect to all that wants one."""
+    written = {output for output, _ in program.writes}
+    outputs = tuple(i for i in range(len(program.outputs)) if i not in written)
+    inputs = tuple(differentiable_inputs(program))
+    return Request(Composite("main", program), inputs, outputs)
+
+
+def _loss_differentiation(program: Program) -> Request:
+    """Asks for the derivative of a micro-batch's loss with respect to the model's tensors."""
+    wanted = [
+        i for i in differentiable_inputs(program) if isinstance(program.sources[i], ModelTensor)
+    ]
+    return Request(Composite("micro_batch", program), tuple(wanted), (0,))
 
 
 def _programs(program: Program, derivative: Derivative | None) -> list[Program]:

@@ -12,12 +12,15 @@ from typing import Any, TypeVar, overload
 
 from torch import nn
 
-from ..reuse.errors import ReuseError
+from ..recompute.policy import POLICIES
+from ..reuse.errors import PlanError, ReuseError
 
 _MARK = "__lazy_inline__"
 STAGE_MARK = "_lazyinline_stage"
 """Attribute of a module that belongs to one pipeline stage."""
 _RECORD = "_lazy_inline_arguments"
+_RECOMPUTE = "_lazy_inline_recompute"
+_SAVE = "save"
 
 ModuleClass = TypeVar("ModuleClass", bound=type[nn.Module])
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -90,6 +93,55 @@ def _recording(init: Callable[..., None]) -> Callable[..., None]:
         init(self, *args, **kwargs)
 
     return wrapper
+
+
+Target = TypeVar("Target", bound=Any)
+
+
+def recompute(target: Target, policy: str | None = "full") -> Target:
+    """Marks a module, or all modules of a class, for recompute, like ``torch.utils.checkpoint``.
+
+    The mark goes before the ``recompute=`` of ``compile`` and ``compile_step``. Set it before the
+    model is compiled. Numbers never depend on it.
+
+    Args:
+        target: a module (a layer, or a single operator such as an ``nn.GELU``), or a class.
+        policy: ``"full"`` computes it again in the backward, ``"selective"`` all of it but matrix
+            products, convolutions and attention; None saves what is needed, whatever ``recompute=``
+            says.
+
+    Returns:
+        The target.
+
+    Raises:
+        PlanError: if there is no such policy.
+        ReuseError: if the target is neither a module nor a class of modules.
+
+    Example:
+        >>> lazyinline.recompute(LlamaDecoderLayer)
+        >>> lazyinline.recompute(model.layers[0].mlp, "selective")
+    """
+    if policy is not None and policy not in POLICIES:
+        raise PlanError(
+            f"recompute marks take None or one of {POLICIES}, not {policy!r}. A budget is for a "
+            "whole program: compile(model, recompute=Budget(...))."
+        )
+    if isinstance(target, nn.Module):
+        target.__dict__[_RECOMPUTE] = policy or _SAVE
+    elif isinstance(target, type) and issubclass(target, nn.Module):
+        setattr(target, _RECOMPUTE, policy or _SAVE)
+    else:
+        raise ReuseError(
+            f"recompute marks a module or a subclass of nn.Module, not {target!r}. For a function, "
+            "use torch.utils.checkpoint, which is honoured."
+        )
+    return target
+
+
+def recompute_mark(module: nn.Module) -> str:
+    """Returns how a module is marked for recompute: a policy, ``"save"``, or nothing."""
+    own = module.__dict__.get(_RECOMPUTE) or getattr(type(module), _RECOMPUTE, "")
+    return str(own)
 
 
 def is_marked(cls: type) -> bool:

@@ -3,7 +3,8 @@
 While :func:`intercepted` is open, in the capturing thread only: a marked block's ``__call__`` asks
 the watcher first; reading an attribute of a module is reported, and a real tensor comes back as
 the watcher's fake; writing an attribute is reported; a custom ``autograd.Function`` is reported,
-so that its own derivative is kept, and so is a hook on a gradient. Everything is put back on exit,
+so that its own derivative is kept, and so are ``torch.utils.checkpoint`` and a hook on a
+gradient. Everything is put back on exit,
 whatever happens.
 """
 
@@ -12,10 +13,11 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
 import torch
+import torch.utils.checkpoint
 from torch import nn
 
 _LOCK = threading.RLock()
@@ -43,6 +45,9 @@ class Watcher(Protocol):
     def custom_function(self, function: type, args: Any, proceed: Callable[..., Any]) -> Any:
         """Takes the application of a ``torch.autograd.Function``."""
 
+    def checkpoint(self, policy: str) -> AbstractContextManager[None]:
+        """``torch.utils.checkpoint`` is about to run a function; it runs inside."""
+
     def gradient_hook(self) -> None:
         """A hook is about to be put on a tensor's gradient."""
 
@@ -58,6 +63,7 @@ def intercepted(watcher: Watcher) -> Iterator[None]:
             _patch_writes(watcher, thread),
             _patch_functions(watcher, thread),
             _patch_hooks(watcher, thread),
+            _patch_checkpoint(watcher, thread),
         ]
         try:
             yield
@@ -149,6 +155,28 @@ def _patch_functions(watcher: Watcher, thread: int) -> Callable[[], None]:
 
     def restore() -> None:
         function.apply = original  # type: ignore[method-assign]
+
+    return restore
+
+
+def _patch_checkpoint(watcher: Watcher, thread: int) -> Callable[[], None]:
+    """Checkpoint without reentrance runs the function between the two halves of a generator."""
+    original = torch.utils.checkpoint._checkpoint_without_reentrant_generator
+    plain = torch.utils.checkpoint.noop_context_fn
+
+    def generator(
+        function: Any, preserve: Any = True, context_fn: Any = plain, *rest: Any, **kwargs: Any
+    ) -> Iterator[None]:
+        if threading.get_ident() != thread:
+            yield from original(function, preserve, context_fn, *rest, **kwargs)
+            return
+        with watcher.checkpoint("full" if context_fn is plain else "selective"):
+            yield
+
+    torch.utils.checkpoint._checkpoint_without_reentrant_generator = generator  # type: ignore[assignment]
+
+    def restore() -> None:
+        torch.utils.checkpoint._checkpoint_without_reentrant_generator = original
 
     return restore
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from ..reuse.freeze import Freezer
 from ..reuse.program import UserInput
 from .contents import MISSING, Contents
 from .custom_function import TENSOR, CustomFunction
-from .decorator import is_block
+from .decorator import is_block, recompute_mark
 from .interception import intercepted
 from .outside_tensors import OutsideTensors
 from .regions import Region, SharingDecision, Template
@@ -41,6 +42,7 @@ from .templates import TemplateMaker
 from .torch_tracing import (
     Tracer,
     is_fake,
+    is_mode_switch,
     new_fake_mode,
     plain_tensor_access,
     profiled_calls,
@@ -176,7 +178,8 @@ class Recorder:
             return proceed(*args)
         if (_module_of(function), function.__name__) == _REENTRANT_CHECKPOINT:
             run_function, _, *inputs = args
-            return run_function(*inputs)  # what is saved is for the compiler to decide
+            with self.checkpoint("full"):
+                return run_function(*inputs)
         args = [self._fake_of(a) if isinstance(a, torch.Tensor) else a for a in args]
         layout = tuple(TENSOR if isinstance(a, torch.Tensor) else a for a in args)
         operands = [self.tensors.node_of(a) for a in args if isinstance(a, torch.Tensor)]
@@ -204,8 +207,14 @@ class Recorder:
 
     def call(self, module: nn.Module, args: Any, kwargs: Any, proceed: Callable[..., Any]) -> Any:
         """Replaces a marked block's call by a call node where the evidence allows it."""
-        if self._quiet or self.reuse == "off" or module is self.model or not is_block(module):
+        if self._quiet or module is self.model:
             return proceed(module, *args, **kwargs)
+        if self.reuse == "off" or not is_block(module):
+            mark = recompute_mark(module)
+            if not mark:
+                return proceed(module, *args, **kwargs)
+            with self._part(type(module).__name__, self.paths.get(id(module), ""), mark):
+                return proceed(module, *args, **kwargs)
         with self._bookkeeping():
             args, kwargs = self._with_fakes(args, kwargs)
             arguments = self._bind(module, args, kwargs)
@@ -215,6 +224,7 @@ class Recorder:
                 spec,
                 CallSignature(module, leaves, self.tensors.fakes),
                 ambient_modes(),
+                tuple(recompute_mark(inner) for _, inner in walk_modules(module)[1:]),
             )
             known = self._templates.setdefault(key, [])
             reason = "" if known or type(module) not in self._traced else _OTHER_CALL
@@ -224,12 +234,31 @@ class Recorder:
                     return self._call_shared(template, module, leaves)
         path = self.paths.get(id(module), "")
         region = Region(module, path, type(module).__name__, self._current, reads=Reads())
+        region.recompute = recompute_mark(module)
         made, why, result = self._trace_block(region, args, kwargs, proceed, arguments, leaves)
         if made is not None and len(known) < _MAX_CLOSURES_PER_BLOCK:
             known.append(made)
         self._traced.add(type(module))
         self._decide(module, region, reason=why or reason)
         return result
+
+    def checkpoint(self, policy: str) -> AbstractContextManager[None]:
+        """What runs inside is to be computed again in the backward."""
+        if self._quiet or not torch.is_grad_enabled():
+            return nullcontext()
+        return self._part("checkpoint", f"{self._current.path}.checkpoint".lstrip("."), policy)
+
+    @contextmanager
+    def _part(self, name: str, path: str, mark: str) -> Iterator[None]:
+        """Makes what runs inside a region of its own, marked for recompute."""
+        parent = self._current
+        region = Region(self.model, path, name, parent, reads=parent.reads, recompute=mark)
+        self._current = region
+        try:
+            yield
+        finally:
+            self._current = parent
+            parent.items.extend(_unwrapped(region))
 
     @contextmanager
     def _bookkeeping(self) -> Iterator[None]:
@@ -391,6 +420,21 @@ class Recorder:
             else:
                 setattr(module, name, before)
         return changed
+
+
+def _unwrapped(region: Region) -> list[torch.fx.Node | Region]:
+    """Hands a region's mark on to the one block call in it, if there is nothing else in it."""
+    items = [i for i in region.items if isinstance(i, Region) or not is_mode_switch(i)]
+    first = items[0] if items else None
+    if isinstance(first, Region) and len(items) == 1:
+        first.parent, first.recompute = region.parent, first.recompute or region.recompute
+        return items
+    if isinstance(first, torch.fx.Node) and "call" in first.meta:
+        site = first.meta["call"]
+        if all(isinstance(i, torch.fx.Node) and i.args[0] is first for i in items[1:]):
+            first.meta["call"] = replace(site, recompute=site.recompute or region.recompute)
+            return items
+    return [region] if items else []
 
 
 def _refuse_hidden_tensors(results: Sequence[Any]) -> None:

@@ -18,7 +18,10 @@ from .contents import Contents
 
 @dataclass(eq=False)
 class Region:
-    """One traced instance of a block, or the whole model (the root region)."""
+    """One traced instance of a block, a part marked for recompute, or the whole model (the root).
+
+    ``recompute`` is how the user wants it recomputed, if at all.
+    """
 
     module: nn.Module
     path: str
@@ -30,6 +33,7 @@ class Region:
     input_names: list[str] = field(default_factory=list)
     outputs: list[torch.fx.Node] = field(default_factory=list)
     num_calls: int = 1
+    recompute: str = ""
 
     def nodes(self) -> list[torch.fx.Node]:
         """All nodes of the region and of the regions inside it, in order."""
@@ -66,10 +70,11 @@ class Template:
 
 @dataclass(frozen=True)
 class CallSite:
-    """A call node's meaning: the region whose closure it calls, and the instance's path."""
+    """A call node's meaning: the region whose closure it calls, the instance's path and mark."""
 
     region: Region
     path: str
+    recompute: str = ""
 
 
 @dataclass(frozen=True)

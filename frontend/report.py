@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from ..recompute.summary import RecomputeRecord
 from .regions import SharingDecision
 
 
@@ -46,6 +47,9 @@ class CompileReport:
         peak_bytes: size of the planned arena; None if memory is not planned.
         lower_bound_bytes: largest sum of live bytes, which no plan can go below.
         unplanned: why memory is not planned, if it is not.
+        saved_bytes: what one forward saves for its backward, in training.
+        recomputed_flops: FLOPs that one backward spends on computing forward values again.
+        recompute: per closure and variant, what is saved and what is computed again.
         closures: each different closure, callees first, with its calls.
         decisions: for each block instance, whether it shares, and if not, why.
     """
@@ -63,6 +67,9 @@ class CompileReport:
     peak_bytes: int | None = None
     lower_bound_bytes: int | None = None
     unplanned: str = ""
+    saved_bytes: int | None = None
+    recomputed_flops: int = 0
+    recompute: list[RecomputeRecord] = field(default_factory=list)
     closures: list[ClosureRecord] = field(default_factory=list)
     decisions: list[SharingDecision] = field(default_factory=list)
 

@@ -14,6 +14,7 @@ from ..reuse.evidence import Evidence, TensorPath, follow_tensor_path
 from ..reuse.program import ModelTensor
 from ..reuse.torch_names import memory_id
 from ..reuse.types import TensorType
+from .decorator import recompute_mark
 from .outside_tensors import OutsideTensors
 from .regions import CallSite, OutputLeaf, Region, Template, shared_call
 from .torch_tracing import Tracer
@@ -103,7 +104,7 @@ class TemplateMaker:
         operands = [self._operand(b, module, leaves) for b in template.bindings]
         template.region.num_calls += 1
         node = self._tracer.call(shared_call, operands)
-        node.meta["call"] = CallSite(template.region, path)
+        node.meta["call"] = CallSite(template.region, path, recompute_mark(module))
         made: dict[int, torch.Tensor] = {}
         results = []
         for leaf in template.output_leaves:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from ..autodiff.micro_batches import ORDERS
+from ..recompute.policy import Policy
 from ..reuse import pytree
 from ..reuse.errors import PlanError
 from ..reuse.leaf import without_autocast
@@ -26,7 +27,7 @@ def compile_step(
     *,
     micro_batches: int = 1,
     loss_fn: LossFunction | None = None,
-    recompute: None = None,
+    recompute: Policy = None,
     reuse: str = "marked",
     backend: str = "inductor",
     order: str = "forward_first",
@@ -41,7 +42,7 @@ def compile_step(
         model: returns a scalar loss, or an output with ``.loss``.
         micro_batches: each tensor argument is split along dimension 0 into so many parts.
         loss_fn: computes the scalar loss from the model's output.
-        recompute: only None so far: what autograd needs is saved.
+        recompute: None, ``"full"``, ``"selective"`` or a :class:`Budget`; see :func:`compile`.
         reuse: ``"marked"`` compiles each different marked block once; ``"off"`` inlines early.
         backend: ``"inductor"`` or ``"eager"``.
         order: ``"forward_first"`` runs all forwards and then all backwards; ``"one_by_one"`` runs
@@ -55,13 +56,11 @@ def compile_step(
         >>> loss = step(ids, targets)
         >>> optimizer.step()
     """
-    if recompute is not None:
-        raise PlanError(f"recompute={recompute!r} is not supported yet; leave it None.")
     if micro_batches < 1:
         raise PlanError(f"micro_batches={micro_batches}: there must be at least one.")
     if order not in ORDERS:
         raise PlanError(f"order={order!r} is unknown; there are {ORDERS}.")
-    options = Options(reuse=reuse, backend=backend)
+    options = Options(reuse=reuse, backend=backend, recompute=recompute)
     return TrainingStep(model, loss_fn, options, Batching(micro_batches, order))
 
 

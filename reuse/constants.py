@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from dataclasses import replace as replace_fields
 from typing import Any, TypeVar
 
 import torch.fx
@@ -205,7 +206,7 @@ class _OpenBody:
             shared = self._found[call.closure]
             args = tuple(number[v] for v in call.args)
             kinds = tuple((n.kind, n.dtype) for n in shared.numbers)
-            rows.append((id(shared.closure), args, kinds, call.path))
+            rows.append((id(shared.closure), args, kinds, call.path, call.recompute))
             for value in call.results:
                 number[value] = len(number)
         rows.append(tuple(number[v] for v in self.program.outputs))
@@ -220,7 +221,7 @@ class _OpenBody:
             further = [entries[next(inputs)] for _ in shared.numbers]  # type: ignore[index]
             same = shared.closure is call.closure
             args = (*call.args, *further)
-            calls.append(call if same else Call(shared.closure, args, call.results, call.path))
+            calls.append(call if same else replace_fields(call, closure=shared.closure, args=args))
         return calls
 
 

@@ -126,7 +126,9 @@ def _format_call(call: Call, values: dict[Value, str], closures: dict[Closure, s
     results = ", ".join(values[v] for v in call.results)
     if _is_structural(call.closure):
         return f"  {results} = {call.closure.name}({args})"
-    note = f"  // {call.path}" if call.path else ""
+    mark = f"recompute {call.recompute}" if call.recompute else ""
+    note = ", ".join(part for part in (call.path, mark) if part)
+    note = f"  // {note}" if note else ""
     head = f"{results} = " if results else ""
     return f"  {head}call @{closures[call.closure]}({args}){note}"
 

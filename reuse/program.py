@@ -141,12 +141,17 @@ Closure = Union[Leaf, Composite, Pack, Unpack]  # noqa: UP007
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Call:
-    """Applies ``closure`` to ``args``. ``path`` is the module path of the instance."""
+    """Applies ``closure`` to ``args``. ``path`` is the module path of the instance.
+
+    ``recompute`` is what the user marked the instance with: ``"full"``, ``"selective"``,
+    ``"save"``, or nothing.
+    """
 
     closure: Closure
     args: tuple[Value, ...]
     results: tuple[Value, ...]
     path: str = ""
+    recompute: str = ""
 
 
 @dataclass(frozen=True, slots=True)

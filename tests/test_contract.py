@@ -384,6 +384,26 @@ def test_reentrant_checkpoints_pass_the_function_first_and_the_inputs_third() ->
     assert (found.__module__, found.__name__) == ("torch.utils.checkpoint", "CheckpointFunction")
 
 
+@contract("torch.utils.checkpoint._checkpoint_without_reentrant_generator")
+def test_checkpoint_runs_the_function_between_two_steps_of_a_generator(original: Any) -> None:
+    module: Any = torch.utils.checkpoint
+    seen: list[Any] = []
+
+    def generator(function: Any, preserve: Any, context_fn: Any, *rest: Any) -> Any:
+        seen.append((function, context_fn is module.noop_context_fn))
+        yield
+        seen.append("after")
+
+    module._checkpoint_without_reentrant_generator = generator
+    try:
+        x = torch.ones(2, requires_grad=True)
+        module.checkpoint(lambda x: seen.append("run"), x, use_reentrant=False)
+    finally:
+        module._checkpoint_without_reentrant_generator = original
+    assert seen[0][1] is True
+    assert seen[1:] == ["run", "after"]
+
+
 # ---- trees ------------------------------------------------------------------------------------
 
 

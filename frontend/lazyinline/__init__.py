@@ -13,13 +13,14 @@ Mark the layer class, compile the model, train or run it as before::
 
 from lazyinline.frontend.compiled_module import CompiledModule, compile
 from lazyinline.frontend.compiler import capture
-from lazyinline.frontend.decorator import lazy_inline
+from lazyinline.frontend.decorator import lazy_inline, recompute
 from lazyinline.frontend.export import ExportReport, export_onnx
 from lazyinline.frontend.measure import measure
 from lazyinline.frontend.measure_report import MeasureReport
 from lazyinline.frontend.pipeline import Pipeline, pipeline, stage
 from lazyinline.frontend.report import CompileReport
 from lazyinline.frontend.training_step import StepStats, TrainingStep, compile_step
+from lazyinline.recompute.policy import Budget
 from lazyinline.reuse.errors import (
     CacheError,
     CaptureError,
@@ -35,6 +36,7 @@ from lazyinline.reuse.program import Program
 __version__ = "0.1.0"
 
 __all__ = [
+    "Budget",
     "CacheError",
     "CaptureError",
     "CompileReport",
@@ -58,5 +60,6 @@ __all__ = [
     "lazy_inline",
     "measure",
     "pipeline",
+    "recompute",
     "stage",
 ]

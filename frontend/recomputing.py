@@ -1,0 +1,96 @@
+"""The recompute pass: picks, per call, what is saved, and notes it in the report."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from ..autodiff.choices import Choice
+from ..autodiff.derivative import Differentiator, Request
+from ..recompute.costs import CostModel, Measured, Roofline
+from ..recompute.fit import BudgetFit
+from ..recompute.planner import Planner, wish_of
+from ..recompute.policy import Budget, Policy
+from ..recompute.summary import summarize
+from ..reuse.errors import PlanError
+from ..reuse.program import Composite
+from .report import CompileReport
+
+PeakOf = Callable[[Request], int]
+
+
+class Recompute:
+    """Chooses by one policy, for every program of one compiler.
+
+    Args:
+        differentiator: makes the derivatives.
+        policy: what the user asked for.
+        backend: whose kernels run; it decides what operators cost.
+    """
+
+    def __init__(self, differentiator: Differentiator, policy: Policy, backend: str) -> None:
+        self._make = differentiator
+        self._policy = policy
+        costs: CostModel = Roofline(fused=backend != "eager")
+        if isinstance(policy, Budget) and policy.costs == "measured":
+            costs = Measured(costs)
+        self._planner = Planner(differentiator, costs)
+
+    def chosen(self, request: Request, report: CompileReport, peak_of: PeakOf) -> Request:
+        """Returns the request with a choice, as the policy and the marks in the program want it.
+
+        Args:
+            request: the derivative of a whole program.
+            report: gets what is saved and what is computed again.
+            peak_of: links the program for a request and returns its peak in bytes.
+
+        Raises:
+            PlanError: if a budget cannot be met, or a policy finds no block.
+        """
+        closure = request.closure
+        assert isinstance(closure, Composite)
+        if self._policy is not None or _has_marks(closure):
+            with report.timed("recompute") as nodes:
+                request = replace(request, choice=self._choice(request, peak_of))
+                derivative = self._make.of(request)
+                assert derivative is not None
+                nodes.count = closure.program.num_nodes()
+        report.recompute = summarize(self._make, request)
+        report.saved_bytes = sum(r.num_calls * r.saved_bytes for r in report.recompute)
+        report.recomputed_flops = sum(r.num_calls * r.recomputed_flops for r in report.recompute)
+        derivative = self._make.of(request)
+        if derivative is not None:
+            report.saved_bytes = derivative.saved_type.num_bytes
+        return request
+
+    def _choice(self, request: Request, peak_of: PeakOf) -> Choice | None:
+        if isinstance(self._policy, Budget):
+            fit = BudgetFit(
+                self._planner, request, lambda choice: peak_of(replace(request, choice=choice))
+            )
+            return fit.fit(self._policy)
+        policy = self._policy or ""
+        assert isinstance(request.closure, Composite)
+        if policy and not _has_wishes(request.closure, policy):
+            raise PlanError(
+                f"recompute={policy!r} is decided for each block, and the model has none. Mark its "
+                "layer class with lazy_inline, or a module with lazyinline.recompute."
+            )
+        return self._planner.choice(request, policy)
+
+
+def _has_marks(closure: Composite) -> bool:
+    return _has_wishes(closure, "")
+
+
+def _has_wishes(closure: Composite, policy: str) -> bool:
+    """Whether anything is wanted of a call in here, at any depth; looks at each closure once."""
+    todo, seen = [closure], {closure}
+    while todo:
+        for call in todo.pop().program.calls:
+            if wish_of(call, policy):
+                return True
+            if isinstance(call.closure, Composite) and call.closure not in seen:
+                seen.add(call.closure)
+                todo.append(call.closure)
+    return False

@@ -1,0 +1,157 @@
+"""The question of one leaf: which forward values to save, and what that makes the backward redo."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import torch
+import torch.fx
+
+from ..autodiff.joint_cut import ancestors, backward_nodes, is_draw, outputs_of
+from ..reuse.leaf import is_view
+from ..reuse.torch_names import operator_schema
+from ..reuse.types import TensorType
+from .costs import CostModel, flops, is_heavy, value_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardValue:
+    """One forward value that the backward needs, itself or on the way to another.
+
+    Attributes:
+        name: of its node in the joint graph.
+        num_bytes: what saving it holds.
+        redo_s: seconds to compute it again from its parents.
+        redo_flops: FLOPs of that.
+        save_s: seconds that saving it costs.
+        parents: positions of the values it is computed from (inputs of the closure left out).
+        can_save: whether it is a tensor with memory of its own.
+        can_redo: whether it may be computed again; what was drawn at random may not.
+        is_heavy: whether it is a matrix product, a convolution or attention.
+        is_wanted: whether the backward reads the value itself.
+    """
+
+    name: str
+    num_bytes: int
+    redo_s: float
+    redo_flops: int
+    save_s: float
+    parents: tuple[int, ...]
+    can_save: bool
+    can_redo: bool
+    is_heavy: bool
+    is_wanted: bool
+
+
+@dataclass(frozen=True)
+class CutPoint:
+    """One way to cut, evaluated.
+
+    Attributes:
+        saved: names of the values saved.
+        num_bytes: bytes they hold.
+        extra_s: seconds of what is computed again, and of saving.
+        extra_flops: FLOPs of what is computed again.
+        redone: names of what is computed again.
+    """
+
+    saved: frozenset[str]
+    num_bytes: int
+    extra_s: float
+    extra_flops: int
+    redone: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class CutProblem:
+    """All forward values of one leaf that matter to its backward, parents first."""
+
+    values: tuple[ForwardValue, ...]
+
+    @classmethod
+    def of(cls, joint: torch.fx.GraphModule, num_outputs: int, costs: CostModel) -> CutProblem:
+        """Reads the problem from a joint graph.
+
+        Args:
+            joint: placeholders ``primals_*`` and ``tangents_*``; outputs, then gradients.
+            num_outputs: how many of the outputs belong to the forward.
+            costs: what computing and saving values costs.
+        """
+        outputs = outputs_of(joint)
+        backward = backward_nodes(joint)
+        gradients = [g for g in outputs[num_outputs:] if isinstance(g, torch.fx.Node)]
+        results = [n for n in outputs[:num_outputs] if isinstance(n, torch.fx.Node)]
+        in_forward = ancestors(results)
+        reached = ancestors(gradients)
+        nodes = [
+            n
+            for n in joint.graph.nodes
+            if n in reached and n not in backward and n.op == "call_function"
+        ]
+        place = {n: i for i, n in enumerate(nodes)}
+        late = {n for n in nodes if is_draw(n) and n not in in_forward}
+        for node in nodes:  # what the backward itself draws stays there, with all that reads it
+            if any(n in late for n in node.all_input_nodes):
+                late.add(node)
+        wanted = {p for n in reached & backward for p in n.all_input_nodes} | set(gradients)
+        return cls(
+            tuple(
+                _forward_value(n, place, n in in_forward, n in wanted, n in late, costs)
+                for n in nodes
+            )
+        )
+
+    def evaluate(self, saved: Collection[str]) -> CutPoint | None:
+        """Returns what a choice costs; None if it would redo what must not be redone."""
+        keep = set(saved)
+        wanted = [v.is_wanted for v in self.values]
+        used: list[ForwardValue] = []
+        redone: list[ForwardValue] = []
+        for index in reversed(range(len(self.values))):
+            value = self.values[index]
+            if not wanted[index]:
+                continue
+            if value.name in keep and value.can_save:
+                used.append(value)
+                continue
+            if not value.can_redo:
+                return None
+            redone.append(value)
+            for parent in value.parents:
+                wanted[parent] = True
+        return CutPoint(
+            frozenset(v.name for v in used),
+            sum(v.num_bytes for v in used),
+            sum(v.redo_s for v in redone) + sum(v.save_s for v in used),
+            sum(v.redo_flops for v in redone),
+            tuple(v.name for v in reversed(redone) if v.redo_s > 0),
+        )
+
+
+def _forward_value(
+    node: torch.fx.Node,
+    place: dict[torch.fx.Node, int],
+    in_forward: bool,
+    is_wanted: bool,
+    is_late: bool,
+    costs: CostModel,
+) -> ForwardValue:
+    value = node.meta.get("val")
+    source = node.all_input_nodes[0] if node.all_input_nodes else node
+    picks = operator_schema(node) is None
+    shares = is_view(node) or (picks and is_view(source))
+    dense = isinstance(value, torch.Tensor) and TensorType.of(value).is_dense
+    work = costs.redo_s(node) if in_forward else 0.0  # what only the backward computes is not extra
+    return ForwardValue(
+        node.name,
+        value_bytes(node),
+        work,
+        flops(node) if in_forward else 0,
+        costs.save_s(node),
+        tuple(place[n] for n in node.all_input_nodes if n in place),
+        dense and not shares and not is_late,
+        not (is_draw(node) and in_forward),
+        in_forward and is_heavy(node),
+        is_wanted,
+    )

@@ -1,0 +1,241 @@
+"""The planner: for each call of a program, the variants there are, and the one a policy takes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch.fx
+
+from ..autodiff.choices import Choice, Cut, PerCall, Whole
+from ..autodiff.derivative import Differentiator, Request
+from ..reuse.leaf import is_view
+from ..reuse.program import Call, Composite, Leaf, input_nodes
+from . import solver
+from .costs import CostModel
+from .cut_problem import CutPoint, CutProblem
+
+_NUM_POINTS = 16  # budgets solved for per leaf
+_NUM_INNER_POINTS = 8  # and per composite
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to differentiate a closure.
+
+    Attributes:
+        choice: what is saved; None is what the backend's recipe saves.
+        num_bytes: what one call saves (values handed over not counted).
+        extra_s: estimated seconds of what one call computes again.
+        extra_flops: FLOPs of that.
+    """
+
+    choice: Choice | None
+    num_bytes: int
+    extra_s: float
+    extra_flops: int
+
+
+@dataclass(frozen=True)
+class Site:
+    """A call that a gradient flows through, and what its derivative is asked for."""
+
+    index: int
+    call: Call
+    request: Request
+
+
+class Planner:
+    """Finds variants of closures, each closure once.
+
+    Args:
+        differentiator: makes the joint graphs and derivatives.
+        costs: what operators cost.
+    """
+
+    def __init__(self, differentiator: Differentiator, costs: CostModel) -> None:
+        self._make = differentiator
+        self._costs = costs
+        self._problems: dict[Request, CutProblem] = {}
+        self._frontiers: dict[Request, tuple[Variant, ...]] = {}
+
+    # ---- policies ------------------------------------------------------------------------
+
+    def choice(self, request: Request, policy: str) -> Choice | None:
+        """Returns what a policy chooses for a program: for its blocks, and inside them.
+
+        Args:
+            request: for a composite closure.
+            policy: ``"full"``, ``"selective"``, or ``""`` for the marks alone.
+        """
+        sites = {s.index: s for s in self.sites(request)}
+        assert isinstance(request.closure, Composite)
+        choices = [
+            self._of_call(sites[i], policy) if i in sites else None
+            for i in range(len(request.closure.program.calls))
+        ]
+        return _per_call(choices)
+
+    def sites(self, request: Request) -> list[Site]:
+        """Returns the calls of a composite that a gradient flows through."""
+        closure = request.closure
+        assert isinstance(closure, Composite)
+        asked = self._make.sites(replace(request, choice=None))
+        pairs = zip(closure.program.calls, asked, strict=True)
+        return [Site(i, call, r) for i, (call, r) in enumerate(pairs) if r is not None]
+
+    def _of_call(self, site: Site, policy: str) -> Choice | None:
+        wish = wish_of(site.call, policy)
+        if wish == "save":
+            return None
+        if wish == "full":
+            return self.full(site.request)
+        if wish == "selective":
+            return self.selective(site.request)
+        inside = isinstance(site.request.closure, Composite)
+        return self.choice(site.request, policy) if inside else None
+
+    def full(self, request: Request) -> Choice | None:
+        """Saves the fewest bytes: everything is computed again but what was drawn at random."""
+        closure = request.closure
+        if isinstance(closure, Leaf):
+            return Cut(solver.fewest_bytes(self._problem(request)).saved)
+        sites = self.sites(request)
+        assert isinstance(closure, Composite)
+        if len(sites) > 1 or len(closure.program.calls) > 1:
+            return Whole()
+        return _per_call([self.full(s.request) for s in sites])
+
+    def selective(self, request: Request) -> Choice | None:
+        """Saves the fewest bytes without a second matrix product, convolution or attention."""
+        closure = request.closure
+        if isinstance(closure, Leaf):
+            light = solver.fewest_bytes(self._problem(request), lambda value: not value.is_heavy)
+            return Cut(light.saved)
+        sites = {s.index: s for s in self.sites(request)}
+        assert isinstance(closure, Composite)
+        return _per_call(
+            [
+                self.selective(sites[i].request) if i in sites else None
+                for i in range(len(closure.program.calls))
+            ]
+        )
+
+    # ---- variants ------------------------------------------------------------------------
+
+    def frontier(self, request: Request) -> tuple[Variant, ...]:
+        """Returns the variants of a closure that no other beats, fewest bytes first."""
+        if request not in self._frontiers:
+            leaf = isinstance(request.closure, Leaf)
+            variants = self._leaf_variants(request) if leaf else self._inner_variants(request)
+            points = solver.pareto(variants, lambda v: (v.num_bytes, v.extra_s))
+            self._frontiers[request] = tuple(points)
+        return self._frontiers[request]
+
+    def as_it_is(self, request: Request) -> Variant:
+        """Returns the variant that saves what the backend's recipe saves."""
+        derivative = self._make.of(request)
+        assert derivative is not None
+        num_bytes = derivative.saved_type.num_bytes
+        if not isinstance(request.closure, Leaf):
+            inner = [self.as_it_is(s.request) for s in self.sites(request)]
+            return Variant(
+                None, num_bytes, sum(v.extra_s for v in inner), sum(v.extra_flops for v in inner)
+            )
+        joint = self._make.joint(request)
+        assert joint is not None
+        assert isinstance(derivative.backward, Leaf)
+        assert isinstance(derivative.forward, Leaf)
+        needed = [n.name for n in input_nodes(derivative.backward.module)]
+        point = self._problem(request).evaluate(_bases(joint.graph_module, needed))
+        if point is None:
+            return Variant(None, num_bytes, 0.0, 0)
+        return Variant(None, num_bytes, point.extra_s, point.extra_flops)
+
+    def _leaf_variants(self, request: Request) -> list[Variant]:
+        points = solver.frontier(self._problem(request), _NUM_POINTS)
+        return [self.as_it_is(request), *map(_variant, points)]
+
+    def _inner_variants(self, request: Request) -> list[Variant]:
+        """Variants of a composite: its calls chosen within several budgets, or called again."""
+        sites = self.sites(request)
+        frontiers = [self.frontier(s.request) for s in sites]
+        groups = [
+            solver.Group(1, tuple(v.num_bytes for v in f), tuple(v.extra_s for v in f))
+            for f in frontiers
+        ]
+        low = sum(f[0].num_bytes for f in frontiers)
+        high = sum(f[-1].num_bytes for f in frontiers)
+        found = [self.as_it_is(request)]
+        for step in range(_NUM_INNER_POINTS):
+            budget = low + (high - low) * step // (_NUM_INNER_POINTS - 1)
+            counts = solver.spread(groups, budget)
+            assert counts is not None, "the smallest variants fit"
+            chosen = [f[c.index(1)] for f, c in zip(frontiers, counts, strict=True)]
+            found.append(self._combined(request, sites, chosen))
+        if len(sites) > 1:
+            found.append(self._called_again(request, frontiers))
+        return found
+
+    def _combined(
+        self, request: Request, sites: Sequence[Site], chosen: Sequence[Variant]
+    ) -> Variant:
+        assert isinstance(request.closure, Composite)
+        by_index = {s.index: v.choice for s, v in zip(sites, chosen, strict=True)}
+        calls = range(len(request.closure.program.calls))
+        choice = _per_call([by_index.get(i) for i in calls])
+        return Variant(
+            choice,
+            self._saved_bytes(request, choice),
+            sum(v.extra_s for v in chosen),
+            sum(v.extra_flops for v in chosen),
+        )
+
+    def _called_again(self, request: Request, frontiers: Sequence[tuple[Variant, ...]]) -> Variant:
+        fewest = [f[0] for f in frontiers]
+        return Variant(
+            Whole(),
+            self._saved_bytes(request, Whole()),
+            sum(v.extra_s for v in fewest),
+            sum(v.extra_flops for v in fewest),
+        )
+
+    def _saved_bytes(self, request: Request, choice: Choice | None) -> int:
+        derivative = self._make.of(replace(request, choice=choice))
+        assert derivative is not None
+        return derivative.saved_type.num_bytes
+
+    def _problem(self, request: Request) -> CutProblem:
+        if request not in self._problems:
+            joint = self._make.joint(request)
+            assert joint is not None, "a site has a gradient"
+            self._problems[request] = CutProblem.of(
+                joint.graph_module, joint.num_outputs, self._costs
+            )
+        return self._problems[request]
+
+
+def wish_of(call: Call, policy: str) -> str:
+    """Returns what is wanted of a call: its own mark, or the policy if it is a block's call."""
+    return call.recompute or (policy if call.path else "")
+
+
+def _variant(point: CutPoint) -> Variant:
+    return Variant(Cut(point.saved), point.num_bytes, point.extra_s, point.extra_flops)
+
+
+def _per_call(choices: Sequence[Choice | None]) -> Choice | None:
+    return PerCall(tuple(choices)) if any(c is not None for c in choices) else None
+
+
+def _bases(joint: torch.fx.GraphModule, names: Sequence[str]) -> set[str]:
+    """Names of the values whose memory the named ones share."""
+    nodes = {n.name: n for n in joint.graph.nodes}
+    found = set()
+    for name in names:
+        node = nodes.get(name)
+        while node is not None and node.op == "call_function" and is_view(node):
+            node = node.all_input_nodes[0]
+        if node is not None:
+            found.add(node.name)
+    return found

@@ -1,0 +1,230 @@
+"""Adapter to scipy's exact integer solver (HiGHS): cuts of one closure, and the spread over calls.
+
+Both questions are small integer programs. A cut has two variables per forward value, and a spread
+has two per variant, whatever the number of calls: a count, and whether the variant is used at all.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from .cut_problem import CutPoint, CutProblem, ForwardValue
+
+_TIE = 1e-6  # weight of the second goal against the first, both scaled to one
+_TIME_LIMIT_S = 20.0
+
+
+# ---- one closure -------------------------------------------------------------------------
+
+
+def fewest_bytes(
+    problem: CutProblem, may_redo: Callable[[ForwardValue], bool] = lambda value: True
+) -> CutPoint:
+    """Returns the cut that saves the fewest bytes, and of those the one with the least work.
+
+    Args:
+        problem: the values of one closure.
+        may_redo: which values may be computed again (what was drawn at random never may).
+    """
+    model = _CutModel(problem, may_redo)
+    weights = _scaled([v.num_bytes for v in problem.values])
+    total = sum(v.redo_s + v.save_s for v in problem.values) or 1.0
+    redo = np.array([v.redo_s for v in problem.values]) / total
+    return model.solve(weights, _TIE * redo)
+
+
+def cheapest(problem: CutProblem, max_bytes: int | None = None) -> CutPoint | None:
+    """Returns the cut with the least work within a number of bytes; None if there is none."""
+    model = _CutModel(problem, lambda value: True)
+    total = sum(v.redo_s + v.save_s for v in problem.values) or 1.0
+    redo = np.array([v.redo_s for v in problem.values]) / total
+    save = np.array([v.save_s for v in problem.values]) / total
+    weights = _scaled([v.num_bytes for v in problem.values])
+    return model.solve_within(save + _TIE * weights, redo, max_bytes)
+
+
+def frontier(problem: CutProblem, num_points: int) -> list[CutPoint]:
+    """Returns cuts none of which is better than another in both bytes and work.
+
+    Each is exact for its own number of bytes; the numbers of bytes are spread evenly.
+
+    Args:
+        problem: the values of one closure.
+        num_points: how many budgets to solve for.
+    """
+    low = fewest_bytes(problem)
+    high = cheapest(problem)
+    assert high is not None, "without a bound there is always a cut"
+    steps = range(1, num_points - 1)
+    room = high.num_bytes - low.num_bytes
+    found = [low, high]
+    for step in steps:
+        point = cheapest(problem, low.num_bytes + room * step // (num_points - 1))
+        if point is not None:
+            found.append(point)
+    return pareto(found, lambda p: (p.num_bytes, p.extra_s))
+
+
+def pareto(points: Sequence[Any], key: Callable[[Any], tuple[float, float]]) -> list[Any]:
+    """Returns the points that no other beats, by growing first and falling second number."""
+    kept: list[Any] = []
+    for point in sorted(points, key=key):
+        if not kept or key(point)[1] < key(kept[-1])[1]:
+            kept.append(point)
+    return kept
+
+
+class _CutModel:
+    """The integer program of one closure: ``save`` and ``redo`` of each value, 0 or 1."""
+
+    def __init__(self, problem: CutProblem, may_redo: Callable[[ForwardValue], bool]) -> None:
+        self._problem = problem
+        values = problem.values
+        count = self._count = len(values)
+        rows: list[dict[int, float]] = []
+        low: list[float] = []
+        for index, value in enumerate(values):
+            if value.is_wanted:
+                rows.append({index: 1.0, count + index: 1.0})
+                low.append(1.0)
+            for parent in value.parents:  # redo needs its parents, saved or redone
+                rows.append({parent: 1.0, count + parent: 1.0, count + index: -1.0})
+                low.append(0.0)
+        self._rows, self._low = rows, low
+        can_save = [float(v.can_save) for v in values]
+        can_redo = [float(v.can_redo and may_redo(v)) for v in values]
+        self._upper = np.array(can_save + can_redo)
+
+    def solve(self, save: np.ndarray, redo: np.ndarray) -> CutPoint:
+        """Returns the cut with the smallest weighted sum."""
+        point = self.solve_within(save, redo, None)
+        assert point is not None, "values that must not be redone can all be saved"
+        return point
+
+    def solve_within(
+        self, save: np.ndarray, redo: np.ndarray, max_bytes: int | None
+    ) -> CutPoint | None:
+        """Returns the cut with the smallest weighted sum within a number of bytes."""
+        if not self._count:  # the backward needs nothing but what it is handed
+            return self._problem.evaluate(())
+        rows, low = list(self._rows), list(self._low)
+        if max_bytes is not None:
+            scale = max(max_bytes, 1)
+            sizes = enumerate(v.num_bytes for v in self._problem.values)
+            rows.append({i: -size / scale for i, size in sizes if size})
+            low.append(-max_bytes / scale)
+        weights = np.concatenate([save, redo])
+        found = _minimize(weights, rows, low, self._upper, np.ones(len(weights)))
+        if found is None:
+            return None
+        values = self._problem.values
+        saved = {v.name for v, x in zip(values, found[: self._count], strict=True) if x > 0.5}
+        point = self._problem.evaluate(saved)
+        assert point is not None, "the solver broke a constraint"
+        return point if max_bytes is None or point.num_bytes <= max_bytes else None
+
+
+def _scaled(numbers: Sequence[float]) -> np.ndarray:
+    """Returns numbers divided by their sum, for a solver whose tolerances are absolute."""
+    array = np.array(numbers, float)
+    return array / (array.sum() or 1.0)
+
+
+# ---- many calls --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Group:
+    """Calls of one closure, and the variants each may take.
+
+    Attributes:
+        num_calls: how many.
+        num_bytes: per variant, what one call saves.
+        extra_s: per variant, the seconds one call computes again.
+        compiled: positions of variants that are compiled whether used or not.
+        max_variants: how many may be compiled.
+    """
+
+    num_calls: int
+    num_bytes: tuple[int, ...]
+    extra_s: tuple[float, ...]
+    compiled: frozenset[int] = frozenset()
+    max_variants: int = 3
+
+
+def spread(groups: Sequence[Group], max_bytes: int) -> list[tuple[int, ...]] | None:
+    """Says how many calls of each group take which variant: the least work within the bytes.
+
+    An exact multiple-choice knapsack with identical items; its size does not depend on the number
+    of calls.
+
+    Args:
+        groups: the calls.
+        max_bytes: of all calls together.
+
+    Returns:
+        For each group the counts by variant, or None if the bytes do not suffice.
+    """
+    sizes = [len(g.num_bytes) for g in groups]
+    total = sum(sizes)
+    starts = np.cumsum([0, *sizes])
+    rows: list[dict[int, float]] = []
+    low: list[float] = []
+    scale = max(max_bytes, 1)
+    budget: dict[int, float] = {}
+    work = np.zeros(total)
+    for group, start in zip(groups, starts, strict=False):
+        places = range(start, start + len(group.num_bytes))
+        for sign in (1.0, -1.0):  # the counts add up to the number of calls
+            rows.append(dict.fromkeys(places, sign))
+            low.append(sign * group.num_calls)
+        for variant, place in enumerate(places):
+            budget[place] = -group.num_bytes[variant] / scale
+            work[place] = group.extra_s[variant]
+            rows.append({place: -1.0, total + place: float(group.num_calls)})
+            low.append(0.0)
+        rows.append({total + p: -1.0 for p in places})
+        low.append(-float(group.max_variants))
+    rows.append(budget)
+    low.append(-max_bytes / scale)
+    upper = np.concatenate([np.repeat([float(g.num_calls) for g in groups], sizes), np.ones(total)])
+    lower = np.zeros(2 * total)
+    for group, start in zip(groups, starts, strict=False):
+        lower[[total + start + v for v in group.compiled]] = 1.0
+    weights = np.concatenate([work / (work.max(initial=0.0) or 1.0), np.full(total, _TIE)])
+    found = _minimize(weights, rows, low, upper, np.ones(2 * total), lower)
+    if found is None:
+        return None
+    counts = np.rint(found[:total]).astype(int).tolist()
+    return [tuple(counts[a:b]) for a, b in itertools.pairwise(starts)]
+
+
+def _minimize(
+    weights: np.ndarray,
+    rows: Sequence[dict[int, float]],
+    low: Sequence[float],
+    upper: np.ndarray,
+    integral: np.ndarray,
+    lower: np.ndarray | None = None,
+) -> np.ndarray | None:
+    """Minimizes ``weights @ x`` with ``rows @ x >= low`` and ``lower <= x <= upper``."""
+    # Imported late: only a budget or a policy needs it.
+    from scipy.optimize import Bounds, LinearConstraint, milp
+    from scipy.sparse import csr_array
+
+    entries = [(r, c, x) for r, row in enumerate(rows) for c, x in row.items()]
+    at_row, at_column, data = zip(*entries, strict=True) if entries else ((), (), ())
+    matrix = csr_array((data, (at_row, at_column)), shape=(len(rows), len(weights)))
+    result = milp(
+        weights,
+        integrality=integral,
+        bounds=Bounds(np.zeros(len(weights)) if lower is None else lower, upper),
+        constraints=[LinearConstraint(matrix, np.array(low), np.inf)] if entries else [],
+        options={"mip_rel_gap": 0.0, "time_limit": _TIME_LIMIT_S},
+    )
+    return None if result.x is None else result.x

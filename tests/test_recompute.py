@@ -1,0 +1,315 @@
+"""Recompute: fewer bytes saved, eager's gradients under every policy, masks drawn once."""
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from comparing import assert_same_gradients, relative_error
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import lazyinline
+from lazyinline import Budget, PlanError, ReuseError, lazy_inline
+
+WIDTH, HEADS, TOKENS, BATCH = 16, 2, 6, 3
+POLICIES = [None, "full", "selective", Budget(fraction=0.3), Budget(fraction=0.0)]
+
+
+class Mlp(nn.Module):
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, 4 * WIDTH)
+        self.down = nn.Linear(4 * WIDTH, WIDTH)
+        self.dropout = dropout
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.dropout(F.gelu(self.up(x)), self.dropout, self.training)
+        return self.down(x)
+
+
+class NestedMlp(Mlp):
+    """A block inside a block."""
+
+
+class Block(nn.Module):
+    def __init__(self, dropout: float, mlp: type[Mlp]) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+        self.mlp = mlp(dropout)
+        self.dropout = dropout
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.norm(x)).view(BATCH, TOKENS, 3, HEADS, -1).unbind(2)
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        p = self.dropout if self.training else 0.0
+        a = F.scaled_dot_product_attention(q, k, v, dropout_p=p, is_causal=True)
+        x = x + F.dropout(a.transpose(1, 2).reshape(x.shape), p, self.training)
+        return x + self.mlp(x)
+
+
+class FlatBlock(Block):
+    """Becomes one leaf."""
+
+
+class ComposedBlock(Block):
+    """Becomes a program, for its MLP is a block too."""
+
+
+lazy_inline(FlatBlock)
+lazy_inline(ComposedBlock)
+lazy_inline(NestedMlp)
+
+
+class Model(nn.Module):
+    """A stack of blocks with a loss; ``run`` says how a layer is called."""
+
+    def __init__(
+        self,
+        block: type[Block] = FlatBlock,
+        num_layers: int = 3,
+        dropout: float = 0.1,
+        run: Callable[..., Tensor] = lambda layer, x: layer(x),
+    ) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        mlp = NestedMlp if block is ComposedBlock else Mlp
+        self.embed = nn.Linear(WIDTH, WIDTH)
+        self.layers = nn.ModuleList(block(dropout, mlp) for _ in range(num_layers))
+        self.__dict__["run"] = run
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for layer in self.layers:
+            x = self.__dict__["run"](layer, x)
+        return x.square().mean()
+
+
+def batch() -> Tensor:
+    return torch.randn(BATCH, TOKENS, WIDTH, generator=torch.Generator().manual_seed(1))
+
+
+def assert_steps_equal_eager(model: nn.Module, run: Any, seeds: Iterator[int] | range) -> None:
+    """Several optimizer steps, each with masks of its own."""
+    expected = copy.deepcopy(model)
+    ours, theirs = (torch.optim.SGD(m.parameters(), lr=0.3) for m in (model, expected))
+    x = batch()
+    for seed in seeds:
+        theirs.zero_grad()
+        torch.manual_seed(seed)
+        reference = expected(x)
+        reference.backward()
+        after = torch.get_rng_state()
+        torch.manual_seed(seed)
+        loss = run(x)
+        assert torch.equal(torch.get_rng_state(), after), "numbers were drawn twice, or not at all"
+        assert relative_error(loss, reference.detach()) < 1e-6
+        assert_same_gradients(model, expected)
+        ours.step()
+        theirs.step()
+
+
+def module_run(compiled: nn.Module) -> Callable[[Tensor], Tensor]:
+    def run(x: Tensor) -> Tensor:
+        compiled.zero_grad()
+        loss = compiled(x)
+        loss.backward()
+        return loss.detach()
+
+    return run
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=str)
+@pytest.mark.parametrize("block", [FlatBlock, ComposedBlock])
+def test_gradients_equal_eager_with_dropout_in_a_step(block: type[Block], policy: Any) -> None:
+    model = Model(block)
+    step = lazyinline.compile_step(model, recompute=policy, backend="eager")
+    assert_steps_equal_eager(model, step, range(3))
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=str)
+@pytest.mark.parametrize("block", [FlatBlock, ComposedBlock])
+def test_gradients_equal_eager_with_dropout_in_a_module(block: type[Block], policy: Any) -> None:
+    model = Model(block)
+    compiled = lazyinline.compile(model, recompute=policy, backend="eager")
+    assert_steps_equal_eager(model, module_run(compiled), range(2))
+
+
+@pytest.mark.parametrize("policy", ["full", Budget(fraction=0.4)], ids=str)
+def test_gradients_equal_eager_on_inductor(policy: Any) -> None:
+    model = Model(ComposedBlock, num_layers=2)
+    step = lazyinline.compile_step(model, recompute=policy)
+    assert_steps_equal_eager(model, step, range(2))
+
+
+def step_of(policy: Any, **sizes: Any) -> lazyinline.TrainingStep:
+    step = lazyinline.compile_step(Model(**sizes), recompute=policy, backend="eager")
+    step(batch())
+    return step
+
+
+@pytest.mark.parametrize("block", [FlatBlock, ComposedBlock])
+def test_policies_trade_bytes_for_work(block: type[Block]) -> None:
+    none, selective, full = (
+        step_of(p, block=block, num_layers=4) for p in (None, "selective", "full")
+    )
+    saved = [s.stats.saved_bytes for s in (none, selective, full)]
+    assert saved == sorted(saved, reverse=True)
+    assert len(set(saved)) == 3
+    assert none.stats.peak_bytes > max(selective.stats.peak_bytes, full.stats.peak_bytes)
+    work = [s.last_report.recomputed_flops for s in (none, selective, full)]
+    assert work[:2] == [0, 0]
+    assert work[2] > 0
+
+
+def test_full_saves_block_inputs_and_masks_only() -> None:
+    records = step_of("full").last_report.recompute
+    (block,) = [r for r in records if r.closure == "FlatBlock"]
+    assert block.num_calls == 3
+    assert {str(t.type).partition("[")[0] for t in block.saved} <= {"bool", "f32"}
+    elements = [t.type.shape for t in block.saved]
+    masks = [(BATCH, TOKENS, WIDTH), (BATCH, TOKENS, 4 * WIDTH), (BATCH, HEADS, TOKENS, TOKENS)]
+    assert sorted(elements) == sorted(masks)
+
+
+def test_variants_are_compiled_once_whatever_the_depth() -> None:
+    counts = [step_of("full", num_layers=n).last_report.num_kernels for n in (2, 6)]
+    assert counts[0] == counts[1]
+
+
+# ---- marks -------------------------------------------------------------------------------
+
+
+def records_of(model: nn.Module, policy: Any = None) -> dict[tuple[str, str], int]:
+    step = lazyinline.compile_step(model, recompute=policy, backend="eager")
+    assert_steps_equal_eager(model, step, range(2))
+    return {(r.closure, r.choice): r.num_calls for r in step.last_report.recompute}
+
+
+def test_single_layer_can_be_marked() -> None:
+    model = Model(num_layers=3)
+    lazyinline.recompute(model.layers[1])
+    found = records_of(model)
+    assert found["FlatBlock", "cut"] == 1
+    assert found["FlatBlock", "as the backend saves"] == 2
+
+
+def test_mark_on_a_class_and_exemption_of_an_instance() -> None:
+    class Marked(FlatBlock):
+        pass
+
+    lazyinline.recompute(Marked, "selective")
+    model = Model(block=Marked)
+    lazyinline.recompute(model.layers[0], None)
+    found = records_of(model, "full")
+    assert found["Marked", "as the backend saves"] == 1
+    assert found["Marked", "cut"] == 2
+
+
+def test_single_operator_inside_one_block_can_be_marked() -> None:
+    model = Model(num_layers=3)
+    lazyinline.recompute(model.layers[2].mlp)
+    found = records_of(model)
+    assert found["Mlp", "cut"] == 1
+    assert found["FlatBlock", "as the backend saves"] == 2
+
+
+def test_marked_module_without_any_block_is_recomputed() -> None:
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Mlp(0.1), nn.Flatten(0), nn.LogSigmoid())
+    lazyinline.recompute(model[1])
+    step = lazyinline.compile_step(model, loss_fn=torch.mean, backend="eager")
+    step(batch())
+    assert [r.choice for r in step.last_report.recompute if r.closure == "Mlp"] == ["cut"]
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpoint_in_the_model_is_honoured(use_reentrant: bool) -> None:
+    def run(layer: nn.Module, x: Tensor) -> Tensor:
+        return checkpoint(layer, x, use_reentrant=use_reentrant)
+
+    assert records_of(Model(run=run))["FlatBlock", "cut"] == 3
+
+
+def test_checkpoint_of_several_blocks_saves_the_first_input_only() -> None:
+    def pair(first: nn.Module, second: nn.Module, x: Tensor) -> Tensor:
+        return second(first(x))
+
+    class Paired(Model):
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.embed(x)
+            for i in range(0, len(self.layers), 2):
+                x = checkpoint(pair, self.layers[i], self.layers[i + 1], x, use_reentrant=False)
+            return x.square().mean()
+
+    model = Paired(num_layers=4, dropout=0.0)
+    step = lazyinline.compile_step(model, backend="eager")
+    assert_steps_equal_eager(model, step, range(2))
+    inputs_bytes = 4 * BATCH * TOKENS * WIDTH
+    # The inputs of two pairs, and the model's last value for the mean.
+    assert step.stats.saved_bytes <= 3 * inputs_bytes
+    model = Paired(num_layers=4)
+    step = lazyinline.compile_step(model, backend="eager")
+    assert_steps_equal_eager(model, step, range(1))
+
+
+# ---- budgets -----------------------------------------------------------------------------
+
+
+def test_budget_is_kept_by_the_linked_peak_and_more_bytes_mean_less_work() -> None:
+    high = step_of(None, num_layers=6).stats.peak_bytes
+    low = step_of(Budget(fraction=0.0), num_layers=6).stats.peak_bytes
+    work, peaks = [], []
+    for index in range(3):
+        limit = low + (high - low) * index // 2
+        step = step_of(Budget(saved_bytes=limit), num_layers=6)
+        assert step.stats.peak_bytes <= limit
+        peaks.append(step.stats.peak_bytes)
+        work.append(step.last_report.recomputed_flops)
+        variants = [r for r in step.last_report.recompute if r.closure == "FlatBlock"]
+        assert len(variants) <= 3
+    assert work == sorted(work, reverse=True)
+    assert work[0] > work[-1]
+
+
+def test_budget_that_cannot_be_met_names_the_smallest_peak() -> None:
+    with pytest.raises(
+        PlanError, match=r"smallest peak that recompute reaches is (\d+) bytes"
+    ) as e:
+        step_of(Budget(saved_bytes=1000))
+    smallest = int(str(e.value).split("reaches is ")[1].split()[0])
+    assert step_of(Budget(saved_bytes=smallest)).stats.peak_bytes <= smallest
+
+
+def test_measured_costs_give_the_same_gradients() -> None:
+    model = Model()
+    budget = Budget(fraction=0.4, costs="measured")
+    step = lazyinline.compile_step(model, recompute=budget, backend="eager")
+    assert_steps_equal_eager(model, step, range(2))
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda: Budget(), "give saved_bytes= or fraction="),
+        (lambda: Budget(saved_bytes=1, fraction=0.5), "has one bound"),
+        (lambda: Budget(fraction=1.5), "from 0 to 1"),
+        (lambda: Budget(saved_bytes=-1), "not negative"),
+        (lambda: Budget(fraction=0.5, costs="guessed"), "costs='guessed'"),
+        (lambda: lazyinline.compile(Model(), recompute="some"), "recompute='some' is unknown"),
+        (lambda: lazyinline.compile(Model(), recompute="full", reuse="off"), "leaves none"),
+        (lambda: lazyinline.recompute(nn.GELU(), "some"), "not 'some'"),
+        (lambda: lazyinline.recompute(nn.GELU(), Budget(fraction=0.5)), "whole program"),
+        (lambda: step_of("full", block=Block), "the model has none"),
+    ],
+)
+def test_bad_requests_say_what_is_wrong(make: Callable[[], Any], text: str) -> None:
+    with pytest.raises(PlanError, match=text):
+        make()
+
+
+def test_only_modules_can_be_marked() -> None:
+    with pytest.raises(ReuseError, match=r"torch\.utils\.checkpoint, which is honoured"):
+        lazyinline.recompute(F.gelu)
