@@ -11,11 +11,10 @@ from typing import Any
 
 import torch
 
-from ..reuse.errors import PlanError
 from . import models
 from .compiler import Options
 from .decorator import lazy_inline
-from .measure import compare_sides, compile_sides, measure
+from .measure import check_micro_batches, compare_sides, compile_sides, measure
 from .measure_report import MeasureReport, Seconds, error_text
 from .target import Target, load_target
 from .workload import Workload
@@ -41,6 +40,7 @@ class Plan:
         model: ``llama``, ``gpt`` or a target.
         layers: numbers of layers; empty for a target.
         train: training steps rather than inference.
+        micro_batches: parts of a step; of the own models each has the usual batch.
     """
 
     model: str = "llama"
@@ -56,11 +56,7 @@ def bench(plan: Plan, say: Print) -> list[MeasureReport]:
     Raises:
         LazyInlineError: if the target is bad, or cannot be compiled.
     """
-    if plan.micro_batches != 1:
-        raise PlanError(
-            f"--micro-batches {plan.micro_batches} is not supported yet: it arrives with "
-            "compile_step. Leave it out."
-        )
+    check_micro_batches(plan.micro_batches, train=plan.train)
     reports = []
     say(f"late against early inlining: {title(plan)}")
     measured = _own_rows(plan, say) if plan.model in OWN_MODELS else _target_row(plan, say)
@@ -94,9 +90,10 @@ def _own_rows(plan: Plan, say: Print) -> Iterator[MeasureReport]:
 def _own_workload(plan: Plan, layers: int) -> Workload:
     lazy_inline(models.DecoderBlock if plan.model == "llama" else models.GptBlock)
     build: Any = models.llama if plan.model == "llama" else models.gpt
-    model, (ids, targets) = build(layers)
+    batch = models.DecoderConfig(0).batch * plan.micro_batches
+    model, (ids, targets) = build(layers, batch=batch)
     if plan.train:
-        return Workload(model, (ids, targets), {}, train=True)
+        return Workload(model, (ids, targets), {}, True, plan.micro_batches)
     return Workload(model.eval(), (ids,), {}, train=False)
 
 
@@ -104,7 +101,12 @@ def _target_row(plan: Plan, say: Print) -> Iterator[MeasureReport]:
     target: Target = load_target(plan.model)
     say(HEAD)
     report = measure(
-        target.model, target.args, target.kwargs, train=plan.train, backend=plan.backend
+        target.model,
+        target.args,
+        target.kwargs,
+        train=plan.train,
+        micro_batches=plan.micro_batches,
+        backend=plan.backend,
     )
     yield replace(report, model=plan.model)
 
@@ -112,6 +114,8 @@ def _target_row(plan: Plan, say: Print) -> Iterator[MeasureReport]:
 def title(plan: Plan) -> str:
     """Says what is measured, and on what."""
     kind = "training" if plan.train else "inference"
+    if plan.micro_batches > 1:
+        kind += f" of {plan.micro_batches} micro-batches"
     sizes = ""
     if plan.model in OWN_MODELS:
         config = models.DecoderConfig(0)

@@ -120,7 +120,7 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
     add("--model", default="llama", metavar="llama|gpt|TARGET", help=f"default llama; {FORM}")
     layers = " ".join(map(str, DEFAULT_LAYERS))
     add("--layers", type=_positive, nargs="+", metavar="N", help=f"default {layers}")
-    add("--micro-batches", type=_positive, default=1, metavar="Y", help="only 1 so far")
+    add("--micro-batches", type=_positive, default=1, metavar="Y", help="parts of a training step")
     add("--infer", action="store_true", help="forward without gradients; default is training")
     add("--backend", choices=BACKEND_CHOICES, default=BACKEND_CHOICES[0])
     add("--json", type=pathlib.Path, metavar="FILE", help="write the numbers")

@@ -17,9 +17,10 @@ from torch import nn
 from ..backend import torch_inductor
 from ..reuse.errors import PlanError
 from .compiled_module import CompiledModule
-from .compiler import Compiler, Options, check_runnable
+from .compiler import Batching, Compiler, Options, check_runnable
 from .measure_report import MeasureReport, Seconds, Side
 from .report import cpu_seconds
+from .training_step import LossModel, TrainingStep, compile_step
 from .workload import (
     StepResult,
     StepTime,
@@ -57,7 +58,8 @@ def measure(
         args: positional inputs of one step.
         kwargs: keyword inputs of one step.
         train: measure a training step; otherwise a forward without gradients.
-        micro_batches: only 1 so far.
+        micro_batches: training only. Each tensor of the batch is split along dimension 0 into so
+            many parts; both sides are then :func:`compile_step`, whose loss is the mean.
         execute: run the steps; otherwise only compile. With ``backend="eager"`` the model may
             then be on the meta device.
         backend: ``"inductor"`` or ``"eager"``.
@@ -73,13 +75,8 @@ def measure(
     Example:
         >>> print(lazyinline.measure(model, (ids, targets)))
     """
-    if micro_batches != 1:
-        raise PlanError(
-            f"micro_batches={micro_batches} is not supported yet: it arrives with compile_step. "
-            "Measure one micro-batch with micro_batches=1."
-        )
     options = Options(reuse=reuse, backend=backend)
-    workload = _workload(model, args, kwargs, train)
+    workload = _workload(model, args, kwargs, train, micro_batches)
     if execute:
         check_runnable(model)
     _check_device(workload, options)
@@ -89,7 +86,11 @@ def measure(
 
 
 def _workload(
-    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] | None, train: bool
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None,
+    train: bool,
+    micro_batches: int,
 ) -> Workload:
     if not isinstance(model, nn.Module):
         raise PlanError(f"measure takes an nn.Module, not {type(model).__name__}.")
@@ -98,7 +99,19 @@ def _workload(
             f"args is a tuple of the model's positional inputs, not {type(args).__name__}; "
             "write (x,) for one input."
         )
-    return Workload(model, tuple(args), dict(kwargs or {}), train)
+    check_micro_batches(micro_batches, train=train)
+    return Workload(model, tuple(args), dict(kwargs or {}), train, micro_batches)
+
+
+def check_micro_batches(micro_batches: int, *, train: bool) -> None:
+    """Raises PlanError for a number of micro-batches that no step can have."""
+    if micro_batches < 1:
+        raise PlanError(f"micro_batches={micro_batches}: there must be at least one.")
+    if micro_batches > 1 and not train:
+        raise PlanError(
+            f"micro_batches={micro_batches} goes with training, where gradients are summed over "
+            "them. For inference leave it 1."
+        )
 
 
 def _check_device(workload: Workload, options: Options) -> None:
@@ -157,8 +170,8 @@ class _Tiny(nn.Module):
 
 def _run_side(
     workload: Workload, options: Options, expected: StepResult, restore: Callable[[], None]
-) -> tuple[Side, CompiledModule]:
-    module = CompiledModule(workload.model, options)
+) -> tuple[Side, CompiledModule | TrainingStep]:
+    module = _to_compile(workload, options)
     restore()
     gc.collect()  # so that no side pays for what was there before
     with _children() as spent:
@@ -169,7 +182,19 @@ def _run_side(
     return Side(compiled, spent(), errors=errors), module
 
 
-def _timed(side: Side, module: CompiledModule, step: StepTime) -> Side:
+def _to_compile(workload: Workload, options: Options) -> CompiledModule | TrainingStep:
+    """Returns what compiles itself in its first step."""
+    if workload.micro_batches == 1:
+        return CompiledModule(workload.model, options)
+    return compile_step(
+        workload.model,
+        micro_batches=workload.micro_batches,
+        reuse=options.reuse,
+        backend=options.backend,
+    )
+
+
+def _timed(side: Side, module: CompiledModule | TrainingStep, step: StepTime) -> Side:
     return replace(side, step=step, compiled_again=module.last_report is not side.compiled)
 
 
@@ -177,9 +202,15 @@ def _compile_side(workload: Workload, options: Options) -> Side:
     compiler = Compiler(options)
     gc.collect()
     with _children() as spent, torch.set_grad_enabled(workload.train):
-        _, report = compiler.compile(
-            workload.model, workload.args, workload.kwargs, train=workload.train
-        )
+        if workload.micro_batches == 1:
+            _, report = compiler.compile(
+                workload.model, workload.args, workload.kwargs, train=workload.train
+            )
+        else:
+            args, kwargs = workload.parts()[0]
+            batching = Batching(workload.micro_batches)
+            model = LossModel(workload.model, None)
+            _, report = compiler.compile_step(model, args, kwargs, batching)
     return Side(report, spent())
 
 
@@ -211,6 +242,7 @@ def _report(workload: Workload, options: Options, late: Side, early: Side) -> Me
         backend=options.backend,
         late=late,
         early=early,
+        micro_batches=workload.micro_batches,
         threads=torch.get_num_threads(),
         peak_bytes=late.compiled.peak_bytes,
         lower_bound_bytes=late.compiled.lower_bound_bytes,

@@ -52,6 +52,7 @@ class MeasureReport:
         early: everything inlined first (``reuse="off"``).
         eager: time of the model's own step; None if nothing was run.
         warm_up: a small compile before both, which pays for imports; on neither side.
+        micro_batches: parts of the batch that a step runs one after another.
         peak_bytes: arena of the late program; None where memory is not planned.
         lower_bound_bytes: largest sum of live bytes, which no plan can go below; None likewise.
     """
@@ -130,6 +131,8 @@ class MeasureReport:
         """Says what was measured, in one line."""
         depth = f", {self.layers} layers" if self.layers is not None else ""
         kind = "training" if self.train else "inference"
+        if self.micro_batches > 1:
+            kind += f" of {self.micro_batches} micro-batches"
         threads = f"{self.threads} thread" + ("" if self.threads == 1 else "s")
         return f"{self.model}{depth}: {kind}, backend {self.backend}, {threads}"
 
@@ -171,7 +174,7 @@ class MeasureReport:
     def size_rows(self) -> list[tuple[str, int, int]]:
         """What was compiled: name, late, early."""
         late, early = self.late.compiled, self.early.compiled
-        return [
+        rows = [
             ("graph nodes held", late.num_nodes, early.num_nodes),
             ("graph nodes if inlined", late.num_nodes_if_inlined, early.num_nodes_if_inlined),
             ("closures", late.num_closures, early.num_closures),
@@ -179,6 +182,9 @@ class MeasureReport:
             ("kernels compiled", late.num_kernels, early.num_kernels),
             ("launches in a step", late.num_launches, early.num_launches),
         ]
+        if late.peak_bytes is not None and early.peak_bytes is not None:
+            rows.append(("arena, bytes", late.peak_bytes, early.peak_bytes))
+        return rows
 
     def _size_lines(self) -> list[str]:
         lines = [f"{'':<24}{'late':>18}{'early':>18}"]

@@ -69,15 +69,25 @@ class StepTime:
 
 @dataclass(frozen=True)
 class Workload:
-    """A model with the inputs of one step."""
+    """A model with the inputs of one step.
+
+    With several ``micro_batches`` a training step runs the parts of the batch one after another;
+    its result is the mean of their losses, and the gradients are those of the mean.
+    """
 
     model: nn.Module
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     train: bool
+    micro_batches: int = 1
 
     def step(self, module: Callable[..., Any]) -> StepResult:
         """Runs one step through the model itself or through what it was compiled to."""
+        if self.micro_batches == 1:
+            return self._whole_step(module)
+        return self._split_step() if module is self.model else self._planned_step(module)
+
+    def _whole_step(self, module: Callable[..., Any]) -> StepResult:
         with torch.set_grad_enabled(self.train):
             result = module(*self.args, **self.kwargs)
             outputs = {
@@ -87,6 +97,57 @@ class Workload:
             }
             gradients = self._gradients(result, outputs) if self.train else {}
         return StepResult({name: t.detach() for name, t in outputs.items()}, gradients)
+
+    def _split_step(self) -> StepResult:
+        """Runs the model's own forward and backward on each micro-batch; adds the gradients."""
+        wanted = self._wanted_in_training()
+        sums: list[torch.Tensor | None] = [None] * len(wanted)
+        losses = []
+        for args, kwargs in self.parts():
+            with torch.enable_grad():
+                loss = _scalar_loss(self.model(*args, **kwargs))
+                found = torch.autograd.grad(
+                    loss / self.micro_batches, list(wanted.values()), allow_unused=True
+                )
+            losses.append(loss.detach())
+            sums = [_sum(a, b) for a, b in zip(sums, found, strict=True)]
+        mean = torch.stack(losses).mean()
+        return StepResult({"loss": mean}, dict(zip(wanted, sums, strict=True)))
+
+    def _planned_step(self, step: Callable[..., torch.Tensor]) -> StepResult:
+        """Runs a compiled step, which fills ``.grad``; puts back what was there.
+
+        The gradients found are valid until the next step.
+        """
+        wanted = self._wanted_in_training()
+        before = {name: tensor.grad for name, tensor in wanted.items()}
+        try:
+            for tensor in wanted.values():
+                tensor.grad = None
+            loss = step(*self.args, **self.kwargs)
+            gradients = {name: tensor.grad for name, tensor in wanted.items()}
+        finally:
+            for name, tensor in wanted.items():
+                tensor.grad = before[name]
+        return StepResult({"loss": loss}, gradients)
+
+    def parts(self) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
+        """Positional and keyword inputs of each micro-batch: tensors split along dimension 0."""
+        leaves, tree = pytree.flatten((self.args, dict(self.kwargs)))
+        split = [self._split(leaf) for leaf in leaves]
+        parts = range(self.micro_batches)
+        return [pytree.unflatten([part[i] for part in split], tree) for i in parts]
+
+    def _split(self, leaf: Any) -> Sequence[Any]:
+        count = self.micro_batches
+        if not isinstance(leaf, torch.Tensor):
+            return (leaf,) * count
+        if leaf.dim() == 0 or leaf.shape[0] % count:
+            raise PlanError(
+                f"A batch tensor of shape {tuple(leaf.shape)} cannot be split into {count} equal "
+                "micro-batches along dimension 0. Change micro_batches or the batch size."
+            )
+        return leaf.tensor_split(count)
 
     def wanted(self) -> dict[str, torch.Tensor]:
         """The parameters and inputs that want a gradient."""
@@ -110,12 +171,35 @@ class Workload:
         ends, cotangents = _objective(result, outputs)
         wanted = self.wanted()
         if not ends or not wanted:
-            raise PlanError(
-                f"Nothing in {type(self.model).__name__} requires grad, so there is no training "
-                "step to measure. Pass train=False, or parameters that require grad."
-            )
+            raise self._nothing_to_train()
         found = torch.autograd.grad(ends, list(wanted.values()), cotangents, allow_unused=True)
         return dict(zip(wanted, found, strict=True))
+
+    def _wanted_in_training(self) -> dict[str, torch.Tensor]:
+        wanted = self.wanted()
+        if not wanted:
+            raise self._nothing_to_train()
+        return wanted
+
+    def _nothing_to_train(self) -> PlanError:
+        return PlanError(
+            f"Nothing in {type(self.model).__name__} requires grad, so there is no training "
+            "step to measure. Pass train=False, or parameters that require grad."
+        )
+
+
+def _sum(a: torch.Tensor | None, b: torch.Tensor | None) -> torch.Tensor | None:
+    return b if a is None else a if b is None else a + b
+
+
+def _scalar_loss(result: Any) -> torch.Tensor:
+    loss = result.get("loss") if isinstance(result, Mapping) else getattr(result, "loss", result)
+    if not isinstance(loss, torch.Tensor) or loss.dim() or not loss.requires_grad:
+        raise PlanError(
+            "Micro-batches are measured on a scalar loss that requires grad. Let the model return "
+            f"it, or an output with .loss; it returns {type(result).__name__}."
+        )
+    return loss
 
 
 def _objective(

@@ -158,7 +158,7 @@ def test_bad_targets(
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (("--micro-batches", "4"), "compile_step"),
+        (("--micro-batches", "4", "--infer"), "goes with training"),
         (("--model", "a:b", "--layers", "3"), "--layers goes with llama and gpt"),
         (("--model", "lama"), "is not a target"),
         (("--json", "no/such/folder/x.json"), "there is no such folder"),

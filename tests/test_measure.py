@@ -128,6 +128,62 @@ def test_inference() -> None:
     assert "gradient" not in str(found)
 
 
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_micro_batches_are_compared_with_a_loop_over_them(dropout: float) -> None:
+    net, x = Net(dropout=dropout), torch.randn(8, 8)
+    net(x).backward()
+    state = {name: tensor.clone() for name, tensor in net.state_dict().items()}
+    gradients = {name: (p.grad, p.grad.clone()) for name, p in net.named_parameters()}
+    found = lazyinline.measure(net, (x,), micro_batches=4, backend="eager")
+    for side in found.sides.values():
+        assert side.errors.max_abs_error is not None and side.errors.max_abs_error < 1e-6
+        assert side.errors.max_rel_grad_error is not None
+        assert side.errors.max_rel_grad_error < 1e-5
+        assert not side.compiled_again
+    late, early = found.late.compiled, found.early.compiled
+    assert late.num_nodes < early.num_nodes
+    assert found.peak_bytes == late.peak_bytes and late.peak_bytes and early.peak_bytes
+    assert found.to_dict()["micro_batches"] == 4
+    assert "Net: training of 4 micro-batches" in str(found) and "arena, bytes" in str(found)
+    check(page([found]))
+    assert all(torch.equal(t, state[name]) for name, t in net.state_dict().items())
+    for name, parameter in net.named_parameters():
+        assert parameter.grad is gradients[name][0]
+        assert torch.equal(parameter.grad, gradients[name][1])
+
+
+def test_micro_batches_of_a_model_without_data_are_compiled() -> None:
+    with torch.device("meta"):
+        net, x = Net(2, 4096), torch.empty(8, 4096)
+    found = lazyinline.measure(net, (x,), micro_batches=4, execute=False, backend="eager")
+    assert found.late.compiled.num_block_calls == 2
+    assert found.micro_batches == 4
+    assert found.eager is None
+
+
+def test_micro_batches_need_a_loss() -> None:
+    with pytest.raises(lazyinline.PlanError, match="scalar loss"):
+        lazyinline.measure(
+            Net(), (torch.randn(4, 8),), {"loss": False}, micro_batches=2, backend="eager"
+        )
+
+
+def test_a_wrong_gradient_of_micro_batches_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    from lazyinline.frontend.training_step import TrainingStep
+
+    original = TrainingStep.__call__
+
+    def wrong(self: TrainingStep, *args: object) -> torch.Tensor:
+        loss = original(self, *args)
+        self._model.enter.weight.grad.mul_(1.01)
+        return loss
+
+    monkeypatch.setattr(TrainingStep, "__call__", wrong)
+    found = measure_net(micro_batches=2)
+    assert found.late.errors.worst_gradient == "enter.weight"
+    assert found.late.errors.max_rel_grad_error == pytest.approx(0.01, rel=1e-2)
+
+
 def test_without_execution_nothing_is_run() -> None:
     net = Net()
     found = measure_net(net, execute=False)
@@ -196,7 +252,9 @@ def test_blocks_that_are_not_shared_are_named() -> None:
 @pytest.mark.parametrize(
     ("options", "error", "text"),
     [
-        ({"micro_batches": 2}, lazyinline.PlanError, "compile_step"),
+        ({"micro_batches": 2, "train": False}, lazyinline.PlanError, "goes with training"),
+        ({"micro_batches": 0}, lazyinline.PlanError, "at least one"),
+        ({"micro_batches": 3}, lazyinline.PlanError, "cannot be split into 3"),
         ({"backend": "gpu"}, lazyinline.PlanError, "'gpu' is unknown"),
         ({"reuse": "always"}, lazyinline.ReuseError, "'always' is unknown"),
     ],
