@@ -1,15 +1,17 @@
 """One training step as a program: forward and backward, called once per micro-batch.
 
-The micro-batch is a composite closure, so the step holds two calls per micro-batch whatever the
-number of layers. Gradients are summed from micro-batch to micro-batch; the loss is their mean.
+The micro-batch is a composite closure, so the step holds three calls per micro-batch whatever the
+number of layers: forward, backward, and the sum of the gradients so far. The loss is the mean of
+the micro-batches' losses.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..reuse.program import Call, ModelTensor, Program, UserInput, Value
+from ..reuse.program import Call, Composite, ModelTensor, Program, UserInput, Value
 from .derivative import Derivative, Differentiator
 
 ORDERS = ("forward_first", "one_by_one")
@@ -73,7 +75,7 @@ class _Composer:
         self._model_values = tuple(self._state.values())
         self._seed = Value(program.outputs[0].type, "seed")
         self._calls: list[Call] = []
-        self._totals: dict[int, Value] = {}
+        self._totals: tuple[Value, ...] = ()
 
     def compose(self, micro_batches: int, order: str) -> StepProgram:
         inputs = [
@@ -110,17 +112,22 @@ class _Composer:
         operands += [self._seed]
         gradients = tuple(Value(t) for t in d.backward.output_types)
         self._calls.append(Call(d.backward, tuple(operands), gradients, f"micro_batch_{index}"))
-        for target, gradient in zip(d.gradient_inputs, gradients, strict=True):
-            self._add(target, gradient)
+        if self._totals:
+            totals = tuple(_copy(gradient) for gradient in gradients)
+            self._calls.append(Call(self._accumulate, (*self._totals, *gradients), totals))
+            gradients = totals
+        self._totals = gradients
 
-    def _add(self, target: int, gradient: Value) -> None:
-        present = self._totals.get(target)
-        if present is not None:
-            total = Value(gradient.type)
-            adder = self._make.adder(gradient.type)  # type: ignore[arg-type]
-            self._calls.append(Call(adder, (present, gradient), (total,)))
-            gradient = total
-        self._totals[target] = gradient
+    @functools.cached_property
+    def _accumulate(self) -> Composite:
+        """Adds the gradients of one micro-batch to the sums so far: one call, however many."""
+        types = self._derivative.backward.output_types
+        sums, gradients, totals = ([Value(t) for t in types] for _ in range(3))
+        calls = [
+            Call(self._make.adder(a.type), (a, b), (c,))  # type: ignore[arg-type]
+            for a, b, c in zip(sums, gradients, totals, strict=True)
+        ]
+        return Composite("accumulate", Program((*sums, *gradients), tuple(calls), tuple(totals)))
 
     def _finish(self, inputs: Sequence[dict[int, Value]], losses: Sequence[Value]) -> StepProgram:
         program = self._program
@@ -129,7 +136,7 @@ class _Composer:
         step = Program(
             (*batch_values, *self._model_values, self._seed),
             tuple(self._calls),
-            (*losses, *self._totals.values(), *(self._state[t] for t in changed)),
+            (*losses, *self._totals, *(self._state[t] for t in changed)),
         )
         place = {i: position for position, i in enumerate(self._model)}
         users = tuple(program.sources[i].index for i in self._user)  # type: ignore[union-attr]
@@ -137,7 +144,7 @@ class _Composer:
             step,
             tuple(users for _ in inputs),
             tuple(program.sources[i] for i in self._model),  # type: ignore[misc]
-            tuple(place[i] for i in self._totals),
+            tuple(place[i] for i in self._derivative.gradient_inputs),
             tuple(place[i] for i in changed),
         )
 

@@ -54,7 +54,7 @@ class OutsideTensors:
         node = self._outside.get(id(tensor))
         if node is None:
             node = self._tracer.add_outside_tensor(tensor)
-            node.meta["val"] = tensor
+            node.meta["val"] = self._tracer.to_fake(tensor) if tensor.is_meta else tensor
             self._outside[id(tensor)] = node
             self._keep.append(tensor)
             self.sources[node] = self._names.get(id(tensor)) or ModelTensor(node.name, tensor)

@@ -405,7 +405,7 @@ class Recorder:
         return results, trees[0]
 
     def _input_fake(self, tensor: torch.Tensor) -> torch.Tensor:
-        fake = self.tracer.fake_mode.from_tensor(tensor.detach())
+        fake = self.tracer.to_fake(tensor.detach())
         return fake.requires_grad_(tensor.requires_grad)
 
     def _undo_writes(self) -> str:

@@ -173,8 +173,15 @@ class Tracer:
         return [n for n in self._tracer.graph.nodes if n.op == "get_attr"]
 
     def to_fake(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns a fake tensor with the metadata of a real one."""
+        """Returns a fake tensor with the metadata of a real one.
+
+        A tensor on the meta device has no data, only a layout: it is taken as one on the CPU, so
+        that a model without data compiles as it would with data.
+        """
         with self.untraced():
+            if tensor.is_meta:
+                convert = self.fake_mode.fake_tensor_converter.from_meta_and_device
+                return convert(self.fake_mode, tensor, torch.device("cpu"))
             return self.fake_mode.from_tensor(tensor)
 
     def untraced(self) -> AbstractContextManager[Any]:

@@ -589,6 +589,19 @@ def test_hooks_on_saved_tensors_are_known_and_the_innermost_count(top: Any) -> N
     assert len(seen) == 1
 
 
+def test_a_tensor_without_data_becomes_a_fake_on_the_cpu() -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    mode = FakeTensorMode()
+    base = torch.empty(4, 3, device="meta", requires_grad=True)
+    fake = mode.fake_tensor_converter.from_meta_and_device(mode, base, torch.device("cpu"))
+    assert (fake.device.type, fake.shape, fake.stride()) == ("cpu", base.shape, base.stride())
+    with mode:
+        assert (fake @ fake.t()).device.type == "cpu"
+    again = mode.fake_tensor_converter.from_meta_and_device(mode, base, torch.device("cpu"))
+    assert again is fake
+
+
 @contract("torch._inductor.codecache.CppCodeCache", "torch._inductor.codecache.CppCodeCache.load")
 def test_a_cpp_library_is_built_and_its_functions_can_be_called(cache: Any, load: Any) -> None:
     library = load('extern "C" int twice(int x) { return 2 * x; }')
