@@ -22,7 +22,7 @@ from ..reuse.errors import CaptureError
 from ..reuse.leaf import cut_leaf, leaf_key, mutated_args, node_type, stamp_of
 from ..reuse.program import Call, Closure, Composite, Leaf, Program, Source, Value
 from ..reuse.torch_names import memory_id
-from .regions import CallSite, Region
+from .regions import CallSite, Region, regions_inside
 from .torch_tracing import is_mode_switch
 
 
@@ -84,7 +84,7 @@ def assemble(
         CaptureError: if a tensor is changed in place in a way that crosses blocks.
     """
     outputs = list(dict.fromkeys(r for r in results if isinstance(r, torch.fx.Node)))
-    assembler = Assembler({root: outputs, **{r: r.outputs for r in _regions(root)}})
+    assembler = Assembler({root: outputs, **{r: r.outputs for r in regions_inside(root)}})
     used = _used_inputs(root, sources) | set(outputs)
     inputs = [n for n in sources if n in used or n.op == "placeholder"]
     env = {n: Value(node_type(n), sources[n].name) for n in inputs}
@@ -111,14 +111,6 @@ def _used_inputs(root: Region, sources: Mapping[torch.fx.Node, Source]) -> set[t
     return {n for node in root.nodes() for n in node.all_input_nodes if n in sources}
 
 
-def _regions(root: Region) -> Iterable[Region]:
-    """Yields every region inside one."""
-    for item in root.items:
-        if isinstance(item, Region):
-            yield item
-            yield from _regions(item)
-
-
 class Assembler:
     """Builds bodies of regions, each region once, and shares equal leaves.
 
@@ -143,7 +135,7 @@ class Assembler:
 
     def _make_body(self, region: Region) -> _Body:
         nodes = region.nodes()
-        within = {region, *_regions(region)}
+        within = {region, *regions_inside(region)}
         further = {n for r, found in self._returned.items() if r not in within for n in found}
         outputs = tuple(region.outputs) + _leaked(region, nodes, further)
         inputs, names = _region_inputs(region, nodes)

@@ -14,6 +14,7 @@ import random
 import sys
 import threading
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import wraps
@@ -28,13 +29,17 @@ from ..reuse.constants import Shared, share_constants
 from ..reuse.errors import CaptureError
 from ..reuse.evidence import has_hooks, walk_modules
 from ..reuse.printer import format_program
+from ..reuse.program import Program
 from .assemble import assemble
+from .candidates import Blocks, NoBlocks, RepeatedBlocks, choose_blocks, dissolve
 from .decorator import is_compiled
+from .fake_rules import kernels_own_rules
 from .recorder import Recorder, UnsettledError
-from .regions import CapturedModel, SharingDecision
+from .regions import CapturedModel, Region, SharingDecision, regions_inside
 from .torch_tracing import DATA_DEPENDENT_ERRORS, frame_text, user_frame
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+Arguments = tuple[Sequence[Any], Mapping[str, Any]]
 _LOCK = threading.RLock()
 
 
@@ -47,7 +52,7 @@ def one_at_a_time(function: Function) -> Function:
 
     @wraps(function)
     def alone(*args: Any, **kwargs: Any) -> Any:
-        with _LOCK, plain_autograd():
+        with _LOCK, plain_autograd(), kernels_own_rules():
             return function(*args, **kwargs)
 
     return alone  # type: ignore[return-value]
@@ -69,7 +74,7 @@ def capture_model(
         args: example positional inputs; only their layout matters.
         kwargs: example keyword inputs.
         reuse: ``"marked"`` shares the instances of classes marked with ``lazy_inline``;
-            ``"off"`` shares nothing.
+            ``"auto"`` also modules that repeat; ``"off"`` shares nothing.
         train: capture with grad mode on, so that a derivative can be taken.
 
     Raises:
@@ -79,21 +84,45 @@ def capture_model(
     if train:
         _refuse_backward_hooks(model)
     arguments = (args, kwargs or {})
+    if reuse == "auto":
+        return _capture_repeated(model, arguments, train=train)
+    return _capture(model, arguments, lambda: choose_blocks(reuse), train=train)
+
+
+def _capture_repeated(model: nn.Module, arguments: Arguments, *, train: bool) -> CapturedModel:
+    """Captures with the blocks that repeat; what nobody marked never makes a capture fail."""
+    made: list[RepeatedBlocks] = []
+    again: frozenset[int] = frozenset()
+
+    def blocks() -> Blocks:
+        made.append(RepeatedBlocks(model, again))
+        return made[-1]
+
     try:
-        return _capture_once(model, arguments, reuse=reuse, train=train)
+        captured = _capture(model, arguments, blocks, train=train)
+        again = made[-1].run_again()
+        return _capture(model, arguments, blocks, train=train) if again else captured
+    except CaptureError as error:
+        try:
+            return _capture(model, arguments, lambda: choose_blocks("marked"), train=train)
+        except CaptureError:
+            raise error from None
+
+
+def _capture(
+    model: nn.Module, arguments: Arguments, blocks: Callable[[], Blocks], *, train: bool
+) -> CapturedModel:
+    try:
+        return _capture_once(model, arguments, blocks(), train=train)
     except UnsettledError as unsettled:
         first = _assemble(unsettled.recorder, unsettled.results, unsettled.tree)
-        return _capture_settled(model, arguments, unsettled, first, reuse=reuse, train=train)
+        return _capture_settled(model, arguments, unsettled, first, blocks(), train=train)
 
 
 def _capture_once(
-    model: nn.Module,
-    arguments: tuple[Sequence[Any], Mapping[str, Any]],
-    *,
-    reuse: str,
-    train: bool,
+    model: nn.Module, arguments: Arguments, blocks: Blocks, *, train: bool
 ) -> CapturedModel:
-    recorder = Recorder(model, reuse)
+    recorder = Recorder(model, blocks)
     try:
         with torch.set_grad_enabled(train), _garbage_collection_paused(), _no_python_randomness():
             results, tree = recorder.run(*arguments)
@@ -106,11 +135,11 @@ def _capture_once(
 
 def _capture_settled(
     model: nn.Module,
-    arguments: tuple[Sequence[Any], Mapping[str, Any]],
+    arguments: Arguments,
     unsettled: UnsettledError,
     first: CapturedModel,
+    blocks: Blocks,
     *,
-    reuse: str,
     train: bool,
 ) -> CapturedModel:
     """Captures again with what the first run changed left changed, as eager would leave it.
@@ -120,7 +149,7 @@ def _capture_settled(
     """
     unsettled.redo()
     try:
-        second = _capture_once(model, arguments, reuse=reuse, train=train)
+        second = _capture_once(model, arguments, blocks, train=train)
         same = format_program(first.program) == format_program(second.program)
     except UnsettledError:
         same = False
@@ -132,19 +161,42 @@ def _capture_settled(
 
 def _assemble(recorder: Recorder, results: list[Any], tree: pytree.TreeSpec) -> CapturedModel:
     recorder.tensors.resolve_all(recorder.root.nodes())
-    program, closures = assemble(recorder.root, results, tree, recorder.tensors.sources)
-    traced = sum(not d.shared for d in recorder.decisions)
+    _dissolve_idle(recorder, results, tree)
+    program, shared = _build(recorder, results, tree)
+    pairs = [
+        (d, region)
+        for d, region in zip(recorder.decisions, recorder.decided, strict=True)
+        if d.shared or d.reason or region in shared
+    ]
+    decisions = [
+        d if region not in shared else _with_constants(d, shared[region]) for d, region in pairs
+    ]
+    traced = sum(not d.shared for d in decisions)
     reads = list(recorder.attribute_reads.values())
-    decisions = recorder.decisions
-    if recorder.reuse != "off":
-        program, found = share_constants(program)
-        decisions = [
-            _with_constants(decision, found[closures[region]])
-            if region is not None and region in closures
-            else decision
-            for decision, region in zip(decisions, recorder.decided, strict=True)
-        ]
     return CapturedModel(program, decisions, traced, reads, recorder.contents)
+
+
+def _build(
+    recorder: Recorder, results: list[Any], tree: pytree.TreeSpec
+) -> tuple[Program, Mapping[Region | None, Shared]]:
+    """Builds the program; returns what each traced region's closure became, too."""
+    program, closures = assemble(recorder.root, results, tree, recorder.tensors.sources)
+    if isinstance(recorder.blocks, NoBlocks):
+        return program, {}
+    program, found = share_constants(program)
+    return program, {region: found[closure] for region, closure in closures.items()}
+
+
+def _dissolve_idle(recorder: Recorder, results: list[Any], tree: pytree.TreeSpec) -> None:
+    """Dissolves the blocks that nobody marked and whose closure nothing else calls."""
+    root, blocks = recorder.root, recorder.blocks
+    idle = {r for r in regions_inside(root) if r.num_calls == 1 and not blocks.keeps(r)}
+    names = Counter(region.name for region in regions_inside(root))
+    if any(names[r.name] > 1 for r in idle):
+        _, shared = _build(recorder, results, tree)
+        uses = Counter(s.closure for s in shared.values())
+        idle -= {r for r in idle if uses[shared[r].closure] > 1}
+    dissolve(root, idle)
 
 
 def _with_constants(decision: SharingDecision, shared: Shared) -> SharingDecision:

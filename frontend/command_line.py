@@ -12,7 +12,8 @@ from ..reuse.errors import LazyInlineError
 from ..reuse.printer import format_program
 from . import plan_memory
 from .bench import DEFAULT_LAYERS, OWN_MODELS, Plan, bench, title, to_json
-from .compiler import BACKEND_CHOICES, REUSE_CHOICES, capture
+from .candidates import REUSE_CHOICES
+from .compiler import BACKEND_CHOICES, capture
 from .export import MIN_OPSET, export_onnx
 from .measure_page import page
 from .target import FORM, load_target
@@ -131,7 +132,12 @@ def _add_inspect(parser: argparse.ArgumentParser) -> None:
     parser.description = "Captures a model and prints each closure once, with its calls."
     add = parser.add_argument
     add("target", metavar="TARGET", help=f"{FORM} or (model, args, kwargs)")
-    add("--reuse", choices=REUSE_CHOICES, default="marked", help="off inlines early")
+    add(
+        "--reuse",
+        choices=REUSE_CHOICES,
+        default="marked",
+        help="auto needs no mark, off inlines early",
+    )
     add("--train", action="store_true", help="capture with gradients on")
     add("--source", action="store_true", help="show the line of Python behind each operator")
 

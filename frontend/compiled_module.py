@@ -36,8 +36,9 @@ def compile(
     ``DistributedDataParallel`` work as before.
 
     Args:
-        model: any ``nn.Module``; mark its layer class with :func:`lazy_inline` first.
-        reuse: ``"marked"`` compiles each different marked block once; ``"off"`` inlines early.
+        model: any ``nn.Module``; mark its layer class with :func:`lazy_inline`, or use ``"auto"``.
+        reuse: ``"marked"`` compiles each different marked block once; ``"auto"`` needs no mark and
+            finds what repeats; ``"off"`` inlines early.
         backend: ``"inductor"`` (TorchInductor kernels) or ``"eager"`` (PyTorch's own kernels).
         recompute: None saves what autograd needs; ``"full"`` computes each block again in the
             backward; ``"selective"`` computes again all but matrix products, convolutions and

@@ -56,12 +56,12 @@ from ..reuse.program import (
     walk_closures,
 )
 from ..reuse.verify import verify
+from .candidates import REUSE_CHOICES
 from .capture import capture_model, one_at_a_time
 from .recomputing import Recompute
 from .regions import CapturedModel
 from .report import ClosureRecord, CompileReport
 
-REUSE_CHOICES = ("marked", "off")
 BACKEND_CHOICES = ("inductor", "eager")
 
 
@@ -369,7 +369,8 @@ def capture(
         model: any ``nn.Module``. Its parameters may be on the meta device.
         args: example positional inputs; only layouts matter.
         kwargs: example keyword inputs.
-        reuse: ``"marked"`` (share instances of marked classes) or ``"off"`` (inline early).
+        reuse: ``"marked"`` (share instances of marked classes), ``"auto"`` (also modules that
+            repeat, without any mark) or ``"off"`` (inline early).
         train: capture with grad mode on.
 
     Returns:

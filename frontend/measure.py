@@ -63,7 +63,7 @@ def measure(
         execute: run the steps; otherwise only compile. With ``backend="eager"`` the model may
             then be on the meta device.
         backend: ``"inductor"`` or ``"eager"``.
-        reuse: what the late side shares; early is always ``reuse="off"``.
+        reuse: what the late side shares, ``"marked"`` or ``"auto"``; early is always ``"off"``.
 
     Returns:
         The numbers; ``print(report)``, ``report.to_json()``, ``report.save_html(path)``.

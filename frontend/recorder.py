@@ -24,9 +24,10 @@ from ..reuse.evidence import (
 )
 from ..reuse.freeze import Freezer
 from ..reuse.program import UserInput
+from .candidates import Blocks, dissolve
 from .contents import MISSING, Contents
 from .custom_function import TENSOR, CustomFunction
-from .decorator import is_block, recompute_mark
+from .decorator import recompute_mark
 from .interception import intercepted
 from .outside_tensors import OutsideTensors
 from .regions import Region, SharingDecision, Template
@@ -84,9 +85,9 @@ class UnsettledError(CaptureError):
 class Recorder:
     """Watches the model run and keeps the outer graph, its regions and its templates."""
 
-    def __init__(self, model: nn.Module, reuse: str) -> None:
+    def __init__(self, model: nn.Module, blocks: Blocks) -> None:
         self.model = model
-        self.reuse = reuse
+        self.blocks = blocks
         self.paths = {id(m): p for p, m in model.named_modules()}
         self.root = Region(model, "", type(model).__name__)
         self.tracer = Tracer(new_fake_mode(), self._add_node)
@@ -103,9 +104,11 @@ class Recorder:
         self.contents = Contents()
         self._traced: set[type] = set()
         self._quiet = 0
+        self._num_nodes = 0
 
     def _add_node(self, node: torch.fx.Node) -> None:
         self._current.items.append(node)
+        self._num_nodes += 1
 
     def _fake_of(self, tensor: torch.Tensor) -> torch.Tensor:
         with self._bookkeeping():
@@ -206,15 +209,11 @@ class Recorder:
     # ---- block calls ---------------------------------------------------------------------
 
     def call(self, module: nn.Module, args: Any, kwargs: Any, proceed: Callable[..., Any]) -> Any:
-        """Replaces a marked block's call by a call node where the evidence allows it."""
+        """Replaces a block's call by a call node where the evidence allows it."""
         if self._quiet or module is self.model:
             return proceed(module, *args, **kwargs)
-        if self.reuse == "off" or not is_block(module):
-            mark = recompute_mark(module)
-            if not mark:
-                return proceed(module, *args, **kwargs)
-            with self._part(type(module).__name__, self.paths.get(id(module), ""), mark):
-                return proceed(module, *args, **kwargs)
+        if not self.blocks.wants(module, self._current):
+            return self._run_inline(module, args, kwargs, proceed)
         with self._bookkeeping():
             args, kwargs = self._with_fakes(args, kwargs)
             arguments = self._bind(module, args, kwargs)
@@ -232,10 +231,15 @@ class Recorder:
                 reason = template.evidence.mismatch(module)
                 if not reason:
                     return self._call_shared(template, module, leaves)
-        path = self.paths.get(id(module), "")
-        region = Region(module, path, type(module).__name__, self._current, reads=Reads())
-        region.recompute = recompute_mark(module)
+            if reason:
+                self.blocks.differs(module)
+            path = self.paths.get(id(module), "")
+            region = Region(module, path, type(module).__name__, self._current, reads=Reads())
+            region.recompute = recompute_mark(module)
         made, why, result = self._trace_block(region, args, kwargs, proceed, arguments, leaves)
+        if not self.blocks.pays(region):
+            dissolve(self._current, {region})
+            return result
         if made is not None and len(known) < _MAX_CLOSURES_PER_BLOCK:
             known.append(made)
         self._traced.add(type(module))
@@ -247,6 +251,17 @@ class Recorder:
         if self._quiet or not torch.is_grad_enabled():
             return nullcontext()
         return self._part("checkpoint", f"{self._current.path}.checkpoint".lstrip("."), policy)
+
+    def _run_inline(
+        self, module: nn.Module, args: Any, kwargs: Any, proceed: Callable[..., Any]
+    ) -> Any:
+        """Runs a module that is no block; one marked for recompute makes a part of its own."""
+        before, mark = self._num_nodes, recompute_mark(module)
+        path = self.paths.get(id(module), "")
+        with self._part(type(module).__name__, path, mark) if mark else nullcontext():
+            result = proceed(module, *args, **kwargs)
+        self.blocks.ran(module, self._num_nodes - before)
+        return result
 
     @contextmanager
     def _part(self, name: str, path: str, mark: str) -> Iterator[None]:

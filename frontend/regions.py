@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,6 +42,14 @@ class Region:
         for item in self.items:
             found.extend(item.nodes() if isinstance(item, Region) else [item])
         return found
+
+
+def regions_inside(root: Region) -> Iterator[Region]:
+    """Yields every region inside one, outer before inner."""
+    for item in root.items:
+        if isinstance(item, Region):
+            yield item
+            yield from regions_inside(item)
 
 
 @dataclass(frozen=True)

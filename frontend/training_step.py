@@ -43,7 +43,8 @@ def compile_step(
         micro_batches: each tensor argument is split along dimension 0 into so many parts.
         loss_fn: computes the scalar loss from the model's output.
         recompute: None, ``"full"``, ``"selective"`` or a :class:`Budget`; see :func:`compile`.
-        reuse: ``"marked"`` compiles each different marked block once; ``"off"`` inlines early.
+        reuse: ``"marked"`` compiles each different marked block once; ``"auto"`` needs no mark and
+            finds what repeats; ``"off"`` inlines early.
         backend: ``"inductor"`` or ``"eager"``.
         order: ``"forward_first"`` runs all forwards and then all backwards; ``"one_by_one"`` runs
             each micro-batch's backward right after its forward, which keeps fewer bytes.

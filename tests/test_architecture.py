@@ -32,6 +32,7 @@ ADAPTERS = {
     "backend/torch_kernels.py",
     "backend/torch_native.py",
     "backend/torch_onnx.py",
+    "frontend/fake_rules.py",
     "frontend/interception.py",
     "frontend/torch_tracing.py",
     "pipeline_parallel/torch_pipelining.py",

@@ -8,6 +8,7 @@ import ast
 import functools
 import importlib
 import inspect
+import itertools
 import operator
 import threading
 import types
@@ -26,6 +27,7 @@ from test_architecture import (
     sources,
 )
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lazyinline.backend import torch_onnx
 from lazyinline.backend.torch_inductor import (
@@ -36,6 +38,7 @@ from lazyinline.backend.torch_inductor import (
     decompositions,
     settings,
 )
+from lazyinline.frontend.fake_rules import kernels_own_rules
 
 CONTRACTS: dict[str, str] = {}
 Test = Callable[..., None]
@@ -154,6 +157,29 @@ def test_fake_tensors_keep_layouts_and_compute_nothing(mode_class: Any, tensor_c
     assert all(isinstance(t, tensor_class) for t in (made, mixed, drawn))
     assert made.stride() == (1, 2)
     assert torch.equal(torch.get_rng_state(), generator), "a fake draw moved the generator"
+
+
+@contract("torch._subclasses.fake_impls.op_implementations_dict", "torch.ops.aten._grouped_mm")
+def test_rules_for_fake_tensors_can_be_added_and_state_the_kernels_layout(
+    rules: Any, grouped: Any
+) -> None:
+    before = dict(rules)
+    offsets = torch.tensor([2, 5, 10], dtype=torch.int32)
+    pairs = [
+        (torch.randn(10, 8), torch.randn(3, 6, 8).transpose(1, 2), offsets),
+        (torch.randn(10, 8).t(), torch.randn(10, 16), offsets),
+        (torch.randn(3, 4, 8), torch.randn(3, 6, 8).transpose(1, 2), None),
+        (torch.randn(3, 4, 8), torch.randn(10, 8).t(), offsets),
+    ]
+    kinds = (torch.float32, torch.float16, torch.bfloat16)
+    for (a, b, groups), kind in itertools.product(pairs, kinds):
+        a, b = a.to(kind), b.to(kind)
+        real = grouped(a, b, offs=groups)
+        with kernels_own_rules(), FakeTensorMode() as mode:
+            tensors = [None if x is None else mode.from_tensor(x) for x in (a, b, groups)]
+            fake = grouped(*tensors[:2], offs=tensors[2])
+        assert (fake.shape, fake.stride(), fake.dtype) == (real.shape, real.stride(), real.dtype)
+    assert rules == before
 
 
 @contract("torch._subclasses.fake_tensor.DataDependentOutputException")

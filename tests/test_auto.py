@@ -1,0 +1,193 @@
+"""``reuse="auto"``: repeated modules are found by structure, and evidence decides as ever."""
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from blocks import Around, Stack, example, linear
+from comparing import assert_close, assert_same_gradients, twin
+from torch import nn
+
+import lazyinline
+from lazyinline import lazy_inline
+from lazyinline.reuse.printer import format_program
+
+
+class Layer(nn.Module):
+    """A layer of about ten operators that nobody marked."""
+
+    def __init__(self, scale: float = 1.0, bias: bool = True) -> None:
+        super().__init__()
+        self.scale = scale
+        self.inner = Mixer()
+        self.out = linear(bias=bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.inner(x).sigmoid() * self.scale
+        return x + self.out(h.cos()).relu().tanh()
+
+
+class Mixer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = linear(), linear()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.a(x).sin() * self.b(x).exp().neg()).softmax(-1)
+
+
+def calls(model: nn.Module, *args: Any, reuse: str = "auto") -> dict[str, list[int]]:
+    """Returns the number of call sites of each closure with more than one, by its name."""
+    compiled = lazyinline.compile(model, backend="eager", reuse=reuse)
+    compiled(*(args or (example(),)))
+    found: dict[str, list[int]] = {}
+    for closure in compiled.last_report.closures:
+        if closure.num_calls > 1:
+            found.setdefault(closure.name, []).append(closure.num_calls)
+    return found
+
+
+def assert_trains_as_in_eager(model: nn.Module, *args: Any) -> None:
+    expected = twin(model)
+    compiled = lazyinline.compile(model, backend="eager", reuse="auto")
+    inputs = args or (example(),)
+    out, want = compiled(*inputs), expected(*inputs)
+    assert_close(out, want, 1e-12)
+    out.square().sum().backward()
+    want.square().sum().backward()
+    assert_same_gradients(model, expected, 1e-12)
+
+
+def test_repeated_layers_are_found_without_a_mark_and_left_without_one() -> None:
+    model = Stack(*(Layer() for _ in range(4)))
+    before = [dict(vars(m)) for m in model.modules()], dict(vars(Layer))
+    assert calls(model) == {"Layer": [4]}
+    assert ([dict(vars(m)) for m in model.modules()], dict(vars(Layer))) == before
+    assert_trains_as_in_eager(Stack(*(Layer() for _ in range(4))))
+
+
+def test_a_constructor_argument_that_counts_keeps_layers_apart() -> None:
+    # Nothing recorded what an unmarked class was made with: its attributes have to be enough.
+    model = Stack(Layer(2.0), Layer(3.0), Layer(2.0), Layer(bias=False))
+    assert_trains_as_in_eager(model)
+    assert calls(model).get("Layer", [2]) in ([2], [3])  # 3 where the scale becomes an input
+
+
+def test_an_attribute_set_later_counts() -> None:
+    model = Stack(*(Layer() for _ in range(3)))
+    model.layers[1].out.forward = torch.tanh
+    assert_trains_as_in_eager(model)
+    assert calls(model)["Layer"] == [2]
+
+
+def test_a_model_without_repetition_is_captured_as_with_off() -> None:
+    sizes = (4, 5, 6, 7, 4)
+    model = nn.Sequential(
+        *(
+            nn.Sequential(nn.Linear(a, b, dtype=torch.float64), nn.Tanh(), nn.LayerNorm(b).double())
+            for a, b in itertools.pairwise(sizes)
+        )
+    )
+    programs = [lazyinline.capture(model, (example(),), reuse=r) for r in ("auto", "off")]
+    assert format_program(programs[0]) == format_program(programs[1])
+
+
+def test_what_is_too_small_is_no_closure() -> None:
+    class Scale(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.rand(4, dtype=torch.float64))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * torch.rsqrt(x.square().mean(-1, keepdim=True)) * self.weight
+
+    assert calls(Stack(*(Scale() for _ in range(8)))) == {}
+
+
+class Experts(nn.Module):
+    """Its experts share inside of it; the outer ones are shared as a whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(Mixer() for _ in range(4))
+        self.gate = linear()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights = self.gate(x).softmax(-1)
+        parts = [e(x) * weights[:, i : i + 1] for i, e in enumerate(self.experts)]
+        return x + torch.stack(parts).sum(0)
+
+
+def test_inside_a_shared_layer_what_repeats_again_is_shared_again() -> None:
+    model = Stack(*(Experts() for _ in range(3)))
+    assert calls(model) == {"Experts": [3], "Mixer": [4]}
+    assert_trains_as_in_eager(model)
+
+
+def test_inside_layers_that_differ_the_inner_module_is_shared() -> None:
+    class Special(Layer):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.number: int
+            return super().forward(x) * torch.ones(self.number, 1, dtype=x.dtype).sum(0)
+
+    layers = [Special() for _ in range(5)]
+    for number, layer in enumerate(layers):
+        layer.number = number + 1
+    model = Stack(*layers)
+    found = calls(model)
+    assert found["Mixer"][0] >= 3
+    assert_trains_as_in_eager(Stack(*twin(model).layers))
+
+
+def test_one_layer_that_runs_repeatedly_is_one_closure() -> None:
+    def forward(layers: Any, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(4):
+            x = layers[0](x)
+        return x
+
+    assert calls(Around(forward, Layer())) == {"Layer": [4]}
+    assert_trains_as_in_eager(Around(forward, Layer()))
+
+
+def test_a_mark_counts_here_too() -> None:
+    @lazy_inline
+    class Small(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = linear()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.linear(x)
+
+    assert calls(Stack(Small(), Small())) == {"Small": [2]}
+
+
+def test_a_model_that_only_fails_in_blocks_is_compiled_without_them() -> None:
+    class Writes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = linear(), linear()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            h = self.a(self.b(x).sin()).cos().tanh().exp()
+            x.add_(h.neg().sigmoid())
+            return h
+
+    def forward(layers: Any, x: torch.Tensor) -> torch.Tensor:
+        x = x.clone()
+        view = x[1:]
+        for layer in layers:
+            x = x + layer(x[:1]) + view.sum()
+        return x
+
+    def model() -> nn.Module:
+        return Around(forward, *(Writes() for _ in range(4)))
+
+    with torch.no_grad():
+        original = model()
+        compiled = lazyinline.compile(original, backend="eager", reuse="auto")
+        assert_close(compiled(example()), original(example()))
+    lazy_inline(Writes)
+    with pytest.raises(lazyinline.CaptureError, match="seen through a view"):
+        lazyinline.capture(model(), (example(),))
