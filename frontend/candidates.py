@@ -158,6 +158,14 @@ class RepeatedBlocks:
         return bool(region.recompute) or is_block(region.module)
 
 
+class NearlyRepeatedBlocks(RepeatedBlocks):
+    """Keeps what could not share, to be compared."""
+
+    def keeps(self, region: Region) -> bool:
+        """Whether modules like it were found to differ."""
+        return super().keeps(region) or self._alike.kind(region.module) in self._different
+
+
 def _pays(module: nn.Module, num_nodes: int, num_calls: int) -> bool:
     least = _MIN_NODES if module_state(module)["_modules"] else _MIN_NODES_ALONE
     return num_nodes >= least and num_nodes * (num_calls - 1) >= _MIN_NODES_SAVED

@@ -31,7 +31,14 @@ from ..reuse.evidence import has_hooks, walk_modules
 from ..reuse.printer import format_program
 from ..reuse.program import Program
 from .assemble import assemble
-from .candidates import Blocks, NoBlocks, RepeatedBlocks, choose_blocks, dissolve
+from .candidates import (
+    Blocks,
+    NearlyRepeatedBlocks,
+    NoBlocks,
+    RepeatedBlocks,
+    choose_blocks,
+    dissolve,
+)
 from .decorator import is_compiled
 from .fake_rules import kernels_own_rules
 from .recorder import Recorder, UnsettledError
@@ -85,17 +92,32 @@ def capture_model(
         _refuse_backward_hooks(model)
     arguments = (args, kwargs or {})
     if reuse == "auto":
-        return _capture_repeated(model, arguments, train=train)
+        return _capture_repeated(model, arguments, RepeatedBlocks, train=train)
     return _capture(model, arguments, lambda: choose_blocks(reuse), train=train)
 
 
-def _capture_repeated(model: nn.Module, arguments: Arguments, *, train: bool) -> CapturedModel:
+@one_at_a_time
+def capture_candidates(
+    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] | None, *, train: bool
+) -> CapturedModel:
+    """Captures as ``reuse="auto"`` does, and keeps the blocks that nearly share as closures."""
+    _refuse_foreign(model)
+    return _capture_repeated(model, (args, kwargs or {}), NearlyRepeatedBlocks, train=train)
+
+
+def _capture_repeated(
+    model: nn.Module,
+    arguments: Arguments,
+    choice: type[RepeatedBlocks],
+    *,
+    train: bool,
+) -> CapturedModel:
     """Captures with the blocks that repeat; what nobody marked never makes a capture fail."""
     made: list[RepeatedBlocks] = []
     again: frozenset[int] = frozenset()
 
     def blocks() -> Blocks:
-        made.append(RepeatedBlocks(model, again))
+        made.append(choice(model, again))
         return made[-1]
 
     try:

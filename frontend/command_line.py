@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from ..reuse.errors import LazyInlineError
 from ..reuse.printer import format_program
 from . import plan_memory
+from .advise import advise
 from .bench import DEFAULT_LAYERS, OWN_MODELS, Plan, bench, title, to_json
 from .candidates import REUSE_CHOICES
 from .compiler import BACKEND_CHOICES, capture
@@ -31,6 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(argv)
     try:
         runs = {
+            "advise": _advise,
             "bench": _bench,
             "inspect": _inspect,
             "export": _export,
@@ -99,6 +101,19 @@ def _export(options: argparse.Namespace) -> None:
     print(report)
 
 
+def _advise(options: argparse.Namespace) -> None:
+    target = load_target(options.target)
+    print(
+        advise(
+            target.model,
+            target.args,
+            target.kwargs,
+            train=not options.infer,
+            backend=options.backend,
+        )
+    )
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="lazyinline",
@@ -108,6 +123,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_bench(commands.add_parser("bench", help="late against early inlining, side by side"))
     _add_inspect(commands.add_parser("inspect", help="print the program of a model"))
     _add_export(commands.add_parser("export", help="write a model as an ONNX file"))
+    _add_advise(commands.add_parser("advise", help="which classes to mark, and what is in the way"))
     plan_memory.add_parser(commands)
     return parser
 
@@ -152,6 +168,17 @@ def _add_export(parser: argparse.ArgumentParser) -> None:
     add("--opset", type=int, default=MIN_OPSET, metavar="N", help=f"default {MIN_OPSET}")
     add("--reuse", choices=REUSE_CHOICES, default="marked", help="off inlines early")
     add("--no-verify", action="store_true", help="do not compare onnxruntime with the model")
+
+
+def _add_advise(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Finds what repeats in a model without any mark: what sharing each class saves, and which "
+        "argument, attribute or constant keeps near-identical blocks apart."
+    )
+    add = parser.add_argument
+    add("target", metavar="TARGET", help=f"{FORM} or (model, args, kwargs)")
+    add("--infer", action="store_true", help="forward without gradients; default is training")
+    add("--backend", choices=BACKEND_CHOICES, default=BACKEND_CHOICES[0], help="whose seconds")
 
 
 def _positive(text: str) -> int:

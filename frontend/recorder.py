@@ -50,12 +50,10 @@ from .torch_tracing import (
     user_line,
 )
 
+CallKey = tuple[type, pytree.TreeSpec, CallSignature, Any, tuple[str, ...]]
 _PLAIN_TYPES = (bool, int, float, str, type(None))
 _MAX_CLOSURES_PER_BLOCK = 64
-_OTHER_CALL = (
-    "it is called in another way than earlier instances (layout, requires_grad or value of an "
-    "argument, or a mode such as autocast)"
-)
+_OTHER_CALL = "it is called in another way than earlier instances"
 _MODULE_NAMES = frozenset((*dir(nn.Module), *vars(nn.Module())))
 _EMPTY_MODULE = nn.Module().__dict__
 _REENTRANT_CHECKPOINT = ("torch.utils.checkpoint", "CheckpointFunction")
@@ -102,7 +100,7 @@ class Recorder:
         self._fresh: dict[int, nn.Module] = {}
         self.attribute_reads: dict[tuple[int, str], tuple[dict[str, Any], str, Any]] = {}
         self.contents = Contents()
-        self._traced: set[type] = set()
+        self._traced: dict[type, tuple[CallKey, str]] = {}
         self._quiet = 0
         self._num_nodes = 0
 
@@ -218,17 +216,16 @@ class Recorder:
             args, kwargs = self._with_fakes(args, kwargs)
             arguments = self._bind(module, args, kwargs)
             leaves, spec = pytree.flatten(arguments)
-            key = (
-                type(module),
-                spec,
-                CallSignature(module, leaves, self.tensors.fakes),
-                ambient_modes(),
-                tuple(recompute_mark(inner) for _, inner in walk_modules(module)[1:]),
-            )
+            marks = tuple(recompute_mark(inner) for _, inner in walk_modules(module)[1:])
+            signature = CallSignature(module, leaves, self.tensors.fakes)
+            key = (type(module), spec, signature, ambient_modes(), marks)
             known = self._templates.setdefault(key, [])
-            reason = "" if known or type(module) not in self._traced else _OTHER_CALL
+            earlier = self._traced.get(type(module))
+            reason, compared = "", ""
+            if not known and earlier is not None:
+                compared, reason = earlier[1], _other_call(key, earlier[0], arguments)
             for template in reversed(known):
-                reason = template.evidence.mismatch(module)
+                reason, compared = template.evidence.mismatch(module), template.region.path
                 if not reason:
                     return self._call_shared(template, module, leaves)
             if reason:
@@ -242,8 +239,8 @@ class Recorder:
             return result
         if made is not None and len(known) < _MAX_CLOSURES_PER_BLOCK:
             known.append(made)
-        self._traced.add(type(module))
-        self._decide(module, region, reason=why or reason)
+        self._traced[type(module)] = (key, region.path)
+        self._decide(module, region, reason=why or reason, compared=compared)
         return result
 
     def checkpoint(self, policy: str) -> AbstractContextManager[None]:
@@ -292,10 +289,12 @@ class Recorder:
             self._signatures[type(module)] = forward_signature(module)
         return bind_arguments(self._signatures[type(module)], args, kwargs)
 
-    def _decide(self, module: nn.Module, traced: Region | None, reason: str = "") -> None:
+    def _decide(
+        self, module: nn.Module, traced: Region | None, reason: str = "", compared: str = ""
+    ) -> None:
         path = self.paths.get(id(module), "")
         name = type(module).__name__
-        self.decisions.append(SharingDecision(path, name, traced is None, reason))
+        self.decisions.append(SharingDecision(path, name, traced is None, reason, compared))
         self.decided.append(traced)
 
     def _with_fakes(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -464,6 +463,17 @@ def _refuse_hidden_tensors(results: Sequence[Any]) -> None:
                 "unknown to PyTorch. Return a tuple, a dict or a NamedTuple, or register the class "
                 "(torch.export.register_dataclass)."
             )
+
+
+def _other_call(key: CallKey, earlier: CallKey, arguments: Mapping[str, Any]) -> str:
+    """Says in which way a call differs from an earlier one of the class."""
+    names = [name for name, _ in pytree.flatten_with_names(arguments)]
+    detail = key[2].difference(earlier[2], names)
+    if key[1] != earlier[1]:
+        detail = "its arguments are nested in another way"
+    elif not detail and key[3] != earlier[3]:
+        detail = "a mode such as grad mode or autocast is another"
+    return f"{_OTHER_CALL}: {detail}" if detail else _OTHER_CALL
 
 
 def _module_of(cls: type) -> str:

@@ -95,6 +95,7 @@ class SharingDecision:
         class_name: of the block.
         shared: whether it became a call without its Python being run.
         reason: why it was traced although an earlier instance was known.
+        compared_with: path of that instance.
         shares: how it shares a closure all the same, its graph being equal up to constants.
     """
 
@@ -102,6 +103,7 @@ class SharingDecision:
     class_name: str
     shared: bool
     reason: str = ""
+    compared_with: str = ""
     shares: str = ""
 
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from ..reuse import pytree
 from ..reuse.evidence import module_state, walk_modules
-from ..reuse.freeze import Freezer, Identity
+from ..reuse.freeze import Freezer, Identity, describe
 from ..reuse.leaf import current_autocast
 from ..reuse.torch_names import memory_id
 from ..reuse.types import TensorType
@@ -51,6 +51,31 @@ class CallSignature:
 
     def __hash__(self) -> int:
         return len(self._rows)
+
+    def difference(self, other: CallSignature, names: Sequence[str]) -> str:
+        """Says which argument another call passes in another way; ``names`` are of the leaves."""
+        rows, others = (x._rows[len(x._rows) - len(names) :] for x in (self, other))
+        if len(rows) != len(others):
+            return ""
+        for name, row, earlier in zip(names, rows, others, strict=True):
+            if row != earlier:
+                return (
+                    f"argument {name} is {_row_text(row, earlier)}, not {_row_text(earlier, row)}"
+                )
+        return ""
+
+
+def _row_text(row: Any, other: Any) -> str:
+    """Describes one argument, as far as is needed to tell it from the other."""
+    if not (isinstance(row, tuple) and row and isinstance(row[0], TensorType)):
+        return describe(row)
+    facts = [str(row[0])]
+    if isinstance(other, tuple) and len(other) == len(row) and row[0] == other[0]:
+        if row[1] != other[1]:
+            facts.append("that requires grad" if row[1] else "without grad")
+        if row[2:] != other[2:]:
+            facts.append("in memory shared in another way")
+    return " ".join(facts)
 
 
 def _own_tensors(

@@ -30,7 +30,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from .freeze import Freezer, Identity, Unrepeatable, describe, is_python_defined, is_unrepeatable
+from .freeze import (
+    Freezer,
+    Identity,
+    Unrepeatable,
+    describe,
+    is_python_defined,
+    is_unrepeatable,
+    narrow,
+)
 from .types import TensorType
 
 # State of nn.Module itself; the structure snapshot compares what matters of it.
@@ -281,7 +289,8 @@ class Evidence:
                 continue
             found = freeze(value, (path, name))
             if found != expected:
-                where = f"{path}.{name}" if path else name
+                inside, found, expected = narrow(found, expected)
+                where = f"{path}.{name}{inside}" if path else name + inside
                 return f"attribute {where} is {_describe(found)}, not {_describe(expected)}"
         return ""
 

@@ -19,7 +19,6 @@ import threading
 import types
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -74,15 +73,6 @@ class Unrepeatable:
 
     def __repr__(self) -> str:
         return f"<{type(self.target).__qualname__} object>"
-
-
-@dataclass(frozen=True, slots=True)
-class Difference:
-    """Where two frozen values differ, for a person to read."""
-
-    where: str
-    first: str
-    second: str
 
 
 class Freezer:
@@ -262,3 +252,39 @@ def describe(frozen: Any) -> str:
     if isinstance(frozen, tuple) and frozen and isinstance(frozen[0], type):
         return f"<{frozen[0].__qualname__}>"
     return "<missing>" if frozen is None else str(frozen)[:60]
+
+
+def narrow(found: Any, expected: Any) -> tuple[str, Any, Any]:
+    """Finds the part in which two frozen values differ.
+
+    Returns:
+        The way to that part, such as ``.window`` or ``[2].size``, and both values there.
+    """
+    for name, a, b in _pairs(found, expected):
+        if a != b:
+            where, a, b = narrow(a, b)
+            return name + where, a, b
+    return "", found, expected
+
+
+def _pairs(found: Any, expected: Any) -> list[tuple[str, Any, Any]]:
+    """Pairs up the parts of two frozen objects of one class that have the same parts."""
+    both = (found, expected)
+    if any(type(x) is not tuple or len(x) != 3 or not isinstance(x[0], type) for x in both):
+        return []
+    kind, parts, attributes = found
+    if kind is not expected[0] or any(type(x[1]) is not tuple for x in both):
+        return []
+    names = [tuple(name for name, _ in x[2]) for x in both if type(x[2]) is tuple]
+    if len(names) < 2 or names[0] != names[1] or len(parts) != len(expected[1]):
+        return []
+    pairs = []
+    if kind in (list, tuple, deque):
+        pairs = [(f"[{i}]", a, b) for i, (a, b) in enumerate(zip(parts, expected[1], strict=True))]
+    elif kind is dict and [k for k, _ in parts] == [k for k, _ in expected[1]]:
+        rows = zip(parts, expected[1], strict=True)
+        pairs = [(f"[{describe(k)}]", a, b) for (k, a), (_, b) in rows]
+    elif parts != expected[1]:
+        return []
+    rows = zip(attributes, expected[2], strict=True)
+    return pairs + [(f".{name}", a, b) for (name, a), (_, b) in rows]

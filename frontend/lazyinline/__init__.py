@@ -11,6 +11,8 @@ Mark the layer class, compile the model, train or run it as before::
     compiled = lazyinline.compile(model)
 """
 
+from lazyinline.frontend.advice import Advice
+from lazyinline.frontend.advise import advise
 from lazyinline.frontend.compiled_module import CompiledModule, compile
 from lazyinline.frontend.compiler import capture
 from lazyinline.frontend.decorator import lazy_inline, recompute
@@ -36,6 +38,7 @@ from lazyinline.reuse.program import Program
 __version__ = "0.1.0"
 
 __all__ = [
+    "Advice",
     "Budget",
     "CacheError",
     "CaptureError",
@@ -53,6 +56,7 @@ __all__ = [
     "StepStats",
     "TrainingStep",
     "VerifyError",
+    "advise",
     "capture",
     "compile",
     "compile_step",

@@ -1,0 +1,143 @@
+"""``advise``: which classes to mark, and what exactly keeps near-identical blocks apart."""
+
+import dataclasses
+import pathlib
+import re
+from collections.abc import Callable
+
+import pytest
+import torch
+from blocks import Around, Stack, example, linear
+from torch import Tensor, nn
+
+import lazyinline
+from lazyinline import Advice
+from lazyinline.frontend.command_line import main
+
+
+class Layer(nn.Module):
+    def __init__(self, width: int = 4, scale: float = 1.0, causal: bool = True) -> None:
+        super().__init__()
+        self.a, self.b = linear(), linear()
+        self.power = width - 2
+        self.causal = causal
+        self.scale = scale
+
+    def forward(self, x: Tensor, offset: Tensor | None = None) -> Tensor:
+        h = self.a(x).sin().mul(self.scale)
+        h = h.tril() if self.causal else h.exp()
+        h = h if offset is None else h + offset
+        h = h.reshape(3, self.power, -1).sum((1, 2)).unsqueeze(1)
+        return x + self.b(h.cos() * x.tanh())
+
+
+def advise(model: nn.Module, *args: Tensor) -> Advice:
+    """Returns the advice with seconds that do not depend on the machine."""
+    advice = lazyinline.advise(model, args or (example(),), backend="eager")
+    assert advice.seconds_per_node > 0
+    classes = [dataclasses.replace(c, seconds_saved=0.01 * c.nodes_saved) for c in advice.classes]
+    return dataclasses.replace(advice, seconds_per_node=0.01, classes=tuple(classes))
+
+
+def without_lines(text: str) -> str:
+    return re.sub(r"\.py:\d+", ".py:N", text)
+
+
+def test_the_report_names_the_class_and_what_keeps_a_layer_apart(
+    golden: Callable[[str, str], None],
+) -> None:
+    model = Stack(Layer(), Layer(), Layer(causal=False), Layer())
+    golden("advice.txt", without_lines(f"{advise(model)}\n"))
+
+
+def test_a_model_without_repetition_gets_no_advice() -> None:
+    advice = advise(nn.Sequential(linear(), nn.Tanh(), linear()))
+    assert not advice.classes
+    assert not advice.kept_apart
+    assert "nothing repeats" in str(advice)
+    assert advice.num_nodes == advice.num_nodes_if_inlined
+
+
+def test_savings_are_those_that_sharing_brings() -> None:
+    model = Stack(*(Layer() for _ in range(5)))
+    advice = advise(model)
+    (only,) = advice.classes
+    assert only.name == "Layer"
+    assert only.instances == tuple(f"layers.{i}" for i in range(5))
+    assert only.nodes_saved == 4 * only.num_nodes
+    assert only.nodes_saved == advice.num_nodes_if_inlined - advice.num_nodes
+
+
+def test_an_attribute_is_named_with_the_lines_that_set_and_read_it() -> None:
+    (apart,) = advise(Stack(Layer(), Layer(causal=False))).kept_apart
+    assert apart.cause == "attribute causal is False, not True"
+    assert re.fullmatch(r"causal   test_advise\.py:\d+", apart.origin)
+    assert re.fullmatch(r"test_advise\.py:\d+ Layer\.forward", apart.read_at)
+    assert re.search(r"tril and .*exp at test_advise\.py:\d+ Layer\.forward", apart.graphs)
+    assert "torch.where" in apart.change
+
+
+def test_a_constant_that_is_a_size_is_named_with_its_line() -> None:
+    (apart,) = advise(Stack(Layer(), Layer(width=3))).kept_apart
+    assert apart.cause == "attribute power is 1, not 2"
+    assert apart.origin.startswith("width - 2")
+    assert re.search(r"2 and 1 in .*reshape.* at test_advise\.py:\d+", apart.graphs)
+
+
+def test_an_argument_is_named() -> None:
+    def forward(layers: nn.ModuleList, x: Tensor) -> Tensor:
+        return layers[1](layers[0](x), x)
+
+    (apart,) = advise(Around(forward, Layer(), Layer())).kept_apart
+    assert "argument offset is f64[3,4], not None" in apart.cause
+    assert apart.paths == ("layers.1", "layers.0")
+    assert "one way" in apart.change
+
+
+def test_frozen_parameters_and_modes_are_named() -> None:
+    layers = [Layer() for _ in range(3)]
+    layers[1].a.weight.requires_grad_(False)
+    layers[2].eval()
+    found = advise(Stack(*layers)).kept_apart
+    assert ["freeze" in a.change or "mode" in a.change for a in found] == [True, True]
+
+
+def test_the_part_of_an_object_that_differs_is_named() -> None:
+    class Config:
+        def __init__(self, window: int) -> None:
+            self.sizes = {"window": window, "other": 1}
+
+    class Configured(Layer):
+        def __init__(self, config: Config) -> None:
+            super().__init__()
+            self.config = config
+
+        def forward(self, x: Tensor, offset: Tensor | None = None) -> Tensor:
+            h = super().forward(x, offset)
+            return h.sin() if self.config.sizes["window"] > 1 else h.cos()
+
+    (apart,) = advise(Stack(Configured(Config(1)), Configured(Config(2)))).kept_apart
+    assert apart.cause == "attribute config.sizes['window'] is 2, not 1"
+    assert apart.origin.startswith("config   ")
+
+
+def test_bad_input_is_refused() -> None:
+    with pytest.raises(lazyinline.PlanError, match="nn.Module"):
+        lazyinline.advise(torch.sin, (example(),))  # type: ignore[arg-type]
+    with pytest.raises(lazyinline.PlanError, match="tuple"):
+        lazyinline.advise(Layer(), example())  # type: ignore[arg-type]
+
+
+def test_the_command_prints_it(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "advised.py").write_text(
+        "import torch\n"
+        "layer = lambda: torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)\n"
+        "def make():\n"
+        "    return torch.nn.Sequential(layer(), layer()), (torch.randn(2, 3, 8),)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert main(["advise", "advised:make", "--backend", "eager"]) == 0
+    assert "lazy_inline(TransformerEncoderLayer)" in capsys.readouterr().out
