@@ -27,7 +27,8 @@ _ATTRIBUTE = re.compile(r"(?:(?P<block>\S+): )*attribute (?P<path>[\w.]+)\S* is 
 
 _CHANGES = {
     "none": "nothing: the graphs are equal and compile once; only a trace is lost",
-    "constant": "make the number a buffer (register_buffer), or pass it as a tensor argument",
+    "constant": "give all of them the same: it decides a layout or an option of an operator, and "
+    "cannot become an input as a number in arithmetic does",
     "wiring": "nothing known; each compiles once",
     "layout": "give both the same shapes and dtypes",
     "operator": "the branch makes two graphs, which compile once each; to have one, compute both "
@@ -178,7 +179,7 @@ def _kept_apart(
             cause=decision.reason,
             origin=origin,
             read_at=reader,
-            graphs=_graph_text(graphs),
+            graphs=f"the block {decision.shares}" if decision.shares else _graph_text(graphs),
             change=_change(decision.reason, graphs),
         )
 

@@ -279,7 +279,7 @@ def _pairs(found: Any, expected: Any) -> list[tuple[str, Any, Any]]:
     if len(names) < 2 or names[0] != names[1] or len(parts) != len(expected[1]):
         return []
     pairs = []
-    if kind in (list, tuple, deque):
+    if issubclass(kind, (list, tuple, deque)):
         pairs = [(f"[{i}]", a, b) for i, (a, b) in enumerate(zip(parts, expected[1], strict=True))]
     elif kind is dict and [k for k, _ in parts] == [k for k, _ in expected[1]]:
         rows = zip(parts, expected[1], strict=True)

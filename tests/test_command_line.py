@@ -174,7 +174,7 @@ def test_bad_bench(
 
 @pytest.mark.parametrize(
     "arguments",
-    [(), ("advise", "a:b"), ("bench", "--layers", "0"), ("bench", "--backend", "gpu")],
+    [(), ("export", "a:b"), ("bench", "--layers", "0"), ("bench", "--backend", "gpu")],
 )
 def test_usage_errors(arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit_:
@@ -187,8 +187,8 @@ def test_help_lists_what_exists(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["--help"])
     out = capsys.readouterr().out
-    assert "bench" in out and "inspect" in out
-    assert not any(word in out for word in ("advise", "cache"))
+    assert all(word in out for word in ("advise", "bench", "export", "inspect"))
+    assert "cache" not in out
 
 
 def test_module_run_in_a_pipe_shows_no_bar(models: str) -> None:

@@ -11,6 +11,7 @@ import lazyinline
 
 # Changing this list changes what users may rely on: say so in CHANGELOG.md.
 PUBLIC = {
+    "Advice",
     "Budget",
     "CacheError",
     "CaptureError",
@@ -28,6 +29,7 @@ PUBLIC = {
     "StepStats",
     "TrainingStep",
     "VerifyError",
+    "advise",
     "capture",
     "compile",
     "compile_step",
