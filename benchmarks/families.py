@@ -32,6 +32,7 @@ from lazyinline import CompileReport, LazyInlineError, lazy_inline
 README = pathlib.Path(__file__).resolve().parents[1] / "README.md"
 BEGIN, END = "<!-- families: begin -->\n", "<!-- families: end -->\n"
 
+WAYS = ("auto", "marked")
 HEADINGS = ("closures, calls", "nodes held / if inlined")
 
 # Kernels are PyTorch's own on both sides; what adds up in another order differs by 1e-6.
@@ -152,19 +153,21 @@ def mark_layers(family: Family) -> str:
     return ", ".join(sorted(cls.__name__ for cls in found))
 
 
-def rows(families: Sequence[Family], backend: str) -> Iterator[str]:
+def rows(families: Sequence[Family], ways: Sequence[str], backend: str) -> Iterator[str]:
     """Yields the table's lines; nothing is marked until the last automatic row is done."""
-    automatic = {}
-    for family in families:
-        automatic[family] = run_side(family, "auto", backend)
-        print(f"auto {family.name}: {summary(automatic[family])}", file=sys.stderr, flush=True)
-    columns = ("family", "inference", "training step", *HEADINGS, *HEADINGS)
+    sides: dict[Family, list[Side]] = {family: [] for family in families}
+    for reuse in ways:
+        for family in families:
+            if reuse == "marked":
+                mark_layers(family)
+            sides[family].append(run_side(family, reuse, backend))
+            text = summary(sides[family][-1])
+            print(f"{reuse} {family.name}: {text}", file=sys.stderr, flush=True)
+    columns = ["family", "inference", "training step"]
+    columns += [f"{reuse}: {heading}" for reuse in ways for heading in HEADINGS]
     yield f"| {' | '.join(columns)} |\n{'|---' * len(columns)}|\n"
     for family in families:
-        names = mark_layers(family)
-        marked = run_side(family, "marked", backend)
-        print(f"marked {family.name}: {summary(marked)} [{names}]", file=sys.stderr, flush=True)
-        yield row(family, automatic[family], marked)
+        yield row(family, sides[family])
 
 
 def summary(side: Side) -> str:
@@ -174,12 +177,12 @@ def summary(side: Side) -> str:
     return f"{side.inference_error:.1e} {side.training_error:.1e} {counts(side)}"
 
 
-def row(family: Family, automatic: Side, marked: Side) -> str:
+def row(family: Family, sides: Sequence[Side]) -> str:
     """Returns one line of the table."""
-    sides = (automatic, marked)
     failures = list(dict.fromkeys(side.failure for side in sides if side.failure))
     if failures:
-        return f"| {family.name} | not captured: {'; '.join(failures)} | | | | | |\n"
+        empty = " |" * (1 + len(HEADINGS) * len(sides))
+        return f"| {family.name} | not captured: {'; '.join(failures)} |{empty}\n"
     verdicts = [
         verdict([getattr(side, name) for side in sides])
         for name in ("inference_error", "training_error")
@@ -215,6 +218,7 @@ def write_readme(table: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="+", metavar="NAME", help="families by name")
+    parser.add_argument("--reuse", nargs="+", choices=WAYS, default=WAYS, help="default both")
     parser.add_argument("--backend", choices=("eager", "inductor"), default="eager")
     parser.add_argument("--readme", action="store_true", help="write the table into README.md")
     options = parser.parse_args()
@@ -223,7 +227,7 @@ def main() -> None:
     if unknown:
         parser.error(f"no such family: {', '.join(sorted(unknown))}; there are {', '.join(known)}")
     families = [known[name] for name in options.only or known]
-    table = "".join(rows(families, options.backend))
+    table = "".join(rows(families, sorted(options.reuse), options.backend))
     print(table, end="")
     if options.readme:
         write_readme(table)

@@ -10,12 +10,18 @@ import torch
 from comparing import assert_close, assert_same_gradients, gradients, relative_error, twin
 from torch import Tensor, nn
 from transformers import (
+    AlbertConfig,
+    AlbertForMaskedLM,
     BertConfig,
     BertForMaskedLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     T5Config,
     T5ForConditionalGeneration,
 )
@@ -279,3 +285,46 @@ def test_reuse_off_gives_the_same_numbers() -> None:
         lazyinline.compile(model, backend="eager", reuse=reuse)(**batch()).loss.backward()
     for a, b in itertools.pairwise(models):
         assert_same_gradients(a, b, 1e-6)
+
+
+SMALL: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 16,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+DECODER: dict[str, Any] = SMALL | {"num_key_value_heads": 2, "head_dim": 8, "use_cache": False}
+
+
+def gemma2() -> nn.Module:
+    config = Gemma2Config(**DECODER, num_hidden_layers=4, sliding_window=4)
+    return Gemma2ForCausalLM(config)
+
+
+def mixtral() -> nn.Module:
+    config = MixtralConfig(**DECODER, num_hidden_layers=3, num_local_experts=4)
+    return MixtralForCausalLM(config)
+
+
+def albert() -> nn.Module:
+    return AlbertForMaskedLM(AlbertConfig(**SMALL, num_hidden_layers=3, embedding_size=16))
+
+
+@pytest.mark.parametrize(("build", "num_shared"), [(gemma2, 2), (mixtral, 2), (albert, 2)])
+def test_families_train_as_in_eager_without_a_mark(
+    build: Callable[[], nn.Module], num_shared: int
+) -> None:
+    """Windows that alternate, grouped products of experts, one layer that runs repeatedly."""
+    torch.manual_seed(0)
+    model = build().train()
+    expected = twin(model)
+    compiled = lazyinline.compile(model, backend="eager", reuse="auto")
+    for run in (compiled, expected):
+        torch.manual_seed(4)
+        run(**batch()).loss.backward()
+    assert_same_gradients(model, expected, 1e-5)
+    assert sum(d.shared for d in compiled.last_report.decisions) >= num_shared
