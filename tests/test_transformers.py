@@ -314,10 +314,8 @@ def albert() -> nn.Module:
     return AlbertForMaskedLM(AlbertConfig(**SMALL, num_hidden_layers=3, embedding_size=16))
 
 
-@pytest.mark.parametrize(("build", "num_shared"), [(gemma2, 2), (mixtral, 2), (albert, 2)])
-def test_families_train_as_in_eager_without_a_mark(
-    build: Callable[[], nn.Module], num_shared: int
-) -> None:
+@pytest.mark.parametrize("build", [gemma2, mixtral, albert])
+def test_families_train_as_in_eager_without_a_mark(build: Callable[[], nn.Module]) -> None:
     """Windows that alternate, grouped products of experts, one layer that runs repeatedly."""
     torch.manual_seed(0)
     model = build().train()
@@ -327,4 +325,5 @@ def test_families_train_as_in_eager_without_a_mark(
         torch.manual_seed(4)
         run(**batch()).loss.backward()
     assert_same_gradients(model, expected, 1e-5)
-    assert sum(d.shared for d in compiled.last_report.decisions) >= num_shared
+    report = compiled.last_report
+    assert report.num_nodes < report.num_nodes_if_inlined
