@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
 from types import CodeType
 from typing import Any
 
@@ -118,6 +119,23 @@ class PlannedProgram:
         return len(self._handed_on)
 
     @property
+    def handed_on_bytes(self) -> int:
+        """Bytes of those tensors."""
+        return sum(self.layout.instances[i].num_bytes for i in self._handed_on)
+
+    @property
+    def foreign_peak_bytes(self) -> int:
+        """Most bytes of other foreign tensors that live at once in a run."""
+        foreign = [
+            b
+            for i, b in enumerate(self.layout.instances)
+            if b.kind == "foreign" and i not in self._handed_on
+        ]
+        changes = [(b.birth, b.num_bytes) for b in foreign]
+        changes += [(b.death, -b.num_bytes) for b in foreign]
+        return max(accumulate((size for _, size in sorted(changes)), initial=0))
+
+    @property
     def num_launches(self) -> int:
         """Kernel launches in one run of all parts."""
         return sum(len(part.launches) for part in self.layout.parts)
@@ -131,6 +149,11 @@ class PlannedProgram:
         """Names of the launches that allocate their own results, outside the plan."""
         launches = (p.launch for part in self.layout.parts for p in part.launches)
         return [launch.name for launch in launches if launch.results]
+
+    @property
+    def num_idle_arenas(self) -> int:
+        """Arenas that wait for a run."""
+        return len(self._pool)
 
     def lease(self, tensors: list[torch.Tensor]) -> Lease:
         """Returns an arena to run in, with the model's present tensors bound."""

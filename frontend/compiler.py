@@ -232,20 +232,14 @@ class Compiler:
     @one_at_a_time
     def runtimes(
         self, parts: Sequence[tuple[Program, Derivative | None]], report: CompileReport
-    ) -> list[tuple[Runtime, int]]:
-        """Compiles programs, each with its backward, that are run on their own.
-
-        Returns:
-            For each what runs it, and the bytes of one planned arena (0 if it is not planned).
-        """
+    ) -> list[Runtime]:
+        """Compiles programs, each with its backward, that are run on their own."""
         decomposed = [[verify(self._decompose(p)) for p in _programs(*part)] for part in parts]
         report.num_kernels += self._lower([p for programs in decomposed for p in programs])
         found = []
         for (program, derivative), programs in zip(parts, decomposed, strict=True):
             flats = [link(p) for p in programs]
-            report.peak_bytes = 0
-            runtime = self._runtime(program, flats, derivative, report)
-            found.append((runtime, report.peak_bytes or 0))
+            found.append(self._runtime(program, flats, derivative, report))
         return found
 
     def _step_program(self, program: Program, request: Request, batching: Batching) -> StepProgram:

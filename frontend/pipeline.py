@@ -10,12 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..backend.runtime import ReplayRuntime
+from ..backend.planned import PlannedProgram
+from ..backend.runtime import PlannedRuntime, ReplayRuntime
 from ..pipeline_parallel.actions import ActionTable, schedule_name
 from ..pipeline_parallel.balance import color_balanced
 from ..pipeline_parallel.coloring import color_by_marks, color_evenly
 from ..pipeline_parallel.cost import CPU_RATES, CUDA_RATES, CostModel
 from ..pipeline_parallel.cut import Colors, Stage, cut_program
+from ..pipeline_parallel.memory import StageMemory, step_peak_bytes
 from ..pipeline_parallel.plan import PipelinePlan
 from ..pipeline_parallel.planning import make_plan
 from ..pipeline_parallel.process_groups import Ranks, ranks_of
@@ -32,6 +34,7 @@ from ..reuse import pytree
 from ..reuse.errors import PipelineError
 from ..reuse.leaf import without_autocast
 from ..reuse.program import ModelTensor, Program
+from ..reuse.types import TensorType
 from .compiler import Compiler, Options, check_runnable
 from .decorator import STAGE_MARK
 from .guard import Guard
@@ -170,7 +173,7 @@ class Pipeline:
         self._derived = [derived[s] for s in table.stages_of(ranks.rank)]
         self._parameters = self._own_parameters()
         self._check_tensors(derived)
-        self.arena_bytes: dict[int, int] = {}
+        self._planned: dict[int, tuple[StageDerivative, PlannedProgram]] = {}
         self.last_report = CompileReport(True, compiler.options.backend, compiler.options.reuse)
         self._steps = self._compile(compiler)
         from ..pipeline_parallel.torch_pipelining import ClosureStage, Runner
@@ -194,10 +197,12 @@ class Pipeline:
         if not self._table.splits_backward:
             parts = [(d.stage.sourced_program, d.derivative) for d in self._derived]
             runtimes = compiler.runtimes(parts, self.last_report)
-            self.arena_bytes = {
-                d.stage.index: size for d, (_, size) in zip(self._derived, runtimes, strict=True)
+            self._planned = {
+                d.stage.index: (d, r.program)
+                for d, r in zip(self._derived, runtimes, strict=True)
+                if isinstance(r, PlannedRuntime)
             }
-            return [(runtime, []) for runtime, _ in runtimes]
+            return [(runtime, []) for runtime in runtimes]
         programs = [p for d in self._derived for p in (d.forward, *d.backward) if p is not None]
         made = iter(compiler.executables(programs))
         found: list[tuple[StageRuntime, list[Run | None]]] = []
@@ -305,6 +310,26 @@ class Pipeline:
         return [s for d in self._derived for s in d.stage.model_tensors]
 
     @property
+    def step_peak_bytes(self) -> int:
+        """The most bytes that a step holds on this rank by plan: arenas and what travels.
+
+        Parameters, gradient sums and the batch are not in it.
+
+        Raises:
+            PipelineError: if memory is not planned here (backend, device, split backward).
+        """
+        if len(self._planned) < len(self._derived):
+            why = self.last_report.unplanned or "a backward in halves has no planned arena yet"
+            raise PipelineError(f"The memory of this rank's stages is not planned: {why}.")
+        memory = {k: _memory(d, p) for k, (d, p) in self._planned.items()}
+        return step_peak_bytes(self._table, self._ranks.rank, memory)
+
+    @property
+    def arena_bytes(self) -> int:
+        """Bytes of the arenas that this rank has made so far."""
+        return sum(p.num_idle_arenas * p.plan.peak_bytes for _, p in self._planned.values())
+
+    @property
     def counts(self) -> dict[int, StageCounts]:
         """For each stage of this rank, how often its steps have run."""
         return {s.derived.stage.index: s.counts for s in self._steps}
@@ -392,6 +417,22 @@ class _Batch:
 def model_name(name: str) -> str:
     """Returns a tensor's or module's own name in the model: what computes the loss is around it."""
     return name.removeprefix("model.")
+
+
+def _memory(derived: StageDerivative, planned: PlannedProgram) -> StageMemory:
+    def total(types: Sequence[TensorType]) -> int:
+        return sum(t.num_bytes for t in types)
+
+    return StageMemory(
+        planned.plan.peak_bytes,
+        planned.handed_on_bytes,
+        total(derived.stage.received_types),
+        total(derived.stage.sent_types),
+        total(derived.cotangent_types) if derived.stage.num_sent else 0,
+        total(derived.gradient_types),
+        total([t for _, t in derived.trained_types]),
+        planned.foreign_peak_bytes,
+    )
 
 
 def _places(program: Program) -> dict[int, int]:

@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import datetime
+import importlib
 import os
 import pathlib
 import subprocess
@@ -16,6 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from comparing import relative_error
+from conftest import ROOT
 from torch import Tensor, nn
 
 import lazyinline
@@ -160,6 +162,17 @@ def test_marks_decide_the_stage(alone: None) -> None:
     assert [s.num_blocks for s in pipe.plan.stages] == [1, 3]
 
 
+def test_a_step_holds_what_its_plan_says(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    memory_use = importlib.import_module("memory_events").memory_use
+    model, args = net_and_batch(width=32)
+    pipe = make(model, args, "Interleaved1F1B", backend="inductor")
+    assert not train(pipe, model, args, steps=1)
+    use = memory_use(lambda: pipe.step(*args))
+    measured = use.peak_bytes + pipe.arena_bytes
+    assert abs(pipe.step_peak_bytes / measured - 1) <= 0.02, (pipe.step_peak_bytes, measured)
+
+
 def test_wrong_options_say_what_to_do(alone: None) -> None:
     model, args = net_and_batch()
     with pytest.raises(PipelineError, match="unknown; there are"):
@@ -246,8 +259,19 @@ def train_with_schedules(rank: int, folder: pathlib.Path) -> list[str]:
     return wrong
 
 
-def test_two_processes_give_what_one_gives(tmp_path: pathlib.Path) -> None:
-    assert run_ranks(tmp_path, "train_with_schedules") == [[], []]
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, list[str]]]:
+    """What each of two processes says to every task; they are started once."""
+    return run_ranks(tmp_path_factory.mktemp("ranks"), "everything")
+
+
+def everything(rank: int, folder: pathlib.Path) -> dict[str, list[str]]:
+    tasks = (train_with_schedules, save_and_resume, disagree, average_over_replicas)
+    return {task.__name__: task(rank, folder) for task in tasks}
+
+
+def test_two_processes_give_what_one_gives(two_ranks: list[dict[str, list[str]]]) -> None:
+    assert [said["train_with_schedules"] for said in two_ranks] == [[], []]
 
 
 def save_and_resume(rank: int, folder: pathlib.Path) -> list[str]:
@@ -271,8 +295,10 @@ def save_and_resume(rank: int, folder: pathlib.Path) -> list[str]:
     return wrong + train(resumed, other, args, steps=1)
 
 
-def test_a_run_goes_on_with_another_number_of_stages(tmp_path: pathlib.Path) -> None:
-    assert run_ranks(tmp_path, "save_and_resume") == [[], []]
+def test_a_run_goes_on_with_another_number_of_stages(
+    two_ranks: list[dict[str, list[str]]],
+) -> None:
+    assert [said["save_and_resume"] for said in two_ranks] == [[], []]
 
 
 def disagree(rank: int, folder: pathlib.Path) -> list[str]:
@@ -292,8 +318,10 @@ def disagree(rank: int, folder: pathlib.Path) -> list[str]:
     return messages
 
 
-def test_ranks_that_differ_are_noticed_at_the_start(tmp_path: pathlib.Path) -> None:
-    for messages in run_ranks(tmp_path, "disagree"):
+def test_ranks_that_differ_are_noticed_at_the_start(
+    two_ranks: list[dict[str, list[str]]],
+) -> None:
+    for messages in (said["disagree"] for said in two_ranks):
         assert "model (its captured program)" in messages[0] and "rank(s) [1]" in messages[0]
         assert "embedding.weight" in messages[1]
 
@@ -327,12 +355,16 @@ def test_a_killed_rank_ends_the_other_with_an_error_that_says_where(
 
 
 def average_over_replicas(rank: int, folder: pathlib.Path) -> list[str]:
-    """Two pipelines of two ranks: each has half of the batch."""
-    mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "pipeline"))
+    """Two replicas of a pipeline, each with half of the batch."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    replicas = dist.get_world_size() // (2 if dist.get_world_size() > 2 else 1)
+    shape = (replicas, dist.get_world_size() // replicas)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("data", "pipeline"))
     model, args = net_and_batch()
     reference = copy.deepcopy(model)
-    half = [a.chunk(2)[mesh.get_local_rank("data")] for a in args]
-    pipe = make(model, tuple(half), "1F1B", mesh=mesh)
+    half = [a.chunk(replicas)[mesh.get_local_rank("data")] for a in args]
+    pipe = make(model, tuple(half), "Interleaved1F1B", num_stages=2 * shape[1], mesh=mesh)
     pipe.step(*half)
     reference(*args).backward()
     expected = dict(reference.named_parameters())
@@ -340,5 +372,10 @@ def average_over_replicas(rank: int, folder: pathlib.Path) -> list[str]:
     return [f"{name}: {error:.1e}" for name, error in errors.items() if error > 1e-5]
 
 
-def test_replicas_average_their_gradients(tmp_path: pathlib.Path) -> None:
+def test_replicas_average_their_gradients(two_ranks: list[dict[str, list[str]]]) -> None:
+    assert [said["average_over_replicas"] for said in two_ranks] == [[], []]
+
+
+@pytest.mark.slow
+def test_two_replicas_of_two_ranks_average_their_gradients(tmp_path: pathlib.Path) -> None:
     assert run_ranks(tmp_path, "average_over_replicas", world=4) == [[]] * 4
