@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from .actions import FORWARD, TRAVELS_BACK, ActionTable
+from .actions import FORWARD, TRAVELS_BACK, Action, ActionTable
 
 
 @dataclass(frozen=True)
@@ -68,5 +68,14 @@ def step_peak_bytes(table: ActionTable, rank: int, stages: Mapping[int, StageMem
         peak = max(peak, held + sum(sent) + sum(sent_back) + new + arrived + returned)
         if table.schedule == "1F1B":
             queue.clear()
-        queue.append(new)
+        if _crosses(table, action):
+            queue.append(new)
     return arenas + peak
+
+
+def _crosses(table: ActionTable, action: Action) -> bool:
+    """Whether what an action makes goes to another rank; a neighbour on this one takes it over."""
+    neighbor = action.stage + (1 if action.kind == FORWARD else -1)
+    if not 0 <= neighbor < table.num_stages:
+        return False
+    return table.rank_of[neighbor] != table.rank_of[action.stage]
