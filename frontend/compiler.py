@@ -229,6 +229,14 @@ class Compiler:
         self._lower(decomposed)
         return [Executable(link(p), self._kernels) for p in decomposed]
 
+    def chosen(self, request: Request, report: CompileReport) -> Request:
+        """Returns the request with what the policy, no budget, saves and computes again."""
+
+        def peak_of(request: Request) -> int:
+            raise PlanError("A Budget is not supported here; use 'full' or 'selective'.")
+
+        return self._recompute.chosen(request, report, peak_of)
+
     @one_at_a_time
     def runtimes(
         self, parts: Sequence[tuple[Program, Derivative | None]], report: CompileReport

@@ -30,6 +30,7 @@ from ..pipeline_parallel.stage import (
     StageSteps,
     differentiate_stages,
 )
+from ..recompute.policy import POLICIES
 from ..reuse import pytree
 from ..reuse.errors import PipelineError
 from ..reuse.leaf import without_autocast
@@ -76,7 +77,7 @@ def pipeline(
     schedule: str = "1F1B",
     split: str = "auto",
     loss_fn: LossFunction | None = None,
-    recompute: None = None,
+    recompute: str | None = None,
     memory_bytes_per_rank: int | None = None,
     reuse: str = "marked",
     backend: str = "inductor",
@@ -98,7 +99,8 @@ def pipeline(
         split: ``"auto"`` balances predicted time, ``"even"`` counts layers; marks made with
             :func:`stage` win over both.
         loss_fn: computes the scalar loss from the model's output.
-        recompute: only None so far.
+        recompute: ``"full"`` or ``"selective"`` computes forward again in the backward; modules
+            may also be marked one by one (``lazyinline.recompute``).
         memory_bytes_per_rank: what a rank may hold; ``"auto"`` finds the fastest split within it.
         reuse: ``"marked"`` or ``"off"``, as in ``compile``.
         backend: ``"inductor"`` or ``"eager"``.
@@ -115,8 +117,10 @@ def pipeline(
         >>> loss = pipe.step(ids, targets)
         >>> optimizer.step()
     """
-    if recompute is not None:
-        raise PipelineError(f"recompute={recompute!r} is not supported yet; leave it None.")
+    if recompute not in (None, *POLICIES):
+        raise PipelineError(
+            f"recompute={recompute!r}: a pipeline takes None, {', '.join(map(repr, POLICIES))}."
+        )
     if split not in SPLITS:
         raise PipelineError(f"split={split!r} is unknown; there are {SPLITS}.")
     if micro_batches < 1:
@@ -126,7 +130,7 @@ def pipeline(
 
     ranks = ranks_of(mesh, timeout_s)
     table = action_table(schedule_name(schedule), num_stages, ranks.num_ranks, micro_batches)
-    compiler = Compiler(Options(reuse=reuse, backend=backend))
+    compiler = Compiler(Options(reuse=reuse, backend=backend, recompute=recompute))
     example = (args, kwargs or {})
     splitting = Splitting(split, memory_bytes_per_rank)
     return Pipeline(LossModel(model, loss_fn), example, compiler, ranks, table, splitting)
@@ -154,6 +158,7 @@ class Pipeline:
     ) -> None:
         self._model = model
         self._table = table
+        self.last_report = CompileReport(True, compiler.options.backend, compiler.options.reuse)
         self._ranks = ranks
         self._batch = _Batch(example, table.num_micro_batches)
         args, kwargs = self._batch.first_micro_batch()
@@ -165,7 +170,10 @@ class Pipeline:
         colors = _colors(model, program, splitting, table, costs)
         stages = cut_program(program, colors, table.num_stages)
         derived = differentiate_stages(
-            stages, compiler.differentiator, halves=table.splits_backward
+            stages,
+            compiler.differentiator,
+            halves=table.splits_backward,
+            chosen=lambda request: compiler.chosen(request, self.last_report),
         )
         self.plan: PipelinePlan = make_plan(derived, table, costs, rates)
         self._places = _places(program)
@@ -174,7 +182,6 @@ class Pipeline:
         self._parameters = self._own_parameters()
         self._check_tensors(derived)
         self._planned: dict[int, tuple[StageDerivative, PlannedProgram]] = {}
-        self.last_report = CompileReport(True, compiler.options.backend, compiler.options.reuse)
         self._steps = self._compile(compiler)
         from ..pipeline_parallel.torch_pipelining import ClosureStage, Runner
 

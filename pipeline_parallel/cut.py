@@ -12,7 +12,7 @@ parts.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Union
 
 from ..reuse.errors import PipelineError
@@ -129,7 +129,8 @@ class _Part:
     args: tuple[Value, ...]
     results: tuple[Value, ...]
     stage: int
-    path: str
+    path: str = ""
+    recompute: str = ""
 
 
 _Parts = dict[tuple[Closure, Colors], tuple[list[_Part], tuple[Value, ...]]]
@@ -145,7 +146,7 @@ def _split_calls(
     for call, color in zip(calls, colors, strict=True):
         args = tuple(same.get(v, v) for v in call.args)
         if isinstance(color, int):
-            found.append(Call(call.closure, args, call.results, call.path))
+            found.append(replace(call, args=args))
             flat.append(color)
             continue
         assert isinstance(call.closure, Composite)
@@ -156,7 +157,8 @@ def _split_calls(
         for part in pieces:
             results = tuple(Value(v.type, v.hint) for v in part.results)
             path = ".".join(p for p in (call.path, part.path) if p)
-            found.append(Call(part.closure, tuple(env[v] for v in part.args), results, path))
+            mark = part.recompute or call.recompute
+            found.append(Call(part.closure, tuple(env[v] for v in part.args), results, path, mark))
             flat.append(first + part.stage)
             env.update(zip(part.results, results, strict=True))
         same.update(zip(call.results, (env[v] for v in outputs), strict=True))
@@ -188,9 +190,10 @@ def _part(
     args = tuple(dict.fromkeys(v for c in own for v in c.args if v not in made))
     results = tuple(v for c in own for v in c.results if v in later or v in outputs)
     if len(own) == 1:
-        return _Part(own[0].closure, own[0].args, own[0].results, stage, own[0].path)
+        only = own[0]
+        return _Part(only.closure, only.args, only.results, stage, only.path, only.recompute)
     inner = Composite(f"{name}.part{stage}", Program(args, tuple(own), results))
-    return _Part(inner, args, results, stage, "")
+    return _Part(inner, args, results, stage)
 
 
 def _lowest(colors: Colors) -> int:
@@ -299,7 +302,7 @@ class _Cutter:
 
 def _with_args(call: Call, copies: Mapping[Value, Value]) -> Call:
     args = tuple(copies.get(v, v) for v in call.args)
-    return call if args == call.args else Call(call.closure, args, call.results, call.path)
+    return call if args == call.args else replace(call, args=args)
 
 
 def _place(call: Call) -> str:

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ..autodiff.derivative import Derivative, Differentiator, active_values
+from ..autodiff.derivative import Derivative, Differentiator, Request, active_values
 from ..reuse.leaf import flat_types
 from ..reuse.program import Composite, ModelTensor, Program
 from ..reuse.types import TensorType
@@ -116,7 +116,11 @@ def _body(closure: object) -> Program:
 
 
 def differentiate_stages(
-    stages: Sequence[Stage], differentiator: Differentiator, *, halves: bool
+    stages: Sequence[Stage],
+    differentiator: Differentiator,
+    *,
+    halves: bool,
+    chosen: Callable[[Request], Request] = lambda request: request,
 ) -> list[StageDerivative]:
     """Returns the backward of each stage, from the last one's result 0 (the loss) to the first.
 
@@ -124,16 +128,18 @@ def differentiate_stages(
         stages: all stages of a program, in order.
         differentiator: makes leaf derivatives.
         halves: whether to split each backward.
+        chosen: decides what a stage saves and what it computes again.
     """
     active = _active_received(stages, differentiator)
     splitter = Splitter()
     found: list[StageDerivative] = []
     arriving: tuple[int, ...] = (0,)
     for stage, flags in zip(reversed(stages), reversed(active), strict=True):
-        wanted = [i for i, flag in enumerate(flags) if flag]
-        derivative = differentiator.vjp(
-            Composite(f"stage{stage.index}", stage.program), wanted, arriving
-        )
+        wanted = tuple(i for i, flag in enumerate(flags) if flag)
+        request = Request(Composite(f"stage{stage.index}", stage.program), wanted, arriving)
+        derivative = differentiator.of(request)
+        if derivative is not None and stage.paths:
+            derivative = differentiator.of(chosen(request))
         sent: tuple[int, ...] = ()
         split = None
         if derivative is not None:

@@ -162,6 +162,17 @@ def test_marks_decide_the_stage(alone: None) -> None:
     assert [s.num_blocks for s in pipe.plan.stages] == [1, 3]
 
 
+@pytest.mark.parametrize("schedule", ["Interleaved1F1B", "ZBVZeroBubble"])
+def test_what_is_computed_again_is_not_saved(alone: None, schedule: str) -> None:
+    model, args = net_and_batch()
+    plain = make(copy.deepcopy(model), args, schedule)
+    pipe = make(model, args, schedule, recompute="full")
+    assert not train(pipe, model, args, steps=1)
+    for again, kept in zip(pipe.plan.stages, plain.plan.stages, strict=True):
+        assert again.saved_bytes < kept.saved_bytes / 2
+        assert again.backward_s > kept.backward_s
+
+
 def test_a_step_holds_what_its_plan_says(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     memory_use = importlib.import_module("memory_events").memory_use
