@@ -181,8 +181,16 @@ def _without_mutation(
     last = [n.name for n in module.graph.nodes if n.name in tags][-1:]
     size = [0]
 
+    layouts = [
+        TensorType.of(n.meta["val"]) if isinstance(n, torch.fx.Node) else None
+        for n in module.graph.output_node().args[0]  # type: ignore[union-attr]
+    ]
+
     def run(flat: list[torch.Tensor]) -> tuple[Any, ...]:
-        return tuple(_Boundary(module, last, size).run(*flat))
+        results = _Boundary(module, last, size).run(*flat)
+        # An out-of-place operator may lay its result out in another way (masked_fill).
+        pairs = zip(results, layouts, strict=True)
+        return tuple(r if t is None else _with_layout(r, t) for r, t in pairs)
 
     functional = make_fx(
         torch.func.functionalize(run, remove="mutations"),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import operator
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -30,7 +30,7 @@ from torch.fx.experimental.proxy_tensor import (
 )
 from torch.fx.node import _side_effectful_need_to_be_preserved_pre_dispatch
 
-from ..reuse.leaf import Stamp, current_autocast
+from ..reuse.leaf import Stamp, current_autocast, mutated_args
 
 _TORCH_FOLDER = os.path.dirname(torch.__file__) + os.sep
 _OWN_FOLDERS = tuple(
@@ -95,6 +95,7 @@ class Tracer:
         self._on_node = on_node
         self._tracer: Any = None
         self._num_inputs = 0
+        self._nodes = _NodeTable({})
         self._autocast_devices = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
 
     def run(
@@ -106,6 +107,7 @@ class Tracer:
             mode = get_proxy_mode()
             assert mode is not None
             self._tracer = mode.tracer
+            self._tracer.tensor_tracker = self._nodes = _NodeTable(self._tracer.tensor_tracker)
             graph = self._tracer.graph
             graph.create_node = self._stamping(graph.create_node)
             try:
@@ -158,7 +160,8 @@ class Tracer:
     def track(self, tensor: torch.Tensor, node: torch.fx.Node) -> None:
         """Lets a node stand for a fake tensor from now on."""
         proxy = torch.fx.Proxy(node, self._tracer)
-        track_tensor_tree(tensor, proxy, constant=None, tracer=self._tracer)
+        with self._nodes.renaming():
+            track_tensor_tree(tensor, proxy, constant=None, tracer=self._tracer)
 
     def call(self, target: Callable[..., Any], operands: Sequence[torch.fx.Node]) -> torch.fx.Node:
         """Adds a call of a function of ours."""
@@ -187,6 +190,43 @@ class Tracer:
     def untraced(self) -> AbstractContextManager[Any]:
         """Operators inside run on fake tensors without becoming nodes."""
         return disable_proxy_modes_tracing()  # type: ignore[no-any-return]
+
+
+class _NodeTable(MutableMapping[torch.Tensor, Any]):
+    """The tracer's table of which node stands for a tensor, with one rule more.
+
+    An operator that returns the very tensor it was given (``x.to(x.dtype)``, ``dropout`` in eval
+    mode) does not take over its name: under ``no_grad`` the tensor would lose its gradient.
+    """
+
+    def __init__(self, table: MutableMapping[torch.Tensor, Any]) -> None:
+        self._table = table
+        self._is_renaming = False
+
+    @contextmanager
+    def renaming(self) -> Iterator[None]:
+        """Lets any node take over inside."""
+        self._is_renaming = True
+        try:
+            yield
+        finally:
+            self._is_renaming = False
+
+    def __setitem__(self, tensor: torch.Tensor, proxy: Any) -> None:
+        if self._is_renaming or tensor not in self._table or mutated_args(proxy.proxy.node):
+            self._table[tensor] = proxy
+
+    def __getitem__(self, tensor: torch.Tensor) -> Any:
+        return self._table[tensor]
+
+    def __delitem__(self, tensor: torch.Tensor) -> None:
+        del self._table[tensor]
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter(self._table)
+
+    def __len__(self) -> int:
+        return len(self._table)
 
 
 @contextmanager

@@ -257,6 +257,8 @@ def test_a_running_trace_can_be_asked_and_told_which_node_a_tensor_is(
         result = hidden + 1
         assert tracer.unwrap_proxy(result).node.args[0] is call
         assert tracer.unwrap_proxy(x).node is node
+        table = dict(tracer.tensor_tracker.items())
+        assert table[x].proxy.node is node, "which node stands for a tensor is kept here"
         del graph.create_node
         return ()
 
@@ -507,6 +509,41 @@ def test_storages_have_an_identity_that_views_share() -> None:
     with fake_mode():
         fake = torch.ones(4)
         assert fake[1:].untyped_storage()._cdata == fake.untyped_storage()._cdata
+
+
+@contract("torch._C._dynamo.guards.TensorGuards")
+def test_layouts_of_many_tensors_are_checked_at_once(guards_class: Any) -> None:
+    def tensors() -> list[Tensor]:
+        return [torch.ones(3, 3, requires_grad=True), torch.ones(2, dtype=torch.int64)]
+
+    seen = tensors()
+    guards = guards_class(*seen, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+    assert guards.check(*seen)
+    assert guards.check(*tensors()), "other tensors of the same layout"
+    seen[0].data = seen[0].data.t()
+    for first in (
+        torch.ones(4, 3, requires_grad=True),
+        torch.ones(3, 3, dtype=torch.float64, requires_grad=True),
+        torch.ones(3, 3),
+        torch.ones(3, 3, requires_grad=True, device="meta"),
+        seen[0],
+    ):
+        assert not guards.check(first, seen[1])
+
+
+def test_hooks_on_all_modules_are_in_known_tables() -> None:
+    module = nn.modules.module
+    registered = {
+        "_global_forward_pre_hooks": module.register_module_forward_pre_hook,
+        "_global_forward_hooks": module.register_module_forward_hook,
+        "_global_backward_pre_hooks": module.register_module_full_backward_pre_hook,
+        "_global_backward_hooks": module.register_module_full_backward_hook,
+    }
+    for name, register in registered.items():
+        assert not getattr(module, name)
+        handle = register(lambda *args: None)
+        assert len(getattr(module, name)) == 1
+        handle.remove()
 
 
 @contract("attribute _version")
