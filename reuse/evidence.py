@@ -39,6 +39,7 @@ from .freeze import (
     is_unrepeatable,
     narrow,
 )
+from .torch_names import global_hook_tables
 from .types import TensorType
 
 # State of nn.Module itself; the structure snapshot compares what matters of it.
@@ -154,7 +155,12 @@ def walk_modules(root: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def has_hooks(module: nn.Module, kind: str) -> bool:
-    """Whether a module has hooks that run in the ``"forward"``, or in the ``"backward"``."""
+    """Whether hooks run in a module's ``"forward"``, or ``"backward"``: its own, or everybody's."""
+    return has_own_hooks(module, kind) or any(global_hook_tables(kind))
+
+
+def has_own_hooks(module: nn.Module, kind: str) -> bool:
+    """Whether hooks were put on this very module."""
     state = module_state(module)
     return any(kind in table and state.get(table) for table in _HOOK_TABLES)
 

@@ -23,3 +23,14 @@ def operator_schema(node: torch.fx.Node) -> Any:
 def version_of(tensor: torch.Tensor) -> int:
     """Returns how often a tensor has been changed in place."""
     return int(tensor._version)
+
+
+def global_hook_tables(kind: str) -> list[dict[int, Any]]:
+    """Returns the tables of hooks on all modules: ``"forward"`` or ``"backward"`` ones."""
+    return [getattr(torch.nn.modules.module, name) for name in _GLOBAL_HOOKS[kind]]
+
+
+_GLOBAL_HOOKS = {
+    "forward": ("_global_forward_pre_hooks", "_global_forward_hooks"),
+    "backward": ("_global_backward_pre_hooks", "_global_backward_hooks"),
+}

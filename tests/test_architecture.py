@@ -34,6 +34,7 @@ ADAPTERS = {
     "backend/torch_onnx.py",
     "frontend/fake_rules.py",
     "frontend/interception.py",
+    "frontend/tensor_layouts.py",
     "frontend/torch_tracing.py",
     "pipeline_parallel/torch_pipelining.py",
     "reuse/pytree.py",

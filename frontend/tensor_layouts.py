@@ -1,0 +1,42 @@
+"""Adapter: one check in C++ that tensors are laid out as before (Dynamo's tensor guards)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch._C._dynamo.guards import TensorGuards
+
+
+class TensorLayouts:
+    """The dtypes, shapes, strides, devices and ``requires_grad`` that some tensors had.
+
+    ``.data = ...`` changes them on the very same tensor, and not always its address.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._facts = _facts(tensors)
+        self._guards: Any = None
+        self._wants_grad = False
+        # Without grad mode the check in C++ does not look at requires_grad.
+        if tensors and torch.is_grad_enabled():
+            no_dims: Any = {"dynamic_dims_sizes": None, "dynamic_dims_strides": None}
+            self._guards = TensorGuards(*tensors, **no_dims)
+
+    def same(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether these tensors, in the same order, have the same layouts."""
+        if self._guards is not None and torch.is_grad_enabled() and self._guards.check(*tensors):
+            return True
+        # Its no is no proof: it also sees the caller's modes (autocast, inference).
+        return bool(_facts(tensors) == self._facts)
+
+
+def _facts(tensors: Sequence[torch.Tensor]) -> Any:
+    return (
+        [t.dtype for t in tensors],
+        [t.shape for t in tensors],
+        [t.stride() for t in tensors],
+        [t.requires_grad for t in tensors],
+        [t.device for t in tensors],
+    )
