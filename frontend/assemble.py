@@ -18,11 +18,10 @@ import torch
 import torch.fx
 
 from ..reuse import pytree
-from ..reuse.errors import CaptureError
 from ..reuse.leaf import cut_leaf, leaf_key, mutated_args, node_type, stamp_of
 from ..reuse.program import Call, Closure, Composite, Leaf, Program, Source, Value
 from ..reuse.torch_names import memory_id
-from .regions import CallSite, Region, regions_inside
+from .regions import CallSite, CrossingError, Region, regions_inside
 from .torch_tracing import is_mode_switch
 
 
@@ -81,7 +80,7 @@ def assemble(
         sources: where each input node's tensor comes from.
 
     Raises:
-        CaptureError: if a tensor is changed in place in a way that crosses blocks.
+        CrossingError: if a tensor is changed in place in a way that crosses blocks.
     """
     outputs = list(dict.fromkeys(r for r in results if isinstance(r, torch.fx.Node)))
     assembler = Assembler({root: outputs, **{r: r.outputs for r in regions_inside(root)}})
@@ -282,7 +281,7 @@ def _leaked(
         if n not in known and (n in returned or any(u not in inside for u in n.users))
     ]
     if leaked and region.num_calls > 1:
-        raise CaptureError(
+        raise CrossingError(
             f"{region.name} hands a tensor to code outside it other than by returning it "
             f"({stamp_of(leaked[0]).source}). Return it from forward."
         )
@@ -307,7 +306,7 @@ def _changed_inputs(
     changed = tuple(i for i, n in enumerate(inputs) if _storage(n) in changed_memory)
     if len({_storage(inputs[i]) for i in changed}) < len(changed):
         node = changed_memory[_storage(inputs[changed[0]])]
-        raise CaptureError(_alias_text(name, stamp_of(node).source))
+        raise CrossingError(_alias_text(name, stamp_of(node).source))
     return changed
 
 
@@ -317,7 +316,7 @@ def _check_aliases(
     memory = _storage(changed)
     for node, use in last_use.items():
         if use > index and node is not changed and _storage(node) == memory:
-            raise CaptureError(_alias_text(name, stamp_of(node).source))
+            raise CrossingError(_alias_text(name, stamp_of(node).source))
 
 
 def _alias_text(name: str, source: str) -> str:

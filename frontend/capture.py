@@ -39,10 +39,10 @@ from .candidates import (
     choose_blocks,
     dissolve,
 )
-from .decorator import is_compiled
+from .decorator import is_compiled, is_marked
 from .fake_rules import kernels_own_rules
 from .recorder import Recorder, UnsettledError
-from .regions import CapturedModel, Region, SharingDecision, regions_inside
+from .regions import CapturedModel, CrossingError, Region, SharingDecision, regions_inside
 from .torch_tracing import DATA_DEPENDENT_ERRORS, frame_text, user_frame
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -93,7 +93,7 @@ def capture_model(
     arguments = (args, kwargs or {})
     if reuse == "auto":
         return _capture_repeated(model, arguments, RepeatedBlocks, train=train)
-    return _capture(model, arguments, lambda: choose_blocks(reuse), train=train)
+    return _capture_chosen(model, arguments, reuse, train=train)
 
 
 @one_at_a_time
@@ -126,9 +126,31 @@ def _capture_repeated(
         return _capture(model, arguments, blocks, train=train) if again else captured
     except CaptureError as error:
         try:
-            return _capture(model, arguments, lambda: choose_blocks("marked"), train=train)
+            return _capture_chosen(model, arguments, "marked", train=train)
         except CaptureError:
             raise error from None
+
+
+def _capture_chosen(
+    model: nn.Module, arguments: Arguments, reuse: str, *, train: bool
+) -> CapturedModel:
+    """Captures with the marked blocks, or without any where no closure can express one.
+
+    A mark never makes a model fail that works without it.
+    """
+    try:
+        return _capture(model, arguments, lambda: choose_blocks(reuse), train=train)
+    except CrossingError as crossing:
+        if reuse == "off":
+            raise
+        reason = f"nothing is shared in this model: {crossing}"
+    captured = _capture(model, arguments, lambda: choose_blocks("off"), train=train)
+    decisions = [
+        SharingDecision(path, type(module).__name__, shared=False, reason=reason)
+        for path, module in walk_modules(model)
+        if path and is_marked(type(module))
+    ]
+    return dataclasses.replace(captured, decisions=decisions)
 
 
 def _capture(
@@ -173,6 +195,9 @@ def _capture_settled(
     try:
         second = _capture_once(model, arguments, blocks, train=train)
         same = format_program(first.program) == format_program(second.program)
+    except CrossingError:
+        unsettled.recorder.contents.put_back()
+        raise
     except UnsettledError:
         same = False
     if not same:
@@ -246,14 +271,21 @@ def _refuse_foreign(model: nn.Module) -> None:
             )
 
 
-def _refuse_backward_hooks(model: nn.Module) -> None:
+def backward_hooked(model: nn.Module) -> str:
+    """Names a module of the tree that has a backward hook, or returns an empty text."""
     for path, module in walk_modules(model):
         if has_hooks(module, "backward"):
-            raise CaptureError(
-                f"{path or 'The model'} ({type(module).__name__}) has a backward hook, which a "
-                "compiled program could not call. Remove it, or put hooks on parameters or on the "
-                "compiled model."
-            )
+            return f"{path or 'The model'} ({type(module).__name__})"
+    return ""
+
+
+def _refuse_backward_hooks(model: nn.Module) -> None:
+    hooked = backward_hooked(model)
+    if hooked:
+        raise CaptureError(
+            f"{hooked} has a backward hook, which a program could not call. Remove it, or put "
+            "hooks on parameters or on the compiled model. (compile() runs such a model itself.)"
+        )
 
 
 @contextmanager

@@ -12,10 +12,12 @@ from ..autodiff.torch_autograd import in_forward_mode
 from ..recompute.policy import Policy
 from ..reuse import pytree
 from ..reuse.errors import CaptureError, PlanError
+from ..reuse.evidence import has_own_hooks
 from ..reuse.program import UserInput
+from ..reuse.torch_names import global_hook_tables
 from .assemble import OutputTree
 from .autograd_bridge import Absence, Aliases, Step, run_differentiable
-from .capture import one_at_a_time
+from .capture import backward_hooked, one_at_a_time
 from .compiler import CompiledProgram, Compiler, Options, check_runnable, check_writes
 from .guard import Guard
 from .report import CompileReport
@@ -44,6 +46,9 @@ def compile(
             backward; ``"selective"`` computes again all but matrix products, convolutions and
             attention; a :class:`Budget` computes as little again as fits into so many bytes.
         dynamic: only None so far: each new input layout is compiled on its own.
+
+    While a module has a backward hook, calls that want gradients run the model itself, hook and
+    all; the report says so.
 
     Returns:
         A module; ``.last_report`` tells what the newest compile did.
@@ -103,6 +108,13 @@ class CompiledModule(nn.Module):
         assert isinstance(report, CompileReport)
         return report
 
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs hooks and the program. Hooks on all modules run for the model, not once more."""
+        on_all = any(global_hook_tables("forward")) or any(global_hook_tables("backward"))
+        if on_all and not has_own_hooks(self, "forward"):
+            return self.forward(*args, **kwargs)
+        return super().__call__(*args, **kwargs)
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the compiled program, compiling first if the inputs' layout is new."""
         if in_forward_mode():
@@ -111,11 +123,28 @@ class CompiledModule(nn.Module):
                 "result would have no tangent. Call the model itself."
             )
         leaves, tree = pytree.flatten((args, kwargs))
+        original = (args, kwargs)
         if any(isinstance(x, torch.Tensor) and (x.is_conj() or x.is_neg()) for x in leaves):
             leaves = [x.resolve_conj().resolve_neg() if torch.is_tensor(x) else x for x in leaves]
             args, kwargs = pytree.unflatten(leaves, tree)
-        entry = self._known_entry(leaves, tree) or self._compile(args, kwargs, leaves, tree)
+        entry = self._known_entry(leaves, tree)
+        if entry is None:
+            model = self.__dict__["_lazyinline_model"]
+            hooked = backward_hooked(model) if torch.is_grad_enabled() else ""
+            if hooked:
+                self._report_eager(hooked)
+                return model(*original[0], **original[1])
+            entry = self._compile(args, kwargs, leaves, tree)
         return entry.run(leaves)
+
+    def _report_eager(self, hooked: str) -> None:
+        """Notes why the model itself runs: a backward hook's Python has to run at each backward."""
+        known = self.__dict__["_lazyinline_report"]
+        reason = f"{hooked} has a backward hook, which no compiled program calls"
+        if known is None or known.ran_eagerly != reason:
+            options = self.__dict__["_lazyinline_compiler"].options
+            report = CompileReport(True, options.backend, options.reuse, ran_eagerly=reason)
+            self.__dict__["_lazyinline_report"] = report
 
     def _known_entry(self, leaves: list[Any], tree: pytree.TreeSpec) -> _Entry | None:
         """Returns the entry that fits and puts it first; lists are replaced, never changed."""

@@ -11,10 +11,15 @@ import torch.fx
 from torch import nn
 
 from ..reuse import pytree
+from ..reuse.errors import CaptureError
 from ..reuse.evidence import Evidence, Reads
 from ..reuse.program import Program
 from ..reuse.types import TensorType
 from .contents import Contents
+
+
+class CrossingError(CaptureError):
+    """A tensor crosses the boundary of a block in a way that a closure cannot express."""
 
 
 @dataclass(eq=False)

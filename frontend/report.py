@@ -50,6 +50,7 @@ class CompileReport:
         saved_bytes: what one forward saves for its backward, in training.
         recomputed_flops: FLOPs that one backward spends on computing forward values again.
         recompute: per closure and variant, what is saved and what is computed again.
+        ran_eagerly: why the model itself ran and nothing was compiled, if so.
         closures: each different closure, callees first, with its calls.
         decisions: for each block instance, whether it shares, and if not, why.
     """
@@ -70,6 +71,7 @@ class CompileReport:
     saved_bytes: int | None = None
     recomputed_flops: int = 0
     recompute: list[RecomputeRecord] = field(default_factory=list)
+    ran_eagerly: str = ""
     closures: list[ClosureRecord] = field(default_factory=list)
     decisions: list[SharingDecision] = field(default_factory=list)
 
@@ -103,6 +105,8 @@ class CompileReport:
 
     def __str__(self) -> str:
         kind = "training" if self.train else "inference"
+        if self.ran_eagerly:
+            return f"{kind}: not compiled, {self.ran_eagerly}"
         lines = [
             f"{kind}, backend {self.backend}, reuse {self.reuse}: "
             f"{self.num_nodes} nodes held, {self.num_nodes_if_inlined} if inlined; "

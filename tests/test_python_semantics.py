@@ -596,16 +596,6 @@ def test_layer_is_refused(model: nn.Module) -> None:
         lazyinline.compile(model, backend="eager")(torch.tensor([[1, 2], [3, 4]]))
 
 
-@pytest.mark.parametrize("kind", ["register_full_backward_hook", "register_full_backward_pre_hook"])
-def test_backward_hooks_on_modules_are_refused(kind: str) -> None:
-    model = model_of(round_straight_through)
-    getattr(model.first, kind)(lambda *_: None)
-    with pytest.raises(CaptureError, match=r"first .*backward hook"):
-        lazyinline.compile(model, backend="eager")(values(4, 8))
-    with torch.no_grad():
-        lazyinline.compile(model, backend="eager")(values(4, 8))
-
-
 def test_one_tensor_passed_twice_and_changed_is_equal_or_refused() -> None:
     class Change(nn.Module):
         def forward(self, x: Tensor, y: Tensor) -> Tensor:
