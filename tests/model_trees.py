@@ -1,0 +1,572 @@
+"""Random models for tests: classes made of random Python, trees of their instances, mutations.
+
+A model is drawn by Hypothesis as plain data (:class:`ModelPlan`), so that a failing one shrinks and
+can be printed, and is built from it afterwards. The forward of each class is source text put
+together from the statements below: real Python, with everything that evidence must notice.
+"""
+
+import functools
+import types
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from blocks import WIDTH, linear
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint  # noqa: F401, the drawn classes use it
+
+from lazyinline import lazy_inline
+
+TABLE = torch.linspace(0.5, 1.5, WIDTH, dtype=torch.float64)
+
+
+class Backwards(torch.autograd.Function):
+    """Gives a gradient that is not the derivative, so that losing it shows."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+        return gradient * ctx.factor, None
+
+
+def apply(layer: nn.Module, x: Tensor) -> Tensor:
+    """Applies a linear layer of whatever precision."""
+    result: Tensor = layer(x.to(layer.weight.dtype)).to(x.dtype)  # type: ignore[arg-type,call-overload]
+    return result
+
+
+def times(factor: float) -> Callable[[Tensor], Tensor]:
+    return lambda x: x * factor
+
+
+class Act(nn.Module):
+    """A sub-module with an attribute of its own."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.sin(x * self.factor)
+
+
+def loop_functions() -> list[Callable[[Tensor], Tensor]]:
+    return [lambda x, k=factor: x * k for factor in (2.0, 3.0)]  # type: ignore[misc]
+
+
+# How an activation is made; each instance gets one of its own.
+ACTS: list[Callable[[], Any]] = [
+    lambda: torch.tanh,
+    lambda: times(2.0),
+    lambda: times(3.0),
+    lambda: functools.partial(torch.mul, other=0.5),
+    lambda: loop_functions()[0],
+    lambda: loop_functions()[1],
+    lambda: Act(1.0),
+    lambda: Act(2.0),
+]
+
+# Statements of any class. ``x`` has WIDTH columns before and after each.
+OWN = [
+    "x = x + torch.tanh(apply(self.lin, x))",
+    "x = apply(self.lin, x) * self.scale",
+    "x = torch.sin(x) if self.flag else x * 0.5",
+    "x = x + self.index * 0.125",
+    "x = x * [0.5, 1.5, 2.5][self.index % 3]",
+    "x = x * (2.0 if self.index == 1 else 0.75)",
+    "x = self.drop(x)",
+    "x = torch.dropout(x, 0.5, self.training)",
+    "x = x + torch.rand_like(x)",
+    "x = x * 1.5 if self.training else x - 0.5",
+    "x = self.act(x)",
+    "x = x * self.config.scale",
+    "x = x + self.table",
+    "x = x * self.tables['a'][0]",
+    "x = x * TABLE",
+    "x = x + SETTINGS['shift']",
+    "x = x + SHIFT",
+    "x = x + torch.tensor([1.0, 2.0, 3.0, self.scale], dtype=x.dtype)",
+    "x = x + torch.full((4,), self.scale, dtype=x.dtype)",
+    "self.count.add_(1)",
+    "self.count += 1",
+    "x = x + self.count * 0.125",
+    "x = x * self.mean.clone()",
+    "with torch.no_grad():\n    self.mean.mul_(0.875).add_(x.mean(0), alpha=0.125)",
+    "self.mean[1:3] = x.detach().mean(0)[:2]",
+    "x = torch.sin(x)\nx.mul_(self.scale)",
+    "x = torch.sin(x)\nx[0].add_(1)",
+    "z = x * 2\nz[:, 1:3] = 0.5\nx = z",
+    "x = x.clone()\nx.masked_fill_(x > 0.5, 0.25)",
+    "x = x + torch.tanh(apply(self.lin, x)).detach()",
+    "with torch.no_grad():\n    z = apply(self.lin, x)\nx = x + z",
+    "x = Backwards.apply(x, self.scale)",
+    "x = x + checkpoint(lambda v: torch.tanh(apply(self.lin, v)), x, use_reentrant=False)",
+    "x = x + checkpoint(lambda v: self.drop(apply(self.lin, v)), x, use_reentrant=False)",
+    "x = x if y is None else x * y",
+    "x = x * gain",
+    "x = x + getattr(self, 'extra', 0.5)",
+    "x = x * vars(self).get('extra', 1.25)",
+    "x = self.norm(x)",
+    "x = x + sum(p.sum() for p in self.lin.parameters()) * 0.01",
+    "x = x + start.sum()",
+]
+# Statements that change what the caller passed; it passes a temporary.
+ON_THE_ARGUMENT = ["x.mul_(2)", "x.add_(self.index)", "x[0] = 0.5"]
+# How a block is called.
+CALLS = [
+    "x = self.{c}(x)",
+    "x = self.{c}(x=x)",
+    "x = self.{c}(x, None, gain=1.0)",
+    "x = self.{c}(x, gain=2.0)",
+    "x = self.{c}(x, x)",
+    "x = self.{c}(x, x.detach())",
+    "x = self.{c}(x, y=x[0])",
+    "x = self.{c}(x.t().contiguous().t())",
+    "x = self.{c}(x[:1].expand(3, 4))",
+    "x = torch.cat([self.{c}(x[:1]), self.{c}(x[1:])])",
+    "x = x + checkpoint(self.{c}, torch.sin(x), use_reentrant=False)",
+    "with torch.no_grad():\n    z = self.{c}(x)\nx = x + z",
+    "x = self.{c}(torch.cos(x))",
+    "z = torch.cos(x)\nx = self.{c}(z) + z",
+    "x = self.{c}(x)\nx = torch.tanh(self.{c}(x))",
+    "for _ in range(self.index + 1):\n    x = self.{c}(x)",
+    "x = self.{c}(x) if self.flag else x",
+    "kept = self.config.scale\nself.config.scale = kept + 1.0\nx = self.{c}(x)\n"
+    "self.config.scale = kept",
+]
+RESULTS = ["x", "x", "x", "x.view(-1, 4)", "x.t().t()", "x[:, :]", "x * 1.0", "start + x"]
+
+
+@dataclass(frozen=True)
+class ClassPlan:
+    """A block class: its statements, what it returns, whether it is marked."""
+
+    statements: tuple[str, ...]
+    result: str
+    marked: bool
+
+
+@dataclass(frozen=True)
+class InstancePlan:
+    """An instance of a class: attributes, and children by their number in the plan."""
+
+    kind: int
+    scale: float
+    flag: bool
+    index: int
+    act: int
+    config: int
+    children: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """A change of the model after it was compiled: a name in ``MUTATIONS``, where, how."""
+
+    name: str
+    place: int
+    choice: int
+
+
+@dataclass(frozen=True)
+class ModelPlan:
+    """A whole model: classes and instances (children first), its forward, later mutations."""
+
+    classes: tuple[ClassPlan, ...]
+    instances: tuple[InstancePlan, ...]
+    layers: tuple[int, ...]
+    forward: tuple[str, ...]
+    initial: tuple[Mutation, ...]
+    later: tuple[Mutation, ...]
+
+
+# ---- drawing ---------------------------------------------------------------------------------
+
+
+@st.composite
+def _classes(draw: Any, nested: bool) -> ClassPlan:
+    own = draw(st.lists(st.sampled_from(OWN), min_size=1, max_size=3))
+    if draw(st.integers(0, 9)) == 0:
+        own.insert(0, draw(st.sampled_from(ON_THE_ARGUMENT)))
+    if nested:
+        for _ in range(draw(st.integers(1, 2))):
+            call = draw(st.sampled_from(CALLS)).format(c=draw(st.sampled_from("ab")))
+            own.insert(draw(st.integers(0, len(own))), call)
+    marked = draw(st.integers(0, 5)) > 0
+    return ClassPlan(tuple(own), draw(st.sampled_from(RESULTS)), marked)
+
+
+@st.composite
+def _instances(draw: Any, kind: int, below: int) -> InstancePlan:
+    children = draw(st.lists(st.integers(0, below - 1), min_size=2, max_size=2)) if below else ()
+    return InstancePlan(
+        kind,
+        scale=draw(st.sampled_from([1.0, 1.0, 2.0])),
+        flag=draw(st.integers(0, 3)) > 0,
+        index=draw(st.sampled_from([0, 0, 1, 2])),
+        act=draw(st.sampled_from([0, 0, *range(1, len(ACTS))])),
+        config=draw(st.sampled_from([0, 0, 1])),
+        children=tuple(children),
+    )
+
+
+@st.composite
+def _mutations(draw: Any) -> Mutation:
+    name = draw(st.sampled_from(sorted(MUTATIONS)))
+    return Mutation(name, draw(st.integers(0, 11)), draw(st.integers(0, 3)))
+
+
+def _without_checkpoint(statements: Sequence[str]) -> tuple[str, ...]:
+    return tuple("x = torch.tanh(x)" if "checkpoint" in s else s for s in statements)
+
+
+@st.composite
+def model_plans(draw: Any) -> ModelPlan:
+    """Draws a model of up to three levels of blocks, and mutations before and after compiling."""
+    classes: list[ClassPlan] = []
+    instances: list[InstancePlan] = []
+    for level in range(draw(st.sampled_from([1, 2, 2, 3]))):
+        first, below = len(classes), len(instances)
+        for _ in range(draw(st.integers(1, 2))):
+            classes.append(draw(_classes(level > 0)))
+        for _ in range(draw(st.integers(1, 3))):
+            kind = draw(st.integers(first, len(classes) - 1))
+            instances.append(draw(_instances(kind, below)))
+    top = st.integers(0, len(instances) - 1)
+    layers = draw(st.lists(top, min_size=2, max_size=4))
+    forward = [
+        draw(st.sampled_from(CALLS[:-4])).format(c=f"layers[{i}]") for i in range(len(layers))
+    ]
+    # Eager runs a checkpoint's function again in the backward, and so changes a buffer again (how
+    # far it gets depends on what it saved); a compiled program changes it once.
+    if any("self.mean" in s or "self.count" in s for c in classes for s in c.statements):
+        classes = [replace(c, statements=_without_checkpoint(c.statements)) for c in classes]
+        forward = list(_without_checkpoint(forward))
+    return ModelPlan(
+        tuple(classes),
+        tuple(instances),
+        tuple(layers),
+        tuple(forward),
+        tuple(draw(st.lists(_mutations(), max_size=2))),
+        tuple(draw(st.lists(_mutations(), min_size=1, max_size=3))),
+    )
+
+
+# ---- building --------------------------------------------------------------------------------
+
+
+class Base(nn.Module):
+    """What all random blocks hold."""
+
+    def __init__(self, plan: InstancePlan, configs: Sequence[Any], children: Sequence[Any]) -> None:
+        super().__init__()
+        self.lin = linear()
+        self.norm = nn.LayerNorm(WIDTH, dtype=torch.float64)
+        self.drop = nn.Dropout(0.5)
+        self.scale, self.flag, self.index = plan.scale, plan.flag, plan.index
+        self.act = ACTS[plan.act]()
+        self.config = configs[plan.config]
+        self.table = torch.rand(WIDTH, dtype=torch.float64)
+        self.tables = {"a": [torch.rand(WIDTH, dtype=torch.float64)]}
+        self.register_buffer("mean", torch.rand(WIDTH, dtype=torch.float64))
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+        for name, child in zip("ab", children, strict=False):
+            setattr(self, name, child)
+
+
+BLOCK_ARGUMENTS = "self, x, y=None, *, gain=1.0"
+
+
+def _make_class(
+    scope: dict[str, Any], name: str, text: str, marked: bool = False
+) -> type[nn.Module]:
+    exec(compile(text, "<random model>", "exec"), scope)
+    kind: type[nn.Module] = scope[name]
+    return lazy_inline(kind) if marked else kind
+
+
+class Root(nn.Module):
+    """Base of the whole model."""
+
+    def __init__(self, layers: Sequence[nn.Module], configs: Sequence[Any]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+        self.configs = list(configs)
+        self.config, self.index, self.flag = configs[0], 0, True
+
+
+@dataclass(frozen=True)
+class Built:
+    """A model and the globals of its classes."""
+
+    model: Root
+    scope: dict[str, Any]
+
+
+def build(plan: ModelPlan) -> Built:
+    """Makes the model of a plan; the same each time."""
+    torch.manual_seed(1)
+    scope = dict(globals(), SETTINGS={"shift": 0.25}, SHIFT=0.5)
+    kinds = []
+    for number, kind in enumerate(plan.classes):
+        text = source_of(f"Block{number}", kind, BLOCK_ARGUMENTS)
+        kinds.append(_make_class(scope, f"Block{number}", text, kind.marked))
+    configs = [types.SimpleNamespace(scale=s) for s in (1.0, 1.5)]
+    instances: list[nn.Module] = []
+    for instance in plan.instances:
+        children = [instances[i] for i in instance.children]
+        instances.append(kinds[instance.kind](instance, configs, children))
+    text = source_of("Model", ClassPlan(plan.forward, "x", False), "self, x", "Root")
+    model = _make_class(scope, "Model", text)([instances[i] for i in plan.layers], configs)
+    assert isinstance(model, Root)
+    for mutation in plan.initial:
+        mutate(Built(model, scope), mutation)
+    return Built(model, scope)
+
+
+def source_of(name: str, plan: ClassPlan, arguments: str, base: str = "Base") -> str:
+    """Returns the text of a class whose forward runs these statements."""
+    lines = [f"class {name}({base}):", f"    def forward({arguments}):", "        start = x"]
+    for statement in plan.statements:
+        lines += ["        " + line for line in statement.split("\n")]
+    return "\n".join([*lines, f"        return {plan.result}", ""])
+
+
+# ---- mutations -------------------------------------------------------------------------------
+
+
+class Lora(nn.Module):
+    """A low-rank adapter around a linear layer."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        self.layer = layer
+        self.down = nn.Parameter(torch.rand(WIDTH, 2, dtype=layer.weight.dtype))
+        self.up = nn.Parameter(torch.rand(2, WIDTH, dtype=layer.weight.dtype))
+
+    @property
+    def weight(self) -> Tensor:
+        return self.layer.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.layer(x) + x @ self.down @ self.up
+        return result
+
+
+def mutate(built: Built, mutation: Mutation) -> None:
+    """Changes a model; the same change on equal models."""
+    blocks = [m for m in built.model.modules() if isinstance(m, Base)]
+    block = blocks[mutation.place % len(blocks)]
+    torch.manual_seed(100 + mutation.choice)
+    MUTATIONS[mutation.name](built, block, mutation.choice)
+
+
+def _other(built: Built, choice: int) -> Base:
+    blocks = [m for m in built.model.modules() if isinstance(m, Base)]
+    return blocks[choice % len(blocks)]
+
+
+def _linear(block: Base) -> nn.Linear:
+    return next(m for m in block.lin.modules() if isinstance(m, nn.Linear))
+
+
+def _set(name: str, *values: Any) -> Callable[[Built, Base, int], None]:
+    return lambda built, block, choice: setattr(block, name, values[choice % len(values)])
+
+
+def _set_act(built: Built, block: Base, choice: int) -> None:
+    del block.act
+    block.act = ACTS[2 * choice]()
+
+
+def _remove_extra(built: Built, block: Base, choice: int) -> None:
+    vars(block).pop("extra", None)
+
+
+def _replace_parameter(built: Built, block: Base, choice: int) -> None:
+    layer = _linear(block)
+    if not hasattr(layer, "parametrizations"):
+        layer.weight = nn.Parameter(torch.rand_like(layer.weight))
+
+
+def _replace_data(built: Built, block: Base, choice: int) -> None:
+    parameter = next(_linear(block).parameters())
+    parameter.data = torch.rand_like(parameter)
+
+
+def _transpose_data(built: Built, block: Base, choice: int) -> None:
+    for parameter in _linear(block).parameters():
+        if parameter.shape == (WIDTH, WIDTH):
+            parameter.data = parameter.data.t()
+
+
+def _change_parameter(built: Built, block: Base, choice: int) -> None:
+    with torch.no_grad():
+        next(_linear(block).parameters()).mul_(0.5)
+
+
+def _freeze(built: Built, block: Base, choice: int) -> None:
+    list(_linear(block).parameters())[choice % 2].requires_grad_(False)
+
+
+def _thaw(built: Built, block: Base, choice: int) -> None:
+    block.requires_grad_(True)
+
+
+def _tie(built: Built, block: Base, choice: int) -> None:
+    first, second = _linear(block), _linear(_other(built, choice))
+    parametrized = [hasattr(m, "parametrizations") for m in (first, second)]
+    if not any(parametrized):
+        first.weight = second.weight
+
+
+def _no_bias(built: Built, block: Base, choice: int) -> None:
+    _linear(block).bias = None  # type: ignore[assignment]
+
+
+def _weight_norm(built: Built, block: Base, choice: int) -> None:
+    layer = _linear(block)
+    if not hasattr(layer, "parametrizations"):
+        nn.utils.parametrizations.weight_norm(layer)
+
+
+def _add_adapter(built: Built, block: Base, choice: int) -> None:
+    if isinstance(block.lin, nn.Linear):
+        block.lin = Lora(block.lin)  # type: ignore[assignment]
+
+
+def _reload(built: Built, block: Base, choice: int) -> None:
+    state = {k: v * 0.5 if v.is_floating_point() else v for k, v in block.state_dict().items()}
+    block.load_state_dict(state, assign=choice == 3)
+
+
+def _swap_child(built: Built, block: Base, choice: int) -> None:
+    child = getattr(block, "a", None)
+    if isinstance(child, Base):
+        inner = [getattr(child, name) for name in "ab" if hasattr(child, name)]
+        plan = InstancePlan(0, float(choice), True, choice, choice, 0)
+        block.a = type(child)(plan, built.model.configs, inner)
+
+
+def _same_child(built: Built, block: Base, choice: int) -> None:
+    if hasattr(block, "a"):
+        block.b = block.a
+
+
+def _swap_layers(built: Built, block: Base, choice: int) -> None:
+    layers = built.model.layers
+    layers[0], layers[1] = layers[1], layers[0]
+
+
+def _add_hook(built: Built, block: Base, choice: int) -> None:
+    inner = block if choice < 2 else block.lin
+    if choice % 2:
+        inner.register_forward_hook(lambda module, args, output: output * 2)
+    else:
+        inner.register_forward_pre_hook(lambda module, args: (args[0] * 2, *args[1:]))
+
+
+def _add_backward_hook(built: Built, block: Base, choice: int) -> None:
+    inner = block if choice < 2 else block.norm
+
+    def double(module: nn.Module, inputs: Any, outputs: Any) -> Any:
+        return tuple(None if g is None else g * 2 for g in inputs)
+
+    def double_first(module: nn.Module, outputs: Any) -> Any:
+        return tuple(None if g is None else g * 2 for g in outputs)
+
+    if choice % 2:
+        inner.register_full_backward_hook(double)
+    else:
+        inner.register_full_backward_pre_hook(double_first)
+
+
+def _remove_hooks(built: Built, block: Base, choice: int) -> None:
+    for module in block.modules():
+        for name, table in vars(module).items():
+            if name.endswith("_hooks") and isinstance(table, dict):
+                table.clear()
+
+
+def _replace_forward(built: Built, block: Base, choice: int) -> None:
+    inner = block.act if isinstance(block.act, nn.Module) else block.norm
+    inner.forward = types.MethodType(lambda self, x: torch.cos(x) * (choice + 1), inner)
+
+
+def _doubled(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    result: Tensor = super(type(self), self).forward(x, *args, **kwargs) * 2
+    return result
+
+
+def _change_class(built: Built, block: Base, choice: int) -> None:
+    if not type(block).__name__.endswith("Child"):
+        name = type(block).__name__ + "Child"
+        if name not in built.scope:
+            built.scope[name] = type(name, (type(block),), {"forward": _doubled})
+        block.__class__ = built.scope[name]
+
+
+def _nothing(built: Built, block: Base, choice: int) -> None:
+    block.note = choice  # type: ignore[assignment]
+
+
+MUTATIONS: dict[str, Callable[[Built, Base, int], None]] = {
+    "set scale": _set("scale", 1.0, 2.0, 3.0, 2),
+    "set flag": _set("flag", True, False),
+    "set index": _set("index", 0, 1, 2, True),
+    "set extra": _set("extra", 1.0, 2.0),
+    "remove extra": _remove_extra,
+    "set act": _set_act,
+    "set config": lambda built, block, choice: setattr(
+        block, "config", built.model.configs[choice % 2]
+    ),
+    "change config": lambda built, block, choice: setattr(
+        block.config, "scale", [1.0, 0.5, 2.0, 3][choice]
+    ),
+    "set global": lambda built, block, choice: built.scope.update(SHIFT=choice / 2),
+    "set entry of global": lambda built, block, choice: built.scope["SETTINGS"].update(
+        shift=float(choice)
+    ),
+    "replace tensor": lambda built, block, choice: setattr(
+        block, "table", torch.rand(WIDTH, dtype=torch.float64)
+    ),
+    "change tensor": lambda built, block, choice: block.table.mul_(choice),
+    "replace tensor in dict": lambda built, block, choice: block.tables["a"].__setitem__(
+        0, torch.rand(WIDTH, dtype=torch.float64)
+    ),
+    "replace buffer": lambda built, block, choice: setattr(
+        block, "mean", torch.rand(WIDTH, dtype=torch.float64)
+    ),
+    "replace parameter": _replace_parameter,
+    "replace data": _replace_data,
+    "transpose data": _transpose_data,
+    "change parameter": _change_parameter,
+    "freeze": _freeze,
+    "thaw": _thaw,
+    "tie": _tie,
+    "no bias": _no_bias,
+    "weight norm": _weight_norm,
+    "add adapter": _add_adapter,
+    "reload": _reload,
+    "swap child": _swap_child,
+    "same child": _same_child,
+    "swap layers": _swap_layers,
+    "eval": lambda built, block, choice: block.eval(),
+    "eval alone": lambda built, block, choice: setattr(block, "training", False),
+    "eval dropout": lambda built, block, choice: block.drop.eval() and None,
+    "train": lambda built, block, choice: block.train(),
+    "set dropout": lambda built, block, choice: setattr(block.drop, "p", choice / 4),
+    "half precision": lambda built, block, choice: block.lin.float() and None,
+    "add hook": _add_hook,
+    "add backward hook": _add_backward_hook,
+    "remove hooks": _remove_hooks,
+    "replace forward": _replace_forward,
+    "change class": _change_class,
+    "nothing": _nothing,
+}
