@@ -41,6 +41,7 @@ from .candidates import (
 )
 from .decorator import is_compiled, is_marked
 from .fake_rules import kernels_own_rules
+from .outside_values import OutsideValues
 from .recorder import Recorder, UnsettledError
 from .regions import CapturedModel, CrossingError, Region, SharingDecision, regions_inside
 from .torch_tracing import DATA_DEPENDENT_ERRORS, frame_text, user_frame
@@ -220,7 +221,8 @@ def _assemble(recorder: Recorder, results: list[Any], tree: pytree.TreeSpec) -> 
     ]
     traced = sum(not d.shared for d in decisions)
     reads = list(recorder.attribute_reads.values())
-    return CapturedModel(program, decisions, traced, reads, recorder.contents)
+    outside = OutsideValues(recorder.outside)
+    return CapturedModel(program, decisions, traced, reads, recorder.contents, outside)
 
 
 def _build(

@@ -65,6 +65,7 @@ class Guard:
         self._children = [table for table in tables if table]
         self._child_modules = [m for table in self._children for m in table.values()]
         self._contents = captured.contents
+        self._outside = captured.outside
         for leaf in leaves:  # an argument that is an object may hold something else next time
             self._contents.look_into(leaf)
         reads = captured.attribute_reads
@@ -93,6 +94,7 @@ class Guard:
             and self._same_children()
             and self._same_hooks()
             and self._same_attributes()
+            and (self._outside is None or self._outside.same())
             and self.rebind()
             and self._memories(leaves) == self._sharing
         )

@@ -101,6 +101,7 @@ class Recorder:
         self.attribute_reads: dict[tuple[int, str], tuple[dict[str, Any], str, Any]] = {}
         self.contents = Contents()
         self._traced: dict[type, tuple[CallKey, str]] = {}
+        self.outside = Reads()
         self._quiet = 0
         self._num_nodes = 0
 
@@ -325,11 +326,8 @@ class Recorder:
         ]
         self._current.items.append(region)
         self._current = region
-        outermost = region.parent is not None and region.parent.reads is None
-        profile = profiled_calls(self._function_ran) if outermost else nullcontext()
         try:
-            with profile:
-                result = proceed(module, *args, **kwargs)
+            result = proceed(module, *args, **kwargs)
         finally:
             assert region.parent is not None
             self._current = region.parent
@@ -352,6 +350,7 @@ class Recorder:
         return template, reason, result
 
     def _function_ran(self, frame: Any) -> None:
+        self.outside.function(frame)
         for reads in self._open_reads():
             reads.function(frame)
 
@@ -391,7 +390,7 @@ class Recorder:
                 self.tensors.sources[node] = UserInput(index, names[index], leaf.requires_grad)
             filled = [next(rest) if isinstance(x, torch.Tensor) else x for x in leaves]
             inner_args, inner_kwargs = pytree.unflatten(filled, spec)
-            with intercepted(self):
+            with intercepted(self), profiled_calls(self._function_ran):
                 output = self.model(*inner_args, **inner_kwargs)
             flat_output, tree = pytree.flatten(output)
             _refuse_hidden_tensors(flat_output)

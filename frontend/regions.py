@@ -16,6 +16,7 @@ from ..reuse.evidence import Evidence, Reads
 from ..reuse.program import Program
 from ..reuse.types import TensorType
 from .contents import Contents
+from .outside_values import OutsideValues
 
 
 class CrossingError(CaptureError):
@@ -123,6 +124,8 @@ class CapturedModel:
     """Attributes that the model's Python read: the table that holds each, its name, its value."""
     contents: Contents = field(default_factory=Contents)
     """What the objects among them held."""
+    outside: OutsideValues | None = None
+    """What it read outside the model."""
 
     def reasons(self) -> list[SharingDecision]:
         """The instances that were traced although an earlier one of their class existed."""

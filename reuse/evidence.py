@@ -97,6 +97,14 @@ class Reads:
         for value in captured.values():
             self._named_attributes(value, code.co_names, 0)
 
+    def places(self) -> list[tuple[Any, str]]:
+        """Returns every (owner, name) outside the model that was looked up."""
+        return [(owner, name) for (_, name), (owner, _) in self.globals.items()]
+
+    def cells(self) -> list[types.CellType]:
+        """Returns the closure cells of the functions that ran."""
+        return list({id(cell): cell for cell, _, _ in _cell_reads(self)}.values())
+
     def _method(self, owner: Any, names: tuple[str, ...]) -> None:
         """Notes what a method's object holds: a module's class, or an object seen outside."""
         if isinstance(owner, nn.Module):
@@ -105,7 +113,7 @@ class Reads:
             self._named_attributes(owner, names, 0)
 
     def _outside(self, owner: Any, name: str, names: tuple[str, ...], depth: int) -> None:
-        value = _look_up(owner, name)
+        value = look_up(owner, name)
         if (id(owner), name) not in self.globals:
             self.globals[id(owner), name] = (owner, _shallow_snapshot(value))
             self._owners.add(id(owner))
@@ -114,7 +122,7 @@ class Reads:
     def _named_attributes(self, owner: Any, names: tuple[str, ...], depth: int) -> None:
         if depth < _MAX_OUTSIDE_DEPTH and _may_hold_state(owner):
             for name in names:
-                if _look_up(owner, name) is not _ABSENT:
+                if look_up(owner, name) is not _ABSENT:
                     self._outside(owner, name, names, depth)
 
 
@@ -262,7 +270,7 @@ class Evidence:
             if _snapshot(raw_attribute(module, name)) != before:
                 return f"its forward changes {type(module).__name__}.{name}"
         for scope, name, before in self._globals:
-            if not _same_shallow(_look_up(scope, name), before):
+            if not _same_shallow(look_up(scope, name), before):
                 return f"its forward changes {_outside_name(scope, name)}"
         runs = Counter(id(function.__code__) for _, _, function in self._cells)
         for cell, now, function in self._cells:
@@ -305,7 +313,7 @@ class Evidence:
             if _snapshot(raw_attribute(module, name)) != expected:
                 return f"attribute {name} of {type(module).__name__} changed between the calls"
         for scope, name, expected in self._globals:
-            if not _same_shallow(_look_up(scope, name), expected):
+            if not _same_shallow(look_up(scope, name), expected):
                 return f"{_outside_name(scope, name)} changed between the calls"
         for cell, expected, function in self._cells:
             if not _same_shallow(_cell_contents(cell), expected):
@@ -481,7 +489,7 @@ def _global_names(code: types.CodeType) -> tuple[list[str], list[str]]:
     return list(names), list(imports)
 
 
-def _look_up(owner: Any, name: str) -> Any:
+def look_up(owner: Any, name: str) -> Any:
     """Returns what a scope, module, class or object itself holds under a name."""
     if type(owner) is dict:
         return owner.get(name, _ABSENT)

@@ -9,6 +9,7 @@ import copy
 import functools
 import operator
 import pickle
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import lazyinline
-from lazyinline import lazy_inline
+from lazyinline import CompileReport, lazy_inline
 from lazyinline.frontend.tensor_layouts import TensorLayouts
 from lazyinline.reuse import pytree
 
@@ -484,3 +485,100 @@ def test_layouts_are_compared_exactly_whatever_the_callers_modes() -> None:
     assert not layouts.same(tensors)
     with torch.no_grad():
         assert not layouts.same(tensors)
+
+
+# ---- what lies outside the model and changes after compiling ---------------------------------
+
+SHIFT = 1.0
+OPTIONS = {"shift": [1.0]}
+HOLDER = types.SimpleNamespace(shift=1.0)
+
+
+class Settings:
+    shift = 1.0
+
+
+class Held:
+    def __init__(self) -> None:
+        self.shift = 1.0
+
+    def __call__(self) -> float:
+        return self.shift
+
+
+HELD = Held()
+ANCHOR = example(seed=4, grad=False)
+
+
+def helper() -> float:
+    return 1.0
+
+
+def set_global(name: str) -> Callable[[Any], None]:
+    return lambda value: globals().update({name: value})
+
+
+OUTSIDE: dict[str, tuple[Callable[[], Any], Callable[[Any], None]]] = {
+    "a global number": (lambda: SHIFT, set_global("SHIFT")),
+    "an entry of a global": (
+        lambda: OPTIONS["shift"][0],
+        lambda value: operator.setitem(OPTIONS["shift"], 0, value),
+    ),
+    "an attribute of a global": (
+        lambda: HOLDER.shift,
+        lambda value: setattr(HOLDER, "shift", value),
+    ),
+    "an attribute of a class": (
+        lambda: Settings.shift,
+        lambda value: setattr(Settings, "shift", value),
+    ),
+    "an object that is called": (lambda: HELD(), lambda value: setattr(HELD, "shift", value)),
+    "a global function": (
+        lambda: helper(),
+        lambda value: globals().update(helper=lambda: value),
+    ),
+    "a global tensor": (
+        lambda: ANCHOR,
+        lambda value: globals().update(ANCHOR=example(seed=int(value), grad=False)),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OUTSIDE)
+@pytest.mark.parametrize("where", ["block", "model"])
+def test_outside_value_changed_after_compiling_counts_at_the_next_call(
+    name: str, where: str, compiles: list[CompileReport]
+) -> None:
+    read, write = OUTSIDE[name]
+    if where == "block":
+        model: nn.Module = stack(2, lambda self, x: torch.tanh(self.linear(x)) + read())
+    else:
+        model = Around(lambda layers, x: layers[1](layers[0](x)) + read(), *stack().layers)
+    compiled, x = lazyinline.compile(model, backend="eager"), example()
+    before = read()
+    try:
+        for value in (1.0, 1.0, 2.0, 3.0):
+            write(value)
+            torch.testing.assert_close(compiled(x), model(x), rtol=1e-12, atol=0)
+        assert len(compiles) <= 4
+    finally:
+        write(4.0 if isinstance(before, Tensor) else 1.0)
+
+
+def test_captured_variable_and_method_changed_after_compiling_count() -> None:
+    shift = 1.0
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        return self.act(self.linear(x)) + shift
+
+    kind = block(forward)
+    kind.act = lambda self, x: torch.tanh(x)  # type: ignore[attr-defined]
+    model, x = Stack(kind(), kind()), example()
+    compiled = lazyinline.compile(model, backend="eager")
+    torch.testing.assert_close(compiled(x), model(x), rtol=1e-12, atol=0)
+    shift = 2.0
+    torch.testing.assert_close(compiled(x), model(x), rtol=1e-12, atol=0)
+    kind.act = lambda self, x: torch.sin(x)  # type: ignore[attr-defined]
+    torch.testing.assert_close(compiled(x), model(x), rtol=1e-12, atol=0)
+    kind.forward = lambda self, x: self.linear(x)  # type: ignore[method-assign]
+    torch.testing.assert_close(compiled(x), model(x), rtol=1e-12, atol=0)
