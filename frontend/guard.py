@@ -30,6 +30,7 @@ _HOOK_TABLES = tuple(
     for name in nn.Module().__dict__
     if name.startswith(("_forward", "_backward")) and name.endswith("hooks")
 )
+_forward_of = operator.attrgetter("forward")
 _training_of = operator.itemgetter("training")
 
 
@@ -55,6 +56,8 @@ class Guard:
         self._modes = _modes()
         self._modules = list(model.modules())
         self._classes = list(map(type, self._modules))
+        self._kinds = list(dict.fromkeys(self._classes))
+        self._kind_forwards = list(map(_forward_of, self._kinds))
         self._states = [module_state(m) for m in self._modules]
         self._training = list(map(_training_of, self._states))
         self._hook_tables = [s[name] for s in self._states for name in _HOOK_TABLES]
@@ -115,6 +118,7 @@ class Guard:
             and len(children) == len(self._child_modules)
             and all(map(operator.is_, children, self._child_modules))
             and list(map(type, self._modules)) == self._classes
+            and list(map(_forward_of, self._kinds)) == self._kind_forwards
         )
 
     def _same_hooks(self) -> bool:

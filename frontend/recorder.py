@@ -102,6 +102,7 @@ class Recorder:
         self.contents = Contents()
         self._traced: dict[type, tuple[CallKey, str]] = {}
         self.outside = Reads()
+        self._ran: set[tuple[Any, type]] = set()
         self._quiet = 0
         self._num_nodes = 0
 
@@ -350,7 +351,12 @@ class Recorder:
         return template, reason, result
 
     def _function_ran(self, frame: Any) -> None:
-        self.outside.function(frame)
+        code = frame.f_code
+        first = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
+        if (code, type(first)) not in self._ran:  # another layer's method finds what this one found
+            self.outside.function(frame)
+        if isinstance(first, nn.Module):
+            self._ran.add((code, type(first)))
         for reads in self._open_reads():
             reads.function(frame)
 
