@@ -285,10 +285,10 @@ def spectral_norm(layer: nn.Module) -> None:
 
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], int, str]] = {
-    "adapters on some layers": (lora_in(1, 3), 2, "linear"),
+    "adapters on some layers": (lora_in(1, 3), 2, ""),
     "adapters on all layers": (lora_in(0, 1, 2, 3), 3, ""),
-    "weight norm on some layers": (normed(weight_norm, 1, 3), 1, "linear"),
-    "spectral norm, which counts": (normed(spectral_norm, 0), 2, "linear"),
+    "weight norm on some layers": (normed(weight_norm, 1, 3), 1, ""),
+    "spectral norm, which counts": (normed(spectral_norm, 0), 2, ""),
     "embedding and head tied": (tied_embedding_and_head, 1, ""),
     "flags inside a nested block": (flags_inside(True, False, True), 1, "attribute flag"),
     "a block that calls itself": (recursive, 1, ""),
