@@ -8,13 +8,14 @@ import pathlib
 import sys
 from collections.abc import Sequence
 
+from ..recompute.policy import POLICIES
 from ..reuse.errors import LazyInlineError
 from ..reuse.printer import format_program
 from . import plan_memory
 from .advise import advise
 from .bench import DEFAULT_LAYERS, OWN_MODELS, Plan, bench, title, to_json
 from .candidates import REUSE_CHOICES
-from .compiler import BACKEND_CHOICES, capture
+from .compiler import BACKEND_CHOICES, Compiler, Options
 from .export import MIN_OPSET, export_onnx
 from .measure_page import page
 from .target import FORM, load_target
@@ -79,10 +80,14 @@ def _layers(options: argparse.Namespace) -> tuple[int, ...]:
 
 def _inspect(options: argparse.Namespace) -> None:
     target = load_target(options.target)
-    program = capture(
-        target.model, target.args, target.kwargs, reuse=options.reuse, train=options.train
-    )
+    settings = Options(reuse=options.reuse, backend=options.backend, recompute=options.recompute)
+    compiler = Compiler(settings)
+    _, program = compiler.capture(target.model, target.args, target.kwargs, train=options.train)
     print(format_program(program, source="show" if options.source else "hide"), end="")
+    if options.train:
+        print("\nsaved for the backward, and computed again in it, per closure:")
+        for record in compiler.saved_and_recomputed(program):
+            print(record)
 
 
 def _export(options: argparse.Namespace) -> None:
@@ -154,7 +159,9 @@ def _add_inspect(parser: argparse.ArgumentParser) -> None:
         default="marked",
         help="auto needs no mark, off inlines early",
     )
-    add("--train", action="store_true", help="capture with gradients on")
+    add("--train", action="store_true", help="with gradients; shows what is saved and recomputed")
+    add("--recompute", choices=POLICIES, help="with --train; default: nothing but marks")
+    add("--backend", choices=BACKEND_CHOICES, default="eager", help="whose graphs to show")
     add("--source", action="store_true", help="show the line of Python behind each operator")
 
 

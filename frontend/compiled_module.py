@@ -18,9 +18,10 @@ from ..reuse.torch_names import global_hook_tables
 from .assemble import OutputTree
 from .autograd_bridge import Absence, Aliases, Step, run_differentiable
 from .capture import backward_hooked, one_at_a_time
-from .compiler import CompiledProgram, Compiler, Options, check_runnable, check_writes
+from .compiler import CompiledProgram, Compiler, Options
 from .guard import Guard
 from .report import CompileReport
+from .runnable import check_runnable, check_writes
 
 
 def compile(

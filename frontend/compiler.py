@@ -11,18 +11,12 @@ Everything before link costs one visit per different closure.
 
 from __future__ import annotations
 
-import functools
-import os
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-import torch
 from torch import nn
-from tqdm import tqdm
 
 from ..autodiff.aliasing import saved_inputs
 from ..autodiff.derivative import Derivative, Differentiator, Request
@@ -42,7 +36,8 @@ from ..backend.lower import (
 from ..backend.planned import PlannedProgram
 from ..backend.runtime import PlannedRuntime, ReplayRuntime, Runtime
 from ..recompute.policy import POLICIES, Policy, check_policy
-from ..reuse.errors import CaptureError, PlanError, ReuseError
+from ..recompute.summary import RecomputeRecord
+from ..reuse.errors import PlanError, ReuseError
 from ..reuse.leaf import flat_types, leaf_key
 from ..reuse.printer import closure_names
 from ..reuse.program import (
@@ -51,13 +46,13 @@ from ..reuse.program import (
     Leaf,
     ModelTensor,
     Program,
-    UserInput,
     count_calls,
     walk_closures,
 )
 from ..reuse.verify import verify
 from .candidates import REUSE_CHOICES
 from .capture import capture_model, one_at_a_time
+from .progress import progress
 from .recomputing import Recompute
 from .regions import CapturedModel
 from .report import ClosureRecord, CompileReport
@@ -221,6 +216,15 @@ class Compiler:
         """Captures a model; returns what was seen, and its program on leaves known already."""
         captured = capture_model(model, args, kwargs, reuse=self.options.reuse, train=train)
         return captured, self._known(captured.program)
+
+    @one_at_a_time
+    def saved_and_recomputed(self, program: Program) -> list[RecomputeRecord]:
+        """Returns what the backward of a captured program is given and what it computes again."""
+        report = CompileReport(True, self.options.backend, self.options.reuse)
+        request = _differentiation(program)
+        if self._differentiator.of(request) is not None:
+            self._recompute.chosen(request, report, partial(self._peak_of, program))
+        return report.recompute
 
     @one_at_a_time
     def executables(self, programs: Sequence[Program]) -> list[Executable]:
@@ -488,38 +492,3 @@ class _LeafKey:
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _LeafKey) and self._key == other._key
-
-
-@contextmanager
-def progress(total: int, unit: str) -> Iterator[Callable[[], None]]:
-    """Shows a bar on a terminal, nothing when piped; yields a function that advances it."""
-    hidden = total < 2 or not sys.stderr.isatty() or "LAZYINLINE_NO_PROGRESS" in os.environ
-    with tqdm(total=total, unit=unit, desc="lazyinline", disable=hidden, leave=False) as bar:
-        yield functools.partial(_advance, bar)
-
-
-def _advance(bar: Any) -> None:
-    bar.update(1)
-
-
-def check_runnable(model: nn.Module) -> None:
-    """Raises PlanError if a parameter or buffer has no data."""
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if tensor.is_meta:
-            raise PlanError(
-                f"{name} is on the meta device and has no data, so the model can be captured but "
-                "not run. Materialize it first: model.to_empty(device=...) and load a state_dict."
-            )
-
-
-def check_writes(program: Program) -> None:
-    """Raises CaptureError if the model changes, in place, an input that wants a gradient."""
-    for _, target in program.writes:
-        source = program.sources[target]
-        tensor_wants = isinstance(source, ModelTensor) and source.tensor.requires_grad
-        input_wants = isinstance(source, UserInput) and source.requires_grad
-        if torch.is_grad_enabled() and (tensor_wants or input_wants):
-            raise CaptureError(
-                f"The model's forward changes {source.name} in place, and it requires grad. "
-                "PyTorch forbids that for a leaf; use the out-of-place operator."
-            )

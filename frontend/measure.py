@@ -17,9 +17,10 @@ from torch import nn
 from ..backend import torch_inductor
 from ..reuse.errors import PlanError
 from .compiled_module import CompiledModule
-from .compiler import Batching, Compiler, Options, check_runnable
+from .compiler import Batching, Compiler, Options
 from .measure_report import MeasureReport, Seconds, Side
 from .report import cpu_seconds
+from .runnable import check_runnable
 from .training_step import LossModel, TrainingStep, compile_step
 from .workload import (
     StepResult,

@@ -36,10 +36,11 @@ from ..reuse.errors import PipelineError
 from ..reuse.leaf import without_autocast
 from ..reuse.program import ModelTensor, Program
 from ..reuse.types import TensorType
-from .compiler import Compiler, Options, check_runnable
+from .compiler import Compiler, Options
 from .decorator import STAGE_MARK
 from .guard import Guard
 from .report import CompileReport
+from .runnable import check_runnable
 from .training_step import LossFunction, LossModel
 
 SPLITS = ("auto", "even", "marked")

@@ -15,9 +15,10 @@ from ..recompute.policy import Policy
 from ..reuse import pytree
 from ..reuse.errors import PlanError
 from ..reuse.leaf import without_autocast
-from .compiler import Batching, CompiledStep, Compiler, Options, check_runnable
+from .compiler import Batching, CompiledStep, Compiler, Options
 from .guard import Guard
 from .report import CompileReport
+from .runnable import check_runnable
 
 LossFunction = Callable[[Any], torch.Tensor]
 

@@ -1,6 +1,12 @@
 """Chooses, per call, which saved tensors are kept for backward and which are computed again.
 
-By design this folder owns the cuts of a closure's joint graph (none, full, selective, or within a
-byte budget), the Pareto frontier of one closure, and the choice of one variant for each of its
-calls. It imports ``reuse`` and ``autodiff`` only. It is empty until that part lands.
+    policy        what a user asks for
+    costs         what operators cost
+    cut_problem   one leaf's forward values, and what saving some of them means
+    solver        exact cuts of one closure; exact spread of variants over calls
+    planner       the choice of a policy, and the frontier of each closure
+    fit           a budget that the linked program keeps
+    summary       what is saved and computed again, for people
+
+It imports ``reuse`` and ``autodiff`` only.
 """

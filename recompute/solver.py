@@ -144,8 +144,8 @@ class Group:
 
     Attributes:
         num_calls: how many.
-        num_bytes: per variant, what one call saves.
-        extra_s: per variant, the seconds one call computes again.
+        num_bytes: per variant, what one call saves; growing.
+        extra_s: per variant, the seconds one call computes again; falling.
         compiled: positions of variants that are compiled whether used or not.
         max_variants: how many may be compiled.
     """
@@ -155,6 +155,34 @@ class Group:
     extra_s: tuple[float, ...]
     compiled: frozenset[int] = frozenset()
     max_variants: int = 3
+
+    def only(self, places: Sequence[int]) -> Group:
+        """The same calls with some of the variants."""
+        return Group(
+            self.num_calls,
+            tuple(self.num_bytes[i] for i in places),
+            tuple(self.extra_s[i] for i in places),
+            frozenset(places.index(i) for i in self.compiled),
+            self.max_variants,
+        )
+
+    def steps(self) -> list[tuple[int, float, float]]:
+        """From hull point to hull point: bytes added, seconds saved, seconds per byte."""
+        found, here, last = [], 0, len(self.num_bytes) - 1
+        while here < last:
+            slopes = [
+                (
+                    (self.extra_s[here] - self.extra_s[i])
+                    / (self.num_bytes[i] - self.num_bytes[here]),
+                    i,
+                )
+                for i in range(here + 1, last + 1)
+            ]
+            slope, there = max(slopes)
+            added = self.num_bytes[there] - self.num_bytes[here]
+            found.append((added, self.extra_s[here] - self.extra_s[there], slope))
+            here = there
+        return found
 
 
 def spread(groups: Sequence[Group], max_bytes: int) -> list[tuple[int, ...]] | None:
@@ -170,6 +198,49 @@ def spread(groups: Sequence[Group], max_bytes: int) -> list[tuple[int, ...]] | N
     Returns:
         For each group the counts by variant, or None if the bytes do not suffice.
     """
+    places = _promising(groups, max_bytes)
+    if places is not None:
+        kept = [g.only(p) for g, p in zip(groups, places, strict=True)]
+        found = _spread(kept, max_bytes)
+        assert found is not None, "the greedy spread is among what was kept"
+        counts = []
+        for group, where, numbers in zip(groups, places, found, strict=True):
+            by_place = dict(zip(where, numbers, strict=True))
+            counts.append(tuple(by_place.get(i, 0) for i in range(len(group.num_bytes))))
+        return counts
+    return _spread(groups, max_bytes)
+
+
+def _promising(groups: Sequence[Group], max_bytes: int) -> list[list[int]] | None:
+    """Returns the variants that an optimal spread can use; None if nothing is known.
+
+    Bytes get the price at which a spread with fractions would just fit. What a call pays above
+    the cheapest variant at that price is lost; a variant whose loss exceeds the gap between a
+    whole-numbered spread and the fractional one cannot be part of anything better.
+    """
+    if any(g.max_variants - len(g.compiled - {0}) < 3 for g in groups):
+        return None  # the greedy spread takes up to three, the smallest among them
+    steps = [(g, *step) for g in groups for step in g.steps()]
+    steps.sort(key=lambda s: -s[3])
+    room = max_bytes - sum(g.num_calls * g.num_bytes[0] for g in groups)
+    if room < 0:
+        return None
+    price = gap = 0.0
+    for group, num_bytes, saved_s, slope in steps:
+        taken = min(group.num_calls, room // num_bytes)
+        room -= taken * num_bytes
+        if taken < group.num_calls:
+            price, gap = slope, saved_s * room / num_bytes
+            break
+    kept = []
+    for group in groups:
+        paid = [s + price * b for b, s in zip(group.num_bytes, group.extra_s, strict=True)]
+        limit = min(paid) + gap * (1 + 1e-9) + 1e-15
+        kept.append([i for i, p in enumerate(paid) if p <= limit or i in group.compiled])
+    return kept
+
+
+def _spread(groups: Sequence[Group], max_bytes: int) -> list[tuple[int, ...]] | None:
     sizes = [len(g.num_bytes) for g in groups]
     total = sum(sizes)
     starts = np.cumsum([0, *sizes])

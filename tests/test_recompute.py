@@ -1,6 +1,8 @@
 """Recompute: fewer bytes saved, eager's gradients under every policy, masks drawn once."""
 
 import copy
+import itertools
+import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,6 +15,9 @@ from torch.utils.checkpoint import checkpoint
 
 import lazyinline
 from lazyinline import Budget, PlanError, ReuseError, lazy_inline
+from lazyinline.frontend.command_line import main
+from lazyinline.recompute.cut_problem import CutProblem, ForwardValue
+from lazyinline.recompute.solver import Group, fewest_bytes, frontier, spread
 
 WIDTH, HEADS, TOKENS, BATCH = 16, 2, 6, 3
 POLICIES = [None, "full", "selective", Budget(fraction=0.3), Budget(fraction=0.0)]
@@ -313,3 +318,102 @@ def test_bad_requests_say_what_is_wrong(make: Callable[[], Any], text: str) -> N
 def test_only_modules_can_be_marked() -> None:
     with pytest.raises(ReuseError, match=r"torch\.utils\.checkpoint, which is honoured"):
         lazyinline.recompute(F.gelu)
+
+
+# ---- the command line --------------------------------------------------------------------
+
+
+def inspected() -> tuple[nn.Module, tuple[Tensor, ...]]:
+    return Model(num_layers=3), (batch(),)
+
+
+def test_inspect_shows_what_is_saved_and_what_is_recomputed(
+    golden: Callable[[str, str], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["inspect", "test_recompute:inspected", "--train", "--recompute", "full"]
+    assert main(arguments) == 0
+    printed = capsys.readouterr().out
+    golden("recompute_inspect", printed[printed.index("saved for the backward") :])
+
+
+# ---- the knapsack ------------------------------------------------------------------------
+
+
+def all_counts(num_calls: int, num_variants: int) -> Iterator[tuple[int, ...]]:
+    if num_variants == 1:
+        yield (num_calls,)
+        return
+    for first in range(num_calls + 1):
+        for rest in all_counts(num_calls - first, num_variants - 1):
+            yield (first, *rest)
+
+
+def total(groups: list[Group], spread_: Any, column: str) -> float:
+    return sum(
+        n * x
+        for group, counts in zip(groups, spread_, strict=True)
+        for n, x in zip(counts, getattr(group, column), strict=True)
+    )
+
+
+def within_variants(group: Group, counts: tuple[int, ...]) -> bool:
+    used = {i for i, n in enumerate(counts) if n} | group.compiled
+    return len(used) <= group.max_variants
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_spread_is_as_good_as_trying_everything(seed: int) -> None:
+    numbers = random.Random(seed)
+    groups = []
+    for _ in range(numbers.randint(1, 2)):
+        size = numbers.randint(1, 5)
+        num_bytes = tuple(sorted(numbers.sample(range(40), size)))
+        extra_s = tuple(map(float, sorted(numbers.sample(range(60), size), reverse=True)))
+        groups.append(Group(numbers.randint(1, 5), num_bytes, extra_s, frozenset([0])))
+    budget = numbers.randint(0, 150)
+    choices = [
+        [c for c in all_counts(g.num_calls, len(g.num_bytes)) if within_variants(g, c)]
+        for g in groups
+    ]
+    fitting = [
+        total(groups, spread_, "extra_s")
+        for spread_ in itertools.product(*choices)
+        if total(groups, spread_, "num_bytes") <= budget
+    ]
+    found = spread(groups, budget)
+    if found is None:
+        assert not fitting
+        return
+    assert total(groups, found, "num_bytes") <= budget
+    assert all(itertools.starmap(within_variants, zip(groups, found, strict=True)))
+    assert total(groups, found, "extra_s") == pytest.approx(min(fitting))
+
+
+def chain(seed: int) -> CutProblem:
+    """A random problem small enough to try every set of saved values."""
+    numbers = random.Random(seed)
+    values = []
+    for index in range(9):
+        parents = tuple(i for i in range(index) if numbers.random() < 0.4)
+        seconds, size = numbers.randint(0, 9), numbers.randint(1, 9)
+        can_redo = numbers.random() < 0.85
+        savable = not can_redo or numbers.random() < 0.85
+        wanted = numbers.random() < 0.5
+        values.append(
+            ForwardValue(
+                f"v{index}", size, seconds, 0, 0.0, parents, savable, can_redo, False, wanted
+            )
+        )
+    return CutProblem(tuple(values))
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_cuts_are_as_good_as_trying_everything(seed: int) -> None:
+    problem = chain(seed)
+    names = [v.name for v in problem.values]
+    sets = itertools.chain.from_iterable(itertools.combinations(names, n) for n in range(10))
+    points = [p for p in map(problem.evaluate, sets) if p is not None]
+    assert fewest_bytes(problem).num_bytes == min(p.num_bytes for p in points)
+    for point in frontier(problem, 6):
+        best = min(p.extra_s for p in points if p.num_bytes <= point.num_bytes)
+        assert point.extra_s == pytest.approx(best)

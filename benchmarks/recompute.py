@@ -1,0 +1,302 @@
+"""Recompute policies side by side: peak, saved bytes, extra FLOPs, time of a training step.
+
+    python benchmarks/recompute.py                                    # own decoder, N=4, hidden 128
+    python benchmarks/recompute.py --layers 24 --hidden 512 --seq 512 --batch 4      # slow
+    python benchmarks/recompute.py --model hf-llama
+    python benchmarks/recompute.py --model gpt --dropout 0.1          # gradients under dropout
+    python benchmarks/recompute.py --sweep 8                          # budgets, measured peaks
+    python benchmarks/recompute.py --solve 8 96                       # time to spread a budget
+
+One process, one thread. Peaks are measured by the profiler: gradients are None before the step, and
+lazyinline makes its arena inside it. Step times are minima of interleaved rounds. Gradients are
+compared with eager's under the same seed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from memory_events import memory_use
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import lazyinline
+from lazyinline import Budget
+from lazyinline.frontend.models import DecoderBlock, GptBlock, gpt, llama
+
+SEED = 5
+MIB = 2**20
+
+
+@dataclass
+class Way:
+    """One way to run a step; ``before`` makes the next step start from nothing."""
+
+    name: str
+    model: nn.Module
+    step: Callable[[], object]
+    before: Callable[[], None]
+    reported_bytes: int = 0
+    saved_bytes: int = 0
+    extra_flops: int = 0
+    peak_bytes: int = 0
+    error: float = 0.0
+    best_ms: float = float("inf")
+
+
+def build(options: argparse.Namespace) -> tuple[nn.Module, dict[str, Any], str]:
+    """Returns a model that computes its loss, its arguments, and the name of its layer list."""
+    sizes = {"num_layers": options.layers, "hidden": options.hidden, "seq": options.seq}
+    sizes |= {"batch": options.batch, "num_heads": options.hidden // 64 or 1}
+    if options.model == "hf-llama":
+        return hf_llama(options)
+    if options.model == "gpt":
+        lazyinline.lazy_inline(GptBlock)
+        model, args = gpt(**sizes, dropout=options.dropout)
+    else:
+        lazyinline.lazy_inline(DecoderBlock)
+        model, args = llama(**sizes)
+    return model, dict(zip(("ids_BT", "targets_BT"), args, strict=True)), "blocks"
+
+
+def hf_llama(options: argparse.Namespace) -> tuple[nn.Module, dict[str, Any], str]:
+    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+    lazyinline.lazy_inline(LlamaDecoderLayer)
+    config = LlamaConfig(
+        hidden_size=options.hidden,
+        intermediate_size=4 * options.hidden,
+        num_hidden_layers=options.layers,
+        num_attention_heads=options.hidden // 64 or 1,
+        num_key_value_heads=options.hidden // 64 or 1,
+        vocab_size=1000,
+        use_cache=False,
+    )
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(config).train()
+    ids = torch.randint(0, 1000, (options.batch, options.seq))
+    return model, {"input_ids": ids, "labels": ids}, "model.layers"
+
+
+def loss_of(output: Any) -> torch.Tensor:
+    return output if isinstance(output, torch.Tensor) else output.loss
+
+
+def eager_way(name: str, model: nn.Module, batch: dict[str, Any], run: Any = None) -> Way:
+    call = run or model
+
+    def step() -> None:
+        loss_of(call(**batch)).backward()
+
+    def before() -> None:
+        model.zero_grad(set_to_none=True)
+
+    return Way(name, model, step, before)
+
+
+def checkpointed(model: nn.Module, layers: str, batch: dict[str, Any], compiled: bool) -> Way:
+    """torch.utils.checkpoint around each layer, in eager or under torch.compile."""
+    model = copy.deepcopy(model)
+    for layer in model.get_submodule(layers):
+        plain = layer.forward
+
+        def forward(*args: Any, plain: Any = plain, **kwargs: Any) -> Any:
+            return checkpoint(plain, *args, use_reentrant=False, **kwargs)
+
+        layer.forward = forward
+    run = torch.compile(model) if compiled else None
+    name = "torch.compile, checkpoint per layer" if compiled else "eager, checkpoint per layer"
+    return eager_way(name, model, batch, run)
+
+
+@contextmanager
+def activation_budget(fraction: float) -> Iterator[None]:
+    import torch._functorch.config as config
+
+    with config.patch(activation_memory_budget=fraction):
+        yield
+
+
+def torch_way(model: nn.Module, batch: dict[str, Any], fraction: float) -> Way:
+    """The whole model under torch.compile with torch's own budget."""
+    torch._dynamo.reset()
+    model = copy.deepcopy(model)
+    way = eager_way(f"torch.compile, budget {fraction}", model, batch, torch.compile(model))
+    inner = way.step
+
+    def step() -> None:
+        with activation_budget(fraction) if fraction < 1 else nullcontext():
+            inner()
+
+    way.step = step
+    return way
+
+
+def our_way(model: nn.Module, batch: dict[str, Any], policy: Any, name: str) -> Way:
+    model = copy.deepcopy(model)
+    step = lazyinline.compile_step(model, recompute=policy)
+    step(**batch)
+
+    def before() -> None:
+        model.zero_grad(set_to_none=True)
+
+    def fresh() -> None:
+        """Lets the next step make its arena anew, so that the profiler sees it."""
+        before()
+        step._entries[0]._compiled.planned._pool.clear()
+
+    way = Way(f"lazyinline, {name}", model, lambda: step(**batch), before)
+    way.reported_bytes, way.saved_bytes = step.stats.peak_bytes, step.stats.saved_bytes
+    way.extra_flops = step.last_report.recomputed_flops
+    fresh()
+    way.peak_bytes = memory_use(way.step).peak_bytes
+    return way
+
+
+def judge(ways: list[Way], reference: Way, rounds: int) -> None:
+    """Fills in errors, peaks and times."""
+    for way in [reference, *(w for w in ways if w is not reference)]:
+        way.before()
+        torch.manual_seed(SEED)
+        way.step()  # compiled by now, in its own mode
+        way.before()
+        torch.manual_seed(SEED)
+        way.step()
+        pairs = zip(way.model.parameters(), reference.model.parameters(), strict=True)
+        way.error = max(relative_error(p.grad, q.grad) for p, q in pairs)
+        if not way.peak_bytes:
+            way.before()
+            way.peak_bytes = memory_use(way.step).peak_bytes
+    for _ in range(rounds):
+        for way in ways:
+            way.before()
+            start = time.perf_counter()
+            way.step()
+            way.best_ms = min(way.best_ms, 1e3 * (time.perf_counter() - start))
+
+
+def relative_error(actual: Any, expected: Any) -> float:
+    if actual is None or expected is None:
+        return 0.0 if actual is expected else float("inf")
+    return float((actual - expected).norm() / expected.norm().clamp_min(1e-12))
+
+
+def table(ways: list[Way]) -> str:
+    lines = [
+        f"{'':<38}{'peak MiB':>10}{'reported':>10}{'saved':>8}{'extra GFLOP':>13}"
+        f"{'step ms':>9}{'grad error':>12}"
+    ]
+    for w in ways:
+        reported = f"{w.reported_bytes / MIB:.1f}" if w.reported_bytes else "-"
+        saved = f"{w.saved_bytes / MIB:.1f}" if w.reported_bytes else "-"
+        extra = f"{w.extra_flops / 1e9:.2f}" if w.reported_bytes else "-"
+        lines.append(
+            f"{w.name:<38}{w.peak_bytes / MIB:>10.1f}{reported:>10}{saved:>8}{extra:>13}"
+            f"{w.best_ms:>9.1f}{w.error:>12.1e}"
+        )
+    return "\n".join(lines)
+
+
+def policies(options: argparse.Namespace) -> None:
+    model, batch, layers = build(options)
+    reference = eager_way("eager", copy.deepcopy(model), batch)
+    ways = [reference, checkpointed(model, layers, batch, compiled=False)]
+    ways += [our_way(model, batch, p, str(p).lower()) for p in (None, "selective", "full")]
+    for fraction in (0.5, 0.25):
+        ways.append(our_way(model, batch, Budget(fraction=fraction), f"budget {fraction}"))
+    for fraction in () if options.no_torch else (1.0, 0.5, 0.25):
+        way = torch_way(model, batch, fraction)
+        way.before()
+        way.step()
+        ways.append(way)
+    judge(ways, reference, options.rounds)
+    print(table(ways))
+
+
+def sweep(options: argparse.Namespace) -> None:
+    """Budgets between the smallest and the plain peak; each reported peak is measured."""
+    model, batch, _ = build(options)
+    low = our_way(model, batch, Budget(fraction=0.0), "fraction 0")
+    high = our_way(model, batch, None, "none")
+    print(
+        f"{'budget MiB':>10}{'reported':>10}{'measured':>10}{'saved':>8}{'extra GFLOP':>13}  holds"
+    )
+    last, monotone = float("inf"), True
+    for index in range(options.sweep):
+        room = high.reported_bytes - low.reported_bytes
+        limit = low.reported_bytes + room * index // max(options.sweep - 1, 1)
+        way = our_way(model, batch, Budget(saved_bytes=limit), "")
+        monotone &= way.extra_flops <= last
+        last = way.extra_flops
+        # The step also makes what it returns and the random seeds' scalars: a few bytes.
+        holds = way.reported_bytes <= limit and way.peak_bytes <= way.reported_bytes + 1024
+        print(
+            f"{limit / MIB:>10.2f}{way.reported_bytes / MIB:>10.2f}{way.peak_bytes / MIB:>10.2f}"
+            f"{way.saved_bytes / MIB:>8.2f}{way.extra_flops / 1e9:>13.3f}  {holds}",
+            flush=True,
+        )
+    print("extra FLOPs fall monotonically:", monotone)
+
+
+def solve(options: argparse.Namespace) -> None:
+    """The knapsack over N calls, once the frontier of the closure is there."""
+    from lazyinline.autodiff.derivative import Request
+    from lazyinline.frontend.compiler import Compiler, Options
+    from lazyinline.recompute.costs import Roofline
+    from lazyinline.recompute.planner import Planner
+    from lazyinline.recompute.solver import Group, spread
+
+    model, batch, _ = build(options)
+    program = lazyinline.capture(model, tuple(batch.values()), train=True)
+    leaf = next(c for c in program.closures if c.name.endswith(("Block", "Layer")))
+    compiler = Compiler(Options())
+    wanted = tuple(i for i, t in enumerate(leaf.input_types) if t.is_differentiable)
+    planner = Planner(compiler.differentiator, Roofline())
+    start = time.process_time()
+    points = planner.frontier(Request(leaf, wanted, (0,)))
+    print(
+        f"frontier of @{leaf.name}: {len(points)} variants, {time.process_time() - start:.2f} CPU s"
+    )
+    sizes = tuple(p.num_bytes for p in points), tuple(p.extra_s for p in points)
+    for fraction in (0.25, 0.5, 0.75):
+        best = dict.fromkeys(options.solve, float("inf"))
+        for _ in range(20):
+            for calls in options.solve:
+                budget = int(fraction * calls * sizes[0][-1])
+                start = time.process_time()
+                spread([Group(calls, *sizes, frozenset([0]))], budget)
+                best[calls] = min(best[calls], 1e3 * (time.process_time() - start))
+        shown = ", ".join(f"N={n}: {ms:.1f} CPU ms" for n, ms in best.items())
+        print(f"budget {fraction} of what is saved: {shown}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    add = parser.add_argument
+    add("--model", choices=("llama", "gpt", "hf-llama"), default="llama")
+    for name, default in (("layers", 4), ("hidden", 128), ("seq", 128), ("batch", 4)):
+        add(f"--{name}", type=int, default=default)
+    add("--dropout", type=float, default=0.0)
+    add("--rounds", type=int, default=5)
+    add("--no-torch", action="store_true", help="leave torch.compile out")
+    add("--sweep", type=int, metavar="K", help="K budgets instead of the policies")
+    add(
+        "--solve", type=int, nargs="+", metavar="N", help="numbers of calls to spread a budget over"
+    )
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    (sweep if options.sweep else solve if options.solve else policies)(options)
+
+
+if __name__ == "__main__":
+    main()
