@@ -23,7 +23,7 @@ from .flat_code import CodeWriter, bind_arena, bind_model, bind_native
 from .kernel_list import KernelList, Launch, View
 from .layout import Instance, Layout, Part, Placed, PlacedLaunch
 from .link import FlatProgram
-from .live_ranges import Buffers
+from .live_ranges import Buffers, lower_bound
 from .native_ops import with_native
 
 # A plan within half a percent of the lower bound is good enough to stop looking.
@@ -141,6 +141,12 @@ class PlannedProgram:
         return sum(len(part.launches) for part in self.layout.parts)
 
     @property
+    def outside_bytes(self) -> int:
+        """Most bytes at one time in results that launches allocate themselves, not in the arena."""
+        foreign = [b for b in self.layout.instances if b.kind == "foreign"]
+        return lower_bound(_buffers(foreign)) if foreign else 0
+
+    @property
     def num_made_per_run(self) -> int:
         """Tensors that one run makes: what the user receives, and foreign results."""
         return sum(code.num_made_per_run for code in self._codes)
@@ -229,15 +235,19 @@ class Lease:
         self.release()
 
 
-def _plan(layout: Layout) -> tuple[list[int], ArenaPlan]:
-    """Places every arena instance; the offsets are indexed by instance."""
-    placed = [i for i, b in enumerate(layout.instances) if b.kind == "arena"]
-    instances = [layout.instances[i] for i in placed]
-    buffers = Buffers(
+def _buffers(instances: Sequence[Instance]) -> Buffers:
+    return Buffers(
         np.array([b.birth for b in instances], np.int64),
         np.array([b.death for b in instances], np.int64),
         np.array([b.num_bytes for b in instances], np.int64),
     )
+
+
+def _plan(layout: Layout) -> tuple[list[int], ArenaPlan]:
+    """Places every arena instance; the offsets are indexed by instance."""
+    placed = [i for i, b in enumerate(layout.instances) if b.kind == "arena"]
+    instances = [layout.instances[i] for i in placed]
+    buffers = _buffers(instances)
     arena = plan(buffers, effort_s=_PLAN_EFFORT_S, enough=_ENOUGH)
     offsets = [0] * len(layout.instances)
     for index, offset in zip(placed, arena.offsets.tolist(), strict=True):

@@ -154,7 +154,8 @@ def our_way(model: nn.Module, batch: dict[str, Any], policy: Any, name: str) -> 
         step._entries[0]._compiled.planned._pool.clear()
 
     way = Way(f"lazyinline, {name}", model, lambda: step(**batch), before)
-    way.reported_bytes, way.saved_bytes = step.stats.peak_bytes, step.stats.saved_bytes
+    stats = step.stats
+    way.reported_bytes, way.saved_bytes = stats.peak_bytes + stats.outside_bytes, stats.saved_bytes
     way.extra_flops = step.last_report.recomputed_flops
     fresh()
     way.peak_bytes = memory_use(way.step).peak_bytes
@@ -237,7 +238,7 @@ def sweep(options: argparse.Namespace) -> None:
         monotone &= way.extra_flops <= last
         last = way.extra_flops
         # The step also makes what it returns and the random seeds' scalars: a few bytes.
-        holds = way.reported_bytes <= limit and way.peak_bytes <= way.reported_bytes + 1024
+        holds = way.reported_bytes <= limit and way.peak_bytes <= way.reported_bytes + 4096
         print(
             f"{limit / MIB:>10.2f}{way.reported_bytes / MIB:>10.2f}{way.peak_bytes / MIB:>10.2f}"
             f"{way.saved_bytes / MIB:>8.2f}{way.extra_flops / 1e9:>13.3f}  {holds}",

@@ -187,7 +187,7 @@ class Compiler:
         def peak_of(request: Request) -> int:
             linked = self._decompose(self._step_program(program, request, batching).program)
             self._lower([linked])
-            return self._planned_step(linked).plan.peak_bytes
+            return _held_bytes(self._planned_step(linked))
 
         request = self._recompute.chosen(request, report, peak_of)
         step = self._step_program(program, request, batching)
@@ -322,7 +322,7 @@ class Compiler:
         flats = [link(p) for p in programs]
         if self._why_unplanned(program, flats, derivative):
             return derivative.saved_type.num_bytes
-        return self._planned(program, flats, derivative).plan.peak_bytes
+        return _held_bytes(self._planned(program, flats, derivative))
 
     def _why_unplanned(
         self, program: Program, flats: Sequence[FlatProgram], derivative: Derivative | None
@@ -430,6 +430,10 @@ def differentiable_inputs(program: Program) -> list[int]:
         elif source.requires_grad:
             wanted.append(index)
     return wanted
+
+
+def _held_bytes(planned: PlannedProgram) -> int:
+    return planned.plan.peak_bytes + planned.outside_bytes
 
 
 def _differentiation(program: Program) -> Request:

@@ -77,6 +77,7 @@ class StepStats:
         saved_bytes: what one micro-batch's forward keeps for its backward.
         allocations_per_step: results that launches allocate themselves, outside the plan.
         unplaced_launches: the names of those launches, each once.
+        outside_bytes: most bytes at one time in those results; a recompute budget counts them too.
     """
 
     kernels: int
@@ -85,6 +86,7 @@ class StepStats:
     saved_bytes: int
     allocations_per_step: int
     unplaced_launches: tuple[str, ...]
+    outside_bytes: int = 0
 
 
 class TrainingStep:
@@ -219,6 +221,7 @@ class _StepEntry:
             forward.output_types[-1].num_bytes,
             planned.num_made_per_run,
             tuple(dict.fromkeys(foreign)),
+            planned.outside_bytes,
         )
 
 
