@@ -337,6 +337,17 @@ class Pipeline:
         """Bytes of the arenas that this rank has made so far."""
         return sum(p.num_idle_arenas * p.plan.peak_bytes for _, p in self._planned.values())
 
+    def measured_s(self) -> dict[tuple[int, str], float]:
+        """Mean seconds of each kind of action so far, of all stages; every rank calls it.
+
+        ``plan.simulated(pipe.measured_s())`` says how long a step takes if nothing else costs time.
+        """
+        own: dict[tuple[int, str], float] = {}
+        for index, counts in self.counts.items():
+            for kind, (number, total) in counts.seconds.items():
+                own[index, kind] = total / number
+        return self._ranks.merged(own)
+
     @property
     def counts(self) -> dict[int, StageCounts]:
         """For each stage of this rank, how often its steps have run."""

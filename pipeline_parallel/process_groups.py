@@ -53,6 +53,12 @@ class Ranks:
         """Whether this rank's pipeline is the first of those that hold the same stages."""
         return dist.get_rank() in self.rows[0]
 
+    def merged(self, own: Mapping[Any, Any]) -> dict[Any, Any]:
+        """Returns what all ranks of the pipeline hand in, together."""
+        everyone: list[Any] = [None] * self.num_ranks
+        dist.all_gather_object(everyone, dict(own), group=self.group)
+        return {key: value for part in everyone for key, value in part.items()}
+
     def check_same(self, program: Program, table: ActionTable) -> None:
         """Raises PipelineError on every rank if ranks have captured or asked for other things."""
         own = {

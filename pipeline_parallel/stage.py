@@ -8,7 +8,9 @@ closure is differentiated and split once, whatever the number of stages, layers 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -227,12 +229,26 @@ class _Flight:
 
 @dataclass
 class StageCounts:
-    """How often each step ran; for reports and tests."""
+    """How often each step ran, and the seconds of each kind of action; for reports and tests."""
 
     forward: int = 0
     backward: int = 0
     backward_input: int = 0
     backward_weight: int = 0
+    seconds: dict[str, tuple[int, float]] = field(default_factory=dict)
+
+    def reset(self) -> None:
+        """Counts from nothing again."""
+        self.forward = self.backward = self.backward_input = self.backward_weight = 0
+        self.seconds = {}
+
+    @contextmanager
+    def timed(self, kind: str) -> Iterator[None]:
+        """Adds the time inside to a kind of action: how many, and how long together."""
+        start = time.perf_counter()
+        yield
+        number, total = self.seconds.get(kind, (0, 0.0))
+        self.seconds[kind] = (number + 1, total + time.perf_counter() - start)
 
 
 @dataclass

@@ -236,7 +236,8 @@ class ClosureStage(PipelineStage):
         """Runs the forward of a micro-batch."""
         self.doing = str(Action("F", self.stage_index, fwd_chunk_id))
         received = self._take("F", fwd_chunk_id, self._activation_wires)
-        outputs = self.steps.forward(fwd_chunk_id, received, self._user[fwd_chunk_id])
+        with self.steps.counts.timed("F"):
+            outputs = self.steps.forward(fwd_chunk_id, received, self._user[fwd_chunk_id])
         if not self.is_last and not self._is_here(self.stage_index + 1):
             self._leaving["F", fwd_chunk_id] = outputs
         return outputs
@@ -257,13 +258,15 @@ class ClosureStage(PipelineStage):
         self.doing = str(Action(kind, self.stage_index, bwd_chunk_id))
         cotangents = self._take("B", bwd_chunk_id, self._cotangent_wires)
         step = self.steps.backward if full_backward else self.steps.backward_input
-        self._leaving["B", bwd_chunk_id] = step(bwd_chunk_id, cotangents)
+        with self.steps.counts.timed(kind):
+            self._leaving["B", bwd_chunk_id] = step(bwd_chunk_id, cotangents)
 
     @torch.no_grad()
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         """Runs the late half of a micro-batch's backward."""
         self.doing = str(Action("W", self.stage_index, bwd_chunk_id))
-        self.steps.backward_weight(bwd_chunk_id)
+        with self.steps.counts.timed("W"):
+            self.steps.backward_weight(bwd_chunk_id)
 
     def scale_grads(self, grad_scale_factor: int) -> None:
         """Does nothing: the loss's gradient is scaled instead."""

@@ -160,6 +160,9 @@ def test_marks_decide_the_stage(alone: None) -> None:
     pipe = make(model, args)
     assert not train(pipe, model, args, steps=1)
     assert [s.num_blocks for s in pipe.plan.stages] == [1, 3]
+    measured = pipe.measured_s()
+    assert set(measured) == {(s, k) for s in (0, 1) for k in "FIW"}
+    assert pipe.plan.simulated(measured).step_s >= 4 * sum(measured.values()) * 0.99
 
 
 @pytest.mark.parametrize("schedule", ["Interleaved1F1B", "ZBVZeroBubble"])

@@ -1,0 +1,134 @@
+"""The plan of a pipeline: balanced stages, memory limits, the simulator, the picture."""
+
+import itertools
+import math
+import pathlib
+from functools import cache
+
+import pytest
+
+from lazyinline import PipelineError, lazy_inline
+from lazyinline.autodiff.derivative import Differentiator
+from lazyinline.frontend.compiler import Compiler, Options
+from lazyinline.frontend.models import DecoderBlock, llama
+from lazyinline.pipeline_parallel.actions import SCHEDULES, Action
+from lazyinline.pipeline_parallel.balance import color_balanced
+from lazyinline.pipeline_parallel.cost import CPU_RATES, CostModel
+from lazyinline.pipeline_parallel.cut import cut_program
+from lazyinline.pipeline_parallel.plan import PipelinePlan, StagePlan, simulate
+from lazyinline.pipeline_parallel.planning import make_plan
+from lazyinline.pipeline_parallel.stage import differentiate_stages
+from lazyinline.pipeline_parallel.torch_pipelining import action_table
+from lazyinline.reuse.program import Program
+
+lazy_inline(DecoderBlock)
+
+
+@cache
+def captured() -> tuple[Program, Differentiator]:
+    model, args = llama(6, hidden=16, num_heads=2, vocab=400, seq=8)
+    compiler = Compiler(Options(backend="eager"))
+    _, program = compiler.capture(model, args, {}, train=True)
+    return program, compiler.differentiator
+
+
+def plan(
+    schedule: str, num_ranks: int = 2, micro_batches: int = 8, memory_bytes: int | None = None
+) -> PipelinePlan:
+    """The plan of a decoder of six layers with a large head."""
+    program, differentiator = captured()
+    num_stages = num_ranks * (1 if schedule in ("GPipe", "1F1B") else 2)
+    table = action_table(schedule, num_stages, num_ranks, micro_batches)
+    costs = CostModel(differentiator, CPU_RATES)
+    colors = color_balanced(program, costs, table, memory_bytes)
+    stages = cut_program(program, colors, num_stages)
+    derived = differentiate_stages(stages, differentiator, halves=table.splits_backward)
+    return make_plan(derived, table, costs, CPU_RATES)
+
+
+def test_the_slowest_stage_is_no_slower_than_with_any_other_split() -> None:
+    found = plan("1F1B")
+    times = [s.forward_s + s.backward_s for s in found.stages]
+    layers = [s.num_blocks for s in found.stages]
+    assert sum(layers) == 6
+    assert layers[0] > layers[1], "the head is heavy"
+    layer_s = times[0] / layers[0]
+    assert max(times) - min(times) <= 1.5 * layer_s
+
+
+def test_a_memory_limit_moves_layers_to_where_fewer_micro_batches_wait() -> None:
+    free = plan("1F1B")
+    fullest = max(s.flight_bytes * s.in_flight for s in free.stages)
+    first = free.stages[0]
+    limit = first.parameter_bytes + first.gradient_bytes + fullest * 3 // 4
+    bound = plan("1F1B", memory_bytes=limit)
+    assert bound.stages[0].num_blocks < first.num_blocks
+    assert bound.step_s >= free.step_s
+
+
+def test_a_limit_that_nothing_fits_is_refused_with_the_numbers() -> None:
+    with pytest.raises(PipelineError, match=r"memory_bytes_per_rank=1000: .* needs \d+ bytes"):
+        plan("1F1B", memory_bytes=1000)
+
+
+def test_fewer_pieces_than_stages_are_refused() -> None:
+    with pytest.raises(PipelineError, match="num_stages=64"):
+        plan("1F1B", num_ranks=64, micro_batches=64)
+
+
+@pytest.mark.parametrize("schedule", ["GPipe", "1F1B"])
+@pytest.mark.parametrize(("num_ranks", "micro_batches"), [(2, 4), (4, 8), (4, 32)])
+def test_the_bubble_of_equal_stages_is_the_known_one(
+    schedule: str, num_ranks: int, micro_batches: int
+) -> None:
+    table = action_table(schedule, num_ranks, num_ranks, micro_batches)
+    timeline = simulate(table, lambda a: 1.0 if a.kind == "F" else 2.0, lambda a: 0.0)
+    known = (num_ranks - 1) / (micro_batches + num_ranks - 1)
+    assert timeline.bubble == pytest.approx(known)
+
+
+def test_zero_bubble_waits_less_than_interleaved() -> None:
+    def bubble(schedule: str) -> float:
+        table = action_table(schedule, 8, 4, 16)
+        return simulate(table, lambda a: 2.0 if a.kind == "B" else 1.0, lambda a: 0.0).bubble
+
+    assert bubble("ZBVZeroBubble") < bubble("Interleaved1F1B") < bubble("LoopedBFS") + 1e-9
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_nothing_starts_before_what_it_needs(schedule: str) -> None:
+    found = plan(schedule)
+    ends = {slot.action: slot.end_s for slot in found.timeline.slots}
+    assert len(ends) == sum(map(len, found.table.ranks))
+    for slot in found.timeline.slots:
+        action = slot.action
+        if action.kind == "F" and action.stage:
+            assert ends[Action("F", action.stage - 1, action.micro_batch)] <= slot.start_s
+        if action.kind == "W":
+            assert ends[Action("I", action.stage, action.micro_batch)] <= slot.start_s
+    for rank in range(2):
+        own = sorted((s.start_s, s.end_s) for s in found.timeline.slots if s.rank == rank)
+        assert all(b[0] >= a[1] - 1e-12 for a, b in itertools.pairwise(own))
+
+
+def test_one_forward_one_backward_keeps_fewer_in_flight() -> None:
+    assert [s.in_flight for s in plan("GPipe").stages] == [8, 8]
+    assert [s.in_flight for s in plan("1F1B").stages] == [2, 1]
+
+
+def test_the_plan_names_layers_and_draws_every_action(tmp_path: pathlib.Path) -> None:
+    found = plan("ZBVZeroBubble")
+    text = str(found)
+    assert "blocks.0" in text and "blocks.5" in text and "bubble" in text
+    page = tmp_path / "schedule.html"
+    found.save_html(page)
+    drawn = page.read_text(encoding="utf-8")
+    assert drawn.count("<rect") == len(found.timeline.slots)
+    assert "backward of weights of stage 3, micro-batch 7" in drawn
+
+
+def test_costs_count_the_products_of_a_layer() -> None:
+    stage: StagePlan = plan("1F1B").stages[0]
+    per_layer = 2 * (2 * 8) * (16 * 48 + 16 * 16 + 3 * 16 * 64)  # products with a weight
+    per_layer += 2 * 2 * 2 * 8 * 8 * 16  # attention
+    assert math.isclose(stage.flops, 3 * per_layer * stage.num_blocks, rel_tol=0.15)
