@@ -17,6 +17,7 @@ from .bench import DEFAULT_LAYERS, OWN_MODELS, Plan, bench, title, to_json
 from .candidates import REUSE_CHOICES
 from .compiler import BACKEND_CHOICES, Compiler, Options
 from .export import MIN_OPSET, export_onnx
+from .large_models import LARGE_MODELS, bench_large, large_to_json
 from .measure_page import page
 from .target import FORM, load_target
 
@@ -53,18 +54,38 @@ def _bench(options: argparse.Namespace) -> None:
     for file in (options.json, options.html):
         if file is not None and not file.resolve().parent.is_dir():
             raise LazyInlineError(f"{file} cannot be written: there is no such folder.")
+    if options.model in LARGE_MODELS:
+        _bench_large(options)
+        return
     plan = Plan(
         model=options.model,
         layers=_layers(options),
         train=not options.infer,
         backend=options.backend,
-        micro_batches=options.micro_batches,
+        micro_batches=options.micro_batches or 1,
     )
     reports = bench(plan, lambda line: print(line, flush=True))
     if options.json is not None:
         options.json.write_text(to_json(plan, reports), encoding="utf-8")
     if options.html is not None:
         options.html.write_text(page(reports, about=title(plan)), encoding="utf-8")
+
+
+def _bench_large(options: argparse.Namespace) -> None:
+    if (options.layers and len(options.layers) > 1) or options.infer or options.html:
+        raise LazyInlineError(
+            f"{options.model} is compiled and not run: it takes one number of --layers, no --infer "
+            "and no --html."
+        )
+    reports = bench_large(
+        options.model,
+        lambda line: print(line, flush=True),
+        micro_batches=options.micro_batches,
+        layers=options.layers[0] if options.layers else None,
+        backend=options.backend,
+    )
+    if options.json is not None:
+        options.json.write_text(large_to_json(reports), encoding="utf-8")
 
 
 def _layers(options: argparse.Namespace) -> tuple[int, ...]:
@@ -139,10 +160,11 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
         "nodes, seconds to compile, time of a step, largest errors; one row per number of layers."
     )
     add = parser.add_argument
-    add("--model", default="llama", metavar="llama|gpt|TARGET", help=f"default llama; {FORM}")
+    names = "|".join((*OWN_MODELS, *LARGE_MODELS, "TARGET"))
+    add("--model", default="llama", metavar=names, help=f"default llama; {FORM}")
     layers = " ".join(map(str, DEFAULT_LAYERS))
     add("--layers", type=_positive, nargs="+", metavar="N", help=f"default {layers}")
-    add("--micro-batches", type=_positive, default=1, metavar="Y", help="parts of a training step")
+    add("--micro-batches", type=_positive, metavar="Y", help="parts of a training step")
     add("--infer", action="store_true", help="forward without gradients; default is training")
     add("--backend", choices=BACKEND_CHOICES, default=BACKEND_CHOICES[0])
     add("--json", type=pathlib.Path, metavar="FILE", help="write the numbers")

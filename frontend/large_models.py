@@ -6,12 +6,14 @@ and counted on a small machine.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
 
+from ..recompute.policy import Policy
 from . import models
 from .compiler import Batching, CompiledStep, Compiler, Options
 from .decorator import lazy_inline
@@ -96,7 +98,9 @@ def compile_large(
     *,
     order: str = "forward_first",
     backend: str = "inductor",
-    layers: int = 0,
+    layers: int | None = None,
+    micro_batches: int | None = None,
+    recompute: Policy = None,
 ) -> LargeReport:
     """Compiles the training step of a large model, from capture to the linked, planned program.
 
@@ -105,13 +109,16 @@ def compile_large(
         order: see :func:`lazyinline.compile_step`.
         backend: what lowers it; the kernels are built, and never run.
         layers: instead of the model's own number.
+        micro_batches: instead of the model's own number.
+        recompute: what is computed again in the backward, see :func:`lazyinline.compile_step`.
     """
     large = LARGE_MODELS[name]
     lazy_inline(models.DecoderBlock)
     with torch.device("meta"):
         model, args = models.llama(layers or large.layers, **large.sizes)
-    batching = Batching(large.micro_batches, order)
-    compiled, report = Compiler(Options(backend=backend)).compile_step(model, args, {}, batching)
+    batching = Batching(micro_batches or large.micro_batches, order)
+    compiler = Compiler(Options(backend=backend, recompute=recompute))
+    compiled, report = compiler.compile_step(model, args, {}, batching)
     return _report(name, sum(p.numel() for p in model.parameters()), batching, compiled, report)
 
 
@@ -137,9 +144,17 @@ def _report(
     )
 
 
-def bench_large(name: str, say: Callable[[str], None], **options: Any) -> LargeReport:
-    """Compiles a large model and says what it took."""
-    say(f"compiling {name} on {torch.get_num_threads()} threads; parameters have no data ...")
-    report = compile_large(name, **options)
-    say(str(report))
-    return report
+def bench_large(name: str, say: Callable[[str], None], **options: Any) -> tuple[LargeReport, ...]:
+    """Compiles a large model, keeping everything and recomputing everything; says what it took."""
+    reports = []
+    for recompute in (None, "full"):
+        policy = "recompute nothing" if recompute is None else "recompute each block"
+        say(f"compiling {name} on {torch.get_num_threads()} threads, {policy} ...")
+        reports.append(compile_large(name, recompute=recompute, **options))
+        say(str(reports[-1]))
+    return tuple(reports)
+
+
+def large_to_json(reports: Sequence[LargeReport]) -> str:
+    """Returns the numbers of all reports."""
+    return json.dumps([asdict(report) for report in reports], indent=2, default=str) + "\n"
