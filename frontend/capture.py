@@ -60,26 +60,10 @@ def one_at_a_time(function: Function) -> Function:
 
     @wraps(function)
     def alone(*args: Any, **kwargs: Any) -> Any:
-        with _LOCK, plain_autograd(), kernels_own_rules(), _paused_collector():
+        with _LOCK, plain_autograd(), kernels_own_rules(), _garbage_collection_paused():
             return function(*args, **kwargs)
 
     return alone  # type: ignore[return-value]
-
-
-@contextmanager
-def _paused_collector() -> Iterator[None]:
-    """Keeps Python's garbage collector away: a compile makes many objects and few cycles.
-
-    Every full collection would walk all of them, and the user's, again.
-    """
-    if not gc.isenabled():
-        yield
-        return
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
 
 
 @one_at_a_time

@@ -14,6 +14,7 @@ from torch import nn
 
 from ..recompute.policy import POLICIES
 from ..reuse.errors import PlanError, ReuseError
+from ..reuse.evidence import module_state
 
 _MARK = "__lazy_inline__"
 STAGE_MARK = "_lazyinline_stage"
@@ -140,7 +141,7 @@ def recompute(target: Target, policy: str | None = "full") -> Target:
 
 def recompute_mark(module: nn.Module) -> str:
     """Returns how a module is marked for recompute: a policy, ``"save"``, or nothing."""
-    own = module.__dict__.get(_RECOMPUTE) or getattr(type(module), _RECOMPUTE, "")
+    own = module_state(module).get(_RECOMPUTE) or getattr(type(module), _RECOMPUTE, "")
     return str(own)
 
 
@@ -151,15 +152,15 @@ def is_marked(cls: type) -> bool:
 
 def is_block(module: nn.Module) -> bool:
     """Whether a module is captured as a block: its class is marked, or it is, for a stage."""
-    return is_marked(type(module)) or STAGE_MARK in vars(module)
+    return is_marked(type(module)) or STAGE_MARK in module_state(module)
 
 
 def is_compiled(module: nn.Module) -> bool:
     """Whether a module is what ``compile`` returned."""
-    return "_lazyinline_model" in vars(module)
+    return "_lazyinline_model" in module_state(module)
 
 
 def init_arguments(module: nn.Module) -> dict[str, Any]:
     """Returns the recorded constructor arguments of an instance (empty if made before the mark)."""
-    record = module.__dict__.get(_RECORD)
+    record = module_state(module).get(_RECORD)
     return record.arguments if isinstance(record, InitArguments) else {}
