@@ -43,7 +43,17 @@ def trace_forward(
 ) -> torch.fx.GraphModule:
     """Takes composite operators of a leaf body apart; no derivative, no in-place operators."""
     mode = new_fake_mode()
-    inputs = [fake_tensor(mode, t) for t in types]
+    return trace_forward_on(module, [fake_tensor(mode, t) for t in types], mode, decompositions)
+
+
+@without_autocast
+def trace_forward_on(
+    module: torch.fx.GraphModule,
+    inputs: Sequence[torch.Tensor],
+    mode: FakeTensorMode,
+    decompositions: Decompositions,
+) -> torch.fx.GraphModule:
+    """Does :func:`trace_forward` on given fake inputs, whose sizes may be symbolic."""
 
     def forward(flat: list[torch.Tensor]) -> tuple[Any, ...]:
         return ModalInterpreter(module).run_flat(flat)

@@ -9,7 +9,7 @@ import torch
 import torch.fx
 from onnxscript import ir, optimizer, version_converter
 
-from ..autodiff.torch_autograd import fake_tensor, new_fake_mode, trace_forward
+from ..autodiff.torch_autograd import fake_tensor, new_fake_mode, trace_forward_on
 from ..reuse.errors import ExportError
 from ..reuse.leaf import flat_types, mutated_args, stamp_of
 from ..reuse.program import Leaf
@@ -65,17 +65,21 @@ def _traced(leaf: Leaf, opset: int) -> torch.fx.GraphModule:
     for node in leaf.nodes:
         node.meta["stack_trace"] = stamp_of(node).source
     module, table = leaf.module, torch_onnx.keeping_decompositions(opset)
+    inputs, mode = _fake_inputs(leaf)
     if any(mutated_args(n) or stamp_of(n).autocast for n in leaf.nodes):
         with torch_onnx.exact_attention():
-            module = trace_forward(module, flat_types(leaf.input_types), torch_onnx.batch_norm())
+            module = trace_forward_on(module, inputs, mode, torch_onnx.batch_norm())
         table = torch_onnx.exact_decompositions(opset)
-    inputs, mode = _fake_inputs(leaf)
     return torch_onnx.trace(module, inputs, mode, table)
 
 
 def _fake_inputs(leaf: Leaf) -> tuple[list[Any], Any]:
-    mode = new_fake_mode()
-    return [fake_tensor(mode, t) for t in flat_types(leaf.input_types)], mode
+    """Returns fake inputs and their mode; symbolic ones as they were captured."""
+    types = flat_types(leaf.input_types)
+    traced = [n.meta["val"] for n, t in zip(leaf.entries, types, strict=True) if t.is_symbolic]
+    mode = traced[0].fake_mode if traced else new_fake_mode()
+    captured = iter(traced)
+    return [next(captured) if t.is_symbolic else fake_tensor(mode, t) for t in types], mode
 
 
 def _refuse_untranslatable(leaf: Leaf, module: torch.fx.GraphModule, opset: int) -> None:

@@ -17,6 +17,7 @@ import torch
 import torch.fx
 from onnxscript import ir
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx.experimental import _config as symbolic_config
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.onnx._internal.exporter import (
@@ -149,8 +150,14 @@ def trace(
     def forward(flat: list[Any]) -> tuple[Any, ...]:
         return tuple(torch.fx.Interpreter(module).run(*flat))
 
-    with mode, torch.no_grad(), torch.fx.traceback.preserve_node_meta():
+    with mode, oblivious(), torch.no_grad(), torch.fx.traceback.preserve_node_meta():
         return make_fx(forward, decomposition_table=dict(table), pre_dispatch=True)(list(inputs))
+
+
+def oblivious() -> AbstractContextManager[Any]:
+    """Inside, a symbolic size that may be 0 or 1 is treated like any other."""
+    config: Any = symbolic_config
+    return config.patch(backed_size_oblivious=True)  # type: ignore[no-any-return]
 
 
 def is_traced(module: torch.fx.GraphModule) -> bool:

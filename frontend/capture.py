@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import wraps
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
@@ -46,8 +46,21 @@ from .recorder import Recorder, UnsettledError
 from .regions import CapturedModel, CrossingError, Region, SharingDecision, regions_inside
 from .torch_tracing import DATA_DEPENDENT_ERRORS, frame_text, user_frame
 
+if TYPE_CHECKING:
+    from .torch_sizes import SymbolicSizes
+
 Function = TypeVar("Function", bound=Callable[..., Any])
-Arguments = tuple[Sequence[Any], Mapping[str, Any]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Arguments:
+    """Example inputs, and what makes their dynamic dimensions anew for each run."""
+
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+    sizes: Callable[[], SymbolicSizes] | None = None
+
+
 _LOCK = threading.RLock()
 
 
@@ -74,6 +87,7 @@ def capture_model(
     *,
     reuse: str = "marked",
     train: bool,
+    sizes: Callable[[], SymbolicSizes] | None = None,
 ) -> CapturedModel:
     """Captures a model as a program of closures and calls.
 
@@ -84,6 +98,7 @@ def capture_model(
         reuse: ``"marked"`` shares the instances of classes marked with ``lazy_inline``;
             ``"auto"`` also modules that repeat; ``"off"`` shares nothing.
         train: capture with grad mode on, so that a derivative can be taken.
+        sizes: makes the dynamic dimensions; None means that every size is a number.
 
     Raises:
         CaptureError: if the model's Python cannot be traced; names the user's line.
@@ -91,7 +106,7 @@ def capture_model(
     _refuse_foreign(model)
     if train:
         _refuse_backward_hooks(model)
-    arguments = (args, kwargs or {})
+    arguments = Arguments(args, kwargs or {}, sizes)
     if reuse == "auto":
         return _capture_repeated(model, arguments, RepeatedBlocks, train=train)
     return _capture_chosen(model, arguments, reuse, train=train)
@@ -103,7 +118,9 @@ def capture_candidates(
 ) -> CapturedModel:
     """Captures as ``reuse="auto"`` does, and keeps the blocks that nearly share as closures."""
     _refuse_foreign(model)
-    return _capture_repeated(model, (args, kwargs or {}), NearlyRepeatedBlocks, train=train)
+    return _capture_repeated(
+        model, Arguments(args, kwargs or {}), NearlyRepeatedBlocks, train=train
+    )
 
 
 def _capture_repeated(
@@ -167,10 +184,11 @@ def _capture(
 def _capture_once(
     model: nn.Module, arguments: Arguments, blocks: Blocks, *, train: bool
 ) -> CapturedModel:
-    recorder = Recorder(model, blocks)
+    sizes = None if arguments.sizes is None else arguments.sizes()
+    recorder = Recorder(model, blocks, sizes)
     try:
         with torch.set_grad_enabled(train), _garbage_collection_paused(), _no_python_randomness():
-            results, tree = recorder.run(*arguments)
+            results, tree = recorder.run(arguments.args, arguments.kwargs)
     except CaptureError:
         raise
     except Exception as error:
@@ -209,6 +227,10 @@ def _capture_settled(
 
 def _assemble(recorder: Recorder, results: list[Any], tree: pytree.TreeSpec) -> CapturedModel:
     recorder.tensors.resolve_all(recorder.root.nodes())
+    if recorder.sizes is not None:
+        from .sizes import make_sizes_local  # brings in sympy
+
+        make_sizes_local(recorder.root, recorder.tensors.sources)
     _dissolve_idle(recorder, results, tree)
     program, shared = _build(recorder, results, tree)
     pairs = [
@@ -222,7 +244,9 @@ def _assemble(recorder: Recorder, results: list[Any], tree: pytree.TreeSpec) -> 
     traced = sum(not d.shared for d in decisions)
     reads = list(recorder.attribute_reads.values())
     outside = OutsideValues(recorder.outside)
-    return CapturedModel(program, decisions, traced, reads, recorder.contents, outside)
+    return CapturedModel(
+        program, decisions, traced, reads, recorder.contents, outside, recorder.sizes
+    )
 
 
 def _build(
@@ -230,7 +254,7 @@ def _build(
 ) -> tuple[Program, Mapping[Region | None, Shared]]:
     """Builds the program; returns what each traced region's closure became, too."""
     program, closures = assemble(recorder.root, results, tree, recorder.tensors.sources)
-    if isinstance(recorder.blocks, NoBlocks):
+    if isinstance(recorder.blocks, NoBlocks) or recorder.sizes is not None:
         return program, {}
     program, found = share_constants(program)
     return program, {region: found[closure] for region, closure in closures.items()}

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import pathlib
 import tempfile
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,7 +17,7 @@ from torch import nn
 from ..autodiff.derivative import Differentiator, Recipe
 from ..autodiff.training_program import training_program
 from ..reuse import pytree
-from ..reuse.errors import ExportError
+from ..reuse.errors import CaptureError, ExportError
 from ..reuse.leaf import Leaf
 from ..reuse.program import Composite, ModelTensor, Program, UserInput
 from ..reuse.types import TensorType
@@ -25,9 +26,12 @@ from .assemble import OutputTree
 from .capture import capture_model, one_at_a_time
 from .compiled_module import CompiledModule
 from .compiler import Options, differentiable_inputs
+from .regions import CapturedModel
 
 if TYPE_CHECKING:
     from onnxscript import ir
+
+    from .torch_sizes import SymbolicSizes
 
 MIN_OPSET, MAX_OPSET = 18, 24
 _LOG = logging.getLogger("lazyinline")
@@ -85,7 +89,22 @@ class _Subject:
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     gradients: tuple[int, ...] = ()  # program inputs that have a gradient among the outputs
-    sizes: Mapping[str, str] = field(default_factory=dict)
+    sizes: SymbolicSizes | None = None
+
+    @property
+    def conditions(self) -> tuple[str, ...]:
+        """What must hold of the sizes."""
+        return () if self.sizes is None else self.sizes.conditions()
+
+
+@dataclass(frozen=True)
+class _Request:
+    """How a model is to be captured."""
+
+    reuse: str
+    train: bool
+    opset: int
+    dynamic_shapes: Any
 
 
 @one_at_a_time
@@ -97,6 +116,7 @@ def export_onnx(
     kwargs: Mapping[str, Any] | None = None,
     reuse: str = "marked",
     functions: bool = True,
+    dynamic_shapes: Any = None,
     opset: int = MIN_OPSET,
     train: bool = False,
     verify: bool = True,
@@ -116,6 +136,8 @@ def export_onnx(
         reuse: ``"marked"`` or ``"off"``, as in :func:`lazyinline.compile`; a compiled module and a
             program have theirs already.
         functions: False writes the flat model, every call replaced by its function's nodes.
+        dynamic_shapes: which dimensions of the inputs may vary, as ``torch.export.export`` takes
+            it; named ``Dim`` objects become the names of the file's dimensions.
         opset: version of the ONNX operators, 18 to 24.
         train: write forward and backward. The model returns a scalar loss, or an output with
             ``.loss``; each gradient is an output named ``grad.<parameter>``.
@@ -137,7 +159,13 @@ def export_onnx(
     target = pathlib.Path(path)
     _check_options(target, opset)
     arguments = (args,) if isinstance(args, torch.Tensor) else tuple(args)
-    subject = _subject(model, arguments, dict(kwargs or {}), reuse=reuse, train=train, opset=opset)
+    if dynamic_shapes is not None and (train or not isinstance(model, nn.Module)):
+        raise ExportError(
+            "dynamic_shapes goes with a model and inference: leave train=False, and pass the model "
+            "instead of a program."
+        )
+    request = _Request(reuse, train, opset, dynamic_shapes)
+    subject = _subject(model, arguments, dict(kwargs or {}), request)
     built, names = _build(subject, opset)
     if not functions:
         from ..backend.onnx_flat import inline_functions
@@ -160,11 +188,9 @@ def _subject(
     model: nn.Module | Program,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
-    *,
-    reuse: str,
-    train: bool,
-    opset: int,
+    request: _Request,
 ) -> _Subject:
+    sizes, reuse = None, request.reuse
     if isinstance(model, Program):
         program, original = model, None
         if not program.sources:
@@ -177,12 +203,50 @@ def _subject(
             raise ExportError(f"A model or a program is exported, not a {type(model).__name__}.")
         options = Options(reuse=reuse, backend="eager")
         original = model
-        program = capture_model(model, args, kwargs, reuse=options.reuse, train=train).program
+        captured = _captured(model, args, kwargs, options.reuse, request)
+        program, sizes = captured.program, captured.sizes
     _check_data(program)
     gradients: tuple[int, ...] = ()
-    if train:
-        program, gradients = _with_gradients(program, opset)
-    return _Subject(verify_program(program), original, args, kwargs, gradients)
+    if request.train:
+        program, gradients = _with_gradients(program, request.opset)
+    return _Subject(verify_program(program), original, args, kwargs, gradients, sizes)
+
+
+def _captured(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    reuse: str,
+    request: _Request,
+) -> CapturedModel:
+    if request.dynamic_shapes is None:
+        return capture_model(model, args, kwargs, reuse=reuse, train=request.train)
+    from ..backend.torch_onnx import oblivious
+    from .torch_sizes import SymbolicSizes
+
+    sizes = functools.partial(SymbolicSizes, model, args, kwargs, request.dynamic_shapes)
+    with oblivious():
+        try:
+            return _with_sizes(model, args, kwargs, reuse, sizes)
+        except (CaptureError, ExportError):
+            # Relations between sizes that the declarations do not tell hold in the example only.
+            if not sizes().moved:
+                raise
+            return _with_sizes(
+                model, args, kwargs, reuse, functools.partial(sizes, hints="example")
+            )
+
+
+def _with_sizes(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    reuse: str,
+    sizes: Callable[[], SymbolicSizes],
+) -> CapturedModel:
+    captured = capture_model(model, args, kwargs, reuse=reuse, train=False, sizes=sizes)
+    captured.sizes.conditions()
+    return captured
 
 
 def _check_data(program: Program) -> None:
@@ -328,7 +392,8 @@ def _build(subject: _Subject, opset: int) -> tuple[ir.Model, Names]:
 
     names = _names(subject)
     graph = type(subject.model).__name__ if subject.model is not None else "main"
-    naming = Naming(names.inputs, names.outputs, subject.sizes, graph)
+    sizes = {} if subject.sizes is None else subject.sizes.names
+    naming = Naming(names.inputs, names.outputs, sizes, graph)
     model = build_model(subject.program, opset, naming)
     model.producer_name, model.producer_version = "lazyinline", __version__
     model.metadata_props["torch"] = torch.__version__
@@ -366,6 +431,7 @@ def _write(
         tuple(str(v.name) for v in model.graph.inputs),
         tuple(str(v.name) for v in model.graph.outputs),
         error,
+        subject.conditions,
     )
     _LOG.info("%s", report)
     return report

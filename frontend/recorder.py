@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.fx
@@ -50,6 +50,9 @@ from .torch_tracing import (
     user_line,
 )
 
+if TYPE_CHECKING:
+    from .torch_sizes import SymbolicSizes
+
 CallKey = tuple[type, pytree.TreeSpec, CallSignature, Any, tuple[str, ...]]
 _PLAIN_TYPES = (bool, int, float, str, type(None))
 _MAX_CLOSURES_PER_BLOCK = 64
@@ -83,12 +86,15 @@ class UnsettledError(CaptureError):
 class Recorder:
     """Watches the model run and keeps the outer graph, its regions and its templates."""
 
-    def __init__(self, model: nn.Module, blocks: Blocks) -> None:
+    def __init__(
+        self, model: nn.Module, blocks: Blocks, sizes: SymbolicSizes | None = None
+    ) -> None:
         self.model = model
+        self.sizes = sizes
         self.blocks = blocks
         self.paths = {id(m): p for p, m in model.named_modules()}
         self.root = Region(model, "", type(model).__name__)
-        self.tracer = Tracer(new_fake_mode(), self._add_node)
+        self.tracer = Tracer(sizes.mode if sizes else new_fake_mode(), self._add_node)
         self.decisions: list[SharingDecision] = []
         self.decided: list[Region | None] = []  # for each decision the region, if it was traced
         self.tensors = OutsideTensors(self.tracer, model)
@@ -424,6 +430,8 @@ class Recorder:
         return results, trees[0]
 
     def _input_fake(self, tensor: torch.Tensor) -> torch.Tensor:
+        if self.sizes is not None:
+            return self.sizes.fake(tensor).requires_grad_(tensor.requires_grad)
         fake = self.tracer.to_fake(tensor.detach())
         return fake.requires_grad_(tensor.requires_grad)
 

@@ -126,6 +126,8 @@ class CapturedModel:
     """What the objects among them held."""
     outside: OutsideValues | None = None
     """What it read outside the model."""
+    sizes: Any = None
+    """The dynamic sizes it was captured with, if any."""
 
     def reasons(self) -> list[SharingDecision]:
         """The instances that were traced although an earlier one of their class existed."""

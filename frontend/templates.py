@@ -44,6 +44,7 @@ class TemplateMaker:
         results, spec = flat_result
         used = [self._tensors.resolve(n) for node in region.nodes() for n in node.all_input_nodes]
         used += [n for n in result_nodes if n is not None]
+        used = [n for n in used if not isinstance(n.meta.get("val"), torch.SymInt)]
         region.inputs = list(dict.fromkeys(n for n in used if n not in inside))
         region.outputs = list(
             dict.fromkeys(n for n in result_nodes if n in inside and n is not None)
@@ -151,12 +152,12 @@ class TemplateMaker:
         """Makes the fake result of a shared call; never an autograd leaf, so it may be changed."""
         assert leaf.type is not None
         assert leaf.prototype is not None
-        shape, stride = leaf.type.shape, leaf.type.stride
+        shape, stride = leaf.prototype.shape, leaf.prototype.stride()
         with self._tracer.untraced(), torch.set_grad_enabled(leaf.requires_grad):
             if leaf.alias_of >= 0:
                 base = self._operand_tensor(template.bindings[leaf.alias_of], module, leaves)
                 return base.as_strided(shape, stride, leaf.storage_offset)
-            if leaf.type.is_dense:
+            if leaf.type.is_symbolic or leaf.type.is_dense:
                 return leaf.prototype.clone()
             reach = 1 + sum((d - 1) * s for d, s in zip(shape, stride, strict=True))
             seed = leaf.prototype.new_empty(())
@@ -174,6 +175,7 @@ def _is_plain(value: Any) -> bool:
         torch.Size,
         torch.dtype,
         torch.device,
+        torch.SymInt,
     )
 
 

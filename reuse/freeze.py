@@ -113,6 +113,8 @@ class Freezer:
             return (kind, value.hex())
         if kind is complex:
             return (kind, value.real.hex(), value.imag.hex())
+        if kind in (torch.SymInt, torch.SymFloat, torch.SymBool):
+            return (kind, str(value.node.expr))
         if isinstance(value, torch.Tensor):
             return self._on_tensor(value, keys) if self._on_tensor else Identity(value)
         if isinstance(value, nn.Module):

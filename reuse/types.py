@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Union
+from typing import Any, Union
 
 import torch
 
@@ -45,7 +45,10 @@ def contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class TensorType:
-    """Dtype, shape, strides and device of a tensor."""
+    """Dtype, shape, strides and device of a tensor.
+
+    In a program captured with dynamic shapes a size may be a sympy expression.
+    """
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -55,7 +58,17 @@ class TensorType:
     @classmethod
     def of(cls, tensor: torch.Tensor) -> TensorType:
         """Returns the type of a tensor (real or fake)."""
-        return cls(tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()), tensor.device)
+        shape, stride = tuple(tensor.shape), tuple(tensor.stride())
+        for size in shape:
+            if type(size) is not int:
+                shape, stride = tuple(map(_plain, shape)), tuple(map(_plain, stride))
+                break
+        return cls(tensor.dtype, shape, stride, tensor.device)
+
+    @property
+    def is_symbolic(self) -> bool:
+        """Whether a size is an expression."""
+        return any(type(size) is not int for size in self.shape)
 
     @property
     def num_bytes(self) -> int:
@@ -86,6 +99,14 @@ class TensorType:
 
     def __str__(self) -> str:
         return f"{dtype_name(self.dtype)}[{','.join(map(str, self.shape))}]"
+
+
+def _plain(size: Any) -> Any:
+    """Returns a size as a number, or as an expression if it is none."""
+    if type(size) is int:
+        return size
+    expression = size.node.expr
+    return int(expression) if expression.is_number else expression
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,6 +35,7 @@ ADAPTERS = {
     "frontend/fake_rules.py",
     "frontend/interception.py",
     "frontend/tensor_layouts.py",
+    "frontend/torch_sizes.py",
     "frontend/torch_tracing.py",
     "pipeline_parallel/torch_pipelining.py",
     "reuse/pytree.py",

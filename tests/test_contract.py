@@ -951,3 +951,56 @@ def test_operators_that_are_made_of_others_can_be_listed(
     assert dict(items()) == table
     assert "aten::to.dtype" in registrations("CompositeImplicitAutograd")
     assert "aten::mm" not in registrations("CompositeImplicitAutograd")
+
+
+# ---- symbolic sizes ---------------------------------------------------------------------------
+
+SYMBOLS = "torch.fx.experimental.symbolic_shapes"
+
+
+@contract(
+    f"{SYMBOLS}.ShapeEnv",
+    f"{SYMBOLS}.DimDynamic",
+    f"{SYMBOLS}.DimDynamic.DYNAMIC",
+    "torch._dynamo.source.ConstantSource",
+    "torch.fx.experimental._config",
+    "torch.utils._sympy.interp.sympy_interp",
+    "torch.utils._sympy.reference.PythonReferenceAnalysis",
+)
+def test_symbols_of_equal_hints_stay_apart_and_their_questions_are_kept(
+    env_class: Any, _: Any, dynamic: Any, source: Any, config: Any, interpret: Any, analysis: Any
+) -> None:
+    env = env_class()
+    symbols = [env.create_symbol(8, source(name), dynamic_dim=dynamic) for name in "ab"]
+    a, b = (env.create_symintnode(s, hint=8, source=source(str(s))) for s in symbols)
+    assert symbols[0] != symbols[1] and (a * b + 2).node.expr == symbols[0] * symbols[1] + 2
+    assert env.replace(symbols[1]) == symbols[1] and not env.guards
+    assert env.var_to_range[symbols[0]].lower == 2
+    assert a == b  # a question, which merges the two
+    assert env.replace(symbols[0]) == env.replace(symbols[1]) and len(env.guards) == 1
+    assert env.simplify(env.guards[0].expr).is_Boolean
+    assert interpret(analysis, {symbols[0]: 3}, symbols[0] * 2 + 1) == 7
+    with config.patch(backed_size_oblivious=True):
+        assert config.backed_size_oblivious
+
+
+@contract(
+    "torch.export.dynamic_shapes._combine_args",
+    "torch.export.dynamic_shapes._tree_map_with_path",
+    "torch.export.dynamic_shapes._DimHint",
+)
+def test_dynamic_shapes_are_matched_with_inputs(combine: Any, tree_map: Any, hint: Any) -> None:
+    class Model(nn.Module):
+        def forward(self, x: Tensor, rest: list[Tensor]) -> None:
+            pass
+
+    x, y = torch.ones(1), torch.ones(2)
+    combined = combine(Model(), (x,), {"rest": [y]})
+    assert list(combined) == ["x", "rest"]
+    found: list[Any] = []
+    shapes = {"x": {0: torch.export.Dim.AUTO}, "rest": [None]}
+    tree_map(lambda *row: found.append(row[1:]), dict(combined), shapes, tree_name="inputs")
+    assert found == [(x, {0: torch.export.Dim.AUTO}), (y, None)]
+    assert isinstance(torch.export.Dim.AUTO, hint) and torch.export.Dim.AUTO.type.name == "AUTO"
+    dim = 2 * torch.export.Dim("n") + 1
+    assert (dim.root.__name__, dim.fn(3)) == ("n", 7)

@@ -1,0 +1,171 @@
+"""ONNX files whose inputs vary in size, and a decode step with its cache."""
+
+import pathlib
+from typing import Any
+
+import hugging_face
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.export import Dim
+from transformers import DynamicCache
+
+import lazyinline
+from lazyinline import ExportError, lazy_inline
+from lazyinline.frontend import models as own
+
+lazy_inline(own.DecoderBlock)
+
+BATCH, SEQ = Dim("batch"), Dim("seq", max=32)
+SHAPES = ((1, 5), (3, 32), (7, 1))
+TOLERANCE = 1e-4
+
+
+@pytest.fixture
+def path(tmp_path: pathlib.Path) -> pathlib.Path:
+    return tmp_path / "model.onnx"
+
+
+def session(path: pathlib.Path) -> Any:
+    return onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+
+
+def assert_close(found: Any, expected: Tensor) -> None:
+    wanted = expected.detach().double().numpy()
+    assert found.shape == wanted.shape
+    assert np.abs(found - wanted).max() <= TOLERANCE * np.abs(wanted).max()
+
+
+@pytest.mark.parametrize("example", [(2, 16), (8, 8), (2, 2)], ids=str)
+def test_own_decoder_at_three_shapes(example: tuple[int, int], path: pathlib.Path) -> None:
+    # (2, 2) is also the number of heads; equal sizes of the example mean nothing.
+    model, _ = own.llama(2, hidden=32, num_heads=2, vocab=50, seq=32)
+    ids = torch.randint(50, example)
+    shapes = {"ids_BT": {0: BATCH, 1: SEQ}}
+    report = lazyinline.export_onnx(model.eval(), (ids,), path, dynamic_shapes=shapes)
+    assert report.functions.keys() == {"glue", "DecoderBlock", "glue_1"}
+    loaded = session(path)
+    assert [i.shape for i in loaded.get_inputs()] == [["batch", "seq"]]
+    assert [o.shape for o in loaded.get_outputs()] == [["batch", "seq", 50]]
+    for shape in SHAPES:
+        ids = torch.randint(50, shape)
+        (found,) = loaded.run(None, {"ids_BT": ids.numpy()})
+        assert_close(found, model(ids))
+    onnx.checker.check_model(str(path), full_check=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", hugging_face.NAMES)
+def test_hugging_face_models_at_three_shapes(name: str, path: pathlib.Path) -> None:
+    model, inputs = hugging_face.example(name, layers=2)
+    make: Any = hugging_face.tokens
+    if name == "vit":
+        make = lambda batch, _: hugging_face.images(batch)  # noqa: E731
+    dims = {0: BATCH} if name == "vit" else {0: BATCH, 1: SEQ}
+    inputs = make(8, 8)  # sizes that coincide
+    shapes = {key: dims for key in inputs}
+    lazyinline.export_onnx(model, (), path, kwargs=inputs, dynamic_shapes=shapes)
+    loaded = session(path)
+    for shape in SHAPES:
+        inputs = make(*shape)
+        found = loaded.run(None, {k: v.numpy() for k, v in inputs.items()})
+        with torch.no_grad():
+            assert_close(found[0], model(**inputs)[0])
+
+
+class DecodeStep(nn.Module):
+    """One step of decoding: past keys and values go in and come out one token longer."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(
+        self, input_ids: Tensor, attention_mask: Tensor, past: list[tuple[Tensor, Tensor]]
+    ) -> dict[str, Any]:
+        cache = DynamicCache()
+        for layer, (keys, values) in enumerate(past):
+            cache.update(keys, values, layer)
+        output = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            past_key_values=cache,
+            use_cache=True,
+        )
+        present = [(layer.keys, layer.values) for layer in cache.layers]
+        return {"logits": output.logits, "present": present}
+
+
+def decode_inputs(batch: int, past: int) -> dict[str, Any]:
+    def cached() -> Tensor:
+        return torch.randn(batch, 2, past, 8)
+
+    return {
+        "input_ids": torch.randint(1, 60, (batch, 1)),
+        "attention_mask": torch.ones(batch, 1 + past, dtype=torch.long),
+        "past": [(cached(), cached()) for _ in range(2)],
+    }
+
+
+def test_llama_decodes_with_a_cache_of_any_length(path: pathlib.Path) -> None:
+    model, _ = hugging_face.example("llama", layers=2)
+    step = DecodeStep(model).eval()
+    past = Dim("past", max=28)
+    cached = ({0: BATCH, 2: past}, {0: BATCH, 2: past})
+    shapes = {
+        "input_ids": {0: BATCH},
+        "attention_mask": {0: BATCH, 1: past + 1},
+        "past": [cached, cached],
+    }
+    inputs = decode_inputs(2, 5)
+    report = lazyinline.export_onnx(step, (), path, kwargs=inputs, dynamic_shapes=shapes)
+    assert report.inputs[2:] == ("past.0.0", "past.0.1", "past.1.0", "past.1.1")
+    assert report.outputs[:3] == ("logits", "present.0.0", "present.0.1")
+    loaded = session(path)
+    for batch, length in ((1, 9), (3, 20), (2, 2)):
+        inputs = decode_inputs(batch, length)
+        feeds = {k: inputs[k].numpy() for k in ("input_ids", "attention_mask")}
+        for layer, pair in enumerate(inputs["past"]):
+            feeds.update({f"past.{layer}.{i}": t.numpy() for i, t in enumerate(pair)})
+        found = dict(zip(report.outputs, loaded.run(None, feeds), strict=True))
+        with torch.no_grad():
+            expected = step(**inputs)
+        assert_close(found["logits"], expected["logits"])
+        for layer, pair in enumerate(expected["present"]):
+            for i, tensor in enumerate(pair):
+                assert_close(found[f"present.{layer}.{i}"], tensor)
+
+
+def test_a_dimension_that_is_not_free_is_refused(path: pathlib.Path) -> None:
+    class Fixed(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x + torch.ones(4)
+
+    class Equal(nn.Module):
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return x + y
+
+    x = torch.ones(2, 4)
+    with pytest.raises(ExportError, match=r"width is declared dynamic.*only with width = 4"):
+        lazyinline.export_onnx(Fixed(), (x,), path, dynamic_shapes={"x": {1: Dim("width")}})
+    shapes = {"x": {0: Dim("a")}, "y": {0: Dim("b")}}
+    with pytest.raises(ExportError, match=r"works only with (a = b|b = a)"):
+        lazyinline.export_onnx(Equal(), (x, x + 1), path, dynamic_shapes=shapes)
+    assert not path.exists()
+
+
+def test_bad_dynamic_shapes_get_a_clear_error(path: pathlib.Path) -> None:
+    model, (ids, targets) = own.llama(1, hidden=32, num_heads=2, vocab=50, seq=8)
+    for shapes, text in (
+        ({"ids": {0: BATCH}}, r"names \['ids'\]; the model is called with \['ids_BT'\]"),
+        ({"ids_BT": {2: BATCH}}, r"ids_BT has 2 dimensions, not \[2\]"),
+        ({"ids_BT": {1: Dim("seq", max=4)}}, "seq is 8, not from 0 to 4"),
+    ):
+        with pytest.raises(ExportError, match=text):
+            lazyinline.export_onnx(model, (ids,), path, dynamic_shapes=shapes)
+    both = {"ids_BT": {0: BATCH}, "targets_BT": {0: BATCH}}
+    with pytest.raises(ExportError, match="inference"):
+        lazyinline.export_onnx(model, (ids, targets), path, dynamic_shapes=both, train=True)
