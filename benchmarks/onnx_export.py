@@ -4,12 +4,14 @@
     python benchmarks/onnx_export.py --gigabytes 3   # one large export; needs that much disk twice
 
 CPU-seconds of this process, with ``verify=False`` (torch.onnx does not verify either); both
-exporters have run once before on a small model. Rounds are interleaved and the least is taken.
+exporters have run once before on a small model, and models are built before. Rounds are
+interleaved and the least is taken.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import pathlib
 import resource
 import tempfile
@@ -35,13 +37,16 @@ def build(layers: int) -> tuple[nn.Module, tuple[Tensor, ...]]:
     return model.eval(), (ids,)
 
 
-def export_ours(layers: int, path: pathlib.Path) -> None:
-    model, args = build(layers)
+Subject = tuple[nn.Module, tuple[Tensor, ...]]
+
+
+def export_ours(subject: Subject, path: pathlib.Path) -> None:
+    model, args = subject
     lazyinline.export_onnx(model, args, path, verify=False, external_data=True)
 
 
-def export_torch(layers: int, path: pathlib.Path) -> None:
-    model, args = build(layers)
+def export_torch(subject: Subject, path: pathlib.Path) -> None:
+    model, args = subject
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.onnx.export(
@@ -62,12 +67,13 @@ def nodes(path: pathlib.Path) -> int:
 def by_depth(folder: pathlib.Path, rounds: int) -> None:
     """Prints the cost of 4 and 48 layers."""
     path = folder / "ours.onnx"
-    export_ours(2, path)
+    export_ours(build(2), path)
     seconds: dict[int, list[float]] = {4: [], 48: []}
     sizes: dict[int, tuple[int, int]] = {}
     for _ in range(rounds):
         for layers, found in seconds.items():
-            found.append(cpu_seconds(lambda n=layers: export_ours(n, path)))  # type: ignore[misc]
+            subject = build(layers)
+            found.append(cpu_seconds(functools.partial(export_ours, subject, path)))
             sizes[layers] = (nodes(path), path.stat().st_size)
     few, many = min(seconds[4]), min(seconds[48])
     print(f"4 layers {few:.2f} s, 48 layers {many:.2f} s: {many / few:.2f} times (asked <= 1.5)")
@@ -78,10 +84,11 @@ def by_depth(folder: pathlib.Path, rounds: int) -> None:
 def against_torch(folder: pathlib.Path, rounds: int) -> None:
     """Prints the cost of both exporters at 32 layers."""
     path, other = folder / "ours.onnx", folder / "torch.onnx"
-    export_ours(2, path)
-    export_torch(2, other)
-    theirs = cpu_seconds(lambda: export_torch(32, other))
-    ours = min(cpu_seconds(lambda: export_ours(32, path)) for _ in range(rounds))
+    export_ours(build(2), path)
+    export_torch(build(2), other)
+    subject = build(32)
+    theirs = cpu_seconds(lambda: export_torch(subject, other))
+    ours = min(cpu_seconds(lambda: export_ours(subject, path)) for _ in range(rounds))
     print(
         f"32 layers: torch.onnx.export {theirs:.2f} s, {nodes(other)} nodes; lazyinline "
         f"{ours:.2f} s, {nodes(path)} nodes: {theirs / ours:.1f} times faster (asked >= 8), "
@@ -114,7 +121,7 @@ class PeakMemory:
 
 def large(folder: pathlib.Path, gigabytes: float) -> None:
     """Exports a model of this size and prints the peak resident memory."""
-    export_ours(2, folder / "warm.onnx")
+    export_ours(build(2), folder / "warm.onnx")
     hidden = 2048
     layers = max(1, round(gigabytes * 1e9 / (16 * hidden * hidden * 4)))
     config = models.DecoderConfig(layers, hidden, num_heads=16, vocab=1000, seq=16)
