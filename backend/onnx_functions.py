@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from onnxscript import ir
@@ -309,6 +309,3 @@ def _rename_sizes(graph: ir.Graph, names: Mapping[str, str]) -> None:
     for node in graph:
         for value in node.outputs:
             renamed(value)
-
-
-OnNode = Callable[[ir.Node], None]
