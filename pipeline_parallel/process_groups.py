@@ -63,7 +63,7 @@ class Ranks:
         """Raises PipelineError on every rank if ranks have captured or asked for other things."""
         own = {
             "torch": torch.__version__,
-            "lazyinline": _version(),
+            "lazyinline": _own_version(),
             "Python": ".".join(platform.python_version_tuple()[:2]),
             "schedule": table.schedule,
             "num_stages": table.num_stages,
@@ -247,7 +247,7 @@ def _digest(tensor: Tensor) -> str:
     return hashlib.sha256(flat.view(torch.uint8).numpy().tobytes()).hexdigest()[:12]
 
 
-def _version() -> str:
+def _own_version() -> str:
     try:
         return importlib.metadata.version("lazyinline")
     except importlib.metadata.PackageNotFoundError:
