@@ -61,8 +61,7 @@ def measure(
         train: measure a training step; otherwise a forward without gradients.
         micro_batches: training only. Each tensor of the batch is split along dimension 0 into so
             many parts; both sides are then :func:`compile_step`, whose loss is the mean.
-        execute: run the steps; otherwise only compile. With ``backend="eager"`` the model may
-            then be on the meta device.
+        execute: run the steps; otherwise only compile. The model may then be on the meta device.
         backend: ``"inductor"`` or ``"eager"``.
         reuse: what the late side shares, ``"marked"`` or ``"auto"``; early is always ``"off"``.
 
@@ -80,7 +79,6 @@ def measure(
     workload = _workload(model, args, kwargs, train, micro_batches)
     if execute:
         check_runnable(model)
-    _check_device(workload, options)
     warm_up = warm_up_compiler(backend=backend, train=train)
     report = compare_sides(workload, options) if execute else compile_sides(workload, options)
     return replace(report, warm_up=warm_up)
@@ -112,14 +110,6 @@ def check_micro_batches(micro_batches: int, *, train: bool) -> None:
         raise PlanError(
             f"micro_batches={micro_batches} goes with training, where gradients are summed over "
             "them. For inference leave it 1."
-        )
-
-
-def _check_device(workload: Workload, options: Options) -> None:
-    if options.backend == "inductor" and "meta" in {d.type for d in workload.devices()}:
-        raise PlanError(
-            "Inductor makes no kernels for the meta device. Measure capture and autodiff of a "
-            'model without data with backend="eager", execute=False.'
         )
 
 

@@ -1,6 +1,19 @@
 """Models too large to hold are compiled whole, from their layouts alone."""
 
+import torch
+from torch import nn
+
+from lazyinline.frontend.compiler import Compiler, Options
 from lazyinline.frontend.large_models import compile_large
+
+
+def test_kernels_are_built_and_planned_for_a_model_without_data() -> None:
+    with torch.device("meta"):
+        model, x = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 8)), torch.empty(4, 64)
+    _, report = Compiler(Options()).compile(model, (x,), {}, train=False)
+    assert (report.num_kernels, report.unplanned) == (1, "")
+    assert report.num_launches == 3
+    assert report.peak_bytes is not None and report.peak_bytes >= 4 * 64 * 4
 
 
 def test_13_billion_parameters_are_planned_without_data() -> None:
