@@ -284,7 +284,7 @@ def _with_constants(decision: SharingDecision, shared: Shared) -> SharingDecisio
 
 
 def _refuse_foreign(model: nn.Module) -> None:
-    for path, module in model.named_modules():
+    for path, module in walk_modules(model):
         if is_compiled(module):
             raise CaptureError(
                 f"{path or 'The model'} is a compiled module already. Compile the outer model with "

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 import torch.fx
-from torch import nn
 
 from ..reuse.errors import CaptureError
+from ..reuse.evidence import Places, module_state
 from ..reuse.leaf import changed_operand, stamp_of
 from ..reuse.program import ModelTensor, Source
 from ..reuse.types import TensorType
@@ -26,15 +26,17 @@ class OutsideTensors:
     Attributes:
         sources: where each input node of the outer graph comes from.
         fakes: ``id(real tensor) -> fake``.
+        real_ids: ``id(fake) -> id(real tensor)``.
         literals: nodes of constants made from Python data inside the forward.
     """
 
-    def __init__(self, tracer: Tracer, model: nn.Module) -> None:
+    def __init__(self, tracer: Tracer, places: Places) -> None:
         self._tracer = tracer
         self.sources: dict[torch.fx.Node, Source] = {}
         self.fakes: dict[int, torch.Tensor] = {}
+        self.real_ids: dict[int, int] = {}
         self.literals: set[torch.fx.Node] = set()
-        self._names = _tensor_names(model)
+        self._names = _tensor_names(places)
         self._outside: dict[int, torch.fx.Node] = {}
         self._keep: list[Any] = []
 
@@ -47,6 +49,7 @@ class OutsideTensors:
             fake = self._tracer.to_fake(tensor)
             self._tracer.track(fake, self.outside_node(tensor))
             self.fakes[id(tensor)] = fake
+            self.real_ids[id(fake)] = id(tensor)
         return fake
 
     def outside_node(self, tensor: torch.Tensor) -> torch.fx.Node:
@@ -117,11 +120,14 @@ class OutsideTensors:
                 self._tracer.track(fake, self._outside[key])
 
 
-def _tensor_names(model: nn.Module) -> dict[int, ModelTensor]:
+def _tensor_names(places: Places) -> dict[int, ModelTensor]:
     names: dict[int, ModelTensor] = {}
-    for kind, pairs in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
-        for name, tensor in pairs:
-            names.setdefault(id(tensor), ModelTensor(name, tensor, kind))
+    for kind, table in (("parameter", "_parameters"), ("buffer", "_buffers")):
+        for path, module in places:
+            prefix = f"{path}." if path else ""
+            for name, tensor in module_state(module)[table].items():
+                if tensor is not None and id(tensor) not in names:
+                    names[id(tensor)] = ModelTensor(prefix + name, tensor, kind)
     return names
 
 

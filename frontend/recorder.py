@@ -16,6 +16,7 @@ from ..reuse import pytree
 from ..reuse.errors import CaptureError
 from ..reuse.evidence import (
     Evidence,
+    Places,
     Reads,
     has_hooks,
     module_state,
@@ -92,12 +93,13 @@ class Recorder:
         self.model = model
         self.sizes = sizes
         self.blocks = blocks
-        self.paths = {id(m): p for p, m in model.named_modules()}
+        places = walk_modules(model)
+        self.paths = {id(module): path for path, module in reversed(places)}
         self.root = Region(model, "", type(model).__name__)
         self.tracer = Tracer(sizes.mode if sizes else new_fake_mode(), self._add_node)
         self.decisions: list[SharingDecision] = []
         self.decided: list[Region | None] = []  # for each decision the region, if it was traced
-        self.tensors = OutsideTensors(self.tracer, model)
+        self.tensors = OutsideTensors(self.tracer, places)
         self._current = self.root
         self._templating = TemplateMaker(self.tracer, self.tensors)
         self._templates: dict[Any, list[Template]] = {}
@@ -221,11 +223,15 @@ class Recorder:
         if not self.blocks.wants(module, self._current):
             return self._run_inline(module, args, kwargs, proceed)
         with self._bookkeeping():
-            args, kwargs = self._with_fakes(args, kwargs)
             arguments = self._bind(module, args, kwargs)
             leaves, spec = pytree.flatten(arguments)
-            marks = tuple(recompute_mark(inner) for _, inner in walk_modules(module)[1:])
-            signature = CallSignature(module, leaves, self.tensors.fakes)
+            if any(isinstance(x, torch.Tensor) and not is_fake(x) for x in leaves):
+                args, kwargs = self._with_fakes(args, kwargs)
+                arguments = self._bind(module, args, kwargs)
+                leaves, spec = pytree.flatten(arguments)
+            places = walk_modules(module)
+            marks = tuple(recompute_mark(inner) for _, inner in places[1:])
+            signature = CallSignature(module, leaves, self.tensors.real_ids)
             key = (type(module), spec, signature, ambient_modes(), marks)
             known = self._templates.setdefault(key, [])
             earlier = self._traced.get(type(module))
@@ -233,9 +239,9 @@ class Recorder:
             if not known and earlier is not None:
                 compared, reason = earlier[1], _other_call(key, earlier[0], arguments)
             for template in reversed(known):
-                reason, compared = template.evidence.mismatch(module), template.region.path
+                reason, compared = template.evidence.mismatch_at(places), template.region.path
                 if not reason:
-                    return self._call_shared(template, module, leaves)
+                    return self._call_shared(template, module, leaves, places)
             if reason:
                 self.blocks.differs(module)
             path = self.paths.get(id(module), "")
@@ -307,8 +313,6 @@ class Recorder:
 
     def _with_fakes(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         leaves, spec = pytree.flatten((args, kwargs))
-        if not any(isinstance(x, torch.Tensor) and not is_fake(x) for x in leaves):
-            return args, kwargs  # the very lists and dictionaries: a block may add to them
         leaves = [self._fake_of(x) if isinstance(x, torch.Tensor) else x for x in leaves]
         result: tuple[Any, Any] = pytree.unflatten(leaves, spec)
         return result
@@ -370,13 +374,29 @@ class Recorder:
         if self._current.reads is not None:
             self._current.reads.nested.append((module, evidence))
 
-    def _call_shared(self, template: Template, module: nn.Module, leaves: Sequence[Any]) -> Any:
+    def _note_reads(self, template: Template, modules: Mapping[str, nn.Module]) -> None:
+        """Remembers what the attributes hold that an instance's Python would have read."""
+        known = {path: id(module) in self.paths for path, module in modules.items()}
+        states = {path: module_state(module) for path, module in modules.items()}
+        noted = self.attribute_reads
+        for path, name, where in template.evidence.plain_reads:
+            key = (id(modules[path]), name)
+            if name in _MODULE_NAMES or key in noted or not known[path]:
+                continue
+            table = states[path] if where in ("", "class") else states[path][where]
+            value = MISSING if where == "class" else table.get(name, MISSING)
+            noted[key] = (table, name, value)
+            if type(value) not in _PLAIN_TYPES:
+                self.contents.look_into(value)
+
+    def _call_shared(
+        self, template: Template, module: nn.Module, leaves: Sequence[Any], places: Places
+    ) -> Any:
         """Replaces an instance that agrees with a template by one call node."""
         path = self.paths.get(id(module), "")
         result = self._templating.call(template, module, leaves, path)
         self._note_nested(module, template.evidence)
-        for inner, name in template.evidence.reads_on(module):
-            self._note_read(inner, name)
+        self._note_reads(template, dict(places))
         self._decide(module, None)
         return result
 

@@ -16,6 +16,8 @@ from ..reuse.leaf import current_autocast
 from ..reuse.torch_names import memory_id
 from ..reuse.types import TensorType
 
+_PLAIN_TYPES = (bool, int, str, type(None))
+
 
 class CallSignature:
     """What a call passes, compared in full: layouts, shared memory, and all other values.
@@ -23,18 +25,21 @@ class CallSignature:
     Args:
         module: the block called.
         leaves: its flattened arguments; tensors are fake.
-        own_fakes: ``id(real tensor) -> fake`` of the model's tensors, to notice an argument that
-            is one of the block's own tensors.
+        own_fakes: ``id(fake) -> id(real tensor)`` of the model's tensors, to notice an argument
+            that is one of the block's own tensors.
     """
 
     __slots__ = ("_rows",)
 
     def __init__(
-        self, module: nn.Module, leaves: Sequence[Any], own_fakes: Mapping[int, torch.Tensor]
+        self, module: nn.Module, leaves: Sequence[Any], own_fakes: Mapping[int, int]
     ) -> None:
-        places = walk_modules(module)
-        freezer = Freezer({id(m): p for p, m in places})
-        rows = _own_tensors(places, leaves, own_fakes)
+        places: list[tuple[str, nn.Module]] = []
+        freezer: Freezer | None = None
+        rows: list[Any] = []
+        if any(id(leaf) in own_fakes for leaf in leaves):
+            places = walk_modules(module)
+            rows = _own_tensors(places, leaves, own_fakes)
         seen: dict[int, int] = {}
         for leaf in leaves:
             if isinstance(leaf, torch.Tensor):
@@ -42,7 +47,11 @@ class CallSignature:
                 same = seen.setdefault(id(leaf), len(seen))
                 offset = leaf.storage_offset()
                 rows.append((TensorType.of(leaf), leaf.requires_grad, memory, same, offset))
+            elif type(leaf) in _PLAIN_TYPES:
+                rows.append((type(leaf), leaf))
             else:
+                places = places or walk_modules(module)
+                freezer = freezer or Freezer({id(m): p for p, m in places})
                 rows.append(freezer.freeze(leaf))
         self._rows = rows
 
@@ -81,14 +90,14 @@ def _row_text(row: Any, other: Any) -> str:
 def _own_tensors(
     places: Sequence[tuple[str, nn.Module]],
     leaves: Sequence[Any],
-    own_fakes: Mapping[int, torch.Tensor],
+    own_fakes: Mapping[int, int],
 ) -> list[Any]:
-    positions = {id(leaf): i for i, leaf in enumerate(leaves)}
+    positions = {own_fakes.get(id(leaf)): i for i, leaf in enumerate(leaves)}
     rows: list[Any] = []
     for path, inner in places:
         state = module_state(inner)
         for name, tensor in (*state["_parameters"].items(), *state["_buffers"].items()):
-            position = positions.get(id(own_fakes.get(id(tensor))))
+            position = positions.get(id(tensor))
             if position is not None:
                 rows.append(("own tensor", path, name, position))
     return rows

@@ -115,8 +115,8 @@ class TemplateMaker:
                 results.append(self._operand_tensor(template.bindings[leaf.index], module, leaves))
             else:
                 if leaf.index not in made:
-                    made[leaf.index] = self._new_result(template, leaf, module, leaves)
-                    self._tracer.track(made[leaf.index], self._tracer.item(node, leaf.index))
+                    item = self._tracer.item(node, leaf.index)
+                    made[leaf.index] = self._new_result(template, leaf, item, module, leaves)
                 results.append(made[leaf.index])
         return pytree.unflatten(results, template.output_spec)
 
@@ -147,22 +147,28 @@ class TemplateMaker:
         return where
 
     def _new_result(
-        self, template: Template, leaf: OutputLeaf, module: nn.Module, leaves: Sequence[Any]
+        self,
+        template: Template,
+        leaf: OutputLeaf,
+        node: torch.fx.Node,
+        module: nn.Module,
+        leaves: Sequence[Any],
     ) -> torch.Tensor:
         """Makes the fake result of a shared call; never an autograd leaf, so it may be changed."""
         assert leaf.type is not None
         assert leaf.prototype is not None
+        if leaf.alias_of < 0 and not leaf.type.is_symbolic:
+            like = leaf.prototype if leaf.requires_grad else None
+            return self._tracer.track_new(leaf.type, like, node)  # type: ignore[no-any-return]
         shape, stride = leaf.prototype.shape, leaf.prototype.stride()
         with self._tracer.untraced(), torch.set_grad_enabled(leaf.requires_grad):
             if leaf.alias_of >= 0:
                 base = self._operand_tensor(template.bindings[leaf.alias_of], module, leaves)
-                return base.as_strided(shape, stride, leaf.storage_offset)
-            if leaf.type.is_symbolic or leaf.type.is_dense:
-                return leaf.prototype.clone()
-            reach = 1 + sum((d - 1) * s for d, s in zip(shape, stride, strict=True))
-            seed = leaf.prototype.new_empty(())
-            memory = seed.requires_grad_(leaf.requires_grad) + seed.new_empty(reach)
-            return memory.as_strided(shape, stride)
+                result = base.as_strided(shape, stride, leaf.storage_offset)
+            else:
+                result = leaf.prototype.clone()
+        self._tracer.track(result, node)
+        return result
 
 
 def _is_plain(value: Any) -> bool:

@@ -10,7 +10,7 @@ import operator
 import os
 import sys
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any
 
 import torch
@@ -26,11 +26,13 @@ from torch.fx.experimental.proxy_tensor import (
     disable_proxy_modes_tracing,
     get_proxy_mode,
     make_fx,
+    track_tensor,
     track_tensor_tree,
 )
 from torch.fx.node import _side_effectful_need_to_be_preserved_pre_dispatch
 
 from ..reuse.leaf import Stamp, current_autocast, mutated_args
+from ..reuse.types import TensorType
 
 _TORCH_FOLDER = os.path.dirname(torch.__file__) + os.sep
 _OWN_FOLDERS = tuple(
@@ -92,6 +94,7 @@ class Tracer:
 
     def __init__(self, fake_mode: FakeTensorMode, on_node: Callable[[torch.fx.Node], None]) -> None:
         self.fake_mode = fake_mode
+        self._has_sizes = fake_mode.shape_env is not None  # PyTorch then drops dead size operators
         self._on_node = on_node
         self._tracer: Any = None
         self._num_inputs = 0
@@ -114,9 +117,11 @@ class Tracer:
                 function(flat)
             finally:
                 del graph.create_node
-            return ()
+            if self._has_sizes:
+                return ()
+            raise _Finished  # the graph is all we need; a GraphModule of it takes time per node
 
-        with self.fake_mode, _use_lazy_graph_module(True):
+        with self.fake_mode, _use_lazy_graph_module(True), suppress(_Finished):
             make_fx(traced, tracing_mode="real", pre_dispatch=True)(list(inputs))
 
     def _stamping(self, create: Callable[..., torch.fx.Node]) -> Callable[..., torch.fx.Node]:
@@ -151,7 +156,9 @@ class Tracer:
         name = f"outside_{self._num_inputs}"
         self._num_inputs += 1
         object.__setattr__(self._tracer.root, name, tensor)
-        return self._tracer.graph.create_node("get_attr", name, (), {})  # type: ignore[no-any-return]
+        if self._has_sizes:
+            return self._tracer.graph.create_node("get_attr", name, (), {})  # type: ignore[no-any-return]
+        return torch.fx.Node(self._tracer.graph, name, "get_attr", name, (), {})
 
     def attribute(self, node: torch.fx.Node) -> Any:
         """Returns the outside tensor (or other object) that a ``get_attr`` node stands for."""
@@ -162,6 +169,30 @@ class Tracer:
         proxy = torch.fx.Proxy(node, self._tracer)
         with self._nodes.renaming():
             track_tensor_tree(tensor, proxy, constant=None, tracer=self._tracer)
+
+    def track_new(self, type_: TensorType, like: torch.Tensor | None, node: torch.fx.Node) -> Any:
+        """Returns a new fake tensor that a node stands for.
+
+        No operator runs, which would take ten times as long.
+
+        Args:
+            type_: its layout.
+            like: a tensor that requires grad, for the new one to have a history as well, or None.
+            node: what makes it.
+        """
+        with torch._C._DisableTorchDispatch():
+            memory = torch.empty_strided(
+                type_.shape, type_.stride, dtype=type_.dtype, device="meta"
+            )
+        # Two of the same memory: the model may change the shape of its own in place.
+        fake = FakeTensor(self.fake_mode, memory, type_.device)
+        node.meta["val"] = FakeTensor(self.fake_mode, memory, type_.device)
+        if like is not None:
+            with torch.enable_grad():
+                fake = super(torch.autograd.Function, _History).apply(like, [fake])
+        proxy = torch.fx.Proxy(node, self._tracer)
+        track_tensor(fake, proxy, constant=None, tracer=self._tracer)
+        return fake
 
     def call(self, target: Callable[..., Any], operands: Sequence[torch.fx.Node]) -> torch.fx.Node:
         """Adds a call of a function of ours."""
@@ -227,6 +258,18 @@ class _NodeTable(MutableMapping[torch.Tensor, Any]):
 
     def __len__(self) -> int:
         return len(self._table)
+
+
+class _Finished(BaseException):
+    """Leaves PyTorch's tracer when the model has run."""
+
+
+class _History(torch.autograd.Function):
+    """Makes a tensor that is no autograd leaf, so that it may be changed in place."""
+
+    @staticmethod
+    def forward(context: Any, like: torch.Tensor, new: list[torch.Tensor]) -> torch.Tensor:
+        return new[0]
 
 
 @contextmanager

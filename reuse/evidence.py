@@ -19,12 +19,14 @@ import contextvars
 import dis
 import functools
 import gc
+import operator
 import sys
 import threading
 import types
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -39,6 +41,7 @@ from .freeze import (
     is_unrepeatable,
     narrow,
 )
+from .held import Held
 from .torch_names import global_hook_tables
 from .types import TensorType
 
@@ -53,6 +56,7 @@ _LIBRARIES = sys.stdlib_module_names | {"torch", "lazyinline"}
 _MAX_OUTSIDE_DEPTH = 8
 _MAX_OUTSIDE_ITEMS = 256
 
+Places = list[tuple[str, nn.Module]]
 TensorPath = tuple[Any, ...]  # (module path, attribute name, *keys inside the attribute)
 
 
@@ -134,7 +138,11 @@ def raw_attribute(module: nn.Module, name: str) -> Any:
     for table in ("_parameters", "_buffers", "_modules"):
         if name in state.get(table, ()):
             return state[table][name]
-    for base in type(module).__mro__:
+    return _class_attribute(type(module), name)
+
+
+def _class_attribute(kind: type, name: str) -> Any:
+    for base in kind.__mro__:
         if name in base.__dict__:
             return base.__dict__[name]
     return _ABSENT
@@ -189,9 +197,11 @@ class Evidence:
         self._tensor_paths: dict[int, TensorPath] = {}
         self._keep: list[torch.Tensor] = []
         self._attributes: list[tuple[str, str, Any]] = []
+        self._held = Held()
         self._external: list[tuple[nn.Module, str, Any]] = []
         self._globals = [(scope, key[1], seen) for key, (scope, seen) in reads.globals.items()]
         self._cells = _cell_reads(reads)
+        self._outside = _OutsideValues(self._globals, self._cells, self._held)
         self._nested: list[tuple[str, Evidence]] = []
         self.side_effect = self._find_side_effect(reads)
         self._index_attributes(root, reads)
@@ -204,6 +214,7 @@ class Evidence:
             else:
                 self._nested.append((path, evidence))
         self._seen_outside = self._modules_seen_outside()
+        self._own = _OwnValues(dict(places), self._attributes, self._held)
         self.side_effect = self.side_effect or self._seen_itself(walk_modules(root))
 
     def _modules_seen_outside(self) -> dict[int, str]:
@@ -285,33 +296,39 @@ class Evidence:
         """Returns why an instance cannot share, or an empty text if it can."""
         if type(instance) is not self.type:
             return f"class {type(instance).__qualname__} is not {self.type.__qualname__}"
-        places = walk_modules(instance)
+        return self.mismatch_at(walk_modules(instance))
+
+    def mismatch_at(self, places: Places) -> str:
+        """The same for the module tree of an instance of the right class."""
+        held = "same" if self._held.same() else "changed"
         return (
             _structure_mismatch(self._structure, _structure(places))
-            or self._attribute_mismatch(places)
+            or self._attribute_mismatch(places, held)
             or self._seen_itself(places)
-            or self._outside_mismatch()
+            or self._outside_mismatch(held)
             or self._nested_mismatch(dict(places))
         )
 
-    def _attribute_mismatch(self, places: list[tuple[str, nn.Module]]) -> str:
+    def _attribute_mismatch(self, places: Places, held: str) -> str:
         modules = dict(places)
+        rows = self._own.suspects(modules, held)
+        if not rows:
+            return ""
         freeze = self._freezer(_module_paths(places), lambda tensor, keys: _tensor_facts(tensor))
-        for path, name, expected in self._attributes:
-            value = raw_attribute(modules[path], name)
-            if isinstance(expected, Identity) and expected.target is value:
-                continue
-            found = freeze(value, (path, name))
+        for path, name, expected in rows:
+            found = freeze(raw_attribute(modules[path], name), (path, name))
             if found != expected:
                 inside, found, expected = narrow(found, expected)
                 where = f"{path}.{name}{inside}" if path else name + inside
                 return f"attribute {where} is {_describe(found)}, not {_describe(expected)}"
         return ""
 
-    def _outside_mismatch(self) -> str:
+    def _outside_mismatch(self, held: str) -> str:
         for module, name, expected in self._external:
             if _snapshot(raw_attribute(module, name)) != expected:
                 return f"attribute {name} of {type(module).__name__} changed between the calls"
+        if held == "same" and self._outside.same():
+            return ""
         for scope, name, expected in self._globals:
             if not _same_shallow(look_up(scope, name), expected):
                 return f"{_outside_name(scope, name)} changed between the calls"
@@ -320,13 +337,18 @@ class Evidence:
                 return f"a variable captured by {function.__qualname__} changed between the calls"
         return ""
 
-    def reads_on(self, instance: nn.Module) -> list[tuple[nn.Module, str]]:
-        """Returns the attributes that an instance's Python would have read, had it run."""
-        modules = dict(walk_modules(instance))
-        found = [(modules[path], name) for path, name, _ in self._attributes]
-        for path, evidence in self._nested:
-            found.extend(evidence.reads_on(modules[path]))
-        return found
+    @cached_property
+    def plain_reads(self) -> tuple[tuple[str, str, str], ...]:
+        """The attributes read in the tree, by nested blocks too, that are no tensors or modules.
+
+        Path, name, and where it was: ``""`` for the module's own ``__dict__``, the name of a table
+        of it such as ``"_parameters"``, or ``"class"``.
+        """
+        found = {(path, name): where for path, name, where in self._own.plain_reads}
+        for place, evidence in self._nested:
+            for path, name, where in evidence.plain_reads:
+                found[".".join(p for p in (place, path) if p), name] = where
+        return tuple((path, name, where) for (path, name), where in found.items())
 
     def _nested_mismatch(self, modules: Mapping[str, nn.Module]) -> str:
         for path, evidence in self._nested:
@@ -391,7 +413,7 @@ def _structure(places: list[tuple[str, nn.Module]]) -> list[tuple[Any, ...]]:
     for path, module in places:
         state = module_state(module)
         hooks: Any = ()
-        if any(state.get(table) for table in _HOOK_TABLES):
+        if any(map(state.get, _HOOK_TABLES)):
             paths = paths or _module_paths(places)
             freezer = Freezer(paths)
             hooks = tuple(
@@ -529,6 +551,118 @@ def _same_shallow(value: Any, expected: Any) -> bool:
     if isinstance(expected, Identity):
         return expected.target is value
     return bool(_shallow_snapshot(value) == expected)
+
+
+class _OwnValues:
+    """What a traced instance's attributes were, to see at a glance that another's are the same.
+
+    Args:
+        modules: the instance's module tree.
+        rows: path, name and frozen value of each attribute that was read.
+        held: looks into the values.
+    """
+
+    def __init__(
+        self, modules: Mapping[str, nn.Module], rows: list[tuple[str, str, Any]], held: Held
+    ) -> None:
+        self.plain_reads: list[tuple[str, str, str]] = []
+        self._rows = rows
+        self._own: list[tuple[tuple[str, str, Any], Any, bool]] = []
+        self._absent: dict[str, set[str]] = {}
+        self._classes: dict[tuple[type, str], Any] = {}
+        self._unsettled: list[tuple[str, str, Any]] = []
+        for row in rows:
+            path, name, expected = row
+            module = modules[path]
+            value, where = raw_attribute(module, name), _table_of(module, name)
+            if not isinstance(value, (torch.Tensor, nn.Module)):
+                self.plain_reads.append((path, name, where))
+            settled = not isinstance(value, nn.Module) and (
+                isinstance(expected, Identity) or held.look_into(value)
+            )
+            if where == "":
+                self._own.append((row, value, settled))
+                continue
+            self._absent.setdefault(path, set()).add(name)
+            if where == "class":
+                self._classes[type(module), name] = value
+            in_structure = where in ("_parameters", "_buffers") or isinstance(value, nn.Module)
+            if not (settled or in_structure):
+                self._unsettled.append(row)
+
+    def suspects(self, modules: Mapping[str, nn.Module], held: str) -> list[tuple[str, str, Any]]:
+        """Returns the attributes of another instance that must be frozen to be compared.
+
+        Args:
+            modules: its module tree, of the same structure.
+            held: ``"same"`` if all that was looked into is unchanged.
+        """
+        states = {path: module_state(module) for path, module in modules.items()}
+        if (
+            held != "same"
+            or any(not states[p].keys().isdisjoint(names) for p, names in self._absent.items())
+            or any(_class_attribute(c, n) is not seen for (c, n), seen in self._classes.items())
+        ):
+            return self._rows
+        found = list(self._unsettled)
+        for row, seen, settled in self._own:
+            value = states[row[0]].get(row[1], _ABSENT)
+            if not ((value is seen and settled) or _same_number(value, seen)):
+                found.append(row)
+        return found
+
+
+def _same_number(value: Any, seen: Any) -> bool:
+    if type(value) is not type(seen):
+        return False
+    if type(value) is float:
+        return bool(value.hex() == seen.hex())
+    return type(value) in (int, bool, str) and bool(value == seen)
+
+
+def _table_of(module: nn.Module, name: str) -> str:
+    """Returns where a module has an attribute: ``""`` for itself, a table's name, ``"class"``."""
+    state = module_state(module)
+    if name in state:
+        return ""
+    tables = ("_parameters", "_buffers", "_modules")
+    return next((t for t in tables if name in state[t]), "class")
+
+
+class _OutsideValues:
+    """What globals and captured variables held: a quick check that nothing has changed."""
+
+    def __init__(
+        self,
+        names: list[tuple[Any, str, Any]],
+        cells: list[tuple[types.CellType, Any, types.FunctionType]],
+        held: Held,
+    ) -> None:
+        self._names = [(owner, name) for owner, name, _ in names]
+        self._cells = [cell for cell, _, _ in cells]
+        self._values = self._now()
+        frozen = [f for _, _, f in names] + [f for _, f, _ in cells]
+        self._unsettled = [
+            (value, expected)
+            for value, expected in zip(self._values, frozen, strict=True)
+            if not (isinstance(expected, Identity) or held.look_into(value))
+        ]
+
+    def _now(self) -> list[Any]:
+        values = [
+            owner.get(name, _ABSENT) if type(owner) is dict else look_up(owner, name)
+            for owner, name in self._names
+        ]
+        try:
+            return values + [cell.cell_contents for cell in self._cells]
+        except ValueError:  # one is empty
+            return values + [_cell_contents(cell) for cell in self._cells]
+
+    def same(self) -> bool:
+        """Whether every name and variable holds the very object it held, and may be trusted."""
+        return all(map(operator.is_, self._now(), self._values)) and all(
+            _same_shallow(value, expected) for value, expected in self._unsettled
+        )
 
 
 def _cell_reads(reads: Reads) -> list[tuple[types.CellType, Any, types.FunctionType]]:

@@ -30,7 +30,8 @@ _POINTER_BYTES = struct.calcsize("P")
 _MAX_DEPTH = 8
 _MAX_ITEMS = 4096
 _SCALARS = (bool, int, str, bytes, type(None), type(...), torch.dtype, torch.device, torch.Size)
-_BY_IDENTITY = (
+IMMUTABLE = (*_SCALARS, float, complex)
+BY_IDENTITY = (
     type,
     types.ModuleType,
     types.BuiltinFunctionType,
@@ -95,7 +96,7 @@ class Freezer:
         max_items: int = _MAX_ITEMS,
     ) -> None:
         self._max_items = max_items
-        self._by_identity = (enum.Enum, *_BY_IDENTITY, *by_identity)
+        self._by_identity = (enum.Enum, *BY_IDENTITY, *by_identity)
         self._module_paths = module_paths or {}
         self._on_tensor = on_tensor
         self._items = 0
@@ -198,7 +199,7 @@ def _cell_contents(cell: types.CellType) -> Any:
         return _Unset
 
 
-_TRANSPARENT = (
+TRANSPARENT = (
     *(object, list, tuple, dict, set, frozenset, deque, defaultdict, bytearray, array.array),
     *(types.FunctionType, types.MethodType, types.SimpleNamespace, threading.local),
 )
@@ -206,7 +207,7 @@ _TRANSPARENT = (
 
 def is_python_defined(kind: type) -> bool:
     """Whether attributes and contents are all the state an object of this class can have."""
-    return all(base in _TRANSPARENT or _is_class_statement(base) for base in kind.__mro__)
+    return all(base in TRANSPARENT or _is_class_statement(base) for base in kind.__mro__)
 
 
 def _is_class_statement(kind: type) -> bool:

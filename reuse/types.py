@@ -6,6 +6,7 @@ for one value may be launched on another.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -62,8 +63,8 @@ class TensorType:
         for size in shape:
             if type(size) is not int:
                 shape, stride = tuple(map(_plain, shape)), tuple(map(_plain, stride))
-                break
-        return cls(tensor.dtype, shape, stride, tensor.device)
+                return cls(tensor.dtype, shape, stride, tensor.device)
+        return _one_of(tensor.dtype, shape, stride, tensor.device)
 
     @property
     def is_symbolic(self) -> bool:
@@ -107,6 +108,12 @@ def _plain(size: Any) -> Any:
         return size
     expression = size.node.expr
     return int(expression) if expression.is_number else expression
+
+
+@functools.lru_cache(maxsize=4096)
+def _one_of(*facts: Any) -> TensorType:
+    """Returns one object for equal types, which are made and compared for every tensor."""
+    return TensorType(*facts)
 
 
 @dataclass(frozen=True, slots=True)

@@ -268,6 +268,42 @@ def test_a_running_trace_can_be_asked_and_told_which_node_a_tensor_is(
     assert [n.target for n in seen] == ["outside", operator.add, torch.ops.aten.add.Tensor]
 
 
+@contract(
+    "torch._C._DisableTorchDispatch",
+    "torch.fx.experimental.proxy_tensor.track_tensor",
+)
+def test_a_fake_can_be_made_of_memory_without_an_operator(disable: Any, track: Any) -> None:
+    get_proxy_mode = resolve("torch.fx.experimental.proxy_tensor.get_proxy_mode")
+    make_fx = resolve("torch.fx.experimental.proxy_tensor.make_fx")
+    fake_class = resolve("torch._subclasses.fake_tensor.FakeTensor")
+    mode = fake_mode()
+
+    class Leave(BaseException):
+        pass
+
+    def function(x: Tensor) -> tuple[()]:
+        tracer = get_proxy_mode().tracer
+        with disable():
+            memory = torch.empty_strided((2, 3), (1, 2), device="meta")
+        assert type(memory) is Tensor
+        first, second = (fake_class(mode, memory, torch.device("cpu")) for _ in range(2))
+        assert first.untyped_storage()._cdata == second.untyped_storage()._cdata
+        assert first.device.type == "cpu" and first.stride() == (1, 2)
+        node = torch.fx.Node(tracer.graph, "outside", "get_attr", "outside", (), {})
+        track(first, torch.fx.Proxy(node, tracer), constant=None, tracer=tracer)
+        result = first + 1
+        assert tracer.unwrap_proxy(result).node.args[0] is node
+        first.unsqueeze_(0)
+        assert tuple(second.shape) == (2, 3)
+        raise Leave  # a trace can be left when the graph is there
+
+    with mode:
+        x = mode.from_tensor(torch.randn(3))
+        with pytest.raises(Leave):
+            make_fx(function, tracing_mode="real", pre_dispatch=True)(x)
+    assert get_proxy_mode() is None
+
+
 @contract("torch.fx._lazy_graph_module._use_lazy_graph_module")
 def test_a_lazy_graph_module_is_asked_for_by_a_context(use_lazy: Any) -> None:
     with use_lazy(True):
