@@ -54,7 +54,7 @@ from .torch_tracing import (
 if TYPE_CHECKING:
     from .torch_sizes import SymbolicSizes
 
-CallKey = tuple[type, pytree.TreeSpec, CallSignature, Any, tuple[str, ...]]
+CallKey = tuple[type, pytree.TreeSpec, CallSignature, Any, tuple[tuple[str, str], ...]]
 _PLAIN_TYPES = (bool, int, float, str, type(None))
 _MAX_CLOSURES_PER_BLOCK = 64
 _OTHER_CALL = "it is called in another way than earlier instances"
@@ -230,7 +230,7 @@ class Recorder:
                 arguments = self._bind(module, args, kwargs)
                 leaves, spec = pytree.flatten(arguments)
             places = walk_modules(module)
-            marks = tuple(recompute_mark(inner) for _, inner in places[1:])
+            marks = _recompute_marks(places)
             signature = CallSignature(module, leaves, self.tensors.real_ids)
             key = (type(module), spec, signature, ambient_modes(), marks)
             known = self._templates.setdefault(key, [])
@@ -498,6 +498,12 @@ def _refuse_hidden_tensors(results: Sequence[Any]) -> None:
             )
 
 
+def _recompute_marks(places: Places) -> tuple[tuple[str, str], ...]:
+    """Returns which modules inside a block are marked, and how."""
+    marks = ((path, recompute_mark(module)) for path, module in places[1:])
+    return tuple((path, mark) for path, mark in marks if mark)
+
+
 def _other_call(key: CallKey, earlier: CallKey, arguments: Mapping[str, Any]) -> str:
     """Says in which way a call differs from an earlier one of the class."""
     names = [name for name, _ in pytree.flatten_with_names(arguments)]
@@ -506,6 +512,8 @@ def _other_call(key: CallKey, earlier: CallKey, arguments: Mapping[str, Any]) ->
         detail = "its arguments are nested in another way"
     elif not detail and key[3] != earlier[3]:
         detail = "a mode such as grad mode or autocast is another"
+    elif not detail and key[4] != earlier[4]:
+        detail = "its sub-modules are marked for recompute in another way"
     return f"{_OTHER_CALL}: {detail}" if detail else _OTHER_CALL
 
 
