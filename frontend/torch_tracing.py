@@ -40,6 +40,12 @@ _OWN_FOLDERS = tuple(
     for name in ("frontend", "reuse", "autodiff", "backend")
 )
 
+# Imported by a first run, and by decorators; what settings there are live elsewhere (os, logging).
+_MACHINERY = frozenset(
+    "abc collections contextlib dataclasses enum functools importlib inspect re typing "
+    "typing_extensions weakref".split()
+)
+
 DATA_DEPENDENT_ERRORS: tuple[type[Exception], ...] = (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -272,6 +278,12 @@ class _History(torch.autograd.Function):
         return new[0]
 
 
+def _is_machinery(module_name: Any) -> bool:
+    """Whether a module of Python's own holds nothing that steers a model (imports, decorators)."""
+    name = str(module_name).partition(".")[0]
+    return name in _MACHINERY or name.startswith("namedtuple_")
+
+
 @contextmanager
 def profiled_calls(on_call: Callable[[Any], None]) -> Iterator[None]:
     """Calls ``on_call(frame)`` for each call of a user function (not PyTorch's, not ours)."""
@@ -284,7 +296,8 @@ def profiled_calls(on_call: Callable[[Any], None]) -> Iterator[None]:
         code = frame.f_code
         wanted = is_user.get(code)
         if wanted is None:
-            wanted = is_user[code] = not code.co_filename.startswith(skip)
+            machinery = _is_machinery(frame.f_globals.get("__name__"))
+            wanted = is_user[code] = not (machinery or code.co_filename.startswith(skip))
         if wanted:
             on_call(frame)
 

@@ -160,13 +160,18 @@ def module_state(module: nn.Module) -> dict[str, Any]:
 
 
 def walk_modules(root: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Returns every (path, module) of a tree, a shared module once per place it has."""
-    found = [("", root)]
-    for path, module in found:  # grows while it is walked
+    """Returns every (path, module) of a tree, a shared module once per place it has.
+
+    The order is that of ``named_modules``, so that a shared tensor gets the name that
+    ``named_parameters`` gives it.
+    """
+    found, todo = [], [("", root)]
+    while todo:
+        path, module = todo.pop()
+        found.append((path, module))
         prefix = f"{path}." if path else ""
-        for name, child in module_state(module)["_modules"].items():
-            if child is not None:
-                found.append((prefix + name, child))
+        children = module_state(module)["_modules"].items()
+        todo += [(prefix + name, child) for name, child in reversed(children) if child is not None]
     return found
 
 

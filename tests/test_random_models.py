@@ -164,6 +164,7 @@ def test_random_models_equal_eager_before_and_after_random_changes() -> None:
         max_examples=_EXAMPLES or _FEW,
         derandomize=not _EXAMPLES,
         database=None,
+        deadline=None,
         suppress_health_check=list(HealthCheck),
     )
     @given(model_plans())

@@ -30,9 +30,11 @@ def memory_events() -> ModuleType:
 
 
 def decoder_step(
-    num_layers: int, micro_batches: int, backend: str, batch_per_part: int = 2
+    num_layers: int, micro_batches: int, backend: str, batch_per_part: int = 2, **sizes: int
 ) -> tuple[lazyinline.TrainingStep, tuple[torch.Tensor, ...]]:
-    model, args = llama(num_layers=num_layers, batch=batch_per_part * micro_batches, **SIZES)
+    model, args = llama(
+        num_layers=num_layers, batch=batch_per_part * micro_batches, **{**SIZES, **sizes}
+    )
     lazyinline.lazy_inline(DecoderBlock)
     return compile_step(model, micro_batches=micro_batches, backend=backend), args
 
@@ -45,8 +47,12 @@ def operators(names: Iterable[str]) -> set[str]:
     return {name.removeprefix("aten::").partition(".")[0] for name in names}
 
 
-def test_only_launches_that_cannot_be_placed_allocate(memory_events: ModuleType) -> None:
-    step, args = decoder_step(2, 2, "inductor")
+@pytest.mark.parametrize("seq", [8, 80], ids=["short", "fused"])
+def test_only_launches_that_cannot_be_placed_allocate(memory_events: ModuleType, seq: int) -> None:
+    """Attention over short rows is placed; PyTorch's fused one allocates its results."""
+    step, args = decoder_step(2, 2, "inductor", seq=seq)
+    step(*args)
+    assert bool(step.stats.unplaced_launches) == (seq == 80)
     for _ in range(2):
         step(*args)
     use = memory_events.memory_use(lambda: step(*args))
@@ -54,7 +60,8 @@ def test_only_launches_that_cannot_be_placed_allocate(memory_events: ModuleType)
     assert operators(use.allocations) <= allowed, use.allocations
     made_for_loss = sum(n for name, n in use.allocations.items() if operators([name]) & LOSS)
     assert 1 <= made_for_loss <= 4
-    assert use.num_allocations - made_for_loss >= step.stats.allocations_per_step > 0
+    assert use.num_allocations - made_for_loss >= step.stats.allocations_per_step
+    assert bool(step.stats.allocations_per_step) == bool(step.stats.unplaced_launches)
 
 
 def test_step_of_placed_launches_allocates_its_loss_only(memory_events: ModuleType) -> None:
