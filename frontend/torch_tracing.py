@@ -42,8 +42,20 @@ _OWN_FOLDERS = tuple(
 
 # Imported by a first run, and by decorators; what settings there are live elsewhere (os, logging).
 _MACHINERY = frozenset(
-    "abc collections contextlib dataclasses enum functools importlib inspect re typing "
-    "typing_extensions weakref".split()
+    [
+        "abc",
+        "collections",
+        "contextlib",
+        "dataclasses",
+        "enum",
+        "functools",
+        "importlib",
+        "inspect",
+        "re",
+        "typing",
+        "typing_extensions",
+        "weakref",
+    ]
 )
 
 DATA_DEPENDENT_ERRORS: tuple[type[Exception], ...] = (
