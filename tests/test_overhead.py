@@ -31,13 +31,13 @@ def entry_of(compiled: nn.Module, args: tuple[Tensor, ...]) -> Any:
 
 
 def interleaved_minima(*functions: Callable[[], object], repeats: int) -> list[float]:
-    """Returns the least processor time of each function, in microseconds; noise only ever adds."""
+    """Returns the shortest time of each function, in microseconds; noise only ever adds."""
     best = [float("inf")] * len(functions)
     for _ in range(repeats):
         for index, function in enumerate(functions):
-            start = time.thread_time()
+            start = time.perf_counter()
             function()
-            best[index] = min(best[index], time.thread_time() - start)
+            best[index] = min(best[index], time.perf_counter() - start)
     return [1e6 * seconds for seconds in best]
 
 
@@ -46,6 +46,7 @@ def ready(layers: int) -> tuple[Callable[[], object], Callable[[], object]]:
     model, args = llama(layers, **SIZES)
     compiled = lazyinline.compile(model, backend="eager")
     compiled(*args)
+    assert compiled.last_report.num_block_calls == layers
     entry = entry_of(compiled, args)
     tensors = iter(entry.guard.tensors)
     sources = entry._compiled.captured.program.sources
@@ -89,8 +90,7 @@ def test_a_forward_adds_few_calls_to_its_kernels_and_few_per_layer(train: bool) 
 
 
 @pytest.mark.parametrize("train", [True, False], ids=["training", "inference"])
-def test_a_forward_adds_little_time_to_its_kernels(train: bool) -> None:
-    """At most 50 us and 15 us per block; on a slow or busy machine, at most a third."""
+def test_a_forward_adds_little_python_to_its_kernels(train: bool) -> None:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -98,13 +98,12 @@ def test_a_forward_adds_little_time_to_its_kernels(train: bool) -> None:
             run, kernels = ready(LAYERS)
             for _ in range(5):  # other people's load may last for a while
                 whole, bare = interleaved_minima(run, kernels, repeats=100)
-                bound = max(BASE_US + PER_BLOCK_US * LAYERS, bare / 3)
-                if whole - bare <= bound:
+                if whole - bare <= BASE_US + PER_BLOCK_US * LAYERS:
                     break
     finally:
         torch.set_num_threads(threads)
     assert bare > 100, "the kernels did not run"
-    assert whole - bare <= bound, f"{whole:.0f} us against {bare:.0f} us"
+    assert whole - bare <= BASE_US + PER_BLOCK_US * LAYERS, f"{whole:.0f} us against {bare:.0f} us"
 
 
 def programs(layers: int) -> list[Any]:

@@ -327,3 +327,4 @@ def test_families_train_as_in_eager_without_a_mark(build: Callable[[], nn.Module
     assert_same_gradients(model, expected, 1e-5)
     report = compiled.last_report
     assert report.num_nodes < report.num_nodes_if_inlined
+    assert any(decision.shared for decision in report.decisions)
