@@ -23,7 +23,7 @@ class Runtime(Protocol):
 
     num_launches: int
 
-    def forward(self, inputs: list[torch.Tensor]) -> tuple[list[torch.Tensor], Any]:
+    def forward(self, inputs: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], Any]:
         """Returns what the user receives, and the flight."""
 
     def backward(
@@ -48,7 +48,7 @@ class ReplayRuntime:
         self.num_launches = forward.num_launches + (backward.num_launches if backward else 0)
 
     @without_autocast
-    def forward(self, inputs: list[torch.Tensor]) -> tuple[list[torch.Tensor], Any]:
+    def forward(self, inputs: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], Any]:
         """See :class:`Runtime`."""
         results = self._forward.run(list(inputs))
         return results[: self._num_results], results[self._num_results :]
@@ -93,7 +93,7 @@ class PlannedRuntime:
         self._borrowed = [_forward_input(program, i) for i in needed if i < num_saved]
 
     @without_autocast
-    def forward(self, inputs: list[torch.Tensor]) -> tuple[list[torch.Tensor], Any]:
+    def forward(self, inputs: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], Any]:
         """See :class:`Runtime`."""
         lease = self.program.lease([inputs[i] for i in self._model])
         outputs = lease.runners[0]([inputs[i] for i in self._given])

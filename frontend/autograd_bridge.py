@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import operator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +23,7 @@ class Aliases:
 
     Attributes:
         owned: outputs whose memory is theirs alone among inputs and outputs.
+        repeated: outputs that are the same tensor object as an earlier one.
         guards: inputs and outputs whose memory the backward needs under another name. They are
             saved beside it, so that autograd notices a change in place.
         copied: gradients that share memory with a cotangent or with an earlier gradient. Their
@@ -29,6 +31,7 @@ class Aliases:
     """
 
     owned: tuple[int, ...] | None = None
+    repeated: tuple[int, ...] = ()
     guards: tuple[tuple[str, int], ...] = ()
     copied: tuple[int, ...] | None = None
 
@@ -42,6 +45,8 @@ class Aliases:
         memories = [memory_id(t) for t in (*inputs, *outputs)]
         owned = [memories.count(m) == 1 for m in memories[len(inputs) :]]
         self.owned = tuple(i for i, flag in enumerate(owned) if flag)
+        known = [id(t) for t in outputs]
+        self.repeated = tuple(i for i, key in enumerate(known) if known.index(key) != i)
         needed = {memory_id(t) for t in saved}
         places = [("input", i) for i in range(len(inputs))]
         places += [("output", i) for i in range(len(outputs))]
@@ -80,25 +85,52 @@ class Absence:
         return self._found[unused]
 
 
+class Bridge:
+    """How a compiled program is run as a node of autograd: what the runs have in common.
+
+    Args:
+        compiled: a program with a derivative.
+        written: positions of inputs that are overwritten after each run.
+    """
+
+    def __init__(self, compiled: CompiledProgram, written: frozenset[int]) -> None:
+        assert compiled.derivative is not None
+        self.runtime = compiled.runtime
+        self.derivative = derivative = compiled.derivative
+        self.aliases = Aliases()
+        self.absence = Absence(compiled)
+        self.pick_wanted = picker(derivative.gradient_inputs)
+        self.pick_kept = picker(derivative.kept_inputs)
+        # A buffer that the forward will overwrite is kept as it was.
+        self.cloned = [i for i, k in enumerate(derivative.kept_inputs) if k in written]
+        watched = [i for i in compiled.watched_inputs if i not in written]
+        self.pick_watched = picker(watched)
+        self.num_kept = len(derivative.kept_inputs) + len(derivative.kept_outputs)
+        self.cotangent_types = derivative.backward.input_types[-len(derivative.cotangent_outputs) :]
+        outputs = range(len(compiled.captured.program.outputs))
+        self.constant_outputs = [i for i in outputs if i not in derivative.cotangent_outputs]
+
+    def run(self, inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """Runs a forward so that autograd can come back through its backward."""
+        step = Step(self, inputs)
+        outputs: Sequence[torch.Tensor] = _CompiledFunction.apply(step, *self.pick_wanted(inputs))
+        return outputs
+
+
+def picker(places: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
+    """Returns what picks the items at some places, in C where there are several."""
+    if len(places) > 1:
+        return operator.itemgetter(*places)
+    return lambda items: tuple(items[i] for i in places)
+
+
 @dataclass
 class Step:
     """One forward in flight: its inputs, and after it ran, what its backward needs."""
 
-    compiled: CompiledProgram
-    inputs: list[torch.Tensor]
-    written: frozenset[int]
-    aliases: Aliases
-    absence: Absence
+    bridge: Bridge
+    inputs: Sequence[torch.Tensor]
     flight: Any = None
-
-
-def run_differentiable(step: Step) -> Sequence[torch.Tensor]:
-    """Runs a forward so that autograd can come back through its backward."""
-    derivative = step.compiled.derivative
-    assert derivative is not None
-    wanted = [step.inputs[i] for i in derivative.gradient_inputs]
-    outputs: Sequence[torch.Tensor] = _CompiledFunction.apply(step, *wanted)
-    return outputs
 
 
 class _CompiledFunction(torch.autograd.Function):
@@ -106,32 +138,29 @@ class _CompiledFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, step: Step, *wanted: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        derivative = step.compiled.derivative
-        assert derivative is not None
-        outputs, step.flight = step.compiled.runtime.forward(step.inputs)
-        aliases = step.aliases
+        bridge, inputs = step.bridge, step.inputs
+        step.inputs = ()
+        aliases = bridge.aliases
+        outputs, step.flight = bridge.runtime.forward(inputs)
         if aliases.owned is None:
             saved = step.flight if isinstance(step.flight, list) else []
-            aliases.learn_forward(step.inputs, outputs, saved)
+            aliases.learn_forward(inputs, outputs, saved)
         for index in aliases.owned or ():
             outputs[index] = outputs[index].data  # a user may change even what is a view in here
-        first = {id(o): i for i, o in reversed(list(enumerate(outputs)))}
-        for index, output in enumerate(outputs):
-            if first[id(output)] != index:  # h and h.detach() may be one tensor in here
-                outputs[index] = output.detach()
-        kept = []
-        for index in derivative.kept_inputs:
-            tensor = step.inputs[index]
-            # A buffer that this forward will overwrite is kept as it was.
-            kept.append(tensor.clone() if index in step.written else tensor)
-        kept += [outputs[i] for i in derivative.kept_outputs]
-        kept += [step.inputs[i] if kind == "input" else outputs[i] for kind, i in aliases.guards]
-        watched = [step.inputs[i] for i in step.compiled.watched_inputs if i not in step.written]
-        ctx.save_for_backward(*kept, *watched)
+        for index in aliases.repeated:  # h and h.detach() may be one tensor in here
+            outputs[index] = outputs[index].detach()
+        kept = bridge.pick_kept(inputs)
+        if bridge.cloned:
+            kept = tuple(t.clone() if i in bridge.cloned else t for i, t in enumerate(kept))
+        ctx.save_for_backward(
+            *kept,
+            *[outputs[i] for i in bridge.derivative.kept_outputs],
+            *[inputs[i] if kind == "input" else outputs[i] for kind, i in aliases.guards],
+            *bridge.pick_watched(inputs),
+        )
         ctx.step = step
-        step.inputs = []
-        differentiable = set(derivative.cotangent_outputs)
-        ctx.mark_non_differentiable(*(o for i, o in enumerate(outputs) if i not in differentiable))
+        if bridge.constant_outputs:
+            ctx.mark_non_differentiable(*[outputs[i] for i in bridge.constant_outputs])
         ctx.set_materialize_grads(False)
         return tuple(outputs)
 
@@ -139,10 +168,8 @@ class _CompiledFunction(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *cotangents: torch.Tensor | None) -> tuple[Any, ...]:
         step: Step = ctx.step
-        derivative = step.compiled.derivative
-        assert derivative is not None
-        num_kept = len(derivative.kept_inputs) + len(derivative.kept_outputs)
-        kept = ctx.saved_tensors[:num_kept]
+        bridge, derivative = step.bridge, step.bridge.derivative
+        kept = ctx.saved_tensors[: bridge.num_kept]
         flight, graph = step.flight, "keep" if graph_is_kept() else "free"
         if flight is None:
             raise RuntimeError(
@@ -151,19 +178,18 @@ class _CompiledFunction(torch.autograd.Function):
             )
         if graph == "free":
             step.flight = None
-        types = derivative.backward.input_types[-len(derivative.cotangent_outputs) :]
         seeds = [
             _cotangent(cotangents[i], t)  # type: ignore[arg-type]
-            for i, t in zip(derivative.cotangent_outputs, types, strict=True)
+            for i, t in zip(derivative.cotangent_outputs, bridge.cotangent_types, strict=True)
         ]
-        gradients = step.compiled.runtime.backward(flight, [*kept, *seeds], graph)
-        if step.aliases.copied is None:
-            step.aliases.learn_backward([*kept, *seeds], gradients)
-        for index in step.aliases.copied or ():
+        gradients = bridge.runtime.backward(flight, [*kept, *seeds], graph)
+        if bridge.aliases.copied is None:
+            bridge.aliases.learn_backward([*kept, *seeds], gradients)
+        for index in bridge.aliases.copied or ():
             gradients[index] = gradients[index].clone()
         results: list[torch.Tensor | None] = [None, *gradients]
         unused = tuple(i for i in derivative.cotangent_outputs if cotangents[i] is None)
-        for index in step.absence.of(unused) if unused else ():
+        for index in bridge.absence.of(unused) if unused else ():
             results[index + 1] = None
         return tuple(results)
 

@@ -16,12 +16,14 @@ from ..reuse.evidence import has_own_hooks
 from ..reuse.program import UserInput
 from ..reuse.torch_names import global_hook_tables
 from .assemble import OutputTree
-from .autograd_bridge import Absence, Aliases, Step, run_differentiable
+from .autograd_bridge import Bridge, picker
 from .capture import backward_hooked, one_at_a_time
 from .compiler import CompiledProgram, Compiler, Options
 from .guard import Guard
 from .report import CompileReport
 from .runnable import check_runnable, check_writes
+
+_HOOKS_ON_ALL = (*global_hook_tables("forward"), *global_hook_tables("backward"))
 
 
 def compile(
@@ -111,8 +113,7 @@ class CompiledModule(nn.Module):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs hooks and the program. Hooks on all modules run for the model, not once more."""
-        on_all = any(global_hook_tables("forward")) or any(global_hook_tables("backward"))
-        if on_all and not has_own_hooks(self, "forward"):
+        if any(_HOOKS_ON_ALL) and not has_own_hooks(self, "forward"):
             return self.forward(*args, **kwargs)
         return super().__call__(*args, **kwargs)
 
@@ -123,7 +124,7 @@ class CompiledModule(nn.Module):
                 "A compiled module has no forward-mode derivative (jvp, dual numbers), and its "
                 "result would have no tangent. Call the model itself."
             )
-        leaves, tree = pytree.flatten((args, kwargs))
+        leaves, tree = pytree.flatten_call(args, kwargs)
         original = (args, kwargs)
         if any(isinstance(x, torch.Tensor) and (x.is_conj() or x.is_neg()) for x in leaves):
             leaves = [x.resolve_conj().resolve_neg() if torch.is_tensor(x) else x for x in leaves]
@@ -236,24 +237,20 @@ class _Entry:
         program = compiled.captured.program
         self._compiled = compiled
         self.guard = Guard(model, compiled.captured, leaves, tree)
-        self._order = _input_order(program.sources, leaves)
-        self._written = frozenset(target for _, target in program.writes)
+        self._pick_inputs = picker(_input_order(program.sources, leaves))
         self._writes = program.writes
-        self._aliases = Aliases()
-        self._absence = Absence(compiled)
+        written = frozenset(target for _, target in program.writes)
+        self._bridge = Bridge(compiled, written) if compiled.derivative is not None else None
         self._result = _Result(program.output_tree, compiled)
 
     def run(self, leaves: Sequence[Any]) -> Any:
         """Runs the program on flat inputs."""
-        tensors = self.guard.tensors
-        inputs = [tensors[i] if own else leaves[i] for own, i in self._order]
-        compiled = self._compiled
-        if compiled.derivative is None:
+        inputs = self._pick_inputs([*leaves, *self.guard.tensors])
+        if self._bridge is None:
             with torch.no_grad():  # the model's own autograd says that no gradient flows
-                outputs: Sequence[Any] = compiled.runtime.forward(inputs)[0]
+                outputs: Sequence[Any] = self._compiled.runtime.forward(inputs)[0]
         else:
-            step = Step(compiled, inputs[:], self._written, self._aliases, self._absence)
-            outputs = run_differentiable(step)
+            outputs = self._bridge.run(inputs)
         if self._writes:
             with torch.no_grad():
                 for output, target in self._writes:
@@ -281,15 +278,15 @@ class _Result:
         return pytree.unflatten(leaves, self._spec)
 
 
-def _input_order(sources: Sequence[Any], leaves: Sequence[Any]) -> list[tuple[bool, int]]:
-    """For each program input: whether it is the model's, and its place there or in the leaves."""
+def _input_order(sources: Sequence[Any], leaves: Sequence[Any]) -> list[int]:
+    """For each program input, its place in the leaves followed by the model's own tensors."""
     places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-    order, own = [], 0
+    order, own = [], len(leaves)
     for source in sources:
         if isinstance(source, UserInput):
-            order.append((False, places[source.index]))
+            order.append(places[source.index])
         else:
-            order.append((True, own))
+            order.append(own)
             own += 1
     return order
 

@@ -1,6 +1,6 @@
 """What the model's Python read outside the model: globals, class attributes, captured variables.
 
-They are looked at again at each call of a compiled program, by identity first.
+They are looked at again at each call of a compiled program.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 
 from ..reuse.evidence import Reads, look_up
 from .contents import MISSING, Contents, same_value
+from .identity_checks import IdentityChecks
 
 _contents_of = operator.attrgetter("cell_contents")
 
@@ -20,8 +21,8 @@ _contents_of = operator.attrgetter("cell_contents")
 class OutsideValues:
     """The values that the functions which ran found outside the model, as of now.
 
-    All of them are dictionary entries (of modules, classes and objects) or variables captured by
-    functions, kept in lists that a loop in C compares.
+    All of them are dictionary entries (of modules, classes and objects), slots, or variables
+    captured by functions.
 
     Args:
         reads: what ran, and where it looked.
@@ -60,15 +61,30 @@ class OutsideValues:
                 column.append(part)
         self._contents.look_into(value)
 
-    def same(self) -> bool:
-        """Whether all of them are what they were."""
+    def add_identity_checks(self, checks: IdentityChecks) -> None:
+        """Adds that each of them is the very object that it is now."""
+        for tables, names, _ in self._entries.values():
+            for table, name in zip(tables, names, strict=True):
+                checks.entry(table, name, table[name])
+        for table, name in zip(*self._absent, strict=True):
+            checks.absent(table, name)
+        for owner, name, _ in self._slots:
+            checks.attribute(owner, name, look_up(owner, name))
+        for cell in self._cells:
+            checks.captured(cell, cell.cell_contents)
+
+    def same_values(self) -> bool:
+        """Whether all of them are what they were, or equal to it."""
         return (
             all(self._same_entries(kind) for kind in self._entries)
             and not any(map(operator.contains, *self._absent))
             and self._same_captured()
             and all(same_value(look_up(o, name), value) for o, name, value in self._slots)
-            and self._contents.same()
         )
+
+    def same_contents(self) -> bool:
+        """Whether the objects among them hold what they held."""
+        return self._contents.same()
 
     def _same_entries(self, kind: Any) -> bool:
         tables, names, before = self._entries[kind]

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch._C._dynamo.guards import TensorGuards
+
+_requires_grad = operator.attrgetter("requires_grad")
 
 
 class TensorLayouts:
@@ -17,17 +20,20 @@ class TensorLayouts:
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._facts = _facts(tensors)
+        self._wants_grad = list(map(_requires_grad, tensors))
+        self._grad_mode = torch.is_grad_enabled()
         self._guards: Any = None
-        self._wants_grad = False
-        # Without grad mode the check in C++ does not look at requires_grad.
-        if tensors and torch.is_grad_enabled():
+        if tensors:
             no_dims: Any = {"dynamic_dims_sizes": None, "dynamic_dims_strides": None}
             self._guards = TensorGuards(*tensors, **no_dims)
 
     def same(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Whether these tensors, in the same order, have the same layouts."""
-        if self._guards is not None and torch.is_grad_enabled() and self._guards.check(*tensors):
-            return True
+        if self._guards is not None and self._grad_mode == torch.is_grad_enabled():
+            # Without grad mode the check in C++ does not look at requires_grad.
+            wants_grad = self._grad_mode or list(map(_requires_grad, tensors)) == self._wants_grad
+            if wants_grad and self._guards.check(*tensors):
+                return True
         # Its no is no proof: it also sees the caller's modes (autocast, inference).
         return bool(_facts(tensors) == self._facts)
 

@@ -6,8 +6,10 @@ with, so it is used rather than a public look-alike. This module alone names it.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
+import torch
 from torch.utils import _pytree
 
 TreeSpec = _pytree.TreeSpec
@@ -18,9 +20,21 @@ def flatten(tree: Any) -> tuple[list[Any], TreeSpec]:
     return _pytree.tree_flatten(tree)
 
 
+def flatten_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], TreeSpec]:
+    """Returns what :func:`flatten` returns for ``(args, kwargs)``, at once for tensors alone."""
+    if not kwargs and all(isinstance(x, torch.Tensor) for x in args):
+        return list(args), _tensors_only(len(args))
+    return _pytree.tree_flatten((args, kwargs))
+
+
+@functools.cache
+def _tensors_only(num_args: int) -> TreeSpec:
+    return _pytree.tree_structure(((0,) * num_args, {}))
+
+
 def unflatten(leaves: list[Any], spec: TreeSpec) -> Any:
     """Rebuilds a nested structure."""
-    return _pytree.tree_unflatten(leaves, spec)
+    return leaves[0] if spec.is_leaf() else _pytree.tree_unflatten(leaves, spec)
 
 
 def flatten_with_names(tree: Any) -> list[tuple[str, Any]]:

@@ -41,10 +41,10 @@ def interleaved_minima(*functions: Callable[[], object], repeats: int) -> list[f
     return [1e6 * seconds for seconds in best]
 
 
-def ready(layers: int) -> tuple[Callable[[], object], Callable[[], object]]:
+def ready(layers: int, backend: str = "eager") -> tuple[Callable[[], object], Callable[[], object]]:
     """Returns a call of a compiled decoder, and the kernels alone that it runs."""
     model, args = llama(layers, **SIZES)
-    compiled = lazyinline.compile(model, backend="eager")
+    compiled = lazyinline.compile(model, backend=backend)
     compiled(*args)
     assert compiled.last_report.num_block_calls == layers
     entry = entry_of(compiled, args)
@@ -95,7 +95,7 @@ def test_a_forward_adds_little_python_to_its_kernels(train: bool) -> None:
     torch.set_num_threads(1)
     try:
         with torch.set_grad_enabled(train):
-            run, kernels = ready(LAYERS)
+            run, kernels = ready(LAYERS, "inductor")
             for _ in range(5):  # other people's load may last for a while
                 whole, bare = interleaved_minima(run, kernels, repeats=100)
                 if whole - bare <= BASE_US + PER_BLOCK_US * LAYERS:

@@ -1,0 +1,162 @@
+"""The generated check of a guard: every kind of change is noticed, nothing else is."""
+
+from collections import OrderedDict
+from collections.abc import Callable
+from types import MappingProxyType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import lazyinline
+from lazyinline.frontend.identity_checks import IdentityChecks
+from lazyinline.frontend.models import llama
+
+
+class Slotted:
+    __slots__ = ("size",)
+
+    def __init__(self) -> None:
+        self.size = [1]
+
+
+class Odd(dict[str, Any]):
+    """Its own subscript says nothing about what it holds."""
+
+    def __getitem__(self, name: str) -> Any:
+        return "always the same"
+
+
+def cell_of(value: Any) -> Any:
+    def read() -> Any:
+        return value
+
+    assert read.__closure__
+    return read.__closure__[0]
+
+
+TABLES: list[Any] = [{"a": [1], "b": [2]}, OrderedDict(a=[1], b=[2]), Odd(a=[1], b=[2])]
+
+
+@pytest.mark.parametrize("table", TABLES, ids=["dict", "ordered", "own-subscript"])
+def test_an_entry_that_is_replaced_or_removed_is_noticed(table: Any) -> None:
+    checks = IdentityChecks()
+    kept = dict.get(table, "a")
+    checks.entry(table, "a", kept)
+    unchanged = checks.function()
+    assert unchanged()
+    table["a"] = list(kept)  # equal, and another object
+    assert not unchanged()
+    table["a"] = kept
+    assert unchanged()
+    del table["a"]
+    assert not unchanged()
+
+
+@pytest.mark.parametrize(
+    "table", [{"a": 1, "b": 2}, OrderedDict(a=1, b=2)], ids=["dict", "ordered"]
+)
+def test_a_table_is_compared_in_order_and_as_a_whole(table: Any) -> None:
+    checks = IdentityChecks()
+    checks.values(table)
+    unchanged = checks.function()
+    assert unchanged()
+    first = table.pop("a")
+    assert not unchanged()
+    table["a"] = first  # now last
+    assert not unchanged()
+    last = table.pop("b")
+    table["b"] = last
+    assert unchanged()
+    table["c"] = 3
+    assert not unchanged()
+
+
+def change_absent(found: dict[str, Any]) -> None:
+    found["table"]["forward"] = len
+
+
+def change_slot(found: dict[str, Any]) -> None:
+    found["slotted"].size = [1]
+
+
+def change_cell(found: dict[str, Any]) -> None:
+    found["cell"].cell_contents = [1]
+
+
+def empty_cell(found: dict[str, Any]) -> None:
+    del found["cell"].cell_contents
+
+
+def change_kind(found: dict[str, Any]) -> None:
+    found["module"].__class__ = nn.Tanh
+
+
+def fill_empty(found: dict[str, Any]) -> None:
+    found["hooks"][0] = print
+
+
+def change_behind_proxy(found: dict[str, Any]) -> None:
+    found["behind"]["x"] = [1]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        change_absent,
+        change_slot,
+        change_cell,
+        empty_cell,
+        change_kind,
+        fill_empty,
+        change_behind_proxy,
+    ],
+)
+def test_each_kind_of_change_is_noticed(change: Callable[[dict[str, Any]], None]) -> None:
+    behind = {"x": [1]}
+    found: dict[str, Any] = {
+        "table": {},
+        "slotted": Slotted(),
+        "cell": cell_of([1]),
+        "module": nn.ReLU(),
+        "hooks": OrderedDict(),
+        "behind": behind,
+    }
+    proxy = MappingProxyType(behind)
+    checks = IdentityChecks()
+    checks.absent(found["table"], "forward")
+    checks.attribute(found["slotted"], "size", found["slotted"].size)
+    checks.captured(found["cell"], found["cell"].cell_contents)
+    checks.kind(found["module"], nn.ReLU)
+    checks.values(found["hooks"])
+    checks.entry(proxy, "x", proxy["x"])
+    unchanged = checks.function()
+    assert unchanged()
+    change(found)
+    assert not unchanged()
+
+
+def test_no_check_at_all_holds() -> None:
+    assert IdentityChecks().function()()
+
+
+def test_an_equal_number_in_a_new_object_is_no_new_compile() -> None:
+    model, args = llama(2, hidden=32, num_heads=4, vocab=50, seq=8)
+    for block in model.modules():
+        if hasattr(block, "eps"):
+            block.eps = 1e-5
+    compiled = lazyinline.compile(model, backend="eager")
+    expected = compiled(*args)
+    report = compiled.last_report
+    for _ in range(4):  # learnt at the first, second and fourth time; by value at the third
+        for block in model.modules():
+            if hasattr(block, "eps"):
+                block.eps = float("1e-5")
+        assert torch.equal(compiled(*args), expected)
+        assert compiled.last_report is report
+    for block in model.modules():
+        if hasattr(block, "eps"):
+            block.eps = 1e-3
+    assert not torch.equal(compiled(*args), expected)
+    assert compiled.last_report is not report
