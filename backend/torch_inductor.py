@@ -59,12 +59,17 @@ def decompositions() -> Mapping[Any, Callable[..., Any]]:
 
 
 def rewrite_joint(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
-    """Runs Inductor's passes over a joint forward and backward graph."""
+    """Runs Inductor's passes over a joint forward and backward graph.
+
+    A pass may put in nodes of its own; within a tracing context they get values of the graph's fake
+    mode. A cut that saves such a value could not be compiled otherwise.
+    """
+    from torch._guards import TracingContext, tracing
     from torch._inductor.compile_fx import _recursive_joint_graph_passes
 
-    placeholders = input_nodes(module)
-    device = placeholders[0].meta["val"].device
-    with settings(), _vector_units_probed_here():
+    first = input_nodes(module)[0].meta["val"]
+    device, context = first.device, TracingContext(first.fake_mode)
+    with settings(), _vector_units_probed_here(), tracing(context):
         return _recursive_joint_graph_passes(module, input_device=device)
 
 

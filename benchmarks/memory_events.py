@@ -1,4 +1,5 @@
-"""What a step allocates, told by PyTorch's profiler: how often, in which operator, and the peak.
+"""What a step allocates, told by PyTorch's profiler: how often, in which operator, and the peak;
+and the FLOPs of the products that go through PyTorch's dispatcher.
 
 The profiler's trace holds an event for each block that PyTorch's allocator hands out or takes
 back, with address and bytes, and one for each operator with begin and duration.
@@ -7,6 +8,7 @@ back, with address and bytes, and one for each operator with begin and duration.
 from __future__ import annotations
 
 import json
+import math
 import pathlib
 import tempfile
 from collections import Counter
@@ -27,10 +29,12 @@ class MemoryUse:
         peak_bytes: largest sum of blocks allocated in the step and not freed yet. What was
             allocated before, such as an arena, is not in it.
         allocations: outermost operator -> how often it, or what it called, allocated.
+        product_flops: of matrix products and fused attention that PyTorch ran.
     """
 
     peak_bytes: int
     allocations: Mapping[str, int]
+    product_flops: int = 0
 
     @property
     def num_allocations(self) -> int:
@@ -41,7 +45,9 @@ class MemoryUse:
 def memory_use(step: Callable[[], object]) -> MemoryUse:
     """Runs a step under the profiler; what it returns is kept until its memory has been counted."""
     activities = [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+    with torch.profiler.profile(
+        activities=activities, profile_memory=True, record_shapes=True
+    ) as profile:
         result = step()
     del result
     with tempfile.TemporaryDirectory() as directory:
@@ -68,7 +74,23 @@ def _memory_use(events: Iterable[Mapping[str, Any]]) -> MemoryUse:
             peak_bytes = max(peak_bytes, live_bytes)
         else:
             live_bytes -= live.pop(address, 0)
-    return MemoryUse(peak_bytes, dict(allocations))
+    return MemoryUse(peak_bytes, dict(allocations), sum(map(_product_flops, events)))
+
+
+def _product_flops(event: Mapping[str, Any]) -> int:
+    """FLOPs of an operator's event; 0 for everything but products and fused attention."""
+    name, shapes = str(event.get("name")), event.get("args", {}).get("Input Dims")
+    if event.get("cat") != "cpu_op" or not shapes:
+        return 0
+    if name in ("aten::mm", "aten::bmm"):
+        return 2 * math.prod(shapes[0]) * shapes[1][-1]
+    if name in ("aten::addmm", "aten::baddbmm"):
+        return 2 * math.prod(shapes[1]) * shapes[2][-1]
+    if "attention_for_cpu" in name:  # two products forward; five backward, one of them again
+        backward = name.endswith("_backward")
+        query, key = shapes[1:3] if backward else shapes[:2]
+        return (10 if backward else 4) * math.prod(query) * key[-2]
+    return 0
 
 
 def _outermost(operators: Sequence[tuple[float, float, str]]) -> list[tuple[float, float, str]]:

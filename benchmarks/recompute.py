@@ -17,13 +17,12 @@ from __future__ import annotations
 import argparse
 import copy
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from memory_events import memory_use
+from memory_events import MemoryUse, memory_use
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -33,22 +32,27 @@ from lazyinline.frontend.models import DecoderBlock, GptBlock, gpt, llama
 
 SEED = 5
 MIB = 2**20
+MAX_ARENA_BYTES = 2**30
 
 
 @dataclass
 class Way:
-    """One way to run a step; ``before`` makes the next step start from nothing."""
+    """One way to run a step; ``release`` gives back the memory it holds between steps."""
 
     name: str
     model: nn.Module
     step: Callable[[], object]
-    before: Callable[[], None]
+    release: Callable[[], object] = lambda: None
     reported_bytes: int = 0
     saved_bytes: int = 0
     extra_flops: int = 0
     peak_bytes: int = 0
     error: float = 0.0
     best_ms: float = float("inf")
+
+    def before(self) -> None:
+        """Makes the next step start without gradients."""
+        self.model.zero_grad(set_to_none=True)
 
 
 def build(options: argparse.Namespace) -> tuple[nn.Module, dict[str, Any], str]:
@@ -90,21 +94,24 @@ def loss_of(output: Any) -> torch.Tensor:
     return output if isinstance(output, torch.Tensor) else output.loss
 
 
+def twin(model: nn.Module) -> nn.Module:
+    """Another model with the same parameters and buffers."""
+    tensors = [*model.parameters(), *model.buffers()]
+    return copy.deepcopy(model, {id(t): t for t in tensors})
+
+
 def eager_way(name: str, model: nn.Module, batch: dict[str, Any], run: Any = None) -> Way:
-    call = run or model
+    call = model if run is None else run
 
     def step() -> None:
         loss_of(call(**batch)).backward()
 
-    def before() -> None:
-        model.zero_grad(set_to_none=True)
-
-    return Way(name, model, step, before)
+    return Way(name, model, step)
 
 
-def checkpointed(model: nn.Module, layers: str, batch: dict[str, Any], compiled: bool) -> Way:
-    """torch.utils.checkpoint around each layer, in eager or under torch.compile."""
-    model = copy.deepcopy(model)
+def checkpointed(model: nn.Module, layers: str) -> nn.Module:
+    """torch.utils.checkpoint around each layer."""
+    model = twin(model)
     for layer in model.get_submodule(layers):
         plain = layer.forward
 
@@ -112,28 +119,31 @@ def checkpointed(model: nn.Module, layers: str, batch: dict[str, Any], compiled:
             return checkpoint(plain, *args, use_reentrant=False, **kwargs)
 
         layer.forward = forward
-    run = torch.compile(model) if compiled else None
-    name = "torch.compile, checkpoint per layer" if compiled else "eager, checkpoint per layer"
-    return eager_way(name, model, batch, run)
+    return model
 
 
-@contextmanager
-def activation_budget(fraction: float) -> Iterator[None]:
-    import torch._functorch.config as config
+def torch_way(name: str, model: nn.Module, batch: dict[str, Any], fraction: float = 1.0) -> Way:
+    """The whole model under torch.compile, with torch's own budget.
 
-    with config.patch(activation_memory_budget=fraction):
-        yield
+    Each way has a backend of its own: Dynamo would give two ways with equal options one program.
+    Inductor draws eager's random numbers where it can, so that gradients can be compared.
+    """
+    import torch._functorch.config as functorch_config
+    import torch._inductor.config as inductor_config
+    from torch._inductor.compile_fx import compile_fx
 
+    def compiled(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        with (
+            functorch_config.patch(activation_memory_budget=fraction),
+            inductor_config.patch(fallback_random=True),
+        ):
+            return compile_fx(graph, inputs)
 
-def torch_way(model: nn.Module, batch: dict[str, Any], fraction: float) -> Way:
-    """The whole model under torch.compile with torch's own budget."""
-    torch._dynamo.reset()
-    model = copy.deepcopy(model)
-    way = eager_way(f"torch.compile, budget {fraction}", model, batch, torch.compile(model))
+    way = eager_way(name, model, batch, torch.compile(model, backend=compiled))
     inner = way.step
 
     def step() -> None:
-        with activation_budget(fraction) if fraction < 1 else nullcontext():
+        with inductor_config.patch(fallback_random=True):  # the backward is compiled later
             inner()
 
     way.step = step
@@ -141,47 +151,59 @@ def torch_way(model: nn.Module, batch: dict[str, Any], fraction: float) -> Way:
 
 
 def our_way(model: nn.Module, batch: dict[str, Any], policy: Any, name: str) -> Way:
-    model = copy.deepcopy(model)
     step = lazyinline.compile_step(model, recompute=policy)
+    way = Way(f"lazyinline, {name}", model, lambda: step(**batch))
+    way.before()
+    torch.manual_seed(SEED)
     step(**batch)
-
-    def before() -> None:
-        model.zero_grad(set_to_none=True)
-
-    def fresh() -> None:
-        """Lets the next step make its arena anew, so that the profiler sees it."""
-        before()
-        step._entries[0]._compiled.planned._pool.clear()
-
-    way = Way(f"lazyinline, {name}", model, lambda: step(**batch), before)
     stats = step.stats
     way.reported_bytes, way.saved_bytes = stats.peak_bytes + stats.outside_bytes, stats.saved_bytes
     way.extra_flops = step.last_report.recomputed_flops
-    fresh()
-    way.peak_bytes = memory_use(way.step).peak_bytes
+    way.release = step._entries[0]._compiled.planned._pool.clear
     return way
 
 
-def judge(ways: list[Way], reference: Way, rounds: int) -> None:
-    """Fills in errors, peaks and times."""
-    for way in [reference, *(w for w in ways if w is not reference)]:
-        way.before()
-        torch.manual_seed(SEED)
-        way.step()  # compiled by now, in its own mode
+def gradients(way: Way) -> list[torch.Tensor | None]:
+    return [p.grad for p in way.model.parameters()]
+
+
+def expected(eager: Way) -> list[torch.Tensor | None]:
+    """Runs eager; returns its gradients."""
+    eager.before()
+    torch.manual_seed(SEED)
+    eager.step()
+    return [None if g is None else g.clone() for g in gradients(eager)]
+
+
+def examine(way: Way, reference: list[torch.Tensor | None], plain_flops: int = 0) -> MemoryUse:
+    """Compiles what is not compiled yet; fills in error, peak and, unless reported, extra FLOPs."""
+    for _ in range(1 if way.reported_bytes else 2):
         way.before()
         torch.manual_seed(SEED)
         way.step()
-        pairs = zip(way.model.parameters(), reference.model.parameters(), strict=True)
-        way.error = max(relative_error(p.grad, q.grad) for p, q in pairs)
-        if not way.peak_bytes:
-            way.before()
-            way.peak_bytes = memory_use(way.step).peak_bytes
-    for _ in range(rounds):
-        for way in ways:
-            way.before()
-            start = time.perf_counter()
-            way.step()
-            way.best_ms = min(way.best_ms, 1e3 * (time.perf_counter() - start))
+    pairs = zip(gradients(way), reference, strict=True)
+    way.error = max((relative_error(p, q) for p, q in pairs), default=0.0)
+    way.before()
+    way.release()  # the arena is made in the step, so that the profiler sees it
+    use = memory_use(way.step)
+    way.release()
+    way.peak_bytes = use.peak_bytes
+    if not way.reported_bytes:
+        way.extra_flops = use.product_flops - plain_flops
+    return use
+
+
+def take_times(ways: list[Way], rounds: int) -> None:
+    """Fills in step times. Arenas stay between steps if all of them together are small."""
+    keep = sum(w.reported_bytes for w in ways) < MAX_ARENA_BYTES
+    for way in ways * (rounds + keep):
+        way.before()
+        start = time.perf_counter()
+        way.step()
+        way.best_ms = min(way.best_ms, 1e3 * (time.perf_counter() - start))
+        if not keep:
+            way.release()
+        way.before()
 
 
 def relative_error(actual: Any, expected: Any) -> float:
@@ -192,56 +214,96 @@ def relative_error(actual: Any, expected: Any) -> float:
 
 def table(ways: list[Way]) -> str:
     lines = [
-        f"{'':<38}{'peak MiB':>10}{'reported':>10}{'saved':>8}{'extra GFLOP':>13}"
+        f"{'':<46}{'peak MiB':>10}{'reported':>10}{'saved':>8}{'extra GFLOP':>13}"
         f"{'step ms':>9}{'grad error':>12}"
     ]
     for w in ways:
         reported = f"{w.reported_bytes / MIB:.1f}" if w.reported_bytes else "-"
         saved = f"{w.saved_bytes / MIB:.1f}" if w.reported_bytes else "-"
-        extra = f"{w.extra_flops / 1e9:.2f}" if w.reported_bytes else "-"
         lines.append(
-            f"{w.name:<38}{w.peak_bytes / MIB:>10.1f}{reported:>10}{saved:>8}{extra:>13}"
-            f"{w.best_ms:>9.1f}{w.error:>12.1e}"
+            f"{w.name:<46}{w.peak_bytes / MIB:>10.1f}{reported:>10}{saved:>8}"
+            f"{w.extra_flops / 1e9:>13.2f}{w.best_ms:>9.1f}{w.error:>12.1e}"
         )
     return "\n".join(lines)
 
 
 def policies(options: argparse.Namespace) -> None:
+    """Each policy; then, for each of PyTorch's ways, ours within the peak that it needs."""
     model, batch, layers = build(options)
-    reference = eager_way("eager", copy.deepcopy(model), batch)
-    ways = [reference, checkpointed(model, layers, batch, compiled=False)]
-    ways += [our_way(model, batch, p, str(p).lower()) for p in (None, "selective", "full")]
-    for fraction in (0.5, 0.25):
-        ways.append(our_way(model, batch, Budget(fraction=fraction), f"budget {fraction}"))
-    for fraction in () if options.no_torch else (1.0, 0.5, 0.25):
-        way = torch_way(model, batch, fraction)
-        way.before()
-        way.step()
-        ways.append(way)
-    judge(ways, reference, options.rounds)
-    print(table(ways))
+    eager = eager_way("eager", model, batch)
+    reference = expected(eager)
+    plain_flops = examine(eager, reference).product_flops
+    eager.extra_flops = 0
+
+    marked = checkpointed(model, layers)
+    theirs = [eager_way("eager, checkpoint per layer", marked, batch)]
+    if not options.no_torch:
+        theirs += [torch_way("torch.compile", model, batch)]
+        theirs += [torch_way("torch.compile, checkpoint per layer", marked, batch)]
+        for part in (0.5, 0.25):
+            theirs.append(torch_way(f"torch.compile, budget {part}", model, batch, part))
+    for way in theirs:
+        examine(way, reference, plain_flops)
+        print(f"{way.name}: {way.peak_bytes / MIB:.1f} MiB", flush=True)
+
+    ours = [our_way(model, batch, p, str(p).lower()) for p in (None, "selective", "full")]
+    for part in (0.5, 0.25):
+        ours.append(our_way(model, batch, Budget(fraction=part), f"budget {part}"))
+    matched = [within_peak(model, batch, way) for way in theirs]
+    for way in [*ours, *(m for m in matched if m)]:
+        examine(way, reference)
+    take_times([eager, *theirs, *ours, *(m for m in matched if m)], options.rounds)
+    print(table([eager, *ours]))
+    print()
+    for way, match in zip(theirs, matched, strict=True):
+        print(table([way, *([match] if match else [])]))
+        print(verdict(way, match))
+
+
+def within_peak(model: nn.Module, batch: dict[str, Any], other: Way) -> Way | None:
+    try:
+        budget = Budget(saved_bytes=other.peak_bytes)
+        return our_way(model, batch, budget, "in that peak")
+    except lazyinline.LazyInlineError as error:
+        print(f"within the peak of {other.name}: {error}")
+        return None
+
+
+def verdict(other: Way, match: Way | None) -> str:
+    """At equal peak: time against time, and FLOPs against FLOPs (fewer mean less memory too)."""
+    if match is None:
+        return "  no choice of ours fits"
+    flops = (match.extra_flops - other.extra_flops) / 1e9
+    return (
+        f"  at its peak: {match.best_ms / other.best_ms:.2f} of its time, {flops:+.2f} extra "
+        f"GFLOP, {match.peak_bytes / other.peak_bytes:.2f} of its memory"
+    )
 
 
 def sweep(options: argparse.Namespace) -> None:
     """Budgets between the smallest and the plain peak; each reported peak is measured."""
     model, batch, _ = build(options)
+    reference = expected(eager_way("eager", model, batch))
     low = our_way(model, batch, Budget(fraction=0.0), "fraction 0")
     high = our_way(model, batch, None, "none")
     print(
-        f"{'budget MiB':>10}{'reported':>10}{'measured':>10}{'saved':>8}{'extra GFLOP':>13}  holds"
+        f"{'budget MiB':>10}{'reported':>10}{'measured':>10}{'saved':>8}{'extra GFLOP':>13}"
+        f"{'grad error':>12}  holds"
     )
     last, monotone = float("inf"), True
     for index in range(options.sweep):
         room = high.reported_bytes - low.reported_bytes
         limit = low.reported_bytes + room * index // max(options.sweep - 1, 1)
         way = our_way(model, batch, Budget(saved_bytes=limit), "")
+        examine(way, reference)
         monotone &= way.extra_flops <= last
         last = way.extra_flops
         # The step also makes what it returns and the random seeds' scalars: a few bytes.
         holds = way.reported_bytes <= limit and way.peak_bytes <= way.reported_bytes + 4096
         print(
             f"{limit / MIB:>10.2f}{way.reported_bytes / MIB:>10.2f}{way.peak_bytes / MIB:>10.2f}"
-            f"{way.saved_bytes / MIB:>8.2f}{way.extra_flops / 1e9:>13.3f}  {holds}",
+            f"{way.saved_bytes / MIB:>8.2f}{way.extra_flops / 1e9:>13.3f}"
+            f"{way.error:>12.1e}  {holds}",
             flush=True,
         )
     print("extra FLOPs fall monotonically:", monotone)

@@ -36,6 +36,7 @@ from lazyinline.backend.torch_inductor import (
 from lazyinline.backend.torch_inductor import (
     compile_leaves,
     decompositions,
+    rewrite_joint,
     settings,
 )
 from lazyinline.frontend.fake_rules import kernels_own_rules
@@ -829,6 +830,23 @@ def test_joint_graph_passes_take_a_graph_and_give_one_that_computes_the_same(pas
     assert isinstance(result, torch.fx.GraphModule)
     x = torch.randn(2, 2)
     assert torch.equal(result(x)[0], x)
+
+
+@contract("torch._guards.TracingContext", "torch._guards.tracing")
+def test_joint_graph_passes_put_in_values_of_the_graphs_fake_mode(*_: Any) -> None:
+    def one_hot(x: Tensor) -> tuple[Tensor]:  # a pass makes it a comparison with an arange
+        zeros = torch.full((3, 5), 0.0)
+        return (torch.ops.aten.scatter.value(zeros, 1, x, 1.0),)
+
+    mode = fake_mode()
+    with mode:
+        module = traced(one_hot, mode.from_tensor(torch.tensor([[1], [4], [0]])))
+    module.graph.set_codegen(torch.fx.graph.CodeGen())
+    module.recompile()
+    rewritten = rewrite_joint(module)
+    assert torch.ops.aten.scatter.value not in targets(rewritten)
+    values = [n.meta["val"] for n in rewritten.graph.nodes if "val" in n.meta]
+    assert all(v.fake_mode is mode for v in values)
 
 
 @functools.cache
