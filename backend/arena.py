@@ -23,7 +23,7 @@ import numpy as np
 
 from .coloring import Contraction, chains, unchanged
 from .live_ranges import Buffers, IntArray, concatenate, lower_bound
-from .packing import attempts, orders, sweep
+from .packing import FirstFit, attempts, first_fit, orders, sweep
 from .patterns import Layers, contract, patterns, splits, stack, stacked_bytes
 
 ALIGNMENT = 64
@@ -78,6 +78,7 @@ def plan(
     alignment: int = ALIGNMENT,
     effort_s: float = EFFORT_S,
     enough: float = 1.0,
+    fit: FirstFit = first_fit,
 ) -> ArenaPlan:
     """Plans an arena.
 
@@ -87,13 +88,14 @@ def plan(
         effort_s: what to spend on finding a better plan, in seconds of a nominal machine. The same
             effort gives the same plan everywhere. The near-linear part is always done.
         enough: ratio of peak to lower bound at which to stop.
+        fit: does what :func:`.packing.first_fit` does; the plan is the same, and sooner there.
     """
     padded = buffers.aligned(alignment)
     sized = np.flatnonzero(padded.size)
     problem = padded.take(sized)
     best = _Best(problem, enough)
     if len(problem):
-        _search(problem, best, effort_s)
+        _search(problem, best, effort_s, fit)
     offsets = np.zeros(len(buffers), np.int64)
     offsets[sized] = best.offsets
     return ArenaPlan(offsets, best.peak, best.bound, best.method)
@@ -172,15 +174,17 @@ class _Best:
         return self.method != "empty" and self.peak <= self._enough
 
 
-def _search(problem: Buffers, best: _Best, effort_s: float) -> None:
-    layered = _plan_repeats(problem, best, effort_s)
+def _search(problem: Buffers, best: _Best, effort_s: float, fit: FirstFit) -> None:
+    layered = _plan_repeats(problem, best, effort_s, fit)
     if not best.is_enough and _sweep_cost_s(len(problem)) <= effort_s:
         best.offer("sweep", sweep(problem))
     if not best.is_enough and len(problem) <= MAX_FIRST_FIT:
-        _improve(_variants(problem, layered), best, effort_s)
+        _improve(_variants(problem, layered), best, effort_s, fit)
 
 
-def _plan_repeats(problem: Buffers, best: _Best, effort_s: float) -> list[Contraction]:
+def _plan_repeats(
+    problem: Buffers, best: _Best, effort_s: float, fit: FirstFit
+) -> list[Contraction]:
     """Offers the near-linear plans; returns the contraction behind the second, if there is one."""
     best.offer("colors", stack(problem, 0))
     layers = _choose_split(problem, best) if best.peak > GOOD_SPLIT * best.bound else None
@@ -188,7 +192,7 @@ def _plan_repeats(problem: Buffers, best: _Best, effort_s: float) -> list[Contra
     if layers is None or found is None or len(found.examples) > MAX_PATTERNS:
         return []
     share_s = effort_s * SCRATCH_SHARE / len(found.examples)
-    plans = [_plan_block(problem.take(block), share_s) for block in found.examples]
+    plans = [_plan_block(problem.take(block), share_s, fit) for block in found.examples]
     contraction = contract(problem, layers, found, plans)
     offsets = stack(contraction.problem, len(layers.blocks))
     best.offer("repeats", contraction.expand(offsets))
@@ -207,11 +211,11 @@ def _choose_split(problem: Buffers, best: _Best) -> Layers | None:
     return chosen
 
 
-def _plan_block(block: Buffers, effort_s: float) -> IntArray:
+def _plan_block(block: Buffers, effort_s: float, fit: FirstFit) -> IntArray:
     best = _Best(block, 1.0)
     best.offer("sweep", sweep(block))
     if not best.is_enough:
-        _improve([unchanged(block)], best, effort_s)
+        _improve([unchanged(block)], best, effort_s, fit)
     return best.offsets
 
 
@@ -259,18 +263,18 @@ class _Try:
             self.peak, self.num_stale = peak, 0
 
 
-def _tries(variants: list[Contraction]) -> Iterator[_Try]:
+def _tries(variants: list[Contraction], fit: FirstFit) -> Iterator[_Try]:
     for variant in variants:
         problem = variant.problem
         cost_s, bound = _pass_cost_s(len(problem)), lower_bound(problem)
         for name, order in orders(problem):
-            plans = attempts(problem, order, bound)
+            plans = attempts(problem, order, bound, fit)
             yield _Try(f"first fit by {name}", plans, variant, cost_s, bound)
 
 
-def _improve(variants: list[Contraction], best: _Best, effort_s: float) -> None:
+def _improve(variants: list[Contraction], best: _Best, effort_s: float, fit: FirstFit) -> None:
     """Opens one order after the other, and between them improves the best ones so far."""
-    unopened, opened = _tries(variants), list[_Try]()
+    unopened, opened = _tries(variants, fit), list[_Try]()
     for turn in range(1, MAX_PASSES + 1):
         chosen = next(unopened, None) if turn % 2 else None
         if chosen is None or chosen.cost_s > effort_s:

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_left, insort
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import count
 
 import numpy as np
 
 from .live_ranges import Buffers, IntArray, breadth
+
+FirstFit = Callable[[Buffers, IntArray], IntArray]
 
 # How far buffers above the lower bound move up in an order, as a part of its length.
 PROMOTION = 0.5
@@ -30,8 +32,8 @@ def orders(buffers: Buffers) -> Iterator[tuple[str, IntArray]]:
     yield "lifetime", np.lexsort((birth, -size, -life))
 
 
-def attempts(buffers: Buffers, order: IntArray, bound: int) -> Iterator[IntArray]:
-    """Yields plans without end: first fit along ``order``, then along ever better orders.
+def attempts(buffers: Buffers, order: IntArray, bound: int, fit: FirstFit) -> Iterator[IntArray]:
+    """Yields plans without end: ``fit`` along ``order``, then along ever better orders.
 
     After each plan the buffers that reach above ``bound`` move up in the order (in every second
     turn only the upper half of them), so that they find room before others do.
@@ -39,7 +41,7 @@ def attempts(buffers: Buffers, order: IntArray, bound: int) -> Iterator[IntArray
     score = np.empty(len(buffers))
     score[order] = np.arange(len(buffers)) / max(len(buffers), 1)
     for turn in count():
-        offsets = first_fit(buffers, np.argsort(score, kind="stable"))
+        offsets = fit(buffers, np.argsort(score, kind="stable"))
         yield offsets
         above = offsets + buffers.size - bound
         score[above > (above.max(initial=0) // 2 if turn % 2 else 0)] -= PROMOTION

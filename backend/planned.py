@@ -25,6 +25,7 @@ from .layout import Instance, Layout, Part, Placed, PlacedLaunch
 from .link import FlatProgram
 from .live_ranges import Buffers, lower_bound
 from .native_ops import with_native
+from .torch_native import first_fit
 
 # A plan within half a percent of the lower bound is good enough to stop looking.
 _ENOUGH = 1.005
@@ -248,7 +249,7 @@ def _plan(layout: Layout) -> tuple[list[int], ArenaPlan]:
     placed = [i for i, b in enumerate(layout.instances) if b.kind == "arena"]
     instances = [layout.instances[i] for i in placed]
     buffers = _buffers(instances)
-    arena = plan(buffers, effort_s=_PLAN_EFFORT_S, enough=_ENOUGH)
+    arena = plan(buffers, effort_s=_PLAN_EFFORT_S, enough=_ENOUGH, fit=first_fit)
     offsets = [0] * len(layout.instances)
     for index, offset in zip(placed, arena.offsets.tolist(), strict=True):
         offsets[index] = offset

@@ -1,7 +1,7 @@
-"""Adapter: the native replay loop, and the addresses of what it calls.
+"""Adapter: what is C++ of ours (the replay loop, first fit), and the addresses of what it calls.
 
-The loop is C++ of ours, built by the compiler that Inductor uses for its own kernels and kept where
-it keeps them. It calls Inductor's kernels at their address, and the BLAS inside PyTorch.
+It is built by the compiler that Inductor uses for its own kernels and kept where it keeps them. The
+loop calls Inductor's kernels at their address, and the BLAS inside PyTorch.
 """
 
 from __future__ import annotations
@@ -12,33 +12,57 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from ..reuse.errors import PlanError
+from .live_ranges import Buffers, IntArray
 
-_SOURCE = Path(__file__).with_name("native_replay.cpp")
+_SOURCES = tuple(
+    Path(__file__).with_name(name) for name in ("native_replay.cpp", "native_packing.cpp")
+)
 _KERNEL = "kernel"  # what Inductor calls every C++ kernel's entry point
 
 Replay = Callable[[int, int, int], int]
 
 
 @functools.cache
+def _library() -> Any:
+    """Builds and loads all of our C++, as one library."""
+    from torch._inductor.codecache import CppCodeCache
+
+    try:
+        return CppCodeCache.load("\n".join(source.read_text() for source in _SOURCES))
+    except Exception as error:
+        raise PlanError(f"{[str(s) for s in _SOURCES]} cannot be built: {error}") from error
+
+
 def replay_function() -> Replay:
-    """Builds and loads the loop; ``replay(program, count, table)`` takes three addresses or counts.
+    """Returns the loop; ``replay(program, count, table)`` takes three addresses or counts.
 
     Raises:
         PlanError: if it cannot be built.
     """
-    from torch._inductor.codecache import CppCodeCache
-
-    try:
-        library = CppCodeCache.load(_SOURCE.read_text())
-    except Exception as error:
-        raise PlanError(f"The replay loop {_SOURCE} cannot be built: {error}") from error
-    function = library.lazyinline_replay
+    function = _library().lazyinline_replay
     function.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p]
     function.restype = ctypes.c_int
     return function  # type: ignore[no-any-return]
+
+
+def first_fit(buffers: Buffers, order: IntArray) -> IntArray:
+    """Does what :func:`.packing.first_fit` does, some ten times faster.
+
+    Raises:
+        PlanError: if the library cannot be built.
+    """
+    function = _library().lazyinline_first_fit
+    function.argtypes = [ctypes.c_int64, *[ctypes.c_void_p] * 5]
+    function.restype = None
+    offsets = np.zeros(len(buffers), np.int64)
+    given = (buffers.birth, buffers.death, buffers.size, order)
+    arrays = [np.ascontiguousarray(array, np.int64) for array in given]
+    function(len(buffers), *(array.ctypes.data for array in (*arrays, offsets)))
+    return offsets
 
 
 def kernel_address(function: Callable[..., Any]) -> int | None:

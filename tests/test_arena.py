@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lazyinline.backend import arena, packing
+from lazyinline.backend import arena, packing, torch_native
 from lazyinline.backend.arena import ArenaPlan, plan, plan_program, plan_scratch
 from lazyinline.backend.coloring import chains, color_equal
 from lazyinline.backend.live_ranges import Buffers, breadth, concatenate, lower_bound
@@ -95,7 +95,8 @@ def test_every_way_is_valid(buffers: Buffers) -> None:
     check_no_overlap(buffers.birth, buffers.death, packing.sweep(buffers), buffers.size)
     for _, order in packing.orders(buffers):
         assert sorted(order) == list(range(len(buffers)))
-        tries = packing.attempts(buffers, order, lower_bound(buffers))
+        bound = lower_bound(buffers)
+        tries = packing.attempts(buffers, order, bound, packing.first_fit)
         for offsets in itertools.islice(tries, 3):
             check_no_overlap(buffers.birth, buffers.death, offsets, buffers.size)
 
@@ -374,3 +375,20 @@ def test_command_without_files(tmp_path: pathlib.Path, capsys: pytest.CaptureFix
         == 2
     )
     assert "cannot be written" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("count", [0, 1, 2, 50, 600])
+def test_native_first_fit_gives_the_same_addresses(seed: int, count: int) -> None:
+    buffers = random_problem(seed, count)
+    for name, order in packing.orders(buffers):
+        expected = packing.first_fit(buffers, order)
+        assert torch_native.first_fit(buffers, order).tolist() == expected.tolist(), name
+
+
+def test_a_plan_does_not_depend_on_who_fits() -> None:
+    buffers = random_problem(9, 500)
+    python = plan(buffers, effort_s=0.3)
+    native = plan(buffers, effort_s=0.3, fit=torch_native.first_fit)
+    assert native.offsets.tolist() == python.offsets.tolist()
+    assert (native.method, native.peak_bytes) == (python.method, python.peak_bytes)
