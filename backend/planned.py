@@ -57,17 +57,9 @@ class PlannedProgram:
         backward_inputs: Sequence[tuple[str, Any]] = (),
         results: str = "owned",
     ) -> None:
-        self.layout = Layout()
-        first = flats[0]
-        inputs = [self.layout.given(first.slot_types[s]) for s in first.inputs]
-        self.layout.add(first, inputs, kernel_lists)
-        if len(flats) > 1:
-            self._add_backward(flats[1], kernel_lists, backward_inputs)
-        self.model_instances = {i: inputs[i].instance for i in model_inputs}
-        if results == "pinned":
-            _pin_results(self.layout)
-        else:
-            _own_results(self.layout, num_results)
+        self.layout = lay_out(flats, kernel_lists, num_results, backward_inputs, results)
+        given = self.layout.parts[0].inputs
+        self.model_instances = {i: given[i].instance for i in model_inputs}
         self._offsets, self.plan = _plan(self.layout)
         self._handed_on = _handed_on(self.layout)
         self._codes = [
@@ -88,23 +80,6 @@ class PlannedProgram:
         self._addresses: list[int] = []
         self._pool: list[Lease] = []
         self._lock = threading.Lock()
-
-    def _add_backward(
-        self,
-        flat: FlatProgram,
-        kernel_lists: Mapping[Leaf, KernelList],
-        sources: Sequence[tuple[str, Any]],
-    ) -> None:
-        forward = self.layout.parts[0]
-        inputs = []
-        for kind, which in sources:
-            if kind == "output":
-                inputs.append(forward.outputs[which])
-            elif kind == "input":
-                inputs.append(forward.inputs[which])
-            else:
-                inputs.append(self.layout.given(which))
-        self.layout.add(flat, inputs, kernel_lists)
 
     def offset_of(self, instance: int) -> int:
         """Where a buffer instance starts in the arena, in bytes."""
@@ -146,6 +121,11 @@ class PlannedProgram:
         """Most bytes at one time in results that launches allocate themselves, not in the arena."""
         foreign = [b for b in self.layout.instances if b.kind == "foreign"]
         return lower_bound(_buffers(foreign)) if foreign else 0
+
+    @property
+    def held_bytes(self) -> int:
+        """Most bytes that a run holds: the arena, and what is outside of it."""
+        return self.plan.peak_bytes + self.outside_bytes
 
     @property
     def num_made_per_run(self) -> int:
@@ -205,6 +185,45 @@ class PlannedProgram:
             runners.append(scope["program"])
         addresses = [t.data_ptr() for t in tensors]
         return Lease(arena, tuple(runners), list(tensors), addresses, None)
+
+
+def lay_out(
+    flats: Sequence[FlatProgram],
+    kernel_lists: Mapping[Leaf, KernelList],
+    num_results: Sequence[int],
+    backward_inputs: Sequence[tuple[str, Any]] = (),
+    results: str = "owned",
+) -> Layout:
+    """Lays out what a :class:`PlannedProgram` of the same arguments plans."""
+    layout = Layout()
+    first = flats[0]
+    layout.add(first, [layout.given(first.slot_types[s]) for s in first.inputs], kernel_lists)
+    forward = layout.parts[0]
+    for flat in flats[1:]:
+        inputs = []
+        for kind, which in backward_inputs:
+            if kind == "output":
+                inputs.append(forward.outputs[which])
+            elif kind == "input":
+                inputs.append(forward.inputs[which])
+            else:
+                inputs.append(layout.given(which))
+        layout.add(flat, inputs, kernel_lists)
+    if results == "pinned":
+        _pin_results(layout)
+    else:
+        _own_results(layout, num_results)
+    return layout
+
+
+def least_bytes(layout: Layout) -> int:
+    """Returns what a layout holds at least at its peak: in the arena, and outside of it."""
+    kinds = ("arena", "foreign")
+    return sum(
+        lower_bound(_buffers(found))
+        for kind in kinds
+        if (found := [b for b in layout.instances if b.kind == kind])
+    )
 
 
 class Lease:

@@ -21,6 +21,7 @@ from torch import nn
 from ..autodiff.aliasing import saved_inputs
 from ..autodiff.derivative import Derivative, Differentiator, Request
 from ..autodiff.micro_batches import StepProgram, step_program
+from ..backend.estimate import Estimates
 from ..backend.executable import Executable
 from ..backend.kernel_list import KernelList
 from ..backend.link import FlatProgram, link
@@ -33,7 +34,7 @@ from ..backend.lower import (
     kernel_list,
     lower_leaves,
 )
-from ..backend.planned import PlannedProgram
+from ..backend.planned import PlannedProgram, lay_out, least_bytes
 from ..backend.runtime import PlannedRuntime, ReplayRuntime, Runtime
 from ..recompute.policy import POLICIES, Policy, check_policy
 from ..recompute.summary import RecomputeRecord
@@ -52,8 +53,9 @@ from ..reuse.program import (
 from ..reuse.verify import verify
 from .candidates import REUSE_CHOICES
 from .capture import capture_model, one_at_a_time
+from .parts import programs_of, returned_of
 from .progress import progress
-from .recomputing import Recompute
+from .recomputing import ProgramPeaks, Recompute
 from .regions import CapturedModel
 from .report import ClosureRecord, CompileReport
 
@@ -124,6 +126,7 @@ class Compiler:
         self._decomposed: dict[Leaf, Leaf] = {}
         self._kernels: dict[Leaf, Kernel] = {}
         self._kernel_lists: dict[Leaf, KernelList] = {}
+        self._estimates = Estimates(fuses=options.backend == "inductor")
 
     @one_at_a_time
     def compile(
@@ -144,12 +147,12 @@ class Compiler:
         request = _differentiation(program) if train else None
         with report.timed("autodiff") as nodes:
             derivative = self._differentiator.of(request) if request is not None else None
-            programs = _programs(program, derivative)
+            programs = programs_of(program, derivative)
             nodes.count = sum(p.num_nodes() for p in programs)
         if request is not None and derivative is not None:
-            request = self._recompute.chosen(request, report, partial(self._peak_of, program))
+            request = self._recompute.chosen(request, report, self._peaks(program))
             derivative = self._differentiator.of(request)
-            programs = _programs(program, derivative)
+            programs = programs_of(program, derivative)
         with report.timed("decompose") as nodes:
             programs = [verify(self._decompose(p)) for p in programs]
             nodes.count = sum(p.num_nodes() for p in programs)
@@ -184,12 +187,17 @@ class Compiler:
             step = self._step_program(program, request, batching)
             nodes.count = step.program.num_nodes()
 
-        def peak_of(request: Request) -> int:
+        def linked_peak(request: Request) -> int:
             linked = self._decompose(self._step_program(program, request, batching).program)
             self._lower([linked])
-            return _held_bytes(self._planned_step(linked))
+            return self._planned_step(linked).held_bytes
 
-        request = self._recompute.chosen(request, report, peak_of)
+        def guessed_peak(request: Request) -> int:
+            flats = [link(self._decompose(self._step_program(program, request, batching).program))]
+            lists = self._estimates.lists(flats, self._kernel_lists)
+            return least_bytes(lay_out(flats, lists, [len(flats[0].outputs)], results="pinned"))
+
+        request = self._recompute.chosen(request, report, ProgramPeaks(linked_peak, guessed_peak))
         step = self._step_program(program, request, batching)
         with report.timed("decompose") as nodes:
             linked = verify(self._decompose(step.program))
@@ -223,7 +231,7 @@ class Compiler:
         report = CompileReport(True, self.options.backend, self.options.reuse)
         request = _differentiation(program)
         if self._differentiator.of(request) is not None:
-            self._recompute.chosen(request, report, partial(self._peak_of, program))
+            self._recompute.chosen(request, report, self._peaks(program))
         return report.recompute
 
     @one_at_a_time
@@ -236,17 +244,17 @@ class Compiler:
     def chosen(self, request: Request, report: CompileReport) -> Request:
         """Returns the request with what the policy, no budget, saves and computes again."""
 
-        def peak_of(request: Request) -> int:
+        def peak(request: Request) -> int:
             raise PlanError("A Budget is not supported here; use 'full' or 'selective'.")
 
-        return self._recompute.chosen(request, report, peak_of)
+        return self._recompute.chosen(request, report, ProgramPeaks(peak, peak))
 
     @one_at_a_time
     def runtimes(
         self, parts: Sequence[tuple[Program, Derivative | None]], report: CompileReport
     ) -> list[Runtime]:
         """Compiles programs, each with its backward, that are run on their own."""
-        decomposed = [[verify(self._decompose(p)) for p in _programs(*part)] for part in parts]
+        decomposed = [[verify(self._decompose(p)) for p in programs_of(*part)] for part in parts]
         report.num_kernels += self._lower([p for programs in decomposed for p in programs])
         found = []
         for (program, derivative), programs in zip(parts, decomposed, strict=True):
@@ -302,13 +310,23 @@ class Compiler:
         self, program: Program, flats: Sequence[FlatProgram], derivative: Derivative | None
     ) -> PlannedProgram:
         model_inputs = [i for i, s in enumerate(program.sources) if isinstance(s, ModelTensor)]
-        num_results = len(program.outputs)
-        num_returned, sources = [num_results], []
-        if derivative is not None:
-            num_saved = len(flat_types([derivative.saved_type]))
-            num_returned.append(len(derivative.gradient_inputs))
-            sources = _backward_sources(derivative, num_results, num_saved)
+        num_returned, sources = returned_of(program, derivative)
         return PlannedProgram(flats, self._lists(flats), model_inputs, num_returned, sources)
+
+    def _peaks(self, program: Program) -> ProgramPeaks:
+        return ProgramPeaks(partial(self._peak_of, program), partial(self._likely_peak, program))
+
+    def _likely_peak(self, program: Program, request: Request) -> int:
+        """What :meth:`_peak_of` will say, told without kernels."""
+        derivative = self._differentiator.of(request)
+        assert derivative is not None
+        flats = [link(self._decompose(p)) for p in programs_of(program, derivative)]
+        if self._why_never_planned(program, flats, derivative):
+            return derivative.saved_type.num_bytes
+        returned, sources = returned_of(program, derivative)
+        return least_bytes(
+            lay_out(flats, self._estimates.lists(flats, self._kernel_lists), returned, sources)
+        )
 
     def _peak_of(self, program: Program, request: Request) -> int:
         """Links a program for one choice of what is saved; returns its peak in bytes.
@@ -317,16 +335,29 @@ class Compiler:
         """
         derivative = self._differentiator.of(request)
         assert derivative is not None
-        programs = [self._decompose(p) for p in _programs(program, derivative)]
+        programs = [self._decompose(p) for p in programs_of(program, derivative)]
         self._lower(programs)
         flats = [link(p) for p in programs]
         if self._why_unplanned(program, flats, derivative):
             return derivative.saved_type.num_bytes
-        return _held_bytes(self._planned(program, flats, derivative))
+        return self._planned(program, flats, derivative).held_bytes
 
     def _why_unplanned(
         self, program: Program, flats: Sequence[FlatProgram], derivative: Derivative | None
     ) -> str:
+        why = self._why_never_planned(program, flats, derivative)
+        if why:
+            return why
+        leaves = {launch.leaf: None for flat in flats for launch in flat.launches}
+        for leaf in leaves:
+            if not can_record(self._kernels[leaf]):
+                return f"the kernels of @{leaf.name} are not a plain list of launches"
+        return ""
+
+    def _why_never_planned(
+        self, program: Program, flats: Sequence[FlatProgram], derivative: Derivative | None
+    ) -> str:
+        """Why memory is not planned, whatever the kernels are."""
         if self.options.backend != "inductor":
             return f"backend {self.options.backend} runs operator by operator"
         devices = {t.device.type for flat in flats for t in flat.slot_types}
@@ -335,10 +366,6 @@ class Compiler:
         written = {target for _, target in program.writes}
         if derivative is not None and written & set(derivative.kept_inputs):
             return "the forward changes a buffer whose old value the backward needs"
-        leaves = {launch.leaf: None for flat in flats for launch in flat.launches}
-        for leaf in leaves:
-            if not can_record(self._kernels[leaf]):
-                return f"the kernels of @{leaf.name} are not a plain list of launches"
         return ""
 
     def _known(self, program: Program) -> Program:
@@ -432,10 +459,6 @@ def differentiable_inputs(program: Program) -> list[int]:
     return wanted
 
 
-def _held_bytes(planned: PlannedProgram) -> int:
-    return planned.plan.peak_bytes + planned.outside_bytes
-
-
 def _differentiation(program: Program) -> Request:
     """Asks for the derivative of a captured model, with respect to all that wants one."""
     written = {output for output, _ in program.writes}
@@ -450,25 +473,6 @@ def _loss_differentiation(program: Program) -> Request:
         i for i in differentiable_inputs(program) if isinstance(program.sources[i], ModelTensor)
     ]
     return Request(Composite("micro_batch", program), tuple(wanted), (0,))
-
-
-def _programs(program: Program, derivative: Derivative | None) -> list[Program]:
-    if derivative is None:
-        return [program]
-    assert isinstance(derivative.forward, Composite)
-    assert isinstance(derivative.backward, Composite)
-    return [derivative.forward.program, derivative.backward.program]
-
-
-def _backward_sources(
-    derivative: Derivative, num_results: int, num_saved: int
-) -> list[tuple[str, Any]]:
-    """Says where each flat input of the backward comes from."""
-    types = derivative.backward.input_types[-len(derivative.cotangent_outputs) :]
-    sources: list[tuple[str, Any]] = [("output", num_results + i) for i in range(num_saved)]
-    sources += [("input", i) for i in derivative.kept_inputs]
-    sources += [("output", i) for i in derivative.kept_outputs]
-    return [*sources, *(("new", t) for t in types)]
 
 
 def _describe(report: CompileReport, captured: CapturedModel) -> None:

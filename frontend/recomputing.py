@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from ..autodiff.choices import Choice
 from ..autodiff.derivative import Differentiator, Request
 from ..recompute.costs import CostModel, Measured, Roofline
-from ..recompute.fit import BudgetFit
+from ..recompute.fit import BudgetFit, Peaks
 from ..recompute.planner import Planner, wish_of
 from ..recompute.policy import Budget, Policy
 from ..recompute.summary import summarize
@@ -17,6 +17,19 @@ from ..reuse.program import Composite
 from .report import CompileReport
 
 PeakOf = Callable[[Request], int]
+
+
+@dataclass(frozen=True)
+class ProgramPeaks:
+    """What a program holds at its peak, in bytes, for a derivative that is asked for.
+
+    Attributes:
+        linked: with its kernels.
+        guessed: without, kernels of its leaves estimated.
+    """
+
+    linked: PeakOf
+    guessed: PeakOf
 
 
 class Recompute:
@@ -36,13 +49,13 @@ class Recompute:
             costs = Measured(costs)
         self._planner = Planner(differentiator, costs)
 
-    def chosen(self, request: Request, report: CompileReport, peak_of: PeakOf) -> Request:
+    def chosen(self, request: Request, report: CompileReport, peaks: ProgramPeaks) -> Request:
         """Returns the request with a choice, as the policy and the marks in the program want it.
 
         Args:
             request: the derivative of a whole program.
             report: gets what is saved and what is computed again.
-            peak_of: links the program for a request and returns its peak in bytes.
+            peaks: what the program holds under a request.
 
         Raises:
             PlanError: if a budget cannot be met, or a policy finds no block.
@@ -51,7 +64,7 @@ class Recompute:
         assert isinstance(closure, Composite)
         if self._policy is not None or _has_marks(closure):
             with report.timed("recompute") as nodes:
-                request = replace(request, choice=self._choice(request, peak_of))
+                request = replace(request, choice=self._choice(request, peaks))
                 derivative = self._make.of(request)
                 assert derivative is not None
                 nodes.count = closure.program.num_nodes()
@@ -63,12 +76,13 @@ class Recompute:
             report.saved_bytes = derivative.saved_type.num_bytes
         return request
 
-    def _choice(self, request: Request, peak_of: PeakOf) -> Choice | None:
+    def _choice(self, request: Request, peaks: ProgramPeaks) -> Choice | None:
         if isinstance(self._policy, Budget):
-            fit = BudgetFit(
-                self._planner, request, lambda choice: peak_of(replace(request, choice=choice))
+            of_choice = Peaks(
+                lambda choice: peaks.linked(replace(request, choice=choice)),
+                lambda choice: peaks.guessed(replace(request, choice=choice)),
             )
-            return fit.fit(self._policy)
+            return BudgetFit(self._planner, request, of_choice).fit(self._policy)
         policy = self._policy or ""
         assert isinstance(request.closure, Composite)
         if policy and not _has_wishes(request.closure, policy):

@@ -1,12 +1,14 @@
 """Fits a program into a budget: the cheapest recompute whose *linked* peak stays within it.
 
 How many bytes a choice saves is known exactly; what else is in memory at the peak (scratch,
-gradients, the tensors of the block that is being computed again) only link knows. So a choice is
-made, linked, and corrected by what link reports, within the few variants compiled so far.
+gradients, the tensors of the block that is being computed again) only link knows, once the kernels
+are there. So the peak is guessed without kernels, the best choice by that guess is linked, and what
+link reports corrects the guess, within the few variants that may be compiled.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -19,10 +21,23 @@ from .policy import Budget
 from .solver import Group, spread
 
 MAX_VARIANTS = 3
-_MAX_ROUNDS = 8
+_MAX_ROUNDS = 6
+_MAX_GUESSES = 6
 _CLOSE_ENOUGH = 0.01  # of the budget left unused
+_ALLOWANCE = 0.04  # of the budget, for what the first guess may lack
 
-PeakOf = Callable[[Choice | None], int]
+
+@dataclass(frozen=True)
+class Peaks:
+    """What a program holds at its peak under a choice, in bytes.
+
+    Attributes:
+        linked: compiles and links the program.
+        guessed: links it without kernels; exact but for scratch inside closures.
+    """
+
+    linked: Callable[[Choice | None], int]
+    guessed: Callable[[Choice | None], int]
 
 
 @dataclass
@@ -31,24 +46,24 @@ class _SameCalls:
 
     sites: list[Site]
     variants: tuple[Variant, ...]  # fewest bytes first
-    compiled: frozenset[int]
+    compiled: frozenset[int] = frozenset()
     num_others: int = 0  # variants compiled that are not among these
 
-    def group(self, allowed: frozenset[int]) -> Group:
-        """The knapsack's view; variants that are not allowed take too many bytes."""
+    def group(self, max_variants: int, allowed: frozenset[int]) -> Group:
+        """The knapsack's view of the variants that are allowed."""
+        places = sorted(allowed | self.compiled)
         return Group(
             len(self.sites),
-            tuple(v.num_bytes for i, v in enumerate(self.variants) if i in allowed),
-            tuple(v.extra_s for i, v in enumerate(self.variants) if i in allowed),
-            frozenset(sorted(allowed).index(i) for i in self.compiled if i in allowed),
-            MAX_VARIANTS - self.num_others,
+            tuple(self.variants[i].num_bytes for i in places),
+            tuple(self.variants[i].extra_s for i in places),
+            frozenset(places.index(i) for i in self.compiled),
+            max(max_variants - self.num_others, len(self.compiled), 1),
         )
 
-    def settled(self, counts: Sequence[int]) -> frozenset[int]:
-        """The variants that may be compiled once these counts were linked."""
-        used = {i for i, n in enumerate(counts) if n} | self.compiled
-        following = range(max(used) + 1, len(self.variants))
-        return frozenset([*used, *following][: MAX_VARIANTS - self.num_others])
+    def full(self, counts: Sequence[int], allowed: frozenset[int]) -> tuple[int, ...]:
+        """Counts of all variants, from counts of those in the group."""
+        by_variant = dict(zip(sorted(allowed | self.compiled), counts, strict=True))
+        return tuple(by_variant.get(i, 0) for i in range(len(self.variants)))
 
 
 Counts = list[tuple[int, ...]]
@@ -60,13 +75,14 @@ class BudgetFit:
     Args:
         planner: finds the variants.
         request: for the program, a composite closure.
-        peak_of: links the program with a choice and returns its peak in bytes.
+        peaks: say what the program holds at its peak under a choice.
     """
 
-    def __init__(self, planner: Planner, request: Request, peak_of: PeakOf) -> None:
+    def __init__(self, planner: Planner, request: Request, peaks: Peaks) -> None:
         assert isinstance(request.closure, Composite)
         self._num_calls = len(request.closure.program.calls)
-        self._peak_of = peak_of
+        self._peaks = peaks
+        self._smallest_linked: int | None = None
         self._fixed: dict[int, Choice | None] = {}
         groups: dict[Request, list[Site]] = {}
         marked = planner.choice(request, "")
@@ -76,12 +92,7 @@ class BudgetFit:
                 self._fixed[site.index] = marks[site.index]
             else:
                 groups.setdefault(site.request, []).append(site)
-        self._same = [
-            _SameCalls(sites, planner.frontier(r), frozenset([0])) for r, sites in groups.items()
-        ]
-        self._plain_bytes = sum(
-            len(s.sites) * planner.as_it_is(s.sites[0].request).num_bytes for s in self._same
-        )
+        self._same = [_SameCalls(sites, planner.frontier(r)) for r, sites in groups.items()]
 
     def fit(self, budget: Budget) -> Choice | None:
         """Returns the choice with the least recomputed work within a budget.
@@ -89,82 +100,114 @@ class BudgetFit:
         Raises:
             PlanError: if no choice fits; names the smallest peak that was reached.
         """
-        smallest = self._all_at(0)
-        peak, saved = self._peak_of(self._choice(smallest)), self._saved(smallest)
-        overhead, plain = peak - saved, self._choice(None)
+        smallest, plain = self._all_at(0), self._choice(None)
         if budget.fraction is not None:
-            plain_peak = self._peak_of(plain)
+            peak, plain_peak = self._linked(smallest), self._peaks.linked(plain)
             self._keep_plain()
             limit = peak + int(budget.fraction * max(plain_peak - peak, 0))
         else:
             assert budget.saved_bytes is not None
             limit = int(budget.saved_bytes)
-            fits = self._plain_bytes + overhead <= limit
-            plain_peak = self._peak_of(plain) if fits or peak > limit else limit + 1
+            plain_peak = limit + 1
+            if self._peaks.guessed(plain) <= limit:
+                plain_peak = self._peaks.linked(plain)
+                self._keep_plain()
         if plain_peak <= limit:
             return plain
-        if peak > limit:
-            return self._smallest_peak(limit, min(peak, plain_peak), overhead)
-        return self._choice(self._search(limit, limit - overhead, smallest))
-
-    def _smallest_peak(self, limit: int, reached: int, overhead: int) -> Choice | None:
-        """Tries to save a little: what is computed again is in memory too, and may be more.
-
-        Raises:
-            PlanError: if no choice fits; names the smallest peak that was reached.
-        """
-        for variant in range(1, MAX_VARIANTS):
-            choice = self._choice(self._all_at(variant))
-            peak = self._peak_of(choice)
-            if peak <= limit:
-                return choice
-            if peak > reached:
-                break
-            reached = peak
-        raise _refusal(limit, reached, overhead)
+        best = self._search(limit)
+        if best is None:
+            raise self._refusal(limit)
+        return self._choice(best)
 
     def _keep_plain(self) -> None:
         """Counts the variants without recompute among the compiled ones."""
         for same in self._same:
-            plain = [i for i, v in enumerate(same.variants) if v.choice is None]
-            same.compiled |= frozenset(plain)
-            same.num_others += not plain
+            found = [i for i, v in enumerate(same.variants) if v.choice is None]
+            same.compiled |= frozenset(found)
+            same.num_others += not found
 
-    def _search(self, limit: int, target: int, smallest: Counts) -> Counts:
-        """Corrects the bytes that may be saved until the linked peak is close below the limit."""
-        best, low, high = smallest, self._saved(smallest), None
+    def _search(self, limit: int) -> Counts | None:
+        """Links the best choice by guess, corrects the guess by what link says, and again.
+
+        Returns:
+            The choice with the least work among those linked within the limit, None without any.
+        """
+        best: Counts | None = None
         allowed = [frozenset(range(len(s.variants))) for s in self._same]
-        tried: set[tuple[tuple[int, ...], ...]] = {tuple(smallest)}
+        tried: set[tuple[tuple[int, ...], ...]] = set()
+        correction = int(_ALLOWANCE * limit)
+        one_for_later = not any(s.compiled for s in self._same)
         for _ in range(_MAX_ROUNDS):
-            counts = self._solve(max(target, low), allowed)
-            if tuple(counts) in tried:
+            counts = self._guess(limit - correction, MAX_VARIANTS - one_for_later, allowed)
+            one_for_later = False
+            if best is None and (counts is None or tuple(counts) in tried):
+                counts = self._lowest
+            if counts is None or tuple(counts) in tried:
                 break
             tried.add(tuple(counts))
-            if len(tried) == 2:  # from now on nothing but these is compiled
-                allowed = [s.settled(c) for s, c in zip(self._same, counts, strict=True)]
-            peak = self._peak_of(self._choice(counts))
-            if peak <= limit:
-                best, low = counts, max(low, target)
-                if limit - peak <= _CLOSE_ENOUGH * limit:
-                    break
-                target += limit - peak
-            else:
-                high = target
-                target -= peak - limit
-            if high is not None and not low < target < high:
-                target = (low + high) // 2
+            peak = self._linked(counts)
+            if peak <= limit and (best is None or self._extra_s(counts) < self._extra_s(best)):
+                best = counts
+            if best is None:  # what is compiled from now on is sure to help
+                allowed = [frozenset(i for i, n in enumerate(c) if n) for c in self._lowest]
+            if 0 <= limit - peak <= _CLOSE_ENOUGH * limit:
+                break
+            correction = peak - self._peaks.guessed(self._choice(counts))
         return best
 
-    def _solve(self, target: int, allowed: Sequence[frozenset[int]]) -> Counts:
-        groups = [s.group(a) for s, a in zip(self._same, allowed, strict=True)]
-        found = spread(groups, target)
-        if found is None:
-            return self._all_at(0)
-        full: Counts = []
-        for same, places, counts in zip(self._same, allowed, found, strict=True):
-            by_variant = dict(zip(sorted(places), counts, strict=True))
-            full.append(tuple(by_variant.get(i, 0) for i in range(len(same.variants))))
-        return full
+    @functools.cached_property
+    def _lowest(self) -> Counts:
+        """The one variant for all calls whose guessed peak is lowest.
+
+        It need not be the one that saves least: what is computed again needs memory too.
+        """
+        places = range(max((len(s.variants) for s in self._same), default=1))
+        return min(map(self._all_at, places), key=lambda c: self._peaks.guessed(self._choice(c)))
+
+    def _guess(
+        self, limit: int, max_variants: int, allowed: Sequence[frozenset[int]]
+    ) -> Counts | None:
+        """Returns the least work whose guessed peak stays within a limit, None if nothing does."""
+        groups = [s.group(max_variants, a) for s, a in zip(self._same, allowed, strict=True)]
+        best: Counts | None = None
+        least = sum(g.num_calls * g.num_bytes[0] for g in groups)
+        most = sum(g.num_calls * g.num_bytes[-1] for g in groups)
+        target, low, high = most, least, most + 1
+        for _ in range(_MAX_GUESSES):
+            found = spread(groups, target)
+            if found is None:
+                low = target + 1
+            else:
+                pairs = zip(self._same, found, allowed, strict=True)
+                counts = [s.full(c, a) for s, c, a in pairs]
+                room = limit - self._peaks.guessed(self._choice(counts))
+                if room >= 0:
+                    best, low = counts, target
+                    if room <= _CLOSE_ENOUGH * limit or target >= most:
+                        break
+                else:
+                    high = min(target, self._saved(counts))
+                target += room
+            if not low < target < high:
+                target = (low + high) // 2
+            if high - low <= 1:
+                break
+        return best
+
+    def _linked(self, counts: Counts) -> int:
+        """Links a choice; its variants count as compiled from now on."""
+        for same, numbers in zip(self._same, counts, strict=True):
+            same.compiled |= {i for i, n in enumerate(numbers) if n}
+        peak = self._peaks.linked(self._choice(counts))
+        self._smallest_linked = min(peak, self._smallest_linked or peak)
+        return peak
+
+    def _extra_s(self, counts: Counts) -> float:
+        return sum(
+            n * v.extra_s
+            for same, numbers in zip(self._same, counts, strict=True)
+            for n, v in zip(numbers, same.variants, strict=True)
+        )
 
     def _all_at(self, variant: int) -> Counts:
         """All calls at one place of their closure's frontier."""
@@ -197,11 +240,13 @@ class BudgetFit:
                 choices[site.index] = variant.choice
         return PerCall(tuple(choices)) if any(c is not None for c in choices) else None
 
-
-def _refusal(limit: int, smallest: int, overhead: int) -> PlanError:
-    return PlanError(
-        f"Budget(saved_bytes={limit}) cannot be met: the smallest peak that recompute reaches is "
-        f"{smallest} bytes. A budget bounds the peak of the linked program; {overhead} bytes of it "
-        "are not saved tensors but scratch, gradients and what is being computed again. Give at "
-        f"least {smallest}, split the batch into more micro-batches, or mark smaller blocks."
-    )
+    def _refusal(self, limit: int) -> PlanError:
+        smallest = self._smallest_linked or 0
+        overhead = max(smallest - self._saved(self._lowest), 0)
+        return PlanError(
+            f"Budget(saved_bytes={limit}) cannot be met: the smallest peak that recompute reaches "
+            f"is {smallest} bytes. A budget bounds the peak of the linked program; {overhead} "
+            "bytes of it are not saved tensors but scratch, gradients and what is being computed "
+            f"again. Give at least {smallest}, split the batch into more micro-batches, or mark "
+            "smaller blocks."
+        )

@@ -17,6 +17,7 @@ import lazyinline
 from lazyinline import Budget, PlanError, ReuseError, lazy_inline
 from lazyinline.frontend.command_line import main
 from lazyinline.recompute.cut_problem import CutProblem, ForwardValue
+from lazyinline.recompute.fit import BudgetFit
 from lazyinline.recompute.solver import Group, fewest_bytes, frontier, spread
 
 WIDTH, HEADS, TOKENS, BATCH = 16, 2, 6, 3
@@ -280,6 +281,22 @@ def test_budget_is_kept_by_the_linked_peak_and_more_bytes_mean_less_work() -> No
         assert len(variants) <= 3
     assert work == sorted(work, reverse=True)
     assert work[0] > work[-1]
+
+
+def test_guessed_peaks_are_close_to_linked_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    pairs: list[tuple[int, int]] = []
+    linked = BudgetFit._linked
+
+    def noted(self: Any, counts: Any) -> int:
+        guess = self._peaks.guessed(self._choice(counts))
+        pairs.append((guess, linked(self, counts)))
+        return pairs[-1][1]
+
+    monkeypatch.setattr(BudgetFit, "_linked", noted)
+    limit = int(0.85 * held_bytes(step_of(None, num_layers=4)))
+    assert held_bytes(step_of(Budget(saved_bytes=limit), num_layers=4)) <= limit
+    assert pairs
+    assert all(abs(guess - peak) <= 0.15 * peak for guess, peak in pairs), pairs
 
 
 def test_budget_that_cannot_be_met_names_the_smallest_peak() -> None:
