@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 import torch.fx
@@ -49,6 +50,9 @@ class Request:
     choice: Choice | None = None
 
 
+Remember = Callable[[Request, Callable[[], Derivative | None]], Derivative | None]
+
+
 def _unchanged(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
     return module
 
@@ -77,10 +81,14 @@ class Differentiator:
 
     Args:
         recipe_for: the recipe for a leaf closure.
+        remember: given a request for a leaf and what makes its derivative, returns it; a cache.
     """
 
-    def __init__(self, recipe_for: Callable[[Leaf], Recipe]) -> None:
+    def __init__(
+        self, recipe_for: Callable[[Leaf], Recipe], remember: Remember | None = None
+    ) -> None:
         self._recipe_for = recipe_for
+        self._remember = remember
         self._derivatives: dict[Request, Derivative | None] = {}
         self._joints: dict[Request, tuple[JointTrace, Recipe]] = {}
         self._sites: dict[Request, tuple[Request | None, ...]] = {}
@@ -122,7 +130,8 @@ class Differentiator:
         if isinstance(request.choice, Whole):
             return self._called_again(request)
         if isinstance(request.closure, Leaf):
-            return self._leaf(request, request.closure)
+            make = partial(self._leaf, request, request.closure)
+            return self._remember(request, make) if self._remember is not None else make()
         assert isinstance(request.closure, Composite), "pack and unpack come from differentiation"
         reversal = _Reversal(self, request, request.closure)
         derivative = reversal.derivative()

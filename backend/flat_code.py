@@ -11,7 +11,7 @@ from __future__ import annotations
 import ctypes
 import math
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -345,7 +345,10 @@ def _view_of(
 
 
 def bind_native(
-    code: GeneratedCode, arena: torch.Tensor, tensors: Mapping[int, torch.Tensor]
+    code: GeneratedCode,
+    arena: torch.Tensor,
+    tensors: Mapping[int, torch.Tensor],
+    replay: Callable[[], torch_native.Replay] = torch_native.replay_function,
 ) -> dict[str, Any]:
     """Makes the address table of one lease; its owner is the function that gets these names."""
     addresses = (ctypes.c_int64 * code.num_slots)()
@@ -353,7 +356,7 @@ def bind_native(
     for instance, slot in code.slots.items():
         addresses[slot] = tensors[instance].data_ptr()
     return {
-        "replay": torch_native.replay_function(),
+        "replay": replay(),
         "words": code.words.buffer_info()[0],
         "addresses": addresses,
         "table": ctypes.addressof(addresses),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from types import CodeType
 from typing import Any
@@ -18,6 +19,7 @@ import torch
 
 from ..reuse.program import Leaf
 from ..reuse.types import TensorType, contiguous_stride
+from . import torch_native
 from .arena import ArenaPlan, plan
 from .flat_code import CodeWriter, bind_arena, bind_model, bind_native
 from .kernel_list import KernelList, Launch, View
@@ -30,6 +32,22 @@ from .torch_native import first_fit
 # A plan within half a percent of the lower bound is good enough to stop looking.
 _ENOUGH = 1.005
 _PLAN_EFFORT_S = 0.3
+
+
+@dataclass(frozen=True)
+class Tools:
+    """What makes a planned program, so that a cache can stand before it.
+
+    Attributes:
+        plan: places buffers, or remembers where they were placed.
+        replay: builds the native replay loop, or remembers it.
+    """
+
+    plan: Callable[[Buffers, Callable[[], ArenaPlan]], ArenaPlan] = lambda _, make: make()
+    replay: Callable[[], torch_native.Replay] = torch_native.replay_function
+
+
+_TOOLS = Tools()
 
 Runner = Callable[[list[Any]], list[Any]]
 
@@ -46,6 +64,7 @@ class PlannedProgram:
             ``("input", i)`` of the forward, or ``("new", type)``.
         results: ``"owned"`` makes results anew in each run, for the user to keep; ``"pinned"``
             leaves every output at one place in the arena until the next run.
+        tools: what places buffers and replays launches.
     """
 
     def __init__(
@@ -56,11 +75,13 @@ class PlannedProgram:
         num_results: Sequence[int],
         backward_inputs: Sequence[tuple[str, Any]] = (),
         results: str = "owned",
+        tools: Tools = _TOOLS,
     ) -> None:
         self.layout = lay_out(flats, kernel_lists, num_results, backward_inputs, results)
         given = self.layout.parts[0].inputs
         self.model_instances = {i: given[i].instance for i in model_inputs}
-        self._offsets, self.plan = _plan(self.layout)
+        self._offsets, self.plan = _plan(self.layout, tools)
+        self._replay = tools.replay
         self._handed_on = _handed_on(self.layout)
         self._codes = [
             CodeWriter(
@@ -180,7 +201,7 @@ class PlannedProgram:
             scope.update(bind_arena(code.arena_views, arena, self._offsets))
             scope.update(bind_model(code.model_views, by_instance))
             if code.words:
-                scope.update(bind_native(code, arena, by_instance))
+                scope.update(bind_native(code, arena, by_instance, self._replay))
             exec(compiled, scope)
             runners.append(scope["program"])
         addresses = [t.data_ptr() for t in tensors]
@@ -263,12 +284,15 @@ def _buffers(instances: Sequence[Instance]) -> Buffers:
     )
 
 
-def _plan(layout: Layout) -> tuple[list[int], ArenaPlan]:
+def _plan(layout: Layout, tools: Tools) -> tuple[list[int], ArenaPlan]:
     """Places every arena instance; the offsets are indexed by instance."""
     placed = [i for i, b in enumerate(layout.instances) if b.kind == "arena"]
     instances = [layout.instances[i] for i in placed]
     buffers = _buffers(instances)
-    arena = plan(buffers, effort_s=_PLAN_EFFORT_S, enough=_ENOUGH, fit=first_fit)
+    arena = tools.plan(
+        buffers,
+        lambda: plan(buffers, effort_s=_PLAN_EFFORT_S, enough=_ENOUGH, fit=first_fit),
+    )
     offsets = [0] * len(layout.instances)
     for index, offset in zip(placed, arena.offsets.tolist(), strict=True):
         offsets[index] = offset

@@ -32,7 +32,7 @@ def _library() -> Any:
     from torch._inductor.codecache import CppCodeCache
 
     try:
-        return CppCodeCache.load("\n".join(source.read_text() for source in _SOURCES))
+        return CppCodeCache.load(native_source())
     except Exception as error:
         raise PlanError(f"{[str(s) for s in _SOURCES]} cannot be built: {error}") from error
 
@@ -43,7 +43,32 @@ def replay_function() -> Replay:
     Raises:
         PlanError: if it cannot be built.
     """
-    function = _library().lazyinline_replay
+    return _typed(_library())
+
+
+def native_source() -> str:
+    """Returns the source of all of our C++."""
+    return "\n".join(source.read_text() for source in _SOURCES)
+
+
+def native_file() -> Path | None:
+    """Returns the shared object that :func:`replay_function` built."""
+    name = getattr(_library(), "_name", None)
+    return Path(name) if name else None
+
+
+def loaded_replay(path: Path) -> Replay:
+    """Loads the loop from a copy of that shared object.
+
+    Raises:
+        OSError: if it does not load.
+        AttributeError: if it is another library.
+    """
+    return _typed(ctypes.CDLL(str(path)))
+
+
+def _typed(library: Any) -> Replay:
+    function = library.lazyinline_replay
     function.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p]
     function.restype = ctypes.c_int
     return function  # type: ignore[no-any-return]

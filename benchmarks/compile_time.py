@@ -97,6 +97,7 @@ def environment(directory: pathlib.Path, cold: bool) -> dict[str, str]:
     """Returns the environment of a measuring process: one thread, and only objects cached."""
     settings = {
         "TORCHINDUCTOR_CACHE_DIR": str(directory),
+        "LAZYINLINE_CACHE_DIR": str(directory / "lazyinline"),
         "TORCH_DYNAMO_AUTOMATIC_DYNAMIC_LOCAL_PGO": "0",
         "OMP_NUM_THREADS": "1",
         "MKL_NUM_THREADS": "1",
@@ -104,6 +105,7 @@ def environment(directory: pathlib.Path, cold: bool) -> dict[str, str]:
         "HF_HUB_OFFLINE": "1",
     }
     if not cold:
+        settings["LAZYINLINE_CACHE"] = "0"
         settings["TORCHINDUCTOR_FX_GRAPH_CACHE"] = "0"
         settings["TORCHINDUCTOR_AUTOGRAD_CACHE"] = "0"
     return os.environ | settings

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from ..recompute.policy import POLICIES
 from ..reuse.errors import LazyInlineError
 from ..reuse.printer import format_program
-from . import plan_memory
+from . import cache_command, plan_memory
 from .advise import advise
 from .bench import DEFAULT_LAYERS, OWN_MODELS, Plan, bench, title, to_json
 from .candidates import REUSE_CHOICES
@@ -38,6 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             "bench": _bench,
             "inspect": _inspect,
             "export": _export,
+            "cache": cache_command.run,
             "plan-memory": plan_memory.run,
         }
         runs[options.command](options)
@@ -151,6 +152,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_export(commands.add_parser("export", help="write a model as an ONNX file"))
     _add_advise(commands.add_parser("advise", help="which classes to mark, and what is in the way"))
     plan_memory.add_parser(commands)
+    cache_command.add_parser(commands)
     return parser
 
 

@@ -67,7 +67,8 @@ def compile(
         raise PlanError(f"dynamic={dynamic!r} is not supported yet; leave it None.")
     if not isinstance(model, nn.Module):
         raise PlanError(f"compile takes an nn.Module, not {type(model).__name__}.")
-    return CompiledModule(model, Options(reuse=reuse, backend=backend, recompute=recompute))
+    options = Options(reuse=reuse, backend=backend, recompute=recompute, cache="disk")
+    return CompiledModule(model, options)
 
 
 class CompiledModule(nn.Module):

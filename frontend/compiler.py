@@ -21,6 +21,7 @@ from torch import nn
 from ..autodiff.aliasing import saved_inputs
 from ..autodiff.derivative import Derivative, Differentiator, Request
 from ..autodiff.micro_batches import StepProgram, step_program
+from ..backend.compile_cache import CompileCache
 from ..backend.estimate import Estimates
 from ..backend.executable import Executable
 from ..backend.kernel_list import KernelList
@@ -34,7 +35,7 @@ from ..backend.lower import (
     kernel_list,
     lower_leaves,
 )
-from ..backend.planned import PlannedProgram, lay_out, least_bytes
+from ..backend.planned import PlannedProgram, Tools, lay_out, least_bytes
 from ..backend.runtime import PlannedRuntime, ReplayRuntime, Runtime
 from ..recompute.policy import POLICIES, Policy, check_policy
 from ..recompute.summary import RecomputeRecord
@@ -69,6 +70,7 @@ class Options:
     reuse: str = "marked"
     backend: str = "inductor"
     recompute: Policy = None
+    cache: str = "off"  # "disk" takes results of earlier processes; what is measured does not
 
     def __post_init__(self) -> None:
         check_policy(self.recompute)
@@ -120,7 +122,10 @@ class Compiler:
     def __init__(self, options: Options) -> None:
         self.options = options
         self.backend: Backend = backend_named(options.backend)
-        self._differentiator = Differentiator(self.backend.recipe)
+        found = CompileCache.of_user(options.backend) if options.cache == "disk" else None
+        self._cache = found or CompileCache(None, options.backend)
+        self._tools = Tools(self._cache.plan, self._cache.replay)
+        self._differentiator = Differentiator(self.backend.recipe, self._cache.derivative)
         self._recompute = Recompute(self._differentiator, options.recompute, options.backend)
         self._leaves: dict[Any, Leaf] = {}
         self._decomposed: dict[Leaf, Leaf] = {}
@@ -139,6 +144,7 @@ class Compiler:
             PlanError: if it cannot be run (parameters on the meta device).
         """
         report = CompileReport(train, self.options.backend, self.options.reuse)
+        self._cache.begin()
         with report.timed("capture") as nodes:
             captured = capture_model(model, args, kwargs, reuse=self.options.reuse, train=train)
             program = self._known(captured.program)
@@ -163,6 +169,7 @@ class Compiler:
             flats = [link(p) for p in programs]
             runtime = self._runtime(captured.program, flats, derivative, report)
             report.num_launches = nodes.count = runtime.num_launches
+        report.cache = self._cache.finish()
         watched = saved_inputs(programs[0]) if derivative is not None else ()
         return CompiledProgram(captured, runtime, derivative, watched), report
 
@@ -177,6 +184,7 @@ class Compiler:
             PlanError: if its result is not a scalar loss that depends on a parameter.
         """
         report = CompileReport(True, self.options.backend, self.options.reuse)
+        self._cache.begin()
         with report.timed("capture") as nodes:
             captured = capture_model(model, args, kwargs, reuse=self.options.reuse, train=True)
             program = self._known(captured.program)
@@ -210,6 +218,7 @@ class Compiler:
             report.num_launches = nodes.count = planned.num_launches
         report.peak_bytes = planned.plan.peak_bytes
         report.lower_bound_bytes = planned.plan.lower_bound_bytes
+        report.cache = self._cache.finish()
         return CompiledStep(captured, step, planned), report
 
     @property
@@ -237,9 +246,9 @@ class Compiler:
     @one_at_a_time
     def executables(self, programs: Sequence[Program]) -> list[Executable]:
         """Decomposes, lowers and links programs that run one at a time, without a memory plan."""
-        decomposed = [verify(self._decompose(p)) for p in programs]
-        self._lower(decomposed)
-        return [Executable(link(p), self._kernels) for p in decomposed]
+        flats = [link(verify(self._decompose(p))) for p in programs]
+        self._make_kernels(_leaves_of(flats))
+        return [Executable(flat, self._kernels) for flat in flats]
 
     def chosen(self, request: Request, report: CompileReport) -> Request:
         """Returns the request with what the policy, no budget, saves and computes again."""
@@ -254,12 +263,14 @@ class Compiler:
         self, parts: Sequence[tuple[Program, Derivative | None]], report: CompileReport
     ) -> list[Runtime]:
         """Compiles programs, each with its backward, that are run on their own."""
+        self._cache.begin()
         decomposed = [[verify(self._decompose(p)) for p in programs_of(*part)] for part in parts]
         report.num_kernels += self._lower([p for programs in decomposed for p in programs])
         found = []
         for (program, derivative), programs in zip(parts, decomposed, strict=True):
             flats = [link(p) for p in programs]
             found.append(self._runtime(program, flats, derivative, report))
+        report.cache = self._cache.finish()
         return found
 
     def _step_program(self, program: Program, request: Request, batching: Batching) -> StepProgram:
@@ -277,13 +288,21 @@ class Compiler:
     def _planned_step(self, linked: Program) -> PlannedProgram:
         flat = link(linked)
         inputs, num_outputs = range(len(linked.inputs)), len(linked.outputs)
-        return PlannedProgram([flat], self._lists([flat]), inputs, [num_outputs], results="pinned")
+        return PlannedProgram(
+            [flat],
+            self._lists([flat]),
+            inputs,
+            [num_outputs],
+            results="pinned",
+            tools=self._tools,
+        )
 
     def _lists(self, flats: Sequence[FlatProgram]) -> dict[Leaf, KernelList]:
         """Returns the kernel list of each leaf, recorded at most once."""
-        for leaf in {launch.leaf: None for flat in flats for launch in flat.launches}:
+        for leaf in _leaves_of(flats):
             if leaf not in self._kernel_lists:
-                self._kernel_lists[leaf] = kernel_list(leaf, self._kernels[leaf])
+                self._kernel_lists[leaf] = made = kernel_list(leaf, self._kernels[leaf])
+                self._cache.keep_kernels(leaf, made)
         return self._kernel_lists
 
     def _runtime(
@@ -297,6 +316,7 @@ class Compiler:
         num_results = len(program.outputs)
         report.unplanned = self._why_unplanned(program, flats, derivative)
         if report.unplanned:
+            self._make_kernels(_leaves_of(flats))
             executables = [Executable(flat, self._kernels) for flat in flats]
             backward = executables[1] if derivative is not None else None
             return ReplayRuntime(executables[0], backward, num_results)
@@ -311,7 +331,8 @@ class Compiler:
     ) -> PlannedProgram:
         model_inputs = [i for i, s in enumerate(program.sources) if isinstance(s, ModelTensor)]
         num_returned, sources = returned_of(program, derivative)
-        return PlannedProgram(flats, self._lists(flats), model_inputs, num_returned, sources)
+        lists = self._lists(flats)
+        return PlannedProgram(flats, lists, model_inputs, num_returned, sources, tools=self._tools)
 
     def _peaks(self, program: Program) -> ProgramPeaks:
         return ProgramPeaks(partial(self._peak_of, program), partial(self._likely_peak, program))
@@ -348,9 +369,8 @@ class Compiler:
         why = self._why_never_planned(program, flats, derivative)
         if why:
             return why
-        leaves = {launch.leaf: None for flat in flats for launch in flat.launches}
-        for leaf in leaves:
-            if not can_record(self._kernels[leaf]):
+        for leaf in _leaves_of(flats):
+            if leaf not in self._kernel_lists and not can_record(self._kernels[leaf]):
                 return f"the kernels of @{leaf.name} are not a plain list of launches"
         return ""
 
@@ -375,17 +395,27 @@ class Compiler:
     def _decompose(self, program: Program) -> Program:
         def decomposed(leaf: Leaf) -> Leaf:
             if leaf not in self._decomposed:
-                self._decomposed[leaf] = decompose_leaf(leaf, self.backend)
+                make = partial(decompose_leaf, leaf, self.backend)
+                self._decomposed[leaf] = self._cache.decomposed(leaf, make)
             return self._decomposed[leaf]
 
         return map_leaves(program, decomposed)
 
     def _lower(self, programs: Sequence[Program]) -> int:
         leaves = {c: None for p in programs for c in walk_closures(p) if isinstance(c, Leaf)}
+        new = [c for c in leaves if c not in self._kernels and c not in self._kernel_lists]
+        for leaf in new:
+            launches = self._cache.kernels(leaf)
+            if launches is not None:
+                self._kernel_lists[leaf] = launches
+        self._make_kernels([leaf for leaf in new if leaf not in self._kernel_lists])
+        return len(new)
+
+    def _make_kernels(self, leaves: Sequence[Leaf]) -> None:
+        """Compiles what has no kernel yet; launches from the cache do not stand for one here."""
         new = [leaf for leaf in leaves if leaf not in self._kernels]
         with progress(len(new), "closures") as advance:
             self._kernels.update(lower_leaves(new, self.backend, advance))
-        return len(new)
 
 
 def capture(
@@ -457,6 +487,10 @@ def differentiable_inputs(program: Program) -> list[int]:
         elif source.requires_grad:
             wanted.append(index)
     return wanted
+
+
+def _leaves_of(flats: Sequence[FlatProgram]) -> list[Leaf]:
+    return list({launch.leaf: None for flat in flats for launch in flat.launches})
 
 
 def _differentiation(program: Program) -> Request:

@@ -131,7 +131,8 @@ def pipeline(
 
     ranks = ranks_of(mesh, timeout_s)
     table = action_table(schedule_name(schedule), num_stages, ranks.num_ranks, micro_batches)
-    compiler = Compiler(Options(reuse=reuse, backend=backend, recompute=recompute))
+    settings = Options(reuse=reuse, backend=backend, recompute=recompute, cache="disk")
+    compiler = Compiler(settings)
     example = (args, kwargs or {})
     splitting = Splitting(split, memory_bytes_per_rank)
     return Pipeline(LossModel(model, loss_fn), example, compiler, ranks, table, splitting)

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from ..backend.compile_cache import CacheUse
 from ..recompute.summary import RecomputeRecord
 from .regions import SharingDecision
 
@@ -52,6 +53,7 @@ class CompileReport:
         recompute: per closure and variant, what is saved and what is computed again.
         ran_eagerly: why the model itself ran and nothing was compiled, if so.
         closures: each different closure, callees first, with its calls.
+        cache: what came from the on-disk cache, and why a closure cannot be kept there.
         decisions: for each block instance, whether it shares, and if not, why.
     """
 
@@ -72,6 +74,7 @@ class CompileReport:
     recomputed_flops: int = 0
     recompute: list[RecomputeRecord] = field(default_factory=list)
     ran_eagerly: str = ""
+    cache: CacheUse = field(default_factory=CacheUse)
     closures: list[ClosureRecord] = field(default_factory=list)
     decisions: list[SharingDecision] = field(default_factory=list)
 
@@ -118,6 +121,8 @@ class CompileReport:
             f"  {p.name:<12}{p.cpu_s:>8.2f}{p.wall_s:>8.2f}{p.num_nodes:>8}" for p in self.passes
         ]
         lines.append(f"  {'total':<12}{self.cpu_s:>8.2f}{self.wall_s:>8.2f}")
+        if self.cache.directory:
+            lines.append("  " + str(self.cache).replace("\n", "\n  "))
         lines += [f"  {d.path or d.class_name}: not shared, {d.reason}" for d in self.not_shared()]
         lines += [
             f"  {d.path or d.class_name}: {d.shares} (traced because {d.reason})"

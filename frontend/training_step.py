@@ -62,7 +62,7 @@ def compile_step(
         raise PlanError(f"micro_batches={micro_batches}: there must be at least one.")
     if order not in ORDERS:
         raise PlanError(f"order={order!r} is unknown; there are {ORDERS}.")
-    options = Options(reuse=reuse, backend=backend, recompute=recompute)
+    options = Options(reuse=reuse, backend=backend, recompute=recompute, cache="disk")
     return TrainingStep(model, loss_fn, options, Batching(micro_batches, order))
 
 

@@ -29,5 +29,9 @@ class CacheError(LazyInlineError):
     """The on-disk cache cannot be used as asked."""
 
 
+class CacheWarning(UserWarning):
+    """An entry of the on-disk cache, or the cache, was not used; what it held is made anew."""
+
+
 class VerifyError(LazyInlineError):
     """A program breaks a rule of its level. This is a bug of lazyinline, not of the model."""

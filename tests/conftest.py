@@ -4,8 +4,9 @@ import difflib
 import importlib.util
 import os
 import pathlib
+import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import hypothesis
@@ -21,6 +22,7 @@ GOLDEN = ROOT / "tests" / "golden"
 # Read when torch is imported, so set before; what the caller has set wins. Waiting threads must
 # sleep and not spin: the tests share their cores with others.
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(ROOT / "build" / "inductor_cache"))
+os.environ["LAZYINLINE_CACHE"] = "1"  # each test has a directory of its own, below
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "2")
 os.environ.setdefault("OMP_NUM_THREADS", "2")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
@@ -63,6 +65,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in on_gpu:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(autouse=True)
+def cache_of_its_own(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[None]:
+    """Each test, and the processes it starts, begins with an empty cache."""
+    directory = tmp_path_factory.mktemp("cache")
+    monkeypatch.setenv("LAZYINLINE_CACHE_DIR", str(directory))
+    yield
+    shutil.rmtree(directory, ignore_errors=True)
 
 
 @pytest.fixture

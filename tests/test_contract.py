@@ -1058,3 +1058,59 @@ def test_dynamic_shapes_are_matched_with_inputs(combine: Any, tree_map: Any, hin
     assert isinstance(torch.export.Dim.AUTO, hint) and torch.export.Dim.AUTO.type.name == "AUTO"
     dim = 2 * torch.export.Dim("n") + 1
     assert (dim.root.__name__, dim.fn(3)) == ("n", 7)
+
+
+# ---- what the cache stores and loads ----------------------------------------------------------
+
+
+@contract(
+    "torch._inductor.config",
+    "torch._inductor.config.get_config_copy",
+    "torch._functorch.config",
+    "torch._functorch.config.get_config_copy",
+)
+def test_settings_are_plain_values_that_can_be_listed(
+    inductor: Any, all_of_inductor: Any, functorch: Any, all_of_functorch: Any
+) -> None:
+    found = all_of_inductor()
+    with inductor.patch({"cpp.simdlen": 4}):
+        assert {k for k, v in all_of_inductor().items() if v != found[k]} == {"cpp.simdlen"}
+    hooks = ("post_grad_custom_pre_pass", "post_grad_custom_post_pass", "joint_custom_pre_pass")
+    assert all(found[name] is None for name in hooks)
+    assert all_of_functorch()["activation_memory_budget"] == functorch.activation_memory_budget
+
+
+@contract("torch._inductor.inductor_prims")
+def test_inductors_own_operators_are_made_by_one_module(_: Any) -> None:
+    assert str(torch.ops.prims.inductor_seeds.default) == "prims.inductor_seeds.default"
+
+
+@contract("torch._C._dynamo.guards._torchinductor_pyobject_tensor_data_ptr")
+def test_a_kernel_reads_the_address_of_a_function_when_it_is_loaded(address: Any) -> None:
+    from torch._inductor.codecache import CppPythonBindingsCodeCache
+
+    assert isinstance(address, int)
+    assert CppPythonBindingsCodeCache.entry_function == "kernel"
+    source = CppPythonBindingsCodeCache.suffix_template
+    assert "_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR" in source
+
+
+@contract("torch.fx._lazy_graph_module._LazyGraphModule")
+def test_a_lazy_graph_module_runs(lazy: Any) -> None:
+    graph = torch.fx.Graph()
+    graph.output((graph.call_function(torch.neg, (graph.placeholder("x"),)),))
+    module = lazy(nn.Module(), graph)
+    assert isinstance(module, torch.fx.GraphModule)
+    assert module(torch.ones(2))[0].tolist() == [-1, -1]
+
+
+@contract(
+    "torch._subclasses.fake_tensor.FakeTensorMode", "torch._subclasses.fake_tensor.FakeTensor"
+)
+def test_fake_tensors_share_the_memory_of_their_meta_tensors(mode: Any, fake: Any) -> None:
+    base = torch.empty(6, device="meta")
+    view = torch.empty(0, device="meta").set_(base.untyped_storage(), 2, (2,), (1,))
+    first, second = (fake(mode(), t, torch.device("cpu")) for t in (base, view))
+    assert first.device == torch.device("cpu")
+    assert first.untyped_storage()._cdata == second.untyped_storage()._cdata
+    assert second.storage_offset() == 2

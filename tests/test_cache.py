@@ -1,0 +1,720 @@
+"""The on-disk cache: what a warm start skips, and every way in which its files can be wrong.
+
+Whatever is done to the directory, a compile gives the numbers it gave before, says with a warning
+what it did not trust, and leaves the cache healed.
+"""
+
+import errno
+import hashlib
+import json
+import os
+import pathlib
+import shutil
+import signal
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch._inductor.config as inductor_config
+from torch import nn
+
+import lazyinline
+from lazyinline.backend import cache, compile_cache, torch_entries
+from lazyinline.backend.cache import DiskCache, default_directory, open_cache
+from lazyinline.backend.cache_codec import decode_leaf, encode_leaf, encode_value, leaf_content
+from lazyinline.frontend.command_line import main
+from lazyinline.frontend.report import CompileReport
+from lazyinline.reuse.errors import CacheError, CacheWarning
+from lazyinline.reuse.program import Leaf, walk_closures
+
+Files = list[pathlib.Path]
+Damage = Callable[[pathlib.Path], None]
+
+
+@lazyinline.lazy_inline
+class Block(nn.Module):
+    def __init__(self, width: int = 8, scale: float = 0.5) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(width))
+        self.scale = scale
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.scale * torch.tanh(self.weight * x).sin()
+
+
+class Stack(nn.Module):
+    def __init__(self, depth: int = 2, **options: Any) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(**options) for _ in range(depth))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
+def stack(depth: int = 2, **options: Any) -> Stack:
+    torch.manual_seed(0)
+    return Stack(depth, **options)
+
+
+def inputs(rows: int = 4, width: int = 8) -> torch.Tensor:
+    return torch.linspace(-1, 1, rows * width).reshape(rows, width)
+
+
+def train(model: nn.Module, x: torch.Tensor | None = None) -> list[torch.Tensor]:
+    """Loss and all gradients of one step."""
+    loss = model(inputs() if x is None else x)
+    loss.backward()
+    gradients = [p.grad for p in model.parameters()]
+    assert all(g is not None for g in gradients)
+    for p in model.parameters():
+        p.grad = None
+    return [loss.detach(), *(g for g in gradients if g is not None)]
+
+
+def compiled_anew(
+    model: nn.Module | None = None, x: torch.Tensor | None = None, **options: Any
+) -> tuple[list[torch.Tensor], CompileReport]:
+    """Compiles as a new process would, as far as the cache is concerned, and trains one step."""
+    model = stack() if model is None else model
+    compiled = lazyinline.compile(model, **options)
+    numbers = train(compiled, x)
+    return numbers, compiled.last_report
+
+
+def inferred_anew() -> tuple[list[torch.Tensor], CompileReport]:
+    """The same, for inference."""
+    compiled = lazyinline.compile(stack())
+    with torch.no_grad():
+        return [compiled(inputs())], compiled.last_report
+
+
+def assert_right(numbers: list[torch.Tensor], model: nn.Module | None = None) -> None:
+    expected = train(stack() if model is None else model)
+    for found, wanted in zip(numbers, expected[: len(numbers)], strict=True):
+        torch.testing.assert_close(found, wanted)
+
+
+@pytest.fixture(scope="module")
+def filled(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    """A cache directory that one compile has filled."""
+    directory = tmp_path_factory.mktemp("filled")
+    before = os.environ.get("LAZYINLINE_CACHE_DIR")
+    os.environ["LAZYINLINE_CACHE_DIR"] = str(directory)
+    try:
+        _, report = compiled_anew()
+        assert report.cache.num_made >= 5, report
+        assert not report.cache.not_kept
+        inferred_anew()
+    finally:
+        os.environ["LAZYINLINE_CACHE_DIR"] = before or ""
+    return directory
+
+
+@pytest.fixture
+def directory(filled: pathlib.Path) -> pathlib.Path:
+    """A copy of it, in use."""
+    own = default_directory()
+    shutil.copytree(filled, own, dirs_exist_ok=True)
+    return own
+
+
+def entries(directory: pathlib.Path) -> Files:
+    return sorted((directory / "entries").iterdir())
+
+
+def objects(directory: pathlib.Path) -> Files:
+    return sorted((directory / "objects").iterdir())
+
+
+# ---- a warm start ------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("directory")
+def test_a_warm_start_traces_no_derivative_lowers_nothing_and_plans_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def unexpected(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("a warm start does not come here")
+
+    for where in (
+        "lazyinline.autodiff.derivative.JointTrace",
+        "lazyinline.backend.lower.trace_forward",
+        "lazyinline.backend.torch_inductor._compile",
+        "lazyinline.backend.planned.plan",
+        "lazyinline.backend.torch_native.replay_function",
+    ):
+        monkeypatch.setattr(where, unexpected)
+    numbers, report = compiled_anew()
+    assert report.cache.num_made == 0
+    assert report.cache.num_loaded >= 5
+    assert f"{report.cache.num_loaded} of {report.cache.num_loaded} results from" in str(report)
+    assert_right(numbers)
+
+
+def test_a_new_process_starts_warm(directory: pathlib.Path) -> None:
+    code = (
+        "import sys, warnings; warnings.simplefilter('error'); sys.path.insert(0, sys.argv[1])\n"
+        "import test_cache as t\n"
+        "numbers, report = t.compiled_anew(); t.assert_right(numbers)\n"
+        "print(report.cache.num_loaded, report.cache.num_made)\n"
+        "print('torch._inductor.compile_fx' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(pathlib.Path(__file__).parent)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    loaded, made, uses_inductor = done.stdout.split()[-3:]
+    assert int(loaded) >= 5
+    assert made == "0"
+    assert uses_inductor == "False"
+
+
+@pytest.mark.usefixtures("directory")
+def test_a_deeper_model_finds_the_blocks_of_a_shallower_one() -> None:
+    model = stack(5)
+    numbers, report = compiled_anew(model)
+    assert report.cache.num_made <= 2  # the memory plan, and the program's own ends
+    assert_right(numbers, model)
+
+
+@pytest.mark.usefixtures("directory")
+def test_a_rebuilt_derivative_can_be_lowered_again(directory: pathlib.Path) -> None:
+    for path in entries(directory):
+        if b'"launches"' in path.read_bytes():
+            path.unlink()
+    numbers, report = compiled_anew()
+    assert report.cache.num_loaded > 0
+    assert report.cache.num_made > 0
+    assert_right(numbers)
+
+
+def test_inference_is_cached_too() -> None:
+    model = stack()
+    with torch.no_grad():
+        expected = model(inputs())
+        for made in (True, False):
+            compiled = lazyinline.compile(model)
+            torch.testing.assert_close(compiled(inputs()), expected)
+            assert bool(compiled.last_report.cache.num_made) is made
+
+
+@pytest.mark.usefixtures("directory")
+def test_a_training_step_uses_the_same_blocks() -> None:
+    model = stack()
+    step = lazyinline.compile_step(model, micro_batches=2)
+    loss = step(inputs(8))
+    assert step.last_report.cache.num_loaded >= 3
+    torch.testing.assert_close(
+        loss, torch.stack([model(part) for part in inputs(8).chunk(2)]).mean().detach()
+    )
+
+
+# ---- the key -----------------------------------------------------------------------------------
+
+
+def content(model: nn.Module, x: torch.Tensor) -> str:
+    """What the key of a model's block is made of."""
+    program = lazyinline.capture(model, (x,), train=True)
+    (block,) = (c for c in walk_closures(program) if isinstance(c, Leaf) and "Block" in c.name)
+    return json.dumps(leaf_content(block))
+
+
+@pytest.mark.parametrize("what", ["a constant", "a parameter's shape", "a shape", "a dtype"])
+def test_another_content_is_another_key(what: str) -> None:
+    others = {
+        "a constant": (stack(scale=0.25), inputs()),
+        "a parameter's shape": (stack(width=16), inputs(4, 16)),
+        "a shape": (stack(), inputs(6)),
+        "a dtype": (stack().double(), inputs().double()),
+    }
+    assert content(*others[what]) != content(stack(), inputs())
+    assert content(stack(3), inputs()) == content(stack(), inputs())
+
+
+def test_int_and_float_and_bool_constants_are_told_apart() -> None:
+    written = [json.dumps(encode_value((value,))) for value in (1, 1.0, True, -0.0, 0.0, "1")]
+    assert len(set(written)) == len(written)
+
+
+@pytest.mark.usefixtures("directory")
+def test_names_and_source_lines_are_not_in_the_key() -> None:
+    @lazyinline.lazy_inline
+    class Renamed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gain = nn.Parameter(torch.randn(8))
+
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+            bent = torch.tanh(self.gain * hidden)
+            return hidden + 0.5 * bent.sin()
+
+    class Whole(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.Sequential(Renamed(), Renamed())
+
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+            hidden = self.layers(hidden)
+            return hidden.square().mean()
+
+    torch.manual_seed(0)
+    _, report = compiled_anew(Whole())
+    assert report.cache.num_made == 0
+
+
+FACTS: dict[str, Callable[[pytest.MonkeyPatch], Any]] = {
+    "torch": lambda patch: patch.setattr(torch, "__version__", "2.99"),
+    "threads": lambda patch: patch.setattr(torch, "get_num_threads", lambda: 77),
+    "package": lambda patch: patch.setattr(compile_cache, "package_digest", lambda: "other"),
+    "cpu": lambda patch: patch.setattr(torch_entries, "_cpu_kind", lambda: "other"),
+    "precision": lambda patch: patch.setattr(torch, "get_float32_matmul_precision", lambda: "low"),
+}
+
+
+@pytest.mark.parametrize("fact", FACTS)
+def test_every_fact_is_in_the_key(fact: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = facts()
+    assert first == facts()
+    FACTS[fact](monkeypatch)
+    assert facts() != first
+
+
+def facts() -> str | None:
+    made = compile_cache.CompileCache.of_user("inductor")
+    made.begin()
+    return made._facts
+
+
+def test_the_settings_of_inductor_are_in_the_key() -> None:
+    first = facts()
+    with inductor_config.patch({"cpp.simdlen": 1}):
+        assert facts() != first
+    with inductor_config.patch({"compile_threads": 7}):
+        assert facts() == first
+
+
+def test_a_pass_of_the_users_own_turns_the_cache_off() -> None:
+    with inductor_config.patch(post_grad_custom_pre_pass=lambda graph: None):
+        made = compile_cache.CompileCache.of_user("inductor")
+        made.begin()
+    assert made._facts is None
+    assert "a setting of Inductor holds code" in str(made.finish())
+
+
+def test_an_operator_of_the_users_own_is_not_kept() -> None:
+    @torch.library.custom_op("lazyinline_cache_test::twice", mutates_args=())
+    def twice(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    twice.register_fake(torch.empty_like)
+    twice.register_autograd(lambda ctx, grad: grad * 2)
+
+    program = lazyinline.capture(_Doubling(twice), (inputs(),))
+    made = compile_cache.CompileCache.of_user("inductor")
+    made.begin()
+    for leaf in program.closures:
+        assert made.kernels(leaf) is None
+    (reason,) = made.finish().not_kept
+    assert "the operator lazyinline_cache_test.twice" in reason
+
+
+class _Doubling(nn.Module):
+    def __init__(self, twice: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.twice = twice
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.twice(x).tanh()
+
+
+def test_a_leaf_is_rebuilt_exactly() -> None:
+    program = lazyinline.capture(stack(), (inputs(),), train=True)
+    for leaf in walk_closures(program):
+        assert isinstance(leaf, Leaf) or not hasattr(leaf, "module")
+        if not isinstance(leaf, Leaf):
+            continue
+        data = json.loads(json.dumps(encode_leaf(leaf)))
+        again = decode_leaf(data, leaf.name, leaf.input_names)
+        assert leaf_content(again) == leaf_content(leaf)
+        for old, new in zip(leaf.module.graph.nodes, again.module.graph.nodes, strict=True):
+            assert (old.name, old.op, old.target) == (new.name, new.op, new.target)
+            if isinstance(old.meta.get("val"), torch.Tensor):
+                assert old.meta["val"].stride() == new.meta["val"].stride()
+                assert old.meta["val"].device == new.meta["val"].device
+
+
+# ---- damaged files -----------------------------------------------------------------------------
+
+
+def sealed(key: str, document: Any) -> bytes:
+    """An entry with the right digest, whatever it says."""
+    body = document if isinstance(document, bytes) else json.dumps(document).encode()
+    digest = hashlib.sha256(body).hexdigest()
+    return b"lazyinline cache 1 " + digest.encode() + b"\n" + body
+
+
+def value_of(path: pathlib.Path) -> Any:
+    return json.loads(path.read_bytes().partition(b"\n")[2])["value"]
+
+
+def each_entry(change: Callable[[pathlib.Path], None]) -> Damage:
+    return lambda directory: [change(path) for path in entries(directory)] and None
+
+
+def each_object(change: Callable[[pathlib.Path], None]) -> Damage:
+    return lambda directory: [change(path) for path in objects(directory)] and None
+
+
+def flip(path: pathlib.Path, at: float) -> None:
+    content = bytearray(path.read_bytes())
+    content[int(at * (len(content) - 1))] ^= 1
+    path.write_bytes(bytes(content))
+
+
+def swap(files: Files) -> None:
+    contents = [path.read_bytes() for path in files]
+    for path, content in zip(files, [*contents[1:], contents[0]], strict=True):
+        path.write_bytes(content)
+
+
+def instead(make: Callable[[pathlib.Path], Any]) -> Callable[[pathlib.Path], None]:
+    def change(path: pathlib.Path) -> None:
+        path.unlink()
+        make(path)
+
+    return change
+
+
+def through_a_link(path: pathlib.Path) -> None:
+    other = path.parent.parent / f"elsewhere-{path.name}"
+    path.rename(other)
+    path.symlink_to(other)
+
+
+def with_unknown_operators(path: pathlib.Path) -> None:
+    text = json.dumps(value_of(path)).replace('"aten.', '"os.').replace('"torch.', '"os.')
+    path.write_bytes(sealed(path.name, {"key": path.name, "value": json.loads(text)}))
+
+
+def saying(value: Any) -> Callable[[pathlib.Path], None]:
+    return lambda path: (
+        path.write_bytes(sealed(path.name, {"key": path.name, "value": value})) and None
+    )
+
+
+def naming_an_object(content: bytes) -> Damage:
+    """Kernels that name an object which has the right digest and is no kernel."""
+
+    def damage(directory: pathlib.Path) -> None:
+        digest = hashlib.sha256(content).hexdigest()
+        (directory / "objects" / f"{digest}.so").write_bytes(content)
+        for path in entries(directory):
+            text = json.dumps(value_of(path))
+            for known in objects(directory):
+                text = text.replace(known.stem, digest)
+            value = json.loads(text)
+            path.write_bytes(sealed(path.name, {"key": path.name, "value": value}))
+
+    return damage
+
+
+DEEP = b"[" * 100_000 + b"]" * 100_000
+FAULTS: dict[str, Damage] = {
+    "truncated": each_entry(lambda p: os.truncate(p, p.stat().st_size // 2)),
+    "cut by one byte": each_entry(lambda p: os.truncate(p, p.stat().st_size - 1)),
+    "empty": each_entry(lambda p: os.truncate(p, 0)),
+    "a bit flipped": each_entry(lambda p: flip(p, 0.9)),
+    "a bit of the digest flipped": each_entry(lambda p: flip(p, 30 / max(p.stat().st_size, 31))),
+    "longer": each_entry(lambda p: p.write_bytes(p.read_bytes() + b" ") and None),
+    "of another format": each_entry(lambda p: p.write_bytes(b"\x80\x04pickle") and None),
+    "under another key": lambda directory: swap(entries(directory)),
+    "not JSON": each_entry(lambda p: p.write_bytes(sealed(p.name, b"{")) and None),
+    "nested too deep": each_entry(lambda p: p.write_bytes(sealed(p.name, DEEP)) and None),
+    "a list": each_entry(lambda p: p.write_bytes(sealed(p.name, [])) and None),
+    "a number": each_entry(saying(7)),
+    "an empty object": each_entry(saying({})),
+    "unknown operators": each_entry(with_unknown_operators),
+    "a link": each_entry(through_a_link),
+    "a pipe": each_entry(instead(os.mkfifo)),
+    "writable by others": each_entry(lambda p: p.chmod(0o666)),
+    "objects truncated": each_object(lambda p: os.truncate(p, p.stat().st_size // 2)),
+    "objects with a bit flipped": each_object(lambda p: flip(p, 0.5)),
+    "objects swapped": lambda directory: swap(objects(directory)),
+    "objects writable by others": each_object(lambda p: p.chmod(0o666)),
+    "objects that are text": naming_an_object(b"no shared object"),
+}
+# Derivatives are read and made like the rest: these faults are tried on them too.
+TRAINED = ("a bit flipped", "unknown operators", "objects swapped")
+SILENT: dict[str, Damage] = {
+    "no entries": each_entry(lambda p: p.unlink()),
+    "no objects": each_object(lambda p: p.unlink()),
+    "no folders": lambda directory: [shutil.rmtree(p) for p in directory.iterdir()] and None,
+}
+
+
+@pytest.mark.parametrize("fault", [*FAULTS, *SILENT])
+def test_what_is_damaged_is_made_anew(fault: str, directory: pathlib.Path) -> None:
+    again = compiled_anew if fault in TRAINED else inferred_anew
+    damage = FAULTS.get(fault) or SILENT[fault]
+    damage(directory)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        numbers, report = again()
+    assert_right(numbers)
+    assert report.cache.num_made > 0
+    told = [w for w in caught if w.category is CacheWarning]
+    assert bool(told) is (fault in FAULTS), [str(w.message) for w in caught]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", CacheWarning)
+        numbers, report = again()
+    assert_right(numbers)
+    assert report.cache.num_made == 0
+    assert report.cache.num_loaded >= 4
+
+
+def test_an_entry_that_is_a_folder_stops_writing_and_nothing_else(directory: pathlib.Path) -> None:
+    each_entry(instead(lambda p: p.mkdir()))(directory)
+    with pytest.warns(CacheWarning, match="cannot be written to"):
+        numbers, _ = inferred_anew()
+    assert_right(numbers)
+
+
+# ---- who else can write ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("folder", [".", "entries", "objects"])
+@pytest.mark.parametrize("mode", [0o777, 0o770])
+def test_a_directory_that_others_can_write_to_is_refused(
+    directory: pathlib.Path, folder: str, mode: int
+) -> None:
+    (directory / folder).chmod(mode)
+    with pytest.warns(CacheWarning, match="others may write to it"):
+        found = open_cache()
+    assert found is None
+    with pytest.raises(CacheError, match="chmod 700"):
+        DiskCache(directory)
+
+
+def test_a_directory_of_another_user_is_refused(
+    directory: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: own + 1)
+    with pytest.raises(CacheError, match=f"it belongs to user {own}"):
+        DiskCache(directory)
+
+
+def test_an_entry_of_another_user_is_not_read(
+    directory: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = DiskCache(directory)
+    own = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: own + 1)
+    with pytest.warns(CacheWarning, match="it belongs to user"):
+        assert found.read(entries(directory)[0].name) is None
+
+
+def test_what_the_cache_makes_is_the_users_own(tmp_path: pathlib.Path) -> None:
+    made = DiskCache(tmp_path / "deep" / "down")
+    made.write("key", [1])
+    for path in (made.directory, *made.directory.rglob("*")):
+        assert not path.stat().st_mode & 0o077, path
+
+
+# ---- no room, no directory ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("call", ["replace", "fdopen"])
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS, errno.EDQUOT])
+def test_a_full_disk_costs_the_cache_and_nothing_else(
+    call: str, code: int, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
+) -> None:
+    found = DiskCache(tmp_path)
+
+    def full(*args: Any, **kwargs: Any) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, call, full)
+    with pytest.warns(CacheWarning, match="cannot be written to") as told:
+        found.write("a", 1)
+        found.write("b", 2)
+    assert len(told) == 1
+    assert [p for p in tmp_path.rglob("*") if p.is_file()] == []
+
+
+def test_a_compile_with_a_full_disk_is_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args: Any, **kwargs: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(cache.tempfile, "mkstemp", full)
+    with pytest.warns(CacheWarning, match="No space left on device"):
+        numbers, report = inferred_anew()
+    assert report.cache.num_loaded == 0
+    assert_right(numbers)
+
+
+def test_a_directory_that_cannot_be_made_turns_the_cache_off(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("LAZYINLINE_CACHE_DIR", str(tmp_path / "file" / "below"))
+    with pytest.warns(CacheWarning, match="The cache is not used"):
+        assert open_cache() is None
+
+
+def test_a_limit_that_is_no_number_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LAZYINLINE_CACHE_MAX_BYTES", "2 GB")
+    with pytest.warns(CacheWarning, match="LAZYINLINE_CACHE_MAX_BYTES='2 GB'"):
+        assert open_cache() is None
+
+
+def test_the_cache_can_be_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LAZYINLINE_CACHE", "0")
+    directory = default_directory()
+    shutil.rmtree(directory)
+    _, report = inferred_anew()
+    assert not directory.exists()
+    assert str(report.cache) == "cache: off"
+
+
+def test_the_directory_is_in_the_users_cache_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LAZYINLINE_CACHE_DIR")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
+    assert default_directory() == pathlib.Path("/somewhere/lazyinline")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", "/home/me")
+    assert default_directory() == pathlib.Path("/home/me/.cache/lazyinline")
+
+
+# ---- many processes ----------------------------------------------------------------------------
+
+WRITER = """
+import os, sys, pathlib
+from lazyinline.backend.cache import DiskCache
+import tempfile
+found = DiskCache(pathlib.Path(sys.argv[1]))
+if sys.argv[2] == "die":
+    real = os.replace
+    def stop(*args):
+        print("written", flush=True)
+        os.kill(os.getpid(), 9)
+    os.replace = stop
+for i in range(90):
+    found.write(f"key{i % 3}", [i % 3] * 5000)
+    value = found.read(f"key{(i + 1) % 3}")
+    assert value is None or value == [(i + 1) % 3] * 5000, "torn"
+    if i % 40 == 20:
+        found.clear()
+    found.trim()
+"""
+
+
+def writer(directory: pathlib.Path, how: str) -> "subprocess.Popen[str]":
+    return subprocess.Popen(
+        [sys.executable, "-W", "error", "-c", WRITER, str(directory), how],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_processes_may_write_read_and_clear_at_once(tmp_path: pathlib.Path) -> None:
+    for process in [writer(tmp_path, "live") for _ in range(2)]:
+        _, errors = process.communicate(timeout=120)
+        assert process.returncode == 0, errors
+
+
+def test_a_killed_writer_leaves_no_entry_and_its_leftover_goes(tmp_path: pathlib.Path) -> None:
+    process = writer(tmp_path, "die")
+    process.communicate(timeout=120)
+    assert process.returncode == -signal.SIGKILL
+    (leftover,) = entries(tmp_path)
+    found = DiskCache(tmp_path)
+    assert found.info().num_entries == 0
+    assert found.read("key0") is None
+    found.trim()
+    assert leftover.exists()  # its writer may still be at work
+    os.utime(leftover, (0, 0))
+    found.trim()
+    assert not leftover.exists()
+
+
+# ---- size --------------------------------------------------------------------------------------
+
+
+def test_the_least_recently_used_go_first_and_the_limit_holds(tmp_path: pathlib.Path) -> None:
+    found = DiskCache(tmp_path, 11_000)
+    for i in range(10):
+        found.write(f"key{i}", "x" * 900)
+        os.utime(tmp_path / "entries" / f"key{i}", (1000 + i, 1000 + i))
+    found.trim()
+    assert found.info().num_entries == 10
+    assert found.read("key0") == "x" * 900  # now the newest
+    found.write("key10", "x" * 900)
+    found.trim()
+    info = found.info()
+    assert info.num_bytes <= 11_000
+    kept = {path.name for path in entries(tmp_path)}
+    assert {"key0", "key10", "key9"} <= kept
+    assert not kept & {"key1", "key2"}
+
+
+def test_a_compile_keeps_within_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LAZYINLINE_CACHE_MAX_BYTES", "100000")
+    for _ in range(2):
+        numbers, _ = inferred_anew()
+        assert_right(numbers)
+        assert DiskCache(default_directory()).info().num_bytes <= 100_000
+
+
+def test_an_entry_that_goes_away_meanwhile_is_a_miss(
+    directory: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = DiskCache.object_path
+
+    def and_gone(self: DiskCache, digest: str) -> pathlib.Path | None:
+        path = real(self, digest)
+        if path is not None:
+            path.unlink()
+        return path
+
+    monkeypatch.setattr(DiskCache, "object_path", and_gone)
+    monkeypatch.setattr(torch_entries, "sys", type(sys)("sys"), raising=False)
+    torch_entries.sys.modules = {}  # type: ignore[attr-defined]
+    numbers, report = inferred_anew()
+    assert report.cache.num_made > 0
+    assert_right(numbers)
+
+
+# ---- the command -------------------------------------------------------------------------------
+
+
+def test_the_command_tells_and_clears(
+    directory: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    held = DiskCache(directory).info()
+    assert main(["cache", "info"]) == 0
+    told = capsys.readouterr().out
+    assert str(directory) in told
+    assert f"{held.num_entries} entries, {held.num_objects} compiled objects" in told
+    assert main(["cache", "clear"]) == 0
+    assert f"deleted {held.num_entries} entries" in capsys.readouterr().out
+    assert not entries(directory)
+    assert not objects(directory)
+
+
+def test_the_command_refuses_what_a_compile_refuses(
+    directory: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory.chmod(0o777)
+    assert main(["cache", "info"]) == 2
+    assert "chmod 700" in capsys.readouterr().err
