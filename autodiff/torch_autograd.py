@@ -18,23 +18,46 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from ..reuse.errors import CaptureError
 from ..reuse.leaf import ModalInterpreter, mutated_args, without_autocast
 from ..reuse.program import input_nodes
+from ..reuse.torch_symbols import (
+    SizedInterpreter,
+    environment_of,
+    environment_of_tensor,
+    size_in,
+    sizes_as_literals,
+    sizes_in,
+)
 from ..reuse.types import TensorType
 from .joint_cut import is_draw, may_draw
 
 Decompositions = Mapping[Any, Callable[..., Any]]
 
 
-def new_fake_mode() -> FakeTensorMode:
-    """Returns a fake mode for one compilation (Inductor's passes bring real constants)."""
-    return FakeTensorMode(allow_non_fake_inputs=True)
+def new_fake_mode(module: torch.fx.GraphModule | None = None) -> FakeTensorMode:
+    """Returns a fake mode for one compilation (Inductor's passes bring real constants).
+
+    Sizes of its tensors may be those of the module's shape environment.
+    """
+    environment = None if module is None else environment_of(module)
+    return FakeTensorMode(allow_non_fake_inputs=True, shape_env=environment, static_shapes=True)
 
 
 def fake_tensor(mode: FakeTensorMode, type_: TensorType) -> torch.Tensor:
     """Returns a fake tensor of a type."""
+    shape, stride = ([size_in(mode.shape_env, n) for n in ns] for ns in (type_.shape, type_.stride))
     with mode:
-        return torch.empty_strided(
-            type_.shape, type_.stride, dtype=type_.dtype, device=type_.device
-        )
+        return torch.empty_strided(shape, stride, dtype=type_.dtype, device=type_.device)
+
+
+def _traced(
+    function: Callable[..., Any],
+    inputs: Sequence[Any],
+    sizes: Sequence[Any],
+    decompositions: Decompositions,
+) -> torch.fx.GraphModule:
+    """Traces a function; what computes sizes becomes literals with :func:`_flat_signature`."""
+    return make_fx(
+        lambda *groups: function(*groups[:-1]), decomposition_table=dict(decompositions)
+    )(*inputs, list(sizes))
 
 
 @without_autocast
@@ -42,8 +65,9 @@ def trace_forward(
     module: torch.fx.GraphModule, types: Sequence[TensorType], decompositions: Decompositions
 ) -> torch.fx.GraphModule:
     """Takes composite operators of a leaf body apart; no derivative, no in-place operators."""
-    mode = new_fake_mode()
-    return trace_forward_on(module, [fake_tensor(mode, t) for t in types], mode, decompositions)
+    mode = new_fake_mode(module)
+    inputs = [fake_tensor(mode, t) for t in types]
+    return trace_forward_on(module, inputs, mode, decompositions, sizes_in(module))
 
 
 @without_autocast
@@ -52,15 +76,19 @@ def trace_forward_on(
     inputs: Sequence[torch.Tensor],
     mode: FakeTensorMode,
     decompositions: Decompositions,
+    sizes: Sequence[Any] = (),
 ) -> torch.fx.GraphModule:
-    """Does :func:`trace_forward` on given fake inputs, whose sizes may be symbolic."""
+    """Does :func:`trace_forward` on given fake inputs.
+
+    Without ``sizes`` the traced graph computes those that are no numbers itself.
+    """
 
     def forward(flat: list[torch.Tensor]) -> tuple[Any, ...]:
         return ModalInterpreter(module).run_flat(flat)
 
     with mode, torch.no_grad():
-        traced = make_fx(forward, decomposition_table=dict(decompositions))(inputs)
-        return _without_mutation(_flat_signature(traced), inputs, decompositions)
+        traced = _flat_signature(_traced(forward, [inputs], sizes, decompositions), sizes)
+        return _without_mutation(traced, inputs, decompositions, sizes)
 
 
 class JointTrace:
@@ -83,9 +111,10 @@ class JointTrace:
         self.tangent_outputs: tuple[int, ...] = ()
         self.num_outputs = 0
         self.graph_module = module
-        self._num_forward_nodes = 0
+        self._forward: set[str] = set()
         self._module = module
-        mode = new_fake_mode()
+        mode = new_fake_mode(module)
+        sizes = sizes_in(module)
         primals = [fake_tensor(mode, t) for t in input_types]
         for index in wanted_inputs:
             primals[index].requires_grad_()
@@ -93,16 +122,19 @@ class JointTrace:
         if not self.tangent_outputs:
             return
         with mode, torch.enable_grad():
-            joint = make_fx(
+            self.graph_module = _traced(
                 lambda p, t: self._joint(p, t, wanted_inputs),
-                decomposition_table=dict(decompositions),
+                [primals, tangents],
+                sizes,
+                decompositions,
             )
-            self.graph_module = joint(primals, tangents)
-            names = _renameinput_nodes(_flat_signature(self.graph_module), len(primals))
             self._tag_forward()
+            names = _renameinput_nodes(_flat_signature(self.graph_module, sizes), len(primals))
             detached = [p.detach() for p in primals]
             inputs = [*detached, *tangents]
-            self.graph_module = _without_mutation(self.graph_module, inputs, decompositions, names)
+            self.graph_module = _without_mutation(
+                self.graph_module, inputs, decompositions, sizes, names
+            )
 
     def _find_tangents(
         self, mode: FakeTensorMode, primals: Sequence[torch.Tensor], wanted: Sequence[int]
@@ -120,7 +152,7 @@ class JointTrace:
         outputs = ModalInterpreter(self._module).run_flat(primals)
         proxy_mode = get_proxy_mode()
         assert proxy_mode is not None
-        self._num_forward_nodes = len(proxy_mode.tracer.graph.nodes)
+        self._forward = {n.name for n in proxy_mode.tracer.graph.nodes}
         gradients = torch.autograd.grad(
             [outputs[i] for i in self.tangent_outputs],
             [primals[i] for i in wanted],
@@ -136,13 +168,15 @@ class JointTrace:
 
     def _tag_forward(self) -> None:
         """Tells the default partitioner where the forward ends."""
-        for index, node in enumerate(self.graph_module.graph.nodes):
-            if index < self._num_forward_nodes:
+        for node in self.graph_module.graph.nodes:
+            if node.name in self._forward:
                 node.meta["partitioner_tag"] = "is_forward"
 
 
-def _flat_signature(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
-    """Makes a traced graph take its placeholders as positional arguments, one each."""
+def _flat_signature(module: torch.fx.GraphModule, sizes: Sequence[Any]) -> torch.fx.GraphModule:
+    """Makes a traced graph take its tensors as positional arguments, one each."""
+    if sizes:
+        sizes_as_literals(module.graph)
     module.graph.set_codegen(torch.fx.graph.CodeGen())
     module.recompile()
     return module
@@ -155,11 +189,11 @@ def _with_layout(gradient: torch.Tensor, type_: TensorType) -> torch.Tensor:
             f"The gradient of a {type_} tensor is sparse, and compiled programs have dense ones "
             "only. Use sparse=False in the embedding."
         )
-    if tuple(gradient.stride()) == type_.stride or gradient.numel() <= 1:
+    if TensorType.of(gradient).stride == type_.stride or gradient.numel() <= 1:
         return gradient
-    target = torch.empty_strided(
-        type_.shape, type_.stride, dtype=gradient.dtype, device=gradient.device
-    )
+    environment = environment_of_tensor(gradient)
+    shape, stride = ([size_in(environment, n) for n in ns] for ns in (type_.shape, type_.stride))
+    target = torch.empty_strided(shape, stride, dtype=gradient.dtype, device=gradient.device)
     return torch.ops.aten.copy.default(target, gradient)
 
 
@@ -179,6 +213,7 @@ def _without_mutation(
     module: torch.fx.GraphModule,
     inputs: Sequence[torch.Tensor],
     decompositions: Decompositions,
+    sizes: Sequence[Any],
     names: Sequence[str] = (),
 ) -> torch.fx.GraphModule:
     """Rewrites in-place operators on temporaries as out-of-place ones, if there are any."""
@@ -189,7 +224,7 @@ def _without_mutation(
         n.name: n.meta["partitioner_tag"] for n in module.graph.nodes if "partitioner_tag" in n.meta
     }
     last = [n.name for n in module.graph.nodes if n.name in tags][-1:]
-    size = [0]
+    forward: set[str] = set()
 
     layouts = [
         TensorType.of(n.meta["val"]) if isinstance(n, torch.fx.Node) else None
@@ -197,21 +232,21 @@ def _without_mutation(
     ]
 
     def run(flat: list[torch.Tensor]) -> tuple[Any, ...]:
-        results = _Boundary(module, last, size).run(*flat)
+        results = _Boundary(module, last, forward).run(*flat)
         # An out-of-place operator may lay its result out in another way (masked_fill).
         pairs = zip(results, layouts, strict=True)
         return tuple(r if t is None else _with_layout(r, t) for r, t in pairs)
 
-    functional = make_fx(
-        torch.func.functionalize(run, remove="mutations"),
-        decomposition_table={torch.ops.aten.bernoulli.p: draw_mask, **decompositions},
-    )(list(inputs))
-    _flat_signature(functional)
+    table = {torch.ops.aten.bernoulli.p: draw_mask, **decompositions}
+    functionalized = torch.func.functionalize(run, remove="mutations")
+    sizes = sizes_in(module) if sizes else ()
+    functional = _traced(functionalized, [list(inputs)], sizes, table)
+    for node in functional.graph.nodes:
+        if node.name in forward:
+            node.meta["partitioner_tag"] = "is_forward"
+    _flat_signature(functional, sizes)
     for node, name in zip(input_nodes(functional), names, strict=False):
         node.name = node.target = name
-    for index, node in enumerate(functional.graph.nodes):
-        if index < size[0]:
-            node.meta["partitioner_tag"] = "is_forward"
     _strip_detach(functional)
     return functional
 
@@ -227,20 +262,22 @@ def draw_mask(tensor: torch.Tensor, p: float = 0.5, generator: Any = None) -> to
     return mask.to(tensor.dtype)
 
 
-class _Boundary(torch.fx.Interpreter):
-    """Runs a graph and notes how far the new trace is when its forward part ends."""
+class _Boundary(SizedInterpreter):
+    """Runs a graph and notes what the new trace holds when its forward part ends."""
 
-    def __init__(self, module: torch.fx.GraphModule, last: Sequence[str], size: list[int]) -> None:
+    def __init__(
+        self, module: torch.fx.GraphModule, last: Sequence[str], forward: set[str]
+    ) -> None:
         super().__init__(module)
         self._last = set(last)
-        self._size = size
+        self._forward = forward
 
     def run_node(self, n: torch.fx.Node) -> Any:
         result = super().run_node(n)
         if n.name in self._last:
             mode = get_proxy_mode()
             assert mode is not None
-            self._size[0] = len(mode.tracer.graph.nodes)
+            self._forward.update(n.name for n in mode.tracer.graph.nodes)
         return result
 
 

@@ -58,7 +58,7 @@ def _targets(slots: Slots) -> str:
 
 
 def _line(launch: Launch, name: str, kernel: Kernel) -> str:
-    operands = ", ".join(f"s{s}" for s in launch.operands)
+    operands = ", ".join([*map(str, kernel.sizes), *(f"s{s}" for s in launch.operands)])
     if kernel.convention == "boxed":
         operands = f"[{operands}]"
     line = (

@@ -21,6 +21,7 @@ from ..autodiff.torch_autograd import trace_forward
 from ..reuse.errors import PlanError
 from ..reuse.leaf import flat_types, without_autocast
 from ..reuse.program import Leaf
+from ..reuse.torch_symbols import Values, module_at, symbols_of, type_at
 from . import torch_inductor, torch_kernels
 from .attention import with_plain_attention
 from .kernel_list import KernelList
@@ -54,6 +55,7 @@ class Kernel:
     function: Callable[..., Sequence[Any]]
     convention: str
     source: str  # which backend made it
+    sizes: tuple[int, ...] = ()  # come before the operands
 
 
 class Backend(Protocol):
@@ -173,7 +175,23 @@ def kernel_list(leaf: Leaf, kernel: Kernel) -> KernelList:
     """Returns the launches of a lowered leaf."""
     if kernel.convention == "plain":
         return torch_kernels.record_graph(leaf)
-    return torch_kernels.record_wrapper(leaf, kernel.function)
+    return torch_kernels.record_wrapper(leaf, kernel.function, kernel.sizes)
+
+
+def kernel_at(leaf: Leaf, kernel: Kernel, values: Values) -> tuple[Leaf, Kernel]:
+    """Returns a leaf and its kernel with a number in place of each symbolic size."""
+    symbols = symbols_of(leaf.module)
+    if not symbols and not any(t.is_symbolic for t in flat_types(leaf.input_types)):
+        return leaf, kernel
+    made = replace(
+        leaf,
+        input_types=tuple(type_at(t, values) for t in leaf.input_types),
+        output_types=tuple(type_at(t, values) for t in leaf.output_types),
+    )
+    if kernel.convention == "boxed":
+        return made, replace(kernel, sizes=tuple(int(values[s]) for s in symbols))
+    made = replace(made, module=module_at(leaf.module, values))
+    return made, _eager_kernel(made)
 
 
 def _eager_kernel(leaf: Leaf) -> Kernel:

@@ -18,6 +18,7 @@ import torch.fx
 from ..autodiff.joint_cut import copy_graph
 from ..autodiff.torch_autograd import draw_mask
 from ..reuse.program import input_nodes
+from ..reuse.torch_symbols import sizes_as_literals, symbols_of, with_size_inputs
 
 BoxedCallable = Callable[[list[Any]], Sequence[Any]]
 
@@ -67,16 +68,25 @@ def rewrite_joint(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
     from torch._guards import TracingContext, tracing
     from torch._inductor.compile_fx import _recursive_joint_graph_passes
 
+    symbols = symbols_of(module)
+    if symbols:
+        module = with_size_inputs(module, symbols, "last")
     first = input_nodes(module)[0].meta["val"]
     device, context = first.device, TracingContext(first.fake_mode)
     with settings(), _vector_units_probed_here(), tracing(context):
-        return _recursive_joint_graph_passes(module, input_device=device)
+        module = _recursive_joint_graph_passes(module, input_device=device)
+    if symbols:
+        sizes_as_literals(module.graph)
+        module.recompile()
+    return module
 
 
 def compile_leaves(
     modules: Sequence[torch.fx.GraphModule], on_compiled: Callable[[], None]
 ) -> list[BoxedCallable]:
     """Compiles ATen graphs; each result takes a list of tensors, which it empties.
+
+    Where sizes are symbolic, the list begins with a number for each symbol.
 
     Args:
         modules: graphs whose nodes carry fake tensors of one fake mode each.
@@ -85,7 +95,9 @@ def compile_leaves(
     compiled = []
     with settings(), _vector_units_probed_here(), _deferred_builds() as finish:
         for module in modules:
-            compiled.append(_compile(copy_graph(module)))  # its passes change what they get
+            symbols = symbols_of(module)
+            copy = with_size_inputs(module, symbols, "first") if symbols else copy_graph(module)
+            compiled.append(_compile(copy))  # its passes change what they get
             on_compiled()
         finish()
     return compiled

@@ -46,8 +46,13 @@ _NATIVE_OUT_FORMS = {
 }
 
 
-def record_wrapper(leaf: Leaf, wrapper: Callable[..., Any]) -> KernelList:
-    """Records an Inductor wrapper (what ``compile_leaves`` returned for the leaf)."""
+def record_wrapper(
+    leaf: Leaf, wrapper: Callable[..., Any], sizes: Sequence[int] = ()
+) -> KernelList:
+    """Records an Inductor wrapper (what ``compile_leaves`` returned for the leaf).
+
+    ``sizes`` are the numbers that a wrapper of symbolic sizes takes before its tensors.
+    """
     recorder = _Recorder(leaf)
     bound_self, function = _function_of(wrapper)
     scope = dict(function.__globals__)
@@ -62,9 +67,8 @@ def record_wrapper(leaf: Leaf, wrapper: Callable[..., Any]) -> KernelList:
     scope["extern_kernels"] = _ExternKernels(scope["extern_kernels"], recorder)
     code = types.FunctionType(function.__code__, scope, function.__name__)
     with recorder.mode, recorder:
-        outputs = (
-            code(bound_self, list(recorder.inputs)) if bound_self else code(list(recorder.inputs))
-        )
+        boxed = [*sizes, *recorder.inputs]
+        outputs = code(bound_self, boxed) if bound_self else code(boxed)
     return recorder.finish(outputs)
 
 

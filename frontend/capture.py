@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import wraps
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -43,11 +43,8 @@ from .decorator import is_compiled, is_marked
 from .fake_rules import kernels_own_rules
 from .outside_values import OutsideValues
 from .recorder import Recorder, UnsettledError
-from .regions import CapturedModel, CrossingError, Region, SharingDecision, regions_inside
+from .regions import CapturedModel, CrossingError, Region, SharingDecision, Sizes, regions_inside
 from .torch_tracing import DATA_DEPENDENT_ERRORS, frame_text, user_frame
-
-if TYPE_CHECKING:
-    from .torch_sizes import SymbolicSizes
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -58,7 +55,7 @@ class Arguments:
 
     args: Sequence[Any]
     kwargs: Mapping[str, Any]
-    sizes: Callable[[], SymbolicSizes] | None = None
+    sizes: Callable[[], Sizes] | None = None
 
 
 _LOCK = threading.RLock()
@@ -87,7 +84,7 @@ def capture_model(
     *,
     reuse: str = "marked",
     train: bool,
-    sizes: Callable[[], SymbolicSizes] | None = None,
+    sizes: Callable[[], Sizes] | None = None,
 ) -> CapturedModel:
     """Captures a model as a program of closures and calls.
 
@@ -228,9 +225,7 @@ def _capture_settled(
 def _assemble(recorder: Recorder, results: list[Any], tree: pytree.TreeSpec) -> CapturedModel:
     recorder.tensors.resolve_all(recorder.root.nodes())
     if recorder.sizes is not None:
-        from .sizes import make_sizes_local  # brings in sympy
-
-        make_sizes_local(recorder.root, recorder.tensors.sources)
+        recorder.sizes.settle(recorder.root, recorder.tensors.sources)
     _dissolve_idle(recorder, results, tree)
     program, shared = _build(recorder, results, tree)
     pairs = [

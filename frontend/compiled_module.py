@@ -19,6 +19,7 @@ from .assemble import OutputTree
 from .autograd_bridge import Bridge, picker
 from .capture import backward_hooked, one_at_a_time
 from .compiler import CompiledProgram, Compiler, Options
+from .dynamic import Inputs, Made, Shapes
 from .guard import Guard
 from .report import CompileReport
 from .runnable import check_runnable, check_writes
@@ -32,7 +33,7 @@ def compile(
     reuse: str = "marked",
     backend: str = "inductor",
     recompute: Policy = None,
-    dynamic: None = None,
+    dynamic: bool | None = None,
 ) -> CompiledModule:
     """Returns a drop-in replacement for a model that runs a compiled program.
 
@@ -48,7 +49,8 @@ def compile(
         recompute: None saves what autograd needs; ``"full"`` computes each block again in the
             backward; ``"selective"`` computes again all but matrix products, convolutions and
             attention; a :class:`Budget` computes as little again as fits into so many bytes.
-        dynamic: only None so far: each new input layout is compiled on its own.
+        dynamic: sizes that are symbols: with None those of inputs that came in several sizes, with
+            True all, with False none. A further shape then costs a link only.
 
     While a module has a backward hook, calls that want gradients run the model itself, hook and
     all; the report says so.
@@ -63,12 +65,10 @@ def compile(
         >>> compiled = lazyinline.compile(model)
         >>> compiled(ids).loss.backward()
     """
-    if dynamic is not None:
-        raise PlanError(f"dynamic={dynamic!r} is not supported yet; leave it None.")
     if not isinstance(model, nn.Module):
         raise PlanError(f"compile takes an nn.Module, not {type(model).__name__}.")
     options = Options(reuse=reuse, backend=backend, recompute=recompute, cache="disk")
-    return CompiledModule(model, options)
+    return CompiledModule(model, options, dynamic)
 
 
 class CompiledModule(nn.Module):
@@ -78,11 +78,12 @@ class CompiledModule(nn.Module):
     ``state_dict`` are the model's.
     """
 
-    def __init__(self, model: nn.Module, options: Options) -> None:
+    def __init__(self, model: nn.Module, options: Options, dynamic: bool | None = None) -> None:
         super().__init__()
         state = self.__dict__
         state["_lazyinline_model"] = model
         state["_lazyinline_compiler"] = Compiler(options)
+        state["_lazyinline_shapes"] = Shapes(model, options, dynamic)
         state["_lazyinline_entries"] = []
         state["_lazyinline_report"] = None
         tables = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
@@ -168,12 +169,18 @@ class CompiledModule(nn.Module):
         model = self.__dict__["_lazyinline_model"]
         check_runnable(model)
         train = torch.is_grad_enabled()
-        compiler: Compiler = self.__dict__["_lazyinline_compiler"]
-        compiled, report = compiler.compile(model, args, kwargs, train=train)
-        check_writes(compiled.captured.program)
-        entry = _Entry(model, compiled, leaves, tree)
+        shapes: Shapes = self.__dict__["_lazyinline_shapes"]
+        inputs = Inputs(args, kwargs, leaves, tree)
+        made = shapes.made(inputs)
+        if made is None:
+            compiler: Compiler = self.__dict__["_lazyinline_compiler"]
+            compiled, report = compiler.compile(model, args, kwargs, train=train)
+            guard = Guard(model, compiled.captured, leaves, tree)
+            made = shapes.note(Made(guard, compiled, report), inputs)
+        check_writes(made.compiled.captured.program)
+        entry = _Entry(made.guard, made.compiled, leaves)
         self.__dict__["_lazyinline_entries"] = [entry, *self.__dict__["_lazyinline_entries"]]
-        self.__dict__["_lazyinline_report"] = report
+        self.__dict__["_lazyinline_report"] = made.report
         return entry
 
     # ---- the model's own state -----------------------------------------------------------
@@ -216,13 +223,15 @@ class CompiledModule(nn.Module):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         options = self.__dict__["_lazyinline_compiler"].options
-        return (CompiledModule, (self.__dict__["_lazyinline_model"], options))
+        dynamic = self.__dict__["_lazyinline_shapes"].dynamic
+        return (CompiledModule, (self.__dict__["_lazyinline_model"], options, dynamic))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CompiledModule:
         import copy
 
         model = copy.deepcopy(self.__dict__["_lazyinline_model"], memo)
-        return CompiledModule(model, self.__dict__["_lazyinline_compiler"].options)
+        dynamic = self.__dict__["_lazyinline_shapes"].dynamic
+        return CompiledModule(model, self.__dict__["_lazyinline_compiler"].options, dynamic)
 
 
 class _Entry:
@@ -230,14 +239,13 @@ class _Entry:
 
     def __init__(
         self,
-        model: nn.Module,
+        guard: Guard,
         compiled: CompiledProgram,
         leaves: Sequence[Any],
-        tree: pytree.TreeSpec,
     ) -> None:
         program = compiled.captured.program
         self._compiled = compiled
-        self.guard = Guard(model, compiled.captured, leaves, tree)
+        self.guard = guard
         self._pick_inputs = picker(_input_order(program.sources, leaves))
         self._writes = program.writes
         written = frozenset(target for _, target in program.writes)

@@ -149,8 +149,8 @@ class Compiler:
             captured = capture_model(model, args, kwargs, reuse=self.options.reuse, train=train)
             program = self._known(captured.program)
             nodes.count = program.num_nodes()
-        _describe(report, captured)
-        request = _differentiation(program) if train else None
+        describe(report, captured)
+        request = differentiation(program) if train else None
         with report.timed("autodiff") as nodes:
             derivative = self._differentiator.of(request) if request is not None else None
             programs = programs_of(program, derivative)
@@ -189,7 +189,7 @@ class Compiler:
             captured = capture_model(model, args, kwargs, reuse=self.options.reuse, train=True)
             program = self._known(captured.program)
             nodes.count = program.num_nodes()
-        _describe(report, captured)
+        describe(report, captured)
         request = _loss_differentiation(program)
         with report.timed("autodiff") as nodes:
             step = self._step_program(program, request, batching)
@@ -238,7 +238,7 @@ class Compiler:
     def saved_and_recomputed(self, program: Program) -> list[RecomputeRecord]:
         """Returns what the backward of a captured program is given and what it computes again."""
         report = CompileReport(True, self.options.backend, self.options.reuse)
-        request = _differentiation(program)
+        request = differentiation(program)
         if self._differentiator.of(request) is not None:
             self._recompute.chosen(request, report, self._peaks(program))
         return report.recompute
@@ -493,7 +493,7 @@ def _leaves_of(flats: Sequence[FlatProgram]) -> list[Leaf]:
     return list({launch.leaf: None for flat in flats for launch in flat.launches})
 
 
-def _differentiation(program: Program) -> Request:
+def differentiation(program: Program) -> Request:
     """Asks for the derivative of a captured model, with respect to all that wants one."""
     written = {output for output, _ in program.writes}
     outputs = tuple(i for i in range(len(program.outputs)) if i not in written)
@@ -509,7 +509,8 @@ def _loss_differentiation(program: Program) -> Request:
     return Request(Composite("micro_batch", program), tuple(wanted), (0,))
 
 
-def _describe(report: CompileReport, captured: CapturedModel) -> None:
+def describe(report: CompileReport, captured: CapturedModel) -> None:
+    """Notes what was captured."""
     program = captured.program
     report.num_nodes = program.num_nodes()
     report.num_nodes_if_inlined = program.num_nodes_if_inlined()

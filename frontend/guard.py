@@ -8,6 +8,7 @@ unchanged model costs one to three microseconds per block; by value where that s
 
 from __future__ import annotations
 
+import copy
 import operator
 from collections.abc import Sequence
 from itertools import chain, repeat
@@ -145,6 +146,15 @@ class Guard:
                 self._unchanged = self._identity_checks()
         return same
 
+    def resized(self, leaves: Sequence[Any]) -> Guard | None:
+        """Returns the guard of a program for inputs that differ in sizes only, None for others."""
+        layouts = [_layout(x) for x in leaves]
+        if len(layouts) != len(self._layouts) or not all(map(_alike, layouts, self._layouts)):
+            return None
+        guard = copy.copy(self)
+        guard._layouts = layouts
+        return guard
+
     def _memories(self, leaves: Sequence[Any]) -> list[int]:
         """Which inputs share memory, if the program changes one of its inputs."""
         if not self._written:
@@ -209,6 +219,13 @@ def _layout(leaf: Any) -> Any:
     if isinstance(leaf, torch.Tensor):
         return (leaf.shape, leaf.stride(), leaf.dtype, leaf.device, leaf.requires_grad, type(leaf))
     return _Constant(leaf)
+
+
+def _alike(layout: Any, other: Any) -> bool:
+    """Whether two layouts differ in sizes at most; arguments that are no tensors count later."""
+    if isinstance(layout, _Constant) or isinstance(other, _Constant):
+        return isinstance(layout, _Constant) and isinstance(other, _Constant)
+    return len(layout[0]) == len(other[0]) and layout[2:] == other[2:]
 
 
 class _Constant:

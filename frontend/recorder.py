@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.fx
@@ -31,7 +31,7 @@ from .custom_function import TENSOR, CustomFunction
 from .decorator import recompute_mark
 from .interception import intercepted
 from .outside_tensors import OutsideTensors
-from .regions import Region, SharingDecision, Template
+from .regions import Region, SharingDecision, Sizes, Template
 from .signatures import (
     CallSignature,
     ambient_modes,
@@ -50,9 +50,6 @@ from .torch_tracing import (
     profiled_calls,
     user_line,
 )
-
-if TYPE_CHECKING:
-    from .torch_sizes import SymbolicSizes
 
 CallKey = tuple[type, pytree.TreeSpec, CallSignature, Any, tuple[tuple[str, str], ...]]
 _PLAIN_TYPES = (bool, int, float, str, type(None))
@@ -87,9 +84,7 @@ class UnsettledError(CaptureError):
 class Recorder:
     """Watches the model run and keeps the outer graph, its regions and its templates."""
 
-    def __init__(
-        self, model: nn.Module, blocks: Blocks, sizes: SymbolicSizes | None = None
-    ) -> None:
+    def __init__(self, model: nn.Module, blocks: Blocks, sizes: Sizes | None = None) -> None:
         self.model = model
         self.sizes = sizes
         self.blocks = blocks

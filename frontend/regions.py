@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.fx
@@ -48,6 +48,18 @@ class Region:
         for item in self.items:
             found.extend(item.nodes() if isinstance(item, Region) else [item])
         return found
+
+
+class Sizes(Protocol):
+    """The dynamic dimensions of one capture."""
+
+    mode: Any
+
+    def fake(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Returns a fake of an input."""
+
+    def settle(self, root: Region, sources: Any) -> None:
+        """Rewrites a recorded run so that no size crosses from one region to another."""
 
 
 def regions_inside(root: Region) -> Iterator[Region]:

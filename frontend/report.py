@@ -52,6 +52,9 @@ class CompileReport:
         recomputed_flops: FLOPs that one backward spends on computing forward values again.
         recompute: per closure and variant, what is saved and what is computed again.
         ran_eagerly: why the model itself ran and nothing was compiled, if so.
+        num_compiles: compiles of the module so far, this one included.
+        num_links: further shapes that only cost a link.
+        why_static: why this shape was compiled on its own although others had come.
         closures: each different closure, callees first, with its calls.
         cache: what came from the on-disk cache, and why a closure cannot be kept there.
         decisions: for each block instance, whether it shares, and if not, why.
@@ -75,6 +78,9 @@ class CompileReport:
     recompute: list[RecomputeRecord] = field(default_factory=list)
     ran_eagerly: str = ""
     cache: CacheUse = field(default_factory=CacheUse)
+    num_compiles: int = 1
+    num_links: int = 0
+    why_static: str = ""
     closures: list[ClosureRecord] = field(default_factory=list)
     decisions: list[SharingDecision] = field(default_factory=list)
 
@@ -123,6 +129,10 @@ class CompileReport:
         lines.append(f"  {'total':<12}{self.cpu_s:>8.2f}{self.wall_s:>8.2f}")
         if self.cache.directory:
             lines.append("  " + str(self.cache).replace("\n", "\n  "))
+        if self.num_links or self.num_compiles > 1:
+            lines.append(f"  {self.num_compiles} compiles and {self.num_links} links so far")
+        if self.why_static:
+            lines.append(f"  sizes are numbers, because {self.why_static}")
         lines += [f"  {d.path or d.class_name}: not shared, {d.reason}" for d in self.not_shared()]
         lines += [
             f"  {d.path or d.class_name}: {d.shares} (traced because {d.reason})"

@@ -15,9 +15,10 @@ import torch.fx
 from torch.fx.node import map_arg
 
 from ..reuse.program import Source, UserInput
+from ..reuse.torch_symbols import is_size, put_literal
 from ..reuse.types import TensorType
-from .regions import Region
-from .torch_sizes import compute, is_size, size_expression
+from .regions import Region, regions_inside
+from .torch_sizes import compute, size_expression
 
 Place = tuple[torch.fx.Node, int]
 """A tensor, and which of its dimensions."""
@@ -30,6 +31,19 @@ def make_sizes_local(root: Region, sources: Mapping[torch.fx.Node, Source]) -> N
     localizer.region(root, is_root=True)
     for node in reversed(localizer.dropped):
         node.graph.erase_node(node)
+
+
+def make_sizes_literal(root: Region) -> None:
+    """Rewrites a recorded run, in place: sizes stand in the operators' arguments as literals."""
+    dropped = list(dict.fromkeys(n for n in root.nodes() if is_size(n)))
+    for region in (root, *regions_inside(root)):
+        region.items[:] = [i for i in region.items if isinstance(i, Region) or not is_size(i)]
+    present = set(dropped[0].graph.nodes) if dropped else set()
+    for node in reversed(dropped):
+        for user in list(node.users):
+            put_literal(user, node)
+        if node in present:  # the tracer drops what nobody uses
+            node.graph.erase_node(node)
 
 
 def _places(nodes: Iterable[torch.fx.Node]) -> dict[Any, Place]:

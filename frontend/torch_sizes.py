@@ -23,8 +23,8 @@ from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.reference import PythonReferenceAnalysis
 
 from ..reuse.errors import ExportError
-
-SIZE_TYPES: tuple[type, ...] = (torch.SymInt, torch.SymFloat, torch.SymBool)
+from ..reuse.program import Source
+from .regions import Region
 
 
 @dataclass(frozen=True)
@@ -137,6 +137,12 @@ class SymbolicSizes:
         with self.mode:
             return torch.empty(sizes, dtype=tensor.dtype, device=tensor.device)
 
+    def settle(self, root: Region, sources: Mapping[torch.fx.Node, Source]) -> None:
+        """Makes each region compute the sizes it uses."""
+        from .sizes import make_sizes_local
+
+        make_sizes_local(root, sources)
+
     @property
     def names(self) -> dict[str, str]:
         """The user's name of each symbol."""
@@ -243,11 +249,6 @@ def _pairs(
     except Exception as error:
         raise ExportError(f"dynamic_shapes does not fit the inputs: {error}") from error
     return found
-
-
-def is_size(node: torch.fx.Node) -> bool:
-    """Whether a node stands for a size, not a tensor."""
-    return isinstance(node.meta.get("val"), SIZE_TYPES)
 
 
 def size_expression(node: torch.fx.Node) -> Any:

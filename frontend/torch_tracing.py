@@ -51,7 +51,9 @@ _MACHINERY = frozenset(
         "functools",
         "importlib",
         "inspect",
+        "mpmath",
         "re",
+        "sympy",
         "typing",
         "typing_extensions",
         "weakref",
@@ -296,6 +298,19 @@ def _is_machinery(module_name: Any) -> bool:
     return name in _MACHINERY or name.startswith("namedtuple_")
 
 
+def _served_pytorch(frame: Any) -> bool:
+    """Whether Python's own library runs because PyTorch called it (to log, to show a stack)."""
+    while frame is not None and _top_name(frame) in sys.stdlib_module_names:
+        frame = frame.f_back
+        if frame is not None and frame.f_code.co_filename.startswith(_TORCH_FOLDER):
+            return True
+    return False
+
+
+def _top_name(frame: Any) -> str:
+    return str(frame.f_globals.get("__name__")).partition(".")[0]
+
+
 @contextmanager
 def profiled_calls(on_call: Callable[[Any], None]) -> Iterator[None]:
     """Calls ``on_call(frame)`` for each call of a user function (not PyTorch's, not ours)."""
@@ -310,7 +325,7 @@ def profiled_calls(on_call: Callable[[Any], None]) -> Iterator[None]:
         if wanted is None:
             machinery = _is_machinery(frame.f_globals.get("__name__"))
             wanted = is_user[code] = not (machinery or code.co_filename.startswith(skip))
-        if wanted:
+        if wanted and not _served_pytorch(frame):
             on_call(frame)
 
     previous: Any = sys.getprofile()

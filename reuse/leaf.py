@@ -20,6 +20,7 @@ from torch.fx.node import map_arg
 from .freeze import Freezer
 from .program import Leaf
 from .torch_names import memory_id, operator_schema
+from .torch_symbols import SizedInterpreter
 from .types import TensorType, Type, flatten_type
 
 Autocast = tuple[str, bool, torch.dtype]
@@ -69,7 +70,7 @@ def without_autocast(function: Callable[..., Any]) -> Callable[..., Any]:
     return wrapper
 
 
-class ModalInterpreter(torch.fx.Interpreter):
+class ModalInterpreter(SizedInterpreter):
     """Runs a leaf body node by node under the modes in the nodes' stamps.
 
     Autocast is entered anew for each run of nodes with one state, and grad mode can only be
@@ -299,9 +300,10 @@ def make_leaf(name: str, function: Callable[..., Any], type_: TensorType) -> Lea
     args = tuple(graph.placeholder(f"a{i}") for i in range(2))
     node = graph.call_function(function, args)
     graph.output((node,))
-    for n in (*args, node):
-        n.meta["val"] = torch.empty_strided(
-            type_.shape, type_.stride, dtype=type_.dtype, device="meta"
-        )
+    if not type_.is_symbolic:
+        for n in (*args, node):
+            n.meta["val"] = torch.empty_strided(
+                type_.shape, type_.stride, dtype=type_.dtype, device="meta"
+            )
     module = torch.fx.GraphModule(torch.nn.Module(), graph)
     return Leaf(name, module, (type_, type_), (type_,), level="aten", kernels="eager")

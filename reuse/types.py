@@ -40,7 +40,7 @@ def contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
     strides, step = [], 1
     for size in reversed(shape):
         strides.append(step)
-        step *= max(size, 1)
+        step *= max(size, 1) if type(size) is int else size  # a symbol is at least 2
     return tuple(reversed(strides))
 
 
@@ -81,10 +81,12 @@ class TensorType:
         """Whether the elements fill one block of memory without overlap, in any order."""
         expected = 1
         axes = [(st, sz) for st, sz in zip(self.stride, self.shape, strict=True) if sz != 1]
-        for stride, size in sorted(axes):
-            if stride != expected:
+        while axes:  # by equality alone: expressions have no order
+            innermost = next((axis for axis in axes if axis[0] == expected), None)
+            if innermost is None:
                 return False
-            expected *= size
+            axes.remove(innermost)
+            expected *= innermost[1]
         return True
 
     @property

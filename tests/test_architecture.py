@@ -34,6 +34,7 @@ ADAPTERS = {
     "backend/torch_native.py",
     "backend/torch_onnx.py",
     "frontend/fake_rules.py",
+    "frontend/input_sizes.py",
     "frontend/interception.py",
     "frontend/tensor_layouts.py",
     "frontend/torch_sizes.py",
@@ -41,6 +42,7 @@ ADAPTERS = {
     "pipeline_parallel/torch_pipelining.py",
     "reuse/pytree.py",
     "reuse/torch_names.py",
+    "reuse/torch_symbols.py",
 }
 
 # Public by name, but torch promises nothing about them.

@@ -1039,6 +1039,32 @@ def test_symbols_of_equal_hints_stay_apart_and_their_questions_are_kept(
 
 
 @contract(
+    f"{SYMBOLS}.ShapeEnv",
+    f"{SYMBOLS}.DimDynamic.DYNAMIC",
+    "torch._dynamo.source.ConstantSource",
+    "torch._subclasses.fake_tensor.FakeTensorMode",
+    "torch.fx.proxy.GraphAppendingTracer",
+    "torch.fx.experimental.proxy_tensor.make_fx",
+)
+def test_sizes_are_made_of_expressions_and_traced_as_inputs(
+    env_class: Any, dynamic: Any, source: Any, mode_class: Any, _: Any, trace: Any
+) -> None:
+    env = env_class(allow_dynamic_output_shape_ops=False, allow_scalar_outputs=False)
+    symbol = env.create_symbol(8, source("n"), dynamic_dim=dynamic)
+    size = env.create_symintnode(symbol, hint=None)
+    assert size.node.expr == symbol and size.node.shape_env is env
+    root = size**0.5
+    mode = mode_class(allow_non_fake_inputs=True, shape_env=env, static_shapes=True)
+    with mode:
+        x = torch.empty([size, 4])
+    with mode, torch.no_grad():
+        graph = trace(lambda flat, sizes: (flat[0] * root,))([x], [size, root]).graph
+    values = [n.meta["val"] for n in graph.nodes if n.op == "placeholder"]
+    assert [type(v) for v in values[1:]] == [torch.SymInt, torch.SymFloat]
+    assert not env.guards
+
+
+@contract(
     "torch.export.dynamic_shapes._combine_args",
     "torch.export.dynamic_shapes._tree_map_with_path",
     "torch.export.dynamic_shapes._DimHint",

@@ -1,0 +1,128 @@
+"""What further sequence lengths cost: one training run over 16 of them.
+
+Each mode runs in a process of its own that starts with an empty kernel cache: the first step at
+each length is timed (forward, backward, an SGD step), and its loss is compared with eager's.
+
+    python benchmarks/dynamic_shapes.py                       # own decoder, 8 layers, hidden 256
+    python benchmarks/dynamic_shapes.py --layers 2 --hidden 64 --modes learned torch
+
+`learned` is `dynamic=None` (the second length makes symbols of sizes), `all` is `dynamic=True`,
+`torch` is `torch.compile(dynamic=True)`. One compile is `dynamic=False` at the first length.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from typing import Any
+
+import torch
+from torch import nn
+
+GOAL = 1.5
+LENGTHS = (64, 48, 80, 56, 72, 40, 96, 33, 61, 128, 24, 100, 17, 88, 112, 120)
+MODES = ("one", "learned", "all", "torch")
+
+
+def cpu_s() -> float:
+    """Returns CPU-seconds of this process and its children."""
+    return sum(os.times()[:4])
+
+
+def model_and_ids(options: argparse.Namespace) -> tuple[nn.Module, Any]:
+    """Returns the decoder and a function that makes ids of a length."""
+    from lazyinline.frontend import models
+
+    torch.manual_seed(0)
+    model, _ = models.llama(options.layers, hidden=options.hidden, num_heads=4, vocab=1000, seq=128)
+    return model, lambda length: torch.randint(1000, (2, length))
+
+
+def compiled_as(mode: str, model: nn.Module) -> Any:
+    """Returns the model compiled in a mode."""
+    import lazyinline
+    from lazyinline.frontend.models import DecoderBlock
+
+    if mode == "torch":
+        return torch.compile(model, dynamic=True)
+    lazyinline.lazy_inline(DecoderBlock)
+    return lazyinline.compile(model, dynamic={"one": False, "learned": None, "all": True}[mode])
+
+
+def run(mode: str, options: argparse.Namespace) -> dict[str, Any]:
+    """Trains over the lengths; returns seconds per first step at each, and the largest error."""
+    torch.set_num_threads(1)
+    model, ids_of = model_and_ids(options)
+    twin = copy.deepcopy(model)
+    start = time.perf_counter(), cpu_s()
+    compiled = compiled_as(mode, model)
+    optimizers = [torch.optim.SGD(m.parameters(), 0.01) for m in (model, twin)]
+    rows, error = [], 0.0
+    for length in LENGTHS[:1] if mode == "one" else LENGTHS:
+        ids = ids_of(length)
+        losses = []
+        for module, optimizer in zip((compiled, twin), optimizers, strict=True):
+            if module is twin:
+                rows.append((time.perf_counter() - start[0], cpu_s() - start[1]))
+            optimizer.zero_grad()
+            loss = module(ids).square().mean()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.detach())
+        error = max(error, float((losses[0] - losses[1]).abs() / losses[1].abs()))
+        start = time.perf_counter(), cpu_s()
+    report = getattr(compiled, "last_report", None)
+    counts = (report.num_compiles, report.num_links) if mode != "torch" and report else None
+    return {"rows": rows, "error": error, "counts": counts}
+
+
+def in_a_process(mode: str) -> dict[str, Any]:
+    """Runs a mode in a fresh process with an empty cache."""
+    with tempfile.TemporaryDirectory() as folder:
+        environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": folder, "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, __file__, *sys.argv[1:], "--one", mode]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(done.stderr)
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def main() -> None:
+    """Prints a row per mode."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--hidden", type=int, default=256)
+    parser.add_argument("--modes", nargs="+", default=["learned", "all", "torch"], choices=MODES)
+    parser.add_argument("--one", choices=MODES, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.one:
+        print(json.dumps(run(options.one, options)))
+        return
+    one = in_a_process("one")["rows"][0]
+    print(f"one compile: {one[0]:.1f} s wall, {one[1]:.1f} CPU-s; goal: {len(LENGTHS)} lengths")
+    print(f"in less than {GOAL} times that")
+    print(
+        f"{'mode':<9}{'compiles':>9}{'links':>6}{'first':>8}{'second':>8}{'a further one':>15}"
+        f"{'total':>8}{'CPU-s':>8}{'x one':>7}{'error':>10}"
+    )
+    for mode in options.modes:
+        found = in_a_process(mode)
+        wall, cpu = zip(*found["rows"], strict=True)
+        compiles, links = found["counts"] or ("", "")
+        further = sorted(wall[2:])[len(wall[2:]) // 2]
+        print(
+            f"{mode:<9}{compiles:>9}{links:>6}{wall[0]:>7.1f}s{wall[1]:>7.1f}s"
+            f"{further * 1e3:>12.0f} ms{sum(wall):>7.1f}s{sum(cpu):>8.1f}"
+            f"{sum(cpu) / one[1]:>7.2f}{found['error']:>10.1e}"
+        )
+
+
+if __name__ == "__main__":
+    main()

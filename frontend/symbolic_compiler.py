@@ -1,0 +1,177 @@
+"""Programs of symbolic sizes: compiled once, linked for each shape.
+
+compile     capture, autodiff, decompose and lower, with symbols in place of sizes
+at          numbers in place of symbols, then link: kernels are shared, offsets are the shape's
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import nn
+
+from ..autodiff.aliasing import saved_inputs
+from ..autodiff.derivative import Derivative
+from ..backend.link import FlatProgram, Launch, link
+from ..backend.lower import kernel_at
+from ..reuse.errors import CaptureError, PlanError
+from ..reuse.program import Closure, Composite, Leaf, Program, Value, walk_closures
+from ..reuse.torch_symbols import (
+    SIZE_TYPES,
+    Values,
+    expression_of,
+    refuse_inexact,
+    tensor_type_at,
+    type_at,
+    value_of,
+)
+from ..reuse.verify import verify
+from .assemble import OutputTree
+from .capture import capture_model, one_at_a_time
+from .compiler import CompiledProgram, Compiler, Options, describe, differentiation
+from .input_sizes import InputSizes
+from .parts import programs_of
+from .regions import CapturedModel
+from .report import CompileReport
+
+
+@dataclass(frozen=True)
+class SymbolicProgram:
+    """A compiled program whose sizes are symbols. Not run itself."""
+
+    captured: CapturedModel
+    sizes: InputSizes
+    flats: tuple[FlatProgram, ...]
+    derivative: Derivative | None
+    watched_inputs: tuple[int, ...]
+
+
+class SymbolicCompiler(Compiler):
+    """Compiles for any sizes. One compiler for one capture: symbols of two are not the same.
+
+    Nothing is taken from disk: an entry would not bring the questions that were asked of sizes.
+    """
+
+    def __init__(self, options: Options) -> None:
+        super().__init__(replace(options, cache="off"))
+
+    @one_at_a_time
+    def compile_symbolic(
+        self,
+        model: nn.Module,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        sizes: Callable[[], InputSizes],
+        report: CompileReport,
+    ) -> SymbolicProgram:
+        """Runs the passes up to link.
+
+        Raises:
+            CaptureError: if the model cannot be captured with symbolic sizes.
+            PlanError: if an option needs numbers.
+        """
+        if self.options.recompute is not None:
+            raise PlanError("recompute weighs bytes, which have to be numbers")
+        with report.timed("capture") as nodes:
+            captured = capture_model(
+                model, args, kwargs, reuse=self.options.reuse, train=report.train, sizes=sizes
+            )
+            program = captured.program
+            nodes.count = program.num_nodes()
+        assert isinstance(captured.sizes, InputSizes)
+        for closure in walk_closures(program):
+            if isinstance(closure, Leaf):
+                refuse_inexact(closure.module)
+        request = differentiation(program) if report.train else None
+        with report.timed("autodiff") as nodes:
+            derivative = self._differentiator.of(request) if request is not None else None
+            programs = programs_of(program, derivative)
+            nodes.count = sum(p.num_nodes() for p in programs)
+        with report.timed("decompose") as nodes:
+            programs = [verify(self._decompose(p)) for p in programs]
+            nodes.count = sum(p.num_nodes() for p in programs)
+        with report.timed("lower") as nodes:
+            report.num_kernels = self._lower(programs)
+            nodes.count = sum(p.num_nodes() for p in programs)
+        watched = saved_inputs(programs[0]) if derivative is not None else ()
+        flats = tuple(map(link, programs))
+        return SymbolicProgram(captured, captured.sizes, flats, derivative, watched)
+
+    @one_at_a_time
+    def at(
+        self, symbolic: SymbolicProgram, values: Values, report: CompileReport
+    ) -> CompiledProgram:
+        """Links the program for numbers that its conditions hold for.
+
+        Raises:
+            PlanError: if a kernel lays a result out in another way than the program says.
+        """
+        with report.timed("link") as nodes:
+            lowered: dict[Leaf, Leaf] = {}
+            flats = [self._flat_at(flat, values, lowered) for flat in symbolic.flats]
+            derivative = symbolic.derivative and _derivative_at(symbolic.derivative, values)
+            captured = symbolic.captured
+            runtime = self._runtime(captured.program, flats, derivative, report)
+            report.num_launches = nodes.count = runtime.num_launches
+        describe(report, captured)
+        for symbol_leaf, leaf in lowered.items():
+            _check_layouts(self._kernel_lists.get(leaf))
+            if leaf is not symbol_leaf:
+                self._kernels.pop(leaf), self._kernel_lists.pop(leaf, None)
+        captured = replace(captured, program=_program_at(captured.program, values))
+        return CompiledProgram(captured, runtime, derivative, symbolic.watched_inputs)
+
+    def _flat_at(self, flat: FlatProgram, values: Values, lowered: dict[Leaf, Leaf]) -> FlatProgram:
+        types = {t: tensor_type_at(t, values) for t in set(flat.slot_types)}
+        launches = []
+        for launch in flat.launches:
+            if launch.leaf not in lowered:
+                leaf, kernel = kernel_at(launch.leaf, self._kernels[launch.leaf], values)
+                lowered[launch.leaf] = leaf
+                self._kernels[leaf] = kernel
+            launches.append(
+                Launch(
+                    lowered[launch.leaf],
+                    launch.operands,
+                    launch.results,
+                    launch.frees,
+                    launch.path,
+                )
+            )
+        slot_types = tuple(types[t] for t in flat.slot_types)
+        return FlatProgram(flat.inputs, tuple(launches), flat.outputs, slot_types)
+
+
+def _check_layouts(kernels: Any) -> None:
+    """Raises PlanError unless what a closure returns is laid out as the program says."""
+    for view, type_ in zip(kernels.outputs, kernels.output_types, strict=True) if kernels else ():
+        strides = zip(view.shape, view.stride, type_.stride, strict=True)
+        if view.shape != type_.shape or any(n > 1 and a != b for n, a, b in strides):
+            raise PlanError(f"@{kernels.name} returns strides {view.stride}, not {type_.stride}")
+
+
+def _derivative_at(derivative: Derivative, values: Values) -> Derivative:
+    forward, backward = (_signature(c, values) for c in (derivative.forward, derivative.backward))
+    return replace(derivative, forward=forward, backward=backward)
+
+
+def _signature(closure: Closure, values: Values) -> Composite:
+    """Returns a closure of the same types, for those who ask for types only."""
+    inputs = tuple(Value(type_at(t, values)) for t in closure.input_types)
+    outputs = tuple(Value(type_at(t, values)) for t in closure.output_types)
+    return Composite(closure.name, Program(inputs, (), outputs))
+
+
+def _program_at(program: Program, values: Values) -> Program:
+    """Returns the program with numbers among its results."""
+    tree = program.output_tree
+    leaves = tuple(
+        (kind, value_of(expression_of(value), values) if isinstance(value, SIZE_TYPES) else value)
+        for kind, value in tree.leaves
+    )
+    return replace(program, output_tree=OutputTree(leaves, tree.spec))
+
+
+__all__ = ["CaptureError", "SymbolicCompiler", "SymbolicProgram"]

@@ -1,0 +1,276 @@
+"""Adapter: sizes that are expressions of symbols, in types and in graphs. Private names live here.
+
+In a leaf captured with symbolic sizes each size stands in the operators' arguments as a
+:class:`SizeLiteral`: no node computes a size, so a graph can be cut anywhere and a boundary is made
+of tensors only. What runs the graph gets numbers instead (:func:`module_at`), or inputs for the
+symbols (:func:`with_size_inputs`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.fx
+from torch.fx.node import map_aggregate, map_arg
+
+from .errors import CaptureError
+from .types import StructType, TensorType, Type
+
+SIZE_TYPES: tuple[type, ...] = (torch.SymInt, torch.SymFloat, torch.SymBool)
+Values = Mapping[Any, int]
+"""The number of each symbol."""
+
+
+class SizeLiteral:
+    """A size in a graph, of the shape environment that the graph was captured with."""
+
+    __slots__ = ("size",)
+
+    def __init__(self, size: Any) -> None:
+        self.size = size
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, SizeLiteral) and self._key == other._key
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    def __repr__(self) -> str:
+        return f"size({str(self.size)!r})"
+
+    @property
+    def _key(self) -> Any:
+        return type(self.size), expression_of(self.size)
+
+
+class SizedInterpreter(torch.fx.Interpreter):
+    """Runs a graph whose sizes are literals, on tensors of its shape environment."""
+
+    def fetch_args_kwargs_from_env(
+        self, n: torch.fx.Node
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Returns a node's operands."""
+        args, kwargs = super().fetch_args_kwargs_from_env(n)
+        return map_aggregate(args, _size_of), map_aggregate(kwargs, _size_of)  # type: ignore[return-value]
+
+
+def _size_of(value: Any) -> Any:
+    return value.size if isinstance(value, SizeLiteral) else value
+
+
+def expression_of(size: Any) -> Any:
+    """Returns a size as an expression of symbols, or as the number it is."""
+    if not isinstance(size, SIZE_TYPES):
+        return size
+    return size.node.expr  # type: ignore[attr-defined]
+
+
+def is_size(node: torch.fx.Node) -> bool:
+    """Whether a node stands for a size, not a tensor."""
+    return isinstance(node.meta.get("val"), SIZE_TYPES)
+
+
+def value_of(expression: Any, values: Values) -> Any:
+    """Returns what an expression is, computed as Python would compute it on numbers."""
+    if isinstance(expression, (bool, int, float)):
+        return expression
+    from torch.utils._sympy.interp import sympy_interp
+    from torch.utils._sympy.reference import PythonReferenceAnalysis
+
+    value = sympy_interp(PythonReferenceAnalysis, dict(values), expression)
+    if isinstance(value, (bool, int, float)):
+        return value
+    if value.is_Boolean:
+        return bool(value)
+    return int(value) if value.is_Integer else float(value)
+
+
+def size_in(environment: Any, expression: Any) -> Any:
+    """Returns an expression as a size that PyTorch computes with."""
+    if isinstance(expression, int):
+        return expression
+    return environment.create_symintnode(expression, hint=None)
+
+
+def environment_of(module: torch.fx.GraphModule) -> Any:
+    """Returns the shape environment that a graph's sizes belong to; None if all are numbers."""
+    for size in _occurring(module):
+        return size.node.shape_env
+    return None
+
+
+def environment_of_tensor(tensor: torch.Tensor) -> Any:
+    """Returns the shape environment of a tensor's sizes; None if all are numbers."""
+    sizes: list[Any] = [n for n in tensor.shape if isinstance(n, SIZE_TYPES)]
+    return sizes[0].node.shape_env if sizes else None
+
+
+def symbols_of(module: torch.fx.GraphModule) -> list[Any]:
+    """Returns the symbols in a graph's input shapes and size literals, in a fixed order."""
+    found: set[Any] = set()
+    for size in _occurring(module):
+        found |= size.node.expr.free_symbols
+    return sorted(found, key=str)
+
+
+def sizes_in(module: torch.fx.GraphModule) -> list[Any]:
+    """Returns what a trace of the graph may ask for: each symbol, and each literal once."""
+    environment, found = environment_of(module), _occurring(module)
+    symbols = [size_in(environment, symbol) for symbol in symbols_of(module)]
+    return symbols + list({id(size.node): size for size in found}.values())
+
+
+def _occurring(module: torch.fx.GraphModule) -> list[Any]:
+    """Returns the sizes in a graph's input shapes and arguments that are no numbers."""
+    found: list[Any] = []
+
+    def note(value: Any) -> Any:
+        if isinstance(value, (SizeLiteral, *SIZE_TYPES)):
+            found.append(_size_of(value))
+        return value
+
+    for node in module.graph.nodes:
+        value = node.meta.get("val")
+        if node.op == "placeholder" and isinstance(value, torch.Tensor):
+            map_aggregate((*value.shape, *value.stride()), note)
+        elif node.op == "call_function":
+            map_aggregate((node.args, node.kwargs), note)
+    return found
+
+
+def sizes_as_literals(graph: torch.fx.Graph) -> None:
+    """Replaces what computes sizes, inputs included, by literals in the arguments of its users."""
+    for node in reversed(list(graph.nodes)):
+        if is_size(node):
+            for user in list(node.users):
+                put_literal(user, node)
+            graph.erase_node(node)
+
+
+def put_literal(user: torch.fx.Node, size: torch.fx.Node) -> None:
+    """Replaces a size among a node's operands by a literal."""
+    value = size.meta["val"]
+    expression = expression_of(value)
+    literal = SizeLiteral(value) if not expression.is_number else value_of(expression, {})
+
+    def swap(operand: torch.fx.Node) -> Any:
+        return literal if operand is size else operand
+
+    user.args, user.kwargs = map_arg(user.args, swap), map_arg(user.kwargs, swap)
+
+
+def module_at(module: torch.fx.GraphModule, values: Values) -> torch.fx.GraphModule:
+    """Returns a graph with a number in place of each size."""
+    return _with_sizes(module, lambda graph, size: value_of(expression_of(size), values))
+
+
+def with_size_inputs(
+    module: torch.fx.GraphModule, symbols: Sequence[Any], place: str
+) -> torch.fx.GraphModule:
+    """Returns a graph that takes the symbols as inputs and computes its sizes, as AOTAutograd does.
+
+    Args:
+        module: a graph with literals.
+        symbols: what becomes an input.
+        place: ``"first"`` puts these inputs before the others, ``"last"`` after them.
+    """
+    environment = environment_of(module)
+    inputs: dict[Any, torch.fx.Node] = {}
+    made: dict[Any, Any] = {}
+
+    def compute(graph: torch.fx.Graph, size: Any) -> Any:
+        expression = expression_of(size)
+        if expression not in made:
+            made[expression] = _nodes_for(graph, expression, inputs)
+        return made[expression]
+
+    def entries(graph: torch.fx.Graph) -> None:
+        for symbol in symbols:
+            inputs[symbol] = graph.placeholder(f"size_{symbol}")
+            inputs[symbol].meta["val"] = size_in(environment, symbol)
+
+    return _with_sizes(module, compute, entries, place)
+
+
+def _nodes_for(graph: torch.fx.Graph, expression: Any, inputs: Mapping[Any, torch.fx.Node]) -> Any:
+    from torch.utils._sympy.interp import sympy_interp
+    from torch.utils._sympy.reference import PythonReferenceAnalysis
+
+    if expression.is_number:
+        return value_of(expression, {})
+    first = len(graph.nodes)
+    tracer = torch.fx.proxy.GraphAppendingTracer(graph)
+    proxies = {s: torch.fx.Proxy(n, tracer) for s, n in inputs.items()}
+    result = sympy_interp(PythonReferenceAnalysis, proxies, expression).node
+
+    def value(operand: torch.fx.Node) -> Any:
+        return operand.meta["val"]
+
+    for node in list(graph.nodes)[first:]:
+        args, kwargs = map_arg(node.args, value), map_arg(node.kwargs, value)
+        node.meta["val"] = node.target(*args, **kwargs)  # type: ignore[operator]
+    return result
+
+
+def _with_sizes(
+    module: torch.fx.GraphModule,
+    number: Callable[[torch.fx.Graph, Any], Any],
+    entries: Callable[[torch.fx.Graph], None] | None = None,
+    place: str = "first",
+) -> torch.fx.GraphModule:
+    """Copies a graph, each size replaced; ``entries`` adds inputs before or after the others."""
+    graph = torch.fx.Graph()
+    copies: dict[torch.fx.Node, torch.fx.Node] = {}
+    if entries is not None and place == "first":
+        entries(graph)
+
+    def swap(value: Any) -> Any:
+        if isinstance(value, torch.fx.Node):
+            return copies[value]
+        return number(graph, value.size) if isinstance(value, SizeLiteral) else value
+
+    waiting = entries if place == "last" else None
+    for node in module.graph.nodes:
+        if waiting is not None and node.op != "placeholder":
+            waiting(graph)
+            waiting = None
+        args = tuple(map_aggregate(node.args, swap)) if node.op == "call_function" else ()
+        kwargs = dict(map_aggregate(node.kwargs, swap)) if node.op == "call_function" else {}
+        if node.op == "call_function":
+            copies[node] = graph.create_node(node.op, node.target, args, kwargs, node.name)
+            copies[node].meta.update(node.meta)
+        else:
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+    return torch.fx.GraphModule(module, graph)
+
+
+def tensor_type_at(type_: TensorType, values: Values) -> TensorType:
+    """Returns a tensor type with a number in place of each size."""
+    if all(type(n) is int for n in (*type_.shape, *type_.stride)):
+        return type_
+    shape = tuple(int(value_of(n, values)) for n in type_.shape)
+    stride = tuple(int(value_of(n, values)) for n in type_.stride)
+    return TensorType(type_.dtype, shape, stride, type_.device)
+
+
+def type_at(type_: Type, values: Values) -> Type:
+    """Returns a type with a number in place of each size."""
+    if isinstance(type_, TensorType):
+        return tensor_type_at(type_, values)
+    return StructType(tuple(type_at(field, values) for field in type_.fields))
+
+
+def refuse_inexact(module: torch.fx.GraphModule) -> None:
+    """Raises CaptureError for a float size that symbols may compute in another order than Python.
+
+    Sums and products are reordered when they are expressions, which moves the last bit of floats.
+    """
+    import sympy
+
+    for size in _occurring(module):
+        for part in sympy.preorder_traversal(size.node.expr):
+            reordered = isinstance(part, (sympy.Add, sympy.Mul, sympy.Pow))
+            if reordered and not all(a.is_integer for a in part.args):
+                raise CaptureError(f"it computes {size.node.expr}, a float, from sizes")

@@ -1,0 +1,252 @@
+"""Sizes that vary: a second shape makes symbols of them, a further one costs a link."""
+
+import copy
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import hugging_face
+import pytest
+import torch
+from comparing import assert_close, assert_same_gradients
+from torch import Tensor, nn
+
+import lazyinline
+from lazyinline import PlanError, lazy_inline
+from lazyinline.frontend import models as own
+
+lazy_inline(own.DecoderBlock)
+
+Shape = tuple[int, ...]
+
+
+def decoder() -> nn.Module:
+    torch.manual_seed(0)
+    return own.llama(2, hidden=32, num_heads=2, vocab=50, seq=64)[0]
+
+
+def ids(shape: Shape) -> Tensor:
+    return torch.randint(50, shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+def counts(compiled: Any) -> tuple[int, int]:
+    return compiled.last_report.num_compiles, compiled.last_report.num_links
+
+
+class Wrapped(nn.Module):
+    """A function of the input and a weight, as a model."""
+
+    def __init__(self, function: Callable[..., Any], hidden: int = 8) -> None:
+        super().__init__()
+        self.function = function
+        self.weight = nn.Parameter(torch.randn(hidden, hidden, generator=torch.Generator()))
+
+    def forward(self, x: Tensor, *rest: Tensor) -> Any:
+        return self.function(x @ self.weight, *rest)
+
+
+def train_at(
+    model: nn.Module, shapes: Sequence[Shape], data: Callable[[Shape], Any], **options: Any
+) -> list[tuple[int, int]]:
+    """Trains a compiled model and its twin, a step per shape; compares everything."""
+    twin = copy.deepcopy(model)
+    compiled = lazyinline.compile(model, **{"backend": "eager", **options})
+    optimizers = [torch.optim.SGD(m.parameters(), 0.1) for m in (model, twin)]
+    found = []
+    for shape in shapes:
+        results = []
+        for module in (compiled, twin):
+            torch.manual_seed(1)
+            results.append(module(*data(shape)))
+            tensors = [
+                t for t in torch.utils._pytree.tree_leaves(results[-1]) if torch.is_tensor(t)
+            ]
+            sum((t.float() ** 2).mean() for t in tensors).backward()
+        assert_close(*results)
+        assert_same_gradients(model, twin)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(counts(compiled))
+    return found
+
+
+# ---- what is compiled, what is linked -----------------------------------------------------------
+
+
+def test_a_third_length_costs_a_link() -> None:
+    found = train_at(decoder(), [(2, 8), (2, 12), (2, 16), (2, 8), (2, 64)], lambda s: [ids(s)])
+    assert found == [(1, 0), (2, 0), (2, 1), (2, 1), (2, 2)]
+
+
+def test_batch_and_length_vary_and_may_coincide_with_each_other_and_with_the_model() -> None:
+    shapes = [(2, 8), (3, 12), (4, 4), (32, 32), (8, 2), (12, 3)]
+    found = train_at(decoder(), shapes, lambda s: [ids(s)])
+    assert found[-1] == (2, 4)
+
+
+@pytest.mark.parametrize("second", [(4, 4), (8, 8), (32, 32)], ids=str)
+def test_sizes_that_coincide_while_compiling_mean_nothing(second: Shape) -> None:
+    found = train_at(decoder(), [(2, 16), second, (3, 5), (7, 2)], lambda s: [ids(s)])
+    assert found[-1] == (2, 2)
+
+
+def test_size_one_is_compiled_for_itself() -> None:
+    shapes = [(2, 8), (2, 12), (1, 12), (2, 1), (2, 9), (1, 1)]
+    found = train_at(decoder(), shapes, lambda s: [ids(s)])
+    assert found[1] == (2, 0) and found[4][1] == found[3][1] + 1
+
+
+def test_dimensions_that_were_equal_and_no_longer_are_get_symbols_of_their_own() -> None:
+    found = train_at(decoder(), [(4, 4), (6, 6), (4, 6), (7, 5), (9, 9)], lambda s: [ids(s)])
+    assert found == [(1, 0), (2, 0), (3, 0), (3, 1), (3, 2)]
+
+
+def test_dynamic_true_compiles_once() -> None:
+    found = train_at(decoder(), [(2, 8), (3, 12), (5, 5)], lambda s: [ids(s)], dynamic=True)
+    assert found == [(1, 0), (1, 1), (1, 2)]
+
+
+def test_dynamic_false_compiles_each_shape() -> None:
+    found = train_at(decoder(), [(2, 8), (2, 12), (2, 16)], lambda s: [ids(s)], dynamic=False)
+    assert found == [(1, 0), (2, 0), (3, 0)]
+
+
+def test_another_value_of_dynamic_is_refused() -> None:
+    with pytest.raises(PlanError, match="dynamic='yes'"):
+        lazyinline.compile(decoder(), dynamic="yes")  # type: ignore[arg-type]
+
+
+def test_inference_and_training_learn_apart() -> None:
+    model = decoder()
+    compiled = lazyinline.compile(model, backend="eager")
+    for length in (8, 12, 16):
+        with torch.no_grad():
+            assert_close(compiled(ids((2, length))), model(ids((2, length))))
+        assert_close(compiled(ids((2, length))), model(ids((2, length))))
+    assert counts(compiled) == (4, 2)
+
+
+@pytest.mark.slow
+def test_planned_inductor_kernels_take_sizes() -> None:
+    shapes = [(2, 8), (2, 12), (2, 16), (2, 33)]
+    found = train_at(decoder(), shapes, lambda s: [ids(s)], backend="inductor")
+    assert found == [(1, 0), (2, 0), (2, 1), (2, 2)]
+
+
+# ---- what Python does with sizes ------------------------------------------------------------
+
+
+def branch(h: Tensor) -> Tensor:
+    return h.tanh() if h.shape[1] > 16 else h * 2
+
+
+def masked(h: Tensor) -> Tensor:
+    length = h.shape[1]
+    mask = torch.ones(length, length, dtype=torch.bool).tril()
+    return (h @ h.mT).masked_fill(~mask, -1.0) / length**0.5 + torch.arange(length)
+
+
+def arithmetic(h: Tensor) -> tuple[Tensor, int, float]:
+    batch, length = h.shape[:2]
+    pooled = h.reshape(batch * length, -1).sum(0) / (batch * length)
+    return pooled * batch**0.5 + (length // 3) % 2, length * 2 + 1, length / 2
+
+
+def halves(h: Tensor) -> Tensor:
+    if h.shape[1] % 2:
+        h = h[:, :-1]
+    left, right = h.chunk(2, dim=1)
+    return left * right
+
+
+PYTHON: dict[str, Any] = {f.__name__: f for f in (branch, masked, arithmetic, halves)}
+
+
+@pytest.mark.parametrize("name", PYTHON)
+def test_python_on_sizes_is_right_at_each_shape(name: str) -> None:
+    shapes = [(2, n, 8) for n in (6, 10, 16, 17, 30, 12, 8, 2, 1, 9, 13)]
+    found = train_at(Wrapped(PYTHON[name]), shapes, lambda s: [torch.randn(s)])
+    assert found[-1][1] >= 4
+
+
+def test_a_size_that_python_needs_as_a_number_is_compiled_for_itself() -> None:
+    model = Wrapped(lambda h: h * math.sqrt(h.shape[1]))
+    shapes = [(2, n, 8) for n in (6, 10, 12, 14, 6)]
+    compiled = lazyinline.compile(model, backend="eager")
+    for shape in shapes:
+        x = torch.randn(shape)
+        assert_close(compiled(x), model(x))
+    assert counts(compiled)[0] == 4
+
+
+def test_inputs_that_share_a_length_share_a_symbol() -> None:
+    def data(shape: Shape) -> list[Tensor]:
+        return [torch.randn(*shape, 8), torch.randn(shape), torch.randn(shape[1])]
+
+    model = Wrapped(lambda h, a, b: (h * a[..., None]).sum(-1) + b)
+    found = train_at(model, [(2, 5), (2, 7), (2, 9), (3, 9), (4, 3)], data)
+    assert found == [(1, 0), (2, 0), (2, 1), (3, 1), (3, 2)]
+
+
+def test_an_input_that_is_not_contiguous_is_compiled_for_itself() -> None:
+    model = Wrapped(torch.tanh)
+    compiled = lazyinline.compile(model, backend="eager")
+    for length in (4, 6, 7):
+        for x in (torch.randn(2, length, 8), torch.randn(length, 2, 8).transpose(0, 1)):
+            out = compiled(x)
+            assert_close(out, model(x))
+    assert counts(compiled)[1] == 1
+
+
+def test_a_linked_program_notices_what_the_model_became() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale, self.inner = 2.0, nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner(x) * self.scale + x.shape[1]
+
+    model = Scaled()
+    compiled = lazyinline.compile(model, backend="eager")
+    for scale in (2.0, 3.0):
+        model.scale = scale
+        for length in (4, 6, 7, 9):
+            assert_close(compiled(torch.ones(2, length, 8)), model(torch.ones(2, length, 8)))
+    model.inner.weight = nn.Parameter(torch.ones(8, 8))
+    for length in (9, 11, 4):
+        assert_close(compiled(torch.ones(2, length, 8)), model(torch.ones(2, length, 8)))
+
+
+def test_dropout_draws_as_eager_does() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 8))
+    found = train_at(model, [(4, 8), (6, 8), (9, 8)], lambda s: [torch.randn(s)])
+    assert found[-1] == (2, 1)
+
+
+# ---- Hugging Face models --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_hugging_face_models_at_several_shapes(name: str) -> None:
+    model, _ = hugging_face.example(name, layers=2)
+    twin = copy.deepcopy(model)
+    model(
+        **hugging_face.tokens(2, 8), labels=torch.ones(2, 8, dtype=torch.long)
+    )  # its first run leaves notes of what it warned about
+    compiled = lazyinline.compile(model, backend="eager")
+    for shape in [(2, 8), (2, 12), (3, 12), (4, 9), (5, 5), (32, 32)]:
+        batch = hugging_face.tokens(*shape)
+        batch["labels"] = batch["input_ids"]
+        results = []
+        for module in (compiled, twin):
+            torch.manual_seed(0)
+            results.append(module(**batch))
+            results[-1].loss.backward()
+        assert_close(results[0].loss, results[1].loss)
+        assert_close(results[0].logits, results[1].logits)
+        assert_same_gradients(model, twin)
+        model.zero_grad(), twin.zero_grad()
+    assert not compiled.last_report.why_static
+    assert counts(compiled) == (3, 3)
