@@ -48,6 +48,7 @@ from .torch_tracing import (
     new_fake_mode,
     plain_tensor_access,
     profiled_calls,
+    unprofiled,
     user_line,
 )
 
@@ -217,7 +218,7 @@ class Recorder:
             return proceed(module, *args, **kwargs)
         if not self.blocks.wants(module, self._current):
             return self._run_inline(module, args, kwargs, proceed)
-        with self._bookkeeping():
+        with self._bookkeeping(), unprofiled():
             arguments = self._bind(module, args, kwargs)
             leaves, spec = pytree.flatten(arguments)
             if any(isinstance(x, torch.Tensor) and not is_fake(x) for x in leaves):
