@@ -2,10 +2,12 @@
 #
 # PYTHON  the interpreter to make .venv with
 # TORCH   the torch to install where that interpreter has none in the supported range
+# JOBS    how many processes run the tests
 # ARGS    further arguments of pytest or of `lazyinline bench`: make test ARGS="-k golden -x"
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
+JOBS ?= 2
 ARGS ?=
 
 SHELL := bash
@@ -19,7 +21,7 @@ bench: $(STAMP)
 	@$(VENV)/bin/lazyinline bench $(ARGS)
 
 test: $(STAMP)
-	@$(PY) -m pytest -q $(ARGS)
+	@$(PY) -m pytest -q --numprocesses $(JOBS) --dist worksteal $(ARGS)
 
 # All three run, whatever the others find. mypy reads the package through the links, and its
 # messages name the files behind them.

@@ -17,7 +17,7 @@ from lazyinline.reuse.program import Composite
 
 lazy_inline(DecoderBlock)
 
-SIZES: dict[str, Any] = {"hidden": 32, "num_heads": 4, "vocab": 50, "seq": 8}
+SIZES: dict[str, Any] = {"hidden": 32, "num_heads": 2, "vocab": 61, "seq": 8}
 LAYERS = 8
 BASE_US, PER_BLOCK_US = 50.0, 15.0
 BASE_CALLS, CALLS_PER_BLOCK = 300, 30

@@ -17,7 +17,7 @@ from lazyinline.frontend.models import DecoderBlock, llama
 from lazyinline.frontend.training_step import compile_step
 from lazyinline.reuse.program import Leaf, walk_closures
 
-SIZES = {"hidden": 32, "num_heads": 4, "vocab": 64, "seq": 8}
+SIZES = {"hidden": 32, "num_heads": 2, "vocab": 61, "seq": 8}
 LOSS = {"clone", "stack", "mean"}
 """The mean loss is the user's own tensor; it is made after the program has run."""
 
