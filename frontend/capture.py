@@ -27,7 +27,7 @@ from ..autodiff.torch_autograd import plain_autograd
 from ..reuse import pytree
 from ..reuse.constants import Shared, share_constants
 from ..reuse.errors import CaptureError
-from ..reuse.evidence import has_hooks, walk_modules
+from ..reuse.modules import has_hooks, walk_modules
 from ..reuse.printer import format_program
 from ..reuse.program import Program
 from .assemble import assemble

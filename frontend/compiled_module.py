@@ -12,7 +12,7 @@ from ..autodiff.torch_autograd import in_forward_mode
 from ..recompute.policy import Policy
 from ..reuse import pytree
 from ..reuse.errors import CaptureError, PlanError
-from ..reuse.evidence import has_own_hooks
+from ..reuse.modules import has_own_hooks
 from ..reuse.program import UserInput
 from ..reuse.torch_names import global_hook_tables
 from .assemble import OutputTree

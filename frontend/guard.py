@@ -18,8 +18,8 @@ import torch
 from torch import nn
 
 from ..reuse import pytree
-from ..reuse.evidence import module_state
 from ..reuse.leaf import current_autocast
+from ..reuse.modules import module_state
 from ..reuse.program import ModelTensor, Program
 from ..reuse.torch_names import global_hook_tables, memory_id
 from .contents import MISSING, same_value

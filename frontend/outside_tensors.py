@@ -13,8 +13,8 @@ import torch
 import torch.fx
 
 from ..reuse.errors import CaptureError
-from ..reuse.evidence import Places, module_state
 from ..reuse.leaf import changed_operand, stamp_of
+from ..reuse.modules import Places, module_state
 from ..reuse.program import ModelTensor, Source
 from ..reuse.types import TensorType
 from .torch_tracing import Tracer, is_fake

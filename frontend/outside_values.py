@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from itertools import repeat
 from typing import Any
 
-from ..reuse.evidence import Reads, look_up
+from ..reuse.reads import Reads, look_up
 from .contents import MISSING, Contents, same_value
 from .identity_checks import IdentityChecks
 

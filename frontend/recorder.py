@@ -14,17 +14,11 @@ from torch import nn
 
 from ..reuse import pytree
 from ..reuse.errors import CaptureError
-from ..reuse.evidence import (
-    Evidence,
-    Places,
-    Reads,
-    has_hooks,
-    module_state,
-    raw_attribute,
-    walk_modules,
-)
+from ..reuse.evidence import Evidence
 from ..reuse.freeze import Freezer
+from ..reuse.modules import Places, has_hooks, module_state, raw_attribute, walk_modules
 from ..reuse.program import UserInput
+from ..reuse.reads import Reads
 from .candidates import Blocks, dissolve
 from .contents import MISSING, Contents
 from .custom_function import TENSOR, CustomFunction

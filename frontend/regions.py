@@ -12,8 +12,9 @@ from torch import nn
 
 from ..reuse import pytree
 from ..reuse.errors import CaptureError
-from ..reuse.evidence import Evidence, Reads
+from ..reuse.evidence import Evidence
 from ..reuse.program import Program
+from ..reuse.reads import Reads
 from ..reuse.types import TensorType
 from .contents import Contents
 from .outside_values import OutsideValues

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from ..reuse import pytree
-from ..reuse.evidence import module_state, walk_modules
 from ..reuse.freeze import Freezer, Identity, describe
 from ..reuse.leaf import current_autocast
+from ..reuse.modules import module_state, walk_modules
 from ..reuse.torch_names import memory_id
 from ..reuse.types import TensorType
 

@@ -10,8 +10,9 @@ import torch.fx
 from torch import nn
 
 from ..reuse import pytree
-from ..reuse.evidence import Evidence, TensorPath, follow_tensor_path
+from ..reuse.evidence import Evidence
 from ..reuse.program import ModelTensor
+from ..reuse.structure import TensorPath, follow_tensor_path
 from ..reuse.torch_names import memory_id
 from ..reuse.types import TensorType
 from .decorator import recompute_mark

@@ -99,7 +99,7 @@ def test_change_is_noticed_or_the_value_is_not_trusted(name: str) -> None:
 @pytest.mark.parametrize(
     "value",
     [1, 2.5, "a", None, torch.float32, Mode.ON, max, [1, (2, {"a": 3})], Config(a=[1]), {1, 2}],
-    ids=str,
+    ids=lambda value: type(value).__name__,
 )
 def test_unchanged_values_are_trusted(value: Any) -> None:
     held = Held()
@@ -110,7 +110,7 @@ def test_unchanged_values_are_trusted(value: Any) -> None:
 @pytest.mark.parametrize(
     "value",
     [torch.ones(2), nn.Linear(1, 1), [torch.ones(2)], Config(m=nn.ReLU()), iter([1])],
-    ids=str,
+    ids=lambda value: type(value).__name__,
 )
 def test_tensors_modules_and_iterators_are_never_trusted(value: Any) -> None:
     assert not Held().look_into(value)

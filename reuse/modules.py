@@ -1,0 +1,70 @@
+"""What a module holds, and what is in its tree, read past any code of the user's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from .torch_names import global_hook_tables
+
+# What a name or a captured variable holds that has no value.
+ABSENT = object()
+
+
+Places = list[tuple[str, nn.Module]]
+HOOK_TABLES = tuple(
+    sorted(n for n in nn.Module().__dict__ if n.endswith(("_hooks", "_hooks_with_kwargs")))
+)
+
+
+def raw_attribute(module: nn.Module, name: str) -> Any:
+    """Returns what a module itself holds under a name, without running any of its code."""
+    state = module_state(module)
+    if name in state:
+        return state[name]
+    for table in ("_parameters", "_buffers", "_modules"):
+        if name in state.get(table, ()):
+            return state[table][name]
+    return class_attribute(type(module), name)
+
+
+def class_attribute(kind: type, name: str) -> Any:
+    """Returns what a class holds under a name, or ABSENT."""
+    for base in kind.__mro__:
+        if name in base.__dict__:
+            return base.__dict__[name]
+    return ABSENT
+
+
+def module_state(module: nn.Module) -> dict[str, Any]:
+    """Returns a module's ``__dict__`` past any ``__getattribute__``."""
+    state: dict[str, Any] = object.__getattribute__(module, "__dict__")
+    return state
+
+
+def walk_modules(root: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Returns every (path, module) of a tree, a shared module once per place it has.
+
+    The order is that of ``named_modules``, so that a shared tensor gets the name that
+    ``named_parameters`` gives it.
+    """
+    found, todo = [], [("", root)]
+    while todo:
+        path, module = todo.pop()
+        found.append((path, module))
+        prefix = f"{path}." if path else ""
+        children = module_state(module)["_modules"].items()
+        todo += [(prefix + name, child) for name, child in reversed(children) if child is not None]
+    return found
+
+
+def has_hooks(module: nn.Module, kind: str) -> bool:
+    """Whether hooks run in a module's ``"forward"``, or ``"backward"``: its own, or everybody's."""
+    return has_own_hooks(module, kind) or any(global_hook_tables(kind))
+
+
+def has_own_hooks(module: nn.Module, kind: str) -> bool:
+    """Whether hooks were put on this very module."""
+    state = module_state(module)
+    return any(kind in table and state.get(table) for table in HOOK_TABLES)

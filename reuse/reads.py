@@ -1,0 +1,212 @@
+"""What the Python of one traced instance read: attributes, globals, captured variables."""
+
+from __future__ import annotations
+
+import argparse
+import contextvars
+import dis
+import functools
+import gc
+import sys
+import threading
+import types
+from collections import deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from .freeze import (
+    Freezer,
+    Identity,
+    Unrepeatable,
+    is_python_defined,
+    is_unrepeatable,
+)
+from .modules import ABSENT, module_state, raw_attribute
+
+if TYPE_CHECKING:
+    from .evidence import Evidence
+
+
+# State of nn.Module itself; the structure snapshot compares what matters of it.
+_MODULE_INTERNALS = frozenset(nn.Module().__dict__) - {"training"}
+_OWN_PREFIX = "_lazy_inline"  # of what the mark keeps on an instance
+_LIBRARIES = sys.stdlib_module_names | {"torch", "lazyinline"}
+_MAX_OUTSIDE_DEPTH = 8
+_MAX_OUTSIDE_ITEMS = 256
+_PLAIN = (bool, int, float, str, tuple, list, dict, set, frozenset, deque, type(None))
+_OUTSIDE = Freezer(by_identity=(types.FunctionType,), max_items=_MAX_OUTSIDE_ITEMS)
+
+
+@dataclass
+class Reads:
+    """What one traced instance's Python read, filled in while it runs."""
+
+    attributes: dict[tuple[int, str], tuple[nn.Module, Any]] = field(default_factory=dict)
+    functions: dict[tuple[types.CodeType, int], dict[str, Any]] = field(default_factory=dict)
+    globals: dict[tuple[int, str], tuple[Any, Any]] = field(default_factory=dict)
+    nested: list[tuple[nn.Module, Evidence]] = field(default_factory=list)
+    _owners: set[int] = field(default_factory=set)
+
+    def attribute(self, module: nn.Module, name: str) -> None:
+        """Notes that an attribute of a module was read; its state is kept as of the first read."""
+        key = (id(module), name)
+        if key not in self.attributes and name not in _MODULE_INTERNALS:
+            self.attributes[key] = (module, snapshot(raw_attribute(module, name)))
+
+    def all_attributes(self, module: nn.Module) -> None:
+        """Notes that the module's ``__dict__`` was read as a whole."""
+        for name in list(module_state(module)):
+            if not name.startswith(_OWN_PREFIX):
+                self.attribute(module, name)
+
+    def function(self, frame: types.FrameType) -> None:
+        """Notes that a Python function ran, and what its globals and captured variables hold."""
+        code, scope = frame.f_code, frame.f_globals
+        variables = frame.f_locals
+        if code.co_argcount and not _is_library(scope.get("__name__")):
+            self._method(variables.get(code.co_varnames[0]), code.co_names)
+        if (code, id(scope)) in self.functions:
+            return
+        captured = {name: variables[name] for name in code.co_freevars if name in variables}
+        self.functions[code, id(scope)] = {k: shallow_snapshot(v) for k, v in captured.items()}
+        names, imports = _global_names(code)
+        for name in names:
+            if name in scope:
+                self._outside(scope, name, code.co_names, 0)
+        for name in imports:
+            self._named_attributes(sys.modules.get(name), code.co_names, 0)
+        for value in captured.values():
+            self._named_attributes(value, code.co_names, 0)
+
+    def places(self) -> list[tuple[Any, str]]:
+        """Returns every (owner, name) outside the model that was looked up."""
+        return [(owner, name) for (_, name), (owner, _) in self.globals.items()]
+
+    def cells(self) -> list[types.CellType]:
+        """Returns the closure cells of the functions that ran."""
+        return list({id(cell): cell for cell, _, _ in cell_reads(self)}.values())
+
+    def _method(self, owner: Any, names: tuple[str, ...]) -> None:
+        """Notes what a method's object holds: a module's class, or an object seen outside."""
+        if isinstance(owner, nn.Module):
+            self._named_attributes(type(owner), names, _MAX_OUTSIDE_DEPTH - 1)
+        elif id(owner) in self._owners:
+            self._named_attributes(owner, names, 0)
+
+    def _outside(self, owner: Any, name: str, names: tuple[str, ...], depth: int) -> None:
+        value = look_up(owner, name)
+        if (id(owner), name) not in self.globals:
+            self.globals[id(owner), name] = (owner, shallow_snapshot(value))
+            self._owners.add(id(owner))
+        self._named_attributes(value, names, depth + 1)
+
+    def _named_attributes(self, owner: Any, names: tuple[str, ...], depth: int) -> None:
+        if depth < _MAX_OUTSIDE_DEPTH and _may_hold_state(owner):
+            for name in names:
+                if look_up(owner, name) is not ABSENT:
+                    self._outside(owner, name, names, depth)
+
+
+def look_up(owner: Any, name: str) -> Any:
+    """Returns what a scope, module, class or object itself holds under a name."""
+    if type(owner) is dict:
+        return owner.get(name, ABSENT)
+    state = getattr(owner, "__dict__", {})
+    if name in state:
+        return state[name]
+    for base in owner.__mro__ if isinstance(owner, type) else type(owner).__mro__:
+        if name in base.__dict__:
+            value = base.__dict__[name]
+            is_slot = isinstance(value, types.MemberDescriptorType) and base is not owner
+            return getattr(owner, name, ABSENT) if is_slot else value
+    return ABSENT
+
+
+def snapshot(value: Any) -> Any:
+    """Freezes a value without regard to where it sits, to notice that it changed meanwhile."""
+    return Freezer(on_tensor=lambda t, keys: Identity(t)).freeze(value)
+
+
+def shallow_snapshot(value: Any) -> Any:
+    """Freezes data by content, as far as it is small; functions and the like by identity."""
+    if isinstance(value, contextvars.ContextVar):
+        return ("context variable", shallow_snapshot(value.get(ABSENT)))
+    if type(value) in _PLAIN or _is_data(value):
+        return _OUTSIDE.freeze(value)
+    return Unrepeatable(value) if is_unrepeatable(value) else Identity(value)
+
+
+def same_shallow(value: Any, expected: Any) -> bool:
+    """Whether a value is what :func:`shallow_snapshot` saw."""
+    if isinstance(expected, Identity):
+        return expected.target is value
+    return bool(shallow_snapshot(value) == expected)
+
+
+def _is_data(value: Any) -> bool:
+    """Whether a value is an object of a user's class, or of the library's for plain data."""
+    kind = type(value)
+    if kind in (types.SimpleNamespace, argparse.Namespace, threading.local, functools.partial):
+        return True
+    code = (nn.Module, torch.Tensor, type, types.ModuleType, types.FunctionType, types.MethodType)
+    return not (isinstance(value, code) or _is_library(kind.__module__)) and is_python_defined(kind)
+
+
+@functools.lru_cache(maxsize=4096)
+def _global_names(code: types.CodeType) -> tuple[list[str], list[str]]:
+    """Returns the names that a function uses of its globals, and the modules it imports."""
+    names: dict[str, None] = {}
+    imports: dict[str, None] = {}
+    for instruction in dis.get_instructions(code):
+        if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL"):
+            names[instruction.argval] = None
+        elif instruction.opname == "IMPORT_NAME":
+            imports[instruction.argval] = None
+    return list(names), list(imports)
+
+
+def _may_hold_state(value: Any) -> bool:
+    """Whether the attributes of a value are Python state that a user's code may change."""
+    if isinstance(value, types.ModuleType):
+        return not _is_library(value.__name__)
+    if isinstance(value, type):
+        return not _is_library(value.__module__)
+    if isinstance(value, types.FunctionType):
+        return bool(value.__dict__)
+    return not isinstance(value, (nn.Module, *_PLAIN)) and is_python_defined(type(value))
+
+
+def _is_library(module_name: Any) -> bool:
+    return isinstance(module_name, str) and module_name.partition(".")[0] in _LIBRARIES
+
+
+def outside_name(owner: Any, name: str) -> str:
+    """Names a global, or an attribute of something outside the model."""
+    if type(owner) is dict:
+        return f"the global {name}"
+    return f"{getattr(owner, '__name__', type(owner).__name__)}.{name}"
+
+
+def cell_reads(reads: Reads) -> list[tuple[types.CellType, Any, types.FunctionType]]:
+    """Finds the closure cells of the functions that ran (code objects know only their names)."""
+    found: list[tuple[types.CellType, Any, types.FunctionType]] = []
+    codes = [code for code, _ in reads.functions if code.co_freevars]
+    if not codes:
+        return found
+    wanted = set(map(id, codes))
+    for function in gc.get_referrers(*codes):
+        if isinstance(function, types.FunctionType) and id(function.__code__) in wanted:
+            for cell in function.__closure__ or ():
+                found.append((cell, shallow_snapshot(cell_contents(cell)), function))
+    return found
+
+
+def cell_contents(cell: types.CellType) -> Any:
+    """Returns what a captured variable holds, or ABSENT."""
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return ABSENT

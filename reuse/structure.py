@@ -1,0 +1,121 @@
+"""The structure of a module tree: classes, names, layouts, tying, modes and hooks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from .freeze import (
+    Freezer,
+)
+from .modules import HOOK_TABLES, module_state, raw_attribute
+from .types import TensorType
+
+TensorPath = tuple[Any, ...]  # (module path, attribute name, *keys inside the attribute)
+
+
+def tensor_facts(tensor: torch.Tensor) -> Any:
+    """What a trace sees of a tensor, but its values."""
+    return (type(tensor), TensorType.of(tensor), tensor.requires_grad)
+
+
+def module_paths(places: list[tuple[str, nn.Module]]) -> dict[int, str]:
+    """Returns the first path of each module, by its ``id``."""
+    paths: dict[int, str] = {}
+    for path, module in places:
+        paths.setdefault(id(module), path)
+    return paths
+
+
+def structure_of(places: list[tuple[str, nn.Module]]) -> list[tuple[Any, ...]]:
+    """Describes a module tree: one row per module, in a fixed order."""
+    rows: list[tuple[Any, ...]] = []
+    first_place: dict[int, int] = {}  # of a tensor; equal numbers mean that it is tied
+    module_place: dict[int, int] = {}
+    paths: dict[int, str] | None = None
+    for path, module in places:
+        state = module_state(module)
+        hooks: Any = ()
+        if any(map(state.get, HOOK_TABLES)):
+            paths = paths or module_paths(places)
+            freezer = Freezer(paths)
+            hooks = tuple(
+                freezer.freeze(list(state[t].values())) for t in HOOK_TABLES if t in state
+            )
+        tensors = tuple(
+            (
+                name,
+                None
+                if t is None
+                else (*tensor_facts(t), first_place.setdefault(id(t), len(first_place))),
+            )
+            for table in (state["_parameters"], state["_buffers"])
+            for name, t in table.items()
+        )
+        alias = module_place.setdefault(id(module), len(module_place))
+        rows.append((path, type(module), state["training"], alias, tensors, hooks))
+    return rows
+
+
+def structure_mismatch(expected: list[tuple[Any, ...]], found: list[tuple[Any, ...]]) -> str:
+    """Says where two descriptions differ, or nothing."""
+    if expected == found:
+        return ""
+    labels = (
+        "sub-module name",
+        "class",
+        "train/eval mode",
+        "sub-module sharing",
+        "parameters",
+        "hooks",
+    )
+    for row, other in zip(expected, found, strict=False):
+        for label, a, b in zip(labels, row, other, strict=True):
+            if a != b:
+                return f"{label} of {other[0] or 'the block'} differs{_name_tensor(label, a, b)}"
+    return f"it has {len(found)} sub-modules, not {len(expected)}"
+
+
+def _name_tensor(label: str, expected: Any, found: Any) -> str:
+    if label == "train/eval mode":
+        return f" (training is {found}, not {expected})"
+    if label != "parameters":
+        return ""
+    for a, b in zip(expected, found, strict=False):
+        if a != b and a[0] == b[0] and a[1] and b[1]:
+            facts = ("class", "layout", "requires_grad", "tying")
+            changed = [f for f, x, y in zip(facts, a[1], b[1], strict=True) if x != y]
+            return f" ({b[0]}: {', '.join(changed)})"
+    return ""
+
+
+def follow_tensor_path(root: nn.Module, path: TensorPath) -> torch.Tensor:
+    """Returns the tensor that another instance reaches in the same way."""
+    module = root
+    for name in path[0].split(".") if path[0] else ():
+        module = module_state(module)["_modules"][name]
+    value = raw_attribute(module, path[1])
+    for key in path[2:]:
+        value = _follow_key(value, key)
+    assert isinstance(value, torch.Tensor)
+    return value
+
+
+def _follow_key(value: Any, key: Any) -> Any:
+    kind, name = key if isinstance(key, tuple) else (key, None)
+    if kind == "item":
+        return value[name]
+    if kind == "attr":
+        return getattr(value, name)
+    if kind == "cell":
+        return value.__closure__[name].cell_contents
+    attribute = {
+        "func": "__func__",
+        "self": "__self__",
+        "defaults": "__defaults__",
+        "kwdefaults": "__kwdefaults__",
+        "dict": "__dict__",
+    }
+    return getattr(value, attribute[kind])
