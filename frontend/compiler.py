@@ -156,7 +156,7 @@ class Compiler:
             programs = programs_of(program, derivative)
             nodes.count = sum(p.num_nodes() for p in programs)
         if request is not None and derivative is not None:
-            request = self._recompute.chosen(request, report, self._peaks(program))
+            request = self._recompute.chosen(request, report, self.peaks(program))
             derivative = self._differentiator.of(request)
             programs = programs_of(program, derivative)
         with report.timed("decompose") as nodes:
@@ -240,7 +240,7 @@ class Compiler:
         report = CompileReport(True, self.options.backend, self.options.reuse)
         request = differentiation(program)
         if self._differentiator.of(request) is not None:
-            self._recompute.chosen(request, report, self._peaks(program))
+            self._recompute.chosen(request, report, self.peaks(program))
         return report.recompute
 
     @one_at_a_time
@@ -250,13 +250,14 @@ class Compiler:
         self._make_kernels(_leaves_of(flats))
         return [Executable(flat, self._kernels) for flat in flats]
 
-    def chosen(self, request: Request, report: CompileReport) -> Request:
-        """Returns the request with what the policy, no budget, saves and computes again."""
+    @property
+    def recompute(self) -> Recompute:
+        """Picks what a derivative saves."""
+        return self._recompute
 
-        def peak(request: Request) -> int:
-            raise PlanError("A Budget is not supported here; use 'full' or 'selective'.")
-
-        return self._recompute.chosen(request, report, ProgramPeaks(peak, peak))
+    def peaks(self, program: Program) -> ProgramPeaks:
+        """What a program that is run on its own holds, with the derivative that is asked for."""
+        return ProgramPeaks(partial(self._peak_of, program), partial(self._likely_peak, program))
 
     @one_at_a_time
     def runtimes(
@@ -333,9 +334,6 @@ class Compiler:
         num_returned, sources = returned_of(program, derivative)
         lists = self._lists(flats)
         return PlannedProgram(flats, lists, model_inputs, num_returned, sources, tools=self._tools)
-
-    def _peaks(self, program: Program) -> ProgramPeaks:
-        return ProgramPeaks(partial(self._peak_of, program), partial(self._likely_peak, program))
 
     def _likely_peak(self, program: Program, request: Request) -> int:
         """What :meth:`_peak_of` will say, told without kernels."""

@@ -17,7 +17,7 @@ from ..pipeline_parallel.balance import color_balanced
 from ..pipeline_parallel.coloring import color_by_marks, color_evenly
 from ..pipeline_parallel.cost import CPU_RATES, CUDA_RATES, CostModel
 from ..pipeline_parallel.cut import Colors, Stage, cut_program
-from ..pipeline_parallel.memory import StageMemory, step_peak_bytes
+from ..pipeline_parallel.memory import step_peak_bytes
 from ..pipeline_parallel.plan import PipelinePlan
 from ..pipeline_parallel.planning import make_plan
 from ..pipeline_parallel.process_groups import Ranks, ranks_of
@@ -30,15 +30,15 @@ from ..pipeline_parallel.stage import (
     StageSteps,
     differentiate_stages,
 )
-from ..recompute.policy import POLICIES
+from ..recompute.policy import Policy
 from ..reuse import pytree
 from ..reuse.errors import PipelineError
 from ..reuse.leaf import without_autocast
 from ..reuse.program import ModelTensor, Program
-from ..reuse.types import TensorType
 from .compiler import Compiler, Options
 from .decorator import STAGE_MARK
 from .guard import Guard
+from .pipeline_memory import StageRecompute, stage_memory
 from .report import CompileReport
 from .runnable import check_runnable
 from .training_step import LossFunction, LossModel
@@ -78,7 +78,7 @@ def pipeline(
     schedule: str = "1F1B",
     split: str = "auto",
     loss_fn: LossFunction | None = None,
-    recompute: str | None = None,
+    recompute: Policy = None,
     memory_bytes_per_rank: int | None = None,
     reuse: str = "marked",
     backend: str = "inductor",
@@ -101,8 +101,11 @@ def pipeline(
             :func:`stage` win over both.
         loss_fn: computes the scalar loss from the model's output.
         recompute: ``"full"`` or ``"selective"`` computes forward again in the backward; modules
-            may also be marked one by one (``lazyinline.recompute``).
-        memory_bytes_per_rank: what a rank may hold; ``"auto"`` finds the fastest split within it.
+            may also be marked one by one (``lazyinline.recompute``). A ``Budget`` bounds what a
+            step holds on each rank (``step_peak_bytes``); where memory is not planned, what one
+            micro-batch saves.
+        memory_bytes_per_rank: what a rank may hold, parameters and gradients included; ``"auto"``
+            finds the fastest split within it, and what is computed again to keep it.
         reuse: ``"marked"`` or ``"off"``, as in ``compile``.
         backend: ``"inductor"`` or ``"eager"``.
         mesh: a ``DeviceMesh`` with a dimension ``"pipeline"`` and, if gradients are to be averaged
@@ -118,10 +121,6 @@ def pipeline(
         >>> loss = pipe.step(ids, targets)
         >>> optimizer.step()
     """
-    if recompute not in (None, *POLICIES):
-        raise PipelineError(
-            f"recompute={recompute!r}: a pipeline takes None, {', '.join(map(repr, POLICIES))}."
-        )
     if split not in SPLITS:
         raise PipelineError(f"split={split!r} is unknown; there are {SPLITS}.")
     if micro_batches < 1:
@@ -168,14 +167,24 @@ class Pipeline:
         ranks.check_same(program, table)
         self._guard = Guard(model, captured, *pytree.flatten((args, kwargs)))
         rates = CUDA_RATES if ranks.device.type == "cuda" else CPU_RATES
-        costs = CostModel(compiler.differentiator, rates)
+        bounded = splitting.memory_bytes_per_rank is not None
+        trade_offs = compiler.recompute.trade_offs if bounded else None
+        costs = CostModel(compiler.differentiator, rates, trade_offs)
         colors = _colors(model, program, splitting, table, costs)
         stages = cut_program(program, colors, table.num_stages)
+        recompute = StageRecompute(
+            compiler,
+            self.last_report,
+            table,
+            ranks.rank,
+            differentiate_stages(stages, compiler.differentiator, halves=False),
+            splitting.memory_bytes_per_rank if splitting.split == "auto" else None,
+        )
         derived = differentiate_stages(
             stages,
             compiler.differentiator,
             halves=table.splits_backward,
-            chosen=lambda request: compiler.chosen(request, self.last_report),
+            chosen=recompute.chosen,
         )
         self.plan: PipelinePlan = make_plan(derived, table, costs, rates)
         self._places = _places(program)
@@ -330,7 +339,7 @@ class Pipeline:
         if len(self._planned) < len(self._derived):
             why = self.last_report.unplanned or "a backward in halves has no planned arena yet"
             raise PipelineError(f"The memory of this rank's stages is not planned: {why}.")
-        memory = {k: _memory(d, p) for k, (d, p) in self._planned.items()}
+        memory = {k: stage_memory(d, p) for k, (d, p) in self._planned.items()}
         return step_peak_bytes(self._table, self._ranks.rank, memory)
 
     @property
@@ -437,22 +446,6 @@ class _Batch:
 def model_name(name: str) -> str:
     """Returns a tensor's or module's own name in the model: what computes the loss is around it."""
     return name.removeprefix("model.")
-
-
-def _memory(derived: StageDerivative, planned: PlannedProgram) -> StageMemory:
-    def total(types: Sequence[TensorType]) -> int:
-        return sum(t.num_bytes for t in types)
-
-    return StageMemory(
-        planned.plan.peak_bytes,
-        planned.handed_on_bytes,
-        total(derived.stage.received_types),
-        total(derived.stage.sent_types),
-        total(derived.cotangent_types) if derived.stage.num_sent else 0,
-        total(derived.gradient_types),
-        total([t for _, t in derived.trained_types]),
-        planned.foreign_peak_bytes,
-    )
 
 
 def _places(program: Program) -> dict[int, int]:

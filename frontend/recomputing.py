@@ -49,22 +49,30 @@ class Recompute:
             costs = Measured(costs)
         self._planner = Planner(differentiator, costs)
 
-    def chosen(self, request: Request, report: CompileReport, peaks: ProgramPeaks) -> Request:
+    def chosen(
+        self,
+        request: Request,
+        report: CompileReport,
+        peaks: ProgramPeaks,
+        policy: Policy = None,
+    ) -> Request:
         """Returns the request with a choice, as the policy and the marks in the program want it.
 
         Args:
             request: the derivative of a whole program.
             report: gets what is saved and what is computed again.
             peaks: what the program holds under a request.
+            policy: instead of the compiler's own.
 
         Raises:
             PlanError: if a budget cannot be met, or a policy finds no block.
         """
         closure = request.closure
         assert isinstance(closure, Composite)
-        if self._policy is not None or _has_marks(closure):
+        policy = policy or self._policy
+        if policy is not None or _has_marks(closure):
             with report.timed("recompute") as nodes:
-                request = replace(request, choice=self._choice(request, peaks))
+                request = replace(request, choice=self._choice(request, peaks, policy))
                 derivative = self._make.of(request)
                 assert derivative is not None
                 nodes.count = closure.program.num_nodes()
@@ -76,14 +84,23 @@ class Recompute:
             report.saved_bytes = derivative.saved_type.num_bytes
         return request
 
-    def _choice(self, request: Request, peaks: ProgramPeaks) -> Choice | None:
-        if isinstance(self._policy, Budget):
+    def trade_offs(self, request: Request) -> list[tuple[int, float]]:
+        """Returns what one call may save under the policy, in bytes, and the seconds of redoing."""
+        if self._policy == "selective":
+            derivative = self._make.of(replace(request, choice=self._planner.selective(request)))
+            assert derivative is not None
+            return [(derivative.saved_type.num_bytes, 0.0)]
+        variants = self._planner.frontier(request)
+        return [(v.num_bytes, v.extra_s) for v in variants[: 1 if self._policy == "full" else None]]
+
+    def _choice(self, request: Request, peaks: ProgramPeaks, policy: Policy) -> Choice | None:
+        if isinstance(policy, Budget):
             of_choice = Peaks(
                 lambda choice: peaks.linked(replace(request, choice=choice)),
                 lambda choice: peaks.guessed(replace(request, choice=choice)),
             )
-            return BudgetFit(self._planner, request, of_choice).fit(self._policy)
-        policy = self._policy or ""
+            return BudgetFit(self._planner, request, of_choice).fit(policy)
+        policy = policy or ""
         assert isinstance(request.closure, Composite)
         if policy and not _has_wishes(request.closure, policy):
             raise PlanError(

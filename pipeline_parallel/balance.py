@@ -23,6 +23,8 @@ def color_balanced(
 ) -> Colors:
     """Returns the stages with the least predicted time that fit into memory.
 
+    What has to be computed again so that a stage fits counts as its time.
+
     Raises:
         PipelineError: if there are fewer calls than stages, or no split fits.
     """
@@ -35,14 +37,16 @@ def color_balanced(
             f"The model has {len(units)} piece(s) to spread and num_stages={num_stages}. Use fewer "
             "stages, or mark the repeated layer class with lazy_inline."
         )
-    bytes_ = _stage_bytes(program, units, costs, table)
     times = _stage_times(costs, num_stages)
+    owned = _owned_bytes(program, units)
+    flights = np.array(table.in_flight())[:, None, None]
     if memory_bytes_per_rank is not None:
-        held = max(len(table.stages_of(r)) for r in range(len(table.ranks)))
-        times[bytes_ > memory_bytes_per_rank / held] = np.inf
+        room = memory_bytes_per_rank / stages_per_rank(table) - owned
+        times += extra_seconds([c.variants for c in costs], room[None] / flights - _kept(costs))
     found = partition(times, table.num_micro_batches)
     if found is None:
-        least = _least_bytes(bytes_)
+        smallest = _run_sums([c.variants[0][0] for c in costs]) + _kept(costs)
+        least = _least_bytes(owned[None] + flights * smallest[None])
         raise PipelineError(
             f"No split into {num_stages} stages fits memory_bytes_per_rank="
             f"{memory_bytes_per_rank}: the best one still needs {least} bytes on one stage "
@@ -79,15 +83,19 @@ def _stage_times(costs: Sequence[Cost], num_stages: int) -> np.ndarray:
     return times
 
 
-def _stage_bytes(
-    program: Program,
-    units: Sequence[tuple[Path, Call]],
-    costs: Sequence[Cost],
-    table: ActionTable,
-) -> np.ndarray:
-    """Bytes of every run of units on each stage: parameters and gradients once, saved in flight."""
-    saved = np.concatenate([[0.0], np.cumsum([c.saved_bytes for c in costs])])
-    size = len(saved)
+def _run_sums(numbers: Sequence[float]) -> np.ndarray:
+    """Sums over every run of units."""
+    total = np.concatenate([[0.0], np.cumsum(numbers)])
+    return total[None, :] - total[:, None]
+
+
+def _kept(costs: Sequence[Cost]) -> np.ndarray:
+    return _run_sums([c.kept_bytes for c in costs])
+
+
+def _owned_bytes(program: Program, units: Sequence[tuple[Path, Call]]) -> np.ndarray:
+    """Bytes of parameters and gradients of every run of units; what several units use once."""
+    size = len(units) + 1
     owned = np.zeros((size, size))
     tensors = [_tensors(program, path) for path, _ in units]
     for first in range(size - 1):
@@ -99,8 +107,65 @@ def _stage_bytes(
                     seen[key] = num_bytes
                     held += num_bytes
             owned[first, last + 1] = held
-    flights = np.array(table.in_flight())[:, None, None]
-    return owned[None] + flights * (saved[None, None, :] - saved[None, :, None])
+    return owned
+
+
+def extra_seconds(
+    variants: Sequence[Sequence[tuple[int, float]]], room_bytes: np.ndarray
+) -> np.ndarray:
+    """Returns what every run of units computes again so that what it saves fits.
+
+    Saved bytes are bought where they spare most seconds each; a unit that would fit in part only
+    is left out. So the seconds are reached, and at most one unit's above the least there are.
+
+    Args:
+        variants: for each unit, bytes saved and seconds computed again, fewest bytes first.
+        room_bytes: ``room_bytes[s, i, j]`` is what units i to j - 1 may save on stage s.
+
+    Returns:
+        The seconds, of the shape of ``room_bytes``; infinite where even the fewest bytes are too
+        many.
+    """
+    room = room_bytes - _run_sums([v[0][0] for v in variants])[None]
+    seconds = np.broadcast_to(_run_sums([v[0][1] for v in variants]), room.shape).copy()
+    seconds[room < 0] = np.inf
+    kinds: dict[tuple[tuple[int, float], ...], list[int]] = {}
+    for unit, options in enumerate(variants):
+        kinds.setdefault(tuple(options), []).append(unit)
+    steps = [(step, units) for options, units in kinds.items() for step in hull_steps(options)]
+    taken: dict[int, np.ndarray] = {}  # units of each kind that went up to the step before
+    for (num_bytes, spared), units in sorted(steps, key=lambda s: -s[0][1] / s[0][0]):
+        ones = np.zeros(len(variants))
+        ones[units] = 1.0
+        before = taken.get(units[0], _run_sums(list(ones))[None])
+        count = np.clip(np.floor(room / num_bytes), 0.0, before)
+        taken[units[0]] = count
+        room = room - count * num_bytes
+        seconds = seconds - count * spared
+    return seconds
+
+
+def hull_steps(options: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
+    """From variant to variant, those that pay best: bytes added, seconds spared; best first."""
+    found, here = [], 0
+    while here < len(options) - 1:
+        rest = range(here + 1, len(options))
+        slopes = [
+            ((options[here][1] - options[i][1]) / (options[i][0] - options[here][0]), i)
+            for i in rest
+            if options[i][0] > options[here][0]
+        ]
+        slope, there = max(slopes, default=(0.0, 0))
+        if slope <= 0.0:
+            break
+        found.append((options[there][0] - options[here][0], options[here][1] - options[there][1]))
+        here = there
+    return found
+
+
+def stages_per_rank(table: ActionTable) -> int:
+    """The most stages that one rank holds."""
+    return max(len(table.stages_of(r)) for r in range(len(table.ranks)))
 
 
 def _tensors(program: Program, path: Path) -> dict[int, int]:

@@ -6,12 +6,13 @@ everything else at its memory rate. Only ratios matter for balancing stages.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from ..autodiff.derivative import Derivative, Differentiator
+from ..autodiff.derivative import Differentiator, Request
 from ..autodiff.torch_autograd import fake_tensor, new_fake_mode
 from ..reuse.leaf import ModalInterpreter, flat_types, is_view
 from ..reuse.program import Call, Closure, Composite, Leaf, ModelTensor, Program, Value
@@ -38,22 +39,27 @@ CPU_RATES = DeviceRates(4e10, 8e9, 2e9, 1e-4)
 CUDA_RATES = DeviceRates(3e14, 2e12, 5e10, 1e-5)
 
 
+TradeOffs = Callable[[Request], Sequence[tuple[int, float]]]
+"""What one call may save, and the seconds that it then computes again; fewest bytes first."""
+
+
 @dataclass(frozen=True)
 class Cost:
-    """Of one call, or of several together."""
+    """Of one call.
+
+    Attributes:
+        forward_s, backward_s: predicted seconds.
+        flops: of both.
+        kept_bytes: what the call is handed and its backward needs, per micro-batch in flight.
+        variants: what else it may save per micro-batch, and the seconds computed again for it;
+            fewest bytes first.
+    """
 
     forward_s: float = 0.0
     backward_s: float = 0.0
     flops: int = 0
-    saved_bytes: int = 0
-
-    def __add__(self, other: Cost) -> Cost:
-        return Cost(
-            self.forward_s + other.forward_s,
-            self.backward_s + other.backward_s,
-            self.flops + other.flops,
-            self.saved_bytes + other.saved_bytes,
-        )
+    kept_bytes: int = 0
+    variants: tuple[tuple[int, float], ...] = ((0, 0.0),)
 
 
 class CostModel:
@@ -62,10 +68,17 @@ class CostModel:
     Args:
         differentiator: whose derivatives the calls will run with.
         rates: of the device.
+        trade_offs: what calls may compute again; without it they save what they save.
     """
 
-    def __init__(self, differentiator: Differentiator, rates: DeviceRates) -> None:
+    def __init__(
+        self,
+        differentiator: Differentiator,
+        rates: DeviceRates,
+        trade_offs: TradeOffs | None = None,
+    ) -> None:
         self._differentiator = differentiator
+        self._trade_offs = trade_offs
         self._rates = rates
         self._closures: dict[Closure, tuple[float, int]] = {}
 
@@ -101,23 +114,36 @@ class CostModel:
 
     def _body(self, program: Program, active: set[Value]) -> list[Cost]:
         costs = []
+        made: set[Value] = set()
         for call in program.calls:
             wanted = [i for i, v in enumerate(call.args) if v in active]
             flags = [v in active for v in call.args]
             results = self._differentiator.active_outputs(call.closure, flags) if wanted else ()
             active.update(v for v, flag in zip(call.results, results, strict=False) if flag)
             seeded = [i for i, flag in enumerate(results) if flag]
-            costs.append(self._call(call, self._differentiator.vjp(call.closure, wanted, seeded)))
+            request = Request(call.closure, tuple(wanted), tuple(seeded))
+            costs.append(self._call(call, request, made))
+            made.update(call.results)
         return costs
 
-    def _call(self, call: Call, derivative: Derivative | None) -> Cost:
+    def _call(self, call: Call, request: Request, made: set[Value]) -> Cost:
+        derivative = self._differentiator.of(request)
         if derivative is None:
             seconds, flops = self._closure(call.closure)
             return Cost(seconds, 0.0, flops)
         forward_s, forward_flops = self._closure(derivative.forward)
         backward_s, backward_flops = self._closure(derivative.backward)
-        saved = derivative.saved_type.num_bytes
-        return Cost(forward_s, backward_s, forward_flops + backward_flops, saved)
+        kept = {call.args[i] for i in derivative.kept_inputs} & made
+        variants: Sequence[tuple[int, float]] = [(derivative.saved_type.num_bytes, 0.0)]
+        if self._trade_offs is not None:
+            variants = self._trade_offs(request)
+        return Cost(
+            forward_s,
+            backward_s,
+            forward_flops + backward_flops,
+            sum(v.type.num_bytes for v in kept),
+            tuple(variants),
+        )
 
     def _closure(self, closure: Closure) -> tuple[float, int]:
         if closure not in self._closures:

@@ -44,7 +44,7 @@ def step_peak_bytes(table: ActionTable, rank: int, stages: Mapping[int, StageMem
     Args:
         table: what each rank does.
         rank: which.
-        stages: bytes of each of its stages.
+        stages: bytes of each of its stages; actions of others count nothing.
     """
     depth = table.in_flight()
     arenas = sum(memory.arena * depth[stage] for stage, memory in stages.items())
@@ -53,6 +53,8 @@ def step_peak_bytes(table: ActionTable, rank: int, stages: Mapping[int, StageMem
     sent_back: list[int] = []
     peak = 0
     for action in table.ranks[rank]:
+        if action.stage not in stages:
+            continue
         own = stages[action.stage]
         flights[action.stage] += action.kind == FORWARD
         held = sum(n * (stages[s].flight + stages[s].received) for s, n in flights.items())

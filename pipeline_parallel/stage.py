@@ -28,6 +28,10 @@ Run = Callable[[list[Tensor]], list[Tensor]]
 """Runs a program on flat inputs; may empty the list."""
 
 
+Chosen = Callable[[Stage, Request], Request]
+"""Gives the request for a stage's backward a choice."""
+
+
 class StageRuntime(Protocol):
     """Runs a stage's forward, and the whole backward of the same flight."""
 
@@ -45,6 +49,7 @@ class StageDerivative:
     Attributes:
         stage: the stage.
         derivative: None if no gradient flows through it.
+        request: what was asked for, and the choice of what is saved.
         halves: the backward split; None unless asked for.
         gradients_sent: positions, among what it received, of the values whose gradients it sends
             back.
@@ -54,6 +59,7 @@ class StageDerivative:
 
     stage: Stage
     derivative: Derivative | None
+    request: Request
     halves: Halves | None
     gradients_sent: tuple[int, ...]
     gradients_received: tuple[int, ...]
@@ -122,7 +128,7 @@ def differentiate_stages(
     differentiator: Differentiator,
     *,
     halves: bool,
-    chosen: Callable[[Request], Request] = lambda request: request,
+    chosen: Chosen = lambda stage, request: request,
 ) -> list[StageDerivative]:
     """Returns the backward of each stage, from the last one's result 0 (the loss) to the first.
 
@@ -140,15 +146,17 @@ def differentiate_stages(
         wanted = tuple(i for i, flag in enumerate(flags) if flag)
         request = Request(Composite(f"stage{stage.index}", stage.program), wanted, arriving)
         derivative = differentiator.of(request)
-        if derivative is not None and stage.paths:
-            derivative = differentiator.of(chosen(request))
         sent: tuple[int, ...] = ()
         split = None
         if derivative is not None:
             sent = tuple(i for i in derivative.gradient_inputs if i < stage.num_received)
+            if stage.paths:
+                request = chosen(stage, request)
+                derivative = differentiator.of(request)
+                assert derivative is not None
             if halves:
                 split = splitter.split(derivative.backward, range(len(sent)))
-        found.append(StageDerivative(stage, derivative, split, sent, arriving))
+        found.append(StageDerivative(stage, derivative, request, split, sent, arriving))
         arriving = sent
     return found[::-1]
 

@@ -21,7 +21,7 @@ from conftest import ROOT
 from torch import Tensor, nn
 
 import lazyinline
-from lazyinline import PipelineError, lazy_inline
+from lazyinline import Budget, PipelineError, lazy_inline
 
 MICRO_BATCHES = 4
 BATCH = 8
@@ -178,13 +178,42 @@ def test_what_is_computed_again_is_not_saved(alone: None, schedule: str) -> None
 
 def test_a_step_holds_what_its_plan_says(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    memory_use = importlib.import_module("memory_events").memory_use
     model, args = net_and_batch(width=32)
     pipe = make(model, args, "Interleaved1F1B", backend="inductor")
     assert not train(pipe, model, args, steps=1)
+    assert_holds_its_plan(pipe, args)
+
+    budget = Budget(saved_bytes=int(0.8 * pipe.step_peak_bytes))
+    bounded = make(model, args, "Interleaved1F1B", backend="inductor", recompute=budget)
+    assert not train(bounded, model, args, steps=1)
+    assert_holds_its_plan(bounded, args)
+    assert budget.saved_bytes is not None
+    assert bounded.step_peak_bytes <= budget.saved_bytes
+    assert bounded.last_report.recomputed_flops > 0
+
+
+def assert_holds_its_plan(pipe: Any, args: tuple[Tensor, ...]) -> None:
+    memory_use = importlib.import_module("memory_events").memory_use
     use = memory_use(lambda: pipe.step(*args))
     measured = use.peak_bytes + pipe.arena_bytes
     assert abs(pipe.step_peak_bytes / measured - 1) <= 0.02, (pipe.step_peak_bytes, measured)
+
+
+def test_a_memory_limit_decides_what_is_computed_again(alone: None) -> None:
+    """On the eager backend memory is what is saved; parameters and their sums count too."""
+    model, args = net_and_batch()
+    plain = make(model, args, "Interleaved1F1B")
+    owned = sum(s.parameter_bytes + s.gradient_bytes for s in plain.plan.stages)
+    saved = sum(s.saved_bytes * s.in_flight for s in plain.plan.stages)
+    limit = owned + saved // 2
+    pipe = make(model, args, "Interleaved1F1B", memory_bytes_per_rank=limit)
+    assert not train(pipe, model, args, steps=1)
+    assert sum(s.saved_bytes * s.in_flight for s in pipe.plan.stages) < saved // 2
+    assert pipe.last_report.recomputed_flops > 0
+    with pytest.raises(PipelineError, match=r"memory_bytes_per_rank=5000: .* needs \d+ bytes"):
+        make(model, args, "Interleaved1F1B", memory_bytes_per_rank=5000)
+    with pytest.raises(PipelineError, match=r"Stage \d .* holds \d micro-batches at once; of one: Budget"):
+        make(model, args, "Interleaved1F1B", recompute=Budget(saved_bytes=5000))
 
 
 def test_wrong_options_say_what_to_do(alone: None) -> None:

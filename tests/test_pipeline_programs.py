@@ -16,6 +16,7 @@ from torch import Tensor
 import lazyinline
 from lazyinline import PipelineError
 from lazyinline.pipeline_parallel.actions import SCHEDULES, ActionTable
+from lazyinline.pipeline_parallel.balance import extra_seconds, hull_steps
 from lazyinline.pipeline_parallel.coloring import color_by_bounds, units_of
 from lazyinline.pipeline_parallel.cut import Colors, Stage, cut_program
 from lazyinline.pipeline_parallel.halves import Splitter
@@ -270,3 +271,27 @@ def test_a_tensor_of_any_layout_travels(shape: tuple[int, ...], stride: tuple[in
 def test_without_processes_the_error_says_how_to_start() -> None:
     with pytest.raises(PipelineError, match="torchrun"):
         lazyinline.pipeline(torch.nn.Linear(2, 2), (), num_stages=2, micro_batches=2)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_seconds_computed_again_are_near_the_least_there_are(seed: int) -> None:
+    rng = random.Random(seed)
+    kinds = []
+    for _ in range(2):
+        sizes = sorted(rng.sample(range(1, 40), 3))
+        spent = sorted((rng.random() for _ in sizes), reverse=True)
+        kinds.append(list(zip(sizes, spent, strict=True)))
+    variants = [kinds[rng.randrange(2)] for _ in range(4)]
+    room = np.full((1, 5, 5), rng.uniform(10.0, 150.0))
+    found = extra_seconds(variants, room)
+    worst = max(spared for kind in kinds for _, spared in hull_steps(kind))
+    for i, j in itertools.combinations(range(5), 2):
+        fitting = [
+            sum(s for _, s in row)
+            for row in itertools.product(*variants[i:j])
+            if sum(b for b, _ in row) <= room[0, i, j]
+        ]
+        if not fitting:
+            assert np.isinf(found[0, i, j])
+        else:
+            assert min(fitting) - 1e-9 <= found[0, i, j] <= min(fitting) + worst + 1e-9
