@@ -28,6 +28,7 @@ from ..reuse.torch_symbols import (
 )
 from ..reuse.types import TensorType
 from .joint_cut import is_draw, may_draw
+from .origins import NotingInterpreter
 
 Decompositions = Mapping[Any, Callable[..., Any]]
 
@@ -149,9 +150,10 @@ class JointTrace:
     def _joint(
         self, primals: list[torch.Tensor], tangents: list[torch.Tensor], wanted: Sequence[int]
     ) -> tuple[Any, ...]:
-        outputs = ModalInterpreter(self._module).run_flat(primals)
         proxy_mode = get_proxy_mode()
         assert proxy_mode is not None
+        interpreter = NotingInterpreter(self._module, proxy_mode.tracer.graph)
+        outputs = interpreter.run_flat(primals)
         self._forward = {n.name for n in proxy_mode.tracer.graph.nodes}
         gradients = torch.autograd.grad(
             [outputs[i] for i in self.tangent_outputs],
@@ -159,6 +161,7 @@ class JointTrace:
             tangents,
             allow_unused=True,
         )
+        interpreter.write()
         pairs = [(i, g) for i, g in zip(wanted, gradients, strict=True) if g is not None]
         self.grad_inputs = tuple(i for i, _ in pairs)
         return (

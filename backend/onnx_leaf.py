@@ -9,6 +9,7 @@ import torch
 import torch.fx
 from onnxscript import ir, optimizer, version_converter
 
+from ..autodiff.origins import origin_of
 from ..autodiff.torch_autograd import fake_tensor, new_fake_mode, trace_forward_on
 from ..reuse.errors import ExportError
 from ..reuse.leaf import flat_types, mutated_args, stamp_of
@@ -88,8 +89,11 @@ def _refuse_untranslatable(leaf: Leaf, module: torch.fx.GraphModule, opset: int)
         return
     lines = []
     for node, _ in found:
+        origin = origin_of(node)
         source = str(node.meta.get("stack_trace") or "").strip().splitlines()
-        operator = node.meta.get("original_aten", node.target)
+        operator: object = node.meta.get("original_aten", node.target)
+        if origin is not None:  # a joint graph knows what the user called
+            operator, source = origin, origin.source.splitlines()
         line = f"{operator} in {leaf.name}" + (f" at {source[-1].strip()}" if source else "")
         if line not in lines:
             lines.append(line)

@@ -33,6 +33,7 @@ from torch.onnx._internal.exporter import (
 from ..autodiff.torch_autograd import Decompositions
 from ..reuse.leaf import without_autocast
 from ..reuse.program import input_nodes
+from .onnx_convolution import convolution_backward
 
 TRANSLATED_OPSET = _constants.TORCHLIB_OPSET
 """The operator set that translations are written in; newer ones are converted from it."""
@@ -84,6 +85,7 @@ def exact_decompositions(opset: int) -> Decompositions:
             table[operator] = decompose
         elif operator is _ATEN.embedding_dense_backward.default:
             table[operator] = decompose  # its translation forgets padding_idx
+    table[_ATEN.convolution_backward.default] = convolution_backward
     return table
 
 

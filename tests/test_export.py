@@ -1,5 +1,6 @@
 """ONNX files: one function per block, the numbers of eager PyTorch, names a person knows."""
 
+import itertools
 import logging
 import pathlib
 import re
@@ -10,16 +11,18 @@ import hugging_face
 import numpy as np
 import onnx
 import onnx.inliner
+import onnx.printer
 import onnx.reference
 import onnxruntime
 import pytest
 import torch
 import torch.nn.functional as F
-from blocks import Stack, block, example
+from blocks import Around, Stack, block, example
 from torch import Tensor, nn
 
 import lazyinline
 from lazyinline import ExportError, lazy_inline
+from lazyinline.backend.onnx_convolution import convolution_backward
 from lazyinline.frontend import models as own
 
 lazy_inline(own.DecoderBlock)
@@ -109,6 +112,58 @@ def test_training_graph_gives_loss_and_every_gradient(name: str, path: pathlib.P
     onnx.checker.check_model(str(path), full_check=True)
 
 
+def test_training_graph_of_convolutions_gives_every_gradient(path: pathlib.Path) -> None:
+    @lazy_inline
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.down = nn.Conv2d(4, 8, 3, stride=2, padding=1, groups=2, dilation=2)
+            self.up = nn.ConvTranspose2d(8, 4, (3, 4), stride=2, output_padding=(1, 0))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.up(F.gelu(self.down(x)))[..., : x.shape[2], : x.shape[3]]
+
+    torch.manual_seed(0)
+    model, x = nn.Sequential(Block(), Block()), torch.randn(2, 4, 8, 8)
+    report = lazyinline.export_onnx(
+        Around(lambda layers, x: layers[0](x).square().mean(), model), (x,), path, train=True
+    )
+    model(x).square().mean().backward()
+    found = dict(zip(report.outputs, run(path, **{report.inputs[0]: x}), strict=True))
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None
+        assert close(found[f"grad.layers.0.{name}"], parameter.grad, TRAINING_TOLERANCE), name
+
+
+CASES = [
+    (dims, transposed, stride, dilation, groups)
+    for dims in (1, 2)
+    for transposed in (False, True)
+    for stride, dilation in ((1, 1), (2, 1), (1, 2), (3, 2))
+    for groups in (1, 2, 4)
+]
+
+
+@pytest.mark.parametrize(("dims", "transposed", "stride", "dilation", "groups"), CASES)
+def test_gradients_of_a_convolution_are_convolutions(
+    dims: int, transposed: bool, stride: int, dilation: int, groups: int
+) -> None:
+    torch.manual_seed(0)
+    for size, kernel, padding, extra in itertools.product((7, 8), (1, 3), (0, 1), (0, 1)):
+        x = torch.randn(3, 4, *[size] * dims, dtype=torch.float64)
+        rows, columns = (4, 8 // groups) if transposed else (8, 4 // groups)
+        weight = torch.randn(rows, columns, *[kernel] * dims, dtype=torch.float64)
+        added = extra if transposed and extra < max(stride, dilation) else 0
+        numbers = ([n] * dims for n in (stride, padding, dilation))
+        options = (*numbers, transposed, [added] * dims, groups)
+        y = torch.ops.aten.convolution.default(x, weight, None, *options)
+        arguments = (torch.randn_like(y), x, weight, [8], *options, [True] * 3)
+        expected = torch.ops.aten.convolution_backward.default(*arguments)
+        for found, wanted in zip(convolution_backward(*arguments), expected, strict=True):
+            assert found.shape == wanted.shape
+            assert torch.allclose(found, wanted)
+
+
 def test_padding_on_the_left_gives_eagers_numbers(path: pathlib.Path) -> None:
     # A query that may attend to nothing gets zeros from PyTorch; the mean of all values, or NaN,
     # from the plain translation of attention.
@@ -175,6 +230,19 @@ def test_names_are_the_models(path: pathlib.Path) -> None:
     assert {p.key for p in loaded.metadata_props} == {"torch"}
     keys = [{p.key: p.value for p in f.metadata_props}["lazyinline.key"] for f in loaded.functions]
     assert len(set(keys)) == 3 and all(re.fullmatch("[0-9a-f]{32}", key) for key in keys)
+
+
+def test_a_file_as_text(path: pathlib.Path, golden: Callable[[str, str], None]) -> None:
+    twice = block(lambda self, x: F.relu(self.linear(x)))
+    for train, name in ((False, "onnx_inference"), (True, "onnx_training")):
+        model = Around(lambda layers, x: layers[1](layers[0](x)).sum(), twice(), twice())
+        lazyinline.export_onnx(model, (example(grad=False),), path, train=train)
+        loaded = onnx.load(path)
+        del loaded.metadata_props[:]  # the versions of torch and of lazyinline
+        loaded.producer_version = ""
+        weights = [f"weight {w.name} {list(w.dims)}" for w in loaded.graph.initializer]
+        del loaded.graph.initializer[:]
+        golden(name, "\n".join([*weights, onnx.printer.to_text(loaded)]))
 
 
 def test_flat_nodes_keep_the_module_path(path: pathlib.Path) -> None:
@@ -295,6 +363,19 @@ def test_an_operator_without_translation_is_named_with_block_and_line(path: path
     assert "aten.erfinv.default in Block at test_export.py:" in text
     assert text.count("erfinv") == 1
     assert not path.exists()
+
+
+def test_a_derivative_without_translation_is_named_with_block_and_line(path: pathlib.Path) -> None:
+    odd = block(lambda self, x: torch.erfinv(self.linear(x).tanh()))
+    grid = block(lambda self, x: F.grid_sample(x, self.linear(x).tanh()[:, 0, :, None, :2]))
+    for model, shape, text in (
+        (odd(), (3, 4), "aten.erfinv.default in Block.forward at test_export.py:"),
+        (grid(), (1, 1, 4, 4), "the backward of aten.grid_sampler.default in Block.backward at te"),
+    ):
+        looped = Around(lambda layers, x: layers[0](x).square().mean(), model)
+        with pytest.raises(ExportError) as caught:
+            lazyinline.export_onnx(looped, (example(*shape, grad=False),), path, train=True)
+        assert text in str(caught.value)
 
 
 def test_random_numbers_cannot_be_compared(path: pathlib.Path) -> None:

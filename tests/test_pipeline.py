@@ -212,7 +212,9 @@ def test_a_memory_limit_decides_what_is_computed_again(alone: None) -> None:
     assert pipe.last_report.recomputed_flops > 0
     with pytest.raises(PipelineError, match=r"memory_bytes_per_rank=5000: .* needs \d+ bytes"):
         make(model, args, "Interleaved1F1B", memory_bytes_per_rank=5000)
-    with pytest.raises(PipelineError, match=r"Stage \d .* holds \d micro-batches at once; of one: Budget"):
+    with pytest.raises(
+        PipelineError, match=r"Stage \d .* holds \d micro-batches at once; of one: Budget"
+    ):
         make(model, args, "Interleaved1F1B", recompute=Budget(saved_bytes=5000))
 
 
