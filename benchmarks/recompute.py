@@ -32,7 +32,7 @@ from lazyinline.frontend.models import DecoderBlock, GptBlock, gpt, llama
 
 SEED = 5
 MIB = 2**20
-MAX_ARENA_BYTES = 2**30
+MAX_ARENA_BYTES = 2**33
 
 
 @dataclass
