@@ -501,6 +501,12 @@ def test_trees_go_apart_and_together(
     assert tree_map(lambda x: x, tree) == tree
 
 
+@contract("torch.utils._pytree.tree_structure")
+def test_structure_is_what_flattening_gives(structure: Any) -> None:
+    flatten = resolve("torch.utils._pytree.tree_flatten")
+    assert structure(((0, 0), {})) == flatten(((1, 2), {}))[1]
+
+
 def test_hugging_face_outputs_are_registered_trees() -> None:
     from transformers.modeling_outputs import BaseModelOutput
 
