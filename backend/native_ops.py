@@ -54,10 +54,12 @@ def _key(function: Any) -> Any:
 
 def _kernel(launch: Launch) -> NativeOp | None:
     address = torch_native.kernel_address(launch.function)
-    plain = all(isinstance(a, View) for a in launch.args) and not launch.kwargs
+    num_addresses = sum(isinstance(a, View) for a in launch.args)
+    sizes = launch.args[num_addresses:]  # Inductor passes sizes after all tensors
+    plain = all(type(size) is int for size in sizes) and not launch.kwargs
     if address is None or not plain or len(launch.args) > _MAX_KERNEL_ARGS:
         return None
-    return NativeOp((_KERNEL, address, len(launch.args), *launch.args))
+    return NativeOp((_KERNEL, address, num_addresses, len(sizes), *launch.args))
 
 
 def _mm(args: Sequence[Any], kwargs: dict[str, Any]) -> NativeOp | None:

@@ -36,9 +36,11 @@ constexpr word MAX_ARGS = 64;
 // A callee reads only the arguments it has (the caller cleans up), so spare ones do no harm.
 void launch(Reader& in) {
   void* const function = reinterpret_cast<void*>(in.next());
-  const word count = in.next();
+  const word num_addresses = in.next();
+  const word count = num_addresses + in.next();
   word a[MAX_ARGS] = {};
-  for (word i = 0; i < count; ++i) a[i] = reinterpret_cast<word>(in.address());
+  for (word i = 0; i < num_addresses; ++i) a[i] = reinterpret_cast<word>(in.address());
+  for (word i = num_addresses; i < count; ++i) a[i] = in.next();
   if (count <= 4)
     reinterpret_cast<void (*)(PARAMETERS_4)>(function)(ARGS_4(0));
   else if (count <= 8)

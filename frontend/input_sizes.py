@@ -126,7 +126,7 @@ class InputSizes:
 
         None if what was compiled is not right for them.
         """
-        found: dict[Any, int] = {}
+        found = Values()
         for leaf, names, example in zip(leaves, self._names, self._example, strict=True):
             if any(names) and not _is_contiguous(leaf):
                 return None

@@ -19,8 +19,14 @@ from .errors import CaptureError
 from .types import StructType, TensorType, Type
 
 SIZE_TYPES: tuple[type, ...] = (torch.SymInt, torch.SymFloat, torch.SymBool)
-Values = Mapping[Any, int]
-"""The number of each symbol."""
+
+
+class Values(dict[Any, int]):
+    """The number of each symbol; remembers what expressions of them are."""
+
+    def __init__(self, numbers: Mapping[Any, int] | None = None) -> None:
+        super().__init__(numbers or {})
+        self.known: dict[Any, Any] = {}
 
 
 class SizeLiteral:
@@ -76,10 +82,16 @@ def value_of(expression: Any, values: Values) -> Any:
     """Returns what an expression is, computed as Python would compute it on numbers."""
     if isinstance(expression, (bool, int, float)):
         return expression
+    if expression not in values.known:
+        values.known[expression] = _computed(expression, values)
+    return values.known[expression]
+
+
+def _computed(expression: Any, values: Values) -> Any:
     from torch.utils._sympy.interp import sympy_interp
     from torch.utils._sympy.reference import PythonReferenceAnalysis
 
-    value = sympy_interp(PythonReferenceAnalysis, dict(values), expression)
+    value = sympy_interp(PythonReferenceAnalysis, values, expression)
     if isinstance(value, (bool, int, float)):
         return value
     if value.is_Boolean:
@@ -153,7 +165,7 @@ def put_literal(user: torch.fx.Node, size: torch.fx.Node) -> None:
     """Replaces a size among a node's operands by a literal."""
     value = size.meta["val"]
     expression = expression_of(value)
-    literal = SizeLiteral(value) if not expression.is_number else value_of(expression, {})
+    literal = SizeLiteral(value) if not expression.is_number else value_of(expression, Values())
 
     def swap(operand: torch.fx.Node) -> Any:
         return literal if operand is size else operand
@@ -199,7 +211,7 @@ def _nodes_for(graph: torch.fx.Graph, expression: Any, inputs: Mapping[Any, torc
     from torch.utils._sympy.reference import PythonReferenceAnalysis
 
     if expression.is_number:
-        return value_of(expression, {})
+        return value_of(expression, Values())
     first = len(graph.nodes)
     tracer = torch.fx.proxy.GraphAppendingTracer(graph)
     proxies = {s: torch.fx.Proxy(n, tracer) for s, n in inputs.items()}
