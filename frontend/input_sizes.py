@@ -39,8 +39,12 @@ def learned_names(leaves: Sequence[Any], earlier: Sequence[Shapes], *, every: bo
     """
     history = [*earlier, shapes_of(leaves)]
     known: dict[tuple[int, ...], str] = {}
-    found = []
+    found: list[tuple[str, ...]] = []
+    first = {id(leaf): i for i, leaf in reversed(list(enumerate(leaves)))}
     for index, leaf in enumerate(leaves):
+        if first[id(leaf)] != index:  # one tensor passed twice has one shape
+            found.append(found[first[id(leaf)]])
+            continue
         names = []
         for dim, size in enumerate(history[-1][index]):
             sizes = tuple(shapes[index][dim] for shapes in history)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import lazyinline
 from lazyinline import PlanError, lazy_inline
 from lazyinline.frontend import models as own
+from lazyinline.reuse.torch_symbols import tensor_type_at
 
 lazy_inline(own.DecoderBlock)
 
@@ -187,6 +188,26 @@ def test_inputs_that_share_a_length_share_a_symbol() -> None:
     model = Wrapped(lambda h, a, b: (h * a[..., None]).sum(-1) + b)
     found = train_at(model, [(2, 5), (2, 7), (2, 9), (3, 9), (4, 3)], data)
     assert found == [(1, 0), (2, 0), (2, 1), (3, 1), (3, 2)]
+
+
+def test_one_tensor_passed_twice_has_one_shape() -> None:
+    def pair(first: int, second: int) -> list[Tensor]:
+        a = torch.randn(first, 8)
+        return [a, a if first == second else torch.randn(second, 8)]
+
+    model = Wrapped(lambda h, b: (h.sum(0), b * 2))
+    compiled = lazyinline.compile(model, backend="eager")
+    for sizes in ((3, 3), (3, 5), (6, 6), (9, 11), (7, 7), (4, 2)):
+        inputs = pair(*sizes)
+        assert_close(compiled(*inputs), model(*inputs))
+    families = compiled.__dict__["_lazyinline_shapes"]._compiles
+    for family in families[1:]:  # each symbol stands for one size of what is passed
+        program, _ = family.symbolic
+        a, b = torch.randn(9, 8), torch.randn(11, 8)
+        values = program.sizes.values([a, b])
+        types = [v.type for v in program.captured.program.inputs][:2]
+        if values is not None:
+            assert [tensor_type_at(t, values).shape[0] for t in types] == [9, 11]
 
 
 def test_an_input_that_is_not_contiguous_is_compiled_for_itself() -> None:
