@@ -1,6 +1,6 @@
 """What further sequence lengths cost: one training run over 16 of them.
 
-Each mode runs in a process of its own that starts with an empty kernel cache: the first step at
+Each mode runs in a process of its own that starts with empty caches: the first step at
 each length is timed (forward, backward, an SGD step), and its loss is compared with eager's.
 
     python benchmarks/dynamic_shapes.py                       # own decoder, 8 layers, hidden 256
@@ -24,6 +24,8 @@ from typing import Any
 
 import torch
 from torch import nn
+
+from lazyinline.backend.cache import DIRECTORY_VARIABLE
 
 GOAL = 1.5
 LENGTHS = (64, 48, 80, 56, 72, 40, 96, 33, 61, 128, 24, 100, 17, 88, 112, 120)
@@ -85,7 +87,10 @@ def run(mode: str, options: argparse.Namespace) -> dict[str, Any]:
 def in_a_process(mode: str) -> dict[str, Any]:
     """Runs a mode in a fresh process with an empty cache."""
     with tempfile.TemporaryDirectory() as folder:
-        environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": folder, "OMP_NUM_THREADS": "1"}
+        caches = {
+            name: f"{folder}/{name}" for name in ("TORCHINDUCTOR_CACHE_DIR", DIRECTORY_VARIABLE)
+        }
+        environment = {**os.environ, **caches, "OMP_NUM_THREADS": "1"}
         command = [sys.executable, __file__, *sys.argv[1:], "--one", mode]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:

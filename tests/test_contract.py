@@ -479,6 +479,7 @@ def test_checkpoint_runs_the_function_between_two_steps_of_a_generator(original:
     "torch.utils._pytree.tree_unflatten",
     "torch.utils._pytree.tree_flatten_with_path",
     "torch.utils._pytree.tree_map",
+    "torch.utils._pytree.tree_structure",
 )
 def test_trees_go_apart_and_together(
     module: types.ModuleType,
@@ -487,8 +488,10 @@ def test_trees_go_apart_and_together(
     unflatten: Any,
     with_path: Any,
     tree_map: Any,
+    structure: Any,
 ) -> None:
     tree = {"b": [1, (2, None)], "a": 3}
+    assert structure(tree) == flatten(tree)[1]
     leaves, spec = flatten(tree)
     assert leaves == [1, 2, None, 3] or leaves == [1, 2, 3], "None is a leaf, or structure"
     assert isinstance(spec, spec_class)
