@@ -1052,11 +1052,10 @@ def test_symbols_of_equal_hints_stay_apart_and_their_questions_are_kept(
     f"{SYMBOLS}.DimDynamic.DYNAMIC",
     "torch._dynamo.source.ConstantSource",
     "torch._subclasses.fake_tensor.FakeTensorMode",
-    "torch.fx.proxy.GraphAppendingTracer",
     "torch.fx.experimental.proxy_tensor.make_fx",
 )
 def test_sizes_are_made_of_expressions_and_traced_as_inputs(
-    env_class: Any, dynamic: Any, source: Any, mode_class: Any, _: Any, trace: Any
+    env_class: Any, dynamic: Any, source: Any, mode_class: Any, trace: Any
 ) -> None:
     env = env_class(allow_dynamic_output_shape_ops=False, allow_scalar_outputs=False)
     symbol = env.create_symbol(8, source("n"), dynamic_dim=dynamic)
