@@ -19,7 +19,7 @@ from .assemble import OutputTree
 from .autograd_bridge import Bridge, picker
 from .capture import backward_hooked, one_at_a_time
 from .compiler import CompiledProgram, Compiler, Options
-from .dynamic import Inputs, Made, Shapes
+from .dynamic import MAX_LINKED, Inputs, Made, Shapes
 from .guard import Guard
 from .report import CompileReport
 from .runnable import check_runnable, check_writes
@@ -179,7 +179,11 @@ class CompiledModule(nn.Module):
             made = shapes.note(Made(guard, compiled, report), inputs)
         check_writes(made.compiled.captured.program)
         entry = _Entry(made.guard, made.compiled, leaves)
-        self.__dict__["_lazyinline_entries"] = [entry, *self.__dict__["_lazyinline_entries"]]
+        entry.can_be_linked_again = made.is_linked
+        entries: list[_Entry] = [entry, *self.__dict__["_lazyinline_entries"]]
+        linked = [e for e in entries if e.can_be_linked_again]  # the last used first
+        surplus = linked[MAX_LINKED:]
+        self.__dict__["_lazyinline_entries"] = [e for e in entries if e not in surplus]
         self.__dict__["_lazyinline_report"] = made.report
         return entry
 
@@ -236,6 +240,8 @@ class CompiledModule(nn.Module):
 
 class _Entry:
     """One compiled program: when it applies, how its inputs are found, how its result is built."""
+
+    can_be_linked_again = False
 
     def __init__(
         self,

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 MAX_SYMBOLIC = 8
 """Programs of symbolic sizes for calls that differ in sizes only; further shapes are numbers."""
+MAX_LINKED = 64
+"""Linked shapes of one module that are kept, each with its arena; others are linked again."""
 DYNAMIC_CHOICES = (None, True, False)
 
 
@@ -42,6 +44,7 @@ class Made:
     guard: Guard
     compiled: CompiledProgram
     report: CompileReport
+    is_linked: bool = False
 
 
 @dataclass
@@ -136,7 +139,7 @@ class Shapes:
         except LazyInlineError as error:
             compile_.symbolic, compile_.why_static = None, str(error)
             return None
-        return Made(guard, compiled, report)
+        return Made(guard, compiled, report, is_linked=True)
 
     def _compiled(self, alike: Sequence[_Compile], inputs: Inputs) -> Made | None:
         """Compiles with symbols; returns None where the sizes of this call have to be numbers."""

@@ -190,6 +190,18 @@ def test_inputs_that_share_a_length_share_a_symbol() -> None:
     assert found == [(1, 0), (2, 0), (2, 1), (3, 1), (3, 2)]
 
 
+def test_shapes_that_were_not_used_for_long_are_linked_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("lazyinline.frontend.compiled_module.MAX_LINKED", 2)
+    model = Wrapped(torch.tanh)
+    compiled = lazyinline.compile(model, backend="eager")
+    for length in (3, 4, 5, 6, 5, 6, 4):
+        x = torch.randn(2, length, 8)
+        assert_close(compiled(x), model(x))
+    assert counts(compiled) == (2, 3)
+
+
 def test_one_tensor_passed_twice_has_one_shape() -> None:
     def pair(first: int, second: int) -> list[Tensor]:
         a = torch.randn(first, 8)
