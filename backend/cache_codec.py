@@ -120,6 +120,8 @@ def decode_type(data: Any) -> Type:
 
 
 def _layout_of(dtype: torch.dtype, shape: Any, stride: Any, device: Any) -> list[Any]:
+    if torch.device(device).type != "cpu":
+        raise NotCacheableError(f"a tensor on {device}")
     sizes = (*shape, *stride)
     if not all(type(size) is int for size in sizes):
         raise NotCacheableError("a symbolic size")

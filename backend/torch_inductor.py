@@ -92,6 +92,8 @@ def compile_leaves(
         modules: graphs whose nodes carry fake tensors of one fake mode each.
         on_compiled: called after each graph.
     """
+    if not modules:  # all from the cache: Inductor need not even be imported
+        return []
     compiled = []
     with settings(), _vector_units_probed_here(), _deferred_builds() as finish:
         for module in modules:

@@ -40,6 +40,8 @@ _OWN_FOLDERS = tuple(
     for name in ("frontend", "reuse", "autodiff", "backend")
 )
 
+_GENERATED = "<string>"
+
 # Imported by a first run, and by decorators; what settings there are live elsewhere (os, logging).
 _MACHINERY = frozenset(
     [
@@ -323,8 +325,11 @@ def profiled_calls(on_call: Callable[[Any], None]) -> Iterator[None]:
         code = frame.f_code
         wanted = is_user.get(code)
         if wanted is None:
-            machinery = _is_machinery(frame.f_globals.get("__name__"))
-            wanted = is_user[code] = not (machinery or code.co_filename.startswith(skip))
+            scope, filename = frame.f_globals, code.co_filename
+            if filename == _GENERATED:  # such as what @dataclass makes: it is its module's
+                filename = str(scope.get("__file__"))
+            machinery = _is_machinery(scope.get("__name__"))
+            wanted = is_user[code] = not (machinery or filename.startswith(skip))
         if wanted and not _served_pytorch(frame):
             on_call(frame)
 

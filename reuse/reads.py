@@ -7,6 +7,7 @@ import contextvars
 import dis
 import functools
 import gc
+import os
 import sys
 import threading
 import types
@@ -33,6 +34,11 @@ if TYPE_CHECKING:
 # State of nn.Module itself; the structure snapshot compares what matters of it.
 _MODULE_INTERNALS = frozenset(nn.Module().__dict__) - {"training"}
 _OWN_PREFIX = "_lazy_inline"  # of what the mark keeps on an instance
+# What reading os.environ runs; it captures the encoding, which Python fixes when it starts.
+_ENVIRONMENT_CODES = frozenset(
+    getattr(os.environ, name).__code__
+    for name in ("encodekey", "encodevalue", "decodekey", "decodevalue")
+)
 _LIBRARIES = sys.stdlib_module_names | {"torch", "lazyinline"}
 _MAX_OUTSIDE_DEPTH = 8
 _MAX_OUTSIDE_ITEMS = 256
@@ -193,7 +199,7 @@ def outside_name(owner: Any, name: str) -> str:
 def cell_reads(reads: Reads) -> list[tuple[types.CellType, Any, types.FunctionType]]:
     """Finds the closure cells of the functions that ran (code objects know only their names)."""
     found: list[tuple[types.CellType, Any, types.FunctionType]] = []
-    codes = [code for code, _ in reads.functions if code.co_freevars]
+    codes = [c for c, _ in reads.functions if c.co_freevars and c not in _ENVIRONMENT_CODES]
     if not codes:
         return found
     wanted = set(map(id, codes))
