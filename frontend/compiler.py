@@ -11,8 +11,8 @@ Everything before link costs one visit per different closure.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -43,14 +43,13 @@ from ..reuse.errors import PlanError, ReuseError
 from ..reuse.leaf import flat_types, leaf_key
 from ..reuse.printer import closure_names
 from ..reuse.program import (
-    Closure,
-    Composite,
     Leaf,
     ModelTensor,
     Program,
     count_calls,
     walk_closures,
 )
+from ..reuse.rewrite import map_leaves
 from ..reuse.verify import verify
 from .candidates import REUSE_CHOICES
 from .capture import capture_model, one_at_a_time
@@ -59,6 +58,7 @@ from .progress import progress
 from .recomputing import ProgramPeaks, Recompute
 from .regions import CapturedModel
 from .report import ClosureRecord, CompileReport
+from .requests import differentiation, loss_differentiation
 
 BACKEND_CHOICES = ("inductor", "eager")
 
@@ -190,7 +190,7 @@ class Compiler:
             program = self._known(captured.program)
             nodes.count = program.num_nodes()
         describe(report, captured)
-        request = _loss_differentiation(program)
+        request = loss_differentiation(program)
         with report.timed("autodiff") as nodes:
             step = self._step_program(program, request, batching)
             nodes.count = step.program.num_nodes()
@@ -448,63 +448,8 @@ def capture(
     return verify(capture_model(model, args, arguments, reuse=options.reuse, train=train).program)
 
 
-def map_leaves(program: Program, change: Callable[[Leaf], Leaf]) -> Program:
-    """Rewrites each leaf of a program once, callees first, and rewires the callers.
-
-    Returns the same program if no leaf changed.
-    """
-    new: dict[Closure, Closure] = {}
-    for closure in walk_closures(program):
-        if isinstance(closure, Leaf):
-            new[closure] = change(closure)
-        elif isinstance(closure, Composite):
-            body = _replace_callees(closure.program, new)
-            same = body is closure.program
-            new[closure] = closure if same else Composite(closure.name, body, closure.input_names)
-        else:
-            new[closure] = closure
-    return _replace_callees(program, new)
-
-
-def _replace_callees(program: Program, new: Mapping[Closure, Closure]) -> Program:
-    if all(new[call.closure] is call.closure for call in program.calls):
-        return program
-    calls = tuple(replace(c, closure=new[c.closure]) for c in program.calls)
-    return Program(
-        program.inputs, calls, program.outputs, program.sources, program.writes, program.output_tree
-    )
-
-
-def differentiable_inputs(program: Program) -> list[int]:
-    """Positions of the inputs that want a gradient: parameters and user inputs that ask for one."""
-    wanted = []
-    for index, source in enumerate(program.sources):
-        if isinstance(source, ModelTensor):
-            if source.tensor.requires_grad:
-                wanted.append(index)
-        elif source.requires_grad:
-            wanted.append(index)
-    return wanted
-
-
 def _leaves_of(flats: Sequence[FlatProgram]) -> list[Leaf]:
     return list({launch.leaf: None for flat in flats for launch in flat.launches})
-
-
-def differentiation(program: Program) -> Request:
-    """Asks for the derivative of a captured model, with respect to all that wants one."""
-    written = {output for output, _ in program.writes}
-    outputs = tuple(i for i in range(len(program.outputs)) if i not in written)
-    inputs = tuple(differentiable_inputs(program))
-    return Request(Composite("main", program), inputs, outputs)
-
-
-def _loss_differentiation(program: Program) -> Request:
-    """Asks for the derivative of a micro-batch's loss with respect to the model's tensors."""
-    wanted = [
-        i for i in differentiable_inputs(program) if isinstance(program.sources[i], ModelTensor)
-    ]
-    return Request(Composite("micro_batch", program), tuple(wanted), (0,))
 
 
 def describe(report: CompileReport, captured: CapturedModel) -> None:

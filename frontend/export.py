@@ -25,8 +25,9 @@ from ..reuse.verify import verify as verify_program
 from .assemble import OutputTree
 from .capture import capture_model, one_at_a_time
 from .compiled_module import CompiledModule
-from .compiler import Options, differentiable_inputs
+from .compiler import Options
 from .regions import CapturedModel
+from .requests import differentiable_inputs
 
 if TYPE_CHECKING:
     from onnxscript import ir

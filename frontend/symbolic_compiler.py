@@ -30,11 +30,12 @@ from ..reuse.torch_symbols import (
 from ..reuse.verify import verify
 from .assemble import OutputTree
 from .capture import capture_model, one_at_a_time
-from .compiler import CompiledProgram, Compiler, Options, describe, differentiation
+from .compiler import CompiledProgram, Compiler, Options, describe
 from .input_sizes import InputSizes
 from .parts import programs_of
 from .regions import CapturedModel
 from .report import CompileReport
+from .requests import differentiation
 
 
 @dataclass(frozen=True)

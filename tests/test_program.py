@@ -17,7 +17,7 @@ from torch import nn
 
 import lazyinline
 from lazyinline.autodiff.derivative import Differentiator, Recipe
-from lazyinline.frontend.compiler import differentiable_inputs
+from lazyinline.frontend.requests import differentiable_inputs
 from lazyinline.reuse.inline import inline_calls
 from lazyinline.reuse.printer import closure_names, diff_programs, format_program
 from lazyinline.reuse.program import (

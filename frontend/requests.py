@@ -1,0 +1,34 @@
+"""What to differentiate of a captured program, and with respect to what."""
+
+from __future__ import annotations
+
+from ..autodiff.derivative import Request
+from ..reuse.program import Composite, ModelTensor, Program
+
+
+def differentiable_inputs(program: Program) -> list[int]:
+    """Positions of the inputs that want a gradient: parameters and user inputs that ask for one."""
+    wanted = []
+    for index, source in enumerate(program.sources):
+        if isinstance(source, ModelTensor):
+            if source.tensor.requires_grad:
+                wanted.append(index)
+        elif source.requires_grad:
+            wanted.append(index)
+    return wanted
+
+
+def differentiation(program: Program) -> Request:
+    """Asks for the derivative of a captured model, with respect to all that wants one."""
+    written = {output for output, _ in program.writes}
+    outputs = tuple(i for i in range(len(program.outputs)) if i not in written)
+    inputs = tuple(differentiable_inputs(program))
+    return Request(Composite("main", program), inputs, outputs)
+
+
+def loss_differentiation(program: Program) -> Request:
+    """Asks for the derivative of a micro-batch's loss with respect to the model's tensors."""
+    wanted = [
+        i for i in differentiable_inputs(program) if isinstance(program.sources[i], ModelTensor)
+    ]
+    return Request(Composite("micro_batch", program), tuple(wanted), (0,))
