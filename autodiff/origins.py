@@ -55,9 +55,12 @@ class NotingInterpreter(ModalInterpreter):
         """Notes which operators a node is traced as; autograd will note those of its backward."""
         if n.op != "call_function":
             return super().run_node(n)
-        operator, source = str(n.target), stamp_of(n).source
+        stamp = stamp_of(n)
+        operator, source = str(n.target), stamp.source
         self._mark(Origin(operator, source, is_backward=False))
         result = super().run_node(n)
+        if not stamp.grad_enabled:  # no backward; asking a view for its function may be an error
+            return result
         results = result if isinstance(result, (tuple, list)) else (result,)
         functions = (r.grad_fn for r in results if isinstance(r, torch.Tensor))
         self._watch(functions, Origin(operator, source, is_backward=True))
