@@ -350,7 +350,10 @@ def bind_native(
     tensors: Mapping[int, torch.Tensor],
     replay: Callable[[], torch_native.Replay] = torch_native.replay_function,
 ) -> dict[str, Any]:
-    """Makes the address table of one lease; its owner is the function that gets these names."""
+    """Makes the address table of one lease.
+
+    The function that gets these names owns the table, and the words that it is given by address.
+    """
     addresses = (ctypes.c_int64 * code.num_slots)()
     addresses[_ARENA_SLOT] = arena.data_ptr()
     for instance, slot in code.slots.items():
@@ -358,6 +361,7 @@ def bind_native(
     return {
         "replay": replay(),
         "words": code.words.buffer_info()[0],
+        "words_owner": code.words,
         "addresses": addresses,
         "table": ctypes.addressof(addresses),
         "fail": _fail,
