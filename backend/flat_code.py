@@ -352,7 +352,8 @@ def bind_native(
 ) -> dict[str, Any]:
     """Makes the address table of one lease.
 
-    The function that gets these names owns the table, and the words that it is given by address.
+    The function that gets these names owns what it is given by address: the table, the words, and
+    the memory of the model's tensors, which `parameter.data = ...` may take away from them.
     """
     addresses = (ctypes.c_int64 * code.num_slots)()
     addresses[_ARENA_SLOT] = arena.data_ptr()
@@ -361,7 +362,7 @@ def bind_native(
     return {
         "replay": replay(),
         "words": code.words.buffer_info()[0],
-        "words_owner": code.words,
+        "owned": (code.words, [tensors[instance].detach() for instance in code.slots]),
         "addresses": addresses,
         "table": ctypes.addressof(addresses),
         "fail": _fail,

@@ -1,5 +1,6 @@
 """The native replay loop computes what PyTorch's kernels compute, to the last bit."""
 
+import copy
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -245,3 +246,24 @@ def test_short_attention_is_plain_and_equals_eager(causal: bool, batch: int) -> 
     torch.testing.assert_close(loss, expected.detach(), rtol=1e-5, atol=1e-6)
     for ours, parameter in zip(found, model.parameters(), strict=True):
         torch.testing.assert_close(ours, parameter.grad, rtol=1e-5, atol=1e-5)
+
+
+def test_memory_that_a_parameter_gives_up_in_flight_is_still_there_for_the_backward() -> None:
+    """``parameter.data = ...`` frees what the native program has by address alone."""
+
+    def train(model: nn.Module, run: nn.Module, x: Tensor) -> list[Tensor]:
+        loss = run(x).square().sum()
+        for parameter in model.parameters():
+            parameter.data = parameter.data * 2
+        rubbish = [torch.full((32, 32), float("nan")) for _ in range(40)]
+        loss.backward()
+        assert len(rubbish) == 40
+        return [p.grad for p in model.parameters()]
+
+    torch.manual_seed(0)
+    ours = nn.Sequential(nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 32))
+    eager = copy.deepcopy(ours)
+    x = torch.randn(4, 32)
+    found = train(ours, lazyinline.compile(ours), x)
+    for gradient, expected in zip(found, train(eager, eager, x), strict=True):
+        torch.testing.assert_close(gradient, expected, rtol=1e-5, atol=1e-5)
