@@ -96,7 +96,8 @@ class Shapes:
                 self._num_links += 1
                 return self._counted(made)
         alike = [c for c, _ in fitting]
-        if not (self.dynamic or alike) or any(c.why_static for c in alike):
+        self._why_static = next((c.why_static for c in alike if c.why_static), "")
+        if self._why_static or not (self.dynamic or alike):
             return None
         if sum(c.symbolic is not None for c in alike) >= MAX_SYMBOLIC:
             return None

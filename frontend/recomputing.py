@@ -70,7 +70,7 @@ class Recompute:
         closure = request.closure
         assert isinstance(closure, Composite)
         policy = policy or self._policy
-        if policy is not None or _has_marks(closure):
+        if policy is not None or has_marks(closure):
             with report.timed("recompute") as nodes:
                 request = replace(request, choice=self._choice(request, peaks, policy))
                 derivative = self._make.of(request)
@@ -110,7 +110,8 @@ class Recompute:
         return self._planner.choice(request, policy)
 
 
-def _has_marks(closure: Composite) -> bool:
+def has_marks(closure: Composite) -> bool:
+    """Whether something in a program is marked for recompute."""
     return _has_wishes(closure, "")
 
 

@@ -33,9 +33,12 @@ from .capture import capture_model, one_at_a_time
 from .compiler import CompiledProgram, Compiler, Options, describe
 from .input_sizes import InputSizes
 from .parts import programs_of
+from .recomputing import has_marks
 from .regions import CapturedModel
 from .report import CompileReport
 from .requests import differentiation
+
+_WEIGHS_BYTES = "recompute weighs bytes, which have to be numbers"
 
 
 @dataclass(frozen=True)
@@ -74,7 +77,7 @@ class SymbolicCompiler(Compiler):
             PlanError: if an option needs numbers.
         """
         if self.options.recompute is not None:
-            raise PlanError("recompute weighs bytes, which have to be numbers")
+            raise PlanError(_WEIGHS_BYTES)
         with report.timed("capture") as nodes:
             captured = capture_model(
                 model, args, kwargs, reuse=self.options.reuse, train=report.train, sizes=sizes
@@ -86,6 +89,10 @@ class SymbolicCompiler(Compiler):
             if isinstance(closure, Leaf):
                 refuse_inexact(closure.module)
         request = differentiation(program) if report.train else None
+        if request is not None:
+            assert isinstance(request.closure, Composite)
+            if has_marks(request.closure):
+                raise PlanError(_WEIGHS_BYTES)
         with report.timed("autodiff") as nodes:
             derivative = self._differentiator.of(request) if request is not None else None
             programs = programs_of(program, derivative)

@@ -103,6 +103,20 @@ def test_dimensions_that_were_equal_and_no_longer_are_get_symbols_of_their_own()
     assert found == [(1, 0), (2, 0), (3, 0), (3, 1), (3, 2)]
 
 
+def test_a_mark_for_recompute_is_honoured_at_every_length() -> None:
+    model = decoder()
+    lazyinline.recompute(model.blocks[0], "full")
+    compiled = lazyinline.compile(model, backend="eager")
+    saved = []
+    for shape in [(2, 8), (2, 12), (2, 16)]:
+        compiled(ids(shape)).sum().backward()
+        report = compiled.last_report
+        saved.append(report.saved_bytes)
+        assert any(row.recomputed_flops for row in report.recompute)
+    assert saved[0] < saved[1] < saved[2]
+    assert "recompute" in compiled.last_report.why_static
+
+
 def test_dynamic_true_compiles_once() -> None:
     found = train_at(decoder(), [(2, 8), (3, 12), (5, 5)], lambda s: [ids(s)], dynamic=True)
     assert found == [(1, 0), (1, 1), (1, 2)]
