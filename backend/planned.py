@@ -205,7 +205,8 @@ class PlannedProgram:
             exec(compiled, scope)
             runners.append(scope["program"])
         addresses = [t.data_ptr() for t in tensors]
-        return Lease(arena, tuple(runners), list(tensors), addresses, None)
+        # Detached: `parameter.data = ...` changes the memory of the tensor, not of the lease.
+        return Lease(arena, tuple(runners), [t.detach() for t in tensors], addresses, None)
 
 
 def lay_out(

@@ -248,7 +248,10 @@ def test_short_attention_is_plain_and_equals_eager(causal: bool, batch: int) -> 
         torch.testing.assert_close(ours, parameter.grad, rtol=1e-5, atol=1e-5)
 
 
-def test_memory_that_a_parameter_gives_up_in_flight_is_still_there_for_the_backward() -> None:
+@pytest.mark.parametrize("keep", [False, True], ids=["once", "retained"])
+def test_memory_that_a_parameter_gives_up_in_flight_is_still_there_for_the_backward(
+    keep: bool,
+) -> None:
     """``parameter.data = ...`` frees what the native program has by address alone."""
 
     def train(model: nn.Module, run: nn.Module, x: Tensor) -> list[Tensor]:
@@ -256,7 +259,9 @@ def test_memory_that_a_parameter_gives_up_in_flight_is_still_there_for_the_backw
         for parameter in model.parameters():
             parameter.data = parameter.data * 2
         rubbish = [torch.full((32, 32), float("nan")) for _ in range(40)]
-        loss.backward()
+        loss.backward(retain_graph=keep)
+        if keep:
+            loss.backward()
         assert len(rubbish) == 40
         return [p.grad for p in model.parameters()]
 
