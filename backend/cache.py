@@ -251,6 +251,8 @@ class DiskCache:
                 file.write(content)
             os.replace(temporary, path)
         except OSError as error:
+            if temporary is not None and isinstance(error, FileNotFoundError):
+                return False  # another process cleared the cache before it was complete
             self._is_writable = False  # one warning, not one per entry
             warnings.warn(
                 f"The cache {self.directory} cannot be written to, so nothing more is stored: "

@@ -633,6 +633,23 @@ def test_processes_may_write_read_and_clear_at_once(tmp_path: pathlib.Path) -> N
         assert process.returncode == 0, errors
 
 
+def test_a_clear_while_an_entry_is_written_is_no_fault(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache, replace = DiskCache(tmp_path), os.replace
+
+    def cleared_before(*paths: Any) -> None:
+        DiskCache(tmp_path).clear()
+        replace(*paths)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", cleared_before)
+        cache.write("key", 1)
+    assert cache.read("key") is None
+    cache.write("key", 2)
+    assert cache.read("key") == 2
+
+
 def test_a_killed_writer_leaves_no_entry_and_its_leftover_goes(tmp_path: pathlib.Path) -> None:
     process = writer(tmp_path, "die")
     process.communicate(timeout=120)
