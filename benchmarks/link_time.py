@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import os
 import resource
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -147,6 +148,7 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=1, help="compiles of each, interleaved")
     parser.add_argument("--json", metavar="FILE", help="write the numbers of all runs")
     options = parser.parse_args()
+    os.environ["LAZYINLINE_CACHE"] = "0"  # or a plan of an earlier run is taken from disk
     torch.set_num_threads(1)
     lazyinline.lazy_inline(DecoderBlock)
     measure(1, 2)  # imports, C++ kernels built
