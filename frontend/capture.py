@@ -239,8 +239,9 @@ def _assemble(recorder: Recorder, results: list[Any], tree: pytree.TreeSpec) -> 
     traced = sum(not d.shared for d in decisions)
     reads = list(recorder.attribute_reads.values())
     outside = OutsideValues(recorder.outside)
+    whole = list(recorder.whole_reads.values())
     return CapturedModel(
-        program, decisions, traced, reads, recorder.contents, outside, recorder.sizes
+        program, decisions, traced, reads, whole, recorder.contents, outside, recorder.sizes
     )
 
 

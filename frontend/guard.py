@@ -76,6 +76,8 @@ class Guard:
         reads = captured.attribute_reads
         self._tables, self._names = [t for t, _, _ in reads], [name for _, name, _ in reads]
         self._values: list[Any] = [value for _, _, value in reads]
+        self._whole_tables = captured.whole_reads
+        self._whole_names = list(map(list, self._whole_tables))
         self._forwards = [s.get("forward", MISSING) for s in self._states]
         self._has_own_forward = any(forward is not MISSING for forward in self._forwards)
         places = _places(self._modules, captured.program.sources)
@@ -124,6 +126,8 @@ class Guard:
                 checks.entry(table, name, table[name])
             else:
                 checks.absent(table, name)
+        for table in self._whole_tables:
+            checks.names(table)
         for table, name in zip(self._place_tables, self._place_names, strict=True):
             checks.entry(table, name, table[name])
         if self._outside is not None:
@@ -182,7 +186,11 @@ class Guard:
     def _same_attributes(self) -> bool:
         values = list(map(dict.get, self._tables, self._names, repeat(MISSING)))
         same = all(map(operator.is_, values, self._values))
-        return (same or all(map(same_value, values, self._values))) and self._same_forwards()
+        return (
+            (same or all(map(same_value, values, self._values)))
+            and list(map(list, self._whole_tables)) == self._whole_names
+            and self._same_forwards()
+        )
 
     def _same_forwards(self) -> bool:
         """Whether no instance got a forward of its own, or another one."""

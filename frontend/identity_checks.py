@@ -84,6 +84,11 @@ class IdentityChecks:
             for name, value in zip(found, table.values(), strict=True)
         ]
 
+    def names(self, table: Mapping[Any, Any]) -> None:
+        """A table has the names that it has now, in this order."""
+        row = self._row(table)
+        row.tests.append(f"[*o] != {row.expect([*table])}")
+
     def empty(self, table: Any) -> None:
         """A table is empty."""
         self._empty.append(table)

@@ -16,7 +16,15 @@ from ..reuse import pytree
 from ..reuse.errors import CaptureError
 from ..reuse.evidence import Evidence
 from ..reuse.freeze import Freezer
-from ..reuse.modules import Places, has_hooks, module_state, raw_attribute, walk_modules
+from ..reuse.modules import (
+    WHOLE,
+    Places,
+    has_hooks,
+    module_state,
+    own_names,
+    raw_attribute,
+    walk_modules,
+)
 from ..reuse.program import UserInput
 from ..reuse.reads import Reads
 from .candidates import Blocks, dissolve
@@ -97,6 +105,7 @@ class Recorder:
         self._signatures: dict[type, inspect.Signature | None] = {}
         self._fresh: dict[int, nn.Module] = {}
         self.attribute_reads: dict[tuple[int, str], tuple[dict[str, Any], str, Any]] = {}
+        self.whole_reads: dict[int, dict[str, Any]] = {}
         self.contents = Contents()
         self._traced: dict[type, tuple[CallKey, str]] = {}
         self.outside = Reads()
@@ -142,9 +151,13 @@ class Recorder:
 
     def read_all(self, module: nn.Module) -> None:
         """Adds every attribute of a module to the evidence of every open region."""
-        if self._quiet or self._current.reads is None or module is self.tracer.root:
+        if self._quiet or module is self.tracer.root:
             return
         with self._bookkeeping():
+            if id(module) in self.paths:
+                self.whole_reads[id(module)] = module_state(module)
+                for name in own_names(module_state(module)):
+                    self._note_read(module, name)
             for reads in self._open_reads():
                 reads.all_attributes(module)
 
@@ -370,6 +383,9 @@ class Recorder:
         states = {path: module_state(module) for path, module in modules.items()}
         noted = self.attribute_reads
         for path, name, where in template.evidence.plain_reads:
+            if name == WHOLE and known[path]:
+                self.whole_reads[id(modules[path])] = states[path]
+                continue
             key = (id(modules[path]), name)
             if name in _MODULE_NAMES or key in noted or not known[path]:
                 continue

@@ -135,6 +135,8 @@ class CapturedModel:
     num_traced: int = 0
     attribute_reads: list[tuple[dict[str, Any], str, Any]] = field(default_factory=list)
     """Attributes that the model's Python read: the table that holds each, its name, its value."""
+    whole_reads: list[dict[str, Any]] = field(default_factory=list)
+    """Modules' own tables whose names it read, whatever they are."""
     contents: Contents = field(default_factory=Contents)
     """What the objects among them held."""
     outside: OutsideValues | None = None

@@ -30,7 +30,7 @@ from .freeze import (
 )
 from .held import Held
 from .known_values import KnownOutside, OwnValues
-from .modules import ABSENT, Places, module_state, raw_attribute, walk_modules
+from .modules import ABSENT, WHOLE, Places, module_state, raw_attribute, walk_modules
 from .reads import Reads, cell_contents, cell_reads, look_up, outside_name, same_shallow, snapshot
 from .structure import TensorPath, module_paths, structure_mismatch, structure_of, tensor_facts
 
@@ -171,6 +171,8 @@ class Evidence:
         freeze = self._freezer(module_paths(places), lambda tensor, keys: tensor_facts(tensor))
         for path, name, expected in rows:
             found = freeze(raw_attribute(modules[path], name), (path, name))
+            if found != expected and name == WHOLE:
+                return _other_names(path, found, expected)
             if found != expected:
                 inside, found, expected = narrow(found, expected)
                 where = f"{path}.{name}{inside}" if path else name + inside
@@ -210,6 +212,13 @@ class Evidence:
             if reason:
                 return f"{path}: {reason}"
         return ""
+
+
+def _other_names(path: str, found: Any, expected: Any) -> str:
+    """Says which names only one of two frozen tuples has."""
+    names = sorted({name for _, name in found[1]} ^ {name for _, name in expected[1]})
+    where = f"{path}.{WHOLE}" if path else WHOLE
+    return f"{where} is read, and differs in {', '.join(names) or 'the order of its names'}"
 
 
 def _describe(frozen: Any) -> str:

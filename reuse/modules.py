@@ -8,6 +8,8 @@ from torch import nn
 
 from .torch_names import global_hook_tables
 
+OWN_PREFIX = "_lazy_inline"  # of what the mark keeps on an instance
+WHOLE = "__dict__"  # the name under which a module's own table is read as a whole
 # What a name or a captured variable holds that has no value.
 ABSENT = object()
 
@@ -19,14 +21,24 @@ HOOK_TABLES = tuple(
 
 
 def raw_attribute(module: nn.Module, name: str) -> Any:
-    """Returns what a module itself holds under a name, without running any of its code."""
+    """Returns what a module itself holds under a name, without running any of its code.
+
+    Under ``"__dict__"`` those are the names of what it holds, but for what the mark keeps there.
+    """
     state = module_state(module)
+    if name == WHOLE:
+        return tuple(own_names(state))
     if name in state:
         return state[name]
     for table in ("_parameters", "_buffers", "_modules"):
         if name in state.get(table, ()):
             return state[table][name]
     return class_attribute(type(module), name)
+
+
+def own_names(state: dict[str, Any]) -> list[str]:
+    """Returns the names in a module's ``__dict__`` that are the user's or ``nn.Module``'s."""
+    return [name for name in state if not name.startswith(OWN_PREFIX)]
 
 
 def class_attribute(kind: type, name: str) -> Any:

@@ -25,7 +25,7 @@ from .freeze import (
     is_python_defined,
     is_unrepeatable,
 )
-from .modules import ABSENT, module_state, raw_attribute
+from .modules import ABSENT, WHOLE, module_state, own_names, raw_attribute
 
 if TYPE_CHECKING:
     from .evidence import Evidence
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 
 # State of nn.Module itself; the structure snapshot compares what matters of it.
 _MODULE_INTERNALS = frozenset(nn.Module().__dict__) - {"training"}
-_OWN_PREFIX = "_lazy_inline"  # of what the mark keeps on an instance
 # What reading os.environ runs; it captures the encoding, which Python fixes when it starts.
 _ENVIRONMENT_CODES = frozenset(
     getattr(os.environ, name).__code__
@@ -64,9 +63,8 @@ class Reads:
 
     def all_attributes(self, module: nn.Module) -> None:
         """Notes that the module's ``__dict__`` was read as a whole."""
-        for name in list(module_state(module)):
-            if not name.startswith(_OWN_PREFIX):
-                self.attribute(module, name)
+        for name in (WHOLE, *own_names(module_state(module))):
+            self.attribute(module, name)
 
     def function(self, frame: types.FrameType) -> None:
         """Notes that a Python function ran, and what its globals and captured variables hold."""

@@ -137,6 +137,17 @@ def test_each_kind_of_change_is_noticed(change: Callable[[dict[str, Any]], None]
     assert not unchanged()
 
 
+def test_a_new_name_in_a_table_read_as_a_whole_is_noticed() -> None:
+    table: dict[str, Any] = {"a": 1}
+    checks = IdentityChecks()
+    checks.names(table)
+    unchanged = checks.function()
+    table["a"] = 2
+    assert unchanged()
+    table["b"] = 3
+    assert not unchanged()
+
+
 def test_no_check_at_all_holds() -> None:
     assert IdentityChecks().function()()
 

@@ -582,3 +582,33 @@ def test_captured_variable_and_method_changed_after_compiling_count() -> None:
     torch.testing.assert_close(compiled(x), model(x), rtol=1e-12, atol=0)
     kind.forward = lambda self, x: self.linear(x)  # type: ignore[method-assign]
     torch.testing.assert_close(compiled(x), model(x), rtol=1e-12, atol=0)
+
+
+class ReadsAll(nn.Module):
+    """Looks for an attribute in its ``__dict__``, where most instances have none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * vars(self).get("extra", 1.25)
+
+
+@pytest.mark.parametrize("reuse", ["marked", "off"])
+def test_a_name_that_appears_in_a_dictionary_read_as_a_whole(reuse: str) -> None:
+    lazyinline.lazy_inline(ReadsAll)
+    model = nn.Sequential(*(ReadsAll() for _ in range(4)))
+    model[2].extra = 2.0
+    compiled, x = lazyinline.compile(model, backend="eager", reuse=reuse), torch.randn(2, 4)
+    x.requires_grad_()
+    torch.testing.assert_close(compiled(x), model(x))
+    decisions = {d.path: d for d in compiled.last_report.decisions}
+    if reuse == "marked":
+        assert decisions["1"].shared and not decisions["2"].shared
+        assert decisions["2"].reason == "__dict__ is read, and differs in extra"
+    for place, value in ((3, 3.0), (0, 5.0), (2, 7.0)):
+        model[place].extra = value
+        torch.testing.assert_close(compiled(x), model(x))
+    del model[2].extra
+    torch.testing.assert_close(compiled(x), model(x))
