@@ -304,10 +304,16 @@ def _changed_inputs(
     if not changed_memory:
         return ()
     changed = tuple(i for i, n in enumerate(inputs) if _storage(n) in changed_memory)
-    if len({_storage(inputs[i]) for i in changed}) < len(changed):
+    repeated = any(_repeats_itself(inputs[i].meta["val"]) for i in changed)
+    if repeated or len({_storage(inputs[i]) for i in changed}) < len(changed):
         node = changed_memory[_storage(inputs[changed[0]])]
         raise CrossingError(_alias_text(name, stamp_of(node).source))
     return changed
+
+
+def _repeats_itself(tensor: torch.Tensor) -> bool:
+    """Whether elements share memory (``expand``), so that to write one is to write others."""
+    return any(n != 1 and step == 0 for n, step in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def _check_aliases(

@@ -469,7 +469,9 @@ def _add_hook(built: Built, block: Base, choice: int) -> None:
     if choice % 2:
         inner.register_forward_hook(lambda module, args, output: output * 2)
     else:
-        inner.register_forward_pre_hook(lambda module, args: (args[0] * 2, *args[1:]))
+        inner.register_forward_pre_hook(
+            lambda module, args: (*[a * 2 for a in args[:1]], *args[1:])
+        )
 
 
 def _add_backward_hook(built: Built, block: Base, choice: int) -> None:

@@ -612,3 +612,32 @@ def test_a_name_that_appears_in_a_dictionary_read_as_a_whole(reuse: str) -> None
         torch.testing.assert_close(compiled(x), model(x))
     del model[2].extra
     torch.testing.assert_close(compiled(x), model(x))
+
+
+class WritesARow(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x[0] = 0.5  # of an expanded tensor: every row
+        return x + torch.tanh(self.linear(x))
+
+
+class Expands(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(WritesARow() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block((x * 2)[:1].expand(3, 4))
+        return x
+
+
+def test_a_write_into_an_expanded_input_reaches_every_row() -> None:
+    lazyinline.lazy_inline(WritesARow)
+    model, x = Expands(), torch.randn(3, 4)
+    compiled = lazyinline.compile(model, backend="eager")
+    torch.testing.assert_close(compiled(x), model(x))
+    assert not any(d.shared for d in compiled.last_report.decisions)
