@@ -630,8 +630,8 @@ class Expands(nn.Module):
         self.blocks = nn.ModuleList(WritesARow() for _ in range(2))
 
     def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block((x * 2)[:1].expand(3, 4))
+        for layer in self.blocks:
+            x = layer((x * 2)[:1].expand(3, 4))
         return x
 
 
