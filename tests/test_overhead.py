@@ -96,10 +96,11 @@ def test_a_forward_adds_little_python_to_its_kernels(train: bool) -> None:
     try:
         with torch.set_grad_enabled(train):
             run, kernels = ready(LAYERS, "inductor")
-            for _ in range(5):  # other people's load may last for a while
+            for _ in range(40):  # other people's load may last for a while
                 whole, bare = interleaved_minima(run, kernels, repeats=100)
                 if whole - bare <= BASE_US + PER_BLOCK_US * LAYERS:
                     break
+                time.sleep(0.25)
     finally:
         torch.set_num_threads(threads)
     assert bare > 100, "the kernels did not run"
