@@ -142,14 +142,7 @@ class DiskCache:
 
     def reject(self, key: str, reason: str) -> None:
         """Takes an entry out that cannot be used, and warns."""
-        path = self.directory / _ENTRIES / key
-        warnings.warn(
-            f"The cache entry {path} is not used and will be made anew: {reason}.",
-            CacheWarning,
-            stacklevel=3,
-        )
-        with contextlib.suppress(OSError):
-            path.unlink()
+        self._reject(self.directory / _ENTRIES / key, "cache entry", reason)
 
     # ---- objects -------------------------------------------------------------------------
 
@@ -171,13 +164,7 @@ class DiskCache:
 
     def reject_object(self, path: pathlib.Path, reason: str) -> None:
         """Takes a shared object out that cannot be used, and warns."""
-        warnings.warn(
-            f"The compiled object {path} is not used and will be built anew: {reason}.",
-            CacheWarning,
-            stacklevel=4,
-        )
-        with contextlib.suppress(OSError):
-            path.unlink()
+        self._reject(path, "compiled object", reason)
 
     def write_object(self, source: pathlib.Path) -> str | None:
         """Copies a shared object in; returns its digest, or None if it cannot be read or kept."""
@@ -190,6 +177,15 @@ class DiskCache:
         if not path.exists() and not self._put(path, content):
             return None
         return digest
+
+    def _reject(self, path: pathlib.Path, what: str, reason: str) -> None:
+        warnings.warn(
+            f"The {what} {path} is not used and will be made anew: {reason}.",
+            CacheWarning,
+            stacklevel=5,
+        )
+        with contextlib.suppress(OSError):
+            path.unlink()
 
     # ---- the whole directory -------------------------------------------------------------
 

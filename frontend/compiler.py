@@ -159,12 +159,7 @@ class Compiler:
             request = self._recompute.chosen(request, report, self.peaks(program))
             derivative = self._differentiator.of(request)
             programs = programs_of(program, derivative)
-        with report.timed("decompose") as nodes:
-            programs = [verify(self._decompose(p)) for p in programs]
-            nodes.count = sum(p.num_nodes() for p in programs)
-        with report.timed("lower") as nodes:
-            report.num_kernels = self._lower(programs)
-            nodes.count = sum(p.num_nodes() for p in programs)
+        programs = self._lowered(programs, report)
         with report.timed("link") as nodes:
             flats = [link(p) for p in programs]
             runtime = self._runtime(captured.program, flats, derivative, report)
@@ -207,12 +202,7 @@ class Compiler:
 
         request = self._recompute.chosen(request, report, ProgramPeaks(linked_peak, guessed_peak))
         step = self._step_program(program, request, batching)
-        with report.timed("decompose") as nodes:
-            linked = verify(self._decompose(step.program))
-            nodes.count = linked.num_nodes()
-        with report.timed("lower") as nodes:
-            report.num_kernels = self._lower([linked])
-            nodes.count = linked.num_nodes()
+        (linked,) = self._lowered([step.program], report)
         with report.timed("link") as nodes:
             planned = self._planned_step(linked)
             report.num_launches = nodes.count = planned.num_launches
@@ -398,6 +388,16 @@ class Compiler:
             return self._decomposed[leaf]
 
         return map_leaves(program, decomposed)
+
+    def _lowered(self, programs: Sequence[Program], report: CompileReport) -> list[Program]:
+        """Decomposes programs and makes what kernels they need; notes both in the report."""
+        with report.timed("decompose") as nodes:
+            found = [verify(self._decompose(p)) for p in programs]
+            nodes.count = sum(p.num_nodes() for p in found)
+        with report.timed("lower") as nodes:
+            report.num_kernels = self._lower(found)
+            nodes.count = sum(p.num_nodes() for p in found)
+        return found
 
     def _lower(self, programs: Sequence[Program]) -> int:
         leaves = {c: None for p in programs for c in walk_closures(p) if isinstance(c, Leaf)}

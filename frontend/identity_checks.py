@@ -15,8 +15,9 @@ from typing import Any
 
 Check = Callable[[], bool]
 
-# Looked up by their own subscript; a class derived from them may have another one.
+# Read by their own methods; a class derived from them may have others, and is read by dict's.
 _PLAIN_TABLES = (dict, OrderedDict, MappingProxyType)
+_MISSING = object()
 
 
 @dataclass
@@ -51,12 +52,13 @@ class IdentityChecks:
     def entry(self, table: Any, name: str, value: Any) -> None:
         """A table holds this very object under a name."""
         row = self._row(table)
-        found = f"o[{name!r}]" if type(table) in _PLAIN_TABLES else f"get(o, {name!r})"
+        found = f"o[{name!r}]" if _is_plain(table) else f"get(o, {name!r}, missing)"
         row.tests.append(f"{found} is not {row.expect(value)}")
 
     def absent(self, table: Any, name: str) -> None:
         """A table has no such name."""
-        self._row(table).tests.append(f"{name!r} in o")
+        found = f"{name!r} in o" if _is_plain(table) else f"has(o, {name!r})"
+        self._row(table).tests.append(found)
 
     def attribute(self, owner: Any, name: str, value: Any) -> None:
         """An attribute, looked up as usual, is this very object."""
@@ -74,24 +76,21 @@ class IdentityChecks:
 
     def values(self, table: Mapping[Any, Any]) -> None:
         """A table holds what it holds now, in this order."""
-        if not table:
+        values = _values_of(table)
+        if not values:
             self._empty.append(table)
             return
-        row, found = self._row(table), [f"v{i}" for i in range(len(table))]
-        row.statements.append(f"{', '.join(found)}, = o.values()")
+        row, found = self._row(table), [f"v{i}" for i in range(len(values))]
+        read = "o.values()" if _is_plain(table) else "values(o)"
+        row.statements.append(f"{', '.join(found)}, = {read}")
         row.tests += [
-            f"{name} is not {row.expect(value)}"
-            for name, value in zip(found, table.values(), strict=True)
+            f"{name} is not {row.expect(value)}" for name, value in zip(found, values, strict=True)
         ]
 
     def names(self, table: Mapping[Any, Any]) -> None:
         """A table has the names that it has now, in this order."""
         row = self._row(table)
         row.tests.append(f"[*o] != {row.expect([*table])}")
-
-    def empty(self, table: Any) -> None:
-        """A table is empty."""
-        self._empty.append(table)
 
     def function(self) -> Check:
         """Returns what tells whether all checks hold."""
@@ -106,10 +105,19 @@ class IdentityChecks:
             lines += [f"   {line}" for line in body]
         lines += [" except Exception: return False", " return True"]
         scope: dict[str, Any] = {f"rows{i}": rows for i, rows in enumerate(kinds.values())}
-        scope.update(empty=self._empty, get=dict.get)
+        scope.update(empty=self._empty, missing=_MISSING)
+        scope.update(get=dict.get, has=dict.__contains__, values=dict.values)
         exec(compile("\n".join(lines), "<lazyinline guard>", "exec"), scope)
         check: Check = scope["unchanged"]
         return check
 
     def _row(self, owner: Any) -> _Row:
         return self._rows.setdefault(id(owner), _Row(owner))
+
+
+def _is_plain(table: Any) -> bool:
+    return type(table) in _PLAIN_TABLES
+
+
+def _values_of(table: Any) -> list[Any]:
+    return list(table.values() if _is_plain(table) else dict.values(table))

@@ -27,7 +27,6 @@ from ..reuse.torch_symbols import (
     type_at,
     value_of,
 )
-from ..reuse.verify import verify
 from .assemble import OutputTree
 from .capture import capture_model, one_at_a_time
 from .compiler import CompiledProgram, Compiler, Options, describe
@@ -97,12 +96,7 @@ class SymbolicCompiler(Compiler):
             derivative = self._differentiator.of(request) if request is not None else None
             programs = programs_of(program, derivative)
             nodes.count = sum(p.num_nodes() for p in programs)
-        with report.timed("decompose") as nodes:
-            programs = [verify(self._decompose(p)) for p in programs]
-            nodes.count = sum(p.num_nodes() for p in programs)
-        with report.timed("lower") as nodes:
-            report.num_kernels = self._lower(programs)
-            nodes.count = sum(p.num_nodes() for p in programs)
+        programs = self._lowered(programs, report)
         watched = saved_inputs(programs[0]) if derivative is not None else ()
         flats = tuple(map(link, programs))
         return SymbolicProgram(captured, captured.sizes, flats, derivative, watched)

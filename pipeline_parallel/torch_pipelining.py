@@ -286,6 +286,7 @@ class Runner:
     def __init__(self, table: ActionTable, stages: Sequence[ClosureStage]) -> None:
         self._stages = stages
         self._num_micro_batches = table.num_micro_batches
+        self._rank_of = table.rank_of
         self._schedule = _make(table.schedule, stages, table.num_micro_batches)
         self._has_last = any(stage.is_last for stage in stages)
 
@@ -318,6 +319,13 @@ class Runner:
         rank = self._stages[0].group_rank
         return PipelineError(
             f"Rank {rank} stopped in the middle of a step. Last action of {doing}. "
-            f"{first_line(error)} If a transfer failed, the rank "
-            "at its other end has ended or hangs: look at that rank's output first."
+            f"{first_line(error)} If a transfer failed, the rank at its other end "
+            f"({self._neighbours()}) has ended or hangs: look at that rank's output first."
         )
+
+    def _neighbours(self) -> str:
+        """Names the stages of other ranks that this rank's stages exchange tensors with."""
+        own = [stage.stage_index for stage in self._stages]
+        beside = sorted({s + step for s in own for step in (-1, 1)} - set(own))
+        found = [s for s in beside if 0 <= s < len(self._rank_of)]
+        return ", ".join(f"stage {s} on rank {self._rank_of[s]}" for s in found)

@@ -22,10 +22,16 @@ class Slotted:
 
 
 class Odd(dict[str, Any]):
-    """Its own subscript says nothing about what it holds."""
+    """Its own methods say nothing about what it holds."""
 
     def __getitem__(self, name: str) -> Any:
         return "always the same"
+
+    def __contains__(self, name: object) -> bool:
+        return False
+
+    def values(self) -> Any:
+        return ()
 
 
 def cell_of(value: Any) -> Any:
@@ -54,9 +60,10 @@ def test_an_entry_that_is_replaced_or_removed_is_noticed(table: Any) -> None:
     assert not unchanged()
 
 
-@pytest.mark.parametrize(
-    "table", [{"a": 1, "b": 2}, OrderedDict(a=1, b=2)], ids=["dict", "ordered"]
-)
+WHOLE_TABLES: list[Any] = [{"a": 1, "b": 2}, OrderedDict(a=1, b=2), Odd(a=1, b=2)]
+
+
+@pytest.mark.parametrize("table", WHOLE_TABLES, ids=["dict", "ordered", "own-methods"])
 def test_a_table_is_compared_in_order_and_as_a_whole(table: Any) -> None:
     checks = IdentityChecks()
     checks.values(table)
@@ -70,6 +77,21 @@ def test_a_table_is_compared_in_order_and_as_a_whole(table: Any) -> None:
     table["b"] = last
     assert unchanged()
     table["c"] = 3
+    assert not unchanged()
+
+
+@pytest.mark.parametrize("table", [{"a": None}, Odd(a=None)], ids=["dict", "own-methods"])
+def test_nothing_under_a_name_is_not_none(table: Any) -> None:
+    checks = IdentityChecks()
+    checks.entry(table, "a", None)
+    checks.absent(table, "b")
+    unchanged = checks.function()
+    assert unchanged()
+    del table["a"]
+    assert not unchanged()
+    table["a"] = None
+    assert unchanged()
+    table["b"] = None
     assert not unchanged()
 
 
