@@ -26,7 +26,7 @@ def leaf_graph(leaf: Leaf, opset: int, input_names: Sequence[str]) -> ir.Graph:
     module = _traced(leaf, opset)
     torch_onnx.prepare(module)
     _refuse_untranslatable(leaf, module, opset)
-    model = torch_onnx.translate(module, opset)
+    model = _translated(leaf, module, opset)
     for node in model.graph:
         _set_source(node)
     version_converter.convert_version(model, opset)
@@ -87,20 +87,32 @@ def _refuse_untranslatable(leaf: Leaf, module: torch.fx.GraphModule, opset: int)
     found = torch_onnx.untranslatable(module, opset)
     if not found:
         return
-    lines = []
-    for node, _ in found:
-        origin = origin_of(node)
-        source = str(node.meta.get("stack_trace") or "").strip().splitlines()
-        operator: object = node.meta.get("original_aten", node.target)
-        if origin is not None:  # a joint graph knows what the user called
-            operator, source = origin, origin.source.splitlines()
-        line = f"{operator} in {leaf.name}" + (f" at {source[-1].strip()}" if source else "")
-        if line not in lines:
-            lines.append(line)
+    lines = dict.fromkeys(_place(leaf, node) for node, _ in found)
     raise ExportError(
         f"ONNX (opset {opset}) has no operator for " + "; ".join(lines) + ". Write that part with "
         "other operators, or try a newer opset (up to 24)."
     )
+
+
+def _translated(leaf: Leaf, module: torch.fx.GraphModule, opset: int) -> ir.Model:
+    try:
+        return torch_onnx.translate(module, opset)
+    except torch_onnx.UntranslatedError as error:
+        place = leaf.name if error.node is None else _place(leaf, error.node)
+        raise ExportError(
+            f"torch.onnx cannot write {place} the way it is called: {error.reason} "
+            "Write that part with other operators."
+        ) from error
+
+
+def _place(leaf: Leaf, node: torch.fx.Node) -> str:
+    """Returns what the user called, in which block, and on which line."""
+    origin = origin_of(node)
+    source = str(node.meta.get("stack_trace") or "").strip().splitlines()
+    operator: object = node.meta.get("original_aten", node.target)
+    if origin is not None:  # a joint graph knows what the user called
+        operator, source = origin, origin.source.splitlines()
+    return f"{operator} in {leaf.name}" + (f" at {source[-1].strip()}" if source else "")
 
 
 def _set_source(node: ir.Node) -> None:

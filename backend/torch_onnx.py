@@ -25,6 +25,7 @@ from torch.onnx._internal.exporter import (
     _core,
     _decomp,
     _dispatching,
+    _errors,
     _fx_passes,
     _ir_passes,
     _registration,
@@ -34,12 +35,14 @@ from ..autodiff.torch_autograd import Decompositions
 from ..reuse.leaf import without_autocast
 from ..reuse.program import input_nodes
 from .onnx_convolution import convolution_backward
+from .onnx_grouped import grouped_mm
 
 TRANSLATED_OPSET = _constants.TORCHLIB_OPSET
 """The operator set that translations are written in; newer ones are converted from it."""
 
 _ATEN = torch.ops.aten
 _ATTENTION = _ATEN.scaled_dot_product_attention.default
+_NOISY_LOGGERS = ("torch.onnx._internal.exporter", "onnx_ir._convenience")
 _METADATA_OPERATORS = frozenset(
     {_ATEN.size.default, _ATEN.stride.default, _ATEN.storage_offset.default, _ATEN.numel.default}
 )
@@ -65,6 +68,9 @@ def operators(opset: int) -> Operators:
     """Returns the operators that can be translated for an operator set."""
     with _quiet():
         registry = _registration.ONNXRegistry.from_torchlib(opset_version=opset)
+    grouped = getattr(_ATEN, "_grouped_mm", None)
+    if grouped is not None:
+        registry.register_op(grouped.default, grouped_mm)
     implemented = frozenset(_decomp.get_onnx_implemented_overloads(registry))
     table = _decomp.create_onnx_friendly_decomposition_table(set(implemented))
     return Operators(registry, implemented, table)
@@ -193,21 +199,50 @@ def prepare(module: torch.fx.GraphModule) -> None:
     _fx_passes.remove_assertion_nodes(module)
 
 
+class UntranslatedError(Exception):
+    """A translation gave up.
+
+    Attributes:
+        node: what it was of, if torch.onnx's message says so.
+        reason: the error at the bottom of it.
+    """
+
+    def __init__(self, node: torch.fx.Node | None, reason: str) -> None:
+        super().__init__(reason)
+        self.node = node
+        self.reason = reason
+
+
 def translate(module: torch.fx.GraphModule, opset: int) -> ir.Model:
-    """Translates a prepared ATen graph; helper functions of torchlib are still called."""
+    """Translates a prepared ATen graph; helper functions of torchlib are still called.
+
+    Raises:
+        UntranslatedError: if the translation of an operator does not cover the way it is called.
+    """
     graph = ir.Graph((), (), nodes=(), name="graph")
     model = ir.Model(graph, ir_version=_constants.ONNX_IR_VERSION)
-    with _quiet():
-        _core._translate_fx_graph(
-            module.graph,
-            model,
-            graph_like=graph,
-            owned_graphs={},
-            lower="at_conversion",
-            registry=operators(opset).registry,
-        )
+    try:
+        with _quiet():
+            _core._translate_fx_graph(
+                module.graph,
+                model,
+                graph_like=graph,
+                owned_graphs={},
+                lower="at_conversion",
+                registry=operators(opset).registry,
+            )
+    except _errors.ConversionError as error:
+        raise _untranslated(module, error) from error
     add_opset_imports(model)
     return model
+
+
+def _untranslated(module: torch.fx.GraphModule, error: BaseException) -> UntranslatedError:
+    named = (n for n in module.graph.nodes if str(n.format_node()) in str(error))
+    bottom = error
+    while bottom.__cause__ is not None:
+        bottom = bottom.__cause__
+    return UntranslatedError(next(named, None), str(bottom) or type(bottom).__name__)
 
 
 def add_opset_imports(model: ir.Model) -> None:
@@ -227,11 +262,13 @@ def onnx_dtype(dtype: torch.dtype) -> ir.DataType:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keeps torch.onnx from warning about each node that has no module stack."""
-    logger = logging.getLogger("torch.onnx._internal.exporter")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
+    """Keeps torch.onnx from warning of nodes without a module stack and of empty lists of axes."""
+    loggers = [logging.getLogger(name) for name in _NOISY_LOGGERS]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
     try:
         yield
     finally:
-        logger.setLevel(level)
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)

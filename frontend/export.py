@@ -138,7 +138,7 @@ def export_onnx(
             program have theirs already.
         functions: False writes the flat model, every call replaced by its function's nodes.
         dynamic_shapes: which dimensions of the inputs may vary, as ``torch.export.export`` takes
-            it; named ``Dim`` objects become the names of the file's dimensions.
+            it; named ``Dim`` objects, or plain names, become the names of the file's dimensions.
         opset: version of the ONNX operators, 18 to 24.
         train: write forward and backward. The model returns a scalar loss, or an output with
             ``.loss``; each gradient is an output named ``grad.<parameter>``.

@@ -48,7 +48,8 @@ class SymbolicSizes:
         args: example positional inputs.
         kwargs: example keyword inputs.
         dynamic_shapes: as ``torch.export.export`` takes it: by argument name or position, per
-            tensor a dictionary or sequence of ``Dim``, ``Dim.DYNAMIC``, ``Dim.AUTO``, None, int.
+            tensor a dictionary or sequence of ``Dim``, ``Dim.DYNAMIC``, ``Dim.AUTO``, None, int, or
+            a name, which stands for a ``Dim`` of that name.
         hints: ``"distinct"`` moves hints apart where example sizes coincide; ``"example"`` takes
             the example's, which keeps relations between dimensions.
 
@@ -88,6 +89,13 @@ class SymbolicSizes:
             if dim.type.name == "STATIC":
                 return example
             return self._symbol(name, example, dim.min, dim.max, strict=False)
+        if isinstance(dim, str):  # as torch.onnx.export takes it
+            return self._symbol(dim, example, None, None, strict=True)
+        if not hasattr(dim, "__name__") or not hasattr(dim, "min"):
+            raise ExportError(
+                f"dynamic_shapes: {name} is {dim!r}; a dimension is a name, a torch.export.Dim, "
+                "Dim.DYNAMIC, Dim.AUTO, None or its size."
+            )
         root = getattr(dim, "root", None)
         if root is None:
             return self._symbol(dim.__name__, example, dim.min, dim.max, strict=True)

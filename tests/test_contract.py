@@ -993,6 +993,30 @@ def test_a_graph_of_aten_operators_is_translated_into_an_ir_graph(*_: Any) -> No
     assert [tuple(v.shape) for v in model.graph.outputs] == [(2, 2)]
 
 
+@contract(
+    f"{EXPORTER}._registration.ONNXRegistry.from_torchlib",
+    f"{EXPORTER}._dispatching.dispatch",
+    f"{EXPORTER}._errors.ConversionError",
+)
+def test_a_translation_of_ours_goes_before_torchlibs(
+    from_torchlib: Any, dispatch: Any, error: Any
+) -> None:
+    registry = from_torchlib(opset_version=18)
+    relu = torch.ops.aten.relu.default
+
+    def own(x: Any) -> Any:
+        return x
+
+    registry.register_op(relu, own)
+    graph = torch.fx.Graph()
+    node = graph.call_function(relu, (graph.placeholder("x"),))
+    for each in graph.nodes:
+        each.meta["val"] = torch.ones(2)
+    function, _ = dispatch(node, registry)
+    assert getattr(function, "func", function) is own
+    assert issubclass(error, Exception)
+
+
 @contract(f"{EXPORTER}._core.TorchTensor", f"{EXPORTER}._core.torch_dtype_to_onnx_dtype")
 def test_tensors_are_wrapped_without_a_copy(wrap: Any, to_onnx: Any) -> None:
     tensor = torch.tensor([1.0, 2.0])

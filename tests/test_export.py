@@ -368,6 +368,15 @@ def test_an_operator_without_translation_is_named_with_block_and_line(path: path
     assert not path.exists()
 
 
+def test_an_operator_called_in_a_way_that_has_none_is_named_too(path: pathlib.Path) -> None:
+    odd = block(lambda self, x: self.linear(x) + torch.histc(x, 4))
+    with pytest.raises(ExportError) as caught:
+        lazyinline.export_onnx(Stack(odd(), odd()), (example(grad=False),), path)
+    assert "aten.histc.default in Block at test_export.py:" in str(caught.value)
+    assert "with min == max (0.0) is not supported" in str(caught.value)
+    assert not path.exists()
+
+
 def test_a_derivative_without_translation_is_named_with_block_and_line(path: pathlib.Path) -> None:
     odd = block(lambda self, x: torch.erfinv(self.linear(x).tanh()))
     grid = block(lambda self, x: F.grid_sample(x, self.linear(x).tanh()[:, 0, :, None, :2]))

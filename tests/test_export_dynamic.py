@@ -163,6 +163,7 @@ def test_bad_dynamic_shapes_get_a_clear_error(path: pathlib.Path) -> None:
         ({"ids": {0: BATCH}}, r"names \['ids'\]; the model is called with \['ids_BT'\]"),
         ({"ids_BT": {2: BATCH}}, r"ids_BT has 2 dimensions, not \[2\]"),
         ({"ids_BT": {1: Dim("seq", max=4)}}, "seq is 8, not from 0 to 4"),
+        ({"ids_BT": {1: 2.5}}, r"ids_BT_1 is 2\.5; a dimension is a name, a torch\.export\.Dim"),
     ):
         with pytest.raises(ExportError, match=text):
             lazyinline.export_onnx(model, (ids,), path, dynamic_shapes=shapes)
