@@ -313,8 +313,9 @@ def solve(options: argparse.Namespace) -> None:
     from lazyinline.autodiff.derivative import Request
     from lazyinline.frontend.compiler import Compiler, Options
     from lazyinline.recompute.costs import Roofline
+    from lazyinline.recompute.group import Group
     from lazyinline.recompute.planner import Planner
-    from lazyinline.recompute.solver import Group, spread
+    from lazyinline.recompute.solver import spread
 
     model, batch, _ = build(options)
     program = lazyinline.capture(model, tuple(batch.values()), train=True)

@@ -3,7 +3,9 @@
     policy        what a user asks for
     costs         what operators cost
     cut_problem   one leaf's forward values, and what saving some of them means
-    solver        exact cuts of one closure; exact spread of variants over calls
+    group         the calls of one closure, and the variants that each may take
+    one_group     the exact spread of variants over the calls of one closure
+    solver        exact cuts of one closure; exact spread over the calls of several
     planner       the choice of a policy, and the frontier of each closure
     fit           a budget that the linked program keeps
     summary       what is saved and computed again, for people

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from .cut_problem import CutPoint, CutProblem, ForwardValue
+from .group import Group
+from .one_group import fits, spread_of_one
 
 _TIE = 1e-6  # weight of the second goal against the first, both scaled to one
 _TIME_LIMIT_S = 20.0
@@ -138,53 +139,6 @@ def _scaled(numbers: Sequence[float]) -> np.ndarray:
 # ---- many calls --------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Group:
-    """Calls of one closure, and the variants each may take.
-
-    Attributes:
-        num_calls: how many.
-        num_bytes: per variant, what one call saves; growing.
-        extra_s: per variant, the seconds one call computes again; falling.
-        compiled: positions of variants that are compiled whether used or not.
-        max_variants: how many may be compiled.
-    """
-
-    num_calls: int
-    num_bytes: tuple[int, ...]
-    extra_s: tuple[float, ...]
-    compiled: frozenset[int] = frozenset()
-    max_variants: int = 3
-
-    def only(self, places: Sequence[int]) -> Group:
-        """The same calls with some of the variants."""
-        return Group(
-            self.num_calls,
-            tuple(self.num_bytes[i] for i in places),
-            tuple(self.extra_s[i] for i in places),
-            frozenset(places.index(i) for i in self.compiled),
-            self.max_variants,
-        )
-
-    def steps(self) -> list[tuple[int, float, float]]:
-        """From hull point to hull point: bytes added, seconds saved, seconds per byte."""
-        found, here, last = [], 0, len(self.num_bytes) - 1
-        while here < last:
-            slopes = [
-                (
-                    (self.extra_s[here] - self.extra_s[i])
-                    / (self.num_bytes[i] - self.num_bytes[here]),
-                    i,
-                )
-                for i in range(here + 1, last + 1)
-            ]
-            slope, there = max(slopes)
-            added = self.num_bytes[there] - self.num_bytes[here]
-            found.append((added, self.extra_s[here] - self.extra_s[there], slope))
-            here = there
-        return found
-
-
 def spread(groups: Sequence[Group], max_bytes: int) -> list[tuple[int, ...]] | None:
     """Says how many calls of each group take which variant: the least work within the bytes.
 
@@ -241,6 +195,9 @@ def _promising(groups: Sequence[Group], max_bytes: int) -> list[list[int]] | Non
 
 
 def _spread(groups: Sequence[Group], max_bytes: int) -> list[tuple[int, ...]] | None:
+    if fits(groups):
+        counts = spread_of_one(groups[0], max_bytes, _TIE)
+        return None if counts is None else [counts]
     sizes = [len(g.num_bytes) for g in groups]
     total = sum(sizes)
     starts = np.cumsum([0, *sizes])

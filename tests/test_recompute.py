@@ -18,7 +18,8 @@ from lazyinline import Budget, PlanError, ReuseError, lazy_inline
 from lazyinline.frontend.command_line import main
 from lazyinline.recompute.cut_problem import CutProblem, ForwardValue
 from lazyinline.recompute.fit import BudgetFit
-from lazyinline.recompute.solver import Group, fewest_bytes, frontier, spread
+from lazyinline.recompute.group import Group
+from lazyinline.recompute.solver import fewest_bytes, frontier, spread
 
 WIDTH, HEADS, TOKENS, BATCH = 16, 2, 6, 3
 POLICIES = [None, "full", "selective", Budget(fraction=0.3), Budget(fraction=0.0)]
@@ -407,6 +408,28 @@ def test_spread_is_as_good_as_trying_everything(seed: int) -> None:
     assert total(groups, found, "num_bytes") <= budget
     assert all(itertools.starmap(within_variants, zip(groups, found, strict=True)))
     assert total(groups, found, "extra_s") == pytest.approx(min(fitting))
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_calls_of_one_closure_are_spread_as_the_integer_solver_spreads_them(seed: int) -> None:
+    numbers = random.Random(seed)
+    size = numbers.randint(4, 12)
+    num_bytes = tuple(sorted(numbers.sample(range(10**6), size)))
+    extra_s = tuple(sorted((numbers.random() for _ in range(size)), reverse=True))
+    compiled = frozenset(numbers.sample(range(size), numbers.randint(0, 3)))
+    group = Group(numbers.randint(1, 100), num_bytes, extra_s, compiled)
+    # A second group of calls that save nothing asks the solver the same question.
+    nothing = Group(1, (0,), (0.0,), frozenset([0]))
+    for fraction in (0.3, 0.7):
+        budget = int(fraction * group.num_calls * num_bytes[-1])
+        found, expected = spread([group], budget), spread([group, nothing], budget)
+        assert (found is None) == (expected is None)
+        if found is None or expected is None:
+            continue
+        assert total([group], found, "num_bytes") <= budget
+        assert within_variants(group, found[0])
+        best = total([group], expected[:1], "extra_s")
+        assert total([group], found, "extra_s") == pytest.approx(best, rel=1e-5)
 
 
 def chain(seed: int) -> CutProblem:
