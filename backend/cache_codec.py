@@ -23,8 +23,8 @@ from . import torch_entries
 from .kernel_list import BufferInfo, KernelList, Launch, View
 from .native_ops import with_native
 
-ObjectOf = Callable[[Any], "str | None"]
-KernelOf = Callable[[str], Any]
+ObjectOf = Callable[[Any], Any]
+KernelOf = Callable[[Any], Any]
 
 
 class NotCacheableError(Exception):
@@ -283,7 +283,7 @@ def encode_kernels(kernels: KernelList, object_of: ObjectOf) -> Any:
 
     Args:
         kernels: the launches.
-        object_of: keeps a compiled kernel; returns the digest of its shared object, or None.
+        object_of: keeps a compiled kernel; returns what finds it again (plain data), or None.
     """
     return {
         "num_inputs": kernels.num_inputs,
@@ -301,7 +301,7 @@ def decode_kernels(data: Any, name: str, kernel_of: KernelOf) -> KernelList:
     Args:
         data: from :func:`encode_kernels`.
         name: of the leaf.
-        kernel_of: loads a compiled kernel by the digest of its shared object.
+        kernel_of: loads a compiled kernel by what ``object_of`` returned.
     """
     types = [decode_type(t) for t in data["output_types"]]
     return KernelList(
@@ -320,10 +320,10 @@ def _encode_launch(launch: Launch, object_of: ObjectOf) -> Any:
         return {"view": _encode_view(value)} if isinstance(value, View) else None
 
     if launch.operands == "addresses":
-        digest = object_of(launch.function)
-        if digest is None:
+        reference = object_of(launch.function)
+        if reference is None:
             raise NotCacheableError(f"the kernel {launch.name}, whose object was not kept")
-        function = {"kernel": digest}
+        function = {"kernel": reference}
     else:
         name = torch_entries.function_name(launch.function)
         if name is None:

@@ -23,6 +23,7 @@ from ..autodiff.derivative import Derivative, Request
 from ..reuse.program import Leaf
 from . import torch_entries, torch_native
 from .arena import ArenaPlan
+from .built_kernel import BuiltKernel, loaded_kernel
 from .cache import DiskCache, open_cache
 from .cache_codec import (
     MalformedError,
@@ -244,13 +245,24 @@ class CompileCache:
         except NotCacheableError as reason:
             self._use.not_kept.append(str(reason))
 
-    def _object(self, function: Any) -> str | None:
+    def _object(self, function: Any) -> Any:
+        """Keeps a kernel's object; returns its digest, and which kernel of several it is."""
         path = torch_entries.kernel_file(function)
         assert self._disk is not None
-        return None if path is None else self._disk.write_object(path)
+        digest = None if path is None else self._disk.write_object(path)
+        if digest is None or not isinstance(function, BuiltKernel):
+            return digest
+        return [digest, function.symbol, list(function.argument_types)]
 
-    def _kernel(self, digest: str) -> Any:
-        return self._loaded(digest, torch_entries.load_kernel)
+    def _kernel(self, reference: Any) -> Any:
+        if isinstance(reference, str):
+            return self._loaded(reference, torch_entries.load_kernel)
+        digest, symbol, types = reference
+
+        def load(path: pathlib.Path) -> BuiltKernel:
+            return loaded_kernel(path, symbol, types)
+
+        return self._loaded(digest, load)
 
     def _loaded(self, digest: str, load: Callable[[pathlib.Path], Any]) -> Any:
         assert self._disk is not None

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from . import torch_native
+from . import native_ops, torch_native
 from .kernel_list import NativeOp, View
 from .layout import Layout, Part, Placed, PlacedLaunch
 
@@ -204,7 +204,7 @@ class CodeWriter:
         if self._num_native:
             start = self._native_start * self._code.words.itemsize
             call = f"replay(words + {start}, {self._num_native}, table)"
-            self._lines.append(f"  if {call}: fail()")
+            self._lines.append(f"  if failure := {call}: fail(failure)")
         self._native_start, self._num_native = len(self._code.words), 0
         self._drop_freed()
 
@@ -365,12 +365,8 @@ def bind_native(
         "owned": (code.words, [tensors[instance].detach() for instance in code.slots]),
         "addresses": addresses,
         "table": ctypes.addressof(addresses),
-        "fail": _fail,
+        "fail": native_ops.fail,
     }
-
-
-def _fail() -> None:
-    raise IndexError("index out of range in self")
 
 
 def bind_arena(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -21,6 +21,7 @@ aten = torch.ops.aten
 
 # The numbers are those of native_replay.cpp.
 _KERNEL, _GEMM, _BATCHED_GEMM, _COPY, _COPY_ROW, _ADD, _GATHER_ROWS, _ADD_ROWS = range(8)
+_INDEX, _ZERO_DIVISION = 1, 2
 _MAX_KERNEL_ARGS = 64
 _TYPES = {torch.float32: 0, torch.float64: 1}
 _BLAS_LETTERS = {torch.float32: "s", torch.float64: "d"}
@@ -205,3 +206,15 @@ _RULES: dict[Any, Callable[[Sequence[Any], dict[str, Any]], NativeOp | None]] = 
     aten.embedding.out: _embedding,
     aten.embedding_dense_backward.out: _embedding_backward,
 }
+
+
+def fail(failure: int) -> NoReturn:
+    """Raises what eager would, for what the replay loop returned.
+
+    Raises:
+        IndexError: an index was out of range.
+        RuntimeError: integers were divided by zero, or a kernel failed.
+    """
+    if failure == _INDEX:
+        raise IndexError("index out of range in self")
+    raise RuntimeError("ZeroDivisionError" if failure == _ZERO_DIVISION else "a kernel failed")

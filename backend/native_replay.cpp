@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <exception>
 
 namespace {
 
@@ -183,12 +184,27 @@ bool step(Reader& in) {
   return false;
 }
 
+enum Failure : int { NONE, INDEX, ZERO_DIVISION, OTHER };
+
+// What a kernel threw must not leave through C, which would end the process.
+int failure_of(const std::exception& error) {
+  const char* text = error.what();
+  if (std::strstr(text, "ZeroDivisionError")) return ZERO_DIVISION;
+  return std::strstr(text, "out of bounds") ? INDEX : OTHER;
+}
+
 }  // namespace
 
-// Runs `count` operations. Returns 0, or 1 if an index was out of range.
+// Runs `count` operations; returns what went wrong (native_ops.py knows the numbers), or 0.
 extern "C" int lazyinline_replay(const word* program, word count, char* const* table) {
   Reader in{program, table};
-  for (word i = 0; i < count; ++i)
-    if (!step(in)) return 1;
-  return 0;
+  try {
+    for (word i = 0; i < count; ++i)
+      if (!step(in)) return INDEX;
+  } catch (const std::exception& error) {
+    return failure_of(error);
+  } catch (...) {
+    return OTHER;
+  }
+  return NONE;
 }

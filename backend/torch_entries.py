@@ -24,6 +24,7 @@ from torch.fx._lazy_graph_module import _LazyGraphModule
 
 from ..reuse.torch_names import OPERATOR_TYPES
 from ..reuse.types import TensorType, Type
+from .built_kernel import BuiltKernel
 
 # Operators of PyTorch's own. What an operator of the user's does, its name does not say.
 _NAMESPACES = frozenset(["aten", "prims", "mkldnn", "inductor"])
@@ -141,6 +142,8 @@ def fake_values(layouts: Sequence[Layout | None]) -> list[torch.Tensor | None]:
 
 def kernel_file(function: Callable[..., Any]) -> pathlib.Path | None:
     """Returns the shared object of an Inductor C++ kernel, or None if it is something else."""
+    if isinstance(function, BuiltKernel):
+        return function.path
     path = getattr(getattr(function, "__self__", None), "__file__", None)
     return pathlib.Path(path) if path and getattr(function, "__name__", "") == _KERNEL else None
 
@@ -188,7 +191,7 @@ def facts() -> Mapping[str, Any] | None:
         "torch": [torch.__version__, str(torch.version.git_version), str(torch.version.cuda)],
         **{name: _sorted(config) for name, config in settings.items()},
         "threads": torch.get_num_threads(),
-        "cpu": [torch.backends.cpu.get_cpu_capability(), _cpu_kind()],
+        "cpu": [torch.backends.cpu.get_cpu_capability(), cpu_kind()],
         "gpu": _gpu_kind(),
         "numbers": _number_settings(),
     }
@@ -230,7 +233,7 @@ def _number_settings() -> list[Any]:
     ]
 
 
-def _cpu_kind() -> str:
+def cpu_kind() -> str:
     """A digest of what the kernel says about the CPU's model and instruction sets."""
     try:
         lines = pathlib.Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()

@@ -1,15 +1,14 @@
 """Adapter: TorchInductor as a kernel maker for one ATen graph. Its private names live here.
 
 Compiling a leaf has two halves: Python writes the kernels' source, and a C++ compiler builds it.
-:func:`compile_leaves` hands the second half to Inductor's own worker threads and waits once, at
-the end, so that the source of the next leaf is written while earlier ones are being built.
+:func:`compile_leaves` collects the second half and waits once, at the end, so that the source of
+the next leaf is written while earlier ones are being built, many kernels in one run of the
+compiler (:mod:`.torch_builds`).
 """
 
 from __future__ import annotations
 
-import ctypes
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from ..autodiff.joint_cut import copy_graph
 from ..autodiff.torch_autograd import draw_mask
 from ..reuse.program import input_nodes
 from ..reuse.torch_symbols import sizes_as_literals, symbols_of, with_size_inputs
+from .torch_builds import deferred_builds, vector_units_probed_here
 
 BoxedCallable = Callable[[list[Any]], Sequence[Any]]
 
@@ -73,7 +73,7 @@ def rewrite_joint(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
         module = with_size_inputs(module, symbols, "last")
     first = input_nodes(module)[0].meta["val"]
     device, context = first.device, TracingContext(first.fake_mode)
-    with settings(), _vector_units_probed_here(), tracing(context):
+    with settings(), vector_units_probed_here(), tracing(context):
         module = _recursive_joint_graph_passes(module, input_device=device)
     if symbols:
         sizes_as_literals(module.graph)
@@ -95,7 +95,7 @@ def compile_leaves(
     if not modules:  # all from the cache: Inductor need not even be imported
         return []
     compiled = []
-    with settings(), _vector_units_probed_here(), _deferred_builds() as finish:
+    with settings(), vector_units_probed_here(), deferred_builds() as finish:
         for module in modules:
             symbols = symbols_of(module)
             copy = with_size_inputs(module, symbols, "first") if symbols else copy_graph(module)
@@ -117,56 +117,3 @@ def _compile(module: torch.fx.GraphModule) -> BoxedCallable:
     artifact = compile_fx_inner(module, inputs)
     function = getattr(artifact, "current_callable", None)
     return function if function is not None else artifact
-
-
-@contextmanager
-def _deferred_builds() -> Iterator[Callable[[], None]]:
-    """Postpones waiting for the C++ compiler until ``finish`` is called."""
-    from torch._inductor.async_compile import AsyncCompile
-
-    wait = AsyncCompile.wait
-    pending: list[tuple[AsyncCompile, dict[str, Any]]] = []
-
-    def postpone(self: AsyncCompile, scope: dict[str, Any]) -> None:
-        pending.append((self, scope))
-
-    def finish() -> None:
-        while pending:
-            wait(*pending.pop(0))
-
-    AsyncCompile.wait = postpone  # type: ignore[method-assign]
-    try:
-        yield finish
-    finally:
-        AsyncCompile.wait = wait  # type: ignore[method-assign]
-
-
-@contextmanager
-def _vector_units_probed_here() -> Iterator[None]:
-    """Loads Inductor's test objects for vector instructions in this process.
-
-    Inductor builds one object per instruction set that the CPU has, and starts a Python process
-    for each to see whether it loads: about 1 CPU-second per process that compiles. Kernels built
-    like it are loaded into this process a moment later, so the question is whether it loads here.
-    Versions of PyTorch that do not ask in a method of its own go on as they are.
-    """
-    from torch._inductor.cpu_vec_isa import VecISA
-
-    probe = getattr(VecISA, "_probe_load", None)
-    if probe is None:
-        yield
-        return
-    VecISA._probe_load = _loads_here  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        VecISA._probe_load = probe  # type: ignore[method-assign]
-
-
-def _loads_here(isa: Any, path: str) -> bool:
-    """Whether a shared object loads into this process."""
-    try:
-        ctypes.CDLL(path)
-    except OSError:
-        return False
-    return True

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 from ..reuse.leaf import flat_types
 from ..reuse.program import Leaf
 from ..reuse.torch_names import memory_id
+from .kernel_bundles import kept
 from .kernel_list import BufferInfo, KernelList, Launch, View, views_in
 from .native_ops import with_native
 
@@ -62,7 +63,7 @@ def record_wrapper(
         elif name in _CHECKS:
             scope[name] = _ignore
         elif name.startswith("cpp_fused"):
-            scope[name] = recorder.launching(name, scope[name], "addresses")
+            scope[name] = recorder.launching(name, kept(scope[name]), "addresses")
     scope["reinterpret_tensor"] = _reinterpret
     scope["extern_kernels"] = _ExternKernels(scope["extern_kernels"], recorder)
     code = types.FunctionType(function.__code__, scope, function.__name__)

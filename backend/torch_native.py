@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from ..reuse.errors import PlanError
+from .built_kernel import BuiltKernel
 from .live_ranges import Buffers, IntArray
 
 _SOURCES = tuple(
@@ -92,6 +93,8 @@ def first_fit(buffers: Buffers, order: IntArray) -> IntArray:
 
 def kernel_address(function: Callable[..., Any]) -> int | None:
     """Returns where an Inductor C++ kernel is, or None if ``function`` is something else."""
+    if isinstance(function, BuiltKernel):
+        return function.address
     path = getattr(getattr(function, "__self__", None), "__file__", None)
     if getattr(function, "__name__", "") != _KERNEL or not path:
         return None

@@ -28,6 +28,7 @@ ALLOWED: dict[str, set[str]] = {
 ADAPTERS = {
     "autodiff/torch_autograd.py",
     "backend/attention.py",
+    "backend/torch_builds.py",
     "backend/torch_entries.py",
     "backend/torch_inductor.py",
     "backend/torch_kernels.py",

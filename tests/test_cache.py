@@ -275,7 +275,7 @@ FACTS: dict[str, Callable[[pytest.MonkeyPatch], Any]] = {
     "torch": lambda patch: patch.setattr(torch, "__version__", "2.99"),
     "threads": lambda patch: patch.setattr(torch, "get_num_threads", lambda: 77),
     "package": lambda patch: patch.setattr(compile_cache, "package_digest", lambda: "other"),
-    "cpu": lambda patch: patch.setattr(torch_entries, "_cpu_kind", lambda: "other"),
+    "cpu": lambda patch: patch.setattr(torch_entries, "cpu_kind", lambda: "other"),
     "precision": lambda patch: patch.setattr(torch, "get_float32_matmul_precision", lambda: "low"),
 }
 

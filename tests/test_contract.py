@@ -30,8 +30,15 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lazyinline.backend import torch_onnx
-from lazyinline.backend.torch_inductor import (
+from lazyinline.backend.torch_builds import (
     _loads_here as loads_here,
+)
+from lazyinline.backend.torch_builds import (
+    best_vector_units,
+    build_file,
+    build_setting,
+    takes_the_first,
+    vector_units_probed_here,
 )
 from lazyinline.backend.torch_inductor import (
     compile_leaves,
@@ -914,6 +921,77 @@ def test_building_waits_in_one_method_that_takes_the_scope(async_compile: Any, w
     finally:
         async_compile.wait = original
     assert calls, "the module of the generated code no longer waits there"
+
+
+INDUCTOR = "torch._inductor"
+
+
+@contract(
+    f"{INDUCTOR}.async_compile.AsyncCompile.cpp_pybinding",
+    f"{INDUCTOR}.async_compile.get_compile_threads",
+)
+def test_a_cpu_kernel_is_asked_for_by_its_argument_types_and_source(ask: Any, threads: Any) -> None:
+    assert list(inspect.signature(ask).parameters) == ["self", "argtypes", "source_code"]
+    assert threads() >= 1
+
+
+@contract(
+    f"{INDUCTOR}.codecache.CppPythonBindingsCodeCache",
+    f"{INDUCTOR}.codecache.CppPythonBindingsCodeCache.load_pybinding",
+    f"{INDUCTOR}.codecache.CppPythonBindingsCodeCache.cpp_compile_command_flags",
+    f"{INDUCTOR}.cpp_builder.CppBuilder",
+    f"{INDUCTOR}.cpp_builder.CppTorchDeviceOptions",
+    f"{INDUCTOR}.cpp_builder.get_compiler_version_info",
+    f"{INDUCTOR}.cpp_builder.get_cpp_compiler",
+    f"{INDUCTOR}.cpu_vec_isa.pick_vec_isa",
+    f"{INDUCTOR}.config.is_fbcode",
+    f"{INDUCTOR}.runtime.cache_dir_utils.cache_dir",
+)
+def test_kernels_built_together_have_the_flags_of_kernels_built_alone(
+    cache: Any, load: Any, flags: Any, builder: Any, *_: Any
+) -> None:
+    commands: list[str] = []
+    command = builder.get_command_line
+
+    def noted(self: Any) -> str:
+        line: str = command(self)
+        commands.append(line)
+        return line
+
+    header = "#include <torch/csrc/inductor/cpp_prefix.h>"
+    entry = 'extern "C" void kernel(float* x) { x[0] = 3.0f; }'
+    builder.get_command_line = noted
+    try:
+        alone = load(["float*"], f"{header}\n{entry}")
+        wanted = {line for line in commands if " i " in line}  # names stand for those of files
+        commands.clear()
+        together = build_file(f"{header}\n// not built alone\n{entry}")
+    finally:
+        builder.get_command_line = command
+    assert wanted and wanted <= set(commands), "a file of kernels is built with other flags"
+    assert any(line in build_setting() for line in wanted), "the key names other flags"
+    x = torch.zeros(1)
+    alone(x)
+    assert x == 3 and together.suffix == ".so"
+
+
+@contract(
+    f"{INDUCTOR}.cpu_vec_isa",
+    f"{INDUCTOR}.cpu_vec_isa.valid_vec_isa_list",
+    f"{INDUCTOR}.cpu_vec_isa.supported_vec_isa_list",
+    f"{INDUCTOR}.cpu_vec_isa.x86_isa_checker",
+    f"{INDUCTOR}.config.cpp.simdlen",
+)
+def test_unasked_inductor_takes_the_first_good_instruction_set(
+    module: Any, listed: Any, supported: Any, checker: Any, vector_bits: Any
+) -> None:
+    assert vector_bits is None and isinstance(supported, list) and isinstance(checker(), list)
+    taken = module.pick_vec_isa()
+    if takes_the_first(vector_bits):
+        assert [taken] == best_vector_units() and taken == listed()[0]
+    with vector_units_probed_here():
+        assert module.pick_vec_isa() == taken
+    assert module.valid_vec_isa_list is listed
 
 
 @contract(

@@ -54,8 +54,8 @@ def run_native(op: NativeOp, tensors: Sequence[Tensor]) -> None:
         i: torch.empty(0, dtype=t.dtype).set_(t.untyped_storage()) for i, t in enumerate(tensors)
     }
     scope = bind_native(code, torch.empty(64, dtype=torch.uint8), bases)
-    if scope["replay"](scope["words"], op.num_operations, scope["table"]):
-        scope["fail"]()
+    if failure := scope["replay"](scope["words"], op.num_operations, scope["table"]):
+        scope["fail"](failure)
 
 
 def assert_native_equals(function: Any, *args: Any, out: Tensor, **kwargs: Any) -> None:
@@ -148,6 +148,21 @@ def test_index_out_of_range_is_an_error(index: int) -> None:
     assert op is not None
     with pytest.raises(IndexError, match="index out of range"):
         run_native(op, tensors)
+
+
+class Quotient(nn.Module):
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return (x // y) * 2 + x - y
+
+
+def test_what_a_kernel_throws_is_an_error_and_not_the_end() -> None:
+    compiled = lazyinline.compile(Quotient())
+    x, y = torch.arange(8), torch.arange(1, 9)
+    with torch.no_grad():
+        assert torch.equal(compiled(x, y), Quotient()(x, y))
+        with pytest.raises(RuntimeError, match="ZeroDivisionError"):
+            compiled(x, x)
+        assert torch.equal(compiled(x, y), Quotient()(x, y))
 
 
 def strided(*shape: int) -> Tensor:

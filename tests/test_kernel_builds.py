@@ -1,0 +1,344 @@
+"""Many kernels in one C++ file: the same bits, built once, and damage costs only time."""
+
+import json
+import pathlib
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lazyinline
+from lazyinline.backend import torch_builds
+from lazyinline.backend.built_kernel import BuiltKernel
+from lazyinline.backend.kernel_bundles import Bundles, Promise, kept
+from lazyinline.backend.kernel_index import KernelIndex
+from lazyinline.backend.kernel_source import HEADER, KernelSource, bundle_text, kernel_source
+from lazyinline.backend.torch_builds import build_file, deferred_builds
+
+TYPES = ["const float*", "float*", "int64_t"]
+
+
+def text_of(body: str, parameters: str = "const float* in_ptr0, float* out_ptr0, int64_t n") -> str:
+    """A kernel as Inductor writes one."""
+    return f'\n{HEADER}\nextern "C"  void  kernel({parameters})\n{{\n{body}\n}}\n'
+
+
+def elementwise(expression: str) -> str:
+    return text_of(f"""
+    using V = at::vec::Vectorized<float>;
+    #pragma GCC ivdep
+    for (int64_t i = 0; i + 16 <= n; i += 16) {{
+        auto x = V::loadu(in_ptr0 + i, 16);
+        auto tmp0 = {expression};
+        tmp0.store(out_ptr0 + i, 16);
+    }}""")
+
+
+BODIES = [
+    elementwise("x.exp() * x + V(0.1f)"),
+    elementwise("x.tanh() / (x.abs() + V(3.0f))"),
+    elementwise("at::vec::fmadd(x, x.sin(), V(1.0f) / x)"),
+]
+
+
+def source_of(text: str) -> KernelSource:
+    source = kernel_source(TYPES, text)
+    assert source is not None
+    return source
+
+
+def result_of(kernel: Callable[..., Any], x: Tensor) -> Tensor:
+    out = torch.full_like(x, float("nan"))
+    kernel(x, out, x.numel())
+    return out
+
+
+def bundles_in(folder: pathlib.Path, built: list[str], num_threads: int = 2) -> Bundles:
+    """Bundles whose builds are noted."""
+
+    def build(text: str) -> pathlib.Path:
+        built.append(text)
+        return build_file(text)
+
+    def alone(types: Any, text: str) -> Any:
+        pytest.fail("nothing is to be built alone")
+
+    return Bundles(lambda: KernelIndex(folder, "test"), build, alone, num_threads)
+
+
+@pytest.fixture
+def folder(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.Path:
+    """An index in a fresh cache of Inductor's."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    return tmp_path / "lazyinline_kernels"
+
+
+# ---- the same numbers ------------------------------------------------------------------------
+
+
+def test_kernels_of_one_file_give_the_bits_of_kernels_built_alone() -> None:
+    from torch._inductor.codecache import CppPythonBindingsCodeCache
+
+    built: list[str] = []
+    bundles = bundles_in(torch_index(), built)
+    together = [bundles.ask(source_of(text)) for text in BODIES]
+    bundles.finish()
+    x = torch.randn(4096)
+    for text, promise in zip(BODIES, together, strict=True):
+        kernel = promise.result()
+        assert isinstance(kernel, BuiltKernel)
+        alone = CppPythonBindingsCodeCache.load_pybinding(TYPES, text)
+        assert torch.equal(result_of(kernel, x), result_of(alone, x))
+
+
+def torch_index() -> pathlib.Path:
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    return pathlib.Path(cache_dir()) / "lazyinline_kernels"
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(32)
+        self.inner = nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.nn.functional.gelu(self.inner(self.norm(x)))
+
+
+def step(model: nn.Module, x: Tensor) -> list[Tensor]:
+    loss = lazyinline.compile(model)(x).square().mean()
+    gradients = torch.autograd.grad(loss, list(model.parameters()))
+    return [loss.detach(), *gradients]
+
+
+def test_a_training_step_gives_the_bits_of_kernels_built_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from torch._inductor.codecache import PyCodeCache
+
+    monkeypatch.setenv("LAZYINLINE_CACHE", "0")
+    model, x = Block(), torch.randn(4, 32)
+    PyCodeCache.cache_clear()
+    together = step(model, x)
+    PyCodeCache.cache_clear()
+    asked = []
+    monkeypatch.setattr(torch_builds, "kernel_source", lambda *a: asked.append(a))
+    alone = step(model, x)
+    assert asked, "no kernel went Inductor's own way"
+    assert all(map(torch.equal, together, alone))
+
+
+# ---- which kernels may share a file ----------------------------------------------------------
+
+REFUSED = {
+    "another header": text_of("").replace("cpp_prefix", "other"),
+    "a header inside": text_of("\n#include <vector>\n"),
+    "a macro": text_of("\n#define x y\n"),
+    "another function": text_of("") + "static void other() {}\n",
+    "a function before it": text_of("").replace("extern", "static int k = 3;\nextern"),
+    "its own name": text_of("auto f = kernel;"),
+    "a second entry": text_of("}\nvoid other() {"),
+    "a raw string": text_of('auto s = R"(})";'),
+    "another name": text_of("").replace("kernel", "entry"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_is_not_one_plain_function_is_left_to_inductor(what: str) -> None:
+    assert kernel_source(TYPES, REFUSED[what]) is None
+
+
+def test_an_argument_of_another_type_is_left_to_inductor() -> None:
+    assert kernel_source(["float*", "std::string"], text_of("")) is None
+
+
+def test_braces_in_strings_and_comments_are_no_blocks() -> None:
+    assert kernel_source(TYPES, text_of("auto s = \"}\"; char c = '{'; // }\n/* { */")) is not None
+
+
+def test_what_inductor_writes_today_shares_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._inductor.codecache import PyCodeCache
+
+    monkeypatch.setenv("LAZYINLINE_CACHE", "0")
+    PyCodeCache.cache_clear()
+    accepted = []
+
+    def noted(types: list[str], text: str) -> Any:
+        accepted.append(kernel_source(types, text) is not None)
+        return kernel_source(types, text)
+
+    monkeypatch.setattr(torch_builds, "kernel_source", noted)
+    step(Block(), torch.randn(4, 32))
+    assert accepted and all(accepted), "kernels look different: compiling takes five times as long"
+
+
+# ---- calls -----------------------------------------------------------------------------------
+
+
+def test_a_kernel_checks_its_arguments_and_throws_as_python(folder: pathlib.Path) -> None:
+    bundles = bundles_in(folder, [])
+    promise = bundles.ask(source_of(text_of('throw std::runtime_error("no such thing");')))
+    bundles.finish()
+    kernel = promise.result()
+    x = torch.ones(16)
+    with pytest.raises(RuntimeError, match="requires 3 args"):
+        kernel(x, x)
+    with pytest.raises(RuntimeError, match="no such thing"):
+        kernel(x, x, 16)
+
+
+# ---- built once ------------------------------------------------------------------------------
+
+
+def test_a_second_compile_builds_nothing(folder: pathlib.Path) -> None:
+    built: list[str] = []
+    for _ in range(2):
+        bundles = bundles_in(folder, built)
+        promises = [bundles.ask(source_of(text)) for text in (*BODIES, BODIES[0])]
+        bundles.finish()
+        bundles.close()
+        assert all(isinstance(promise.result(), BuiltKernel) for promise in promises)
+    assert len(built) == 1, "three kernels fit in one file"
+    assert built[0].count('extern "C" void') == len(BODIES)
+
+
+def test_another_setting_builds_anew(folder: pathlib.Path) -> None:
+    source = source_of(BODIES[0])
+    index = KernelIndex(folder, "these flags")
+    index.keep([source], build_file(bundle_text([source], "these flags")))
+    assert index.find(source) is not None
+    assert KernelIndex(folder, "other flags").find(source) is None
+
+
+PROCESS = """
+import sys, pathlib, torch
+sys.path[:0] = {path!r}
+import test_kernel_builds as t
+def main():
+    built = []
+    bundles = t.bundles_in(pathlib.Path({folder!r}), built)
+    wanted = t.BODIES[{first}:{first} + 2]
+    promises = [bundles.ask(t.source_of(text)) for text in wanted]
+    print("ready", flush=True)
+    sys.stdin.readline()
+    bundles.finish()
+    assert all(t.result_of(p.result(), torch.ones(64)).isfinite().all() for p in promises)
+    print(sum(text.count('extern "C" void') for text in built))
+main()
+"""
+
+
+def test_two_processes_at_once_build_each_kernel_once(tmp_path: pathlib.Path) -> None:
+    here = str(pathlib.Path(__file__).parent)
+    processes = []
+    for first in (0, 1):  # they share a kernel
+        code = PROCESS.format(path=[here], folder=str(tmp_path), first=first)
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        processes.append(subprocess.Popen([sys.executable, "-c", code], **pipes))  # type: ignore[call-overload]
+    for process in processes:
+        assert process.stdout.readline() == "ready\n"
+    outputs = []
+    for process in processes:
+        process.stdin.write("go\n")
+        process.stdin.flush()
+    for process in processes:
+        outputs.append(int(process.communicate(timeout=300)[0]))
+        assert process.returncode == 0
+    assert sum(outputs) == len(BODIES)
+
+
+# ---- damage ----------------------------------------------------------------------------------
+
+
+def test_a_kernel_that_cannot_be_built_is_named_and_the_others_are_there(
+    folder: pathlib.Path,
+) -> None:
+    from torch._inductor.async_compile import AsyncCompile
+
+    bad = text_of("this_is_no_function(n);")
+    with deferred_builds() as finish:
+        scope = {
+            "good": AsyncCompile().cpp_pybinding(TYPES, BODIES[0]),
+            "bad": AsyncCompile().cpp_pybinding(TYPES, bad),
+        }
+        AsyncCompile().wait(scope)
+        with pytest.raises(Exception, match="this_is_no_function"):
+            finish()
+    x = torch.randn(64)
+    good = kept(scope["good"])
+    assert torch.allclose(result_of(good, x), x.exp() * x + 0.1)
+    with pytest.raises(Exception, match="this_is_no_function"):
+        kept(scope["bad"])
+
+
+def test_a_compile_that_is_given_up_leaves_kernels_that_can_be_made(folder: pathlib.Path) -> None:
+    from torch._inductor.async_compile import AsyncCompile
+
+    with pytest.raises(KeyError), deferred_builds():
+        promise = AsyncCompile().cpp_pybinding(TYPES, BODIES[1])
+        raise KeyError
+    assert isinstance(promise, Promise)
+    x = torch.randn(64)
+    assert torch.allclose(result_of(promise.result(), x), x.tanh() / (x.abs() + 3))
+
+
+def truncate(entry: pathlib.Path, shared_object: pathlib.Path) -> None:
+    half = shared_object.read_bytes()[:1000]
+    shared_object.unlink()  # this process has it mapped
+    shared_object.write_bytes(half)
+
+
+def remove(entry: pathlib.Path, shared_object: pathlib.Path) -> None:
+    shared_object.unlink()
+
+
+def garble(entry: pathlib.Path, shared_object: pathlib.Path) -> None:
+    entry.write_text("{")
+
+
+def empty(entry: pathlib.Path, shared_object: pathlib.Path) -> None:
+    entry.write_text(json.dumps({"object": 3}))
+
+
+@pytest.mark.parametrize("damage", [truncate, remove, garble, empty])
+def test_what_is_damaged_is_built_again(
+    damage: Callable[[pathlib.Path, pathlib.Path], None], folder: pathlib.Path
+) -> None:
+    source = source_of(text_of("for (int64_t i = 0; i < n; ++i) out_ptr0[i] = in_ptr0[i] * 2;"))
+    # Another setting: what a process has loaded stays loaded, whatever becomes of its file.
+    first = KernelIndex(folder, damage.__name__)
+    first.keep([source], build_file(bundle_text([source], damage.__name__)))
+    (entry,) = folder.glob("*.json")
+    damage(entry, folder.parent / json.loads(entry.read_text())["object"])
+    built: list[str] = []
+    bundles = Bundles(
+        lambda: KernelIndex(folder, damage.__name__),
+        lambda text: built.append(text) or build_file(text),  # type: ignore[func-returns-value]
+        lambda *_: pytest.fail("nothing is to be built alone"),
+        1,
+    )
+    promise = bundles.ask(source)
+    bundles.finish()
+    assert built
+    assert torch.equal(result_of(promise.result(), torch.ones(8)), torch.full((8,), 2.0))
+    assert KernelIndex(folder, damage.__name__).find(source) is not None
+
+
+def test_an_entry_that_names_a_file_elsewhere_harms_nothing(
+    folder: pathlib.Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    theirs = tmp_path_factory.mktemp("theirs") / "thesis.so"
+    theirs.write_text("two years of work")
+    source = source_of(BODIES[0])
+    index = KernelIndex(folder, "test")
+    index.keep([source], build_file(bundle_text([source], "test")))
+    (entry,) = folder.glob("*.json")
+    entry.write_text(json.dumps({"object": str(theirs), "digest": "0"}))
+    assert index.find(source) is None
+    assert theirs.exists() and not entry.exists()
