@@ -35,6 +35,7 @@ class GeneratedCode:
         model_views: name -> view of a model tensor.
         words: what the native replay loop runs.
         slots: instance -> slot of the native address table, for what is bound beforehand.
+        regions: region of the arena -> slot, where a program works in several places at once.
         num_slots: size of that table; what is known only in a run comes last.
     """
 
@@ -46,6 +47,7 @@ class GeneratedCode:
     num_made_per_run: int = 0
     words: array[int] = field(default_factory=lambda: array("q"))
     slots: dict[int, int] = field(default_factory=dict)
+    regions: dict[int, int] = field(default_factory=dict)
     num_slots: int = 1
 
 
@@ -60,6 +62,7 @@ class CodeWriter:
         num_returned: how many leading outputs the function returns; the others stay in place.
         extra_inputs: foreign instances that an earlier part made and this one uses.
         extra_outputs: foreign instances that a later part uses.
+        regions: instance -> region of the arena that its offset counts from, if not from the start.
     """
 
     def __init__(
@@ -71,7 +74,9 @@ class CodeWriter:
         num_returned: int,
         extra_inputs: Sequence[int] = (),
         extra_outputs: Sequence[int] = (),
+        regions: Mapping[int, int] | None = None,
     ) -> None:
+        self._regions = regions or {}
         self._layout = layout
         self._offsets = offsets
         self._part = part
@@ -176,11 +181,19 @@ class CodeWriter:
         index, base_bytes = placed.bases[view.buffer]
         offset_bytes = base_bytes + view.offset_bytes
         if self._layout.instances[index].kind == "arena":
-            return _ARENA_SLOT, self._offsets[index] + offset_bytes
+            return self._region_slot(index), self._offsets[index] + offset_bytes
         if index in self._fixed:
             return self._bound_slot(index), offset_bytes
         base = self._base(placed.place(view))
         return self._local_slot(index, base), offset_bytes - base.offset_bytes
+
+    def _region_slot(self, instance: int) -> int:
+        region = self._regions.get(instance)
+        if region is None:
+            return _ARENA_SLOT
+        if region not in self._code.regions:
+            self._code.regions[region] = self._new_slot()
+        return self._code.regions[region]
 
     def _bound_slot(self, instance: int) -> int:
         slot = self._code.slots.get(instance)
@@ -349,14 +362,17 @@ def bind_native(
     arena: torch.Tensor,
     tensors: Mapping[int, torch.Tensor],
     replay: Callable[[], torch_native.Replay] = torch_native.replay_function,
+    region_starts: Mapping[int, int] | None = None,
 ) -> dict[str, Any]:
-    """Makes the address table of one lease.
+    """Makes the address table of one lease, or of one run in regions that start at these bytes.
 
     The function that gets these names owns what it is given by address: the table, the words, and
     the memory of the model's tensors, which `parameter.data = ...` may take away from them.
     """
     addresses = (ctypes.c_int64 * code.num_slots)()
     addresses[_ARENA_SLOT] = arena.data_ptr()
+    for region, slot in code.regions.items():
+        addresses[slot] = arena.data_ptr() + (region_starts or {})[region]
     for instance, slot in code.slots.items():
         addresses[slot] = tensors[instance].data_ptr()
     return {
@@ -370,7 +386,7 @@ def bind_native(
 
 
 def bind_arena(
-    views: Mapping[str, Placed], arena: torch.Tensor, offsets: Sequence[int]
+    views: Mapping[str, Placed], arena: torch.Tensor, offsets: Sequence[int] | Mapping[int, int]
 ) -> dict[str, torch.Tensor]:
     """Makes every arena view once.
 

@@ -18,6 +18,7 @@ from ..reuse.program import Leaf
 from ..reuse.types import TensorType
 from .kernel_list import KernelList, Launch, View
 from .link import FlatProgram
+from .native_ops import with_native
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,15 +85,29 @@ class Layout:
         index = self._add(Instance("given", type_.num_bytes, self.time, self.time, len(self.parts)))
         return Placed(index, type_.dtype, type_.shape, type_.stride, 0)
 
+    def arena(self, num_bytes: int, part: int) -> int:
+        """Adds a buffer in the arena; no launch takes over one that belongs to no part (-1)."""
+        return self._add(Instance("arena", num_bytes, self.time, self.time + 1, part))
+
     def add(
         self,
         flat: FlatProgram,
         inputs: Sequence[Placed],
         kernel_lists: Mapping[Leaf, KernelList],
+        sinks: Mapping[int, Sequence[Placed]] | None = None,
     ) -> Part:
-        """Lays a flat program out after what is there; returns its part."""
+        """Lays a flat program out after what is there; returns its part.
+
+        Args:
+            flat: the program.
+            inputs: where its inputs are.
+            kernel_lists: of its leaves.
+            sinks: slots that are added to something as soon as they are there.
+        """
         slots: dict[int, Placed] = dict(zip(flat.inputs, inputs, strict=True))
         launches: list[PlacedLaunch] = []
+        sinks = sinks or {}
+        waiting = [s for s in flat.inputs if s in sinks]
         live = Counter(placed.instance for placed in slots.values())
         for call in flat.launches:
             kernels = kernel_lists[call.leaf]
@@ -107,12 +122,32 @@ class Layout:
                     instance, view.dtype, view.shape, view.stride, offset + view.offset_bytes
                 )
                 live[instance] += 1
+            waiting += [s for s in call.results if s in sinks]
+            for slot in waiting:
+                launches += [self.apply("add_", target, slots[slot]) for target in sinks[slot]]
+            waiting.clear()
             live.subtract(slots[s].instance for s in call.frees)
+        for slot in waiting:
+            launches += [self.apply("add_", target, slots[slot]) for target in sinks[slot]]
         part = Part(list(inputs), launches, [slots[s] for s in flat.outputs])
-        for placed in part.outputs:
-            self.instances[placed.instance].death = self.time
+        for slot in flat.outputs:
+            if slot not in sinks:
+                self.instances[slots[slot].instance].death = self.time
         self.parts.append(part)
         return part
+
+    def apply(self, name: str, target: Placed, source: Placed) -> PlacedLaunch:
+        """Makes a launch, now, of a method of tensors that changes one by another."""
+        views = tuple(
+            View(b, p.dtype, p.shape, p.stride, 0) for b, p in enumerate((target, source))
+        )
+        launch = Launch(name, getattr(torch.Tensor, name), views, ())
+        bases = tuple((p.instance, p.offset_bytes) for p in (target, source))
+        for placed in (target, source):
+            instance = self.instances[placed.instance]
+            instance.death = max(instance.death, self.time + 1)
+        self.time += 1
+        return PlacedLaunch(with_native(launch), bases, self.time - 1)
 
     def _taken_over(
         self,

@@ -22,11 +22,10 @@ from ..reuse.types import TensorType, contiguous_stride
 from . import torch_native
 from .arena import ArenaPlan, plan
 from .flat_code import CodeWriter, bind_arena, bind_model, bind_native
-from .kernel_list import KernelList, Launch, View
-from .layout import Instance, Layout, Part, Placed, PlacedLaunch
+from .kernel_list import KernelList
+from .layout import Instance, Layout, Part, Placed
 from .link import FlatProgram
 from .live_ranges import Buffers, lower_bound
-from .native_ops import with_native
 from .torch_native import first_fit
 
 # A plan within half a percent of the lower bound is good enough to stop looking.
@@ -290,14 +289,19 @@ def _plan(layout: Layout, tools: Tools) -> tuple[list[int], ArenaPlan]:
     placed = [i for i, b in enumerate(layout.instances) if b.kind == "arena"]
     instances = [layout.instances[i] for i in placed]
     buffers = _buffers(instances)
-    arena = tools.plan(
-        buffers,
-        lambda: plan(buffers, effort_s=_PLAN_EFFORT_S, enough=_ENOUGH, fit=first_fit),
-    )
+    arena = place(buffers, tools)
     offsets = [0] * len(layout.instances)
     for index, offset in zip(placed, arena.offsets.tolist(), strict=True):
         offsets[index] = offset
     return offsets, arena
+
+
+def place(buffers: Buffers, tools: Tools) -> ArenaPlan:
+    """Places buffers in an arena as well as a program's are placed."""
+    return tools.plan(
+        buffers,
+        lambda: plan(buffers, effort_s=_PLAN_EFFORT_S, enough=_ENOUGH, fit=first_fit),
+    )
 
 
 def _handed_on(layout: Layout) -> list[int]:
@@ -354,14 +358,8 @@ def _copy_out(layout: Layout, part: Part, placed: Placed, kind: str) -> Placed:
     """Adds a launch that copies a value into a buffer of its own, at the end of a part."""
     type_ = TensorType(placed.dtype, placed.shape, placed.stride, torch.device("cpu"))
     stride = placed.stride if type_.is_dense else contiguous_stride(placed.shape)
-    time = layout.time
-    layout.time += 1
-    layout.instances[placed.instance].death = layout.time
     number = layout.parts.index(part)
-    layout.instances.append(Instance(kind, type_.num_bytes, time, layout.time, number))
+    layout.instances.append(Instance(kind, type_.num_bytes, layout.time, layout.time + 1, number))
     target = Placed(len(layout.instances) - 1, placed.dtype, placed.shape, stride, 0)
-    views = tuple(View(b, p.dtype, p.shape, p.stride, 0) for b, p in enumerate((target, placed)))
-    launch = Launch("copy_", torch.Tensor.copy_, views, ())
-    bases = ((target.instance, 0), (placed.instance, placed.offset_bytes))
-    part.launches.append(PlacedLaunch(with_native(launch), bases, time))
+    part.launches.append(layout.apply("copy_", target, placed))
     return target

@@ -53,7 +53,7 @@ from ..reuse.rewrite import map_leaves
 from ..reuse.verify import verify
 from .candidates import REUSE_CHOICES
 from .capture import capture_model, one_at_a_time
-from .parts import programs_of, returned_of
+from .parts import programs_of, returned_of, why_written
 from .progress import progress
 from .recomputing import ProgramPeaks, Recompute
 from .regions import CapturedModel
@@ -114,6 +114,15 @@ class CompiledStep:
     captured: CapturedModel
     step: StepProgram
     planned: PlannedProgram
+
+
+@dataclass(frozen=True)
+class Linked:
+    """Flat programs with their kernels, and what plans them; no kernels if they are not planned."""
+
+    flats: Sequence[FlatProgram]
+    kernel_lists: Mapping[Leaf, KernelList]
+    tools: Tools
 
 
 class Compiler:
@@ -250,19 +259,24 @@ class Compiler:
         return ProgramPeaks(partial(self._peak_of, program), partial(self._likely_peak, program))
 
     @one_at_a_time
-    def runtimes(
-        self, parts: Sequence[tuple[Program, Derivative | None]], report: CompileReport
-    ) -> list[Runtime]:
-        """Compiles programs, each with its backward, that are run on their own."""
+    def linked(self, programs: Sequence[Program], report: CompileReport) -> Linked:
+        """Decomposes, lowers and links programs whose memory is planned together."""
         self._cache.begin()
-        decomposed = [[verify(self._decompose(p)) for p in programs_of(*part)] for part in parts]
-        report.num_kernels += self._lower([p for programs in decomposed for p in programs])
-        found = []
-        for (program, derivative), programs in zip(parts, decomposed, strict=True):
-            flats = [link(p) for p in programs]
-            found.append(self._runtime(program, flats, derivative, report))
+        decomposed = [verify(self._decompose(p)) for p in programs]
+        report.num_kernels += self._lower(decomposed)
+        flats = [link(p) for p in decomposed]
+        report.unplanned = self._why_unplanned(flats)
+        lists = {} if report.unplanned else self._lists(flats)
         report.cache = self._cache.finish()
-        return found
+        return Linked(flats, lists, self._tools)
+
+    @one_at_a_time
+    def guessed(self, programs: Sequence[Program]) -> Linked:
+        """Links programs with estimates for kernels that are not there yet."""
+        flats = [link(self._decompose(p)) for p in programs]
+        if self._why_never_planned(flats):
+            return Linked(flats, {}, self._tools)
+        return Linked(flats, self._estimates.lists(flats, self._kernel_lists), self._tools)
 
     def _step_program(self, program: Program, request: Request, batching: Batching) -> StepProgram:
         derivative = self._differentiator.of(request)
@@ -305,7 +319,7 @@ class Compiler:
     ) -> Runtime:
         """Plans the memory of a program where its kernels allow it, else replays closures."""
         num_results = len(program.outputs)
-        report.unplanned = self._why_unplanned(program, flats, derivative)
+        report.unplanned = self._why_unplanned(flats) or why_written(program, derivative)
         if report.unplanned:
             self._make_kernels(_leaves_of(flats))
             executables = [Executable(flat, self._kernels) for flat in flats]
@@ -330,7 +344,7 @@ class Compiler:
         derivative = self._differentiator.of(request)
         assert derivative is not None
         flats = [link(self._decompose(p)) for p in programs_of(program, derivative)]
-        if self._why_never_planned(program, flats, derivative):
+        if self._why_never_planned(flats) or why_written(program, derivative):
             return derivative.saved_type.num_bytes
         returned, sources = returned_of(program, derivative)
         return least_bytes(
@@ -347,14 +361,12 @@ class Compiler:
         programs = [self._decompose(p) for p in programs_of(program, derivative)]
         self._lower(programs)
         flats = [link(p) for p in programs]
-        if self._why_unplanned(program, flats, derivative):
+        if self._why_unplanned(flats) or why_written(program, derivative):
             return derivative.saved_type.num_bytes
         return self._planned(program, flats, derivative).held_bytes
 
-    def _why_unplanned(
-        self, program: Program, flats: Sequence[FlatProgram], derivative: Derivative | None
-    ) -> str:
-        why = self._why_never_planned(program, flats, derivative)
+    def _why_unplanned(self, flats: Sequence[FlatProgram]) -> str:
+        why = self._why_never_planned(flats)
         if why:
             return why
         for leaf in _leaves_of(flats):
@@ -362,18 +374,13 @@ class Compiler:
                 return f"the kernels of @{leaf.name} are not a plain list of launches"
         return ""
 
-    def _why_never_planned(
-        self, program: Program, flats: Sequence[FlatProgram], derivative: Derivative | None
-    ) -> str:
+    def _why_never_planned(self, flats: Sequence[FlatProgram]) -> str:
         """Why memory is not planned, whatever the kernels are."""
         if self.options.backend != "inductor":
             return f"backend {self.options.backend} runs operator by operator"
         devices = {t.device.type for flat in flats for t in flat.slot_types}
-        if devices != {"cpu"}:
+        if devices - {"cpu"}:
             return f"memory is planned on cpu only, and the program uses {sorted(devices)}"
-        written = {target for _, target in program.writes}
-        if derivative is not None and written & set(derivative.kept_inputs):
-            return "the forward changes a buffer whose old value the backward needs"
         return ""
 
     def _known(self, program: Program) -> Program:

@@ -39,3 +39,11 @@ def _backward_sources(
     sources += [("input", i) for i in derivative.kept_inputs]
     sources += [("output", i) for i in derivative.kept_outputs]
     return [*sources, *(("new", t) for t in types)]
+
+
+def why_written(program: Program, derivative: Derivative | None) -> str:
+    """Why memory cannot be planned because of a buffer of the model that changes, if so."""
+    written = {target for _, target in program.writes}
+    if derivative is not None and written & set(derivative.kept_inputs):
+        return "the forward changes a buffer whose old value the backward needs"
+    return ""

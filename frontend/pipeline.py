@@ -10,17 +10,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..backend.planned import PlannedProgram
-from ..backend.runtime import PlannedRuntime, ReplayRuntime
+from ..backend.rank_program import RankProgram
+from ..backend.runtime import ReplayRuntime
 from ..pipeline_parallel.actions import ActionTable, schedule_name
 from ..pipeline_parallel.balance import color_balanced
 from ..pipeline_parallel.coloring import color_by_marks, color_evenly
 from ..pipeline_parallel.cost import CPU_RATES, CUDA_RATES, CostModel
 from ..pipeline_parallel.cut import Colors, Stage, cut_program
-from ..pipeline_parallel.memory import step_peak_bytes
 from ..pipeline_parallel.plan import PipelinePlan
+from ..pipeline_parallel.planned_steps import PlannedSteps, Progress
 from ..pipeline_parallel.planning import make_plan
 from ..pipeline_parallel.process_groups import Ranks, ranks_of
+from ..pipeline_parallel.rank_order import RankOrder, rank_order
 from ..pipeline_parallel.stage import (
     GradientSums,
     Run,
@@ -38,12 +39,17 @@ from ..reuse.program import ModelTensor, Program
 from .compiler import Compiler, Options
 from .decorator import STAGE_MARK
 from .guard import Guard
-from .pipeline_memory import StageRecompute, stage_memory
+from .pipeline_batch import Batch
+from .pipeline_memory import StageRecompute
+from .pipeline_program import boundaries_of, rank_program
 from .report import CompileReport
 from .runnable import check_runnable
 from .training_step import LossFunction, LossModel
 
 SPLITS = ("auto", "even", "marked")
+
+# How often to save less before giving up on a bound.
+_ATTEMPTS = 6
 
 
 def stage(module: nn.Module, number: int) -> nn.Module:
@@ -161,7 +167,7 @@ class Pipeline:
         self._table = table
         self.last_report = CompileReport(True, compiler.options.backend, compiler.options.reuse)
         self._ranks = ranks
-        self._batch = _Batch(example, table.num_micro_batches)
+        self._batch = Batch(example, table.num_micro_batches)
         args, kwargs = self._batch.first_micro_batch()
         captured, program = compiler.capture(model, args, kwargs, train=True)
         ranks.check_same(program, table)
@@ -180,20 +186,13 @@ class Pipeline:
             differentiate_stages(stages, compiler.differentiator, halves=False),
             splitting.memory_bytes_per_rank if splitting.split == "auto" else None,
         )
-        derived = differentiate_stages(
-            stages,
-            compiler.differentiator,
-            halves=table.splits_backward,
-            chosen=recompute.chosen,
-        )
-        self.plan: PipelinePlan = make_plan(derived, table, costs, rates)
         self._places = _places(program)
+        derived, order = self._fitted(compiler, stages, recompute)
+        self.plan: PipelinePlan = make_plan(derived, table, costs, rates)
         self._sums = GradientSums()
-        self._derived = [derived[s] for s in table.stages_of(ranks.rank)]
         self._parameters = self._own_parameters()
         self._check_tensors(derived)
-        self._planned: dict[int, tuple[StageDerivative, PlannedProgram]] = {}
-        self._steps = self._compile(compiler)
+        self._steps = self._compile(compiler, order)
         from ..pipeline_parallel.torch_pipelining import ClosureStage, Runner
 
         made = [ClosureStage(s, table.num_stages, ranks.device, ranks.group) for s in self._steps]
@@ -201,36 +200,77 @@ class Pipeline:
         self._reduction = ranks.reduction(derived, table, self._sums)
         self._sums.allocate()
 
-    def _compile(self, compiler: Compiler) -> list[StageSteps]:
-        """Compiles what this rank runs; closures that stages share are compiled once."""
+    def _fitted(
+        self, compiler: Compiler, stages: Sequence[Stage], recompute: StageRecompute
+    ) -> tuple[list[StageDerivative], RankOrder]:
+        """Differentiates all stages and plans this rank's; saves less until the plan fits."""
+        table, rank = self._table, self._ranks.rank
+        limit, held = recompute.limit_bytes, 0
+        for attempt in range(_ATTEMPTS):
+            derived = differentiate_stages(
+                stages,
+                compiler.differentiator,
+                halves=table.splits_backward,
+                chosen=recompute.chosen,
+            )
+            self._derived = [derived[s] for s in table.stages_of(rank)]
+            order = rank_order(table, rank, boundaries_of(derived))
+            self._planned = self._plan(compiler, order)
+            held = 0 if self._planned is None else self._planned.held_bytes
+            if limit is None or held <= limit:
+                return derived, order
+            recompute.tighten((attempt + 1) * (held - limit))
+        raise PipelineError(
+            f"A step of rank {rank} needs {held} bytes, and may hold {limit}. Allow more, or use "
+            "more ranks or smaller micro-batches."
+        )
+
+    def _plan(self, compiler: Compiler, order: RankOrder) -> RankProgram | None:
+        """Compiles all that this rank runs into one planned program, if that can be."""
+        names = [s.name for d in self._derived for s in d.trained]
+        first = len(self._places)
+        sums = {name: first + i for i, name in enumerate(dict.fromkeys(names))}
+        places = {
+            d.stage.index: [
+                *(self._places[id(s)] for s in d.stage.model_tensors),
+                *(sums[s.name] for s in d.trained),
+            ]
+            for d in self._derived
+        }
+        self._sum_names = list(sums)
+        return rank_program(compiler, self._derived, order, places, self.last_report)
+
+    def _compile(self, compiler: Compiler, order: RankOrder) -> list[StageSteps | PlannedSteps]:
+        """Makes what runs this rank's stages; closures that stages share are compiled once."""
         seed = 1.0 / self._table.num_micro_batches
-        found = []
+        for derived in self._derived:
+            for source, type_ in derived.trained_types:
+                self._sums.add_parameter(source.name, type_)
+        if self._planned is not None:
+            progress = Progress(order)
+            splits = self._table.splits_backward
+            return [
+                PlannedSteps(d, self._planned, progress, self._tensors_of(d.stage), seed, splits)
+                for d in self._derived
+            ]
+        found: list[StageSteps | PlannedSteps] = []
         for derived, (runtime, halves) in zip(self._derived, self._runtimes(compiler), strict=True):
             tensors = self._tensors_of(derived.stage)
             found.append(StageSteps(derived, runtime, halves, tensors, self._sums, seed))
         return found
 
     def _runtimes(self, compiler: Compiler) -> list[tuple[StageRuntime, list[Run | None]]]:
-        """What runs each stage of this rank: planned arenas, or closures one by one if halved."""
-        if not self._table.splits_backward:
-            parts = [(d.stage.sourced_program, d.derivative) for d in self._derived]
-            runtimes = compiler.runtimes(parts, self.last_report)
-            self._planned = {
-                d.stage.index: (d, r.program)
-                for d, r in zip(self._derived, runtimes, strict=True)
-                if isinstance(r, PlannedRuntime)
-            }
-            return [(runtime, []) for runtime in runtimes]
+        """What runs each stage where memory is not planned: closures one by one."""
         programs = [p for d in self._derived for p in (d.forward, *d.backward) if p is not None]
         made = iter(compiler.executables(programs))
         found: list[tuple[StageRuntime, list[Run | None]]] = []
         for derived in self._derived:
             outputs = len(derived.stage.program.outputs)
-            forward: StageRuntime = ReplayRuntime(next(made), None, outputs)
-            runs: list[Run | None] = [
-                None if p is None else next(made).run for p in derived.backward
-            ]
-            found.append((forward, runs))
+            forward = next(made)
+            parts = [None if p is None else next(made) for p in derived.backward]
+            whole = None if derived.halves is not None or not parts else parts[0]
+            runs = [None if p is None else p.run for p in parts] if derived.halves else []
+            found.append((ReplayRuntime(forward, whole, outputs), list(runs)))
         return found
 
     def _tensors_of(self, stage: Stage) -> Callable[[], list[Tensor]]:
@@ -334,18 +374,17 @@ class Pipeline:
         Parameters, gradient sums and the batch are not in it.
 
         Raises:
-            PipelineError: if memory is not planned here (backend, device, split backward).
+            PipelineError: if memory is not planned here (backend, device, a buffer that changes).
         """
-        if len(self._planned) < len(self._derived):
-            why = self.last_report.unplanned or "a backward in halves has no planned arena yet"
+        if self._planned is None:
+            why = self.last_report.unplanned
             raise PipelineError(f"The memory of this rank's stages is not planned: {why}.")
-        memory = {k: stage_memory(d, p) for k, (d, p) in self._planned.items()}
-        return step_peak_bytes(self._table, self._ranks.rank, memory)
+        return self._planned.held_bytes
 
     @property
     def arena_bytes(self) -> int:
-        """Bytes of the arenas that this rank has made so far."""
-        return sum(p.num_idle_arenas * p.plan.peak_bytes for _, p in self._planned.values())
+        """Bytes of this rank's arena; 0 before the first step."""
+        return 0 if self._planned is None else self._planned.arena_bytes
 
     def measured_s(self) -> dict[tuple[int, str], float]:
         """Mean seconds of each kind of action so far, of all stages; every rank calls it.
@@ -378,6 +417,10 @@ class Pipeline:
         micro_batches = self._batch.split(args, kwargs)
         self._check(micro_batches[0])
         self._sums.start()
+        if self._planned is not None:
+            self._sums.zero()
+            sums = [self._sums.buffers[name] for name in self._sum_names]
+            self._planned.begin([*self._guard.tensors, *sums])
         users = [[x for x in leaves if isinstance(x, Tensor)] for leaves in micro_batches]
         losses = self._runner.step(users)
         self._sums.finish()
@@ -399,48 +442,6 @@ class Pipeline:
             gradient = self._sums.buffers.get(name)
             if gradient is not None and parameter.grad is not gradient:
                 parameter.grad = gradient
-
-
-class _Batch:
-    """The batch's structure, and how it is split.
-
-    Args:
-        example: args and kwargs of a whole batch.
-        num_micro_batches: parts.
-    """
-
-    def __init__(
-        self, example: tuple[Sequence[Any], Mapping[str, Any]], num_micro_batches: int
-    ) -> None:
-        self._count = num_micro_batches
-        args, kwargs = example
-        self._example, self.tree = pytree.flatten((tuple(args), dict(kwargs)))
-
-    def first_micro_batch(self) -> tuple[Sequence[Any], Mapping[str, Any]]:
-        """Returns args and kwargs of the first micro-batch of the example."""
-        leaves = [self._part(leaf)[0] for leaf in self._example]
-        args, kwargs = pytree.unflatten(leaves, self.tree)
-        return args, kwargs
-
-    def split(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[list[Any]]:
-        """Returns the flat inputs of each micro-batch."""
-        leaves, tree = pytree.flatten((tuple(args), dict(kwargs)))
-        if tree != self.tree:
-            raise PipelineError("The batch has another structure than the example batch had.")
-        parts = [self._part(leaf) for leaf in leaves]
-        return [list(row) for row in zip(*parts, strict=True)]
-
-    def _part(self, leaf: Any) -> Sequence[Any]:
-        if not isinstance(leaf, Tensor):
-            return [leaf] * self._count
-        if leaf.requires_grad:
-            raise PipelineError("A pipeline takes inputs that do not require grad.")
-        if leaf.dim() == 0 or leaf.shape[0] % self._count:
-            raise PipelineError(
-                f"A batch tensor of shape {tuple(leaf.shape)} cannot be split into {self._count} "
-                "equal micro-batches along dimension 0. Change micro_batches or the batch size."
-            )
-        return leaf.tensor_split(self._count)
 
 
 def model_name(name: str) -> str:

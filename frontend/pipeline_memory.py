@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 from ..autodiff.derivative import Request
-from ..backend.planned import PlannedProgram
+from ..backend.part_layout import least
 from ..pipeline_parallel.actions import ActionTable
 from ..pipeline_parallel.cut import Stage
-from ..pipeline_parallel.memory import StageMemory, step_peak_bytes
+from ..pipeline_parallel.halves import Splitter
+from ..pipeline_parallel.memory import StageMemory, bytes_beside
 from ..pipeline_parallel.stage import StageDerivative
 from ..recompute.policy import Budget, Policy
 from ..reuse.errors import PipelineError, PlanError
+from ..reuse.program import Program
 from ..reuse.types import TensorType
-from .compiler import Compiler
+from .compiler import Compiler, Linked
+from .pipeline_program import parts_of, unit_of
 from .recomputing import ProgramPeaks
 from .report import CompileReport
 
@@ -49,6 +53,7 @@ class StageRecompute:
         self._rank = rank
         self._plain = plain
         self._memory_bytes_per_rank = memory_bytes_per_rank
+        self._withheld_bytes = 0
 
     def chosen(self, stage: Stage, request: Request) -> Request:
         """Returns the request for a stage's backward with a choice.
@@ -66,22 +71,39 @@ class StageRecompute:
                 f"{self._table.in_flight()[stage.index]} micro-batches at once; of one: {error}"
             ) from error
 
-    def _policy(self, index: int) -> Policy:
-        """The compiler's policy; a bound on a rank becomes one on a micro-batch of a stage."""
+    @property
+    def limit_bytes(self) -> int | None:
+        """What a step may hold on this rank; None if there is no such bound."""
+        return self._limit_bytes([self._plain[s] for s in self._table.stages_of(self._rank)])
+
+    def tighten(self, num_bytes: int) -> None:
+        """Leaves so much less room, after a plan that did not fit."""
+        self._withheld_bytes += num_bytes
+
+    def _limit_bytes(self, own: Sequence[StageDerivative]) -> int | None:
         policy = self._compiler.options.recompute
-        rank = self._table.rank_of[index]
-        own = [self._plain[s] for s in self._table.stages_of(rank)]
         limits = []
         if isinstance(policy, Budget) and policy.saved_bytes is not None:
             limits.append(policy.saved_bytes)
         if self._memory_bytes_per_rank is not None and not isinstance(policy, str):
             limits.append(self._memory_bytes_per_rank - owned_bytes(own))
-        if not limits:
+        return min(limits, default=None)
+
+    def _policy(self, index: int) -> Policy:
+        """The compiler's policy; a bound on a rank becomes one on a micro-batch of a stage."""
+        policy = self._compiler.options.recompute
+        own = [self._plain[s] for s in self._table.stages_of(self._table.rank_of[index])]
+        limit = self._limit_bytes(own)
+        if limit is None:
             return policy
-        beside = {d.stage.index: stage_memory(d, None) for d in own}
-        room = max(min(limits) - step_peak_bytes(self._table, rank, beside), 0)
+        beside = 0 if self._is_planned else self._beside(own, index)
+        room = max(limit - self._withheld_bytes - beside, 0)
         costs = policy.costs if isinstance(policy, Budget) else "estimated"
         return Budget(saved_bytes=self._share(own, index, room), costs=costs)
+
+    def _beside(self, own: Sequence[StageDerivative], index: int) -> int:
+        beside = {d.stage.index: stage_memory(d) for d in own}
+        return bytes_beside(self._table, self._table.rank_of[index], beside)
 
     def _share(self, own: Sequence[StageDerivative], index: int, room: int) -> int:
         """What one micro-batch of a stage may hold, if all hold the same part of what they want."""
@@ -95,16 +117,38 @@ class StageRecompute:
         return room * wanted[index] // max(total, 1)
 
     def _peaks(self, stage: Stage) -> ProgramPeaks:
-        if self._table.splits_backward:  # halves have no planned arena
-            return ProgramPeaks(self._saved_bytes, self._saved_bytes)
-        peaks = self._compiler.peaks(stage.sourced_program)
+        guessed = partial(self._flight_bytes, stage, self._compiler.guessed)
         if self._table.rank_of[stage.index] != self._rank:
-            return replace(peaks, linked=peaks.guessed)
-        return peaks
+            return ProgramPeaks(guessed, guessed)
+        made = partial(self._compiler.linked, report=CompileReport(True, "", ""))
+        return ProgramPeaks(partial(self._flight_bytes, stage, made), guessed)
 
-    def _saved_bytes(self, request: Request) -> int:
+    def _flight_bytes(
+        self, stage: Stage, link: Callable[[list[Program]], Linked], request: Request
+    ) -> int:
+        """What one micro-batch of a stage holds, with its share of the scratch, if it is planned.
+
+        Otherwise what its forward saves.
+        """
         derivative = self._compiler.differentiator.of(request)
-        return 0 if derivative is None else derivative.saved_type.num_bytes
+        if derivative is None:
+            return 0
+        plain = self._plain[stage.index]
+        halves = None
+        if self._table.splits_backward:
+            halves = Splitter().split(derivative.backward, range(len(plain.gradients_sent)))
+        derived = replace(plain, derivative=derivative, request=request, halves=halves)
+        programs = parts_of(derived)
+        linked = link(list(programs.values()))
+        if not linked.kernel_lists:
+            return derivative.saved_type.num_bytes
+        flats = dict(zip(programs, linked.flats, strict=True))
+        unit = unit_of(derived, flats, linked, least)
+        return unit.bytes_per_flight(self._table.in_flight()[stage.index])
+
+    @property
+    def _is_planned(self) -> bool:
+        return self._compiler.options.backend == "inductor"
 
 
 def owned_bytes(stages: Sequence[StageDerivative]) -> int:
@@ -115,17 +159,14 @@ def owned_bytes(stages: Sequence[StageDerivative]) -> int:
     return held + _total(list(sums.values()))
 
 
-def stage_memory(derived: StageDerivative, planned: PlannedProgram | None) -> StageMemory:
-    """Returns what a stage holds; without a plan, what it holds beside its arenas."""
+def stage_memory(derived: StageDerivative) -> StageMemory:
+    """Returns what a stage holds beside what its micro-batches keep."""
     return StageMemory(
-        0 if planned is None else planned.plan.peak_bytes,
-        0 if planned is None else planned.handed_on_bytes,
         _total(derived.stage.received_types),
         _total(derived.stage.sent_types),
         _total(derived.cotangent_types) if derived.stage.num_sent else 0,
         _total(derived.gradient_types),
         _total([t for _, t in derived.trained_types]),
-        0 if planned is None else planned.foreign_peak_bytes,
     )
 
 

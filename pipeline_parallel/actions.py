@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ..reuse.errors import PipelineError
 
@@ -58,12 +58,18 @@ class ActionTable:
         ranks: for each rank its actions.
         rank_of: for each stage its rank.
         num_micro_batches: how many there are.
+        posted: for an action that receives from another rank, how many of its rank's actions are
+            done when the receive may start; without an entry it starts right before the action.
+        num_actions_sending: after how many further actions PyTorch's runtime has waited for a send;
+            None if it waits when the step ends.
     """
 
     schedule: str
     ranks: tuple[tuple[Action, ...], ...]
     rank_of: tuple[int, ...]
     num_micro_batches: int
+    posted: Mapping[Action, int] = field(default_factory=dict, compare=False)
+    num_actions_sending: int | None = None
 
     @property
     def num_stages(self) -> int:

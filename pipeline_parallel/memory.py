@@ -1,9 +1,9 @@
-"""What a rank holds while it runs its actions, and the most of it at once.
+"""What a rank holds beside what its micro-batches keep for their backward, before it is planned.
 
-Arenas are counted once per micro-batch in flight; they stay from step to step. Beside them are the
-tensors that travel, which are made anew so that a transfer under way is never written over, and the
-gradients that one backward returns. PyTorch's runtime lets go of what it sent when the step ends
-(schedules with one stage per rank: GPipe likewise, 1F1B when the next one is sent).
+These are the tensors that travel, and the gradients that one backward makes. A bound from above: a
+planned arena holds what was sent only until it has arrived, and adds each gradient to its sum at
+once. Without a plan, PyTorch's runtime lets go of what it sent when the step ends (schedules with
+one stage per rank: GPipe likewise, 1F1B when the next one is sent).
 """
 
 from __future__ import annotations
@@ -20,34 +20,26 @@ class StageMemory:
     """Bytes of one stage.
 
     Attributes:
-        arena: one planned arena; there is one per micro-batch in flight.
-        flight: what a micro-batch in flight holds beside its arena.
         received, sent: what travels forward, per micro-batch.
         gradients_received, gradients_sent: what travels back, per micro-batch.
         gradients: of parameters, as one backward returns them.
-        scratch: what kernels make outside the arena while a backward runs.
     """
 
-    arena: int
-    flight: int
     received: int
     sent: int
     gradients_received: int
     gradients_sent: int
     gradients: int
-    scratch: int
 
 
-def step_peak_bytes(table: ActionTable, rank: int, stages: Mapping[int, StageMemory]) -> int:
-    """Returns the most bytes that a step of a rank holds, its arenas included.
+def bytes_beside(table: ActionTable, rank: int, stages: Mapping[int, StageMemory]) -> int:
+    """Returns the most bytes that a step of a rank holds at once in such tensors.
 
     Args:
         table: what each rank does.
         rank: which.
         stages: bytes of each of its stages; actions of others count nothing.
     """
-    depth = table.in_flight()
-    arenas = sum(memory.arena * depth[stage] for stage, memory in stages.items())
     flights: Counter[int] = Counter()
     sent: list[int] = []
     sent_back: list[int] = []
@@ -57,7 +49,7 @@ def step_peak_bytes(table: ActionTable, rank: int, stages: Mapping[int, StageMem
             continue
         own = stages[action.stage]
         flights[action.stage] += action.kind == FORWARD
-        held = sum(n * (stages[s].flight + stages[s].received) for s, n in flights.items())
+        held = sum(n * stages[s].received for s, n in flights.items())
         if action.kind == FORWARD:
             new, arrived, queue = own.sent, 0, sent
         else:
@@ -66,13 +58,13 @@ def step_peak_bytes(table: ActionTable, rank: int, stages: Mapping[int, StageMem
             arrived = own.gradients_received if travels else 0
             queue = sent_back
             flights[action.stage] -= 1
-        returned = 0 if action.kind == FORWARD else own.gradients + own.scratch
+        returned = 0 if action.kind == FORWARD else own.gradients
         peak = max(peak, held + sum(sent) + sum(sent_back) + new + arrived + returned)
         if table.schedule == "1F1B":
             queue.clear()
         if _crosses(table, action):
             queue.append(new)
-    return arenas + peak
+    return peak
 
 
 def _crosses(table: ActionTable, action: Action) -> bool:

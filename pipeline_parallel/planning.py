@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 from ..reuse.program import Composite, Program
 from ..reuse.types import TensorType
+from ..reuse.wire import Wire
 from .actions import FORWARD, Action, ActionTable
 from .cost import CostModel, DeviceRates
 from .plan import PipelinePlan, StagePlan, predicted_durations, simulate
 from .stage import StageDerivative
-from .transfer import Wire
 
 
 def make_plan(

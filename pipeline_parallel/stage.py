@@ -215,6 +215,12 @@ class GradientSums:
             self.buffers[name].copy_(gradient)
             self._started.add(name)
 
+    def zero(self) -> None:
+        """Makes all buffers zero, for launches that add to them."""
+        for flat in self.flat:
+            flat.zero_()
+        self._started.update(self.buffers)
+
     def finish(self) -> None:
         """Makes buffers that got nothing in this step zero."""
         for name, buffer in self.buffers.items():
@@ -386,6 +392,6 @@ class StageSteps:
             self.sums.add(name, gradient)
 
     def clear(self) -> None:
-        """Forgets micro-batches in flight (after an error)."""
+        """Begins again, without micro-batches in flight."""
         self._flights.clear()
         self._waiting.clear()

@@ -21,12 +21,17 @@ from torch.distributed.pipelining import schedules as torch_schedules
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
 from ..reuse.errors import PipelineError
+from ..reuse.wire import Wire
 from .actions import COMPUTE, SCHEDULES, Action, ActionTable, rank_of_stages
+from .planned_steps import PlannedSteps
 from .process_groups import first_line
 from .stage import StageSteps
-from .transfer import Wire
 
 _CLASSES = {name: f"Schedule{name}" for name in SCHEDULES}
+_RECEIVES = {"F": "RECV_F", "B": "RECV_B", "I": "RECV_B"}
+# 1F1B waits for what an action sent before or right after the next one; the others when a step (or
+# GPipe's half of it) ends.
+_ACTIONS_SENDING = {"1F1B": 2}
 
 
 def action_table(
@@ -54,9 +59,20 @@ def action_table(
     ]
     made = _make(schedule, stages, num_micro_batches)
     ranks = [list(_compute_actions(made.pipeline_order[rank])) for rank in range(num_ranks)]
+    posted: dict[Action, int] = {}
     if isinstance(made, PipelineScheduleSingle):
         ranks = [_renumbered(actions) for actions in ranks]
-    return ActionTable(schedule, tuple(map(tuple, ranks)), rank_of, num_micro_batches)
+    else:
+        for rank in range(num_ranks):
+            posted |= dict(_posted(made.pipeline_order_with_comms[rank], ranks[rank]))
+    return ActionTable(
+        schedule,
+        tuple(map(tuple, ranks)),
+        rank_of,
+        num_micro_batches,
+        posted,
+        _ACTIONS_SENDING.get(schedule),
+    )
 
 
 def _compute_actions(actions: Sequence[Any]) -> Iterator[Action]:
@@ -66,6 +82,19 @@ def _compute_actions(actions: Sequence[Any]) -> Iterator[Action]:
         for part in action.sub_actions or (action,):
             if part.computation_type.value in COMPUTE:
                 yield Action(part.computation_type.value, part.stage_index, part.microbatch_index)
+
+
+def _posted(steps: Sequence[Any], actions: Sequence[Action]) -> Iterator[tuple[Action, int]]:
+    """For each action that receives, how many actions are done when its receive starts."""
+    receivers = {
+        _RECEIVES[a.kind] + f"{a.stage}.{a.micro_batch}": a for a in actions if a.kind != "W"
+    }
+    num_done = 0
+    for step in steps:
+        kind = step.computation_type.value
+        if kind in _RECEIVES.values():
+            yield receivers[f"{kind}{step.stage_index}.{step.microbatch_index}"], num_done
+        num_done += len(list(_compute_actions([step])))
 
 
 def _renumbered(actions: Sequence[Action]) -> list[Action]:
@@ -102,14 +131,14 @@ class ClosureStage(PipelineStage):
     """A stage whose steps are closures, for PyTorch's schedules to run.
 
     Args:
-        steps: the steps.
+        steps: the steps. What travels is made by them, or, where memory is planned, has its place.
         num_stages: stages of the whole pipeline.
         device: where this rank computes.
         group: the ranks of this pipeline.
     """
 
     def __init__(
-        self, steps: StageSteps, num_stages: int, device: torch.device, group: Any
+        self, steps: StageSteps | PlannedSteps, num_stages: int, device: torch.device, group: Any
     ) -> None:
         stage = steps.derived.stage
         super().__init__(nn.Module(), stage.index, num_stages, device, group=group)
@@ -127,7 +156,8 @@ class ClosureStage(PipelineStage):
         self._leaving: dict[tuple[str, int], Sequence[Tensor]] = {}
 
     def give(self, user: Sequence[Sequence[Tensor]]) -> None:
-        """Takes the user's tensors of each micro-batch."""
+        """Begins a step with the user's tensors of each micro-batch."""
+        self.steps.clear()
         self._user = user
 
     # ---- set-up: everything about the transfers is known, so nothing is exchanged ------------
@@ -181,8 +211,10 @@ class ClosureStage(PipelineStage):
         if not wires:
             return []
         self.doing = f"receive {way}{micro_batch} from stage {peer}"
-        buffers = [wire.buffer() for wire in wires]
-        self._posted[way, micro_batch] = buffers
+        if isinstance(self.steps, PlannedSteps):
+            buffers = self.steps.inbox(way, micro_batch)
+        else:
+            buffers = self._posted[way, micro_batch] = [wire.buffer() for wire in wires]
         return [self._operation(dist.irecv, buffer, peer) for buffer in buffers]
 
     def _send(
@@ -192,10 +224,11 @@ class ClosureStage(PipelineStage):
         if not wires:
             return []
         self.doing = f"send {way}{micro_batch} to stage {peer}"
-        return [
-            self._operation(dist.isend, wire.pack(tensor), peer)
-            for wire, tensor in zip(wires, tensors, strict=True)
-        ]
+        if isinstance(self.steps, PlannedSteps):
+            packed = self.steps.outbox(way, micro_batch)
+        else:
+            packed = [wire.pack(tensor) for wire, tensor in zip(wires, tensors, strict=True)]
+        return [self._operation(dist.isend, tensor, peer) for tensor in packed]
 
     def _operation(self, kind: Callable[..., Any], tensor: Tensor, peer: int) -> dist.P2POp:
         rank = self.stage_index_to_group_rank[peer]
@@ -205,6 +238,8 @@ class ClosureStage(PipelineStage):
 
     def _take(self, way: str, micro_batch: int, wires: Sequence[Wire]) -> list[Tensor]:
         """What arrived, from another rank or from a stage of this one."""
+        if isinstance(self.steps, PlannedSteps):
+            return []  # it is where the plan wants it
         key = (way, micro_batch)
         if key in self._arrived:
             return self._arrived.pop(key)

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 
 import lazyinline
 from lazyinline import Budget, PipelineError, lazy_inline
+from lazyinline.pipeline_parallel.actions import SCHEDULES
 
 MICRO_BATCHES = 4
 BATCH = 8
@@ -176,15 +178,25 @@ def test_what_is_computed_again_is_not_saved(alone: None, schedule: str) -> None
         assert again.backward_s > kept.backward_s
 
 
-def test_a_step_holds_what_its_plan_says(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "schedule", ["Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble"]
+)
+def test_a_step_holds_what_its_plan_says(
+    alone: None, monkeypatch: pytest.MonkeyPatch, schedule: str
+) -> None:
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     model, args = net_and_batch(width=32)
-    pipe = make(model, args, "Interleaved1F1B", backend="inductor")
-    assert not train(pipe, model, args, steps=1)
+    pipe = make(model, args, schedule, backend="inductor")
+    assert not train(pipe, model, args)
     assert_holds_its_plan(pipe, args)
 
-    budget = Budget(saved_bytes=int(0.8 * pipe.step_peak_bytes))
-    bounded = make(model, args, "Interleaved1F1B", backend="inductor", recompute=budget)
+
+def test_a_step_holds_no_more_than_its_budget(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    model, args = net_and_batch(width=32)
+    plain = make(copy.deepcopy(model), args, "LoopedBFS", backend="inductor")
+    budget = Budget(saved_bytes=int(0.8 * plain.step_peak_bytes))
+    bounded = make(model, args, "LoopedBFS", backend="inductor", recompute=budget)
     assert not train(bounded, model, args, steps=1)
     assert_holds_its_plan(bounded, args)
     assert budget.saved_bytes is not None
@@ -311,12 +323,38 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, list[s
 
 
 def everything(rank: int, folder: pathlib.Path) -> dict[str, list[str]]:
-    tasks = (train_with_schedules, save_and_resume, disagree, average_over_replicas)
+    tasks = (
+        train_with_schedules,
+        train_in_planned_memory,
+        save_and_resume,
+        disagree,
+        average_over_replicas,
+    )
     return {task.__name__: task(rank, folder) for task in tasks}
 
 
 def test_two_processes_give_what_one_gives(two_ranks: list[dict[str, list[str]]]) -> None:
     assert [said["train_with_schedules"] for said in two_ranks] == [[], []]
+
+
+def train_in_planned_memory(rank: int, folder: pathlib.Path) -> list[str]:
+    """Every schedule between real processes, in arenas; what a step holds is what was planned."""
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    memory_use = importlib.import_module("memory_events").memory_use
+    wrong = []
+    for schedule in SCHEDULES:
+        model, args = net_and_batch(width=32)
+        num_stages = 2 if schedule in ("GPipe", "1F1B") else 4
+        pipe = make(model, args, schedule, num_stages=num_stages, backend="inductor")
+        wrong += [f"{schedule}: {text}" for text in train(pipe, model, args, steps=2)]
+        measured = memory_use(partial(pipe.step, *args)).peak_bytes + pipe.arena_bytes
+        if abs(pipe.step_peak_bytes / measured - 1) > 0.02:
+            wrong.append(f"{schedule}: planned {pipe.step_peak_bytes}, measured {measured}")
+    return wrong
+
+
+def test_two_processes_hold_what_their_plans_say(two_ranks: list[dict[str, list[str]]]) -> None:
+    assert [said["train_in_planned_memory"] for said in two_ranks] == [[], []]
 
 
 def save_and_resume(rank: int, folder: pathlib.Path) -> list[str]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..reuse.types import TensorType, contiguous_stride
+from .types import TensorType, contiguous_stride
 
 
 class Wire:
@@ -17,16 +17,20 @@ class Wire:
 
     Args:
         type_: the type at both ends.
+
+    Attributes:
+        once: its shape, where dimensions that repeat one element have size 1.
+        as_it_stands: whether the memory of a value travels without being copied first.
     """
 
     def __init__(self, type_: TensorType) -> None:
         self.type = type_
         pairs = zip(type_.shape, type_.stride, strict=True)
-        self._once = tuple(1 if stride == 0 else size for size, stride in pairs)
-        core = TensorType(type_.dtype, self._once, type_.stride, type_.device)
-        self._as_it_stands = core.is_dense
+        self.once = tuple(1 if stride == 0 else size for size, stride in pairs)
+        core = TensorType(type_.dtype, self.once, type_.stride, type_.device)
+        self.as_it_stands = core.is_dense
         self._num_elements = 1
-        for size in self._once:
+        for size in self.once:
             self._num_elements *= size
 
     @property
@@ -40,21 +44,21 @@ class Wire:
 
     def pack(self, tensor: Tensor) -> Tensor:
         """Returns what travels; the tensor's own memory where that is contiguous."""
-        for dim, size in enumerate(self._once):
+        for dim, size in enumerate(self.once):
             if size != tensor.shape[dim]:
                 tensor = tensor.narrow(dim, 0, 1)
-        if self._as_it_stands:
+        if self.as_it_stands:
             return tensor.as_strided((self._num_elements,), (1,))
         return tensor.reshape(-1).contiguous()
 
     def unpack(self, buffer: Tensor) -> Tensor:
         """Returns the tensor that arrived, with the layout its type asks for."""
         type_ = self.type
-        if self._as_it_stands:
+        if self.as_it_stands:
             return buffer.as_strided(type_.shape, type_.stride)
-        whole = buffer.as_strided(self._once, contiguous_stride(self._once))
+        whole = buffer.as_strided(self.once, contiguous_stride(self.once))
         target = torch.empty_strided(
-            self._once, type_.stride, dtype=type_.dtype, device=type_.device
+            self.once, type_.stride, dtype=type_.dtype, device=type_.device
         )
         target.copy_(whole)
         return target.as_strided(type_.shape, type_.stride)

@@ -1,0 +1,156 @@
+"""A stage's steps in an arena that is planned for the whole schedule of its rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ..reuse.errors import PipelineError
+from ..reuse.program import ModelTensor
+from .actions import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Action
+from .rank_order import RankOrder
+from .stage import StageCounts, StageDerivative
+
+
+class RankRunner(Protocol):
+    """Runs parts of this rank's stages in one arena."""
+
+    def run(self, unit: int, part: str, flight: int, given: Sequence[Tensor]) -> list[Tensor]:
+        """Runs a part of a stage for a micro-batch; later runs overwrite what it returns."""
+
+    def inbox(self, unit: int, way: str, flight: int) -> list[Tensor]:
+        """Returns where values from another rank go."""
+
+    def outbox(self, unit: int, way: str, flight: int) -> list[Tensor]:
+        """Returns values for another rank."""
+
+
+class Progress:
+    """How far a rank is in its order; the plan holds in no other, so a difference is an error.
+
+    Args:
+        order: what was planned for.
+    """
+
+    def __init__(self, order: RankOrder) -> None:
+        self._order = order
+        self._num_done = 0
+
+    def start(self) -> None:
+        """Begins a step."""
+        self._num_done = 0
+
+    def begin(self, action: Action) -> None:
+        """Notes that an action runs now."""
+        planned = self._order.actions[self._num_done : self._num_done + 1]
+        if planned != (action,):
+            self._refuse(f"runs {action}", f"{planned[0] if planned else 'the end'}")
+        self._num_done += 1
+
+    def check_receive(self, action: Action) -> None:
+        """Checks that memory to receive into is free by now."""
+        if self._num_done < self._order.posted.get(action, 0):
+            self._refuse(
+                f"starts to receive for {action} after {self._num_done} actions",
+                f"not before {self._order.posted[action]}",
+            )
+
+    def _refuse(self, found: str, planned: str) -> None:
+        raise PipelineError(
+            f"PyTorch's runtime {found}, and memory was planned for {planned}: this version of "
+            "PyTorch runs schedules in another order than its action table says."
+        )
+
+
+@dataclass
+class PlannedSteps:
+    """Runs a stage's steps for one micro-batch at a time; see :class:`.stage.StageSteps`.
+
+    Args:
+        derived: the stage and its backward.
+        runner: runs its parts.
+        progress: of the rank.
+        tensors: the model's tensors, in the order of ``stage.model_tensors``.
+        seed: the gradient of one micro-batch's loss.
+        splits: whether backwards of this schedule come in two halves.
+    """
+
+    derived: StageDerivative
+    runner: RankRunner
+    progress: Progress
+    tensors: Callable[[], Sequence[Tensor]]
+    seed: float
+    splits: bool
+    counts: StageCounts = field(default_factory=StageCounts)
+
+    def __post_init__(self) -> None:
+        stage = self.derived.stage
+        self._users = [s.index for s in stage.sources if not isinstance(s, ModelTensor)]
+        self._given: dict[int, list[Tensor]] = {}
+        self._seeds: list[Tensor] = []
+        if stage.num_sent == 0:
+            type_ = self.derived.cotangent_types[0]
+            self._seeds.append(torch.full(type_.shape, self.seed, dtype=type_.dtype))
+        models = [i for i, s in enumerate(stage.sources) if isinstance(s, ModelTensor)]
+        self._targets = [models.index(target) for _, target in stage.writes]
+
+    def forward(
+        self, micro_batch: int, received: Sequence[Tensor], user: Sequence[Tensor]
+    ) -> tuple[Tensor, ...]:
+        """Runs the forward of a micro-batch; returns the results on the last stage."""
+        self.counts.forward += 1
+        self._given[micro_batch] = [*(user[i] for i in self._users), *self._seeds]
+        outputs = self._run(FORWARD, micro_batch)
+        present = self.tensors() if self._targets else ()
+        first = len(outputs) - len(self._targets)
+        for state, target in zip(outputs[first:], self._targets, strict=True):
+            present[target].copy_(state)
+        return tuple(t.clone() for t in outputs[:first])
+
+    def backward(self, micro_batch: int, cotangents: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Runs the whole backward of a micro-batch."""
+        if self.splits:
+            self.backward_input(micro_batch, cotangents)
+            self.backward_weight(micro_batch)
+            return ()
+        self.counts.backward += self.derived.derivative is not None
+        self._run(BACKWARD, micro_batch)
+        del self._given[micro_batch]
+        return ()
+
+    def backward_input(self, micro_batch: int, cotangents: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Runs the early half."""
+        self.counts.backward_input += self.derived.halves is not None
+        self._run(BACKWARD_INPUT, micro_batch)
+        return ()
+
+    def backward_weight(self, micro_batch: int) -> None:
+        """Runs the late half of a micro-batch whose early half has run."""
+        self.counts.backward_weight += self.derived.halves is not None
+        self._run(BACKWARD_WEIGHT, micro_batch)
+        del self._given[micro_batch]
+
+    def _run(self, kind: str, micro_batch: int) -> list[Tensor]:
+        stage = self.derived.stage.index
+        self.progress.begin(Action(kind, stage, micro_batch))
+        return self.runner.run(stage, kind, micro_batch, self._given[micro_batch])
+
+    def inbox(self, way: str, micro_batch: int) -> list[Tensor]:
+        """Returns where values from another rank go."""
+        stage = self.derived.stage.index
+        kind = FORWARD if way == FORWARD else BACKWARD_INPUT if self.splits else BACKWARD
+        self.progress.check_receive(Action(kind, stage, micro_batch))
+        return self.runner.inbox(stage, way, micro_batch)
+
+    def outbox(self, way: str, micro_batch: int) -> list[Tensor]:
+        """Returns values for another rank."""
+        return self.runner.outbox(self.derived.stage.index, way, micro_batch)
+
+    def clear(self) -> None:
+        """Begins again, without micro-batches in flight."""
+        self._given.clear()
+        self.progress.start()
