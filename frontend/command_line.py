@@ -7,6 +7,7 @@ import os
 import pathlib
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from ..recompute.policy import POLICIES
 from ..reuse.errors import LazyInlineError
@@ -19,6 +20,7 @@ from .compiler import BACKEND_CHOICES, Compiler, Options
 from .export import MIN_OPSET, export_onnx
 from .large_models import LARGE_MODELS, bench_large, large_to_json
 from .measure_page import page
+from .rank_bench import RANK_MODELS, RANKS, bench_rank, ranks_to_json
 from .target import FORM, load_target
 
 
@@ -55,7 +57,7 @@ def _bench(options: argparse.Namespace) -> None:
     for file in (options.json, options.html):
         if file is not None and not file.resolve().parent.is_dir():
             raise LazyInlineError(f"{file} cannot be written: there is no such folder.")
-    if options.model in LARGE_MODELS:
+    if options.model in LARGE_MODELS or options.model in RANK_MODELS:
         _bench_large(options)
         return
     plan = Plan(
@@ -65,7 +67,7 @@ def _bench(options: argparse.Namespace) -> None:
         backend=options.backend,
         micro_batches=options.micro_batches or 1,
     )
-    reports = bench(plan, lambda line: print(line, flush=True))
+    reports = bench(plan, _say)
     if options.json is not None:
         options.json.write_text(to_json(plan, reports), encoding="utf-8")
     if options.html is not None:
@@ -78,15 +80,22 @@ def _bench_large(options: argparse.Namespace) -> None:
             f"{options.model} is compiled and not run: it takes one number of --layers, no --infer "
             "and no --html."
         )
-    reports = bench_large(
-        options.model,
-        lambda line: print(line, flush=True),
-        micro_batches=options.micro_batches,
-        layers=options.layers[0] if options.layers else None,
-        backend=options.backend,
-    )
+    sizes: dict[str, Any] = {
+        "micro_batches": options.micro_batches,
+        "layers": options.layers[0] if options.layers else None,
+        "backend": options.backend,
+    }
+    if options.model in RANK_MODELS:
+        sizes["ranks"] = options.rank
+        text = ranks_to_json(bench_rank(options.model, _say, **sizes))
+    else:
+        text = large_to_json(bench_large(options.model, _say, **sizes))
     if options.json is not None:
-        options.json.write_text(large_to_json(reports), encoding="utf-8")
+        options.json.write_text(text, encoding="utf-8")
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)
 
 
 def _layers(options: argparse.Namespace) -> tuple[int, ...]:
@@ -162,11 +171,15 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
         "nodes, seconds to compile, time of a step, largest errors; one row per number of layers."
     )
     add = parser.add_argument
-    names = "|".join((*OWN_MODELS, *LARGE_MODELS, "TARGET"))
+    names = "|".join((*OWN_MODELS, *LARGE_MODELS, *RANK_MODELS, "TARGET"))
     add("--model", default="llama", metavar=names, help=f"default llama; {FORM}")
     layers = " ".join(map(str, DEFAULT_LAYERS))
     add("--layers", type=_positive, nargs="+", metavar="N", help=f"default {layers}")
     add("--micro-batches", type=_positive, metavar="Y", help="parts of a training step")
+    ranks = "|".join((*RANKS, "NUMBER"))
+    names = ", ".join(RANK_MODELS)
+    help_ = f"with {names}: whose program to compile; default middle"
+    add("--rank", nargs="+", default=["middle"], metavar=ranks, help=help_)
     add("--infer", action="store_true", help="forward without gradients; default is training")
     add("--backend", choices=BACKEND_CHOICES, default=BACKEND_CHOICES[0])
     add("--json", type=pathlib.Path, metavar="FILE", help="write the numbers")

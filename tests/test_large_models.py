@@ -1,10 +1,17 @@
 """Models too large to hold are compiled whole, from their layouts alone."""
 
+from collections.abc import Sequence
+
+import pytest
 import torch
 from torch import nn
 
-from lazyinline.frontend.compiler import Compiler, Options
+from lazyinline import LazyInlineError
+from lazyinline.frontend.compiler import Compiler, Linked, Options
 from lazyinline.frontend.large_models import compile_large
+from lazyinline.frontend.rank_bench import RankReport, compile_rank, rank_number
+from lazyinline.frontend.report import CompileReport
+from lazyinline.reuse.program import Program
 
 
 def test_kernels_are_built_and_planned_for_a_model_without_data() -> None:
@@ -32,3 +39,54 @@ def test_nodes_held_grow_by_two_calls_and_the_sums_of_a_layer() -> None:
     growth = (deeper.num_nodes - shallow.num_nodes) / 4
     assert growth <= 2 + weights_per_layer
     assert deeper.num_launches > 2.5 * shallow.num_launches
+
+
+TINY = {"hidden": 32, "num_heads": 2, "vocab": 50, "seq": 32, "batch": 4}
+
+
+class Estimating(Compiler):
+    """Plans with estimated kernels, so that none is built."""
+
+    def linked(self, programs: Sequence[Program], report: CompileReport) -> Linked:
+        return self.guessed(programs)
+
+
+def rank_report(rank: str, micro_batches: int, recompute: str | None) -> RankReport:
+    return compile_rank(
+        "175b",
+        compiler=Estimating(Options(recompute=recompute)),
+        rank=rank,
+        layers=4,
+        num_stages=2,
+        micro_batches=micro_batches,
+        sizes=TINY,
+    )
+
+
+@pytest.mark.parametrize("recompute", [None, "full"])
+def test_one_rank_of_a_pipeline_is_planned_without_data_or_processes(recompute: str | None) -> None:
+    first, longer, last = (
+        rank_report(rank, micro_batches, recompute)
+        for rank, micro_batches in (("first", 4), ("first", 8), ("last", 4))
+    )
+    assert (first.rank, last.rank, first.num_ranks) == (0, 1, 2)
+    assert longer.num_nodes == first.num_nodes
+    assert longer.num_nodes_if_inlined == 2 * first.num_nodes_if_inlined
+    assert longer.num_launches == 2 * first.num_launches
+    assert longer.arena_bytes == first.arena_bytes  # as many in flight
+    both = first.num_nodes_if_inlined + last.num_nodes_if_inlined
+    assert first.num_pipeline_nodes_if_inlined == both
+    assert first.lower_bound_bytes <= first.arena_bytes < first.peak_bytes
+    assert longer.bubble < first.bubble
+    assert "rank 0 of 2, 1F1B, 4 micro-batches; nothing executed" in str(first)
+
+
+def test_recompute_shrinks_the_arena_of_a_rank() -> None:
+    kept, again = (rank_report("first", 4, recompute) for recompute in (None, "full"))
+    assert again.arena_bytes < kept.arena_bytes
+
+
+@pytest.mark.parametrize("rank", ["-1", "2", "best", 2])
+def test_a_rank_that_does_not_exist_is_refused(rank: int | str) -> None:
+    with pytest.raises(LazyInlineError, match="There is no rank"):
+        rank_number(rank, 2)
