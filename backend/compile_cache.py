@@ -88,6 +88,11 @@ class CompileCache:
         """Opens the user's cache; the eager backend has nothing that is worth keeping."""
         return cls(open_cache() if backend == "inductor" else None, backend)
 
+    @property
+    def directory(self) -> str:
+        """Where the cache is; empty if there is none."""
+        return self._use.directory
+
     def begin(self) -> None:
         """Starts a compile: reads the settings anew."""
         self._use = CacheUse(self._use.directory)

@@ -11,6 +11,7 @@ Everything before link costs one visit per different closure.
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -219,6 +220,11 @@ class Compiler:
         report.lower_bound_bytes = planned.plan.lower_bound_bytes
         report.cache = self._cache.finish()
         return CompiledStep(captured, step, planned), report
+
+    @property
+    def cache_place(self) -> str:
+        """Names the machine and the directory of the cache; "" without one."""
+        return f"{platform.node()}:{self._cache.directory}" if self._cache.directory else ""
 
     @property
     def differentiator(self) -> Differentiator:

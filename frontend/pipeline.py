@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pathlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,15 +13,14 @@ from torch import Tensor, nn
 from ..backend.rank_program import RankProgram
 from ..backend.runtime import ReplayRuntime
 from ..pipeline_parallel.actions import ActionTable, schedule_name
-from ..pipeline_parallel.balance import color_balanced
-from ..pipeline_parallel.coloring import color_by_marks, color_evenly
 from ..pipeline_parallel.cost import CPU_RATES, CUDA_RATES, CostModel
-from ..pipeline_parallel.cut import Colors, Stage, cut_program
+from ..pipeline_parallel.cut import Stage, cut_program
 from ..pipeline_parallel.plan import PipelinePlan
 from ..pipeline_parallel.planned_steps import PlannedSteps, Progress
 from ..pipeline_parallel.planning import make_plan
 from ..pipeline_parallel.process_groups import Ranks, ranks_of
 from ..pipeline_parallel.rank_order import RankOrder, rank_order
+from ..pipeline_parallel.shards import Shards
 from ..pipeline_parallel.stage import (
     GradientSums,
     Run,
@@ -40,13 +39,15 @@ from .compiler import Compiler, Options
 from .decorator import STAGE_MARK
 from .guard import Guard
 from .pipeline_batch import Batch
+from .pipeline_checkpoint import copy_state, read_parts
 from .pipeline_memory import StageRecompute
 from .pipeline_program import boundaries_of, rank_program
+from .pipeline_split import SPLITS, Splitting, colors_of
 from .report import CompileReport
 from .runnable import check_runnable
 from .training_step import LossFunction, LossModel
 
-SPLITS = ("auto", "even", "marked")
+GRADIENTS = ("replicated", "sharded")
 
 # How often to save less before giving up on a bound.
 _ATTEMPTS = 6
@@ -89,6 +90,7 @@ def pipeline(
     reuse: str = "marked",
     backend: str = "inductor",
     mesh: Any = None,
+    gradients: str = "replicated",
     timeout_s: float = 300.0,
 ) -> Pipeline:
     """Splits a model into stages and compiles this rank's; every rank calls it in the same way.
@@ -116,6 +118,9 @@ def pipeline(
         backend: ``"inductor"`` or ``"eager"``.
         mesh: a ``DeviceMesh`` with a dimension ``"pipeline"`` and, if gradients are to be averaged
             over replicas, one named ``"data"``. Without it, all ranks are one pipeline.
+        gradients: with replicas, ``"replicated"`` gives each the mean of all gradients;
+            ``"sharded"`` gives each its part of them, in :attr:`Pipeline.shards`, so that the
+            optimizer's state and work are shared too.
         timeout_s: how long a transfer may wait for another rank before the step fails.
 
     Raises:
@@ -129,6 +134,8 @@ def pipeline(
     """
     if split not in SPLITS:
         raise PipelineError(f"split={split!r} is unknown; there are {SPLITS}.")
+    if gradients not in GRADIENTS:
+        raise PipelineError(f"gradients={gradients!r} is unknown; there are {GRADIENTS}.")
     if micro_batches < 1:
         raise PipelineError(f"micro_batches={micro_batches}: there must be at least one.")
     # Imported late: it brings in Dynamo, which nothing else here needs.
@@ -140,15 +147,10 @@ def pipeline(
     compiler = Compiler(settings)
     example = (args, kwargs or {})
     splitting = Splitting(split, memory_bytes_per_rank)
-    return Pipeline(LossModel(model, loss_fn), example, compiler, ranks, table, splitting)
-
-
-@dataclass(frozen=True)
-class Splitting:
-    """How a model is split into stages."""
-
-    split: str
-    memory_bytes_per_rank: int | None = None
+    made = Pipeline(LossModel(model, loss_fn), example, compiler, ranks, table, splitting)
+    if gradients == "sharded":
+        made.share_optimizer()
+    return made
 
 
 class Pipeline:
@@ -176,7 +178,7 @@ class Pipeline:
         bounded = splitting.memory_bytes_per_rank is not None
         trade_offs = compiler.recompute.trade_offs if bounded else None
         costs = CostModel(compiler.differentiator, rates, trade_offs)
-        colors = _colors(model, program, splitting, table, costs)
+        colors = colors_of(model, program, splitting, table, costs)
         stages = cut_program(program, colors, table.num_stages)
         recompute = StageRecompute(
             compiler,
@@ -187,7 +189,8 @@ class Pipeline:
             splitting.memory_bytes_per_rank if splitting.split == "auto" else None,
         )
         self._places = _places(program)
-        derived, order = self._fitted(compiler, stages, recompute)
+        with ranks.leader_first(compiler.cache_place):
+            derived, order = self._fitted(compiler, stages, recompute)
         self.plan: PipelinePlan = make_plan(derived, table, costs, rates)
         self._sums = GradientSums()
         self._parameters = self._own_parameters()
@@ -198,7 +201,38 @@ class Pipeline:
         made = [ClosureStage(s, table.num_stages, ranks.device, ranks.group) for s in self._steps]
         self._runner = Runner(table, made)
         self._reduction = ranks.reduction(derived, table, self._sums)
-        self._sums.allocate()
+        self._sums.allocate(len(ranks.rows))
+
+    def share_optimizer(self) -> None:
+        """Lets each replica hold and update a part of this rank's parameters."""
+        shards = self._ranks.shards(self._sums)
+        shards.take(self._present_parameters())
+        self._reduction = replace(self._reduction, shards=shards)
+
+    @property
+    def shards(self) -> list[nn.Parameter]:
+        """This replica's part of the parameters, for an optimizer that works element by element.
+
+        After ``optimizer.step()`` the next :meth:`step` gathers the parts; :meth:`gather` does it
+        at once.
+
+        Raises:
+            PipelineError: unless the pipeline was made with ``gradients="sharded"``.
+        """
+        return self._own_shards().parameters
+
+    def gather(self) -> None:
+        """Brings the parts of all replicas into the model's parameters; every rank calls it."""
+        self._own_shards().gather(self._present_parameters())
+
+    def _own_shards(self) -> Shards:
+        if self._reduction.shards is None:
+            raise PipelineError('Parameters are not shared out: pass gradients="sharded".')
+        return self._reduction.shards
+
+    def _present_parameters(self) -> dict[str, Tensor]:
+        present = self._guard.tensors
+        return {name: present[self._places[id(s)]] for name, s in self._parameters.items()}
 
     def _fitted(
         self, compiler: Compiler, stages: Sequence[Stage], recompute: StageRecompute
@@ -310,6 +344,9 @@ class Pipeline:
         The parts of all ranks together are the model's whole ``state_dict`` (what several ranks
         hold is in each of theirs), so a run may go on with another number of stages.
         """
+        shards = self._reduction.shards
+        if shards is not None and shards.is_ahead:
+            raise PipelineError("The optimizer has changed the shards: call gather() on all ranks.")
         present = self._guard.tensors
         own = {id(present[self._places[id(s)]]) for s in self._own_tensors()}
         whole = self._model.model.state_dict(keep_vars=True)
@@ -327,20 +364,9 @@ class Pipeline:
             PipelineError: if a tensor of this rank is missing or has another shape.
         """
         own = self.state_dict()
-        found = {t.data_ptr() for n, t in own.items() if n in state}
-        missing = [n for n, t in own.items() if n not in state and t.data_ptr() not in found]
-        if missing:
-            raise PipelineError(f"The state has no {', '.join(missing[:5])} (of {len(missing)}).")
-        own = {n: t for n, t in own.items() if n in state}
-        for name, tensor in own.items():
-            if state[name].shape != tensor.shape:
-                raise PipelineError(
-                    f"{name} has the shape {tuple(tensor.shape)}, and in the state "
-                    f"{tuple(state[name].shape)}."
-                )
-        with torch.no_grad():
-            for name, tensor in own.items():
-                tensor.copy_(state[name])
+        copy_state(own, state)
+        if self._reduction.shards is not None:
+            self._reduction.shards.take(self._present_parameters())
 
     def save(self, folder: str | pathlib.Path) -> pathlib.Path:
         """Writes this rank's part to ``folder/stages-K.pt`` (its first stage is K)."""
@@ -356,13 +382,7 @@ class Pipeline:
         Raises:
             PipelineError: if nothing was saved there, or a tensor is missing.
         """
-        files = sorted(pathlib.Path(folder).glob("stages-*.pt"))
-        if not files:
-            raise PipelineError(f"There is no stages-*.pt in {folder}.")
-        state: dict[str, Tensor] = {}
-        for path in files:
-            state.update(torch.load(path, map_location="cpu", mmap=True))
-        self.load_state_dict(state)
+        self.load_state_dict(read_parts(folder))
 
     def _own_tensors(self) -> list[ModelTensor]:
         return [s for d in self._derived for s in d.stage.model_tensors]
@@ -414,6 +434,9 @@ class Pipeline:
         Raises:
             PipelineError: if the batch does not fit, the model changed, or a rank failed.
         """
+        shards = self._reduction.shards
+        if shards is not None and shards.is_ahead:
+            shards.gather(self._present_parameters())
         micro_batches = self._batch.split(args, kwargs)
         self._check(micro_batches[0])
         self._sums.start()
@@ -426,7 +449,8 @@ class Pipeline:
         self._sums.finish()
         with torch.no_grad():
             self._reduction.run()
-            self._hand_out()
+            if shards is None:
+                self._hand_out()
             return torch.stack(losses).mean() if losses else None
 
     def _check(self, leaves: Sequence[Any]) -> None:
@@ -453,24 +477,3 @@ def _places(program: Program) -> dict[int, int]:
     """Where each of the program's model tensors is among them."""
     own = [s for s in program.sources if isinstance(s, ModelTensor)]
     return {id(source): place for place, source in enumerate(own)}
-
-
-def _colors(
-    model: nn.Module,
-    program: Program,
-    splitting: Splitting,
-    table: ActionTable,
-    costs: CostModel,
-) -> Colors:
-    marks = {
-        path: module.__dict__[STAGE_MARK]
-        for path, module in model.named_modules()
-        if STAGE_MARK in module.__dict__
-    }
-    if marks:
-        return color_by_marks(program, marks, table.num_stages)
-    if splitting.split == "marked":
-        raise PipelineError('split="marked", and no module is marked with lazyinline.stage.')
-    if splitting.split == "even":
-        return color_evenly(program, table.num_stages)
-    return color_balanced(program, costs, table, splitting.memory_bytes_per_rank)

@@ -233,10 +233,15 @@ def _derived(
         nodes.count = sum(p.num_nodes() for p in programs)
     if compiler.options.recompute is None:
         return plain
-    chosen = StageRecompute(compiler, report, table, rank, plain).chosen
-    return differentiate_stages(
-        stages, compiler.differentiator, halves=table.splits_backward, chosen=chosen
-    )
+    every = CompileReport(True, report.backend, report.reuse)  # all stages, one by one
+    chosen = StageRecompute(compiler, every, table, rank, plain).chosen
+    with report.timed("recompute") as nodes:
+        derived = differentiate_stages(
+            stages, compiler.differentiator, halves=table.splits_backward, chosen=chosen
+        )
+        programs = [p for one in derived for p in parts_of(one).values()]
+        nodes.count = sum(p.num_nodes() for p in programs)
+    return derived
 
 
 def _inlined_nodes(derived: Sequence[StageDerivative], table: ActionTable) -> int:

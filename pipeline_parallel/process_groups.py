@@ -6,7 +6,8 @@ import datetime
 import hashlib
 import importlib.metadata
 import platform
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import Tensor
 from ..reuse.errors import PipelineError
 from ..reuse.program import Program
 from .actions import ActionTable
+from .shards import Shards
 from .stage import GradientSums, StageDerivative
 
 PIPELINE_DIM = "pipeline"
@@ -103,6 +105,26 @@ class Ranks:
         if different:
             raise PipelineError(f"{text}. {'; '.join(different[:5])}.")
 
+    @contextmanager
+    def leader_first(self, place: str) -> Iterator[None]:
+        """Lets one rank of the pipeline at each place do something, and then the others.
+
+        What the first one leaves there, such as compiled kernels, the others find.
+
+        Args:
+            place: the same text for ranks that share what they leave; "" shares nothing.
+        """
+        everyone: list[Any] = [None] * self.num_ranks
+        dist.all_gather_object(everyone, place or f"rank {self.rank}", group=self.group)
+        leads = everyone.index(everyone[self.rank]) == self.rank
+        if not leads:
+            dist.barrier(group=self.group)
+        try:
+            yield
+        finally:
+            if leads:
+                dist.barrier(group=self.group)
+
     def reduction(
         self, derived: Sequence[StageDerivative], table: ActionTable, sums: GradientSums
     ) -> Reduction:
@@ -116,6 +138,24 @@ class Ranks:
         for name in own:
             sums.add_parameter(name, types[name])
         return Reduction(sums, own, self.data_group, len(self.rows))
+
+    def shards(self, sums: GradientSums) -> Shards:
+        """Returns this replica's part of its rank's parameters.
+
+        Raises:
+            PipelineError: if there are no replicas.
+        """
+        if self.data_group is None:
+            raise PipelineError(
+                'gradients="sharded" shares work between replicas, and there is one pipeline only. '
+                f"Pass a mesh with a dimension {DATA_DIM!r} of two or more."
+            )
+        return Shards(
+            sums,
+            self.data_group,
+            len(self.rows),
+            dist.get_group_rank(self.data_group, dist.get_rank()),
+        )
 
     def _subgroup(self, members: Sequence[int]) -> Any:
         """Makes the group of some ranks of every pipeline; all ranks call this alike."""
@@ -137,12 +177,14 @@ class Reduction:
         shared: for each parameter that other stages' ranks use too, the group of those ranks.
         data_group: replicas to average over.
         num_replicas: how many.
+        shards: reduces to parts instead, if replicas share the optimizer's work.
     """
 
     sums: GradientSums
     shared: Mapping[str, Any]
     data_group: Any
     num_replicas: int
+    shards: Shards | None = None
 
     def run(self) -> None:
         """Sums over stages, then averages over replicas.
@@ -155,8 +197,10 @@ class Reduction:
             for name, group in self.shared.items():
                 doing = f"the gradient of {name} was summed over the stages that use it"
                 dist.all_reduce(self.sums.buffers[name], group=group)
-            if self.data_group is not None:
-                doing = f"gradients were averaged over {self.num_replicas} replicas"
+            doing = f"gradients were averaged over {self.num_replicas} replicas"
+            if self.shards is not None:
+                self.shards.reduce()
+            elif self.data_group is not None:
                 for flat in self.sums.flat:
                     dist.all_reduce(flat, group=self.data_group)
                     flat.div_(self.num_replicas)

@@ -1,0 +1,305 @@
+"""Pipelines between real gloo processes."""
+
+import contextlib
+import copy
+import datetime
+import importlib
+import os
+import pathlib
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from comparing import relative_error
+from conftest import ROOT
+from test_pipeline import Net, make, net_and_batch, train
+
+from lazyinline import PipelineError
+from lazyinline.pipeline_parallel.actions import SCHEDULES
+
+LIMIT_S = 150
+
+
+def worker(rank: int, world: int, folder: pathlib.Path, task: str) -> None:
+    """Runs one task on one rank; what it returns goes to a file."""
+    torch.set_num_threads(1)
+    store = dist.FileStore(str(folder / "store"), world)
+    timeout = datetime.timedelta(seconds=60)
+    dist.init_process_group("gloo", rank=rank, world_size=world, store=store, timeout=timeout)
+    torch.save(globals()[task](rank, folder), folder / f"rank{rank}.pt")
+    dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def started(
+    folder: pathlib.Path, task: str, world: int, cache: pathlib.Path | None = None
+) -> Iterator[list[subprocess.Popen[str]]]:
+    """Starts the ranks and ends them whatever happens."""
+    here = pathlib.Path(__file__).parent
+    path = os.pathsep.join([str(here), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    environment["LAZYINLINE_CACHE_DIR"] = str(cache or folder / "cache")
+    call = (
+        "test_pipeline_processes.worker(int(argv[1]), int(argv[2]), pathlib.Path(argv[3]), argv[4])"
+    )
+    code = f"import pathlib, test_pipeline_processes; from sys import argv; {call}"
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", code, str(rank), str(world), str(folder), task],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(world)
+    ]
+    try:
+        yield ranks
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+
+
+def run_ranks(
+    folder: pathlib.Path, task: str, world: int = 2, cache: pathlib.Path | None = None
+) -> list[Any]:
+    deadline = time.monotonic() + LIMIT_S
+    with started(folder, task, world, cache) as ranks:
+        for number, process in enumerate(ranks):
+            try:
+                output, _ = process.communicate(timeout=max(1.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                pytest.fail(f"rank {number} did not end within {LIMIT_S} s")
+            assert process.returncode == 0, f"rank {number}:\n{output[-4000:]}"
+    return [torch.load(folder / f"rank{r}.pt", weights_only=False) for r in range(world)]
+
+
+def train_with_schedules(rank: int, folder: pathlib.Path) -> list[str]:
+    wrong = []
+    for schedule, num_stages in (("GPipe", 2), ("1F1B", 2), ("DualPipeV", 4)):
+        model, args = net_and_batch()
+        pipe = make(model, args, schedule, num_stages=num_stages)
+        wrong += [f"{schedule}: {text}" for text in train(pipe, model, args)]
+        held = {name for name, _ in pipe.named_parameters()}
+        both_ends = schedule == "DualPipeV" or "embedding.weight" in held
+        if not both_ends or len(held) == len(list(model.parameters())):
+            wrong.append(f"{schedule}: rank {rank} holds {sorted(held)}")
+    return wrong
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, list[str]]]:
+    """What each of two processes says to every task; they are started once."""
+    return run_ranks(tmp_path_factory.mktemp("ranks"), "everything")
+
+
+def everything(rank: int, folder: pathlib.Path) -> dict[str, Any]:
+    tasks = (
+        kernels_of_a_start,  # first, while the cache is empty
+        train_with_schedules,
+        train_in_planned_memory,
+        save_and_resume,
+        disagree,
+        average_over_replicas,
+        share_the_optimizer,
+    )
+    return {"folder": folder} | {task.__name__: task(rank, folder) for task in tasks}
+
+
+def test_two_processes_give_what_one_gives(two_ranks: list[dict[str, list[str]]]) -> None:
+    assert [said["train_with_schedules"] for said in two_ranks] == [[], []]
+
+
+def train_in_planned_memory(rank: int, folder: pathlib.Path) -> list[str]:
+    """Every schedule between real processes, in arenas; what a step holds is what was planned."""
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    memory_use = importlib.import_module("memory_events").memory_use
+    wrong = []
+    for schedule in SCHEDULES:
+        model, args = net_and_batch(width=32)
+        num_stages = 2 if schedule in ("GPipe", "1F1B") else 4
+        pipe = make(model, args, schedule, num_stages=num_stages, backend="inductor")
+        wrong += [f"{schedule}: {text}" for text in train(pipe, model, args, steps=2)]
+        measured = memory_use(partial(pipe.step, *args)).peak_bytes + pipe.arena_bytes
+        if abs(pipe.step_peak_bytes / measured - 1) > 0.02:
+            wrong.append(f"{schedule}: planned {pipe.step_peak_bytes}, measured {measured}")
+    return wrong
+
+
+def test_two_processes_hold_what_their_plans_say(two_ranks: list[dict[str, list[str]]]) -> None:
+    assert [said["train_in_planned_memory"] for said in two_ranks] == [[], []]
+
+
+def kernels_of_a_start(rank: int, folder: pathlib.Path) -> list[int]:
+    """How many results this process took from the cache, and how many it made."""
+    model, args = net_and_batch(width=24)
+    pipe = make(model, args, "1F1B", backend="inductor")
+    assert not train(pipe, model, args, steps=1)
+    use = pipe.last_report.cache
+    return [use.num_loaded, use.num_made]
+
+
+def test_ranks_share_kernels_and_a_second_run_builds_none(
+    two_ranks: list[dict[str, Any]], tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first rank leaves the kernels of the blocks for the other."""
+    first, second = (said["kernels_of_a_start"] for said in two_ranks)
+    assert first[1] > 0
+    assert second[0] > 0, "rank 1 built again what rank 0 had built"
+    cache = two_ranks[0]["folder"] / "cache"
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
+    warm = run_ranks(tmp_path, "kernels_of_a_start", cache=cache)
+    assert all(made == 0 and loaded > 0 for loaded, made in warm), warm
+    assert not list(tmp_path.rglob("*.cpp")), "the second run compiled something"
+
+
+def save_and_resume(rank: int, folder: pathlib.Path) -> list[str]:
+    """Two ranks train and save; they go on with four stages, from what both saved."""
+    model, args = net_and_batch()
+    pipe = make(model, args, "1F1B")
+    wrong = train(pipe, model, args, steps=1)
+    pipe.save(folder / "checkpoint")
+    dist.barrier()
+    torch.manual_seed(1)
+    other = Net()
+    resumed = make(other, args, "Interleaved1F1B", num_stages=4)
+    resumed.load(folder / "checkpoint")
+    for part in (folder / "checkpoint").glob("stages-*.pt"):
+        saved = torch.load(part)
+        for name, tensor in resumed.state_dict().items():
+            if name in saved and not torch.equal(saved[name], tensor):
+                wrong.append(f"{name} was not loaded")
+    full = {k: v for p in (folder / "checkpoint").glob("*.pt") for k, v in torch.load(p).items()}
+    other.load_state_dict(full)
+    return wrong + train(resumed, other, args, steps=1)
+
+
+def test_a_run_goes_on_with_another_number_of_stages(
+    two_ranks: list[dict[str, list[str]]],
+) -> None:
+    assert [said["save_and_resume"] for said in two_ranks] == [[], []]
+
+
+def disagree(rank: int, folder: pathlib.Path) -> list[str]:
+    messages = []
+    model, args = net_and_batch(layers=4 + rank)
+    try:
+        make(model, args, "1F1B")
+    except PipelineError as error:
+        messages.append(str(error))
+    model, args = net_and_batch()
+    with torch.no_grad():
+        model.embedding.weight[0, 0] += rank
+    try:
+        make(model, args, "1F1B")
+    except PipelineError as error:
+        messages.append(str(error))
+    return messages
+
+
+def test_ranks_that_differ_are_noticed_at_the_start(
+    two_ranks: list[dict[str, list[str]]],
+) -> None:
+    for messages in (said["disagree"] for said in two_ranks):
+        assert "model (its captured program)" in messages[0] and "rank(s) [1]" in messages[0]
+        assert "embedding.weight" in messages[1]
+
+
+def train_until_killed(rank: int, folder: pathlib.Path) -> None:
+    model, args = net_and_batch()
+    pipe = make(model, args, "1F1B", timeout_s=30.0)
+    pipe.step(*args)
+    (folder / f"ready{rank}").touch()
+    while True:
+        pipe.step(*args)
+
+
+def test_a_killed_rank_ends_the_other_with_an_error_that_says_where(
+    tmp_path: pathlib.Path,
+) -> None:
+    with started(tmp_path, "train_until_killed", 2) as ranks:
+        deadline = time.monotonic() + LIMIT_S
+        while len(list(tmp_path.glob("ready*"))) < 2:
+            assert time.monotonic() < deadline and all(r.poll() is None for r in ranks)
+            time.sleep(0.2)
+        ranks[1].kill()
+        killed = time.monotonic()
+        output, _ = ranks[0].communicate(timeout=60)
+        assert time.monotonic() - killed < 60
+    assert ranks[0].returncode != 0
+    last = output.strip().splitlines()[-1]
+    assert "PipelineError: Rank 0 stopped" in last, output[-3000:]
+    in_schedule = "stage 0: " in last and "stage 1" in last
+    assert in_schedule or "the gradient of embedding.weight" in last.replace("model.", ""), last
+
+
+def average_over_replicas(rank: int, folder: pathlib.Path) -> list[str]:
+    """Two replicas of a pipeline, each with half of the batch."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    replicas = dist.get_world_size() // (2 if dist.get_world_size() > 2 else 1)
+    shape = (replicas, dist.get_world_size() // replicas)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("data", "pipeline"))
+    model, args = net_and_batch()
+    reference = copy.deepcopy(model)
+    half = [a.chunk(replicas)[mesh.get_local_rank("data")] for a in args]
+    pipe = make(model, tuple(half), "Interleaved1F1B", num_stages=2 * shape[1], mesh=mesh)
+    pipe.step(*half)
+    reference(*args).backward()
+    expected = dict(reference.named_parameters())
+    errors = {n: relative_error(p.grad, expected[n].grad) for n, p in pipe.named_parameters()}
+    return [f"{name}: {error:.1e}" for name, error in errors.items() if error > 1e-5]
+
+
+def share_the_optimizer(rank: int, folder: pathlib.Path) -> list[str]:
+    """Two replicas, each with half of the batch and half of the optimizer's state."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("data", "pipeline"))
+    model, args = net_and_batch()
+    reference = copy.deepcopy(model)
+    half = tuple(a.chunk(2)[rank] for a in args)
+    pipe = make(model, half, "Interleaved1F1B", mesh=mesh, gradients="sharded")
+    ours = torch.optim.AdamW(pipe.shards, lr=1e-2)
+    theirs = torch.optim.AdamW(reference.parameters(), lr=1e-2)
+    for _ in range(3):
+        theirs.zero_grad()
+        reference(*args).backward()
+        theirs.step()
+        pipe.step(*half)
+        ours.step()
+    wrong = []
+    try:
+        pipe.state_dict()
+    except PipelineError as error:
+        wrong += [] if "call gather()" in str(error) else [str(error)]
+    else:
+        wrong.append("a state that is behind was handed out")
+    pipe.gather()
+    state = pipe.state_dict()
+    errors = {n: relative_error(t, state[n]) for n, t in reference.state_dict().items()}
+    wrong += [f"{name}: {error:.1e}" for name, error in errors.items() if error > 1e-5]
+    held = sum(t.numel() for s in ours.state.values() for t in s.values() if t.dim())
+    whole = 2 * sum(p.numel() for p in reference.parameters())
+    wrong += [] if held <= whole / 2 + 8 else [f"{held} numbers of state, of {whole}"]
+    return wrong
+
+
+def test_replicas_share_the_optimizer(two_ranks: list[dict[str, list[str]]]) -> None:
+    assert [said["share_the_optimizer"] for said in two_ranks] == [[], []]
+
+
+def test_replicas_average_their_gradients(two_ranks: list[dict[str, list[str]]]) -> None:
+    assert [said["average_over_replicas"] for said in two_ranks] == [[], []]
+
+
+@pytest.mark.slow
+def test_two_replicas_of_two_ranks_average_their_gradients(tmp_path: pathlib.Path) -> None:
+    assert run_ranks(tmp_path, "average_over_replicas", world=4) == [[]] * 4
