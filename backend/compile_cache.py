@@ -13,7 +13,7 @@ import hashlib
 import json
 import pathlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -152,13 +152,15 @@ class CompileCache:
         key = self._key("kernels", leaf)
         self._store(key, lambda: encode_kernels(kernels, self._object))
 
-    def plan(self, buffers: Buffers, make: Callable[[], ArenaPlan]) -> ArenaPlan:
+    def plan(
+        self, buffers: Buffers, asked: Sequence[int], make: Callable[[], ArenaPlan]
+    ) -> ArenaPlan:
         """Returns the places of buffers."""
         key = None
         if self._disk is not None and self._facts is not None:
             arrays = (buffers.birth, buffers.death, buffers.size)
             ranges = [hashlib.sha256(a.astype("<i8").tobytes()).hexdigest() for a in arrays]
-            key = _digest(["plan", package_digest(), len(buffers), ranges])
+            key = _digest(["plan", package_digest(), len(buffers), ranges, list(asked)])
 
         def decode(data: Any) -> ArenaPlan:
             offsets, peak, bound, method = data
@@ -173,7 +175,10 @@ class CompileCache:
     def replay(self) -> torch_native.Replay:
         """Returns the native replay loop."""
         if self._replay is None:
+            num_made = self._use.num_made
             self._replay = self._found_replay()
+            if self._disk is not None and self._use.num_made > num_made:
+                self._disk.trim()  # it is asked for when a program is bound, after its compile
         return self._replay
 
     def _found_replay(self) -> torch_native.Replay:

@@ -20,6 +20,7 @@ import torch
 from . import native_ops, torch_native
 from .kernel_list import NativeOp, View
 from .layout import Layout, Part, Placed, PlacedLaunch
+from .overlay import Overlay, new_host
 
 _ARENA_SLOT = 0
 
@@ -60,8 +61,9 @@ class CodeWriter:
         part: which part to write.
         fixed: instances whose tensors are bound beforehand (the model's).
         num_returned: how many leading outputs the function returns; the others stay in place.
-        extra_inputs: foreign instances that an earlier part made and this one uses.
-        extra_outputs: foreign instances that a later part uses.
+        extra_inputs: foreign instances and hosts that an earlier part made and this one uses.
+        extra_outputs: foreign instances and hosts that a later part uses.
+        overlay: hosts, which the first part makes, and the arena instances that lie in them.
         regions: instance -> region of the arena that its offset counts from, if not from the start.
     """
 
@@ -75,6 +77,7 @@ class CodeWriter:
         extra_inputs: Sequence[int] = (),
         extra_outputs: Sequence[int] = (),
         regions: Mapping[int, int] | None = None,
+        overlay: Overlay | None = None,
     ) -> None:
         self._regions = regions or {}
         self._layout = layout
@@ -83,6 +86,7 @@ class CodeWriter:
         self._fixed = fixed
         self._returned = part.outputs[:num_returned]
         self._extra = (list(extra_inputs), list(extra_outputs))
+        self._overlay = overlay or Overlay()
         self._code = GeneratedCode()
         self._names: dict[Placed, str] = {}
         self._constants: dict[int, str] = {}
@@ -125,14 +129,19 @@ class CodeWriter:
                 self._locals[placed.instance] = placed
                 self._names[placed] = names[-1]
         for instance_index in self._extra[0]:
-            placed = self._foreign_base(instance_index)
+            placed = self._handed_base(instance_index)
             names.append(self._names.setdefault(placed, f"f{instance_index}"))
             self._locals[instance_index] = placed
         if names:
             self._lines.append(f"  {', '.join(names)}, = inputs")
         self._lines.append("  inputs.clear()")
+        for instance_index in self._extra[1]:
+            if instance_index in self._overlay.hosts:
+                self._make_result(instance_index, self._handed_base(instance_index))
 
-    def _foreign_base(self, instance_index: int) -> Placed:
+    def _handed_base(self, instance_index: int) -> Placed:
+        if instance_index in self._overlay.hosts:
+            return self._host_base(instance_index)
         for part in self._layout.parts:
             for launch in part.launches:
                 for view in launch.launch.results:
@@ -180,6 +189,9 @@ class CodeWriter:
         """Returns a slot of the address table, and an offset in bytes."""
         index, base_bytes = placed.bases[view.buffer]
         offset_bytes = base_bytes + view.offset_bytes
+        if index in self._overlay.guests:
+            host, offset = self._overlay.guests[index]
+            return self._local_slot(host, self._locals[host]), offset + offset_bytes
         if self._layout.instances[index].kind == "arena":
             return self._region_slot(index), self._offsets[index] + offset_bytes
         if index in self._fixed:
@@ -296,6 +308,7 @@ class CodeWriter:
 
     def _new_name(self, placed: Placed) -> str:
         name = f"v{len(self._names)}"
+        assert placed.instance not in self._overlay.guests, "a guest has no address before a run"
         if self._layout.instances[placed.instance].kind == "arena":
             self._code.arena_views[name] = placed
             return name
@@ -311,7 +324,7 @@ class CodeWriter:
     def _base(self, placed: Placed) -> Placed:
         """The local tensor that a view starts from, made here if the user will own it."""
         if placed.instance not in self._locals:
-            self._make_result(placed)
+            self._make_result(placed.instance, self._result_base(placed, self._part))
         return self._locals[placed.instance]
 
     def _local_view(self, name: str, placed: Placed, base: Placed) -> None:
@@ -320,22 +333,32 @@ class CodeWriter:
         args = f"{self._names[base]}, {placed.shape}, {placed.stride}, {offset}, {dtype}"
         self._lines.append(f"  {name} = {view}({args})")
 
-    def _make_result(self, placed: Placed) -> None:
+    def _make_result(self, instance: int, base: Placed) -> None:
         """Allocates a buffer that the user will own; views of it start from here."""
-        instance = self._layout.instances[placed.instance]
-        assert instance.kind == "result", instance
+        found = self._layout.instances[instance]
+        assert found.kind == "result", found
         self._code.num_made_per_run += 1
-        base = self._result_base(placed)
-        make, dtype = self._constant(torch.empty_strided), self._constant(base.dtype)
-        name = f"r{placed.instance}"
-        self._lines.append(f"  {name} = {make}({base.shape}, {base.stride}, dtype={dtype})")
-        self._locals[placed.instance] = base
+        name, dtype = f"r{instance}", self._constant(base.dtype)
+        num_bytes = self._overlay.hosts.get(instance, found.num_bytes)
+        if num_bytes == found.num_bytes:
+            make = self._constant(torch.empty_strided)
+            call = f"{make}({base.shape}, {base.stride}, dtype={dtype})"
+        else:
+            make = self._constant(new_host)
+            call = f"{make}({base.shape}, {base.stride}, {dtype}, {num_bytes})"
+        self._lines.append(f"  {name} = {call}")
+        self._locals[instance] = base
         self._names[base] = name
 
-    def _result_base(self, placed: Placed) -> Placed:
-        """The whole buffer: as it is returned, if that covers it."""
+    def _host_base(self, instance: int) -> Placed:
+        part = self._layout.parts[-1]
+        (output, *_) = (p for p in part.outputs if p.instance == instance)
+        return self._result_base(output, part)
+
+    def _result_base(self, placed: Placed, part: Part) -> Placed:
+        """The whole buffer: as a part returns it, if that covers it."""
         whole_bytes = self._layout.instances[placed.instance].num_bytes
-        for output in self._part.outputs:
+        for output in part.outputs:
             num_bytes = math.prod(output.shape) * output.dtype.itemsize
             starts = output.instance == placed.instance and output.offset_bytes == 0
             if starts and num_bytes == whole_bytes:

@@ -57,7 +57,7 @@ def first_fit(buffers: Buffers, order: IntArray) -> IntArray:
     for placed, i in enumerate(order.tolist()):
         birth, death, size = births[i], deaths[i], sizes[i]
         beside = ((born[:placed] < death) & (dead[:placed] > birth)).nonzero()[0]
-        address = _lowest_gap(low.take(beside), high.take(beside), size) if beside.size else 0
+        address = lowest_gap(low.take(beside), high.take(beside), size) if beside.size else 0
         offsets[i] = address
         at = int(low[:placed].searchsorted(address))
         table[:, at + 1 : placed + 1] = table[:, at:placed]
@@ -65,7 +65,7 @@ def first_fit(buffers: Buffers, order: IntArray) -> IntArray:
     return offsets
 
 
-def _lowest_gap(low: IntArray, high: IntArray, size: int) -> int:
+def lowest_gap(low: IntArray, high: IntArray, size: int) -> int:
     """Lowest address with ``size`` free bytes beside these, which are sorted by ``low``."""
     if low[0] >= size:
         return 0

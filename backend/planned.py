@@ -26,6 +26,15 @@ from .kernel_list import KernelList
 from .layout import Instance, Layout, Part, Placed
 from .link import FlatProgram
 from .live_ranges import Buffers, lower_bound
+from .overlay import (
+    Overlay,
+    buffers_with_gradients,
+    copy_of_host,
+    gradients_of,
+    movable,
+    overlay_of,
+    plan_overlaid,
+)
 from .torch_native import first_fit
 
 # A plan within half a percent of the lower bound is good enough to stop looking.
@@ -38,11 +47,13 @@ class Tools:
     """What makes a planned program, so that a cache can stand before it.
 
     Attributes:
-        plan: places buffers, or remembers where they were placed.
+        plan: places buffers, or remembers where they were placed when the same was asked.
         replay: builds the native replay loop, or remembers it.
     """
 
-    plan: Callable[[Buffers, Callable[[], ArenaPlan]], ArenaPlan] = lambda _, make: make()
+    plan: Callable[[Buffers, Sequence[int], Callable[[], ArenaPlan]], ArenaPlan] = (
+        lambda _, asked, make: make()
+    )
     replay: Callable[[], torch_native.Replay] = torch_native.replay_function
 
 
@@ -64,6 +75,8 @@ class PlannedProgram:
         results: ``"owned"`` makes results anew in each run, for the user to keep; ``"pinned"``
             leaves every output at one place in the arena until the next run.
         tools: what places buffers and replays launches.
+        gradients: ``"apart"`` makes them as the backward begins; ``"overlaid"`` as the forward
+            begins, and activations lie in their memory until they are written.
     """
 
     def __init__(
@@ -75,13 +88,17 @@ class PlannedProgram:
         backward_inputs: Sequence[tuple[str, Any]] = (),
         results: str = "owned",
         tools: Tools = _TOOLS,
+        gradients: str = "apart",
     ) -> None:
         self.layout = lay_out(flats, kernel_lists, num_results, backward_inputs, results)
         given = self.layout.parts[0].inputs
         self.model_instances = {i: given[i].instance for i in model_inputs}
-        self._offsets, self.plan = _plan(self.layout, tools)
+        found = _plan_overlaid(self.layout, tools) if gradients == "overlaid" else None
+        found = found or _plan(self.layout, tools)
+        self._offsets, self.plan, self.arena_bytes, self.overlay = found
         self._replay = tools.replay
         self._handed_on = _handed_on(self.layout)
+        handed = (*self._handed_on, *self.overlay.hosts)
         self._codes = [
             CodeWriter(
                 self.layout,
@@ -89,8 +106,9 @@ class PlannedProgram:
                 part,
                 set(self.model_instances.values()),
                 num_results[index],
-                self._handed_on if index else (),
-                () if index else self._handed_on,
+                handed if index else (),
+                () if index else handed,
+                overlay=self.overlay,
             ).write()
             for index, part in enumerate(self.layout.parts)
         ]
@@ -108,6 +126,11 @@ class PlannedProgram:
     def inputs_of(self, part: int) -> list[int]:
         """Which inputs of a part its runner is given (the others are bound, or in the arena)."""
         return self._codes[part].inputs
+
+    @property
+    def num_hosts(self) -> int:
+        """Gradients whose memory a forward allocates; they follow what it hands on."""
+        return len(self.overlay.hosts)
 
     @property
     def num_handed_on(self) -> int:
@@ -183,14 +206,20 @@ class PlannedProgram:
                 idle = Lease(lease.arena, lease.runners, lease.tensors, lease.addresses, None)
                 self._pool.append(idle)
 
-    def copy_of(self, lease: Lease) -> Lease:
-        """Returns a second arena with the same contents."""
+    def copy_of(
+        self, lease: Lease, handed: Sequence[torch.Tensor]
+    ) -> tuple[Lease, list[torch.Tensor]]:
+        """Returns a second arena with the same contents, and the same of what was handed on.
+
+        Foreign tensors are only read, so that they serve both; a backward writes to hosts.
+        """
         twin = self.lease(lease.tensors)
         twin.arena.copy_(lease.arena)
-        return twin
+        foreign = len(handed) - self.num_hosts
+        return twin, [*handed[:foreign], *map(copy_of_host, handed[foreign:])]
 
     def _bind(self, tensors: list[torch.Tensor]) -> Lease:
-        arena = torch.empty(max(self.plan.peak_bytes, 64), dtype=torch.uint8)
+        arena = torch.empty(max(self.arena_bytes, 64), dtype=torch.uint8)
         by_instance = {
             self.model_instances[i]: t for i, t in zip(self.model_instances, tensors, strict=True)
         }
@@ -284,22 +313,51 @@ def _buffers(instances: Sequence[Instance]) -> Buffers:
     )
 
 
-def _plan(layout: Layout, tools: Tools) -> tuple[list[int], ArenaPlan]:
-    """Places every arena instance; the offsets are indexed by instance."""
+_Placement = tuple[list[int], ArenaPlan, int, Overlay]
+"""Offsets by instance, the plan, the bytes of its arena, and what lies outside of that."""
+
+
+def _plan(layout: Layout, tools: Tools) -> _Placement:
+    """Places every arena instance."""
     placed = [i for i, b in enumerate(layout.instances) if b.kind == "arena"]
-    instances = [layout.instances[i] for i in placed]
-    buffers = _buffers(instances)
+    buffers = _buffers([layout.instances[i] for i in placed])
     arena = place(buffers, tools)
+    return _by_instance(layout, placed, arena), arena, arena.peak_bytes, Overlay()
+
+
+def _plan_overlaid(layout: Layout, tools: Tools) -> _Placement | None:
+    """Places every arena instance, in a gradient's memory if it fits there; None if none does."""
+    placed = [i for i, b in enumerate(layout.instances) if b.kind == "arena"]
+    gradients = gradients_of(layout)
+    if not placed or not gradients:
+        return None
+    both = [[layout.instances[i] for i in part] for part in (placed, gradients)]
+    buffers, can_move = buffers_with_gradients(*both), movable(layout, placed)
+    found = tools.plan(
+        buffers,
+        [len(gradients), *map(int, can_move)],
+        lambda: plan_overlaid(
+            buffers, can_move, first_fit, effort_s=_PLAN_EFFORT_S, enough=_ENOUGH
+        ),
+    )
+    arena_bytes, overlay = overlay_of(found, placed, gradients, layout)
+    if not overlay.guests:
+        return None
+    return _by_instance(layout, placed, found), found, arena_bytes, overlay
+
+
+def _by_instance(layout: Layout, placed: Sequence[int], arena: ArenaPlan) -> list[int]:
     offsets = [0] * len(layout.instances)
-    for index, offset in zip(placed, arena.offsets.tolist(), strict=True):
+    for index, offset in zip(placed, arena.offsets.tolist(), strict=False):
         offsets[index] = offset
-    return offsets, arena
+    return offsets
 
 
 def place(buffers: Buffers, tools: Tools) -> ArenaPlan:
     """Places buffers in an arena as well as a program's are placed."""
     return tools.plan(
         buffers,
+        (),
         lambda: plan(buffers, effort_s=_PLAN_EFFORT_S, enough=_ENOUGH, fit=first_fit),
     )
 

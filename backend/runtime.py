@@ -68,7 +68,7 @@ class ReplayRuntime:
 @dataclass
 class _Flight:
     lease: Lease
-    foreign: list[torch.Tensor]
+    foreign: list[torch.Tensor]  # results of launches, and gradients to be
     borrowed: list[tuple[torch.Tensor, int]]  # user inputs that were saved, and their versions
 
 
@@ -114,7 +114,9 @@ class PlannedRuntime:
         given = [_unchanged(tensor, version) for tensor, version in flight.borrowed]
         given += [operands[i] for i in self._operands]
         if graph == "keep":  # the backward works in the arena, so it gets one of its own
-            lease = self.program.copy_of(lease)
+            lease, foreign = self.program.copy_of(lease, foreign)
+        else:
+            flight.foreign = []  # gradients among them: the user's alone from here on
         gradients = lease.runners[1]([*given, *foreign])
         lease.release()
         return gradients

@@ -102,7 +102,7 @@ def ways(sizes: dict[str, int]) -> dict[str, Way]:
 
     def arena_of_module() -> tuple[int, int, tuple[str, ...]]:
         report = compiled.last_report
-        return report.peak_bytes or 0, report.lower_bound_bytes or 0, ()
+        return report.arena_bytes or 0, report.lower_bound_bytes or 0, ()
 
     def arena_of_step() -> tuple[int, int, tuple[str, ...]]:
         stats = step.stats

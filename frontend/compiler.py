@@ -38,7 +38,7 @@ from ..backend.lower import (
 )
 from ..backend.planned import PlannedProgram, Tools, lay_out, least_bytes
 from ..backend.runtime import PlannedRuntime, ReplayRuntime, Runtime
-from ..recompute.policy import POLICIES, Policy, check_policy
+from ..recompute.policy import POLICIES, Budget, Policy, check_policy
 from ..recompute.summary import RecomputeRecord
 from ..reuse.errors import PlanError, ReuseError
 from ..reuse.leaf import flat_types, leaf_key
@@ -172,7 +172,7 @@ class Compiler:
         programs = self._lowered(programs, report)
         with report.timed("link") as nodes:
             flats = [link(p) for p in programs]
-            runtime = self._runtime(captured.program, flats, derivative, report)
+            runtime = self._runtime(captured.program, flats, derivative, report, self._gradients)
             report.num_launches = nodes.count = runtime.num_launches
         report.cache = self._cache.finish()
         watched = saved_inputs(programs[0]) if derivative is not None else ()
@@ -216,7 +216,7 @@ class Compiler:
         with report.timed("link") as nodes:
             planned = self._planned_step(linked)
             report.num_launches = nodes.count = planned.num_launches
-        report.peak_bytes = planned.plan.peak_bytes
+        report.peak_bytes = report.arena_bytes = planned.plan.peak_bytes
         report.lower_bound_bytes = planned.plan.lower_bound_bytes
         report.cache = self._cache.finish()
         return CompiledStep(captured, step, planned), report
@@ -322,6 +322,7 @@ class Compiler:
         flats: Sequence[FlatProgram],
         derivative: Derivative | None,
         report: CompileReport,
+        gradients: str = "apart",
     ) -> Runtime:
         """Plans the memory of a program where its kernels allow it, else replays closures."""
         num_results = len(program.outputs)
@@ -331,19 +332,37 @@ class Compiler:
             executables = [Executable(flat, self._kernels) for flat in flats]
             backward = executables[1] if derivative is not None else None
             return ReplayRuntime(executables[0], backward, num_results)
-        planned = self._planned(program, flats, derivative)
+        planned = self._planned(program, flats, derivative, gradients)
         report.peak_bytes = planned.plan.peak_bytes
+        report.arena_bytes = planned.arena_bytes
         report.lower_bound_bytes = planned.plan.lower_bound_bytes
         num_saved = len(flat_types([derivative.saved_type])) if derivative is not None else 0
         return PlannedRuntime(planned, num_results, num_saved)
 
+    @property
+    def _gradients(self) -> str:
+        """A budget bounds what a forward in flight holds, which is less without gradients."""
+        return "apart" if isinstance(self.options.recompute, Budget) else "overlaid"
+
     def _planned(
-        self, program: Program, flats: Sequence[FlatProgram], derivative: Derivative | None
+        self,
+        program: Program,
+        flats: Sequence[FlatProgram],
+        derivative: Derivative | None,
+        gradients: str = "apart",
     ) -> PlannedProgram:
         model_inputs = [i for i, s in enumerate(program.sources) if isinstance(s, ModelTensor)]
         num_returned, sources = returned_of(program, derivative)
         lists = self._lists(flats)
-        return PlannedProgram(flats, lists, model_inputs, num_returned, sources, tools=self._tools)
+        return PlannedProgram(
+            flats,
+            lists,
+            model_inputs,
+            num_returned,
+            sources,
+            tools=self._tools,
+            gradients=gradients,
+        )
 
     def _likely_peak(self, program: Program, request: Request) -> int:
         """What :meth:`_peak_of` will say, told without kernels."""

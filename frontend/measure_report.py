@@ -53,7 +53,7 @@ class MeasureReport:
         eager: time of the model's own step; None if nothing was run.
         warm_up: a small compile before both, which pays for imports; on neither side.
         micro_batches: parts of the batch that a step runs one after another.
-        peak_bytes: arena of the late program; None where memory is not planned.
+        peak_bytes: of the late program, as its report has it; None where memory is not planned.
         lower_bound_bytes: largest sum of live bytes, which no plan can go below; None likewise.
     """
 

@@ -45,7 +45,10 @@ class CompileReport:
         num_block_calls: calls on marked blocks.
         num_kernels: closures compiled.
         num_launches: kernel launches in one forward (and backward, if training).
-        peak_bytes: size of the planned arena; None if memory is not planned.
+        peak_bytes: most bytes that are planned at once; None if memory is not planned. That is the
+            arena, and the gradients where activations lie in their memory (in ``compile``, unless a
+            budget was given; in ``compile_step`` the arena holds the gradients).
+        arena_bytes: the part of them that is kept from run to run.
         lower_bound_bytes: largest sum of live bytes, which no plan can go below.
         unplanned: why memory is not planned, if it is not.
         saved_bytes: what one forward saves for its backward, in training.
@@ -71,6 +74,7 @@ class CompileReport:
     num_kernels: int = 0
     num_launches: int = 0
     peak_bytes: int | None = None
+    arena_bytes: int | None = None
     lower_bound_bytes: int | None = None
     unplanned: str = ""
     saved_bytes: int | None = None

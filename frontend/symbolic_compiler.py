@@ -115,7 +115,7 @@ class SymbolicCompiler(Compiler):
             flats = [self._flat_at(flat, values, lowered) for flat in symbolic.flats]
             derivative = symbolic.derivative and _derivative_at(symbolic.derivative, values)
             captured = symbolic.captured
-            runtime = self._runtime(captured.program, flats, derivative, report)
+            runtime = self._runtime(captured.program, flats, derivative, report, self._gradients)
             report.num_launches = nodes.count = runtime.num_launches
         describe(report, captured)
         for symbol_leaf, leaf in lowered.items():

@@ -1,0 +1,327 @@
+"""Activations in the memory of gradients to come: right numbers, and nothing left behind there."""
+
+import copy
+import importlib
+import threading
+from collections.abc import Iterator
+from types import ModuleType
+
+import pytest
+import torch
+from conftest import ROOT
+from programs import random_arguments, random_value
+from test_planned import assert_same, check_arena, differentiated, plan
+
+import lazyinline
+from lazyinline.backend import overlay
+from lazyinline.backend.overlap import check_no_overlap
+from lazyinline.backend.planned import PlannedProgram
+from lazyinline.backend.runtime import PlannedRuntime
+from lazyinline.frontend.models import DecoderBlock, llama
+from lazyinline.recompute.policy import Budget
+from lazyinline.reuse.interpreter import interpret
+from lazyinline.reuse.leaf import flat_types
+
+Grads = list[torch.Tensor]
+
+
+def check_guests(planned: PlannedProgram) -> None:
+    """Guests are inside their host, overlap no other guest, and are dead when it is written."""
+    instances = planned.layout.instances
+    for host, room in planned.overlay.hosts.items():
+        guests = {i: at for i, (h, at) in planned.overlay.guests.items() if h == host}
+        assert guests
+        check_no_overlap(
+            [instances[i].birth for i in guests],
+            [instances[i].death for i in guests],
+            list(guests.values()),
+            [instances[i].num_bytes for i in guests],
+        )
+        for i, at in guests.items():
+            assert at + instances[i].num_bytes <= room
+            assert instances[i].death <= instances[host].birth
+
+
+def test_random_programs_in_the_memory_of_their_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two flights, each through a backward that keeps the graph and one that frees it."""
+    monkeypatch.setattr(overlay, "_MIN_HOST_BYTES", 4)
+    monkeypatch.setattr(overlay, "ALIGNMENT", 4)
+    num_guests = 0
+    for seed in range(30):
+        program, derivative = differentiated(seed)
+        forward, backward = derivative.forward.program, derivative.backward.program
+        num_results = len(program.outputs)
+        num_saved = len(flat_types([derivative.saved_type]))
+        cotangents = derivative.backward.input_types[-len(derivative.cotangent_outputs) :]
+        planned = plan(
+            [forward, backward],
+            model_inputs=[],
+            num_results=[num_results, len(derivative.gradient_inputs)],
+            backward_inputs=[
+                *(("output", num_results + i) for i in range(num_saved)),
+                *(("input", i) for i in derivative.kept_inputs),
+                *(("output", i) for i in derivative.kept_outputs),
+                *(("new", t) for t in cotangents),
+            ],
+            gradients="overlaid",
+        )
+        num_guests += len(planned.overlay.guests)
+        check_arena(planned)
+        check_guests(planned)
+        runtime = PlannedRuntime(planned, num_results, num_saved)
+        generator = torch.Generator().manual_seed(seed)
+        flights = []
+        for number in range(2):
+            args = random_arguments(program, seed + number)
+            seeds = [random_value(t, generator) for t in cotangents]
+            flights.append((args, seeds, *runtime.forward(list(args))))
+        received = []
+        for graph in ("keep", "free"):
+            for args, seeds, results, flight in flights:
+                *primal, saved = interpret(forward, args)
+                kept = [args[i] for i in derivative.kept_inputs]
+                ours = [*kept, *(results[i] for i in derivative.kept_outputs), *seeds]
+                theirs = [*kept, *(primal[i] for i in derivative.kept_outputs), *seeds]
+                expected = interpret(backward, [saved, *theirs])
+                received.append((runtime.backward(flight, ours, graph), expected))
+        for gradients, expected in received:  # after all runs: nobody wrote to them since
+            assert_same(gradients, expected, f"seed {seed}")
+    assert num_guests > 30, num_guests
+
+
+# ---- a decoder ---------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def memory_events() -> ModuleType:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT / "benchmarks"))
+        return importlib.import_module("memory_events")
+
+
+class Subject:
+    """A compiled decoder whose gradients are hosts, and the model itself beside it."""
+
+    def __init__(self) -> None:
+        lazyinline.lazy_inline(DecoderBlock)
+        self.model, self.args = llama(num_layers=3, hidden=32, num_heads=2, vocab=61, seq=8)
+        self.eager = copy.deepcopy(self.model)
+        self.compiled = lazyinline.compile(self.model)
+        self.grads_of(self.compiled, self.args)
+
+    @property
+    def planned(self) -> PlannedProgram:
+        (entry,) = self.compiled.__dict__["_lazyinline_entries"]
+        program: PlannedProgram = entry._compiled.runtime.program
+        return program
+
+    def batch(self, seed: int) -> tuple[torch.Tensor, ...]:
+        generator = torch.Generator().manual_seed(seed)
+        return tuple(torch.randint(0, 61, x.shape, generator=generator) for x in self.args)
+
+    @staticmethod
+    def clear(*models: torch.nn.Module) -> None:
+        for model in models:
+            model.zero_grad(set_to_none=True)
+
+    def grads_of(self, model: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> Grads:
+        """One step from no gradients."""
+        self.clear(model)
+        model(*args).backward()
+        return received(model)
+
+    def expected(self, *seeds: int) -> Grads:
+        """Eager gradients, summed over batches."""
+        self.clear(self.eager)
+        for seed in seeds:
+            self.eager(*self.batch(seed)).backward()
+        return received(self.eager)
+
+
+def received(model: torch.nn.Module) -> Grads:
+    return [p.grad for p in model.parameters() if p.grad is not None]
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[Subject]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(overlay, "_MIN_HOST_BYTES", 1024)
+        yield Subject()
+
+
+@pytest.fixture
+def subject(shared: Subject) -> Subject:
+    shared.clear(shared.model, shared.eager)
+    return shared
+
+
+def assert_close(ours: Grads, theirs: Grads, factor: float = 1.0) -> None:
+    assert len(ours) == len(theirs) > 20
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, factor * b, rtol=2e-4, atol=2e-6)
+
+
+def test_most_of_the_arena_lies_in_gradients(subject: Subject) -> None:
+    planned = subject.planned
+    check_guests(planned)
+    assert planned.num_hosts > 5
+    # What a step must hold at least, and the arena that was in addition to the gradients before.
+    assert planned.plan.peak_bytes <= 1.1 * planned.plan.lower_bound_bytes
+    assert planned.arena_bytes < 0.2 * sum(
+        b.num_bytes for b in planned.layout.instances if b.kind == "arena"
+    )
+
+
+def test_reported_peak_is_what_the_profiler_measures(
+    subject: Subject, memory_events: ModuleType
+) -> None:
+    def step() -> None:
+        subject.compiled(*subject.args).backward()
+
+    step()
+    subject.clear(subject.model)
+    report, use = subject.compiled.last_report, memory_events.memory_use(step)
+    assert report.peak_bytes is not None and report.arena_bytes is not None
+    assert abs((report.arena_bytes + use.peak_bytes) / report.peak_bytes - 1) <= 0.02
+
+
+def test_what_was_received_stays_as_it_was_and_is_nobody_elses(subject: Subject) -> None:
+    first = subject.grads_of(subject.compiled, subject.batch(1))
+    before = [g.clone() for g in first]
+    second = subject.grads_of(subject.compiled, subject.batch(2))
+    held = subject.compiled(*subject.batch(3))  # activations of a forward in flight
+    for gradient in second:
+        gradient.fill_(float("nan"))
+    held.backward()
+    assert all(map(torch.equal, first, before))
+    assert_close(first, subject.expected(1))
+    memories = [g.untyped_storage().data_ptr() for g in (*first, *second)]
+    assert len(set(memories)) == len(memories)
+    extra = sum(g.untyped_storage().nbytes() - g.nbytes for g in first)
+    assert extra <= 0.01 * sum(g.nbytes for g in first)
+
+
+def test_writing_to_received_gradients_does_not_reach_a_forward_in_flight(subject: Subject) -> None:
+    loss = subject.compiled(*subject.batch(1))
+    for gradient in subject.grads_of(subject.compiled, subject.batch(2)):
+        gradient.fill_(float("nan"))
+    subject.clear(subject.model)
+    loss.backward()
+    assert_close(received(subject.model), subject.expected(1))
+
+
+def test_gradients_are_taken_without_a_copy(subject: Subject, memory_events: ModuleType) -> None:
+    """AccumulateGrad copies what somebody else still holds."""
+    subject.grads_of(subject.compiled, subject.args)
+    subject.clear(subject.model)
+    use = memory_events.memory_use(lambda: subject.compiled(*subject.args).backward())
+    assert not {"aten::clone", "aten::new_empty_strided"} & set(use.allocations), use.allocations
+
+
+def test_a_second_backward_through_a_kept_graph(subject: Subject) -> None:
+    loss = subject.compiled(*subject.batch(1))
+    loss.backward(retain_graph=True)
+    first = received(subject.model)
+    before = [g.clone() for g in first]
+    subject.clear(subject.model)
+    other = subject.grads_of(subject.compiled, subject.batch(2))
+    subject.clear(subject.model)
+    loss.backward()
+    assert_close(received(subject.model), subject.expected(1))
+    assert_close(other, subject.expected(2))
+    assert all(map(torch.equal, first, before))
+    with pytest.raises(RuntimeError, match="second time"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_two_forwards_before_a_backward(subject: Subject, order: tuple[int, int]) -> None:
+    losses = [subject.compiled(*subject.batch(seed)) for seed in (1, 2)]
+    for number in order:
+        subject.clear(subject.model)
+        losses[number].backward()
+        assert_close(received(subject.model), subject.expected(number + 1))
+
+
+def test_gradients_accumulate_and_steps_train(subject: Subject) -> None:
+    for seed in (1, 2, 3):
+        subject.compiled(*subject.batch(seed)).backward()
+    assert_close(received(subject.model), subject.expected(1, 2, 3))
+    state = copy.deepcopy(subject.model.state_dict())
+    for model, run in ((subject.model, subject.compiled), (subject.eager, subject.eager)):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for seed in range(3):
+            optimizer.zero_grad()
+            run(*subject.batch(seed)).backward()
+            optimizer.step()
+    pairs = zip(subject.model.parameters(), subject.eager.parameters(), strict=True)
+    for ours, theirs in pairs:
+        torch.testing.assert_close(ours, theirs, rtol=2e-4, atol=2e-6)
+    subject.model.load_state_dict(state)
+    subject.eager.load_state_dict(state)
+
+
+def test_hooks_see_and_replace_gradients(subject: Subject) -> None:
+    seen: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def hook(gradient: torch.Tensor) -> torch.Tensor:
+        seen.append((gradient, gradient.clone()))
+        return gradient * 2
+
+    handles = [p.register_hook(hook) for p in subject.model.parameters()]
+    try:
+        subject.compiled(*subject.batch(1)).backward()
+    finally:
+        for handle in handles:
+            handle.remove()
+    assert_close(received(subject.model), subject.expected(1), factor=2.0)
+    subject.grads_of(subject.compiled, subject.batch(2))
+    assert all(torch.equal(gradient, before) for gradient, before in seen)
+
+
+def test_an_exception_in_a_backward_leaves_nothing_behind(subject: Subject) -> None:
+    def fail(gradient: torch.Tensor) -> torch.Tensor:
+        raise ValueError("in the middle")
+
+    handle = next(subject.model.parameters()).register_hook(fail)
+    loss = subject.compiled(*subject.batch(1))
+    with pytest.raises(ValueError, match="in the middle"):
+        loss.backward()
+    handle.remove()
+    del loss
+    subject.compiled(*subject.batch(2))  # a forward whose graph is dropped
+    got = subject.grads_of(subject.compiled, subject.batch(3))
+    assert_close(got, subject.expected(3))
+
+
+def test_threads_have_gradients_of_their_own(subject: Subject) -> None:
+    parameters = list(subject.model.parameters())
+    expected = [subject.expected(seed) for seed in range(3)]
+    failed: list[BaseException] = []
+
+    def work(seed: int) -> None:
+        try:
+            for _ in range(10):
+                loss = subject.compiled(*subject.batch(seed))
+                assert_close(list(torch.autograd.grad(loss, parameters)), expected[seed])
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failed, failed
+
+
+def test_a_budget_does_not_count_on_the_memory_of_gradients() -> None:
+    """A forward in flight holds no gradients then, only what the budget bounds."""
+    model = torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.ReLU(), torch.nn.Linear(256, 1))
+    x = torch.randn(64, 256)
+    for recompute in (None, Budget(fraction=1.0)):
+        compiled = lazyinline.compile(model, recompute=recompute)
+        compiled(x).sum().backward()
+        report = compiled.last_report
+        assert report.peak_bytes is not None and report.arena_bytes is not None
+        assert (report.peak_bytes == report.arena_bytes) == (recompute is not None)
