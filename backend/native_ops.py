@@ -22,6 +22,8 @@ aten = torch.ops.aten
 # The numbers are those of native_replay.cpp.
 _KERNEL, _GEMM, _BATCHED_GEMM, _COPY, _COPY_ROW, _ADD, _GATHER_ROWS, _ADD_ROWS = range(8)
 _INDEX, _ZERO_DIVISION = 1, 2
+SMALL_PRODUCTS = {_GEMM: 8, _BATCHED_GEMM: 9}
+"""What does a product by our own routine, on the same words."""
 _MAX_KERNEL_ARGS = 64
 _TYPES = {torch.float32: 0, torch.float64: 1}
 _BLAS_LETTERS = {torch.float32: "s", torch.float64: "d"}

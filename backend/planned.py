@@ -58,6 +58,7 @@ class Tools:
 
 
 _TOOLS = Tools()
+_address_of = torch.Tensor.data_ptr
 
 Runner = Callable[[list[Any]], list[Any]]
 
@@ -189,7 +190,7 @@ class PlannedProgram:
         """Returns an arena to run in, with the model's present tensors bound."""
         # What is bound keeps its memory alive, so an address stands for one memory. The tensor
         # object would not: `parameter.data = ...` gives it another.
-        addresses = [t.data_ptr() for t in tensors]
+        addresses = list(map(_address_of, tensors))
         with self._lock:
             if addresses != self._addresses:
                 self._addresses = addresses
@@ -232,7 +233,7 @@ class PlannedProgram:
                 scope.update(bind_native(code, arena, by_instance, self._replay))
             exec(compiled, scope)
             runners.append(scope["program"])
-        addresses = [t.data_ptr() for t in tensors]
+        addresses = list(map(_address_of, tensors))
         # Detached: `parameter.data = ...` changes the memory of the tensor, not of the lease.
         return Lease(arena, tuple(runners), [t.detach() for t in tensors], addresses, None)
 
@@ -294,6 +295,10 @@ class Lease:
         self.tensors = tensors
         self.addresses = addresses
         self._owner = owner
+
+    def is_bound_to(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether these tensors are where they were when the arena was bound."""
+        return list(map(_address_of, tensors)) == self.addresses
 
     def release(self) -> None:
         """Gives the arena back to its program."""

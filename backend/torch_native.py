@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +21,24 @@ from .built_kernel import BuiltKernel
 from .live_ranges import Buffers, IntArray
 
 _SOURCES = tuple(
-    Path(__file__).with_name(name) for name in ("native_replay.cpp", "native_packing.cpp")
+    Path(__file__).with_name(name)
+    for name in ("native_products.cpp", "native_replay.cpp", "native_packing.cpp")
 )
 _KERNEL = "kernel"  # what Inductor calls every C++ kernel's entry point
 
-Replay = Callable[[int, int, int], int]
+
+@dataclass(frozen=True)
+class Replay:
+    """The replay loop.
+
+    Attributes:
+        run: ``run(program, count, table)``, three addresses or counts, runs so many operations.
+        is_exact: ``is_exact(words)`` tells of a product at that address whether our own routine
+            for small matrices does it, and was tried and gives the bits of BLAS.
+    """
+
+    run: Callable[[int, int, int], int]
+    is_exact: Callable[[int], int]
 
 
 @functools.cache
@@ -39,7 +53,7 @@ def _library() -> Any:
 
 
 def replay_function() -> Replay:
-    """Returns the loop; ``replay(program, count, table)`` takes three addresses or counts.
+    """Builds the loop.
 
     Raises:
         PlanError: if it cannot be built.
@@ -72,7 +86,10 @@ def _typed(library: Any) -> Replay:
     function = library.lazyinline_replay
     function.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p]
     function.restype = ctypes.c_int
-    return function  # type: ignore[no-any-return]
+    is_exact = library.lazyinline_is_exact
+    is_exact.argtypes = [ctypes.c_void_p]
+    is_exact.restype = ctypes.c_int
+    return Replay(function, is_exact)
 
 
 def first_fit(buffers: Buffers, order: IntArray) -> IntArray:

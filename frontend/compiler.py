@@ -354,15 +354,8 @@ class Compiler:
         model_inputs = [i for i, s in enumerate(program.sources) if isinstance(s, ModelTensor)]
         num_returned, sources = returned_of(program, derivative)
         lists = self._lists(flats)
-        return PlannedProgram(
-            flats,
-            lists,
-            model_inputs,
-            num_returned,
-            sources,
-            tools=self._tools,
-            gradients=gradients,
-        )
+        make = partial(PlannedProgram, tools=self._tools, gradients=gradients)
+        return make(flats, lists, model_inputs, num_returned, sources)
 
     def _likely_peak(self, program: Program, request: Request) -> int:
         """What :meth:`_peak_of` will say, told without kernels."""

@@ -97,7 +97,7 @@ class Guard:
         return (
             len(leaves) == len(self._layouts)
             and all(_matches(x, layout) for x, layout in zip(leaves, self._layouts, strict=True))
-            and tree == self._tree
+            and (tree is self._tree or tree == self._tree)
             and _modes() == self._modes
             and (self._unchanged() or self._same_by_value())
             and self._contents.same()

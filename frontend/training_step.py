@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,16 +12,19 @@ import torch
 from torch import nn
 
 from ..autodiff.micro_batches import ORDERS
+from ..backend.planned import Lease
 from ..recompute.policy import Policy
 from ..reuse import pytree
 from ..reuse.errors import PlanError
 from ..reuse.leaf import without_autocast
+from .autograd_bridge import picker
 from .compiler import Batching, CompiledStep, Compiler, Options
 from .guard import Guard
 from .report import CompileReport
 from .runnable import check_runnable
 
 LossFunction = Callable[[Any], torch.Tensor]
+_grad_of = operator.attrgetter("grad")
 
 
 def compile_step(
@@ -126,10 +130,11 @@ class TrainingStep:
         if not self._lock.acquire(blocking=False):
             raise PlanError("This step is already running in another thread; it owns one arena.")
         try:
-            leaves, tree = pytree.flatten((args, kwargs))
+            leaves, tree = pytree.flatten_call(args, kwargs)
             for position, entry in enumerate(self._entries):
                 if entry.guard.accepts(leaves, tree):
-                    self._entries.insert(0, self._entries.pop(position))
+                    if position:
+                        self._entries.insert(0, self._entries.pop(position))
                     return entry.run(leaves)
             return self._compile(leaves, tree).run(leaves)
         finally:
@@ -183,6 +188,8 @@ class _StepEntry:
             for user in users
         ]
         count = len(compiled.step.batch)
+        self._lease: Lease | None = None
+        self._trained_of = picker(compiled.step.gradients)
         seed_type = compiled.step.program.inputs[-1].type
         self._seed = torch.full((), 1.0 / count, dtype=seed_type.dtype)  # type: ignore[union-attr]
 
@@ -194,20 +201,26 @@ class _StepEntry:
             for index, tensor in self._staging:
                 tensor.copy_(leaves[index])
             model = self.guard.tensors
-            lease = self._compiled.planned.lease([*self._batch, *model, self._seed])
-            outputs = lease.runners[0]([])
-            lease.release()
+            outputs = self._arena_for([*self._batch, *model, self._seed]).runners[0]([])
             count = len(step.batch)
             loss = torch.stack(outputs[:count]).mean() if count > 1 else outputs[0].clone()
-            for index, gradient in zip(step.gradients, outputs[count:], strict=False):
-                parameter = model[index]
-                if parameter.grad is not gradient:
+            trained = self._trained_of(model)
+            gradients = outputs[count : count + len(trained)]
+            if not all(map(operator.is_, map(_grad_of, trained), gradients)):
+                for parameter, gradient in zip(trained, gradients, strict=True):
                     parameter.grad = gradient
             for index, state in zip(
                 step.writes, outputs[count + len(step.gradients) :], strict=True
             ):
                 model[index].copy_(state)
         return loss
+
+    def _arena_for(self, tensors: list[torch.Tensor]) -> Lease:
+        """Keeps one lease, for as long as the model's tensors stay where they are."""
+        if self._lease is None or not self._lease.is_bound_to(tensors):
+            self._lease = None  # released before another one is made
+            self._lease = self._compiled.planned.lease(tensors)
+        return self._lease
 
     def stats(self) -> StepStats:
         """Numbers of the plan."""

@@ -13,7 +13,8 @@ from torch.nn import functional as F
 import lazyinline
 from lazyinline.backend.flat_code import GeneratedCode, bind_native
 from lazyinline.backend.kernel_list import Launch, NativeOp, View
-from lazyinline.backend.native_ops import native_op, with_native
+from lazyinline.backend.native_ops import SMALL_PRODUCTS, native_op, with_native
+from lazyinline.backend.torch_native import Replay, replay_function
 
 aten = torch.ops.aten
 SIZES = (1, 2, 3, 8, 17, 64, 130)
@@ -40,31 +41,41 @@ def launch_of(function: Any, args: Sequence[Any], **kwargs: Any) -> tuple[Native
     return native_op(Launch("test", function, given, named)), tensors
 
 
-def run_native(op: NativeOp, tensors: Sequence[Tensor]) -> None:
-    """Runs one operation, each tensor's storage in a slot of its own."""
+def run_native(
+    op: NativeOp, tensors: Sequence[Tensor], loop: Callable[[], Replay] = replay_function
+) -> int:
+    """Runs one operation, each tensor's storage in a slot of its own; returns what it was."""
     code = GeneratedCode()
     for operand in op.operands:
         if isinstance(operand, View):
             code.words.extend((operand.buffer + 1, operand.offset_bytes))
         else:
             code.words.append(operand)
+    code.products = [0] if op.operands[0] in SMALL_PRODUCTS else []
     code.slots = {i: i + 1 for i in range(len(tensors))}
     code.num_slots = len(tensors) + 1
     bases = {
         i: torch.empty(0, dtype=t.dtype).set_(t.untyped_storage()) for i, t in enumerate(tensors)
     }
-    scope = bind_native(code, torch.empty(64, dtype=torch.uint8), bases)
+    scope = bind_native(code, torch.empty(64, dtype=torch.uint8), bases, loop)
     if failure := scope["replay"](scope["words"], op.num_operations, scope["table"]):
         scope["fail"](failure)
+    return code.words[0]
+
+
+def blas_only() -> Replay:
+    """The loop, where our own products are told to be inexact."""
+    return Replay(replay_function().run, lambda words: 0)
 
 
 def assert_native_equals(function: Any, *args: Any, out: Tensor, **kwargs: Any) -> None:
     op, tensors = launch_of(function, args, out=out, **kwargs)
     assert op is not None, "no native form"
     expected = function(*args, out=torch.full_like(out, float("nan")), **kwargs)
-    out.fill_(float("nan"))
-    run_native(op, tensors)
-    torch.testing.assert_close(out, expected, rtol=0, atol=0)
+    for loop in (replay_function, blas_only):
+        out.fill_(float("nan"))
+        run_native(op, tensors, loop)
+        torch.testing.assert_close(out, expected, rtol=0, atol=0)
 
 
 def matrix(rows: int, columns: int, dtype: torch.dtype, layout: str) -> Tensor:
@@ -112,6 +123,19 @@ def test_batches_of_matrix_products(transposed: tuple[bool, bool], batch: int) -
             assert_native_equals(aten.bmm.out, a, b, out=out)
         else:
             assert launch_of(aten.bmm.out, (a, b), out=out)[0] is None
+
+
+@needs_blas
+@pytest.mark.skipif("AVX" not in torch.backends.cpu.get_cpu_capability(), reason="written for AVX")
+def test_small_products_are_our_own_where_the_bits_are_those_of_blas() -> None:
+    a, b = torch.randn(8, 16, 8), torch.randn(8, 8, 8).mT
+    a[a.abs() < 0.3] = -0.0
+    op, tensors = launch_of(aten.bmm.out, (a, b), out=torch.empty(8, 16, 8))
+    assert op is not None
+    assert run_native(op, tensors, blas_only) in SMALL_PRODUCTS
+    expected = tensors[-1].clone()
+    assert run_native(op, tensors) in SMALL_PRODUCTS.values()
+    assert torch.equal(tensors[-1].view(torch.int32), expected.view(torch.int32))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
