@@ -4,8 +4,8 @@ A unit (a pipeline stage) has a few parts: a forward and a backward, or a forwar
 They run for one flight (a micro-batch) after the other, interleaved with other flights and units.
 Each part is laid out once, whatever the number of flights. What a buffer is decides its region:
 
-* scratch lives within one part, and is placed once per part,
-* a slab holds what one part of a flight leaves for another, all buffers with the same two parts,
+* scratch lives within one phase of a part (a run of its launches), and is placed once per phase,
+* a slab holds what one phase of a flight leaves for another, all buffers with the same two phases,
 * an inbox or outbox holds one value on its way to or from another unit.
 
 A run is then told where its regions are, and nothing else.
@@ -79,12 +79,15 @@ class Region:
     Attributes:
         num_bytes: how many.
         first, last: number of the first and the last part that uses it.
+        first_phase, last_phase: phases of these parts, each part's counted from 0.
         is_box: whether it is an inbox or outbox.
     """
 
     num_bytes: int
     first: int
     last: int
+    first_phase: int
+    last_phase: int
     is_box: bool
 
     @property
@@ -109,7 +112,8 @@ class UnitLayout:
         kernel_lists: of all leaves.
         tensor_types: of the model's tensors, and then of the sums.
         given_types: of what the caller gives.
-        plan: places the scratch of a part.
+        plan: places the scratch of a phase.
+        num_phases: most phases of a part. More of them need less memory and more regions.
     """
 
     def __init__(
@@ -119,6 +123,7 @@ class UnitLayout:
         tensor_types: Sequence[TensorType],
         given_types: Sequence[TensorType],
         plan: PlanBuffers,
+        num_phases: int = 1,
     ) -> None:
         self.specs = parts
         self.layout = Layout()
@@ -134,7 +139,8 @@ class UnitLayout:
         self._parts = [
             self._lay_out(number, spec, kernel_lists) for number, spec in enumerate(parts)
         ]
-        self._used = self._find_spans()
+        self._used = self._find_spans([start for start, _ in self._spans])
+        self._cuts = [self._cut(number, num_phases) for number in range(len(parts))]
         self.regions: list[Region] = []
         self._region_of: dict[int, int] = {}
         self._offsets = [0] * len(self.layout.instances)
@@ -206,32 +212,47 @@ class UnitLayout:
 
     # ---- regions -------------------------------------------------------------------------
 
-    def _find_spans(self) -> list[tuple[int, int]]:
-        """For each buffer, the first and the last part that use it."""
-        starts = np.array([start for start, _ in self._spans])
+    def _find_spans(self, starts: Sequence[int]) -> list[tuple[int, int]]:
+        """For each buffer, the first and the last of the spans that begin so, in which it lives."""
         births = np.array([b.birth for b in self.layout.instances])
         deaths = np.array([b.death for b in self.layout.instances])
         first = np.searchsorted(starts, births, side="right") - 1
         last = np.searchsorted(starts, deaths - 1, side="right") - 1
         return list(zip(first.tolist(), np.maximum(first, last).tolist(), strict=True))
 
+    def _cut(self, number: int, num_phases: int) -> list[int]:
+        """Where the phases of a part begin: about equally long, where little is live between."""
+        start, end = self._spans[number]
+        live = np.zeros(end - start + 1, np.int64)
+        for instance, used in zip(self.layout.instances, self._used, strict=True):
+            if instance.kind == "arena" and used == (number, number):
+                live[instance.birth - start + 1 : instance.death - start] += instance.num_bytes
+        cuts = [0]
+        step = (end - start) / num_phases
+        for phase in range(1, num_phases):
+            low = max(cuts[-1] + 1, round((phase - 0.5) * step))
+            high = round((phase + 0.5) * step)
+            if low < min(high, end - start):
+                cuts.append(low + int(live[low:high].argmin()))
+        return [start + cut for cut in cuts]
+
     def _make_regions(self, plan: PlanBuffers) -> None:
         boxes = {
             p for places in (self._inbox_places, self._outbox_places) for _, p in _flat(places)
         }
-        slabs: dict[tuple[int, int], list[int]] = {}
+        where = [(part, i) for part, cuts in enumerate(self._cuts) for i in range(len(cuts))]
+        phases = self._find_spans([cut for cuts in self._cuts for cut in cuts])
+        groups: dict[tuple[int, int], list[int]] = {}
         for index, instance in enumerate(self.layout.instances):
-            first, last = self._used[index]
-            if instance.kind != "arena":
-                continue
-            if index in boxes:
-                self._add_region([index], Region(instance.num_bytes, first, last, True))
-            elif first < last:
-                slabs.setdefault((first, last), []).append(index)
-        for (first, last), members in slabs.items():
-            self._add_region(members, Region(self._stack(members), first, last, False))
-        for number in range(len(self._parts)):
-            self._place_scratch(number, plan)
+            (first, a), (last, b) = (where[phase] for phase in phases[index])
+            if instance.kind == "arena" and index in boxes:
+                self._add_region([index], Region(instance.num_bytes, first, last, a, b, True))
+            elif instance.kind == "arena":
+                groups.setdefault(phases[index], []).append(index)
+        for (begin, end), members in groups.items():
+            (first, a), (last, b) = where[begin], where[end]
+            num_bytes = self._stack(members) if begin < end else self._place(members, plan)
+            self._add_region(members, Region(num_bytes, first, last, a, b, False))
         for target, places in (
             (self.inboxes, self._inbox_places),
             (self.outboxes, self._outbox_places),
@@ -247,16 +268,12 @@ class UnitLayout:
             total += -(-self.layout.instances[index].num_bytes // ALIGNMENT) * ALIGNMENT
         return total
 
-    def _place_scratch(self, number: int, plan: PlanBuffers) -> None:
-        members = [
-            i
-            for i, b in enumerate(self.layout.instances)
-            if b.kind == "arena" and self._used[i] == (number, number) and i not in self._region_of
-        ]
+    def _place(self, members: Sequence[int], plan: PlanBuffers) -> int:
+        """Places the scratch of a phase; returns its bytes."""
         found = plan(_buffers([self.layout.instances[i] for i in members]))
         for index, offset in zip(members, found.offsets.tolist(), strict=True):
             self._offsets[index] = offset
-        self._add_region(members, Region(found.peak_bytes, number, number, False))
+        return found.peak_bytes
 
     def _add_region(self, members: Sequence[int], region: Region) -> None:
         for index in members:
@@ -277,9 +294,23 @@ class UnitLayout:
 
     def bytes_per_flight(self, num_flights: int) -> int:
         """Returns what one of so many flights at once takes, with its share of the scratch."""
-        scratch = [r.num_bytes for r in self.regions if not r.is_kept]
         kept = sum(r.num_bytes for r in self.regions if r.is_kept)
-        return kept - (-max(scratch) // max(num_flights, 1))
+        scratch = 0
+        for part, cuts in enumerate(self._cuts):
+            own = [r for r in self.regions if r.first == part and not r.is_kept]
+            for phase in range(len(cuts)):
+                live = [r for r in own if r.first_phase <= phase <= r.last_phase]
+                scratch = max(scratch, sum(r.num_bytes for r in live))
+        return kept - (-scratch // max(num_flights, 1))
+
+    def num_phases(self, number: int) -> int:
+        """Phases of a part."""
+        return len(self._cuts[number])
+
+    def phase_moments(self, number: int) -> list[int]:
+        """Where the phases of a part begin, and where the last ends, from the part's start."""
+        start, end = self._spans[number]
+        return [*(cut - start for cut in self._cuts[number]), end - start + 1]
 
     def _code(self, number: int) -> GeneratedCode:
         part, spec = self._parts[number], self.specs[number]
@@ -346,11 +377,6 @@ class UnitLayout:
             death = instance.death - self._spans[last][0]
             found.append((birth, max(death, 1), last, instance.num_bytes))
         return found
-
-    def num_moments(self, number: int) -> int:
-        """Launches of a part, and one."""
-        start, end = self._spans[number]
-        return end - start + 1
 
     @property
     def num_launches(self) -> list[int]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from types import CodeType
 from typing import Any
 
@@ -85,6 +86,7 @@ class RankProgram:
             unit: {spec.name: i for i, spec in enumerate(layout.specs)}
             for unit, layout in units.items()
         }
+        self._times = self._run_times()
         self._joined = self._join()
         lives = self.region_lives()
         self.plan = plan(_buffers(lives))
@@ -116,24 +118,36 @@ class RankProgram:
                         joined[b] = a
         return joined
 
+    def _run_times(self) -> list[int]:
+        """When each run begins: a moment before it, then one for each phase; and the end."""
+        times = [0]
+        for run in self.schedule.runs:
+            part = self._part_numbers[run.unit].get(run.part)
+            phases = 1 if part is None else self.units[run.unit].num_phases(part)
+            times.append(times[-1] + 1 + phases)
+        return times
+
     def region_lives(self) -> dict[Key, tuple[int, int, int]]:
-        """Birth, death and bytes of every region; run ``i`` is moment ``2 i + 1``."""
+        """Birth, death and bytes of every region, in phases."""
         found: dict[Key, tuple[int, int, int]] = {}
+        times, schedule = self._times, self.schedule
         for unit, layout in self.units.items():
             names = [spec.name for spec in layout.specs]
             inboxes = {b.region: way for way, boxes in layout.inboxes.items() for b in boxes}
             outboxes = {b.region: way for way, boxes in layout.outboxes.items() for b in boxes}
             for flight in self._flights_of(unit):
+                begins = [times[self._numbers[Run(unit, name, flight)]] + 1 for name in names]
                 for number, region in enumerate(layout.regions):
-                    birth = 2 * self._numbers[Run(unit, names[region.first], flight)] + 1
-                    death = 2 * self._numbers[Run(unit, names[region.last], flight)] + 2
+                    birth = begins[region.first] + region.first_phase
+                    death = begins[region.last] + region.last_phase + 1
                     if number in inboxes:
                         key = (unit, inboxes[number], flight)
-                        birth = 2 * self.schedule.posted.get(key, birth // 2)
-                        death = max(death, 2 * self.schedule.arriving.get(key, 0) + 2)
+                        arriving = schedule.arriving[key]
+                        birth = times[schedule.posted.get(key, arriving)]
+                        death = max(death, times[arriving] + 2)
                     if number in outboxes:
                         key = (unit, outboxes[number], flight)
-                        death = max(death, 2 * self.schedule.delivered.get(key, 0) + 1)
+                        death = max(death, times[schedule.delivered.get(key, 0)] + 1)
                     self._add_life(found, (unit, number, flight), (birth, death, region.num_bytes))
         return found
 
@@ -154,29 +168,40 @@ class RankProgram:
     @property
     def lower_bound_bytes(self) -> int:
         """Largest sum of live bytes, every buffer counted on its own. No plan needs less."""
-        starts = [0]
+        starts, phases = [0], list[tuple[int, int]]()
         for run in self.schedule.runs:
             part = self._part_numbers[run.unit].get(run.part)
-            moments = 1 if part is None else self.units[run.unit].num_moments(part)
-            starts.append(starts[-1] + moments)
-        lives = [life for life in self._buffer_lives(starts) if life[2]]
+            cuts = [0, 1] if part is None else self.units[run.unit].phase_moments(part)
+            phases.append((starts[-1], starts[-1]))
+            phases += [(starts[-1] + a, starts[-1] + b) for a, b in pairwise(cuts)]
+            starts.append(starts[-1] + cuts[-1])
+        phases.append((starts[-1], starts[-1]))
+        lives = [life for life in self._buffer_lives(starts, phases) if life[2]]
         return lower_bound(_buffers(dict(enumerate(lives))))
 
-    def _buffer_lives(self, starts: Sequence[int]) -> list[tuple[int, int, int]]:
+    def _buffer_lives(
+        self, starts: Sequence[int], phases: Sequence[tuple[int, int]]
+    ) -> list[tuple[int, int, int]]:
+        """Every buffer, in launches.
+
+        Args:
+            starts: when each run starts.
+            phases: begin and end of each phase; equal for the moment before a run.
+        """
         found = []
-        boxes = self.region_lives()
-        for (unit, region, _), (birth, death, num_bytes) in boxes.items():
+        for (unit, region, _), (birth, death, num_bytes) in self.region_lives().items():
             if self.units[unit].regions[region].is_box:  # for as long as is certain
-                begin = starts[birth // 2 + 1] - 1 if birth % 2 else starts[birth // 2]
-                end = starts[death // 2] if death % 2 else starts[death // 2 - 1] + 1
-                found.append((begin, max(end, begin + 1), num_bytes))
+                begin, end = phases[birth], phases[death - 1]
+                born = max(begin[1] - 1, begin[0])
+                dead = end[0] + (end[0] < end[1])
+                found.append((born, max(dead, born + 1), num_bytes))
         for index, run in enumerate(self.schedule.runs):
             layout, numbers = self.units[run.unit], self._part_numbers[run.unit]
             if run.part not in numbers:
                 continue
             for birth, death, last, num_bytes in layout.lives(numbers[run.part]):
-                end = self._numbers[Run(run.unit, layout.specs[last].name, run.flight)]
-                found.append((starts[index] + birth, starts[end] + death, num_bytes))
+                end_run = self._numbers[Run(run.unit, layout.specs[last].name, run.flight)]
+                found.append((starts[index] + birth, starts[end_run] + death, num_bytes))
         return found
 
     @property

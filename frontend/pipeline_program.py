@@ -25,7 +25,10 @@ from .compiler import Compiler, Linked
 from .parts import why_written
 from .report import CompileReport
 
-Sources = Sequence[Source]
+# Into how many phases parts are cut, at most; few where scratch is large, many where slabs are.
+_PHASES = (1, 2, 4, 8, 16)
+# Most phases of all runs together: planning costs as much as there are.
+_MAX_PHASES = 2048
 
 
 def boundaries_of(derived: Sequence[StageDerivative]) -> Boundaries:
@@ -66,12 +69,19 @@ def rank_program(
         return None
     with report.timed("link") as nodes:
         flats = iter(linked.flats)
-        units = {}
-        for one, named in zip(own, programs, strict=True):
-            units[one.stage.index] = unit_of(one, {n: next(flats) for n in named}, linked)
-        schedule = _schedule(order, sorted(units))
-        plan_regions = partial(place, tools=linked.tools)
-        made = RankProgram(units, schedule, places, plan_regions, linked.tools.replay)
+        parts = [{name: next(flats) for name in named} for named in programs]
+        schedule = _schedule(order, sorted(one.stage.index for one in own))
+
+        def planned(num_phases: int) -> RankProgram:
+            units = {
+                one.stage.index: unit_of(one, named, linked, num_phases=num_phases)
+                for one, named in zip(own, parts, strict=True)
+            }
+            plan_regions = partial(place, tools=linked.tools)
+            return RankProgram(units, schedule, places, plan_regions, linked.tools.replay)
+
+        tried = [n for n in _PHASES if n == 1 or n * len(order.actions) <= _MAX_PHASES]
+        made = min(map(planned, tried), key=lambda program: program.held_bytes)
         report.num_launches = nodes.count = made.num_launches
     report.peak_bytes = made.plan.peak_bytes
     report.lower_bound_bytes = made.lower_bound_bytes
@@ -115,6 +125,7 @@ def unit_of(
     flats: Mapping[str, FlatProgram],
     linked: Linked,
     plan: PlanBuffers | None = None,
+    num_phases: int = 1,
 ) -> UnitLayout:
     """Lays out the parts of a stage.
 
@@ -123,6 +134,7 @@ def unit_of(
         flats: its parts, linked.
         linked: their kernels.
         plan: places scratch; without it, as well as a program's buffers are placed.
+        num_phases: most phases of a part.
     """
     stage = derived.stage
     models = [TensorType.of(s.tensor) for s in stage.model_tensors]
@@ -134,7 +146,9 @@ def unit_of(
     if derived.derivative is not None:
         parts += _backwards(derived, flats, Source("given", len(given)), len(models))
     plan = plan or partial(place, tools=linked.tools)
-    return UnitLayout(parts, linked.kernel_lists, [*models, *sums], [*given, *seed], plan)
+    return UnitLayout(
+        parts, linked.kernel_lists, [*models, *sums], [*given, *seed], plan, num_phases
+    )
 
 
 def _forward(derived: StageDerivative, flat: FlatProgram) -> PartSpec:
