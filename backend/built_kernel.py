@@ -26,7 +26,11 @@ _SCALARS: dict[str, Any] = {
 
 def is_known_type(name: str) -> bool:
     """Whether an argument of this C++ type can be passed."""
-    return name.endswith("*") or name in _SCALARS
+    return name.endswith("*") or _plain(name) in _SCALARS
+
+
+def _plain(name: str) -> str:
+    return name.removeprefix("const ")
 
 
 @dataclass(frozen=True)
@@ -99,7 +103,7 @@ def _library(path: str) -> Any:
 @functools.cache
 def _checked(kernel: BuiltKernel) -> Any:
     function = getattr(_library(str(kernel.path)), kernel.symbol + CHECKED)
-    types = [_SCALARS.get(name, ctypes.c_void_p) for name in kernel.argument_types]
+    types = [_SCALARS.get(_plain(name), ctypes.c_void_p) for name in kernel.argument_types]
     function.argtypes = [*types, ctypes.c_char_p, ctypes.c_int64]
     function.restype = ctypes.c_int
     return function

@@ -21,8 +21,8 @@ from .kernel_index import KernelIndex
 from .kernel_source import KernelSource, bundle_text
 
 _LOG = logging.getLogger("lazyinline")
-# Fewer kernels than this are not worth a second reading of the headers.
-_LEAST_IN_A_SPLIT = 4
+# Reading the headers costs as much as building this many kernels: fewer wait for others.
+_LEAST = 6
 
 Kernel = Callable[..., Any]
 
@@ -187,9 +187,9 @@ def _split(
     sources: Sequence[KernelSource], num_free: int, all_written: bool
 ) -> list[list[KernelSource]]:
     """Returns the bundles to start now."""
-    if not sources or not num_free:
-        return []
-    wanted = -(-len(sources) // _LEAST_IN_A_SPLIT) if all_written else 1
-    num_parts = min(num_free, wanted)
+    wanted = len(sources) // _LEAST
+    if all_written and sources:
+        wanted = max(wanted, 1)
+    num_parts = min(num_free, wanted if all_written else min(wanted, 1))
     longest_first = sorted(sources, key=lambda source: -len(source.text))
     return [longest_first[i::num_parts] for i in range(num_parts)]

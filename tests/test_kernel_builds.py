@@ -111,8 +111,8 @@ class Block(nn.Module):
         return x + torch.nn.functional.gelu(self.inner(self.norm(x)))
 
 
-def step(model: nn.Module, x: Tensor) -> list[Tensor]:
-    loss = lazyinline.compile(model)(x).square().mean()
+def step(model: nn.Module, x: Tensor, dynamic: bool | None = None) -> list[Tensor]:
+    loss = lazyinline.compile(model, dynamic=dynamic)(x).square().mean()
     gradients = torch.autograd.grad(loss, list(model.parameters()))
     return [loss.detach(), *gradients]
 
@@ -162,7 +162,10 @@ def test_braces_in_strings_and_comments_are_no_blocks() -> None:
     assert kernel_source(TYPES, text_of("auto s = \"}\"; char c = '{'; // }\n/* { */")) is not None
 
 
-def test_what_inductor_writes_today_shares_files(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_what_inductor_writes_today_shares_files(
+    dynamic: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from torch._inductor.codecache import PyCodeCache
 
     monkeypatch.setenv("LAZYINLINE_CACHE", "0")
@@ -174,7 +177,7 @@ def test_what_inductor_writes_today_shares_files(monkeypatch: pytest.MonkeyPatch
         return kernel_source(types, text)
 
     monkeypatch.setattr(torch_builds, "kernel_source", noted)
-    step(Block(), torch.randn(4, 32))
+    step(Block(), torch.randn(4, 32), dynamic)
     assert accepted and all(accepted), "kernels look different: compiling takes five times as long"
 
 
