@@ -47,6 +47,10 @@ class Promise:
         """
         return self._make() if self._made.cancelled() else self._made.result()
 
+    def __call__(self, *args: Any) -> Any:
+        """Runs the kernel; a wrapper of a compile that failed may still hold its promise."""
+        return self.result()(*args)
+
 
 def kept(value: Any) -> Any:
     """Returns what a promise stands for; any other value as it is."""
