@@ -395,8 +395,8 @@ def bind_native(
 ) -> dict[str, Any]:
     """Makes the address table of one lease, or of one run in regions that start at these bytes.
 
-    The function that gets these names owns what it is given by address: the table, the words, and
-    the memory of the model's tensors, which `parameter.data = ...` may take away from them.
+    The function that gets these names owns what it is given by address: the table, the words, the
+    arena, and the memory of the model's tensors, which `parameter.data = ...` may take from them.
     """
     loop = replay()
     _use_small_products(code, loop)
@@ -409,7 +409,7 @@ def bind_native(
     return {
         "replay": loop.run,
         "words": code.words.buffer_info()[0],
-        "owned": (code.words, [tensors[instance].detach() for instance in code.slots]),
+        "owned": (code.words, arena, [tensors[instance].detach() for instance in code.slots]),
         "addresses": addresses,
         "table": ctypes.addressof(addresses),
         "fail": native_ops.fail,

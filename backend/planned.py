@@ -118,7 +118,7 @@ class PlannedProgram:
         ]
         self._addresses: list[int] = []
         self._pool: list[Lease] = []
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # collecting garbage inside may give a lease back
 
     def offset_of(self, instance: int) -> int:
         """Where a buffer instance starts in the arena, in bytes."""

@@ -141,6 +141,22 @@ def test_lease_returns_when_a_forward_is_dropped() -> None:
     assert planned.lease([]).arena.data_ptr() == address
 
 
+def test_a_forward_that_is_dropped_while_another_takes_an_arena_blocks_nobody() -> None:
+    """Python may collect garbage, and so a flight, at any allocation: under the lock too."""
+    program = random_program(3, structs=False)
+    planned = plan([program], model_inputs=[], num_results=[len(program.outputs)])
+    lease = planned.lease([])
+
+    def work() -> None:
+        with planned._lock:
+            lease.release()
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(timeout=20)
+    assert not thread.is_alive()
+
+
 def test_threads_get_arenas_of_their_own() -> None:
     program = random_program(5, structs=False)
     args = random_arguments(program, 5)
