@@ -1074,10 +1074,11 @@ def test_a_graph_of_aten_operators_is_translated_into_an_ir_graph(*_: Any) -> No
 @contract(
     f"{EXPORTER}._registration.ONNXRegistry.from_torchlib",
     f"{EXPORTER}._dispatching.dispatch",
+    f"{EXPORTER}._errors",
     f"{EXPORTER}._errors.ConversionError",
 )
 def test_a_translation_of_ours_goes_before_torchlibs(
-    from_torchlib: Any, dispatch: Any, error: Any
+    from_torchlib: Any, dispatch: Any, _: Any, error: Any
 ) -> None:
     registry = from_torchlib(opset_version=18)
     relu = torch.ops.aten.relu.default
@@ -1090,7 +1091,7 @@ def test_a_translation_of_ours_goes_before_torchlibs(
     node = graph.call_function(relu, (graph.placeholder("x"),))
     for each in graph.nodes:
         each.meta["val"] = torch.ones(2)
-    function, _ = dispatch(node, registry)
+    function, *_ = dispatch(node, registry)
     assert getattr(function, "func", function) is own
     assert issubclass(error, Exception)
 
