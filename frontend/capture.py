@@ -39,6 +39,7 @@ from .candidates import (
     choose_blocks,
     dissolve,
 )
+from .contents import refuse_iterators
 from .decorator import is_compiled, is_marked
 from .fake_rules import kernels_own_rules
 from .outside_values import OutsideValues
@@ -172,10 +173,15 @@ def _capture(
     model: nn.Module, arguments: Arguments, blocks: Callable[[], Blocks], *, train: bool
 ) -> CapturedModel:
     try:
-        return _capture_once(model, arguments, blocks(), train=train)
+        captured = _capture_once(model, arguments, blocks(), train=train)
     except UnsettledError as unsettled:
         first = _assemble(unsettled.recorder, unsettled.results, unsettled.tree)
-        return _capture_settled(model, arguments, unsettled, first, blocks(), train=train)
+        captured = _capture_settled(model, arguments, unsettled, first, blocks(), train=train)
+    iterators = captured.iterators()
+    if iterators:  # each forward may make its own, and then it is no state
+        again = _capture_once(model, arguments, blocks(), train=train)
+        refuse_iterators(iterators, again.held_iterators())
+    return captured
 
 
 def _capture_once(
@@ -238,7 +244,7 @@ def _assemble(recorder: Recorder, results: list[Any], tree: pytree.TreeSpec) -> 
     ]
     traced = sum(not d.shared for d in decisions)
     reads = list(recorder.attribute_reads.values())
-    outside = OutsideValues(recorder.outside)
+    outside = OutsideValues(recorder.outside, recorder.contents)
     whole = list(recorder.whole_reads.values())
     return CapturedModel(
         program, decisions, traced, reads, whole, recorder.contents, outside, recorder.sizes

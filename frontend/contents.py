@@ -1,4 +1,4 @@
-"""What mutable objects hold: lists, dictionaries, sets and plain Python objects, all the way down.
+"""What mutable objects hold, all the way down.
 
 A model's Python reads more than attributes: ``self.config.scale``, ``self.tables[0]``. The objects
 in between are looked into when they are first read, and compared by identity, item by item.
@@ -8,65 +8,97 @@ from __future__ import annotations
 
 import operator
 import types
-from collections.abc import Callable
-from itertools import islice
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import nn
+
+from ..reuse.errors import CaptureError
+from .holders import Kind, attributes_of, is_iterator, kind_of, parts_of
 
 MISSING = object()
 
 _SCALARS = (bool, int, float, complex, str, bytes, torch.device, torch.Size)
-_MAX_DEPTH = 6
-_MAX_CONTAINERS = 256
-_MAX_ITEMS = 1024
-_CLOSED = (
-    torch.Tensor,
-    nn.Module,
-    type,
-    types.ModuleType,
-    types.FunctionType,
-    types.MethodType,
-    types.BuiltinFunctionType,
-)
-_FOREIGN = frozenset({"builtins", "torch", "numpy", "functools", "threading", "weakref", "logging"})
+_ATOMS = frozenset({*_SCALARS, type(None), torch.dtype})
+_SHOWN = (list, tuple, dict)  # code that reads one of these directly reads what is in it
+_MAX_OBJECTS = 2**20
 
 
 class Contents:
-    """What the objects looked into held then."""
+    """What the objects looked into held then.
+
+    Attributes:
+        holders: the classes and modules met, and the classes of the objects met: what they hold
+            is read by name.
+        functions: the functions met.
+        iterators: those that the code itself was handed; each use moves them on.
+    """
 
     def __init__(self) -> None:
+        self.holders: dict[int, Any] = {}
+        self.functions: dict[int, types.FunctionType] = {}
+        self.iterators: list[Any] = []
         self._seen: dict[int, Any] = {}
         self._lists: list[tuple[list[Any], list[Any]]] = []
         self._sets: list[tuple[set[Any], frozenset[Any]]] = []
         self._dicts: list[tuple[dict[Any, Any], list[Any], list[Any]]] = []
+        self._others: list[tuple[Any, Kind, list[Any]]] = []
 
-    def look_into(self, value: Any, depth: int = 0) -> None:
-        """Notes what a value holds, unless that was done before."""
-        if id(value) in self._seen or depth > _MAX_DEPTH or len(self._seen) > _MAX_CONTAINERS:
-            return
-        if isinstance(value, (list, tuple)):
-            inner = list(islice(value, _MAX_ITEMS))
-            if isinstance(value, list):
-                self._lists.append((value, inner))
+    def look_into(self, value: Any) -> None:
+        """Notes what a value holds, unless that was done before.
+
+        Raises:
+            CaptureError: if that is a million objects.
+        """
+        todo = [(value, True)]
+        while todo:
+            value, is_direct = todo.pop()
+            if type(value) in _ATOMS or id(value) in self._seen:
+                continue
+            self._seen[id(value)] = value
+            if len(self._seen) > _MAX_OBJECTS:
+                raise CaptureError(
+                    f"An attribute or global that the model's forward reads holds more than "
+                    f"{_MAX_OBJECTS} objects, and a change in any of them would have to be "
+                    "noticed at every call. Keep what the forward needs in attributes of their "
+                    "own, numbers in a tensor."
+                )
+            if is_direct and is_iterator(value):
+                self.iterators.append(value)
+            shown = is_direct and isinstance(value, _SHOWN)
+            todo += [(item, shown) for item in self._note(value)]
+
+    def _note(self, value: Any) -> list[Any]:
+        """Keeps what a value holds itself; returns what it leads to."""
+        found = list(parts_of(value))
+        if isinstance(value, list):
+            found = list(value)
+            self._lists.append((value, found))
         elif isinstance(value, dict):
-            inner = self._note_dict(value)
+            found = self._note_dict(value)
         elif isinstance(value, set):
+            found = list(value)
             self._sets.append((value, frozenset(value)))
-            inner = []
-        elif _is_plain_object(value):
-            inner = self._note_dict(vars(value))
-        else:
-            return
-        self._seen[id(value)] = value
-        for item in inner:
-            self.look_into(item, depth + 1)
+        elif isinstance(value, (type, types.ModuleType)):
+            self.holders[id(value)] = value
+        elif isinstance(value, types.FunctionType):
+            self.functions[id(value)] = value
+        kind = kind_of(value)
+        if kind is not None:
+            held = list(kind.take(value))
+            self._others.append((value, kind, held))
+            found = found + ([] if kind.is_state else held)
+        attributes = attributes_of(value)
+        if attributes is not None:
+            found = found + self._note_dict(attributes)
+        if attributes is not None or kind is not None:
+            self.holders.setdefault(id(type(value)), type(value))
+        return found
 
     def _note_dict(self, table: dict[Any, Any]) -> list[Any]:
-        keys, values = list(islice(table, _MAX_ITEMS)), list(islice(table.values(), _MAX_ITEMS))
+        keys, values = list(table), list(table.values())
         self._dicts.append((table, keys, values))
-        return values
+        return [*keys, *values]
 
     def same(self) -> bool:
         """Whether all of them hold the same objects still (or equal numbers and texts)."""
@@ -77,6 +109,7 @@ class Contents:
                 for table, keys, values in self._dicts
             )
             and all(now == before for now, before in self._sets)
+            and all(_same(kind.take(now), before) for now, kind, before in self._others)
         )
 
     def changed_values(self) -> list[Any]:
@@ -89,6 +122,10 @@ class Contents:
                 new += _not_in([*table, *table.values()], [*keys, *values])
         for group, members in self._sets:
             new += list(group - members)
+        for value, kind, before in self._others:
+            held = kind.take(value)
+            if not _same(held, before):
+                new += [value] if kind.is_state else _not_in(held, before)
         return new
 
     def put_forward(self) -> Callable[[], None]:
@@ -96,6 +133,7 @@ class Contents:
         lists = [(now, list(now)) for now, _ in self._lists]
         dicts = [(table, dict(table)) for table, _, _ in self._dicts]
         sets = [(group, set(group)) for group, _ in self._sets]
+        others = [(value, kind, list(kind.take(value))) for value, kind, _ in self._others]
 
         def redo() -> None:
             for now, items in lists:
@@ -106,6 +144,9 @@ class Contents:
             for group, members in sets:
                 group.clear()
                 group.update(members)
+            for value, kind, held in others:
+                if not _same(kind.take(value), held):
+                    kind.put(value, held)
 
         return redo
 
@@ -113,11 +154,10 @@ class Contents:
         """Undoes changes; returns what was changed, or an empty text."""
         changed = ""
         for now, before in self._lists:
-            if len(before) < _MAX_ITEMS and not _same(now, before):
+            if not _same(now, before):
                 changed, now[:] = "a list", before
         for table, keys, values in self._dicts:
-            whole = len(keys) < _MAX_ITEMS
-            if whole and not (_same(table.values(), values) and _same(table, keys)):
+            if not (_same(table.values(), values) and _same(table, keys)):
                 changed = "a dictionary or object"
                 table.clear()
                 table.update(zip(keys, values, strict=True))
@@ -126,7 +166,24 @@ class Contents:
                 changed = "a set"
                 group.clear()
                 group.update(members)
+        for value, kind, before in self._others:
+            if not _same(kind.take(value), before):
+                changed = f"a {type(value).__name__}"
+                kind.put(value, before)
         return changed
+
+
+def refuse_iterators(first: Iterable[Any], second: Iterable[Any]) -> None:
+    """Raises CaptureError for an iterator that two runs of the model's code were both handed."""
+    known = set(map(id, first))
+    for found in second:
+        if id(found) in known:
+            raise CaptureError(
+                f"The model's forward reads a {type(found).__name__} from an attribute or global, "
+                "which gives something else at each use, and a compiled program would use the "
+                "same at every call. Keep the items in a list and a number in a buffer, or pass "
+                "the item in."
+            )
 
 
 def _not_in(now: Any, before: list[Any]) -> list[Any]:
@@ -134,18 +191,8 @@ def _not_in(now: Any, before: list[Any]) -> list[Any]:
     return [value for value in now if id(value) not in known]
 
 
-def _is_plain_object(value: Any) -> bool:
-    kind = type(value)
-    return (
-        not isinstance(value, _CLOSED)
-        and (kind is types.SimpleNamespace or kind.__module__.partition(".")[0] not in _FOREIGN)
-        and type(getattr(value, "__dict__", None)) is dict
-    )
-
-
 def _same(now: Any, before: list[Any]) -> bool:
-    size = len(now)
-    if size != len(before) and (size < _MAX_ITEMS or len(before) < _MAX_ITEMS):
+    if len(now) != len(before):
         return False
     if all(map(operator.is_, now, before)):
         return True
@@ -161,4 +208,6 @@ def same_value(now: Any, before: Any) -> bool:
         return False
     if kind is tuple:
         return len(now) == len(before) and all(map(same_value, now, before))
-    return kind in _SCALARS and repr(now) == repr(before)  # 0.0 is not -0.0, but nan is nan
+    if kind is float or kind is complex:
+        return repr(now) == repr(before)  # 0.0 is not -0.0, but nan is nan
+    return kind in _SCALARS and bool(now == before)

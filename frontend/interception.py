@@ -4,8 +4,8 @@ While :func:`intercepted` is open, in the capturing thread only: a marked block'
 the watcher first; reading an attribute of a module is reported, and a real tensor comes back as
 the watcher's fake; writing an attribute is reported; a custom ``autograd.Function`` is reported,
 so that its own derivative is kept, and so are ``torch.utils.checkpoint`` and a hook on a
-gradient. Everything is put back on exit,
-whatever happens.
+gradient; a real tensor whose numbers Python asks for is the watcher's fake, which has none.
+Everything is put back on exit, whatever happens.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ import torch.utils.checkpoint
 from torch import nn
 
 _LOCK = threading.RLock()
+_PLAIN_TENSORS = (torch.Tensor, nn.Parameter)
+_VALUE_READERS = ("tolist", "numpy", "__array__", "__dlpack__")
 _MODULE_FILE = sys.modules[nn.Module.__module__].__file__
 
 
@@ -64,6 +66,7 @@ def intercepted(watcher: Watcher) -> Iterator[None]:
             _patch_functions(watcher, thread),
             _patch_hooks(watcher, thread),
             _patch_checkpoint(watcher, thread),
+            _patch_values(watcher, thread),
         ]
         try:
             yield
@@ -177,6 +180,32 @@ def _patch_checkpoint(watcher: Watcher, thread: int) -> Callable[[], None]:
 
     def restore() -> None:
         torch.utils.checkpoint._checkpoint_without_reentrant_generator = original
+
+    return restore
+
+
+def _patch_values(watcher: Watcher, thread: int) -> Callable[[], None]:
+    """Readers of a tensor's memory that are no operators, so that no trace sees them."""
+    originals = {name: getattr(torch.Tensor, name) for name in _VALUE_READERS}
+    inherited = [name for name in originals if name not in vars(torch.Tensor)]
+
+    def reading(original: Callable[..., Any]) -> Callable[..., Any]:
+        def read(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            if threading.get_ident() == thread and type(self) in _PLAIN_TENSORS:
+                self = watcher.substitute(self)
+            return original(self, *args, **kwargs)
+
+        return read
+
+    for name, original in originals.items():
+        setattr(torch.Tensor, name, reading(original))
+
+    def restore() -> None:
+        for name, original in originals.items():
+            if name in inherited:
+                delattr(torch.Tensor, name)
+            else:
+                setattr(torch.Tensor, name, original)
 
     return restore
 

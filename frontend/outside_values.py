@@ -6,12 +6,13 @@ They are looked at again at each call of a compiled program.
 from __future__ import annotations
 
 import operator
+import os
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import repeat
 from typing import Any
 
-from ..reuse.reads import Reads, look_up
+from ..reuse.reads import Reads, is_library, look_up, may_hold_state
 from .contents import MISSING, Contents, same_value
 from .identity_checks import IdentityChecks
 
@@ -26,9 +27,13 @@ class OutsideValues:
 
     Args:
         reads: what ran, and where it looked.
+        inside: what the model's own attributes hold; the classes and modules among it are outside.
+
+    Attributes:
+        iterators: those among them; each use moves them on.
     """
 
-    def __init__(self, reads: Reads) -> None:
+    def __init__(self, reads: Reads, inside: Contents) -> None:
         self._contents = Contents()
         self._entries: dict[type, tuple[list[Any], list[str], list[Any]]] = {
             dict: ([], [], []),
@@ -42,6 +47,44 @@ class OutsideValues:
         self._captured = list(map(_contents_of, self._cells))
         for value in self._captured:
             self._contents.look_into(value)
+        self._add_holders(reads.names(), inside)
+        self._functions = _changeable(reads, {**inside.functions, **self._contents.functions})
+        self._add_environment(reads.environment())
+        self.iterators = self._contents.iterators
+
+    def _add_holders(self, names: Iterable[str], inside: Contents) -> None:
+        """Adds what classes and modules met on the way hold under the names that code speaks of."""
+        done: set[int] = set()
+        todo = [*inside.holders.values(), *self._contents.holders.values()]
+        while todo:
+            holder = todo.pop()
+            if id(holder) in done:
+                continue
+            done.add(id(holder))
+            if not may_hold_state(holder):
+                continue
+            if isinstance(holder, type):
+                todo.append(type(holder))
+            for name in names:
+                if _is_own(holder, name):
+                    self._add(holder, name)
+            todo += [h for key, h in self._contents.holders.items() if key not in done]
+
+    def _add_environment(self, texts: Iterable[str]) -> None:
+        table = vars(os.environ).get("_data")
+        if not isinstance(table, dict):
+            return
+        tables, names, values = self._entries[dict]
+        for text in texts:
+            name = os.environ.encodekey(text)  # type: ignore[attr-defined]
+            if name in table:
+                for column, part in zip(
+                    (tables, names, values), (table, name, table[name]), strict=True
+                ):
+                    column.append(part)
+            elif text.isupper():
+                self._absent[0].append(table)
+                self._absent[1].append(name)
 
     def _add(self, owner: Any, name: str) -> None:
         for table in _tables(owner):
@@ -72,6 +115,8 @@ class OutsideValues:
             checks.attribute(owner, name, look_up(owner, name))
         for cell in self._cells:
             checks.captured(cell, cell.cell_contents)
+        for function, name, value in self._functions:
+            checks.attribute(function, name, value)
 
     def same_values(self) -> bool:
         """Whether all of them are what they were, or equal to it."""
@@ -80,6 +125,7 @@ class OutsideValues:
             and not any(map(operator.contains, *self._absent))
             and self._same_captured()
             and all(same_value(look_up(o, name), value) for o, name, value in self._slots)
+            and all(getattr(f, name) is value for f, name, value in self._functions)
         )
 
     def same_contents(self) -> bool:
@@ -95,6 +141,28 @@ class OutsideValues:
             return _same(list(map(_contents_of, self._cells)), self._captured)
         except ValueError:  # one was emptied
             return False
+
+
+def _changeable(
+    reads: Reads, functions: Mapping[int, types.FunctionType]
+) -> list[tuple[types.FunctionType, str, Any]]:
+    """Returns what can be replaced in the functions that ran, while they stay who they are."""
+    ran = {code for code, _ in reads.functions}
+    names = ("__code__", "__defaults__", "__kwdefaults__")
+    return [
+        (f, name, getattr(f, name))
+        for f in functions.values()
+        if f.__code__ in ran
+        for name in names
+    ]
+
+
+def _is_own(holder: Any, name: str) -> bool:
+    """Whether a module, or a class that is no library's, holds something under a name."""
+    if isinstance(holder, types.ModuleType):
+        return name in vars(holder)
+    found = next((base for base in holder.__mro__ if name in vars(base)), None)
+    return found is not None and not is_library(found.__module__)
 
 
 def _same(now: list[Any], before: list[Any]) -> bool:

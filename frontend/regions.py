@@ -144,6 +144,17 @@ class CapturedModel:
     sizes: Any = None
     """The dynamic sizes it was captured with, if any."""
 
+    def iterators(self) -> list[Any]:
+        """Returns the iterators that the model's Python was handed; each use moves them on."""
+        return self.contents.iterators + (self.outside.iterators if self.outside else [])
+
+    def held_iterators(self) -> list[Any]:
+        """Returns those that are still where they were read."""
+        now = Contents()
+        for table, name, _ in self.attribute_reads:
+            now.look_into(table.get(name))
+        return now.iterators + (self.outside.iterators if self.outside else [])
+
     def reasons(self) -> list[SharingDecision]:
         """The instances that were traced although an earlier one of their class existed."""
         return [d for d in self.decisions if not d.shared and d.reason and not d.shares]

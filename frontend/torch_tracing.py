@@ -68,6 +68,14 @@ DATA_DEPENDENT_ERRORS: tuple[type[Exception], ...] = (
 )
 
 
+_READERS = (
+    torch.ops.aten.item.default,
+    torch.ops.aten._local_scalar_dense.default,
+    torch.ops.aten.equal.default,
+    torch.ops.aten.allclose.default,
+)
+
+
 def is_mode_switch(node: torch.fx.Node) -> bool:
     """Whether a node only switches grad mode or autocast (stamps replace these)."""
     return node.target in _side_effectful_need_to_be_preserved_pre_dispatch
@@ -144,7 +152,28 @@ class Tracer:
             raise _Finished  # the graph is all we need; a GraphModule of it takes time per node
 
         with self.fake_mode, _use_lazy_graph_module(True), suppress(_Finished):
-            make_fx(traced, tracing_mode="real", pre_dispatch=True)(list(inputs))
+            readers = {operator_: self._of_fakes_only(operator_) for operator_ in _READERS}
+            make_fx(traced, readers, tracing_mode="real", pre_dispatch=True)(list(inputs))
+
+    def _of_fakes_only(self, operator_: Any) -> Callable[..., Any]:
+        """Refuses an operator that hands Python the value of a tensor from outside.
+
+        The tracer would run it: a tensor in a list or an object of the model's would become a
+        number of the program, the same for every instance and at every call.
+        """
+
+        def read(*args: Any, **kwargs: Any) -> Any:
+            operands = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)]
+            if not all(is_fake(x) or self._is_literal(x) for x in operands):
+                raise DataDependentOutputException(operator_)
+            return NotImplemented
+
+        return read
+
+    def _is_literal(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor was made of Python data in the forward (``torch.tensor(1.5)``)."""
+        tracked = (getattr(proxy, "constant", None) for proxy in self._nodes.values())
+        return any(constant is tensor for constant in tracked)
 
     def _stamping(self, create: Callable[..., torch.fx.Node]) -> Callable[..., torch.fx.Node]:
         def create_node(*args: Any, **kwargs: Any) -> torch.fx.Node:

@@ -38,6 +38,7 @@ _ENVIRONMENT_CODES = frozenset(
     getattr(os.environ, name).__code__
     for name in ("encodekey", "encodevalue", "decodekey", "decodevalue")
 )
+_IMPORTERS = frozenset({"__import__", "import_module"})
 _LIBRARIES = sys.stdlib_module_names | {"torch", "lazyinline"}
 _MAX_OUTSIDE_DEPTH = 8
 _MAX_OUTSIDE_ITEMS = 256
@@ -70,13 +71,17 @@ class Reads:
         """Notes that a Python function ran, and what its globals and captured variables hold."""
         code, scope = frame.f_code, frame.f_globals
         variables = frame.f_locals
-        if code.co_argcount and not _is_library(scope.get("__name__")):
-            self._method(variables.get(code.co_varnames[0]), code.co_names)
+        if code.co_argcount and not is_library(scope.get("__name__")):
+            self._method(variables.get(code.co_varnames[0]), (*code.co_names, code.co_name))
         if (code, id(scope)) in self.functions:
             return
         captured = {name: variables[name] for name in code.co_freevars if name in variables}
         self.functions[code, id(scope)] = {k: shallow_snapshot(v) for k, v in captured.items()}
         names, imports = _global_names(code)
+        if "globals" in names:
+            names = [*names, *texts_of(code)]
+        if not _IMPORTERS.isdisjoint(code.co_names):
+            imports = [*imports, *texts_of(code)]
         for name in names:
             if name in scope:
                 self._outside(scope, name, code.co_names, 0)
@@ -88,6 +93,19 @@ class Reads:
     def places(self) -> list[tuple[Any, str]]:
         """Returns every (owner, name) outside the model that was looked up."""
         return [(owner, name) for (_, name), (owner, _) in self.globals.items()]
+
+    def names(self) -> set[str]:
+        """Returns every name that the functions which ran may look up, written out or as a text."""
+        found: set[str] = set()
+        for code, _ in self.functions:
+            found.update(code.co_names, filter(str.isidentifier, texts_of(code)))
+        return found
+
+    def environment(self) -> list[str]:
+        """Returns the texts that may name environment variables, if any variable was read."""
+        if all(code not in _ENVIRONMENT_CODES for code, _ in self.functions):
+            return []
+        return sorted({text for code, _ in self.functions for text in texts_of(code)})
 
     def cells(self) -> list[types.CellType]:
         """Returns the closure cells of the functions that ran."""
@@ -108,7 +126,7 @@ class Reads:
         self._named_attributes(value, names, depth + 1)
 
     def _named_attributes(self, owner: Any, names: tuple[str, ...], depth: int) -> None:
-        if depth < _MAX_OUTSIDE_DEPTH and _may_hold_state(owner):
+        if depth < _MAX_OUTSIDE_DEPTH and may_hold_state(owner):
             for name in names:
                 if look_up(owner, name) is not ABSENT:
                     self._outside(owner, name, names, depth)
@@ -156,7 +174,7 @@ def _is_data(value: Any) -> bool:
     if kind in (types.SimpleNamespace, argparse.Namespace, threading.local, functools.partial):
         return True
     code = (nn.Module, torch.Tensor, type, types.ModuleType, types.FunctionType, types.MethodType)
-    return not (isinstance(value, code) or _is_library(kind.__module__)) and is_python_defined(kind)
+    return not (isinstance(value, code) or is_library(kind.__module__)) and is_python_defined(kind)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -172,18 +190,24 @@ def _global_names(code: types.CodeType) -> tuple[list[str], list[str]]:
     return list(names), list(imports)
 
 
-def _may_hold_state(value: Any) -> bool:
+def texts_of(code: types.CodeType) -> list[str]:
+    """Returns the texts in a function: names for ``getattr``, ``globals()[...]`` and the like."""
+    return [c for c in code.co_consts if type(c) is str]
+
+
+def may_hold_state(value: Any) -> bool:
     """Whether the attributes of a value are Python state that a user's code may change."""
     if isinstance(value, types.ModuleType):
-        return not _is_library(value.__name__)
+        return not is_library(value.__name__)
     if isinstance(value, type):
-        return not _is_library(value.__module__)
+        return not is_library(value.__module__)
     if isinstance(value, types.FunctionType):
         return bool(value.__dict__)
     return not isinstance(value, (nn.Module, *_PLAIN)) and is_python_defined(type(value))
 
 
-def _is_library(module_name: Any) -> bool:
+def is_library(module_name: Any) -> bool:
+    """Whether a module is Python's own, PyTorch's or ours, whose state steers no model."""
     return isinstance(module_name, str) and module_name.partition(".")[0] in _LIBRARIES
 
 

@@ -219,6 +219,21 @@ def test_a_trace_before_dispatch_keeps_composite_operators_whole(make_fx: Any) -
     assert torch.ops.aten.linear.default not in apart and torch.ops.aten.mm.default in apart
 
 
+@contract("torch.ops.aten._local_scalar_dense.default")
+def test_the_number_in_a_tensor_passes_the_table_of_decompositions_before_dispatch(
+    read: Any,
+) -> None:
+    seen: list[Any] = []
+
+    def note(tensor: Tensor) -> Any:
+        seen.append(tensor)
+        return NotImplemented
+
+    real, table = torch.tensor(3.0), {read: note, torch.ops.aten.item.default: note}
+    traced(lambda x: x * real.item(), torch.ones(2), table=table, pre_dispatch=True)
+    assert seen and all(tensor is real for tensor in seen)
+
+
 def test_a_trace_takes_a_table_of_decompositions_and_flattens_lists() -> None:
     make_fx = resolve("torch.fx.experimental.proxy_tensor.make_fx")
     table = {torch.ops.aten.silu.default: lambda x: x * torch.sigmoid(x)}

@@ -1,0 +1,207 @@
+"""What mutable objects hold, kind by kind, in a form that can be compared and put back.
+
+Lists, dictionaries and sets are :mod:`.contents`' own business; here is everything else that can
+change in place while its identity stays.
+"""
+
+from __future__ import annotations
+
+import array
+import collections
+import contextvars
+import functools
+import io
+import random
+import types
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from ..reuse.freeze import is_python_defined
+
+_UNSET = object()
+_CACHED = type(functools.lru_cache(len))
+_CLOSED = (torch.Tensor, nn.Module, type, types.ModuleType, types.CodeType)
+_FOREIGN = frozenset({"builtins", "torch", "numpy", "functools", "threading", "weakref", "logging"})
+# Plain Python classes of libraries that a model's own arithmetic reads.
+_READ_BY_MODELS = ("torch.distributions",)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """How objects of some kind are read and written.
+
+    Attributes:
+        take: what an object holds now, as items that are compared by identity or plain value.
+        put: makes an object hold what it held.
+        is_state: the items are an inner state, such as a random number generator's.
+    """
+
+    take: Callable[[Any], Sequence[Any]]
+    put: Callable[[Any, Sequence[Any]], None]
+    is_state: bool = False
+
+
+def kind_of(value: Any) -> Kind | None:
+    """Returns how to read an object, or None if it is immutable or opaque."""
+    if isinstance(value, _CLOSED):
+        return None
+    for classes, kind in _KINDS:
+        if isinstance(value, classes):
+            return kind
+    return _SLOTS if _has_slots(type(value)) and is_plain_class(type(value)) else None
+
+
+def is_plain_class(kind: type) -> bool:
+    """Whether objects of a class are looked into: a user's class, written in Python."""
+    name = kind.__module__
+    foreign = name.partition(".")[0] in _FOREIGN and not name.startswith(_READ_BY_MODELS)
+    return kind is types.SimpleNamespace or not foreign
+
+
+def attributes_of(value: Any) -> dict[str, Any] | None:
+    """Returns the ``__dict__`` of an object that is looked into, or None."""
+    if isinstance(value, _CLOSED) or not is_plain_class(type(value)):
+        return None
+    found = getattr(value, "__dict__", None)
+    return found if type(found) is dict else None
+
+
+def parts_of(value: Any) -> Sequence[Any]:
+    """Returns what an object that is itself immutable leads to."""
+    if isinstance(value, (tuple, frozenset)):
+        return list(value)
+    if isinstance(value, types.MethodType):
+        return [value.__self__, value.__func__]
+    if isinstance(value, functools.partial):
+        return [value.func, value.args, value.keywords]
+    if isinstance(value, types.FunctionType):
+        return [value.__defaults__, value.__kwdefaults__]
+    if isinstance(value, property):
+        return [value.fget]
+    if isinstance(value, (staticmethod, classmethod)):
+        return [value.__func__]
+    if isinstance(value, functools.cached_property):
+        return [value.func]
+    return [getattr(value, "__wrapped__", None)] if type(value) is _CACHED else ()
+
+
+def is_iterator(value: Any) -> bool:
+    """Whether each use of an object moves it on, in a way that cannot be seen from outside."""
+    if not isinstance(value, Iterator) or isinstance(value, io.IOBase):
+        return False
+    return not is_python_defined(type(value))
+
+
+def _nothing(value: Any, before: Sequence[Any]) -> None:
+    """Stands for what has no way back."""
+
+
+def _put_deque(value: Any, before: Sequence[Any]) -> None:
+    value.clear()
+    value.extend(before)
+
+
+def _put_bytearray(value: bytearray, before: Sequence[Any]) -> None:
+    value[:] = before[0]
+
+
+def _put_array(value: array.array[Any], before: Sequence[Any]) -> None:
+    del value[:]
+    value.frombytes(before[0])
+
+
+def _take_ndarray(value: np.ndarray) -> Sequence[Any]:
+    if value.dtype.hasobject:
+        return [value.shape, *value.ravel().tolist()]
+    return [value.shape, str(value.dtype), value.tobytes()]
+
+
+def _put_ndarray(value: np.ndarray, before: Sequence[Any]) -> None:
+    if value.shape != before[0]:
+        return
+    if value.dtype.hasobject:
+        np.copyto(value, np.array([*before[1:], None], dtype=object)[:-1].reshape(before[0]))
+    else:
+        value[...] = np.frombuffer(before[2], value.dtype).reshape(before[0])
+
+
+def _take_slots(value: Any) -> Sequence[Any]:
+    kind: Any = type(value)
+    return [_slot(member, value) for member in _slots_of(kind)]
+
+
+def _slot(member: Any, value: Any) -> Any:
+    try:
+        return member.__get__(value)
+    except AttributeError:
+        return _UNSET
+
+
+def _put_slots(value: Any, before: Sequence[Any]) -> None:
+    kind: Any = type(value)
+    for member, content in zip(_slots_of(kind), before, strict=True):
+        if content is not _UNSET:
+            member.__set__(value, content)
+        elif _slot(member, value) is not _UNSET:
+            member.__delete__(value)
+
+
+@functools.lru_cache(maxsize=4096)
+def _slots_of(kind: Any) -> tuple[Any, ...]:
+    """The descriptors of the slots that class statements declare."""
+    return tuple(
+        member
+        for base in kind.__mro__
+        if "__slots__" in vars(base)
+        for member in vars(base).values()
+        if isinstance(member, types.MemberDescriptorType)
+    )
+
+
+def _has_slots(kind: Any) -> bool:
+    return bool(_slots_of(kind))
+
+
+def _put_state(value: random.Random, before: Sequence[Any]) -> None:
+    value.setstate(before[0])
+
+
+def _bit_state(value: Any) -> Sequence[Any]:
+    """A state is a dictionary of numbers and one array of them."""
+    state = value.state if isinstance(value, np.random.BitGenerator) else value.bit_generator.state
+    return _flat(state)
+
+
+def _flat(state: Any) -> list[Any]:
+    if isinstance(state, dict):
+        return [x for key in state for x in (key, *_flat(state[key]))]
+    return [state.tobytes()] if isinstance(state, np.ndarray) else [state]
+
+
+def _old_state(value: np.random.RandomState) -> Sequence[Any]:
+    return _flat(value.get_state(legacy=False))
+
+
+_SLOTS = Kind(_take_slots, _put_slots)
+_KINDS: tuple[tuple[Any, Kind], ...] = (
+    (collections.deque, Kind(list, _put_deque)),
+    (bytearray, Kind(lambda b: [bytes(b)], _put_bytearray)),
+    (array.array, Kind(lambda a: [a.tobytes()], _put_array)),
+    (np.ndarray, Kind(_take_ndarray, _put_ndarray)),
+    (memoryview, Kind(lambda m: [m.tobytes()], _nothing)),
+    (types.MappingProxyType, Kind(lambda m: [*m, *m.values()], _nothing)),
+    (contextvars.ContextVar, Kind(lambda c: [c.get(_UNSET)], _nothing)),
+    (weakref.ReferenceType, Kind(lambda r: [r()], _nothing)),
+    (random.Random, Kind(lambda r: [r.getstate()], _put_state, is_state=True)),
+    (
+        (np.random.Generator, np.random.BitGenerator),
+        Kind(_bit_state, _nothing, is_state=True),
+    ),
+    (np.random.RandomState, Kind(_old_state, _nothing, is_state=True)),
+)

@@ -1,0 +1,372 @@
+"""A compiled model notices a change in whatever its Python reads, however it is reached."""
+
+from __future__ import annotations
+
+import array
+import collections
+import contextvars
+import enum
+import functools
+import itertools
+import os
+import random
+import sys
+import types
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lazyinline
+from lazyinline import CaptureError, lazy_inline
+
+
+class Value:
+    kind = 1.0
+
+    def __init__(self, value: float = 1.0) -> None:
+        self.value = value
+
+    def get(self) -> float:
+        return self.value
+
+    @classmethod
+    def of_class(cls) -> float:
+        return cls.kind
+
+
+class Slotted:
+    __slots__ = ("value",)
+
+    def __init__(self) -> None:
+        self.value = 1.0
+
+    def get(self) -> float:
+        return self.value
+
+
+class Table(dict[str, float]):
+    extra = 1.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = 1.0
+
+
+class Meta(type):
+    value = 1.0
+
+
+class WithMeta(metaclass=Meta):
+    pass
+
+
+class Mode(enum.Enum):
+    ON = 1
+
+
+class Child(Value):
+    pass
+
+
+SETTINGS = types.ModuleType("lazyinline_test_settings")
+SETTINGS.value = 1.0  # type: ignore[attr-defined]
+GLOBAL = 1.0
+CONTEXT: contextvars.ContextVar[float] = contextvars.ContextVar("CONTEXT")
+
+
+def with_default(values: list[float] = [1.0]) -> float:  # noqa: B006
+    return values[0]
+
+
+def with_keyword(*, values: dict[str, float] = {"a": 1.0}) -> float:  # noqa: B006
+    return values["a"]
+
+
+def helper() -> float:
+    return 1.0
+
+
+class Model(nn.Module):
+    """Multiplies by a number that it reads from what it holds."""
+
+    def __init__(self, held: Any, read: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.held = held
+        self._read = read
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * self._read(self.held)
+
+
+def setting(name: str) -> Callable[[Any], None]:
+    return lambda held: setattr(held, name, 3.0)
+
+
+def setting_item(key: Any, value: Any = 3.0) -> Callable[[Any], None]:
+    return lambda held: held.__setitem__(key, value)
+
+
+def nested(depth: int) -> list[Any]:
+    return [nested(depth - 1)] if depth else [1.0]
+
+
+def innermost(held: Any) -> Any:
+    while isinstance(held, list):
+        last, held = held, held[0]
+    return last
+
+
+HELD: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], Callable[[Any], Any]]] = {
+    "array": (lambda: np.ones(2), lambda h: float(h[0]), setting_item(0)),
+    "array of objects": (
+        lambda: np.array([1.0, "a"], dtype=object),
+        lambda h: h[0],
+        setting_item(0),
+    ),
+    "array in a list": (
+        lambda: [np.ones(2)],
+        lambda h: float(h[0][0]),
+        lambda h: h[0].fill(3),
+    ),
+    "deque": (lambda: collections.deque([1.0]), lambda h: h[0], setting_item(0)),
+    "bytearray": (lambda: bytearray(b"a"), lambda h: float(h[0]), setting_item(0, 3)),
+    "array.array": (lambda: array.array("d", [1.0]), lambda h: h[0], setting_item(0)),
+    "memoryview": (
+        lambda: memoryview(bytearray(b"a")),
+        lambda h: float(h[0]),
+        setting_item(0, 3),
+    ),
+    "slots": (Slotted, lambda h: h.value, setting("value")),
+    "method": (lambda: Value().get, lambda h: h(), lambda h: setting("value")(h.__self__)),
+    "method of slots": (
+        lambda: Slotted().get,
+        lambda h: h(),
+        lambda h: setting("value")(h.__self__),
+    ),
+    "partial": (
+        lambda: functools.partial(dict.get, {"a": 1.0}, "a"),
+        lambda h: h(),
+        lambda h: h.args[0].update(a=3.0),
+    ),
+    "partial keywords": (
+        lambda: functools.partial(torch.mul, other=2.0),
+        lambda h: h(torch.ones(())),
+        lambda h: h.keywords.update(other=3.0),
+    ),
+    "weak reference": (
+        lambda: (lambda v: (v, weakref.ref(v)))(Value()),
+        lambda h: h[1]().value,
+        lambda h: setting("value")(h[0]),
+    ),
+    "member of a set": (
+        lambda: {Value()},
+        lambda h: next(iter(h)).value,
+        lambda h: setting("value")(next(iter(h))),
+    ),
+    "key of a dict": (
+        lambda: {Value(): 1},
+        lambda h: next(iter(h)).value,
+        lambda h: setting("value")(next(iter(h))),
+    ),
+    "attribute of a dict": (Table, lambda h: h.own, setting("own")),
+    "class of an object": (
+        lambda: type("Local", (Value,), {})(),
+        lambda h: h.kind,
+        lambda h: setting("kind")(type(h)),
+    ),
+    "class": (lambda: type("Local", (Value,), {}), lambda h: h.kind, setting("kind")),
+    "class method": (
+        lambda: type("Local", (Value,), {"kind": 1.0})(),
+        lambda h: h.of_class(),
+        lambda h: setting("kind")(type(h)),
+    ),
+    "base class": (lambda: Child, lambda h: h.kind, lambda h: setting("kind")(Value)),
+    "class by text": (
+        lambda: type("Local", (Value,), {}),
+        lambda h: getattr(h, "ki" + "nd"),
+        setting("kind"),
+    ),
+    "metaclass": (lambda: WithMeta, lambda h: h.value, lambda h: setting("value")(Meta)),
+    "method replaced": (
+        lambda: type("Local", (Value,), {"get": lambda self: 1.0})(),
+        lambda h: h.get(),
+        lambda h: setattr(type(h), "get", lambda self: 3.0),
+    ),
+    "module": (lambda: SETTINGS, lambda h: h.value, setting("value")),
+    "imported module": (
+        lambda: None,
+        lambda h: __import__("lazyinline_test_settings").value,
+        lambda h: setting("value")(SETTINGS),
+    ),
+    "globals()": (
+        lambda: None,
+        lambda h: globals()["GLOBAL"],
+        lambda h: globals().update(GLOBAL=3.0),
+    ),
+    "default": (lambda: with_default, lambda h: h(), lambda h: h.__defaults__[0].insert(0, 3.0)),
+    "defaults": (
+        lambda: types.FunctionType(with_default.__code__, globals(), "f", ([1.0],)),
+        lambda h: h(),
+        lambda h: setattr(h, "__defaults__", ([3.0],)),
+    ),
+    "keyword default": (
+        lambda: with_keyword,
+        lambda h: h(),
+        lambda h: h.__kwdefaults__["values"].update(a=3.0),
+    ),
+    "code of a function": (
+        lambda: types.FunctionType(helper.__code__, globals(), "f"),
+        lambda h: h(),
+        lambda h: setattr(h, "__code__", (lambda: 3.0).__code__),
+    ),
+    "environment": (
+        lambda: None,
+        lambda h: float(os.environ.get("LAZYINLINE_TEST", "1")),
+        lambda h: os.environ.update(LAZYINLINE_TEST="3"),
+    ),
+    "context variable": (lambda: CONTEXT, lambda h: h.get(), lambda h: h.set(3.0)),
+    "long list": (lambda: [1.0] * 3000, lambda h: h[2500], setting_item(2500)),
+    "many lists": (
+        lambda: [[1.0] for _ in range(600)],
+        lambda h: h[555][0],
+        lambda h: h[555].insert(0, 3.0),
+    ),
+    "deep list": (
+        lambda: nested(12),
+        lambda h: innermost(h)[0],
+        lambda h: innermost(h).insert(0, 3.0),
+    ),
+    "enumeration": (
+        lambda: {Mode.ON: [1.0]},
+        lambda h: h[Mode.ON][0],
+        lambda h: h[Mode.ON].insert(0, 3.0),
+    ),
+}
+
+
+@pytest.fixture(autouse=True)
+def as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "lazyinline_test_settings", SETTINGS)
+    monkeypatch.setenv("LAZYINLINE_TEST", "1")
+    for owner, name in ((SETTINGS, "value"), (Meta, "value"), (Value, "kind")):
+        monkeypatch.setattr(owner, name, 1.0)
+    monkeypatch.setitem(globals(), "GLOBAL", 1.0)
+    CONTEXT.set(1.0)
+
+
+@pytest.mark.parametrize("name", HELD)
+def test_a_change_of_what_a_model_holds_is_noticed(name: str) -> None:
+    make, read, change = HELD[name]
+    model, x = Model(make(), read), torch.randn(2, 4)
+    compiled = lazyinline.compile(model, backend="eager")
+    assert torch.equal(compiled(x), model(x))
+    first = compiled.last_report
+    compiled(x)
+    assert compiled.last_report is first
+    change(model.held)
+    expected = model(x)
+    assert torch.equal(compiled(x), expected)
+    assert compiled.last_report is not first
+
+
+ADVANCING: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
+    "count": (itertools.count, next),
+    "cycle": (lambda: itertools.cycle([1.0, 2.0]), next),
+    "generator": (lambda: (float(i) for i in range(9)), next),
+    "iterator in a list": (lambda: [iter([1.0, 2.0])], lambda h: next(h[0])),
+    "Random": (lambda: random.Random(0), lambda h: h.random()),
+    "numpy Generator": (lambda: np.random.default_rng(0), lambda h: float(h.random())),
+    "numpy RandomState": (lambda: np.random.RandomState(0), lambda h: float(h.rand())),
+    "deque": (
+        lambda: collections.deque([1.0, 2.0, 3.0]),
+        lambda h: (h.rotate(1), h[0])[1],
+    ),
+    "array": (lambda: np.ones(2), lambda h: (h.__iadd__(1.0), float(h[0]))[1]),
+    "slots": (
+        Slotted,
+        lambda h: (setattr(h, "value", h.value + 1), h.value)[1],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ADVANCING)
+def test_what_moves_on_at_each_call_is_refused(name: str) -> None:
+    make, read = ADVANCING[name]
+    compiled = lazyinline.compile(Model(make(), read), backend="eager")
+    with pytest.raises(CaptureError, match=r"compiled program (could not keep|would use the same)"):
+        compiled(torch.randn(2, 4))
+
+
+def test_a_refused_forward_leaves_what_it_changed_as_it_was() -> None:
+    for held in (collections.deque([1.0, 2.0]), np.ones(2), Slotted(), random.Random(0)):
+        read = dict(zip(("deque", "ndarray", "Slotted", "Random"), _MOVES, strict=True))
+        model = Model(held, read[type(held).__name__])
+        before = _shown(held)
+        with pytest.raises(CaptureError):
+            lazyinline.compile(model, backend="eager")(torch.randn(2, 4))
+        assert _shown(held) == before
+
+
+_MOVES = [ADVANCING[name][1] for name in ("deque", "array", "slots", "Random")]
+
+
+def _shown(held: Any) -> Any:
+    if isinstance(held, random.Random):
+        return held.getstate()
+    return [held.value] if isinstance(held, Slotted) else list(held)
+
+
+class Block(nn.Module):
+    def __init__(self, held: Any, read: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.held = held
+        self._read = read
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * self._read(self.held)
+
+
+lazy_inline(Block)
+
+WRAPPED: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] = {
+    "list": (lambda t: [t], lambda h: h[0]),
+    "dict": (lambda t: {"a": t}, lambda h: h["a"]),
+    "object": (lambda t: types.SimpleNamespace(t=t), lambda h: h.t),
+    "distribution": (lambda t: torch.distributions.Normal(t, 1.0), lambda h: h.loc),
+}
+READS: dict[str, Callable[[Tensor], Any]] = {
+    "item": lambda t: t.item(),
+    "float": float,
+    "tolist": lambda t: t.tolist(),
+    "numpy": lambda t: float(t.numpy()),
+    "array": lambda t: float(np.asarray(t)),
+    "index": lambda t: [5.0, 6.0, 7.0][int(t)],
+    "equal": lambda t: 1.0 + torch.equal(t, t),
+}
+
+
+@pytest.mark.parametrize("read", READS)
+@pytest.mark.parametrize("wrapped", WRAPPED)
+def test_the_number_in_a_tensor_that_is_no_attribute_is_not_taken_for_a_constant(
+    wrapped: str, read: str
+) -> None:
+    wrap, unwrap = WRAPPED[wrapped]
+    blocks = [
+        Block(wrap(torch.tensor(v)), lambda h: READS[read](unwrap(h))) for v in (1.0, 2.0, 1.0)
+    ]
+    compiled = lazyinline.compile(nn.Sequential(*blocks), backend="eager")
+    with pytest.raises(CaptureError, match="cannot be captured"):
+        compiled(torch.randn(2, 4))
+
+
+def test_a_tensor_made_from_a_number_gives_the_number_back() -> None:
+    model = Model(2.0, lambda h: torch.tensor(h).item())
+    compiled, x = lazyinline.compile(model, backend="eager"), torch.randn(2, 4)
+    assert torch.equal(compiled(x), model(x))
