@@ -102,6 +102,8 @@ def fits(cells: list[Cell], blocks: int) -> list[Fit]:
     s = np.array([c.cpu_s["total"] for c in cells])
     found = []
     for name, degree in (("line", 1), ("parabola", 2)):
+        if len(set(n)) < degree + 2:  # it would go through every point
+            continue
         curve = np.polynomial.Polynomial.fit(n, s, degree, w=1 / s).convert()
         residual = float(np.sqrt(np.mean((curve(n) / s - 1) ** 2)))
         terms = (f"{c:.4g} n^{power}" for power, c in enumerate(curve.coef))
@@ -161,7 +163,7 @@ def main() -> None:
         print(json.dumps(vars(measure(*options.cell, options.backend))))
         return
     cells = table(options)
-    if len({c.blocks for c in cells}) < 4:
+    if len({c.blocks for c in cells}) < 3:
         sys.exit("Too few sizes were measured for a fit.")
     target = large.layers * large.micro_batches
     nodes, start = np.polyfit([c.blocks for c in cells], [c.nodes for c in cells], 1)

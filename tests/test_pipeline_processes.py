@@ -23,7 +23,7 @@ from test_pipeline import Net, make, net_and_batch, train
 from lazyinline import PipelineError
 from lazyinline.pipeline_parallel.actions import SCHEDULES
 
-LIMIT_S = 150
+LIMIT_S = 300
 
 
 def worker(rank: int, world: int, folder: pathlib.Path, task: str) -> None:
