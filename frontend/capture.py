@@ -218,12 +218,12 @@ def _capture_settled(
         second = _capture_once(model, arguments, blocks, train=train)
         same = format_program(first.program) == format_program(second.program)
     except CrossingError:
-        unsettled.recorder.contents.put_back()
+        unsettled.recorder.attributes.contents.put_back()
         raise
     except UnsettledError:
         same = False
     if not same:
-        unsettled.recorder.contents.put_back()
+        unsettled.recorder.attributes.contents.put_back()
         raise CaptureError(str(unsettled)) from None
     return second
 
@@ -243,11 +243,11 @@ def _assemble(recorder: Recorder, results: list[Any], tree: pytree.TreeSpec) -> 
         d if region not in shared else _with_constants(d, shared[region]) for d, region in pairs
     ]
     traced = sum(not d.shared for d in decisions)
-    reads = list(recorder.attribute_reads.values())
-    outside = OutsideValues(recorder.outside, recorder.contents)
-    whole = list(recorder.whole_reads.values())
+    log = recorder.attributes
+    outside = OutsideValues(recorder.outside, log.contents)
+    reads, whole = list(log.reads.values()), list(log.whole_reads.values())
     return CapturedModel(
-        program, decisions, traced, reads, whole, recorder.contents, outside, recorder.sizes
+        program, decisions, traced, reads, whole, log.contents, outside, recorder.sizes
     )
 
 

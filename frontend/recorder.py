@@ -17,18 +17,16 @@ from ..reuse.errors import CaptureError
 from ..reuse.evidence import Evidence
 from ..reuse.freeze import Freezer
 from ..reuse.modules import (
-    WHOLE,
     Places,
     has_hooks,
     module_state,
-    own_names,
     raw_attribute,
     walk_modules,
 )
 from ..reuse.program import UserInput
 from ..reuse.reads import Reads
+from .attribute_log import AttributeLog, is_plain
 from .candidates import Blocks, dissolve
-from .contents import MISSING, Contents
 from .custom_function import TENSOR, CustomFunction
 from .decorator import recompute_mark
 from .interception import intercepted
@@ -55,11 +53,8 @@ from .torch_tracing import (
 )
 
 CallKey = tuple[type, pytree.TreeSpec, CallSignature, Any, tuple[tuple[str, str], ...]]
-_PLAIN_TYPES = (bool, int, float, str, type(None))
 _MAX_CLOSURES_PER_BLOCK = 64
 _OTHER_CALL = "it is called in another way than earlier instances"
-_MODULE_NAMES = frozenset((*dir(nn.Module), *vars(nn.Module())))
-_EMPTY_MODULE = nn.Module().__dict__
 _REENTRANT_CHECKPOINT = ("torch.utils.checkpoint", "CheckpointFunction")
 
 
@@ -101,12 +96,8 @@ class Recorder:
         self._current = self.root
         self._templating = TemplateMaker(self.tracer, self.tensors)
         self._templates: dict[Any, list[Template]] = {}
-        self._writes: dict[tuple[int, str], tuple[nn.Module, str, Any]] = {}
         self._signatures: dict[type, inspect.Signature | None] = {}
-        self._fresh: dict[int, nn.Module] = {}
-        self.attribute_reads: dict[tuple[int, str], tuple[dict[str, Any], str, Any]] = {}
-        self.whole_reads: dict[int, dict[str, Any]] = {}
-        self.contents = Contents()
+        self.attributes = AttributeLog(self.paths)
         self._traced: dict[type, tuple[CallKey, str]] = {}
         self.outside = Reads()
         self._ran: set[tuple[Any, type]] = set()
@@ -132,32 +123,16 @@ class Recorder:
         if self._quiet or module is self.tracer.root:
             return
         with self._bookkeeping():
-            self._note_read(module, name)
+            self.attributes.read(module, name)
             for reads in self._open_reads():
                 reads.attribute(module, name)
-
-    def _note_read(self, module: nn.Module, name: str) -> None:
-        """Remembers what an attribute holds, so that a later change is noticed at the call."""
-        key = (id(module), name)
-        if name in _MODULE_NAMES or key in self.attribute_reads or id(module) not in self.paths:
-            return
-        state = module_state(module)
-        tables = (state, *(state[table] for table in ("_parameters", "_buffers", "_modules")))
-        table = next((t for t in tables if name in t), state)
-        value = table.get(name, MISSING)
-        if not isinstance(value, (torch.Tensor, nn.Module)):
-            self.attribute_reads[key] = (table, name, value)
-            self.contents.look_into(value)
 
     def read_all(self, module: nn.Module) -> None:
         """Adds every attribute of a module to the evidence of every open region."""
         if self._quiet or module is self.tracer.root:
             return
         with self._bookkeeping():
-            if id(module) in self.paths:
-                self.whole_reads[id(module)] = module_state(module)
-                for name in own_names(module_state(module)):
-                    self._note_read(module, name)
+            self.attributes.read_all(module)
             for reads in self._open_reads():
                 reads.all_attributes(module)
 
@@ -172,17 +147,13 @@ class Recorder:
 
         Writing back a tensor that was changed in place (``self.count += 1``) writes nothing.
         """
-        if self._quiet or module is self.tracer.root or id(module) in self._fresh:
+        if self._quiet or module is self.tracer.root:
             return False
         if value is self.tensors.fakes.get(id(raw_attribute(module, name)), self):
             return True
-        if (id(module), name) in self._writes:
-            return False
-        with self._bookkeeping():
-            if id(module) not in self.paths and module_state(module).keys() == _EMPTY_MODULE.keys():
-                self._fresh[id(module)] = module  # made by the forward itself
-            else:
-                self._writes[id(module), name] = (module, name, raw_attribute(module, name))
+        if not self.attributes.is_noted(module, name):
+            with self._bookkeeping():
+                self.attributes.write(module, name)
         return False
 
     def custom_function(self, function: type, args: Any, proceed: Callable[..., Any]) -> Any:
@@ -377,24 +348,6 @@ class Recorder:
         if self._current.reads is not None:
             self._current.reads.nested.append((module, evidence))
 
-    def _note_reads(self, template: Template, modules: Mapping[str, nn.Module]) -> None:
-        """Remembers what the attributes hold that an instance's Python would have read."""
-        known = {path: id(module) in self.paths for path, module in modules.items()}
-        states = {path: module_state(module) for path, module in modules.items()}
-        noted = self.attribute_reads
-        for path, name, where in template.evidence.plain_reads:
-            if name == WHOLE and known[path]:
-                self.whole_reads[id(modules[path])] = states[path]
-                continue
-            key = (id(modules[path]), name)
-            if name in _MODULE_NAMES or key in noted or not known[path]:
-                continue
-            table = states[path] if where in ("", "class") else states[path][where]
-            value = MISSING if where == "class" else table.get(name, MISSING)
-            noted[key] = (table, name, value)
-            if type(value) not in _PLAIN_TYPES:
-                self.contents.look_into(value)
-
     def _call_shared(
         self, template: Template, module: nn.Module, leaves: Sequence[Any], places: Places
     ) -> Any:
@@ -402,7 +355,7 @@ class Recorder:
         path = self.paths.get(id(module), "")
         result = self._templating.call(template, module, leaves, path)
         self._note_nested(module, template.evidence)
-        self._note_reads(template, dict(places))
+        self.attributes.read_like(template, dict(places))
         self._decide(module, None)
         return result
 
@@ -440,9 +393,10 @@ class Recorder:
         try:
             self.tracer.run(trace, fakes)
         finally:
-            new, redo = self.contents.changed_values(), self.contents.put_forward()
-            inside = self.contents.put_back()
-            changed = self._undo_writes()
+            contents = self.attributes.contents
+            new, redo = contents.changed_values(), contents.put_forward()
+            inside = contents.put_back()
+            changed = self.attributes.undo_writes()
         if changed or inside:
             what = changed or f"{inside} that an attribute holds"
             text = (
@@ -450,7 +404,7 @@ class Recorder:
                 "doing that at every call. Register it as a buffer and change it in place "
                 "(add_, copy_), or return it."
             )
-            if not changed and all(type(v) in _PLAIN_TYPES for v in new):
+            if not changed and all(map(is_plain, new)):
                 raise UnsettledError(text, self, results, trees[0], redo)
             raise CaptureError(text)
         return results, trees[0]
@@ -460,19 +414,6 @@ class Recorder:
             return self.sizes.fake(tensor).requires_grad_(tensor.requires_grad)
         fake = self.tracer.to_fake(tensor.detach())
         return fake.requires_grad_(tensor.requires_grad)
-
-    def _undo_writes(self) -> str:
-        """Puts written attributes back; returns the name of one whose value had changed."""
-        changed = ""
-        for module, name, before in self._writes.values():
-            if Freezer().freeze(raw_attribute(module, name)) == Freezer().freeze(before):
-                continue
-            changed = changed or f"attribute {name!r} of {type(module).__name__}"
-            if inspect.getattr_static(type(module), name, None) is before or not _had_value(before):
-                delattr(module, name)
-            else:
-                setattr(module, name, before)
-        return changed
 
 
 def _unwrapped(region: Region) -> list[torch.fx.Node | Region]:
@@ -525,7 +466,3 @@ def _other_call(key: CallKey, earlier: CallKey, arguments: Mapping[str, Any]) ->
 
 def _module_of(cls: type) -> str:
     return getattr(cls, "__module__", "") or ""
-
-
-def _had_value(before: Any) -> bool:
-    return type(before) is not object
