@@ -23,6 +23,7 @@ from torch import nn
 _LOCK = threading.RLock()
 _PLAIN_TENSORS = (torch.Tensor, nn.Parameter)
 _VALUE_READERS = ("tolist", "numpy", "__array__", "__dlpack__")
+_PRINTER_FILE = torch._tensor_str.__file__  # what a model prints becomes no number of it
 _MODULE_FILE = sys.modules[nn.Module.__module__].__file__
 
 
@@ -191,7 +192,11 @@ def _patch_values(watcher: Watcher, thread: int) -> Callable[[], None]:
 
     def reading(original: Callable[..., Any]) -> Callable[..., Any]:
         def read(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            if threading.get_ident() == thread and type(self) in _PLAIN_TENSORS:
+            if (
+                threading.get_ident() == thread
+                and type(self) in _PLAIN_TENSORS
+                and sys._getframe(1).f_code.co_filename != _PRINTER_FILE
+            ):
                 self = watcher.substitute(self)
             return original(self, *args, **kwargs)
 

@@ -370,3 +370,12 @@ def test_a_tensor_made_from_a_number_gives_the_number_back() -> None:
     model = Model(2.0, lambda h: torch.tensor(h).item())
     compiled, x = lazyinline.compile(model, backend="eager"), torch.randn(2, 4)
     assert torch.equal(compiled(x), model(x))
+
+
+def test_printing_a_tensor_that_is_no_attribute_is_no_reading_of_it(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    model = Model([torch.tensor([1.5])], lambda h: print(h[0]) or 2.0)  # type: ignore[func-returns-value]
+    compiled, x = lazyinline.compile(model, backend="eager"), torch.randn(2, 4)
+    assert torch.equal(compiled(x), model(x))
+    assert capsys.readouterr().out.splitlines() == ["tensor([1.5000])"] * 2

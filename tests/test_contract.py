@@ -10,6 +10,7 @@ import importlib
 import inspect
 import itertools
 import operator
+import sys
 import threading
 import types
 from collections.abc import Callable, Mapping, Sequence
@@ -217,6 +218,19 @@ def test_a_trace_before_dispatch_keeps_composite_operators_whole(make_fx: Any) -
     assert whole == [torch.ops.aten.linear.default, torch.ops.aten.dropout.default]
     apart = targets(make_fx(function)(x, weight))
     assert torch.ops.aten.linear.default not in apart and torch.ops.aten.mm.default in apart
+
+
+@contract("torch._tensor_str.__file__")
+def test_a_tensor_is_printed_by_the_file_of_that_name(file: str) -> None:
+    callers: set[str] = set()
+
+    class Watched(Tensor):
+        def tolist(self) -> Any:
+            callers.add(sys._getframe(1).f_code.co_filename)
+            return super().tolist()
+
+    assert "1.5" in str(torch.tensor([1.5]).as_subclass(Watched))
+    assert callers == {file}
 
 
 @contract("torch.ops.aten._local_scalar_dense.default")
