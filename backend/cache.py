@@ -17,7 +17,6 @@ import json
 import os
 import pathlib
 import stat
-import tempfile
 import time
 import warnings
 from collections.abc import Iterator
@@ -25,6 +24,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..reuse.errors import CacheError, CacheWarning
+from .whole_file import TEMPORARY, write_whole
 
 DIRECTORY_VARIABLE = "LAZYINLINE_CACHE_DIR"
 SWITCH_VARIABLE = "LAZYINLINE_CACHE"
@@ -37,7 +37,7 @@ _MAGIC = b"lazyinline cache 1 "
 _OFF = ("0", "off", "no", "false")
 # A link leads out of the directory, and opening a pipe would wait for its writer.
 _READ_FLAGS = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
-_ENTRIES, _OBJECTS, _TEMPORARY = "entries", "objects", ".new-"
+_ENTRIES, _OBJECTS = "entries", "objects"
 
 
 @dataclass(frozen=True)
@@ -209,7 +209,7 @@ class DiskCache:
         """Deletes the least recently used files if there are too many bytes, and old leftovers."""
         files, now = [], time.time()
         for path, status in self._files(with_temporary=True):
-            if path.name.startswith(_TEMPORARY):
+            if path.name.startswith(TEMPORARY):
                 if now - status.st_mtime > _STALE_S:  # its writer was killed
                     with contextlib.suppress(OSError):
                         path.unlink()
@@ -229,7 +229,7 @@ class DiskCache:
         for folder in (self.directory / _ENTRIES, self.directory / _OBJECTS):
             with contextlib.suppress(OSError), os.scandir(folder) as found:
                 for item in found:
-                    if item.name.startswith(_TEMPORARY) and not with_temporary:
+                    if item.name.startswith(TEMPORARY) and not with_temporary:
                         continue
                     with contextlib.suppress(OSError):  # another process may take it away
                         status = item.stat(follow_symlinks=False)
@@ -240,15 +240,11 @@ class DiskCache:
         """Makes a file appear complete under its name; says whether it did."""
         if not self._is_writable:
             return False
-        temporary = None
         try:
-            handle, temporary = tempfile.mkstemp(prefix=_TEMPORARY, dir=path.parent)
-            with os.fdopen(handle, "wb") as file:
-                file.write(content)
-            os.replace(temporary, path)
+            write_whole(path, content)
+        except FileNotFoundError:
+            return False  # another process cleared the cache before it was complete
         except OSError as error:
-            if temporary is not None and isinstance(error, FileNotFoundError):
-                return False  # another process cleared the cache before it was complete
             self._is_writable = False  # one warning, not one per entry
             warnings.warn(
                 f"The cache {self.directory} cannot be written to, so nothing more is stored: "
@@ -256,9 +252,6 @@ class DiskCache:
                 CacheWarning,
                 stacklevel=4,
             )
-            if temporary is not None:
-                with contextlib.suppress(OSError):
-                    os.unlink(temporary)
             return False
         return True
 

@@ -3,8 +3,8 @@
     <key>.json   where the kernel's shared object is, and the digest of that object
     <key>.lock   held by the process that builds the kernel
 
-An entry appears complete or not at all. An object is loaded only if its digest is right; one that
-is damaged goes, with what names it, and the kernel is built again.
+An entry appears complete or not at all. An object is loaded only if it lies in the folder and its
+digest is right; one that is damaged goes, with what names it, and the kernel is built again.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import functools
 import hashlib
 import json
 import os
-import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -22,6 +21,7 @@ from filelock import FileLock, Timeout
 
 from .built_kernel import BuiltKernel, loaded_kernel
 from .kernel_source import KernelSource
+from .whole_file import write_whole
 
 _LOCK_TIMEOUT_S = 600.0
 
@@ -47,7 +47,7 @@ class KernelIndex:
             path, digest = self._folder.parent / said["object"], said["digest"]
         except (OSError, ValueError, LookupError, TypeError):
             return None
-        if not _is_sound(path, digest):
+        if not (self._is_inside(path) and _is_sound(path, digest)):
             self._remove(entry)
             self._remove(path)
             return None
@@ -66,7 +66,7 @@ class KernelIndex:
         said = {"object": place, "digest": hashlib.sha256(path.read_bytes()).hexdigest()}
         for source in sources:
             with contextlib.suppress(OSError):  # a full disk: built again next time
-                self._write(self._entry(source), json.dumps(said))
+                write_whole(self._entry(source), json.dumps(said).encode())
         return [loaded_kernel(path, s.symbol, s.argument_types) for s in sources]
 
     @contextlib.contextmanager
@@ -95,20 +95,12 @@ class KernelIndex:
 
     def _remove(self, path: Path) -> None:
         """Removes an entry or an object, and nothing else that a damaged entry may name."""
-        inside = path.resolve().is_relative_to(self._folder.parent.resolve())
-        if inside and path.suffix in (".json", ".so"):
+        if self._is_inside(path) and path.suffix in (".json", ".so"):
             with contextlib.suppress(OSError):
                 path.unlink()
 
-    def _write(self, path: Path, text: str) -> None:
-        handle, name = tempfile.mkstemp(dir=self._folder, prefix=".new-")
-        try:
-            with os.fdopen(handle, "w") as file:
-                file.write(text)
-            os.replace(name, path)
-        except OSError:
-            os.unlink(name)
-            raise
+    def _is_inside(self, path: Path) -> bool:
+        return path.resolve().is_relative_to(self._folder.parent.resolve())
 
 
 def _is_sound(path: Path, digest: str) -> bool:

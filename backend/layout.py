@@ -12,12 +12,14 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 
 from ..reuse.program import Leaf
 from ..reuse.types import TensorType
 from .kernel_list import KernelList, Launch, View
 from .link import FlatProgram
+from .live_ranges import Buffers
 from .native_ops import with_native
 
 
@@ -47,6 +49,15 @@ class Instance:
     birth: int
     death: int
     part: int
+
+
+def buffers_of(instances: Sequence[Instance]) -> Buffers:
+    """Returns the columns of buffers that a planner places."""
+    return Buffers(
+        np.array([b.birth for b in instances], np.int64),
+        np.array([b.death for b in instances], np.int64),
+        np.array([b.num_bytes for b in instances], np.int64),
+    )
 
 
 @dataclass(frozen=True, slots=True)

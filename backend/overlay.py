@@ -13,13 +13,13 @@ arena first, then the gradients, each with its guests inside.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
 
 from .arena import ALIGNMENT, ArenaPlan, plan
-from .layout import Instance, Layout
+from .layout import Instance, Layout, buffers_of
 from .live_ranges import Buffers, IntArray, lower_bound
 from .packing import FirstFit, lowest_gap
 
@@ -67,13 +67,8 @@ def movable(layout: Layout, placed: Sequence[int]) -> list[bool]:
 def buffers_with_gradients(instances: Sequence[Instance], gradients: Sequence[Instance]) -> Buffers:
     """Returns columns of the arena's instances, then of gradients, which live on."""
     end = max(b.death for b in (*instances, *gradients))
-    both = (*instances, *gradients)
-    deaths = [b.death for b in instances] + [max(end, b.birth + 1) for b in gradients]
-    return Buffers(
-        np.array([b.birth for b in both], np.int64),
-        np.array(deaths, np.int64),
-        np.array([b.num_bytes for b in both], np.int64),
-    )
+    kept = [replace(b, death=max(end, b.birth + 1)) for b in gradients]
+    return buffers_of([*instances, *kept])
 
 
 def plan_overlaid(

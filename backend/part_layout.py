@@ -27,7 +27,7 @@ from ..reuse.wire import Wire
 from .arena import ALIGNMENT, ArenaPlan
 from .flat_code import CodeWriter, GeneratedCode
 from .kernel_list import KernelList
-from .layout import Instance, Layout, Part, Placed
+from .layout import Layout, Part, Placed, buffers_of
 from .link import FlatProgram
 from .live_ranges import Buffers, lower_bound
 
@@ -102,6 +102,23 @@ class Box:
 
     region: int
     wire: Wire
+
+
+@dataclass(frozen=True)
+class HandOver:
+    """What a run of a part takes and leaves besides what lies in the arena.
+
+    Attributes:
+        given: which of the caller's tensors its code takes, in order.
+        taken: buffers outside the arena that an earlier part made and this one uses.
+        left: buffers outside the arena that it makes for later parts.
+        done: those of ``taken`` that no later part uses.
+    """
+
+    given: Sequence[int]
+    taken: Sequence[int]
+    left: Sequence[int]
+    done: Sequence[int]
 
 
 class UnitLayout:
@@ -270,7 +287,7 @@ class UnitLayout:
 
     def _place(self, members: Sequence[int], plan: PlanBuffers) -> int:
         """Places the scratch of a phase; returns its bytes."""
-        found = plan(_buffers([self.layout.instances[i] for i in members]))
+        found = plan(buffers_of([self.layout.instances[i] for i in members]))
         for index, offset in zip(members, found.offsets.tolist(), strict=True):
             self._offsets[index] = offset
         return found.peak_bytes
@@ -321,17 +338,29 @@ class UnitLayout:
             Part(part.inputs, part.launches, returned),
             set(self.fixed),
             len(returned),
-            self.foreign_taken(number),
-            self.foreign_left(number),
+            self._foreign_taken(number),
+            self._foreign_left(number),
             self._region_of,
         ).write()
 
-    def foreign_taken(self, number: int) -> list[int]:
-        """Buffers outside the arena that an earlier part made and this one uses."""
+    @cached_property
+    def hand_overs(self) -> list[HandOver]:
+        """What each part takes and leaves besides what lies in the arena."""
+        return [self._hand_over(number) for number in range(len(self._parts))]
+
+    def _hand_over(self, number: int) -> HandOver:
+        part, taken = self._parts[number], self._foreign_taken(number)
+        return HandOver(
+            [self._givens[part.inputs[i].instance] for i in self.codes[number].inputs],
+            taken,
+            self._foreign_left(number),
+            [instance for instance in taken if self._used[instance][1] == number],
+        )
+
+    def _foreign_taken(self, number: int) -> list[int]:
         return [i for i, (first, last) in self._foreign() if first < number <= last]
 
-    def foreign_left(self, number: int) -> list[int]:
-        """Buffers outside the arena that this part makes for later ones."""
+    def _foreign_left(self, number: int) -> list[int]:
         return [i for i, (first, last) in self._foreign() if first == number < last]
 
     def foreign_span(self, instance: int) -> tuple[int, int, int]:
@@ -345,12 +374,7 @@ class UnitLayout:
     def foreign_scratch_bytes(self, number: int) -> int:
         """Most bytes outside the arena that live at once within a part."""
         own = [self.layout.instances[i] for i, u in self._foreign() if u == (number, number)]
-        return lower_bound(_buffers(own)) if own else 0
-
-    def given_of(self, number: int) -> list[int]:
-        """Which of the caller's tensors the code of a part takes, in order."""
-        part = self._parts[number]
-        return [self._givens[part.inputs[i].instance] for i in self.codes[number].inputs]
+        return lower_bound(buffers_of(own)) if own else 0
 
     def _used_regions(self, code: GeneratedCode) -> list[int]:
         views = {self._region_of[placed.instance] for placed in code.arena_views.values()}
@@ -386,14 +410,6 @@ class UnitLayout:
 
 def _flat(places: Mapping[str, Sequence[tuple[int, Wire]]]) -> list[tuple[str, int]]:
     return [(way, instance) for way, found in places.items() for instance, _ in found]
-
-
-def _buffers(instances: Sequence[Instance]) -> Buffers:
-    return Buffers(
-        np.array([b.birth for b in instances], np.int64),
-        np.array([b.death for b in instances], np.int64),
-        np.array([b.num_bytes for b in instances], np.int64),
-    )
 
 
 def view_of_box(box: Box, arena: torch.Tensor, start: int) -> torch.Tensor:

@@ -14,7 +14,6 @@ from itertools import accumulate
 from types import CodeType
 from typing import Any
 
-import numpy as np
 import torch
 
 from ..reuse.program import Leaf
@@ -23,7 +22,7 @@ from . import torch_native
 from .arena import ArenaPlan, plan
 from .flat_code import CodeWriter, bind_arena, bind_model, bind_native
 from .kernel_list import KernelList
-from .layout import Instance, Layout, Part, Placed
+from .layout import Instance, Layout, Part, Placed, buffers_of
 from .link import FlatProgram
 from .live_ranges import Buffers, lower_bound
 from .overlay import (
@@ -164,7 +163,7 @@ class PlannedProgram:
     def outside_bytes(self) -> int:
         """Most bytes at one time in results that launches allocate themselves, not in the arena."""
         foreign = [b for b in self.layout.instances if b.kind == "foreign"]
-        return lower_bound(_buffers(foreign)) if foreign else 0
+        return lower_bound(buffers_of(foreign)) if foreign else 0
 
     @property
     def held_bytes(self) -> int:
@@ -271,7 +270,7 @@ def least_bytes(layout: Layout) -> int:
     """Returns what a layout holds at least at its peak: in the arena, and outside of it."""
     kinds = ("arena", "foreign")
     return sum(
-        lower_bound(_buffers(found))
+        lower_bound(buffers_of(found))
         for kind in kinds
         if (found := [b for b in layout.instances if b.kind == kind])
     )
@@ -310,14 +309,6 @@ class Lease:
         self.release()
 
 
-def _buffers(instances: Sequence[Instance]) -> Buffers:
-    return Buffers(
-        np.array([b.birth for b in instances], np.int64),
-        np.array([b.death for b in instances], np.int64),
-        np.array([b.num_bytes for b in instances], np.int64),
-    )
-
-
 _Placement = tuple[list[int], ArenaPlan, int, Overlay]
 """Offsets by instance, the plan, the bytes of its arena, and what lies outside of that."""
 
@@ -325,7 +316,7 @@ _Placement = tuple[list[int], ArenaPlan, int, Overlay]
 def _plan(layout: Layout, tools: Tools) -> _Placement:
     """Places every arena instance."""
     placed = [i for i, b in enumerate(layout.instances) if b.kind == "arena"]
-    buffers = _buffers([layout.instances[i] for i in placed])
+    buffers = buffers_of([layout.instances[i] for i in placed])
     arena = place(buffers, tools)
     return _by_instance(layout, placed, arena), arena, arena.peak_bytes, Overlay()
 

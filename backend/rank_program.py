@@ -92,7 +92,8 @@ class RankProgram:
         self.plan = plan(_buffers(lives))
         self._starts = dict(zip(lives, self.plan.offsets.tolist(), strict=True))
         self._compiled: dict[tuple[int, int], CodeType] = {}
-        self._bound: dict[tuple[Any, ...], Runner] = {}
+        self._bound: dict[tuple[int, ...], Runner] = {}  # by unit, part and places of regions
+        self._runners: dict[tuple[int, int, int], Runner] = {}  # by unit, part and flight
         self._tensors: Sequence[torch.Tensor] = ()
         self._addresses: list[int] = []
         self._arena: torch.Tensor | None = None
@@ -214,7 +215,7 @@ class RankProgram:
                 continue
             number = numbers[run.part]
             lives.append((2 * index + 1, 2 * index + 2, layout.foreign_scratch_bytes(number)))
-            for instance in layout.foreign_left(number):
+            for instance in layout.hand_overs[number].left:
                 _, last, num_bytes = layout.foreign_span(instance)
                 end = self._numbers[Run(run.unit, layout.specs[last].name, run.flight)]
                 lives.append((2 * index + 1, 2 * end + 2, num_bytes))
@@ -248,6 +249,7 @@ class RankProgram:
             # Detached: `parameter.data = ...` changes the memory of the tensor, not what is bound.
             self._tensors, self._addresses = [t.detach() for t in tensors], addresses
             self._bound.clear()
+            self._runners.clear()
         if self._arena is None:
             self._arena = torch.empty(max(self.plan.peak_bytes, 64), dtype=torch.uint8)
         self._foreign.clear()
@@ -262,14 +264,14 @@ class RankProgram:
             return []
         layout = self.units[unit]
         foreign = self._foreign.setdefault((unit, flight), {})
-        inputs = [given[i] for i in layout.given_of(number)]
-        inputs += [foreign[i] for i in layout.foreign_taken(number)]
+        between = layout.hand_overs[number]
+        inputs = [given[i] for i in between.given]
+        inputs += [foreign[i] for i in between.taken]
         found = self._runner(unit, number, flight)(inputs)
         num_returned = len(layout.specs[number].returned)
-        foreign.update(zip(layout.foreign_left(number), found[num_returned:], strict=True))
-        for instance in layout.foreign_taken(number):
-            if layout.foreign_span(instance)[1] == number:
-                del foreign[instance]
+        foreign.update(zip(between.left, found[num_returned:], strict=True))
+        for instance in between.done:
+            del foreign[instance]
         return found[:num_returned]
 
     def inbox(self, unit: int, way: str, flight: int) -> list[torch.Tensor]:
@@ -290,12 +292,15 @@ class RankProgram:
         return self._starts[_root(self._joined, key)]
 
     def _runner(self, unit: int, number: int, flight: int) -> Runner:
+        known = self._runners.get((unit, number, flight))
+        if known is not None:
+            return known
         layout = self.units[unit]
         starts = {r: self.start_of((unit, r, flight)) for r in layout.used_regions[number]}
-        key = (unit, number, *starts.values())
-        if key not in self._bound:
-            self._bound[key] = self._bind(unit, number, starts)
-        return self._bound[key]
+        places = (unit, number, *starts.values())
+        if places not in self._bound:
+            self._bound[places] = self._bind(unit, number, starts)
+        return self._runners.setdefault((unit, number, flight), self._bound[places])
 
     def _bind(self, unit: int, number: int, starts: Mapping[int, int]) -> Runner:
         layout = self.units[unit]

@@ -40,7 +40,7 @@ class Contents:
         self.iterators: list[Any] = []
         self._seen: dict[int, Any] = {}
         self._lists: list[tuple[list[Any], list[Any]]] = []
-        self._sets: list[tuple[set[Any], frozenset[Any]]] = []
+        self._sets: list[tuple[set[Any], list[Any]]] = []
         self._dicts: list[tuple[dict[Any, Any], list[Any], list[Any]]] = []
         self._others: list[tuple[Any, Kind, list[Any]]] = []
 
@@ -78,7 +78,7 @@ class Contents:
             found = self._note_dict(value)
         elif isinstance(value, set):
             found = list(value)
-            self._sets.append((value, frozenset(value)))
+            self._sets.append((value, found))
         elif isinstance(value, (type, types.ModuleType)):
             self.holders[id(value)] = value
         elif isinstance(value, types.FunctionType):
@@ -108,20 +108,18 @@ class Contents:
                 _same(table.values(), values) and _same(table, keys)
                 for table, keys, values in self._dicts
             )
-            and all(now == before for now, before in self._sets)
+            and all(_same(now, before) for now, before in self._sets)
             and all(_same(kind.take(now), before) for now, kind, before in self._others)
         )
 
     def changed_values(self) -> list[Any]:
         """Returns every value that is new in an object looked into."""
         new: list[Any] = []
-        for now, before in self._lists:
+        for now, before in (*self._lists, *self._sets):
             new += [] if _same(now, before) else _not_in(now, before)
         for table, keys, values in self._dicts:
             if not (_same(table.values(), values) and _same(table, keys)):
                 new += _not_in([*table, *table.values()], [*keys, *values])
-        for group, members in self._sets:
-            new += list(group - members)
         for value, kind, before in self._others:
             held = kind.take(value)
             if not _same(held, before):
@@ -162,7 +160,7 @@ class Contents:
                 table.clear()
                 table.update(zip(keys, values, strict=True))
         for group, members in self._sets:
-            if group != members:
+            if not _same(group, members):
                 changed = "a set"
                 group.clear()
                 group.update(members)

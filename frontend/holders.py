@@ -10,7 +10,6 @@ import array
 import collections
 import contextvars
 import functools
-import io
 import random
 import types
 import weakref
@@ -22,7 +21,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from ..reuse.freeze import is_python_defined
+from ..reuse.freeze import is_python_defined, is_unrepeatable, slots_of
 
 _UNSET = object()
 _CACHED = type(functools.lru_cache(len))
@@ -54,7 +53,7 @@ def kind_of(value: Any) -> Kind | None:
     for classes, kind in _KINDS:
         if isinstance(value, classes):
             return kind
-    return _SLOTS if _has_slots(type(value)) and is_plain_class(type(value)) else None
+    return _SLOTS if slots_of(type(value)) and is_plain_class(type(value)) else None
 
 
 def is_plain_class(kind: type) -> bool:
@@ -93,9 +92,8 @@ def parts_of(value: Any) -> Sequence[Any]:
 
 def is_iterator(value: Any) -> bool:
     """Whether each use of an object moves it on, in a way that cannot be seen from outside."""
-    if not isinstance(value, Iterator) or isinstance(value, io.IOBase):
-        return False
-    return not is_python_defined(type(value))
+    is_seen = kind_of(value) is not None or is_python_defined(type(value))
+    return is_unrepeatable(value) and not is_seen
 
 
 def _nothing(value: Any, before: Sequence[Any]) -> None:
@@ -132,8 +130,7 @@ def _put_ndarray(value: np.ndarray, before: Sequence[Any]) -> None:
 
 
 def _take_slots(value: Any) -> Sequence[Any]:
-    kind: Any = type(value)
-    return [_slot(member, value) for member in _slots_of(kind)]
+    return [_slot(member, value) for member in slots_of(type(value))]
 
 
 def _slot(member: Any, value: Any) -> Any:
@@ -144,48 +141,51 @@ def _slot(member: Any, value: Any) -> Any:
 
 
 def _put_slots(value: Any, before: Sequence[Any]) -> None:
-    kind: Any = type(value)
-    for member, content in zip(_slots_of(kind), before, strict=True):
+    for member, content in zip(slots_of(type(value)), before, strict=True):
         if content is not _UNSET:
             member.__set__(value, content)
         elif _slot(member, value) is not _UNSET:
             member.__delete__(value)
 
 
-@functools.lru_cache(maxsize=4096)
-def _slots_of(kind: Any) -> tuple[Any, ...]:
-    """The descriptors of the slots that class statements declare."""
-    return tuple(
-        member
-        for base in kind.__mro__
-        if "__slots__" in vars(base)
-        for member in vars(base).values()
-        if isinstance(member, types.MemberDescriptorType)
-    )
-
-
-def _has_slots(kind: Any) -> bool:
-    return bool(_slots_of(kind))
-
-
 def _put_state(value: random.Random, before: Sequence[Any]) -> None:
     value.setstate(before[0])
 
 
-def _bit_state(value: Any) -> Sequence[Any]:
-    """A state is a dictionary of numbers and one array of them."""
-    state = value.state if isinstance(value, np.random.BitGenerator) else value.bit_generator.state
-    return _flat(state)
+def _bits_of(value: Any) -> Any:
+    return value if isinstance(value, np.random.BitGenerator) else value.bit_generator
+
+
+def _take_bits(value: Any) -> Sequence[Any]:
+    return _flat(_bits_of(value).state)
+
+
+def _put_bits(value: Any, before: Sequence[Any]) -> None:
+    bits = _bits_of(value)
+    bits.state = _nested(bits.state, iter(before))
+
+
+def _take_old_state(value: np.random.RandomState) -> Sequence[Any]:
+    return _flat(value.get_state(legacy=False))
+
+
+def _put_old_state(value: np.random.RandomState, before: Sequence[Any]) -> None:
+    value.set_state(_nested(value.get_state(legacy=False), iter(before)))
 
 
 def _flat(state: Any) -> list[Any]:
+    """What a generator's state, a dictionary of numbers and one array of them, consists of."""
     if isinstance(state, dict):
-        return [x for key in state for x in (key, *_flat(state[key]))]
+        return [item for part in state.values() for item in _flat(part)]
     return [state.tobytes()] if isinstance(state, np.ndarray) else [state]
 
 
-def _old_state(value: np.random.RandomState) -> Sequence[Any]:
-    return _flat(value.get_state(legacy=False))
+def _nested(like: Any, items: Iterator[Any]) -> Any:
+    """The state that consists of these items, made like another of the same generator."""
+    if isinstance(like, dict):
+        return {key: _nested(part, items) for key, part in like.items()}
+    found = next(items)
+    return np.frombuffer(found, like.dtype) if isinstance(like, np.ndarray) else found
 
 
 _SLOTS = Kind(_take_slots, _put_slots)
@@ -201,7 +201,7 @@ _KINDS: tuple[tuple[Any, Kind], ...] = (
     (random.Random, Kind(lambda r: [r.getstate()], _put_state, is_state=True)),
     (
         (np.random.Generator, np.random.BitGenerator),
-        Kind(_bit_state, _nothing, is_state=True),
+        Kind(_take_bits, _put_bits, is_state=True),
     ),
-    (np.random.RandomState, Kind(_old_state, _nothing, is_state=True)),
+    (np.random.RandomState, Kind(_take_old_state, _put_old_state, is_state=True)),
 )

@@ -10,6 +10,7 @@ random number generator is equal to nothing; anything else by identity. Never by
 from __future__ import annotations
 
 import array
+import contextlib
 import enum
 import functools
 import io
@@ -155,14 +156,15 @@ class Freezer:
             parts = self._freeze_function(value, item)
         elif isinstance(value, functools.partial):
             names = ("func", "args", "keywords")
-            parts = tuple(item(getattr(value, name), ("attr", name)) for name in names)
+            parts = tuple(item(getattr(value, name), ("part", name)) for name in names)
         elif kind.__module__ == "numpy":
             return self._freeze_array(value)
         elif kind is object or not is_python_defined(kind):  # object(): made to be told apart
             return Unrepeatable(value) if is_unrepeatable(value) else Identity(value)
         else:
             parts = ()
-        return (kind, parts, tuple((k, item(v, ("attr", k))) for k, v in _attributes(value)))
+        attributes = sorted(_attributes(value), key=lambda attribute: str(attribute[0]))
+        return (kind, parts, tuple((name, item(v, key)) for name, key, v in attributes))
 
     def _freeze_function(self, function: types.FunctionType, item: Callable[..., Any]) -> Any:
         cells = tuple(_cell_contents(cell) for cell in function.__closure__ or ())
@@ -213,8 +215,7 @@ def is_python_defined(kind: type) -> bool:
 def _is_class_statement(kind: type) -> bool:
     """Whether instances hold nothing beside ``__dict__`` and slots: no state in C."""
     heap_type = 1 << 9  # Py_TPFLAGS_HEAPTYPE
-    slots = kind.__dict__.get("__slots__", ())
-    visible = 1 if isinstance(slots, str) else len(slots)
+    visible = len(_own_slots(kind))
     visible += sum(name in kind.__dict__ for name in ("__dict__", "__weakref__"))
     own = kind.__basicsize__ - (kind.__base__ or object).__basicsize__
     return bool(kind.__flags__ & heap_type) and own <= visible * _POINTER_BYTES
@@ -228,20 +229,35 @@ def is_unrepeatable(value: Any) -> bool:
     return isinstance(value, Iterator) and not isinstance(value, io.IOBase)
 
 
-def _attributes(value: Any) -> list[tuple[str, Any]]:
-    """Attributes held by the object itself, in a fixed order."""
+def _attributes(value: Any) -> Iterator[tuple[str, tuple[str, Any], Any]]:
+    """Yields the name of each attribute that an object itself holds, its key, and its value."""
     if isinstance(value, (types.FunctionType, types.MethodType, functools.partial)):
-        return []
-    found = dict(getattr(value, "__dict__", {}))
+        return
+    for name, found in getattr(value, "__dict__", {}).items():
+        yield name, ("attr", name), found
     for kind, name in ((deque, "maxlen"), (defaultdict, "default_factory")):
         if isinstance(value, kind):
-            found[name] = getattr(value, name)
-    for base in type(value).__mro__:
-        slots = base.__dict__.get("__slots__", ())
-        for name in (slots,) if isinstance(slots, str) else slots:
-            if name not in ("__dict__", "__weakref__") and hasattr(value, name):
-                found[name] = getattr(value, name)
-    return sorted(found.items(), key=lambda pair: str(pair[0]))
+            yield name, ("part", name), getattr(value, name)
+    for number, slot in enumerate(slots_of(type(value))):
+        with contextlib.suppress(AttributeError):  # never set
+            yield slot.__name__, ("slot", number), slot.__get__(value)
+
+
+def slots_of(kind: type) -> tuple[types.MemberDescriptorType, ...]:
+    """Returns the slots that a class and its bases declare, private and hidden ones too."""
+    key: Any = kind  # mypy takes a class for what its objects are, which may have no hash
+    return _slots_by_class(key)
+
+
+@functools.lru_cache(maxsize=4096)
+def _slots_by_class(kind: type) -> tuple[types.MemberDescriptorType, ...]:
+    return tuple(slot for base in kind.__mro__ for slot in _own_slots(base))
+
+
+def _own_slots(kind: type) -> list[types.MemberDescriptorType]:
+    """The slots of a class statement, not by name: a private name is held under another one."""
+    members = vars(kind).values() if "__slots__" in vars(kind) else ()
+    return [member for member in members if isinstance(member, types.MemberDescriptorType)]
 
 
 def describe(frozen: Any) -> str:

@@ -16,7 +16,14 @@ from typing import Any
 
 import torch
 
-from .freeze import BY_IDENTITY, IMMUTABLE, TRANSPARENT, is_python_defined, is_unrepeatable
+from .freeze import (
+    BY_IDENTITY,
+    IMMUTABLE,
+    TRANSPARENT,
+    is_python_defined,
+    is_unrepeatable,
+    slots_of,
+)
 
 _MAX_OBJECTS = 4096
 _EMPTY = object()
@@ -135,9 +142,5 @@ def _freezes_to_itself(value: Any) -> bool:
 
 def _is_all_in_dict(kind: type) -> bool:
     """Whether objects of a class written in Python keep all they hold in their ``__dict__``."""
-    for base in kind.__mro__:
-        slots = base.__dict__.get("__slots__", ())
-        names = (slots,) if isinstance(slots, str) else tuple(slots)
-        if set(names) - {"__dict__", "__weakref__"} or (base is not object and base in TRANSPARENT):
-            return False
-    return kind.__dictoffset__ != 0
+    has_contents = any(base is not object and base in TRANSPARENT for base in kind.__mro__)
+    return kind.__dictoffset__ != 0 and not has_contents and not slots_of(kind)

@@ -7,9 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .freeze import (
-    Freezer,
-)
+from .freeze import Freezer, slots_of
 from .modules import HOOK_TABLES, module_state, raw_attribute
 from .types import TensorType
 
@@ -108,6 +106,10 @@ def _follow_key(value: Any, key: Any) -> Any:
     if kind == "item":
         return value[name]
     if kind == "attr":
+        return value.__dict__[name]
+    if kind == "slot":
+        return slots_of(type(value))[name].__get__(value)
+    if kind == "part":
         return getattr(value, name)
     if kind == "cell":
         return value.__closure__[name].cell_contents

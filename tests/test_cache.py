@@ -13,6 +13,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -23,7 +24,7 @@ import torch._inductor.config as inductor_config
 from torch import nn
 
 import lazyinline
-from lazyinline.backend import cache, compile_cache, torch_entries
+from lazyinline.backend import compile_cache, torch_entries
 from lazyinline.backend.cache import DiskCache, default_directory, open_cache
 from lazyinline.backend.cache_codec import decode_leaf, encode_leaf, encode_value, leaf_content
 from lazyinline.frontend.command_line import main
@@ -555,7 +556,7 @@ def test_a_compile_with_a_full_disk_is_right(monkeypatch: pytest.MonkeyPatch) ->
     def full(*args: Any, **kwargs: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(cache.tempfile, "mkstemp", full)
+    monkeypatch.setattr(tempfile, "mkstemp", full)
     with pytest.warns(CacheWarning, match="No space left on device"):
         numbers, report = inferred_anew()
     assert report.cache.num_loaded == 0

@@ -1,26 +1,18 @@
 """DistributedDataParallel around a compiled module: two real processes, gloo, on the CPU."""
 
-import contextlib
-import datetime
-import os
 import pathlib
-import subprocess
-import sys
-import time
-from collections.abc import Iterator
 from typing import Any
 
-import pytest
 import torch
 import torch.nn.functional as F
 from comparing import relative_error
+from ranks import run_ranks
 from torch import Tensor, nn
 
 import lazyinline
 from lazyinline import lazy_inline
 
 WORLD = 2
-LIMIT_S = 120
 
 
 @lazy_inline
@@ -58,14 +50,10 @@ def model_and_batches() -> tuple[Net, list[list[Tensor]]]:
     return model, steps
 
 
-def worker(rank: int, folder: pathlib.Path) -> None:
-    """Trains with gradients averaged over the ranks; writes what this rank ends with."""
-    import torch.distributed as dist
+def train(rank: int, folder: pathlib.Path) -> dict[str, Any]:
+    """Trains with gradients averaged over the ranks; returns what this rank ends with."""
     from torch.nn.parallel import DistributedDataParallel
 
-    store = dist.FileStore(str(folder / "store"), WORLD)
-    timeout = datetime.timedelta(seconds=60)
-    dist.init_process_group("gloo", rank=rank, world_size=WORLD, store=store, timeout=timeout)
     model, steps = model_and_batches()
     compiled = lazyinline.compile(model, backend="eager")
     parallel: Any = DistributedDataParallel(
@@ -85,58 +73,16 @@ def worker(rank: int, folder: pathlib.Path) -> None:
     names = [name.removeprefix("module.") for name in parallel.state_dict()]
     assert names == list(model.state_dict())
     parallel.load_state_dict(parallel.state_dict())
-    torch.save(
-        {
-            "first": first,
-            "state": model.state_dict(),
-            "calls": compiled.last_report.num_block_calls,
-            "closures": compiled.last_report.num_closures,
-        },
-        folder / f"rank{rank}.pt",
-    )
-    dist.destroy_process_group()
-
-
-@contextlib.contextmanager
-def started(folder: pathlib.Path) -> Iterator[list[subprocess.Popen[str]]]:
-    """Starts the ranks and ends them whatever happens."""
-    here = pathlib.Path(__file__).parent
-    path = os.pathsep.join([str(here), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
-    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    call = "test_ddp.worker(int(sys.argv[1]), pathlib.Path(sys.argv[2]))"
-    code = f"import pathlib, sys, test_ddp; {call}"
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", code, str(rank), str(folder)],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(WORLD)
-    ]
-    try:
-        yield ranks
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
-
-
-def run_ranks(folder: pathlib.Path) -> list[dict[str, Any]]:
-    deadline = time.monotonic() + LIMIT_S
-    with started(folder) as ranks:
-        for number, process in enumerate(ranks):
-            try:
-                output, _ = process.communicate(timeout=max(1.0, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                pytest.fail(f"rank {number} did not end within {LIMIT_S} s")
-            assert process.returncode == 0, f"rank {number}:\n{output[-4000:]}"
-    return [torch.load(folder / f"rank{rank}.pt") for rank in range(WORLD)]
+    return {
+        "first": first,
+        "state": model.state_dict(),
+        "calls": compiled.last_report.num_block_calls,
+        "closures": compiled.last_report.num_closures,
+    }
 
 
 def test_gradients_equal_the_average_over_single_process_ranks(tmp_path: pathlib.Path) -> None:
-    ranks = run_ranks(tmp_path)
+    ranks = run_ranks(tmp_path, "test_ddp.train", WORLD)
     # The reference: each rank's model run by eager in this process, gradients averaged by hand.
     models = [model_and_batches()[0] for _ in range(WORLD)]
     _, steps = model_and_batches()

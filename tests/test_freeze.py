@@ -45,6 +45,30 @@ class SlottedChild(Slotted):
     __slots__ = ("c",)
 
 
+class Private:
+    __slots__ = ("__value",)
+
+    def __init__(self, value: int) -> None:
+        self.__value = value
+
+
+class Hidden(Private):
+    """Has a slot of the same private name, as one class name may occur twice in a hierarchy."""
+
+    __slots__ = ("_Private__value",)
+
+    def __init__(self, below: int, value: int) -> None:
+        Private.__dict__["_Private__value"].__set__(self, below)
+        Hidden.__dict__["_Private__value"].__set__(self, value)
+
+
+class FromIterator:
+    __slots__ = iter(("a",))
+
+    def __init__(self, a: int) -> None:
+        self.a = a
+
+
 @dataclasses.dataclass(slots=True)
 class Data:
     a: int = 1
@@ -145,6 +169,9 @@ DIFFERENT = {
     "attributes below": (Config(a=Config(b=[1])), Config(a=Config(b=[2]))),
     "SimpleNamespace": (types.SimpleNamespace(a=1), types.SimpleNamespace(a=2)),
     "slots": (Slotted(1), Slotted(2)),
+    "private slots": (Private(1), Private(2)),
+    "hidden slots": (Hidden(1, 0), Hidden(2, 0)),
+    "slots from an iterator": (FromIterator(1), FromIterator(2)),
     "an unset slot": (Slotted(1), Slotted(1, 2)),
     "slots of a subclass": (SlottedChild(1), Slotted(1)),
     "dataclass": (Data(1), Data(2)),
@@ -194,6 +221,7 @@ EQUAL: dict[str, Callable[[], Any]] = {
     "attributes": lambda: Config(a=1, b=[Config(c=2)]),
     "order of attributes": lambda: Config(a=1, b=2),
     "slots": lambda: SlottedChild(1, 2),
+    "private slots": lambda: Hidden(1, 2),
     "dataclass": Data,
     "enum": lambda: Color.RED,
     "captured variable": lambda: times(2),

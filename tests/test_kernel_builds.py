@@ -2,6 +2,7 @@
 
 import json
 import pathlib
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -237,11 +238,11 @@ main()
 """
 
 
-def test_two_processes_at_once_build_each_kernel_once(tmp_path: pathlib.Path) -> None:
+def test_two_processes_at_once_build_each_kernel_once(folder: pathlib.Path) -> None:
     here = str(pathlib.Path(__file__).parent)
     processes = []
     for first in (0, 1):  # they share a kernel
-        code = PROCESS.format(path=[here], folder=str(tmp_path), first=first)
+        code = PROCESS.format(path=[here], folder=str(folder), first=first)
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         processes.append(subprocess.Popen([sys.executable, "-c", code], **pipes))  # type: ignore[call-overload]
     for process in processes:
@@ -343,5 +344,22 @@ def test_an_entry_that_names_a_file_elsewhere_harms_nothing(
     index.keep([source], build_file(bundle_text([source], "test")))
     (entry,) = folder.glob("*.json")
     entry.write_text(json.dumps({"object": str(theirs), "digest": "0"}))
+    assert index.find(source) is None
+    assert theirs.exists() and not entry.exists()
+
+
+def test_an_object_elsewhere_is_not_loaded(
+    folder: pathlib.Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    source = source_of(BODIES[0])
+    index = KernelIndex(folder, "test")
+    built = build_file(bundle_text([source], "test"))
+    index.keep([source], built)
+    (entry,) = folder.glob("*.json")
+    assert index.find(source) is not None
+    theirs = tmp_path_factory.mktemp("theirs") / built.name
+    shutil.copy(built, theirs)
+    said = {**json.loads(entry.read_text()), "object": str(theirs)}
+    entry.write_text(json.dumps(said))
     assert index.find(source) is None
     assert theirs.exists() and not entry.exists()

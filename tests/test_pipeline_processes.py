@@ -1,15 +1,10 @@
 """Pipelines between real gloo processes."""
 
-import contextlib
 import copy
-import datetime
 import importlib
-import os
 import pathlib
-import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -18,67 +13,13 @@ import torch
 import torch.distributed as dist
 from comparing import relative_error
 from conftest import ROOT
+from ranks import LIMIT_S, run_ranks, started
 from test_pipeline import Net, make, net_and_batch, train
 
 from lazyinline import PipelineError
 from lazyinline.pipeline_parallel.actions import SCHEDULES
 
-LIMIT_S = 300
-
-
-def worker(rank: int, world: int, folder: pathlib.Path, task: str) -> None:
-    """Runs one task on one rank; what it returns goes to a file."""
-    torch.set_num_threads(1)
-    store = dist.FileStore(str(folder / "store"), world)
-    timeout = datetime.timedelta(seconds=60)
-    dist.init_process_group("gloo", rank=rank, world_size=world, store=store, timeout=timeout)
-    torch.save(globals()[task](rank, folder), folder / f"rank{rank}.pt")
-    dist.destroy_process_group()
-
-
-@contextlib.contextmanager
-def started(
-    folder: pathlib.Path, task: str, world: int, cache: pathlib.Path | None = None
-) -> Iterator[list[subprocess.Popen[str]]]:
-    """Starts the ranks and ends them whatever happens."""
-    here = pathlib.Path(__file__).parent
-    path = os.pathsep.join([str(here), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
-    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    environment["LAZYINLINE_CACHE_DIR"] = str(cache or folder / "cache")
-    call = (
-        "test_pipeline_processes.worker(int(argv[1]), int(argv[2]), pathlib.Path(argv[3]), argv[4])"
-    )
-    code = f"import pathlib, test_pipeline_processes; from sys import argv; {call}"
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", code, str(rank), str(world), str(folder), task],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(world)
-    ]
-    try:
-        yield ranks
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
-
-
-def run_ranks(
-    folder: pathlib.Path, task: str, world: int = 2, cache: pathlib.Path | None = None
-) -> list[Any]:
-    deadline = time.monotonic() + LIMIT_S
-    with started(folder, task, world, cache) as ranks:
-        for number, process in enumerate(ranks):
-            try:
-                output, _ = process.communicate(timeout=max(1.0, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                pytest.fail(f"rank {number} did not end within {LIMIT_S} s")
-            assert process.returncode == 0, f"rank {number}:\n{output[-4000:]}"
-    return [torch.load(folder / f"rank{r}.pt", weights_only=False) for r in range(world)]
+HERE = "test_pipeline_processes"
 
 
 def train_with_schedules(rank: int, folder: pathlib.Path) -> list[str]:
@@ -97,7 +38,7 @@ def train_with_schedules(rank: int, folder: pathlib.Path) -> list[str]:
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, list[str]]]:
     """What each of two processes says to every task; they are started once."""
-    return run_ranks(tmp_path_factory.mktemp("ranks"), "everything")
+    return run_ranks(tmp_path_factory.mktemp("ranks"), f"{HERE}.everything")
 
 
 def everything(rank: int, folder: pathlib.Path) -> dict[str, Any]:
@@ -155,7 +96,7 @@ def test_ranks_share_kernels_and_a_second_run_builds_none(
     assert second[0] > 0, "rank 1 built again what rank 0 had built"
     cache = two_ranks[0]["folder"] / "cache"
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
-    warm = run_ranks(tmp_path, "kernels_of_a_start", cache=cache)
+    warm = run_ranks(tmp_path, f"{HERE}.kernels_of_a_start", cache=cache)
     assert all(made == 0 and loaded > 0 for loaded, made in warm), warm
     assert not list(tmp_path.rglob("*.cpp")), "the second run compiled something"
 
@@ -224,7 +165,7 @@ def train_until_killed(rank: int, folder: pathlib.Path) -> None:
 def test_a_killed_rank_ends_the_other_with_an_error_that_says_where(
     tmp_path: pathlib.Path,
 ) -> None:
-    with started(tmp_path, "train_until_killed", 2) as ranks:
+    with started(tmp_path, f"{HERE}.train_until_killed") as ranks:
         deadline = time.monotonic() + LIMIT_S
         while len(list(tmp_path.glob("ready*"))) < 2:
             assert time.monotonic() < deadline and all(r.poll() is None for r in ranks)
@@ -302,4 +243,4 @@ def test_replicas_average_their_gradients(two_ranks: list[dict[str, list[str]]])
 
 @pytest.mark.slow
 def test_two_replicas_of_two_ranks_average_their_gradients(tmp_path: pathlib.Path) -> None:
-    assert run_ranks(tmp_path, "average_over_replicas", world=4) == [[]] * 4
+    assert run_ranks(tmp_path, f"{HERE}.average_over_replicas", world=4) == [[]] * 4

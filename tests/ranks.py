@@ -1,0 +1,73 @@
+"""Runs functions of test modules on the ranks of a real gloo group, each in its own process."""
+
+import contextlib
+import datetime
+import importlib
+import os
+import pathlib
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+LIMIT_S = 300
+
+
+def worker(rank: int, world: int, folder: pathlib.Path, task: str) -> None:
+    """Runs ``module.function`` on one rank; what it returns goes to a file."""
+    torch.set_num_threads(1)
+    store = dist.FileStore(str(folder / "store"), world)
+    timeout = datetime.timedelta(seconds=60)
+    dist.init_process_group("gloo", rank=rank, world_size=world, store=store, timeout=timeout)
+    module, name = task.split(".")
+    torch.save(getattr(importlib.import_module(module), name)(rank, folder), folder / f"rank{rank}")
+    dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def started(
+    folder: pathlib.Path, task: str, world: int = 2, cache: pathlib.Path | None = None
+) -> Iterator[list[subprocess.Popen[str]]]:
+    """Starts the ranks and ends them whatever happens."""
+    here = pathlib.Path(__file__).parent
+    path = os.pathsep.join([str(here), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    environment["LAZYINLINE_CACHE_DIR"] = str(cache or folder / "cache")
+    call = "ranks.worker(int(argv[1]), int(argv[2]), pathlib.Path(argv[3]), argv[4])"
+    code = f"import pathlib, ranks; from sys import argv; {call}"
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", code, str(rank), str(world), str(folder), task],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(world)
+    ]
+    try:
+        yield ranks
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+
+
+def run_ranks(
+    folder: pathlib.Path, task: str, world: int = 2, cache: pathlib.Path | None = None
+) -> list[Any]:
+    """Returns what a function returned on each rank."""
+    deadline = time.monotonic() + LIMIT_S
+    with started(folder, task, world, cache) as ranks:
+        for number, process in enumerate(ranks):
+            try:
+                output, _ = process.communicate(timeout=max(1.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                pytest.fail(f"rank {number} did not end within {LIMIT_S} s")
+            assert process.returncode == 0, f"rank {number}:\n{output[-4000:]}"
+    return [torch.load(folder / f"rank{rank}", weights_only=False) for rank in range(world)]
