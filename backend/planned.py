@@ -119,6 +119,11 @@ class PlannedProgram:
         self._pool: list[Lease] = []
         self._lock = threading.RLock()  # collecting garbage inside may give a lease back
 
+    @property
+    def same_words(self) -> torch_native.SameWords | None:
+        """What compares words of memory, if this program needs the native library anyway."""
+        return self._replay().same_words if any(code.words for code in self._codes) else None
+
     def offset_of(self, instance: int) -> int:
         """Where a buffer instance starts in the arena, in bytes."""
         return self._offsets[instance]

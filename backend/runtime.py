@@ -16,12 +16,17 @@ from ..reuse.leaf import without_autocast
 from ..reuse.torch_names import version_of
 from .executable import Executable
 from .planned import Lease, PlannedProgram
+from .torch_native import SameWords
 
 
 class Runtime(Protocol):
     """Runs a program. A *flight* is what a forward keeps for its backward."""
 
     num_launches: int
+
+    @property
+    def same_words(self) -> SameWords | None:
+        """What compares words of memory, if it is at hand."""
 
     def forward(self, inputs: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], Any]:
         """Returns what the user receives, and the flight."""
@@ -40,6 +45,8 @@ class Runtime(Protocol):
 
 class ReplayRuntime:
     """A function per closure, values freed after their last use."""
+
+    same_words = None
 
     def __init__(self, forward: Executable, backward: Executable | None, num_results: int) -> None:
         self._forward = forward
@@ -91,6 +98,11 @@ class PlannedRuntime:
         needed = program.inputs_of(1) if self._has_backward else []
         self._operands = [i - num_saved for i in needed if i >= num_saved]
         self._borrowed = [_forward_input(program, i) for i in needed if i < num_saved]
+
+    @property
+    def same_words(self) -> SameWords | None:
+        """See :class:`Runtime`."""
+        return self.program.same_words
 
     @without_autocast
     def forward(self, inputs: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], Any]:

@@ -22,23 +22,39 @@ from .live_ranges import Buffers, IntArray
 
 _SOURCES = tuple(
     Path(__file__).with_name(name)
-    for name in ("native_products.cpp", "native_replay.cpp", "native_packing.cpp")
+    for name in (
+        "native_products.cpp",
+        "native_replay.cpp",
+        "native_packing.cpp",
+        "native_watch.cpp",
+    )
+)
+# Called with Python's lock held.
+_SAME_WORDS = ctypes.PYFUNCTYPE(
+    ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64
 )
 _KERNEL = "kernel"  # what Inductor calls every C++ kernel's entry point
 
 
+SameWords = Callable[[int, int, int, int], int]
+
+
 @dataclass(frozen=True)
 class Replay:
-    """The replay loop.
+    """The replay loop, and what tells that nothing changed since it ran.
 
     Attributes:
         run: ``run(program, count, table)``, three addresses or counts, runs so many operations.
         is_exact: ``is_exact(words)`` tells of a product at that address whether our own routine
             for small matrices does it, and was tried and gives the bits of BLAS.
+        same_words: ``same_words(addresses, expected, count, num_touched)`` tells whether so many
+            addresses hold the expected words, and fetches what lies at further ones; no other
+            Python code runs meanwhile.
     """
 
     run: Callable[[int, int, int], int]
     is_exact: Callable[[int], int]
+    same_words: SameWords
 
 
 @functools.cache
@@ -89,7 +105,8 @@ def _typed(library: Any) -> Replay:
     is_exact = library.lazyinline_is_exact
     is_exact.argtypes = [ctypes.c_void_p]
     is_exact.restype = ctypes.c_int
-    return Replay(function, is_exact)
+    address = ctypes.cast(library.lazyinline_same_words, ctypes.c_void_p).value
+    return Replay(function, is_exact, _SAME_WORDS(address or 0))
 
 
 def first_fit(buffers: Buffers, order: IntArray) -> IntArray:

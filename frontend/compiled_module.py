@@ -175,7 +175,8 @@ class CompiledModule(nn.Module):
         if made is None:
             compiler: Compiler = self.__dict__["_lazyinline_compiler"]
             compiled, report = compiler.compile(model, args, kwargs, train=train)
-            guard = Guard(model, compiled.captured, leaves, tree)
+            same_words = compiled.runtime.same_words
+            guard = Guard(model, compiled.captured, leaves, tree, same_words)
             made = shapes.note(Made(guard, compiled, report), inputs)
         check_writes(made.compiled.captured.program)
         entry = _Entry(made.guard, made.compiled, leaves)

@@ -43,6 +43,7 @@ class Contents:
         self._sets: list[tuple[set[Any], list[Any]]] = []
         self._dicts: list[tuple[dict[Any, Any], list[Any], list[Any]]] = []
         self._others: list[tuple[Any, Kind, list[Any]]] = []
+        self._objects: list[tuple[Any, type, dict[str, Any]]] = []
 
     def look_into(self, value: Any) -> None:
         """Notes what a value holds, unless that was done before.
@@ -90,6 +91,7 @@ class Contents:
             found = found + ([] if kind.is_state else held)
         attributes = attributes_of(value)
         if attributes is not None:
+            self._objects.append((value, type(value), attributes))
             found = found + self._note_dict(attributes)
         if attributes is not None or kind is not None:
             self.holders.setdefault(id(type(value)), type(value))
@@ -109,6 +111,10 @@ class Contents:
                 for table, keys, values in self._dicts
             )
             and all(_same(now, before) for now, before in self._sets)
+            and all(
+                type(value) is kind and attributes_of(value) is attributes
+                for value, kind, attributes in self._objects
+            )
             and all(_same(kind.take(now), before) for now, kind, before in self._others)
         )
 

@@ -25,13 +25,15 @@ from ..reuse.torch_names import global_hook_tables, memory_id
 from .contents import MISSING, same_value
 from .identity_checks import Check, IdentityChecks
 from .regions import CapturedModel
-from .tensor_layouts import TensorLayouts
+from .tensor_layouts import TensorLayouts, touched_by
+from .watch import SameWords
 
 _HOOK_TABLES = tuple(
     name
     for name in nn.Module().__dict__
     if name.startswith(("_forward", "_backward")) and name.endswith("hooks")
 )
+_TABLES = frozenset({"_parameters", "_buffers", "_modules", *_HOOK_TABLES})
 _forward_of = operator.attrgetter("forward")
 _training_of = operator.itemgetter("training")
 
@@ -44,6 +46,7 @@ class Guard:
         captured: what capture saw.
         leaves: the flat inputs it was captured with.
         tree: their structure.
+        same_words: the native comparison of words of memory, if there is one.
     """
 
     def __init__(
@@ -52,8 +55,10 @@ class Guard:
         captured: CapturedModel,
         leaves: Sequence[Any],
         tree: pytree.TreeSpec,
+        same_words: SameWords | None = None,
     ) -> None:
         self._tree = tree
+        self._same_words = same_words
         self._layouts = [_layout(x) for x in leaves]
         self._modes = _modes()
         self._modules = list(model.modules())
@@ -65,6 +70,7 @@ class Guard:
         self._hook_tables = [s[name] for s in self._states for name in _HOOK_TABLES]
         self._hook_tables += global_hook_tables("forward") + global_hook_tables("backward")
         self._hooks = [hook for table in self._hook_tables for hook in table.values()]
+        self._own_tables = [(s, name, s[name]) for s in self._states for name in s.keys() & _TABLES]
         tables = [s["_modules"] for s in self._states]
         self._childless = [table for table in tables if not table]
         self._children = [table for table in tables if table]
@@ -111,6 +117,9 @@ class Guard:
         checks = IdentityChecks()
         for module, kind, state in zip(self._modules, self._classes, self._states, strict=True):
             checks.kind(module, kind)
+            checks.attributes(module, state)
+            for name in state.keys() & _TABLES:
+                checks.entry(state, name, state[name])
             checks.entry(state, "training", state["training"])
             if "forward" in state:
                 checks.entry(state, "forward", state["forward"])
@@ -132,12 +141,13 @@ class Guard:
             checks.entry(table, name, table[name])
         if self._outside is not None:
             self._outside.add_identity_checks(checks)
-        return checks.function()
+        return checks.function(self._same_words, touched_by(self.tensors))
 
     def _same_by_value(self) -> bool:
         """Whether what is not the very same object is as good; takes up replaced tensors."""
         same = (
-            list(map(_training_of, self._states)) == self._training
+            self._same_tables()
+            and list(map(_training_of, self._states)) == self._training
             and self._same_children()
             and self._same_hooks()
             and self._same_attributes()
@@ -167,6 +177,12 @@ class Guard:
         tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
         tensors += [self.tensors[i] for i in self._written if i >= 0]
         return [numbers.setdefault(memory_id(t), len(numbers)) for t in tensors]
+
+    def _same_tables(self) -> bool:
+        """Whether modules have their attributes, tensors and hooks where they had them."""
+        return all(map(operator.is_, map(module_state, self._modules), self._states)) and all(
+            state.get(name) is table for state, name, table in self._own_tables
+        )
 
     def _same_children(self) -> bool:
         children = list(chain.from_iterable(map(dict.values, self._children)))

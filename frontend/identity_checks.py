@@ -8,12 +8,13 @@ over local variables; the function is as long as there are different kinds of ow
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import CellType, MappingProxyType
 from typing import Any
 
-Check = Callable[[], bool]
+from .python_words import attributes_of, class_of, lookup_of, version_of_table
+from .watch import Check, SameWords, Watch
 
 # Read by their own methods; a class derived from them may have others, and is read by dict's.
 _PLAIN_TABLES = (dict, OrderedDict, MappingProxyType)
@@ -22,16 +23,25 @@ _MISSING = object()
 
 @dataclass
 class _Row:
-    """What is checked of one owner: its statements and tests, and the objects they expect."""
+    """What is checked of one owner: its statements and tests, and the objects they expect.
+
+    Attributes:
+        words: addresses of what holds other words once any of this changed, where there are such.
+    """
 
     owner: Any
     statements: list[str] = field(default_factory=list)
     tests: list[str] = field(default_factory=list)
     expected: list[Any] = field(default_factory=list)
+    words: tuple[int, ...] | None = ()
 
-    def expect(self, value: Any) -> str:
+    def expect(self, value: Any, words: tuple[int, ...] | None) -> str:
         self.expected.append(value)
+        self.depend(words)
         return f"e{len(self.expected) - 1}"
+
+    def depend(self, words: tuple[int, ...] | None) -> None:
+        self.words = None if words is None or self.words is None else (*self.words, *words)
 
 
 class IdentityChecks:
@@ -47,23 +57,25 @@ class IdentityChecks:
 
     def __init__(self) -> None:
         self._rows: dict[int, _Row] = {}
-        self._empty: list[Any] = []
 
     def entry(self, table: Any, name: str, value: Any) -> None:
         """A table holds this very object under a name."""
         row = self._row(table)
         found = f"o[{name!r}]" if _is_plain(table) else f"get(o, {name!r}, missing)"
-        row.tests.append(f"{found} is not {row.expect(value)}")
+        row.tests.append(f"{found} is not {row.expect(value, _version(table))}")
 
     def absent(self, table: Any, name: str) -> None:
         """A table has no such name."""
-        found = f"{name!r} in o" if _is_plain(table) else f"has(o, {name!r})"
-        self._row(table).tests.append(found)
+        row = self._row(table)
+        row.depend(_version(table))
+        row.tests.append(f"{name!r} in o" if _is_plain(table) else f"has(o, {name!r})")
 
     def attribute(self, owner: Any, name: str, value: Any) -> None:
         """An attribute, looked up as usual, is this very object."""
         row = self._row(owner)
-        row.tests.append(f"o.{name} is not {row.expect(value)}")
+        row.tests.append(f"o.{name} is not {row.expect(value, lookup_of(owner, name))}")
+        if isinstance(owner, type):
+            row.expected.append(owner.__mro__)  # kept, so that no other is where it is
 
     def captured(self, cell: CellType, value: Any) -> None:
         """A captured variable holds this very object."""
@@ -71,48 +83,86 @@ class IdentityChecks:
 
     def kind(self, owner: Any, kind: type) -> None:
         """An object is of this very class."""
-        row = self._row(owner)
-        row.tests.append(f"type(o) is not {row.expect(kind)}")
+        row, address = self._row(owner), class_of(owner, kind)
+        words = None if address is None else (address,)
+        row.tests.append(f"type(o) is not {row.expect(kind, words)}")
+
+    def attributes(self, owner: Any, table: dict[str, Any]) -> None:
+        """An object has its attributes in this very dictionary."""
+        row, address = self._row(owner), attributes_of(owner, table)
+        words = None if address is None else (address,)
+        row.tests.append(f"got(o, '__dict__') is not {row.expect(table, words)}")
 
     def values(self, table: Mapping[Any, Any]) -> None:
         """A table holds what it holds now, in this order."""
-        values = _values_of(table)
+        values, row = _values_of(table), self._row(table)
         if not values:
-            self._empty.append(table)
+            row.depend(_version(table))
+            row.tests.append("o" if _is_plain(table) else "length(o)")
             return
-        row, found = self._row(table), [f"v{i}" for i in range(len(values))]
+        words = None if type(table) is OrderedDict else _version(table)  # its order is elsewhere
+        found = [f"v{i}" for i in range(len(values))]
         read = "o.values()" if _is_plain(table) else "values(o)"
         row.statements.append(f"{', '.join(found)}, = {read}")
         row.tests += [
-            f"{name} is not {row.expect(value)}" for name, value in zip(found, values, strict=True)
+            f"{name} is not {row.expect(value, words)}"
+            for name, value in zip(found, values, strict=True)
         ]
 
     def names(self, table: Mapping[Any, Any]) -> None:
         """A table has the names that it has now, in this order."""
         row = self._row(table)
-        row.tests.append(f"[*o] != {row.expect([*table])}")
+        words = None if type(table) is OrderedDict else _version(table)
+        row.tests.append(f"[*o] != {row.expect([*table], words)}")
 
-    def function(self) -> Check:
-        """Returns what tells whether all checks hold."""
-        kinds: dict[tuple[str, ...], list[tuple[Any, ...]]] = {}
-        for row in self._rows.values():
-            body = (*row.statements, f"if {' or '.join(row.tests)}: return False")
-            kinds.setdefault(body, []).append((row.owner, *row.expected))
-        lines = ["def unchanged():", " try:", "  if any(empty): return False"]
-        for number, (body, rows) in enumerate(kinds.items()):
-            names = ["o", *(f"e{i}" for i in range(len(rows[0]) - 1)), ""]
-            lines.append(f"  for {', '.join(names)} in rows{number}:")
-            lines += [f"   {line}" for line in body]
-        lines += [" except Exception: return False", " return True"]
-        scope: dict[str, Any] = {f"rows{i}": rows for i, rows in enumerate(kinds.values())}
-        scope.update(empty=self._empty, missing=_MISSING)
-        scope.update(get=dict.get, has=dict.__contains__, values=dict.values)
-        exec(compile("\n".join(lines), "<lazyinline guard>", "exec"), scope)
-        check: Check = scope["unchanged"]
-        return check
+    def function(self, same_words: SameWords | None = None, touched: Iterable[int] = ()) -> Check:
+        """Returns what tells whether all checks hold.
+
+        Args:
+            same_words: compares words of memory; with it, what changed nowhere is not looked at.
+            touched: addresses to fetch on the way.
+        """
+        rows = list(self._rows.values())
+        if same_words is None or not any(row.words for row in rows):
+            return _generated(rows)
+        return Watch([row.words for row in rows], _maker(rows), same_words, touched).holds
 
     def _row(self, owner: Any) -> _Row:
         return self._rows.setdefault(id(owner), _Row(owner))
+
+
+def _maker(rows: Sequence[_Row]) -> Callable[[Sequence[int]], Check]:
+    return lambda chosen: _generated([rows[i] for i in chosen])
+
+
+def _generated(rows: Sequence[_Row]) -> Check:
+    """Makes a function that looks at everything."""
+    kinds: dict[tuple[str, ...], list[tuple[Any, ...]]] = {}
+    for row in rows:
+        body = (*row.statements, f"if {' or '.join(row.tests)}: return False")
+        kinds.setdefault(body, []).append((row.owner, *row.expected))
+    empty = [row[0] for row in kinds.pop(_EMPTY, ())]
+    lines = ["def unchanged():", " try:", "  if any(empty): return False"]
+    for number, (body, of_kind) in enumerate(kinds.items()):
+        names = ["o", *(f"e{i}" for i in range(len(of_kind[0]) - 1)), ""]
+        lines.append(f"  for {', '.join(names)} in rows{number}:")
+        lines += [f"   {line}" for line in body]
+    lines += [" except Exception: return False", " return True"]
+    scope: dict[str, Any] = {f"rows{i}": of_kind for i, of_kind in enumerate(kinds.values())}
+    scope.update(empty=empty, missing=_MISSING)
+    scope.update(got=object.__getattribute__)
+    scope.update(get=dict.get, has=dict.__contains__, values=dict.values, length=dict.__len__)
+    exec(compile("\n".join(lines), "<lazyinline guard>", "exec"), scope)
+    check: Check = scope["unchanged"]
+    return check
+
+
+_EMPTY = ("if o: return False",)
+
+
+def _version(table: Any) -> tuple[int, ...] | None:
+    address = version_of_table(table)
+    return None if address is None else (address,)
 
 
 def _is_plain(table: Any) -> bool:

@@ -40,6 +40,7 @@ class OutsideValues:
             types.MappingProxyType: ([], [], []),
         }
         self._absent: tuple[list[Any], list[str]] = ([], [])
+        self._objects: dict[int, tuple[Any, type, Any]] = {}
         self._slots: list[tuple[Any, str, Any]] = []
         for owner, name in reads.places():
             self._add(owner, name)
@@ -87,6 +88,8 @@ class OutsideValues:
                 self._absent[1].append(name)
 
     def _add(self, owner: Any, name: str) -> None:
+        if not isinstance(owner, (dict, type, types.ModuleType)):
+            self._objects[id(owner)] = (owner, type(owner), _own_table(owner))
         for table in _tables(owner):
             if name in table:
                 break
@@ -111,6 +114,10 @@ class OutsideValues:
                 checks.entry(table, name, table[name])
         for table, name in zip(*self._absent, strict=True):
             checks.absent(table, name)
+        for owner, kind, table in self._objects.values():
+            checks.kind(owner, kind)
+            if table is not None:
+                checks.attributes(owner, table)
         for owner, name, _ in self._slots:
             checks.attribute(owner, name, look_up(owner, name))
         for cell in self._cells:
@@ -123,6 +130,10 @@ class OutsideValues:
         return (
             all(self._same_entries(kind) for kind in self._entries)
             and not any(map(operator.contains, *self._absent))
+            and all(
+                type(owner) is kind and _own_table(owner) is table
+                for owner, kind, table in self._objects.values()
+            )
             and self._same_captured()
             and all(same_value(look_up(o, name), value) for o, name, value in self._slots)
             and all(getattr(f, name) is value for f, name, value in self._functions)
@@ -174,10 +185,20 @@ def _tables(owner: Any) -> Iterator[Mapping[str, Any]]:
     if type(owner) is dict:
         yield owner
         return
-    if not isinstance(owner, type) and isinstance(getattr(owner, "__dict__", None), dict):
-        yield vars(owner)
+    own = None if isinstance(owner, type) else _own_table(owner)
+    if own is not None:
+        yield own
     for base in owner.__mro__ if isinstance(owner, type) else type(owner).__mro__:
         yield base.__dict__
+
+
+def _own_table(owner: Any) -> dict[str, Any] | None:
+    """The dictionary of an object's attributes, if it has one."""
+    try:
+        table = object.__getattribute__(owner, "__dict__")
+    except AttributeError:
+        return None
+    return table if isinstance(table, dict) else None
 
 
 def _is_filled(cell: types.CellType) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -36,6 +36,17 @@ class TensorLayouts:
                 return True
         # Its no is no proof: it also sees the caller's modes (autocast, inference).
         return bool(_facts(tensors) == self._facts)
+
+
+# An object is at most so long, up to what this check and a run read of it.
+_OBJECT_BYTES, _TENSOR_BYTES, _LINE_BYTES = 64, 192, 64
+
+
+def touched_by(tensors: Iterable[torch.Tensor]) -> list[int]:
+    """Returns addresses of what a check of these tensors reads, to be fetched ahead of it."""
+    starts = [(id(t), _OBJECT_BYTES) for t in tensors]
+    starts += [(t._cdata, _TENSOR_BYTES) for t in tensors]
+    return [start + at for start, size in starts for at in range(0, size, _LINE_BYTES)]
 
 
 def _facts(tensors: Sequence[torch.Tensor]) -> Any:

@@ -178,7 +178,7 @@ class _StepEntry:
         parts: Sequence[Any],
         tree: pytree.TreeSpec,
     ) -> None:
-        self.guard = Guard(model, compiled.captured, leaves, tree)
+        self.guard = Guard(model, compiled.captured, leaves, tree, compiled.planned.same_words)
         self._compiled = compiled
         tensors = [(i, p) for i, p in enumerate(parts) if isinstance(p, tuple)]
         self._staging = [(i, _whole(p, leaves[i])) for i, p in tensors]

@@ -24,6 +24,8 @@ from torch import Tensor, nn
 
 import lazyinline
 from lazyinline import CaptureError, lazy_inline
+from lazyinline.backend.runtime import ReplayRuntime
+from lazyinline.backend.torch_native import replay_function
 
 
 class Value:
@@ -91,6 +93,9 @@ SETTINGS = types.ModuleType("lazyinline_test_settings")
 SETTINGS.value = 1.0  # type: ignore[attr-defined]
 GLOBAL = 1.0
 CONTEXT: contextvars.ContextVar[float] = contextvars.ContextVar("CONTEXT")
+
+
+OBJECT = Value()
 
 
 def with_default(values: list[float] = [1.0]) -> float:  # noqa: B006
@@ -250,6 +255,26 @@ HELD: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], Callable[[Any], A
         lambda h: h(),
         lambda h: setattr(h, "__code__", (lambda: 3.0).__code__),
     ),
+    "attributes replaced": (
+        Value,
+        lambda h: h.value,
+        lambda h: setattr(h, "__dict__", {"value": 3.0}),
+    ),
+    "another class": (
+        lambda: type("Local", (Value,), {"kind": 1.0})(),
+        lambda h: h.kind,
+        lambda h: setattr(h, "__class__", type("Other", (Value,), {"kind": 3.0})),
+    ),
+    "attributes of a global object replaced": (
+        lambda: None,
+        lambda h: OBJECT.get(),
+        lambda h: setattr(OBJECT, "__dict__", {"value": 3.0}),
+    ),
+    "another class of a global object": (
+        lambda: None,
+        lambda h: OBJECT.kind,
+        lambda h: setattr(OBJECT, "__class__", type("Other", (Value,), {"kind": 3.0})),
+    ),
     "environment": (
         lambda: None,
         lambda h: float(os.environ.get("LAZYINLINE_TEST", "1")),
@@ -276,12 +301,19 @@ HELD: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], Callable[[Any], A
 
 
 @pytest.fixture(autouse=True)
+def watching_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The eager kernels need no native library; guards have it all the same, as with others."""
+    monkeypatch.setattr(ReplayRuntime, "same_words", replay_function().same_words)
+
+
+@pytest.fixture(autouse=True)
 def as_before(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "lazyinline_test_settings", SETTINGS)
     monkeypatch.setenv("LAZYINLINE_TEST", "1")
     for owner, name in ((SETTINGS, "value"), (Meta, "value"), (Value, "kind")):
         monkeypatch.setattr(owner, name, 1.0)
     monkeypatch.setitem(globals(), "GLOBAL", 1.0)
+    monkeypatch.setitem(globals(), "OBJECT", Value())
     CONTEXT.set(1.0)
 
 
@@ -298,6 +330,49 @@ def test_a_change_of_what_a_model_holds_is_noticed(name: str) -> None:
     expected = model(x)
     assert torch.equal(compiled(x), expected)
     assert compiled.last_report is not first
+
+
+TABLES: dict[str, Callable[[nn.Module], Any]] = {
+    "attributes": lambda m: setattr(m, "__dict__", {**vars(m), "scale": 3.0}),
+    "attributes of a child": lambda m: setattr(
+        m.linear, "__dict__", {**vars(m.linear), "_parameters": nn.Linear(4, 4)._parameters}
+    ),
+    "parameters": lambda m: setattr(m.linear, "_parameters", nn.Linear(4, 4)._parameters),
+    "buffers": lambda m: setattr(m, "_buffers", {"shift": torch.ones(4)}),
+    "modules": lambda m: setattr(m, "_modules", {"linear": nn.Linear(4, 4)}),
+    "hooks": lambda m: setattr(m.linear, "_forward_hooks", {0: lambda *args: args[2] * 2}),
+    "an entry past the module": lambda m: vars(m).update(scale=3.0),
+    "a bias that is no more": lambda m: setattr(m.linear, "bias", None),
+}
+
+
+class Plain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("shift", torch.zeros(4))
+        self.scale = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * self.scale + self.shift
+
+
+@pytest.mark.parametrize("watched", [True, False], ids=["by-words", "by-contents"])
+@pytest.mark.parametrize("name", TABLES)
+def test_another_table_in_a_module_is_noticed(
+    name: str, watched: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not watched:
+        monkeypatch.setattr(ReplayRuntime, "same_words", None)
+    model, x = Plain(), torch.randn(2, 4)
+    compiled = lazyinline.compile(model, backend="eager")
+    before = compiled(x)
+    compiled(x)
+    TABLES[name](model)
+    expected = model(x)
+    assert not torch.equal(before, expected)
+    for _ in range(2):
+        assert torch.equal(compiled(x), expected)
 
 
 ADVANCING: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {

@@ -1,5 +1,7 @@
 """The generated check of a guard: every kind of change is noticed, nothing else is."""
 
+import copy
+import sys
 from collections import OrderedDict
 from collections.abc import Callable
 from types import MappingProxyType
@@ -10,6 +12,8 @@ import torch
 from torch import nn
 
 import lazyinline
+from lazyinline.backend.torch_native import replay_function
+from lazyinline.frontend import python_words
 from lazyinline.frontend.identity_checks import IdentityChecks
 from lazyinline.frontend.models import llama
 
@@ -34,6 +38,17 @@ class Odd(dict[str, Any]):
         return ()
 
 
+Function = Callable[[IdentityChecks], Callable[[], bool]]
+
+
+@pytest.fixture(params=["by-contents", "by-words"])
+def function(request: pytest.FixtureRequest) -> Function:
+    """Makes the function of some checks: one that looks at everything, or at what changed."""
+    if request.param == "by-contents":
+        return IdentityChecks.function
+    return lambda checks: checks.function(replay_function().same_words, [0, 8, 2**40])
+
+
 def cell_of(value: Any) -> Any:
     def read() -> Any:
         return value
@@ -46,11 +61,11 @@ TABLES: list[Any] = [{"a": [1], "b": [2]}, OrderedDict(a=[1], b=[2]), Odd(a=[1],
 
 
 @pytest.mark.parametrize("table", TABLES, ids=["dict", "ordered", "own-subscript"])
-def test_an_entry_that_is_replaced_or_removed_is_noticed(table: Any) -> None:
-    checks = IdentityChecks()
+def test_an_entry_that_is_replaced_or_removed_is_noticed(table: Any, function: Function) -> None:
+    table, checks = copy.copy(table), IdentityChecks()
     kept = dict.get(table, "a")
     checks.entry(table, "a", kept)
-    unchanged = checks.function()
+    unchanged = function(checks)
     assert unchanged()
     table["a"] = list(kept)  # equal, and another object
     assert not unchanged()
@@ -64,10 +79,10 @@ WHOLE_TABLES: list[Any] = [{"a": 1, "b": 2}, OrderedDict(a=1, b=2), Odd(a=1, b=2
 
 
 @pytest.mark.parametrize("table", WHOLE_TABLES, ids=["dict", "ordered", "own-methods"])
-def test_a_table_is_compared_in_order_and_as_a_whole(table: Any) -> None:
-    checks = IdentityChecks()
+def test_a_table_is_compared_in_order_and_as_a_whole(table: Any, function: Function) -> None:
+    table, checks = copy.copy(table), IdentityChecks()
     checks.values(table)
-    unchanged = checks.function()
+    unchanged = function(checks)
     assert unchanged()
     first = table.pop("a")
     assert not unchanged()
@@ -81,11 +96,11 @@ def test_a_table_is_compared_in_order_and_as_a_whole(table: Any) -> None:
 
 
 @pytest.mark.parametrize("table", [{"a": None}, Odd(a=None)], ids=["dict", "own-methods"])
-def test_nothing_under_a_name_is_not_none(table: Any) -> None:
-    checks = IdentityChecks()
+def test_nothing_under_a_name_is_not_none(table: Any, function: Function) -> None:
+    table, checks = copy.copy(table), IdentityChecks()
     checks.entry(table, "a", None)
     checks.absent(table, "b")
-    unchanged = checks.function()
+    unchanged = function(checks)
     assert unchanged()
     del table["a"]
     assert not unchanged()
@@ -135,7 +150,9 @@ def change_behind_proxy(found: dict[str, Any]) -> None:
         change_behind_proxy,
     ],
 )
-def test_each_kind_of_change_is_noticed(change: Callable[[dict[str, Any]], None]) -> None:
+def test_each_kind_of_change_is_noticed(
+    change: Callable[[dict[str, Any]], None], function: Function
+) -> None:
     behind = {"x": [1]}
     found: dict[str, Any] = {
         "table": {},
@@ -153,25 +170,99 @@ def test_each_kind_of_change_is_noticed(change: Callable[[dict[str, Any]], None]
     checks.kind(found["module"], nn.ReLU)
     checks.values(found["hooks"])
     checks.entry(proxy, "x", proxy["x"])
-    unchanged = checks.function()
+    unchanged = function(checks)
     assert unchanged()
     change(found)
     assert not unchanged()
 
 
-def test_a_new_name_in_a_table_read_as_a_whole_is_noticed() -> None:
+def test_a_new_name_in_a_table_read_as_a_whole_is_noticed(function: Function) -> None:
     table: dict[str, Any] = {"a": 1}
     checks = IdentityChecks()
     checks.names(table)
-    unchanged = checks.function()
+    unchanged = function(checks)
     table["a"] = 2
     assert unchanged()
     table["b"] = 3
     assert not unchanged()
 
 
-def test_no_check_at_all_holds() -> None:
-    assert IdentityChecks().function()()
+def test_where_functions_are_found_is_watched(function: Function) -> None:
+    base = type("Base", (), {"forward": lambda self: 1})
+    other = type("Other", (), {"forward": lambda self: 2})
+    middle = type("Middle", (base,), {})
+    last = type("Last", (middle,), {})
+    checks = IdentityChecks()
+    checks.attribute(last, "forward", last.forward)
+    unchanged = function(checks)
+    assert unchanged()
+    middle.extra = 1  # nobody asked
+    assert unchanged()
+    middle.forward = other.forward
+    assert not unchanged()
+    del middle.forward
+    assert unchanged()
+    last.__bases__ = (other,)
+    assert not unchanged()
+    last.__bases__ = (middle,)
+    assert unchanged()
+    base.forward = other.forward
+    assert not unchanged()
+
+
+def test_reordering_hooks_is_noticed(function: Function) -> None:
+    hooks = OrderedDict(a=[1], b=[2])
+    checks = IdentityChecks()
+    checks.values(hooks)
+    unchanged = function(checks)
+    assert unchanged()
+    hooks.move_to_end("a")
+    assert not unchanged()
+
+
+def test_what_is_written_beside_is_no_change_and_hides_none(function: Function) -> None:
+    tables: list[dict[str, Any]] = [{"a": [1]}, {"a": [1]}]
+    checks = IdentityChecks()
+    for table in tables:
+        checks.entry(table, "a", table["a"])
+    unchanged = function(checks)
+    for step in range(5):
+        tables[0]["step"] = step
+        assert unchanged()
+        assert unchanged()
+    for table in tables:
+        kept = table["a"]
+        table["a"] = list(kept)
+        for _ in range(2):
+            assert not unchanged()
+            table["step"] = -1
+        table["a"] = kept
+        assert unchanged()
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 13), reason="dictionaries have no versions there")
+def test_unchanged_tables_are_not_looked_at() -> None:
+    table, runs = {"a": [1]}, []
+    checks = IdentityChecks()
+    checks.entry(table, "a", table["a"])
+    compared = replay_function().same_words
+
+    def spying(*args: int) -> int:
+        runs.append(compared(*args))
+        return runs[-1]
+
+    unchanged = checks.function(spying)
+    assert python_words.tells_versions()
+    assert unchanged()
+    assert unchanged()
+    table["b"] = 1
+    assert unchanged()
+    assert unchanged()
+    assert runs == [1, 1, 0, 1]
+
+
+def test_no_check_at_all_holds(function: Function) -> None:
+    assert function(IdentityChecks())()
 
 
 def test_an_equal_number_in_a_new_object_is_no_new_compile() -> None:
