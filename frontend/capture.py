@@ -244,6 +244,8 @@ def _assemble(recorder: Recorder, results: list[Any], tree: pytree.TreeSpec) -> 
     ]
     traced = sum(not d.shared for d in decisions)
     log = recorder.attributes
+    for held in recorder.tensors.attributes_read(recorder.outside.names()):
+        log.contents.look_into(held)
     outside = OutsideValues(recorder.outside, log.contents)
     reads, whole = list(log.reads.values()), list(log.whole_reads.values())
     return CapturedModel(

@@ -272,6 +272,8 @@ def _modes() -> Any:
         torch.is_inference_mode_enabled(),
         current_autocast(devices),
         torch.get_default_dtype(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.get_float32_matmul_precision(),
     )
 
 

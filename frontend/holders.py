@@ -22,8 +22,12 @@ import torch
 from torch import nn
 
 from ..reuse.freeze import is_python_defined, is_unrepeatable, slots_of
+from ..reuse.reads import is_library
 
 _UNSET = object()
+# What torch.compile notes on a function the first time that it runs.
+_COMPILER_MARKS = ("_torchdynamo", "__dynamo", "_dynamo")
+_DISPATCHER: Any = functools.singledispatch(len)
 _CACHED = type(functools.lru_cache(len))
 _CLOSED = (torch.Tensor, nn.Module, type, types.ModuleType, types.CodeType)
 _FOREIGN = frozenset({"builtins", "torch", "numpy", "functools", "threading", "weakref", "logging"})
@@ -148,6 +152,29 @@ def _put_slots(value: Any, before: Sequence[Any]) -> None:
             member.__delete__(value)
 
 
+def _take_function(value: Any) -> Sequence[Any]:
+    if is_library(value.__module__):
+        return []
+    if value.__code__ is _DISPATCHER.__code__:  # beside the registry it has a cache
+        return [item for pair in value.registry.items() for item in pair]
+    held = {name: x for name, x in vars(value).items() if not name.startswith(_COMPILER_MARKS)}
+    return [item for pair in held.items() for item in pair]
+
+
+def _take_weak(value: Any) -> Sequence[Any]:
+    if isinstance(value, weakref.WeakSet):
+        return list(value)
+    return [item for pair in value.items() for item in pair]
+
+
+def _put_weak(value: Any, before: Sequence[Any]) -> None:
+    value.clear()
+    if isinstance(value, weakref.WeakSet):
+        value.update(before)
+    else:
+        value.update(zip(before[::2], before[1::2], strict=True))
+
+
 def _put_state(value: random.Random, before: Sequence[Any]) -> None:
     value.setstate(before[0])
 
@@ -190,6 +217,7 @@ def _nested(like: Any, items: Iterator[Any]) -> Any:
 
 _SLOTS = Kind(_take_slots, _put_slots)
 _KINDS: tuple[tuple[Any, Kind], ...] = (
+    (types.FunctionType, Kind(_take_function, _nothing)),
     (collections.deque, Kind(list, _put_deque)),
     (bytearray, Kind(lambda b: [bytes(b)], _put_bytearray)),
     (array.array, Kind(lambda a: [a.tobytes()], _put_array)),
@@ -197,6 +225,10 @@ _KINDS: tuple[tuple[Any, Kind], ...] = (
     (memoryview, Kind(lambda m: [m.tobytes()], _nothing)),
     (types.MappingProxyType, Kind(lambda m: [*m, *m.values()], _nothing)),
     (contextvars.ContextVar, Kind(lambda c: [c.get(_UNSET)], _nothing)),
+    (
+        (weakref.WeakKeyDictionary, weakref.WeakValueDictionary, weakref.WeakSet),
+        Kind(_take_weak, _put_weak),
+    ),
     (weakref.ReferenceType, Kind(lambda r: [r()], _nothing)),
     (random.Random, Kind(lambda r: [r.getstate()], _put_state, is_state=True)),
     (

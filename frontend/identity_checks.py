@@ -62,12 +62,12 @@ class IdentityChecks:
         """A table holds this very object under a name."""
         row = self._row(table)
         found = f"o[{name!r}]" if _is_plain(table) else f"get(o, {name!r}, missing)"
-        row.tests.append(f"{found} is not {row.expect(value, _version(table))}")
+        row.tests.append(f"{found} is not {row.expect(value, _words_of(table))}")
 
     def absent(self, table: Any, name: str) -> None:
         """A table has no such name."""
         row = self._row(table)
-        row.depend(_version(table))
+        row.depend(_words_of(table))
         row.tests.append(f"{name!r} in o" if _is_plain(table) else f"has(o, {name!r})")
 
     def attribute(self, owner: Any, name: str, value: Any) -> None:
@@ -97,10 +97,10 @@ class IdentityChecks:
         """A table holds what it holds now, in this order."""
         values, row = _values_of(table), self._row(table)
         if not values:
-            row.depend(_version(table))
+            row.depend(_words_of(table))
             row.tests.append("o" if _is_plain(table) else "length(o)")
             return
-        words = None if type(table) is OrderedDict else _version(table)  # its order is elsewhere
+        words = None if type(table) is OrderedDict else _words_of(table)  # its order is elsewhere
         found = [f"v{i}" for i in range(len(values))]
         read = "o.values()" if _is_plain(table) else "values(o)"
         row.statements.append(f"{', '.join(found)}, = {read}")
@@ -112,7 +112,7 @@ class IdentityChecks:
     def names(self, table: Mapping[Any, Any]) -> None:
         """A table has the names that it has now, in this order."""
         row = self._row(table)
-        words = None if type(table) is OrderedDict else _version(table)
+        words = None if type(table) is OrderedDict else _words_of(table)
         row.tests.append(f"[*o] != {row.expect([*table], words)}")
 
     def function(self, same_words: SameWords | None = None, touched: Iterable[int] = ()) -> Check:
@@ -160,7 +160,7 @@ def _generated(rows: Sequence[_Row]) -> Check:
 _EMPTY = ("if o: return False",)
 
 
-def _version(table: Any) -> tuple[int, ...] | None:
+def _words_of(table: Any) -> tuple[int, ...] | None:
     address = version_of_table(table)
     return None if address is None else (address,)
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
@@ -20,9 +20,13 @@ import torch
 import torch.utils.checkpoint
 from torch import nn
 
+from .torch_tracing import is_library_frame
+
 _LOCK = threading.RLock()
 _PLAIN_TENSORS = (torch.Tensor, nn.Parameter)
 _VALUE_READERS = ("tolist", "numpy", "__array__", "__dlpack__")
+_RUN_STATE = ("grad", "_version")
+_ADDRESSES = ("data_ptr", "untyped_storage", "storage")
 _PRINTER_FILE = torch._tensor_str.__file__  # what a model prints becomes no number of it
 _MODULE_FILE = sys.modules[nn.Module.__module__].__file__
 
@@ -51,6 +55,9 @@ class Watcher(Protocol):
     def checkpoint(self, policy: str) -> AbstractContextManager[None]:
         """``torch.utils.checkpoint`` is about to run a function; it runs inside."""
 
+    def run_state(self, tensor: torch.Tensor, name: str) -> None:
+        """User code asks for the address of a tensor, or for what changes from step to step."""
+
     def gradient_hook(self) -> None:
         """A hook is about to be put on a tensor's gradient."""
 
@@ -68,6 +75,7 @@ def intercepted(watcher: Watcher) -> Iterator[None]:
             _patch_hooks(watcher, thread),
             _patch_checkpoint(watcher, thread),
             _patch_values(watcher, thread),
+            _patch_run_state(watcher, thread),
         ]
         try:
             yield
@@ -187,8 +195,6 @@ def _patch_checkpoint(watcher: Watcher, thread: int) -> Callable[[], None]:
 
 def _patch_values(watcher: Watcher, thread: int) -> Callable[[], None]:
     """Readers of a tensor's memory that are no operators, so that no trace sees them."""
-    originals = {name: getattr(torch.Tensor, name) for name in _VALUE_READERS}
-    inherited = [name for name in originals if name not in vars(torch.Tensor)]
 
     def reading(original: Callable[..., Any]) -> Callable[..., Any]:
         def read(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -202,15 +208,50 @@ def _patch_values(watcher: Watcher, thread: int) -> Callable[[], None]:
 
         return read
 
-    for name, original in originals.items():
-        setattr(torch.Tensor, name, reading(original))
+    return _replace({name: reading(getattr(torch.Tensor, name)) for name in _VALUE_READERS})
+
+
+def _patch_run_state(watcher: Watcher, thread: int) -> Callable[[], None]:
+    """What a fake tensor answers in its own way: gradients, versions and addresses."""
+
+    def ask(tensor: torch.Tensor, name: str) -> None:
+        if threading.get_ident() == thread and not is_library_frame(sys._getframe(2)):
+            watcher.run_state(tensor, name)
+
+    def state(name: str) -> Any:
+        original: Any = getattr(torch.Tensor, name)
+
+        def read(self: torch.Tensor) -> Any:
+            ask(self, name)
+            return original.__get__(self)
+
+        return property(read, original.__set__, original.__delete__)
+
+    def address(name: str) -> Callable[..., Any]:
+        original = getattr(torch.Tensor, name)
+
+        def read(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            ask(self, name)
+            return original(self, *args, **kwargs)
+
+        return read
+
+    states = {name: state(name) for name in _RUN_STATE}
+    return _replace({**states, **{name: address(name) for name in _ADDRESSES}})
+
+
+def _replace(attributes: Mapping[str, Any]) -> Callable[[], None]:
+    """Puts attributes on ``torch.Tensor``; returns what puts back what was there."""
+    own = {name: vars(torch.Tensor)[name] for name in attributes if name in vars(torch.Tensor)}
+    for name, value in attributes.items():
+        setattr(torch.Tensor, name, value)
 
     def restore() -> None:
-        for name, original in originals.items():
-            if name in inherited:
-                delattr(torch.Tensor, name)
+        for name in attributes:
+            if name in own:
+                setattr(torch.Tensor, name, own[name])
             else:
-                setattr(torch.Tensor, name, original)
+                delattr(torch.Tensor, name)
 
     return restore
 

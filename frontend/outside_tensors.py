@@ -6,7 +6,7 @@ a model of a thousand layers whose blocks are shared makes fakes for one block o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -47,10 +47,42 @@ class OutsideTensors:
         fake = self.fakes.get(id(tensor))
         if fake is None:
             fake = self._tracer.to_fake(tensor)
+            vars(fake).update(vars(tensor))
             self._tracer.track(fake, self.outside_node(tensor))
             self.fakes[id(tensor)] = fake
             self.real_ids[id(fake)] = id(tensor)
         return fake
+
+    def attributes_of(self, fake: torch.Tensor) -> dict[str, Any]:
+        """Returns what Python put on a fake tensor: ``x.scale = 2.0``."""
+        if len(vars(fake)) < len(self._tracer.fake_names):
+            return {}  # all but parameters have one name less than these
+        names = vars(fake).keys() - self._tracer.fake_names
+        return {name: vars(fake)[name] for name in names}
+
+    def have_attributes(self, values: Iterable[Any]) -> bool:
+        """Whether Python put something on one of the fakes among some values."""
+        fakes = (value for value in values if isinstance(value, torch.Tensor) and is_fake(value))
+        return any(map(self.attributes_of, fakes))
+
+    def attributes_read(self, names: Collection[str]) -> list[dict[str, Any]]:
+        """Returns the attributes of the model's tensors, where code speaks of one of them."""
+        found = [vars(tensor) for tensor in self._keep if vars(tensor)]
+        return [held for held in found if not held.keys().isdisjoint(names)]
+
+    def refuse_changed_attributes(self) -> None:
+        """Raises CaptureError if the forward changed what Python had put on the model's tensors."""
+        for tensor in self._keep:
+            fake = self.fakes.get(id(tensor))
+            now = {} if fake is None else self.attributes_of(fake)
+            before = vars(tensor)
+            changed = [n for n in {**before, **now} if now.get(n, self) is not before.get(n, self)]
+            if fake is not None and changed:
+                raise CaptureError(
+                    f"The model's forward changes the attribute {changed[0]!r} of one of its "
+                    "tensors, and a compiled program could not keep doing that at every call. "
+                    "Keep it in a buffer and change it in place (add_, copy_), or return it."
+                )
 
     def outside_node(self, tensor: torch.Tensor) -> torch.fx.Node:
         """Returns the node of a real tensor, made at the first use."""

@@ -66,7 +66,7 @@ class OutsideValues:
                 continue
             if isinstance(holder, type):
                 todo.append(type(holder))
-            for name in names:
+            for name in (*names, *_operators(holder)):
                 if _is_own(holder, name):
                     self._add(holder, name)
             todo += [h for key, h in self._contents.holders.items() if key not in done]
@@ -166,6 +166,19 @@ def _changeable(
         if f.__code__ in ran
         for name in names
     ]
+
+
+def _operators(holder: Any) -> set[str]:
+    """The methods of a class that Python calls without any code naming them: ``__len__``."""
+    if not isinstance(holder, type):
+        return set()
+    return {
+        name
+        for base in holder.__mro__
+        if not is_library(base.__module__)
+        for name, value in vars(base).items()
+        if name[:2] == name[-2:] == "__" and isinstance(value, types.FunctionType)
+    }
 
 
 def _is_own(holder: Any, name: str) -> bool:

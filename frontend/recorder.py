@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -25,6 +25,7 @@ from ..reuse.modules import (
 )
 from ..reuse.program import UserInput
 from ..reuse.reads import Reads
+from ..reuse.types import TensorType
 from .attribute_log import AttributeLog, is_plain
 from .candidates import Blocks, dissolve
 from .custom_function import TENSOR, CustomFunction
@@ -188,6 +189,17 @@ class Recorder:
                 "backward, or put the hook on a parameter, outside the forward."
             )
 
+    def run_state(self, tensor: torch.Tensor, name: str) -> None:
+        """Refuses to take what a tensor says of this run for what it says in every run."""
+        if self._quiet:
+            return
+        what = {"grad": "gradient", "_version": "version"}.get(name, "memory")
+        raise CaptureError(
+            f"The model's forward asks for the {what} of a {TensorType.of(tensor)} tensor at "
+            f"{user_line()} (Tensor.{name}), which changes from run to run, and a compiled program "
+            "would use this run's answer at every call. Pass it in, or keep it in a buffer."
+        )
+
     # ---- block calls ---------------------------------------------------------------------
 
     def call(self, module: nn.Module, args: Any, kwargs: Any, proceed: Callable[..., Any]) -> Any:
@@ -207,7 +219,8 @@ class Recorder:
             marks = _recompute_marks(places)
             signature = CallSignature(module, leaves, self.tensors.real_ids)
             key = (type(module), spec, signature, ambient_modes(), marks)
-            known = self._templates.setdefault(key, [])
+            plain = not self.tensors.have_attributes(leaves)
+            known = self._templates.setdefault(key, []) if plain else []
             earlier = self._traced.get(type(module))
             reason, compared = "", ""
             if not known and earlier is not None:
@@ -330,6 +343,8 @@ class Recorder:
             template, reason = None, "it has forward hooks, which may keep what they see"
         if evidence.side_effect or before != freeze_arguments(arguments):
             template, reason = None, evidence.side_effect or "its forward changes an argument"
+        if self.tensors.have_attributes((*leaves, *results[0])):
+            template, reason = None, "a tensor that it is given or returns has attributes"
         if template is not None:
             self._note_nested(module, evidence)
         return template, reason, result
@@ -389,6 +404,8 @@ class Recorder:
                 self.tensors.node_of(x) if isinstance(x, torch.Tensor) else x for x in flat_output
             )
             trees.append(tree)
+            self.tensors.refuse_changed_attributes()
+            _refuse_read_attributes(tensors, self.outside.names())
 
         try:
             self.tracer.run(trace, fakes)
@@ -410,9 +427,8 @@ class Recorder:
         return results, trees[0]
 
     def _input_fake(self, tensor: torch.Tensor) -> torch.Tensor:
-        if self.sizes is not None:
-            return self.sizes.fake(tensor).requires_grad_(tensor.requires_grad)
-        fake = self.tracer.to_fake(tensor.detach())
+        fake = self.sizes.fake(tensor) if self.sizes else self.tracer.to_fake(tensor.detach())
+        vars(fake).update(vars(tensor))
         return fake.requires_grad_(tensor.requires_grad)
 
 
@@ -443,6 +459,18 @@ def _refuse_hidden_tensors(results: Sequence[Any]) -> None:
                 "unknown to PyTorch. Return a tuple, a dict or a NamedTuple, or register the class "
                 "(torch.export.register_dataclass)."
             )
+
+
+def _refuse_read_attributes(inputs: Sequence[torch.Tensor], names: Collection[str]) -> None:
+    """Raises CaptureError if code may read what Python put on an input: no call checks it."""
+    for tensor in inputs:
+        for name in vars(tensor):
+            if name in names:
+                raise CaptureError(
+                    f"An input tensor has the attribute {name!r}, and the model's forward speaks "
+                    "of that name. A compiled program would use what it holds now at every call: "
+                    "pass it in as an argument."
+                )
 
 
 def _recompute_marks(places: Places) -> tuple[tuple[str, str], ...]:

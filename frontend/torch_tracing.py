@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -58,7 +59,6 @@ _MACHINERY = frozenset(
         "sympy",
         "typing",
         "typing_extensions",
-        "weakref",
     ]
 )
 
@@ -104,6 +104,11 @@ def user_frame(frame: Any) -> Any:
             return frame
         frame = frame.f_back
     return None
+
+
+def is_library_frame(frame: Any) -> bool:
+    """Whether a frame runs PyTorch's code or ours."""
+    return str(frame.f_code.co_filename).startswith((_TORCH_FOLDER, *_OWN_FOLDERS))
 
 
 def frame_text(frame: Any) -> str:
@@ -269,6 +274,11 @@ class Tracer:
                 return convert(self.fake_mode, tensor, torch.device("cpu"))
             return self.fake_mode.from_tensor(tensor)
 
+    @cached_property
+    def fake_names(self) -> frozenset[str]:
+        """The attributes that every fake tensor has; others are the user's."""
+        return frozenset(vars(self.to_fake(torch.nn.Parameter(torch.empty(1)))))
+
     def untraced(self) -> AbstractContextManager[Any]:
         """Operators inside run on fake tensors without becoming nodes."""
         return disable_proxy_modes_tracing()  # type: ignore[no-any-return]
@@ -333,7 +343,7 @@ def _served_pytorch(frame: Any) -> bool:
     """Whether Python's own library runs because PyTorch called it (to log, to show a stack)."""
     while frame is not None and _top_name(frame) in sys.stdlib_module_names:
         frame = frame.f_back
-        if frame is not None and frame.f_code.co_filename.startswith(_TORCH_FOLDER):
+        if frame is not None and is_library_frame(frame):
             return True
     return False
 

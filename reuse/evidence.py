@@ -131,6 +131,8 @@ class Evidence:
         return Freezer(paths, on_tensor).freeze
 
     def _find_side_effect(self, reads: Reads) -> str:
+        if reads.unseen:
+            return f"its code uses {reads.unseen}, which may tell instances apart"
         for (_, name), (module, before) in reads.attributes.items():
             if snapshot(raw_attribute(module, name)) != before:
                 return f"its forward changes {type(module).__name__}.{name}"

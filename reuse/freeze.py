@@ -18,6 +18,7 @@ import random
 import struct
 import threading
 import types
+import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -125,7 +126,7 @@ class Freezer:
         if isinstance(value, self._by_identity):
             return Identity(value)
         if kind is types.FunctionType and not _function_state(value):
-            return (kind, Identity(value.__code__), Identity(value.__globals__))
+            return (kind, Identity(value.__code__), Identity(value.__globals__), *_texts_of(value))
         self._items += 1
         if depth >= _MAX_DEPTH or self._items > self._max_items:
             return Identity(value)
@@ -150,6 +151,8 @@ class Freezer:
             parts = tuple(item(x, ("key", None)) for x in value)  # in the order code sees
         elif isinstance(value, (range, slice)):
             parts = tuple(item(x, ("key", None)) for x in (value.start, value.stop, value.step))
+        elif isinstance(value, weakref.ReferenceType):
+            parts = (item(value(), "referent"),)
         elif isinstance(value, types.MethodType):
             parts = (item(value.__func__, "func"), item(value.__self__, "self"))
         elif isinstance(value, types.FunctionType):
@@ -171,10 +174,12 @@ class Freezer:
         return (
             Identity(function.__code__),
             Identity(function.__globals__),
+            *_texts_of(function),
             tuple(item(cell, ("cell", i)) for i, cell in enumerate(cells)),
             item(function.__defaults__, "defaults"),
             item(function.__kwdefaults__, "kwdefaults"),
             item(function.__dict__, "dict"),
+            item(annotations_of(function), "annotations"),
         )
 
     def _freeze_array(self, value: Any) -> Any:
@@ -191,7 +196,19 @@ class _Unset:
 def _function_state(function: types.FunctionType) -> Any:
     """Returns what a function holds besides its code and globals, if anything."""
     defaults = function.__defaults__ or function.__kwdefaults__
-    return function.__closure__ or defaults or function.__dict__
+    return function.__closure__ or defaults or function.__dict__ or annotations_of(function)
+
+
+def _texts_of(function: types.FunctionType) -> tuple[Any, ...]:
+    return function.__module__, function.__name__, function.__qualname__, function.__doc__
+
+
+def annotations_of(function: types.FunctionType) -> Any:
+    """Returns a function's annotations, or what is equal to nothing if they cannot be had."""
+    try:
+        return function.__annotations__
+    except Exception:  # since Python 3.14 they are computed now, from names that may be missing
+        return Unrepeatable(function)
 
 
 def _cell_contents(cell: types.CellType) -> Any:

@@ -26,6 +26,7 @@ from .freeze import (
     is_unrepeatable,
 )
 from .modules import ABSENT, WHOLE, module_state, own_names, raw_attribute
+from .unseen import way_of, way_through
 
 if TYPE_CHECKING:
     from .evidence import Evidence
@@ -43,6 +44,8 @@ _LIBRARIES = sys.stdlib_module_names | {"torch", "lazyinline"}
 _MAX_OUTSIDE_DEPTH = 8
 _MAX_OUTSIDE_ITEMS = 256
 _PLAIN = (bool, int, float, str, tuple, list, dict, set, frozenset, deque, type(None))
+_MAX_LIBRARY_DEPTH = 3  # torch.nn.functional
+_CODE = (type, types.FunctionType, types.BuiltinFunctionType)
 _OUTSIDE = Freezer(by_identity=(types.FunctionType,), max_items=_MAX_OUTSIDE_ITEMS)
 
 
@@ -54,13 +57,16 @@ class Reads:
     functions: dict[tuple[types.CodeType, int], dict[str, Any]] = field(default_factory=dict)
     globals: dict[tuple[int, str], tuple[Any, Any]] = field(default_factory=dict)
     nested: list[tuple[nn.Module, Evidence]] = field(default_factory=list)
+    unseen: str = ""  # a way by which its code may tell instances apart
     _owners: set[int] = field(default_factory=set)
 
     def attribute(self, module: nn.Module, name: str) -> None:
         """Notes that an attribute of a module was read; its state is kept as of the first read."""
         key = (id(module), name)
         if key not in self.attributes and name not in _MODULE_INTERNALS:
-            self.attributes[key] = (module, snapshot(raw_attribute(module, name)))
+            value = raw_attribute(module, name)
+            self.attributes[key] = (module, snapshot(value))
+            self.unseen = self.unseen or way_through(value)
 
     def all_attributes(self, module: nn.Module) -> None:
         """Notes that the module's ``__dict__`` was read as a whole."""
@@ -71,10 +77,12 @@ class Reads:
         """Notes that a Python function ran, and what its globals and captured variables hold."""
         code, scope = frame.f_code, frame.f_globals
         variables = frame.f_locals
-        if code.co_argcount and not is_library(scope.get("__name__")):
-            self._method(variables.get(code.co_varnames[0]), (*code.co_names, code.co_name))
+        owner = variables.get(code.co_varnames[0]) if code.co_argcount else None
+        if owner is not None and not is_library(scope.get("__name__")):
+            self._method(owner, (*code.co_names, code.co_name))
         if (code, id(scope)) in self.functions:
             return
+        self.unseen = self.unseen or way_of(code, scope, owner)
         captured = {name: variables[name] for name in code.co_freevars if name in variables}
         self.functions[code, id(scope)] = {k: shallow_snapshot(v) for k, v in captured.items()}
         names, imports = _global_names(code)
@@ -88,6 +96,7 @@ class Reads:
         for name in imports:
             self._named_attributes(sys.modules.get(name), code.co_names, 0)
         for value in captured.values():
+            self.unseen = self.unseen or way_through(value)
             self._named_attributes(value, code.co_names, 0)
 
     def places(self) -> list[tuple[Any, str]]:
@@ -123,9 +132,21 @@ class Reads:
         if (id(owner), name) not in self.globals:
             self.globals[id(owner), name] = (owner, shallow_snapshot(value))
             self._owners.add(id(owner))
+            self.unseen = self.unseen or way_through(value)
         self._named_attributes(value, names, depth + 1)
 
+    def _library(self, module: types.ModuleType, names: tuple[str, ...], depth: int) -> None:
+        """Notes functions of a library: no setting there steers a model, but they get replaced."""
+        for name in names:
+            value = vars(module).get(name)
+            if isinstance(value, _CODE):
+                self._outside(module, name, (), _MAX_OUTSIDE_DEPTH)
+            elif isinstance(value, types.ModuleType) and depth <= _MAX_LIBRARY_DEPTH:
+                self._named_attributes(value, names, depth + 1)
+
     def _named_attributes(self, owner: Any, names: tuple[str, ...], depth: int) -> None:
+        if isinstance(owner, types.ModuleType) and is_library(owner.__name__):
+            self._library(owner, names, depth)
         if depth < _MAX_OUTSIDE_DEPTH and may_hold_state(owner):
             for name in names:
                 if look_up(owner, name) is not ABSENT:

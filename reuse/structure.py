@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .freeze import Freezer, slots_of
+from .freeze import Freezer, Identity, slots_of
 from .modules import HOOK_TABLES, module_state, raw_attribute
 from .types import TensorType
 
@@ -16,7 +16,14 @@ TensorPath = tuple[Any, ...]  # (module path, attribute name, *keys inside the a
 
 def tensor_facts(tensor: torch.Tensor) -> Any:
     """What a trace sees of a tensor, but its values."""
-    return (type(tensor), TensorType.of(tensor), tensor.requires_grad)
+    facts = (type(tensor), TensorType.of(tensor), tensor.requires_grad)
+    return (*facts, _attributes_of(tensor) if tensor.__dict__ else ())
+
+
+def _attributes_of(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """What Python put on a tensor: ``weight.scale = 2.0``."""
+    freeze = Freezer(on_tensor=lambda inner, keys: Identity(inner)).freeze
+    return tuple((name, freeze(value)) for name, value in sorted(tensor.__dict__.items()))
 
 
 def module_paths(places: list[tuple[str, nn.Module]]) -> dict[int, str]:
@@ -83,7 +90,7 @@ def _name_tensor(label: str, expected: Any, found: Any) -> str:
         return ""
     for a, b in zip(expected, found, strict=False):
         if a != b and a[0] == b[0] and a[1] and b[1]:
-            facts = ("class", "layout", "requires_grad", "tying")
+            facts = ("class", "layout", "requires_grad", "attributes", "tying")
             changed = [f for f, x, y in zip(facts, a[1], b[1], strict=True) if x != y]
             return f" ({b[0]}: {', '.join(changed)})"
     return ""
@@ -113,7 +120,10 @@ def _follow_key(value: Any, key: Any) -> Any:
         return getattr(value, name)
     if kind == "cell":
         return value.__closure__[name].cell_contents
+    if kind == "referent":
+        return value()
     attribute = {
+        "annotations": "__annotations__",
         "func": "__func__",
         "self": "__self__",
         "defaults": "__defaults__",

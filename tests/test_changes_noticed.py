@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import lazyinline
@@ -71,6 +72,44 @@ class Table(dict[str, float]):
     def __init__(self) -> None:
         super().__init__()
         self.own = 1.0
+
+
+class Key:
+    value = 1.0
+
+
+KEY = Key()
+
+
+def weak_dictionary() -> weakref.WeakKeyDictionary[Key, float]:
+    return weakref.WeakKeyDictionary({KEY: 1.0})
+
+
+def a_function() -> Callable[[], None]:
+    def function(a: int = 1) -> None:
+        pass
+
+    function.value = 1.0  # type: ignore[attr-defined]
+    return function
+
+
+def dispatching() -> Callable[[Any], float]:
+    @functools.singledispatch
+    def factor(of: Any) -> float:
+        return 1.0
+
+    return factor
+
+
+def operand() -> Any:
+    class Operand:
+        def __mul__(self, other: float) -> float:
+            return other
+
+        def __len__(self) -> int:
+            return 1
+
+    return Operand()
 
 
 class Meta(type):
@@ -142,6 +181,33 @@ def innermost(held: Any) -> Any:
 
 
 HELD: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], Callable[[Any], Any]]] = {
+    "weak dictionary": (weak_dictionary, lambda h: h[KEY], setting_item(KEY)),
+    "weak values": (
+        lambda: weakref.WeakValueDictionary({"a": KEY}),
+        lambda h: float("a" in h),
+        lambda h: h.pop("a"),
+    ),
+    "weak set": (
+        lambda: weakref.WeakSet([KEY]),
+        lambda h: float(KEY in h),
+        lambda h: h.discard(KEY),
+    ),
+    "attribute of a function": (a_function, lambda h: h.value, setting("value")),
+    "implementation by type": (
+        dispatching,
+        lambda h: h(1.0),
+        lambda h: h.register(float, lambda of: 3.0),
+    ),
+    "operator of a class": (
+        operand,
+        lambda h: h * 1.0,
+        lambda h: setattr(type(h), "__mul__", lambda self, other: 3.0),
+    ),
+    "length of a class": (
+        operand,
+        lambda h: float(len(h)),
+        lambda h: setattr(type(h), "__len__", lambda self: 3),
+    ),
     "array": (lambda: np.ones(2), lambda h: float(h[0]), setting_item(0)),
     "array of objects": (
         lambda: np.array([1.0, "a"], dtype=object),
@@ -373,6 +439,64 @@ def test_another_table_in_a_module_is_noticed(
     assert not torch.equal(before, expected)
     for _ in range(2):
         assert torch.equal(compiled(x), expected)
+
+
+LIBRARY: dict[str, tuple[Any, str, Callable[[Tensor], Tensor]]] = {
+    "functional": (F, "gelu", lambda x: F.gelu(x)),
+    "module below": (torch.special, "expit", lambda x: torch.special.expit(x)),
+    "method of a layer": (nn.Linear, "forward", lambda x: x),
+}
+
+
+@pytest.mark.parametrize("what", LIBRARY)
+def test_a_function_of_pytorch_that_was_replaced_is_noticed(
+    what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owner, name, call = LIBRARY[what]
+    model = Model(call, lambda h: h(torch.ones(2, 4)))
+    x = torch.randn(2, 4)
+    compiled = lazyinline.compile(model, backend="eager")
+    assert torch.equal(compiled(x), model(x))
+    monkeypatch.setattr(owner, name, lambda *args: 3 * args[-1])
+    assert torch.equal(compiled(x), model(x))
+
+
+@pytest.mark.parametrize(
+    ("read", "change", "undo"),
+    [
+        (
+            torch.are_deterministic_algorithms_enabled,
+            lambda: torch.use_deterministic_algorithms(True),
+            lambda: torch.use_deterministic_algorithms(False),
+        ),
+        (
+            lambda: torch.get_float32_matmul_precision() == "high",
+            lambda: torch.set_float32_matmul_precision("high"),
+            lambda: torch.set_float32_matmul_precision("highest"),
+        ),
+    ],
+)
+def test_another_setting_of_pytorch_is_noticed(
+    read: Callable[[], bool], change: Callable[[], None], undo: Callable[[], None]
+) -> None:
+    model, x = Model(None, lambda h: 2.0 if read() else 1.0), torch.randn(2, 4)
+    compiled = lazyinline.compile(model, backend="eager")
+    assert torch.equal(compiled(x), model(x))
+    change()
+    try:
+        assert torch.equal(compiled(x), model(x))
+    finally:
+        undo()
+
+
+def test_an_attribute_of_a_weight_that_changes_is_noticed() -> None:
+    model = Model(None, lambda h: 1.0)
+    model._read = lambda h: model.linear.weight.factor
+    model.linear.weight.factor = 1.0  # type: ignore[attr-defined]
+    compiled, x = lazyinline.compile(model, backend="eager"), torch.randn(2, 4)
+    assert torch.equal(compiled(x), model(x))
+    model.linear.weight.factor = 3.0  # type: ignore[attr-defined]
+    assert torch.equal(compiled(x), model(x))
 
 
 ADVANCING: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
