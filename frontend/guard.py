@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import operator
 from collections.abc import Sequence
+from functools import partial
 from itertools import chain, repeat
 from typing import Any, cast
 
@@ -24,9 +25,11 @@ from ..reuse.program import ModelTensor, Program
 from ..reuse.torch_names import global_hook_tables, memory_id
 from .contents import MISSING, same_value
 from .identity_checks import Check, IdentityChecks
+from .python_words import tells_versions
 from .regions import CapturedModel
-from .tensor_layouts import TensorLayouts, touched_by
-from .watch import SameWords
+from .tensor_layouts import TensorLayouts
+from .tensor_words import touched_by, words_of
+from .watch import SameWords, Watch
 
 _HOOK_TABLES = tuple(
     name
@@ -95,6 +98,9 @@ class Guard:
         self._layouts_of_tensors = TensorLayouts(self.tensors)
         self._written = _written_tensors(captured.program)
         self._sharing = self._memories(leaves)
+        self._watch: Watch | None = None
+        self._token: object = None
+        self._is_fixed = False
         self._unchanged = self._identity_checks()
         self._num_changes = 0
 
@@ -108,7 +114,7 @@ class Guard:
             and (self._unchanged() or self._same_by_value())
             and self._contents.same()
             and (self._outside is None or self._outside.same_contents())
-            and self._layouts_of_tensors.same(self.tensors)
+            and self._layouts_of_tensors.same_wants(self.tensors)
             and self._memories(leaves) == self._sharing
         )
 
@@ -141,7 +147,28 @@ class Guard:
             checks.entry(table, name, table[name])
         if self._outside is not None:
             self._outside.add_identity_checks(checks)
-        return checks.function(self._same_words, touched_by(self.tensors))
+        tensors, layouts = self.tensors, self._layouts_of_tensors
+        where = partial(words_of, tensors)
+        checks.holds(lambda: layouts.same(tensors), where)
+        self._watch = self._token = None
+        if self._same_words is None or not tells_versions():
+            return checks.function()
+        self._watch = checks.watch(self._same_words, touched_by(tensors))
+        self._where = where
+        return self._watch.holds
+
+    def token(self) -> object:
+        """Returns the same object for as long as no tensor can have got other memory.
+
+        None where that is not known.
+        """
+        watch = self._watch
+        if watch is None:
+            return None
+        if watch.token is not self._token:
+            self._token = watch.token
+            self._is_fixed = watch.stands_for(self._where())
+        return self._token if self._is_fixed else None
 
     def _same_by_value(self) -> bool:
         """Whether what is not the very same object is as good; takes up replaced tensors."""
@@ -158,6 +185,8 @@ class Guard:
             self._num_changes += 1
             if self._num_changes.bit_count() == 1:  # what changes at every call is not learnt again
                 self._unchanged = self._identity_checks()
+            else:  # what was learnt before may come back, and the tensors are others by now
+                self._watch, self._unchanged = None, _unknown
         return same
 
     def resized(self, leaves: Sequence[Any]) -> Guard | None:
@@ -231,6 +260,11 @@ class Guard:
             return False
         self._placed, self.tensors = placed, tensors
         return True
+
+
+def _unknown() -> bool:
+    """Stands for checks that were not made."""
+    return False
 
 
 def _written_tensors(program: Program) -> list[int]:

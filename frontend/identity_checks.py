@@ -14,7 +14,7 @@ from types import CellType, MappingProxyType
 from typing import Any
 
 from .python_words import attributes_of, class_of, lookup_of, version_of_table
-from .watch import Check, SameWords, Watch
+from .watch import Check, SameWords, Watch, Where, Words
 
 # Read by their own methods; a class derived from them may have others, and is read by dict's.
 _PLAIN_TABLES = (dict, OrderedDict, MappingProxyType)
@@ -27,6 +27,7 @@ class _Row:
 
     Attributes:
         words: addresses of what holds other words once any of this changed, where there are such.
+        where: says where these are, if they move.
     """
 
     owner: Any
@@ -34,6 +35,7 @@ class _Row:
     tests: list[str] = field(default_factory=list)
     expected: list[Any] = field(default_factory=list)
     words: tuple[int, ...] | None = ()
+    where: Where | None = None
 
     def expect(self, value: Any, words: tuple[int, ...] | None) -> str:
         self.expected.append(value)
@@ -62,12 +64,12 @@ class IdentityChecks:
         """A table holds this very object under a name."""
         row = self._row(table)
         found = f"o[{name!r}]" if _is_plain(table) else f"get(o, {name!r}, missing)"
-        row.tests.append(f"{found} is not {row.expect(value, _words_of(table))}")
+        row.tests.append(f"{found} is not {row.expect(value, _words_in(table))}")
 
     def absent(self, table: Any, name: str) -> None:
         """A table has no such name."""
         row = self._row(table)
-        row.depend(_words_of(table))
+        row.depend(_words_in(table))
         row.tests.append(f"{name!r} in o" if _is_plain(table) else f"has(o, {name!r})")
 
     def attribute(self, owner: Any, name: str, value: Any) -> None:
@@ -97,10 +99,10 @@ class IdentityChecks:
         """A table holds what it holds now, in this order."""
         values, row = _values_of(table), self._row(table)
         if not values:
-            row.depend(_words_of(table))
+            row.depend(_words_in(table))
             row.tests.append("o" if _is_plain(table) else "length(o)")
             return
-        words = None if type(table) is OrderedDict else _words_of(table)  # its order is elsewhere
+        words = None if type(table) is OrderedDict else _words_in(table)  # its order is elsewhere
         found = [f"v{i}" for i in range(len(values))]
         read = "o.values()" if _is_plain(table) else "values(o)"
         row.statements.append(f"{', '.join(found)}, = {read}")
@@ -112,8 +114,14 @@ class IdentityChecks:
     def names(self, table: Mapping[Any, Any]) -> None:
         """A table has the names that it has now, in this order."""
         row = self._row(table)
-        words = None if type(table) is OrderedDict else _words_of(table)
+        words = None if type(table) is OrderedDict else _words_in(table)
         row.tests.append(f"[*o] != {row.expect([*table], words)}")
+
+    def holds(self, check: Check, where: Where) -> None:
+        """Another check holds; ``where`` says what words stand for it."""
+        row = self._row(check)
+        row.tests.append("not o()")
+        row.where = where
 
     def function(self, same_words: SameWords | None = None, touched: Iterable[int] = ()) -> Check:
         """Returns what tells whether all checks hold.
@@ -122,10 +130,15 @@ class IdentityChecks:
             same_words: compares words of memory; with it, what changed nowhere is not looked at.
             touched: addresses to fetch on the way.
         """
+        if same_words is None:
+            return _generated(list(self._rows.values()))
+        return self.watch(same_words, touched).holds
+
+    def watch(self, same_words: SameWords, touched: Iterable[int] = ()) -> Watch:
+        """Returns what tells the same by looking at what changed only."""
         rows = list(self._rows.values())
-        if same_words is None or not any(row.words for row in rows):
-            return _generated(rows)
-        return Watch([row.words for row in rows], _maker(rows), same_words, touched).holds
+        words = [row.where or (None if row.words is None else Words(row.words)) for row in rows]
+        return Watch(words, _maker(rows), same_words, touched)
 
     def _row(self, owner: Any) -> _Row:
         return self._rows.setdefault(id(owner), _Row(owner))
@@ -160,7 +173,7 @@ def _generated(rows: Sequence[_Row]) -> Check:
 _EMPTY = ("if o: return False",)
 
 
-def _words_of(table: Any) -> tuple[int, ...] | None:
+def _words_in(table: Any) -> tuple[int, ...] | None:
     address = version_of_table(table)
     return None if address is None else (address,)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -27,6 +27,10 @@ class TensorLayouts:
             no_dims: Any = {"dynamic_dims_sizes": None, "dynamic_dims_strides": None}
             self._guards = TensorGuards(*tensors, **no_dims)
 
+    def same_wants(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether these tensors want gradients as before."""
+        return list(map(_requires_grad, tensors)) == self._wants_grad
+
     def same(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Whether these tensors, in the same order, have the same layouts."""
         if self._guards is not None and self._grad_mode == torch.is_grad_enabled():
@@ -36,17 +40,6 @@ class TensorLayouts:
                 return True
         # Its no is no proof: it also sees the caller's modes (autocast, inference).
         return bool(_facts(tensors) == self._facts)
-
-
-# An object is at most so long, up to what this check and a run read of it.
-_OBJECT_BYTES, _TENSOR_BYTES, _LINE_BYTES = 64, 192, 64
-
-
-def touched_by(tensors: Iterable[torch.Tensor]) -> list[int]:
-    """Returns addresses of what a check of these tensors reads, to be fetched ahead of it."""
-    starts = [(id(t), _OBJECT_BYTES) for t in tensors]
-    starts += [(t._cdata, _TENSOR_BYTES) for t in tensors]
-    return [start + at for start, size in starts for at in range(0, size, _LINE_BYTES)]
 
 
 def _facts(tensors: Sequence[torch.Tensor]) -> Any:

@@ -189,6 +189,7 @@ class _StepEntry:
         ]
         count = len(compiled.step.batch)
         self._lease: Lease | None = None
+        self._token: object = None
         self._trained_of = picker(compiled.step.gradients)
         seed_type = compiled.step.program.inputs[-1].type
         self._seed = torch.full((), 1.0 / count, dtype=seed_type.dtype)  # type: ignore[union-attr]
@@ -217,9 +218,13 @@ class _StepEntry:
 
     def _arena_for(self, tensors: list[torch.Tensor]) -> Lease:
         """Keeps one lease, for as long as the model's tensors stay where they are."""
+        token = self.guard.token()
+        if self._lease is not None and token is not None and token is self._token:
+            return self._lease
         if self._lease is None or not self._lease.is_bound_to(tensors):
             self._lease = None  # released before another one is made
             self._lease = self._compiled.planned.lease(tensors)
+        self._token = token
         return self._lease
 
     def stats(self) -> StepStats:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -13,23 +14,50 @@ SameWords = Callable[[int, int, int, int], int]
 """``(addresses, expected, count, num_touched)``: as the native library has it."""
 
 
+class Words(NamedTuple):
+    """Addresses of words that change when something else does, and what keeps them readable."""
+
+    addresses: tuple[int, ...]
+    kept: object = None
+
+
+Where = Callable[[], Words | None]
+"""Says where the words are now; None where there are none."""
+
+# A word that changes more often than every so many calls stands for nothing any more.
+_PATIENCE = 16
+
+
+class _State(NamedTuple):
+    """What one call compares: one object, so that a thread sees all of it or nothing."""
+
+    addresses: int
+    expected: int
+    num_watched: int
+    num_touched: int
+    rest: Check | None
+    kept: object
+
+
 class Watch:
     """Checks that run again only when a word that stands for them changed.
 
-    A word that changes although its checks hold (the version of a dictionary that the user writes
-    something else to at each step) stands for them no longer: from then on they run at each call.
+    A word that keeps changing although its checks hold (the version of a dictionary that the user
+    writes something else to at each step) stands for them no longer: they run at each call.
 
     Args:
-        words: for each check, the addresses of its words, which must stay readable for as long as
-            this lives, or None where nothing stands for it.
+        words: for each check, what stands for it, or None if nothing does.
         make: makes one function of the checks at some places in ``words``.
         same_words: compares words of memory.
         touched: addresses to fetch on the way, which need not be readable.
+
+    Attributes:
+        token: another object each time that something changed.
     """
 
     def __init__(
         self,
-        words: Sequence[tuple[int, ...] | None],
+        words: Sequence[Words | Where | None],
         make: Callable[[Sequence[int]], Check],
         same_words: SameWords,
         touched: Iterable[int] = (),
@@ -41,44 +69,71 @@ class Watch:
         self._all = make(range(len(words)))
         self._restless: set[int] = set()
         self._known: dict[int, int] = {}
-        # One tuple, so that a thread sees all of it or nothing.
-        self._state = self._state_of({}, self._all)
+        self._watched: dict[int, int] = {}
+        self._num_quiet = _PATIENCE
+        self.token = object()
+        self._rest: tuple[list[int], Check | None] = ([], None)
+        self._state = self._state_of({}, self._all, None)
         self._hold_again()
 
     def holds(self) -> bool:
         """Whether all checks hold."""
         addresses, expected, count, num_touched, rest, _ = self._state
         if self._same_words(addresses, expected, count, num_touched):
+            self._num_quiet += 1
             return rest is None or rest()
         return self._hold_again()
+
+    def stands_for(self, words: Words | None) -> bool:
+        """Whether none of these words can have changed without a new token."""
+        return words is not None and all(a in self._watched for a in words.addresses)
 
     def _hold_again(self) -> bool:
         """Runs all checks, and learns the words if they hold."""
         if not self._all():
             return False
-        found = {a: read_word(a) for words in self._words for a in words or ()}
-        if not self._all():  # what changes from here on has a word that is not the one just read
+        places = self._places()
+        found = {a: read_word(a) for words in places if words for a in words.addresses}
+        # What changes from here on has a word that is not the one just read.
+        if not self._all():
             return False
-        known = self._known
-        self._restless |= {a for a, word in known.items() if found[a] != word}
-        self._known = found
-        checks = [i for i, words in enumerate(self._words) if self._is_restless(words)]
-        watched = {
-            a: found[a]
-            for words in self._words
-            if not self._is_restless(words)
-            for a in words or ()
-        }
-        self._state = self._state_of(watched, self._make(checks) if checks else None)
+        if [w and w.addresses for w in self._places()] == [w and w.addresses for w in places]:
+            self._learn(places, found)
         return True
 
-    def _is_restless(self, words: tuple[int, ...] | None) -> bool:
-        return words is None or not self._restless.isdisjoint(words)
+    def _places(self) -> list[Words | None]:
+        return [words() if callable(words) else words for words in self._words]
 
-    def _state_of(
-        self, watched: dict[int, int], rest: Check | None
-    ) -> tuple[int, int, int, int, Check | None, object]:
+    def _learn(self, places: Sequence[Words | None], found: dict[int, int]) -> None:
+        known = self._known
+        if self._num_quiet < _PATIENCE:
+            self._restless |= {a for a, word in found.items() if known.get(a, word) != word}
+        self._known, self._num_quiet = found, 0
+        self.token = object()
+        checks = [
+            i
+            for i, words in enumerate(places)
+            if words is None or not self._restless.isdisjoint(words.addresses)
+        ]
+        if checks != self._rest[0]:
+            self._rest = (checks, self._make(checks))
+        unwatched = set(checks)
+        self._watched = {
+            a: found[a]
+            for i, words in enumerate(places)
+            if words and i not in unwatched
+            for a in words.addresses
+        }
+        self._state = self._state_of(self._watched, self._rest[1], places)
+
+    def _state_of(self, watched: dict[int, int], rest: Check | None, kept: object) -> _State:
         addresses = np.array([*watched, *self._touched], np.int64)
         expected = np.array([*watched.values(), 0], np.int64)
-        count, kept = len(watched), (addresses, expected)
-        return addresses.ctypes.data, expected.ctypes.data, count, len(self._touched), rest, kept
+        return _State(
+            addresses.ctypes.data,
+            expected.ctypes.data,
+            len(watched),
+            len(self._touched),
+            rest,
+            (addresses, expected, kept),
+        )

@@ -38,6 +38,7 @@ ADAPTERS = {
     "frontend/input_sizes.py",
     "frontend/interception.py",
     "frontend/tensor_layouts.py",
+    "frontend/tensor_words.py",
     "frontend/torch_sizes.py",
     "frontend/torch_tracing.py",
     "pipeline_parallel/torch_pipelining.py",

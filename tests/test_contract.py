@@ -613,6 +613,21 @@ def test_layouts_of_many_tensors_are_checked_at_once(guards_class: Any) -> None:
         assert not guards.check(first, seen[1])
 
 
+@contract("torch._C._swap_tensor_impl")
+def test_tensors_swap_what_they_are(swap: Any) -> None:
+    a, b = torch.zeros(2), torch.ones(3)
+    addresses = (a._cdata, b._cdata)
+    swap(a, b)
+    assert (b._cdata, a._cdata) == addresses
+
+
+@contract("torch._neg_view")
+def test_a_negated_view_shares_its_memory(negated: Any) -> None:
+    x = torch.ones(2)
+    assert negated(x).is_neg()
+    assert negated(x).data_ptr() == x.data_ptr()
+
+
 def test_hooks_on_all_modules_are_in_known_tables() -> None:
     module = nn.modules.module
     registered = {

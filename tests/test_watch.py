@@ -1,0 +1,136 @@
+"""Words that stand for checks: what moves a tensor shows, and what moved is bound anew."""
+
+import sys
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+import lazyinline
+from lazyinline.frontend import tensor_words
+from lazyinline.frontend.python_words import read_word
+
+needs_versions = pytest.mark.skipif(
+    sys.version_info >= (3, 13), reason="dictionaries have no versions there"
+)
+
+
+@needs_versions
+@pytest.mark.parametrize("change", tensor_words._CHANGES)
+def test_every_way_to_move_a_tensor_shows(change: Callable[[nn.Parameter], object]) -> None:
+    assert tensor_words._is_told(change)
+
+
+@needs_versions
+def test_writing_to_tensors_and_training_them_shows_nothing() -> None:
+    assert tensor_words.tells_layouts()
+    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
+    tensors = list(model.parameters())
+    optimizer = torch.optim.Adam(tensors)
+    words = tensor_words.words_of(tensors)
+    assert words is not None
+    before = [read_word(a) for a in words.addresses]
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(torch.randn(2, 4)).sum().backward()
+        optimizer.step()
+    model.load_state_dict(model.state_dict())
+    assert [read_word(a) for a in words.addresses] == before
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.zeros(1, 1, 1, 1, 1, 1),
+        torch.zeros(2, 2, device="meta"),
+        torch.eye(2).to_sparse(),
+        torch.zeros(2).as_subclass(type("Own", (torch.Tensor,), {})),
+    ],
+    ids=["six dimensions", "meta", "sparse", "subclass"],
+)
+def test_no_words_stand_for_other_kinds_of_tensors(tensor: torch.Tensor) -> None:
+    assert tensor_words.words_of([torch.zeros(2), tensor]) is None
+
+
+def replace_data(linear: nn.Linear) -> None:
+    linear.weight.data = torch.randn(4, 4)
+
+
+def transpose_data(linear: nn.Linear) -> None:
+    linear.weight.data = linear.weight.data.t()
+
+
+def replace_by_view(linear: nn.Linear) -> None:
+    linear.weight.data = torch.randn(6, 4)[2:]
+
+
+def set_memory(linear: nn.Linear) -> None:
+    with torch.no_grad():
+        linear.weight.set_(torch.randn(4, 4))
+
+
+def resize_memory(linear: nn.Linear) -> None:
+    linear.weight.untyped_storage().resize_(2**20)
+    with torch.no_grad():
+        linear.weight.normal_()
+
+
+def replace_parameter(linear: nn.Linear) -> None:
+    linear.weight = nn.Parameter(torch.randn(4, 4))
+
+
+def load(linear: nn.Linear) -> None:
+    linear.load_state_dict(nn.Linear(4, 4).state_dict())
+
+
+def assign(linear: nn.Linear) -> None:
+    linear.load_state_dict(nn.Linear(4, 4).state_dict(), assign=True)
+
+
+def freeze(linear: nn.Linear) -> None:
+    linear.weight.requires_grad_(not linear.weight.requires_grad)
+    linear.weight.grad = None
+
+
+MOVES = [
+    replace_data,
+    transpose_data,
+    replace_by_view,
+    set_memory,
+    resize_memory,
+    replace_parameter,
+    load,
+    assign,
+    freeze,
+]
+
+
+@pytest.mark.parametrize("move", MOVES)
+def test_a_step_uses_the_memory_that_parameters_have_now(
+    move: Callable[[nn.Linear], None],
+) -> None:
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh()), torch.randn(2, 4)
+    step = lazyinline.compile_step(model, loss_fn=lambda out: out.sum(), backend="eager")
+    for calls in (1, 3, 1, 20, 2):
+        for _ in range(calls):
+            loss = step(x)
+        found = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+        model.zero_grad()
+        expected = model(x).sum()
+        expected.backward()
+        torch.testing.assert_close(loss, expected.detach(), rtol=1e-6, atol=1e-6)
+        for gradient, parameter in zip(found, model.parameters(), strict=True):
+            assert (gradient is None) == (parameter.grad is None)
+            if gradient is not None:
+                torch.testing.assert_close(gradient, parameter.grad, rtol=1e-6, atol=1e-6)
+        move(model[0])
+
+
+def test_a_parameter_that_comes_back_after_others_is_the_one_used() -> None:
+    model, x = nn.Linear(4, 4), torch.randn(2, 4)
+    compiled = lazyinline.compile(model, backend="eager")
+    parameters = [nn.Parameter(torch.randn(4, 4)) for _ in range(5)]
+    for index in (0, 1, 2, 3, 2, 3, 2, 0, 4, 0):  # not each exchange is learnt
+        model.weight = parameters[index]
+        assert torch.equal(compiled(x), model(x))
