@@ -343,13 +343,19 @@ def _no_python_randomness() -> Iterator[None]:
 
 @contextmanager
 def _garbage_collection_paused() -> Iterator[None]:
-    """Capture makes many long-lived objects; scanning them repeatedly costs more than it frees."""
+    """Capture makes many long-lived objects; scanning them repeatedly costs more than it frees.
+
+    Afterwards they count as old, or the next few collections would scan all of them as new.
+    """
     enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
         if enabled:
+            if not gc.get_freeze_count():  # else this would thaw what somebody froze
+                gc.freeze()
+                gc.unfreeze()
             gc.enable()
 
 

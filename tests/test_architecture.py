@@ -30,6 +30,7 @@ ADAPTERS = {
     "backend/attention.py",
     "backend/torch_builds.py",
     "backend/torch_entries.py",
+    "backend/torch_index.py",
     "backend/torch_inductor.py",
     "backend/torch_kernels.py",
     "backend/torch_native.py",

@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
+import sympy
 import torch
 import torch.fx
 from test_architecture import (
@@ -41,6 +42,7 @@ from lazyinline.backend.torch_builds import (
     takes_the_first,
     vector_units_probed_here,
 )
+from lazyinline.backend.torch_index import polynomials_expanded
 from lazyinline.backend.torch_inductor import (
     compile_leaves,
     decompositions,
@@ -849,6 +851,37 @@ def test_functionalizing_a_trace_takes_in_place_operators_out() -> None:
 
 
 # ---- Inductor ---------------------------------------------------------------------------------
+
+
+@contract("torch._inductor.sizevars", "torch._inductor.sizevars.sympy")
+def test_inductor_expands_the_indices_that_it_would_simplify(sizevars: Any, _: Any) -> None:
+    x, y = sympy.symbols("x y", integer=True)
+    size = sympy.Symbol("s", integer=True, positive=True)
+    floor, mod = sizevars.FloorDiv, sizevars.ModularIndexing
+    indices = [
+        32 * x + y,
+        32 * (x + 4 * y) - y,
+        size * x + y * (size + 1),
+        x * y,
+        sympy.Integer(7),
+        32 * floor(x, 16) + mod(x, 1, 16),
+        mod(x, 4, 8) + y,
+        (x + y) ** 2,
+    ]
+    strides = sizevars.stride_at_vec_range
+    asked = [(index, var, width) for index in indices for var in (x, y) for width in (None, 16)]
+
+    def answers() -> list[Any]:
+        for cached in (sizevars.stride_at, sizevars.stride_at_vec_range):
+            cached.cache_clear()
+        sizevars.simplify_index_in_vec_range.cache_clear()
+        return [strides(*question) for question in asked]
+
+    before, original = answers(), sizevars.sympy
+    with polynomials_expanded():
+        assert sizevars.sympy is not original
+        assert [sympy.expand(a - b) for a, b in zip(answers(), before, strict=True)] == [0] * 32
+    assert sizevars.sympy is original
 
 
 @contract("torch._inductor.config", "torch._inductor.config.patch")
