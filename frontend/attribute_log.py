@@ -88,13 +88,19 @@ class AttributeLog:
         else:
             self._writes[id(module), name] = (module, name, raw_attribute(module, name))
 
-    def undo_writes(self) -> str:
-        """Puts written attributes back; returns the name of one whose value had changed."""
-        changed = ""
+    def put_back(self) -> None:
+        """Undoes all that the forward changed."""
+        self.contents.put_back()
+        self.undo_writes()
+
+    def undo_writes(self) -> list[tuple[nn.Module, str, Any]]:
+        """Puts written attributes back; returns the changed ones with what they held."""
+        changed = []
         for module, name, before in self._writes.values():
-            if Freezer().freeze(raw_attribute(module, name)) == Freezer().freeze(before):
+            after = raw_attribute(module, name)
+            if Freezer().freeze(after) == Freezer().freeze(before):
                 continue
-            changed = changed or f"attribute {name!r} of {type(module).__name__}"
+            changed.append((module, name, after))
             if inspect.getattr_static(type(module), name, None) is before or not _had_value(before):
                 delattr(module, name)
             else:

@@ -218,12 +218,12 @@ def _capture_settled(
         second = _capture_once(model, arguments, blocks, train=train)
         same = format_program(first.program) == format_program(second.program)
     except CrossingError:
-        unsettled.recorder.attributes.contents.put_back()
+        unsettled.recorder.attributes.put_back()
         raise
     except UnsettledError:
         same = False
     if not same:
-        unsettled.recorder.attributes.contents.put_back()
+        unsettled.recorder.attributes.put_back()
         raise CaptureError(str(unsettled)) from None
     return second
 

@@ -60,7 +60,7 @@ _REENTRANT_CHECKPOINT = ("torch.utils.checkpoint", "CheckpointFunction")
 
 
 class UnsettledError(CaptureError):
-    """The forward changed plain data in an object of the model; running it again may not.
+    """The forward changed plain data that the model holds; running it again may not.
 
     Carries the finished trace, and ``redo``, which makes the change again.
     """
@@ -411,17 +411,25 @@ class Recorder:
             self.tracer.run(trace, fakes)
         finally:
             contents = self.attributes.contents
-            new, redo = contents.changed_values(), contents.put_forward()
+            new, change_again = contents.changed_values(), contents.put_forward()
             inside = contents.put_back()
-            changed = self.attributes.undo_writes()
-        if changed or inside:
-            what = changed or f"{inside} that an attribute holds"
+            written = self.attributes.undo_writes()
+        if written or inside:
+            what = f"{inside} that an attribute holds"
+            if written:
+                what = f"attribute {written[0][1]!r} of {type(written[0][0]).__name__}"
             text = (
                 f"The model's forward changes {what}, and a compiled program could not keep "
                 "doing that at every call. Register it as a buffer and change it in place "
                 "(add_, copy_), or return it."
             )
-            if not changed and all(map(is_plain, new)):
+
+            def redo() -> None:
+                change_again()
+                for module, name, after in written:
+                    setattr(module, name, after)
+
+            if all(map(is_plain, [*new, *(after for _, _, after in written)])):
                 raise UnsettledError(text, self, results, trees[0], redo)
             raise CaptureError(text)
         return results, trees[0]

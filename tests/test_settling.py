@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import lazyinline
+from lazyinline import CaptureError
 
 
 class Noting(nn.Module):
@@ -40,6 +41,58 @@ class Counting(Noting):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.config.kind = (self.config.kind or 0) + 1
         return self.linear(x) * self.config.kind
+
+
+class Growing(nn.Module):
+    """Remembers the largest length it saw in a plain attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.length = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if len(x) > self.length:
+            self.length = len(x)
+        return self.linear(x)
+
+
+class CountingItself(Growing):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.length += 1
+        return self.linear(x)
+
+
+class Making(Growing):
+    """Makes an attribute at its first call, and goes another way at the second."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not hasattr(self, "made"):
+            self.made = True
+            return self.linear(x)
+        return x
+
+
+def test_a_plain_attribute_that_is_written_once_stays_written() -> None:
+    model = Growing()
+    expected = copy.deepcopy(model)
+    compiled = lazyinline.compile(model, backend="eager")
+    for rows in (2, 3, 3, 1):
+        x = torch.randn(rows, 4)
+        assert torch.equal(compiled(x), expected(x))
+        assert model.length == expected.length
+
+
+@pytest.mark.parametrize("kind", [CountingItself, Making])
+def test_an_attribute_that_goes_on_changing_or_changes_the_program_is_refused(
+    kind: type[Growing],
+) -> None:
+    model = kind()
+    compiled = lazyinline.compile(model, backend="eager")
+    with pytest.raises(CaptureError, match="changes attribute"):
+        compiled(torch.randn(2, 4))
+    assert model.length == 0
+    assert not hasattr(model, "made")
 
 
 def test_what_is_noted_once_stays_noted_and_the_numbers_are_eagers() -> None:
