@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
@@ -64,7 +64,7 @@ def record_wrapper(
             scope[name] = _ignore
         elif name.startswith("cpp_fused"):
             scope[name] = recorder.launching(name, kept(scope[name]), "addresses")
-    scope["reinterpret_tensor"] = _reinterpret
+    scope["reinterpret_tensor"] = recorder.reinterpret
     scope["extern_kernels"] = _ExternKernels(scope["extern_kernels"], recorder)
     code = types.FunctionType(function.__code__, scope, function.__name__)
     with recorder.mode, recorder:
@@ -94,12 +94,6 @@ def _function_of(wrapper: Callable[..., Any]) -> tuple[Any, Any]:
 
 def _ignore(*args: Any, **kwargs: Any) -> None:
     """Stands for a check that the plan has proved."""
-
-
-def _reinterpret(
-    tensor: torch.Tensor, size: Sequence[int], stride: Sequence[int], offset: int = 0
-) -> torch.Tensor:
-    return torch.as_strided(tensor, size, stride, tensor.storage_offset() + offset)
 
 
 class _ExternKernels:
@@ -132,11 +126,7 @@ class _Recorder(TorchDispatchMode):
         self._bytes: list[int] = []
         self._keep: list[torch.Tensor] = []
         self._launches: list[Launch] = []
-        with self.mode:
-            self.inputs = [
-                torch.empty_strided(t.shape, t.stride, dtype=t.dtype, device=t.device)
-                for t in self._types
-            ]
+        self.inputs = [self._new(t.shape, t.stride, t.dtype, t.device) for t in self._types]
         for tensor in self.inputs:
             self._add_buffer(tensor, "input")
 
@@ -149,10 +139,23 @@ class _Recorder(TorchDispatchMode):
     def allocate(self, size: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:
         """Stands for Inductor's allocator."""
         device = self._types[0].device if self._types else torch.device("cpu")
-        with torch.utils._python_dispatch._disable_current_modes(), self.mode:
-            tensor = torch.empty_strided(size, stride, dtype=dtype, device=device)
+        tensor = self._new(size, stride, dtype, device)
         self._add_buffer(tensor, "private")
         return tensor
+
+    def reinterpret(
+        self, tensor: torch.Tensor, size: Sequence[int], stride: Sequence[int], offset: int = 0
+    ) -> torch.Tensor:
+        """Stands for Inductor's way to view memory."""
+        with torch._C._DisableTorchDispatch():
+            view = torch.as_strided(tensor, size, stride, tensor.storage_offset() + offset)
+        return FakeTensor(self.mode, view, tensor.device)
+
+    def _new(self, size: Any, stride: Any, dtype: torch.dtype, device: torch.device) -> Any:
+        """Returns a fake tensor over new memory. No operator runs: that takes ten times as long."""
+        with torch._C._DisableTorchDispatch():
+            memory = torch.empty_strided(size, stride, dtype=dtype, device="meta")
+        return FakeTensor(self.mode, memory, device)
 
     def launching(
         self, name: str, function: Callable[..., Any], operands: str = "tensors"
