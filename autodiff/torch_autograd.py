@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 import torch.fx
+from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 
@@ -39,7 +40,19 @@ def new_fake_mode(module: torch.fx.GraphModule | None = None) -> FakeTensorMode:
     Sizes of its tensors may be those of the module's shape environment.
     """
     environment = None if module is None else environment_of(module)
-    return FakeTensorMode(allow_non_fake_inputs=True, shape_env=environment, static_shapes=True)
+    mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=environment, static_shapes=True)
+    if environment is not None:
+        # The mode's cache of results hardly ever fits where sizes are symbols.
+        mode.cache_enabled = False
+    return mode
+
+
+def sizes_kept_open(mode: FakeTensorMode) -> AbstractContextManager[Any]:
+    """Within it operators that would read a size as a number leave it a symbol, if there are any.
+
+    ``constant_pad_nd`` is one: in C++ it reads numbers, and PyTorch has it in Python beside.
+    """
+    return nullcontext() if mode.shape_env is None else enable_python_dispatcher()
 
 
 def fake_tensor(mode: FakeTensorMode, type_: TensorType) -> torch.Tensor:
@@ -68,7 +81,8 @@ def trace_forward(
     """Takes composite operators of a leaf body apart; no derivative, no in-place operators."""
     mode = new_fake_mode(module)
     inputs = [fake_tensor(mode, t) for t in types]
-    return trace_forward_on(module, inputs, mode, decompositions, sizes_in(module))
+    with sizes_kept_open(mode):
+        return trace_forward_on(module, inputs, mode, decompositions, sizes_in(module))
 
 
 @without_autocast
@@ -122,7 +136,7 @@ class JointTrace:
         tangents = self._find_tangents(mode, primals, wanted_outputs)
         if not self.tangent_outputs:
             return
-        with mode, torch.enable_grad():
+        with mode, sizes_kept_open(mode), torch.enable_grad():
             self.graph_module = _traced(
                 lambda p, t: self._joint(p, t, wanted_inputs),
                 [primals, tangents],
@@ -140,7 +154,7 @@ class JointTrace:
     def _find_tangents(
         self, mode: FakeTensorMode, primals: Sequence[torch.Tensor], wanted: Sequence[int]
     ) -> list[torch.Tensor]:
-        with mode, torch.enable_grad():
+        with mode, sizes_kept_open(mode), torch.enable_grad():
             outputs = ModalInterpreter(self._module).run_flat(primals)
         self.num_outputs = len(outputs)
         self.tangent_outputs = tuple(i for i in wanted if outputs[i].requires_grad)

@@ -19,6 +19,7 @@ from ..reuse.types import contiguous_stride
 from .dynamic import shapes_of
 from .regions import Region
 from .sizes import make_sizes_literal
+from .torch_tracing import TracingFakeMode
 
 Names = tuple[tuple[str, ...], ...]
 """For each flat input, for each dimension the name of its symbol; empty where it is a number."""
@@ -76,9 +77,12 @@ class InputSizes:
         self._names = names
         self._example = shapes_of(leaves)
         self._env = ShapeEnv(allow_dynamic_output_shape_ops=False, allow_scalar_outputs=False)
-        self.mode = FakeTensorMode(
+        self.mode: FakeTensorMode = TracingFakeMode(
             allow_non_fake_inputs=True, shape_env=self._env, static_shapes=True
         )
+        # Its cache of results hardly ever fits where sizes are symbols, and filling it takes
+        # longer than the operators.
+        self.mode.cache_enabled = False
         self._symbols: dict[str, Any] = {}
         self._sizes: dict[int, list[Any]] = {}
         self._taken = None if hints is None else set(hints)

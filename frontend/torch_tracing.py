@@ -68,6 +68,7 @@ DATA_DEPENDENT_ERRORS: tuple[type[Exception], ...] = (
 )
 
 
+_OWN_NAMESPACES = frozenset(["aten", "prim", "prims"])
 _READERS = (
     torch.ops.aten.item.default,
     torch.ops.aten._local_scalar_dense.default,
@@ -81,9 +82,28 @@ def is_mode_switch(node: torch.fx.Node) -> bool:
     return node.target in _side_effectful_need_to_be_preserved_pre_dispatch
 
 
+class TracingFakeMode(FakeTensorMode):
+    """A fake mode in which PyTorch's own operators are spared the cost of :func:`profiled_calls`.
+
+    What runs for one of them is PyTorch alone, thousands of calls where sizes are symbols. An
+    operator of somebody else may run a user's function, which has to be seen.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Runs an operator on fake tensors."""
+        profile: Any = sys.getprofile()
+        if func.namespace not in _OWN_NAMESPACES or not callable(profile):
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        sys.setprofile(None)
+        try:
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        finally:
+            sys.setprofile(profile)
+
+
 def new_fake_mode() -> FakeTensorMode:
     """Returns a fresh fake mode; real tensors that reach an operator become fake."""
-    return FakeTensorMode(allow_non_fake_inputs=True)
+    return TracingFakeMode(allow_non_fake_inputs=True)
 
 
 def is_fake(tensor: torch.Tensor) -> bool:
