@@ -149,6 +149,55 @@ def test_every_private_attribute_of_an_adapter_has_a_contract() -> None:
 
 
 @contract(
+    "torch._dispatch.python.enable_python_dispatcher",
+    "torch.fx.experimental.symbolic_shapes.ShapeEnv",
+    "torch.fx.experimental.symbolic_shapes.DimDynamic",
+    "torch._dynamo.source.ConstantSource",
+)
+def test_sizes_stay_open_without_the_cache_of_results(
+    dispatcher: Any, environment_class: Any, dynamic: Any, source: Any
+) -> None:
+    environment = environment_class()
+    symbol = environment.create_symbol(12, source("n"), dynamic_dim=dynamic.DYNAMIC)
+    size = environment.create_symintnode(symbol, hint=12)
+    mode = resolve("torch._subclasses.fake_tensor.FakeTensorMode")(
+        shape_env=environment, static_shapes=True
+    )
+    assert mode.cache_enabled is True, "cache_enabled moved: results are cached again"
+    mode.cache_enabled = False
+    with mode, dispatcher():
+        padded = torch.ops.aten.constant_pad_nd.default(torch.empty(2, size), [0, 1], 0.0)
+    assert not environment.guards and str(padded.shape[1]) == f"{symbol} + 1"
+
+
+def test_a_kernel_list_sees_one_memory_through_views() -> None:
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    mode = fake_mode()
+    with torch._C._DisableTorchDispatch():
+        memory = torch.empty_strided((4, 6), (6, 1), device="meta")
+        whole = FakeTensor(mode, memory, torch.device("cpu"))
+        part = torch.as_strided(whole, (3, 2), (2, 1), 5)
+    view = FakeTensor(mode, part, whole.device)
+    assert view.untyped_storage()._cdata == whole.untyped_storage()._cdata
+    assert (view.shape, view.stride(), view.storage_offset()) == ((3, 2), (2, 1), 5)
+    assert view.device.type == "cpu" and view.untyped_storage().nbytes() == 96
+
+
+def test_a_fake_mode_of_ours_runs_every_operator() -> None:
+    seen = []
+
+    class Noting(resolve("torch._subclasses.fake_tensor.FakeTensorMode")):  # type: ignore[misc]
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
+            seen.append(func.namespace)
+            return super().__torch_dispatch__(func, types, args, kwargs)
+
+    with Noting(allow_non_fake_inputs=True):
+        torch.ones(3).add(1)
+    assert "aten" in seen
+
+
+@contract(
     "torch._subclasses.fake_tensor.FakeTensorMode", "torch._subclasses.fake_tensor.FakeTensor"
 )
 def test_fake_tensors_keep_layouts_and_compute_nothing(mode_class: Any, tensor_class: Any) -> None:
@@ -681,11 +730,9 @@ def test_out_forms_write_what_the_operator_returns(*forms: Any) -> None:
 # ---- dispatch modes ---------------------------------------------------------------------------
 
 
-@contract(
-    "torch.utils._python_dispatch.TorchDispatchMode",
-    "torch.utils._python_dispatch._disable_current_modes",
-)
-def test_a_dispatch_mode_sees_each_operator_and_can_be_left_out(mode: Any, disable: Any) -> None:
+@contract("torch.utils._python_dispatch.TorchDispatchMode")
+def test_a_dispatch_mode_sees_each_operator_and_can_be_left_out(mode: Any) -> None:
+    disable = torch._C._DisableTorchDispatch
     seen: list[Any] = []
 
     class Watch(mode):  # type: ignore[misc]
