@@ -21,8 +21,8 @@ from .kernel_index import KernelIndex
 from .kernel_source import KernelSource, bundle_text
 
 _LOG = logging.getLogger("lazyinline")
-# Reading the headers costs as much as building this many kernels: fewer wait for others.
-_LEAST = 6
+# Reading the headers costs as much as building six kernels: fewer than this wait for others.
+_LEAST = 8
 
 Kernel = Callable[..., Any]
 
