@@ -60,7 +60,7 @@ class TensorType:
     def of(cls, tensor: torch.Tensor) -> TensorType:
         """Returns the type of a tensor (real or fake)."""
         shape, stride = tuple(tensor.shape), tuple(tensor.stride())
-        for size in shape:
+        for size in (*shape, *stride):  # one position of a row, in a batch of unknown length
             if type(size) is not int:
                 shape, stride = tuple(map(_plain, shape)), tuple(map(_plain, stride))
                 return cls(tensor.dtype, shape, stride, tensor.device)
@@ -68,8 +68,8 @@ class TensorType:
 
     @property
     def is_symbolic(self) -> bool:
-        """Whether a size is an expression."""
-        return any(type(size) is not int for size in self.shape)
+        """Whether a size or a stride is an expression."""
+        return any(type(size) is not int for size in (*self.shape, *self.stride))
 
     @property
     def num_bytes(self) -> int:

@@ -185,6 +185,20 @@ def test_python_on_sizes_is_right_at_each_shape(name: str) -> None:
     assert found[-1][1] >= 4
 
 
+def test_the_last_position_is_taken_at_every_length() -> None:
+    class Last(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner(x[:, -1]) + self.inner(x).mean(1)
+
+    # What is taken has numbers for sizes, and a stride that is none.
+    found = train_at(Last(), [(2, n, 8) for n in (6, 10, 7, 3)], lambda s: [torch.randn(s)])
+    assert found[-1] == (2, 2)
+
+
 def test_a_size_that_python_needs_as_a_number_is_compiled_for_itself() -> None:
     model = Wrapped(lambda h: h * math.sqrt(h.shape[1]))
     shapes = [(2, n, 8) for n in (6, 10, 12, 14, 6)]
