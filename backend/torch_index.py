@@ -45,4 +45,7 @@ def is_polynomial(expression: Any) -> bool:
     """Whether a sympy expression is a number, a variable, or made of sums and products of those."""
     if expression.is_Add or expression.is_Mul:
         return all(map(is_polynomial, expression.args))
+    if expression.is_Pow:  # the square of a size that is a symbol
+        base, exponent = expression.args
+        return bool(exponent.is_Integer and exponent > 0) and is_polynomial(base)
     return bool(expression.is_Symbol or expression.is_Integer)

@@ -3,8 +3,8 @@
     python benchmarks/depth.py                       # 12 24 48 96 layers, 5 rounds, nothing built
     python benchmarks/depth.py --warm --rounds 9     # kernels' objects built before
 
-Every compile is a process of its own; the depths take turns, so that what a busy machine does to one
-it does to all, and medians are compared. CPU-seconds, the C++ compiler's included. Nothing is
+Every compile is a process of its own; the depths take turns, so that what a busy machine does to
+one it does to all, and medians are compared. CPU-seconds, the C++ compiler's included. Nothing is
 executed: parameters are on the meta device, and `compile_step` ends with the memory plan.
 """
 

@@ -8,8 +8,9 @@ What compiling and linking take is the first steps less the second ones.
     python benchmarks/dynamic_shapes.py --layers 2 --hidden 64 --modes learned torch
 
 `learned` is `dynamic=None` (the second length makes symbols of sizes), `all` is `dynamic=True`,
-`torch` is `torch.compile(dynamic=True)`. One compile is `dynamic=False` at the first length; "x one" is
-against that, with all steps and without any, and "x symbolic" against the one compile of `all`.
+`torch` is `torch.compile(dynamic=True)`. One compile is `dynamic=False` at the first length;
+"x one" is against that, with all steps or ("net") without any; "x symbolic" is net, against the one
+compile of `all`.
 """
 
 from __future__ import annotations
