@@ -17,6 +17,7 @@ import torch
 
 from ..reuse.program import Leaf
 from ..reuse.types import TensorType
+from .attention import scratch_bytes
 from .kernel_list import KernelList, Launch, View
 from .link import FlatProgram
 from .live_ranges import Buffers
@@ -40,7 +41,7 @@ class Instance:
 
     ``kind``: ``"arena"`` (the plan places it), ``"given"`` (the caller's tensor, or the model's),
     ``"result"`` (handed to the user, so made anew in each run), ``"foreign"`` (made by a launch),
-    ``"unused"`` (its value is made in another buffer).
+    ``"unused"`` (its value is made in another buffer), ``"scratch"`` (inside one launch).
     Lives in ``[birth, death)``, in launches.
     """
 
@@ -85,11 +86,16 @@ class Part:
 
 @dataclass
 class Layout:
-    """Every buffer instance and launch of the flat programs added so far."""
+    """Every buffer instance and launch of the flat programs added so far.
+
+    ``scratch`` is what launches allocate and free while they run, each alive for its launch: no
+    plan places it and nothing refers to it, but it is memory too.
+    """
 
     instances: list[Instance] = field(default_factory=list)
     parts: list[Part] = field(default_factory=list)
     time: int = 0
+    scratch: list[Instance] = field(default_factory=list)
 
     def given(self, type_: TensorType) -> Placed:
         """Adds a buffer that the caller provides."""
@@ -120,8 +126,13 @@ class Layout:
         sinks = sinks or {}
         waiting = [s for s in flat.inputs if s in sinks]
         live = Counter(placed.instance for placed in slots.values())
+        leaves = dict.fromkeys(call.leaf for call in flat.launches)
+        scratch = {leaf: _scratch_of(kernel_lists[leaf]) for leaf in leaves}
         for call in flat.launches:
             kernels = kernel_lists[call.leaf]
+            for index, num_bytes in scratch[call.leaf]:
+                at = self.time + index
+                self.scratch.append(Instance("scratch", num_bytes, at, at + 1, len(self.parts)))
             bases = self._bases(kernels, [slots[s] for s in call.operands])
             bases = self._taken_over(kernels, bases, call.operands, call.frees, live)
             for index, launch in enumerate(kernels.launches):
@@ -199,3 +210,9 @@ class Layout:
             new = Instance(kind, info.num_bytes, birth, max(death, birth + 1), len(self.parts))
             bases.append((self._add(new), 0))
         return tuple(bases)
+
+
+def _scratch_of(kernels: KernelList) -> list[tuple[int, int]]:
+    """Which launches of a closure allocate scratch, and how much."""
+    sizes = [(i, scratch_bytes(launch)) for i, launch in enumerate(kernels.launches)]
+    return [(i, num_bytes) for i, num_bytes in sizes if num_bytes]

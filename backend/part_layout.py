@@ -374,6 +374,7 @@ class UnitLayout:
     def foreign_scratch_bytes(self, number: int) -> int:
         """Most bytes outside the arena that live at once within a part."""
         own = [self.layout.instances[i] for i, u in self._foreign() if u == (number, number)]
+        own += [b for b in self.layout.scratch if b.part == number]
         return lower_bound(buffers_of(own)) if own else 0
 
     def _used_regions(self, code: GeneratedCode) -> list[int]:

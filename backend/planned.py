@@ -166,9 +166,8 @@ class PlannedProgram:
 
     @property
     def outside_bytes(self) -> int:
-        """Most bytes at one time in results that launches allocate themselves, not in the arena."""
-        foreign = [b for b in self.layout.instances if b.kind == "foreign"]
-        return lower_bound(buffers_of(foreign)) if foreign else 0
+        """Most bytes at one time in what launches allocate themselves, results and scratch."""
+        return _outside_bytes(self.layout)
 
     @property
     def held_bytes(self) -> int:
@@ -273,12 +272,13 @@ def lay_out(
 
 def least_bytes(layout: Layout) -> int:
     """Returns what a layout holds at least at its peak: in the arena, and outside of it."""
-    kinds = ("arena", "foreign")
-    return sum(
-        lower_bound(buffers_of(found))
-        for kind in kinds
-        if (found := [b for b in layout.instances if b.kind == kind])
-    )
+    placed = [b for b in layout.instances if b.kind == "arena"]
+    return (lower_bound(buffers_of(placed)) if placed else 0) + _outside_bytes(layout)
+
+
+def _outside_bytes(layout: Layout) -> int:
+    outside = [b for b in layout.instances if b.kind == "foreign"] + layout.scratch
+    return lower_bound(buffers_of(outside)) if outside else 0
 
 
 class Lease:

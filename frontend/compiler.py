@@ -107,6 +107,11 @@ class Batching:
     micro_batches: int = 1
     order: str = "forward_first"
 
+    @property
+    def loss_bytes(self) -> int:
+        """Most bytes that a step allocates for the losses: one per part, and their mean."""
+        return 8 * (self.micro_batches + 1)
+
 
 @dataclass(frozen=True)
 class CompiledStep:
@@ -203,7 +208,7 @@ class Compiler:
         def linked_peak(request: Request) -> int:
             linked = self._decompose(self._step_program(program, request, batching).program)
             self._lower([linked])
-            return self._planned_step(linked).held_bytes
+            return self._planned_step(linked).held_bytes + batching.loss_bytes
 
         def guessed_peak(request: Request) -> int:
             flats = [link(self._decompose(self._step_program(program, request, batching).program))]

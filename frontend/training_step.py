@@ -81,7 +81,8 @@ class StepStats:
         saved_bytes: what one micro-batch's forward keeps for its backward.
         allocations_per_step: results that launches allocate themselves, outside the plan.
         unplaced_launches: the names of those launches, each once.
-        outside_bytes: most bytes at one time in those results; a recompute budget counts them too.
+        outside_bytes: most bytes at one time in those results, in scratch that launches allocate
+            and in the losses; a recompute budget counts them too.
     """
 
     kernels: int
@@ -188,6 +189,7 @@ class _StepEntry:
             for user in users
         ]
         count = len(compiled.step.batch)
+        self._loss_bytes = Batching(count).loss_bytes
         self._lease: Lease | None = None
         self._token: object = None
         self._trained_of = picker(compiled.step.gradients)
@@ -239,7 +241,7 @@ class _StepEntry:
             forward.output_types[-1].num_bytes,
             planned.num_made_per_run,
             tuple(dict.fromkeys(foreign)),
-            planned.outside_bytes,
+            planned.outside_bytes + self._loss_bytes,
         )
 
 

@@ -12,6 +12,8 @@ from conftest import ROOT
 
 import lazyinline
 from lazyinline.backend import lower
+from lazyinline.backend.attention import scratch_bytes
+from lazyinline.backend.kernel_list import Launch, View
 from lazyinline.frontend import compiler
 from lazyinline.frontend.models import DecoderBlock, llama
 from lazyinline.frontend.training_step import compile_step
@@ -62,6 +64,72 @@ def test_only_launches_that_cannot_be_placed_allocate(memory_events: ModuleType,
     assert 1 <= made_for_loss <= 4
     assert use.num_allocations - made_for_loss >= step.stats.allocations_per_step
     assert bool(step.stats.allocations_per_step) == bool(step.stats.unplaced_launches)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_reported_peak_is_what_the_profiler_measures(
+    memory_events: ModuleType, micro_batches: int
+) -> None:
+    """The fused attention allocates scratch in each launch; the report counts that too."""
+    step, args = decoder_step(2, micro_batches, "inductor", seq=80)
+    step(*args)
+    entry = step._entries[0]
+    entry._lease = None
+    entry._compiled.planned._pool.clear()
+    for parameter in step._model.parameters():
+        parameter.grad = None
+    use = memory_events.memory_use(lambda: step(*args))
+    reported = step.stats.peak_bytes + step.stats.outside_bytes
+    assert reported - 4096 <= use.peak_bytes <= reported
+
+
+ATTENTION = [  # batch, heads, queries, keys, width
+    (2, 4, 128, 128, 32),
+    (1, 2, 200, 600, 48),
+    (1, 1, 800, 33, 16),
+    (1, 2, 8, 8, 8),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("num_threads", [1, 3])
+@pytest.mark.parametrize("layout", ["heads first", "tokens first"])
+def test_scratch_of_attention_is_bounded(
+    memory_events: ModuleType, dtype: torch.dtype, num_threads: int, layout: str
+) -> None:
+    def tensor(batch: int, heads: int, tokens: int, width: int) -> torch.Tensor:
+        if layout == "heads first":
+            return torch.randn(batch, heads, tokens, width).to(dtype)
+        return torch.randn(batch, tokens, heads, width).to(dtype).transpose(1, 2)
+
+    def checked(name: str, *args: Any) -> tuple[torch.Tensor, ...]:
+        function = getattr(torch.ops.aten, name).default
+        kept: list[torch.Tensor] = []
+        use = memory_events.memory_use(lambda: kept.extend(function(*args)))
+        measured = use.peak_bytes - sum(t.untyped_storage().nbytes() for t in kept)
+        views = [a if not isinstance(a, torch.Tensor) else view_of(a) for a in args]
+        bound = scratch_bytes(Launch(name, function, tuple(views), ()))
+        assert 0 < measured <= bound, (measured, bound)
+        if dtype != torch.bfloat16:  # whose extra copies depend on the processor
+            assert bound <= measured + 2048 * num_threads
+        return tuple(kept)
+
+    num_threads_before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    try:
+        for batch, heads, queries, keys, width in ATTENTION:
+            q = tensor(batch, heads, queries, width)
+            k, v = (tensor(batch, heads, keys, width) for _ in range(2))
+            name = "_scaled_dot_product_flash_attention_for_cpu"
+            out, logsumexp = checked(name, q, k, v, 0.0, False)
+            gradient = tensor(batch, heads, queries, width)
+            checked(f"{name}_backward", gradient, q, k, v, out, logsumexp, 0.0, False)
+    finally:
+        torch.set_num_threads(num_threads_before)
+
+
+def view_of(tensor: torch.Tensor) -> View:
+    return View(0, tensor.dtype, tuple(tensor.shape), tensor.stride(), 0)
 
 
 def test_step_of_placed_launches_allocates_its_loss_only(memory_events: ModuleType) -> None:
