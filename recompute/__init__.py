@@ -4,8 +4,8 @@
     costs         what operators cost
     cut_problem   one leaf's forward values, and what saving some of them means
     group         the calls of one closure, and the variants that each may take
-    one_group     the exact spread of variants over the calls of one closure
-    solver        exact cuts of one closure; exact spread over the calls of several
+    stack         the exact spread over many calls of one closure, and single ones around it
+    solver        exact cuts of one closure; exact spread over the calls of any number
     planner       the choice of a policy, and the frontier of each closure
     fit           a budget that the linked program keeps
     summary       what is saved and computed again, for people

@@ -9,7 +9,7 @@ import torch
 import torch.fx
 
 from ..autodiff.joint_cut import ancestors, backward_nodes, is_draw, outputs_of
-from ..reuse.leaf import is_view
+from ..reuse.leaf import is_view, mutated_args
 from ..reuse.torch_names import operator_schema
 from ..reuse.types import TensorType
 from .costs import CostModel, flops, is_heavy, value_bytes
@@ -30,6 +30,9 @@ class ForwardValue:
         can_redo: whether it may be computed again; what was drawn at random may not.
         is_heavy: whether it is a matrix product, a convolution or attention.
         is_wanted: whether the backward reads the value itself.
+        changes: positions of values that computing this one changes in place (running statistics).
+            A saved one has been changed by then, so those are computed again with it. (The backward
+            of a batch norm reads them too and does not use them.)
     """
 
     name: str
@@ -42,6 +45,7 @@ class ForwardValue:
     can_redo: bool
     is_heavy: bool
     is_wanted: bool
+    changes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -108,6 +112,7 @@ class CutProblem:
         wanted = [v.is_wanted for v in self.values]
         used: list[ForwardValue] = []
         redone: list[ForwardValue] = []
+        again: set[int] = set()
         for index in reversed(range(len(self.values))):
             value = self.values[index]
             if not wanted[index]:
@@ -118,8 +123,12 @@ class CutProblem:
             if not value.can_redo:
                 return None
             redone.append(value)
+            again.add(index)
             for parent in value.parents:
                 wanted[parent] = True
+        for index, value in enumerate(self.values):
+            if index in again and not again.issuperset(value.changes):
+                return None
         return CutPoint(
             frozenset(v.name for v in used),
             sum(v.num_bytes for v in used),
@@ -154,4 +163,5 @@ def _forward_value(
         not (is_draw(node) and in_forward),
         in_forward and is_heavy(node),
         is_wanted,
+        tuple(place[n] for n in mutated_args(node) if n in place),
     )

@@ -82,8 +82,9 @@ class BudgetFit:
     def __init__(self, planner: Planner, request: Request, peaks: Peaks) -> None:
         assert isinstance(request.closure, Composite)
         self._num_calls = len(request.closure.program.calls)
+        self._begun_with = planner, request, peaks
         self._peaks = peaks
-        self._smallest_linked: int | None = None
+        self._peaks_linked: dict[tuple[tuple[int, ...], ...], int] = {}
         self._fixed: dict[int, Choice | None] = {}
         groups: dict[Request, list[Site]] = {}
         marked = planner.choice(request, "")
@@ -93,7 +94,11 @@ class BudgetFit:
                 self._fixed[site.index] = marks[site.index]
             else:
                 groups.setdefault(site.request, []).append(site)
-        self._same = [_SameCalls(sites, planner.frontier(r)) for r, sites in groups.items()]
+        inside = planner.inside(request)
+        self._same = [
+            _SameCalls(sites, planner.few(r) if r in inside else planner.frontier(r))
+            for r, sites in groups.items()
+        ]
 
     def fit(self, budget: Budget) -> Choice | None:
         """Returns the choice with the least recomputed work within a budget.
@@ -133,28 +138,36 @@ class BudgetFit:
         Returns:
             The choice with the least work among those linked within the limit, None without any.
         """
-        best: Counts | None = None
+        best = self._best_linked(limit)
         allowed = [frozenset(range(len(s.variants))) for s in self._same]
-        tried: set[tuple[tuple[int, ...], ...]] = set()
         correction = int(_ALLOWANCE * limit)
         one_for_later = not any(s.compiled for s in self._same)
         for _ in range(_MAX_ROUNDS):
             counts = self._guess(limit - correction, MAX_VARIANTS - one_for_later, allowed)
             one_for_later = False
-            if best is None and (counts is None or tuple(counts) in tried):
+            if best is None and (counts is None or self._was_linked(counts)):
                 counts = self._lowest
-            if counts is None or tuple(counts) in tried:
+            if counts is None or self._was_linked(counts):
                 break
-            tried.add(tuple(counts))
             peak = self._linked(counts)
-            if peak <= limit and (best is None or self._extra_s(counts) < self._extra_s(best)):
-                best = counts
+            best = self._best_linked(limit)
             if best is None:  # what is compiled from now on is sure to help
                 allowed = [frozenset(i for i, n in enumerate(c) if n) for c in self._lowest]
             if 0 <= limit - peak <= _CLOSE_ENOUGH * limit:
                 break
             correction = peak - self._peaks.guessed(self._choice(counts))
-        return best
+        for last in (self._lowest, self._all_at(0)) if best is None else ():
+            if not self._was_linked(last):
+                self._linked(last)
+        return best or self._best_linked(limit)
+
+    def _was_linked(self, counts: Counts) -> bool:
+        return tuple(counts) in self._peaks_linked
+
+    def _best_linked(self, limit: int) -> Counts | None:
+        """The least work among what has been linked and stays within a limit."""
+        fitting = [list(c) for c, peak in self._peaks_linked.items() if peak <= limit]
+        return min(fitting, key=self._extra_s, default=None)
 
     @functools.cached_property
     def _lowest(self) -> Counts:
@@ -200,7 +213,7 @@ class BudgetFit:
         for same, numbers in zip(self._same, counts, strict=True):
             same.compiled |= {i for i, n in enumerate(numbers) if n}
         peak = self._peaks.linked(self._choice(counts))
-        self._smallest_linked = min(peak, self._smallest_linked or peak)
+        self._peaks_linked[tuple(counts)] = peak
         return peak
 
     def _extra_s(self, counts: Counts) -> float:
@@ -242,7 +255,7 @@ class BudgetFit:
         return PerCall(tuple(choices)) if any(c is not None for c in choices) else None
 
     def _refusal(self, limit: int) -> PlanError:
-        smallest = self._smallest_linked or 0
+        smallest = self._smallest()
         overhead = max(smallest - self._saved(self._lowest), 0)
         return PlanError(
             f"Budget(saved_bytes={limit}) cannot be met: the smallest peak that recompute reaches "
@@ -251,3 +264,10 @@ class BudgetFit:
             f"again. Give at least {smallest}, split the batch into more micro-batches, or mark "
             "smaller blocks."
         )
+
+    def _smallest(self) -> int:
+        """The smallest peak that was reached, and is reached again by whoever asks for it."""
+        for peak in sorted(set(self._peaks_linked.values())):
+            if BudgetFit(*self._begun_with)._search(peak) is not None:
+                return peak
+        raise AssertionError("every search links what saves least before it gives up")

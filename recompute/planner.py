@@ -133,6 +133,38 @@ class Planner:
             self._frontiers[request] = tuple(points)
         return self._frontiers[request]
 
+    def few(self, request: Request) -> tuple[Variant, ...]:
+        """Returns at most three of a closure's variants: for calls that several choices share.
+
+        A closure that is called inside others takes part in each of their variants. So that no more
+        than three of its own are compiled, all of them take from the same few: what saves least,
+        the backend's recipe (which a program that is called again whole takes too), and the one
+        between them that is worth most.
+        """
+        points = self.frontier(request)
+        if not isinstance(request.closure, Leaf) or len(points) < 3:
+            return points
+        first, recipe = points[0], next((v for v in points if v.choice is None), None)
+        if recipe is None or recipe is first:
+            return (first, points[-1])
+        between = [v for v in points[1:] if v.num_bytes < recipe.num_bytes]
+        if not between:
+            return (first, recipe)
+        slope = (first.extra_s - recipe.extra_s) / (recipe.num_bytes - first.num_bytes)
+        return (first, min(between, key=lambda v: v.extra_s + slope * v.num_bytes), recipe)
+
+    def inside(self, request: Request) -> set[Request]:
+        """Returns what is asked for inside the composite closures that a program calls."""
+        found: set[Request] = set()
+        todo = [s.request for s in self.sites(request)]
+        while todo:
+            asked = todo.pop()
+            if isinstance(asked.closure, Composite):
+                new = {s.request for s in self.sites(asked)} - found
+                found |= new
+                todo += new
+        return found
+
     def as_it_is(self, request: Request) -> Variant:
         """Returns the variant that saves what the backend's recipe saves."""
         derivative = self._make.of(request)
@@ -160,7 +192,7 @@ class Planner:
     def _inner_variants(self, request: Request) -> list[Variant]:
         """Variants of a composite: its calls chosen within several budgets, or called again."""
         sites = self.sites(request)
-        frontiers = [self.frontier(s.request) for s in sites]
+        frontiers = [self.few(s.request) for s in sites]
         groups = [
             Group(1, tuple(v.num_bytes for v in f), tuple(v.extra_s for v in f)) for f in frontiers
         ]

@@ -14,7 +14,7 @@ import numpy as np
 
 from .cut_problem import CutPoint, CutProblem, ForwardValue
 from .group import Group
-from .one_group import fits, spread_of_one
+from .stack import is_stack, spread_of_stack
 
 _TIE = 1e-6  # weight of the second goal against the first, both scaled to one
 _TIME_LIMIT_S = 20.0
@@ -96,6 +96,10 @@ class _CutModel:
             for parent in value.parents:  # redo needs its parents, saved or redone
                 rows.append({parent: 1.0, count + parent: 1.0, count + index: -1.0})
                 low.append(0.0)
+            for changed in value.changes:  # redone with it, and not taken as saved
+                rows.append({count + changed: 1.0, count + index: -1.0})
+                rows.append({changed: -1.0, count + index: -1.0})
+                low += [0.0, -1.0]
         self._rows, self._low = rows, low
         can_save = [float(v.can_save) for v in values]
         can_redo = [float(v.can_redo and may_redo(v)) for v in values]
@@ -152,6 +156,9 @@ def spread(groups: Sequence[Group], max_bytes: int) -> list[tuple[int, ...]] | N
     Returns:
         For each group the counts by variant, or None if the bytes do not suffice.
     """
+    if is_stack(groups):
+        direct = spread_of_stack(groups, max_bytes, _TIE)
+        return None if direct is None else list(direct.counts)
     places = _promising(groups, max_bytes)
     if places is not None:
         kept = [g.only(p) for g, p in zip(groups, places, strict=True)]
@@ -195,9 +202,6 @@ def _promising(groups: Sequence[Group], max_bytes: int) -> list[list[int]] | Non
 
 
 def _spread(groups: Sequence[Group], max_bytes: int) -> list[tuple[int, ...]] | None:
-    if fits(groups):
-        counts = spread_of_one(groups[0], max_bytes, _TIE)
-        return None if counts is None else [counts]
     sizes = [len(g.num_bytes) for g in groups]
     total = sum(sizes)
     starts = np.cumsum([0, *sizes])

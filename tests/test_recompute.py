@@ -3,6 +3,7 @@
 import copy
 import itertools
 import random
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -19,7 +20,9 @@ from lazyinline.frontend.command_line import main
 from lazyinline.recompute.cut_problem import CutProblem, ForwardValue
 from lazyinline.recompute.fit import BudgetFit
 from lazyinline.recompute.group import Group
+from lazyinline.recompute.solver import _spread as integer_spread
 from lazyinline.recompute.solver import fewest_bytes, frontier, spread
+from lazyinline.recompute.stack import is_stack, spread_of_stack
 
 WIDTH, HEADS, TOKENS, BATCH = 16, 2, 6, 3
 POLICIES = [None, "full", "selective", Budget(fraction=0.3), Budget(fraction=0.0)]
@@ -309,6 +312,83 @@ def test_budget_that_cannot_be_met_names_the_smallest_peak() -> None:
     assert held_bytes(step_of(Budget(saved_bytes=smallest))) <= smallest
 
 
+class TwoMlps(nn.Module):
+    """A program that calls one closure twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = NestedMlp(0.1), NestedMlp(0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.second(torch.tanh(self.first(x)))
+
+
+lazy_inline(TwoMlps)
+
+
+class Mixed(Model):
+    """Different closures, two of them programs that call the same one, which is called here too."""
+
+    def __init__(self) -> None:
+        super().__init__(ComposedBlock, num_layers=2)
+        self.layers.insert(1, FlatBlock(0.1, Mlp))
+        self.layers.extend([TwoMlps(), NestedMlp(0.1), TwoMlps(), FlatBlock(0.1, Mlp)])
+
+
+@pytest.mark.parametrize("policy", [Budget(fraction=0.0), Budget(fraction=0.5)], ids=str)
+def test_budget_over_different_closures(policy: Budget) -> None:
+    model = Mixed()
+    step = lazyinline.compile_step(model, recompute=policy, backend="eager")
+    assert_steps_equal_eager(model, step, range(2))
+    variants = Counter(r.closure for r in step.last_report.recompute)
+    del variants["glue"]  # many closures have that name
+    assert max(variants.values()) <= 3
+
+
+def test_smallest_peak_that_is_named_is_reached() -> None:
+    with pytest.raises(PlanError, match="smallest peak") as refused:
+        lazyinline.compile_step(Mixed(), recompute=Budget(saved_bytes=0), backend="eager")(batch())
+    smallest = int(str(refused.value).split("reaches is ")[1].split()[0])
+    budget = Budget(saved_bytes=smallest)
+    step = lazyinline.compile_step(Mixed(), recompute=budget, backend="eager")
+    step(batch())
+    assert held_bytes(step) <= smallest
+
+
+class NormedBlock(nn.Module):
+    """Running statistics, which its forward changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.norm = nn.BatchNorm1d(TOKENS)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.relu(self.norm(self.linear(x)))
+
+
+lazy_inline(NormedBlock)
+
+
+@pytest.mark.parametrize("policy", ["full", *(Budget(fraction=f) for f in (0.0, 0.3, 0.6))])
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_running_statistics_are_updated_once(policy: Any, micro_batches: int) -> None:
+    model = Model()
+    model.layers = nn.ModuleList(NormedBlock() for _ in range(4))
+    expected = copy.deepcopy(model)
+    step = lazyinline.compile_step(
+        model, recompute=policy, backend="eager", micro_batches=micro_batches
+    )
+    for _ in range(2):
+        expected.zero_grad()
+        for part in batch().tensor_split(micro_batches):
+            (expected(part) / micro_batches).backward()
+        step(batch())
+        assert_same_gradients(model, expected)
+        for ours, theirs in zip(model.buffers(), expected.buffers(), strict=True):
+            torch.testing.assert_close(ours, theirs)
+
+
 def test_measured_costs_give_the_same_gradients() -> None:
     model = Model()
     budget = Budget(fraction=0.4, costs="measured")
@@ -410,26 +490,51 @@ def test_spread_is_as_good_as_trying_everything(seed: int) -> None:
     assert total(groups, found, "extra_s") == pytest.approx(min(fitting))
 
 
-@pytest.mark.parametrize("seed", range(8))
-def test_calls_of_one_closure_are_spread_as_the_integer_solver_spreads_them(seed: int) -> None:
+def random_group(numbers: random.Random, num_calls: int, slack: float = 1.0) -> Group:
+    """Variants on a line of bytes and work, off it by up to ``slack`` of the work."""
+    size = numbers.randint(2, 12)
+    num_bytes = tuple(sorted(numbers.sample(range(1, 10**6), size)))
+    line = [1.0 - b / num_bytes[-1] + slack * numbers.random() for b in num_bytes]
+    compiled = frozenset(numbers.sample(range(size), numbers.randint(0, min(3, size))))
+    at_most = max(numbers.randint(1, 3), len(compiled))
+    return Group(num_calls, num_bytes, tuple(sorted(line, reverse=True)), compiled, at_most)
+
+
+@pytest.mark.parametrize("seed", range(16))
+def test_stack_is_spread_as_the_integer_solver_spreads_it(seed: int) -> None:
     numbers = random.Random(seed)
-    size = numbers.randint(4, 12)
-    num_bytes = tuple(sorted(numbers.sample(range(10**6), size)))
-    extra_s = tuple(sorted((numbers.random() for _ in range(size)), reverse=True))
-    compiled = frozenset(numbers.sample(range(size), numbers.randint(0, 3)))
-    group = Group(numbers.randint(1, 100), num_bytes, extra_s, compiled)
-    # A second group of calls that save nothing asks the solver the same question.
-    nothing = Group(1, (0,), (0.0,), frozenset([0]))
-    for fraction in (0.3, 0.7):
-        budget = int(fraction * group.num_calls * num_bytes[-1])
-        found, expected = spread([group], budget), spread([group, nothing], budget)
+    slack = 1.0 if seed % 2 else 1e-4
+    groups = [random_group(numbers, 1, slack) for _ in range(numbers.randint(0, 2))]
+    groups.insert(numbers.randint(0, len(groups)), random_group(numbers, 24 + seed, slack))
+    assert is_stack(groups)
+    most = sum(g.num_calls * g.num_bytes[-1] for g in groups)
+    for fraction in (0.1, 0.4, 0.8, 1.0):
+        budget = int(fraction * most)
+        found, expected = spread(groups, budget), integer_spread(groups, budget)
         assert (found is None) == (expected is None)
         if found is None or expected is None:
             continue
-        assert total([group], found, "num_bytes") <= budget
-        assert within_variants(group, found[0])
-        best = total([group], expected[:1], "extra_s")
-        assert total([group], found, "extra_s") == pytest.approx(best, rel=1e-5)
+        assert total(groups, found, "num_bytes") <= budget
+        assert all(itertools.starmap(within_variants, zip(groups, found, strict=True)))
+        best = total(groups, expected, "extra_s")
+        assert total(groups, found, "extra_s") == pytest.approx(best, abs=1e-5)
+
+
+def test_work_of_a_spread_does_not_grow_with_the_number_of_calls() -> None:
+    """On the variants of a real layer, and the calls around it."""
+    num_bytes = tuple(2**12 * n for n in (8, 24, 31, 40, 57, 64, 71, 90, 97, 104, 121, 137))
+    extra_s = (9.1, 7.3, 6.6, 5.9, 4.1, 3.7, 3.2, 2.1, 1.7, 1.2, 0.4, 0.0)
+    head = Group(1, (2**14, 2**18, 2**20), (2.5, 1.0, 0.0))
+    for fraction in (0.2, 0.35, 0.5, 0.65, 0.8):
+        compared = {}
+        for calls in (8, 96, 10_000):
+            layers = Group(calls, num_bytes, extra_s)
+            budget = int(fraction * calls * num_bytes[-1])
+            found = spread_of_stack([head, layers], budget, 1e-6)
+            assert found is not None
+            compared[calls] = found.num_compared
+        assert compared[96] <= 1.2 * max(compared[8], 100), compared
+        assert compared[10_000] <= 1.2 * max(compared[8], 100), compared
 
 
 def chain(seed: int) -> CutProblem:
