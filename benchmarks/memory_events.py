@@ -19,6 +19,8 @@ from typing import Any
 import torch
 
 OUTSIDE = "outside any operator"
+FORWARD = "the forward"
+"""Name of a ``torch.profiler.record_function`` around the forward of a step."""
 
 
 @dataclass(frozen=True)
@@ -30,11 +32,13 @@ class MemoryUse:
             allocated before, such as an arena, is not in it.
         allocations: outermost operator -> how often it, or what it called, allocated.
         product_flops: of matrix products and fused attention that PyTorch ran.
+        saved_bytes: live at the end of what was recorded as :data:`FORWARD`.
     """
 
     peak_bytes: int
     allocations: Mapping[str, int]
     product_flops: int = 0
+    saved_bytes: int = 0
 
     @property
     def num_allocations(self) -> int:
@@ -62,8 +66,10 @@ def _memory_use(events: Iterable[Mapping[str, Any]]) -> MemoryUse:
         (e["ts"], e["ts"] + e["dur"], e["name"]) for e in events if e.get("cat") == "cpu_op"
     )
     outermost = _outermost(operators)
+    marks = (e for e in events if e.get("name") == FORWARD and "dur" in e)
+    forward_end = max((e["ts"] + e["dur"] for e in marks), default=-math.inf)
     live: dict[int, int] = {}
-    peak_bytes, live_bytes = 0, 0
+    peak_bytes, live_bytes, saved_bytes = 0, 0, 0
     allocations: Counter[str] = Counter()
     for event in sorted((e for e in events if e.get("name") == "[memory]"), key=lambda e: e["ts"]):
         address, num_bytes = event["args"]["Addr"], event["args"]["Bytes"]
@@ -74,17 +80,24 @@ def _memory_use(events: Iterable[Mapping[str, Any]]) -> MemoryUse:
             peak_bytes = max(peak_bytes, live_bytes)
         else:
             live_bytes -= live.pop(address, 0)
-    return MemoryUse(peak_bytes, dict(allocations), sum(map(_product_flops, events)))
+        if event["ts"] <= forward_end:
+            saved_bytes = live_bytes
+    product_flops = sum(map(_event_flops, events))
+    return MemoryUse(peak_bytes, dict(allocations), product_flops, saved_bytes)
 
 
-def _product_flops(event: Mapping[str, Any]) -> int:
-    """FLOPs of an operator's event; 0 for everything but products and fused attention."""
+def _event_flops(event: Mapping[str, Any]) -> int:
     name, shapes = str(event.get("name")), event.get("args", {}).get("Input Dims")
     if event.get("cat") != "cpu_op" or not shapes:
         return 0
-    if name in ("aten::mm", "aten::bmm"):
+    return product_flops(name.removeprefix("aten::"), shapes)
+
+
+def product_flops(name: str, shapes: Sequence[Any]) -> int:
+    """FLOPs of an operator on operands of such shapes; 0 but for products and fused attention."""
+    if name in ("mm", "bmm"):
         return 2 * math.prod(shapes[0]) * shapes[1][-1]
-    if name in ("aten::addmm", "aten::baddbmm"):
+    if name in ("addmm", "baddbmm"):
         return 2 * math.prod(shapes[1]) * shapes[2][-1]
     if "attention_for_cpu" in name:  # two products forward; five backward, one of them again
         backward = name.endswith("_backward")

@@ -7,338 +7,330 @@
     python benchmarks/recompute.py --sweep 8                          # budgets, measured peaks
     python benchmarks/recompute.py --solve 8 96                       # time to spread a budget
 
-One process, one thread. Peaks are measured by the profiler: gradients are None before the step, and
-lazyinline makes its arena inside it. Step times are CPU milliseconds, minima of interleaved rounds.
-Gradients are compared with eager's under the same seed.
+Each way runs in a process of its own (``recompute_way.py``), one thread each, at most two of them
+at a time: the two step in turns, so that their times can be compared. Peaks are measured by the
+profiler. Gradients are compared with eager's under the same seed.
 """
 
 from __future__ import annotations
 
 import argparse
-import copy
+import json
+import os
+import pathlib
+import statistics
+import subprocess
+import sys
+import tempfile
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from typing import TYPE_CHECKING, Any
 
-import torch
-from memory_events import MemoryUse, memory_use
-from torch import nn
-from torch.utils.checkpoint import checkpoint
-
-import lazyinline
-from lazyinline import Budget
-from lazyinline.frontend.models import DecoderBlock, GptBlock, gpt, llama
-
-SEED = 5
-MIB = 2**20
-MAX_ARENA_BYTES = 2**33
-
-
-@dataclass
-class Way:
-    """One way to run a step; ``release`` gives back the memory it holds between steps."""
-
-    name: str
-    model: nn.Module
-    step: Callable[[], object]
-    release: Callable[[], object] = lambda: None
-    reported_bytes: int = 0
-    saved_bytes: int = 0
-    extra_flops: int = 0
-    peak_bytes: int = 0
-    error: float = 0.0
-    best_ms: float = float("inf")
-
-    def before(self) -> None:
-        """Makes the next step start without gradients."""
-        self.model.zero_grad(set_to_none=True)
-
-
-def build(options: argparse.Namespace) -> tuple[nn.Module, dict[str, Any], str]:
-    """Returns a model that computes its loss, its arguments, and the name of its layer list."""
-    sizes = {"num_layers": options.layers, "hidden": options.hidden, "seq": options.seq}
-    sizes |= {"batch": options.batch, "num_heads": options.hidden // 64 or 1}
-    if options.model == "hf-llama":
-        return hf_llama(options)
-    if options.model == "gpt":
-        lazyinline.lazy_inline(GptBlock)
-        model, args = gpt(**sizes, dropout=options.dropout)
-    else:
-        lazyinline.lazy_inline(DecoderBlock)
-        model, args = llama(**sizes)
-    return model, dict(zip(("ids_BT", "targets_BT"), args, strict=True)), "blocks"
-
-
-def hf_llama(options: argparse.Namespace) -> tuple[nn.Module, dict[str, Any], str]:
-    from transformers import LlamaConfig, LlamaForCausalLM
-    from transformers.models.llama.modeling_llama import LlamaDecoderLayer
-
-    lazyinline.lazy_inline(LlamaDecoderLayer)
-    config = LlamaConfig(
-        hidden_size=options.hidden,
-        intermediate_size=4 * options.hidden,
-        num_hidden_layers=options.layers,
-        num_attention_heads=options.hidden // 64 or 1,
-        num_key_value_heads=options.hidden // 64 or 1,
-        vocab_size=1000,
-        use_cache=False,
-    )
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(config).train()
-    ids = torch.randint(0, 1000, (options.batch, options.seq))
-    return model, {"input_ids": ids, "labels": ids}, "model.layers"
-
-
-def loss_of(output: Any) -> torch.Tensor:
-    return output if isinstance(output, torch.Tensor) else output.loss
-
-
-def twin(model: nn.Module) -> nn.Module:
-    """Another model with the same parameters and buffers."""
-    tensors = [*model.parameters(), *model.buffers()]
-    return copy.deepcopy(model, {id(t): t for t in tensors})
-
-
-def eager_way(name: str, model: nn.Module, batch: dict[str, Any], run: Any = None) -> Way:
-    call = model if run is None else run
-
-    def step() -> None:
-        loss_of(call(**batch)).backward()
-
-    return Way(name, model, step)
-
-
-def checkpointed(model: nn.Module, layers: str) -> nn.Module:
-    """torch.utils.checkpoint around each layer."""
-    model = twin(model)
-    for layer in model.get_submodule(layers):
-        plain = layer.forward
-
-        def forward(*args: Any, plain: Any = plain, **kwargs: Any) -> Any:
-            return checkpoint(plain, *args, use_reentrant=False, **kwargs)
-
-        layer.forward = forward
-    return model
-
-
-def torch_way(name: str, model: nn.Module, batch: dict[str, Any], fraction: float = 1.0) -> Way:
-    """The whole model under torch.compile, with torch's own budget.
-
-    Each way has a backend of its own: Dynamo would give two ways with equal options one program.
-    Inductor draws eager's random numbers where it can, so that gradients can be compared.
-    """
-    import torch._functorch.config as functorch_config
-    import torch._inductor.config as inductor_config
-    from torch._inductor.compile_fx import compile_fx
-
-    def compiled(graph: torch.fx.GraphModule, inputs: Any) -> Any:
-        with (
-            functorch_config.patch(activation_memory_budget=fraction),
-            inductor_config.patch(fallback_random=True),
-        ):
-            return compile_fx(graph, inputs)
-
-    way = eager_way(name, model, batch, torch.compile(model, backend=compiled))
-    inner = way.step
-
-    def step() -> None:
-        with inductor_config.patch(fallback_random=True):  # the backward is compiled later
-            inner()
-
-    way.step = step
-    return way
-
-
-def our_way(model: nn.Module, batch: dict[str, Any], policy: Any, name: str) -> Way:
-    step = lazyinline.compile_step(model, recompute=policy)
-    way = Way(f"lazyinline, {name}", model, lambda: step(**batch))
-    way.before()
-    torch.manual_seed(SEED)
-    step(**batch)
-    stats = step.stats
-    way.reported_bytes, way.saved_bytes = stats.peak_bytes + stats.outside_bytes, stats.saved_bytes
-    way.extra_flops = step.last_report.recomputed_flops
-    way.release = step._entries[0]._compiled.planned._pool.clear
-    return way
-
-
-def gradients(way: Way) -> list[torch.Tensor | None]:
-    return [p.grad for p in way.model.parameters()]
-
-
-def expected(eager: Way) -> list[torch.Tensor | None]:
-    """Runs eager; returns its gradients."""
-    eager.before()
-    torch.manual_seed(SEED)
-    eager.step()
-    return [None if g is None else g.clone() for g in gradients(eager)]
-
-
-def examine(way: Way, reference: list[torch.Tensor | None], plain_flops: int = 0) -> MemoryUse:
-    """Compiles what is not compiled yet; fills in error, peak and, unless reported, extra FLOPs."""
-    for _ in range(1 if way.reported_bytes else 2):
-        way.before()
-        torch.manual_seed(SEED)
-        way.step()
-    pairs = zip(gradients(way), reference, strict=True)
-    way.error = max((relative_error(p, q) for p, q in pairs), default=0.0)
-    way.before()
-    way.release()  # the arena is made in the step, so that the profiler sees it
-    use = memory_use(way.step)
-    way.release()
-    way.peak_bytes = use.peak_bytes
-    if not way.reported_bytes:
-        way.extra_flops = use.product_flops - plain_flops
-    return use
-
-
-def take_times(ways: list[Way], rounds: int) -> None:
-    """Fills in step times. Arenas stay between steps if all of them together are small."""
-    keep = sum(w.reported_bytes for w in ways) < MAX_ARENA_BYTES
-    for way in ways * (rounds + keep):
-        way.before()
-        start = time.process_time()
-        way.step()
-        way.best_ms = min(way.best_ms, 1e3 * (time.process_time() - start))
-        if not keep:
-            way.release()
-        way.before()
-
-
-def relative_error(actual: Any, expected: Any) -> float:
-    if actual is None or expected is None:
-        return 0.0 if actual is expected else float("inf")
-    return float((actual - expected).norm() / expected.norm().clamp_min(1e-12))
-
-
-def table(ways: list[Way]) -> str:
-    lines = [
-        f"{'':<46}{'peak MiB':>10}{'reported':>10}{'saved':>8}{'extra GFLOP':>13}"
-        f"{'step ms':>9}{'grad error':>12}"
-    ]
-    for w in ways:
-        reported = f"{w.reported_bytes / MIB:.1f}" if w.reported_bytes else "-"
-        saved = f"{w.saved_bytes / MIB:.1f}" if w.reported_bytes else "-"
-        lines.append(
-            f"{w.name:<46}{w.peak_bytes / MIB:>10.1f}{reported:>10}{saved:>8}"
-            f"{w.extra_flops / 1e9:>13.2f}{w.best_ms:>9.1f}{w.error:>12.1e}"
-        )
-    return "\n".join(lines)
-
-
-def policies(options: argparse.Namespace) -> None:
-    """Each policy; then, for each of PyTorch's ways, ours within the peak that it needs."""
-    model, batch, layers = build(options)
-    eager = eager_way("eager", model, batch)
-    reference = expected(eager)
-    plain_flops = examine(eager, reference).product_flops
-    eager.extra_flops = 0
-
-    marked = checkpointed(model, layers)
-    theirs = [eager_way("eager, checkpoint per layer", marked, batch)]
-    if not options.no_torch:
-        theirs += [torch_way("torch.compile", model, batch)]
-        theirs += [torch_way("torch.compile, checkpoint per layer", marked, batch)]
-        for part in (0.5, 0.25):
-            theirs.append(torch_way(f"torch.compile, budget {part}", model, batch, part))
-    for way in theirs:
-        examine(way, reference, plain_flops)
-        print(f"{way.name}: {way.peak_bytes / MIB:.1f} MiB", flush=True)
-
-    ours = [our_way(model, batch, p, str(p).lower()) for p in (None, "selective", "full")]
-    for part in (0.5, 0.25):
-        ours.append(our_way(model, batch, Budget(fraction=part), f"budget {part}"))
-    matched = [within_peak(model, batch, way) for way in theirs]
-    for way in [*ours, *(m for m in matched if m)]:
-        examine(way, reference)
-    take_times([eager, *theirs, *ours, *(m for m in matched if m)], options.rounds)
-    print(table([eager, *ours]))
-    print()
-    for way, match in zip(theirs, matched, strict=True):
-        print(table([way, *([match] if match else [])]))
-        print(verdict(way, match))
-
-
-def within_peak(model: nn.Module, batch: dict[str, Any], other: Way) -> Way | None:
-    try:
-        budget = Budget(saved_bytes=other.peak_bytes)
-        return our_way(model, batch, budget, "in that peak")
-    except lazyinline.LazyInlineError as error:
-        print(f"within the peak of {other.name}: {error}")
-        return None
-
-
-def verdict(other: Way, match: Way | None) -> str:
-    """At equal peak: time against time, and FLOPs against FLOPs (fewer mean less memory too)."""
-    if match is None:
-        return "  no choice of ours fits"
-    flops = (match.extra_flops - other.extra_flops) / 1e9
-    return (
-        f"  at its peak: {match.best_ms / other.best_ms:.2f} of its time, {flops:+.2f} extra "
-        f"GFLOP, {match.peak_bytes / other.peak_bytes:.2f} of its memory"
-    )
-
-
-def sweep(options: argparse.Namespace) -> None:
-    """Budgets between the smallest and the plain peak; each reported peak is measured."""
-    model, batch, _ = build(options)
-    reference = expected(eager_way("eager", model, batch))
-    low = our_way(model, batch, Budget(fraction=0.0), "fraction 0")
-    high = our_way(model, batch, None, "none")
-    print(
-        f"{'budget MiB':>10}{'reported':>10}{'measured':>10}{'saved':>8}{'extra GFLOP':>13}"
-        f"{'grad error':>12}  holds"
-    )
-    last, monotone = float("inf"), True
-    for index in range(options.sweep):
-        room = high.reported_bytes - low.reported_bytes
-        limit = low.reported_bytes + room * index // max(options.sweep - 1, 1)
-        way = our_way(model, batch, Budget(saved_bytes=limit), "")
-        examine(way, reference)
-        monotone &= way.extra_flops <= last
-        last = way.extra_flops
-        holds = way.reported_bytes <= limit and way.peak_bytes <= way.reported_bytes + 4096
-        print(
-            f"{limit / MIB:>10.2f}{way.reported_bytes / MIB:>10.2f}{way.peak_bytes / MIB:>10.2f}"
-            f"{way.saved_bytes / MIB:>8.2f}{way.extra_flops / 1e9:>13.3f}"
-            f"{way.error:>12.1e}  {holds}",
-            flush=True,
-        )
-    print("extra FLOPs fall monotonically:", monotone)
-
-
-def solve(options: argparse.Namespace) -> None:
-    """The knapsack over N calls, once the frontier of the closure is there."""
-    from lazyinline.autodiff.derivative import Request
-    from lazyinline.frontend.compiler import Compiler, Options
-    from lazyinline.recompute.costs import Roofline
+if TYPE_CHECKING:
     from lazyinline.recompute.group import Group
-    from lazyinline.recompute.planner import Planner
+from recompute_way import LAYERS, Examined, Sizes, WaySpec, build
+
+HERE = pathlib.Path(__file__).resolve().parent
+MIB = 2**20
+TORCH_WAYS = (
+    WaySpec("checkpoint"),
+    WaySpec("compile"),
+    WaySpec("compile-checkpoint"),
+    WaySpec("compile", fraction=0.5),
+    WaySpec("compile", fraction=0.25),
+)
+OUR_WAYS = (
+    WaySpec("lazyinline"),
+    WaySpec("lazyinline", policy="selective"),
+    WaySpec("lazyinline", policy="full"),
+    *(WaySpec("lazyinline", fraction=f) for f in (0.75, 0.5, 0.25, 0.0)),
+)
+
+
+class RefusedError(Exception):
+    """A way said that it cannot run."""
+
+
+class Process:
+    """A way in a process of its own, until the ``with`` block ends."""
+
+    def __init__(self, sizes: Sizes, spec: WaySpec, gradients_file: str) -> None:
+        self.spec = spec
+        self._file = gradients_file
+        command = [sys.executable, str(HERE / "recompute_way.py")]
+        command += [json.dumps(asdict(sizes)), json.dumps(asdict(spec))]
+        self._said = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed by __exit__
+        self._child = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._said,
+            text=True,
+            env=os.environ | {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"},
+        )
+
+    def __enter__(self) -> Process:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._child.communicate()
+        self._said.close()
+
+    def examine(self) -> Examined:
+        """Compiles and measures; what a way of lazyinline cannot do raises
+        :class:`RefusedError`."""
+        return Examined(**self._ask(f"examine {self._file}"))
+
+    def step_ms(self) -> tuple[float, float]:
+        """Runs a step; returns milliseconds of the CPU and of the wall."""
+        answer = self._ask("step")
+        return answer["cpu_ms"], answer["wall_ms"]
+
+    def _ask(self, command: str) -> dict[str, Any]:
+        assert self._child.stdin is not None
+        assert self._child.stdout is not None
+        self._child.stdin.write(command + "\n")
+        self._child.stdin.flush()
+        line = self._child.stdout.readline()
+        if not line:
+            self._child.wait()
+            self._said.seek(0)
+            raise RuntimeError(f"{self.spec.name} ended: {self._said.read()[-2000:]}")
+        answer = json.loads(line)
+        if "failure" in answer:
+            raise RefusedError(answer["failure"])
+        return answer
+
+
+@dataclass(frozen=True)
+class Row:
+    """A way, measured.
+
+    Attributes:
+        extra_flops: what a step launches beyond eager's.
+        times: milliseconds of each round, of the CPU and of the wall.
+        others: the same of the way that stepped in turn with it.
+    """
+
+    spec: WaySpec
+    found: Examined
+    extra_flops: int
+    times: tuple[tuple[float, float], ...] = ()
+    others: tuple[tuple[float, float], ...] = ()
+
+    def ratio(self, clock: int) -> float:
+        """Median over the rounds of its time by that of the other; by CPU (0) or wall (1)."""
+        pairs = zip(self.times, self.others, strict=True)
+        return statistics.median(mine[clock] / other[clock] for mine, other in pairs)
+
+    def best_ms(self) -> float:
+        return min(cpu for cpu, _ in self.times)
+
+    def median_ms(self) -> float:
+        return statistics.median(cpu for cpu, _ in self.times)
+
+
+def in_turns(
+    one: Process, other: Process, rounds: int
+) -> list[tuple[tuple[float, float], tuple[float, float]]]:
+    """Steps both in turn."""
+    return [(one.step_ms(), other.step_ms()) for _ in range(rounds)]
+
+
+HEAD = (
+    f"{'':<37}{'peak MiB':>9}{'reported':>9}{'saved':>8}{'extra GFLOP':>12}{'step ms':>9}"
+    f"{'median':>9}{'ratio':>7}{'wall':>6}{'grad error':>11}"
+)
+
+
+def line(row: Row) -> str:
+    """Formats a row; ``ratio`` and ``wall`` are its time by that of what it took turns with."""
+    found = row.found
+    reported = f"{found.reported_bytes / MIB:.1f}" if found.reported_bytes else "-"
+    text = (
+        f"{row.spec.name:<37}{found.peak_bytes / MIB:>9.1f}{reported:>9}"
+        f"{found.saved_bytes / MIB:>8.1f}{row.extra_flops / 1e9:>12.2f}"
+    )
+    if row.times:
+        text += (
+            f"{row.best_ms():>9.1f}{row.median_ms():>9.1f}{row.ratio(0):>7.3f}{row.ratio(1):>6.2f}"
+        )
+    else:
+        text += " " * 31
+    return f"{text}{found.error:>11.1e}"
+
+
+class Comparison:
+    """All ways on one model."""
+
+    def __init__(self, sizes: Sizes, rounds: int, gradients_file: str) -> None:
+        self._sizes = sizes
+        self._rounds = rounds
+        self._file = gradients_file
+        self._plain_flops = 0
+        self.most_process_bytes = 0
+
+    def start(self, spec: WaySpec) -> Process:
+        return Process(self._sizes, spec, self._file)
+
+    def examine(self, process: Process) -> Row:
+        """Measures a way; the first one is eager, whose FLOPs are not extra."""
+        found = process.examine()
+        self._plain_flops = self._plain_flops or found.flops
+        self.most_process_bytes = max(self.most_process_bytes, found.process_bytes)
+        return Row(process.spec, found, found.flops - self._plain_flops)
+
+    def eager(self) -> Row:
+        with self.start(WaySpec("eager")) as process:
+            return self.examine(process)
+
+    def policies(self) -> list[Row]:
+        """Each policy of ours, by turns with the one without recompute."""
+        rows = []
+        plain, *others = OUR_WAYS
+        with self.start(plain) as reference:
+            rows.append(self.examine(reference))
+            print(line(rows[0]), flush=True)
+            for spec in (*others, WaySpec("eager")):
+                with self.start(spec) as process:
+                    rows.append(self._timed(self.examine(process), process, reference))
+                print(line(rows[-1]), flush=True)
+        return rows
+
+    def matched(self, spec: WaySpec) -> tuple[Row, Row | str]:
+        """One of PyTorch's ways, by turns with ours in the peak that it needs."""
+        with self.start(spec) as process:
+            theirs = self.examine(process)
+            budget = WaySpec("lazyinline", saved_bytes=theirs.found.peak_bytes)
+            try:
+                with self.start(budget) as own:
+                    ours = self._timed(self.examine(own), own, process)
+            except RefusedError as refused:
+                return theirs, str(refused)
+        return replace(theirs, times=ours.others, others=ours.others), ours
+
+    def _timed(self, row: Row, process: Process, other: Process) -> Row:
+        mine, others = zip(*in_turns(process, other, self._rounds), strict=True)
+        return replace(row, times=mine, others=others)
+
+
+def policies(sizes: Sizes, options: argparse.Namespace) -> None:
+    """Each policy; then, for each of PyTorch's ways, ours within the peak that it needs."""
+    with tempfile.TemporaryDirectory() as directory:
+        comparison = Comparison(sizes, options.rounds, f"{directory}/gradients.pt")
+        print(HEAD)
+        eager = comparison.eager()
+        rows = [] if options.only == "torch" else comparison.policies()
+        print("ratio: by lazyinline, None\n" if rows else line(eager), flush=True)
+        for spec in () if options.only == "policies" else TORCH_WAYS:
+            theirs, ours = comparison.matched(spec)
+            print(line(theirs))
+            if isinstance(ours, str):
+                print(f"  {ours}", flush=True)
+                continue
+            rows.append(ours)
+            print(line(ours))
+            print(verdict(theirs, ours, [r for r in rows if r.spec.kind == "lazyinline"]))
+        print(f"most memory of one process: {comparison.most_process_bytes / MIB:.0f} MiB")
+        assert eager.extra_flops == 0
+
+
+def verdict(theirs: Row, ours: Row, all_of_ours: Sequence[Row]) -> str:
+    """At equal peak: time against time. At equal extra FLOPs: the least memory of what we ran."""
+    no_more_work = [r for r in all_of_ours if r.extra_flops <= theirs.extra_flops]
+    least = min((r.found.peak_bytes for r in no_more_work), default=0) / theirs.found.peak_bytes
+    return (
+        f"  in its peak: {ours.ratio(0):.3f} of its CPU time, {ours.ratio(1):.3f} of its wall "
+        f"time; with no more FLOPs: {least:.2f} of its memory"
+    )
+
+
+def sweep(sizes: Sizes, options: argparse.Namespace) -> None:
+    """Budgets between the smallest and the plain peak; each reported peak is measured."""
+    with tempfile.TemporaryDirectory() as directory:
+        comparison = Comparison(sizes, 0, f"{directory}/gradients.pt")
+        comparison.eager()
+        low = _row(comparison, WaySpec("lazyinline", fraction=0.0)).found.reported_bytes
+        high = _row(comparison, WaySpec("lazyinline")).found.reported_bytes
+        print(
+            f"{'budget MiB':>10}{'reported':>10}{'measured':>10}{'saved':>9}{'extra GFLOP':>13}"
+            f"{'grad error':>12}  holds"
+        )
+        work, holding = [], []
+        for index in range(options.sweep):
+            limit = low + (high - low) * index // max(options.sweep - 1, 1)
+            row = _row(comparison, WaySpec("lazyinline", saved_bytes=limit))
+            found = row.found
+            work.append(row.extra_flops)
+            holding.append(found.peak_bytes <= found.reported_bytes <= limit)
+            print(
+                f"{limit / MIB:>10.2f}{found.reported_bytes / MIB:>10.2f}"
+                f"{found.peak_bytes / MIB:>10.2f}{found.saved_bytes / MIB:>9.2f}"
+                f"{row.extra_flops / 1e9:>13.3f}{found.error:>12.1e}  {holding[-1]}",
+                flush=True,
+            )
+    monotone = work == sorted(work, reverse=True)
+    print(f"extra FLOPs fall monotonically: {monotone}; every peak holds: {all(holding)}")
+    if not (monotone and all(holding)):
+        raise SystemExit(1)
+
+
+def _row(comparison: Comparison, spec: WaySpec) -> Row:
+    with comparison.start(spec) as process:
+        return comparison.examine(process)
+
+
+def solve(sizes: Sizes, options: argparse.Namespace) -> None:
+    """The knapsack over N layers and all calls around them, once the frontiers are there."""
+    import gc
+
     from lazyinline.recompute.solver import spread
 
-    model, batch, _ = build(options)
-    program = lazyinline.capture(model, tuple(batch.values()), train=True)
-    leaf = next(c for c in program.closures if c.name.endswith(("Block", "Layer")))
-    compiler = Compiler(Options())
-    wanted = tuple(i for i, t in enumerate(leaf.input_types) if t.is_differentiable)
-    planner = Planner(compiler.differentiator, Roofline())
-    start = time.process_time()
-    points = planner.frontier(Request(leaf, wanted, (0,)))
-    print(
-        f"frontier of @{leaf.name}: {len(points)} variants, {time.process_time() - start:.2f} CPU s"
-    )
-    sizes = tuple(p.num_bytes for p in points), tuple(p.extra_s for p in points)
+    groups = {n: stack_groups(replace(sizes, layers=n)) for n in options.solve}
     for fraction in (0.25, 0.5, 0.75):
-        best = dict.fromkeys(options.solve, float("inf"))
-        for _ in range(20):
-            for calls in options.solve:
-                budget = int(fraction * calls * sizes[0][-1])
+        times: dict[int, list[float]] = {n: [] for n in options.solve}
+        for _ in range(200):
+            for calls, asked in groups.items():
+                budget = int(fraction * sum(g.num_calls * g.num_bytes[-1] for g in asked))
+                gc.collect(0)
                 start = time.process_time()
-                spread([Group(calls, *sizes, frozenset([0]))], budget)
-                best[calls] = min(best[calls], 1e3 * (time.process_time() - start))
-        shown = ", ".join(f"N={n}: {ms:.1f} CPU ms" for n, ms in best.items())
-        print(f"budget {fraction} of what is saved: {shown}")
+                spread(asked, budget)
+                times[calls].append(1e3 * (time.process_time() - start))
+        best = {n: min(ms) for n, ms in times.items()}
+        shown = ", ".join(
+            f"N={n}: {best[n]:.2f} CPU ms (median {statistics.median(ms):.2f})"
+            for n, ms in times.items()
+        )
+        ratio = max(best.values()) / min(best.values())
+        print(f"budget {fraction} of what is saved: {shown}; ratio {ratio:.2f}")
+
+
+def stack_groups(sizes: Sizes) -> list[Group]:
+    """The calls of a real model as a budget sees them."""
+    import lazyinline
+    from lazyinline.frontend.compiler import Compiler, Options
+    from lazyinline.frontend.requests import loss_differentiation
+    from lazyinline.recompute.costs import Roofline
+    from lazyinline.recompute.fit import MAX_VARIANTS
+    from lazyinline.recompute.group import Group
+    from lazyinline.recompute.planner import Planner
+
+    model, batch = build(sizes)
+    program = lazyinline.capture(model, tuple(batch.values()), train=True)
+    planner = Planner(Compiler(Options()).differentiator, Roofline())
+    start = time.process_time()
+    sites = Counter(s.request for s in planner.sites(loss_differentiation(program)))
+    groups = []
+    for request, num_calls in sites.items():
+        points = planner.frontier(request)
+        columns = tuple(p.num_bytes for p in points), tuple(p.extra_s for p in points)
+        groups.append(Group(num_calls, *columns, frozenset(), MAX_VARIANTS))
+    shown = ", ".join(f"{g.num_calls} x {len(g.num_bytes)}" for g in groups)
+    took = time.process_time() - start
+    print(f"N={sizes.layers}: calls x variants: {shown}; frontiers {took:.2f} CPU s", flush=True)
+    return groups
 
 
 def main() -> None:
@@ -346,19 +338,19 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     add = parser.add_argument
-    add("--model", choices=("llama", "gpt", "hf-llama"), default="llama")
+    add("--model", choices=tuple(LAYERS), default="llama")
     for name, default in (("layers", 4), ("hidden", 128), ("seq", 128), ("batch", 4)):
         add(f"--{name}", type=int, default=default)
     add("--dropout", type=float, default=0.0)
     add("--rounds", type=int, default=5)
-    add("--no-torch", action="store_true", help="leave torch.compile out")
+    add("--only", choices=("policies", "torch"), help="one of the two tables")
     add("--sweep", type=int, metavar="K", help="K budgets instead of the policies")
     add(
         "--solve", type=int, nargs="+", metavar="N", help="numbers of calls to spread a budget over"
     )
     options = parser.parse_args()
-    torch.set_num_threads(1)
-    (sweep if options.sweep else solve if options.solve else policies)(options)
+    sizes = Sizes(**{f.name: getattr(options, f.name) for f in fields(Sizes)})
+    (sweep if options.sweep else solve if options.solve else policies)(sizes, options)
 
 
 if __name__ == "__main__":
