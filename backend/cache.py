@@ -210,11 +210,13 @@ class DiskCache:
         files, now = [], time.time()
         for path, status in self._files(with_temporary=True):
             if path.name.startswith(TEMPORARY):
-                if now - status.st_mtime > _STALE_S:  # its writer was killed
+                if abs(now - status.st_mtime) > _STALE_S:  # its writer was killed
                     with contextlib.suppress(OSError):
                         path.unlink()
                 continue
-            files.append((status.st_mtime, status.st_size, path))
+            # Used later than now: the clock was set back, and it has not been used since.
+            used = status.st_mtime if status.st_mtime <= now + _STALE_S else 0.0
+            files.append((used, status.st_size, path))
         total = sum(size for _, size, _ in files)
         if total <= self._max_bytes:
             return

@@ -40,7 +40,15 @@ from .kernel_list import KernelList
 from .live_ranges import Buffers
 
 # What decoding an entry raises if it does not say what it should.
-_BAD_ENTRY = (MalformedError, LookupError, TypeError, ValueError, AttributeError, AssertionError)
+_BAD_ENTRY = (
+    MalformedError,
+    LookupError,
+    TypeError,
+    ValueError,
+    ArithmeticError,
+    AttributeError,
+    AssertionError,
+)
 
 
 @dataclass

@@ -26,10 +26,12 @@ GOAL = 1.05
 
 def measure(layers: int) -> dict[str, float]:
     """Compiles one depth; returns CPU-seconds by pass."""
+    import lazyinline
     from lazyinline.frontend import models
     from lazyinline.frontend.compiler import Batching, Compiler, Options
 
     torch.set_num_threads(1)
+    lazyinline.lazy_inline(models.DecoderBlock)
     with torch.device("meta"):
         model, args = models.llama(layers, hidden=256, num_heads=4, vocab=1000, seq=64)
     before = sum(os.times()[:4])

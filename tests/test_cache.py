@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -602,6 +603,7 @@ WRITER = """
 import os, sys, pathlib
 from lazyinline.backend.cache import DiskCache
 import tempfile
+import time
 found = DiskCache(pathlib.Path(sys.argv[1]))
 if sys.argv[2] == "die":
     real = os.replace
@@ -684,6 +686,17 @@ def test_the_least_recently_used_go_first_and_the_limit_holds(tmp_path: pathlib.
     kept = {path.name for path in entries(tmp_path)}
     assert {"key0", "key10", "key9"} <= kept
     assert not kept & {"key1", "key2"}
+
+
+def test_what_was_used_before_the_clock_went_back_goes_first(tmp_path: pathlib.Path) -> None:
+    store = DiskCache(tmp_path / "cache", limit_bytes=1000)
+    for index in range(4):
+        store.write(f"k{index}", "x" * 200)
+    entry = tmp_path / "cache" / "entries" / "k1"
+    ahead = time.time() + 1e6
+    os.utime(entry, (ahead, ahead))
+    store.trim()
+    assert store.read("k1") is None and store.read("k3") == "x" * 200
 
 
 def test_a_compile_keeps_within_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
