@@ -362,11 +362,6 @@ def plain_autograd() -> Iterator[None]:
         yield
 
 
-def in_forward_mode() -> bool:
-    """Whether forward-mode differentiation is going on, of whatever tensors."""
-    return bool(torch.autograd.forward_ad._current_level >= 0)
-
-
 def graph_is_kept() -> bool:
     """Whether the running backward was started with ``retain_graph=True``."""
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())

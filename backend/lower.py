@@ -24,6 +24,7 @@ from ..reuse.program import Leaf
 from ..reuse.torch_symbols import Values, module_at, symbols_of, type_at
 from . import torch_inductor, torch_kernels
 from .attention import with_plain_attention
+from .eager_kernel import eager_function
 from .kernel_list import KernelList
 
 _TINY_NODES = 2
@@ -195,5 +196,4 @@ def kernel_at(leaf: Leaf, kernel: Kernel, values: Values) -> tuple[Leaf, Kernel]
 
 
 def _eager_kernel(leaf: Leaf) -> Kernel:
-    leaf.module.recompile()
-    return Kernel(leaf.module.forward, "plain", "eager")
+    return Kernel(eager_function(leaf.module), "plain", "eager")

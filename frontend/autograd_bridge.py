@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from ..autodiff.dependence import Dependence
 from ..autodiff.torch_autograd import graph_is_kept
+from ..reuse.errors import PlanError
 from ..reuse.torch_names import memory_id
 from ..reuse.types import TensorType
 from .compiler import CompiledProgram
@@ -165,8 +165,20 @@ class _CompiledFunction(torch.autograd.Function):
         return tuple(outputs)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *cotangents: torch.Tensor | None) -> tuple[Any, ...]:
+        with torch.no_grad():
+            results = _CompiledFunction._gradients(ctx, cotangents)
+        if not torch.is_grad_enabled():
+            return tuple(results)
+        # `create_graph=True`: whoever differentiates these must not get zero for an answer.
+        places = [i for i, x in enumerate(results) if x is not None]
+        marked = _NoSecondDerivative.apply(_wanting_gradient(), *(results[i] for i in places))
+        for place, gradient in zip(places, marked, strict=True):
+            results[place] = gradient
+        return tuple(results)
+
+    @staticmethod
+    def _gradients(ctx: Any, cotangents: Sequence[torch.Tensor | None]) -> list[Any]:
         step: Step = ctx.step
         bridge, derivative = step.bridge, step.bridge.derivative
         kept = ctx.saved_tensors[: bridge.num_kept]
@@ -191,7 +203,30 @@ class _CompiledFunction(torch.autograd.Function):
         unused = tuple(i for i in derivative.cotangent_outputs if cotangents[i] is None)
         for index in bridge.absence.of(unused) if unused else ():
             results[index + 1] = None
-        return tuple(results)
+        return results
+
+
+class _NoSecondDerivative(torch.autograd.Function):
+    """Says at a second differentiation that there is none.
+
+    ``once_differentiable`` says it only where a cotangent wants a gradient: not for
+    ``grad(f(x).sum(), x, create_graph=True)``, as in a gradient penalty.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, wanting: torch.Tensor, *gradients: torch.Tensor) -> Any:
+        return tuple(g.view_as(g) for g in gradients)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Any) -> Any:
+        raise PlanError(
+            "A compiled module has no second derivative (create_graph=True, as in a gradient "
+            "penalty). Call the model itself where its gradient is differentiated."
+        )
+
+
+def _wanting_gradient() -> torch.Tensor:
+    return torch.empty(0, requires_grad=True)
 
 
 def _cotangent(gradient: torch.Tensor | None, type_: TensorType) -> torch.Tensor:

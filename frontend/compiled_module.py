@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..autodiff.torch_autograd import in_forward_mode
 from ..recompute.policy import Policy
 from ..reuse import pytree
 from ..reuse.errors import CaptureError, PlanError
@@ -23,6 +22,7 @@ from .dynamic import MAX_LINKED, Inputs, Made, Shapes
 from .guard import Guard
 from .report import CompileReport
 from .runnable import check_runnable, check_writes
+from .torch_modes import mode_around
 
 _HOOKS_ON_ALL = (*global_hook_tables("forward"), *global_hook_tables("backward"))
 
@@ -53,7 +53,8 @@ def compile(
             True all, with False none. A further shape then costs a link only.
 
     While a module has a backward hook, calls that want gradients run the model itself, hook and
-    all; the report says so.
+    all; so do calls under a transform of ``torch.func``, forward-mode differentiation, and modes
+    that see each operator. The report says so.
 
     Returns:
         A module; ``.last_report`` tells what the newest compile did.
@@ -121,11 +122,15 @@ class CompiledModule(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the compiled program, compiling first if the inputs' layout is new."""
-        if in_forward_mode():
-            raise PlanError(
-                "A compiled module has no forward-mode derivative (jvp, dual numbers), and its "
-                "result would have no tangent. Call the model itself."
-            )
+        if torch.compiler.is_dynamo_compiling():
+            return torch.compiler.disable(self._run)(*args, **kwargs)
+        return self._run(*args, **kwargs)
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
+        mode = mode_around()
+        if mode:
+            self._report_eager(f"{mode} is active, which sees or changes every operator")
+            return self.__dict__["_lazyinline_model"](*args, **kwargs)
         leaves, tree = pytree.flatten_call(args, kwargs)
         original = (args, kwargs)
         if any(isinstance(x, torch.Tensor) and (x.is_conj() or x.is_neg()) for x in leaves):
@@ -136,15 +141,14 @@ class CompiledModule(nn.Module):
             model = self.__dict__["_lazyinline_model"]
             hooked = backward_hooked(model) if torch.is_grad_enabled() else ""
             if hooked:
-                self._report_eager(hooked)
+                self._report_eager(f"{hooked} has a backward hook, which no compiled program calls")
                 return model(*original[0], **original[1])
             entry = self._compile(args, kwargs, leaves, tree)
         return entry.run(leaves)
 
-    def _report_eager(self, hooked: str) -> None:
-        """Notes why the model itself runs: a backward hook's Python has to run at each backward."""
+    def _report_eager(self, reason: str) -> None:
+        """Notes why the model itself runs."""
         known = self.__dict__["_lazyinline_report"]
-        reason = f"{hooked} has a backward hook, which no compiled program calls"
         if known is None or known.ran_eagerly != reason:
             options = self.__dict__["_lazyinline_compiler"].options
             report = CompileReport(True, options.backend, options.reuse, ran_eagerly=reason)

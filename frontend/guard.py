@@ -29,6 +29,7 @@ from .python_words import tells_versions
 from .regions import CapturedModel
 from .tensor_layouts import TensorLayouts
 from .tensor_words import touched_by, words_of
+from .torch_modes import default_device
 from .watch import SameWords, Watch
 
 _HOOK_TABLES = tuple(
@@ -308,6 +309,7 @@ def _modes() -> Any:
         torch.get_default_dtype(),
         torch.are_deterministic_algorithms_enabled(),
         torch.get_float32_matmul_precision(),
+        default_device(),
     )
 
 

@@ -15,6 +15,7 @@ from ..reuse.leaf import current_autocast
 from ..reuse.modules import module_state, walk_modules
 from ..reuse.torch_names import memory_id
 from ..reuse.types import TensorType
+from .torch_modes import default_device
 
 _PLAIN_TYPES = (bool, int, str, type(None))
 
@@ -156,4 +157,5 @@ def ambient_modes() -> Any:
         current_autocast(devices),
         torch.get_default_dtype(),
         torch.are_deterministic_algorithms_enabled(),
+        default_device(),
     )

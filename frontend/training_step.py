@@ -22,6 +22,7 @@ from .compiler import Batching, CompiledStep, Compiler, Options
 from .guard import Guard
 from .report import CompileReport
 from .runnable import check_runnable
+from .torch_modes import mode_around
 
 LossFunction = Callable[[Any], torch.Tensor]
 _grad_of = operator.attrgetter("grad")
@@ -126,8 +127,14 @@ class TrainingStep:
         """Runs a step; returns the mean loss of the micro-batches.
 
         Raises:
-            PlanError: if the batch cannot be split, or another thread is in the step.
+            PlanError: if the batch cannot be split, another thread is in the step, or a mode that
+                sees every operator is active.
         """
+        if mode := mode_around():
+            raise PlanError(
+                f"{mode} is active, and a compiled step runs its kernels past it. Call the model "
+                "itself inside, or the step outside."
+            )
         if not self._lock.acquire(blocking=False):
             raise PlanError("This step is already running in another thread; it owns one arena.")
         try:

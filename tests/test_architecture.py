@@ -28,6 +28,7 @@ ALLOWED: dict[str, set[str]] = {
 ADAPTERS = {
     "autodiff/torch_autograd.py",
     "backend/attention.py",
+    "backend/eager_kernel.py",
     "backend/torch_builds.py",
     "backend/torch_entries.py",
     "backend/torch_index.py",
@@ -40,6 +41,7 @@ ADAPTERS = {
     "frontend/interception.py",
     "frontend/tensor_layouts.py",
     "frontend/tensor_words.py",
+    "frontend/torch_modes.py",
     "frontend/torch_sizes.py",
     "frontend/torch_tracing.py",
     "pipeline_parallel/torch_pipelining.py",

@@ -786,6 +786,43 @@ def test_forward_mode_is_known_by_its_level(level: int) -> None:
     assert inside == [0]
 
 
+@contract("attribute _unsafe_view")
+def test_a_view_of_what_nobody_else_holds_is_a_reshape() -> None:
+    x = torch.randn(2, 3, 4)
+    flat = torch.ops.aten._unsafe_view.default(x, [6, 4])
+    assert torch.equal(flat, torch.ops.aten.reshape.default(x, [6, 4]))
+
+
+@contract("torch._C._len_torch_dispatch_stack")
+def test_dispatch_modes_are_counted(count: Any) -> None:
+    assert count() == 0
+    with fake_mode():
+        assert count() == 1
+
+
+@contract(
+    "torch._C._len_torch_function_stack",
+    "torch._C._get_function_stack_at",
+    "torch.utils._device.DeviceContext",
+)
+def test_function_modes_are_counted_and_the_default_device_is_one(
+    count: Any, mode_at: Any, device_context: type
+) -> None:
+    assert count() == 0
+    with torch.device("meta"):
+        assert count() == 1
+        assert type(mode_at(0)) is device_context
+        assert mode_at(0).device == torch.device("meta")
+
+
+@contract("torch._C._functorch.peek_interpreter_stack")
+def test_transforms_are_on_a_stack(peek: Any) -> None:
+    assert peek() is None
+    seen: list[Any] = []
+    torch.func.vmap(lambda x: seen.append(peek()) or x)(torch.ones(2))
+    assert seen != [None]
+
+
 @contract("torch._C._autograd._top_saved_tensors_default_hooks")
 def test_hooks_on_saved_tensors_are_known_and_the_innermost_count(top: Any) -> None:
     assert top(True) is None

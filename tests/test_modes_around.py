@@ -1,0 +1,114 @@
+"""Calls inside what sees or changes every operator, or differentiates in another way."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from comparing import assert_same_gradients
+from test_compile import Net, batch, make
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import lazyinline
+from lazyinline import PlanError
+
+
+@pytest.fixture(params=["eager", "inductor"])
+def backend(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    return name
+
+
+def test_forward_mode_runs_the_model_itself_and_says_so(backend: str) -> None:
+    compiled, _, expected = make(Net, backend)
+    x, tangent = batch(), batch(seed=1)
+    compiled(x)
+    found = torch.func.jvp(compiled, (x,), (tangent,))
+    for ours, theirs in zip(found, torch.func.jvp(expected, (x,), (tangent,)), strict=True):
+        torch.testing.assert_close(ours, theirs)
+    assert "a transform of torch.func is active" in compiled.last_report.ran_eagerly
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(x, tangent)
+        assert torch.autograd.forward_ad.unpack_dual(compiled(dual)).tangent is not None
+    assert "forward-mode differentiation is active" in compiled.last_report.ran_eagerly
+
+
+class Doubling(TorchFunctionMode):
+    def __torch_function__(
+        self, function: Any, kinds: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        result = function(*args, **(kwargs or {}))
+        return result * 2 if function is F.linear else result
+
+
+class DoublingProducts(TorchDispatchMode):
+    def __torch_dispatch__(
+        self, function: Any, kinds: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        result = function(*args, **(kwargs or {}))
+        return result * 2 if function is torch.ops.aten.addmm.default else result
+
+
+@pytest.mark.parametrize("mode", [Doubling, DoublingProducts])
+def test_a_mode_that_sees_operators_sees_the_models_own(mode: Any, backend: str) -> None:
+    compiled, _, expected = make(Net, backend)
+    with torch.no_grad():
+        for _ in range(2):  # what is compiled between knows nothing of the mode
+            with mode():
+                assert torch.equal(compiled(batch()), expected(batch()))
+            torch.testing.assert_close(compiled(batch()), expected(batch()))
+
+
+def test_the_default_device_is_part_of_what_a_program_was_compiled_for() -> None:
+    class Making(nn.Module):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return x * 2, torch.zeros(3)
+
+    compiled = lazyinline.compile(Making(), backend="eager")
+    assert compiled(batch())[1].device.type == "cpu"
+    with torch.device("meta"):
+        assert compiled(batch())[1].device.type == "meta"
+    assert compiled(batch())[1].device.type == "cpu"
+
+
+def test_torch_compile_around_a_compiled_module_leaves_it_alone(backend: str) -> None:
+    compiled, model, expected = make(Net, backend)
+    around = torch.compile(lambda x: compiled(x) * 2, backend="eager")
+    for run in (around, lambda x: expected(x) * 2):
+        run(batch()).square().sum().backward()
+    assert_same_gradients(model, expected)
+
+
+@pytest.mark.parametrize("reduced", [torch.sum, lambda y: y.square().sum()])
+def test_a_gradient_penalty_is_refused_and_never_zero(reduced: Any, backend: str) -> None:
+    compiled, _, _ = make(Net, backend)
+    x = batch().requires_grad_()
+    (gradient,) = torch.autograd.grad(reduced(compiled(x)), x, create_graph=True)
+    with pytest.raises(PlanError, match="no second derivative"):
+        (compiled(x).mean() + gradient.square().sum()).backward()
+
+
+class OfAnotherLayout(nn.Module):
+    """Its gradient comes out of PyTorch's kernel in other strides than those of the trace."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 2)
+        self.factor = nn.Parameter(torch.randn(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.exp(self.factor * F.softplus(self.linear(x))).transpose(-1, -2)
+        return x + (y.unsqueeze(1) * x.unsqueeze(-1)[:, :, :2]).sum((1, 2, 3))[:, None, None]
+
+
+def test_a_kernel_that_lays_its_result_out_in_another_way_stops_no_backward() -> None:
+    model = nn.Sequential(OfAnotherLayout(), OfAnotherLayout())
+    expected = copy.deepcopy(model)
+    x = torch.randn(2, 8, 8)
+    for run in (lazyinline.compile(model, backend="eager"), expected):
+        run(x).sum().backward()
+    for ours, theirs in zip(model.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad)
