@@ -39,6 +39,7 @@ _HOOK_TABLES = tuple(
 )
 _TABLES = frozenset({"_parameters", "_buffers", "_modules", *_HOOK_TABLES})
 _forward_of = operator.attrgetter("forward")
+_class_parts = operator.attrgetter("forward", "__call__", "__mro__")
 _training_of = operator.itemgetter("training")
 
 
@@ -68,7 +69,7 @@ class Guard:
         self._modules = list(model.modules())
         self._classes = list(map(type, self._modules))
         self._kinds = list(dict.fromkeys(self._classes))
-        self._kind_forwards = list(map(_forward_of, self._kinds))
+        self._kind_parts = list(map(_class_parts, self._kinds))
         self._states = [module_state(m) for m in self._modules]
         self._training = list(map(_training_of, self._states))
         self._hook_tables = [s[name] for s in self._states for name in _HOOK_TABLES]
@@ -135,6 +136,8 @@ class Guard:
             checks.values(state["_modules"])
         for kind in self._kinds:
             checks.attribute(kind, "forward", _forward_of(kind))
+            checks.attribute(kind, "__call__", kind.__call__)
+            checks.bases(kind)
         for table in self._hook_tables:
             checks.values(table)
         for table, name in zip(self._tables, self._names, strict=True):
@@ -221,7 +224,7 @@ class Guard:
             and len(children) == len(self._child_modules)
             and all(map(operator.is_, children, self._child_modules))
             and list(map(type, self._modules)) == self._classes
-            and list(map(_forward_of, self._kinds)) == self._kind_forwards
+            and list(map(_class_parts, self._kinds)) == self._kind_parts
         )
 
     def _same_hooks(self) -> bool:

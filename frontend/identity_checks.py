@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from types import CellType, MappingProxyType
 from typing import Any
 
-from .python_words import attributes_of, class_of, lookup_of, version_of_table
+from .python_words import attributes_of, bases_of, class_of, lookup_of, version_of_table
 from .watch import Check, SameWords, Watch, Where, Words
 
 # Read by their own methods; a class derived from them may have others, and is read by dict's.
@@ -88,6 +88,12 @@ class IdentityChecks:
         row, address = self._row(owner), class_of(owner, kind)
         words = None if address is None else (address,)
         row.tests.append(f"type(o) is not {row.expect(kind, words)}")
+
+    def bases(self, owner: type) -> None:
+        """A class has the same classes to look names up in, in the same order."""
+        row, address, order = self._row(owner), bases_of(owner), owner.__mro__
+        words = None if address is None else (address,)
+        row.tests.append(f"o.__mro__ is not {row.expect(order, words)}")
 
     def attributes(self, owner: Any, table: dict[str, Any]) -> None:
         """An object has its attributes in this very dictionary."""

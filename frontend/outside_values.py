@@ -40,6 +40,7 @@ class OutsideValues:
             types.MappingProxyType: ([], [], []),
         }
         self._absent: tuple[list[Any], list[str]] = ([], [])
+        self._bases: dict[int, tuple[type, tuple[type, ...]]] = {}
         self._objects: dict[int, tuple[Any, type, Any]] = {}
         self._slots: list[tuple[Any, str, Any]] = []
         for owner, name in reads.places():
@@ -88,6 +89,8 @@ class OutsideValues:
                 self._absent[1].append(name)
 
     def _add(self, owner: Any, name: str) -> None:
+        kind = owner if isinstance(owner, type) else type(owner)
+        self._bases[id(kind)] = (kind, kind.__mro__)
         if not isinstance(owner, (dict, type, types.ModuleType)):
             self._objects[id(owner)] = (owner, type(owner), _own_table(owner))
         for table in _tables(owner):
@@ -114,6 +117,8 @@ class OutsideValues:
                 checks.entry(table, name, table[name])
         for table, name in zip(*self._absent, strict=True):
             checks.absent(table, name)
+        for kind, _ in self._bases.values():
+            checks.bases(kind)
         for owner, kind, table in self._objects.values():
             checks.kind(owner, kind)
             if table is not None:
@@ -130,6 +135,7 @@ class OutsideValues:
         return (
             all(self._same_entries(kind) for kind in self._entries)
             and not any(map(operator.contains, *self._absent))
+            and all(kind.__mro__ is order for kind, order in self._bases.values())
             and all(
                 type(owner) is kind and _own_table(owner) is table
                 for owner, kind, table in self._objects.values()

@@ -66,16 +66,22 @@ def attributes_of(owner: Any, table: dict[str, Any]) -> int | None:
     return found[0] if len(found) == 1 else None
 
 
+def bases_of(owner: type) -> int | None:
+    """Returns where a class says in which classes names are looked up."""
+    if not tells_versions():
+        return None
+    words = [id(owner) + i * _WORD_BYTES for i in range(_MAX_CLASS_WORDS)]
+    found = [a for a in words if read_word(a) == id(owner.__mro__)]
+    return found[0] if len(found) == 1 else None
+
+
 def lookup_of(owner: Any, name: str) -> tuple[int, ...] | None:
     """Returns what changes when a function is found in a class no more, or another one is."""
-    if type(owner) is not type or not tells_versions():
+    start = bases_of(owner) if type(owner) is type else None
+    if start is None:
         return None
-    order = owner.__mro__
-    words = [id(owner) + i * _WORD_BYTES for i in range(_MAX_CLASS_WORDS)]
-    found: list[int | None] = [a for a in words if read_word(a) == id(order)]
-    if len(found) != 1:
-        return None
-    for base in order:
+    found: list[int | None] = [start]
+    for base in owner.__mro__:
         found.append(version_of_table(vars(base)))
         if name in vars(base):
             plain = type(vars(base)[name]) is FunctionType

@@ -408,6 +408,12 @@ TABLES: dict[str, Callable[[nn.Module], Any]] = {
     "modules": lambda m: setattr(m, "_modules", {"linear": nn.Linear(4, 4)}),
     "hooks": lambda m: setattr(m.linear, "_forward_hooks", {0: lambda *args: args[2] * 2}),
     "an entry past the module": lambda m: vars(m).update(scale=3.0),
+    "how the class is called": lambda m: setattr(
+        type(m), "__call__", lambda self, x: self.forward(x) * 3
+    ),
+    "the bases of the class": lambda m: setattr(
+        type(m), "__bases__", (type("Other", (Plain,), {"scaled": lambda self, x: x * 3}),)
+    ),
     "a bias that is no more": lambda m: setattr(m.linear, "bias", None),
 }
 
@@ -420,7 +426,10 @@ class Plain(nn.Module):
         self.scale = 1.0
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x) * self.scale + self.shift
+        return self.scaled(self.linear(x)) + self.shift
+
+    def scaled(self, x: Tensor) -> Tensor:
+        return x * self.scale
 
 
 @pytest.mark.parametrize("watched", [True, False], ids=["by-words", "by-contents"])
@@ -430,7 +439,8 @@ def test_another_table_in_a_module_is_noticed(
 ) -> None:
     if not watched:
         monkeypatch.setattr(ReplayRuntime, "same_words", None)
-    model, x = Plain(), torch.randn(2, 4)
+    kind = type("Local", (type("LocalBase", (Plain,), {}),), {})
+    model, x = kind(), torch.randn(2, 4)
     compiled = lazyinline.compile(model, backend="eager")
     before = compiled(x)
     compiled(x)
