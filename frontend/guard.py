@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import operator
+import threading
 from collections.abc import Sequence
 from functools import partial
 from itertools import chain, repeat
@@ -100,10 +101,10 @@ class Guard:
         self._layouts_of_tensors = TensorLayouts(self.tensors)
         self._written = _written_tensors(captured.program)
         self._sharing = self._memories(leaves)
-        self._watch: Watch | None = None
         self._token: object = None
         self._is_fixed = False
-        self._unchanged = self._identity_checks()
+        self._lock = threading.RLock()
+        self._watch, self._unchanged = self._identity_checks()
         self._num_changes = 0
 
     def accepts(self, leaves: Sequence[Any], tree: pytree.TreeSpec) -> bool:
@@ -120,7 +121,7 @@ class Guard:
             and self._memories(leaves) == self._sharing
         )
 
-    def _identity_checks(self) -> Check:
+    def _identity_checks(self) -> tuple[Watch | None, Check]:
         """Makes the check that everything is the very object that it is now."""
         checks = IdentityChecks()
         for module, kind, state in zip(self._modules, self._classes, self._states, strict=True):
@@ -154,12 +155,11 @@ class Guard:
         tensors, layouts = self.tensors, self._layouts_of_tensors
         where = partial(words_of, tensors)
         checks.holds(lambda: layouts.same(tensors), where)
-        self._watch = self._token = None
         if self._same_words is None or not tells_versions():
-            return checks.function()
-        self._watch = checks.watch(self._same_words, touched_by(tensors))
+            return None, checks.function()
+        watch = checks.watch(self._same_words, touched_by(tensors))
         self._where = where
-        return self._watch.holds
+        return watch, watch.holds
 
     def token(self) -> object:
         """Returns the same object for as long as no tensor can have got other memory.
@@ -175,8 +175,26 @@ class Guard:
         return self._token if self._is_fixed else None
 
     def _same_by_value(self) -> bool:
-        """Whether what is not the very same object is as good; takes up replaced tensors."""
-        same = (
+        """Whether what is not the very same object is as good; takes up replaced tensors.
+
+        Nobody may go by what was learnt while tensors are exchanged here, nor by what is learnt
+        from values that another thread changed after they were found good.
+        """
+        with self._lock:
+            before = self._watch, self._unchanged
+            self._watch, self._unchanged = None, _unknown
+            if not self._same_values():
+                self._watch, self._unchanged = before
+                return False
+            self._num_changes += 1
+            if self._num_changes.bit_count() == 1:  # what changes at every call is not learnt again
+                learnt = self._identity_checks()
+                if self._same_values() and learnt[1]():
+                    self._watch, self._unchanged = learnt
+            return True
+
+    def _same_values(self) -> bool:
+        return (
             self._same_tables()
             and list(map(_training_of, self._states)) == self._training
             and self._same_children()
@@ -185,13 +203,6 @@ class Guard:
             and (self._outside is None or self._outside.same_values())
             and self.rebind()
         )
-        if same:
-            self._num_changes += 1
-            if self._num_changes.bit_count() == 1:  # what changes at every call is not learnt again
-                self._unchanged = self._identity_checks()
-            else:  # what was learnt before may come back, and the tensors are others by now
-                self._watch, self._unchanged = None, _unknown
-        return same
 
     def resized(self, leaves: Sequence[Any]) -> Guard | None:
         """Returns the guard of a program for inputs that differ in sizes only, None for others."""

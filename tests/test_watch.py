@@ -1,6 +1,7 @@
 """Words that stand for checks: what moves a tensor shows, and what moved is bound anew."""
 
 import sys
+import threading
 from collections.abc import Callable
 
 import pytest
@@ -134,3 +135,28 @@ def test_a_parameter_that_comes_back_after_others_is_the_one_used() -> None:
     for index in (0, 1, 2, 3, 2, 3, 2, 0, 4, 0):  # not each exchange is learnt
         model.weight = parameters[index]
         assert torch.equal(compiled(x), model(x))
+
+
+def test_what_a_thread_changed_is_used_by_its_next_call_while_others_call_too() -> None:
+    model, x, stop = nn.Linear(4, 4), torch.randn(2, 4), threading.Event()
+    compiled = lazyinline.compile(model, backend="eager")
+    compiled(x)
+
+    def work() -> None:
+        while not stop.is_set():
+            compiled(x)
+
+    threads = [threading.Thread(target=work) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    try:
+        for step in range(300):
+            if step % 2:
+                model.weight = nn.Parameter(torch.randn(4, 4))
+            else:
+                model.weight.data = torch.randn(4, 4)
+            assert torch.equal(compiled(x), model(x))
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
