@@ -224,7 +224,8 @@ def policies(sizes: Sizes, options: argparse.Namespace) -> None:
         eager = comparison.eager()
         rows = [] if options.only == "torch" else comparison.policies()
         print("ratio: by lazyinline, None\n" if rows else line(eager), flush=True)
-        for spec in () if options.only == "policies" else TORCH_WAYS:
+        wanted = [TORCH_WAYS[i - 1] for i in options.ways]
+        for spec in () if options.only == "policies" else wanted:
             theirs, ours = comparison.matched(spec)
             print(line(theirs))
             if isinstance(ours, str):
@@ -344,6 +345,9 @@ def main() -> None:
     add("--dropout", type=float, default=0.0)
     add("--rounds", type=int, default=5)
     add("--only", choices=("policies", "torch"), help="one of the two tables")
+    numbers = range(1, len(TORCH_WAYS) + 1)
+    listed = "; ".join(f"{i} {way.name}" for i, way in zip(numbers, TORCH_WAYS, strict=True))
+    add("--ways", type=int, nargs="+", choices=numbers, default=numbers, help=listed)
     add("--sweep", type=int, metavar="K", help="K budgets instead of the policies")
     add(
         "--solve", type=int, nargs="+", metavar="N", help="numbers of calls to spread a budget over"

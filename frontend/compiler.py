@@ -42,12 +42,10 @@ from ..recompute.policy import POLICIES, Budget, Policy, check_policy
 from ..recompute.summary import RecomputeRecord
 from ..reuse.errors import PlanError, ReuseError
 from ..reuse.leaf import flat_types, leaf_key
-from ..reuse.printer import closure_names
 from ..reuse.program import (
     Leaf,
     ModelTensor,
     Program,
-    count_calls,
     walk_closures,
 )
 from ..reuse.rewrite import map_leaves
@@ -58,7 +56,7 @@ from .parts import programs_of, returned_of, why_written
 from .progress import progress
 from .recomputing import ProgramPeaks, Recompute
 from .regions import CapturedModel
-from .report import ClosureRecord, CompileReport
+from .report import CompileReport
 from .requests import differentiation, loss_differentiation
 
 BACKEND_CHOICES = ("inductor", "eager")
@@ -164,7 +162,7 @@ class Compiler:
             captured = capture_model(model, args, kwargs, reuse=self.options.reuse, train=train)
             program = self._known(captured.program)
             nodes.count = program.num_nodes()
-        describe(report, captured)
+        report.describe(captured)
         request = differentiation(program) if train else None
         with report.timed("autodiff") as nodes:
             derivative = self._differentiator.of(request) if request is not None else None
@@ -199,7 +197,7 @@ class Compiler:
             captured = capture_model(model, args, kwargs, reuse=self.options.reuse, train=True)
             program = self._known(captured.program)
             nodes.count = program.num_nodes()
-        describe(report, captured)
+        report.describe(captured)
         request = loss_differentiation(program)
         with report.timed("autodiff") as nodes:
             step = self._step_program(program, request, batching)
@@ -480,21 +478,6 @@ def capture(
 
 def _leaves_of(flats: Sequence[FlatProgram]) -> list[Leaf]:
     return list({launch.leaf: None for flat in flats for launch in flat.launches})
-
-
-def describe(report: CompileReport, captured: CapturedModel) -> None:
-    """Notes what was captured."""
-    program = captured.program
-    report.num_nodes = program.num_nodes()
-    report.num_nodes_if_inlined = program.num_nodes_if_inlined()
-    report.num_closures = len(program.closures)
-    report.num_block_calls = len(captured.decisions)
-    counts = count_calls(program)
-    report.closures = [
-        ClosureRecord(name, closure.num_nodes, counts[closure])
-        for closure, name in closure_names(program).items()
-    ]
-    report.decisions = captured.decisions
 
 
 class _LeafKey:

@@ -23,7 +23,7 @@ from ..pipeline_parallel.stage import StageDerivative, differentiate_stages
 from ..reuse.errors import LazyInlineError, PlanError
 from ..reuse.program import Program
 from . import models
-from .compiler import Compiler, Options, describe
+from .compiler import Compiler, Options
 from .decorator import lazy_inline
 from .pipeline_memory import StageRecompute, owned_bytes
 from .pipeline_program import boundaries_of, parts_of, rank_program
@@ -157,7 +157,7 @@ def compile_rank(
     with report.timed("capture") as nodes:
         captured, program = compiler.capture(LossModel(model, None), args, {}, train=True)
         nodes.count = program.num_nodes()
-    describe(report, captured)
+    report.describe(captured)
     number = rank_number(rank, stages)
     num_parameters = sum(p.numel() for p in model.parameters())
     return _compiled(name, num_parameters, program, compiler, table, number, report)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -15,7 +15,6 @@ from torch import nn
 from ..reuse import pytree
 from ..reuse.errors import CaptureError
 from ..reuse.evidence import Evidence
-from ..reuse.freeze import Freezer
 from ..reuse.modules import (
     Places,
     has_hooks,
@@ -32,6 +31,7 @@ from .custom_function import TENSOR, CustomFunction
 from .decorator import recompute_mark
 from .interception import intercepted
 from .outside_tensors import OutsideTensors
+from .refusals import refuse_hidden_tensors, refuse_read_attributes
 from .regions import Region, SharingDecision, Sizes, Template
 from .signatures import (
     CallSignature,
@@ -399,13 +399,13 @@ class Recorder:
             with intercepted(self), profiled_calls(self._function_ran):
                 output = self.model(*inner_args, **inner_kwargs)
             flat_output, tree = pytree.flatten(output)
-            _refuse_hidden_tensors(flat_output)
+            refuse_hidden_tensors(flat_output)
             results.extend(
                 self.tensors.node_of(x) if isinstance(x, torch.Tensor) else x for x in flat_output
             )
             trees.append(tree)
             self.tensors.refuse_changed_attributes()
-            _refuse_read_attributes(tensors, self.outside.names())
+            refuse_read_attributes(tensors, self.outside.names())
 
         try:
             self.tracer.run(trace, fakes)
@@ -453,32 +453,6 @@ def _unwrapped(region: Region) -> list[torch.fx.Node | Region]:
             first.meta["call"] = replace(site, recompute=site.recompute or region.recompute)
             return items
     return [region] if items else []
-
-
-def _refuse_hidden_tensors(results: Sequence[Any]) -> None:
-    """Raises CaptureError for a result of the model whose tensors cannot be seen."""
-    hidden: list[torch.Tensor] = []
-    for result in results:
-        if not isinstance(result, torch.Tensor):
-            Freezer(on_tensor=lambda tensor, keys: hidden.append(tensor)).freeze(result)
-        if hidden:
-            raise CaptureError(
-                f"The model returns a {type(result).__qualname__}, which holds tensors and is "
-                "unknown to PyTorch. Return a tuple, a dict or a NamedTuple, or register the class "
-                "(torch.export.register_dataclass)."
-            )
-
-
-def _refuse_read_attributes(inputs: Sequence[torch.Tensor], names: Collection[str]) -> None:
-    """Raises CaptureError if code may read what Python put on an input: no call checks it."""
-    for tensor in inputs:
-        for name in vars(tensor):
-            if name in names:
-                raise CaptureError(
-                    f"An input tensor has the attribute {name!r}, and the model's forward speaks "
-                    "of that name. A compiled program would use what it holds now at every call: "
-                    "pass it in as an argument."
-                )
 
 
 def _recompute_marks(places: Places) -> tuple[tuple[str, str], ...]:

@@ -10,7 +10,9 @@ from dataclasses import dataclass, field
 
 from ..backend.compile_cache import CacheUse
 from ..recompute.summary import RecomputeRecord
-from .regions import SharingDecision
+from ..reuse.printer import closure_names
+from ..reuse.program import count_calls
+from .regions import CapturedModel, SharingDecision
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +145,20 @@ class CompileReport:
             for d in self.shared_with_constants()
         ]
         return "\n".join(lines)
+
+    def describe(self, captured: CapturedModel) -> None:
+        """Notes what was captured."""
+        program = captured.program
+        self.num_nodes = program.num_nodes()
+        self.num_nodes_if_inlined = program.num_nodes_if_inlined()
+        self.num_closures = len(program.closures)
+        self.num_block_calls = len(captured.decisions)
+        counts = count_calls(program)
+        self.closures = [
+            ClosureRecord(name, closure.num_nodes, counts[closure])
+            for closure, name in closure_names(program).items()
+        ]
+        self.decisions = captured.decisions
 
 
 @dataclass

@@ -29,7 +29,7 @@ from ..reuse.torch_symbols import (
 )
 from .assemble import OutputTree
 from .capture import capture_model, one_at_a_time
-from .compiler import CompiledProgram, Compiler, Options, describe
+from .compiler import CompiledProgram, Compiler, Options
 from .input_sizes import InputSizes
 from .parts import programs_of
 from .recomputing import has_marks
@@ -117,7 +117,7 @@ class SymbolicCompiler(Compiler):
             captured = symbolic.captured
             runtime = self._runtime(captured.program, flats, derivative, report, self._gradients)
             report.num_launches = nodes.count = runtime.num_launches
-        describe(report, captured)
+        report.describe(captured)
         for symbol_leaf, leaf in lowered.items():
             _check_layouts(self._kernel_lists.get(leaf))
             if leaf is not symbol_leaf:
