@@ -101,7 +101,7 @@ def capture_model(
     Raises:
         CaptureError: if the model's Python cannot be traced; names the user's line.
     """
-    _refuse_foreign(model)
+    refuse_foreign(model)
     if train:
         _refuse_backward_hooks(model)
     arguments = Arguments(args, kwargs or {}, sizes)
@@ -115,7 +115,7 @@ def capture_candidates(
     model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] | None, *, train: bool
 ) -> CapturedModel:
     """Captures as ``reuse="auto"`` does, and keeps the blocks that nearly share as closures."""
-    _refuse_foreign(model)
+    refuse_foreign(model)
     return _capture_repeated(
         model, Arguments(args, kwargs or {}), NearlyRepeatedBlocks, train=train
     )
@@ -287,7 +287,8 @@ def _with_constants(decision: SharingDecision, shared: Shared) -> SharingDecisio
     return dataclasses.replace(decision, shares=text)
 
 
-def _refuse_foreign(model: nn.Module) -> None:
+def refuse_foreign(model: nn.Module) -> None:
+    """Raises CaptureError if a module is no Python that can be watched."""
     for path, module in walk_modules(model):
         if is_compiled(module):
             raise CaptureError(

@@ -16,7 +16,7 @@ from ..reuse.program import UserInput
 from ..reuse.torch_names import global_hook_tables
 from .assemble import OutputTree
 from .autograd_bridge import Bridge, picker
-from .capture import backward_hooked, one_at_a_time
+from .capture import backward_hooked, one_at_a_time, refuse_foreign
 from .compiler import CompiledProgram, Compiler, Options
 from .dynamic import MAX_LINKED, Inputs, Made, Shapes
 from .guard import Guard
@@ -68,6 +68,7 @@ def compile(
     """
     if not isinstance(model, nn.Module):
         raise PlanError(f"compile takes an nn.Module, not {type(model).__name__}.")
+    refuse_foreign(model)
     options = Options(reuse=reuse, backend=backend, recompute=recompute, cache="disk")
     return CompiledModule(model, options, dynamic)
 

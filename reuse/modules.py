@@ -66,7 +66,7 @@ def walk_modules(root: nn.Module) -> list[tuple[str, nn.Module]]:
         path, module = todo.pop()
         found.append((path, module))
         prefix = f"{path}." if path else ""
-        children = module_state(module)["_modules"].items()
+        children = module_state(module).get("_modules", {}).items()  # none: TorchScript
         todo += [(prefix + name, child) for name, child in reversed(children) if child is not None]
     return found
 

@@ -313,3 +313,11 @@ def test_plain_data_beside_tensors_is_shared_and_kept() -> None:
     x = torch.ones(2, 4).requires_grad_()
     assert_close(compiled(x), model(x))
     assert [d.shared for d in compiled.last_report.decisions] == [False, True, True]
+
+
+@pytest.mark.parametrize("place", ["inside", "itself"])
+def test_a_torchscript_module_is_named(place: str) -> None:
+    traced = torch.jit.trace(nn.Linear(4, 4), torch.randn(2, 4))
+    model = nn.Sequential(nn.Linear(4, 4), traced) if place == "inside" else traced
+    with pytest.raises(CaptureError, match=r"(1|The model) was scripted or traced by torch.jit"):
+        lazyinline.compile(model)
