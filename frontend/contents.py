@@ -30,12 +30,14 @@ class Contents:
     Attributes:
         holders: the classes and modules met, and the classes of the objects met: what they hold
             is read by name.
+        classes: the classes of the objects met, whose operators may be used.
         functions: the functions met.
         iterators: those that the code itself was handed; each use moves them on.
     """
 
     def __init__(self) -> None:
         self.holders: dict[int, Any] = {}
+        self.classes: set[type] = set()
         self.functions: dict[int, types.FunctionType] = {}
         self.iterators: list[Any] = []
         self._seen: dict[int, Any] = {}
@@ -95,6 +97,7 @@ class Contents:
             found = found + self._note_dict(attributes)
         if attributes is not None or kind is not None:
             self.holders.setdefault(id(type(value)), type(value))
+            self.classes.add(type(value))
         return found
 
     def _note_dict(self, table: dict[Any, Any]) -> list[Any]:

@@ -125,8 +125,7 @@ class Guard:
         """Makes the check that everything is the very object that it is now."""
         checks = IdentityChecks()
         for module, kind, state in zip(self._modules, self._classes, self._states, strict=True):
-            checks.kind(module, kind)
-            checks.attributes(module, state)
+            checks.held_in(module, kind, state)
             for name in state.keys() & _TABLES:
                 checks.entry(state, name, state[name])
             checks.entry(state, "training", state["training"])

@@ -54,6 +54,8 @@ def kind_of(value: Any) -> Kind | None:
     """Returns how to read an object, or None if it is immutable or opaque."""
     if isinstance(value, _CLOSED):
         return None
+    if isinstance(value, types.FunctionType):
+        return _FUNCTION if _take_function(value) else None
     for classes, kind in _KINDS:
         if isinstance(value, classes):
             return kind
@@ -215,9 +217,9 @@ def _nested(like: Any, items: Iterator[Any]) -> Any:
     return np.frombuffer(found, like.dtype) if isinstance(like, np.ndarray) else found
 
 
+_FUNCTION = Kind(_take_function, _nothing)
 _SLOTS = Kind(_take_slots, _put_slots)
 _KINDS: tuple[tuple[Any, Kind], ...] = (
-    (types.FunctionType, Kind(_take_function, _nothing)),
     (collections.deque, Kind(list, _put_deque)),
     (bytearray, Kind(lambda b: [bytes(b)], _put_bytearray)),
     (array.array, Kind(lambda a: [a.tobytes()], _put_array)),

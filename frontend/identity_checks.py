@@ -95,11 +95,16 @@ class IdentityChecks:
         words = None if address is None else (address,)
         row.tests.append(f"o.__mro__ is not {row.expect(order, words)}")
 
-    def attributes(self, owner: Any, table: dict[str, Any]) -> None:
-        """An object has its attributes in this very dictionary."""
-        row, address = self._row(owner), attributes_of(owner, table)
-        words = None if address is None else (address,)
-        row.tests.append(f"got(o, '__dict__') is not {row.expect(table, words)}")
+    def held_in(self, owner: Any, kind: type, table: dict[str, Any]) -> None:
+        """An object is of this very class, and has its attributes in this very dictionary."""
+        row = self._row(table)
+        places = class_of(owner, kind), attributes_of(owner, table)
+        words = [None if address is None else (address,) for address in places]
+        it, its_class = row.expect(owner, words[0]), row.expect(kind, words[1])
+        usual: Any = object.__getattribute__
+        plain = type(owner).__getattribute__ is usual
+        found = f"{it}.__dict__" if plain else f"got({it}, '__dict__')"
+        row.tests += [f"type({it}) is not {its_class}", f"{found} is not o"]
 
     def values(self, table: Mapping[Any, Any]) -> None:
         """A table holds what it holds now, in this order."""

@@ -67,7 +67,8 @@ class OutsideValues:
                 continue
             if isinstance(holder, type):
                 todo.append(type(holder))
-            for name in (*names, *_operators(holder)):
+            used = holder in inside.classes or holder in self._contents.classes
+            for name in (*names, *(_operators(holder) if used else ())):
                 if _is_own(holder, name):
                     self._add(holder, name)
             todo += [h for key, h in self._contents.holders.items() if key not in done]
@@ -120,9 +121,10 @@ class OutsideValues:
         for kind, _ in self._bases.values():
             checks.bases(kind)
         for owner, kind, table in self._objects.values():
-            checks.kind(owner, kind)
-            if table is not None:
-                checks.attributes(owner, table)
+            if table is None:
+                checks.kind(owner, kind)
+            else:
+                checks.held_in(owner, kind, table)
         for owner, name, _ in self._slots:
             checks.attribute(owner, name, look_up(owner, name))
         for cell in self._cells:
@@ -174,13 +176,11 @@ def _changeable(
     ]
 
 
-def _operators(holder: Any) -> set[str]:
+def _operators(kind: type) -> set[str]:
     """The methods of a class that Python calls without any code naming them: ``__len__``."""
-    if not isinstance(holder, type):
-        return set()
     return {
         name
-        for base in holder.__mro__
+        for base in kind.__mro__
         if not is_library(base.__module__)
         for name, value in vars(base).items()
         if name[:2] == name[-2:] == "__" and isinstance(value, types.FunctionType)

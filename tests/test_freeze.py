@@ -5,6 +5,7 @@ import collections
 import dataclasses
 import enum
 import functools
+import gc
 import itertools
 import operator
 import random
@@ -12,7 +13,7 @@ import re
 import struct
 import time
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -324,6 +325,16 @@ def test_cycles_end() -> None:
     assert freeze(loop) == freeze(loop)
 
 
+@pytest.fixture
+def no_collection() -> Iterator[None]:
+    """No garbage is collected: that would cost the more the more other tests have left."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("no_collection")
 def test_deep_and_huge_values_cost_little() -> None:
     start = time.process_time()
     deep, wide = nested(100_000, 1), [[i] for i in range(100_000)]
