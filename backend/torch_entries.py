@@ -22,7 +22,7 @@ import torch.fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx._lazy_graph_module import _LazyGraphModule
 
-from ..reuse.torch_names import OPERATOR_TYPES
+from ..reuse.torch_names import OPERATOR_TYPES, matmul_precision
 from ..reuse.types import TensorType, Type
 from .built_kernel import BuiltKernel
 
@@ -222,7 +222,7 @@ def _number_settings() -> list[Any]:
     sdp = torch.backends.cuda
     return [
         str(torch.get_default_dtype()),
-        torch.get_float32_matmul_precision(),
+        matmul_precision(),
         torch.are_deterministic_algorithms_enabled(),
         torch.utils.deterministic.fill_uninitialized_memory,  # type: ignore[attr-defined]
         torch.backends.mkldnn.enabled,

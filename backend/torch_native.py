@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from ..reuse.errors import PlanError
+from ..reuse.torch_names import matmul_precision
 from .built_kernel import BuiltKernel
 from .live_ranges import Buffers, IntArray
 
@@ -143,7 +144,8 @@ def blas_address(name: str) -> int | None:
 
 def blas_is_exact() -> bool:
     """Whether PyTorch multiplies matrices by plain BLAS calls, in full precision."""
-    return torch.backends.mkl.is_available() and torch.get_float32_matmul_precision() == "highest"
+    _, precision = matmul_precision()
+    return torch.backends.mkl.is_available() and precision == "ieee"
 
 
 @functools.cache

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from ..reuse.errors import CaptureError
+from ..reuse.freeze import has_plain_class
 from .holders import Kind, attributes_of, is_iterator, kind_of, parts_of
 
 MISSING = object()
@@ -37,7 +38,7 @@ class Contents:
 
     def __init__(self) -> None:
         self.holders: dict[int, Any] = {}
-        self.classes: set[type] = set()
+        self.classes: dict[int, type] = {}
         self.functions: dict[int, types.FunctionType] = {}
         self.iterators: list[Any] = []
         self._seen: dict[int, Any] = {}
@@ -56,7 +57,7 @@ class Contents:
         todo = [(value, True)]
         while todo:
             value, is_direct = todo.pop()
-            if type(value) in _ATOMS or id(value) in self._seen:
+            if id(value) in self._seen or (has_plain_class(value) and type(value) in _ATOMS):
                 continue
             self._seen[id(value)] = value
             if len(self._seen) > _MAX_OBJECTS:
@@ -97,7 +98,7 @@ class Contents:
             found = found + self._note_dict(attributes)
         if attributes is not None or kind is not None:
             self.holders.setdefault(id(type(value)), type(value))
-            self.classes.add(type(value))
+            self.classes[id(type(value))] = type(value)
         return found
 
     def _note_dict(self, table: dict[Any, Any]) -> list[Any]:

@@ -23,7 +23,7 @@ from ..reuse import pytree
 from ..reuse.leaf import current_autocast
 from ..reuse.modules import module_state
 from ..reuse.program import ModelTensor, Program
-from ..reuse.torch_names import global_hook_tables, memory_id
+from ..reuse.torch_names import global_hook_tables, matmul_precision, memory_id
 from .contents import MISSING, same_value
 from .identity_checks import Check, IdentityChecks
 from .python_words import tells_versions
@@ -321,7 +321,7 @@ def _modes() -> Any:
         current_autocast(devices),
         torch.get_default_dtype(),
         torch.are_deterministic_algorithms_enabled(),
-        torch.get_float32_matmul_precision(),
+        matmul_precision(),
         default_device(),
     )
 

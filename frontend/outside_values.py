@@ -67,7 +67,7 @@ class OutsideValues:
                 continue
             if isinstance(holder, type):
                 todo.append(type(holder))
-            used = holder in inside.classes or holder in self._contents.classes
+            used = id(holder) in inside.classes or id(holder) in self._contents.classes
             for name in (*names, *(_operators(holder) if used else ())):
                 if _is_own(holder, name):
                     self._add(holder, name)

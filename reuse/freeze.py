@@ -110,6 +110,8 @@ class Freezer:
 
     def _freeze(self, value: Any, keys: tuple[Any, ...], above: tuple[int, ...], depth: int) -> Any:
         kind = type(value)
+        if not has_plain_class(value):
+            return Identity(value)
         if kind in _SCALARS:
             return (kind, value)
         if kind is float:
@@ -189,6 +191,12 @@ class Freezer:
         return (type(value), str(value.dtype), layout, value.tobytes())
 
 
+def has_plain_class(value: Any) -> bool:
+    """Whether the class of a value is equal to itself only, and has a hash: a metaclass may say."""
+    meta: Any = type(type(value))
+    return meta is type or (meta.__eq__ is type.__eq__ and meta.__hash__ is type.__hash__)
+
+
 class _Unset:
     """What an empty closure cell holds."""
 
@@ -262,12 +270,6 @@ def _attributes(value: Any) -> Iterator[tuple[str, tuple[str, Any], Any]]:
 
 def slots_of(kind: type) -> tuple[types.MemberDescriptorType, ...]:
     """Returns the slots that a class and its bases declare, private and hidden ones too."""
-    key: Any = kind  # mypy takes a class for what its objects are, which may have no hash
-    return _slots_by_class(key)
-
-
-@functools.lru_cache(maxsize=4096)
-def _slots_by_class(kind: type) -> tuple[types.MemberDescriptorType, ...]:
     return tuple(slot for base in kind.__mro__ for slot in _own_slots(base))
 
 

@@ -25,6 +25,17 @@ def version_of(tensor: torch.Tensor) -> int:
     return int(tensor._version)
 
 
+def matmul_precision() -> tuple[str, str]:
+    """Returns how exact float32 products are on CUDA and on CPU, however that was set.
+
+    ``torch.get_float32_matmul_precision`` raises after a setting by ``fp32_precision``. Products
+    are exact ("ieee") where nothing was set ("none").
+    """
+    of = torch._C._get_fp32_precision_getter
+    cuda, cpu = of("cuda", "matmul"), of("mkldnn", "matmul")
+    return "ieee" if cuda == "none" else cuda, "ieee" if cpu == "none" else cpu
+
+
 def global_hook_tables(kind: str) -> list[dict[int, Any]]:
     """Returns the tables of hooks on all modules: ``"forward"`` or ``"backward"`` ones."""
     return [getattr(torch.nn.modules.module, name) for name in _GLOBAL_HOOKS[kind]]

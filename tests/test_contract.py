@@ -793,6 +793,26 @@ def test_a_view_of_what_nobody_else_holds_is_a_reshape() -> None:
     assert torch.equal(flat, torch.ops.aten.reshape.default(x, [6, 4]))
 
 
+@contract("torch._C._get_fp32_precision_getter")
+def test_precision_of_products_is_told_however_it_was_set(getter: Any) -> None:
+    def told() -> tuple[str, str]:
+        return getter("cuda", "matmul"), getter("mkldnn", "matmul")
+
+    exact = told()
+    assert set(exact) <= {"none", "ieee"}
+    try:
+        torch.set_float32_matmul_precision("high")
+        assert told() == ("tf32", "tf32")
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    try:
+        torch.backends.mkldnn.matmul.fp32_precision = "bf16"
+        assert told()[1] == "bf16"
+    finally:
+        torch.backends.mkldnn.matmul.fp32_precision = "none"
+    assert set(told()) <= {"none", "ieee"}
+
+
 @contract("torch._C._len_torch_dispatch_stack")
 def test_dispatch_modes_are_counted(count: Any) -> None:
     assert count() == 0

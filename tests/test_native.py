@@ -249,14 +249,24 @@ def test_scaled_sums_are_left_to_pytorch() -> None:
     )
 
 
-def test_lower_precision_of_products_is_left_to_pytorch() -> None:
+@pytest.mark.parametrize("owner", [torch.backends, torch.backends.mkldnn.matmul, None])
+def test_lower_precision_of_products_is_left_to_pytorch(owner: Any) -> None:
+    """Set in the old way (None) or the new one, after which asking in the old way raises."""
     x = torch.ones(4, 4)
-    precision = torch.get_float32_matmul_precision()
+    before = None if owner is None else owner.fp32_precision
     try:
-        torch.set_float32_matmul_precision("medium")
+        if owner is None:
+            torch.set_float32_matmul_precision("medium")
+        else:
+            owner.fp32_precision = "bf16" if owner is not torch.backends else "tf32"
         assert launch_of(aten.mm.out, (x, x), out=torch.ones(4, 4))[0] is None
+        model = nn.Linear(4, 4)
+        assert torch.equal(lazyinline.compile(model)(x), model(x))
     finally:
-        torch.set_float32_matmul_precision(precision)
+        if owner is None:
+            torch.set_float32_matmul_precision("highest")
+        else:
+            owner.fp32_precision = before
 
 
 class Attention(nn.Module):
