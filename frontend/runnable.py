@@ -10,12 +10,21 @@ from ..reuse.program import ModelTensor, Program, UserInput
 
 
 def check_runnable(model: nn.Module) -> None:
-    """Raises PlanError if a parameter or buffer has no data."""
+    """Raises PlanError if a parameter or buffer has no data, or other data than its memory."""
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.is_meta:
             raise PlanError(
                 f"{name} is on the meta device and has no data, so the model can be captured but "
                 "not run. Materialize it first: model.to_empty(device=...) and load a state_dict."
+            )
+        if tensor.is_neg() or tensor.is_conj():
+            kind, resolve = (
+                ("negated", "resolve_neg") if tensor.is_neg() else ("conjugated", "resolve_conj")
+            )
+            raise PlanError(
+                f"{name} is a lazily {kind} view, whose memory holds other numbers than it does, "
+                f"and kernels read memory. Write the numbers: {name}.data = "
+                f"{name}.data.{resolve}()."
             )
 
 

@@ -13,7 +13,7 @@ _requires_grad = operator.attrgetter("requires_grad")
 
 
 class TensorLayouts:
-    """The dtypes, shapes, strides, devices and ``requires_grad`` that some tensors had.
+    """The types, sizes, strides, devices, lazy signs and ``requires_grad`` that some tensors had.
 
     ``.data = ...`` changes them on the very same tensor, and not always its address.
     """
@@ -49,4 +49,5 @@ def _facts(tensors: Sequence[torch.Tensor]) -> Any:
         [t.stride() for t in tensors],
         [t.requires_grad for t in tensors],
         [t.device for t in tensors],
+        [(t.is_conj(), t.is_neg()) for t in tensors],
     )

@@ -185,6 +185,26 @@ def test_a_model_on_the_meta_device_is_captured_but_not_run() -> None:
     assert_close(compiled(torch.ones(2, 4)), real(torch.ones(2, 4)))
 
 
+@pytest.mark.parametrize("run", [lazyinline.compile, lazyinline.compile_step])
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_a_parameter_whose_memory_holds_other_numbers_is_refused_whenever_it_comes(
+    run: Callable[..., Any], backend: str
+) -> None:
+    """``is_neg`` is a flag of the tensor: neither its address nor its layout tells."""
+    model, x = nn.Linear(4, 4, bias=False), torch.ones(2, 4)
+    options = {} if run is lazyinline.compile else {"loss_fn": torch.sum}
+    compiled = run(model, backend=backend, **options)
+    compiled(x)
+    numbers = model.weight.data.clone()
+    model.weight.data = torch.complex(numbers, -numbers).conj().imag
+    assert model.weight.is_neg()
+    with pytest.raises(PlanError, match=r"weight is a lazily negated view.*resolve_neg\(\)"):
+        compiled(x)
+    model.weight.data = model.weight.data.resolve_neg()
+    expected = model(x) if run is lazyinline.compile else model(x).sum().detach()
+    assert_close(compiled(x), expected)
+
+
 # ---- unusual arguments and results that work --------------------------------------------------
 
 
