@@ -29,7 +29,7 @@ from .identity_checks import Check, IdentityChecks
 from .python_words import tells_versions
 from .regions import CapturedModel
 from .tensor_layouts import TensorLayouts
-from .tensor_words import touched_by, words_of
+from .tensor_words import tells_wants, touched_by, words_of
 from .torch_modes import default_device
 from .watch import SameWords, Watch
 
@@ -117,9 +117,14 @@ class Guard:
             and (self._unchanged() or self._same_by_value())
             and self._contents.same()
             and (self._outside is None or self._outside.same_contents())
-            and self._layouts_of_tensors.same_wants(self.tensors)
+            and self._same_wants()
             and self._memories(leaves) == self._sharing
         )
+
+    def _same_wants(self) -> bool:
+        """Whether the model's tensors want gradients as before; their words may have told."""
+        told = self.token() is not None and tells_wants()
+        return told or self._layouts_of_tensors.same_wants(self.tensors)
 
     def _identity_checks(self) -> tuple[Watch | None, Check]:
         """Makes the check that everything is the very object that it is now."""

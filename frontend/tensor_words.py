@@ -1,14 +1,16 @@
 """Adapter: words of memory that change when a tensor is laid out anew, or gets other memory.
 
 A tensor's sizes, strides, type, device and storage lie in one object of 24 words (c10::TensorImpl),
-the address of its numbers in another (c10::StorageImpl). Whether it wants a gradient lies
-elsewhere. What is known here of these objects is tried out before it is used.
+the address of its numbers in another (c10::StorageImpl), its gradient and whether it wants one in
+a third (AutogradMeta), which is made when one is wanted. What is known here of these objects is
+tried out before it is used.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -19,6 +21,7 @@ _WORD_BYTES = 8
 _IN_OBJECT = range(2, 8)  # words in which the Python object may say which tensor it is
 _IN_TENSOR = range(2, 24)  # past its table of functions and the number of its users
 _IN_STORAGE = range(2, 7)
+_IN_AUTOGRAD = range(1, 18)  # past its table of functions
 _MAX_DIM = 5  # sizes of more dimensions lie elsewhere
 _LINE_BYTES, _PAGE_BYTES, _LINES_PER_PAGE = 64, 4096, 4
 _MAX_FETCHED_BYTES = 2**20  # as much as a core's own cache takes
@@ -64,9 +67,82 @@ def _words_of(tensors: Sequence[torch.Tensor]) -> Words | None:
         storage = tensor.untyped_storage()
         storages.append(storage)
         found += named
+        found += _wants_of(tensor)
         found += [tensor._cdata + i * _WORD_BYTES for i in _IN_TENSOR]
         found += [storage._cdata + i * _WORD_BYTES for i in _IN_STORAGE]
     return Words(tuple(dict.fromkeys(found)), (list(tensors), storages))
+
+
+class _AutogradPlaces(NamedTuple):
+    """Numbers of words: in a tensor, its AutogradMeta; in that, its gradient, and its wish."""
+
+    meta: int
+    gradient: int
+    wish: int
+
+    def word_of(self, tensor: torch.Tensor, number: int) -> int | None:
+        """Returns the address of a word in a tensor's AutogradMeta, if it has one."""
+        start = read_word(tensor._cdata + self.meta * _WORD_BYTES)
+        return start + number * _WORD_BYTES if start else None
+
+
+def object_of(tensor: torch.Tensor) -> int:
+    """Returns where the C++ object of a tensor is."""
+    return int(tensor._cdata)
+
+
+def gradients_of(tensors: Sequence[torch.Tensor]) -> list[int] | None:
+    """Returns where each of these tensors says which C++ object is its ``.grad``.
+
+    The words can be read for as long as those of :func:`words_of` are the same.
+    """
+    places = _autograd_places()
+    found = [places.word_of(t, places.gradient) for t in tensors] if places else [None]
+    return [a for a in found if a] if all(found) else None
+
+
+def _wants_of(tensor: torch.Tensor) -> list[int]:
+    """Where a tensor says whether it wants a gradient; one that never wanted any says so itself."""
+    places = _autograd_places()
+    word = places.word_of(tensor, places.wish) if places else None
+    return [word] if word else []
+
+
+def tells_wants() -> bool:
+    """Whether the words of a tensor change when it begins or ceases to want a gradient."""
+    return tells_layouts() and _autograd_places() is not None
+
+
+@functools.cache
+def _autograd_places() -> _AutogradPlaces | None:
+    """Finds the words by what changes in them."""
+    probe = torch.zeros(4)
+    before = _read(probe._cdata, _IN_TENSOR)
+    probe.requires_grad_()
+    after = _read(probe._cdata, _IN_TENSOR)
+    made = [i for i in _IN_TENSOR if not before[i] and after[i]]
+    if len(made) != 1 or made != [i for i in _IN_TENSOR if before[i] != after[i]]:
+        return None
+    start = after[made[0]]
+    gradients = [torch.zeros(4), torch.zeros(4)]
+    states = []
+    for gradient in (*gradients, None):
+        probe.grad = gradient
+        states.append(_read(start, _IN_AUTOGRAD))
+    held = [g._cdata for g in gradients]
+    places = [i for i in _IN_AUTOGRAD if [s[i] for s in states[:2]] == held]
+    for wish in (False, True):
+        probe.requires_grad_(wish)
+        states.append(_read(start, _IN_AUTOGRAD))
+    wishes = [i for i in _IN_AUTOGRAD if states[2][i] == states[4][i] != states[3][i]]
+    same = read_word(probe._cdata + made[0] * _WORD_BYTES) == start
+    if not same or len(places) != 1 or len(wishes) != 1 or states[2][places[0]] in held:
+        return None
+    return _AutogradPlaces(made[0], places[0], wishes[0])
+
+
+def _read(start: int, numbers: Iterable[int]) -> dict[int, int]:
+    return {i: read_word(start + i * _WORD_BYTES) for i in numbers}
 
 
 @functools.cache

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import operator
+import ctypes
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,12 +20,12 @@ from ..reuse.leaf import without_autocast
 from .autograd_bridge import picker
 from .compiler import Batching, CompiledStep, Compiler, Options
 from .guard import Guard
+from .handed_gradients import HandedGradients
 from .report import CompileReport
 from .runnable import check_runnable
 from .torch_modes import mode_around
 
 LossFunction = Callable[[Any], torch.Tensor]
-_grad_of = operator.attrgetter("grad")
 
 
 def compile_step(
@@ -189,7 +189,7 @@ class _StepEntry:
         self.guard = Guard(model, compiled.captured, leaves, tree, compiled.planned.same_words)
         self._compiled = compiled
         tensors = [(i, p) for i, p in enumerate(parts) if isinstance(p, tuple)]
-        self._staging = [(i, _whole(p, leaves[i])) for i, p in tensors]
+        self._staging = [(i, _Staging(_whole(p, leaves[i]), leaves[i])) for i, p in tensors]
         self._batch = [
             tensors[user][1][number].detach()
             for number, users in enumerate(compiled.step.batch)
@@ -199,6 +199,7 @@ class _StepEntry:
         self._loss_bytes = Batching(count).loss_bytes
         self._lease: Lease | None = None
         self._token: object = None
+        self._handed: HandedGradients | None = None
         self._trained_of = picker(compiled.step.gradients)
         seed_type = compiled.step.program.inputs[-1].type
         self._seed = torch.full((), 1.0 / count, dtype=seed_type.dtype)  # type: ignore[union-attr]
@@ -208,20 +209,17 @@ class _StepEntry:
         """Copies the batch in, replays the program, hands out the gradients."""
         step = self._compiled.step
         with torch.no_grad():
-            for index, tensor in self._staging:
-                tensor.copy_(leaves[index])
+            for index, staging in self._staging:
+                staging.take(leaves[index])
             model = self.guard.tensors
             outputs = self._arena_for([*self._batch, *model, self._seed]).runners[0]([])
             count = len(step.batch)
             loss = torch.stack(outputs[:count]).mean() if count > 1 else outputs[0].clone()
-            trained = self._trained_of(model)
-            gradients = outputs[count : count + len(trained)]
-            if not all(map(operator.is_, map(_grad_of, trained), gradients)):
-                for parameter, gradient in zip(trained, gradients, strict=True):
-                    parameter.grad = gradient
-            for index, state in zip(
-                step.writes, outputs[count + len(step.gradients) :], strict=True
-            ):
+            end = count + len(step.gradients)
+            if self._handed is None:
+                self._handed = self._handed_out(outputs[count:end])
+            self._handed.hand_out()
+            for index, state in zip(step.writes, outputs[end:], strict=True):
                 model[index].copy_(state)
         return loss
 
@@ -230,11 +228,18 @@ class _StepEntry:
         token = self.guard.token()
         if self._lease is not None and token is not None and token is self._token:
             return self._lease
+        self._handed = None
         if self._lease is None or not self._lease.is_bound_to(tensors):
             self._lease = None  # released before another one is made
             self._lease = self._compiled.planned.lease(tensors)
         self._token = token
         return self._lease
+
+    def _handed_out(self, gradients: Sequence[torch.Tensor]) -> HandedGradients:
+        """What holds for as long as the lease and the model's tensors do."""
+        is_watched = self._token is not None
+        same_words = self._compiled.planned.same_words if is_watched else None
+        return HandedGradients(self._trained_of(self.guard.tensors), gradients, same_words)
 
     def stats(self) -> StepStats:
         """Numbers of the plan."""
@@ -250,6 +255,28 @@ class _StepEntry:
             tuple(dict.fromkeys(foreign)),
             planned.outside_bytes + self._loss_bytes,
         )
+
+
+class _Staging:
+    """Our copy of one tensor of the batch.
+
+    Args:
+        tensor: the copy.
+        like: what every tensor taken is laid out like.
+    """
+
+    def __init__(self, tensor: torch.Tensor, like: torch.Tensor) -> None:
+        self._tensor, self._address = tensor, tensor.data_ptr()
+        self._num_bytes = tensor.numel() * tensor.element_size()
+        same = tensor.stride() == like.stride() and tensor.device == like.device
+        self._is_plain = same and type(like) is torch.Tensor and like.device.type == "cpu"
+
+    def take(self, tensor: torch.Tensor) -> None:
+        """Copies a tensor in: its memory where that holds its numbers, past the dispatcher."""
+        if self._is_plain and not tensor.is_neg() and not tensor.is_conj():
+            ctypes.memmove(self._address, tensor.data_ptr(), self._num_bytes)
+        else:
+            self._tensor.copy_(tensor)
 
 
 def _whole(parts: tuple[torch.Tensor, ...], like: torch.Tensor) -> torch.Tensor:

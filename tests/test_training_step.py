@@ -2,6 +2,7 @@
 
 import copy
 import threading
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -195,3 +196,31 @@ def test_step_in_two_threads_at_once_is_refused_or_right() -> None:
         thread.join()
     assert len(outcomes) == 60
     assert all(outcomes)
+
+
+BATCHES: dict[str, Callable[[], torch.Tensor]] = {
+    "plain": lambda: torch.randn(4, 6),
+    "transposed": lambda: torch.randn(6, 4).t(),
+    "every other column": lambda: torch.randn(4, 12)[:, ::2],
+    "one row for all": lambda: torch.randn(1, 6).expand(4, 6),
+    "a part of a larger one": lambda: torch.randn(9, 6)[3:7],
+    "lazily negated": lambda: torch._neg_view(torch.randn(4, 6)),
+}
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize("kind", BATCHES)
+def test_a_batch_is_taken_however_it_lies_in_memory(kind: str, micro_batches: int) -> None:
+    model = nn.Linear(6, 6)
+    step = compile_step(model, loss_fn=torch.sum, backend="eager", micro_batches=micro_batches)
+    for _ in range(3):
+        batch = BATCHES[kind]()
+        losses = [model(part).sum() for part in batch.tensor_split(micro_batches)]
+        torch.testing.assert_close(step(batch), torch.stack(losses).mean().detach())
+
+
+def test_a_batch_of_the_same_layout_may_be_negated_in_the_next_step() -> None:
+    model, numbers = nn.Linear(6, 6), torch.randn(4, 6)
+    step = compile_step(model, loss_fn=torch.sum, backend="eager")
+    for batch in (numbers, torch._neg_view(numbers), numbers):
+        torch.testing.assert_close(step(batch), model(batch).sum().detach())

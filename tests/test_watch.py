@@ -1,5 +1,6 @@
 """Words that stand for checks: what moves a tensor shows, and what moved is bound anew."""
 
+import copy
 import sys
 import threading
 from collections.abc import Callable
@@ -38,6 +39,35 @@ def test_writing_to_tensors_and_training_them_shows_nothing() -> None:
         optimizer.step()
     model.load_state_dict(model.state_dict())
     assert [read_word(a) for a in words.addresses] == before
+
+
+@needs_versions
+@pytest.mark.parametrize("make", [torch.zeros, lambda n: nn.Parameter(torch.zeros(n))])
+def test_a_tensor_that_wants_a_gradient_no_more_or_now_shows(
+    make: Callable[[int], torch.Tensor],
+) -> None:
+    assert tensor_words.tells_wants()
+    tensor = make(4)
+    for _ in range(2):
+        words = tensor_words.words_of([tensor])
+        assert words is not None
+        before = [read_word(a) for a in words.addresses]
+        tensor.requires_grad_(not tensor.requires_grad)
+        assert [read_word(a) for a in words.addresses] != before
+
+
+@needs_versions
+def test_words_tell_which_gradient_a_tensor_has() -> None:
+    tensor = nn.Parameter(torch.zeros(4))
+    found = tensor_words.gradients_of([tensor])
+    assert found is not None
+    kept = [torch.zeros(4) for _ in range(3)]
+    for gradient in kept:
+        tensor.grad = gradient
+        assert read_word(found[0]) == gradient._cdata
+    tensor.grad = None
+    assert read_word(found[0]) not in [gradient._cdata for gradient in kept]
+    assert tensor_words.gradients_of([torch.zeros(2)]) is None
 
 
 @pytest.mark.parametrize(
@@ -94,7 +124,27 @@ def freeze(linear: nn.Linear) -> None:
     linear.weight.grad = None
 
 
+def drop_gradient(linear: nn.Linear) -> None:
+    linear.weight.grad = None
+
+
+def set_gradient(linear: nn.Linear) -> None:
+    linear.weight.grad = torch.ones(4, 4)
+
+
+def swap_gradients(linear: nn.Linear) -> None:
+    linear.weight.grad, linear.bias.grad = torch.zeros(4, 4), torch.zeros(4)
+
+
+def leave_all(linear: nn.Linear) -> None:
+    pass
+
+
 MOVES = [
+    drop_gradient,
+    set_gradient,
+    swap_gradients,
+    leave_all,
     replace_data,
     transpose_data,
     replace_by_view,
@@ -117,11 +167,12 @@ def test_a_step_uses_the_memory_that_parameters_have_now(
         for _ in range(calls):
             loss = step(x)
         found = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
-        model.zero_grad()
-        expected = model(x).sum()
+        reference = copy.deepcopy(model)
+        reference.zero_grad()
+        expected = reference(x).sum()
         expected.backward()
         torch.testing.assert_close(loss, expected.detach(), rtol=1e-6, atol=1e-6)
-        for gradient, parameter in zip(found, model.parameters(), strict=True):
+        for gradient, parameter in zip(found, reference.parameters(), strict=True):
             assert (gradient is None) == (parameter.grad is None)
             if gradient is not None:
                 torch.testing.assert_close(gradient, parameter.grad, rtol=1e-6, atol=1e-6)
