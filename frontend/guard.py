@@ -65,7 +65,7 @@ class Guard:
     ) -> None:
         self._tree = tree
         self._same_words = same_words
-        self._layouts = [_layout(x) for x in leaves]
+        self._set_inputs(leaves)
         self._modes = _modes()
         self._modules = list(model.modules())
         self._classes = list(map(type, self._modules))
@@ -110,8 +110,7 @@ class Guard:
     def accepts(self, leaves: Sequence[Any], tree: pytree.TreeSpec) -> bool:
         """Whether the program was compiled for these inputs and the model's present state."""
         return (
-            len(leaves) == len(self._layouts)
-            and all(_matches(x, layout) for x, layout in zip(leaves, self._layouts, strict=True))
+            self._match(leaves)
             and (tree is self._tree or tree == self._tree)
             and _modes() == self._modes
             and (self._unchanged() or self._same_by_value())
@@ -214,8 +213,19 @@ class Guard:
         if len(layouts) != len(self._layouts) or not all(map(_alike, layouts, self._layouts)):
             return None
         guard = copy.copy(self)
-        guard._layouts = layouts
+        guard._set_inputs(leaves)
         return guard
+
+    def _set_inputs(self, leaves: Sequence[Any]) -> None:
+        self._layouts = [_layout(x) for x in leaves]
+        plain = all(type(x) is torch.Tensor for x in leaves)
+        self._plain_inputs = TensorLayouts(leaves if plain else ())
+
+    def _match(self, leaves: Sequence[Any]) -> bool:
+        """Whether arguments are like those that the program was compiled for."""
+        if len(leaves) != len(self._layouts):
+            return False
+        return self._plain_inputs.surely_same(leaves) or all(map(_matches, leaves, self._layouts))
 
     def _memories(self, leaves: Sequence[Any]) -> list[int]:
         """Which inputs share memory, if the program changes one of its inputs."""

@@ -31,6 +31,13 @@ class TensorLayouts:
         """Whether these tensors want gradients as before."""
         return list(map(_requires_grad, tensors)) == self._wants_grad
 
+    def surely_same(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether so many tensors have the same layouts and classes; False where that is not known.
+
+        Under the same grad mode, which the caller compares.
+        """
+        return self._grad_mode and self._guards is not None and bool(self._guards.check(*tensors))
+
     def same(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Whether these tensors, in the same order, have the same layouts."""
         if self._guards is not None and self._grad_mode == torch.is_grad_enabled():
