@@ -1,9 +1,9 @@
 """Adapter: words of memory that change when a tensor is laid out anew, or gets other memory.
 
-A tensor's sizes, strides, type, device and storage lie in one object of 24 words (c10::TensorImpl),
-the address of its numbers in another (c10::StorageImpl), its gradient and whether it wants one in
-a third (AutogradMeta), which is made when one is wanted. What is known here of these objects is
-tried out before it is used.
+A tensor's sizes, strides, type, device and storage lie in one object (c10::TensorImpl), the address
+of its numbers in another (c10::StorageImpl), its gradient and whether it wants one in a third
+(AutogradMeta), which is made when one is wanted. What is known here of these objects is tried out
+before it is used.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from .watch import Words
 
 _WORD_BYTES = 8
 _IN_OBJECT = range(2, 8)  # words in which the Python object may say which tensor it is
-_IN_TENSOR = range(2, 24)  # past its table of functions and the number of its users
+_IN_TENSOR = range(2, 24)  # past its table of functions and the number of its users, at most
+_NUM_TRIES = 4
 _IN_STORAGE = range(2, 7)
 _IN_AUTOGRAD = range(1, 18)  # past its table of functions
 _MAX_DIM = 5  # sizes of more dimensions lie elsewhere
@@ -68,7 +69,7 @@ def _words_of(tensors: Sequence[torch.Tensor]) -> Words | None:
         storages.append(storage)
         found += named
         found += _wants_of(tensor)
-        found += [tensor._cdata + i * _WORD_BYTES for i in _IN_TENSOR]
+        found += [tensor._cdata + i * _WORD_BYTES for i in _in_tensor()]
         found += [storage._cdata + i * _WORD_BYTES for i in _IN_STORAGE]
     return Words(tuple(dict.fromkeys(found)), (list(tensors), storages))
 
@@ -84,6 +85,22 @@ class _AutogradPlaces(NamedTuple):
         """Returns the address of a word in a tensor's AutogradMeta, if it has one."""
         start = read_word(tensor._cdata + self.meta * _WORD_BYTES)
         return start + number * _WORD_BYTES if start else None
+
+
+@functools.cache
+def _in_tensor() -> range:
+    """The words of a tensor, up to its last, which says what kinds of numbers its memory holds.
+
+    What lies after it belongs to something else and changes at any time.
+    """
+    told = []
+    for _ in range(_NUM_TRIES):
+        probe = torch.zeros(4)
+        before = _read(probe._cdata, _IN_TENSOR)
+        probe.data = torch._neg_view(probe.data)
+        after = _read(probe._cdata, _IN_TENSOR)
+        told.append({i for i in _IN_TENSOR if before[i] != after[i]})
+    return range(_IN_TENSOR.start, max(set.intersection(*told), default=_IN_TENSOR.stop - 1) + 1)
 
 
 def object_of(tensor: torch.Tensor) -> int:

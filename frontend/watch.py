@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
@@ -24,8 +25,10 @@ class Words(NamedTuple):
 Where = Callable[[], Words | None]
 """Says where the words are now; None where there are none."""
 
-# A word that changes more often than every so many calls stands for nothing any more.
+# A word that changed so often, each time within so many calls, stands for nothing any more: other
+# compiles change a few, and then no more.
 _PATIENCE = 16
+_MAX_CHANGES = 4
 
 
 class _State(NamedTuple):
@@ -68,6 +71,7 @@ class Watch:
         self._touched = list(touched)
         self._all = make(range(len(words)))
         self._restless: set[int] = set()
+        self._num_changes: Counter[int] = Counter()
         self._known: dict[int, int] = {}
         self._watched: dict[int, int] = {}
         self._num_quiet = _PATIENCE
@@ -107,7 +111,9 @@ class Watch:
     def _learn(self, places: Sequence[Words | None], found: dict[int, int]) -> None:
         known = self._known
         if self._num_quiet < _PATIENCE:
-            self._restless |= {a for a, word in found.items() if known.get(a, word) != word}
+            changed = [a for a, word in found.items() if known.get(a, word) != word]
+            self._num_changes.update(changed)
+            self._restless |= {a for a in changed if self._num_changes[a] > _MAX_CHANGES}
         self._known, self._num_quiet = found, 0
         self.token = object()
         checks = [

@@ -211,3 +211,15 @@ def test_what_a_thread_changed_is_used_by_its_next_call_while_others_call_too() 
         stop.set()
         for thread in threads:
             thread.join()
+
+
+@needs_versions
+def test_what_lies_behind_a_tensor_in_memory_is_not_watched() -> None:
+    """The allocator writes there when a neighbour comes or goes."""
+    others = []
+    found = set()
+    for _ in range(50):
+        others = [torch.zeros(4) for _ in range(20)][::2] + others[::3]
+        found.add(tensor_words._in_tensor.__wrapped__())
+    assert len(found) == 1
+    assert max(found.pop()) < 23  # words of a tensor's object, in PyTorch 2.11 to 2.13
