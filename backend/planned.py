@@ -165,6 +165,11 @@ class PlannedProgram:
         return sum(len(part.launches) for part in self.layout.parts)
 
     @property
+    def is_native(self) -> bool:
+        """Whether no launch runs from Python, where the caller's modes would reach it."""
+        return all(p.launch.native is not None for part in self.layout.parts for p in part.launches)
+
+    @property
     def outside_bytes(self) -> int:
         """Most bytes at one time in what launches allocate themselves, results and scratch."""
         return _outside_bytes(self.layout)

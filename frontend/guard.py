@@ -20,17 +20,16 @@ import torch
 from torch import nn
 
 from ..reuse import pytree
-from ..reuse.leaf import current_autocast
 from ..reuse.modules import module_state
 from ..reuse.program import ModelTensor, Program
-from ..reuse.torch_names import global_hook_tables, matmul_precision, memory_id
+from ..reuse.torch_names import global_hook_tables, memory_id
 from .contents import MISSING, same_value
 from .identity_checks import Check, IdentityChecks
 from .python_words import tells_versions
 from .regions import CapturedModel
 from .tensor_layouts import TensorLayouts
 from .tensor_words import tells_wants, touched_by, words_of
-from .torch_modes import default_device
+from .torch_modes import Modes
 from .watch import SameWords, Watch
 
 _HOOK_TABLES = tuple(
@@ -66,7 +65,7 @@ class Guard:
         self._tree = tree
         self._same_words = same_words
         self._set_inputs(leaves)
-        self._modes = _modes()
+        self._modes = Modes()
         self._modules = list(model.modules())
         self._classes = list(map(type, self._modules))
         self._kinds = list(dict.fromkeys(self._classes))
@@ -112,7 +111,7 @@ class Guard:
         return (
             self._match(leaves)
             and (tree is self._tree or tree == self._tree)
-            and _modes() == self._modes
+            and self._modes.hold()
             and (self._unchanged() or self._same_by_value())
             and self._contents.same()
             and (self._outside is None or self._outside.same_contents())
@@ -326,19 +325,6 @@ def _matches(leaf: Any, layout: Any) -> bool:
     if isinstance(layout, _Constant):
         return same_value(leaf, layout.value)
     return isinstance(leaf, torch.Tensor) and _layout(leaf) == layout
-
-
-def _modes() -> Any:
-    devices = ("cpu", "cuda") if torch.cuda.is_initialized() else ("cpu",)
-    return (
-        torch.is_grad_enabled(),
-        torch.is_inference_mode_enabled(),
-        current_autocast(devices),
-        torch.get_default_dtype(),
-        torch.are_deterministic_algorithms_enabled(),
-        matmul_precision(),
-        default_device(),
-    )
 
 
 def _places(

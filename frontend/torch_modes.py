@@ -5,7 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch._C._dynamo.guards import GlobalStateGuard
 from torch.utils._device import DeviceContext
+
+from ..reuse.leaf import current_autocast
+from ..reuse.torch_names import matmul_precision
 
 
 def mode_around() -> str:
@@ -22,6 +26,40 @@ def mode_around() -> str:
     if torch.autograd.forward_ad._current_level >= 0:
         return "forward-mode differentiation"
     return ""
+
+
+class Modes:
+    """The modes and settings, as they are now, that decide what operators compute."""
+
+    def __init__(self) -> None:
+        self._state = GlobalStateGuard()
+        self._others = _other_modes()
+        self._all = (_modes_of_state(), self._others)
+
+    def hold(self) -> bool:
+        """Whether they are now as they were."""
+        if self._state.check():
+            return _other_modes() == self._others
+        # Its no is no proof: it also sees the number of threads, and what is set but not used.
+        if (_modes_of_state(), _other_modes()) != self._all:
+            return False
+        self._state = GlobalStateGuard()
+        return True
+
+
+def _modes_of_state() -> tuple[Any, ...]:
+    """What ``GlobalStateGuard`` compares too, in one call."""
+    devices = ("cpu", "cuda") if torch.cuda.is_initialized() else ("cpu",)
+    return (
+        torch.is_grad_enabled(),
+        current_autocast(devices),
+        torch.get_default_dtype(),
+        torch.are_deterministic_algorithms_enabled(),
+    )
+
+
+def _other_modes() -> tuple[Any, ...]:
+    return torch.is_inference_mode_enabled(), matmul_precision(), default_device()
 
 
 def default_device() -> torch.device | None:

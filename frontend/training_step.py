@@ -197,6 +197,8 @@ class _StepEntry:
         ]
         count = len(compiled.step.batch)
         self._loss_bytes = Batching(count).loss_bytes
+        # No mode of the caller's changes what is copied beside native launches.
+        self._is_native = compiled.planned.is_native
         self._lease: Lease | None = None
         self._token: object = None
         self._handed: HandedGradients | None = None
@@ -204,31 +206,46 @@ class _StepEntry:
         seed_type = compiled.step.program.inputs[-1].type
         self._seed = torch.full((), 1.0 / count, dtype=seed_type.dtype)  # type: ignore[union-attr]
 
-    @without_autocast
     def run(self, leaves: Sequence[Any]) -> torch.Tensor:
         """Copies the batch in, replays the program, hands out the gradients."""
-        step = self._compiled.step
+        return self._run(leaves) if self._is_native else self._run_without_modes(leaves)
+
+    @without_autocast
+    def _run_without_modes(self, leaves: Sequence[Any]) -> torch.Tensor:
         with torch.no_grad():
-            for index, staging in self._staging:
-                staging.take(leaves[index])
-            model = self.guard.tensors
-            outputs = self._arena_for([*self._batch, *model, self._seed]).runners[0]([])
-            count = len(step.batch)
-            loss = torch.stack(outputs[:count]).mean() if count > 1 else outputs[0].clone()
-            end = count + len(step.gradients)
-            if self._handed is None:
-                self._handed = self._handed_out(outputs[count:end])
-            self._handed.hand_out()
-            for index, state in zip(step.writes, outputs[end:], strict=True):
-                model[index].copy_(state)
+            return self._run(leaves)
+
+    def _run(self, leaves: Sequence[Any]) -> torch.Tensor:
+        step = self._compiled.step
+        for index, staging in self._staging:
+            staging.take(leaves[index])
+        model = self.guard.tensors
+        outputs = self._arena_for(model).runners[0]([])
+        count = len(step.batch)
+        loss = torch.stack(outputs[:count]).mean() if count > 1 else self._loss_of(outputs[0])
+        end = count + len(step.gradients)
+        if self._handed is None:
+            self._handed = self._handed_out(outputs[count:end])
+        self._handed.hand_out()
+        for index, state in zip(step.writes, outputs[end:], strict=True):
+            model[index].copy_(state)
         return loss
 
-    def _arena_for(self, tensors: list[torch.Tensor]) -> Lease:
+    def _loss_of(self, output: torch.Tensor) -> torch.Tensor:
+        """Returns a copy for the user."""
+        if not self._is_native:
+            return output.clone()
+        loss = torch.empty_like(output)
+        ctypes.memmove(loss.data_ptr(), output.data_ptr(), output.element_size())
+        return loss
+
+    def _arena_for(self, model: list[torch.Tensor]) -> Lease:
         """Keeps one lease, for as long as the model's tensors stay where they are."""
         token = self.guard.token()
         if self._lease is not None and token is not None and token is self._token:
             return self._lease
         self._handed = None
+        tensors = [*self._batch, *model, self._seed]
         if self._lease is None or not self._lease.is_bound_to(tensors):
             self._lease = None  # released before another one is made
             self._lease = self._compiled.planned.lease(tensors)

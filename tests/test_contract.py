@@ -644,6 +644,40 @@ def test_storages_have_an_identity_that_views_share() -> None:
         assert fake[1:].untyped_storage()._cdata == fake.untyped_storage()._cdata
 
 
+@contract("torch._C._dynamo.guards.GlobalStateGuard")
+def test_modes_are_compared_at_once(guard_class: Any) -> None:
+    state = guard_class()
+    contexts = [
+        torch.no_grad(),
+        torch.autocast("cpu", torch.bfloat16),
+        torch.autocast("cuda", torch.bfloat16) if torch.cuda.is_available() else torch.no_grad(),
+    ]
+    for context in contexts:
+        with context:
+            assert not state.check()
+        assert state.check()
+    with torch.autocast("cpu", torch.bfloat16):
+        state_in_autocast = guard_class()
+    with torch.autocast("cpu", torch.float16):
+        assert not state_in_autocast.check()
+    for change, back in (
+        (
+            lambda: torch.set_default_dtype(torch.float64),
+            lambda: torch.set_default_dtype(torch.float32),
+        ),
+        (
+            lambda: torch.use_deterministic_algorithms(mode=True),
+            lambda: torch.use_deterministic_algorithms(mode=False),
+        ),
+    ):
+        change()
+        try:
+            assert not state.check()
+        finally:
+            back()
+        assert state.check()
+
+
 @contract("torch._C._dynamo.guards.TensorGuards")
 def test_layouts_of_many_tensors_are_checked_at_once(guards_class: Any) -> None:
     def tensors() -> list[Tensor]:
