@@ -211,7 +211,7 @@ class PlannedProgram:
     def release(self, lease: Lease) -> None:
         """Takes an arena back."""
         with self._lock:
-            if lease.addresses == self._addresses:
+            if lease.addresses == self._addresses and lease.has_its_arena():
                 idle = Lease(lease.arena, lease.runners, lease.tensors, lease.addresses, None)
                 self._pool.append(idle)
 
@@ -289,7 +289,7 @@ def _outside_bytes(layout: Layout) -> int:
 class Lease:
     """One arena in use: its runners work in it until it is released or dropped."""
 
-    __slots__ = ("_owner", "addresses", "arena", "runners", "tensors")
+    __slots__ = ("_owner", "_start", "addresses", "arena", "runners", "tensors")
 
     def __init__(
         self,
@@ -300,6 +300,7 @@ class Lease:
         owner: PlannedProgram | None,
     ) -> None:
         self.arena = arena
+        self._start = arena.data_ptr()
         self.runners = runners
         self.tensors = tensors
         self.addresses = addresses
@@ -308,6 +309,10 @@ class Lease:
     def is_bound_to(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Whether these tensors are where they were when the arena was bound."""
         return list(map(_address_of, tensors)) == self.addresses
+
+    def has_its_arena(self) -> bool:
+        """Whether the arena is where it was bound: any tensor in it can resize its memory."""
+        return self.arena.data_ptr() == self._start
 
     def release(self) -> None:
         """Gives the arena back to its program."""

@@ -1,4 +1,4 @@
-"""Whether parameters still have the gradients that a step handed out."""
+"""The gradients that parameters of a compiled step have: where they are, and whether still."""
 
 from __future__ import annotations
 
@@ -8,18 +8,23 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from .tensor_words import gradients_of, object_of
+from .python_words import read_word
+from .tensor_layouts import TensorLayouts
+from .tensor_words import gradients_of, object_of, words_of
 from .watch import SameWords
 
 _grad_of = operator.attrgetter("grad")
+_address_of = operator.methodcaller("data_ptr")
 
 
 class HandedGradients:
-    """The gradients that a step writes anew each time, and the parameters that they belong to.
+    """Tensors of the user's own on the memory that a step writes its gradients to.
+
+    What the user does to them (``p.grad.data = ...``) must not reach the step, and is noticed.
 
     Args:
         parameters: in the order of ``gradients``.
-        gradients: the same tensors after each step.
+        gradients: the step's own tensors.
         same_words: compares words of memory, where those of the parameters' tensors are watched.
     """
 
@@ -29,20 +34,50 @@ class HandedGradients:
         gradients: Sequence[torch.Tensor],
         same_words: SameWords | None,
     ) -> None:
-        self._parameters, self._gradients = list(parameters), list(gradients)
-        places = gradients_of(parameters) if same_words and len(parameters) else None
-        self._same_words = same_words if places else None
-        self._places = np.array(places or [0], np.int64)
-        self._expected = np.array([object_of(g) for g in gradients], np.int64)
-        self._words = (self._places.ctypes.data, self._expected.ctypes.data, len(gradients), 0)
+        self._parameters = list(parameters)
+        self._handed = [gradient.detach() for gradient in gradients]
+        self._addresses = list(map(_address_of, self._handed))
+        self._layouts = TensorLayouts(self._handed)
+        self._same_words = same_words
+        words, places = words_of(self._handed), gradients_of(parameters)
+        if words is None or places is None:
+            self._same_words = None
+        self._lying = _Words(words.addresses if words else ())
+        self._held = _Words(places or (), list(map(object_of, self._handed)))
+
+    def belong_to(self, parameters: Sequence[torch.Tensor]) -> bool:
+        """Whether they were handed to these very parameters."""
+        return all(map(operator.is_, self._parameters, parameters))
+
+    def lie_there_still(self) -> bool:
+        """Whether each is laid out on the memory that it was made on."""
+        if self._same_words is not None:
+            return self._lying.are_same(self._same_words)
+        return list(map(_address_of, self._handed)) == self._addresses and self._layouts.same(
+            self._handed
+        )
 
     def hand_out(self) -> None:
         """Sets ``.grad`` of every parameter that has another one."""
-        if not self._are_there():
-            for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
+        if not self._are_held():
+            for parameter, gradient in zip(self._parameters, self._handed, strict=True):
                 parameter.grad = gradient
 
-    def _are_there(self) -> bool:
+    def _are_held(self) -> bool:
         if self._same_words is not None:
-            return bool(self._same_words(*self._words))
-        return all(map(operator.is_, map(_grad_of, self._parameters), self._gradients))
+            return self._held.are_same(self._same_words)
+        return all(map(operator.is_, map(_grad_of, self._parameters), self._handed))
+
+
+class _Words:
+    """Words of memory and what they should be: by default, what they are."""
+
+    def __init__(self, addresses: Sequence[int], expected: Sequence[int] | None = None) -> None:
+        if expected is None:
+            expected = list(map(read_word, addresses))
+        # One more, so that there is an address where there are no words.
+        self._kept = [np.array([*column, 0], np.int64) for column in (addresses, expected)]
+        self._arguments = (*(column.ctypes.data for column in self._kept), len(addresses), 0)
+
+    def are_same(self, same_words: SameWords) -> bool:
+        return bool(same_words(*self._arguments))

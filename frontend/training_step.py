@@ -222,17 +222,17 @@ class _StepEntry:
         model = self.guard.tensors
         outputs = self._arena_for(model).runners[0]([])
         count = len(step.batch)
-        loss = torch.stack(outputs[:count]).mean() if count > 1 else self._loss_of(outputs[0])
+        loss = torch.stack(outputs[:count]).mean() if count > 1 else self._copy_of(outputs[0])
         end = count + len(step.gradients)
         if self._handed is None:
-            self._handed = self._handed_out(outputs[count:end])
+            self._handed = self._handed_on(outputs[count:end])
         self._handed.hand_out()
         for index, state in zip(step.writes, outputs[end:], strict=True):
             model[index].copy_(state)
         return loss
 
-    def _loss_of(self, output: torch.Tensor) -> torch.Tensor:
-        """Returns a copy for the user."""
+    def _copy_of(self, output: torch.Tensor) -> torch.Tensor:
+        """Returns a loss for the user to keep."""
         if not self._is_native:
             return output.clone()
         loss = torch.empty_like(output)
@@ -240,19 +240,27 @@ class _StepEntry:
         return loss
 
     def _arena_for(self, model: list[torch.Tensor]) -> Lease:
-        """Keeps one lease, for as long as the model's tensors stay where they are."""
+        """Keeps one lease, for as long as the model's tensors and the arena stay where they are."""
         token = self.guard.token()
+        if self._handed is not None and not self._handed.lie_there_still():
+            self._handed = None
+            if self._lease is not None and not self._lease.has_its_arena():
+                self._lease = None
         if self._lease is not None and token is not None and token is self._token:
             return self._lease
-        self._handed = None
+        if token is not None or not self._are_handed_to(self._trained_of(model)):
+            self._handed = None
         tensors = [*self._batch, *model, self._seed]
         if self._lease is None or not self._lease.is_bound_to(tensors):
-            self._lease = None  # released before another one is made
+            self._handed = self._lease = None  # released before another one is made
             self._lease = self._compiled.planned.lease(tensors)
         self._token = token
         return self._lease
 
-    def _handed_out(self, gradients: Sequence[torch.Tensor]) -> HandedGradients:
+    def _are_handed_to(self, trained: Sequence[torch.Tensor]) -> bool:
+        return self._handed is not None and self._handed.belong_to(trained)
+
+    def _handed_on(self, gradients: Sequence[torch.Tensor]) -> HandedGradients:
         """What holds for as long as the lease and the model's tensors do."""
         is_watched = self._token is not None
         same_words = self._compiled.planned.same_words if is_watched else None

@@ -223,3 +223,59 @@ def test_what_lies_behind_a_tensor_in_memory_is_not_watched() -> None:
         found.add(tensor_words._in_tensor.__wrapped__())
     assert len(found) == 1
     assert max(found.pop()) < 24  # words of a tensor's object, in PyTorch 2.11 to 2.13
+
+
+def other_memory(gradient: torch.Tensor) -> None:
+    gradient.data = gradient.data * 0.5
+
+
+def set_zeros(gradient: torch.Tensor) -> None:
+    gradient.set_(torch.zeros(4, 4))  # type: ignore[call-overload]
+
+
+def turn_over(gradient: torch.Tensor) -> None:
+    gradient.t_()
+
+
+def free_memory(gradient: torch.Tensor) -> None:
+    gradient.untyped_storage().resize_(0)
+
+
+def more_memory(gradient: torch.Tensor) -> None:
+    gradient.untyped_storage().resize_(2**20)
+
+
+def want_gradient(gradient: torch.Tensor) -> None:
+    gradient.requires_grad_()
+
+
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@pytest.mark.parametrize(
+    "change", [other_memory, set_zeros, turn_over, free_memory, more_memory, want_gradient]
+)
+def test_what_users_do_to_their_gradients_does_not_reach_the_next_step(
+    change: Callable[[torch.Tensor], None], backend: str
+) -> None:
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)), torch.randn(2, 4)
+    expected = torch.autograd.grad(model(x).sum(), list(model.parameters()))
+    step = lazyinline.compile_step(model, loss_fn=torch.sum, backend=backend)
+    for calls in (1, 2, 20):
+        for _ in range(calls):
+            step(x)
+        for parameter, gradient in zip(model.parameters(), expected, strict=True):
+            assert parameter.grad is not None
+            assert not parameter.grad.requires_grad
+            torch.testing.assert_close(parameter.grad, gradient)
+        held = model[0].weight.grad
+        assert held is not None
+        change(held)
+
+
+def test_gradients_are_the_same_tensors_from_step_to_step() -> None:
+    model, x = nn.Linear(4, 4), torch.randn(2, 4)
+    step = lazyinline.compile_step(model, loss_fn=torch.sum, backend="eager")
+    step(x)
+    held = [p.grad for p in model.parameters()]
+    model.zero_grad()
+    step(x)
+    assert all(p.grad is g for p, g in zip(model.parameters(), held, strict=True))
