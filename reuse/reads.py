@@ -6,7 +6,6 @@ import argparse
 import contextvars
 import dis
 import functools
-import gc
 import os
 import sys
 import threading
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from .closures import Closures
 from .freeze import (
     Freezer,
     Identity,
@@ -58,6 +58,7 @@ class Reads:
     globals: dict[tuple[int, str], tuple[Any, Any]] = field(default_factory=dict)
     nested: list[tuple[nn.Module, Evidence]] = field(default_factory=list)
     unseen: str = ""  # a way by which its code may tell instances apart
+    closures: Closures = field(default_factory=Closures)
     _owners: set[int] = field(default_factory=set)
 
     def attribute(self, module: nn.Module, name: str) -> None:
@@ -80,6 +81,8 @@ class Reads:
         owner = variables.get(code.co_varnames[0]) if code.co_argcount else None
         if owner is not None and not is_library(scope.get("__name__")):
             self._method(owner, (*code.co_names, code.co_name))
+        if code.co_freevars and code not in _ENVIRONMENT_CODES:
+            self.closures.ran(frame)
         if (code, id(scope)) in self.functions:
             return
         self.unseen = self.unseen or way_of(code, scope, owner)
@@ -242,14 +245,9 @@ def outside_name(owner: Any, name: str) -> str:
 def cell_reads(reads: Reads) -> list[tuple[types.CellType, Any, types.FunctionType]]:
     """Finds the closure cells of the functions that ran (code objects know only their names)."""
     found: list[tuple[types.CellType, Any, types.FunctionType]] = []
-    codes = [c for c, _ in reads.functions if c.co_freevars and c not in _ENVIRONMENT_CODES]
-    if not codes:
-        return found
-    wanted = set(map(id, codes))
-    for function in gc.get_referrers(*codes):
-        if isinstance(function, types.FunctionType) and id(function.__code__) in wanted:
-            for cell in function.__closure__ or ():
-                found.append((cell, shallow_snapshot(cell_contents(cell)), function))
+    for function in reads.closures.functions():
+        for cell in function.__closure__ or ():
+            found.append((cell, shallow_snapshot(cell_contents(cell)), function))
     return found
 
 

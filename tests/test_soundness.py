@@ -7,6 +7,7 @@ changes after compiling in ``test_model_state.py``; random combinations of all o
 
 import copy
 import functools
+import gc
 import operator
 import pickle
 import types
@@ -563,6 +564,20 @@ def test_outside_value_changed_after_compiling_counts_at_the_next_call(
         assert len(compiles) <= 4
     finally:
         write(4.0 if isinstance(before, Tensor) else 1.0)
+
+
+def test_captured_variable_is_watched_where_the_garbage_collector_sees_nothing() -> None:
+    shift = 1.0
+    kind = block(lambda self, x: self.linear(x) + shift)
+    model, x = Stack(kind(), kind()), example()
+    gc.freeze()
+    try:
+        compiled = lazyinline.compile(model, backend="eager")
+        for value in (1.0, 2.0, 2.0, 3.0):
+            shift = value
+            torch.testing.assert_close(compiled(x), model(x), rtol=1e-12, atol=0)
+    finally:
+        gc.unfreeze()
 
 
 def test_captured_variable_and_method_changed_after_compiling_count() -> None:

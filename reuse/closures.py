@@ -1,0 +1,73 @@
+"""The functions that ran, where they have captured variables.
+
+A running frame names its code, which many functions may share, each with variables of its own. A
+frame that has ended says which function it ran, if somebody held it until then.
+"""
+
+from __future__ import annotations
+
+import gc
+import types
+
+from .errors import CaptureError
+
+_MAX_FRAMES = 64
+
+
+class Closures:
+    """Finds the functions that frames ran, without keeping the frames."""
+
+    def __init__(self) -> None:
+        self._frames: list[types.FrameType] = []
+        self._found: dict[int, types.FunctionType] = {}
+
+    def ran(self, frame: types.FrameType) -> None:
+        """Notes a frame that has just begun."""
+        self._frames.append(frame)
+        if len(self._frames) > _MAX_FRAMES:
+            self._resolve()
+
+    def functions(self) -> list[types.FunctionType]:
+        """Returns the functions of all frames that were noted.
+
+        Raises:
+            CaptureError: if one cannot be found, because ``gc.freeze`` hid it.
+        """
+        self._resolve()
+        if self._frames:
+            self._find_by_code()
+        return list(self._found.values())
+
+    def _resolve(self) -> None:
+        """Lets go of the frames that have ended, which hold all that was in their variables."""
+        running = []
+        for frame in self._frames:
+            function = _function_of(frame)
+            if function is None:
+                running.append(frame)
+            else:
+                self._found[id(function)] = function
+        self._frames = running
+
+    def _find_by_code(self) -> None:
+        """Takes all functions of the code of frames that do not tell: running ones, generators."""
+        wanted = {id(frame.f_code): frame.f_code for frame in self._frames}
+        for function in gc.get_referrers(*wanted.values()):
+            if isinstance(function, types.FunctionType) and id(function.__code__) in wanted:
+                self._found[id(function)] = function
+        known = {id(function.__code__) for function in self._found.values()}
+        lost = [code for number, code in wanted.items() if number not in known]
+        if lost and gc.get_freeze_count():
+            raise CaptureError(
+                f"The captured variables of {lost[0].co_name} ({lost[0].co_filename}:"
+                f"{lost[0].co_firstlineno}) cannot be watched: gc.freeze() hides the function. "
+                "Call gc.unfreeze() before the model is compiled."
+            )
+
+
+def _function_of(frame: types.FrameType) -> types.FunctionType | None:
+    """Returns what an ended frame ran; what else it refers to may be any function."""
+    for found in gc.get_referents(frame):
+        if isinstance(found, types.FunctionType) and found.__code__ is frame.f_code:
+            return found
+    return None
