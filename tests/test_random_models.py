@@ -21,7 +21,7 @@ import lazyinline
 from lazyinline import CaptureError, CompiledModule
 
 _EXAMPLES = int(os.environ.get("LAZYINLINE_EXAMPLES", "0"))
-_FEW = 40
+_FEW = 24
 
 
 @dataclass
