@@ -330,6 +330,8 @@ class Recorder:
             assert region.parent is not None
             self._current = region.parent
         with self._bookkeeping():
+            for reads in (*self._open_reads(), self.outside, region.reads):
+                reads.closures.let_go()
             evidence = Evidence(module, region.reads)
             results = pytree.flatten(result)
             nodes = [

@@ -1,13 +1,15 @@
 """The functions that ran, where they have captured variables.
 
 A running frame names its code, which many functions may share, each with variables of its own. A
-frame that has ended says which function it ran, if somebody held it until then.
+frame that has ended says which function it ran, if somebody held it until then. What lived for that
+run only, as a comprehension does, is of no interest: nobody can run it again.
 """
 
 from __future__ import annotations
 
 import gc
 import types
+import weakref
 
 from .errors import CaptureError
 
@@ -19,26 +21,26 @@ class Closures:
 
     def __init__(self) -> None:
         self._frames: list[types.FrameType] = []
-        self._found: dict[int, types.FunctionType] = {}
+        self._found: dict[int, weakref.ref[types.FunctionType]] = {}
 
     def ran(self, frame: types.FrameType) -> None:
         """Notes a frame that has just begun."""
         self._frames.append(frame)
         if len(self._frames) > _MAX_FRAMES:
-            self._resolve()
+            self.let_go()
 
     def functions(self) -> list[types.FunctionType]:
-        """Returns the functions of all frames that were noted.
+        """Returns the functions of all frames that were noted, if they are still there.
 
         Raises:
             CaptureError: if one cannot be found, because ``gc.freeze`` hid it.
         """
-        self._resolve()
+        self.let_go()
         if self._frames:
             self._find_by_code()
-        return list(self._found.values())
+        return [function for found in self._found.values() if (function := found()) is not None]
 
-    def _resolve(self) -> None:
+    def let_go(self) -> None:
         """Lets go of the frames that have ended, which hold all that was in their variables."""
         running = []
         for frame in self._frames:
@@ -46,7 +48,7 @@ class Closures:
             if function is None:
                 running.append(frame)
             else:
-                self._found[id(function)] = function
+                self._found[id(function)] = weakref.ref(function)
         self._frames = running
 
     def _find_by_code(self) -> None:
@@ -54,8 +56,9 @@ class Closures:
         wanted = {id(frame.f_code): frame.f_code for frame in self._frames}
         for function in gc.get_referrers(*wanted.values()):
             if isinstance(function, types.FunctionType) and id(function.__code__) in wanted:
-                self._found[id(function)] = function
-        known = {id(function.__code__) for function in self._found.values()}
+                self._found[id(function)] = weakref.ref(function)
+        alive = [function for found in self._found.values() if (function := found()) is not None]
+        known = {id(function.__code__) for function in alive}
         lost = [code for number, code in wanted.items() if number not in known]
         if lost and gc.get_freeze_count():
             raise CaptureError(
