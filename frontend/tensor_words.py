@@ -87,6 +87,14 @@ class _AutogradPlaces(NamedTuple):
         return start + number * _WORD_BYTES if start else None
 
 
+def _vector() -> torch.Tensor:
+    return torch.zeros(4, device="cpu")  # whatever the user's default device is
+
+
+def _square() -> torch.Tensor:
+    return torch.zeros(4, 4, dtype=torch.complex64, device="cpu")
+
+
 @functools.cache
 def _in_tensor() -> range:
     """The words of a tensor, up to its last, which says what kinds of numbers its memory holds.
@@ -95,7 +103,7 @@ def _in_tensor() -> range:
     """
     told = []
     for _ in range(_NUM_TRIES):
-        probe = torch.zeros(4)
+        probe = _vector()
         before = _read(probe._cdata, _IN_TENSOR)
         probe.data = torch._neg_view(probe.data)
         after = _read(probe._cdata, _IN_TENSOR)
@@ -133,7 +141,7 @@ def tells_wants() -> bool:
 @functools.cache
 def _autograd_places() -> _AutogradPlaces | None:
     """Finds the words by what changes in them."""
-    probe = torch.zeros(4)
+    probe = _vector()
     before = _read(probe._cdata, _IN_TENSOR)
     probe.requires_grad_()
     after = _read(probe._cdata, _IN_TENSOR)
@@ -141,7 +149,7 @@ def _autograd_places() -> _AutogradPlaces | None:
     if len(made) != 1 or made != [i for i in _IN_TENSOR if before[i] != after[i]]:
         return None
     start = after[made[0]]
-    gradients = [torch.zeros(4), torch.zeros(4)]
+    gradients = [_vector(), _vector()]
     states = []
     for gradient in (*gradients, None):
         probe.grad = gradient
@@ -174,7 +182,7 @@ def tells_layouts() -> bool:
 
 
 def _is_told(change: Callable[[torch.nn.Parameter], object]) -> bool:
-    probe = torch.nn.Parameter(torch.zeros(4, 4, dtype=torch.complex64))
+    probe = torch.nn.Parameter(_square())
     with torch.no_grad():
         words = _words_of([probe])
         if words is None:
@@ -190,7 +198,7 @@ def _is_told(change: Callable[[torch.nn.Parameter], object]) -> bool:
 
 
 def _swap(probe: torch.nn.Parameter) -> None:
-    other = torch.nn.Parameter(torch.zeros(4, 4, dtype=torch.complex64))
+    other = torch.nn.Parameter(_square())
     torch._C._swap_tensor_impl(probe, other)
 
 
@@ -215,7 +223,7 @@ def _move(name: str) -> Callable[[torch.nn.Parameter], object]:
 _CHANGES: tuple[Callable[[torch.nn.Parameter], object], ...] = (
     *map(_move, ("memory", "strides", "sizes", "dimensions", "offset", "conjugate", "negative")),
     _move("type"),
-    lambda probe: probe.set_(torch.zeros(4, 4, dtype=torch.complex64)),  # type: ignore[call-overload]
+    lambda probe: probe.set_(_square()),  # type: ignore[call-overload]
     lambda probe: probe.untyped_storage().resize_(2**16),
     lambda probe: probe.as_strided_((2, 4), (1, 1)),
     lambda probe: probe.unsqueeze_(0),

@@ -222,17 +222,17 @@ class _StepEntry:
         model = self.guard.tensors
         outputs = self._arena_for(model).runners[0]([])
         count = len(step.batch)
-        loss = torch.stack(outputs[:count]).mean() if count > 1 else self._copy_of(outputs[0])
+        loss = torch.stack(outputs[:count]).mean() if count > 1 else self._loss_for_user(outputs[0])
         end = count + len(step.gradients)
         if self._handed is None:
-            self._handed = self._handed_on(outputs[count:end])
+            self._handed = self._gradients_for_user(outputs[count:end])
         self._handed.hand_out()
         for index, state in zip(step.writes, outputs[end:], strict=True):
             model[index].copy_(state)
         return loss
 
-    def _copy_of(self, output: torch.Tensor) -> torch.Tensor:
-        """Returns a loss for the user to keep."""
+    def _loss_for_user(self, output: torch.Tensor) -> torch.Tensor:
+        """Returns a copy, which no later step changes."""
         if not self._is_native:
             return output.clone()
         loss = torch.empty_like(output)
@@ -260,7 +260,7 @@ class _StepEntry:
     def _are_handed_to(self, trained: Sequence[torch.Tensor]) -> bool:
         return self._handed is not None and self._handed.belong_to(trained)
 
-    def _handed_on(self, gradients: Sequence[torch.Tensor]) -> HandedGradients:
+    def _gradients_for_user(self, gradients: Sequence[torch.Tensor]) -> HandedGradients:
         """What holds for as long as the lease and the model's tensors do."""
         is_watched = self._token is not None
         same_words = self._compiled.planned.same_words if is_watched else None

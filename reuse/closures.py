@@ -1,8 +1,9 @@
 """The functions that ran, where they have captured variables.
 
 A running frame names its code, which many functions may share, each with variables of its own. A
-frame that has ended says which function it ran, if somebody held it until then. What lived for that
-run only, as a comprehension does, is of no interest: nobody can run it again.
+frame that has ended says which function it ran, if somebody held it until then (Python 3.11 and
+later; before, functions are looked for by their code). What lived for that run only, as a
+comprehension does, is of no interest: nobody can run it again.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import gc
 import types
 import weakref
+from collections.abc import Iterable
 
 from .errors import CaptureError
 
@@ -21,6 +23,7 @@ class Closures:
 
     def __init__(self) -> None:
         self._frames: list[types.FrameType] = []
+        self._codes: dict[int, types.CodeType] = {}
         self._found: dict[int, weakref.ref[types.FunctionType]] = {}
 
     def ran(self, frame: types.FrameType) -> None:
@@ -28,6 +31,9 @@ class Closures:
         self._frames.append(frame)
         if len(self._frames) > _MAX_FRAMES:
             self.let_go()
+        if len(self._frames) > _MAX_FRAMES:  # they tell nothing, so their code has to do
+            self._codes.update(_codes_of(self._frames))
+            self._frames = []
 
     def functions(self) -> list[types.FunctionType]:
         """Returns the functions of all frames that were noted, if they are still there.
@@ -36,8 +42,9 @@ class Closures:
             CaptureError: if one cannot be found, because ``gc.freeze`` hid it.
         """
         self.let_go()
-        if self._frames:
-            self._find_by_code()
+        wanted = {**self._codes, **_codes_of(self._frames)}
+        if wanted:
+            self._find_by_code(wanted)
         return [function for found in self._found.values() if (function := found()) is not None]
 
     def let_go(self) -> None:
@@ -51,9 +58,8 @@ class Closures:
                 self._found[id(function)] = weakref.ref(function)
         self._frames = running
 
-    def _find_by_code(self) -> None:
+    def _find_by_code(self, wanted: dict[int, types.CodeType]) -> None:
         """Takes all functions of the code of frames that do not tell: running ones, generators."""
-        wanted = {id(frame.f_code): frame.f_code for frame in self._frames}
         for function in gc.get_referrers(*wanted.values()):
             if isinstance(function, types.FunctionType) and id(function.__code__) in wanted:
                 self._found[id(function)] = weakref.ref(function)
@@ -66,6 +72,10 @@ class Closures:
                 f"{lost[0].co_firstlineno}) cannot be watched: gc.freeze() hides the function. "
                 "Call gc.unfreeze() before the model is compiled."
             )
+
+
+def _codes_of(frames: Iterable[types.FrameType]) -> dict[int, types.CodeType]:
+    return {id(frame.f_code): frame.f_code for frame in frames}
 
 
 def _function_of(frame: types.FrameType) -> types.FunctionType | None:

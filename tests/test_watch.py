@@ -25,6 +25,13 @@ def test_every_way_to_move_a_tensor_shows(change: Callable[[nn.Parameter], objec
 
 
 @needs_versions
+def test_words_are_found_whatever_the_default_device_is() -> None:
+    with torch.device("meta"):
+        assert tensor_words.tells_layouts.__wrapped__()
+        assert tensor_words._autograd_places.__wrapped__() == tensor_words._autograd_places()
+
+
+@needs_versions
 def test_writing_to_tensors_and_training_them_shows_nothing() -> None:
     assert tensor_words.tells_layouts()
     model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
