@@ -12,9 +12,9 @@ import functools
 import hashlib
 import json
 import pathlib
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from importlib.machinery import EXTENSION_SUFFIXES
 from typing import Any
 
 import numpy as np
@@ -111,7 +111,7 @@ class CompileCache:
             self._facts = None
             self._use.not_kept.append("a setting of Inductor holds code, which nothing stands for")
             return
-        own = {"package": package_digest(), "python": sys.implementation.cache_tag}
+        own = {"package": package_digest(), "python": EXTENSION_SUFFIXES[0]}
         self._facts = _digest({**facts, **own, "backend": self._backend})
 
     def finish(self) -> CacheUse:

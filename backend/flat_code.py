@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from ..reuse.torch_names import new_cpu_tensor
 from . import native_ops, torch_native
 from .kernel_list import NativeOp, View
 from .layout import Layout, Part, Placed, PlacedLaunch
@@ -347,8 +348,8 @@ class CodeWriter:
         name, dtype = f"r{instance}", self._constant(base.dtype)
         num_bytes = self._overlay.hosts.get(instance, found.num_bytes)
         if num_bytes == found.num_bytes:
-            make = self._constant(torch.empty_strided)
-            call = f"{make}({base.shape}, {base.stride}, dtype={dtype})"
+            make = self._constant(new_cpu_tensor)
+            call = f"{make}({base.shape}, {base.stride}, {dtype})"
         else:
             make = self._constant(new_host)
             call = f"{make}({base.shape}, {base.stride}, {dtype}, {num_bytes})"

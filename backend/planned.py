@@ -120,9 +120,9 @@ class PlannedProgram:
         self._lock = threading.RLock()  # collecting garbage inside may give a lease back
 
     @property
-    def same_words(self) -> torch_native.SameWords | None:
-        """What compares words of memory, if this program needs the native library anyway."""
-        return self._replay().same_words if any(code.words for code in self._codes) else None
+    def native(self) -> torch_native.Replay | None:
+        """The native library, if this program needs it anyway."""
+        return self._replay() if any(code.words for code in self._codes) else None
 
     def offset_of(self, instance: int) -> int:
         """Where a buffer instance starts in the arena, in bytes."""

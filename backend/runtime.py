@@ -102,7 +102,8 @@ class PlannedRuntime:
     @property
     def same_words(self) -> SameWords | None:
         """See :class:`Runtime`."""
-        return self.program.same_words
+        native = self.program.native
+        return native.same_words if native else None
 
     @without_autocast
     def forward(self, inputs: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], Any]:

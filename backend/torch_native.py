@@ -10,6 +10,8 @@ import ctypes
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.machinery import ExtensionFileLoader
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +30,10 @@ _SOURCES = tuple(
         "native_replay.cpp",
         "native_packing.cpp",
         "native_watch.cpp",
+        "native_python.cpp",
     )
 )
+_MODULE = "lazyinline_native"
 # Called with Python's lock held.
 _SAME_WORDS = ctypes.PYFUNCTYPE(
     ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64
@@ -38,6 +42,7 @@ _KERNEL = "kernel"  # what Inductor calls every C++ kernel's entry point
 
 
 SameWords = Callable[[int, int, int, int], int]
+Move = Callable[[int, int, int], object]
 
 
 @dataclass(frozen=True)
@@ -51,11 +56,13 @@ class Replay:
         same_words: ``same_words(addresses, expected, count, num_touched)`` tells whether so many
             addresses hold the expected words, and fetches what lies at further ones; no other
             Python code runs meanwhile.
+        move: ``move(to, start, num_bytes)`` copies memory.
     """
 
     run: Callable[[int, int, int], int]
     is_exact: Callable[[int], int]
     same_words: SameWords
+    move: Move
 
 
 @functools.cache
@@ -75,7 +82,7 @@ def replay_function() -> Replay:
     Raises:
         PlanError: if it cannot be built.
     """
-    return _typed(_library())
+    return _replay_of(_library())
 
 
 def native_source() -> str:
@@ -96,10 +103,22 @@ def loaded_replay(path: Path) -> Replay:
         OSError: if it does not load.
         AttributeError: if it is another library.
     """
-    return _typed(ctypes.CDLL(str(path)))
+    return _replay_of(ctypes.CDLL(str(path)))
 
 
-def _typed(library: Any) -> Replay:
+def _replay_of(library: ctypes.CDLL) -> Replay:
+    if not hasattr(library, f"PyInit_{_MODULE}"):  # built without Python's headers
+        return _foreign_replay(library)
+    loader = ExtensionFileLoader(_MODULE, library._name)
+    spec = spec_from_file_location(_MODULE, library._name, loader=loader)
+    assert spec is not None
+    native: Any = module_from_spec(spec)
+    loader.exec_module(native)
+    return Replay(native.run, native.is_exact, native.same_words, native.move)
+
+
+def _foreign_replay(library: ctypes.CDLL) -> Replay:
+    """The same by ctypes."""
     function = library.lazyinline_replay
     function.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p]
     function.restype = ctypes.c_int
@@ -107,7 +126,7 @@ def _typed(library: Any) -> Replay:
     is_exact.argtypes = [ctypes.c_void_p]
     is_exact.restype = ctypes.c_int
     address = ctypes.cast(library.lazyinline_same_words, ctypes.c_void_p).value
-    return Replay(function, is_exact, _SAME_WORDS(address or 0))
+    return Replay(function, is_exact, _SAME_WORDS(address or 0), ctypes.memmove)
 
 
 def first_fit(buffers: Buffers, order: IntArray) -> IntArray:

@@ -64,6 +64,7 @@ class Guard:
     ) -> None:
         self._tree = tree
         self._same_words = same_words
+        self._wants_are_told = tells_wants()
         self._set_inputs(leaves)
         self._modes = Modes()
         self._modules = list(model.modules())
@@ -121,7 +122,7 @@ class Guard:
 
     def _same_wants(self) -> bool:
         """Whether the model's tensors want gradients as before; their words may have told."""
-        told = self.token() is not None and tells_wants()
+        told = self._wants_are_told and self.token() is not None
         return told or self._layouts_of_tensors.same_wants(self.tensors)
 
     def _identity_checks(self) -> tuple[Watch | None, Check]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -42,12 +42,19 @@ class HandedGradients:
         words, places = words_of(self._handed), gradients_of(parameters)
         if words is None or places is None:
             self._same_words = None
-        self._lying = _Words(words.addresses if words else ())
-        self._held = _Words(places or (), list(map(object_of, self._handed)))
+        held = dict(zip(places or (), map(object_of, self._handed), strict=False))
+        lying = {a: read_word(a) for a in words.addresses} if words else {}
+        self._lying, self._held, self._all = _Words(lying), _Words(held), _Words({**lying, **held})
 
     def belong_to(self, parameters: Sequence[torch.Tensor]) -> bool:
         """Whether they were handed to these very parameters."""
         return all(map(operator.is_, self._parameters, parameters))
+
+    def are_as_left(self) -> bool:
+        """Whether each lies there still, and is the ``.grad`` of its parameter."""
+        if self._same_words is not None:
+            return self._all.are_same(self._same_words)
+        return self.lie_there_still() and self._are_held()
 
     def lie_there_still(self) -> bool:
         """Whether each is laid out on the memory that it was made on."""
@@ -70,14 +77,12 @@ class HandedGradients:
 
 
 class _Words:
-    """Words of memory and what they should be: by default, what they are."""
+    """Words of memory, by address, and what they should be."""
 
-    def __init__(self, addresses: Sequence[int], expected: Sequence[int] | None = None) -> None:
-        if expected is None:
-            expected = list(map(read_word, addresses))
+    def __init__(self, words: Mapping[int, int]) -> None:
         # One more, so that there is an address where there are no words.
-        self._kept = [np.array([*column, 0], np.int64) for column in (addresses, expected)]
-        self._arguments = (*(column.ctypes.data for column in self._kept), len(addresses), 0)
+        self._kept = [np.array([*column, 0], np.int64) for column in (words, words.values())]
+        self._arguments = (*(column.ctypes.data for column in self._kept), len(words), 0)
 
     def are_same(self, same_words: SameWords) -> bool:
         return bool(same_words(*self._arguments))

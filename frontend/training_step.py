@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,11 +11,13 @@ import torch
 from torch import nn
 
 from ..autodiff.micro_batches import ORDERS
-from ..backend.planned import Lease
+from ..backend.planned import Lease, Runner
+from ..backend.torch_native import Move
 from ..recompute.policy import Policy
 from ..reuse import pytree
 from ..reuse.errors import PlanError
 from ..reuse.leaf import without_autocast
+from ..reuse.torch_names import new_cpu_tensor
 from .autograd_bridge import picker
 from .compiler import Batching, CompiledStep, Compiler, Options
 from .guard import Guard
@@ -186,20 +187,27 @@ class _StepEntry:
         parts: Sequence[Any],
         tree: pytree.TreeSpec,
     ) -> None:
-        self.guard = Guard(model, compiled.captured, leaves, tree, compiled.planned.same_words)
+        planned = compiled.planned
+        native = planned.native
+        self._same_words = native.same_words if native else None
+        # No mode of the caller's changes what is copied beside native launches.
+        self._move = native.move if native and planned.is_native else None
+        self.guard = Guard(model, compiled.captured, leaves, tree, self._same_words)
         self._compiled = compiled
         tensors = [(i, p) for i, p in enumerate(parts) if isinstance(p, tuple)]
-        self._staging = [(i, _Staging(_whole(p, leaves[i]), leaves[i])) for i, p in tensors]
+        self._staging = [
+            (i, _Staging(_whole(p, leaves[i]), leaves[i], self._move)) for i, p in tensors
+        ]
         self._batch = [
             tensors[user][1][number].detach()
             for number, users in enumerate(compiled.step.batch)
             for user in users
         ]
-        count = len(compiled.step.batch)
+        self._num_losses = count = len(compiled.step.batch)
+        self._num_writes = len(compiled.step.writes)
         self._loss_bytes = Batching(count).loss_bytes
-        # No mode of the caller's changes what is copied beside native launches.
-        self._is_native = compiled.planned.is_native
         self._lease: Lease | None = None
+        self._runner: Runner = _unbound
         self._token: object = None
         self._handed: HandedGradients | None = None
         self._trained_of = picker(compiled.step.gradients)
@@ -208,7 +216,7 @@ class _StepEntry:
 
     def run(self, leaves: Sequence[Any]) -> torch.Tensor:
         """Copies the batch in, replays the program, hands out the gradients."""
-        return self._run(leaves) if self._is_native else self._run_without_modes(leaves)
+        return self._run(leaves) if self._move else self._run_without_modes(leaves)
 
     @without_autocast
     def _run_without_modes(self, leaves: Sequence[Any]) -> torch.Tensor:
@@ -216,55 +224,70 @@ class _StepEntry:
             return self._run(leaves)
 
     def _run(self, leaves: Sequence[Any]) -> torch.Tensor:
-        step = self._compiled.step
         for index, staging in self._staging:
             staging.take(leaves[index])
-        model = self.guard.tensors
-        outputs = self._arena_for(model).runners[0]([])
-        count = len(step.batch)
-        loss = torch.stack(outputs[:count]).mean() if count > 1 else self._loss_for_user(outputs[0])
-        end = count + len(step.gradients)
-        if self._handed is None:
-            self._handed = self._gradients_for_user(outputs[count:end])
-        self._handed.hand_out()
-        for index, state in zip(step.writes, outputs[end:], strict=True):
-            model[index].copy_(state)
-        return loss
-
-    def _loss_for_user(self, output: torch.Tensor) -> torch.Tensor:
-        """Returns a copy, which no later step changes."""
-        if not self._is_native:
-            return output.clone()
-        loss = torch.empty_like(output)
-        ctypes.memmove(loss.data_ptr(), output.data_ptr(), output.element_size())
-        return loss
-
-    def _arena_for(self, model: list[torch.Tensor]) -> Lease:
-        """Keeps one lease, for as long as the model's tensors and the arena stay where they are."""
         token = self.guard.token()
+        as_left = self._are_as_left(token)
+        if not as_left:
+            self._bind(token)
+        outputs = self._runner([])
+        loss = self._loss_of(outputs)
+        if not as_left:
+            self._hand_out(outputs)
+        if self._num_writes:
+            self._write(outputs)
+        return loss
+
+    def _are_as_left(self, token: object) -> bool:
+        """Whether the model's tensors and their gradients are where the last step left them."""
+        same = token is not None and token is self._token
+        return same and self._handed is not None and self._handed.are_as_left()
+
+    def _bind(self, token: object) -> None:
+        """Keeps one lease, for as long as the model's tensors and the arena stay where they are."""
         if self._handed is not None and not self._handed.lie_there_still():
             self._handed = None
             if self._lease is not None and not self._lease.has_its_arena():
                 self._lease = None
         if self._lease is not None and token is not None and token is self._token:
-            return self._lease
+            return
+        model = self.guard.tensors
         if token is not None or not self._are_handed_to(self._trained_of(model)):
             self._handed = None
         tensors = [*self._batch, *model, self._seed]
         if self._lease is None or not self._lease.is_bound_to(tensors):
             self._handed = self._lease = None  # released before another one is made
             self._lease = self._compiled.planned.lease(tensors)
+            self._runner = self._lease.runners[0]
         self._token = token
-        return self._lease
 
     def _are_handed_to(self, trained: Sequence[torch.Tensor]) -> bool:
         return self._handed is not None and self._handed.belong_to(trained)
 
-    def _gradients_for_user(self, gradients: Sequence[torch.Tensor]) -> HandedGradients:
-        """What holds for as long as the lease and the model's tensors do."""
-        is_watched = self._token is not None
-        same_words = self._compiled.planned.same_words if is_watched else None
-        return HandedGradients(self._trained_of(self.guard.tensors), gradients, same_words)
+    def _hand_out(self, outputs: Sequence[torch.Tensor]) -> None:
+        """Gives parameters the gradients; made for as long as the lease and the tensors stay."""
+        if self._handed is None:
+            gradients = outputs[self._num_losses : len(outputs) - self._num_writes]
+            parameters = self._trained_of(self.guard.tensors)
+            compares = self._same_words if self._token is not None else None
+            self._handed = HandedGradients(parameters, gradients, compares)
+        self._handed.hand_out()
+
+    def _loss_of(self, outputs: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Returns the mean loss as a tensor of the user's own, which no later step changes."""
+        if self._num_losses > 1:
+            return torch.stack(list(outputs[: self._num_losses])).mean()
+        if not self._move:
+            return outputs[0].clone()
+        loss = new_cpu_tensor((), (), outputs[0].dtype)
+        self._move(loss.data_ptr(), outputs[0].data_ptr(), loss.element_size())
+        return loss
+
+    def _write(self, outputs: Sequence[torch.Tensor]) -> None:
+        """Changes the model's own tensors as its forward does."""
+        states = outputs[len(outputs) - self._num_writes :]
+        for index, state in zip(self._compiled.step.writes, states, strict=True):
+            self.guard.tensors[index].copy_(state)
 
     def stats(self) -> StepStats:
         """Numbers of the plan."""
@@ -282,24 +305,30 @@ class _StepEntry:
         )
 
 
+def _unbound(_: list[Any]) -> list[Any]:
+    raise AssertionError("a lease comes first")
+
+
 class _Staging:
     """Our copy of one tensor of the batch.
 
     Args:
         tensor: the copy.
         like: what every tensor taken is laid out like.
+        move: copies memory, if that is open to it.
     """
 
-    def __init__(self, tensor: torch.Tensor, like: torch.Tensor) -> None:
+    def __init__(self, tensor: torch.Tensor, like: torch.Tensor, move: Move | None) -> None:
         self._tensor, self._address = tensor, tensor.data_ptr()
         self._num_bytes = tensor.numel() * tensor.element_size()
         same = tensor.stride() == like.stride() and tensor.device == like.device
-        self._is_plain = same and type(like) is torch.Tensor and like.device.type == "cpu"
+        is_plain = same and type(like) is torch.Tensor and like.device.type == "cpu"
+        self._move = move if is_plain else None
 
     def take(self, tensor: torch.Tensor) -> None:
         """Copies a tensor in: its memory where that holds its numbers, past the dispatcher."""
-        if self._is_plain and not tensor.is_neg() and not tensor.is_conj():
-            ctypes.memmove(self._address, tensor.data_ptr(), self._num_bytes)
+        if self._move and not tensor.is_neg() and not tensor.is_conj():
+            self._move(self._address, tensor.data_ptr(), self._num_bytes)
         else:
             self._tensor.copy_(tensor)
 

@@ -13,6 +13,7 @@ import torch
 from torch.utils import _pytree
 
 TreeSpec = _pytree.TreeSpec
+_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
 
 
 def flatten(tree: Any) -> tuple[list[Any], TreeSpec]:
@@ -22,7 +23,7 @@ def flatten(tree: Any) -> tuple[list[Any], TreeSpec]:
 
 def flatten_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], TreeSpec]:
     """Returns what :func:`flatten` returns for ``(args, kwargs)``, at once for tensors alone."""
-    if not kwargs and all(isinstance(x, torch.Tensor) for x in args):
+    if not kwargs and _TENSORS.issuperset(map(type, args)):
         return list(args), _tensors_only(len(args))
     return _pytree.tree_flatten((args, kwargs))
 

@@ -15,6 +15,13 @@ def memory_id(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
+def new_cpu_tensor(
+    shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype
+) -> torch.Tensor:
+    """Returns a tensor to be filled in, as Inductor's kernels get theirs: past the dispatcher."""
+    return torch._C._dynamo.guards._empty_strided_cpu(shape, stride, dtype)  # type: ignore[attr-defined]
+
+
 def operator_schema(node: torch.fx.Node) -> Any:
     """Returns the schema of the operator a node calls, or None if it is not an operator."""
     return getattr(node.target, "_schema", None)

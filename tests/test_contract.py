@@ -847,6 +847,15 @@ def test_precision_of_products_is_told_however_it_was_set(getter: Any) -> None:
     assert set(told()) <= {"none", "ieee"}
 
 
+@contract("torch._C._dynamo.guards._empty_strided_cpu")
+def test_tensors_are_made_past_the_dispatcher(empty: Any) -> None:
+    with fake_mode():
+        made = empty((2, 3), (1, 2), torch.float64)
+    assert type(made) is torch.Tensor and made.device.type == "cpu" and made.data_ptr()
+    assert (made.shape, made.stride(), made.dtype) == ((2, 3), (1, 2), torch.float64)
+    assert not made.requires_grad and made.untyped_storage().nbytes() == 48
+
+
 @contract("torch._C._len_torch_dispatch_stack")
 def test_dispatch_modes_are_counted(count: Any) -> None:
     assert count() == 0

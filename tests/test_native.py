@@ -1,9 +1,11 @@
 """The native replay loop computes what PyTorch's kernels compute, to the last bit."""
 
 import copy
+import ctypes
 import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,10 +14,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import lazyinline
+from lazyinline.backend import torch_native
 from lazyinline.backend.flat_code import GeneratedCode, bind_native
 from lazyinline.backend.kernel_list import Launch, NativeOp, View
 from lazyinline.backend.native_ops import SMALL_PRODUCTS, native_op, with_native
-from lazyinline.backend.torch_native import Replay, replay_function
+from lazyinline.backend.torch_native import Replay, loaded_replay, native_file, replay_function
 
 aten = torch.ops.aten
 SIZES = (1, 2, 3, 8, 17, 64, 130)
@@ -69,11 +72,18 @@ def blas_only() -> Replay:
     return dataclasses.replace(replay_function(), is_exact=lambda words: 0)
 
 
+def without_python_headers() -> Replay:
+    """The loop as it is where the library could not be built as an extension module."""
+    names = ("lazyinline_replay", "lazyinline_is_exact", "lazyinline_same_words")
+    library = ctypes.CDLL(str(native_file()))
+    return torch_native._replay_of(SimpleNamespace(**{n: getattr(library, n) for n in names}))
+
+
 def assert_native_equals(function: Any, *args: Any, out: Tensor, **kwargs: Any) -> None:
     op, tensors = launch_of(function, args, out=out, **kwargs)
     assert op is not None, "no native form"
     expected = function(*args, out=torch.full_like(out, float("nan")), **kwargs)
-    for loop in (replay_function, blas_only):
+    for loop in (replay_function, blas_only, without_python_headers):
         out.fill_(float("nan"))
         run_native(op, tensors, loop)
         torch.testing.assert_close(out, expected, rtol=0, atol=0)
@@ -92,6 +102,29 @@ needs_blas = pytest.mark.skipif(
     launch_of(aten.mm.out, (torch.ones(2, 2), torch.ones(2, 2)), out=torch.ones(2, 2))[0] is None,
     reason="this PyTorch's BLAS cannot be called from outside",
 )
+
+
+LOOPS = (replay_function, without_python_headers, lambda: loaded_replay(native_file()))
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_words_of_memory_are_compared_and_moved(loop: Callable[[], Replay]) -> None:
+    native = loop()
+    numbers, copy_of = (ctypes.c_int64 * 3)(5, 6, 7), (ctypes.c_int64 * 3)()
+    start, end = ctypes.addressof(numbers), ctypes.addressof(copy_of)
+    native.move(end, start, 24)
+    assert list(copy_of) == [5, 6, 7]
+    addresses = (ctypes.c_int64 * 3)(start, start + 8, start + 16)
+    asked = (ctypes.addressof(addresses), end, 3, 0)
+    assert native.same_words(*asked)
+    numbers[2] = 8
+    assert not native.same_words(*asked)
+
+
+@pytest.mark.parametrize("given", [(), (1, 2), (1, 2, 3, 4), (0, 0, "8"), (0, 0, 2**64)])
+def test_native_functions_refuse_what_is_no_address(given: tuple[Any, ...]) -> None:
+    with pytest.raises((TypeError, OverflowError)):
+        replay_function().move(*given)
 
 
 @needs_blas
