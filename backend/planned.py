@@ -124,6 +124,11 @@ class PlannedProgram:
         """The native library, if this program needs it anyway."""
         return self._replay() if any(code.words for code in self._codes) else None
 
+    @property
+    def why_no_graph(self) -> str:
+        """Nothing: a program on CPU needs no CUDA graph."""
+        return ""
+
     def offset_of(self, instance: int) -> int:
         """Where a buffer instance starts in the arena, in bytes."""
         return self._offsets[instance]

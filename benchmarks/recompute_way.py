@@ -236,7 +236,7 @@ def our_way(model: nn.Module, batch: dict[str, Any], spec: WaySpec) -> Way:
     def release() -> None:
         entry = step._entries[0]
         entry._lease = None
-        entry._compiled.planned._pool.clear()
+        entry._compiled.runner._pool.clear()
 
     return Way(model, lambda: step(**batch), release, step)
 
@@ -294,7 +294,7 @@ def launched_flops(step: lazyinline.TrainingStep) -> int:
 
     The native replay loop calls BLAS without PyTorch's dispatcher, so the profiler sees no product.
     """
-    layout = step._entries[0]._compiled.planned.layout
+    layout = step._entries[0]._compiled.runner.layout
     launches = (placed.launch for part in layout.parts for placed in part.launches)
     total = 0
     for launch in launches:

@@ -37,6 +37,7 @@ from ..backend.lower import (
     lower_leaves,
 )
 from ..backend.planned import PlannedProgram, Tools, lay_out, least_bytes
+from ..backend.replayed import ReplayedProgram, StepRunner, live_bytes
 from ..backend.runtime import PlannedRuntime, ReplayRuntime, Runtime
 from ..recompute.policy import POLICIES, Budget, Policy, check_policy
 from ..recompute.summary import RecomputeRecord
@@ -113,11 +114,11 @@ class Batching:
 
 @dataclass(frozen=True)
 class CompiledStep:
-    """A training step, planned."""
+    """A training step, and what runs it."""
 
     captured: CapturedModel
     step: StepProgram
-    planned: PlannedProgram
+    runner: StepRunner
 
 
 @dataclass(frozen=True)
@@ -206,10 +207,12 @@ class Compiler:
         def linked_peak(request: Request) -> int:
             linked = self._decompose(self._step_program(program, request, batching).program)
             self._lower([linked])
-            return self._planned_step(linked).held_bytes + batching.loss_bytes
+            return self._step_runner(link(linked)).held_bytes + batching.loss_bytes
 
         def guessed_peak(request: Request) -> int:
             flats = [link(self._decompose(self._step_program(program, request, batching).program))]
+            if _why_not_on_cpu(flats):
+                return live_bytes(flats[0])
             lists = self._estimates.lists(flats, self._kernel_lists)
             return least_bytes(lay_out(flats, lists, [len(flats[0].outputs)], results="pinned"))
 
@@ -217,12 +220,15 @@ class Compiler:
         step = self._step_program(program, request, batching)
         (linked,) = self._lowered([step.program], report)
         with report.timed("link") as nodes:
-            planned = self._planned_step(linked)
-            report.num_launches = nodes.count = planned.num_launches
-        report.peak_bytes = report.arena_bytes = planned.plan.peak_bytes
-        report.lower_bound_bytes = planned.plan.lower_bound_bytes
+            flat = link(linked)
+            runner = self._step_runner(flat)
+            report.num_launches = nodes.count = runner.num_launches
+        report.unplanned = self._why_step_is_unplanned(flat)
+        if not report.unplanned:
+            report.peak_bytes = report.arena_bytes = runner.plan.peak_bytes
+            report.lower_bound_bytes = runner.plan.lower_bound_bytes
         report.cache = self._cache.finish()
-        return CompiledStep(captured, step, planned), report
+        return CompiledStep(captured, step, runner), report
 
     @property
     def cache_place(self) -> str:
@@ -299,17 +305,22 @@ class Compiler:
             order=batching.order,
         )
 
-    def _planned_step(self, linked: Program) -> PlannedProgram:
-        flat = link(linked)
-        inputs, num_outputs = range(len(linked.inputs)), len(linked.outputs)
+    def _step_runner(self, flat: FlatProgram) -> StepRunner:
+        """Plans the memory of a step where its kernels allow it, else replays closures."""
+        if self._why_step_is_unplanned(flat):
+            self._make_kernels(_leaves_of([flat]))
+            return ReplayedProgram(flat, self._kernels)
         return PlannedProgram(
             [flat],
             self._lists([flat]),
-            inputs,
-            [num_outputs],
+            range(len(flat.inputs)),
+            [len(flat.outputs)],
             results="pinned",
             tools=self._tools,
         )
+
+    def _why_step_is_unplanned(self, flat: FlatProgram) -> str:
+        return _why_not_on_cpu([flat]) or self._why_not_recorded([flat])
 
     def _lists(self, flats: Sequence[FlatProgram]) -> dict[Leaf, KernelList]:
         """Returns the kernel list of each leaf, recorded at most once."""
@@ -388,8 +399,9 @@ class Compiler:
 
     def _why_unplanned(self, flats: Sequence[FlatProgram]) -> str:
         why = self._why_never_planned(flats)
-        if why:
-            return why
+        return why or self._why_not_recorded(flats)
+
+    def _why_not_recorded(self, flats: Sequence[FlatProgram]) -> str:
         for leaf in _leaves_of(flats):
             if leaf not in self._kernel_lists and not can_record(self._kernels[leaf]):
                 return f"the kernels of @{leaf.name} are not a plain list of launches"
@@ -399,10 +411,7 @@ class Compiler:
         """Why memory is not planned, whatever the kernels are."""
         if self.options.backend != "inductor":
             return f"backend {self.options.backend} runs operator by operator"
-        devices = {t.device.type for flat in flats for t in flat.slot_types}
-        if devices - {"cpu"}:
-            return f"memory is planned on cpu only, and the program uses {sorted(devices)}"
-        return ""
+        return _why_not_on_cpu(flats)
 
     def _known(self, program: Program) -> Program:
         """Replaces leaves by equal ones that an earlier compile has seen."""
@@ -442,6 +451,13 @@ class Compiler:
         new = [leaf for leaf in leaves if leaf not in self._kernels]
         with progress(len(new), "closures") as advance:
             self._kernels.update(lower_leaves(new, self.backend, advance))
+
+
+def _why_not_on_cpu(flats: Sequence[FlatProgram]) -> str:
+    devices = {t.device.type for flat in flats for t in flat.slot_types}
+    if devices - {"cpu"}:
+        return f"memory is planned on cpu only, and the program uses {sorted(devices)}"
+    return ""
 
 
 def capture(

@@ -129,7 +129,7 @@ def _report(
     compiled: CompiledStep,
     report: CompileReport,
 ) -> LargeReport:
-    program, plan = compiled.step.program, compiled.planned.plan
+    program, plan = compiled.step.program, compiled.runner.plan
     return LargeReport(
         name,
         num_parameters,
@@ -137,7 +137,7 @@ def _report(
         batching.order,
         program.num_nodes(),
         program.num_nodes_if_inlined(),
-        compiled.planned.num_launches,
+        compiled.runner.num_launches,
         plan.peak_bytes,
         plan.lower_bound_bytes,
         report,

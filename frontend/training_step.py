@@ -85,6 +85,7 @@ class StepStats:
         unplaced_launches: the names of those launches, each once.
         outside_bytes: most bytes at one time in those results, in scratch that launches allocate
             and in the losses; a recompute budget counts them too.
+        why_no_graph: why a step on a GPU is not one CUDA graph; empty if it is, and on CPU.
     """
 
     kernels: int
@@ -94,6 +95,7 @@ class StepStats:
     allocations_per_step: int
     unplaced_launches: tuple[str, ...]
     outside_bytes: int = 0
+    why_no_graph: str = ""
 
 
 class TrainingStep:
@@ -187,11 +189,11 @@ class _StepEntry:
         parts: Sequence[Any],
         tree: pytree.TreeSpec,
     ) -> None:
-        planned = compiled.planned
-        native = planned.native
+        runner = compiled.runner
+        native = runner.native
         self._same_words = native.same_words if native else None
         # No mode of the caller's changes what is copied beside native launches.
-        self._move = native.move if native and planned.is_native else None
+        self._move = native.move if native and runner.is_native else None
         self.guard = Guard(model, compiled.captured, leaves, tree, self._same_words)
         self._compiled = compiled
         tensors = [(i, p) for i, p in enumerate(parts) if isinstance(p, tuple)]
@@ -212,7 +214,7 @@ class _StepEntry:
         self._handed: HandedGradients | None = None
         self._trained_of = picker(compiled.step.gradients)
         seed_type = compiled.step.program.inputs[-1].type
-        self._seed = torch.full((), 1.0 / count, dtype=seed_type.dtype)  # type: ignore[union-attr]
+        self._seed = torch.full((), 1.0 / count, dtype=seed_type.dtype, device=seed_type.device)  # type: ignore[union-attr]
 
     def run(self, leaves: Sequence[Any]) -> torch.Tensor:
         """Copies the batch in, replays the program, hands out the gradients."""
@@ -257,7 +259,7 @@ class _StepEntry:
         tensors = [*self._batch, *model, self._seed]
         if self._lease is None or not self._lease.is_bound_to(tensors):
             self._handed = self._lease = None  # released before another one is made
-            self._lease = self._compiled.planned.lease(tensors)
+            self._lease = self._compiled.runner.lease(tensors)
             self._runner = self._lease.runners[0]
         self._token = token
 
@@ -291,17 +293,17 @@ class _StepEntry:
 
     def stats(self) -> StepStats:
         """Numbers of the plan."""
-        planned = self._compiled.planned
+        runner = self._compiled.runner
         forward = self._compiled.step.program.calls[0].closure
-        foreign = planned.foreign_launches()
         return StepStats(
-            planned.num_launches,
-            planned.plan.peak_bytes,
-            planned.plan.lower_bound_bytes,
+            runner.num_launches,
+            runner.plan.peak_bytes,
+            runner.plan.lower_bound_bytes,
             forward.output_types[-1].num_bytes,
-            planned.num_made_per_run,
-            tuple(dict.fromkeys(foreign)),
-            planned.outside_bytes + self._loss_bytes,
+            runner.num_made_per_run,
+            tuple(dict.fromkeys(runner.foreign_launches())),
+            runner.outside_bytes + self._loss_bytes,
+            runner.why_no_graph,
         )
 
 

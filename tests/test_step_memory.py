@@ -75,7 +75,7 @@ def test_reported_peak_is_what_the_profiler_measures(
     step(*args)
     entry = step._entries[0]
     entry._lease = None
-    entry._compiled.planned._pool.clear()
+    entry._compiled.runner._pool.clear()
     for parameter in step._model.parameters():
         parameter.grad = None
     use = memory_events.memory_use(lambda: step(*args))

@@ -1,0 +1,207 @@
+"""A training step whose memory is not planned: the same numbers, on a GPU from one CUDA graph.
+
+Where there is no GPU, a graph is stood in for by what runs the closures again on the CPU.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import lazyinline
+from lazyinline.backend import cuda_graph, replayed
+from lazyinline.backend.link import FlatProgram
+from lazyinline.backend.replayed import ReplayedProgram
+from lazyinline.frontend import compiler as compiler_module
+from lazyinline.frontend.models import DecoderBlock, llama
+from lazyinline.reuse.types import TensorType
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+DEVICES = [CPU, *([GPU] if torch.cuda.is_available() else [])]
+SIZES = {"hidden": 32, "num_heads": 2, "vocab": 61, "seq": 8}
+
+
+class Graphs:
+    """Captures on any device: runs the same again, into the results of the first run."""
+
+    def __init__(self, failure: str = "") -> None:
+        self.failure = failure
+        self.num_captures = self.num_replays = 0
+
+    def capture(
+        self, run: cuda_graph.Run, device: torch.device
+    ) -> tuple[Callable[[], None], list[torch.Tensor]]:
+        if self.failure:
+            raise RuntimeError(self.failure)
+        self.num_captures += 1
+        results = run()
+        kept = [torch.full_like(r, 7) for r in results]  # a captured run computes nothing yet
+
+        def replay() -> None:
+            self.num_replays += 1
+            for result, new in zip(kept, run(), strict=True):
+                result.copy_(new)
+
+        return replay, kept
+
+
+@pytest.fixture(params=["plain", "graph", "no graph"])
+def graphs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Graphs:
+    """Leaves steps on the CPU unplanned, as on a GPU; all but one way stand for a GPU."""
+    found = Graphs("operation not permitted when stream is capturing" * (request.param != "graph"))
+    unplanned(monkeypatch)
+    if request.param != "plain":
+        monkeypatch.setattr(replayed, "_is_on_gpu", lambda flat: True)
+        monkeypatch.setattr(cuda_graph, "device_of", lambda flat: CPU)
+        monkeypatch.setattr(ReplayedProgram.__init__, "__defaults__", (found.capture,))
+    return found
+
+
+def unplanned(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        compiler_module, "_why_not_on_cpu", lambda flats: "not planned in this test"
+    )
+
+
+def decoder(num_layers: int = 2, batch: int = 4) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
+    model, args = llama(num_layers=num_layers, batch=batch, **SIZES)
+    lazyinline.lazy_inline(DecoderBlock)
+    return model, args
+
+
+def assert_step_is_eager(
+    step: Any, model: nn.Module, twin: nn.Module, args: tuple[torch.Tensor, ...]
+) -> torch.Tensor:
+    loss = step(*args)
+    for parameter in twin.parameters():
+        parameter.grad = None
+    expected = twin(*args)
+    expected.backward()
+    torch.testing.assert_close(loss, expected.detach())
+    for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-5)
+    return loss
+
+
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@pytest.mark.parametrize(("order", "micro_batches"), [("forward_first", 1), ("one_by_one", 2)])
+def test_an_unplanned_step_trains_as_eager_does(
+    graphs: Graphs, backend: str, order: str, micro_batches: int
+) -> None:
+    model, args = decoder()
+    twin = copy.deepcopy(model)
+    step = lazyinline.compile_step(model, micro_batches=micro_batches, order=order, backend=backend)
+    optimizers = [torch.optim.Adam(m.parameters(), lr=0.01) for m in (model, twin)]
+    losses = []
+    for _ in range(3):
+        losses.append(assert_step_is_eager(step, model, twin, args))
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert losses[0] > losses[1] > losses[2], "a loss is the user's own"
+    assert step.last_report.unplanned == "not planned in this test"
+    assert step.last_report.peak_bytes is None
+
+
+def test_a_graph_is_captured_once_and_replayed_at_every_step(graphs: Graphs) -> None:
+    model, args = decoder()
+    step = lazyinline.compile_step(model, backend="eager")
+    for _ in range(4):
+        step(*args)
+    captured = not graphs.failure
+    assert (graphs.num_captures, graphs.num_replays) == (captured, 4 * captured)
+
+
+def test_the_reason_for_no_graph_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    unplanned(monkeypatch)
+    monkeypatch.setattr(replayed, "_is_on_gpu", lambda flat: True)
+    model, args = decoder()
+    step = lazyinline.compile_step(model, backend="eager")
+    step(*args)
+    assert step.stats.why_no_graph == "a graph is for one GPU, and the program uses cpu"
+
+
+def test_a_moved_parameter_is_read_where_it_is_now(graphs: Graphs) -> None:
+    model, args = decoder()
+    twin = copy.deepcopy(model)
+    step = lazyinline.compile_step(model, backend="eager")
+    assert_step_is_eager(step, model, twin, args)
+    for m in (model, twin):
+        for parameter in m.parameters():
+            parameter.data = parameter.data * 0.5
+    for _ in range(2):
+        assert_step_is_eager(step, model, twin, args)
+
+
+def test_what_users_do_to_their_gradients_reaches_no_later_step(graphs: Graphs) -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.p, self.q = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (self.p + self.q).sum() + x.sum()  # one constant is the gradient of both
+
+    model = Scaled()
+    twin, args = copy.deepcopy(model), (torch.ones(3),)
+    step = lazyinline.compile_step(model, backend="eager")
+    for change in (torch.Tensor.zero_, lambda g: g.mul_(5), lambda g: g.set_(torch.ones(4))):
+        assert_step_is_eager(step, model, twin, args)
+        for parameter in model.parameters():
+            change(parameter.grad)
+    assert_step_is_eager(step, model, twin, args)
+
+
+def test_buffers_that_the_forward_changes_are_changed(graphs: Graphs) -> None:
+    model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6))
+    twin, x = copy.deepcopy(model), torch.randn(5, 4)
+    step = lazyinline.compile_step(model, loss_fn=lambda y: y.square().sum(), backend="eager")
+    for _ in range(3):
+        step(x)
+        twin(x)
+    torch.testing.assert_close(model[1].running_mean, twin[1].running_mean)
+    assert model[1].num_batches_tracked == 3
+
+
+def test_a_budget_counts_what_closures_give_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    unplanned(monkeypatch)
+    held = []
+    for share in (1.0, 0.5):
+        model, args = decoder(num_layers=4)
+        twin = copy.deepcopy(model)
+        recompute = None if share == 1 else lazyinline.Budget(saved_bytes=int(held[0] * 0.9))
+        step = lazyinline.compile_step(model, recompute=recompute, backend="eager")
+        assert_step_is_eager(step, model, twin, args)
+        held.append(step.stats.outside_bytes)
+    assert held[1] <= 0.9 * held[0]
+
+
+def test_only_a_program_of_one_gpu_becomes_a_graph() -> None:
+    def flat(*devices: torch.device) -> FlatProgram:
+        types = tuple(TensorType(torch.float32, (2,), (1,), device) for device in devices)
+        return FlatProgram(tuple(range(len(types))), (), (), types)
+
+    assert cuda_graph.device_of(flat(GPU, GPU)) == GPU
+    for devices, named in (((CPU,), "cpu"), ((CPU, GPU), "cpu, cuda:0")):
+        with pytest.raises(RuntimeError, match=f"the program uses {named}$"):
+            cuda_graph.device_of(flat(*devices))
+
+
+@pytest.mark.parametrize("device", DEVICES, ids=str)
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_a_step_trains_as_eager_does_where_the_model_is(device: torch.device, backend: str) -> None:
+    model, args = decoder()
+    model, args = model.to(device), tuple(a.to(device) for a in args)
+    twin = copy.deepcopy(model)
+    step = lazyinline.compile_step(model, micro_batches=2, backend=backend)
+    for _ in range(3):
+        assert_step_is_eager(step, model, twin, args)
+        with torch.no_grad():
+            for parameter in (*model.parameters(), *twin.parameters()):
+                parameter.sub_(0.1 * parameter.grad)
+    assert step.stats.why_no_graph == ""
