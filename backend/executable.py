@@ -26,7 +26,7 @@ class Executable:
         self.flat = flat
         self.source, scope = _generate(flat, kernels)
         exec(compile(self.source, "<lazyinline program>", "exec"), scope)
-        self._function: Callable[[list[Any]], list[Any]] = scope["program"]
+        self._function: Callable[[list[Any]], list[Any]] = scope.pop("program")
 
     def run(self, inputs: list[Any]) -> list[Any]:
         """Runs on flat inputs; empties the list, so that inputs are freed when used up."""

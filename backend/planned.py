@@ -245,7 +245,8 @@ class PlannedProgram:
             if code.words:
                 scope.update(bind_native(code, arena, by_instance, self._replay))
             exec(compiled, scope)
-            runners.append(scope["program"])
+            # Popped: a cycle would keep the arena until garbage is collected.
+            runners.append(scope.pop("program"))
         addresses = list(map(_address_of, tensors))
         # Detached: `parameter.data = ...` changes the memory of the tensor, not of the lease.
         return Lease(arena, tuple(runners), [t.detach() for t in tensors], addresses, None)

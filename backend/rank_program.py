@@ -316,7 +316,7 @@ class RankProgram:
         if (unit, number) not in self._compiled:
             self._compiled[unit, number] = compile(code.source, "<lazyinline program>", "exec")
         exec(self._compiled[unit, number], scope)
-        runner: Runner = scope["program"]
+        runner: Runner = scope.pop("program")
         return runner
 
 

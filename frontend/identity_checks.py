@@ -177,7 +177,7 @@ def _generated(rows: Sequence[_Row]) -> Check:
     scope.update(got=object.__getattribute__)
     scope.update(get=dict.get, has=dict.__contains__, values=dict.values, length=dict.__len__)
     exec(compile("\n".join(lines), "<lazyinline guard>", "exec"), scope)
-    check: Check = scope["unchanged"]
+    check: Check = scope.pop("unchanged")
     return check
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ..autodiff.micro_batches import ORDERS
-from ..backend.planned import Lease, Runner
+from ..backend.planned import Lease
 from ..backend.torch_native import Move
 from ..recompute.policy import Policy
 from ..reuse import pytree
@@ -209,7 +209,6 @@ class _StepEntry:
         self._num_writes = len(compiled.step.writes)
         self._loss_bytes = Batching(count).loss_bytes
         self._lease: Lease | None = None
-        self._runner: Runner = _unbound
         self._token: object = None
         self._handed: HandedGradients | None = None
         self._trained_of = picker(compiled.step.gradients)
@@ -229,30 +228,30 @@ class _StepEntry:
         for index, staging in self._staging:
             staging.take(leaves[index])
         token = self.guard.token()
-        as_left = self._are_as_left(token)
-        if not as_left:
-            self._bind(token)
-        outputs = self._runner([])
-        loss = self._loss_of(outputs)
-        if not as_left:
+        left = self._lease_as_left(token)
+        lease = left or self._leased(token)
+        outputs = lease.runners[0]([])
+        loss = self._loss_for_user(outputs)
+        if left is None:
             self._hand_out(outputs)
         if self._num_writes:
             self._write(outputs)
         return loss
 
-    def _are_as_left(self, token: object) -> bool:
-        """Whether the model's tensors and their gradients are where the last step left them."""
-        same = token is not None and token is self._token
-        return same and self._handed is not None and self._handed.are_as_left()
+    def _lease_as_left(self, token: object) -> Lease | None:
+        """Returns the lease, if the model and its gradients are as the last step left them."""
+        if token is None or token is not self._token or self._handed is None:
+            return None
+        return self._lease if self._handed.are_as_left() else None
 
-    def _bind(self, token: object) -> None:
+    def _leased(self, token: object) -> Lease:
         """Keeps one lease, for as long as the model's tensors and the arena stay where they are."""
         if self._handed is not None and not self._handed.lie_there_still():
             self._handed = None
             if self._lease is not None and not self._lease.has_its_arena():
                 self._lease = None
         if self._lease is not None and token is not None and token is self._token:
-            return
+            return self._lease
         model = self.guard.tensors
         if token is not None or not self._are_handed_to(self._trained_of(model)):
             self._handed = None
@@ -260,8 +259,8 @@ class _StepEntry:
         if self._lease is None or not self._lease.is_bound_to(tensors):
             self._handed = self._lease = None  # released before another one is made
             self._lease = self._compiled.runner.lease(tensors)
-            self._runner = self._lease.runners[0]
         self._token = token
+        return self._lease
 
     def _are_handed_to(self, trained: Sequence[torch.Tensor]) -> bool:
         return self._handed is not None and self._handed.belong_to(trained)
@@ -275,7 +274,7 @@ class _StepEntry:
             self._handed = HandedGradients(parameters, gradients, compares)
         self._handed.hand_out()
 
-    def _loss_of(self, outputs: Sequence[torch.Tensor]) -> torch.Tensor:
+    def _loss_for_user(self, outputs: Sequence[torch.Tensor]) -> torch.Tensor:
         """Returns the mean loss as a tensor of the user's own, which no later step changes."""
         if self._num_losses > 1:
             return torch.stack(list(outputs[: self._num_losses])).mean()
@@ -305,10 +304,6 @@ class _StepEntry:
             runner.outside_bytes + self._loss_bytes,
             runner.why_no_graph,
         )
-
-
-def _unbound(_: list[Any]) -> list[Any]:
-    raise AssertionError("a lease comes first")
 
 
 class _Staging:

@@ -1,6 +1,7 @@
 """What a compiled step allocates, counted by the profiler, and how much work link is given."""
 
 import importlib
+import weakref
 from collections import Counter
 from collections.abc import Iterable
 from types import ModuleType
@@ -14,6 +15,7 @@ import lazyinline
 from lazyinline.backend import lower
 from lazyinline.backend.attention import scratch_bytes
 from lazyinline.backend.kernel_list import Launch, View
+from lazyinline.backend.planned import Lease
 from lazyinline.frontend import compiler
 from lazyinline.frontend.models import DecoderBlock, llama
 from lazyinline.frontend.training_step import compile_step
@@ -142,6 +144,25 @@ def test_step_of_placed_launches_allocates_its_loss_only(memory_events: ModuleTy
     use = memory_events.memory_use(lambda: step(x))
     assert use.allocations == {memory_events.OUTSIDE: 1}
     assert use.peak_bytes == 4
+
+
+def test_an_arena_is_gone_before_another_one_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = torch.nn.Linear(4, 4), torch.randn(6, 4)
+    step = compile_step(model, loss_fn=lambda y: (y * y).mean(), backend="inductor")
+    step(x)
+    entry = step._entries[0]
+    planned, arena = entry._compiled.runner, weakref.ref(entry._lease.arena)
+    bind, was_there = planned._bind, []
+
+    def watched(tensors: list[torch.Tensor]) -> Lease:
+        was_there.append(arena() is not None)
+        return bind(tensors)
+
+    monkeypatch.setattr(planned, "_bind", watched)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
+    step(x)
+    assert was_there == [False]
 
 
 def test_counter_counts_blocks_and_what_lives_at_once(memory_events: ModuleType) -> None:
