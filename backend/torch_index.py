@@ -12,17 +12,24 @@ from contextlib import contextmanager
 from typing import Any
 
 
+def home_of_strides() -> Any:
+    """Returns the module of Inductor that asks how far an index moves."""
+    from torch._inductor import sizevars
+    from torch._inductor.codegen import cpp
+
+    return sizevars if hasattr(sizevars, "stride_at_vec_range") else cpp  # before torch 2.13
+
+
 @contextmanager
 def polynomials_expanded() -> Iterator[None]:
     """Lets Inductor expand polynomials, within this context, where it simplifies an index."""
-    from torch._inductor import sizevars
-
-    original = sizevars.sympy
-    sizevars.sympy = _Sympy(original)  # type: ignore[assignment]
+    home = home_of_strides()
+    original = home.sympy
+    home.sympy = _Sympy(original)
     try:
         yield
     finally:
-        sizevars.sympy = original
+        home.sympy = original
 
 
 class _Sympy:
