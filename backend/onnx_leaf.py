@@ -10,7 +10,12 @@ import torch.fx
 from onnxscript import ir, optimizer, version_converter
 
 from ..autodiff.origins import origin_of
-from ..autodiff.torch_autograd import fake_tensor, new_fake_mode, trace_forward_on
+from ..autodiff.torch_autograd import (
+    fake_tensor,
+    new_fake_mode,
+    sizes_kept_open,
+    trace_forward_on,
+)
 from ..reuse.errors import ExportError
 from ..reuse.leaf import flat_types, mutated_args, stamp_of
 from ..reuse.program import Leaf
@@ -68,7 +73,7 @@ def _traced(leaf: Leaf, opset: int) -> torch.fx.GraphModule:
     module, table = leaf.module, torch_onnx.keeping_decompositions(opset)
     inputs, mode = _fake_inputs(leaf)
     if any(mutated_args(n) or stamp_of(n).autocast for n in leaf.nodes):
-        with torch_onnx.exact_attention():
+        with torch_onnx.exact_attention(), sizes_kept_open(mode):
             module = trace_forward_on(module, inputs, mode, torch_onnx.batch_norm())
         table = torch_onnx.exact_decompositions(opset)
     return torch_onnx.trace(module, inputs, mode, table)

@@ -19,6 +19,7 @@ from ..autodiff.torch_autograd import draw_mask
 from ..reuse.program import input_nodes
 from ..reuse.torch_symbols import sizes_as_literals, symbols_of, with_size_inputs
 from .torch_builds import deferred_builds, vector_units_probed_here
+from .torch_draws import drawn_in_order
 from .torch_index import polynomials_expanded
 
 BoxedCallable = Callable[[list[Any]], Sequence[Any]]
@@ -97,7 +98,7 @@ def compile_leaves(
         return []
     compiled = []
     probes = vector_units_probed_here()
-    with settings(), probes, polynomials_expanded(), deferred_builds() as finish:
+    with settings(), probes, polynomials_expanded(), drawn_in_order(), deferred_builds() as finish:
         for module in modules:
             symbols = symbols_of(module)
             copy = with_size_inputs(module, symbols, "first") if symbols else copy_graph(module)

@@ -32,6 +32,7 @@ from torch.fx.experimental.proxy_tensor import (
 )
 from torch.fx.node import _side_effectful_need_to_be_preserved_pre_dispatch
 
+from ..reuse.errors import CaptureError
 from ..reuse.leaf import Stamp, current_autocast, mutated_args
 from ..reuse.types import TensorType
 
@@ -42,6 +43,7 @@ _OWN_FOLDERS = tuple(
 )
 
 _GENERATED = "<string>"
+_TRANSFORMS = "torch._functorch.predispatch"  # traced as functions, before torch 2.13
 
 # Imported by a first run, and by decorators; what settings there are live elsewhere (os, logging).
 _MACHINERY = frozenset(
@@ -206,6 +208,11 @@ class Tracer:
             if node.op != "call_function":
                 return node
             frame = user_frame(sys._getframe(1))
+            if getattr(node.target, "__module__", "") == _TRANSFORMS:
+                raise CaptureError(
+                    f"What torch.func does at {'' if frame is None else frame_text(frame)} cannot "
+                    "be followed to operators. Write it as operators on the whole batch."
+                )
             node.meta["stamp"] = Stamp(
                 torch.is_grad_enabled(),
                 current_autocast(self._autocast_devices),

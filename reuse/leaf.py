@@ -275,9 +275,14 @@ def is_active(leaf: Leaf, active_inputs: Sequence[bool]) -> tuple[bool, ...]:
 
 
 def memory_of(node: torch.fx.Node) -> Any:
-    """Returns what a node's value shares with its views; the node itself if it has no value."""
+    """Returns what a node's value shares with its views; the node itself if it has no memory."""
     value = node.meta.get("val")
-    return memory_id(value) if isinstance(value, torch.Tensor) else node
+    if not isinstance(value, torch.Tensor):
+        return node
+    try:
+        return memory_id(value)
+    except NotImplementedError:  # a tensor inside torch.func, before torch 2.13
+        return node
 
 
 def _passes_gradient(node: torch.fx.Node) -> bool:

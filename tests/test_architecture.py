@@ -30,6 +30,7 @@ ADAPTERS = {
     "backend/attention.py",
     "backend/eager_kernel.py",
     "backend/torch_builds.py",
+    "backend/torch_draws.py",
     "backend/torch_entries.py",
     "backend/torch_index.py",
     "backend/torch_inductor.py",

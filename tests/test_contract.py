@@ -14,6 +14,7 @@ import sys
 import threading
 import types
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -42,6 +43,7 @@ from lazyinline.backend.torch_builds import (
     takes_the_first,
     vector_units_probed_here,
 )
+from lazyinline.backend.torch_draws import chained, draws
 from lazyinline.backend.torch_index import home_of_strides, polynomials_expanded
 from lazyinline.backend.torch_inductor import (
     compile_leaves,
@@ -49,6 +51,7 @@ from lazyinline.backend.torch_inductor import (
     rewrite_joint,
     settings,
 )
+from lazyinline.frontend import torch_tracing
 from lazyinline.frontend.fake_rules import kernels_own_rules
 
 CONTRACTS: dict[str, str] = {}
@@ -827,6 +830,15 @@ def test_a_view_of_what_nobody_else_holds_is_a_reshape() -> None:
     assert torch.equal(flat, torch.ops.aten.reshape.default(x, [6, 4]))
 
 
+@contract("torch._functorch.predispatch")
+def test_what_torch_func_does_is_functions_of_one_module(predispatch: Any) -> None:
+    """Where they are traced at all: torch 2.11 puts them into the graph, 2.13 does not."""
+    name = predispatch.__name__
+    assert name == torch_tracing._TRANSFORMS
+    functions = predispatch._add_batch_dim, predispatch._remove_batch_dim
+    assert {function.__module__ for function in functions} == {name}
+
+
 @contract("torch._C._get_fp32_precision_getter")
 def test_precision_of_products_is_told_however_it_was_set(getter: Any) -> None:
     def told() -> tuple[str, str]:
@@ -1034,6 +1046,36 @@ def test_inductor_expands_the_indices_that_it_would_simplify(*_: Any) -> None:
         assert home.sympy is not original
         assert [sympy.expand(a - b) for a, b in zip(answers(), before, strict=True)] == [0] * 32
     assert home.sympy is original
+
+
+@contract(
+    "torch._inductor.graph.GraphLowering",
+    "torch._inductor.graph.GraphLowering.run_node",
+    "torch._inductor.fx_passes.post_grad",
+    "optional torch._inductor.fx_passes.post_grad._chain_random_ops_for_ordering",
+    "attribute _chain_random_ops_for_ordering",
+)
+def test_inductor_draws_in_the_order_of_the_graph(lowering: Any, run_node: Any, *_: Any) -> None:
+    def draw(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        a = torch.rand(4, 8)
+        h = x.tanh().exp()
+        b = torch.rand(4, 8)
+        dropped = torch.ops.aten.native_dropout(h, 0.5, True)[0]  # b has no reason to come before
+        return (h * b).exp().sum(0) + (a * 2).exp(), dropped * b
+
+    x = torch.linspace(0, 1, 32).view(4, 8)
+    with fake_mode() as mode, settings():
+        graph = traced(draw, mode.from_tensor(x), table=decompositions())
+    assert sum(map(draws, graph.graph.nodes)) == 3
+    for context in (nullcontext(), chained()):  # where Inductor chains draws, ours adds nothing
+        with context:
+            (compiled,) = compile_leaves([graph], lambda: None)
+        assert lowering.run_node is run_node
+        torch.manual_seed(0)
+        found = compiled([x])
+        torch.manual_seed(0)
+        for ours, theirs in zip(found, draw(x), strict=True):
+            torch.testing.assert_close(ours, theirs)
 
 
 @contract("torch._inductor.config", "torch._inductor.config.patch")
