@@ -136,8 +136,19 @@ def is_library_frame(frame: Any) -> bool:
 def frame_text(frame: Any) -> str:
     """Returns ``file.py:31 Block.forward`` of a frame."""
     code = frame.f_code
-    name = getattr(code, "co_qualname", code.co_name)
+    name = getattr(code, "co_qualname", "") or _qualified_name(frame)
     return f"{os.path.basename(code.co_filename)}:{frame.f_lineno} {name}"
+
+
+def _qualified_name(frame: Any) -> str:
+    """Returns ``Block.forward`` of a frame on Python 3.10, whose code does not tell the class."""
+    code = frame.f_code
+    first = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
+    for owner in type(first).__mro__:
+        method: Any = vars(owner).get(code.co_name)
+        if getattr(method, "__code__", None) is code:
+            return str(method.__qualname__)
+    return str(code.co_name)
 
 
 def user_line() -> str:

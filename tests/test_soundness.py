@@ -10,6 +10,7 @@ import functools
 import gc
 import operator
 import pickle
+import sys
 import types
 from collections.abc import Callable
 from typing import Any
@@ -573,6 +574,10 @@ def test_captured_variable_is_watched_where_the_garbage_collector_sees_nothing()
     gc.freeze()
     try:
         compiled = lazyinline.compile(model, backend="eager")
+        if sys.version_info < (3, 11):  # no frame tells which function it ran
+            with pytest.raises(lazyinline.CaptureError, match=r"Call gc\.unfreeze"):
+                compiled(x)
+            return
         for value in (1.0, 2.0, 2.0, 3.0):
             shift = value
             torch.testing.assert_close(compiled(x), model(x), rtol=1e-12, atol=0)
