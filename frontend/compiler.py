@@ -223,8 +223,9 @@ class Compiler:
             flat = link(linked)
             runner = self._step_runner(flat)
             report.num_launches = nodes.count = runner.num_launches
-        report.unplanned = self._why_step_is_unplanned(flat)
-        if not report.unplanned:
+        if isinstance(runner, ReplayedProgram):
+            report.unplanned = self._why_step_is_unplanned(flat)
+        else:
             report.peak_bytes = report.arena_bytes = runner.plan.peak_bytes
             report.lower_bound_bytes = runner.plan.lower_bound_bytes
         report.cache = self._cache.finish()
