@@ -190,13 +190,22 @@ def _capture_once(
     sizes = None if arguments.sizes is None else arguments.sizes()
     recorder = Recorder(model, blocks, sizes)
     try:
+        results, tree = _run(recorder, arguments, train=train)
+        return _assemble(recorder, results, tree)
+    finally:
+        recorder.tracer.forget_tensors()
+
+
+def _run(
+    recorder: Recorder, arguments: Arguments, *, train: bool
+) -> tuple[list[Any], pytree.TreeSpec]:
+    try:
         with torch.set_grad_enabled(train), _garbage_collection_paused(), _no_python_randomness():
-            results, tree = recorder.run(arguments.args, arguments.kwargs)
+            return recorder.run(arguments.args, arguments.kwargs)
     except CaptureError:
         raise
     except Exception as error:
-        raise _capture_error(model, error) from error
-    return _assemble(recorder, results, tree)
+        raise _capture_error(recorder.model, error) from error
 
 
 def _capture_settled(

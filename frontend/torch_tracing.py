@@ -45,7 +45,8 @@ _OWN_FOLDERS = tuple(
 _GENERATED = "<string>"
 _TRANSFORMS = "torch._functorch.predispatch"  # traced as functions, before torch 2.13
 
-# Imported by a first run, and by decorators; what settings there are live elsewhere (os, logging).
+# Imported by a first run, by decorators and by loggers; what settings there are live elsewhere (os,
+# logging).
 _MACHINERY = frozenset(
     [
         "abc",
@@ -59,6 +60,7 @@ _MACHINERY = frozenset(
         "mpmath",
         "re",
         "sympy",
+        "threading",
         "typing",
         "typing_extensions",
     ]
@@ -311,6 +313,16 @@ class Tracer:
                 convert = self.fake_mode.fake_tensor_converter.from_meta_and_device
                 return convert(self.fake_mode, tensor, torch.device("cpu"))
             return self.fake_mode.from_tensor(tensor)
+
+    def forget_tensors(self) -> None:
+        """Lets go of the tensors that fakes were made of.
+
+        The table of them holds a weak reference to each, with which PyTorch refuses to swap it
+        (``torch.utils.swap_tensors``, conversions and ``load_state_dict`` by swapping).
+        """
+        describer = self.fake_mode.fake_tensor_converter.meta_converter.describer
+        describer.lookup_tensor.clear()
+        describer.lookup_storage.clear()
 
     @cached_property
     def fake_names(self) -> frozenset[str]:

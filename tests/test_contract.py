@@ -13,6 +13,7 @@ import operator
 import sys
 import threading
 import types
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -923,6 +924,17 @@ def test_a_tensor_without_data_becomes_a_fake_on_the_cpu() -> None:
         assert (fake @ fake.t()).device.type == "cpu"
     again = mode.fake_tensor_converter.from_meta_and_device(mode, base, torch.device("cpu"))
     assert again is fake
+
+
+def test_a_fake_mode_lets_go_of_the_tensors_that_its_fakes_were_made_of() -> None:
+    mode, tensor = FakeTensorMode(), torch.ones(2)
+    fake = mode.from_tensor(tensor)
+    assert weakref.getweakrefs(tensor)
+    describer = mode.fake_tensor_converter.meta_converter.describer
+    describer.lookup_tensor.clear()
+    describer.lookup_storage.clear()
+    assert not weakref.getweakrefs(tensor)
+    assert fake.shape == tensor.shape
 
 
 @contract("torch._inductor.codecache.CppCodeCache", "torch._inductor.codecache.CppCodeCache.load")
