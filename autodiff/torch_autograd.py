@@ -30,6 +30,7 @@ from ..reuse.torch_symbols import (
 from ..reuse.types import TensorType
 from .joint_cut import is_draw, may_draw
 from .origins import NotingInterpreter
+from .torch_lazy import WRITTEN, drop_copies, drop_pairs, is_lazy
 
 Decompositions = Mapping[Any, Callable[..., Any]]
 
@@ -103,7 +104,7 @@ def trace_forward_on(
 
     with mode, torch.no_grad():
         traced = _flat_signature(_traced(forward, [inputs], sizes, decompositions), sizes)
-        return _without_mutation(traced, inputs, decompositions, sizes)
+        return _of_pure_memory(traced, inputs, decompositions, sizes)
 
 
 class JointTrace:
@@ -147,7 +148,7 @@ class JointTrace:
             names = _renameinput_nodes(_flat_signature(self.graph_module, sizes), len(primals))
             detached = [p.detach() for p in primals]
             inputs = [*detached, *tangents]
-            self.graph_module = _without_mutation(
+            self.graph_module = _of_pure_memory(
                 self.graph_module, inputs, decompositions, sizes, names
             )
 
@@ -226,16 +227,17 @@ def _renameinput_nodes(module: torch.fx.GraphModule, num_primals: int) -> list[s
     return names
 
 
-def _without_mutation(
+def _of_pure_memory(
     module: torch.fx.GraphModule,
     inputs: Sequence[torch.Tensor],
     decompositions: Decompositions,
     sizes: Sequence[Any],
     names: Sequence[str] = (),
 ) -> torch.fx.GraphModule:
-    """Rewrites in-place operators on temporaries as out-of-place ones, if there are any."""
+    """Rewrites operators that memory alone does not show: in place on temporaries, or lazy."""
     _strip_detach(module)
-    if not any(mutated_args(n) for n in module.graph.nodes):
+    drop_pairs(module)
+    if not any(mutated_args(n) or is_lazy(n) for n in module.graph.nodes):
         return module
     tags = {
         n.name: n.meta["partitioner_tag"] for n in module.graph.nodes if "partitioner_tag" in n.meta
@@ -254,7 +256,7 @@ def _without_mutation(
         pairs = zip(results, layouts, strict=True)
         return tuple(r if t is None else _with_layout(r, t) for r, t in pairs)
 
-    table = {torch.ops.aten.bernoulli.p: draw_mask, **decompositions}
+    table = {torch.ops.aten.bernoulli.p: draw_mask, **decompositions, **WRITTEN}
     functionalized = torch.func.functionalize(run, remove="mutations")
     sizes = sizes_in(module) if sizes else ()
     functional = _traced(functionalized, [list(inputs)], sizes, table)
@@ -262,6 +264,7 @@ def _without_mutation(
         if node.name in forward:
             node.meta["partitioner_tag"] = "is_forward"
     _flat_signature(functional, sizes)
+    drop_copies(functional)
     for node, name in zip(input_nodes(functional), names, strict=False):
         node.name = node.target = name
     _strip_detach(functional)

@@ -17,9 +17,10 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
+from ..reuse.errors import VerifyError
 from ..reuse.leaf import flat_types
 from ..reuse.program import Leaf
-from ..reuse.torch_names import memory_id
+from ..reuse.torch_names import is_lazy, memory_id
 from .kernel_bundles import kept
 from .kernel_list import BufferInfo, KernelList, Launch, View, views_in
 from .native_ops import with_native
@@ -200,6 +201,8 @@ class _Recorder(TorchDispatchMode):
         return self._view(value) if isinstance(value, torch.Tensor) else value
 
     def _view(self, tensor: torch.Tensor) -> View:
+        if is_lazy(tensor):  # no view says so, and whoever reads its memory gets other numbers
+            raise VerifyError(f"@{self._leaf.name} holds a lazily conjugated or negated tensor.")
         return View(
             self._buffers[memory_id(tensor)],
             tensor.dtype,

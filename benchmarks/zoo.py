@@ -174,6 +174,9 @@ ASKED = (
     ),
     causal("Mixtral", "Mixtral", sliding_window=None),
     causal("DeepSeek-V3", "DeepseekV3", **LATENT),
+    Family(
+        "Llama 4", "Llama4ForCausalLM", "Llama4TextConfig", text, {"intermediate_size_mlp": HIDDEN}
+    ),
 )
 
 FURTHER = (

@@ -15,6 +15,11 @@ def memory_id(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
+def is_lazy(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's memory holds other numbers than it does, or is none (lazy zeros)."""
+    return tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor()
+
+
 def new_cpu_tensor(
     shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype
 ) -> torch.Tensor:

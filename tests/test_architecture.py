@@ -27,6 +27,7 @@ ALLOWED: dict[str, set[str]] = {
 # is met in few places, and each has a contract test.
 ADAPTERS = {
     "autodiff/torch_autograd.py",
+    "autodiff/torch_lazy.py",
     "backend/attention.py",
     "backend/eager_kernel.py",
     "backend/torch_builds.py",

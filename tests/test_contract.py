@@ -710,6 +710,22 @@ def test_tensors_swap_what_they_are(swap: Any) -> None:
     assert (b._cdata, a._cdata) == addresses
 
 
+@contract(
+    "torch.ops.aten._conj.default",
+    "torch.ops.aten._conj_physical.default",
+    "torch.ops.aten._neg_view.default",
+    "torch.ops.aten._efficientzerotensor.default",
+    "attribute _is_zerotensor",
+)
+def test_what_is_a_mark_on_memory(conj: Any, written: Any, negated: Any, zeros: Any) -> None:
+    x = torch.randn(2, 3, dtype=torch.complex64)
+    marked = conj(x)
+    assert marked.is_conj() and marked.data_ptr() == x.data_ptr()
+    assert not written(x).is_conj() and torch.equal(written(x), marked)
+    assert negated(x).is_neg() and torch.equal(negated(x), -x)
+    assert zeros((2, 3), dtype=torch.float64)._is_zerotensor() and not x._is_zerotensor()
+
+
 @contract("torch._neg_view")
 def test_a_negated_view_shares_its_memory(negated: Any) -> None:
     x = torch.ones(2)

@@ -1,0 +1,76 @@
+"""Adapter: operators whose result is a mark on memory, and what they are in a program.
+
+``x.conj()`` makes no memory: PyTorch sets a bit on a view, and whoever reads the view minds it (so
+``_neg_view``; an efficient zero tensor has no memory at all). A kernel that is given an address
+minds no bit. Below capture there are therefore none: each such operator is the one that writes
+the numbers. The alternative, bits that travel with every view, saves one pass over operands of
+matrix products, and every kernel, cache entry, transfer and saved value would have to mind them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.fx
+
+_aten = torch.ops.aten
+
+
+def _zeros(size: Any, **options: Any) -> torch.Tensor:
+    return torch.zeros(size, **options)
+
+
+def _written(write: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Returns what applies an operator to numbers; those that are one in memory stay one."""
+
+    def written(tensor: torch.Tensor) -> torch.Tensor:
+        shape, repeated = tensor.shape, tensor
+        for dim, (size, step) in enumerate(zip(shape, tensor.stride(), strict=True)):
+            if step == 0 and size > 1:
+                repeated = repeated.narrow(dim, 0, 1)
+        result: torch.Tensor = write(repeated)
+        return result if repeated is tensor else result.expand(shape)
+
+    return written
+
+
+WRITTEN: Mapping[Any, Callable[..., torch.Tensor]] = {
+    _aten._conj.default: _written(_aten._conj_physical.default),
+    _aten._neg_view.default: _written(_aten.neg.default),
+    _aten._efficientzerotensor.default: _zeros,
+}
+"""Operators that only mark memory, and what writes the numbers that they stand for."""
+
+_TWICE = (_aten._conj.default, _aten._neg_view.default)
+_WRITERS = (_aten._conj_physical.default, _aten.neg.default)
+
+
+def is_lazy(node: torch.fx.Node) -> bool:
+    """Whether an operator's result is a mark on memory."""
+    return node.target in WRITTEN
+
+
+def drop_pairs(module: torch.fx.GraphModule) -> None:
+    """Removes marks that undo each other: both are views, so it is the very same tensor."""
+    for node in module.graph.nodes:
+        before = node.args[0] if node.target in _TWICE else None
+        if isinstance(before, torch.fx.Node) and before.target is node.target:
+            node.replace_all_uses_with(before.args[0])
+    module.graph.eliminate_dead_code()
+
+
+def drop_copies(module: torch.fx.GraphModule) -> None:
+    """Removes copies of written numbers, which PyTorch made to write them.
+
+    In a graph without in-place operators nobody can tell, unless both are returned.
+    """
+    graph = module.graph
+    for node in graph.find_nodes(op="call_function", target=_aten.clone.default):
+        source = node.args[0]
+        if source.target not in _WRITERS or graph.output_node() in node.users:
+            continue
+        if source.meta["val"].stride() == node.meta["val"].stride():
+            node.replace_all_uses_with(source)
+            graph.erase_node(node)

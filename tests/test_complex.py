@@ -1,0 +1,124 @@
+"""Complex models: what is conjugated or negated only in name is what PyTorch says it is."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from comparing import assert_same_gradients, relative_error, twin
+from torch import Tensor, nn
+
+import lazyinline
+from lazyinline import lazy_inline
+
+BACKENDS = ["eager", "inductor"]
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    return name
+
+
+def weight(*shape: int, dtype: torch.dtype = torch.complex64) -> nn.Parameter:
+    return nn.Parameter(torch.randn(*shape, dtype=dtype))
+
+
+@lazy_inline
+class Rotary(nn.Module):
+    """A rotary embedding in complex numbers, as Llama 4 has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        angles = torch.outer(torch.arange(3.0), torch.tensor([1.0, 0.1, 0.01, 0.001]))
+        turn = torch.polar(torch.ones_like(angles), angles)
+        pairs = torch.view_as_complex(self.project(x).unflatten(-1, (4, 2)))
+        return x + torch.view_as_real(pairs * turn).flatten(-2)
+
+
+class Rotated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(Rotary(), Rotary())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x).square().mean()
+
+
+class Conjugated(nn.Module):
+    """Conjugates, adjoints, and imaginary parts of them, in blocks and between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w, self.v = weight(4, 4), weight(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = torch.complex(x, x.flip(0)) @ self.w.conj()
+        y = (self.w.mH @ z.mH).mH * self.v.conj()
+        expanded = self.v.conj().expand(3, 4).conj()[:, :3]
+        return (
+            (y.conj() * z).imag.sum()
+            + z.conj().imag.square().sum()
+            + torch.vdot(self.v, z[0]).abs()
+            + (expanded * y[:, 1:]).real.sum()
+        )
+
+
+class WrittenThroughConjugate(nn.Module):
+    """Changes a value through views that are other numbers than their memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = weight(3, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = self.w * x
+        z.conj().imag.mul_(3)
+        z.conj()[0].add_(2j)
+        copied = z.clone()
+        copied.imag.neg_()
+        return (z * copied.conj()).imag.sum() + z.abs().sum()
+
+
+class Spectrum(nn.Module):
+    """Correlation by Fourier transforms."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kernel = weight(4, dtype=torch.float32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = torch.fft.rfft(x) * torch.fft.rfft(self.kernel).conj()
+        mixed = torch.einsum("bi,ci->bc", found, found.conj())
+        return torch.fft.irfft(found, n=4).square().sum() + mixed.imag.abs().sum()
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "rotary": (Rotated, (3, 8)),
+    "conjugated": (Conjugated, (3, 4)),
+    "written through a conjugate": (WrittenThroughConjugate, (3, 4)),
+    "spectrum": (Spectrum, (3, 4)),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_complex_models_train_as_in_eager(name: str, backend: str) -> None:
+    build, shape = MODELS[name]
+    torch.manual_seed(0)
+    model, x = build(), torch.randn(shape)
+    expected, stepped = twin(model), twin(model)
+    compiled = lazyinline.compile(model, backend=backend)
+    step = lazyinline.compile_step(stepped, backend=backend)
+    for _ in range(2):
+        for each in (model, expected, stepped):
+            each.zero_grad()
+        want, found, stepped_loss = expected(x), compiled(x), step(x)
+        want.backward()
+        found.backward()
+        assert relative_error(found, want) <= 1e-5
+        assert relative_error(stepped_loss, want) <= 1e-5
+        assert_same_gradients(model, expected, 1e-5)
+        assert_same_gradients(stepped, expected, 1e-5)
+        x = x + 1
