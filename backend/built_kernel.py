@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from .present_memory import address_in
+
 CHECKED = "_checked"
 _MESSAGE_BYTES = 1024
 _SCALARS: dict[str, Any] = {
@@ -66,12 +68,13 @@ class BuiltKernel:
         """Runs the kernel.
 
         Raises:
-            RuntimeError: if the number of arguments is wrong, or with what the kernel throws.
+            RuntimeError: if the number of arguments is wrong, a tensor's memory was freed, or with
+                what the kernel throws.
         """
         if len(args) != len(self.argument_types):
             raise RuntimeError(f"requires {len(self.argument_types)} args")
         message = ctypes.create_string_buffer(_MESSAGE_BYTES)
-        given = (a.data_ptr() if isinstance(a, torch.Tensor) else a for a in args)
+        given = [address_in(a) if isinstance(a, torch.Tensor) else a for a in args]
         if _checked(self)(*given, message, _MESSAGE_BYTES):
             raise RuntimeError(message.value.decode(errors="replace"))
 

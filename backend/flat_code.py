@@ -23,6 +23,7 @@ from .kernel_list import NativeOp, View
 from .layout import Layout, Part, Placed, PlacedLaunch
 from .native_ops import SMALL_PRODUCTS
 from .overlay import Overlay, new_host
+from .present_memory import no_address
 
 _ARENA_SLOT = 0
 _SHAPE_WORDS = 12  # code, type, routine, beta, two flags, three sizes, three strides
@@ -224,7 +225,8 @@ class CodeWriter:
         slot = self._local_slots.get(instance)
         if slot is None:
             slot = self._local_slots[instance] = self._new_slot()
-            self._lines.append(f"  addresses[{slot}] = {self._names[base]}.data_ptr()")
+            name = self._names[base]
+            self._lines.append(f"  addresses[{slot}] = {name}.data_ptr() or no_address({name})")
         return slot
 
     def _new_slot(self) -> int:
@@ -413,6 +415,7 @@ def bind_native(
         "owned": (code.words, arena, [tensors[instance].detach() for instance in code.slots]),
         "addresses": addresses,
         "table": ctypes.addressof(addresses),
+        "no_address": no_address,
         "fail": native_ops.fail,
     }
 

@@ -183,11 +183,12 @@ def new_host(
     shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, num_bytes: int
 ) -> torch.Tensor:
     """Makes a gradient in more memory than it needs."""
-    return torch.empty(num_bytes // dtype.itemsize, dtype=dtype).as_strided(shape, stride)
+    memory = torch.empty(num_bytes // dtype.itemsize, dtype=dtype, device="cpu")
+    return memory.as_strided(shape, stride)
 
 
 def copy_of_host(host: torch.Tensor) -> torch.Tensor:
     """Copies a host with everything in its memory."""
     memory = host.untyped_storage().clone()
-    twin = torch.empty(0, dtype=host.dtype)
+    twin = torch.empty(0, dtype=host.dtype, device=host.device)
     return twin.set_(memory, host.storage_offset(), host.shape, host.stride())  # type: ignore[call-overload, no-any-return]

@@ -34,6 +34,7 @@ from .overlay import (
     overlay_of,
     plan_overlaid,
 )
+from .present_memory import check_memory
 from .torch_native import first_fit
 
 # A plan within half a percent of the lower bound is good enough to stop looking.
@@ -77,6 +78,7 @@ class PlannedProgram:
         tools: what places buffers and replays launches.
         gradients: ``"apart"`` makes them as the backward begins; ``"overlaid"`` as the forward
             begins, and activations lie in their memory until they are written.
+        names: what the user calls the first of ``model_inputs``.
     """
 
     def __init__(
@@ -89,7 +91,9 @@ class PlannedProgram:
         results: str = "owned",
         tools: Tools = _TOOLS,
         gradients: str = "apart",
+        names: Sequence[str] = (),
     ) -> None:
+        self._names = names
         self.layout = lay_out(flats, kernel_lists, num_results, backward_inputs, results)
         given = self.layout.parts[0].inputs
         self.model_instances = {i: given[i].instance for i in model_inputs}
@@ -206,12 +210,27 @@ class PlannedProgram:
         addresses = list(map(_address_of, tensors))
         with self._lock:
             if addresses != self._addresses:
+                check_memory(tensors, self._names)
                 self._addresses = addresses
                 self._pool.clear()
             lease = self._pool.pop() if self._pool else None
         if lease is None:
-            lease = self._bind(tensors)
+            size = max(self.arena_bytes, 64)
+            lease = self._bind(tensors, torch.empty(size, dtype=torch.uint8, device="cpu"))
         return Lease(lease.arena, lease.runners, lease.tensors, lease.addresses, self)
+
+    def followed(self, lease: Lease) -> Lease:
+        """Returns a lease on the same arena, bound to where its tensors' memory is now.
+
+        Raises:
+            RuntimeError: if the memory of one is gone.
+        """
+        if lease.is_bound_to(lease.tensors):
+            return lease
+        check_memory(lease.tensors, self._names)
+        bound = self._bind(lease.tensors, lease.arena)
+        lease.hand_over()
+        return Lease(bound.arena, bound.runners, bound.tensors, bound.addresses, self)
 
     def release(self, lease: Lease) -> None:
         """Takes an arena back."""
@@ -232,8 +251,7 @@ class PlannedProgram:
         foreign = len(handed) - self.num_hosts
         return twin, [*handed[:foreign], *map(copy_of_host, handed[foreign:])]
 
-    def _bind(self, tensors: list[torch.Tensor]) -> Lease:
-        arena = torch.empty(max(self.arena_bytes, 64), dtype=torch.uint8)
+    def _bind(self, tensors: list[torch.Tensor], arena: torch.Tensor) -> Lease:
         by_instance = {
             self.model_instances[i]: t for i, t in zip(self.model_instances, tensors, strict=True)
         }
@@ -317,8 +335,13 @@ class Lease:
         return list(map(_address_of, tensors)) == self.addresses
 
     def has_its_arena(self) -> bool:
-        """Whether the arena is where it was bound: any tensor in it can resize its memory."""
-        return self.arena.data_ptr() == self._start
+        """Whether the arena is where it was bound, and whole: any tensor in it can resize it."""
+        num_bytes = self.arena.untyped_storage().nbytes()
+        return self.arena.data_ptr() == self._start and num_bytes >= self.arena.numel()
+
+    def hand_over(self) -> None:
+        """Leaves the arena to another lease on it."""
+        self._owner = None
 
     def release(self) -> None:
         """Gives the arena back to its program."""

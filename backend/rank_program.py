@@ -22,6 +22,7 @@ from .arena import ArenaPlan
 from .flat_code import bind_arena, bind_model, bind_native
 from .live_ranges import Buffers, lower_bound
 from .part_layout import Box, UnitLayout, view_of_box
+from .present_memory import check_memory
 from .torch_native import Replay
 
 Runner = Callable[[list[Any]], list[Any]]
@@ -242,16 +243,23 @@ class RankProgram:
 
     # ---- running -------------------------------------------------------------------------
 
-    def begin(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Binds the model's present tensors and the sums, where that is not done yet."""
+    def begin(self, tensors: Sequence[torch.Tensor], names: Sequence[str] = ()) -> None:
+        """Binds the model's present tensors and the sums, where that is not done yet.
+
+        Raises:
+            RuntimeError: if the memory of one is gone; says its name.
+        """
         addresses = [t.data_ptr() for t in tensors]
         if addresses != self._addresses:
+            check_memory(tensors, names)
             # Detached: `parameter.data = ...` changes the memory of the tensor, not what is bound.
             self._tensors, self._addresses = [t.detach() for t in tensors], addresses
             self._bound.clear()
             self._runners.clear()
         if self._arena is None:
-            self._arena = torch.empty(max(self.plan.peak_bytes, 64), dtype=torch.uint8)
+            self._arena = torch.empty(
+                max(self.plan.peak_bytes, 64), dtype=torch.uint8, device="cpu"
+            )
         self._foreign.clear()
 
     @without_autocast

@@ -19,6 +19,7 @@ from .link import FlatProgram
 from .live_ranges import Buffers, lower_bound
 from .lower import Kernel
 from .planned import Lease, PlannedProgram, Runner
+from .present_memory import check_addresses
 
 _NO_PLAN = ArenaPlan(np.zeros(0, np.int64), 0, 0, "none")
 
@@ -78,10 +79,11 @@ class ReplayedProgram:
         """Returns what runs the program on these tensors, as long as they stay where they are."""
         bound = [tensor.detach() for tensor in tensors]
         addresses = [tensor.data_ptr() for tensor in tensors]
-        return Lease(torch.empty(0), (self._runner(bound),), bound, addresses, None)
+        return Lease(torch.empty(0, device="cpu"), (self._runner(bound),), bound, addresses, None)
 
     def _runner(self, bound: Sequence[torch.Tensor]) -> Runner:
         def run() -> list[torch.Tensor]:
+            check_addresses(bound)
             return self._run(list(bound))
 
         if not _is_on_gpu(self._flat):

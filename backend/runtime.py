@@ -16,6 +16,7 @@ from ..reuse.leaf import without_autocast
 from ..reuse.torch_names import version_of
 from .executable import Executable
 from .planned import Lease, PlannedProgram
+from .present_memory import check_addresses
 from .torch_native import SameWords
 
 
@@ -57,6 +58,7 @@ class ReplayRuntime:
     @without_autocast
     def forward(self, inputs: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], Any]:
         """See :class:`Runtime`."""
+        check_addresses(inputs)
         results = self._forward.run(list(inputs))
         return results[: self._num_results], results[self._num_results :]
 
@@ -67,6 +69,7 @@ class ReplayRuntime:
         """See :class:`Runtime`."""
         assert self._backward is not None
         boxed = [*flight, *operands]
+        check_addresses(boxed)
         if graph == "free":
             flight.clear()
         return self._backward.run(boxed)
@@ -123,7 +126,8 @@ class PlannedRuntime:
         self, flight: Any, operands: Sequence[torch.Tensor], graph: str
     ) -> list[torch.Tensor]:
         """See :class:`Runtime`."""
-        lease, foreign = flight.lease, flight.foreign
+        lease, foreign = self.program.followed(flight.lease), flight.foreign
+        flight.lease = lease
         given = [_unchanged(tensor, version) for tensor, version in flight.borrowed]
         given += [operands[i] for i in self._operands]
         if graph == "keep":  # the backward works in the arena, so it gets one of its own

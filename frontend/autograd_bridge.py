@@ -226,7 +226,7 @@ class _NoSecondDerivative(torch.autograd.Function):
 
 
 def _wanting_gradient() -> torch.Tensor:
-    return torch.empty(0, requires_grad=True)
+    return torch.empty(0, requires_grad=True, device="cpu")
 
 
 def _cotangent(gradient: torch.Tensor | None, type_: TensorType) -> torch.Tensor:

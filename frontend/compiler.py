@@ -58,7 +58,7 @@ from .progress import progress
 from .recomputing import ProgramPeaks, Recompute
 from .regions import CapturedModel
 from .report import CompileReport
-from .requests import differentiation, loss_differentiation
+from .requests import differentiation, loss_differentiation, model_name
 
 BACKEND_CHOICES = ("inductor", "eager")
 
@@ -221,7 +221,10 @@ class Compiler:
         (linked,) = self._lowered([step.program], report)
         with report.timed("link") as nodes:
             flat = link(linked)
-            runner = self._step_runner(flat)
+            own_copies = [""] * sum(map(len, step.batch))
+            runner = self._step_runner(
+                flat, [*own_copies, *(model_name(s.name) for s in step.model)]
+            )
             report.num_launches = nodes.count = runner.num_launches
         if isinstance(runner, ReplayedProgram):
             report.unplanned = self._why_step_is_unplanned(flat)
@@ -306,7 +309,7 @@ class Compiler:
             order=batching.order,
         )
 
-    def _step_runner(self, flat: FlatProgram) -> StepRunner:
+    def _step_runner(self, flat: FlatProgram, names: Sequence[str] = ()) -> StepRunner:
         """Plans the memory of a step where its kernels allow it, else replays closures."""
         if self._why_step_is_unplanned(flat):
             self._make_kernels(_leaves_of([flat]))
@@ -318,6 +321,7 @@ class Compiler:
             [len(flat.outputs)],
             results="pinned",
             tools=self._tools,
+            names=names,
         )
 
     def _why_step_is_unplanned(self, flat: FlatProgram) -> str:
@@ -369,7 +373,8 @@ class Compiler:
         model_inputs = [i for i, s in enumerate(program.sources) if isinstance(s, ModelTensor)]
         num_returned, sources = returned_of(program, derivative)
         lists = self._lists(flats)
-        make = partial(PlannedProgram, tools=self._tools, gradients=gradients)
+        names = [program.sources[i].name for i in model_inputs]
+        make = partial(PlannedProgram, tools=self._tools, gradients=gradients, names=names)
         return make(flats, lists, model_inputs, num_returned, sources)
 
     def _likely_peak(self, program: Program, request: Request) -> int:

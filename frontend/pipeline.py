@@ -44,6 +44,7 @@ from .pipeline_memory import StageRecompute
 from .pipeline_program import boundaries_of, rank_program
 from .pipeline_split import SPLITS, Splitting, colors_of
 from .report import CompileReport
+from .requests import model_name
 from .runnable import check_runnable
 from .training_step import LossFunction, LossModel
 
@@ -189,6 +190,7 @@ class Pipeline:
             splitting.memory_bytes_per_rank if splitting.split == "auto" else None,
         )
         self._places = _places(program)
+        self._names = [model_name(s.name) for s in program.sources if isinstance(s, ModelTensor)]
         with ranks.leader_first(compiler.cache_place):
             derived, order = self._fitted(compiler, stages, recompute)
         self.plan: PipelinePlan = make_plan(derived, table, costs, rates)
@@ -441,9 +443,9 @@ class Pipeline:
         self._check(micro_batches[0])
         self._sums.start()
         if self._planned is not None:
-            self._sums.zero()
             sums = [self._sums.buffers[name] for name in self._sum_names]
-            self._planned.begin([*self._guard.tensors, *sums])
+            self._planned.begin([*self._guard.tensors, *sums], self._names)
+            self._sums.zero()
         users = [[x for x in leaves if isinstance(x, Tensor)] for leaves in micro_batches]
         losses = self._runner.step(users)
         self._sums.finish()
@@ -466,11 +468,6 @@ class Pipeline:
             gradient = self._sums.buffers.get(name)
             if gradient is not None and parameter.grad is not gradient:
                 parameter.grad = gradient
-
-
-def model_name(name: str) -> str:
-    """Returns a tensor's or module's own name in the model: what computes the loss is around it."""
-    return name.removeprefix("model.")
 
 
 def _places(program: Program) -> dict[int, int]:

@@ -32,3 +32,8 @@ def loss_differentiation(program: Program) -> Request:
         i for i in differentiable_inputs(program) if isinstance(program.sources[i], ModelTensor)
     ]
     return Request(Composite("micro_batch", program), tuple(wanted), (0,))
+
+
+def model_name(name: str) -> str:
+    """Returns a tensor's or module's own name in the model: what computes the loss is around it."""
+    return name.removeprefix("model.")

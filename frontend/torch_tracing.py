@@ -327,7 +327,7 @@ class Tracer:
     @cached_property
     def fake_names(self) -> frozenset[str]:
         """The attributes that every fake tensor has; others are the user's."""
-        return frozenset(vars(self.to_fake(torch.nn.Parameter(torch.empty(1)))))
+        return frozenset(vars(self.to_fake(torch.nn.Parameter(torch.empty(1, device="cpu")))))
 
     def untraced(self) -> AbstractContextManager[Any]:
         """Operators inside run on fake tensors without becoming nodes."""

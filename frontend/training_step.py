@@ -12,6 +12,7 @@ from torch import nn
 
 from ..autodiff.micro_batches import ORDERS
 from ..backend.planned import Lease
+from ..backend.present_memory import address_in
 from ..backend.torch_native import Move
 from ..recompute.policy import Policy
 from ..reuse import pytree
@@ -248,8 +249,8 @@ class _StepEntry:
         """Keeps one lease, for as long as the model's tensors and the arena stay where they are."""
         if self._handed is not None and not self._handed.lie_there_still():
             self._handed = None
-            if self._lease is not None and not self._lease.has_its_arena():
-                self._lease = None
+        if self._lease is not None and not self._lease.has_its_arena():
+            self._handed = self._lease = None
         if self._lease is not None and token is not None and token is self._token:
             return self._lease
         model = self.guard.tensors
@@ -324,8 +325,9 @@ class _Staging:
 
     def take(self, tensor: torch.Tensor) -> None:
         """Copies a tensor in: its memory where that holds its numbers, past the dispatcher."""
+        start = address_in(tensor)
         if self._move and not tensor.is_neg() and not tensor.is_conj():
-            self._move(self._address, tensor.data_ptr(), self._num_bytes)
+            self._move(self._address, start, self._num_bytes)
         else:
             self._tensor.copy_(tensor)
 

@@ -94,7 +94,9 @@ class PlannedSteps:
         self._seeds: list[Tensor] = []
         if stage.num_sent == 0:
             type_ = self.derived.cotangent_types[0]
-            self._seeds.append(torch.full(type_.shape, self.seed, dtype=type_.dtype))
+            self._seeds.append(
+                torch.full(type_.shape, self.seed, dtype=type_.dtype, device=type_.device)
+            )
         models = [i for i, s in enumerate(stage.sources) if isinstance(s, ModelTensor)]
         self._targets = [models.index(target) for _, target in stage.writes]
 

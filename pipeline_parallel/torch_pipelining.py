@@ -163,10 +163,10 @@ class ClosureStage(PipelineStage):
     # ---- set-up: everything about the transfers is known, so nothing is exchanged ------------
 
     def _warmup_forward_vote(self, *args: Any, **kwargs: Any) -> Tensor:
-        return torch.ones(1, dtype=torch.int32)
+        return torch.ones(1, dtype=torch.int32, device="cpu")
 
     def _warmup_backward_result(self, *args: Any, **kwargs: Any) -> Tensor:
-        return torch.ones(1, dtype=torch.int32)
+        return torch.ones(1, dtype=torch.int32, device="cpu")
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
         return []
@@ -332,7 +332,10 @@ class Runner:
         losses: list[Tensor] = []
         options: dict[str, Any] = {"return_outputs": False}
         if self._has_last:
-            options |= {"target": torch.zeros(self._num_micro_batches), "losses": losses}
+            options |= {
+                "target": torch.zeros(self._num_micro_batches, device="cpu"),
+                "losses": losses,
+            }
         try:
             with torch.enable_grad():
                 self._schedule.step(**options)

@@ -60,7 +60,7 @@ class Number:
 
     def tensor(self) -> torch.Tensor:
         """Returns it as a tensor."""
-        return torch.full((), self.value, dtype=self.dtype)
+        return torch.full((), self.value, dtype=self.dtype, device="cpu")
 
 
 @dataclass(frozen=True, slots=True)
