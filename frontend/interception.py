@@ -10,6 +10,7 @@ Everything is put back on exit, whatever happens.
 
 from __future__ import annotations
 
+import inspect
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -28,6 +29,11 @@ _VALUE_READERS = ("tolist", "numpy", "__array__", "__dlpack__")
 _RUN_STATE = ("grad", "_version")
 _ADDRESSES = ("data_ptr", "untyped_storage", "storage")
 _PRINTER_FILE = torch._tensor_str.__file__  # what a model prints becomes no number of it
+# What drives a checkpoint without reentrance: first its name since torch 2.15, then until then.
+_CHECKPOINT_GENERATORS = (
+    "_checkpoint_without_reentrant_generator_impl",
+    "_checkpoint_without_reentrant_generator",
+)
 _MODULE_FILE = sys.modules[nn.Module.__module__].__file__
 
 
@@ -173,22 +179,24 @@ def _patch_functions(watcher: Watcher, thread: int) -> Callable[[], None]:
 
 def _patch_checkpoint(watcher: Watcher, thread: int) -> Callable[[], None]:
     """Checkpoint without reentrance runs the function between the two halves of a generator."""
-    original = torch.utils.checkpoint._checkpoint_without_reentrant_generator
-    plain = torch.utils.checkpoint.noop_context_fn
+    module: Any = torch.utils.checkpoint
+    name = next(name for name in _CHECKPOINT_GENERATORS if hasattr(module, name))
+    original = getattr(module, name)
+    plain = module.noop_context_fn
+    signature = inspect.signature(original)
 
-    def generator(
-        function: Any, preserve: Any = True, context_fn: Any = plain, *rest: Any, **kwargs: Any
-    ) -> Iterator[None]:
+    def generator(*args: Any, **kwargs: Any) -> Iterator[None]:
         if threading.get_ident() != thread:
-            yield from original(function, preserve, context_fn, *rest, **kwargs)
+            yield from original(*args, **kwargs)
             return
+        context_fn = signature.bind(*args, **kwargs).arguments.get("context_fn", plain)
         with watcher.checkpoint("full" if context_fn is plain else "selective"):
             yield
 
-    torch.utils.checkpoint._checkpoint_without_reentrant_generator = generator  # type: ignore[assignment]
+    setattr(module, name, generator)
 
     def restore() -> None:
-        torch.utils.checkpoint._checkpoint_without_reentrant_generator = original
+        setattr(module, name, original)
 
     return restore
 

@@ -497,7 +497,7 @@ def test_a_module_keeps_its_state_in_known_tables() -> None:
 def test_apply_of_custom_functions_is_a_class_method_that_can_be_replaced() -> None:
     function = torch.autograd.Function
     original = function.__dict__["apply"]
-    assert isinstance(original, classmethod)
+    assert isinstance(original, (classmethod, types.ClassMethodDescriptorType))
     seen = []
 
     class Double(torch.autograd.Function):
@@ -540,24 +540,31 @@ def test_reentrant_checkpoints_pass_the_function_first_and_the_inputs_third() ->
     assert (found.__module__, found.__name__) == ("torch.utils.checkpoint", "CheckpointFunction")
 
 
-@contract("torch.utils.checkpoint._checkpoint_without_reentrant_generator")
-def test_checkpoint_runs_the_function_between_two_steps_of_a_generator(original: Any) -> None:
+@contract(
+    "optional torch.utils.checkpoint._checkpoint_without_reentrant_generator_impl",
+    "torch.utils.checkpoint._checkpoint_without_reentrant_generator",
+)
+def test_checkpoint_runs_the_function_between_two_steps_of_a_generator(
+    newer: Any, older: Any
+) -> None:
     module: Any = torch.utils.checkpoint
+    original = newer or older
+    signature = inspect.signature(original)
     seen: list[Any] = []
 
-    def generator(function: Any, preserve: Any, context_fn: Any, *rest: Any) -> Any:
-        seen.append((function, context_fn is module.noop_context_fn))
+    def generator(*args: Any, **kwargs: Any) -> Any:
+        bound = signature.bind(*args, **kwargs)
+        seen.append(bound.arguments.get("context_fn"))
         yield
         seen.append("after")
 
-    module._checkpoint_without_reentrant_generator = generator
+    setattr(module, original.__name__, generator)
     try:
         x = torch.ones(2, requires_grad=True)
-        module.checkpoint(lambda x: seen.append("run"), x, use_reentrant=False)
+        module.checkpoint(lambda x, y: seen.append("run"), x, y=2, use_reentrant=False)
     finally:
-        module._checkpoint_without_reentrant_generator = original
-    assert seen[0][1] is True
-    assert seen[1:] == ["run", "after"]
+        setattr(module, original.__name__, original)
+    assert seen == [module.noop_context_fn, "run", "after"]
 
 
 # ---- trees ------------------------------------------------------------------------------------
