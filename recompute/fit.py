@@ -187,7 +187,7 @@ class BudgetFit:
         least = sum(g.num_calls * g.num_bytes[0] for g in groups)
         most = sum(g.num_calls * g.num_bytes[-1] for g in groups)
         target, low, high = most, least, most + 1
-        for _ in range(_MAX_GUESSES):
+        for trial in range(_MAX_GUESSES):
             found = spread(groups, target)
             if found is None:
                 low = target + 1
@@ -202,7 +202,8 @@ class BudgetFit:
                 else:
                     high = min(target, self._saved(counts))
                 target += room
-            if not low < target < high:
+            # A saved byte may be more or less of the peak: from the third trial on, halves find it.
+            if trial > 0 or not low < target < high:
                 target = (low + high) // 2
             if high - low <= 1:
                 break
