@@ -21,12 +21,10 @@ from ..reuse.torch_names import new_cpu_tensor
 from . import native_ops, torch_native
 from .kernel_list import NativeOp, View
 from .layout import Layout, Part, Placed, PlacedLaunch
-from .native_ops import SMALL_PRODUCTS
 from .overlay import Overlay, new_host
 from .present_memory import no_address
 
 _ARENA_SLOT = 0
-_SHAPE_WORDS = 12  # code, type, routine, beta, two flags, three sizes, three strides
 
 
 @dataclass
@@ -39,7 +37,6 @@ class GeneratedCode:
         arena_views: name -> place in the arena.
         model_views: name -> view of a model tensor.
         words: what the native replay loop runs.
-        products: where products begin in them, until small ones are told apart.
         slots: instance -> slot of the native address table, for what is bound beforehand.
         regions: region of the arena -> slot, where a program works in several places at once.
         num_slots: size of that table; what is known only in a run comes last.
@@ -52,7 +49,6 @@ class GeneratedCode:
     model_views: dict[str, Placed] = field(default_factory=dict)
     num_made_per_run: int = 0
     words: array[int] = field(default_factory=lambda: array("q"))
-    products: list[int] = field(default_factory=list)
     slots: dict[int, int] = field(default_factory=dict)
     regions: dict[int, int] = field(default_factory=dict)
     num_slots: int = 1
@@ -183,8 +179,6 @@ class CodeWriter:
 
     def _add_native(self, op: NativeOp, placed: PlacedLaunch) -> None:
         self._num_native += op.num_operations
-        if op.operands[0] in SMALL_PRODUCTS:
-            self._code.products.append(len(self._code.words))
         words: list[int] = []
         for operand in op.operands:
             if type(operand) is int:
@@ -402,7 +396,6 @@ def bind_native(
     arena, and the memory of the model's tensors, which `parameter.data = ...` may take from them.
     """
     loop = replay()
-    _use_small_products(code, loop)
     addresses = (ctypes.c_int64 * code.num_slots)()
     addresses[_ARENA_SLOT] = arena.data_ptr()
     for region, slot in code.regions.items():
@@ -418,22 +411,6 @@ def bind_native(
         "no_address": no_address,
         "fail": native_ops.fail,
     }
-
-
-def _use_small_products(code: GeneratedCode, loop: torch_native.Replay) -> None:
-    """Lets our own routine do the products that it does to the last bit, tried once per shape."""
-    tried: dict[tuple[int, ...], int] = {}
-    for at in code.products:
-        # Up to the sizes: no address counts, nor how many products there are.
-        shape = tuple(code.words[at : at + _SHAPE_WORDS])
-        if shape[0] not in SMALL_PRODUCTS:
-            continue
-        if shape not in tried:
-            start = code.words.buffer_info()[0] + at * code.words.itemsize
-            tried[shape] = loop.is_exact(start)
-        if tried[shape]:
-            code.words[at] = SMALL_PRODUCTS[shape[0]]
-    code.products = []
 
 
 def bind_arena(

@@ -1,8 +1,9 @@
 """Launches as words that the native replay loop runs; whatever has none is launched from Python.
 
-Every operation computes what PyTorch's kernel computes, to the last bit: the same BLAS routine with
-the same arguments, the same order of additions. Where that is not so (other layouts, other types,
-another BLAS), a launch is left to PyTorch.
+Every operation computes what PyTorch's kernel computes: the same BLAS routine with the same
+arguments (or, of small matrices, our own product, which rounds no more), sums and copies to the
+last bit, in the same order. Where that is not so (other layouts, other types, another BLAS), a
+launch is left to PyTorch.
 """
 
 from __future__ import annotations
@@ -22,11 +23,10 @@ aten = torch.ops.aten
 # The numbers are those of native_replay.cpp.
 _KERNEL, _GEMM, _BATCHED_GEMM, _COPY, _COPY_ROW, _ADD, _GATHER_ROWS, _ADD_ROWS = range(8)
 _INDEX, _ZERO_DIVISION = 1, 2
-SMALL_PRODUCTS = {_GEMM: 8, _BATCHED_GEMM: 9}
-"""What does a product by our own routine, on the same words."""
 _MAX_KERNEL_ARGS = 64
 _TYPES = {torch.float32: 0, torch.float64: 1}
 _BLAS_LETTERS = {torch.float32: "s", torch.float64: "d"}
+_MAX_BLAS_INTEGER = 2**31 - 1
 # Below this many multiplications PyTorch uses loops of its own for a batch of products.
 _MIN_BATCHED_WORK = 400
 
@@ -120,8 +120,10 @@ def _gemm(
     left, right = _leading(b), _leading(a)
     if address is None or left is None or right is None or not _is_contiguous(out):
         return None
-    head = (_GEMM, _TYPES[out.dtype], address, beta, left[0], right[0])
-    return (*head, columns, rows, inner, left[1], right[1], columns, b, a, out)
+    sizes = (columns, rows, inner, left[1], right[1], columns)
+    if max(sizes) > _MAX_BLAS_INTEGER:
+        return None
+    return (_GEMM, _TYPES[out.dtype], address, beta, left[0], right[0], *sizes, b, a, out)
 
 
 def _leading(matrix: View) -> tuple[int, int] | None:

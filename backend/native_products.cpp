@@ -1,7 +1,8 @@
 // Products of small matrices, for which BLAS spends more time on choosing a way than on the way.
 //
-// Each element is one chain of fused multiply-adds from zero along the inner dimension. Where BLAS
-// does the same, which native_ops.py tries out shape by shape, the bits are the same.
+// Each element is one chain of fused multiply-adds from zero along the inner dimension: never less
+// exact than the bound of any sum of so many products, and the same bits on every CPU, wherever the
+// matrices lie. BLAS promises only the former: its bits depend on the CPU and on addresses.
 
 #include <algorithm>
 #include <cstdint>
@@ -97,7 +98,7 @@ inline void transpose_8(const float* from, int64_t from_step, float* to, int64_t
 
 constexpr int MAX_TRANSPOSED = 8192;
 
-// What sgemm computes with alpha 1 and beta 0, by columns. The caller has asked can_multiply.
+// What sgemm computes with alpha 1 and beta 0, by columns. The caller has asked is_small.
 void small_product(bool trans_a, bool trans_b, int m, int n, int inner, const float* a, int64_t lda,
                    const float* b, int64_t ldb, float* c, int64_t ldc) {
   alignas(64) float turned[MAX_TRANSPOSED];
@@ -113,7 +114,14 @@ void small_product(bool trans_a, bool trans_b, int m, int n, int inner, const fl
   product<Vector8>(m, n, inner, a, lda, right, c, ldc);
 }
 
-bool can_multiply(bool trans_a, int m, int inner) {
+// Most multiply-adds of a product for which our way was seen to be the faster one.
+constexpr int64_t MAX_SMALL = 65536;
+// A longer sum rounds less in parts, which is how BLAS does it.
+constexpr int MAX_INNER = 256;
+
+// Whether our way is the better one. A product with a vector costs no more than reading the matrix.
+bool is_small(bool trans_a, int m, int n, int inner) {
+  if (n == 1 || inner > MAX_INNER || static_cast<int64_t>(m) * n * inner > MAX_SMALL) return false;
   return m % 8 == 0 && (!trans_a || (inner % 8 == 0 && m * inner <= MAX_TRANSPOSED));
 }
 
@@ -123,8 +131,7 @@ bool can_multiply(bool trans_a, int m, int inner) {
 
 namespace {
 void small_product(bool, bool, int, int, int, const float*, int64_t, const float*, int64_t, float*, int64_t) {}
-bool can_multiply(bool, int, int) { return false; }
+bool is_small(bool, int, int, int) { return false; }
 }  // namespace
 
 #endif
-

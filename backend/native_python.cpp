@@ -35,12 +35,6 @@ PyObject* run(PyObject*, PyObject* const* given, Py_ssize_t count) {
   return PyLong_FromLong(failure);
 }
 
-PyObject* is_exact(PyObject*, PyObject* const* given, Py_ssize_t count) {
-  int64_t n[1];
-  if (!read_numbers(given, count, 1, n)) return nullptr;
-  return PyLong_FromLong(lazyinline_is_exact(at<word>(n[0])));
-}
-
 // No other Python code runs meanwhile.
 PyObject* same_words(PyObject*, PyObject* const* given, Py_ssize_t count) {
   int64_t n[4];
@@ -61,8 +55,8 @@ PyMethodDef method(const char* name, Function function) {
           nullptr};
 }
 
-PyMethodDef methods[] = {method("run", run), method("is_exact", is_exact),
-                         method("same_words", same_words), method("move", move), {}};
+PyMethodDef methods[] = {method("run", run), method("same_words", same_words),
+                         method("move", move), {}};
 PyModuleDef module = {PyModuleDef_HEAD_INIT, "lazyinline_native", nullptr, 0, methods};
 
 }  // namespace

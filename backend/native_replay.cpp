@@ -5,11 +5,9 @@
 // tensors of one run are, so that the same words serve every run.
 
 #include <algorithm>
-#include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <exception>
-#include <vector>
 
 namespace {
 
@@ -17,7 +15,7 @@ using word = int64_t;
 
 // The numbers are those of native_ops.py.
 enum Code : word {
-  KERNEL, GEMM, BATCHED_GEMM, COPY, COPY_ROW, ADD, GATHER_ROWS, ADD_ROWS, SMALL, BATCHED_SMALL
+  KERNEL, GEMM, BATCHED_GEMM, COPY, COPY_ROW, ADD, GATHER_ROWS, ADD_ROWS
 };
 enum Type : word { F32, F64 };
 
@@ -72,6 +70,24 @@ Shape read_shape(Reader& in) {
   return s;
 }
 
+struct Steps {
+  word a, b, c;
+};
+
+// Multiplies by the routine of native_products.cpp; false if the matrices are not for it.
+bool multiplied(const Shape& s, word batch, Steps step, float beta, const float* a, const float* b,
+                float* c) {
+  const bool trans_a = s.trans_a == 'T', trans_b = s.trans_b == 'T';
+  if (beta != 0 || !is_small(trans_a, s.m, s.n, s.k)) return false;
+  for (word i = 0; i < batch; ++i, a += step.a, b += step.b, c += step.c)
+    small_product(trans_a, trans_b, s.m, s.n, s.k, a, s.lda, b, s.ldb, c, s.ldc);
+  return true;
+}
+
+bool multiplied(const Shape&, word, Steps, double, const double*, const double*, double*) {
+  return false;
+}
+
 template <typename T>
 void gemm(Reader& in) {
   using Gemm = void (*)(const char*, const char*, const int*, const int*, const int*, const T*,
@@ -82,6 +98,7 @@ void gemm(Reader& in) {
   const T* a = reinterpret_cast<const T*>(in.address());
   const T* b = reinterpret_cast<const T*>(in.address());
   T* c = reinterpret_cast<T*>(in.address());
+  if (multiplied(s, 1, {}, beta, a, b, c)) return;
   function(&s.trans_a, &s.trans_b, &s.m, &s.n, &s.k, &alpha, a, &s.lda, b, &s.ldb, &beta, c,
            &s.ldc);
 }
@@ -97,43 +114,24 @@ void batched_gemm(Reader& in) {
   const Shape s = read_shape(in);
   const int trans_a = s.trans_a == 'N' ? no_transpose : transpose;
   const int trans_b = s.trans_b == 'N' ? no_transpose : transpose;
-  const word batch = in.next(), step_a = in.next(), step_b = in.next(), step_c = in.next();
+  const word batch = in.next();
+  const Steps step = {in.next(), in.next(), in.next()};
   const T* a = reinterpret_cast<const T*>(in.address());
   const T* b = reinterpret_cast<const T*>(in.address());
   T* c = reinterpret_cast<T*>(in.address());
+  if (multiplied(s, batch, step, beta, a, b, c)) return;
   for (word first = 0; first < batch; first += chunk) {
     const T *as[chunk], *bs[chunk];
     T* cs[chunk];
     const int size = static_cast<int>(std::min<word>(chunk, batch - first));
     for (int i = 0; i < size; ++i) {
-      as[i] = a + (first + i) * step_a;
-      bs[i] = b + (first + i) * step_b;
-      cs[i] = c + (first + i) * step_c;
+      as[i] = a + (first + i) * step.a;
+      bs[i] = b + (first + i) * step.b;
+      cs[i] = c + (first + i) * step.c;
     }
     function(column_major, &trans_a, &trans_b, &s.m, &s.n, &s.k, &alpha, as, &s.lda, bs, &s.ldb,
              &beta, cs, &s.ldc, 1, &size);
   }
-}
-
-// The words of a product, for native_products.cpp.
-void small(Reader& in) {
-  in.at += 3;  // type, routine, beta
-  const Shape s = read_shape(in);
-  const float* a = reinterpret_cast<const float*>(in.address());
-  const float* b = reinterpret_cast<const float*>(in.address());
-  float* c = reinterpret_cast<float*>(in.address());
-  small_product(s.trans_a == 'T', s.trans_b == 'T', s.m, s.n, s.k, a, s.lda, b, s.ldb, c, s.ldc);
-}
-
-void batched_small(Reader& in) {
-  in.at += 3;
-  const Shape s = read_shape(in);
-  const word batch = in.next(), step_a = in.next(), step_b = in.next(), step_c = in.next();
-  const float* a = reinterpret_cast<const float*>(in.address());
-  const float* b = reinterpret_cast<const float*>(in.address());
-  float* c = reinterpret_cast<float*>(in.address());
-  for (word i = 0; i < batch; ++i, a += step_a, b += step_b, c += step_c)
-    small_product(s.trans_a == 'T', s.trans_b == 'T', s.m, s.n, s.k, a, s.lda, b, s.ldb, c, s.ldc);
 }
 
 template <typename T>
@@ -205,8 +203,6 @@ bool step(Reader& in) {
     case ADD: in.next() == F32 ? add<float>(in) : add<double>(in); return true;
     case GATHER_ROWS: return gather_rows(in);
     case ADD_ROWS: return in.next() == F32 ? add_rows<float>(in) : add_rows<double>(in);
-    case SMALL: small(in); return true;
-    case BATCHED_SMALL: batched_small(in); return true;
   }
   return false;
 }
@@ -220,52 +216,7 @@ int failure_of(const std::exception& error) {
   return std::strstr(text, "out of bounds") ? INDEX : OTHER;
 }
 
-// Numbers of both signs and many sizes; some are zero, some are minus zero.
-std::vector<float> numbers(size_t count, uint32_t seed) {
-  std::vector<float> found(count);
-  for (float& x : found) {
-    seed = seed * 1664525u + 1013904223u;
-    const int power = static_cast<int>(seed >> 8 & 15) - 8;
-    const float sign = seed >> 13 & 1 ? -1.0f : 1.0f;
-    const float size = seed >> 14 & 7 ? std::ldexp(1.0f + (seed >> 17) / 32768.0f, power) : 0.0f;
-    x = sign * size;
-  }
-  return found;
-}
-
-// Most multiply-adds of a product for which our way was seen to be the faster one.
-constexpr word MAX_SMALL = 65536;
-
 }  // namespace
-
-// Whether a product of words, GEMM or BATCHED_GEMM, is small and our way gives the bits of BLAS.
-extern "C" int lazyinline_is_exact(const word* program) {
-  Reader in{program, nullptr};
-  const word code = in.next(), type = in.next();
-  const word function = in.next(), beta = in.next();
-  const Shape s = read_shape(in);
-  const word work = static_cast<word>(s.m) * s.n * s.k;
-  if (type != F32 || beta != 0 || work > MAX_SMALL) return 0;
-  if (!can_multiply(s.trans_a == 'T', s.m, s.k)) return 0;
-  const bool batched = code == BATCHED_GEMM;
-  const word batch = batched ? 3 : 1;
-  const word size_a = static_cast<word>(s.lda) * (s.trans_a == 'T' ? s.m : s.k);
-  const word size_b = static_cast<word>(s.ldb) * (s.trans_b == 'T' ? s.k : s.n);
-  const word size_c = static_cast<word>(s.ldc) * s.n;
-  std::vector<float> a = numbers(batch * size_a, 1), b = numbers(batch * size_b, 2);
-  std::vector<float> expected(batch * size_c), found(batch * size_c);
-  char* table[] = {reinterpret_cast<char*>(a.data()), reinterpret_cast<char*>(b.data()),
-                   reinterpret_cast<char*>(expected.data()), reinterpret_cast<char*>(found.data())};
-  std::vector<word> words = {type, function, beta, s.trans_a, s.trans_b, s.m, s.n, s.k, s.lda, s.ldb, s.ldc};
-  if (batched) words.insert(words.end(), {batch, size_a, size_b, size_c});
-  words.insert(words.end(), {0, 0, 1, 0, 2, 0});
-  Reader theirs{words.data() + 1, table};
-  batched ? batched_gemm<float>(theirs) : gemm<float>(theirs);
-  words[words.size() - 2] = 3;
-  Reader ours{words.data(), table};
-  batched ? batched_small(ours) : small(ours);
-  return std::memcmp(expected.data(), found.data(), expected.size() * sizeof(float)) == 0;
-}
 
 // Runs `count` operations; returns what went wrong (native_ops.py knows the numbers), or 0.
 extern "C" int lazyinline_replay(const word* program, word count, char* const* table) {

@@ -23,7 +23,7 @@ import torch
 from .kernel_bundles import Bundles, Promise, kept
 from .kernel_index import KernelIndex
 from .kernel_source import kernel_source
-from .torch_entries import cpu_kind
+from .torch_entries import cpu_kind, for_this_cpu
 from .torch_native import replay_function
 
 _FOLDER = "lazyinline_kernels"
@@ -42,7 +42,7 @@ def deferred_builds() -> Iterator[Callable[[], None]]:
     def collect(self: AsyncCompile, argtypes: list[str], source_code: str) -> Any:
         source = kernel_source(argtypes, source_code)
         if source is None:
-            return build_one(self, argtypes, source_code)
+            return build_one(self, argtypes, for_this_cpu(source_code))
         bundles.beside(replay_function)
         return bundles.ask(source)
 
@@ -76,7 +76,9 @@ def _bundles() -> Bundles:
     return Bundles(
         lambda: KernelIndex(Path(cache_dir()) / _FOLDER, build_setting()),
         build_file,
-        CppPythonBindingsCodeCache.load_pybinding,
+        lambda types, source: CppPythonBindingsCodeCache.load_pybinding(
+            list(types), for_this_cpu(source)
+        ),
         max(1, get_compile_threads()),
     )
 

@@ -22,6 +22,7 @@ from ..reuse.errors import PlanError
 from ..reuse.torch_names import matmul_precision
 from .built_kernel import BuiltKernel
 from .live_ranges import Buffers, IntArray
+from .torch_entries import for_this_cpu
 
 _SOURCES = tuple(
     Path(__file__).with_name(name)
@@ -51,8 +52,6 @@ class Replay:
 
     Attributes:
         run: ``run(program, count, table)``, three addresses or counts, runs so many operations.
-        is_exact: ``is_exact(words)`` tells of a product at that address whether our own routine
-            for small matrices does it, and was tried and gives the bits of BLAS.
         same_words: ``same_words(addresses, expected, count, num_touched)`` tells whether so many
             addresses hold the expected words, and fetches what lies at further ones; no other
             Python code runs meanwhile.
@@ -60,7 +59,6 @@ class Replay:
     """
 
     run: Callable[[int, int, int], int]
-    is_exact: Callable[[int], int]
     same_words: SameWords
     move: Move
 
@@ -86,8 +84,8 @@ def replay_function() -> Replay:
 
 
 def native_source() -> str:
-    """Returns the source of all of our C++."""
-    return "\n".join(source.read_text() for source in _SOURCES)
+    """Returns the source of all of our C++, for this CPU."""
+    return for_this_cpu("\n".join(source.read_text() for source in _SOURCES))
 
 
 def native_file() -> Path | None:
@@ -114,7 +112,7 @@ def _replay_of(library: ctypes.CDLL) -> Replay:
     assert spec is not None
     native: Any = module_from_spec(spec)
     loader.exec_module(native)
-    return Replay(native.run, native.is_exact, native.same_words, native.move)
+    return Replay(native.run, native.same_words, native.move)
 
 
 def _foreign_replay(library: ctypes.CDLL) -> Replay:
@@ -122,11 +120,8 @@ def _foreign_replay(library: ctypes.CDLL) -> Replay:
     function = library.lazyinline_replay
     function.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p]
     function.restype = ctypes.c_int
-    is_exact = library.lazyinline_is_exact
-    is_exact.argtypes = [ctypes.c_void_p]
-    is_exact.restype = ctypes.c_int
     address = ctypes.cast(library.lazyinline_same_words, ctypes.c_void_p).value
-    return Replay(function, is_exact, _SAME_WORDS(address or 0), ctypes.memmove)
+    return Replay(function, _SAME_WORDS(address or 0), ctypes.memmove)
 
 
 def first_fit(buffers: Buffers, order: IntArray) -> IntArray:

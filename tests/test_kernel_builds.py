@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import lazyinline
-from lazyinline.backend import torch_builds
+from lazyinline.backend import torch_builds, torch_entries, torch_native
 from lazyinline.backend.built_kernel import BuiltKernel
 from lazyinline.backend.kernel_bundles import Bundles, Promise, kept
 from lazyinline.backend.kernel_index import KernelIndex
@@ -32,10 +32,10 @@ def elementwise(expression: str) -> str:
     return text_of(f"""
     using V = at::vec::Vectorized<float>;
     #pragma GCC ivdep
-    for (int64_t i = 0; i + 16 <= n; i += 16) {{
-        auto x = V::loadu(in_ptr0 + i, 16);
+    for (int64_t i = 0; i + V::size() <= n; i += V::size()) {{
+        auto x = V::loadu(in_ptr0 + i);
         auto tmp0 = {expression};
-        tmp0.store(out_ptr0 + i, 16);
+        tmp0.store(out_ptr0 + i);
     }}""")
 
 
@@ -161,6 +161,35 @@ def test_an_argument_of_another_type_is_left_to_inductor() -> None:
 
 def test_braces_in_strings_and_comments_are_no_blocks() -> None:
     assert kernel_source(TYPES, text_of("auto s = \"}\"; char c = '{'; // }\n/* { */")) is not None
+
+
+def test_every_source_that_is_built_names_its_kind_of_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The flags are the same on every CPU, "for the one at hand", and folders may be shared."""
+    from torch._inductor.async_compile import AsyncCompile
+    from torch._inductor.codecache import CppPythonBindingsCodeCache
+
+    built: list[str] = []
+
+    def sources() -> list[str]:
+        built.clear()
+        with pytest.raises(KeyError), deferred_builds():
+            AsyncCompile().cpp_pybinding(TYPES, REFUSED["its own name"])
+            promise = AsyncCompile().cpp_pybinding(TYPES, BODIES[0])
+            raise KeyError
+        assert isinstance(promise, Promise)
+        promise.result()
+        assert len(built) == 2
+        return [*built, torch_native.native_source(), torch_builds.build_setting()]
+
+    monkeypatch.setattr(AsyncCompile, "cpp_pybinding", lambda _, types, text: built.append(text))
+    monkeypatch.setattr(
+        CppPythonBindingsCodeCache, "load_pybinding", lambda types, text: built.append(text)
+    )
+    monkeypatch.setattr(KernelIndex, "find", lambda *_: None)
+    here = sources()
+    for module in (torch_entries, torch_builds):
+        monkeypatch.setattr(module, "cpu_kind", lambda: "another")
+    assert all(a != b for a, b in zip(here, sources(), strict=True))
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
