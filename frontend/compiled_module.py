@@ -57,7 +57,7 @@ def compile(
     that see each operator. The report says so.
 
     Returns:
-        A module; ``.last_report`` tells what the newest compile did.
+        A module; ``.last_report`` tells what the newest compile did (None before the first).
 
     Raises:
         ReuseError, PlanError: for options that do not exist.
@@ -107,12 +107,9 @@ class CompiledModule(nn.Module):
             model.training = mode
 
     @property
-    def last_report(self) -> CompileReport:
-        """What the newest compile did."""
-        report = self.__dict__["_lazyinline_report"]
-        if report is None:
-            raise PlanError("Nothing has been compiled yet: call the module once.")
-        assert isinstance(report, CompileReport)
+    def last_report(self) -> CompileReport | None:
+        """What the newest compile did; None before the first call."""
+        report: CompileReport | None = self.__dict__["_lazyinline_report"]
         return report
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

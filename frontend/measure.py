@@ -168,6 +168,7 @@ def _run_side(
     with _children() as spent:
         workload.step(module)
     compiled = module.last_report
+    assert compiled is not None
     restore()  # compiling may have drawn random numbers
     errors = compare(workload.step(module), expected)
     return Side(compiled, spent(), errors=errors), module

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch._C._dynamo.guards import GlobalStateGuard
+from torch.fx._symbolic_trace import is_fx_symbolic_tracing
 from torch.utils._device import DeviceContext
 
 from ..reuse.leaf import current_autocast
@@ -25,6 +26,10 @@ def mode_around() -> str:
         return "a transform of torch.func"
     if torch.autograd.forward_ad._current_level >= 0:
         return "forward-mode differentiation"
+    if torch._C._get_tracing_state() is not None:
+        return "torch.jit.trace"
+    if is_fx_symbolic_tracing():
+        return "torch.fx.symbolic_trace"
     return ""
 
 

@@ -114,18 +114,14 @@ class TrainingStep:
         self._report: CompileReport | None = None
 
     @property
-    def last_report(self) -> CompileReport:
-        """What the newest compile did."""
-        if self._report is None:
-            raise PlanError("Nothing has been compiled yet: run a step once.")
+    def last_report(self) -> CompileReport | None:
+        """What the newest compile did; None before the first step."""
         return self._report
 
     @property
-    def stats(self) -> StepStats:
-        """What the step used last holds."""
-        if not self._entries:
-            raise PlanError("Nothing has been compiled yet: run a step once.")
-        return self._entries[0].stats()
+    def stats(self) -> StepStats | None:
+        """What the step used last holds; None before the first step."""
+        return self._entries[0].stats() if self._entries else None
 
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Runs a step; returns the mean loss of the micro-batches.

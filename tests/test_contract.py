@@ -922,6 +922,21 @@ def test_transforms_are_on_a_stack(peek: Any) -> None:
     assert seen != [None]
 
 
+@contract("torch._C._get_tracing_state", "torch.fx._symbolic_trace.is_fx_symbolic_tracing")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_tracers_of_python_say_that_they_run(state: Any, is_tracing: Any) -> None:
+    class Asking(torch.nn.Module):
+        def forward(self, x: Any) -> Any:
+            seen.append((state() is not None, is_tracing()))
+            return x + 1
+
+    seen: list[tuple[bool, bool]] = []
+    Asking()(torch.ones(2))
+    torch.jit.trace(Asking(), (torch.ones(2),), check_trace=False)
+    torch.fx.symbolic_trace(Asking())
+    assert seen == [(False, False), (True, False), (False, True)]
+
+
 @contract("torch._C._autograd._top_saved_tensors_default_hooks")
 def test_hooks_on_saved_tensors_are_known_and_the_innermost_count(top: Any) -> None:
     assert top(True) is None

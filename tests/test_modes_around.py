@@ -1,6 +1,7 @@
 """Calls inside what sees or changes every operator, or differentiates in another way."""
 
 import copy
+import inspect
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch.nn.functional as F
 from comparing import assert_same_gradients
 from test_compile import Net, batch, make
 from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -112,3 +114,26 @@ def test_a_kernel_that_lays_its_result_out_in_another_way_stops_no_backward() ->
         run(x).sum().backward()
     for ours, theirs in zip(model.parameters(), expected.parameters(), strict=True):
         torch.testing.assert_close(ours.grad, theirs.grad)
+
+
+@pytest.mark.parametrize("called_before", [False, True])
+def test_what_traces_the_model_traces_the_model_itself(called_before: bool) -> None:
+    compiled, _, expected = make(Net, "eager")
+    if called_before:
+        compiled(batch())
+    other = batch(seed=5)
+    for traced in (
+        torch.jit.trace(compiled, (batch(),)),
+        make_fx(compiled)(batch()),
+        torch.export.export(compiled, (batch(),)).module(),
+    ):
+        torch.testing.assert_close(traced(other), expected(other))
+
+
+def test_no_property_of_what_is_compiled_raises() -> None:
+    compiled, model, _ = make(Net, "eager")
+    assert compiled.last_report is None
+    step = lazyinline.compile_step(model, loss_fn=lambda y: y.sum(), backend="eager")
+    assert step.last_report is None
+    assert step.stats is None
+    inspect.getmembers(compiled), inspect.getmembers(step)
