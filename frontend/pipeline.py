@@ -46,6 +46,7 @@ from .pipeline_split import SPLITS, Splitting, colors_of
 from .report import CompileReport
 from .requests import model_name
 from .runnable import check_runnable
+from .torch_hooks import have_hooks, pass_through_autograd
 from .training_step import LossFunction, LossModel
 
 GRADIENTS = ("replicated", "sharded")
@@ -347,6 +348,11 @@ class Pipeline:
         hold is in each of theirs), so a run may go on with another number of stages.
         """
         shards = self._reduction.shards
+        if shards is not None and have_hooks(list(self._present_parameters().values())):
+            raise PipelineError(
+                'A parameter has a hook, and with gradients="sharded" no replica has its whole '
+                'gradient. Remove the hook, or use gradients="replicated".'
+            )
         if shards is not None and shards.is_ahead:
             raise PipelineError("The optimizer has changed the shards: call gather() on all ranks.")
         present = self._guard.tensors
@@ -428,7 +434,8 @@ class Pipeline:
     def step(self, *args: Any, **kwargs: Any) -> Tensor | None:
         """Runs one training step; every rank calls it with the whole batch.
 
-        ``.grad`` of this rank's parameters is set to the gradient of the mean loss.
+        ``.grad`` of this rank's parameters is set to the gradient of the mean loss; hooks on them
+        run once per step.
 
         Returns:
             The mean loss of the micro-batches on ranks with the last stage, None elsewhere.
@@ -437,6 +444,11 @@ class Pipeline:
             PipelineError: if the batch does not fit, the model changed, or a rank failed.
         """
         shards = self._reduction.shards
+        if shards is not None and have_hooks(list(self._present_parameters().values())):
+            raise PipelineError(
+                'A parameter has a hook, and with gradients="sharded" no replica has its whole '
+                'gradient. Remove the hook, or use gradients="replicated".'
+            )
         if shards is not None and shards.is_ahead:
             shards.gather(self._present_parameters())
         micro_batches = self._batch.split(args, kwargs)
@@ -463,10 +475,13 @@ class Pipeline:
             )
 
     def _hand_out(self) -> None:
-        for name, source in self._parameters.items():
-            parameter = self._guard.tensors[self._places[id(source)]]
-            gradient = self._sums.buffers.get(name)
-            if gradient is not None and parameter.grad is not gradient:
+        parameters, sums = self._present_parameters(), self._sums.buffers
+        given = {p: sums[name] for name, p in parameters.items() if sums.get(name) is not None}
+        if have_hooks(list(given)):
+            pass_through_autograd(list(given), list(given.values()))
+            return
+        for parameter, gradient in given.items():
+            if parameter.grad is not gradient:
                 parameter.grad = gradient
 
 

@@ -1,9 +1,9 @@
 """Adapter: words of memory that change when a tensor is laid out anew, or gets other memory.
 
 A tensor's sizes, strides, type, device and storage lie in one object (c10::TensorImpl), the address
-of its numbers in another (c10::StorageImpl), its gradient and whether it wants one in a third
-(AutogradMeta), which is made when one is wanted. What is known here of these objects is tried out
-before it is used.
+of its numbers in another (c10::StorageImpl), its gradient, whether it wants one, and hooks on it
+in a third (AutogradMeta), which is made when one is wanted. What is known here of these objects is
+tried out before it is used.
 """
 
 from __future__ import annotations
@@ -164,6 +164,84 @@ def _autograd_places() -> _AutogradPlaces | None:
     if not same or len(places) != 1 or len(wishes) != 1 or states[2][places[0]] in held:
         return None
     return _AutogradPlaces(made[0], places[0], wishes[0])
+
+
+def hooks_of(tensors: Sequence[torch.Tensor]) -> dict[int, int] | None:
+    """Returns words, and what they are now, that change when a first hook is put on a gradient.
+
+    They also change when somebody gets hold of the node that adds to ``.grad``, where hooks can be
+    put too; None if somebody holds one now. To be compared in their order: one may be readable only
+    while those before it are the same.
+    """
+    places, own = _hook_places(), _autograd_places()
+    if places is None or own is None or not tells_layouts():
+        return None
+    found: dict[int, int] = {}
+    for tensor in tensors:
+        start = own.word_of(tensor, 0)
+        if start is None:
+            return None
+        words = [start + i * _WORD_BYTES for i in (*places.hooks, *places.receiver)]
+        found |= {a: read_word(a) for a in words}
+        users = {a: read_word(a) for a in _users_of(found[words[-1]])}
+        if any(map(_is_used, users.values())):
+            return None
+        found |= users
+    return found
+
+
+class _HookPlaces(NamedTuple):
+    """Numbers of words in an AutogradMeta: those of hooks, and what says which node adds up."""
+
+    hooks: tuple[int, ...]
+    receiver: tuple[int, ...]
+
+
+def _users_of(counted: int) -> list[int]:
+    """Where an object, or what counts its users, says how many there are; nothing for none."""
+    return [counted + _WORD_BYTES] if counted else []
+
+
+def _is_used(count: int) -> bool:
+    """Whether that word counts any users, and not only those who ask whether there are some."""
+    return bool(count & 0xFFFFFFFF)
+
+
+@functools.cache
+def _hook_places() -> _HookPlaces | None:
+    """Finds the words by what changes in them."""
+    own = _autograd_places()
+    if own is None:
+        return None
+    hooks: set[int] = set()
+    for put in (torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook):
+        made, _ = _made_by(own, lambda probe, put=put: put(probe, lambda gradient: None))  # type: ignore[misc]
+        if not made:
+            return None
+        hooks |= made
+    receiver, (probe, node) = _made_by(own, lambda probe: probe.expand(4, 4))
+    start = own.word_of(probe, 0)
+    if not receiver or hooks & receiver or start is None:
+        return None
+    (users,) = _users_of(read_word(start + max(receiver) * _WORD_BYTES))
+    is_counted = _is_used(read_word(users))
+    del node
+    is_counted &= not _is_used(read_word(users))
+    return _HookPlaces(tuple(sorted(hooks)), tuple(sorted(receiver))) if is_counted else None
+
+
+def _made_by(
+    own: _AutogradPlaces, change: Callable[[torch.Tensor], object]
+) -> tuple[set[int], tuple[torch.Tensor, object]]:
+    """Returns the words of a new AutogradMeta that something fills in, the tensor and result."""
+    with torch.inference_mode(False), torch.enable_grad():
+        probe = _vector().requires_grad_()
+        start = own.word_of(probe, 0) or 0
+        before = _read(start, _IN_AUTOGRAD)
+        result = change(probe)
+    after = _read(start, _IN_AUTOGRAD)
+    made = {i for i in _IN_AUTOGRAD if before[i] != after[i]}
+    return made, (probe, result)
 
 
 def _read(start: int, numbers: Iterable[int]) -> dict[int, int]:

@@ -33,6 +33,15 @@ def mode_around() -> str:
     return ""
 
 
+def autograd_mode_around() -> str:
+    """Returns what around a call sees each operator's backward, or an empty text."""
+    if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
+        return "a pair of hooks on saved tensors"
+    if torch.is_anomaly_enabled():
+        return "anomaly detection"
+    return ""
+
+
 class Modes:
     """The modes and settings, as they are now, that decide what operators compute."""
 

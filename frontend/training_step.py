@@ -25,7 +25,7 @@ from .guard import Guard
 from .handed_gradients import HandedGradients
 from .report import CompileReport
 from .runnable import check_runnable
-from .torch_modes import mode_around
+from .torch_modes import autograd_mode_around, mode_around
 
 LossFunction = Callable[[Any], torch.Tensor]
 
@@ -44,7 +44,11 @@ def compile_step(
 
     The step owns its whole plan: activations, gradients and scratch lie in one arena, and a step
     is a flat replay of kernels. ``.grad`` of every parameter that gets one is set to the gradient
-    of the mean loss (not added to what was there) and stays valid until the next step.
+    of the mean loss (not added to what was there) and stays valid until the next step. What an
+    earlier step set and this one does not is set to None.
+
+    A step is one backward of the mean loss: hooks on parameters run once per step, whatever the
+    number of micro-batches, after all kernels, from the last parameter used to the first.
 
     Args:
         model: returns a scalar loss, or an output with ``.loss``.
@@ -128,9 +132,9 @@ class TrainingStep:
 
         Raises:
             PlanError: if the batch cannot be split, another thread is in the step, or a mode that
-                sees every operator is active.
+                sees every operator or its backward is active.
         """
-        if mode := mode_around():
+        if mode := mode_around() or autograd_mode_around():
             raise PlanError(
                 f"{mode} is active, and a compiled step runs its kernels past it. Call the model "
                 "itself inside, or the step outside."
@@ -142,6 +146,7 @@ class TrainingStep:
             for position, entry in enumerate(self._entries):
                 if entry.guard.accepts(leaves, tree):
                     if position:
+                        entry.follow(self._entries[0])
                         self._entries.insert(0, self._entries.pop(position))
                     return entry.run(leaves)
             return self._compile(leaves, tree).run(leaves)
@@ -156,8 +161,11 @@ class TrainingStep:
         compiled, self._report = self._compiler.compile_step(
             self._loss_model, args, kwargs, self._batching
         )
-        self._entries.insert(0, _StepEntry(self._loss_model, compiled, leaves, parts, tree))
-        return self._entries[0]
+        entry = _StepEntry(self._loss_model, compiled, leaves, parts, tree)
+        if self._entries:
+            entry.follow(self._entries[0])
+        self._entries.insert(0, entry)
+        return entry
 
     def _split(self, leaf: Any) -> Any:
         count = self._batching.micro_batches
@@ -212,6 +220,11 @@ class _StepEntry:
         seed_type = compiled.step.program.inputs[-1].type
         self._seed = torch.full((), 1.0 / count, dtype=seed_type.dtype, device=seed_type.device)  # type: ignore[union-attr]
 
+    def follow(self, other: _StepEntry) -> None:
+        """Takes back gradients that another variant gave to what this one leaves out."""
+        if other._handed is not None:
+            other._handed.take_back(self._trained_of(self.guard.tensors))
+
     def run(self, leaves: Sequence[Any]) -> torch.Tensor:
         """Copies the batch in, replays the program, hands out the gradients."""
         return self._run(leaves) if self._move else self._run_without_modes(leaves)
@@ -229,10 +242,10 @@ class _StepEntry:
         lease = left or self._leased(token)
         outputs = lease.runners[0]([])
         loss = self._loss_for_user(outputs)
-        if left is None:
-            self._hand_out(outputs)
         if self._num_writes:
             self._write(outputs)
+        if left is None:
+            self._hand_out(outputs)
         return loss
 
     def _lease_as_left(self, token: object) -> Lease | None:

@@ -43,6 +43,7 @@ ADAPTERS = {
     "frontend/interception.py",
     "frontend/tensor_layouts.py",
     "frontend/tensor_words.py",
+    "frontend/torch_hooks.py",
     "frontend/torch_modes.py",
     "frontend/torch_sizes.py",
     "frontend/torch_tracing.py",

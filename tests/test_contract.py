@@ -1574,3 +1574,19 @@ def test_fake_tensors_share_the_memory_of_their_meta_tensors(mode: Any, fake: An
     assert first.device == torch.device("cpu")
     assert first.untyped_storage()._cdata == second.untyped_storage()._cdata
     assert second.storage_offset() == 2
+
+
+@contract("attribute _backward_hooks", "attribute _post_accumulate_grad_hooks")
+def test_tables_of_hooks_on_a_tensor() -> None:
+    """There is none before the first hook; one that was emptied stays, and is used again."""
+    tensor = torch.zeros(2, requires_grad=True)
+    for name, put in (
+        ("_backward_hooks", tensor.register_hook),
+        ("_post_accumulate_grad_hooks", tensor.register_post_accumulate_grad_hook),
+    ):
+        assert getattr(tensor, name) is None
+        handle = put(lambda _: None)
+        table = getattr(tensor, name)
+        assert len(table) == 1
+        handle.remove()
+        assert not table and getattr(tensor, name) is table

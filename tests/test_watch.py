@@ -29,6 +29,10 @@ def test_words_are_found_whatever_the_default_device_is() -> None:
     with torch.device("meta"):
         assert tensor_words.tells_layouts.__wrapped__()
         assert tensor_words._autograd_places.__wrapped__() == tensor_words._autograd_places()
+    for mode in (torch.no_grad(), torch.inference_mode(), torch.device("meta")):
+        with mode:
+            assert tensor_words._hook_places.__wrapped__() == tensor_words._hook_places()
+    assert tensor_words._hook_places() is not None
 
 
 @needs_versions

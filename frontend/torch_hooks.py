@@ -1,0 +1,88 @@
+"""Adapter: hooks that PyTorch's engine runs where a gradient arrives at a tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+_MARK = "lazyinline"  # under this name in the notes that PyTorch keeps for a node
+
+
+def have_hooks(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether a hook may run where gradients arrive at these tensors.
+
+    Somebody who holds the node that adds to ``.grad`` may have put hooks on it; what they are is
+    not told.
+    """
+    return any(t._backward_hooks or t._post_accumulate_grad_hooks for t in tensors) or _are_held(
+        tensors
+    )
+
+
+def had_hooks(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether hooks were put on one of these tensors, removed or not.
+
+    A table that was emptied is used again, and nothing else of the tensor then changes.
+    """
+    return any(
+        t._backward_hooks is not None or t._post_accumulate_grad_hooks is not None for t in tensors
+    )
+
+
+def _are_held(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether a node that gradients of these tensors go to outlives us: somebody else holds it."""
+    _mark(_receivers(tensors))
+    return any([node.metadata.pop(_MARK, False) for node in _receivers(tensors)])
+
+
+def _mark(nodes: Sequence[Any]) -> None:
+    for node in nodes:
+        node.metadata[_MARK] = True
+
+
+def _receivers(tensors: Sequence[torch.Tensor]) -> list[Any]:
+    """Returns the nodes that gradients of these tensors go to."""
+    with torch.inference_mode(False), torch.enable_grad():
+        end = _Chain.apply(None, [], *tensors).grad_fn
+    return [node for node, _ in end.next_functions if node] if end else []
+
+
+def pass_through_autograd(
+    parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]
+) -> None:
+    """Sets ``.grad`` by PyTorch's own engine, so that hooks run as in one backward.
+
+    Gradients arrive from the last parameter to the first.
+
+    Args:
+        parameters: in the order in which a forward first uses them.
+        gradients: of them; ``.grad`` shares their memory where no hook puts something else there.
+    """
+    for parameter in parameters:
+        if parameter.is_leaf:
+            parameter.grad = None
+    with torch.inference_mode(False), torch.enable_grad():
+        chain = None
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            chain = _Chain.apply(chain, [gradient], parameter)
+    if chain is not None:
+        torch.autograd.backward(chain)
+
+
+class _Chain(torch.autograd.Function):
+    """A link, by which the engine comes to one parameter after another."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, chain: torch.Tensor | None, gradients: list[torch.Tensor], *_: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.gradients = gradients
+        return torch.zeros((), device="cpu")
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        chain = cotangent if ctx.needs_input_grad[0] else None
+        # A tensor of its own, which the engine may take for `.grad` as it is.
+        return (chain, None, *(gradient.detach() for gradient in ctx.gradients))

@@ -1,0 +1,297 @@
+"""Hooks on parameters run in ``compile_step`` as in eager; what sees a backward is refused."""
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from comparing import assert_same_gradients, relative_error
+from torch import Tensor, nn
+
+import lazyinline
+from lazyinline import lazy_inline
+from lazyinline.reuse.errors import PlanError
+
+BACKENDS = ["eager", "inductor"]
+Remove = Callable[[], object]
+
+
+@lazy_inline
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(4, 8)
+        self.down = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class Net(nn.Module):
+    """Two blocks, tied weights, a frozen bias and a parameter that nothing uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(7, 4)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.unused = nn.Linear(2, 2)
+        self.head = nn.Linear(4, 7, bias=False)
+        self.head.weight = self.embedding.weight
+        self.blocks[0].up.bias.requires_grad_(False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embedding(ids)
+        for block in self.blocks:
+            x = block(x)
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())
+
+
+IDS = torch.tensor([[0, 1, 2, 3], [4, 5, 6, 0]])
+
+
+def new_net() -> Net:
+    torch.manual_seed(0)
+    return Net()
+
+
+def trained(net: nn.Module) -> dict[str, nn.Parameter]:
+    return {n: p for n, p in net.named_parameters() if p.requires_grad}
+
+
+def masked(net: Net, log: list[Any]) -> list[Remove]:
+    mask = torch.arange(4) % 2
+    return [net.embedding.weight.register_hook(lambda g: g * mask).remove]
+
+
+def scaled_twice(net: Net, log: list[Any]) -> list[Remove]:
+    weight = net.blocks[1].up.weight
+    return [
+        weight.register_hook(lambda g: g * 3).remove,
+        weight.register_hook(lambda g: (log.append(float(g.sum())), g + 1)[1]).remove,
+    ]
+
+
+def changed_in_place(net: Net, log: list[Any]) -> list[Remove]:
+    def clip(parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        log.append(float(parameter.grad.norm()))
+        parameter.grad.mul_(0.5)
+
+    weights = trained(net).values()
+    return [p.register_post_accumulate_grad_hook(clip).remove for p in weights]
+
+
+def replaced(net: Net, log: list[Any]) -> list[Remove]:
+    def replace(parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        parameter.grad = parameter.grad.sign()
+
+    return [net.blocks[0].down.weight.register_post_accumulate_grad_hook(replace).remove]
+
+
+def stepped_in_backward(net: Net, log: list[Any]) -> list[Remove]:
+    """The optimizer in the backward: gradients are gone as soon as they are used."""
+
+    def step(parameter: Tensor) -> None:
+        with torch.no_grad():
+            parameter.add_(parameter.grad, alpha=-0.1)
+        parameter.grad = None
+
+    weights = trained(net).values()
+    return [p.register_post_accumulate_grad_hook(step).remove for p in weights]
+
+
+def on_the_node(net: Net, log: list[Any]) -> list[Remove]:
+    weights = (net.head.weight, net.blocks[0].up.weight)
+    nodes: list[Any] = [torch.autograd.graph.get_gradient_edge(p).node for p in weights]
+    handles = [n.register_prehook(lambda gs: tuple(g * 2 for g in gs)) for n in nodes]
+    handles += [n.register_hook(lambda made, gs: log.append(float(gs[0].sum()))) for n in nodes]
+    return [*(h.remove for h in handles), nodes.clear]
+
+
+def over_several(net: Net, log: list[Any]) -> list[Remove]:
+    given = tuple(trained(net).values())[:3]
+
+    def note(gradients: Any) -> None:
+        log.append([float(g.sum()) for g in gradients])
+
+    kind = torch.autograd.graph.register_multi_grad_hook
+    first = kind(given, lambda g: log.append(float(g.sum())), mode="any")
+    return [kind(given, note).remove, first.remove]
+
+
+HOOKS = [
+    masked,
+    scaled_twice,
+    changed_in_place,
+    replaced,
+    stepped_in_backward,
+    on_the_node,
+    over_several,
+]
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request: pytest.FixtureRequest) -> Iterator[str]:
+    yield request.param
+
+
+class Pair:
+    """A net under ``compile_step`` and its twin in eager, with the same hooks and optimizer."""
+
+    def __init__(self, backend: str, micro_batches: int = 1) -> None:
+        self.nets = (new_net(), new_net())
+        self.step = lazyinline.compile_step(
+            self.nets[0], backend=backend, micro_batches=micro_batches
+        )
+        self.optimizers = [torch.optim.SGD(n.parameters(), lr=0.1) for n in self.nets]
+        self.logs: tuple[list[Any], list[Any]] = ([], [])
+
+    def put(self, hooks: Callable[[Net, list[Any]], list[Remove]]) -> Remove:
+        undo = [*hooks(self.nets[0], self.logs[0]), *hooks(self.nets[1], self.logs[1])]
+        return lambda: [remove() for remove in undo]
+
+    def run(self) -> None:
+        """One step of each, compared."""
+        loss = self.step(IDS)
+        expected = self.nets[1](IDS)
+        expected.backward()
+        assert relative_error(loss, expected.detach()) < 1e-5
+        for mine, want in zip(*(n.named_parameters() for n in self.nets), strict=True):
+            assert (mine[1].grad is None) == (want[1].grad is None), mine[0]
+            if want[1].grad is not None:
+                assert relative_error(mine[1].grad, want[1].grad) < 1e-4, mine[0]
+        torch.testing.assert_close(*self.logs, rtol=1e-4, atol=1e-5)
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        for mine, want in zip(*(n.named_parameters() for n in self.nets), strict=True):
+            torch.testing.assert_close(mine[1], want[1], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("hooks", HOOKS)
+def test_hooks_run_as_in_eager_put_on_before_or_after_and_removed(
+    hooks: Callable[[Net, list[Any]], list[Remove]], backend: str
+) -> None:
+    pair = Pair(backend)
+    remove = pair.put(hooks)
+    for _ in range(2):
+        pair.run()
+    remove()
+    for _ in range(2):
+        pair.run()
+    pair.put(hooks)
+    for _ in range(2):
+        pair.run()
+
+
+def test_hooks_run_from_the_last_parameter_to_the_first_once_per_step() -> None:
+    pair = Pair("inductor", micro_batches=2)
+    names: tuple[list[str], list[str]] = ([], [])
+    for net, log in zip(pair.nets, names, strict=True):
+        for name, parameter in trained(net).items():
+            parameter.register_hook(lambda g, name=name, log=log: log.append(name))
+    for _ in range(2):
+        pair.run()
+    assert names[0] == names[1]
+    assert len(names[0]) == 2 * 8  # those that the loss depends on
+
+
+def test_a_step_after_an_eager_backward_still_asks_nothing_per_parameter() -> None:
+    pair = Pair("inductor")
+    for _ in range(3):
+        pair.run()
+    net = pair.nets[0]
+    net(IDS).backward()
+    pair.step(IDS)
+    handed = pair.step._entries[0]._handed
+    assert handed is not None and (handed.are_as_left() or handed._same_words is None)
+    kept = net(IDS)  # holds the nodes that add to .grad
+    assert not handed.are_as_left()
+    pair.step(IDS)
+    del kept
+
+
+def test_an_error_in_a_hook_reaches_the_caller_and_the_next_step_is_right(backend: str) -> None:
+    pair = Pair(backend)
+    pair.run()
+
+    def fail(gradient: Tensor) -> None:
+        raise KeyError("mine")
+
+    handle = pair.nets[0].blocks[0].up.weight.register_hook(fail)
+    with pytest.raises(KeyError, match="mine"):
+        pair.step(IDS)
+    handle.remove()
+    pair.run()
+
+
+def test_gradients_given_by_the_engine_lie_in_the_arena_too() -> None:
+    net = new_net()
+    step = lazyinline.compile_step(net, backend="inductor")
+    net.head.weight.register_hook(lambda g: None)
+    step(IDS)
+    arena = step._entries[0]._lease.arena.untyped_storage().data_ptr()
+    weights = trained(net).values()
+    found = [p.grad.untyped_storage().data_ptr() for p in weights if p.grad is not None]
+    assert len(found) == 8 and set(found) == {arena}
+
+
+def test_what_sees_a_backward_is_refused_by_name() -> None:
+    net = new_net()
+    step = lazyinline.compile_step(net, backend="eager")
+    step(IDS)
+    with torch.autograd.graph.save_on_cpu(), pytest.raises(PlanError, match="saved tensors"):
+        step(IDS)
+    with torch.autograd.set_detect_anomaly(True), pytest.raises(PlanError, match="anomaly"):
+        step(IDS)
+    step(IDS)
+
+
+class Branching(nn.Module):
+    """Uses another parameter in each mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared = nn.Linear(3, 3)
+        self.one = nn.Linear(3, 3)
+        self.other = nn.Linear(3, 3)
+        self.mode = "one"
+
+    def forward(self, x: Tensor) -> Tensor:
+        return getattr(self, self.mode)(self.shared(x)).square().mean()
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+def test_a_gradient_of_another_variant_is_taken_back(backend: str, hooked: bool) -> None:
+    torch.manual_seed(0)
+    net = Branching()
+    expected = copy.deepcopy(net)
+    if hooked:
+        for model in (net, expected):
+            model.shared.weight.register_hook(lambda g: g * 2)
+    step = lazyinline.compile_step(net, backend=backend)
+    optimizers = [torch.optim.SGD(n.parameters(), lr=0.1) for n in (net, expected)]
+    x = torch.randn(2, 3)
+    for mode in ("one", "other", "one", "one", "other"):
+        net.mode = expected.mode = mode
+        step(x)
+        optimizers[1].zero_grad()
+        expected(x).backward()
+        assert_same_gradients(net, expected)
+        for optimizer in optimizers:
+            optimizer.step()
+
+
+def test_a_gradient_that_is_the_users_own_stays() -> None:
+    net = Branching()
+    step = lazyinline.compile_step(net, backend="eager")
+    x = torch.randn(2, 3)
+    step(x)
+    own = torch.ones(3, 3)
+    net.one.weight.grad = own
+    net.mode = "other"
+    step(x)
+    assert net.one.weight.grad is own
+    assert net.one.bias.grad is None
