@@ -23,6 +23,7 @@ from .kernel_list import NativeOp, View
 from .layout import Layout, Part, Placed, PlacedLaunch
 from .overlay import Overlay, new_host
 from .present_memory import no_address
+from .torch_results import as_predicted, check_layout
 
 _ARENA_SLOT = 0
 
@@ -250,6 +251,22 @@ class CodeWriter:
         self._code.num_made_per_run += sum(t != "_" for t in targets)
         comma = "," if launch.returns == "tuple" else ""
         self._lines.append(f"  {', '.join(targets)}{comma} = {call}")
+        for target, view in zip(targets, launch.results, strict=True):
+            if target != "_":
+                self._check(target, view, launch.name)
+
+    def _check(self, target: str, view: View, operator: str) -> None:
+        """Writes what puts a result that a launch allocated into the layout that is read."""
+        check, fit = self._constant(check_layout), self._constant(as_predicted)
+        dtype = self._constant(view.dtype)
+        fitted = f"{target} = {fit}({target}, {view.shape}, {view.stride}, {dtype}, {operator!r})"
+        self._lines += [
+            "  try:",
+            f"    {check}({target}, {view.shape}, {view.stride})",
+            f"    if {target}.dtype is not {dtype}: {fitted}",
+            "  except (AssertionError, TypeError):",
+            f"    {fitted}",
+        ]
 
     def _new_local(self, view: Any, placed: PlacedLaunch) -> str:
         if not isinstance(view, View):

@@ -94,7 +94,7 @@ def _function_of(wrapper: Callable[..., Any]) -> tuple[Any, Any]:
 
 
 def _ignore(*args: Any, **kwargs: Any) -> None:
-    """Stands for a check that the plan has proved."""
+    """Stands for a check of what the plan places, or of a result that is checked as it is made."""
 
 
 class _ExternKernels:

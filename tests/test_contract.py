@@ -922,6 +922,17 @@ def test_transforms_are_on_a_stack(peek: Any) -> None:
     assert seen != [None]
 
 
+@contract("torch._C._dynamo.guards.assert_size_stride")
+def test_a_layout_is_checked_by_size_and_stride(check: Any) -> None:
+    tensor = torch.empty(3, 1, 4)
+    check(tensor, (3, 1, 4), (4, 17, 1))  # one element has no stride
+    for shape, stride in (((3, 1, 4), (1, 1, 3)), ((3, 4), (4, 1))):
+        with pytest.raises(AssertionError):
+            check(tensor, shape, stride)
+    with pytest.raises(TypeError):
+        check(None, (3,), (1,))
+
+
 @contract("torch._C._get_tracing_state", "torch.fx._symbolic_trace.is_fx_symbolic_tracing")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_tracers_of_python_say_that_they_run(state: Any, is_tracing: Any) -> None:

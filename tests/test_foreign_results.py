@@ -1,0 +1,82 @@
+"""Operators that allocate their results: what their fake kernels say is checked in every run."""
+
+from typing import Any
+
+import pytest
+import torch
+from comparing import assert_same_gradients
+from torch import Tensor, nn
+
+import lazyinline
+from lazyinline import PlanError
+
+
+def _operator(name: str, kernel: Any) -> Any:
+    """An operator whose fake kernel says that the result is laid out as the operand is."""
+    made = torch.library.custom_op(f"lazyinline_tests::{name}", kernel, mutates_args=())
+    made.register_fake(lambda x: torch.empty_like(x))
+    made.register_autograd(lambda context, gradient: gradient * 2)
+    return made
+
+
+def _transposed(x: Tensor) -> Tensor:
+    return (x * 2).t().contiguous().t()
+
+
+def _smaller(x: Tensor) -> Tensor:
+    return x[:1].clone()
+
+
+def _wider(x: Tensor) -> Tensor:
+    return x.double()
+
+
+class Using(nn.Module):
+    def __init__(self, operator: Any) -> None:
+        super().__init__()
+        self.operator, self.linear = operator, nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        doubled = self.operator(self.linear(x))
+        return (doubled.relu() + 1).square().sum() + (doubled.reshape(-1) * 3).sum()
+
+
+def _run(how: str, model: nn.Module, x: Tensor, backend: str) -> Tensor:
+    if how == "compile_step":
+        return lazyinline.compile_step(model, backend=backend)(x)
+    compiled = lazyinline.compile(model, backend=backend)
+    if how == "no_grad":
+        with torch.no_grad():
+            return compiled(x)
+    loss = compiled(x)
+    loss.backward()
+    return loss
+
+
+@pytest.mark.parametrize(
+    ("how", "backend"),
+    [("compile", "inductor"), ("no_grad", "inductor"), ("compile_step", "eager")],
+)
+def test_a_result_laid_out_otherwise_than_its_fake_kernel_says_is_read_rightly(
+    how: str, backend: str
+) -> None:
+    operator = _operator(f"transposed_{how}", _transposed)
+    model, expected = Using(operator), Using(operator)
+    expected.load_state_dict(model.state_dict())
+    x = torch.randn(5, 8)
+    loss = expected(x)
+    torch.testing.assert_close(_run(how, model, x, backend), loss)
+    if how != "no_grad":
+        loss.backward()
+        assert_same_gradients(model, expected)
+
+
+@pytest.mark.parametrize(("kernel", "found"), [(_smaller, r"f32\[1,8\]"), (_wider, r"f64\[5,8\]")])
+def test_a_result_of_another_shape_or_type_names_its_operator(kernel: Any, found: str) -> None:
+    name = f"wrong{kernel.__name__}"
+    model = Using(_operator(name, kernel))
+    text = rf"operator lazyinline_tests\.{name} returned {found}.*register_fake"
+    with pytest.raises(PlanError, match=text):
+        _run("no_grad", model, torch.randn(5, 8), "inductor")
+    with pytest.raises(PlanError, match=text):
+        _run("compile_step", model, torch.randn(5, 8), "eager")
