@@ -15,8 +15,6 @@ from typing import Any
 import torch
 import torch.fx
 
-_aten = torch.ops.aten
-
 
 def _zeros(size: Any, **options: Any) -> torch.Tensor:
     return torch.zeros(size, **options)
@@ -37,14 +35,14 @@ def _written(write: Any) -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 WRITTEN: Mapping[Any, Callable[..., torch.Tensor]] = {
-    _aten._conj.default: _written(_aten._conj_physical.default),
-    _aten._neg_view.default: _written(_aten.neg.default),
-    _aten._efficientzerotensor.default: _zeros,
+    torch.ops.aten._conj.default: _written(torch.ops.aten._conj_physical.default),
+    torch.ops.aten._neg_view.default: _written(torch.ops.aten.neg.default),
+    torch.ops.aten._efficientzerotensor.default: _zeros,
 }
 """Operators that only mark memory, and what writes the numbers that they stand for."""
 
-_TWICE = (_aten._conj.default, _aten._neg_view.default)
-_WRITERS = (_aten._conj_physical.default, _aten.neg.default)
+_TWICE = (torch.ops.aten._conj.default, torch.ops.aten._neg_view.default)
+_WRITERS = (torch.ops.aten._conj_physical.default, torch.ops.aten.neg.default)
 
 
 def is_lazy(node: torch.fx.Node) -> bool:
@@ -67,7 +65,7 @@ def drop_copies(module: torch.fx.GraphModule) -> None:
     In a graph without in-place operators nobody can tell, unless both are returned.
     """
     graph = module.graph
-    for node in graph.find_nodes(op="call_function", target=_aten.clone.default):
+    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.clone.default):
         source = node.args[0]
         if source.target not in _WRITERS or graph.output_node() in node.users:
             continue

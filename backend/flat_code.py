@@ -395,9 +395,11 @@ def _view_of(
     dtype: torch.dtype,
 ) -> torch.Tensor:
     """Makes a view of a tensor that is known only at run time; ``offset`` counts from its start."""
-    if base.dtype != dtype:
-        base = base.view(dtype)
-    return torch.as_strided(base, shape, stride, base.storage_offset() + offset)
+    start = base.storage_offset()
+    if base.dtype != dtype:  # `view` knows dense ones only: no single number, no transposed ones
+        start = start * base.element_size() // dtype.itemsize
+        base = torch.empty(0, dtype=dtype).set_(base.untyped_storage())  # type: ignore[call-overload]
+    return torch.as_strided(base, shape, stride, start + offset)
 
 
 def bind_native(

@@ -12,9 +12,10 @@ import torch
 from ..autodiff.dependence import Dependence
 from ..autodiff.torch_autograd import graph_is_kept
 from ..reuse.errors import PlanError
-from ..reuse.torch_names import memory_id
+from ..reuse.torch_names import is_lazy, memory_id
 from ..reuse.types import TensorType
 from .compiler import CompiledProgram
+from .torch_modes import plain_cotangent
 
 
 @dataclass
@@ -235,7 +236,9 @@ def _cotangent(gradient: torch.Tensor | None, type_: TensorType) -> torch.Tensor
         return torch.empty_strided(
             type_.shape, type_.stride, dtype=type_.dtype, device=type_.device
         ).zero_()
-    if gradient.stride() == type_.stride and gradient.dtype == type_.dtype:
+    gradient = plain_cotangent(gradient)
+    same = gradient.stride() == type_.stride and gradient.dtype == type_.dtype
+    if same and not is_lazy(gradient):
         return gradient
     target = torch.empty_strided(type_.shape, type_.stride, dtype=type_.dtype, device=type_.device)
     return target.copy_(gradient)

@@ -45,6 +45,7 @@ from .fake_rules import kernels_own_rules
 from .outside_values import OutsideValues
 from .recorder import Recorder, UnsettledError
 from .regions import CapturedModel, CrossingError, Region, SharingDecision, Sizes, regions_inside
+from .runnable import check_memory
 from .torch_tracing import DATA_DEPENDENT_ERRORS, frame_text, user_frame
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -100,14 +101,18 @@ def capture_model(
 
     Raises:
         CaptureError: if the model's Python cannot be traced; names the user's line.
+        PlanError: if a tensor of the model is more or other than what its memory holds.
     """
     refuse_foreign(model)
     if train:
         _refuse_backward_hooks(model)
     arguments = Arguments(args, kwargs or {}, sizes)
     if reuse == "auto":
-        return _capture_repeated(model, arguments, RepeatedBlocks, train=train)
-    return _capture_chosen(model, arguments, reuse, train=train)
+        captured = _capture_repeated(model, arguments, RepeatedBlocks, train=train)
+    else:
+        captured = _capture_chosen(model, arguments, reuse, train=train)
+    check_memory(captured.program)
+    return captured
 
 
 @one_at_a_time

@@ -20,6 +20,7 @@ from .capture import backward_hooked, one_at_a_time, refuse_foreign
 from .compiler import CompiledProgram, Compiler, Options
 from .dynamic import MAX_LINKED, Inputs, Made, Shapes
 from .guard import Guard
+from .plain_inputs import watching_tensor, written_out
 from .report import CompileReport
 from .runnable import check_runnable, check_writes
 from .torch_modes import mode_around
@@ -127,22 +128,39 @@ class CompiledModule(nn.Module):
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         mode = mode_around()
         if mode:
-            self._report_eager(f"{mode} is active, which sees or changes every operator")
-            return self.__dict__["_lazyinline_model"](*args, **kwargs)
+            reason = f"{mode} is active, which sees or changes every operator"
+            return self._run_itself(reason, args, kwargs)
         leaves, tree = pytree.flatten_call(args, kwargs)
-        original = (args, kwargs)
-        if any(isinstance(x, torch.Tensor) and (x.is_conj() or x.is_neg()) for x in leaves):
-            leaves = [x.resolve_conj().resolve_neg() if torch.is_tensor(x) else x for x in leaves]
-            args, kwargs = pytree.unflatten(leaves, tree)
         entry = self._known_entry(leaves, tree)
+        if entry is not None:
+            return entry.run(leaves)
+        plain = written_out(leaves)
+        if plain is not None:
+            entry = self._known_entry(plain, tree)
         if entry is None:
-            model = self.__dict__["_lazyinline_model"]
-            hooked = backward_hooked(model) if torch.is_grad_enabled() else ""
-            if hooked:
-                self._report_eager(f"{hooked} has a backward hook, which no compiled program calls")
-                return model(*original[0], **original[1])
-            entry = self._compile(args, kwargs, leaves, tree)
-        return entry.run(leaves)
+            reason = self._why_itself(leaves)
+            if reason:
+                return self._run_itself(reason, args, kwargs)
+            entry = self._compile(leaves if plain is None else plain, tree)
+        if plain is None:
+            return entry.run(leaves)
+        if entry.is_tied_to_inputs:
+            reason = "an input that it changes or returns is conjugated or negated only in name"
+            return self._run_itself(reason, args, kwargs)
+        return entry.run(plain)
+
+    def _why_itself(self, leaves: Sequence[Any]) -> str:
+        """Returns why no program can stand for a call of the model, or an empty text."""
+        model = self.__dict__["_lazyinline_model"]
+        watching = watching_tensor(model, leaves)
+        if watching:
+            return watching
+        hooked = backward_hooked(model) if torch.is_grad_enabled() else ""
+        return f"{hooked} has a backward hook, which no compiled program calls" if hooked else ""
+
+    def _run_itself(self, reason: str, args: Any, kwargs: Any) -> Any:
+        self._report_eager(reason)
+        return self.__dict__["_lazyinline_model"](*args, **kwargs)
 
     def _report_eager(self, reason: str) -> None:
         """Notes why the model itself runs."""
@@ -164,13 +182,14 @@ class CompiledModule(nn.Module):
         return None
 
     @one_at_a_time
-    def _compile(self, args: Any, kwargs: Any, leaves: list[Any], tree: pytree.TreeSpec) -> _Entry:
+    def _compile(self, leaves: list[Any], tree: pytree.TreeSpec) -> _Entry:
         made_meanwhile = self._known_entry(leaves, tree)
         if made_meanwhile is not None:
             return made_meanwhile
         model = self.__dict__["_lazyinline_model"]
         check_runnable(model)
         train = torch.is_grad_enabled()
+        args, kwargs = pytree.unflatten(leaves, tree)
         shapes: Shapes = self.__dict__["_lazyinline_shapes"]
         inputs = Inputs(args, kwargs, leaves, tree)
         made = shapes.made(inputs)
@@ -261,6 +280,13 @@ class _Entry:
         self._bridge = Bridge(compiled, written) if compiled.derivative is not None else None
         self._result = _Result(program.output_tree, compiled)
 
+    @property
+    def is_tied_to_inputs(self) -> bool:
+        """Whether the program changes or returns what the caller passed, and not only reads it."""
+        program = self._compiled.captured.program
+        touched = {target for _, target in program.writes} | self._result.inputs
+        return any(isinstance(program.sources[i], UserInput) for i in touched)
+
     def run(self, leaves: Sequence[Any]) -> Any:
         """Runs the program on flat inputs."""
         inputs = self._pick_inputs([*leaves, *self.guard.tensors])
@@ -287,6 +313,11 @@ class _Result:
         for kind, value in tree.leaves:
             passed = positions.get(program.outputs[value]) if kind == "output" else None
             self._leaves.append((kind, value) if passed is None else ("input", passed))
+
+    @property
+    def inputs(self) -> set[int]:
+        """Positions of inputs that are returned as they are."""
+        return {value for kind, value in self._leaves if kind == "input"}
 
     def build(self, outputs: Sequence[Any], inputs: Sequence[Any]) -> Any:
         leaves = [

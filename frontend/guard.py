@@ -22,7 +22,7 @@ from torch import nn
 from ..reuse import pytree
 from ..reuse.modules import module_state
 from ..reuse.program import ModelTensor, Program
-from ..reuse.torch_names import global_hook_tables, memory_id
+from ..reuse.torch_names import global_hook_tables, is_lazy, memory_id
 from .contents import MISSING, same_value
 from .identity_checks import Check, IdentityChecks
 from .python_words import tells_versions
@@ -304,7 +304,8 @@ def _written_tensors(program: Program) -> list[int]:
 
 def _layout(leaf: Any) -> Any:
     if isinstance(leaf, torch.Tensor):
-        return (leaf.shape, leaf.stride(), leaf.dtype, leaf.device, leaf.requires_grad, type(leaf))
+        layout = (leaf.shape, leaf.stride(), leaf.dtype, leaf.device, leaf.requires_grad)
+        return (*layout, type(leaf), is_lazy(leaf))
     return _Constant(leaf)
 
 

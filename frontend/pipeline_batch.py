@@ -9,6 +9,8 @@ from torch import Tensor
 
 from ..reuse import pytree
 from ..reuse.errors import PipelineError
+from ..reuse.torch_names import is_lazy
+from .torch_modes import watching_class
 
 
 class Batch:
@@ -45,6 +47,13 @@ class Batch:
             return [leaf] * self._count
         if leaf.requires_grad:
             raise PipelineError("A pipeline takes inputs that do not require grad.")
+        if kind := watching_class((leaf,)):
+            raise PipelineError(
+                f"A batch tensor is a {kind.__name__}, whose class sees each operator, and kernels "
+                "read memory past it. Pass plain tensors."
+            )
+        if is_lazy(leaf):
+            leaf = leaf.clone()
         if leaf.dim() == 0 or leaf.shape[0] % self._count:
             raise PipelineError(
                 f"A batch tensor of shape {tuple(leaf.shape)} cannot be split into {self._count} "

@@ -7,25 +7,50 @@ from torch import nn
 
 from ..reuse.errors import CaptureError, PlanError
 from ..reuse.program import ModelTensor, Program, UserInput
+from ..reuse.torch_names import is_lazy
+from .torch_modes import watching_class
 
 
 def check_runnable(model: nn.Module) -> None:
-    """Raises PlanError if a parameter or buffer has no data, or other data than its memory."""
+    """Raises PlanError if a parameter or buffer has no data."""
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.is_meta:
             raise PlanError(
                 f"{name} is on the meta device and has no data, so the model can be captured but "
                 "not run. Materialize it first: model.to_empty(device=...) and load a state_dict."
             )
-        if tensor.is_neg() or tensor.is_conj():
-            kind, resolve = (
-                ("negated", "resolve_neg") if tensor.is_neg() else ("conjugated", "resolve_conj")
-            )
+
+
+def check_memory(program: Program) -> None:
+    """Raises PlanError if a tensor of the model is more or other than what its memory holds.
+
+    Found by what the forward used: parameters and buffers, and what lies in attributes and globals.
+    """
+    for source in program.sources:
+        if not isinstance(source, ModelTensor):
+            continue
+        name, tensor = source.name, source.tensor
+        kind = watching_class((tensor,))
+        if kind is not None:
             raise PlanError(
-                f"{name} is a lazily {kind} view, whose memory holds other numbers than it does, "
-                f"and kernels read memory. Write the numbers: {name}.data = "
-                f"{name}.data.{resolve}()."
+                f"{name} is a {kind.__name__}, whose class sees each operator, and kernels read "
+                "memory past it. Use a plain tensor, or call the model itself."
             )
+        if is_lazy(tensor):
+            raise PlanError(
+                f"{name} is a lazily {_lazy_kind(tensor)}, whose memory holds other numbers than "
+                f"it does, and kernels read memory. Write the numbers: {name}.data = "
+                f"{name}.data.{_RESOLVE[_lazy_kind(tensor)]}()."
+            )
+
+
+_RESOLVE = {"negated view": "resolve_neg", "conjugated view": "resolve_conj", "zero": "clone"}
+
+
+def _lazy_kind(tensor: torch.Tensor) -> str:
+    if tensor.is_neg():
+        return "negated view"
+    return "conjugated view" if tensor.is_conj() else "zero"
 
 
 def check_writes(program: Program) -> None:

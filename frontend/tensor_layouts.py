@@ -9,11 +9,13 @@ from typing import Any
 import torch
 from torch._C._dynamo.guards import TensorGuards
 
+from ..reuse.torch_names import is_lazy
+
 _requires_grad = operator.attrgetter("requires_grad")
 
 
 class TensorLayouts:
-    """The types, sizes, strides, devices, lazy signs and ``requires_grad`` that some tensors had.
+    """The classes, types, sizes, strides, devices, lazy bits and wishes that some tensors had.
 
     ``.data = ...`` changes them on the very same tensor, and not always its address.
     """
@@ -56,5 +58,6 @@ def _facts(tensors: Sequence[torch.Tensor]) -> Any:
         [t.stride() for t in tensors],
         [t.requires_grad for t in tensors],
         [t.device for t in tensors],
-        [(t.is_conj(), t.is_neg()) for t in tensors],
+        list(map(is_lazy, tensors)),
+        list(map(type, tensors)),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from torch._C._dynamo.guards import GlobalStateGuard
 from torch.fx._symbolic_trace import is_fx_symbolic_tracing
 from torch.utils._device import DeviceContext
 
+from ..reuse.errors import PlanError
 from ..reuse.leaf import current_autocast
 from ..reuse.torch_names import matmul_precision
 
@@ -40,6 +42,44 @@ def autograd_mode_around() -> str:
     if torch.is_anomaly_enabled():
         return "anomaly detection"
     return ""
+
+
+def watching_class(values: Iterable[Any]) -> type | None:
+    """Returns a class of tensors among some values that sees each operator on it, or None.
+
+    It may compute anything, or give results a class of its own (as a plain subclass does, too);
+    kernels are handed its memory, which may hold something else or be none.
+    """
+    kinds = {type(value) for value in values if isinstance(value, torch.Tensor)}
+    return next((kind for kind in kinds if kind is not torch.Tensor and _watches(kind)), None)
+
+
+def _watches(kind: type[torch.Tensor]) -> bool:
+    plain_function: Any = torch._C._disabled_torch_function_impl
+    return kind.__torch_function__ is not plain_function or _sees_below_autograd(kind)
+
+
+def _sees_below_autograd(kind: type[torch.Tensor]) -> bool:
+    plain_dispatch: Any = torch._C._disabled_torch_dispatch_impl
+    return kind.__torch_dispatch__ is not plain_dispatch
+
+
+def plain_cotangent(gradient: torch.Tensor) -> torch.Tensor:
+    """Returns a cotangent as autograd's own formulas see it: they ask no ``__torch_function__``.
+
+    Raises:
+        PlanError: if its class sees what autograd computes.
+    """
+    kind = type(gradient)
+    if kind is torch.Tensor or not _watches(kind):
+        return gradient
+    if _sees_below_autograd(kind):
+        raise PlanError(
+            f"A compiled module was given a {kind.__name__} as a cotangent, whose class sees each "
+            "operator, and kernels read memory past it. Pass plain tensors to backward()."
+        )
+    with torch._C.DisableTorchFunctionSubclass():
+        return gradient.as_subclass(torch.Tensor)
 
 
 class Modes:

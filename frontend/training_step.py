@@ -23,6 +23,7 @@ from .autograd_bridge import picker
 from .compiler import Batching, CompiledStep, Compiler, Options
 from .guard import Guard
 from .handed_gradients import HandedGradients
+from .plain_inputs import watching_tensor, written_out
 from .report import CompileReport
 from .runnable import check_runnable
 from .torch_modes import autograd_mode_around, mode_around
@@ -143,17 +144,31 @@ class TrainingStep:
             raise PlanError("This step is already running in another thread; it owns one arena.")
         try:
             leaves, tree = pytree.flatten_call(args, kwargs)
-            for position, entry in enumerate(self._entries):
-                if entry.guard.accepts(leaves, tree):
-                    if position:
-                        entry.follow(self._entries[0])
-                        self._entries.insert(0, self._entries.pop(position))
-                    return entry.run(leaves)
-            return self._compile(leaves, tree).run(leaves)
+            entry = self._known_entry(leaves, tree)
+            if entry is None and (plain := written_out(leaves)):
+                leaves = plain
+                entry = self._known_entry(leaves, tree)
+            entry = entry or self._compile(leaves, tree)
+            return entry.run(leaves)
         finally:
             self._lock.release()
 
+    def _known_entry(self, leaves: list[Any], tree: pytree.TreeSpec) -> _StepEntry | None:
+        """Returns the entry that fits and puts it first."""
+        for position, entry in enumerate(self._entries):
+            if entry.guard.accepts(leaves, tree):
+                if position:
+                    entry.follow(self._entries[0])
+                    self._entries.insert(0, self._entries.pop(position))
+                return entry
+        return None
+
     def _compile(self, leaves: list[Any], tree: pytree.TreeSpec) -> _StepEntry:
+        if watching := watching_tensor(self._model, leaves):
+            raise PlanError(
+                f"A step cannot be compiled: {watching}, and kernels read memory past it. Use "
+                "plain tensors, or call the model itself."
+            )
         check_runnable(self._model)
         parts = [self._split(leaf) for leaf in leaves]
         first = [part[0] if isinstance(part, tuple) else part for part in parts]
@@ -333,9 +348,9 @@ class _Staging:
         self._move = move if is_plain else None
 
     def take(self, tensor: torch.Tensor) -> None:
-        """Copies a tensor in: its memory where that holds its numbers, past the dispatcher."""
+        """Copies a tensor in, past the dispatcher where it may: the guard knows its memory."""
         start = address_in(tensor)
-        if self._move and not tensor.is_neg() and not tensor.is_conj():
+        if self._move:
             self._move(self._address, start, self._num_bytes)
         else:
             self._tensor.copy_(tensor)

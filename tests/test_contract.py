@@ -733,6 +733,19 @@ def test_what_is_a_mark_on_memory(conj: Any, written: Any, negated: Any, zeros: 
     assert zeros((2, 3), dtype=torch.float64)._is_zerotensor() and not x._is_zerotensor()
 
 
+@contract(
+    "torch._C._disabled_torch_function_impl",
+    "torch._C._disabled_torch_dispatch_impl",
+    "torch._C.DisableTorchFunctionSubclass",
+)
+def test_which_classes_of_tensors_see_operators(function: Any, dispatch: Any, off: Any) -> None:
+    own = type("Own", (torch.Tensor,), {})
+    assert nn.Parameter.__torch_function__ is function
+    assert own.__torch_function__ is not function and own.__torch_dispatch__ is dispatch
+    with off():
+        assert type(torch.ones(2).as_subclass(own) * 2) is torch.Tensor
+
+
 @contract("torch._neg_view")
 def test_a_negated_view_shares_its_memory(negated: Any) -> None:
     x = torch.ones(2)
