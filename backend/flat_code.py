@@ -94,6 +94,7 @@ class CodeWriter:
         self._names: dict[Placed, str] = {}
         self._constants: dict[int, str] = {}
         self._locals: dict[int, Placed] = {}
+        self._local_names: dict[int, list[str]] = {}
         self._local_slots: dict[int, int] = {}
         self._starts: dict[tuple[int, torch.dtype, int], str] = {}
         self._lines: list[str] = []
@@ -135,6 +136,7 @@ class CodeWriter:
             placed = self._handed_base(instance_index)
             names.append(self._names.setdefault(placed, f"f{instance_index}"))
             self._locals[instance_index] = placed
+            self._local_names[instance_index] = [names[-1]]
         if names:
             self._lines.append(f"  {', '.join(names)}, = inputs")
         self._lines.append("  inputs.clear()")
@@ -167,7 +169,9 @@ class CodeWriter:
         return found
 
     def _free(self, instances: Sequence[int]) -> None:
-        self._freed += [self._names[self._locals[i]] for i in instances if i in self._locals]
+        """Drops every name of a foreign buffer: a view holds its memory as well."""
+        for instance in instances:
+            self._freed += self._local_names.pop(instance, ())
         if not self._num_native:
             self._drop_freed()
 
@@ -280,6 +284,7 @@ class CodeWriter:
         )
         self._locals.setdefault(place.instance, place)
         self._names[place] = name
+        self._local_names.setdefault(place.instance, []).append(name)
         return name
 
     def _operand(self, value: Any, placed: PlacedLaunch) -> str:
@@ -352,6 +357,7 @@ class CodeWriter:
         view, dtype = self._constant(_view_of), self._constant(placed.dtype)
         args = f"{self._names[base]}, {placed.shape}, {placed.stride}, {offset}, {dtype}"
         self._lines.append(f"  {name} = {view}({args})")
+        self._local_names.setdefault(placed.instance, []).append(name)
 
     def _make_result(self, instance: int, base: Placed) -> None:
         """Allocates a buffer that the user will own; views of it start from here."""

@@ -90,7 +90,8 @@ class StepStats:
         allocations_per_step: results that launches allocate themselves, outside the plan.
         unplaced_launches: the names of those launches, each once.
         outside_bytes: most bytes at one time in those results, in scratch that launches allocate
-            and in the losses; a recompute budget counts them too.
+            and in the losses; a recompute budget counts them too (neither counts what oneDNN takes
+            for itself inside a product, which depends on the CPU).
         why_no_graph: why a step on a GPU is not one CUDA graph; empty if it is, and on CPU.
     """
 

@@ -17,7 +17,9 @@ class Budget:
     """As little recomputed work as fits into so many bytes. Exactly one bound is given.
 
     The bound is kept by the linked program: what its memory holds at the peak (saved tensors,
-    scratch, and in a training step the gradients) stays within it.
+    scratch, and in a training step the gradients) stays within it. Not in it is what PyTorch's
+    math libraries take for themselves inside a single product, as oneDNN does in bfloat16: how much
+    is up to the CPU.
 
     Attributes:
         saved_bytes: the most bytes that the program's memory may hold at its peak.

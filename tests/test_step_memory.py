@@ -3,7 +3,7 @@
 import importlib
 import weakref
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from types import ModuleType
 from typing import Any
 
@@ -68,12 +68,23 @@ def test_only_launches_that_cannot_be_placed_allocate(memory_events: ModuleType,
     assert bool(step.stats.allocations_per_step) == bool(step.stats.unplaced_launches)
 
 
+@pytest.fixture
+def without_onednn() -> Iterator[None]:
+    """What oneDNN takes for itself depends on the CPU, its version and the number of threads."""
+    before, *_ = torch.backends.mkldnn.set_flags(False)
+    yield
+    torch.backends.mkldnn.set_flags(before)
+
+
+@pytest.mark.usefixtures("without_onednn")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("micro_batches", [1, 2])
 def test_reported_peak_is_what_the_profiler_measures(
-    memory_events: ModuleType, micro_batches: int
+    memory_events: ModuleType, micro_batches: int, dtype: torch.dtype
 ) -> None:
     """The fused attention allocates scratch in each launch; the report counts that too."""
     step, args = decoder_step(2, micro_batches, "inductor", seq=80)
+    step._model.to(dtype)
     step(*args)
     entry = step._entries[0]
     entry._lease = None
@@ -90,10 +101,13 @@ ATTENTION = [  # batch, heads, queries, keys, width
     (1, 2, 200, 600, 48),
     (1, 1, 800, 33, 16),
     (1, 2, 8, 8, 8),
+    (1, 4, 800, 600, 64),  # keys and values are packed, on some CPUs
 ]
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.usefixtures("without_onednn")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("num_threads", [1, 3])
 @pytest.mark.parametrize("layout", ["heads first", "tokens first"])
 def test_scratch_of_attention_is_bounded(
@@ -104,7 +118,7 @@ def test_scratch_of_attention_is_bounded(
             return torch.randn(batch, heads, tokens, width).to(dtype)
         return torch.randn(batch, tokens, heads, width).to(dtype).transpose(1, 2)
 
-    def checked(name: str, *args: Any) -> tuple[torch.Tensor, ...]:
+    def checked(name: str, *args: Any, packs: bool = False) -> tuple[torch.Tensor, ...]:
         function = getattr(torch.ops.aten, name).default
         kept: list[torch.Tensor] = []
         use = memory_events.memory_use(lambda: kept.extend(function(*args)))
@@ -112,8 +126,7 @@ def test_scratch_of_attention_is_bounded(
         views = [a if not isinstance(a, torch.Tensor) else view_of(a) for a in args]
         bound = scratch_bytes(Launch(name, function, tuple(views), ()))
         assert 0 < measured <= bound, (measured, bound)
-        if dtype != torch.bfloat16:  # whose extra copies depend on the processor
-            assert bound <= measured + 2048 * num_threads
+        assert packs or bound <= measured + 2048 * num_threads
         return tuple(kept)
 
     num_threads_before = torch.get_num_threads()
@@ -123,7 +136,8 @@ def test_scratch_of_attention_is_bounded(
             q = tensor(batch, heads, queries, width)
             k, v = (tensor(batch, heads, keys, width) for _ in range(2))
             name = "_scaled_dot_product_flash_attention_for_cpu"
-            out, logsumexp = checked(name, q, k, v, 0.0, False)
+            packs = width == 64 and dtype.itemsize == 2
+            out, logsumexp = checked(name, q, k, v, 0.0, False, packs=packs)
             gradient = tensor(batch, heads, queries, width)
             checked(f"{name}_backward", gradient, q, k, v, out, logsumexp, 0.0, False)
     finally:
@@ -154,9 +168,9 @@ def test_an_arena_is_gone_before_another_one_is_made(monkeypatch: pytest.MonkeyP
     planned, arena = entry._compiled.runner, weakref.ref(entry._lease.arena)
     bind, was_there = planned._bind, []
 
-    def watched(tensors: list[torch.Tensor]) -> Lease:
+    def watched(*args: Any) -> Lease:
         was_there.append(arena() is not None)
-        return bind(tensors)
+        return bind(*args)
 
     monkeypatch.setattr(planned, "_bind", watched)
     for parameter in model.parameters():
