@@ -47,6 +47,7 @@ from .recorder import Recorder, UnsettledError
 from .regions import CapturedModel, CrossingError, Region, SharingDecision, Sizes, regions_inside
 from .runnable import check_memory
 from .torch_tracing import DATA_DEPENDENT_ERRORS, frame_text, user_frame
+from .wrappers import refuse_wrappers
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -302,7 +303,8 @@ def _with_constants(decision: SharingDecision, shared: Shared) -> SharingDecisio
 
 
 def refuse_foreign(model: nn.Module) -> None:
-    """Raises CaptureError if a module is no Python that can be watched."""
+    """Raises CaptureError if a module is no Python that can be watched and run as a program."""
+    refuse_wrappers(model)
     for path, module in walk_modules(model):
         if is_compiled(module):
             raise CaptureError(

@@ -24,6 +24,7 @@ from .plain_inputs import watching_tensor, written_out
 from .report import CompileReport
 from .runnable import check_runnable, check_writes
 from .torch_modes import mode_around
+from .wrappers import refuse_wrapper
 
 _HOOKS_ON_ALL = (*global_hook_tables("forward"), *global_hook_tables("backward"))
 
@@ -126,6 +127,8 @@ class CompiledModule(nn.Module):
         return self._run(*args, **kwargs)
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
+        if type(self) is not CompiledModule:
+            refuse_wrapper(self, "The compiled module")
         mode = mode_around()
         if mode:
             reason = f"{mode} is active, which sees or changes every operator"

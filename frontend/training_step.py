@@ -27,6 +27,7 @@ from .plain_inputs import watching_tensor, written_out
 from .report import CompileReport
 from .runnable import check_runnable
 from .torch_modes import autograd_mode_around, mode_around
+from .wrappers import refuse_wrappers
 
 LossFunction = Callable[[Any], torch.Tensor]
 
@@ -165,6 +166,7 @@ class TrainingStep:
         return None
 
     def _compile(self, leaves: list[Any], tree: pytree.TreeSpec) -> _StepEntry:
+        refuse_wrappers(self._model)
         if watching := watching_tensor(self._model, leaves):
             raise PlanError(
                 f"A step cannot be compiled: {watching}, and kernels read memory past it. Use "

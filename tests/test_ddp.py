@@ -1,6 +1,7 @@
 """DistributedDataParallel around a compiled module: two real processes, gloo, on the CPU."""
 
 import pathlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -8,9 +9,11 @@ import torch.nn.functional as F
 from comparing import relative_error
 from ranks import run_ranks
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 
 import lazyinline
 from lazyinline import lazy_inline
+from lazyinline.reuse.errors import CaptureError
 
 WORLD = 2
 
@@ -116,3 +119,103 @@ def test_gradients_equal_the_average_over_single_process_ranks(tmp_path: pathlib
     for name, _ in models[0].named_parameters():
         assert torch.equal(one[name], two[name]), f"the ranks drifted apart in {name}"
     assert not torch.equal(one["blocks.0.norm.running_mean"], two["blocks.0.norm.running_mean"])
+
+
+def refused(make: Callable[[nn.Module], Any]) -> str:
+    """Returns why a model, wrapped and compiled, does not run; "" if it does."""
+    torch.manual_seed(0)
+    try:
+        made = make(Net())
+        for _ in range(2):
+            made(torch.randn(5, 8)).square().mean()
+    except CaptureError as error:
+        return str(error)
+    return ""
+
+
+def loss_of(output: Tensor) -> Tensor:
+    return output.square().mean()
+
+
+def compiled(model: nn.Module) -> Any:
+    return lazyinline.compile(model, backend="eager")
+
+
+def called(module: Any) -> Any:
+    module(torch.randn(5, 8))
+    return module
+
+
+def with_sharded_blocks(model: nn.Module) -> nn.Module:
+    for block in model.blocks:  # type: ignore[union-attr]
+        fully_shard(block)
+    return model
+
+
+def with_compiled_blocks(model: nn.Module, late: bool = False) -> nn.Module:
+    model.blocks = nn.ModuleList(map(compiled, model.blocks))  # type: ignore[arg-type, union-attr]
+    if late:
+        called(model)
+    return with_sharded_blocks(model)
+
+
+def wrap(rank: int, folder: pathlib.Path) -> dict[str, str]:
+    """Wraps models in every way; returns what each compile says."""
+    from torch.distributed._composable.replicate import replicate
+    from torch.distributed.fsdp import FullyShardedDataParallel
+    from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+    def sharded(module: Any) -> Any:
+        fully_shard(module)
+        return module
+
+    def step(model: nn.Module) -> Any:
+        return lazyinline.compile_step(model, loss_fn=loss_of, backend="eager")
+
+    def full(model: nn.Module) -> nn.Module:
+        return FullyShardedDataParallel(model, device_id=torch.device("cpu"))
+
+    return {
+        "DistributedDataParallel": refused(lambda m: compiled(DistributedDataParallel(m))),
+        "DistributedDataParallel step": refused(lambda m: step(DistributedDataParallel(m))),
+        "DistributedDataParallel inside": refused(
+            lambda m: step(nn.Sequential(DistributedDataParallel(m), nn.ReLU()))
+        ),
+        "DataParallel": refused(lambda m: compiled(DataParallel(m))),
+        "FullyShardedDataParallel": refused(lambda m: compiled(full(m))),
+        "FSDPModule whole": refused(lambda m: compiled(sharded(m))),
+        "FSDPModule step": refused(lambda m: step(sharded(m))),
+        "FSDPModule blocks": refused(lambda m: compiled(with_sharded_blocks(m))),
+        "FSDPModule compiled blocks": refused(with_compiled_blocks),
+        "FSDPModule blocks that ran": refused(lambda m: with_compiled_blocks(m, late=True)),
+        "FSDPModule what ran": refused(lambda m: sharded(called(compiled(m)))),
+        "DDP": refused(lambda m: compiled(replicate(m))),
+        "": refused(lambda m: DistributedDataParallel(compiled(m))),
+        "root": str(root_error()),
+    }
+
+
+def root_error() -> float:
+    """Trains compiled blocks whose parameters a sharded root frees; how far from eager."""
+    x, models = torch.randn(5, 8), []
+    for block_of in (lambda b: b, lazyinline.compile):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(block_of(nn.Linear(8, 8)) for _ in range(3)))
+        fully_shard(model, reshard_after_forward=True)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(3):
+            optimizer.zero_grad()
+            loss_of(model(x)).backward()
+            optimizer.step()
+        models.append([p.to_local() for p in model.parameters()])  # type: ignore[attr-defined]
+    return max(relative_error(a, b) for a, b in zip(*models, strict=True))
+
+
+def test_wrappers_are_refused_by_name_and_what_frees_parameters_is_followed(
+    tmp_path: pathlib.Path,
+) -> None:
+    for found in run_ranks(tmp_path, "test_ddp.wrap", WORLD):
+        error = float(found.pop("root"))
+        assert error <= 1e-5, error
+        for name, message in found.items():
+            assert name.partition(" ")[0] in message if name else not message, (name, message)
