@@ -59,6 +59,7 @@ from .recomputing import ProgramPeaks, Recompute
 from .regions import CapturedModel
 from .report import CompileReport
 from .requests import differentiation, loss_differentiation, model_name
+from .runnable import check_batch_is_kept
 
 BACKEND_CHOICES = ("inductor", "eager")
 
@@ -199,6 +200,7 @@ class Compiler:
             program = self._known(captured.program)
             nodes.count = program.num_nodes()
         report.describe(captured)
+        check_batch_is_kept(program)
         request = loss_differentiation(program)
         with report.timed("autodiff") as nodes:
             step = self._step_program(program, request, batching)

@@ -62,5 +62,18 @@ def check_writes(program: Program) -> None:
         if torch.is_grad_enabled() and (tensor_wants or input_wants):
             raise CaptureError(
                 f"The model's forward changes {source.name} in place, and it requires grad. "
-                "PyTorch forbids that for a leaf; use the out-of-place operator."
+                "Outside no_grad PyTorch forbids that for a leaf; use the out-of-place operator, "
+                "or change it outside the model."
+            )
+
+
+def check_batch_is_kept(program: Program) -> None:
+    """Raises PlanError if the model changes its batch in place: a step works on a copy."""
+    for _, target in program.writes:
+        source = program.sources[target]
+        if isinstance(source, UserInput):
+            raise PlanError(
+                f"The model's forward changes its argument {source.name} in place, and a compiled "
+                "step works on copies of the batch. Use the out-of-place operator, or clone it "
+                "first."
             )

@@ -35,6 +35,7 @@ from torch.fx.node import _side_effectful_need_to_be_preserved_pre_dispatch
 from ..reuse.errors import CaptureError
 from ..reuse.leaf import Stamp, current_autocast, mutated_args
 from ..reuse.types import TensorType
+from .torch_mutations import pure_forms
 
 _TORCH_FOLDER = os.path.dirname(torch.__file__) + os.sep
 _OWN_FOLDERS = tuple(
@@ -193,7 +194,8 @@ class Tracer:
 
         with self.fake_mode, _use_lazy_graph_module(True), suppress(_Finished):
             readers = {operator_: self._of_fakes_only(operator_) for operator_ in _READERS}
-            make_fx(traced, readers, tracing_mode="real", pre_dispatch=True)(list(inputs))
+            table = {**pure_forms(), **readers}
+            make_fx(traced, table, tracing_mode="real", pre_dispatch=True)(list(inputs))
 
     def _of_fakes_only(self, operator_: Any) -> Callable[..., Any]:
         """Refuses an operator that hands Python the value of a tensor from outside.

@@ -54,6 +54,7 @@ from lazyinline.backend.torch_inductor import (
 )
 from lazyinline.frontend import torch_tracing
 from lazyinline.frontend.fake_rules import kernels_own_rules
+from lazyinline.frontend.torch_mutations import pure_forms
 
 CONTRACTS: dict[str, str] = {}
 Test = Callable[..., None]
@@ -944,6 +945,18 @@ def test_a_layout_is_checked_by_size_and_stride(check: Any) -> None:
             check(tensor, shape, stride)
     with pytest.raises(TypeError):
         check(None, (3,), (1,))
+
+
+@contract("torch._C._dispatch_get_all_op_names")
+def test_operators_are_listed_by_name(names: Any) -> None:
+    @torch.library.custom_op("lazyinline_tests::listed", mutates_args=("x",))
+    def listed(x: Tensor) -> None:
+        x.add_(1)
+
+    assert {"aten::add_.Tensor", "lazyinline_tests::listed"} <= set(names())
+    assert listed._opoverload._schema.arguments[0].alias_info.is_write
+    assert listed._opoverload in pure_forms()
+    assert torch.ops.aten.add_.Tensor not in pure_forms()
 
 
 @contract("torch._C._get_tracing_state", "torch.fx._symbolic_trace.is_fx_symbolic_tracing")
