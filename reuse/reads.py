@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextvars
-import dis
 import functools
 import os
 import sys
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from .bytecode import globals_used, modules_imported, texts_of
 from .closures import Closures
 from .freeze import (
     Freezer,
@@ -88,11 +88,11 @@ class Reads:
         self.unseen = self.unseen or way_of(code, scope, owner)
         captured = {name: variables[name] for name in code.co_freevars if name in variables}
         self.functions[code, id(scope)] = {k: shallow_snapshot(v) for k, v in captured.items()}
-        names, imports = _global_names(code)
+        names, imports = globals_used(code), modules_imported(code)
         if "globals" in names:
-            names = [*names, *texts_of(code)]
+            names = (*names, *texts_of(code))
         if not _IMPORTERS.isdisjoint(code.co_names):
-            imports = [*imports, *texts_of(code)]
+            imports = (*imports, *texts_of(code))
         for name in names:
             if name in scope:
                 self._outside(scope, name, code.co_names, 0)
@@ -199,24 +199,6 @@ def _is_data(value: Any) -> bool:
         return True
     code = (nn.Module, torch.Tensor, type, types.ModuleType, types.FunctionType, types.MethodType)
     return not (isinstance(value, code) or is_library(kind.__module__)) and is_python_defined(kind)
-
-
-@functools.lru_cache(maxsize=4096)
-def _global_names(code: types.CodeType) -> tuple[list[str], list[str]]:
-    """Returns the names that a function uses of its globals, and the modules it imports."""
-    names: dict[str, None] = {}
-    imports: dict[str, None] = {}
-    for instruction in dis.get_instructions(code):
-        if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL"):
-            names[instruction.argval] = None
-        elif instruction.opname == "IMPORT_NAME":
-            imports[instruction.argval] = None
-    return list(names), list(imports)
-
-
-def texts_of(code: types.CodeType) -> list[str]:
-    """Returns the texts in a function: names for ``getattr``, ``globals()[...]`` and the like."""
-    return [c for c in code.co_consts if type(c) is str]
 
 
 def may_hold_state(value: Any) -> bool:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import builtins
 import ctypes
-import dis
 import functools
 import gc
 import pickle
@@ -18,6 +17,8 @@ from typing import Any
 
 import torch
 from torch import nn
+
+from .bytecode import globals_read, texts_of
 
 _BUILTINS = ("id", "hash", "dir")
 _FUNCTIONS = {id(getattr(builtins, name)): name for name in _BUILTINS}
@@ -59,12 +60,9 @@ def way_through(value: Any) -> str:
 @functools.lru_cache(maxsize=4096)
 def _ways_in(code: types.CodeType) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """The builtin functions, and the methods, that a function names."""
-    found = {i.argval for i in dis.get_instructions(code) if i.opname in _LOADS}
-    used = {text for text in (*code.co_names, *code.co_consts) if type(text) is str}
+    found = globals_read(code)
+    used = {*code.co_names, *texts_of(code)}
     return tuple(n for n in _BUILTINS if n in found), tuple(sorted(_METHODS & used))
-
-
-_LOADS = ("LOAD_GLOBAL", "LOAD_NAME")
 
 
 def _remembers_models(function: Any) -> bool:
