@@ -217,6 +217,14 @@ class ClosureStage(PipelineStage):
             buffers = self._posted[way, micro_batch] = [wire.buffer() for wire in wires]
         return [self._operation(dist.irecv, buffer, peer) for buffer in buffers]
 
+    def _clear_unlaunched_fwd_recv(self, microbatch_index: int) -> None:
+        """Drops the buffers of a receive that was never started (asked since torch 2.15)."""
+        self._posted.pop(("F", microbatch_index), None)
+
+    def _clear_unlaunched_bwd_recv(self, microbatch_index: int) -> None:
+        """The same for gradients."""
+        self._posted.pop(("B", microbatch_index), None)
+
     def _send(
         self, way: str, micro_batch: int, wires: Sequence[Wire], peer: int
     ) -> list[dist.P2POp]:

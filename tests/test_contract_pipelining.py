@@ -17,14 +17,21 @@ INHERITED |= {"device", "stage_index", "stage_index_to_group_rank", "submod", "o
 INHERITED |= {"args_recv_info", "act_send_info"}
 # After metadata inference, which is replaced: looks for FSDP modules in an empty module.
 INHERITED |= {"_post_metadata_inference_cleanup", "_inference_mode"}
+# Since torch 2.15. The set-up of process groups, and metadata of an empty module.
+INHERITED |= {"p2p_per_edge", "_p2p_edge_groups", "_parent_group", "_user_meta"}
+INHERITED |= {"_pre_metadata_inference_backup"}
+# What PyTorch's forward keeps, which is replaced; and what is called of an FSDP module only.
+INHERITED |= {"release_fwd_send_outputs"}
+INHERITED |= {"start_gradient_reduction", "wait_for_gradient_reduction"}
 
 
 def test_what_is_overridden_exists() -> None:
     own = {"give", "steps", "doing"}
     names = [n for n, f in vars(ClosureStage).items() if inspect.isfunction(f)]
     helpers = {"__init__", "_receive", "_send", "_operation", "_take", "_is_here", *own}
-    # Present from torch 2.12 or 2.13 on, or until then.
+    # Present from torch 2.12, 2.13 or 2.15 on, or until then.
     sometimes = {"_warmup_forward_vote", "_warmup_backward_result", "_get_init_p2p_neighbors_ops"}
+    sometimes |= {"_clear_unlaunched_fwd_recv", "_clear_unlaunched_bwd_recv"}
     missing = [n for n in names if n not in helpers | sometimes and not hasattr(PipelineStage, n)]
     assert not missing, f"PipelineStage has no {missing} any more"
 
