@@ -15,6 +15,7 @@ import pytest
 from link_tree import PUBLIC_FACE, ROOT, package_folders
 
 import lazyinline
+from lazyinline.reuse import supported
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -166,3 +167,10 @@ def test_torch_is_in_the_declared_range() -> None:
     assert match, f"the Makefile cannot read the range from {torch!r}"
     low, high = map(release, match.groups())
     assert low <= release(importlib.metadata.version("torch"))[:2] < high
+    newest = (*supported.NEWEST_TORCH[:1], supported.NEWEST_TORCH[1] + 1)
+    assert (low, high) == (supported.OLDEST_TORCH, newest), "what the import asks for"
+
+
+def test_the_newest_python_is_the_one_that_is_declared() -> None:
+    named = [c.rpartition(" ")[2] for c in PYPROJECT["project"]["classifiers"] if ":: 3." in c]
+    assert max(map(release, named)) == supported.NEWEST_PYTHON

@@ -11,6 +11,10 @@ Mark the layer class, compile the model, train or run it as before::
     compiled = lazyinline.compile(model)
 """
 
+from lazyinline.reuse.supported import check_supported
+
+check_supported()  # first: what follows names what only some versions of PyTorch have
+
 from lazyinline.frontend.advice import Advice
 from lazyinline.frontend.advise import advise
 from lazyinline.frontend.compiled_module import CompiledModule, compile

@@ -1,0 +1,61 @@
+"""Versions that this was not made for are named when lazyinline is imported."""
+
+import subprocess
+import sys
+import sysconfig
+import warnings
+
+import pytest
+import torch
+
+from lazyinline import LazyInlineError
+from lazyinline.reuse import supported
+from lazyinline.reuse.supported import check_supported
+
+
+def test_this_interpreter_and_this_torch_are_supported() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        check_supported()
+
+
+@pytest.mark.parametrize("version", ["2.10.1", "2.9.0+cpu", "1.13.1"])
+def test_a_torch_that_is_too_old_is_refused(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "__version__", version)
+    with pytest.raises(LazyInlineError) as refused:
+        check_supported()
+    assert "needs PyTorch 2.11 to 2.15" in str(refused.value)
+    assert f"this is {version}" in str(refused.value)
+    assert "pip install 'torch>=2.11,<2.16'" in str(refused.value)
+
+
+@pytest.mark.parametrize("version", ["2.16.0", "2.16.0a0+git1234567", "3.0.0.dev20270101"])
+def test_a_torch_that_is_too_new_gets_a_warning(
+    version: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "__version__", version)
+    with pytest.warns(UserWarning, match="tested with PyTorch 2.11 to 2.15, and this is"):
+        check_supported()
+
+
+def test_a_python_that_is_too_new_gets_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supported, "NEWEST_PYTHON", (3, 9))
+    with pytest.warns(UserWarning, match=r"up to Python 3\.9, this is 3\."):
+        check_supported()
+
+
+def test_a_free_threaded_build_is_refused_also_with_its_lock_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sysconfig, "get_config_var", lambda name: int(name == "Py_GIL_DISABLED"))
+    monkeypatch.setattr(sys, "_is_gil_enabled", lambda: True, raising=False)
+    with pytest.raises(LazyInlineError, match="does not run on free-threaded Python"):
+        check_supported()
+
+
+def test_free_threaded_python_is_refused_by_the_import() -> None:
+    """With a stand-in for such an interpreter, in a process that has imported nothing."""
+    lines = "import sys; sys._is_gil_enabled = lambda: False; import lazyinline"
+    done = subprocess.run([sys.executable, "-c", lines], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "LazyInlineError: lazyinline does not run on free-threaded Python" in done.stderr
