@@ -13,14 +13,15 @@ from typing import Any
 import torch
 import torch.fx
 
+from ..reuse.torch_names import RESHAPES
+
 _aten = torch.ops.aten
-_VIEWS = (_aten.view.default, _aten._unsafe_view.default)
 _STRIDED = (_aten.as_strided.default,)
 
 
 def eager_function(module: torch.fx.GraphModule) -> Callable[..., Any]:
     """Returns what runs a leaf's operators, right for whatever layout a kernel chooses."""
-    if any(node.target in (*_VIEWS, *_STRIDED) for node in module.graph.nodes):
+    if any(node.target in (*RESHAPES, *_STRIDED) for node in module.graph.nodes):
         module = torch.fx.GraphModule(module, _of_any_layout(module.graph))
     else:
         module.recompile()
@@ -32,7 +33,7 @@ def _of_any_layout(graph: torch.fx.Graph) -> torch.fx.Graph:
     copied = torch.fx.Graph()
     copied.output(copied.graph_copy(graph, {}))
     for node in copied.nodes:
-        if node.target in _VIEWS:
+        if node.target in RESHAPES:
             node.target = _aten.reshape.default
         elif node.target in _STRIDED:
             base = node.args[0]

@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import torch
 import torch.fx
 
 from ..autodiff.choices import Cut, PerCall, Whole
@@ -14,11 +13,9 @@ from ..autodiff.derivative import Derivative, Differentiator, Request
 from ..autodiff.joint_cut import ancestors, outputs_of
 from ..reuse.leaf import flat_types
 from ..reuse.program import Closure, Composite, Leaf
+from ..reuse.torch_names import RESHAPES
 from ..reuse.types import TensorType
 from .costs import flops, is_free, is_heavy
-
-# Views by nature, though their schemas do not say so; how many there are is PyTorch's affair.
-_RESHAPES = frozenset([torch.ops.aten._unsafe_view.default])
 
 
 @dataclass(frozen=True)
@@ -91,7 +88,7 @@ def _record(request: Request, derivative: Derivative, num_calls: int) -> Recompu
     if request.choice is not None:
         choice = "cut" if isinstance(request.choice, (Cut, PerCall)) else "called again"
     again = list(_computed_again(derivative))
-    names = Counter(_operator_name(n) for n in again if not (is_free(n) or n.target in _RESHAPES))
+    names = Counter(_operator_name(n) for n in again if not (is_free(n) or n.target in RESHAPES))
     return RecomputeRecord(
         request.closure.name,
         choice,

@@ -9,6 +9,9 @@ import torch.fx
 
 OPERATOR_TYPES: tuple[type, ...] = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
 
+RESHAPES = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
+"""Views by nature; the schema of the second does not say so."""
+
 
 def memory_id(tensor: torch.Tensor) -> int:
     """Returns a number that two tensors share exactly while they share memory."""

@@ -29,7 +29,6 @@ ADAPTERS = {
     "autodiff/torch_autograd.py",
     "autodiff/torch_lazy.py",
     "backend/attention.py",
-    "backend/eager_kernel.py",
     "backend/torch_builds.py",
     "backend/torch_draws.py",
     "backend/torch_entries.py",
