@@ -2,7 +2,7 @@
 
     python benchmarks/families.py                   # the table
     python benchmarks/families.py --only Llama T5   # some rows
-    python benchmarks/families.py --readme          # writes the table into README.md
+    python benchmarks/families.py --docs            # writes the table into docs/families.md
 
 A row is right where the outputs of an inference, and the loss and every gradient of a training
 step with the configuration's own dropout, equal eager's under one seed, with ``reuse="auto"`` (no
@@ -29,7 +29,7 @@ from zoo import ASKED, FURTHER, Family, scalar
 import lazyinline
 from lazyinline import CompileReport, LazyInlineError, lazy_inline
 
-README = pathlib.Path(__file__).resolve().parents[1] / "README.md"
+PAGE = pathlib.Path(__file__).resolve().parents[1] / "docs" / "families.md"
 BEGIN, END = "<!-- families: begin -->\n", "<!-- families: end -->\n"
 
 WAYS = ("auto", "marked")
@@ -207,12 +207,12 @@ def counts(side: Side) -> str:
     )
 
 
-def write_readme(table: str) -> None:
-    """Replaces the table in README.md."""
-    text = README.read_text(encoding="utf-8")
+def write_page(table: str) -> None:
+    """Replaces the table in docs/families.md."""
+    text = PAGE.read_text(encoding="utf-8")
     before, _, rest = text.partition(BEGIN)
     _, _, after = rest.partition(END)
-    README.write_text(before + BEGIN + table + END + after, encoding="utf-8")
+    PAGE.write_text(before + BEGIN + table + END + after, encoding="utf-8")
 
 
 def main() -> None:
@@ -220,7 +220,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", metavar="NAME", help="families by name")
     parser.add_argument("--reuse", nargs="+", choices=WAYS, default=WAYS, help="default both")
     parser.add_argument("--backend", choices=("eager", "inductor"), default="eager")
-    parser.add_argument("--readme", action="store_true", help="write the table into README.md")
+    parser.add_argument("--docs", action="store_true", help="write the table into docs/families.md")
     options = parser.parse_args()
     known = {family.name: family for family in (*ASKED, *FURTHER)}
     unknown = set(options.only or ()) - known.keys()
@@ -229,8 +229,8 @@ def main() -> None:
     families = [known[name] for name in options.only or known]
     table = "".join(rows(families, sorted(options.reuse), options.backend))
     print(table, end="")
-    if options.readme:
-        write_readme(table)
+    if options.docs:
+        write_page(table)
 
 
 if __name__ == "__main__":
