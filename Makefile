@@ -1,27 +1,35 @@
 # make bench | make test | make lint: each makes its own .venv from nothing first.
+# make test-versions: contract and smoke tests on every supported PyTorch and Python that can be
+# had, each in an environment of its own; PAIRS="2.15:3.13" names some, PYTHONS=/opt/pythons:... says
+# where interpreters are.
 #
 # PYTHON  the interpreter to make .venv with
-# TORCH   the torch to install where that interpreter has none in the supported range
+# TORCH   the torch to install where that interpreter has none in the supported range; today's, if
+#         not said
 # JOBS    how many processes run the tests
 # ARGS    further arguments of pytest or of `lazyinline bench`: make test ARGS="-k golden -x"
 
 PYTHON ?= python3
-TORCH ?= torch==2.13.0
+TORCH ?= $(shell sed -n 's/^  "\(torch>=[^"]*\)",$$/\1/p' pyproject.toml)
 JOBS ?= 2
 ARGS ?=
+PAIRS ?=
 
 SHELL := bash
 VENV := .venv
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 
-.PHONY: bench test lint
+.PHONY: bench test test-versions lint
 
 bench: $(STAMP)
 	@$(VENV)/bin/lazyinline bench $(ARGS)
 
 test: $(STAMP)
 	@$(PY) -m pytest -q --numprocesses $(JOBS) --dist worksteal $(ARGS)
+
+test-versions:
+	@$(PYTHON) tests/run_versions.py $(PAIRS)
 
 # All three run, whatever the others find. mypy reads the package through the links, and its
 # messages name the files behind them.

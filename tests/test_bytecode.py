@@ -9,6 +9,8 @@ from torch import Tensor, nn
 import lazyinline
 from lazyinline.reuse.bytecode import globals_read, globals_used, modules_imported, texts_of
 
+pytestmark = pytest.mark.smoke
+
 
 class Settings:
     scale, shift, power = 2.0, 3.0, 1.0

@@ -159,6 +159,7 @@ def test_a_warm_start_traces_no_derivative_lowers_nothing_and_plans_nothing(
     assert_right(numbers)
 
 
+@pytest.mark.smoke
 def test_a_new_process_starts_warm(directory: pathlib.Path) -> None:
     code = (
         "import sys, warnings; warnings.simplefilter('error'); sys.path.insert(0, sys.argv[1])\n"

@@ -547,6 +547,7 @@ def test_autocast_around_the_call_does_not_reach_where_the_model_switched_it_off
 # ---- what is left behind -------------------------------------------------------------------------
 
 
+@pytest.mark.smoke
 def test_capture_leaves_no_trace() -> None:
     kind = with_buffers(running)
     model = Stack(kind(), kind())

@@ -161,6 +161,7 @@ def assert_same_training(
 # is compared at a lr whose noise is well below the tolerance, and the same training is compared in
 # float64 at a hundred times that lr, where nothing hides a wrong gradient.
 @pytest.mark.parametrize("build", [llama, gpt])
+@pytest.mark.smoke
 def test_loss_and_gradients_equal_eager_after_1_and_5_adamw_steps(
     backend: str, build: Callable[..., Any]
 ) -> None:
@@ -194,6 +195,7 @@ def test_dropout_masks_equal_eager_under_one_seed_and_the_generator_moves_as_far
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.smoke
 def test_inference_equals_eager(backend: str, mode: Callable[[], Any]) -> None:
     model, (ids, targets) = llama(3, **SIZES)
     compiled = lazyinline.compile(model.eval(), backend=backend)

@@ -56,6 +56,8 @@ from lazyinline.frontend import torch_tracing
 from lazyinline.frontend.fake_rules import kernels_own_rules
 from lazyinline.frontend.torch_mutations import pure_forms
 
+pytestmark = pytest.mark.smoke
+
 CONTRACTS: dict[str, str] = {}
 Test = Callable[..., None]
 

@@ -7,9 +7,12 @@ at.
 import inspect
 import re
 
+import pytest
 from torch.distributed.pipelining import PipelineStage, schedules
 
 from lazyinline.pipeline_parallel.torch_pipelining import ClosureStage, action_table
+
+pytestmark = pytest.mark.smoke
 
 # Asked for by schedules, and right as PyTorch's stage does it.
 INHERITED = {"is_first", "is_last", "has_backward", "group_rank", "group_size", "num_stages"}

@@ -75,6 +75,7 @@ def train_at(
 # ---- what is compiled, what is linked -----------------------------------------------------------
 
 
+@pytest.mark.smoke
 def test_a_third_length_costs_a_link() -> None:
     found = train_at(decoder(), [(2, 8), (2, 12), (2, 16), (2, 8), (2, 64)], lambda s: [ids(s)])
     assert found == [(1, 0), (2, 0), (2, 1), (2, 1), (2, 2)]

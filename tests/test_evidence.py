@@ -723,6 +723,7 @@ OUTSIDE["an attribute of a function"] = (
 
 
 @pytest.mark.parametrize("name", OUTSIDE)
+@pytest.mark.smoke
 def test_outside_value_changed_between_calls_keeps_blocks_apart(name: str) -> None:
     get, put, what = OUTSIDE[name]
     kind = block(lambda self, x: torch.tanh(self.linear(x)) * get())
@@ -894,6 +895,7 @@ def test_captured_variable_that_forward_changes_keeps_blocks_apart() -> None:
     assert all("its forward changes" in reason for reason in outcome.reasons)
 
 
+@pytest.mark.smoke
 def test_captured_variable_changed_between_calls_keeps_blocks_apart() -> None:
     factor = 0.0
     helper = lambda x: x * factor  # noqa: E731
@@ -1157,6 +1159,7 @@ def test_mark_on_anything_else_is_refused(target: Any) -> None:
 
 
 @pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.smoke
 def test_python_of_a_block_runs_once_whatever_the_depth(nested: bool) -> None:
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
         warnings.warn("forward ran", stacklevel=1)  # evidence cannot see it: no side effect

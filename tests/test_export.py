@@ -78,6 +78,7 @@ def test_hugging_face_models_equal_eager(name: str, functions: bool, path: pathl
 
 @pytest.mark.parametrize("make", [own.llama, own.gpt])
 @pytest.mark.parametrize("functions", [True, False], ids=["functions", "flat"])
+@pytest.mark.smoke
 def test_own_models_equal_eager(
     make: Callable[..., Any], functions: bool, path: pathlib.Path
 ) -> None:

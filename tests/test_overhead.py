@@ -66,6 +66,7 @@ def num_calls(function: Callable[[], object]) -> int:
 
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
 @pytest.mark.parametrize("train", [True, False], ids=["training", "inference"])
+@pytest.mark.smoke
 def test_a_forward_adds_few_calls_to_its_kernels_and_few_per_layer(
     train: bool, backend: str
 ) -> None:

@@ -54,6 +54,7 @@ def everything(rank: int, folder: pathlib.Path) -> dict[str, Any]:
     return {"folder": folder} | {task.__name__: task(rank, folder) for task in tasks}
 
 
+@pytest.mark.smoke
 def test_two_processes_give_what_one_gives(two_ranks: list[dict[str, list[str]]]) -> None:
     assert [said["train_with_schedules"] for said in two_ranks] == [[], []]
 

@@ -236,6 +236,7 @@ def test_marked_module_without_any_block_is_recomputed() -> None:
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.smoke
 def test_checkpoint_in_the_model_is_honoured(use_reentrant: bool) -> None:
     def run(layer: nn.Module, x: Tensor) -> Tensor:
         return checkpoint(layer, x, use_reentrant=use_reentrant)

@@ -12,6 +12,8 @@ from lazyinline import LazyInlineError
 from lazyinline.reuse import supported
 from lazyinline.reuse.supported import check_supported
 
+pytestmark = pytest.mark.smoke
+
 
 def test_this_interpreter_and_this_torch_are_supported() -> None:
     with warnings.catch_warnings():

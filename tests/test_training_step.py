@@ -31,6 +31,7 @@ def decoder(
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
 @pytest.mark.parametrize("order", ["forward_first", "one_by_one"])
 @pytest.mark.parametrize(("micro_batches", "rows"), [(1, 2), (2, 2), (4, 2), (4, 1)])
+@pytest.mark.smoke
 def test_loss_and_gradients_equal_eager_over_three_optimizer_steps(
     backend: str, order: str, micro_batches: int, rows: int
 ) -> None:
