@@ -70,13 +70,19 @@ class BuiltKernel:
         Raises:
             RuntimeError: if the number of arguments is wrong, a tensor's memory was freed, or with
                 what the kernel throws.
+            IndexError: if an index was out of range.
         """
         if len(args) != len(self.argument_types):
             raise RuntimeError(f"requires {len(self.argument_types)} args")
         message = ctypes.create_string_buffer(_MESSAGE_BYTES)
         given = [address_in(a) if isinstance(a, torch.Tensor) else a for a in args]
         if _checked(self)(*given, message, _MESSAGE_BYTES):
-            raise RuntimeError(message.value.decode(errors="replace"))
+            raise _failure(message.value.decode(errors="replace"))
+
+
+def _failure(message: str) -> Exception:
+    """Returns what eager would raise."""
+    return IndexError(message) if "out of bounds" in message else RuntimeError(message)
 
 
 def loaded_kernel(path: Path, symbol: str, argument_types: Sequence[str]) -> BuiltKernel:

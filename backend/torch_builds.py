@@ -4,6 +4,7 @@ Inductor builds a shared object per CPU kernel, with a Python binding in each. W
 :func:`deferred_builds` its kernels are collected instead and built many at a time
 (:mod:`.kernel_bundles`), with Inductor's own flags and headers, so that each gives the same
 numbers. A kernel that is not the one plain function that is expected goes Inductor's own way.
+Either way it is made safe first (:mod:`.kernel_guards`).
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import Any, ClassVar
 import torch
 
 from .kernel_bundles import Bundles, Promise, kept
+from .kernel_guards import guarded
 from .kernel_index import KernelIndex
 from .kernel_source import kernel_source
 from .torch_entries import cpu_kind, for_this_cpu
@@ -34,12 +36,15 @@ _FORMAT = 1
 def deferred_builds() -> Iterator[Callable[[], None]]:
     """Postpones waiting for the C++ compiler until ``finish`` is called."""
     from torch._inductor.async_compile import AsyncCompile
+    from torch._inductor.utils import parallel_num_threads
 
+    num_threads = parallel_num_threads()
     wait, build_one = AsyncCompile.wait, AsyncCompile.cpp_pybinding
     pending: list[tuple[AsyncCompile, dict[str, Any]]] = []
     bundles = _bundles()
 
     def collect(self: AsyncCompile, argtypes: list[str], source_code: str) -> Any:
+        source_code = guarded(source_code, num_threads)
         source = kernel_source(argtypes, source_code)
         if source is None:
             return build_one(self, argtypes, for_this_cpu(source_code))

@@ -19,8 +19,17 @@ from ..autodiff.torch_autograd import draw_mask
 from ..reuse.program import input_nodes
 from ..reuse.torch_symbols import sizes_as_literals, symbols_of, with_size_inputs
 from .torch_builds import deferred_builds, vector_units_probed_here
+from .torch_divisions import quotients_checked
 from .torch_draws import drawn_in_order
 from .torch_index import polynomials_expanded
+
+NOT_FROM_THE_END = (
+    torch.ops.aten.index_select.default,
+    torch.ops.aten.index_add.default,
+    torch.ops.aten.index_copy.default,
+    torch.ops.aten.index_reduce.default,
+)
+"""Inductor writes them as ``x[index]``, but in eager their index -1 is an error."""
 
 BoxedCallable = Callable[[list[Any]], Sequence[Any]]
 
@@ -47,18 +56,30 @@ def graph_cache_off() -> Any:
 
 
 def decompositions() -> Mapping[Any, Callable[..., Any]]:
-    """Returns Inductor's decomposition table, with one correction.
+    """Returns Inductor's decomposition table, with two corrections.
 
-    Inductor lowers ``bernoulli.p`` to an in-place draw, and on CPU it may fuse a reader of the
-    mask into a kernel that runs before the draw. ``native_dropout`` draws the same mask out of
-    place.
+    Operators that do not count from the end do not here either. And Inductor lowers
+    ``bernoulli.p`` to an in-place draw, and on CPU it may fuse a reader of the mask into a kernel
+    that runs before the draw. ``native_dropout`` draws the same mask out of place.
     """
     from torch._inductor.decomposition import select_decomp_table
 
     with settings():
         table = dict(select_decomp_table())
     table[torch.ops.aten.bernoulli.p] = draw_mask
+    for operator in NOT_FROM_THE_END:
+        table[operator] = _without_wrapping(table[operator])
     return table
+
+
+def _without_wrapping(decomposition: Callable[..., Any]) -> Callable[..., Any]:
+    """Makes an index below zero one that is out of range, which a kernel notices."""
+
+    def checked(x: torch.Tensor, dim: int, index: torch.Tensor, *rest: Any, **options: Any) -> Any:
+        size = x.shape[dim] if x.dim() else 1
+        return decomposition(x, dim, torch.where(index < 0, size, index), *rest, **options)
+
+    return checked
 
 
 def rewrite_joint(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
@@ -98,7 +119,8 @@ def compile_leaves(
         return []
     compiled = []
     probes = vector_units_probed_here()
-    with settings(), probes, polynomials_expanded(), drawn_in_order(), deferred_builds() as finish:
+    way = drawn_in_order(), quotients_checked()
+    with settings(), probes, polynomials_expanded(), way[0], way[1], deferred_builds() as finish:
         for module in modules:
             symbols = symbols_of(module)
             copy = with_size_inputs(module, symbols, "first") if symbols else copy_graph(module)

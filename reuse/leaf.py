@@ -96,6 +96,10 @@ class ModalInterpreter(SizedInterpreter):
                 self._switch(stamp)
         return super().run_node(n)
 
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        """Calls an operator, or what stands for one whose checks a trace would lose."""
+        return super().call_function(_CHECKED.get(target, target), args, kwargs)
+
     def _switch(self, stamp: Stamp) -> None:
         self._stack.close()
         self._modes = (stamp.grad_enabled, stamp.autocast)
@@ -104,6 +108,32 @@ class ModalInterpreter(SizedInterpreter):
         for device, enabled, dtype in stamp.autocast:
             region = torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=False)
             self._stack.enter_context(region)
+
+
+def _one_hot(index: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
+    """Takes it apart so that a class that there is not remains an error."""
+    zeros, places = index.new_zeros((*index.shape, num_classes)), index.unsqueeze(-1)
+    return zeros.scatter(-1, places, torch.ones_like(places))
+
+
+def _scattered(operator: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Writes a number by an operator that writes a tensor.
+
+    A number in a constant tensor becomes a comparison with the index, which no index fails.
+    """
+
+    def scatter(x: torch.Tensor, dim: int, index: torch.Tensor, value: Any) -> torch.Tensor:
+        return operator(x, dim, index, x.new_full(index.shape, value))
+
+    return scatter
+
+
+_aten = torch.ops.aten
+_CHECKED: Mapping[Any, Callable[..., Any]] = {
+    _aten.one_hot.default: _one_hot,
+    _aten.scatter.value: _scattered(_aten.scatter.src),
+    _aten.scatter_.value: _scattered(_aten.scatter_.src),
+}
 
 
 def cut_leaf(

@@ -44,9 +44,11 @@ from lazyinline.backend.torch_builds import (
     takes_the_first,
     vector_units_probed_here,
 )
+from lazyinline.backend.torch_divisions import quotients_checked
 from lazyinline.backend.torch_draws import chained, draws
 from lazyinline.backend.torch_index import home_of_strides, polynomials_expanded
 from lazyinline.backend.torch_inductor import (
+    NOT_FROM_THE_END,
     compile_leaves,
     decompositions,
     rewrite_joint,
@@ -1190,6 +1192,7 @@ def test_inductors_decompositions_leave_random_numbers_to_pytorch(select: Any) -
     assert len(table) > 100
     assert torch.ops.aten.native_batch_norm.default in select()
     assert torch.ops.aten.native_dropout.default not in table
+    assert set(NOT_FROM_THE_END) <= select().keys()
     torch.manual_seed(0)
     mask = table[torch.ops.aten.bernoulli.p](torch.empty(50), 0.3)
     torch.manual_seed(0)
@@ -1295,6 +1298,23 @@ INDUCTOR = "torch._inductor"
 def test_a_cpu_kernel_is_asked_for_by_its_argument_types_and_source(ask: Any, threads: Any) -> None:
     assert list(inspect.signature(ask).parameters) == ["self", "argtypes", "source_code"]
     assert threads() >= 1
+
+
+@contract(f"{INDUCTOR}.utils.parallel_num_threads")
+def test_kernels_are_written_for_as_many_threads_as_there_are(num_threads: Any) -> None:
+    assert num_threads() == torch.get_num_threads()
+
+
+@contract(
+    f"{INDUCTOR}.codegen.cpp.CppOverrides",
+    f"{INDUCTOR}.codegen.cpp.CppVecOverrides",
+)
+def test_a_quotient_of_integers_is_written_as_a_division(scalar: Any, vector: Any) -> None:
+    assert scalar.truncdiv("a", "b") == "a / b"
+    before = [kind.__dict__["truncdiv"] for kind in (scalar, vector)]
+    with quotients_checked():
+        assert scalar.truncdiv("a", "b").startswith("a / [](auto divisor)")
+    assert [kind.__dict__["truncdiv"] for kind in (scalar, vector)] == before
 
 
 @contract(
