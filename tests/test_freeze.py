@@ -5,20 +5,19 @@ import collections
 import dataclasses
 import enum
 import functools
-import gc
 import itertools
 import operator
 import random
 import re
 import struct
-import time
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from counting import num_calls
 from torch import nn
 
 from lazyinline.reuse.freeze import Freezer, describe
@@ -325,26 +324,18 @@ def test_cycles_end() -> None:
     assert freeze(loop) == freeze(loop)
 
 
-@pytest.fixture
-def no_collection() -> Iterator[None]:
-    """No garbage is collected: that would cost the more the more other tests have left."""
-    gc.collect()
-    gc.disable()
-    yield
-    gc.enable()
-
-
-@pytest.mark.usefixtures("no_collection")
 def test_deep_and_huge_values_cost_little() -> None:
-    start = time.process_time()
-    deep, wide = nested(100_000, 1), [[i] for i in range(100_000)]
-    grid = [[[[0] * 20 for _ in range(20)] for _ in range(20)] for _ in range(20)]
-    for value in (deep, wide, grid):
-        # Cut off below a depth and a number of items, where only the same object is equal.
-        assert freeze(value) == freeze(value)
-    assert freeze(wide) != freeze([[i] for i in range(100_000)])
-    # Half a second is 10 to 100 times what it takes; visiting everything would need minutes.
-    assert time.process_time() - start < 5.0
+    """Cut off below a depth and a number of items, where only the same object is equal."""
+    deep, wide = nested(100_000, 1), [[i] for i in range(20_000)]
+    grid = [[[[0] * 10 for _ in range(20)] for _ in range(20)] for _ in range(10)]
+    for value, most_calls in ((deep, 1_000), (wide, 500_000), (grid, 1_000_000)):
+        frozen: list[Any] = []
+        assert (
+            num_calls(lambda v=value, f=frozen: f.extend((freeze(v), freeze(v)))) <= 2 * most_calls
+        )
+        assert num_calls(lambda f=frozen: f[0] == f[1]) <= most_calls
+        assert frozen[0] == frozen[1]
+    assert freeze(wide) != freeze([[i] for i in range(20_000)])
     while isinstance(deep, list):  # taken apart level by level: its own destructor recurses
         deep = deep[0]
 

@@ -1,11 +1,11 @@
 """What a layer more costs: Python per call, nodes per program, kernels per compile."""
 
-import sys
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from counting import num_calls
 from torch import Tensor, nn
 
 import lazyinline
@@ -47,30 +47,12 @@ def ready(layers: int, backend: str) -> tuple[Callable[[], Any], Callable[[], An
     return lambda: compiled(*args), kernels
 
 
-def num_calls(function: Callable[[], object]) -> int:
-    """Counts the calls, of Python and of C, that a function makes."""
-    count = 0
-
-    def profile(frame: Any, event: str, argument: Any) -> None:
-        nonlocal count
-        count += event in ("call", "c_call")
-
-    function()
-    sys.setprofile(profile)
-    try:
-        function()
-    finally:
-        sys.setprofile(None)
-    return count
-
-
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
 @pytest.mark.parametrize("train", [True, False], ids=["training", "inference"])
 @pytest.mark.smoke
 def test_a_forward_adds_few_calls_to_its_kernels_and_few_per_layer(
     train: bool, backend: str
 ) -> None:
-    """Counted, since microseconds depend on the machine and on who else is using it."""
     with torch.set_grad_enabled(train):
         added = {}
         for layers in (4, LAYERS):

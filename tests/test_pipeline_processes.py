@@ -172,9 +172,7 @@ def test_a_killed_rank_ends_the_other_with_an_error_that_says_where(
             assert time.monotonic() < deadline and all(r.poll() is None for r in ranks)
             time.sleep(0.2)
         ranks[1].kill()
-        killed = time.monotonic()
-        output, _ = ranks[0].communicate(timeout=60)
-        assert time.monotonic() - killed < 60
+        output, _ = ranks[0].communicate(timeout=LIMIT_S)  # rather than wait for the dead one
     assert ranks[0].returncode != 0
     last = output.strip().splitlines()[-1]
     assert "PipelineError: Rank 0 stopped" in last, output[-3000:]
