@@ -8,6 +8,7 @@ dropped, so a training loop binds once and two forwards before a backward get tw
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -40,6 +41,8 @@ from .torch_native import first_fit
 # A plan within half a percent of the lower bound is good enough to stop looking.
 _ENOUGH = 1.005
 _PLAN_EFFORT_S = 0.3
+_MAX_IDLE_ARENAS = 4
+_NUM_SPELLS = 4
 
 
 @dataclass(frozen=True)
@@ -121,6 +124,7 @@ class PlannedProgram:
         ]
         self._addresses: list[int] = []
         self._pool: list[Lease] = []
+        self._use = _Use()
         self._lock = threading.RLock()  # collecting garbage inside may give a lease back
 
     @property
@@ -214,9 +218,9 @@ class PlannedProgram:
                 self._addresses = addresses
                 self._pool.clear()
             lease = self._pool.pop() if self._pool else None
+            self._use.begin()
         if lease is None:
-            size = max(self.arena_bytes, 64)
-            lease = self._bind(tensors, torch.empty(size, dtype=torch.uint8, device="cpu"))
+            lease = self._bound(tensors)
         return Lease(lease.arena, lease.runners, lease.tensors, lease.addresses, self)
 
     def followed(self, lease: Lease) -> Lease:
@@ -235,9 +239,26 @@ class PlannedProgram:
     def release(self, lease: Lease) -> None:
         """Takes an arena back."""
         with self._lock:
+            self._use.end()
             if lease.addresses == self._addresses and lease.has_its_arena():
                 idle = Lease(lease.arena, lease.runners, lease.tensors, lease.addresses, None)
                 self._pool.append(idle)
+            del self._pool[self._use.num_idle_kept :]
+
+    def _bound(self, tensors: list[torch.Tensor]) -> Lease:
+        try:
+            size = max(self.arena_bytes, 64)
+            return self._bind(tensors, torch.empty(size, dtype=torch.uint8, device="cpu"))
+        except BaseException:
+            with self._lock:
+                self._use.end()
+            raise
+
+    def rest(self) -> None:
+        """Gives back the arenas that nobody runs in, and the model's tensors bound in them."""
+        with self._lock:
+            self._addresses = []
+            self._pool.clear()
 
     def copy_of(
         self, lease: Lease, handed: Sequence[torch.Tensor]
@@ -268,6 +289,33 @@ class PlannedProgram:
         addresses = list(map(_address_of, tensors))
         # Detached: `parameter.data = ...` changes the memory of the tensor, not of the lease.
         return Lease(arena, tuple(runners), [t.detach() for t in tensors], addresses, None)
+
+
+class _Use:
+    """How many arenas are in use, and how many were lately: so many are kept when they are idle.
+
+    A spell of use begins with the first lease and ends when all are given back.
+    """
+
+    def __init__(self) -> None:
+        self._num_leased = self._most = 0
+        self._spells: deque[int] = deque(maxlen=_NUM_SPELLS)
+
+    def begin(self) -> None:
+        self._num_leased += 1
+        self._most = max(self._most, self._num_leased)
+
+    def end(self) -> None:
+        self._num_leased -= 1
+        if not self._num_leased:
+            self._spells.append(self._most)
+            self._most = 0
+
+    @property
+    def num_idle_kept(self) -> int:
+        """How many idle arenas are worth their memory."""
+        lately = max((self._most, *self._spells))
+        return min(lately - self._num_leased, _MAX_IDLE_ARENAS)
 
 
 def lay_out(

@@ -81,6 +81,9 @@ class ReplayedProgram:
         addresses = [tensor.data_ptr() for tensor in tensors]
         return Lease(torch.empty(0, device="cpu"), (self._runner(bound),), bound, addresses, None)
 
+    def rest(self) -> None:
+        """Nothing is held between leases."""
+
     def _runner(self, bound: Sequence[torch.Tensor]) -> Runner:
         def run() -> list[torch.Tensor]:
             check_addresses(bound)

@@ -43,6 +43,9 @@ class Runtime(Protocol):
             graph: ``"keep"`` if the backward may run again, else ``"free"``.
         """
 
+    def rest(self) -> None:
+        """Gives back the memory that is held while nothing runs."""
+
 
 class ReplayRuntime:
     """A function per closure, values freed after their last use."""
@@ -73,6 +76,9 @@ class ReplayRuntime:
         if graph == "free":
             flight.clear()
         return self._backward.run(boxed)
+
+    def rest(self) -> None:
+        """Nothing is held."""
 
 
 @dataclass
@@ -137,6 +143,10 @@ class PlannedRuntime:
         gradients = lease.runners[1]([*given, *foreign])
         lease.release()
         return gradients
+
+    def rest(self) -> None:
+        """See :class:`Runtime`."""
+        self.program.rest()
 
 
 def _forward_input(program: PlannedProgram, position: int) -> int:

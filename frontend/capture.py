@@ -182,6 +182,7 @@ def _capture(
         captured = _capture_once(model, arguments, blocks(), train=train)
     except UnsettledError as unsettled:
         first = _assemble(unsettled.recorder, unsettled.results, unsettled.tree)
+        unsettled.recorder.let_go()
         captured = _capture_settled(model, arguments, unsettled, first, blocks(), train=train)
     iterators = captured.iterators()
     if iterators:  # each forward may make its own, and then it is no state
@@ -195,11 +196,16 @@ def _capture_once(
 ) -> CapturedModel:
     sizes = None if arguments.sizes is None else arguments.sizes()
     recorder = Recorder(model, blocks, sizes)
+    is_settled = True
     try:
         results, tree = _run(recorder, arguments, train=train)
         return _assemble(recorder, results, tree)
+    except UnsettledError:
+        is_settled = False
+        raise
     finally:
-        recorder.tracer.forget_tensors()
+        if is_settled:
+            recorder.let_go()
 
 
 def _run(

@@ -18,8 +18,9 @@ from .assemble import OutputTree
 from .autograd_bridge import Bridge, picker
 from .capture import backward_hooked, one_at_a_time, refuse_foreign
 from .compiler import CompiledProgram, Compiler, Options
-from .dynamic import MAX_LINKED, Inputs, Made, Shapes
+from .dynamic import Made, Shapes
 from .guard import Guard
+from .kept_programs import Inputs, KeptPrograms
 from .plain_inputs import watching_tensor, written_out
 from .report import CompileReport
 from .runnable import check_runnable, check_writes
@@ -88,7 +89,7 @@ class CompiledModule(nn.Module):
         state["_lazyinline_model"] = model
         state["_lazyinline_compiler"] = Compiler(options)
         state["_lazyinline_shapes"] = Shapes(model, options, dynamic)
-        state["_lazyinline_entries"] = []
+        state["_lazyinline_entries"] = KeptPrograms[_Entry]()
         state["_lazyinline_report"] = None
         tables = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
         for table in (*tables, "_load_state_dict_post_hooks"):
@@ -126,6 +127,11 @@ class CompiledModule(nn.Module):
             return torch.compiler.disable(self._run)(*args, **kwargs)
         return self._run(*args, **kwargs)
 
+    @property
+    def _entries(self) -> KeptPrograms[_Entry]:
+        entries: KeptPrograms[_Entry] = self.__dict__["_lazyinline_entries"]
+        return entries
+
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         if type(self) is not CompiledModule:
             refuse_wrapper(self, "The compiled module")
@@ -134,12 +140,12 @@ class CompiledModule(nn.Module):
             reason = f"{mode} is active, which sees or changes every operator"
             return self._run_itself(reason, args, kwargs)
         leaves, tree = pytree.flatten_call(args, kwargs)
-        entry = self._known_entry(leaves, tree)
+        entry = self._entries.fitting(leaves, tree)
         if entry is not None:
             return entry.run(leaves)
         plain = written_out(leaves)
         if plain is not None:
-            entry = self._known_entry(plain, tree)
+            entry = self._entries.fitting(plain, tree)
         if entry is None:
             reason = self._why_itself(leaves)
             if reason:
@@ -173,20 +179,9 @@ class CompiledModule(nn.Module):
             report = CompileReport(True, options.backend, options.reuse, ran_eagerly=reason)
             self.__dict__["_lazyinline_report"] = report
 
-    def _known_entry(self, leaves: list[Any], tree: pytree.TreeSpec) -> _Entry | None:
-        """Returns the entry that fits and puts it first; lists are replaced, never changed."""
-        entries: list[_Entry] = self.__dict__["_lazyinline_entries"]
-        for position, entry in enumerate(entries):
-            if entry.guard.accepts(leaves, tree):
-                if position:
-                    rest = [other for other in entries if other is not entry]
-                    self.__dict__["_lazyinline_entries"] = [entry, *rest]
-                return entry
-        return None
-
     @one_at_a_time
     def _compile(self, leaves: list[Any], tree: pytree.TreeSpec) -> _Entry:
-        made_meanwhile = self._known_entry(leaves, tree)
+        made_meanwhile = self._entries.fitting(leaves, tree)
         if made_meanwhile is not None:
             return made_meanwhile
         model = self.__dict__["_lazyinline_model"]
@@ -197,18 +192,18 @@ class CompiledModule(nn.Module):
         inputs = Inputs(args, kwargs, leaves, tree)
         made = shapes.made(inputs)
         if made is None:
+            self._entries.warn_if_many(model, inputs)
             compiler: Compiler = self.__dict__["_lazyinline_compiler"]
             compiled, report = compiler.compile(model, args, kwargs, train=train)
             same_words = compiled.runtime.same_words
             guard = Guard(model, compiled.captured, leaves, tree, same_words)
-            made = shapes.note(Made(guard, compiled, report), inputs)
+            made = shapes.note(Made(guard, compiled.without_tensors(), report), inputs)
         check_writes(made.compiled.captured.program)
         entry = _Entry(made.guard, made.compiled, leaves)
         entry.can_be_linked_again = made.is_linked
-        entries: list[_Entry] = [entry, *self.__dict__["_lazyinline_entries"]]
-        linked = [e for e in entries if e.can_be_linked_again]  # the last used first
-        surplus = linked[MAX_LINKED:]
-        self.__dict__["_lazyinline_entries"] = [e for e in entries if e not in surplus]
+        if self._entries.add(entry):
+            compiler = self.__dict__["_lazyinline_compiler"]
+            self.__dict__["_lazyinline_compiler"] = Compiler(compiler.options)
         self.__dict__["_lazyinline_report"] = made.report
         return entry
 
@@ -289,6 +284,10 @@ class _Entry:
         program = self._compiled.captured.program
         touched = {target for _, target in program.writes} | self._result.inputs
         return any(isinstance(program.sources[i], UserInput) for i in touched)
+
+    def rest(self) -> None:
+        """See :class:`kept_programs.Entry`."""
+        self._compiled.runtime.rest()
 
     def run(self, leaves: Sequence[Any]) -> Any:
         """Runs the program on flat inputs."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -99,6 +99,10 @@ class CompiledProgram:
     derivative: Derivative | None = None
     watched_inputs: tuple[int, ...] = ()
 
+    def without_tensors(self) -> CompiledProgram:
+        """Returns the same for one who has the model's tensors from elsewhere."""
+        return replace(self, captured=self.captured.without_tensors())
+
 
 @dataclass(frozen=True)
 class Batching:
@@ -120,6 +124,13 @@ class CompiledStep:
     captured: CapturedModel
     step: StepProgram
     runner: StepRunner
+
+    def without_tensors(self) -> CompiledStep:
+        """Returns the same for one who has the model's tensors from elsewhere."""
+        model = tuple(tensor.forgotten() for tensor in self.step.model)
+        return CompiledStep(
+            self.captured.without_tensors(), replace(self.step, model=model), self.runner
+        )
 
 
 @dataclass(frozen=True)

@@ -6,21 +6,28 @@ in between are looked into when they are first read, and compared by identity, i
 
 from __future__ import annotations
 
+import array
+import collections
 import operator
 import types
 from collections.abc import Callable, Iterable
+from itertools import repeat
 from typing import Any
 
+import numpy as np
 import torch
 
 from ..reuse.errors import CaptureError
-from ..reuse.freeze import has_plain_class
+from ..reuse.freeze import has_plain_class, slots_of
 from .holders import Kind, attributes_of, is_iterator, kind_of, parts_of
 
 MISSING = object()
 
-_SCALARS = (bool, int, float, complex, str, bytes, torch.device, torch.Size)
+_SCALARS = (bool, int, float, complex, str, bytes, range, torch.device, torch.Size)
 _ATOMS = frozenset({*_SCALARS, type(None), torch.dtype})
+_GROUPS = (list, tuple, set, frozenset, collections.deque)
+_TABLES = (dict, collections.OrderedDict, collections.defaultdict, collections.Counter)
+_BUFFERS = (bytearray, array.array, np.ndarray)
 _SHOWN = (list, tuple, dict)  # code that reads one of these directly reads what is in it
 _MAX_OBJECTS = 2**20
 
@@ -209,14 +216,56 @@ def _same(now: Any, before: list[Any]) -> bool:
 
 
 def same_value(now: Any, before: Any) -> bool:
-    """Whether two values are one object, or equal and of a plain type."""
-    if now is before:
-        return True
+    """Whether two values are one object, or of one plain type and hold equal values.
+
+    What is equal now may be changed later, unlike the one that was looked into: who goes by an
+    answer about two objects asks again.
+    """
+    return now is before or _same_plain(now, before, set())
+
+
+def is_constant(value: Any) -> bool:
+    """Whether a value can never hold anything else."""
+    return has_plain_class(value) and type(value) in _ATOMS
+
+
+def _same_plain(now: Any, before: Any, compared: set[tuple[int, int]]) -> bool:
     kind = type(now)
-    if kind is not type(before):
-        return False
-    if kind is tuple:
-        return len(now) == len(before) and all(map(same_value, now, before))
+    if now is before or kind is not type(before):
+        return now is before
     if kind is float or kind is complex:
         return repr(now) == repr(before)  # 0.0 is not -0.0, but nan is nan
-    return kind in _SCALARS and bool(now == before)
+    if kind in _SCALARS:
+        return bool(now == before)
+    pair = (id(now), id(before))
+    if pair in compared:
+        return True
+    compared.add(pair)
+    items, others = _items_of(now), _items_of(before)
+    return (
+        items is not None
+        and others is not None
+        and len(items) == len(others)
+        and all(map(_same_plain, items, others, repeat(compared)))
+    )
+
+
+def _items_of(value: Any) -> list[Any] | None:
+    """Returns what a value that is compared by what it holds consists of, in order; else None."""
+    kind = type(value)
+    if kind in _GROUPS:
+        return list(value)
+    if kind in _TABLES:
+        return [getattr(value, "default_factory", None), *value, *value.values()]
+    if kind is slice:
+        return [value.start, value.stop, value.step]
+    if kind in _BUFFERS:
+        found = kind_of(value)
+        return list(found.take(value)) if found is not None else None
+    if isinstance(value, tuple) and hasattr(kind, "_fields"):
+        return list(value)
+    usual: Any = object.__eq__  # equal to itself alone
+    attributes = attributes_of(value) if kind.__eq__ is not usual else None
+    if attributes is None or isinstance(value, (*_GROUPS, *_TABLES)) or slots_of(kind):
+        return None
+    return [*attributes, *attributes.values()]

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from ..reuse import pytree
 from ..reuse.errors import LazyInlineError, PlanError
 from .compiler import CompiledProgram, Options
 from .guard import Guard
+from .kept_programs import MAX_PROGRAMS, Inputs
 from .report import CompileReport
 
 if TYPE_CHECKING:
@@ -22,19 +22,7 @@ if TYPE_CHECKING:
 
 MAX_SYMBOLIC = 8
 """Programs of symbolic sizes for calls that differ in sizes only; further shapes are numbers."""
-MAX_LINKED = 64
-"""Linked shapes of one module that are kept, each with its arena; others are linked again."""
 DYNAMIC_CHOICES = (None, True, False)
-
-
-@dataclass(frozen=True)
-class Inputs:
-    """One call: what it passes, and the same flat."""
-
-    args: Sequence[Any]
-    kwargs: Mapping[str, Any]
-    leaves: list[Any]
-    tree: pytree.TreeSpec
 
 
 @dataclass
@@ -82,8 +70,8 @@ class Shapes:
         self._model = model
         self._options = options
         self.dynamic = dynamic
-        self._compiles: list[_Compile] = []
-        self._num_links = 0
+        self._compiles: tuple[_Compile, ...] = ()  # the newest last
+        self._num_compiles = self._num_links = 0
         self._why_static = ""
 
     def made(self, inputs: Inputs) -> Made | None:
@@ -107,11 +95,15 @@ class Shapes:
         """Remembers a program that was compiled for the sizes of a call alone."""
         made.report.why_static = self._why_static
         known = _Compile(made.guard, shapes_of(inputs.leaves), self._why_static)
-        self._compiles.append(known)
+        self._keep(known)
         return self._counted(made)
 
+    def _keep(self, compile_: _Compile) -> None:
+        self._compiles = (*self._compiles, compile_)[-MAX_PROGRAMS:]
+        self._num_compiles += 1
+
     def _counted(self, made: Made) -> Made:
-        made.report.num_compiles, made.report.num_links = len(self._compiles), self._num_links
+        made.report.num_compiles, made.report.num_links = self._num_compiles, self._num_links
         return made
 
     def _report(self) -> CompileReport:
@@ -179,11 +171,12 @@ class Shapes:
         report, compiler = self._report(), SymbolicCompiler(self._options)
         program = compiler.compile_symbolic(self._model, inputs.args, inputs.kwargs, sizes, report)
         guard = Guard(self._model, program.captured, inputs.leaves, inputs.tree)
+        program = replace(program, captured=program.captured.without_tensors())
         compile_ = _Compile(guard, shapes_of(inputs.leaves), symbolic=(program, compiler))
         made = self._linked(compile_, guard, inputs, report)
         if made is None:
             raise PlanError(compile_.why_static or "its questions have other answers here")
-        self._compiles.append(compile_)
+        self._keep(compile_)
         return made
 
 

@@ -11,7 +11,8 @@ from __future__ import annotations
 import copy
 import operator
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain, repeat
 from typing import Any, cast
@@ -20,7 +21,7 @@ import torch
 from torch import nn
 
 from ..reuse import pytree
-from ..reuse.modules import module_state
+from ..reuse.modules import module_state, walk_modules
 from ..reuse.program import ModelTensor, Program
 from ..reuse.torch_names import global_hook_tables, is_lazy, memory_id
 from .contents import MISSING, same_value
@@ -30,7 +31,7 @@ from .regions import CapturedModel
 from .tensor_layouts import TensorLayouts
 from .tensor_words import tells_wants, touched_by, words_of
 from .torch_modes import Modes
-from .watch import SameWords, Watch
+from .watch import SameWords, Watch, Words
 
 _HOOK_TABLES = tuple(
     name
@@ -38,6 +39,7 @@ _HOOK_TABLES = tuple(
     if name.startswith(("_forward", "_backward")) and name.endswith("hooks")
 )
 _TABLES = frozenset({"_parameters", "_buffers", "_modules", *_HOOK_TABLES})
+_MAX_TEXT = 40
 _forward_of = operator.attrgetter("forward")
 _class_parts = operator.attrgetter("forward", "__call__", "__mro__")
 _training_of = operator.itemgetter("training")
@@ -96,11 +98,13 @@ class Guard:
         self._place_tables = [table for found in places for table, _ in found]
         self._place_names = [name for found in places for _, name in found]
         self._owners = [i for i, found in enumerate(places) for _ in found]
-        self._placed: list[Any] = list(map(dict.get, self._place_tables, self._place_names))
+        self._placed = self._present()
         self.tensors: list[torch.Tensor] = [table[name] for (table, name), *_ in places]
         self._layouts_of_tensors = TensorLayouts(self.tensors)
         self._written = _written_tensors(captured.program)
         self._sharing = self._memories(leaves)
+        self._memory: list[int] | None = None
+        self._where: Callable[[], Words | None] = _nowhere
         self._token: object = None
         self._is_fixed = False
         self._lock = threading.RLock()
@@ -144,9 +148,10 @@ class Guard:
             checks.bases(kind)
         for table in self._hook_tables:
             checks.values(table)
-        for table, name in zip(self._tables, self._names, strict=True):
+        for table, name, before in zip(self._tables, self._names, self._values, strict=True):
             if name in table:
                 checks.entry(table, name, table[name])
+                checks.still_like(table[name], before)
             else:
                 checks.absent(table, name)
         for table in self._whole_tables:
@@ -156,6 +161,7 @@ class Guard:
         if self._outside is not None:
             self._outside.add_identity_checks(checks)
         tensors, layouts = self.tensors, self._layouts_of_tensors
+        self._memory = list(map(_address_of, tensors))
         where = partial(words_of, tensors)
         checks.holds(lambda: layouts.same(tensors), where)
         if self._same_words is None or not tells_versions():
@@ -176,6 +182,29 @@ class Guard:
             self._token = watch.token
             self._is_fixed = watch.stands_for(self._where())
         return self._token if self._is_fixed else None
+
+    @property
+    def learnt(self) -> object:
+        """Another object each time that something about the model changed; None if not known."""
+        return self._watch.token if self._watch is not None else None
+
+    def is_bound_to_present(self) -> bool:
+        """Whether the tensors that it holds are where the model's present ones are."""
+        if self._memory is None or not all(map(operator.is_, self._present(), self._placed)):
+            return False
+        return list(map(_address_of, self.tensors)) == self._memory
+
+    def let_go(self) -> None:
+        """Holds no memory of tensors that the model has no more; they are looked up again."""
+        with self._lock:
+            self._watch, self._unchanged, self._where = None, _unknown, _nowhere
+            self._memory, self._token, self._is_fixed = None, None, False
+            self._num_changes = 0
+            if not all(map(operator.is_, self._present(), self._placed)):
+                self._placed, self.tensors = [None] * len(self._placed), []
+
+    def _present(self) -> list[Any]:
+        return list(map(dict.get, self._place_tables, self._place_names))
 
     def _same_by_value(self) -> bool:
         """Whether what is not the very same object is as good; takes up replaced tensors.
@@ -206,6 +235,28 @@ class Guard:
             and (self._outside is None or self._outside.same_values())
             and self.rebind()
         )
+
+    def differences(self, leaves: Sequence[Any], names: Sequence[str]) -> list[Difference]:
+        """Says, for people, how a call and the model as it is now differ from what it fits."""
+        found = [
+            Difference(f"the argument {name}", _text(layout), _text(leaf))
+            for name, leaf, layout in zip(names, leaves, self._layouts, strict=False)
+            if not _matches(leaf, layout)
+        ]
+        if not found and not self._modes.hold():
+            found.append(Difference("grad mode, autocast or another mode"))
+        if not found and list(map(_training_of, self._states)) != self._training:
+            found.append(Difference("train and eval mode"))
+        owners = {id(m.__dict__): path for path, m in walk_modules(self._modules[0])}
+        for table, name, before in zip(self._tables, self._names, self._values, strict=True):
+            now = table.get(name, MISSING)
+            if not found and not same_value(now, before):
+                path = owners.get(id(table), "")
+                what = f"the attribute {path}{'.' if path else ''}{name}"
+                found.append(Difference(what, _shown(before), _shown(now)))
+        if not found and not self._layouts_of_tensors.same(self.tensors):
+            found.append(Difference("types, layouts or requires_grad of the model's tensors"))
+        return found or [Difference("what the forward reads outside its arguments")]
 
     def resized(self, leaves: Sequence[Any]) -> Guard | None:
         """Returns the guard of a program for inputs that differ in sizes only, None for others."""
@@ -274,8 +325,7 @@ class Guard:
 
     def rebind(self) -> bool:
         """Takes up tensors that were replaced in the model, if they still fit."""
-        placed = list(map(dict.get, self._place_tables, self._place_names))
-        tensors = self.tensors
+        placed, tensors = self._present(), self.tensors
         if not all(map(operator.is_, placed, self._placed)):
             by_owner = dict(zip(self._owners, placed, strict=True))
             tensors = cast(list[torch.Tensor], list(by_owner.values()))
@@ -296,6 +346,14 @@ def _unknown() -> bool:
     return False
 
 
+def _nowhere() -> None:
+    """Stands for words that are not known."""
+
+
+def _address_of(tensor: torch.Tensor) -> int:
+    return tensor.data_ptr() if tensor.layout is torch.strided else 0
+
+
 def _written_tensors(program: Program) -> list[int]:
     """Positions, among the model's tensors, of those that are changed; -1 for user inputs."""
     own = [i for i, source in enumerate(program.sources) if isinstance(source, ModelTensor)]
@@ -314,6 +372,29 @@ def _alike(layout: Any, other: Any) -> bool:
     if isinstance(layout, _Constant) or isinstance(other, _Constant):
         return isinstance(layout, _Constant) and isinstance(other, _Constant)
     return len(layout[0]) == len(other[0]) and layout[2:] == other[2:]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """What differs between a call and a program, and how, if that can be shown."""
+
+    what: str
+    before: str = ""
+    now: str = ""
+
+
+def _text(leaf: Any) -> str:
+    """Describes an argument, or a layout that stands for one."""
+    if isinstance(leaf, torch.Tensor):
+        leaf = _layout(leaf)
+    if isinstance(leaf, tuple) and leaf and isinstance(leaf[0], torch.Size):
+        return f"{str(leaf[2]).removeprefix('torch.')}{list(leaf[0])}"
+    return _shown(leaf.value if isinstance(leaf, _Constant) else leaf)
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= _MAX_TEXT else f"{text[:_MAX_TEXT]}..."
 
 
 class _Constant:

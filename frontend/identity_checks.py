@@ -10,9 +10,11 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from types import CellType, MappingProxyType
 from typing import Any
 
+from .contents import is_constant, same_value
 from .python_words import attributes_of, bases_of, class_of, lookup_of, version_of_table
 from .watch import Check, SameWords, Watch, Where, Words
 
@@ -133,6 +135,11 @@ class IdentityChecks:
         row = self._row(check)
         row.tests.append("not o()")
         row.where = where
+
+    def still_like(self, value: Any, before: Any) -> None:
+        """A value that took another's place is as good still, whatever was done to it since."""
+        if value is not before and not is_constant(value):
+            self.holds(partial(same_value, value, before), lambda: None)
 
     def function(self, same_words: SameWords | None = None, touched: Iterable[int] = ()) -> Check:
         """Returns what tells whether all checks hold.

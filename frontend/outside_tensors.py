@@ -53,6 +53,14 @@ class OutsideTensors:
             self.real_ids[id(fake)] = id(tensor)
         return fake
 
+    def let_go(self) -> None:
+        """Forgets every real tensor."""
+        for node in self._outside.values():
+            node.meta.pop("val", None)
+        for table in (self.sources, self.fakes, self._names, self._outside):
+            table.clear()
+        self._keep.clear()
+
     def attributes_of(self, fake: torch.Tensor) -> dict[str, Any]:
         """Returns what Python put on a fake tensor: ``x.scale = 2.0``."""
         if len(vars(fake)) < len(self._tracer.fake_names):

@@ -113,9 +113,10 @@ class OutsideValues:
 
     def add_identity_checks(self, checks: IdentityChecks) -> None:
         """Adds that each of them is the very object that it is now."""
-        for tables, names, _ in self._entries.values():
-            for table, name in zip(tables, names, strict=True):
+        for columns in self._entries.values():
+            for table, name, before in zip(*columns, strict=True):
                 checks.entry(table, name, table[name])
+                checks.still_like(table[name], before)
         for table, name in zip(*self._absent, strict=True):
             checks.absent(table, name)
         for kind, _ in self._bases.values():
@@ -125,10 +126,12 @@ class OutsideValues:
                 checks.kind(owner, kind)
             else:
                 checks.held_in(owner, kind, table)
-        for owner, name, _ in self._slots:
+        for owner, name, before in self._slots:
             checks.attribute(owner, name, look_up(owner, name))
-        for cell in self._cells:
+            checks.still_like(look_up(owner, name), before)
+        for cell, before in zip(self._cells, self._captured, strict=True):
             checks.captured(cell, cell.cell_contents)
+            checks.still_like(cell.cell_contents, before)
         for function, name, value in self._functions:
             checks.attribute(function, name, value)
 

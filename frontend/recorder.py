@@ -105,6 +105,11 @@ class Recorder:
         self._quiet = 0
         self._num_nodes = 0
 
+    def let_go(self) -> None:
+        """Lets go of the model's tensors; what was recorded stays, in cycles, until collected."""
+        self.tracer.forget_tensors()
+        self.tensors.let_go()
+
     def _add_node(self, node: torch.fx.Node) -> None:
         self._current.items.append(node)
         self._num_nodes += 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -13,7 +13,7 @@ from torch import nn
 from ..reuse import pytree
 from ..reuse.errors import CaptureError
 from ..reuse.evidence import Evidence
-from ..reuse.program import Program
+from ..reuse.program import ModelTensor, Program
 from ..reuse.reads import Reads
 from ..reuse.types import TensorType
 from .contents import Contents
@@ -143,6 +143,13 @@ class CapturedModel:
     """What it read outside the model."""
     sizes: Any = None
     """The dynamic sizes it was captured with, if any."""
+
+    def without_tensors(self) -> CapturedModel:
+        """Returns the same without the model's tensors, which a guard holds as long as they fit."""
+        sources = tuple(
+            s.forgotten() if isinstance(s, ModelTensor) else s for s in self.program.sources
+        )
+        return replace(self, program=replace(self.program, sources=sources))
 
     def iterators(self) -> list[Any]:
         """Returns the iterators that the model's Python was handed; each use moves them on."""

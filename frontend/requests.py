@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from ..autodiff.derivative import Request
 from ..reuse.program import Composite, ModelTensor, Program
 
@@ -23,7 +25,7 @@ def differentiation(program: Program) -> Request:
     written = {output for output, _ in program.writes}
     outputs = tuple(i for i in range(len(program.outputs)) if i not in written)
     inputs = tuple(differentiable_inputs(program))
-    return Request(Composite("main", program), inputs, outputs)
+    return Request(_unbound("main", program), inputs, outputs)
 
 
 def loss_differentiation(program: Program) -> Request:
@@ -31,9 +33,14 @@ def loss_differentiation(program: Program) -> Request:
     wanted = [
         i for i in differentiable_inputs(program) if isinstance(program.sources[i], ModelTensor)
     ]
-    return Request(Composite("micro_batch", program), tuple(wanted), (0,))
+    return Request(_unbound("micro_batch", program), tuple(wanted), (0,))
 
 
 def model_name(name: str) -> str:
     """Returns a tensor's or module's own name in the model: what computes the loss is around it."""
     return name.removeprefix("model.")
+
+
+def _unbound(name: str, program: Program) -> Composite:
+    """Returns a program as a closure, which does not hold the model's tensors."""
+    return Composite(name, replace(program, sources=()))

@@ -124,6 +124,15 @@ def argument_names(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, A
     return [name or f"input{index}" for index, name in enumerate(names)]
 
 
+def leaf_names(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[str]:
+    """Names every flat argument of a call, tensor or not, in the order of the flat ones."""
+    signature = forward_signature(model)
+    known = list(signature.parameters) if signature is not None else []
+    firsts = dict(enumerate(known))
+    named = {firsts.get(i, f"args.{i}"): value for i, value in enumerate(args)}
+    return [name for part in (named, dict(kwargs)) for name, _ in pytree.flatten_with_names(part)]
+
+
 def bind_arguments(
     signature: inspect.Signature | None, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> dict[str, Any]:

@@ -317,7 +317,7 @@ class Tracer:
             return self.fake_mode.from_tensor(tensor)
 
     def forget_tensors(self) -> None:
-        """Lets go of the tensors that fakes were made of.
+        """Lets go of the tensors that fakes and constants of the trace were made of.
 
         The table of them holds a weak reference to each, with which PyTorch refuses to swap it
         (``torch.utils.swap_tensors``, conversions and ``load_state_dict`` by swapping).
@@ -325,6 +325,11 @@ class Tracer:
         describer = self.fake_mode.fake_tensor_converter.meta_converter.describer
         describer.lookup_tensor.clear()
         describer.lookup_storage.clear()
+        for node in self.constants():
+            vars(self.root).pop(str(node.target), None)
+        for name, held in list(vars(self.root).items()):
+            if isinstance(held, torch.Tensor):
+                delattr(self.root, name)
 
     @cached_property
     def fake_names(self) -> frozenset[str]:

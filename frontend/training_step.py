@@ -23,6 +23,7 @@ from .autograd_bridge import picker
 from .compiler import Batching, CompiledStep, Compiler, Options
 from .guard import Guard
 from .handed_gradients import HandedGradients
+from .kept_programs import Inputs, KeptPrograms
 from .plain_inputs import watching_tensor, written_out
 from .report import CompileReport
 from .runnable import check_runnable
@@ -112,11 +113,12 @@ class TrainingStep:
     def __init__(
         self, model: nn.Module, loss_fn: LossFunction | None, options: Options, batching: Batching
     ) -> None:
+        self._made_of = (model, loss_fn, options, batching)
         self._model = model
         self._loss_model = LossModel(model, loss_fn)
         self._compiler = Compiler(options)
         self._batching = batching
-        self._entries: list[_StepEntry] = []
+        self._entries: KeptPrograms[_StepEntry] = KeptPrograms()
         self._lock = threading.Lock()
         self._report: CompileReport | None = None
 
@@ -128,7 +130,8 @@ class TrainingStep:
     @property
     def stats(self) -> StepStats | None:
         """What the step used last holds; None before the first step."""
-        return self._entries[0].stats() if self._entries else None
+        first = self._entries.first
+        return first.stats() if first else None
 
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Runs a step; returns the mean loss of the micro-batches.
@@ -146,24 +149,22 @@ class TrainingStep:
             raise PlanError("This step is already running in another thread; it owns one arena.")
         try:
             leaves, tree = pytree.flatten_call(args, kwargs)
-            entry = self._known_entry(leaves, tree)
+            first = self._entries.first
+            handed = first.handed if first is not None else None
+            entry = self._entries.fitting(leaves, tree)
             if entry is None and (plain := written_out(leaves)):
                 leaves = plain
-                entry = self._known_entry(leaves, tree)
+                entry = self._entries.fitting(leaves, tree)
             entry = entry or self._compile(leaves, tree)
+            if handed is not None and first is not entry:
+                entry.follow(handed)
             return entry.run(leaves)
         finally:
             self._lock.release()
 
-    def _known_entry(self, leaves: list[Any], tree: pytree.TreeSpec) -> _StepEntry | None:
-        """Returns the entry that fits and puts it first."""
-        for position, entry in enumerate(self._entries):
-            if entry.guard.accepts(leaves, tree):
-                if position:
-                    entry.follow(self._entries[0])
-                    self._entries.insert(0, self._entries.pop(position))
-                return entry
-        return None
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """A copy compiles anew, at its first call."""
+        return TrainingStep, self._made_of
 
     def _compile(self, leaves: list[Any], tree: pytree.TreeSpec) -> _StepEntry:
         refuse_wrappers(self._model)
@@ -173,6 +174,7 @@ class TrainingStep:
                 "plain tensors, or call the model itself."
             )
         check_runnable(self._model)
+        self._entries.warn_if_many(self._model, Inputs.of(leaves, tree))
         parts = [self._split(leaf) for leaf in leaves]
         first = [part[0] if isinstance(part, tuple) else part for part in parts]
         args, kwargs = pytree.unflatten(first, tree)
@@ -180,9 +182,8 @@ class TrainingStep:
             self._loss_model, args, kwargs, self._batching
         )
         entry = _StepEntry(self._loss_model, compiled, leaves, parts, tree)
-        if self._entries:
-            entry.follow(self._entries[0])
-        self._entries.insert(0, entry)
+        if self._entries.add(entry):
+            self._compiler = Compiler(self._compiler.options)
         return entry
 
     def _split(self, leaf: Any) -> Any:
@@ -204,6 +205,8 @@ class TrainingStep:
 class _StepEntry:
     """One compiled step: bound to its own copy of the batch, to the model, and to an arena."""
 
+    can_be_linked_again = False
+
     def __init__(
         self,
         model: nn.Module,
@@ -218,7 +221,7 @@ class _StepEntry:
         # No mode of the caller's changes what is copied beside native launches.
         self._move = native.move if native and runner.is_native else None
         self.guard = Guard(model, compiled.captured, leaves, tree, self._same_words)
-        self._compiled = compiled
+        self._compiled = compiled.without_tensors()
         tensors = [(i, p) for i, p in enumerate(parts) if isinstance(p, tuple)]
         self._staging = [
             (i, _Staging(_whole(p, leaves[i]), leaves[i], self._move)) for i, p in tensors
@@ -238,10 +241,14 @@ class _StepEntry:
         seed_type = compiled.step.program.inputs[-1].type
         self._seed = torch.full((), 1.0 / count, dtype=seed_type.dtype, device=seed_type.device)  # type: ignore[union-attr]
 
-    def follow(self, other: _StepEntry) -> None:
+    @property
+    def handed(self) -> HandedGradients | None:
+        """The gradients that its last step handed out."""
+        return self._handed
+
+    def follow(self, handed: HandedGradients) -> None:
         """Takes back gradients that another variant gave to what this one leaves out."""
-        if other._handed is not None:
-            other._handed.take_back(self._trained_of(self.guard.tensors))
+        handed.take_back(self._trained_of(self.guard.tensors))
 
     def run(self, leaves: Sequence[Any]) -> torch.Tensor:
         """Copies the batch in, replays the program, hands out the gradients."""
@@ -265,6 +272,11 @@ class _StepEntry:
         if left is None:
             self._hand_out(outputs)
         return loss
+
+    def rest(self) -> None:
+        """See :class:`kept_programs.Entry`. Gradients stay the user's, on the memory they are."""
+        self._handed = self._lease = self._token = None
+        self._compiled.runner.rest()
 
     def _lease_as_left(self, token: object) -> Lease | None:
         """Returns the lease, if the model and its gradients are as the last step left them."""

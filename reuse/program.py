@@ -174,6 +174,11 @@ class ModelTensor:
     tensor: torch.Tensor = field(repr=False, compare=False)
     kind: str = "constant"  # "parameter", "buffer", "attribute" or "constant"
 
+    def forgotten(self) -> ModelTensor:
+        """Returns the same without the tensor, but for whether it wants a gradient."""
+        stand_in = torch.empty(0, device="meta", requires_grad=self.tensor.requires_grad)
+        return ModelTensor(self.name, stand_in, self.kind)
+
 
 Source = Union[UserInput, ModelTensor]  # noqa: UP007
 

@@ -222,7 +222,7 @@ def test_inputs_that_share_a_length_share_a_symbol() -> None:
 def test_shapes_that_were_not_used_for_long_are_linked_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("lazyinline.frontend.compiled_module.MAX_LINKED", 2)
+    monkeypatch.setattr("lazyinline.frontend.kept_programs.MAX_LINKED", 2)
     model = Wrapped(torch.tanh)
     compiled = lazyinline.compile(model, backend="eager")
     for length in (3, 4, 5, 6, 5, 6, 4):

@@ -1,13 +1,23 @@
 """How often a model is compiled, and how many of its programs are kept."""
 
+import collections
+import dataclasses
 import logging
+import re
+import sys
 import threading
 import warnings
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
+import numpy
+import pytest
 import torch
 from torch import nn
 
 import lazyinline
+from lazyinline.frontend import dynamic, kept_programs
 
 logger = logging.getLogger(__name__)
 
@@ -44,3 +54,176 @@ def test_what_the_process_does_beside_a_model_that_logs_compiles_nothing_anew() 
         thread.join()
         compiled(x)
     assert num_compiles(compiled) == 1
+
+
+class Adapters(nn.Module):
+    """Switches between adapters as PEFT does: with a list that is made anew."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(3, 3)
+        self.adapters = nn.ModuleDict({name: nn.Linear(3, 3) for name in "ab"})
+        self.active: Any = ["a"]
+
+    def set_adapter(self, name: str) -> None:
+        self.active = [name]
+        for key, adapter in self.adapters.items():
+            adapter.requires_grad_(key == name)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result = self.base(x)
+        for name in self.active:
+            result = result + self.adapters[name](x)
+        return result
+
+
+def test_switching_back_and_forth_between_adapters_compiles_each_once() -> None:
+    model, x = Adapters(), torch.randn(2, 3)
+    compiled = lazyinline.compile(model, backend="eager")
+    step = lazyinline.compile_step(model, loss_fn=torch.sum, backend="eager")
+    for _ in range(4):
+        for name in ("a", "b"):
+            model.set_adapter(name)
+            for _ in range(2):
+                assert torch.equal(compiled(x), model(x))
+                torch.testing.assert_close(step(x), model(x).sum().detach())
+    assert num_compiles(compiled) == len(step._entries) == 2
+    model.set_adapter("a")
+    compiled(x), compiled(x)
+    model.active.append("b")  # the equal list that took the first one's place
+    assert torch.equal(compiled(x), model(x))
+    assert num_compiles(compiled) == 3
+
+
+@dataclasses.dataclass
+class Settings:
+    scale: float = 2.0
+    names: list[str] = dataclasses.field(default_factory=list)
+
+
+class Silent:
+    """An object that is equal to itself alone."""
+
+    def __init__(self) -> None:
+        self.scale = 2.0
+
+
+def change_item(value: Any) -> None:
+    value["x"][0]["y"].append(1.0)
+
+
+CONTAINERS: dict[str, tuple[Callable[[], Any], Callable[[Any], object], bool]] = {
+    "list": (lambda: [1, 2.5], lambda v: v.append(0.5), True),
+    "nested": (lambda: {"x": [{"y": [1.0]}]}, change_item, True),
+    "dict": (lambda: {"a": 1, "b": 2}, lambda v: v.update(a=3), True),
+    "set": (lambda: {1, 2}, lambda v: v.add(3), True),
+    "deque": (lambda: collections.deque([1]), lambda v: v.append(3), True),
+    "default dict": (lambda: collections.defaultdict(int, a=1), lambda v: v.update(a=2), True),
+    "array": (lambda: numpy.ones(2), lambda v: v.fill(3), True),
+    "dataclass": (Settings, lambda v: setattr(v, "scale", 3.0), True),
+    "in a dataclass": (Settings, lambda v: v.names.append("more"), True),
+    "namespace": (lambda: SimpleNamespace(a=1), lambda v: setattr(v, "a", 3), True),
+    "object": (Silent, lambda v: setattr(v, "scale", 3.0), False),
+}
+
+
+def total(value: Any) -> float:
+    """Reads all that a value holds."""
+    if isinstance(value, (int, float)):
+        return float(value)
+    if isinstance(value, (str, type(None))):
+        return float(len(value or ""))
+    if hasattr(value, "__dict__"):
+        return total(vars(value))
+    return sum(map(total, value.values() if isinstance(value, dict) else value))
+
+
+class Reading(nn.Module):
+    def __init__(self, value: Any) -> None:
+        super().__init__()
+        self.value = value
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * total(self.value) + total(LIMIT)
+
+
+LIMIT: Any = 0
+
+
+@pytest.mark.parametrize("name", CONTAINERS)
+@pytest.mark.parametrize("place", ["attribute", "global"])
+def test_an_equal_container_in_a_containers_place_is_as_good_until_it_changes(
+    name: str, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make, change, is_equal = CONTAINERS[name]
+    model, x = Reading(1), torch.ones(2)
+    compiled = lazyinline.compile(model, backend="eager")
+
+    def put(value: Any) -> Any:
+        if place == "attribute":
+            model.value = value
+        else:
+            monkeypatch.setattr(sys.modules[__name__], "LIMIT", value)
+        return value
+
+    first = put(make())
+    compiled(x)
+    for _ in range(3):
+        value = put(make())
+        for _ in range(2):
+            assert torch.equal(compiled(x), model(x))
+    assert (num_compiles(compiled) == 1) == is_equal
+    change(value)
+    assert torch.equal(compiled(x), model(x))
+    put(first)
+    change(first)
+    assert torch.equal(compiled(x), model(x))
+
+
+class Varying(nn.Module):
+    """Its shapes follow what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        self.size = 1
+
+    def forward(self, x: torch.Tensor, size: int, *, flag: bool = False) -> torch.Tensor:
+        return self.linear(x).repeat(1, size * self.size + flag)
+
+
+@pytest.mark.parametrize("what", ["argument", "attribute", "length"])
+@pytest.mark.parametrize("way", ["compile", "step"])
+def test_programs_are_bounded_and_one_warning_names_what_keeps_changing(
+    way: str, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kept_programs, "MAX_PROGRAMS", 3)
+    monkeypatch.setattr(kept_programs, "MAX_WITH_ARENAS", 2)
+    monkeypatch.setattr(dynamic, "MAX_PROGRAMS", 3)
+    monkeypatch.setattr(kept_programs, "MANY_COMPILES", 4)
+    model = Varying()
+    compiled: Any = lazyinline.compile(model, backend="eager", dynamic=False)
+    step = lazyinline.compile_step(model, loss_fn=torch.sum, backend="eager")
+    entries = step._entries if way == "step" else compiled._entries
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for size in (*range(1, 8), *range(5, 8)):
+            model.size = size if what == "attribute" else 1
+            x = torch.randn(size if what == "length" else 1, 2)
+            args = (x, size if what == "argument" else 1)
+            if way == "step":
+                torch.testing.assert_close(step(*args), model(*args).sum().detach())
+            else:
+                assert torch.equal(compiled(*args), model(*args))
+    (warning,) = [w for w in caught if w.category is kept_programs.CompiledRepeatedlyWarning]
+    named = {
+        "argument": "Varying was compiled 4 times.*the argument size .1, 2, 3, 4.",
+        "attribute": "Varying was compiled 4 times.*the attribute (model.)?size .1, 2, 3, 4.",
+        "length": r"the argument x .float32.1, 2., float32.2, 2.",
+    }
+    assert re.search(named[what], str(warning.message)), warning.message
+    assert warning.filename == __file__
+    assert len(entries) == 3
+    assert entries._num_compiles == 7  # the last three calls found theirs
+    if way == "step":
+        assert sum(entry._lease is not None for entry in entries) == 2

@@ -1,6 +1,8 @@
 """What lazyinline holds of the user's tensors, and for how long."""
 
 import copy
+import gc
+import pickle
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -8,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import lazyinline
 
@@ -113,3 +116,78 @@ def test_a_hook_on_a_gradient_is_called_after_a_swap() -> None:
     run(torch.ones(2, 3, dtype=torch.float64))
     assert len(seen) == 1
     assert torch.equal(seen[0], model.weight.grad)
+
+
+CONVERSIONS = {
+    "to": lambda model, dtype: model.to(dtype),
+    "assign": lambda model, dtype: model.load_state_dict(
+        {name: tensor.to(dtype, copy=True) for name, tensor in model.state_dict().items()},
+        assign=True,
+    ),
+}
+
+
+def watched(model: nn.Module) -> list[StorageWeakRef]:
+    """The memory of a model's parameters and buffers."""
+    tensors = (*model.parameters(), *model.buffers())
+    return [StorageWeakRef(tensor.untyped_storage()) for tensor in tensors]
+
+
+@pytest.mark.parametrize("kind", ["compile/inductor", "step/inductor", "compile/eager"])
+def test_weights_of_before_a_conversion_are_not_held(kind: str) -> None:
+    model = Net()
+    run = compiled_by(kind, model)
+    run(torch.randn(5, 4))
+    for way, dtype in (("to", torch.float64), ("assign", torch.float32), ("assign", torch.float32)):
+        before = watched(model)
+        CONVERSIONS[way](model, dtype)
+        for mode in (True, False, True):
+            model.train(mode)
+            run(torch.randn(5, 4).to(dtype))
+        gc.collect()
+        present = {memory.cdata for memory in watched(model)}
+        assert [m for m in before if not m.expired() and m.cdata not in present] == []
+    assert_as_eager(kind, run, model, torch.float32)
+
+
+def arenas() -> int:
+    """The arenas alive in this process."""
+    from lazyinline.backend.planned import Lease
+
+    return len({id(x.arena) for x in gc.get_objects() if type(x) is Lease})
+
+
+def test_idle_arenas_are_given_back() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+    compiled, x = lazyinline.compile(model, backend="inductor"), torch.randn(3, 4)
+    compiled(x).sum().backward()
+    before = arenas()
+    for most in (40, 2):
+        flights = [compiled(x) for _ in range(most)]
+        assert arenas() >= before + most - 1
+        flights.clear()
+        assert arenas() <= before + 3
+    for _ in range(2):
+        flights = [compiled(x), compiled(x)]
+        kept = arenas()
+        for flight in flights:
+            flight.sum().backward()
+        flights.clear()
+        assert arenas() == kept  # what a loop needs again is kept
+    for _ in range(5):
+        compiled(x).sum().backward()
+    assert arenas() == before
+
+
+def test_a_step_that_ran_can_be_copied_and_pickled() -> None:
+    model, x = nn.Linear(3, 3), torch.randn(2, 3)
+    step = lazyinline.compile_step(model, loss_fn=torch.sum, backend="eager")
+    loss = step(x)
+    for other in (copy.deepcopy(step), pickle.loads(pickle.dumps(step))):
+        assert torch.equal(other(x), loss)
+        assert other._model is not model
+        assert torch.equal(other._model.weight.grad, model.weight.grad)
+        other._model.weight.data.zero_()
+        assert torch.equal(step(x), loss)
+    both = copy.deepcopy({"model": model, "step": step})
+    assert both["step"]._model is both["model"]
