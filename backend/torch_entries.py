@@ -30,6 +30,7 @@ from .built_kernel import BuiltKernel
 _NAMESPACES = frozenset(["aten", "prims", "mkldnn", "inductor"])
 _FUNCTIONS = {f"torch.{f.__name__}": f for f in (torch.mm, torch.addmm, torch.bmm, torch.baddbmm)}
 _KERNEL = "kernel"
+_VECTORS = "ATEN_CPU_CAPABILITY"  # PyTorch reads it once, Inductor for each kernel
 _DATA_POINTER = "_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR"
 # Settings that say how Inductor works and not what it makes.
 _NO_MATTER = (
@@ -191,7 +192,7 @@ def facts() -> Mapping[str, Any] | None:
         "torch": [torch.__version__, str(torch.version.git_version), str(torch.version.cuda)],
         **{name: _sorted(config) for name, config in settings.items()},
         "threads": torch.get_num_threads(),
-        "cpu": [torch.backends.cpu.get_cpu_capability(), cpu_kind()],
+        "cpu": [torch.backends.cpu.get_cpu_capability(), os.environ.get(_VECTORS), cpu_kind()],
         "gpu": _gpu_kind(),
         "numbers": _number_settings(),
     }

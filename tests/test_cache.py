@@ -279,6 +279,7 @@ FACTS: dict[str, Callable[[pytest.MonkeyPatch], Any]] = {
     "threads": lambda patch: patch.setattr(torch, "get_num_threads", lambda: 77),
     "package": lambda patch: patch.setattr(compile_cache, "package_digest", lambda: "other"),
     "cpu": lambda patch: patch.setattr(torch_entries, "cpu_kind", lambda: "other"),
+    "vectors": lambda patch: patch.setenv("ATEN_CPU_CAPABILITY", "any other"),
     "precision": lambda patch: patch.setattr(
         torch_entries, "matmul_precision", lambda: ("none", "bf16")
     ),
