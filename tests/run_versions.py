@@ -86,13 +86,14 @@ def prepare(pair: Pair, log: pathlib.Path) -> pathlib.Path:
 
 
 def run(command: list[str], log: pathlib.Path, otherwise: str) -> None:
-    """Runs a command; raises MissingError with its last line if it fails."""
+    """Runs a command; raises MissingError with what it said last if it fails."""
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     with log.open("a") as file:
         file.write(done.stdout)
     if done.returncode:
         lines = [line for line in done.stdout.splitlines() if line.strip()]
-        raise MissingError(f"{otherwise}: {lines[-1] if lines else 'no output'}")
+        said = [line for line in lines if line.startswith("ERROR")] or lines or ["no output"]
+        raise MissingError(f"{otherwise}: {said[-1]}")
 
 
 def test(python: pathlib.Path, log: pathlib.Path) -> tuple[bool, str]:

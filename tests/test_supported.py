@@ -7,6 +7,7 @@ import warnings
 
 import pytest
 import torch
+from run_versions import PAIRS, MissingError, Pair, find_python
 
 from lazyinline import LazyInlineError
 from lazyinline.reuse import supported
@@ -61,3 +62,21 @@ def test_free_threaded_python_is_refused_by_the_import() -> None:
     done = subprocess.run([sys.executable, "-c", lines], capture_output=True, text=True)
     assert done.returncode == 1
     assert "LazyInlineError: lazyinline does not run on free-threaded Python" in done.stderr
+
+
+def test_the_pairs_that_are_tried_reach_from_the_oldest_to_the_newest() -> None:
+    pairs = [Pair.of(text) for text in PAIRS]
+    assert all(str(pair) == f"PyTorch {pair.torch}, Python {pair.python}" for pair in pairs)
+    torches = {tuple(map(int, pair.torch.split("."))) for pair in pairs}
+    pythons = {tuple(map(int, pair.python.split("."))) for pair in pairs}
+    assert (min(torches), max(torches)) == (supported.OLDEST_TORCH, supported.NEWEST_TORCH)
+    assert (min(pythons), max(pythons)) == ((3, 10), supported.NEWEST_PYTHON)
+
+
+def test_an_interpreter_is_found_where_it_is_said_to_be_and_a_missing_one_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("PYTHONS", sys.executable)
+    assert find_python(".".join(map(str, sys.version_info[:2]))) == sys.executable
+    with pytest.raises(MissingError, match=r"there is no python3\.99 in \$PYTHONS, on the PATH"):
+        find_python("3.99")
