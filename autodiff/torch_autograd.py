@@ -30,7 +30,7 @@ from ..reuse.torch_symbols import (
 from ..reuse.types import TensorType
 from .joint_cut import is_draw, may_draw
 from .origins import NotingInterpreter
-from .torch_lazy import WRITTEN, drop_copies, drop_pairs, is_lazy
+from .torch_lazy import PLAIN_ZEROS, WRITTEN, drop_copies, drop_pairs, is_lazy
 
 Decompositions = Mapping[Any, Callable[..., Any]]
 
@@ -70,9 +70,10 @@ def _traced(
     decompositions: Decompositions,
 ) -> torch.fx.GraphModule:
     """Traces a function; what computes sizes becomes literals with :func:`_flat_signature`."""
-    return make_fx(
-        lambda *groups: function(*groups[:-1]), decomposition_table=dict(decompositions)
-    )(*inputs, list(sizes))
+    table = {**decompositions, **PLAIN_ZEROS}
+    return make_fx(lambda *groups: function(*groups[:-1]), decomposition_table=table)(
+        *inputs, list(sizes)
+    )
 
 
 @without_autocast

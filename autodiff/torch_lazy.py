@@ -37,9 +37,13 @@ def _written(write: Any) -> Callable[[torch.Tensor], torch.Tensor]:
 WRITTEN: Mapping[Any, Callable[..., torch.Tensor]] = {
     torch.ops.aten._conj.default: _written(torch.ops.aten._conj_physical.default),
     torch.ops.aten._neg_view.default: _written(torch.ops.aten.neg.default),
-    torch.ops.aten._efficientzerotensor.default: _zeros,
 }
 """Operators that only mark memory, and what writes the numbers that they stand for."""
+
+PLAIN_ZEROS: Mapping[Any, Callable[..., torch.Tensor]] = {
+    torch.ops.aten._efficientzerotensor.default: _zeros
+}
+"""Not left for later: an operator on fake lazy zeros makes its result on the meta device."""
 
 _TWICE = (torch.ops.aten._conj.default, torch.ops.aten._neg_view.default)
 _WRITERS = (torch.ops.aten._conj_physical.default, torch.ops.aten.neg.default)
