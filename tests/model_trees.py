@@ -115,6 +115,12 @@ OWN = [
     "x = self.norm(x)",
     "x = x + sum(p.sum() for p in self.lin.parameters()) * 0.01",
     "x = x + start.sum()",
+    "x = x + torch.complex(x, x * 0.5).conj().imag",
+    "z = torch.complex(x, x * 0.5).conj()\nx = x + (z @ z.mH @ z).imag * 0.125",
+    "z = torch.complex(x, x * 2)\nz.conj().imag.mul_(self.scale)\nx = z.imag",
+    "x = x + torch.fft.ifft(torch.fft.fft(x) * torch.fft.fft(self.table).conj()).real",
+    "x = x + torch.sgn(x) * 0.5",
+    "x = torch._neg_view(x)",
 ]
 # Statements that change what the caller passed; it passes a temporary.
 ON_THE_ARGUMENT = ["x.mul_(2)", "x.add_(self.index)", "x[0] = 0.5"]
@@ -134,6 +140,7 @@ CALLS = [
     "with torch.no_grad():\n    z = self.{c}(x)\nx = x + z",
     "x = self.{c}(torch.cos(x))",
     "z = torch.cos(x)\nx = self.{c}(z) + z",
+    "x = self.{c}(torch.complex(x, x * 0.5).conj().imag)",
     "x = self.{c}(x)\nx = torch.tanh(self.{c}(x))",
     "for _ in range(self.index + 1):\n    x = self.{c}(x)",
     "x = self.{c}(x) if self.flag else x",
@@ -141,6 +148,26 @@ CALLS = [
     "self.config.scale = kept",
 ]
 RESULTS = ["x", "x", "x", "x.view(-1, 4)", "x.t().t()", "x[:, :]", "x * 1.0", "start + x"]
+RESULTS += ["torch._neg_view(x)"]
+
+
+class Named(Tensor):
+    """Results are of this class, too."""
+
+
+# What the caller does with an input, or with a cotangent, before it hands it over.
+HANDED: dict[str, Callable[[Tensor], Tensor]] = {
+    "plain": lambda x: x,
+    "temporary": lambda x: x * 1.0,
+    "part": lambda x: torch.cat((x, x), 1)[:, 1 : 1 + WIDTH],
+    "unaligned": lambda x: torch.cat((x[0, :1], x.reshape(-1)))[1:].view_as(x),
+    "transposed": lambda x: x.t().contiguous().t(),
+    "expanded": lambda x: x[:1].expand_as(x),
+    "negative": lambda x: torch._neg_view(x * 1.0),
+    "imaginary part": lambda x: torch.complex(x, x).conj().imag,
+    "zeros": lambda x: torch._efficientzerotensor(x.shape, dtype=x.dtype),
+    "of a class": lambda x: x.as_subclass(Named),
+}
 
 
 @dataclass(frozen=True)
@@ -176,7 +203,10 @@ class Mutation:
 
 @dataclass(frozen=True)
 class ModelPlan:
-    """A whole model: classes and instances (children first), its forward, later mutations."""
+    """A whole model: classes and instances (children first), its forward, later mutations.
+
+    ``handed`` says of each call, in turn, how its input and its cotangent lie in memory.
+    """
 
     classes: tuple[ClassPlan, ...]
     instances: tuple[InstancePlan, ...]
@@ -184,6 +214,7 @@ class ModelPlan:
     forward: tuple[str, ...]
     initial: tuple[Mutation, ...]
     later: tuple[Mutation, ...]
+    handed: tuple[tuple[str, str], ...]
 
 
 # ---- drawing ---------------------------------------------------------------------------------
@@ -226,6 +257,9 @@ def _without_checkpoint(statements: Sequence[str]) -> tuple[str, ...]:
     return tuple("x = torch.tanh(x)" if "checkpoint" in s else s for s in statements)
 
 
+_handed = st.sampled_from(["plain", *HANDED])
+
+
 @st.composite
 def model_plans(draw: Any) -> ModelPlan:
     """Draws a model of up to three levels of blocks, and mutations before and after compiling."""
@@ -255,6 +289,7 @@ def model_plans(draw: Any) -> ModelPlan:
         tuple(forward),
         tuple(draw(st.lists(_mutations(), max_size=2))),
         tuple(draw(st.lists(_mutations(), min_size=1, max_size=3))),
+        tuple(draw(st.lists(st.tuples(_handed, _handed), min_size=1, max_size=4))),
     )
 
 

@@ -5,8 +5,10 @@ it, a few that are the same each time.
 """
 
 import copy
+import itertools
 import os
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +16,7 @@ import pytest
 import torch
 from blocks import example
 from hypothesis import HealthCheck, given, settings
-from model_trees import Built, ModelPlan, build, model_plans, mutate
+from model_trees import HANDED, Built, ModelPlan, build, model_plans, mutate
 from torch import Tensor, nn
 
 import lazyinline
@@ -44,15 +46,16 @@ class Run:
     generator: Tensor
 
 
-def run(model: nn.Module, x: Tensor, *, grad: bool) -> Run:
+def run(model: nn.Module, x: Tensor, handed: tuple[str, str], *, grad: bool) -> Run:
     """Calls a model, and its backward, under a seed."""
     torch.manual_seed(3)
     given_x = x.clone().requires_grad_(grad)
+    kind, cotangent_kind = handed
     with torch.set_grad_enabled(grad):
-        output = model(given_x)
+        output = model(HANDED[kind](given_x))
     if output.requires_grad:
-        weights = torch.linspace(0.5, 1.5, output.numel(), dtype=torch.float64)
-        (output.double().reshape(-1) * weights).sum().backward()
+        weights = torch.linspace(0.5, 1.5, output.numel(), dtype=output.dtype)
+        output.backward(HANDED[cotangent_kind](weights.view(output.shape)))
     state: dict[str, Any] = {n: t.detach().clone() for n, t in model.state_dict().items()}
     state |= {f"{n}.grad": p.grad for n, p in model.named_parameters()}
     return Run(output, given_x.grad, state, torch.get_rng_state())
@@ -62,6 +65,7 @@ def assert_equal_runs(ours: Run, theirs: Run) -> None:
     assert torch.equal(ours.generator, theirs.generator), "random numbers drawn"
     assert ours.output.requires_grad == theirs.output.requires_grad
     assert ours.output.stride() == theirs.output.stride()
+    assert type(ours.output) is type(theirs.output)
     assert_near(ours.output, theirs.output, "output")
     assert_near(ours.gradient, theirs.gradient, "gradient of the input")
     assert ours.state.keys() == theirs.state.keys()
@@ -93,17 +97,19 @@ def check(plan: ModelPlan, tally: Tally) -> None:
     compiled = lazyinline.compile(ours.model, backend="eager")
     tally.counts["models"] += 1
     held: list[tuple[Tensor, Tensor]] = []
-    if not compare(compiled, ours, theirs, tally, held, calls=2):
+    handed = itertools.cycle(plan.handed)
+    tally.counts["hostile"] += any(kinds != ("plain", "plain") for kinds in plan.handed)
+    if not compare(compiled, ours, theirs, tally, held, handed, calls=2):
         return
     tally.counts["shared"] += any(d.shared for d in compiled.last_report.decisions)
     for mutation in plan.later:
         before = compiled.last_report
         mutate(ours, mutation)
         mutate(theirs, mutation)
-        if not compare(compiled, ours, theirs, tally, held):
+        if not compare(compiled, ours, theirs, tally, held, handed):
             return
         tally.counts["noticed"] += compiled.last_report is not before
-    compare(compiled, ours, theirs, tally, held, grad=False)
+    compare(compiled, ours, theirs, tally, held, handed, grad=False)
     for tensor, copied in held:
         assert torch.equal(tensor.nan_to_num(), copied.nan_to_num()), (
             "a tensor the user holds changed"
@@ -116,6 +122,7 @@ def compare(
     theirs: Built,
     tally: Tally,
     held: list[tuple[Tensor, Tensor]],
+    handed: Iterator[tuple[str, str]],
     *,
     calls: int = 1,
     grad: bool = True,
@@ -123,17 +130,17 @@ def compare(
     """Runs both; False if eager fails, or if compiling is refused, marked or not."""
     x = example(grad=False)
     for _ in range(calls):
-        before = copy.deepcopy(ours.model)
+        before, kinds = copy.deepcopy(ours.model), next(handed)
         try:
-            expected = run(theirs.model, x, grad=grad)
+            expected = run(theirs.model, x, kinds, grad=grad)
         except (RuntimeError, IndexError):
             tally.counts["eager fails"] += 1
             return False
         try:
-            found = run(compiled, x, grad=grad)
+            found = run(compiled, x, kinds, grad=grad)
         except CaptureError as error:
             tally.counts["refused"] += 1
-            assert_refused_without_marks(before, x, grad=grad, error=error)
+            assert_refused_without_marks(before, x, kinds, grad=grad, error=error)
             assert_unchanged(ours.model, before)
             return False
         assert_equal_runs(found, expected)
@@ -143,11 +150,11 @@ def compare(
 
 
 def assert_refused_without_marks(
-    model: nn.Module, x: Tensor, *, grad: bool, error: CaptureError
+    model: nn.Module, x: Tensor, handed: tuple[str, str], *, grad: bool, error: CaptureError
 ) -> None:
     """A mark never makes a working model fail."""
     try:
-        run(lazyinline.compile(model, backend="eager", reuse="off"), x, grad=grad)
+        run(lazyinline.compile(model, backend="eager", reuse="off"), x, handed, grad=grad)
     except CaptureError:
         return
     raise AssertionError(f"refused only because of marks: {error}")
@@ -177,6 +184,7 @@ def test_random_models_equal_eager_before_and_after_random_changes() -> None:
     each()
     print(tally)
     assert tally.counts["models"] >= (_EXAMPLES or _FEW)
+    assert tally.share("hostile") > 0.5
     assert tally.share("shared") > 0.2
     assert tally.share("noticed") > 0.5
     assert tally.share("refused") < 0.2
