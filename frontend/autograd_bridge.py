@@ -15,6 +15,7 @@ from ..reuse.errors import PlanError
 from ..reuse.torch_names import is_lazy, memory_id
 from ..reuse.types import TensorType
 from .compiler import CompiledProgram
+from .saved_tensors import SavedTensors
 from .torch_modes import plain_cotangent
 
 
@@ -107,6 +108,8 @@ class Bridge:
         watched = [i for i in compiled.watched_inputs if i not in written]
         self.pick_watched = picker(watched)
         self.num_kept = len(derivative.kept_inputs) + len(derivative.kept_outputs)
+        types = derivative.backward.input_types
+        self.saved = SavedTensors(types[1 : self.num_kept + 1])  # type: ignore[arg-type]
         self.cotangent_types = derivative.backward.input_types[-len(derivative.cotangent_outputs) :]
         outputs = range(len(compiled.captured.program.outputs))
         self.constant_outputs = [i for i in outputs if i not in derivative.cotangent_outputs]
@@ -182,7 +185,7 @@ class _CompiledFunction(torch.autograd.Function):
     def _gradients(ctx: Any, cotangents: Sequence[torch.Tensor | None]) -> list[Any]:
         step: Step = ctx.step
         bridge, derivative = step.bridge, step.bridge.derivative
-        kept = ctx.saved_tensors[: bridge.num_kept]
+        kept = bridge.saved.as_saved(ctx.saved_tensors[: bridge.num_kept])
         flight, graph = step.flight, "keep" if graph_is_kept() else "free"
         if flight is None:
             raise RuntimeError(
