@@ -382,15 +382,7 @@ class CodeWriter:
         return self._result_base(output, part)
 
     def _result_base(self, placed: Placed, part: Part) -> Placed:
-        """The whole buffer: as a part returns it, if that covers it."""
-        whole_bytes = self._layout.instances[placed.instance].num_bytes
-        for output in part.outputs:
-            num_bytes = math.prod(output.shape) * output.dtype.itemsize
-            starts = output.instance == placed.instance and output.offset_bytes == 0
-            if starts and num_bytes == whole_bytes:
-                return output
-        count = whole_bytes // placed.dtype.itemsize
-        return Placed(placed.instance, placed.dtype, (count,), (1,), 0)
+        return result_base(self._layout, part, placed)
 
 
 def _view_of(
@@ -406,6 +398,18 @@ def _view_of(
         start = start * base.element_size() // dtype.itemsize
         base = torch.empty(0, dtype=dtype).set_(base.untyped_storage())  # type: ignore[call-overload]
     return torch.as_strided(base, shape, stride, start + offset)
+
+
+def result_base(layout: Layout, part: Part, placed: Placed) -> Placed:
+    """Returns the whole buffer of a result: as a part returns it, if that covers it."""
+    whole_bytes = layout.instances[placed.instance].num_bytes
+    for output in part.outputs:
+        num_bytes = math.prod(output.shape) * output.dtype.itemsize
+        starts = output.instance == placed.instance and output.offset_bytes == 0
+        if starts and num_bytes == whole_bytes:
+            return output
+    count = whole_bytes // placed.dtype.itemsize
+    return Placed(placed.instance, placed.dtype, (count,), (1,), 0)
 
 
 def bind_native(

@@ -21,7 +21,7 @@ from ..reuse.program import Leaf
 from ..reuse.types import TensorType, contiguous_stride
 from . import torch_native
 from .arena import ArenaPlan, plan
-from .flat_code import CodeWriter, bind_arena, bind_model, bind_native
+from .flat_code import CodeWriter, bind_arena, bind_model, bind_native, result_base
 from .kernel_list import KernelList
 from .layout import Instance, Layout, Part, Placed, buffers_of
 from .link import FlatProgram
@@ -32,6 +32,7 @@ from .overlay import (
     copy_of_host,
     gradients_of,
     movable,
+    new_host,
     overlay_of,
     plan_overlaid,
 )
@@ -272,6 +273,40 @@ class PlannedProgram:
         foreign = len(handed) - self.num_hosts
         return twin, [*handed[:foreign], *map(copy_of_host, handed[foreign:])]
 
+    def taken_over(
+        self, other: PlannedProgram, lease: Lease, handed: Sequence[torch.Tensor]
+    ) -> tuple[Lease, list[torch.Tensor]]:
+        """Returns an arena with what another program saved, and what it handed on.
+
+        Args:
+            other: a program of the same forward, with another backward.
+            lease: of that program, after its forward ran.
+            handed: what the forward handed on.
+        """
+        twin = self.lease(lease.tensors)
+        foreign = list(handed[: len(handed) - other.num_hosts])
+        hosts = [self._new_host(instance) for instance in self.overlay.hosts]
+        for instance in dict.fromkeys(p.instance for p in self.layout.parts[1].inputs):
+            if self.layout.instances[instance].kind == "arena":
+                saved = other.memory_of(instance, lease, handed[len(foreign) :])
+                self.memory_of(instance, twin, hosts).copy_(saved)
+        return twin, [*foreign, *hosts]
+
+    def memory_of(self, instance: int, lease: Lease, hosts: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Returns the bytes of a buffer in an arena, or in the gradient that it lies in."""
+        host, start = self.overlay.guests.get(instance, (-1, self._offsets[instance]))
+        memory = lease.arena
+        if host >= 0:
+            storage = hosts[list(self.overlay.hosts).index(host)].untyped_storage()
+            memory = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)  # type: ignore[call-overload]
+        return memory[start : start + self.layout.instances[instance].num_bytes]
+
+    def _new_host(self, instance: int) -> torch.Tensor:
+        part = self.layout.parts[1]
+        output = next(p for p in part.outputs if p.instance == instance)
+        base = result_base(self.layout, part, output)
+        return new_host(base.shape, base.stride, base.dtype, self.overlay.hosts[instance])
+
     def _bind(self, tensors: list[torch.Tensor], arena: torch.Tensor) -> Lease:
         by_instance = {
             self.model_instances[i]: t for i, t in zip(self.model_instances, tensors, strict=True)
@@ -451,18 +486,14 @@ def place(buffers: Buffers, tools: Tools) -> ArenaPlan:
 
 
 def _handed_on(layout: Layout) -> list[int]:
-    """Foreign buffers that the forward makes and the backward needs."""
+    """Foreign buffers that the forward makes and saves: the same for every backward of it."""
     if len(layout.parts) < 2:
         return []
-    used = {
-        launch.bases[view.buffer][0]
-        for launch in layout.parts[1].launches
-        for view in launch.launch.views()
-    } | {p.instance for p in layout.parts[1].outputs}
+    saved = {p.instance for p in layout.parts[1].inputs}
     return [
         i
         for i, b in enumerate(layout.instances)
-        if b.kind == "foreign" and b.part == 0 and i in used
+        if b.kind == "foreign" and b.part == 0 and i in saved
     ]
 
 

@@ -46,6 +46,12 @@ class Runtime(Protocol):
     def rest(self) -> None:
         """Gives back the memory that is held while nothing runs."""
 
+    def taken_over(self, other: Any, flight: Any) -> Any:
+        """Returns the flight of another runtime, with the same forward, as one of this.
+
+        The flight stays as it is.
+        """
+
 
 class ReplayRuntime:
     """A function per closure, values freed after their last use."""
@@ -79,6 +85,10 @@ class ReplayRuntime:
 
     def rest(self) -> None:
         """Nothing is held."""
+
+    def taken_over(self, other: Any, flight: Any) -> Any:
+        """See :class:`Runtime`."""
+        return list(flight)
 
 
 @dataclass
@@ -134,7 +144,7 @@ class PlannedRuntime:
         """See :class:`Runtime`."""
         lease, foreign = self.program.followed(flight.lease), flight.foreign
         flight.lease = lease
-        given = [_unchanged(tensor, version) for tensor, version in flight.borrowed]
+        given = [unchanged(tensor, version) for tensor, version in flight.borrowed]
         given += [operands[i] for i in self._operands]
         if graph == "keep":  # the backward works in the arena, so it gets one of its own
             lease, foreign = self.program.copy_of(lease, foreign)
@@ -148,6 +158,12 @@ class PlannedRuntime:
         """See :class:`Runtime`."""
         self.program.rest()
 
+    def taken_over(self, other: Any, flight: Any) -> Any:
+        """See :class:`Runtime`."""
+        flight.lease = other.program.followed(flight.lease)
+        lease, handed = self.program.taken_over(other.program, flight.lease, flight.foreign)
+        return _Flight(lease, handed, flight.borrowed)
+
 
 def _forward_input(program: PlannedProgram, position: int) -> int:
     """Returns which forward input a saved value is, or is a view of."""
@@ -156,7 +172,12 @@ def _forward_input(program: PlannedProgram, position: int) -> int:
     return [p.instance for p in forward.inputs].index(instance)
 
 
-def _unchanged(tensor: torch.Tensor, version: int) -> torch.Tensor:
+def unchanged(tensor: torch.Tensor, version: int) -> torch.Tensor:
+    """Returns a tensor.
+
+    Raises:
+        RuntimeError: if it was changed in place since it had that version.
+    """
     found = version_of(tensor)
     if found != version:
         raise RuntimeError(

@@ -11,9 +11,11 @@ import torch
 
 from ..autodiff.dependence import Dependence
 from ..autodiff.torch_autograd import graph_is_kept
+from ..backend.runtime import unchanged
 from ..reuse.errors import PlanError
-from ..reuse.torch_names import is_lazy, memory_id
+from ..reuse.torch_names import is_lazy, memory_id, version_of
 from ..reuse.types import TensorType
+from .backwards import Backward, Backwards
 from .compiler import CompiledProgram
 from .saved_tensors import SavedTensors
 from .torch_modes import plain_cotangent
@@ -28,14 +30,11 @@ class Aliases:
         repeated: outputs that are the same tensor object as an earlier one.
         guards: inputs and outputs whose memory the backward needs under another name. They are
             saved beside it, so that autograd notices a change in place.
-        copied: gradients that share memory with a cotangent or with an earlier gradient. Their
-            receivers would add to them in place, so each gets its own.
     """
 
     owned: tuple[int, ...] | None = None
     repeated: tuple[int, ...] = ()
     guards: tuple[tuple[str, int], ...] = ()
-    copied: tuple[int, ...] | None = None
 
     def learn_forward(
         self,
@@ -53,18 +52,6 @@ class Aliases:
         places = [("input", i) for i in range(len(inputs))]
         places += [("output", i) for i in range(len(outputs))]
         self.guards = tuple(p for p, m in zip(places, memories, strict=True) if m in needed)
-
-    def learn_backward(
-        self, operands: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]
-    ) -> None:
-        """Looks at a backward."""
-        seen, copied = {memory_id(t) for t in operands}, []
-        for index, gradient in enumerate(gradients):
-            memory = memory_id(gradient)
-            if memory in seen:
-                copied.append(index)
-            seen.add(memory)
-        self.copied = tuple(copied)
 
 
 class Absence:
@@ -97,7 +84,7 @@ class Bridge:
 
     def __init__(self, compiled: CompiledProgram, written: frozenset[int]) -> None:
         assert compiled.derivative is not None
-        self.runtime = compiled.runtime
+        self.backwards = Backwards(compiled)
         self.derivative = derivative = compiled.derivative
         self.aliases = Aliases()
         self.absence = Absence(compiled)
@@ -110,13 +97,13 @@ class Bridge:
         self.num_kept = len(derivative.kept_inputs) + len(derivative.kept_outputs)
         types = derivative.backward.input_types
         self.saved = SavedTensors(types[1 : self.num_kept + 1])  # type: ignore[arg-type]
-        self.cotangent_types = derivative.backward.input_types[-len(derivative.cotangent_outputs) :]
+        self.gradient_types = derivative.backward.output_types
         outputs = range(len(compiled.captured.program.outputs))
         self.constant_outputs = [i for i in outputs if i not in derivative.cotangent_outputs]
 
     def run(self, inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Runs a forward so that autograd can come back through its backward."""
-        step = Step(self, inputs)
+        step = Step(self, inputs, self.backwards.expected)
         outputs: Sequence[torch.Tensor] = _CompiledFunction.apply(step, *self.pick_wanted(inputs))
         return outputs
 
@@ -130,11 +117,51 @@ def picker(places: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
 
 @dataclass
 class Step:
-    """One forward in flight: its inputs, and after it ran, what its backward needs."""
+    """One forward in flight: its inputs, and after it ran, what its backward needs.
+
+    ``prepared`` is the backward that the forward prepared for.
+    """
 
     bridge: Bridge
     inputs: Sequence[torch.Tensor]
+    prepared: Backward
     flight: Any = None
+    used: tuple[int, ...] = ()
+    _left: Sequence[torch.Tensor] = ()
+    _versions: Sequence[int] = ()
+
+    def taken(self, ctx: Any, unused: Sequence[int]) -> tuple[Sequence[torch.Tensor], Any, str]:
+        """Returns what was saved, the flight, and what is to become of it.
+
+        Once a backward frees the graph, another can follow for outputs that need nothing of what
+        the first one used, as if each had a graph of its own.
+        """
+        backwards, outputs = self.bridge.backwards, self.bridge.derivative.cotangent_outputs
+        if self.flight is None or (
+            self.used and not backwards.are_apart(self.used, set(outputs) - set(unused))
+        ):
+            raise RuntimeError(
+                "Trying to backward through the graph a second time, but the saved tensors have "
+                "already been freed. Specify retain_graph=True at the first backward."
+            )
+        kept: Sequence[torch.Tensor]
+        if self.used:
+            kept = list(map(unchanged, self._left, self._versions))
+        else:
+            saved = ctx.saved_tensors[: self.bridge.num_kept]
+            kept = self.bridge.saved.as_saved(saved)
+        flight = self.flight
+        if graph_is_kept():
+            return kept, flight, "keep"
+        used = (*self.used, *(i for i in outputs if i not in unused))
+        rest = [i for i in unused if i not in self.used]
+        if any(backwards.are_apart(used, [i]) for i in rest):
+            # Detached: an output that holds its own graph would not be freed.
+            self.used, self._left = used, [tensor.detach() for tensor in kept]
+            self._versions = list(map(version_of, kept))
+            return kept, flight, "keep"
+        self.flight, self._left = None, ()
+        return kept, flight, "free"
 
 
 class _CompiledFunction(torch.autograd.Function):
@@ -145,7 +172,7 @@ class _CompiledFunction(torch.autograd.Function):
         bridge, inputs = step.bridge, step.inputs
         step.inputs = ()
         aliases = bridge.aliases
-        outputs, step.flight = bridge.runtime.forward(inputs)
+        outputs, step.flight = step.prepared.runtime.forward(inputs)
         if aliases.owned is None:
             saved = step.flight if isinstance(step.flight, list) else []
             aliases.learn_forward(inputs, outputs, saved)
@@ -185,28 +212,28 @@ class _CompiledFunction(torch.autograd.Function):
     def _gradients(ctx: Any, cotangents: Sequence[torch.Tensor | None]) -> list[Any]:
         step: Step = ctx.step
         bridge, derivative = step.bridge, step.bridge.derivative
-        kept = bridge.saved.as_saved(ctx.saved_tensors[: bridge.num_kept])
-        flight, graph = step.flight, "keep" if graph_is_kept() else "free"
-        if flight is None:
-            raise RuntimeError(
-                "Trying to backward through the graph a second time, but the saved tensors have "
-                "already been freed. Specify retain_graph=True at the first backward."
-            )
-        if graph == "free":
-            step.flight = None
-        seeds = [
-            _cotangent(cotangents[i], t)  # type: ignore[arg-type]
-            for i, t in zip(derivative.cotangent_outputs, bridge.cotangent_types, strict=True)
-        ]
-        gradients = bridge.runtime.backward(flight, [*kept, *seeds], graph)
-        if bridge.aliases.copied is None:
-            bridge.aliases.learn_backward([*kept, *seeds], gradients)
-        for index in bridge.aliases.copied or ():
-            gradients[index] = gradients[index].clone()
-        results: list[torch.Tensor | None] = [None, *gradients]
         unused = tuple(i for i in derivative.cotangent_outputs if cotangents[i] is None)
-        for index in bridge.absence.of(unused) if unused else ():
-            results[index + 1] = None
+        results: list[torch.Tensor | None] = [None] * (1 + len(derivative.gradient_inputs))
+        if len(unused) == len(derivative.cotangent_outputs):
+            return results
+        kept, flight, graph = step.taken(ctx, unused)
+        backward = bridge.backwards.of(unused)
+        if backward is not step.prepared:
+            flight, graph = backward.runtime.taken_over(step.prepared.runtime, flight), "free"
+        seeds = [
+            _cotangent(cotangents[i], t)
+            for i, t in zip(backward.outputs, backward.types, strict=True)
+        ]
+        gradients = backward.gradients(flight, kept, seeds, graph)
+        for place, gradient in zip(backward.places, gradients, strict=True):
+            results[place + 1] = gradient
+        if unused:
+            absent = bridge.absence.of(unused)
+            for place, type_ in enumerate(bridge.gradient_types):
+                if place in absent:
+                    results[place + 1] = None
+                elif results[place + 1] is None:
+                    results[place + 1] = _cotangent(None, type_)  # type: ignore[arg-type]
         return results
 
 

@@ -288,6 +288,8 @@ class _Entry:
     def rest(self) -> None:
         """See :class:`kept_programs.Entry`."""
         self._compiled.runtime.rest()
+        if self._bridge is not None:
+            self._bridge.backwards.rest()
 
     def run(self, leaves: Sequence[Any]) -> Any:
         """Runs the program on flat inputs."""

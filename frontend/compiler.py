@@ -12,7 +12,7 @@ Everything before link costs one visit per different closure.
 from __future__ import annotations
 
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -22,6 +22,7 @@ from torch import nn
 from ..autodiff.aliasing import saved_inputs
 from ..autodiff.derivative import Derivative, Differentiator, Request
 from ..autodiff.micro_batches import StepProgram, step_program
+from ..autodiff.undefined import without_cotangents
 from ..backend.compile_cache import CompileCache
 from ..backend.estimate import Estimates
 from ..backend.executable import Executable
@@ -91,13 +92,14 @@ class CompiledProgram:
 
     ``derivative`` is there when training: what the forward saves and hands over, and what the
     backward takes. ``watched_inputs`` share memory with what is saved, so that they must not change
-    in between.
+    in between. ``without`` makes the same program with a backward for some outputs unused.
     """
 
     captured: CapturedModel
     runtime: Runtime
     derivative: Derivative | None = None
     watched_inputs: tuple[int, ...] = ()
+    without: Callable[[CompiledProgram, Sequence[int]], CompiledProgram | None] | None = None
 
     def without_tensors(self) -> CompiledProgram:
         """Returns the same for one who has the model's tensors from elsewhere."""
@@ -192,7 +194,28 @@ class Compiler:
             report.num_launches = nodes.count = runtime.num_launches
         report.cache = self._cache.finish()
         watched = saved_inputs(programs[0]) if derivative is not None else ()
-        return CompiledProgram(captured, runtime, derivative, watched), report
+        without = partial(self._without, report=report)
+        return CompiledProgram(captured, runtime, derivative, watched, without), report
+
+    @one_at_a_time
+    def _without(
+        self, compiled: CompiledProgram, unused: Sequence[int], report: CompileReport
+    ) -> CompiledProgram | None:
+        """Compiles another backward for the same forward; None where it cannot be had."""
+        assert compiled.derivative is not None
+        derivative = without_cotangents(compiled.derivative, unused)
+        if derivative is None:
+            return None
+        program, passes = compiled.captured.program, CompileReport(True, report.backend, "")
+        self._cache.begin()
+        programs = self._lowered(programs_of(program, derivative), passes)
+        flats = [link(p) for p in programs]
+        runtime = self._runtime(program, flats, derivative, passes, self._gradients)
+        self._cache.finish()
+        if type(runtime) is not type(compiled.runtime):
+            return None
+        report.num_backwards += 1
+        return replace(compiled, runtime=runtime, derivative=derivative)
 
     @one_at_a_time
     def compile_step(

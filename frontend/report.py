@@ -59,6 +59,8 @@ class CompileReport:
         ran_eagerly: why the model itself ran and nothing was compiled, if so.
         num_compiles: compiles of the module so far, this one included.
         num_links: further shapes that only cost a link.
+        num_backwards: backwards that there are by now: one for each set of outputs that a loss
+            used, where it left some unused (their cotangents are undefined, which is not zero).
         why_static: why this shape was compiled on its own although others had come.
         closures: each different closure, callees first, with its calls.
         cache: what came from the on-disk cache, and why a closure cannot be kept there.
@@ -86,6 +88,7 @@ class CompileReport:
     cache: CacheUse = field(default_factory=CacheUse)
     num_compiles: int = 1
     num_links: int = 0
+    num_backwards: int = 1
     why_static: str = ""
     closures: list[ClosureRecord] = field(default_factory=list)
     decisions: list[SharingDecision] = field(default_factory=list)
@@ -137,6 +140,8 @@ class CompileReport:
             lines.append("  " + str(self.cache).replace("\n", "\n  "))
         if self.num_links or self.num_compiles > 1:
             lines.append(f"  {self.num_compiles} compiles and {self.num_links} links so far")
+        if self.num_backwards > 1:
+            lines.append(f"  {self.num_backwards} backwards: losses used only some of the outputs")
         if self.why_static:
             lines.append(f"  sizes are numbers, because {self.why_static}")
         lines += [f"  {d.path or d.class_name}: not shared, {d.reason}" for d in self.not_shared()]

@@ -1,0 +1,219 @@
+"""The derivative without some cotangents: an output that the loss does not use has none.
+
+That is not the same as a cotangent of zeros: zero times an infinite derivative is no number. A
+backward is linear in its cotangents, so that an operator all of whose cotangents are undefined has
+undefined results; one that adds or joins them with others takes zeros for them, as autograd does.
+What the forward saves stays as it is, because who uses its outputs is known only afterwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.fx
+
+from ..reuse.leaf import mutated_args
+from ..reuse.program import Call, Closure, Composite, Leaf, Program, Value
+from ..reuse.types import TensorType, flatten_type
+from .derivative import Derivative
+from .joint_cut import copy_graph, outputs_of
+
+_ADD = torch.ops.aten.add.Tensor
+
+
+def without_cotangents(derivative: Derivative, unused: Sequence[int]) -> Derivative | None:
+    """Returns a derivative for the same forward, for fewer cotangents.
+
+    Args:
+        derivative: whose closures are composite, with numbers for sizes.
+        unused: positions of the outputs that have no cotangent.
+
+    Returns:
+        A derivative that is asked for no cotangent of these outputs; gradients that only they lead
+        to are not among its results. None if its graphs cannot be told apart that way.
+    """
+    backward = derivative.backward
+    assert isinstance(backward, Composite)
+    first = len(backward.input_types) - len(derivative.cotangent_outputs)
+    flags = [_GIVEN] * first
+    flags += [_UNDEFINED if i in unused else _COTANGENT for i in derivative.cotangent_outputs]
+    try:
+        found = _Undefined().of(backward, tuple(flags))
+    except _UnknownError:
+        return None
+    if found.closure is None:
+        return None
+    gradients = zip(derivative.gradient_inputs, found.results, strict=True)
+    return replace(
+        derivative,
+        backward=found.closure,
+        cotangent_outputs=tuple(i for i in derivative.cotangent_outputs if i not in unused),
+        gradient_inputs=tuple(i for i, flag in gradients if flag != _UNDEFINED),
+    )
+
+
+_GIVEN, _COTANGENT, _UNDEFINED = "given", "cotangent", "undefined"
+"""What a value is: no cotangent, one, or one that is undefined."""
+
+
+class _UnknownError(Exception):
+    """A graph that is not linear in its cotangents by its looks."""
+
+
+@dataclass(frozen=True)
+class _Found:
+    """A closure without its undefined operands and results, and what each result was."""
+
+    closure: Closure | None
+    results: tuple[str, ...]
+
+
+class _Undefined:
+    """Makes closures without undefined cotangents, each once."""
+
+    def __init__(self) -> None:
+        self._found: dict[tuple[Closure, tuple[str, ...]], _Found] = {}
+
+    def of(self, closure: Closure, flags: tuple[str, ...]) -> _Found:
+        key = (closure, flags)
+        if key not in self._found:
+            self._found[key] = self._make(closure, flags)
+        return self._found[key]
+
+    def _make(self, closure: Closure, flags: tuple[str, ...]) -> _Found:
+        if _COTANGENT not in flags and _UNDEFINED not in flags:
+            return _Found(closure, (_GIVEN,) * len(closure.output_types))
+        if isinstance(closure, Leaf):
+            return _leaf(closure, flags)
+        if isinstance(closure, Composite):
+            return self._composite(closure, flags)
+        raise _UnknownError  # what is packed is saved, and no cotangent
+
+    def _composite(self, closure: Composite, flags: tuple[str, ...]) -> _Found:
+        program = closure.program
+        kinds = dict(zip(program.inputs, flags, strict=True))
+        same: dict[Value, Value] = {}
+        calls = []
+        for call in program.calls:
+            given = tuple(kinds[v] for v in call.args)
+            found = self.of(call.closure, given)
+            kinds.update(zip(call.results, found.results, strict=True))
+            args = tuple(same.get(v, v) for v in call.args if kinds[v] != _UNDEFINED)
+            if _is_sum(call.closure) and given.count(_UNDEFINED) == 1:
+                same[call.results[0]] = args[0]
+            elif any(kind != _UNDEFINED for kind in found.results) or not call.results:
+                assert found.closure is not None
+                made = tuple(v for v in call.results if kinds[v] != _UNDEFINED)
+                calls.append(Call(found.closure, args, made, call.path))
+        results = tuple(kinds[v] for v in program.outputs)
+        outputs = tuple(same.get(v, v) for v in program.outputs if kinds[v] != _UNDEFINED)
+        if _UNDEFINED not in flags:
+            return _Found(closure, results)
+        inputs = tuple(v for v in program.inputs if kinds[v] != _UNDEFINED)
+        body = Program(inputs, tuple(calls), outputs)
+        return _Found(Composite(closure.name, body) if outputs else None, results)
+
+
+def _is_sum(closure: Closure) -> bool:
+    return isinstance(closure, Leaf) and [n.target for n in closure.nodes] == [_ADD]
+
+
+def _leaf(leaf: Leaf, flags: tuple[str, ...]) -> _Found:
+    module = copy_graph(leaf.module)
+    graph = module.graph
+    kinds: dict[torch.fx.Node, str] = {}
+    entries = iter([n for n in graph.nodes if n.op == "placeholder"])
+    for type_, flag in zip(leaf.input_types, flags, strict=True):
+        kinds.update((next(entries), flag) for _ in flatten_type(type_))
+    for node in list(graph.nodes):
+        if node.op in ("placeholder", "output"):
+            continue
+        kinds[node] = _kind(node, kinds)
+    returned = outputs_of(module)
+    results = tuple(
+        next((kinds[n] for n in group if isinstance(n, torch.fx.Node)), _GIVEN)
+        for group in _groups(leaf, returned)
+    )
+    if _UNDEFINED not in flags:
+        return _Found(leaf, results)
+    if all(kind == _UNDEFINED for kind in results):
+        return _Found(None, results)
+    graph.output_node().args = (tuple(n for n in returned if kinds.get(n) != _UNDEFINED),)
+    graph.eliminate_dead_code()
+    for node in reversed(list(graph.nodes)):
+        if kinds.get(node) == _UNDEFINED:
+            graph.erase_node(node)
+    module.recompile()
+    types = zip(leaf.input_types, flags, strict=True)
+    made = zip(leaf.output_types, results, strict=True)
+    return _Found(
+        Leaf(
+            leaf.name,
+            module,
+            tuple(t for t, flag in types if flag != _UNDEFINED),
+            tuple(t for t, kind in made if kind != _UNDEFINED),
+            level=leaf.level,
+            kernels=leaf.kernels,
+        ),
+        results,
+    )
+
+
+def _kind(node: torch.fx.Node, kinds: dict[torch.fx.Node, str]) -> str:
+    """Tells what an operator's result is; gives it zeros where only some operands are undefined."""
+    operands = [n for n in node.all_input_nodes if kinds[n] != _GIVEN]
+    if not operands:
+        return _GIVEN
+    if mutated_args(node):
+        raise _UnknownError
+    undefined = [n for n in operands if kinds[n] == _UNDEFINED]
+    if len(undefined) == len(operands):
+        return _UNDEFINED
+    if undefined and not _becomes_other(node, undefined[0]):
+        for operand in undefined:
+            node.replace_input_with(operand, _zeros(operand, node, kinds))
+    return _COTANGENT
+
+
+def _becomes_other(node: torch.fx.Node, undefined: torch.fx.Node) -> bool:
+    """Lets who reads a sum read its other operand, where that has the same layout."""
+    if node.target is not _ADD or node.kwargs or len(node.all_input_nodes) != 2:
+        return False
+    (other,) = [n for n in node.all_input_nodes if n is not undefined]
+    if TensorType.of(other.meta["val"]) != TensorType.of(node.meta["val"]):
+        return False
+    node.replace_all_uses_with(other)
+    return True
+
+
+def _zeros(
+    operand: torch.fx.Node, user: torch.fx.Node, kinds: dict[torch.fx.Node, str]
+) -> torch.fx.Node:
+    """Puts zeros of an operand's layout before who reads them."""
+    val = operand.meta.get("val")
+    if not isinstance(val, torch.Tensor):
+        raise _UnknownError
+    type_ = TensorType.of(val)
+    if type_.is_symbolic or not type_.is_dense:
+        raise _UnknownError
+    order = sorted(range(len(type_.shape)), key=lambda d: -type_.stride[d])
+    options: dict[str, Any] = {"dtype": type_.dtype, "device": type_.device, "pin_memory": False}
+    graph = user.graph
+    with graph.inserting_before(user):
+        shape = [type_.shape[d] for d in order]
+        dense = graph.call_function(torch.ops.aten.full.default, (shape, 0), options)
+        back = [order.index(d) for d in range(len(order))]
+        node = graph.call_function(torch.ops.aten.permute.default, (dense, back))
+    dense.meta = {**operand.meta, "val": val.permute(order)}
+    node.meta = dict(operand.meta)
+    kinds[dense] = kinds[node] = _GIVEN
+    return node
+
+
+def _groups(leaf: Leaf, returned: Sequence[Any]) -> Iterator[list[Any]]:
+    rest = iter(returned)
+    for type_ in leaf.output_types:
+        yield [next(rest) for _ in flatten_type(type_)]

@@ -1,0 +1,210 @@
+"""Outputs that a loss leaves unused: their cotangents are undefined, which is not zero."""
+
+import gc
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from comparing import assert_same_gradients, twin
+from torch import Tensor, nn
+
+import lazyinline
+from lazyinline import lazy_inline
+
+
+@lazy_inline
+class Block(nn.Module):
+    """Has a second result whose derivative is infinite."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(size, size)
+        self.down = nn.Linear(size, size)
+
+    def forward(self, x: Tensor, metric: Tensor) -> tuple[Tensor, Tensor]:
+        h = torch.tanh(self.up(x))
+        return self.down(h) + x, metric + (h - h.detach()).abs().sqrt()
+
+
+class Net(nn.Module):
+    """A loss, logits that it is made of, metrics of all blocks, and a branch of its own."""
+
+    def __init__(self, size: int = 8, kinds: int = 3) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(size) for _ in range(2))
+        self.head = nn.Linear(size, kinds)
+        self.own = nn.Linear(size, 2)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        first, metric = x, torch.zeros_like(x)
+        for block in self.blocks:
+            x, metric = block(x, metric)
+        logits = self.head(x)
+        parts = x.chunk(2, dim=-1)
+        return {
+            "loss": logits.square().mean(),
+            "logits": logits,
+            "metric": metric.sum(),
+            "half": parts[0],
+            "own": torch.tanh(self.own(first)),
+        }
+
+
+USES = [
+    ["loss"],
+    ["loss"],
+    ["logits", "half"],
+    ["half"],
+    ["own"],
+    ["loss", "own"],
+    ["loss"],
+    ["loss", "logits", "metric", "half", "own"],
+    ["metric"],
+    ["loss"],
+]
+
+
+def use(outputs: dict[str, Tensor], names: Sequence[str]) -> Tensor:
+    return torch.stack([outputs[name].sum() for name in names]).sum()
+
+
+# Gradients of the second are memory for activations.
+@pytest.mark.parametrize(("backend", "size"), [("eager", 8), ("inductor", 160)])
+def test_gradients_equal_eager_whatever_a_loss_uses(backend: str, size: int) -> None:
+    torch.manual_seed(0)
+    model = Net(size)
+    expected = twin(model)
+    compiled = lazyinline.compile(model, backend=backend)
+    runs: list[Any] = [(m, torch.optim.SGD(m.parameters(), lr=0.01)) for m in (compiled, expected)]
+    for names in USES:
+        x = torch.randn(4, size)
+        for run, optimizer in runs:
+            optimizer.zero_grad()
+            use(run(x), names).backward()
+        gradients = [p.grad for p in expected.parameters() if p.grad is not None]
+        finite = all(bool(g.isfinite().all()) for g in gradients)
+        assert finite == ("metric" not in names)
+        if finite:
+            assert_same_gradients(model, expected)
+            for _, optimizer in runs:
+                optimizer.step()
+    assert compiled.last_report.num_compiles == 1
+    assert compiled.last_report.num_backwards == len({tuple(names) for names in USES})
+
+
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_a_kept_graph_takes_one_loss_after_another(backend: str) -> None:
+    torch.manual_seed(0)
+    model = Net()
+    expected = twin(model)
+    compiled = lazyinline.compile(model, backend=backend)
+    for _ in range(2):
+        x = torch.randn(4, 8)
+        for run in (compiled, expected):
+            run.zero_grad()
+            out = run(x)
+            for names in (["loss"], ["half", "logits"], ["loss", "own"]):
+                use(out, names).backward(retain_graph=True)
+            use(out, ["half"]).backward()
+        assert_same_gradients(model, expected)
+
+
+class Towers(nn.Module):
+    """Results of their own parameters, and one of both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left = nn.ModuleList([Left(), Left()])
+        self.right = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        a = x
+        for block in self.left:
+            a = block(a)
+        b = torch.tanh(self.right(x))
+        return a, b, (a * b).sum()
+
+
+@lazy_inline
+class Left(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.sigmoid(self.linear(x))
+
+
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_outputs_that_share_nothing_can_follow_one_another(backend: str) -> None:
+    torch.manual_seed(0)
+    model = Towers()
+    expected = twin(model)
+    compiled = lazyinline.compile(model, backend=backend)
+    for order in ((0, 1), (1, 0), (0,), (2,)):
+        x = torch.randn(3, 4)
+        for run in (compiled, expected):
+            run.zero_grad()
+            out = run(x)
+            for index in order:
+                out[index].sum().backward()
+        assert_same_gradients(model, expected)
+        for run in (compiled, expected):
+            out = run(x)
+            for index in order:
+                out[index].sum().backward()
+            for index in range(3):
+                if index == 2 or index in order:  # shares with what ran
+                    with pytest.raises(RuntimeError, match="second time"):
+                        out[index].sum().backward()
+    out = compiled(torch.randn(3, 4))
+    out[0].sum().backward()
+    flight = weakref.ref(out[0].grad_fn.step)
+    del out
+    gc.collect()
+    assert flight() is None
+
+
+def test_a_change_between_two_such_backwards_is_refused() -> None:
+    model = Towers()
+    compiled = lazyinline.compile(model, backend="eager")
+    a, b, _ = compiled(torch.randn(3, 4))
+    a.sum().backward()
+    with torch.no_grad():
+        model.left[1].linear.weight.add_(1)
+        b.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace"):
+        b.sum().backward()
+
+
+class Twofold(torch.autograd.Function):
+    """Has two results; autograd gives its backward zeros for one that is unused."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor) -> Any:
+        return x * 2, y * 3
+
+    @staticmethod
+    def backward(ctx: Any, first: Tensor, second: Tensor) -> Any:
+        return first * 2, second * 3
+
+
+class Custom(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.x = nn.Parameter(torch.ones(3))
+        self.y = nn.Parameter(torch.ones(3))
+
+    def forward(self) -> Any:
+        return Twofold.apply(self.x, self.y)
+
+
+def test_gradients_that_are_zero_in_eager_are_zero() -> None:
+    model = Custom()
+    expected = twin(model)
+    for run in (lazyinline.compile(model, backend="eager"), expected):
+        run()[0].sum().backward()
+    assert_same_gradients(model, expected)
+    assert model.y.grad is not None
