@@ -18,8 +18,8 @@ _NOT_YET = (
 _WRAPPERS = {
     "DistributedDataParallel": ("torch.nn.parallel", _INSIDE),
     "DataParallel": ("torch.nn.parallel", _INSIDE),
-    "DDP": ("torch.distributed._composable", _NOT_YET),  # replicate
-    "ReplicateModule": ("torch.distributed._composable", _NOT_YET),
+    "DDP": ("torch.distributed", _NOT_YET),  # replicate
+    "ReplicateModule": ("torch.distributed", _NOT_YET),
     "FullyShardedDataParallel": ("torch.distributed.fsdp", _NOT_YET),
     "FSDPModule": ("torch.distributed.fsdp", _NOT_YET),  # fully_shard
 }
