@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..reuse.errors import CacheError, CacheWarning
+from .ownership import not_private, why_exchangeable
 from .whole_file import TEMPORARY, write_whole
 
 DIRECTORY_VARIABLE = "LAZYINLINE_CACHE_DIR"
@@ -272,7 +273,7 @@ def _read_own(path: pathlib.Path) -> bytes | None:
         status = os.fstat(handle)
         if not stat.S_ISREG(status.st_mode):
             raise _UnusableError("it is not a plain file")
-        if reason := _not_private(status):
+        if reason := not_private(status):
             raise _UnusableError(reason)
         content = file.read()
     with contextlib.suppress(OSError):
@@ -298,20 +299,10 @@ def _digest(content: bytes) -> str:
 
 
 def _check_private(folder: pathlib.Path) -> None:
-    reason = _not_private(folder.stat())
-    if reason:
+    reason = not_private(folder.stat())
+    problem = f"{folder} cannot be trusted, since {reason}" if reason else why_exchangeable(folder)
+    if problem:
         raise CacheError(
-            f"{folder} cannot be trusted, since {reason}. Make it your own (chmod 700), or choose "
-            f"another directory with {DIRECTORY_VARIABLE}."
+            f"{problem}. Make it your own (chmod 700), or choose another directory with "
+            f"{DIRECTORY_VARIABLE}."
         )
-
-
-def _not_private(status: os.stat_result) -> str:
-    """Says why somebody else may have written this; empty if nobody else can."""
-    if os.name != "posix":
-        return ""
-    if status.st_uid != os.geteuid():
-        return f"it belongs to user {status.st_uid}"
-    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        return f"others may write to it (mode {stat.S_IMODE(status.st_mode):o})"
-    return ""

@@ -3,8 +3,9 @@
     <key>.json   where the kernel's shared object is, and the digest of that object
     <key>.lock   held by the process that builds the kernel
 
-An entry appears complete or not at all. An object is loaded only if it lies in the folder and its
-digest is right; one that is damaged goes, with what names it, and the kernel is built again.
+An entry appears complete or not at all. An object is loaded only if it lies in the folder, is the
+user's own and has the right digest; any other goes, with what names it, and the kernel is built
+again.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from filelock import FileLock, Timeout
 
 from .built_kernel import BuiltKernel, loaded_kernel
 from .kernel_source import KernelSource
+from .ownership import is_own
 from .whole_file import write_whole
 
 _LOCK_TIMEOUT_S = 600.0
@@ -37,7 +39,7 @@ class KernelIndex:
     def __init__(self, folder: Path, setting: str) -> None:
         self._folder = folder
         self.setting = setting
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     def find(self, source: KernelSource) -> BuiltKernel | None:
         """Returns a kernel that was built before, or None."""
@@ -47,7 +49,8 @@ class KernelIndex:
             path, digest = self._folder.parent / said["object"], said["digest"]
         except (OSError, ValueError, LookupError, TypeError):
             return None
-        if not (self._is_inside(path) and _is_sound(path, digest)):
+        own = all(map(is_own, (self._folder, entry, path.parent, path)))
+        if not (own and self._is_inside(path) and _is_sound(path, digest)):
             self._remove(entry)
             self._remove(path)
             return None

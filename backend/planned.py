@@ -7,7 +7,6 @@ dropped, so a training loop binds once and two forwards before a backward get tw
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from typing import Any
 
 import torch
 
+from ..reuse.process_lock import ProcessLock
 from ..reuse.program import Leaf
 from ..reuse.types import TensorType, contiguous_stride
 from . import torch_native
@@ -126,7 +126,7 @@ class PlannedProgram:
         self._addresses: list[int] = []
         self._pool: list[Lease] = []
         self._use = _Use()
-        self._lock = threading.RLock()  # collecting garbage inside may give a lease back
+        self._lock = ProcessLock()  # collecting garbage inside may give a lease back
 
     @property
     def native(self) -> torch_native.Replay | None:

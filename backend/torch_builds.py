@@ -9,6 +9,7 @@ Either way it is made safe first (:mod:`.kernel_guards`).
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import itertools
 import os
@@ -26,6 +27,7 @@ from .kernel_guards import guarded
 from .kernel_index import KernelIndex
 from .kernel_source import kernel_source
 from .torch_entries import cpu_kind, for_this_cpu
+from .torch_folder import DamagedObjectError, own_folder, sound_object
 from .torch_native import replay_function
 
 _FOLDER = "lazyinline_kernels"
@@ -38,6 +40,7 @@ def deferred_builds() -> Iterator[Callable[[], None]]:
     from torch._inductor.async_compile import AsyncCompile
     from torch._inductor.utils import parallel_num_threads
 
+    own_folder()
     num_threads = parallel_num_threads()
     wait, build_one = AsyncCompile.wait, AsyncCompile.cpp_pybinding
     pending: list[tuple[AsyncCompile, dict[str, Any]]] = []
@@ -76,10 +79,9 @@ def deferred_builds() -> Iterator[Callable[[], None]]:
 def _bundles() -> Bundles:
     from torch._inductor.async_compile import get_compile_threads
     from torch._inductor.codecache import CppPythonBindingsCodeCache
-    from torch._inductor.runtime.cache_dir_utils import cache_dir
 
     return Bundles(
-        lambda: KernelIndex(Path(cache_dir()) / _FOLDER, build_setting()),
+        lambda: KernelIndex(own_folder() / _FOLDER, build_setting()),
         build_file,
         lambda types, source: CppPythonBindingsCodeCache.load_pybinding(
             list(types), for_this_cpu(source)
@@ -103,7 +105,7 @@ def build_file(text: str) -> Path:
 
         @staticmethod
         def _load_library_inner(path: str, key: str) -> Any:
-            return ctypes.PyDLL(path)
+            return ctypes.PyDLL(str(sound_object(Path(path))))
 
     return Path(WithoutBinding.load(text)._name)
 
@@ -139,15 +141,18 @@ def vector_units_probed_here() -> Iterator[None]:
     Inductor builds an object per instruction set that the CPU has and starts a Python process for
     each to see whether it loads, and then takes the best. Here the sets are tried from the best
     on, until one is good; and the question is whether its object loads into this process, where
-    kernels built like it are loaded a moment later. Versions of PyTorch that do not ask in a
-    function of their own go on as they are.
+    kernels built like it are loaded a moment later. An object that is not whole (its writer was
+    killed) is built again. Versions of PyTorch that do not ask in a function of their own go on as
+    they are.
     """
     from torch._inductor import config, cpu_vec_isa
 
-    probe = getattr(cpu_vec_isa.VecISA, "_probe_load", None)
+    own_folder()
+    probe, build = getattr(cpu_vec_isa.VecISA, "_probe_load", None), cpu_vec_isa.VecISA.check_build
     listed = cpu_vec_isa.valid_vec_isa_list
     if probe is not None:
         cpu_vec_isa.VecISA._probe_load = _loads_here  # type: ignore[method-assign]
+        cpu_vec_isa.VecISA.check_build = _built_again(build)  # type: ignore[method-assign]
     if takes_the_first(config.cpp.simdlen):
         cpu_vec_isa.valid_vec_isa_list = best_vector_units  # type: ignore[assignment]
     try:
@@ -156,6 +161,7 @@ def vector_units_probed_here() -> Iterator[None]:
         cpu_vec_isa.valid_vec_isa_list = listed
         if probe is not None:
             cpu_vec_isa.VecISA._probe_load = probe  # type: ignore[method-assign]
+            cpu_vec_isa.VecISA.check_build = build  # type: ignore[method-assign]
 
 
 def takes_the_first(vector_bits: int | None) -> bool:
@@ -174,9 +180,24 @@ def best_vector_units() -> list[Any]:
 
 
 def _loads_here(isa: Any, path: str) -> bool:
-    """Whether a shared object loads into this process."""
+    """Whether a shared object loads into this process.
+
+    Raises:
+        DamagedObjectError: if it must not be tried; it is gone then.
+    """
+    path = str(sound_object(Path(path)))
     try:
         ctypes.CDLL(path)
     except OSError:
         return False
     return True
+
+
+def _built_again(check_build: Callable[[Any, str], bool]) -> Callable[[Any, str], bool]:
+    def check(isa: Any, code: str) -> bool:
+        for _ in range(2):
+            with contextlib.suppress(DamagedObjectError):
+                return check_build(isa, code)
+        return False
+
+    return check

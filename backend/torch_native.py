@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from importlib.machinery import ExtensionFileLoader
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -23,6 +23,7 @@ from ..reuse.torch_names import matmul_precision
 from .built_kernel import BuiltKernel
 from .live_ranges import Buffers, IntArray
 from .torch_entries import for_this_cpu
+from .torch_folder import DamagedObjectError, own_folder, sound_object
 
 _SOURCES = tuple(
     Path(__file__).with_name(name)
@@ -68,8 +69,21 @@ def _library() -> Any:
     """Builds and loads all of our C++, as one library."""
     from torch._inductor.codecache import CppCodeCache
 
+    class Sound(CppCodeCache):
+        """Loads what is whole and the user's own."""
+
+        cache: ClassVar[dict[str, Any]] = {}
+
+        @staticmethod
+        def _load_library_inner(path: str, key: str) -> Any:
+            return ctypes.CDLL(str(sound_object(Path(path))))
+
+    own_folder()
     try:
-        return CppCodeCache.load(native_source())
+        try:
+            return Sound.load(native_source())
+        except DamagedObjectError:  # it is gone now
+            return Sound.load(native_source())
     except Exception as error:
         raise PlanError(f"{[str(s) for s in _SOURCES]} cannot be built: {error}") from error
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import os
 import random
 import sys
 import threading
@@ -62,6 +63,12 @@ class Arguments:
 
 
 _LOCK = threading.RLock()
+# A fork waits for a compile of another thread: a child would inherit PyTorch as tracers and builds
+# have changed it for their time, and a lock that nobody opens.
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(
+        before=_LOCK.acquire, after_in_parent=_LOCK.release, after_in_child=_LOCK.release
+    )
 
 
 def one_at_a_time(function: Function) -> Function:

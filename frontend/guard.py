@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import copy
 import operator
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -22,6 +21,7 @@ from torch import nn
 
 from ..reuse import pytree
 from ..reuse.modules import module_state, walk_modules
+from ..reuse.process_lock import ProcessLock
 from ..reuse.program import ModelTensor, Program
 from ..reuse.torch_names import global_hook_tables, is_lazy, memory_id
 from .contents import MISSING, same_value
@@ -107,7 +107,7 @@ class Guard:
         self._where: Callable[[], Words | None] = _nowhere
         self._token: object = None
         self._is_fixed = False
-        self._lock = threading.RLock()
+        self._lock = ProcessLock()
         self._watch, self._unchanged = self._identity_checks()
         self._num_changes = 0
 

@@ -18,6 +18,7 @@ from ..recompute.policy import Policy
 from ..reuse import pytree
 from ..reuse.errors import PlanError
 from ..reuse.leaf import without_autocast
+from ..reuse.process_lock import ProcessLock
 from ..reuse.torch_names import new_cpu_tensor
 from .autograd_bridge import picker
 from .compiler import Batching, CompiledStep, Compiler, Options
@@ -119,7 +120,7 @@ class TrainingStep:
         self._compiler = Compiler(options)
         self._batching = batching
         self._entries: KeptPrograms[_StepEntry] = KeptPrograms()
-        self._lock = threading.Lock()
+        self._lock = ProcessLock(threading.Lock)
         self._report: CompileReport | None = None
 
     @property

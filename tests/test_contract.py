@@ -5,6 +5,7 @@ uses it is the one file to look at.
 """
 
 import ast
+import ctypes
 import functools
 import importlib
 import inspect
@@ -16,7 +17,7 @@ import types
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import sympy
@@ -54,6 +55,7 @@ from lazyinline.backend.torch_inductor import (
     rewrite_joint,
     settings,
 )
+from lazyinline.backend.torch_native import native_file
 from lazyinline.frontend import torch_tracing
 from lazyinline.frontend.fake_rules import kernels_own_rules
 from lazyinline.frontend.torch_mutations import pure_forms
@@ -1016,11 +1018,21 @@ def test_a_fake_mode_lets_go_of_the_tensors_that_its_fakes_were_made_of() -> Non
     assert fake.shape == tensor.shape
 
 
-@contract("torch._inductor.codecache.CppCodeCache", "torch._inductor.codecache.CppCodeCache.load")
-def test_a_cpp_library_is_built_and_its_functions_can_be_called(cache: Any, load: Any) -> None:
-    library = load('extern "C" int twice(int x) { return 2 * x; }')
+@contract("torch._inductor.codecache.CppCodeCache")
+def test_a_cpp_library_is_built_and_its_functions_can_be_called(code_cache: Any) -> None:
+    loaded = []
+
+    class Noting(code_cache):  # type: ignore[misc]
+        cache: ClassVar[dict[str, Any]] = {}
+
+        @staticmethod
+        def _load_library_inner(path: str, key: str) -> Any:
+            loaded.append(path)
+            return ctypes.CDLL(path)
+
+    library = Noting.load('extern "C" int twice(int x) { return 2 * x; }')
     assert library.twice(21) == 42
-    assert cache.load == load
+    assert loaded == [library._name], "what is loaded is no longer asked for first"
 
 
 @contract("torch.ops.aten._scaled_dot_product_attention_math.default")
@@ -1327,7 +1339,7 @@ def test_a_quotient_of_integers_is_written_as_a_division(scalar: Any, vector: An
     f"{INDUCTOR}.cpp_builder.get_cpp_compiler",
     f"{INDUCTOR}.cpu_vec_isa.pick_vec_isa",
     f"{INDUCTOR}.config.is_fbcode",
-    f"{INDUCTOR}.runtime.cache_dir_utils.cache_dir",
+    f"{INDUCTOR}.runtime.cache_dir_utils.default_cache_dir",
 )
 def test_kernels_built_together_have_the_flags_of_kernels_built_alone(
     cache: Any, load: Any, flags: Any, builder: Any, *_: Any
@@ -1377,14 +1389,19 @@ def test_unasked_inductor_takes_the_first_good_instruction_set(
 
 
 @contract(
-    "torch._inductor.cpu_vec_isa.VecISA", "optional torch._inductor.cpu_vec_isa.VecISA._probe_load"
+    "torch._inductor.cpu_vec_isa.VecISA",
+    "torch._inductor.cpu_vec_isa.VecISA.check_build",
+    "optional torch._inductor.cpu_vec_isa.VecISA._probe_load",
 )
-def test_vector_units_are_asked_for_by_loading_an_object(isa_class: Any, probe: Any) -> None:
+def test_vector_units_are_asked_for_by_loading_an_object(
+    isa_class: Any, check: Any, probe: Any
+) -> None:
+    assert list(inspect.signature(check).parameters) == ["self", "code"]
     if probe is None:
         assert torch.__version__ < "2.13", "_probe_load moved: the adapter no longer answers here"
         return
     assert list(inspect.signature(probe).parameters) == ["self", "output_path"]
-    for path, loads in ((__file__, False), (torch._C.__file__, True)):
+    for path, loads in ((__file__, False), (str(native_file()), True)):
         assert probe(isa_class(), path) is loads
         assert loads_here(isa_class(), path) is loads
 
