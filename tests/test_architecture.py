@@ -39,6 +39,7 @@ ADAPTERS = {
     "backend/torch_kernels.py",
     "backend/torch_native.py",
     "backend/torch_onnx.py",
+    "backend/torch_results.py",
     "frontend/fake_rules.py",
     "frontend/input_sizes.py",
     "frontend/interception.py",

@@ -867,10 +867,10 @@ def test_forward_mode_is_known_by_its_level(level: int) -> None:
     assert inside == [0]
 
 
-@contract("attribute _unsafe_view")
-def test_a_view_of_what_nobody_else_holds_is_a_reshape() -> None:
+@contract("torch.ops.aten._unsafe_view.default")
+def test_a_view_of_what_nobody_else_holds_is_a_reshape(unsafe_view: Any) -> None:
     x = torch.randn(2, 3, 4)
-    flat = torch.ops.aten._unsafe_view.default(x, [6, 4])
+    flat = unsafe_view(x, [6, 4])
     assert torch.equal(flat, torch.ops.aten.reshape.default(x, [6, 4]))
 
 
