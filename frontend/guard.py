@@ -368,9 +368,10 @@ def _layout(leaf: Any) -> Any:
 
 
 def _alike(layout: Any, other: Any) -> bool:
-    """Whether two layouts differ in sizes at most; arguments that are no tensors count later."""
+    """Whether two layouts differ in sizes at most."""
     if isinstance(layout, _Constant) or isinstance(other, _Constant):
-        return isinstance(layout, _Constant) and isinstance(other, _Constant)
+        both = isinstance(layout, _Constant) and isinstance(other, _Constant)
+        return both and same_value(layout.value, other.value)
     return len(layout[0]) == len(other[0]) and layout[2:] == other[2:]
 
 

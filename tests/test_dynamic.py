@@ -231,6 +231,16 @@ def test_shapes_that_were_not_used_for_long_are_linked_again(
     assert counts(compiled) == (2, 3)
 
 
+@pytest.mark.parametrize("numbers", [(1.0, 0.5, 3.0), (1, 2, 3), (True, False, True)])
+def test_an_argument_that_is_no_tensor_counts_at_every_shape(numbers: tuple[Any, ...]) -> None:
+    model = Wrapped(lambda h, number: h * number + (1 if number else 2))
+    compiled = lazyinline.compile(model, backend="eager")
+    for length in (3, 4, 5):
+        for number in numbers:
+            x = torch.randn(2, length, 8)
+            assert_close(compiled(x, number), model(x, number))
+
+
 def test_one_tensor_passed_twice_has_one_shape() -> None:
     def pair(first: int, second: int) -> list[Tensor]:
         a = torch.randn(first, 8)
