@@ -57,7 +57,7 @@ def compile(
 
     While a module has a backward hook, calls that want gradients run the model itself, hook and
     all; so do calls under a transform of ``torch.func``, forward-mode differentiation, and modes
-    that see each operator. The report says so.
+    or classes of tensors that see each operator. The report says so.
 
     Returns:
         A module; ``.last_report`` tells what the newest compile did (None before the first).
