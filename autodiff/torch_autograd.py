@@ -212,8 +212,18 @@ def _with_layout(gradient: torch.Tensor, type_: TensorType) -> torch.Tensor:
         return gradient
     environment = environment_of_tensor(gradient)
     shape, stride = ([size_in(environment, n) for n in ns] for ns in (type_.shape, type_.stride))
-    target = torch.empty_strided(shape, stride, dtype=gradient.dtype, device=gradient.device)
-    return torch.ops.aten.copy.default(target, gradient)
+    repeated = [d for d, (n, step) in enumerate(zip(shape, stride, strict=True)) if step == 0]
+    if repeated:  # elements that are one in memory: written once
+        for dim in repeated:
+            gradient = gradient.narrow(dim, 0, 1)
+        once = [1 if d in repeated else n for d, n in enumerate(shape)]
+        return _copied(gradient, once, stride).expand(shape)
+    return _copied(gradient, shape, stride)
+
+
+def _copied(tensor: torch.Tensor, shape: Sequence[Any], stride: Sequence[Any]) -> torch.Tensor:
+    target = torch.empty_strided(shape, stride, dtype=tensor.dtype, device=tensor.device)
+    return torch.ops.aten.copy.default(target, tensor)
 
 
 def _renameinput_nodes(module: torch.fx.GraphModule, num_primals: int) -> list[str]:

@@ -9,6 +9,7 @@ matrix products, and every kernel, cache entry, transfer and saved value would h
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -20,10 +21,12 @@ def _zeros(size: Any, **options: Any) -> torch.Tensor:
     return torch.zeros(size, **options)
 
 
-def _written(write: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+def _written(write: Any, of_number: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """Returns what applies an operator to numbers; those that are one in memory stay one."""
 
-    def written(tensor: torch.Tensor) -> torch.Tensor:
+    def written(tensor: Any) -> Any:
+        if not isinstance(tensor, torch.Tensor):  # the 2j of `x * 2j`, which autograd conjugates
+            return of_number(tensor)
         shape, repeated = tensor.shape, tensor
         for dim, (size, step) in enumerate(zip(shape, tensor.stride(), strict=True)):
             if step == 0 and size > 1:
@@ -34,9 +37,13 @@ def _written(write: Any) -> Callable[[torch.Tensor], torch.Tensor]:
     return written
 
 
-WRITTEN: Mapping[Any, Callable[..., torch.Tensor]] = {
-    torch.ops.aten._conj.default: _written(torch.ops.aten._conj_physical.default),
-    torch.ops.aten._neg_view.default: _written(torch.ops.aten.neg.default),
+def _conjugate(number: Any) -> Any:
+    return number.conjugate()
+
+
+WRITTEN: Mapping[Any, Callable[..., Any]] = {
+    torch.ops.aten._conj.default: _written(torch.ops.aten._conj_physical.default, _conjugate),
+    torch.ops.aten._neg_view.default: _written(torch.ops.aten.neg.default, operator.neg),
 }
 """Operators that only mark memory, and what writes the numbers that they stand for."""
 
@@ -71,7 +78,9 @@ def drop_copies(module: torch.fx.GraphModule) -> None:
     graph = module.graph
     for node in graph.find_nodes(op="call_function", target=torch.ops.aten.clone.default):
         source = node.args[0]
-        if source.target not in _WRITERS or graph.output_node() in node.users:
+        if not isinstance(source, torch.fx.Node) or source.target not in _WRITERS:
+            continue
+        if graph.output_node() in node.users:
             continue
         if source.meta["val"].stride() == node.meta["val"].stride():
             node.replace_all_uses_with(source)

@@ -95,11 +95,24 @@ class Spectrum(nn.Module):
         return torch.fft.irfft(found, n=4).square().sum() + mixed.imag.abs().sum()
 
 
+class Scaled(nn.Module):
+    """Numbers of Python, whose conjugates a derivative asks for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = weight(3, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = self.w * (1 + 2j) / (0.5 - 1j) - x * 1j
+        return (z**2).imag.square().sum() + (2j * z).abs().sum()
+
+
 MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "rotary": (Rotated, (3, 8)),
     "conjugated": (Conjugated, (3, 4)),
     "written through a conjugate": (WrittenThroughConjugate, (3, 4)),
     "spectrum": (Spectrum, (3, 4)),
+    "scaled": (Scaled, (3, 4)),
 }
 
 
@@ -122,3 +135,47 @@ def test_complex_models_train_as_in_eager(name: str, backend: str) -> None:
         assert_same_gradients(model, expected, 1e-5)
         assert_same_gradients(stepped, expected, 1e-5)
         x = x + 1
+
+
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "windows": lambda z: z.unfold(1, 2, 1).conj(),
+    "one column for all": lambda z: z[:, :1].expand(3, 4).conj(),
+    "every other column": lambda z: z[:, ::2].conj(),
+    "adjoint": lambda z: z.mH,
+    "imaginary part of one row for all": lambda z: z[:1].expand(3, 4).conj().imag,
+    "strides after the conjugate": lambda z: z.conj().as_strided((3, 2), (4, 2), 1),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_conjugates_of_any_layout_leave_a_block(name: str) -> None:
+    @lazy_inline
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = weight(4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return LAYOUTS[name](x * self.w)
+
+    class Between(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = Block(), Block()
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            y = self.first(x)
+            return (y * self.second(x * 2).conj()).abs().sum() + (y * 2j).imag.sum(), y
+
+    torch.manual_seed(0)
+    model, x = Between(), torch.randn(3, 4, dtype=torch.complex64)
+    expected, stepped = twin(model), twin(model)
+    loss, out = lazyinline.compile(model, backend="eager")(x)
+    want, want_out = expected(x)
+    loss.backward()
+    want.backward()
+    assert torch.equal(out, want_out) and out.stride() == want_out.stride()
+    assert_same_gradients(model, expected, 1e-5)
+    step = lazyinline.compile_step(stepped, backend="eager", loss_fn=lambda pair: pair[0])
+    assert relative_error(step(x), want.detach()) <= 1e-5
+    assert_same_gradients(stepped, expected, 1e-5)
