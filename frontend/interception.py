@@ -64,8 +64,8 @@ class Watcher(Protocol):
     def run_state(self, tensor: torch.Tensor, name: str) -> None:
         """User code asks for the address of a tensor, or for what changes from step to step."""
 
-    def gradient_hook(self) -> None:
-        """A hook is about to be put on a tensor's gradient."""
+    def gradient_hook(self, doing: str) -> None:
+        """User code puts a hook on a gradient, on what is saved, or gets where it can."""
 
 
 @contextmanager
@@ -265,16 +265,34 @@ def _replace(attributes: Mapping[str, Any]) -> Callable[[], None]:
 
 
 def _patch_hooks(watcher: Watcher, thread: int) -> Callable[[], None]:
-    original = torch.Tensor.register_hook
+    """Hooks on gradients, on nodes of the graph, and on what they save."""
+    saving = torch.autograd.graph.saved_tensors_hooks
+    register, enter = torch.Tensor.register_hook, saving.__enter__
+    graph: Any = torch.Tensor.grad_fn
 
     def register_hook(self: torch.Tensor, hook: Callable[..., Any]) -> Any:
         if threading.get_ident() == thread:
-            watcher.gradient_hook()
-        return original(self, hook)
+            watcher.gradient_hook("puts a hook on a tensor's gradient")
+        return register(self, hook)
 
-    torch.Tensor.register_hook = register_hook  # type: ignore[method-assign,assignment]
+    def grad_fn(self: torch.Tensor) -> Any:
+        node = graph.__get__(self)
+        by_user = threading.get_ident() == thread and not is_library_frame(sys._getframe(1))
+        if by_user and node is not None:
+            watcher.gradient_hook("asks for a tensor's autograd graph (Tensor.grad_fn)")
+        return node
+
+    def entered(self: Any) -> None:
+        by_user = threading.get_ident() == thread and not is_library_frame(sys._getframe(1))
+        if by_user and not isinstance(self, torch.autograd.graph.save_on_cpu):
+            watcher.gradient_hook("puts hooks on what autograd saves")
+        return enter(self)
+
+    put_back = _replace({"register_hook": register_hook, "grad_fn": property(grad_fn)})
+    saving.__enter__ = entered  # type: ignore[method-assign]
 
     def restore() -> None:
-        torch.Tensor.register_hook = original  # type: ignore[method-assign]
+        saving.__enter__ = enter  # type: ignore[method-assign]
+        put_back()
 
     return restore

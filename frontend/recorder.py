@@ -185,11 +185,11 @@ class Recorder:
                     self.tracer.track(part, self.tracer.item(node, index))
         return result
 
-    def gradient_hook(self) -> None:
-        """Refuses a hook on a gradient: it would be put on a fake tensor and never run."""
+    def gradient_hook(self, doing: str) -> None:
+        """Refuses a hook in a backward: it would be put on a fake tensor's and never run."""
         if not self._quiet:
             raise CaptureError(
-                f"The model's forward puts a hook on a tensor's gradient at {user_line()}. A "
+                f"The model's forward {doing} at {user_line()}. A "
                 "compiled program cannot call it: use a torch.autograd.Function with that "
                 "backward, or put the hook on a parameter, outside the forward."
             )

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import lazyinline
 from lazyinline import lazy_inline
-from lazyinline.reuse.errors import PlanError
+from lazyinline.reuse.errors import CaptureError, PlanError
 
 BACKENDS = ["eager", "inductor"]
 Remove = Callable[[], object]
@@ -205,7 +205,9 @@ def test_a_step_after_an_eager_backward_still_asks_nothing_per_parameter() -> No
     net = pair.nets[0]
     net(IDS).backward()
     pair.step(IDS)
-    handed = pair.step._entries[0]._handed
+    entry = pair.step._entries.first
+    assert entry is not None
+    handed = entry.handed
     assert handed is not None and (handed.are_as_left() or handed._same_words is None)
     kept = net(IDS)  # holds the nodes that add to .grad
     assert not handed.are_as_left()
@@ -232,7 +234,9 @@ def test_gradients_given_by_the_engine_lie_in_the_arena_too() -> None:
     step = lazyinline.compile_step(net, backend="inductor")
     net.head.weight.register_hook(lambda g: None)
     step(IDS)
-    arena = step._entries[0]._lease.arena.untyped_storage().data_ptr()
+    entry = step._entries.first
+    assert entry is not None and entry._lease is not None
+    arena = entry._lease.arena.untyped_storage().data_ptr()
     weights = trained(net).values()
     found = [p.grad.untyped_storage().data_ptr() for p in weights if p.grad is not None]
     assert len(found) == 8 and set(found) == {arena}
@@ -247,6 +251,47 @@ def test_what_sees_a_backward_is_refused_by_name() -> None:
     with torch.autograd.set_detect_anomaly(True), pytest.raises(PlanError, match="anomaly"):
         step(IDS)
     step(IDS)
+
+
+class Hooking(nn.Module):
+    """Puts a hook into its own backward."""
+
+    def __init__(self, put: str) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.put = put
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        if self.put == "gradient":
+            y.register_hook(lambda g: g * 2)
+        elif self.put == "node":
+            y.grad_fn.register_prehook(lambda gs: tuple(g * 2 for g in gs))
+        elif self.put == "saved":
+            with torch.autograd.graph.saved_tensors_hooks(lambda t: t * 2, lambda t: t):
+                return y.tanh().sum()
+        elif self.put == "offloaded":
+            with torch.autograd.graph.save_on_cpu():
+                return y.tanh().sum()
+        return y.tanh().sum()
+
+
+@pytest.mark.parametrize("put", ["gradient", "node", "saved", "offloaded"])
+def test_a_forward_that_hooks_its_own_backward_is_refused_unless_it_changes_nothing(
+    put: str,
+) -> None:
+    net, x = Hooking(put), torch.randn(2, 3)
+    expected = copy.deepcopy(net)
+    step = lazyinline.compile_step(net, backend="eager")
+    if put == "offloaded":
+        step(x)
+        expected(x).backward()
+        assert_same_gradients(net, expected)
+        return
+    for run in (step, lazyinline.compile(net, backend="eager")):
+        with pytest.raises(CaptureError, match=r"test_hooks\.py"):
+            run(x)
+    assert torch.autograd.graph.saved_tensors_hooks.__enter__.__module__ == "torch.autograd.graph"
 
 
 class Branching(nn.Module):
