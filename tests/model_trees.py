@@ -116,7 +116,7 @@ OWN = [
     "x = x + sum(p.sum() for p in self.lin.parameters()) * 0.01",
     "x = x + start.sum()",
     "x = x + torch.complex(x, x * 0.5).conj().imag",
-    "z = torch.complex(x, x * 0.5).conj()\nx = x + (z @ z.mH @ z).imag * 0.125",
+    "z = torch.complex(torch.tanh(x), x.cos()).conj()\nx = x + (z @ z.mH @ z).imag * 0.125",
     "z = torch.complex(x, x * 2)\nz.conj().imag.mul_(self.scale)\nx = z.imag",
     "x = x + torch.fft.ifft(torch.fft.fft(x) * torch.fft.fft(self.table).conj()).real",
     "x = x + torch.sgn(x) * 0.5",
