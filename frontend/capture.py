@@ -42,6 +42,7 @@ from .candidates import (
 )
 from .contents import refuse_iterators
 from .decorator import is_compiled, is_marked
+from .effects import EffectError
 from .fake_rules import kernels_own_rules
 from .outside_values import OutsideValues
 from .recorder import Recorder, UnsettledError
@@ -60,6 +61,7 @@ class Arguments:
     args: Sequence[Any]
     kwargs: Mapping[str, Any]
     sizes: Callable[[], Sizes] | None = None
+    effects: str = "refuse"
 
 
 _LOCK = threading.RLock()
@@ -95,6 +97,7 @@ def capture_model(
     reuse: str = "marked",
     train: bool,
     sizes: Callable[[], Sizes] | None = None,
+    effects: str = "refuse",
 ) -> CapturedModel:
     """Captures a model as a program of closures and calls.
 
@@ -106,6 +109,8 @@ def capture_model(
             ``"auto"`` also modules that repeat; ``"off"`` shares nothing.
         train: capture with grad mode on, so that a derivative can be taken.
         sizes: makes the dynamic dimensions; None means that every size is a number.
+        effects: ``"refuse"`` a forward that does more at each call than compute; ``"undo"`` what
+            it did, for who does not run the program in its place.
 
     Raises:
         CaptureError: if the model's Python cannot be traced; names the user's line.
@@ -114,7 +119,7 @@ def capture_model(
     refuse_foreign(model)
     if train:
         _refuse_backward_hooks(model)
-    arguments = Arguments(args, kwargs or {}, sizes)
+    arguments = Arguments(args, kwargs or {}, sizes, effects)
     if reuse == "auto":
         captured = _capture_repeated(model, arguments, RepeatedBlocks, train=train)
     else:
@@ -130,7 +135,10 @@ def capture_candidates(
     """Captures as ``reuse="auto"`` does, and keeps the blocks that nearly share as closures."""
     refuse_foreign(model)
     return _capture_repeated(
-        model, Arguments(args, kwargs or {}), NearlyRepeatedBlocks, train=train
+        model,
+        Arguments(args, kwargs or {}, effects="undo"),
+        NearlyRepeatedBlocks,
+        train=train,
     )
 
 
@@ -153,6 +161,8 @@ def _capture_repeated(
         captured = _capture(model, arguments, blocks, train=train)
         again = made[-1].run_again()
         return _capture(model, arguments, blocks, train=train) if again else captured
+    except EffectError:
+        raise
     except CaptureError as error:
         try:
             return _capture_chosen(model, arguments, "marked", train=train)
@@ -202,7 +212,7 @@ def _capture_once(
     model: nn.Module, arguments: Arguments, blocks: Blocks, *, train: bool
 ) -> CapturedModel:
     sizes = None if arguments.sizes is None else arguments.sizes()
-    recorder = Recorder(model, blocks, sizes)
+    recorder = Recorder(model, blocks, sizes, arguments.effects)
     is_settled = True
     try:
         results, tree = _run(recorder, arguments, train=train)
@@ -241,18 +251,23 @@ def _capture_settled(
     That is right only if nothing changes any more and the program is the same: a forward that
     notes a configuration the first time. A forward that counts is refused.
     """
+    effects = unsettled.recorder.effects
     unsettled.redo()
     try:
         second = _capture_once(model, arguments, blocks, train=train)
         same = format_program(first.program) == format_program(second.program)
     except CrossingError:
-        unsettled.recorder.attributes.put_back()
+        unsettled.undo()
         raise
-    except UnsettledError:
-        same = False
+    except (UnsettledError, EffectError) as again:
+        unsettled.undo()
+        if isinstance(again, UnsettledError):
+            effects.emit(known=tuple(again.recorder.effects.output))
+        raise EffectError(str(unsettled)) from None
     if not same:
-        unsettled.recorder.attributes.put_back()
-        raise CaptureError(str(unsettled)) from None
+        unsettled.undo()
+        raise EffectError(str(unsettled)) from None
+    effects.emit()
     return second
 
 

@@ -19,6 +19,7 @@ from .autograd_bridge import Bridge, picker
 from .capture import backward_hooked, one_at_a_time, refuse_foreign
 from .compiler import CompiledProgram, Compiler, Options
 from .dynamic import Made, Shapes
+from .effects import EffectError, EffectsSeen
 from .guard import Guard
 from .kept_programs import Inputs, KeptPrograms
 from .plain_inputs import watching_tensor, written_out
@@ -55,9 +56,11 @@ def compile(
         dynamic: sizes that are symbols: with None those of inputs that came in several sizes, with
             True all, with False none. A further shape then costs a link only.
 
-    While a module has a backward hook, calls that want gradients run the model itself, hook and
-    all; so do calls under a transform of ``torch.func``, forward-mode differentiation, and modes
-    or classes of tensors that see each operator. The report says so.
+    A forward that does more at each call than compute (a hook that collects activations, a counter
+    outside, ``print``) runs itself. While a module has a backward hook, calls that want gradients
+    run the model itself, hook and all; so do calls under a transform of ``torch.func``,
+    forward-mode differentiation, and modes or classes of
+    tensors that see each operator. The report says so.
 
     Returns:
         A module; ``.last_report`` tells what the newest compile did (None before the first).
@@ -90,6 +93,7 @@ class CompiledModule(nn.Module):
         state["_lazyinline_compiler"] = Compiler(options)
         state["_lazyinline_shapes"] = Shapes(model, options, dynamic)
         state["_lazyinline_entries"] = KeptPrograms[_Entry]()
+        state["_lazyinline_effects"] = EffectsSeen()
         state["_lazyinline_report"] = None
         tables = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
         for table in (*tables, "_load_state_dict_post_hooks"):
@@ -150,7 +154,11 @@ class CompiledModule(nn.Module):
             reason = self._why_itself(leaves)
             if reason:
                 return self._run_itself(reason, args, kwargs)
-            entry = self._compile(leaves if plain is None else plain, tree)
+            try:
+                entry = self._compile(leaves if plain is None else plain, tree)
+            except EffectError as effect:
+                reason = self.__dict__["_lazyinline_effects"].note(self._state(), str(effect))
+                return self._run_itself(reason, args, kwargs)
         if plain is None:
             return entry.run(leaves)
         if entry.is_tied_to_inputs:
@@ -165,7 +173,16 @@ class CompiledModule(nn.Module):
         if watching:
             return watching
         hooked = backward_hooked(model) if torch.is_grad_enabled() else ""
-        return f"{hooked} has a backward hook, which no compiled program calls" if hooked else ""
+        if hooked:
+            return f"{hooked} has a backward hook, which no compiled program calls"
+        known: EffectsSeen = self.__dict__["_lazyinline_effects"]
+        return known.why_itself(self._state()) if known else ""
+
+    def _state(self) -> tuple[Any, ...]:
+        """What the effects of a forward may depend on: modes, and which hooks there are."""
+        model = self.__dict__["_lazyinline_model"]
+        modes = [(m.training, *m._forward_hooks, *m._forward_pre_hooks) for m in model.modules()]
+        return (torch.is_grad_enabled(), *modes)
 
     def _run_itself(self, reason: str, args: Any, kwargs: Any) -> Any:
         self._report_eager(reason)
@@ -277,6 +294,7 @@ class _Entry:
         written = frozenset(target for _, target in program.writes)
         self._bridge = Bridge(compiled, written) if compiled.derivative is not None else None
         self._result = _Result(program.output_tree, compiled)
+        self._repeated: list[int] | None = None  # the same in every run, so the first run tells
 
     @property
     def is_tied_to_inputs(self) -> bool:
@@ -296,7 +314,7 @@ class _Entry:
         inputs = self._pick_inputs([*leaves, *self.guard.tensors])
         if self._bridge is None:
             with torch.no_grad():  # the model's own autograd says that no gradient flows
-                outputs: Sequence[Any] = self._compiled.runtime.forward(inputs)[0]
+                outputs: Sequence[Any] = self._forward(inputs)
         else:
             outputs = self._bridge.run(inputs)
         if self._writes:
@@ -304,6 +322,17 @@ class _Entry:
                 for output, target in self._writes:
                     inputs[target].copy_(outputs[output])
         return self._result.build(outputs, inputs)
+
+    def _forward(self, inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """Runs the program; ``h`` and ``h.detach()``, one tensor in it, are two for the user."""
+        outputs = self._compiled.runtime.forward(inputs)[0]
+        if self._repeated is None:
+            known = [*map(id, inputs), *map(id, outputs)]
+            first = len(inputs)
+            self._repeated = [i for i, o in enumerate(outputs) if known.index(id(o)) != first + i]
+        for index in self._repeated:
+            outputs[index] = outputs[index].detach()
+        return outputs
 
 
 class _Result:
@@ -313,9 +342,12 @@ class _Result:
         program = compiled.captured.program
         self._spec = tree.spec
         positions = {value: i for i, value in enumerate(program.inputs)}
+        changed = {program.outputs[output]: target for output, target in program.writes}
         self._leaves: list[tuple[str, Any]] = []
         for kind, value in tree.leaves:
             passed = positions.get(program.outputs[value]) if kind == "output" else None
+            if kind == "output":  # what the forward changed and returns is the user's own tensor
+                passed = changed.get(program.outputs[value], passed)
             self._leaves.append((kind, value) if passed is None else ("input", passed))
 
     @property

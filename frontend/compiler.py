@@ -531,7 +531,10 @@ def capture(
     """
     options = Options(reuse=reuse, backend="eager")
     arguments = dict(kwargs or {})
-    return verify(capture_model(model, args, arguments, reuse=options.reuse, train=train).program)
+    captured = capture_model(
+        model, args, arguments, reuse=options.reuse, train=train, effects="undo"
+    )
+    return verify(captured.program)
 
 
 def _leaves_of(flats: Sequence[FlatProgram]) -> list[Leaf]:

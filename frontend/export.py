@@ -221,7 +221,7 @@ def _captured(
     request: _Request,
 ) -> CapturedModel:
     if request.dynamic_shapes is None:
-        return capture_model(model, args, kwargs, reuse=reuse, train=request.train)
+        return capture_model(model, args, kwargs, reuse=reuse, train=request.train, effects="undo")
     from ..backend.torch_onnx import oblivious
     from .torch_sizes import SymbolicSizes
 
@@ -245,7 +245,9 @@ def _with_sizes(
     reuse: str,
     sizes: Callable[[], SymbolicSizes],
 ) -> CapturedModel:
-    captured = capture_model(model, args, kwargs, reuse=reuse, train=False, sizes=sizes)
+    captured = capture_model(
+        model, args, kwargs, reuse=reuse, train=False, sizes=sizes, effects="undo"
+    )
     captured.sizes.conditions()
     return captured
 

@@ -10,7 +10,9 @@ Everything is put back on exit, whatever happens.
 
 from __future__ import annotations
 
+import builtins
 import inspect
+import logging
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -21,11 +23,12 @@ import torch
 import torch.utils.checkpoint
 from torch import nn
 
-from .torch_tracing import is_library_frame
+from .torch_tracing import is_library_frame, is_torch_frame, is_user_frame, user_line
 
 _LOCK = threading.RLock()
 _PLAIN_TENSORS = (torch.Tensor, nn.Parameter)
 _VALUE_READERS = ("tolist", "numpy", "__array__", "__dlpack__")
+_TEXTS = ("__repr__", "__format__")
 _RUN_STATE = ("grad", "_version")
 _ADDRESSES = ("data_ptr", "untyped_storage", "storage")
 _PRINTER_FILE = torch._tensor_str.__file__  # what a model prints becomes no number of it
@@ -64,6 +67,12 @@ class Watcher(Protocol):
     def run_state(self, tensor: torch.Tensor, name: str) -> None:
         """User code asks for the address of a tensor, or for what changes from step to step."""
 
+    def output(self, emit: Callable[[], None], where: str) -> bool:
+        """User code prints or logs; returns True to hold it back, for ``emit`` to bring out."""
+
+    def text(self, tensor: torch.Tensor) -> None:
+        """User code is about to write out a tensor."""
+
     def gradient_hook(self, doing: str) -> None:
         """User code puts a hook on a gradient, on what is saved, or gets where it can."""
 
@@ -82,6 +91,8 @@ def intercepted(watcher: Watcher) -> Iterator[None]:
             _patch_checkpoint(watcher, thread),
             _patch_values(watcher, thread),
             _patch_run_state(watcher, thread),
+            _patch_texts(watcher, thread),
+            _patch_output(watcher, thread),
         ]
         try:
             yield
@@ -246,6 +257,49 @@ def _patch_run_state(watcher: Watcher, thread: int) -> Callable[[], None]:
 
     states = {name: state(name) for name in _RUN_STATE}
     return _replace({**states, **{name: address(name) for name in _ADDRESSES}})
+
+
+def _patch_texts(watcher: Watcher, thread: int) -> Callable[[], None]:
+    """Writing out a tensor shows its numbers."""
+
+    def writing(original: Any) -> Callable[..., str]:
+        def text(self: torch.Tensor, *args: Any, **kwargs: Any) -> str:
+            if threading.get_ident() == thread and not is_torch_frame(sys._getframe(1)):
+                watcher.text(self)
+            return str(original(self, *args, **kwargs))
+
+        return text
+
+    return _replace({name: writing(getattr(torch.Tensor, name)) for name in _TEXTS})
+
+
+def _patch_output(watcher: Watcher, thread: int) -> Callable[[], None]:
+    """What user code prints, and logs that its loggers would write."""
+    show, handle = builtins.print, logging.Logger.handle
+
+    def print_(*values: Any, **kwargs: Any) -> None:
+        if threading.get_ident() == thread and is_user_frame(sys._getframe(1)):
+            texts = list(map(str, values))
+            if watcher.output(lambda: show(*texts, **kwargs), user_line()):
+                return
+        show(*values, **kwargs)
+
+    def handle_(self: logging.Logger, record: logging.LogRecord) -> None:
+        own = record.name.partition(".")[0] in ("torch", "lazyinline")
+        if threading.get_ident() == thread and not own:
+            record.msg, record.args = record.getMessage(), None
+            if watcher.output(lambda: handle(self, record), user_line()):
+                return
+        handle(self, record)
+
+    builtins.print = print_
+    logging.Logger.handle = handle_  # type: ignore[method-assign]
+
+    def restore() -> None:
+        builtins.print = show
+        logging.Logger.handle = handle  # type: ignore[method-assign]
+
+    return restore
 
 
 def _replace(attributes: Mapping[str, Any]) -> Callable[[], None]:

@@ -29,7 +29,9 @@ from .attribute_log import AttributeLog, is_plain
 from .candidates import Blocks, dissolve
 from .custom_function import TENSOR, CustomFunction
 from .decorator import recompute_mark
+from .effects import EffectError, Effects
 from .interception import intercepted
+from .outside_changes import OutsideChanges
 from .outside_tensors import OutsideTensors
 from .refusals import refuse_hidden_tensors, refuse_read_attributes
 from .regions import Region, SharingDecision, Sizes, Template
@@ -79,11 +81,22 @@ class UnsettledError(CaptureError):
         self.tree = tree
         self.redo = redo
 
+    def undo(self) -> None:
+        """Puts back what :attr:`redo` changed again."""
+        self.recorder.attributes.put_back()
+        self.recorder.effects.put_back(self.recorder.outside)
+
 
 class Recorder:
     """Watches the model run and keeps the outer graph, its regions and its templates."""
 
-    def __init__(self, model: nn.Module, blocks: Blocks, sizes: Sizes | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        blocks: Blocks,
+        sizes: Sizes | None = None,
+        effects: str = "refuse",
+    ) -> None:
         self.model = model
         self.sizes = sizes
         self.blocks = blocks
@@ -100,7 +113,8 @@ class Recorder:
         self._signatures: dict[type, inspect.Signature | None] = {}
         self.attributes = AttributeLog(self.paths)
         self._traced: dict[type, tuple[CallKey, str]] = {}
-        self.outside = Reads()
+        self.effects = Effects(OutsideChanges(model), effects)
+        self.outside = Reads(seen=self.effects.changes.found)
         self._ran: set[tuple[Any, type]] = set()
         self._quiet = 0
         self._num_nodes = 0
@@ -184,6 +198,17 @@ class Recorder:
                 if isinstance(part, torch.Tensor):
                     self.tracer.track(part, self.tracer.item(node, index))
         return result
+
+    def output(self, emit: Callable[[], None], where: str) -> bool:
+        """Holds back what the forward prints or logs; says whether that is so."""
+        if not self._quiet:
+            self.effects.hold_back(emit, where)
+        return not self._quiet
+
+    def text(self, tensor: torch.Tensor) -> None:
+        """Refuses to write out a tensor."""
+        if not self._quiet:
+            self.effects.asks_for_text(tensor)
 
     def gradient_hook(self, doing: str) -> None:
         """Refuses a hook in a backward: it would be put on a fake tensor's and never run."""
@@ -358,6 +383,7 @@ class Recorder:
 
     def _function_ran(self, frame: Any) -> None:
         code = frame.f_code
+        self.effects.changes.began(frame)
         first = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
         if (code, type(first)) not in self._ran:  # another layer's method finds what this one found
             self.outside.function(frame)
@@ -405,6 +431,7 @@ class Recorder:
             inner_args, inner_kwargs = pytree.unflatten(filled, spec)
             with intercepted(self), profiled_calls(self._function_ran):
                 output = self.model(*inner_args, **inner_kwargs)
+            self.effects.check_arguments((filled, spec), (inner_args, inner_kwargs))
             flat_output, tree = pytree.flatten(output)
             refuse_hidden_tensors(flat_output)
             results.extend(
@@ -416,12 +443,24 @@ class Recorder:
 
         try:
             self.tracer.run(trace, fakes)
+        except BaseException as error:
+            self.effects.put_back(self.outside)
+            if not isinstance(error, EffectError):
+                self.effects.emit()
+            raise
         finally:
             contents = self.attributes.contents
             new, change_again = contents.changed_values(), contents.put_forward()
             inside = contents.put_back()
             written = self.attributes.undo_writes()
+        outside = ""
+        if not (written or inside):
+            self.effects.end(self.outside)
+            outside = self.effects.unsettled()
+        if outside:
+            raise UnsettledError(outside, self, results, trees[0], self.effects.redo)
         if written or inside:
+            self.effects.put_back(self.outside)
             what = f"{inside} that an attribute holds"
             if written:
                 what = f"attribute {written[0][1]!r} of {type(written[0][0]).__name__}"
@@ -438,7 +477,7 @@ class Recorder:
 
             if all(map(is_plain, [*new, *(after for _, _, after in written)])):
                 raise UnsettledError(text, self, results, trees[0], redo)
-            raise CaptureError(text)
+            raise EffectError(text)
         return results, trees[0]
 
     def _input_fake(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -136,6 +136,16 @@ def is_library_frame(frame: Any) -> bool:
     return str(frame.f_code.co_filename).startswith((_TORCH_FOLDER, *_OWN_FOLDERS))
 
 
+def is_user_frame(frame: Any) -> bool:
+    """Whether a frame runs neither PyTorch's code nor ours, nor Python's for one of them."""
+    return not (is_library_frame(frame) or _served_pytorch(frame))
+
+
+def is_torch_frame(frame: Any) -> bool:
+    """Whether a frame runs PyTorch's code."""
+    return str(frame.f_code.co_filename).startswith(_TORCH_FOLDER)
+
+
 def frame_text(frame: Any) -> str:
     """Returns ``file.py:31 Block.forward`` of a frame."""
     code = frame.f_code

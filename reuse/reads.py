@@ -10,6 +10,7 @@ import sys
 import threading
 import types
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -59,6 +60,7 @@ class Reads:
     nested: list[tuple[nn.Module, Evidence]] = field(default_factory=list)
     unseen: str = ""  # a way by which its code may tell instances apart
     closures: Closures = field(default_factory=Closures)
+    seen: Callable[[Any, str, Any], None] | None = None  # told of each value outside, once
     _owners: set[int] = field(default_factory=set)
 
     def attribute(self, module: nn.Module, name: str) -> None:
@@ -135,6 +137,8 @@ class Reads:
         if (id(owner), name) not in self.globals:
             self.globals[id(owner), name] = (owner, shallow_snapshot(value))
             self._owners.add(id(owner))
+            if self.seen is not None:
+                self.seen(owner, name, value)
             self.unseen = self.unseen or way_through(value)
         self._named_attributes(value, names, depth + 1)
 

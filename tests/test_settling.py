@@ -88,11 +88,16 @@ def test_an_attribute_that_goes_on_changing_or_changes_the_program_is_refused(
     kind: type[Growing],
 ) -> None:
     model = kind()
-    compiled = lazyinline.compile(model, backend="eager")
+    expected = copy.deepcopy(model)
     with pytest.raises(CaptureError, match="changes attribute"):
-        compiled(torch.randn(2, 4))
+        lazyinline.compile_step(model, loss_fn=torch.sum, backend="eager")(torch.randn(2, 4))
     assert model.length == 0
     assert not hasattr(model, "made")
+    compiled = lazyinline.compile(model, backend="eager")
+    for _ in range(4):
+        x = torch.randn(2, 4)
+        assert torch.equal(compiled(x), expected(x))
+        assert model.length == expected.length
 
 
 def test_what_is_noted_once_stays_noted_and_the_numbers_are_eagers() -> None:
@@ -110,7 +115,12 @@ def test_forward_that_depends_on_what_it_changes_is_refused_and_put_back(
     kind: type[Noting],
 ) -> None:
     model = kind()
-    compiled = lazyinline.compile(model, backend="eager")
+    expected = copy.deepcopy(model)
     with pytest.raises(lazyinline.CaptureError, match="changes a dictionary or object"):
-        compiled(torch.randn(2, 4))
+        lazyinline.compile_step(model, loss_fn=torch.sum, backend="eager")(torch.randn(2, 4))
     assert model.config.kind is None
+    compiled = lazyinline.compile(model, backend="eager")
+    for _ in range(4):
+        x = torch.randn(2, 4)
+        assert torch.equal(compiled(x), expected(x))
+        assert model.config.kind == expected.config.kind

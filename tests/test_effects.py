@@ -1,0 +1,285 @@
+"""A forward that does more than compute: hooks that collect, counters, caches, prints, logs."""
+
+import builtins
+import collections
+import functools
+import logging
+import queue
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lazyinline
+from lazyinline import CaptureError
+
+COUNT = 0
+KEPT: list[Tensor] = []
+
+
+class Net(nn.Module):
+    def __init__(self, effect: Callable[[nn.Module, Tensor], Any] | None = None) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.effect = effect
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x).relu()
+        if self.effect is not None:
+            self.effect(self, hidden)
+        return self.second(hidden)
+
+
+class Collector:
+    """Keeps what a hook sees, and counts."""
+
+    def __init__(self) -> None:
+        self.kept: list[Tensor] = []
+        self.count = 0
+
+    def hook(self, module: nn.Module, args: Any, output: Tensor) -> None:
+        self.kept.append(output.detach())
+        self.count += 1
+
+
+Made = tuple[Net, Callable[[], Any]]
+
+
+def _hooked(hook: Callable[..., Any], held: Any) -> Made:
+    net = Net()
+    net.first.register_forward_hook(hook)
+    return net, lambda: held
+
+
+def hook_fills_a_list() -> Made:
+    kept: list[Tensor] = []
+    return _hooked(lambda module, args, output: kept.append(output), kept)
+
+
+def hook_of_an_object() -> Made:
+    collector = Collector()
+    return _hooked(collector.hook, [collector.kept])[0], lambda: [collector.kept, collector.count]
+
+
+def partial_hook_fills_a_deque() -> Made:
+    def keep(kept: Any, module: nn.Module, args: Any, output: Tensor) -> None:
+        kept.append(output.data)
+
+    kept: Any = collections.deque(maxlen=2)
+    return _hooked(functools.partial(keep, kept), kept)
+
+
+def hook_keeps_parameters_and_inputs() -> Made:
+    kept: dict[str, Any] = {}
+
+    def keep(module: nn.Module, args: Any, output: Tensor, kept: Any = kept) -> None:
+        kept["bias"], kept["previous"] = module.bias, kept.get("input")
+        kept["input"] = args[0]
+
+    return _hooked(keep, kept)
+
+
+def hook_sends_to_a_generator() -> Made:
+    kept: list[Tensor] = []
+
+    def keeping() -> Any:
+        while True:
+            kept.append((yield))
+
+    generator = keeping()
+    next(generator)
+    return _hooked(lambda module, args, output: generator.send(output), kept)
+
+
+def forward_fills_a_queue() -> Made:
+    kept: queue.Queue[Tensor] = queue.Queue()
+    return Net(lambda net, hidden: kept.put(hidden)), lambda: list(kept.queue)
+
+
+def forward_fills_a_global() -> Made:
+    KEPT.clear()
+    return Net(lambda net, hidden: KEPT.append(hidden)), lambda: KEPT
+
+
+def forward_keeps_an_attribute() -> Made:
+    def keep(net: nn.Module, hidden: Tensor) -> None:
+        net.last = hidden
+
+    net = Net(keep)
+    return net, lambda: net.last
+
+
+def hook_counts() -> Made:
+    count = 0
+
+    def hook(*_: Any) -> None:
+        nonlocal count
+        count += 1
+
+    return _hooked(hook, None)[0], lambda: count
+
+
+def forward_counts_in_a_global() -> Made:
+    def effect(net: nn.Module, hidden: Tensor) -> None:
+        global COUNT
+        COUNT += 1
+
+    globals()["COUNT"] = 0
+    return Net(effect), lambda: COUNT
+
+
+def forward_writes_out_a_tensor() -> Made:
+    texts: list[str] = []
+    return Net(lambda net, hidden: texts.append(f"{hidden.mean()}")), lambda: texts
+
+
+def forward_logs() -> Made:
+    seen: list[str] = []
+
+    class Handler(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            seen.append(record.getMessage())
+
+    logger = logging.getLogger("lazyinline_tests_effects")
+    logger.handlers, logger.propagate = [Handler()], False
+    return Net(lambda net, hidden: logger.warning("%s rows", len(hidden))), lambda: seen
+
+
+EFFECTS = [
+    hook_fills_a_list,
+    hook_of_an_object,
+    partial_hook_fills_a_deque,
+    hook_keeps_parameters_and_inputs,
+    hook_sends_to_a_generator,
+    forward_fills_a_queue,
+    forward_fills_a_global,
+    forward_keeps_an_attribute,
+    hook_counts,
+    forward_counts_in_a_global,
+    forward_writes_out_a_tensor,
+    forward_logs,
+]
+
+
+def _after(make: Callable[[], Made], wrap: Callable[[Net], Any]) -> tuple[list[Any], Any, Any]:
+    torch.manual_seed(0)
+    net, held = make()
+    run = wrap(net)
+    outputs = [run(torch.full((2, 4), float(i))) for i in range(3)]
+    return outputs, _plain(held()), run
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        assert type(value) in (Tensor, nn.Parameter)
+        return value.tolist()
+    if isinstance(value, dict):
+        return {name: _plain(item) for name, item in value.items()}
+    return [_plain(v) for v in value] if isinstance(value, (list, collections.deque)) else value
+
+
+@pytest.mark.parametrize("make", EFFECTS, ids=lambda make: make.__name__)
+def test_what_a_forward_does_outside_happens_at_each_call(make: Callable[[], Made]) -> None:
+    expected, wanted, _ = _after(make, lambda net: net)
+    outputs, found, run = _after(make, lambda net: lazyinline.compile(net, backend="eager"))
+    torch.testing.assert_close(outputs, expected)
+    assert found == wanted
+    assert run.last_report.ran_eagerly.startswith("The model's forward ")
+    net, held = make()
+    before = _plain(held()) if make is not forward_keeps_an_attribute else None
+    with pytest.raises(CaptureError, match="The model's forward"):
+        lazyinline.compile_step(net, loss_fn=torch.sum, backend="eager")(torch.ones(2, 4))
+    if before is not None:
+        assert _plain(held()) == before
+    lazyinline.capture(Net(), (torch.ones(2, 4),))  # nothing of the refused run stays behind
+
+
+def test_arguments_that_the_forward_changes_are_changed() -> None:
+    class Popping(Net):
+        def forward(self, batch: dict[str, Tensor], kept: list[Tensor]) -> Tensor:
+            kept.append(super().forward(batch.pop("x")))
+            return kept[-1]
+
+    compiled = lazyinline.compile(Popping(), backend="eager")
+    for _ in range(2):
+        batch, kept = {"x": torch.ones(2, 4), "y": torch.ones(1)}, []
+        assert compiled(batch, kept) is kept[0]
+        assert list(batch) == ["y"]
+
+
+def test_prints_come_once_a_call_and_with_numbers(capsys: pytest.CaptureFixture[str]) -> None:
+    show = builtins.print
+    compiled = lazyinline.compile(Net(lambda net, h: print("rows", len(h))), backend="eager")
+    for calls in range(1, 4):
+        compiled(torch.ones(2, 4))
+        assert capsys.readouterr().out == "rows 2\n", calls
+    assert builtins.print is show
+
+
+def test_what_is_done_once_only_does_not_keep_a_model_from_being_compiled(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    held: dict[str, Any] = {}
+
+    @functools.lru_cache
+    def scale(width: int) -> Tensor:
+        return torch.full((width,), 2.0)
+
+    def effect(net: nn.Module, hidden: Tensor) -> None:
+        if "mask" not in held:
+            held["mask"] = torch.ones(4)
+        if "told" not in held:
+            held["told"] = True
+            print("first")
+        hidden.mul_(scale(4) * held["mask"])
+
+    net, expected = Net(effect), Net()
+    expected.load_state_dict(net.state_dict())
+    compiled = lazyinline.compile(net, backend="eager")
+    x = torch.ones(2, 4)
+    for _ in range(3):
+        with torch.no_grad():
+            torch.testing.assert_close(compiled(x), expected.second(expected.first(x).relu() * 2))
+    assert not compiled.last_report.ran_eagerly
+    assert type(held["mask"]) is Tensor
+    assert type(scale(4)) is Tensor
+    assert capsys.readouterr().out == "first\n"
+
+
+def test_a_hook_that_is_removed_lets_the_model_be_compiled() -> None:
+    net, kept = Net(), []
+    handle = net.first.register_forward_hook(lambda module, args, output: kept.append(output))
+    compiled = lazyinline.compile(net, backend="eager")
+    for _ in range(5):
+        compiled(torch.ones(2, 4))
+    assert len(kept) == 5
+    handle.remove()
+    compiled(torch.ones(2, 4))
+    assert not compiled.last_report.ran_eagerly
+    net.first.register_forward_hook(lambda module, args, output: output * 2)
+    torch.testing.assert_close(compiled(torch.ones(2, 4)), net(torch.ones(2, 4)))
+    assert not compiled.last_report.ran_eagerly
+
+
+def test_lists_that_live_for_a_call_only_are_no_effect() -> None:
+    class Listing(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            seen: list[Tensor] = []
+            count = 0
+
+            def note(hidden: Tensor) -> Tensor:
+                nonlocal count
+                count += 1
+                seen.append(hidden)
+                return hidden
+
+            return self.second(note(self.first(x))) + sum(seen) * count
+
+    net = Listing()
+    compiled = lazyinline.compile(net, backend="eager")
+    for _ in range(2):
+        torch.testing.assert_close(compiled(torch.ones(2, 4)), net(torch.ones(2, 4)))
+    assert compiled.last_report.ran_eagerly == ""
+    assert compiled.last_report.num_compiles == 1
