@@ -547,15 +547,10 @@ def test_reentrant_checkpoints_pass_the_function_first_and_the_inputs_third() ->
     assert (found.__module__, found.__name__) == ("torch.utils.checkpoint", "CheckpointFunction")
 
 
-@contract(
-    "optional torch.utils.checkpoint._checkpoint_without_reentrant_generator_impl",
-    "torch.utils.checkpoint._checkpoint_without_reentrant_generator",
-)
-def test_checkpoint_runs_the_function_between_two_steps_of_a_generator(
-    newer: Any, older: Any
-) -> None:
+def test_checkpoint_runs_the_function_between_two_steps_of_a_generator() -> None:
     module: Any = torch.utils.checkpoint
-    original = newer or older
+    older = module._checkpoint_without_reentrant_generator
+    original = getattr(module, "_checkpoint_without_reentrant_generator_impl", older)
     signature = inspect.signature(original)
     seen: list[Any] = []
 
