@@ -11,7 +11,7 @@ from torch import nn
 from ..recompute.policy import Policy
 from ..reuse import pytree
 from ..reuse.errors import CaptureError, PlanError
-from ..reuse.modules import has_own_hooks
+from ..reuse.modules import has_own_hooks, own_hooks
 from ..reuse.program import UserInput
 from ..reuse.torch_names import global_hook_tables
 from .assemble import OutputTree
@@ -181,7 +181,7 @@ class CompiledModule(nn.Module):
     def _state(self) -> tuple[Any, ...]:
         """What the effects of a forward may depend on: modes, and which hooks there are."""
         model = self.__dict__["_lazyinline_model"]
-        modes = [(m.training, *m._forward_hooks, *m._forward_pre_hooks) for m in model.modules()]
+        modes = [(m.training, *own_hooks(m, "forward")) for m in model.modules()]
         return (torch.is_grad_enabled(), *modes)
 
     def _run_itself(self, reason: str, args: Any, kwargs: Any) -> Any:

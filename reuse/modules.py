@@ -80,3 +80,9 @@ def has_own_hooks(module: nn.Module, kind: str) -> bool:
     """Whether hooks were put on this very module."""
     state = module_state(module)
     return any(kind in table and state.get(table) for table in HOOK_TABLES)
+
+
+def own_hooks(module: nn.Module, kind: str) -> list[int]:
+    """Returns the numbers under which PyTorch keeps the hooks on this very module."""
+    state = module_state(module)
+    return [number for table in HOOK_TABLES if kind in table for number in state.get(table, ())]

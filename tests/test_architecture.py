@@ -47,6 +47,7 @@ ADAPTERS = {
     "frontend/tensor_words.py",
     "frontend/torch_hooks.py",
     "frontend/torch_modes.py",
+    "frontend/torch_mutations.py",
     "frontend/torch_sizes.py",
     "frontend/torch_tracing.py",
     "pipeline_parallel/torch_pipelining.py",
