@@ -8,7 +8,7 @@ What the forward saves stays as it is, because who uses its outputs is known onl
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,42 +17,12 @@ import torch.fx
 
 from ..reuse.leaf import mutated_args
 from ..reuse.program import Call, Closure, Composite, Leaf, Program, Value
-from ..reuse.types import TensorType, flatten_type
+from ..reuse.torch_symbols import as_literal
+from ..reuse.types import TensorType, contiguous_stride, flatten_type
 from .derivative import Derivative
 from .joint_cut import copy_graph, outputs_of
 
 _ADD = torch.ops.aten.add.Tensor
-
-
-def without_cotangents(derivative: Derivative, unused: Sequence[int]) -> Derivative | None:
-    """Returns a derivative for the same forward, for fewer cotangents.
-
-    Args:
-        derivative: whose closures are composite, with numbers for sizes.
-        unused: positions of the outputs that have no cotangent.
-
-    Returns:
-        A derivative that is asked for no cotangent of these outputs; gradients that only they lead
-        to are not among its results. None if its graphs cannot be told apart that way.
-    """
-    backward = derivative.backward
-    assert isinstance(backward, Composite)
-    first = len(backward.input_types) - len(derivative.cotangent_outputs)
-    flags = [_GIVEN] * first
-    flags += [_UNDEFINED if i in unused else _COTANGENT for i in derivative.cotangent_outputs]
-    try:
-        found = _Undefined().of(backward, tuple(flags))
-    except _UnknownError:
-        return None
-    if found.closure is None:
-        return None
-    gradients = zip(derivative.gradient_inputs, found.results, strict=True)
-    return replace(
-        derivative,
-        backward=found.closure,
-        cotangent_outputs=tuple(i for i in derivative.cotangent_outputs if i not in unused),
-        gradient_inputs=tuple(i for i, flag in gradients if flag != _UNDEFINED),
-    )
 
 
 _GIVEN, _COTANGENT, _UNDEFINED = "given", "cotangent", "undefined"
@@ -71,13 +41,43 @@ class _Found:
     results: tuple[str, ...]
 
 
-class _Undefined:
-    """Makes closures without undefined cotangents, each once."""
+class FewerCotangents:
+    """The derivatives of one forward for fewer cotangents. What they share is made once.
 
-    def __init__(self) -> None:
+    Args:
+        derivative: for a cotangent of every output; its closures are composite.
+    """
+
+    def __init__(self, derivative: Derivative) -> None:
+        self._full = derivative
         self._found: dict[tuple[Closure, tuple[str, ...]], _Found] = {}
 
-    def of(self, closure: Closure, flags: tuple[str, ...]) -> _Found:
+    def without(self, unused: Iterable[int]) -> Derivative | None:
+        """Returns a derivative that is asked for no cotangent of these outputs.
+
+        Gradients that only they lead to are not among its results. None if its graphs cannot be
+        told apart that way.
+        """
+        full, backward = self._full, self._full.backward
+        assert isinstance(backward, Composite)
+        unused = frozenset(unused)
+        flags = [_GIVEN] * (len(backward.input_types) - len(full.cotangent_outputs))
+        flags += [_UNDEFINED if i in unused else _COTANGENT for i in full.cotangent_outputs]
+        try:
+            found = self._of(backward, tuple(flags))
+        except _UnknownError:
+            return None
+        if found.closure is None:
+            return None
+        gradients = zip(full.gradient_inputs, found.results, strict=True)
+        return replace(
+            full,
+            backward=found.closure,
+            cotangent_outputs=tuple(i for i in full.cotangent_outputs if i not in unused),
+            gradient_inputs=tuple(i for i, flag in gradients if flag != _UNDEFINED),
+        )
+
+    def _of(self, closure: Closure, flags: tuple[str, ...]) -> _Found:
         key = (closure, flags)
         if key not in self._found:
             self._found[key] = self._make(closure, flags)
@@ -99,12 +99,14 @@ class _Undefined:
         calls = []
         for call in program.calls:
             given = tuple(kinds[v] for v in call.args)
-            found = self.of(call.closure, given)
-            kinds.update(zip(call.results, found.results, strict=True))
             args = tuple(same.get(v, v) for v in call.args if kinds[v] != _UNDEFINED)
             if _is_sum(call.closure) and given.count(_UNDEFINED) == 1:
-                same[call.results[0]] = args[0]
-            elif any(kind != _UNDEFINED for kind in found.results) or not call.results:
+                (total,) = call.results
+                same[total], kinds[total] = args[0], _COTANGENT
+                continue
+            found = self._of(call.closure, given)
+            kinds.update(zip(call.results, found.results, strict=True))
+            if any(kind != _UNDEFINED for kind in found.results) or not call.results:
                 assert found.closure is not None
                 made = tuple(v for v in call.results if kinds[v] != _UNDEFINED)
                 calls.append(Call(found.closure, args, made, call.path))
@@ -183,34 +185,42 @@ def _becomes_other(node: torch.fx.Node, undefined: torch.fx.Node) -> bool:
     if node.target is not _ADD or node.kwargs or len(node.all_input_nodes) != 2:
         return False
     (other,) = [n for n in node.all_input_nodes if n is not undefined]
-    if TensorType.of(other.meta["val"]) != TensorType.of(node.meta["val"]):
+    if _type_of(other) != _type_of(node):
         return False
     node.replace_all_uses_with(other)
     return True
+
+
+def _type_of(node: torch.fx.Node) -> TensorType:
+    val = node.meta.get("val")
+    if not isinstance(val, torch.Tensor):
+        raise _UnknownError
+    return TensorType.of(val)
 
 
 def _zeros(
     operand: torch.fx.Node, user: torch.fx.Node, kinds: dict[torch.fx.Node, str]
 ) -> torch.fx.Node:
     """Puts zeros of an operand's layout before who reads them."""
-    val = operand.meta.get("val")
-    if not isinstance(val, torch.Tensor):
-        raise _UnknownError
-    type_ = TensorType.of(val)
-    if type_.is_symbolic or not type_.is_dense:
-        raise _UnknownError
-    order = sorted(range(len(type_.shape)), key=lambda d: -type_.stride[d])
+    type_, val = _type_of(operand), operand.meta["val"]
     options: dict[str, Any] = {"dtype": type_.dtype, "device": type_.device, "pin_memory": False}
+    is_contiguous = type_.stride == contiguous_stride(type_.shape)
+    reach = 1 + sum((n - 1) * step for n, step in zip(val.shape, val.stride(), strict=True))
+    shape = val.shape if is_contiguous else [0 if 0 in type_.shape else reach]
     graph = user.graph
     with graph.inserting_before(user):
-        shape = [type_.shape[d] for d in order]
-        dense = graph.call_function(torch.ops.aten.full.default, (shape, 0), options)
-        back = [order.index(d) for d in range(len(order))]
-        node = graph.call_function(torch.ops.aten.permute.default, (dense, back))
-    dense.meta = {**operand.meta, "val": val.permute(order)}
-    node.meta = dict(operand.meta)
-    kinds[dense] = kinds[node] = _GIVEN
-    return node
+        sizes = tuple(map(as_literal, shape))
+        node = graph.call_function(torch.ops.aten.full.default, (sizes, 0), options)
+        node.meta = dict(operand.meta)
+        kinds[node] = _GIVEN
+        if is_contiguous:
+            return node
+        node.meta["val"] = val.new_empty(shape)
+        layout = [tuple(map(as_literal, numbers)) for numbers in (val.shape, val.stride())]
+        view = graph.call_function(torch.ops.aten.as_strided.default, (node, *layout))
+        view.meta = dict(operand.meta)
+        kinds[view] = _GIVEN
+    return view
 
 
 def _groups(leaf: Leaf, returned: Sequence[Any]) -> Iterator[list[Any]]:

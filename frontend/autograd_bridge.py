@@ -19,6 +19,7 @@ from .backwards import Backward, Backwards
 from .compiler import CompiledProgram
 from .saved_tensors import SavedTensors
 from .torch_modes import plain_cotangent
+from .unused_outputs import refuse_no_numbers
 
 
 @dataclass
@@ -84,6 +85,7 @@ class Bridge:
 
     def __init__(self, compiled: CompiledProgram, written: frozenset[int]) -> None:
         assert compiled.derivative is not None
+        self.program = compiled.captured.program
         self.backwards = Backwards(compiled)
         self.derivative = derivative = compiled.derivative
         self.aliases = Aliases()
@@ -234,6 +236,8 @@ class _CompiledFunction(torch.autograd.Function):
                     results[place + 1] = None
                 elif results[place + 1] is None:
                     results[place + 1] = _cotangent(None, type_)  # type: ignore[arg-type]
+            if any(output in unused for output in backward.outputs):
+                refuse_no_numbers(bridge.program, unused, [g for g in results if g is not None])
         return results
 
 

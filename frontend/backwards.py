@@ -8,10 +8,6 @@ from typing import Any
 import torch
 
 from ..autodiff.derivative import Derivative
-from ..autodiff.undefined import without_cotangents
-from ..backend.link import link
-from ..reuse.leaf import flat_types
-from ..reuse.program import Composite
 from ..reuse.torch_names import memory_id
 from .compiler import CompiledProgram
 
@@ -70,25 +66,6 @@ def _shared(operands: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor])
     return tuple(shared)
 
 
-def _reads(derivative: Derivative) -> frozenset[int]:
-    """Returns which values of the forward a backward reads that were computed there."""
-    assert isinstance(derivative.backward, Composite)
-    flat = link(derivative.backward.program)
-    num_saved, num_kept = len(flat_types([derivative.saved_type])), len(derivative.kept_inputs)
-    num_read = num_saved + num_kept + len(derivative.kept_outputs)
-    made = {
-        slot: i
-        for i, slot in enumerate(flat.inputs[:num_read])
-        if not num_saved <= i < num_saved + num_kept
-    }
-    return frozenset(
-        made[slot]
-        for launch in flat.launches
-        for slot, entry in zip(launch.operands, launch.leaf.entries, strict=True)
-        if slot in made and entry.users
-    )
-
-
 class Backwards:
     """All of them, each made when a loss first asks for it.
 
@@ -101,12 +78,11 @@ class Backwards:
         self._compiled = compiled
         self._full = self.expected = Backward(compiled, compiled.derivative)
         self._made: dict[tuple[int, ...], Backward] = {}
-        self._reads: dict[int, frozenset[int]] = {}
 
     def of(self, unused: tuple[int, ...]) -> Backward:
         """Returns the one for a loss that left these outputs unused.
 
-        Where there is none (see ``without_cotangents``), it is the one for all outputs, which then
+        Where there is none (see ``FewerCotangents``), it is the one for all outputs, which then
         gets zeros.
         """
         made = self._full
@@ -129,20 +105,11 @@ class Backwards:
 
         Autograd then lets one follow the other without ``retain_graph``.
         """
-        if self._compiled.without is None:
+        known = self._compiled.unused_outputs
+        if known is None:
             return False
-        needed = [frozenset().union(*map(self._needed, group)) for group in (some, others)]
+        needed = [frozenset().union(*map(known.reads, group)) for group in (some, others)]
         return needed[0].isdisjoint(needed[1])
-
-    def _needed(self, output: int) -> frozenset[int]:
-        """Returns what of the saved values the gradients of one output need."""
-        if output not in self._reads:
-            full = self._compiled.derivative
-            assert full is not None
-            others = [i for i in full.cotangent_outputs if i != output]
-            alone = without_cotangents(full, others) if others else full
-            self._reads[output] = _reads(alone or full)
-        return self._reads[output]
 
     def _new(self, unused: tuple[int, ...]) -> Backward:
         full = self._compiled.derivative

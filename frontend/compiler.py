@@ -22,7 +22,6 @@ from torch import nn
 from ..autodiff.aliasing import saved_inputs
 from ..autodiff.derivative import Derivative, Differentiator, Request
 from ..autodiff.micro_batches import StepProgram, step_program
-from ..autodiff.undefined import without_cotangents
 from ..backend.compile_cache import CompileCache
 from ..backend.estimate import Estimates
 from ..backend.executable import Executable
@@ -61,6 +60,7 @@ from .regions import CapturedModel
 from .report import CompileReport
 from .requests import differentiation, loss_differentiation, model_name
 from .runnable import check_batch_is_kept
+from .unused_outputs import UnusedOutputs
 
 BACKEND_CHOICES = ("inductor", "eager")
 
@@ -92,13 +92,15 @@ class CompiledProgram:
 
     ``derivative`` is there when training: what the forward saves and hands over, and what the
     backward takes. ``watched_inputs`` share memory with what is saved, so that they must not change
-    in between. ``without`` makes the same program with a backward for some outputs unused.
+    in between. ``without`` makes the same program with a backward for some outputs unused, of which
+    ``unused_outputs`` knows the graphs.
     """
 
     captured: CapturedModel
     runtime: Runtime
     derivative: Derivative | None = None
     watched_inputs: tuple[int, ...] = ()
+    unused_outputs: UnusedOutputs | None = None
     without: Callable[[CompiledProgram, Sequence[int]], CompiledProgram | None] | None = None
 
     def without_tensors(self) -> CompiledProgram:
@@ -194,27 +196,44 @@ class Compiler:
             report.num_launches = nodes.count = runtime.num_launches
         report.cache = self._cache.finish()
         watched = saved_inputs(programs[0]) if derivative is not None else ()
-        without = partial(self._without, report=report)
-        return CompiledProgram(captured, runtime, derivative, watched, without), report
+        unused = UnusedOutputs(derivative) if derivative is not None else None
+        without = partial(self._without, relinked=self._relinked, report=report)
+        return CompiledProgram(captured, runtime, derivative, watched, unused, without), report
 
     @one_at_a_time
     def _without(
-        self, compiled: CompiledProgram, unused: Sequence[int], report: CompileReport
+        self,
+        compiled: CompiledProgram,
+        unused: Sequence[int],
+        relinked: Callable[[CompiledProgram, Derivative, CompileReport], CompiledProgram | None],
+        report: CompileReport,
     ) -> CompiledProgram | None:
-        """Compiles another backward for the same forward; None where it cannot be had."""
-        assert compiled.derivative is not None
-        derivative = without_cotangents(compiled.derivative, unused)
-        if derivative is None:
-            return None
-        program, passes = compiled.captured.program, CompileReport(True, report.backend, "")
+        """Compiles another backward for the same forward; None where it cannot be had.
+
+        Where the backend's kernels do not go with the forward as it is, it gets PyTorch's.
+        """
+        known = compiled.unused_outputs
+        for kernels in ("backend", "eager"):
+            derivative = known.without(unused, kernels) if known is not None else None
+            if derivative is None:
+                break
+            passes = CompileReport(True, report.backend, "", unplanned=report.unplanned)
+            made = relinked(compiled, derivative, passes)
+            if made is not None and type(made.runtime) is type(compiled.runtime):
+                report.num_backwards += 1
+                return made
+        return None
+
+    def _relinked(
+        self, compiled: CompiledProgram, derivative: Derivative, report: CompileReport
+    ) -> CompiledProgram:
+        """Compiles the same program with another derivative."""
+        program = compiled.captured.program
         self._cache.begin()
-        programs = self._lowered(programs_of(program, derivative), passes)
+        programs = self._lowered(programs_of(program, derivative), report)
         flats = [link(p) for p in programs]
-        runtime = self._runtime(program, flats, derivative, passes, self._gradients)
+        runtime = self._runtime(program, flats, derivative, report, self._gradients)
         self._cache.finish()
-        if type(runtime) is not type(compiled.runtime):
-            return None
-        report.num_backwards += 1
         return replace(compiled, runtime=runtime, derivative=derivative)
 
     @one_at_a_time
@@ -379,10 +398,11 @@ class Compiler:
         report: CompileReport,
         gradients: str = "apart",
     ) -> Runtime:
-        """Plans the memory of a program where its kernels allow it, else replays closures."""
+        """Plans the memory of a program where its kernels and the report allow it, else replays."""
         num_results = len(program.outputs)
-        report.unplanned = self._why_unplanned(flats) or why_written(program, derivative)
-        if report.unplanned:
+        why = report.unplanned or self._why_unplanned(flats) or why_written(program, derivative)
+        report.unplanned = why
+        if why:
             self._make_kernels(_leaves_of(flats))
             executables = [Executable(flat, self._kernels) for flat in flats]
             backward = executables[1] if derivative is not None else None

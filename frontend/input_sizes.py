@@ -144,9 +144,14 @@ class InputSizes:
                     return None
                 if name and (size < 2 or found.setdefault(self._symbols[name], size) != size):
                     return None
-        return found if self._holds(found) else None
+        return found if self.are_right(found) else None
 
-    def _holds(self, values: Values) -> bool:
+    @property
+    def settled(self) -> tuple[Any, ...]:
+        """What each symbol turned out to be by now: itself, another one, or a number."""
+        return tuple(map(self._env.replace, self._symbols.values()))
+
+    def are_right(self, values: Values) -> bool:
         """Whether every question about sizes gets the answer that the compile relied on."""
         questions = {guard.expr: None for guard in self._env.guards}
         try:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -36,19 +37,25 @@ from .recomputing import has_marks
 from .regions import CapturedModel
 from .report import CompileReport
 from .requests import differentiation
+from .unused_outputs import UnusedOutputs
 
 _WEIGHS_BYTES = "recompute weighs bytes, which have to be numbers"
 
 
 @dataclass(frozen=True)
 class SymbolicProgram:
-    """A compiled program whose sizes are symbols. Not run itself."""
+    """A compiled program whose sizes are symbols. Not run itself.
+
+    ``settled`` says which symbols had turned out to be others, or numbers, when it was compiled.
+    """
 
     captured: CapturedModel
     sizes: InputSizes
     flats: tuple[FlatProgram, ...]
     derivative: Derivative | None
     watched_inputs: tuple[int, ...]
+    unused_outputs: UnusedOutputs | None
+    settled: tuple[Any, ...]
 
 
 class SymbolicCompiler(Compiler):
@@ -59,6 +66,7 @@ class SymbolicCompiler(Compiler):
 
     def __init__(self, options: Options) -> None:
         super().__init__(replace(options, cache="off"))
+        self._variants: dict[Closure, SymbolicProgram] = {}
 
     @one_at_a_time
     def compile_symbolic(
@@ -99,7 +107,11 @@ class SymbolicCompiler(Compiler):
         programs = self._lowered(programs, report)
         watched = saved_inputs(programs[0]) if derivative is not None else ()
         flats = tuple(map(link, programs))
-        return SymbolicProgram(captured, captured.sizes, flats, derivative, watched)
+        unused = UnusedOutputs(derivative) if derivative is not None else None
+        settled = captured.sizes.settled
+        return SymbolicProgram(
+            captured, captured.sizes, flats, derivative, watched, unused, settled
+        )
 
     @one_at_a_time
     def at(
@@ -108,8 +120,11 @@ class SymbolicCompiler(Compiler):
         """Links the program for numbers that its conditions hold for.
 
         Raises:
-            PlanError: if a kernel lays a result out in another way than the program says.
+            PlanError: if a kernel lays a result out in another way than the program says, or what
+                was compiled later settled sizes that this program has open.
         """
+        if symbolic.sizes.settled != symbolic.settled:
+            raise PlanError("a backward without some outputs' cotangents settled sizes")
         with report.timed("link") as nodes:
             lowered: dict[Leaf, Leaf] = {}
             flats = [self._flat_at(flat, values, lowered) for flat in symbolic.flats]
@@ -123,7 +138,34 @@ class SymbolicCompiler(Compiler):
             if leaf is not symbol_leaf:
                 self._kernels.pop(leaf), self._kernel_lists.pop(leaf, None)
         captured = replace(captured, program=_program_at(captured.program, values))
-        return CompiledProgram(captured, runtime, derivative, symbolic.watched_inputs)
+        relinked = partial(self._relinked_at, symbolic, values)
+        without = partial(self._without, relinked=relinked, report=report)
+        watched, unused = symbolic.watched_inputs, symbolic.unused_outputs
+        return CompiledProgram(captured, runtime, derivative, watched, unused, without)
+
+    def _relinked_at(
+        self,
+        symbolic: SymbolicProgram,
+        values: Values,
+        compiled: CompiledProgram,
+        derivative: Derivative,
+        report: CompileReport,
+    ) -> CompiledProgram | None:
+        """Returns the program with another derivative, which is compiled once for all shapes.
+
+        None if that is not right for these sizes.
+        """
+        key = derivative.backward
+        try:
+            if key not in self._variants:
+                programs = self._lowered(programs_of(symbolic.captured.program, derivative), report)
+                flats = tuple(map(link, programs))
+                self._variants[key] = replace(symbolic, flats=flats, derivative=derivative)
+            if _is_compiled(key) and not symbolic.sizes.are_right(values):
+                return None
+            return self.at(self._variants[key], values, report)
+        except Exception:  # whatever cannot be had with symbols
+            return None
 
     def _flat_at(self, flat: FlatProgram, values: Values, lowered: dict[Leaf, Leaf]) -> FlatProgram:
         types = {t: tensor_type_at(t, values) for t in set(flat.slot_types)}
@@ -144,6 +186,13 @@ class SymbolicCompiler(Compiler):
             )
         slot_types = tuple(types[t] for t in flat.slot_types)
         return FlatProgram(flat.inputs, tuple(launches), flat.outputs, slot_types)
+
+
+def _is_compiled(closure: Closure) -> bool:
+    """Whether the backend compiles any of it, which asks questions of sizes."""
+    assert isinstance(closure, Composite)
+    leaves = (c for c in walk_closures(closure.program) if isinstance(c, Leaf))
+    return any(leaf.kernels == "backend" for leaf in leaves)
 
 
 def _check_layouts(kernels: Any) -> None:

@@ -161,11 +161,17 @@ def sizes_as_literals(graph: torch.fx.Graph) -> None:
             graph.erase_node(node)
 
 
+def as_literal(size: Any) -> Any:
+    """Returns a size as it stands in the operators' arguments: a literal, or a number."""
+    if not isinstance(size, SIZE_TYPES):
+        return size
+    expression = expression_of(size)
+    return value_of(expression, Values()) if expression.is_number else SizeLiteral(size)
+
+
 def put_literal(user: torch.fx.Node, size: torch.fx.Node) -> None:
     """Replaces a size among a node's operands by a literal."""
-    value = size.meta["val"]
-    expression = expression_of(value)
-    literal = SizeLiteral(value) if not expression.is_number else value_of(expression, Values())
+    literal = as_literal(size.meta["val"])
 
     def swap(operand: torch.fx.Node) -> Any:
         return literal if operand is size else operand

@@ -11,7 +11,9 @@ from comparing import assert_same_gradients, twin
 from torch import Tensor, nn
 
 import lazyinline
-from lazyinline import lazy_inline
+from lazyinline import PlanError, lazy_inline
+from lazyinline.autodiff.undefined import FewerCotangents
+from lazyinline.frontend.input_sizes import InputSizes
 
 
 @lazy_inline
@@ -208,3 +210,126 @@ def test_gradients_that_are_zero_in_eager_are_zero() -> None:
         run()[0].sum().backward()
     assert_same_gradients(model, expected)
     assert model.y.grad is not None
+
+
+# ---- lengths that vary: one program of symbols, and a backward of it for each use ------------
+
+
+@pytest.mark.parametrize(
+    ("backend", "dynamic"), [("eager", None), ("eager", True), ("inductor", None)]
+)
+def test_gradients_equal_eager_at_every_length(backend: str, dynamic: bool | None) -> None:
+    torch.manual_seed(0)
+    model = Net()
+    expected = twin(model)
+    compiled = lazyinline.compile(model, backend=backend, dynamic=dynamic)
+    runs: list[Any] = [(m, torch.optim.SGD(m.parameters(), lr=0.01)) for m in (compiled, expected)]
+    uses = [["loss"], ["loss"], ["logits", "half"], ["loss", "own"]]
+    for length, names in zip((4, 6, 4, 6, 9, 9, 4, 6, 11), [*uses, *uses, *uses], strict=False):
+        x = torch.randn(length, 8)
+        for run, optimizer in runs:
+            optimizer.zero_grad()
+            use(run(x), names).backward()
+        assert_same_gradients(model, expected)
+        for _, optimizer in runs:
+            optimizer.step()
+    report = compiled.last_report
+    assert (report.num_compiles, report.num_links) == ((2, 2) if dynamic is None else (1, 3))
+    assert report.num_backwards == 2 and not report.why_static
+
+
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_kept_graphs_of_two_lengths_take_losses_in_turns(backend: str) -> None:
+    torch.manual_seed(0)
+    model = Net()
+    expected = twin(model)
+    compiled = lazyinline.compile(model, backend=backend, dynamic=True)
+    inputs = [torch.randn(length, 8) for length in (4, 6)]
+    for run in (compiled, expected):
+        outs = [run(x) for x in inputs]
+        for names in (["loss"], ["logits", "half"], ["loss"]):
+            for out in outs:
+                use(out, names).backward(retain_graph=True)
+        for out in outs:
+            use(out, ["half"]).backward()
+    assert_same_gradients(model, expected)
+
+
+def test_outputs_that_share_nothing_can_follow_one_another_at_every_length() -> None:
+    torch.manual_seed(0)
+    model = Towers()
+    expected = twin(model)
+    compiled = lazyinline.compile(model, backend="eager")
+    for length in (3, 5, 7, 3):
+        x = torch.randn(length, 4)
+        for run in (compiled, expected):
+            run.zero_grad()
+            out = run(x)
+            out[0].sum().backward()
+            out[1].sum().backward()
+            with pytest.raises(RuntimeError, match="second time"):
+                out[2].backward()
+        assert_same_gradients(model, expected)
+
+
+class Parts(nn.Module):
+    """Results that are cut out of one tensor: their cotangents are put together, or are zeros."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 12)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        a, b, c, d = torch.tanh(self.linear(x)).chunk(4, dim=-1)
+        infinite = (a - a.detach()).abs().sqrt()
+        return a.square().mean(), b.sum(), (c * 2).t().contiguous(), d, infinite
+
+
+@pytest.mark.parametrize(
+    ("backend", "dynamic"), [("eager", None), ("eager", False), ("inductor", None)]
+)
+def test_zeros_of_any_layout_stand_for_parts_that_are_unused(
+    backend: str, dynamic: bool | None
+) -> None:
+    torch.manual_seed(0)
+    model = Parts()
+    expected = twin(model)
+    compiled = lazyinline.compile(model, backend=backend, dynamic=dynamic)
+    for length in (3,) if dynamic is False else (3, 5, 7):
+        x = torch.randn(length, 4)
+        for used in ((0,), (2, 3)):
+            for run in (compiled, expected):
+                run.zero_grad()
+                out = run(x)
+                torch.stack([out[i].cos().sum() for i in used]).sum().backward()
+            assert_same_gradients(model, expected)
+        assert compiled.last_report.num_backwards == 3
+
+
+def test_kernels_are_pytorchs_where_a_backward_is_not_right_for_a_length(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = Towers()
+    expected = twin(model)
+    compiled = lazyinline.compile(model, dynamic=True)
+    x = torch.randn(5, 4)
+    out = compiled(x)
+    monkeypatch.setattr(InputSizes, "are_right", lambda self, values: False)
+    out[2].backward()
+    expected(x)[2].backward()
+    assert_same_gradients(model, expected)
+    assert compiled.last_report.num_backwards == 2
+
+
+def test_zeros_that_make_no_numbers_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there is no backward without a cotangent."""
+    monkeypatch.setattr(FewerCotangents, "without", lambda self, unused: None)
+    model = Net()
+    expected = twin(model)
+    compiled = lazyinline.compile(model, backend="eager", dynamic=True)
+    x = torch.randn(4, 8)
+    with pytest.raises(PlanError, match="not a number, and logits, metric, half, own"):
+        use(compiled(x), ["loss"]).backward()
+    use(compiled(x), ["own"]).backward()
+    use(expected(x), ["own"]).backward()
+    assert_same_gradients(model, expected)
