@@ -17,8 +17,8 @@ import torch
 import torch.fx
 
 
-def _zeros(size: Any, **options: Any) -> torch.Tensor:
-    return torch.zeros(size, **options)
+def _zeros(size: Any, *, device: Any = None, **options: Any) -> torch.Tensor:
+    return torch.zeros(size, device=device, **options)
 
 
 def _written(write: Any, of_number: Callable[[Any], Any]) -> Callable[[Any], Any]:

@@ -396,7 +396,7 @@ def _view_of(
     start = base.storage_offset()
     if base.dtype != dtype:  # `view` knows dense ones only: no single number, no transposed ones
         start = start * base.element_size() // dtype.itemsize
-        base = torch.empty(0, dtype=dtype).set_(base.untyped_storage())  # type: ignore[call-overload]
+        base = torch.empty(0, dtype=dtype, device=base.device).set_(base.untyped_storage())  # type: ignore[call-overload]
     return torch.as_strided(base, shape, stride, start + offset)
 
 

@@ -418,7 +418,7 @@ class Lease:
         return list(map(_address_of, tensors)) == self.addresses
 
     def has_its_arena(self) -> bool:
-        """Whether the arena is where it was bound, and whole: any tensor in it can resize it."""
+        """Whether the arena is where it was bound, and whole: operators of the user's see it."""
         num_bytes = self.arena.untyped_storage().nbytes()
         return self.arena.data_ptr() == self._start and num_bytes >= self.arena.numel()
 

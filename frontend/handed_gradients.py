@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 
+from ..reuse.own_storage import in_own_storage
 from .python_words import read_word
 from .tensor_layouts import TensorLayouts
 from .tensor_words import gradients_of, hooks_of, object_of, words_of
@@ -21,7 +22,8 @@ _address_of = operator.methodcaller("data_ptr")
 class HandedGradients:
     """Tensors of the user's own on the memory that a step writes its gradients to.
 
-    What the user does to them (``p.grad.data = ...``) must not reach the step, and is noticed.
+    Each has a storage of its own, so that nothing reaches the rest of the arena through it. What
+    the user does to them (``p.grad.data = ...``) must not reach the step, and is noticed.
     While a parameter has hooks, gradients come to all of them by PyTorch's engine, which runs them.
 
     Args:
@@ -37,7 +39,7 @@ class HandedGradients:
         same_words: SameWords | None,
     ) -> None:
         self._parameters = list(parameters)
-        self._handed = [gradient.detach() for gradient in gradients]
+        self._handed = list(map(in_own_storage, gradients))
         self._addresses = list(map(_address_of, self._handed))
         self._layouts = TensorLayouts(self._handed)
         self._same_words = same_words

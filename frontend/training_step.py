@@ -48,8 +48,9 @@ def compile_step(
 
     The step owns its whole plan: activations, gradients and scratch lie in one arena, and a step
     is a flat replay of kernels. ``.grad`` of every parameter that gets one is set to the gradient
-    of the mean loss (not added to what was there) and stays valid until the next step. What an
-    earlier step set and this one does not is set to None.
+    of the mean loss (not added to what was there) and stays valid until the next step. Its storage
+    is the gradient's bytes alone, in the arena's memory: saved or copied it takes no more, and it
+    cannot be resized. What an earlier step set and this one does not is set to None.
 
     A step is one backward of the mean loss: hooks on parameters run once per step, whatever the
     number of micro-batches, after all kernels, from the last parameter used to the first.

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ..autodiff.derivative import Derivative, Differentiator, Request, active_values
 from ..reuse.leaf import flat_types
+from ..reuse.own_storage import in_own_storage
 from ..reuse.program import Composite, ModelTensor, Program
 from ..reuse.types import TensorType
 from .cut import Stage
@@ -202,7 +203,8 @@ class GradientSums:
             self.flat.append(flat)
             for name, part in zip(names, flat.split([*sizes, rest]), strict=False):
                 type_ = self._types[name]
-                self.buffers[name] = part.as_strided(type_.shape, type_.stride)
+                buffer = part.as_strided(type_.shape, type_.stride)
+                self.buffers[name] = in_own_storage(buffer)
 
     def start(self) -> None:
         """Begins a new sum."""

@@ -248,12 +248,17 @@ def turn_over(gradient: torch.Tensor) -> None:
     gradient.t_()
 
 
-def free_memory(gradient: torch.Tensor) -> None:
-    gradient.untyped_storage().resize_(0)
+def other_process(gradient: torch.Tensor) -> None:
+    gradient.share_memory_()
 
 
-def more_memory(gradient: torch.Tensor) -> None:
-    gradient.untyped_storage().resize_(2**20)
+def resize(gradient: torch.Tensor) -> None:
+    for num_bytes in (0, 8, 2**20):
+        with pytest.raises(RuntimeError, match="not resizable"):
+            gradient.untyped_storage().resize_(num_bytes)
+    with pytest.raises(RuntimeError, match="not resizable"):
+        gradient.resize_(100)
+    gradient.resize_(2)
 
 
 def want_gradient(gradient: torch.Tensor) -> None:
@@ -262,7 +267,7 @@ def want_gradient(gradient: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
 @pytest.mark.parametrize(
-    "change", [other_memory, set_zeros, turn_over, free_memory, more_memory, want_gradient]
+    "change", [other_memory, set_zeros, turn_over, other_process, resize, want_gradient]
 )
 def test_what_users_do_to_their_gradients_does_not_reach_the_next_step(
     change: Callable[[torch.Tensor], None], backend: str
