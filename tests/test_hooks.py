@@ -181,9 +181,10 @@ def test_hooks_run_as_in_eager_put_on_before_or_after_and_removed(
     remove()
     for _ in range(2):
         pair.run()
-    pair.put(hooks)
+    remove = pair.put(hooks)  # kept: a node that nobody holds goes, with its hooks
     for _ in range(2):
         pair.run()
+    remove()
 
 
 def test_hooks_run_from_the_last_parameter_to_the_first_once_per_step() -> None:
