@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import functools
 import logging
 import re
 import sys
@@ -26,16 +27,21 @@ def num_compiles(compiled: nn.Module) -> int:
     return len(compiled.__dict__["_lazyinline_entries"])
 
 
+@functools.cache
+def warn_once(text: str) -> None:
+    logger.warning(text)
+
+
 class Talking(nn.Module):
-    """Says what it does, as models of libraries do."""
+    """Says once what it does, as models of libraries do."""
 
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(3, 3)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        logger.warning("the loss type is unknown")
-        warnings.warn("the loss type is unknown", stacklevel=2)
+        warn_once("the loss type is unknown")
+        logger.info("the loss type is unknown")
         return self.linear(x)
 
 
