@@ -12,6 +12,7 @@ from torch import nn
 
 from ..reuse.errors import LazyInlineError, PlanError
 from .compiler import CompiledProgram, Options
+from .float_arguments import NumberInput
 from .guard import Guard
 from .kept_programs import MAX_PROGRAMS, Inputs
 from .report import CompileReport
@@ -33,6 +34,7 @@ class Made:
     compiled: CompiledProgram
     report: CompileReport
     is_linked: bool = False
+    numbers: tuple[NumberInput, ...] = ()
 
 
 @dataclass
