@@ -16,7 +16,7 @@ import sys
 import threading
 import traceback
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import wraps
 from typing import Any, TypeVar
@@ -29,7 +29,6 @@ from ..reuse import pytree
 from ..reuse.constants import Shared, share_constants
 from ..reuse.errors import CaptureError
 from ..reuse.modules import has_hooks, walk_modules
-from ..reuse.open_numbers import is_open
 from ..reuse.printer import format_program
 from ..reuse.program import Program
 from .assemble import assemble
@@ -63,7 +62,6 @@ class Arguments:
     kwargs: Mapping[str, Any]
     sizes: Callable[[], Sizes] | None = None
     effects: str = "refuse"
-    opened: Collection[float] = ()
 
 
 _LOCK = threading.RLock()
@@ -100,7 +98,6 @@ def capture_model(
     train: bool,
     sizes: Callable[[], Sizes] | None = None,
     effects: str = "refuse",
-    opened: Collection[float] = (),
 ) -> CapturedModel:
     """Captures a model as a program of closures and calls.
 
@@ -114,7 +111,6 @@ def capture_model(
         sizes: makes the dynamic dimensions; None means that every size is a number.
         effects: ``"refuse"`` a forward that does more at each call than compute; ``"undo"`` what
             it did, for who does not run the program in its place.
-        opened: numbers that become inputs wherever an operator may take one as an input.
 
     Raises:
         CaptureError: if the model's Python cannot be traced; names the user's line.
@@ -123,7 +119,7 @@ def capture_model(
     refuse_foreign(model)
     if train:
         _refuse_backward_hooks(model)
-    arguments = Arguments(args, kwargs or {}, sizes, effects, opened)
+    arguments = Arguments(args, kwargs or {}, sizes, effects)
     if reuse == "auto":
         captured = _capture_repeated(model, arguments, RepeatedBlocks, train=train)
     else:
@@ -202,9 +198,6 @@ def _capture(
     try:
         captured = _capture_once(model, arguments, blocks(), train=train)
     except UnsettledError as unsettled:
-        if any(map(is_open, pytree.flatten((arguments.args, arguments.kwargs))[0])):
-            unsettled.recorder.let_go()
-            raise CaptureError("The forward keeps something, maybe a number that varies.") from None
         first = _assemble(unsettled.recorder, unsettled.results, unsettled.tree)
         unsettled.recorder.let_go()
         captured = _capture_settled(model, arguments, unsettled, first, blocks(), train=train)
@@ -223,7 +216,7 @@ def _capture_once(
     is_settled = True
     try:
         results, tree = _run(recorder, arguments, train=train)
-        return _assemble(recorder, results, tree, arguments.opened)
+        return _assemble(recorder, results, tree)
     except UnsettledError:
         is_settled = False
         raise
@@ -278,17 +271,12 @@ def _capture_settled(
     return second
 
 
-def _assemble(
-    recorder: Recorder,
-    results: list[Any],
-    tree: pytree.TreeSpec,
-    opened: Collection[float] = (),
-) -> CapturedModel:
+def _assemble(recorder: Recorder, results: list[Any], tree: pytree.TreeSpec) -> CapturedModel:
     recorder.tensors.resolve_all(recorder.root.nodes())
     if recorder.sizes is not None:
         recorder.sizes.settle(recorder.root, recorder.tensors.sources)
     _dissolve_idle(recorder, results, tree)
-    program, shared = _build(recorder, results, tree, opened)
+    program, shared = _build(recorder, results, tree)
     pairs = [
         (d, region)
         for d, region in zip(recorder.decisions, recorder.decided, strict=True)
@@ -309,14 +297,13 @@ def _assemble(
 
 
 def _build(
-    recorder: Recorder, results: list[Any], tree: pytree.TreeSpec, opened: Collection[float] = ()
+    recorder: Recorder, results: list[Any], tree: pytree.TreeSpec
 ) -> tuple[Program, Mapping[Region | None, Shared]]:
     """Builds the program; returns what each traced region's closure became, too."""
     program, closures = assemble(recorder.root, results, tree, recorder.tensors.sources)
-    nothing_shared = isinstance(recorder.blocks, NoBlocks) and not opened
-    if nothing_shared or recorder.sizes is not None:
+    if isinstance(recorder.blocks, NoBlocks) or recorder.sizes is not None:
         return program, {}
-    program, found = share_constants(program, opened)
+    program, found = share_constants(program)
     return program, {region: found[closure] for region, closure in closures.items()}
 
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from ..recompute.policy import Policy
 from ..reuse import pytree
-from ..reuse.errors import CaptureError, LazyInlineError, PlanError
+from ..reuse.errors import CaptureError, PlanError
 from ..reuse.modules import has_own_hooks, own_hooks
 from ..reuse.program import UserInput
 from ..reuse.torch_names import global_hook_tables
@@ -20,11 +20,9 @@ from .capture import backward_hooked, one_at_a_time, refuse_foreign
 from .compiler import CompiledProgram, Compiler, Options
 from .dynamic import Made, Shapes
 from .effects import EffectError, EffectsSeen
-from .float_arguments import FloatArguments, NumberInput, capture_open
 from .guard import Guard
 from .kept_programs import Inputs, KeptPrograms
 from .plain_inputs import watching_tensor, written_out
-from .regions import CapturedModel
 from .report import CompileReport
 from .runnable import check_runnable, check_writes
 from .torch_modes import mode_around
@@ -96,7 +94,6 @@ class CompiledModule(nn.Module):
         state["_lazyinline_shapes"] = Shapes(model, options, dynamic)
         state["_lazyinline_entries"] = KeptPrograms[_Entry]()
         state["_lazyinline_effects"] = EffectsSeen()
-        state["_lazyinline_floats"] = FloatArguments()
         state["_lazyinline_report"] = None
         tables = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
         for table in (*tables, "_load_state_dict_post_hooks"):
@@ -213,41 +210,19 @@ class CompiledModule(nn.Module):
         made = shapes.made(inputs)
         if made is None:
             self._entries.warn_if_many(model, inputs)
-            made = shapes.note(self._made(inputs, train=train), inputs)
+            compiler: Compiler = self.__dict__["_lazyinline_compiler"]
+            compiled, report = compiler.compile(model, args, kwargs, train=train)
+            same_words = compiled.runtime.same_words
+            guard = Guard(model, compiled.captured, leaves, tree, same_words)
+            made = shapes.note(Made(guard, compiled.without_tensors(), report), inputs)
         check_writes(made.compiled.captured.program)
-        entry = _Entry(made, leaves)
+        entry = _Entry(made.guard, made.compiled, leaves)
         entry.can_be_linked_again = made.is_linked
         if self._entries.add(entry):
             compiler = self.__dict__["_lazyinline_compiler"]
             self.__dict__["_lazyinline_compiler"] = Compiler(compiler.options)
         self.__dict__["_lazyinline_report"] = made.report
         return entry
-
-    def _made(self, inputs: Inputs, *, train: bool) -> Made:
-        """Compiles for the sizes of a call; floats that varied are inputs, if they can be."""
-        floats: FloatArguments = self.__dict__["_lazyinline_floats"]
-        places = floats.varied(inputs)
-        if places:
-            try:
-                return self._made_with(inputs, places, train=train)
-            except LazyInlineError:
-                floats.close(inputs, places)
-        return self._made_with(inputs, frozenset(), train=train)
-
-    def _made_with(self, inputs: Inputs, places: frozenset[int], *, train: bool) -> Made:
-        model, leaves, tree = self.__dict__["_lazyinline_model"], inputs.leaves, inputs.tree
-        compiler: Compiler = self.__dict__["_lazyinline_compiler"]
-        known: CapturedModel | None = None
-        numbers: tuple[NumberInput, ...] = ()
-        if places:
-            reuse = compiler.options.reuse
-            known, numbers = capture_open(model, leaves, tree, places, reuse=reuse, train=train)
-        compiled, report = compiler.compile(
-            model, inputs.args, inputs.kwargs, train=train, known=known
-        )
-        words = compiled.runtime.same_words
-        guard = Guard(model, compiled.captured, leaves, tree, words, places)
-        return Made(guard, compiled.without_tensors(), report, numbers=numbers)
 
     # ---- the model's own state -----------------------------------------------------------
 
@@ -305,13 +280,16 @@ class _Entry:
 
     can_be_linked_again = False
 
-    def __init__(self, made: Made, leaves: Sequence[Any]) -> None:
-        compiled = made.compiled
+    def __init__(
+        self,
+        guard: Guard,
+        compiled: CompiledProgram,
+        leaves: Sequence[Any],
+    ) -> None:
         program = compiled.captured.program
         self._compiled = compiled
-        self.guard = made.guard
-        self._numbers = made.numbers
-        self._pick_inputs = picker(_input_order(program.sources, leaves, len(made.numbers)))
+        self.guard = guard
+        self._pick_inputs = picker(_input_order(program.sources, leaves))
         self._writes = program.writes
         written = frozenset(target for _, target in program.writes)
         self._bridge = Bridge(compiled, written) if compiled.derivative is not None else None
@@ -333,8 +311,6 @@ class _Entry:
 
     def run(self, leaves: Sequence[Any]) -> Any:
         """Runs the program on flat inputs."""
-        if self._numbers:
-            leaves = [*leaves, *(number.tensor(leaves) for number in self._numbers)]
         inputs = self._pick_inputs([*leaves, *self.guard.tensors])
         if self._bridge is None:
             with torch.no_grad():  # the model's own autograd says that no gradient flows
@@ -387,12 +363,10 @@ class _Result:
         return pytree.unflatten(leaves, self._spec)
 
 
-def _input_order(sources: Sequence[Any], leaves: Sequence[Any], num_numbers: int) -> list[int]:
-    """For each program input, its place in the leaves, the numbers and the model's own tensors."""
+def _input_order(sources: Sequence[Any], leaves: Sequence[Any]) -> list[int]:
+    """For each program input, its place in the leaves followed by the model's own tensors."""
     places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-    own = len(leaves) + num_numbers
-    places += range(len(leaves), own)
-    order = []
+    order, own = [], len(leaves)
     for source in sources:
         if isinstance(source, UserInput):
             order.append(places[source.index])

@@ -12,7 +12,6 @@ from torch import nn
 
 from ..reuse.errors import LazyInlineError, PlanError
 from .compiler import CompiledProgram, Options
-from .float_arguments import NumberInput
 from .guard import Guard
 from .kept_programs import MAX_PROGRAMS, Inputs
 from .report import CompileReport
@@ -34,7 +33,6 @@ class Made:
     compiled: CompiledProgram
     report: CompileReport
     is_linked: bool = False
-    numbers: tuple[NumberInput, ...] = ()
 
 
 @dataclass

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import operator
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, repeat
@@ -54,7 +54,6 @@ class Guard:
         leaves: the flat inputs it was captured with.
         tree: their structure.
         same_words: the native comparison of words of memory, if there is one.
-        any_float_at: the places of arguments that may be any Python float.
     """
 
     def __init__(
@@ -64,12 +63,11 @@ class Guard:
         leaves: Sequence[Any],
         tree: pytree.TreeSpec,
         same_words: SameWords | None = None,
-        any_float_at: Collection[int] = (),
     ) -> None:
         self._tree = tree
         self._same_words = same_words
         self._wants_are_told = tells_wants()
-        self._set_inputs(leaves, any_float_at)
+        self._set_inputs(leaves)
         self._modes = Modes()
         self._modules = list(model.modules())
         self._classes = list(map(type, self._modules))
@@ -269,10 +267,8 @@ class Guard:
         guard._set_inputs(leaves)
         return guard
 
-    def _set_inputs(self, leaves: Sequence[Any], any_float_at: Collection[int] = ()) -> None:
-        self._layouts = [
-            _AnyFloat() if i in any_float_at else _layout(x) for i, x in enumerate(leaves)
-        ]
+    def _set_inputs(self, leaves: Sequence[Any]) -> None:
+        self._layouts = [_layout(x) for x in leaves]
         plain = all(type(x) is torch.Tensor for x in leaves)
         self._plain_inputs = TensorLayouts(leaves if plain else ())
 
@@ -409,16 +405,7 @@ class _Constant:
         self.value = value
 
 
-class _AnyFloat(_Constant):
-    """A float that the program takes as an input."""
-
-    def __init__(self) -> None:
-        super().__init__("any float")
-
-
 def _matches(leaf: Any, layout: Any) -> bool:
-    if isinstance(layout, _AnyFloat):
-        return type(leaf) is float
     if isinstance(layout, _Constant):
         return same_value(leaf, layout.value)
     return isinstance(leaf, torch.Tensor) and _layout(leaf) == layout

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,13 +16,12 @@ from ..backend.present_memory import address_in
 from ..backend.torch_native import Move
 from ..recompute.policy import Policy
 from ..reuse import pytree
-from ..reuse.errors import LazyInlineError, PlanError
+from ..reuse.errors import PlanError
 from ..reuse.leaf import without_autocast
 from ..reuse.process_lock import ProcessLock
 from ..reuse.torch_names import new_cpu_tensor
 from .autograd_bridge import picker
 from .compiler import Batching, CompiledStep, Compiler, Options
-from .float_arguments import FloatArguments, NumberInput, capture_open
 from .guard import Guard
 from .handed_gradients import HandedGradients
 from .kept_programs import Inputs, KeptPrograms
@@ -122,7 +121,6 @@ class TrainingStep:
         self._compiler = Compiler(options)
         self._batching = batching
         self._entries: KeptPrograms[_StepEntry] = KeptPrograms()
-        self._floats = FloatArguments()
         self._lock = ProcessLock(threading.Lock)
         self._report: CompileReport | None = None
 
@@ -181,35 +179,14 @@ class TrainingStep:
         self._entries.warn_if_many(self._model, Inputs.of(leaves, tree))
         parts = [self._split(leaf) for leaf in leaves]
         first = [part[0] if isinstance(part, tuple) else part for part in parts]
-        entry = self._entry(Inputs.of(first, tree), leaves, parts)
+        args, kwargs = pytree.unflatten(first, tree)
+        compiled, self._report = self._compiler.compile_step(
+            self._loss_model, args, kwargs, self._batching
+        )
+        entry = _StepEntry(self._loss_model, compiled, leaves, parts, tree)
         if self._entries.add(entry):
             self._compiler = Compiler(self._compiler.options)
         return entry
-
-    def _entry(self, first: Inputs, leaves: list[Any], parts: list[Any]) -> _StepEntry:
-        """Compiles for a batch; floats that varied are inputs, if they can be."""
-        places = self._floats.varied(first)
-        if places:
-            try:
-                return self._entry_with(first, leaves, parts, places)
-            except LazyInlineError:
-                self._floats.close(first, places)
-        return self._entry_with(first, leaves, parts, frozenset())
-
-    def _entry_with(
-        self, first: Inputs, leaves: list[Any], parts: list[Any], places: frozenset[int]
-    ) -> _StepEntry:
-        model, known = self._loss_model, None
-        numbers: tuple[NumberInput, ...] = ()
-        if places:
-            reuse = self._compiler.options.reuse
-            known, numbers = capture_open(
-                model, first.leaves, first.tree, places, reuse=reuse, train=True
-            )
-        compiled, self._report = self._compiler.compile_step(
-            model, first.args, first.kwargs, self._batching, known
-        )
-        return _StepEntry(model, compiled, leaves, parts, first.tree, _Numbers(numbers, places))
 
     def _split(self, leaf: Any) -> Any:
         count = self._batching.micro_batches
@@ -227,13 +204,6 @@ class TrainingStep:
         )
 
 
-class _Numbers(NamedTuple):
-    """The inputs of a step that are computed from Python floats, and where these are passed."""
-
-    inputs: tuple[NumberInput, ...]
-    any_float_at: frozenset[int]
-
-
 class _StepEntry:
     """One compiled step: bound to its own copy of the batch, to the model, and to an arena."""
 
@@ -246,30 +216,24 @@ class _StepEntry:
         leaves: Sequence[Any],
         parts: Sequence[Any],
         tree: pytree.TreeSpec,
-        numbers: _Numbers,
     ) -> None:
         runner = compiled.runner
         native = runner.native
         self._same_words = native.same_words if native else None
         # No mode of the caller's changes what is copied beside native launches.
         self._move = native.move if native and runner.is_native else None
-        self.guard = Guard(
-            model, compiled.captured, leaves, tree, self._same_words, numbers.any_float_at
-        )
-        self._numbers = [(number, number.tensor(leaves)) for number in numbers.inputs]
+        self.guard = Guard(model, compiled.captured, leaves, tree, self._same_words)
         self._compiled = compiled.without_tensors()
         tensors = [(i, p) for i, p in enumerate(parts) if isinstance(p, tuple)]
         self._staging = [
             (i, _Staging(_whole(p, leaves[i]), leaves[i], self._move)) for i, p in tensors
         ]
-        count = len(compiled.step.batch)
-        tensors += [(-1, (tensor,) * count) for _, tensor in self._numbers]
         self._batch = [
             tensors[user][1][number].detach()
             for number, users in enumerate(compiled.step.batch)
             for user in users
         ]
-        self._num_losses = count
+        self._num_losses = count = len(compiled.step.batch)
         self._num_writes = len(compiled.step.writes)
         self._loss_bytes = Batching(count).loss_bytes
         self._lease: Lease | None = None
@@ -300,8 +264,6 @@ class _StepEntry:
     def _run(self, leaves: Sequence[Any]) -> torch.Tensor:
         for index, staging in self._staging:
             staging.take(leaves[index])
-        for number, tensor in self._numbers:
-            tensor.copy_(number.tensor(leaves))
         token = self.guard.token()
         left = self._lease_as_left(token)
         lease = left or self._leased(token)

@@ -26,7 +26,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from .open_numbers import is_open, shown
 from .torch_names import OPERATOR_TYPES
 
 _POINTER_BYTES = struct.calcsize("P")
@@ -111,8 +110,6 @@ class Freezer:
 
     def _freeze(self, value: Any, keys: tuple[Any, ...], above: tuple[int, ...], depth: int) -> Any:
         kind = type(value)
-        if is_open(value):
-            return ("open", shown(value).hex())  # never equal to a float that is left in
         if not has_plain_class(value):
             return Identity(value)
         if kind in _SCALARS:
