@@ -10,6 +10,7 @@ import array
 import collections
 import operator
 import types
+import weakref
 from collections.abc import Callable, Iterable
 from itertools import repeat
 from typing import Any
@@ -41,6 +42,7 @@ class Contents:
         classes: the classes of the objects met, whose operators may be used.
         functions: the functions met.
         iterators: those that the code itself was handed; each use moves them on.
+        lasting: what was changed and could not be put back, or an empty text.
     """
 
     def __init__(self) -> None:
@@ -48,6 +50,7 @@ class Contents:
         self.classes: dict[int, type] = {}
         self.functions: dict[int, types.FunctionType] = {}
         self.iterators: list[Any] = []
+        self.lasting = ""
         self._seen: dict[int, Any] = {}
         self._lists: list[tuple[list[Any], list[Any]]] = []
         self._sets: list[tuple[set[Any], list[Any]]] = []
@@ -168,6 +171,29 @@ class Contents:
 
     def put_back(self) -> str:
         """Undoes changes; returns what was changed, or an empty text."""
+        changed = self._put_back()
+        if changed and not all(self._is_back(*other) for other in self._others):
+            self.lasting = changed
+        return changed
+
+    def refuse_lasting(self) -> None:
+        """Raises CaptureError if a run changed something that could not be put back.
+
+        Another run, of a capture or of the model itself, would change it once more.
+        """
+        if self.lasting:
+            raise CaptureError(
+                f"The model's forward changes {self.lasting}, and what it held before cannot be "
+                "restored after the run that captures the model: it would be changed twice. "
+                "Keep what changes in a list, a dictionary, an attribute or a buffer."
+            )
+
+    @staticmethod
+    def _is_back(value: Any, kind: Kind, before: list[Any]) -> bool:
+        # What a weak reference led to is gone for others, too: that is no doing of the forward.
+        return isinstance(value, weakref.ReferenceType) or _same(kind.take(value), before)
+
+    def _put_back(self) -> str:
         changed = ""
         for now, before in self._lists:
             if not _same(now, before):
@@ -184,7 +210,7 @@ class Contents:
                 group.update(members)
         for value, kind, before in self._others:
             if not _same(kind.take(value), before):
-                changed = f"a {type(value).__name__}"
+                changed = _name_of(value)
                 kind.put(value, before)
         return changed
 
@@ -200,6 +226,12 @@ def refuse_iterators(first: Iterable[Any], second: Iterable[Any]) -> None:
                 "same at every call. Keep the items in a list and a number in a buffer, or pass "
                 "the item in."
             )
+
+
+def _name_of(value: Any) -> str:
+    if isinstance(value, types.FunctionType):
+        return f"an attribute of the function {value.__qualname__}"
+    return f"a {type(value).__name__}"
 
 
 def _not_in(now: Any, before: list[Any]) -> list[Any]:

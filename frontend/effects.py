@@ -99,10 +99,15 @@ class Effects:
             raise self._error
 
     def put_back(self, reads: Reads) -> None:
-        """Puts what was changed outside back."""
+        """Puts what was changed outside back.
+
+        Raises:
+            CaptureError: if something of it cannot be.
+        """
         self.changed, self._again, new = self.changes.put_back(reads.names())
         cached = self.changes.empty_caches()
         self._kept = cached if cached is not None else find_fake(new)
+        self.changes.contents.refuse_lasting()
 
     def redo(self) -> None:
         """Changes again what :meth:`put_back` put back."""

@@ -103,7 +103,7 @@ def is_iterator(value: Any) -> bool:
 
 
 def _nothing(value: Any, before: Sequence[Any]) -> None:
-    """Stands for what has no way back."""
+    """The `put` of kinds that cannot be made to hold what they held."""
 
 
 def _put_deque(value: Any, before: Sequence[Any]) -> None:
@@ -163,6 +163,25 @@ def _take_function(value: Any) -> Sequence[Any]:
     return [item for pair in held.items() for item in pair]
 
 
+def _put_function(value: Any, before: Sequence[Any]) -> None:
+    if value.__code__ is _DISPATCHER.__code__:  # a registry only grows
+        return
+    table = vars(value)
+    for name in [name for name in table if not name.startswith(_COMPILER_MARKS)]:
+        del table[name]
+    table.update(zip(before[::2], before[1::2], strict=True))
+
+
+def _put_memoryview(value: memoryview, before: Sequence[Any]) -> None:
+    if value.c_contiguous and not value.readonly:
+        value.cast("B")[:] = before[0]
+
+
+def _put_variable(value: contextvars.ContextVar[Any], before: Sequence[Any]) -> None:
+    if before[0] is not _UNSET:  # only the token of whoever set it could unset it
+        value.set(before[0])
+
+
 def _take_weak(value: Any) -> Sequence[Any]:
     if isinstance(value, weakref.WeakSet):
         return list(value)
@@ -217,16 +236,16 @@ def _nested(like: Any, items: Iterator[Any]) -> Any:
     return np.frombuffer(found, like.dtype) if isinstance(like, np.ndarray) else found
 
 
-_FUNCTION = Kind(_take_function, _nothing)
+_FUNCTION = Kind(_take_function, _put_function)
 _SLOTS = Kind(_take_slots, _put_slots)
 _KINDS: tuple[tuple[Any, Kind], ...] = (
     (collections.deque, Kind(list, _put_deque)),
     (bytearray, Kind(lambda b: [bytes(b)], _put_bytearray)),
     (array.array, Kind(lambda a: [a.tobytes()], _put_array)),
     (np.ndarray, Kind(_take_ndarray, _put_ndarray)),
-    (memoryview, Kind(lambda m: [m.tobytes()], _nothing)),
+    (memoryview, Kind(lambda m: [m.tobytes()], _put_memoryview)),
     (types.MappingProxyType, Kind(lambda m: [*m, *m.values()], _nothing)),
-    (contextvars.ContextVar, Kind(lambda c: [c.get(_UNSET)], _nothing)),
+    (contextvars.ContextVar, Kind(lambda c: [c.get(_UNSET)], _put_variable)),
     (
         (weakref.WeakKeyDictionary, weakref.WeakValueDictionary, weakref.WeakSet),
         Kind(_take_weak, _put_weak),

@@ -453,6 +453,9 @@ class Recorder:
             new, change_again = contents.changed_values(), contents.put_forward()
             inside = contents.put_back()
             written = self.attributes.undo_writes()
+            if contents.lasting:
+                self.effects.put_back(self.outside)
+                contents.refuse_lasting()
         outside = ""
         if not (written or inside):
             self.effects.end(self.outside)

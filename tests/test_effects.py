@@ -1,13 +1,19 @@
 """A forward that does more than compute: hooks that collect, counters, caches, prints, logs."""
 
+import array
 import builtins
 import collections
+import contextvars
 import functools
 import logging
 import queue
+import random
+import types
+import weakref
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -194,6 +200,116 @@ def test_what_a_forward_does_outside_happens_at_each_call(make: Callable[[], Mad
     if before is not None:
         assert _plain(held()) == before
     lazyinline.capture(Net(), (torch.ones(2, 4),))  # nothing of the refused run stays behind
+
+
+class Slotted:
+    __slots__ = ("count",)
+
+    def __init__(self) -> None:
+        self.count = 0
+
+
+class Key:
+    """Something that can be referred to weakly."""
+
+
+def noted(*_: Any) -> None:
+    """A function that others hang numbers on."""
+
+
+Counter = tuple[Callable[[], Any], Callable[[Any], Any]]  # what counts one more, and its count
+VARIABLE: contextvars.ContextVar[int] = contextvars.ContextVar("VARIABLE")
+KEY = Key()
+
+
+def _counter(held: Any, add: Callable[[Any], Any], read: Callable[[Any], Any]) -> Counter:
+    return lambda: add(held), lambda _: read(held)
+
+
+def _function() -> Counter:
+    vars(noted).clear()
+    noted.count = 0  # type: ignore[attr-defined]
+    return _counter(noted, lambda f: setattr(f, "count", f.count + 1), lambda f: f.count)
+
+
+def _variable() -> Counter:
+    VARIABLE.set(0)
+    return _counter(VARIABLE, lambda v: v.set(v.get() + 1), lambda v: v.get())
+
+
+def _at(held: Any, key: Any) -> Counter:
+    def add(held: Any) -> None:
+        held[key] = held[key] + 1
+
+    return _counter(held, add, lambda held: held[key])
+
+
+def _generator(made: Any, draw: Callable[[Any], Any], state: Callable[[Any], Any]) -> Counter:
+    return _counter(made, draw, lambda made: repr(state(made)))
+
+
+COUNTERS: dict[str, Callable[[], Counter]] = {
+    "a list": lambda: _at([0], 0),
+    "a dictionary": lambda: _at({"n": 0}, "n"),
+    "a set": lambda: _counter(set(), lambda s: s.add(len(s)), len),
+    "a deque": lambda: _counter(collections.deque(), lambda d: d.append(0), len),
+    "a bytearray": lambda: _at(bytearray(1), 0),
+    "an array": lambda: _at(array.array("i", [0]), 0),
+    "a numpy array": lambda: _at(np.zeros(1), 0),
+    "a memoryview": lambda: _at(memoryview(bytearray(1)), 0),
+    "a memoryview of numbers": lambda: _at(memoryview(array.array("i", [0])), 0),
+    "an attribute of an object": lambda: _counter(
+        types.SimpleNamespace(n=0), lambda o: setattr(o, "n", o.n + 1), lambda o: o.n
+    ),
+    "a slot": lambda: _counter(
+        Slotted(), lambda o: setattr(o, "count", o.count + 1), lambda o: o.count
+    ),
+    "an attribute of a function": _function,
+    "a context variable": _variable,
+    "a weak dictionary": lambda: _at(weakref.WeakKeyDictionary({KEY: 0}), KEY),
+    "a generator of Python": lambda: _generator(
+        random.Random(0), lambda r: r.random(), lambda r: r.getstate()
+    ),
+    "a generator of numpy": lambda: _generator(
+        np.random.default_rng(0), lambda r: r.random(), lambda r: r.bit_generator.state
+    ),
+}
+
+
+@pytest.mark.parametrize("name", COUNTERS)
+def test_whatever_kind_of_object_counts_has_counted_each_call_once(name: str) -> None:
+    def count(wrap: Callable[[Net], Any]) -> Any:
+        add, read = COUNTERS[name]()
+        run = wrap(Net(lambda net, hidden: add()))
+        for _ in range(6):
+            run(torch.ones(2, 4))
+        return read(run)
+
+    assert count(lambda net: lazyinline.compile(net, backend="eager")) == count(lambda net: net)
+
+
+def _unset_variable() -> Callable[[], Any]:
+    unset: contextvars.ContextVar[int] = contextvars.ContextVar("unset")
+    return lambda: unset.set(unset.get(0) + 1)
+
+
+def _dispatcher() -> Callable[[], Any]:
+    dispatch = functools.singledispatch(noted)
+    kinds = iter([int, str, bytes, float])
+    return lambda: dispatch.register(next(kinds), noted)
+
+
+@pytest.mark.parametrize("make", [_unset_variable, _dispatcher])
+def test_a_change_that_cannot_be_taken_back_is_an_error_and_not_made_again(make: Any) -> None:
+    add, calls = make(), []
+
+    def effect(net: nn.Module, hidden: Tensor) -> None:
+        add()
+        calls.append(None)
+
+    with pytest.raises(CaptureError, match="cannot be restored"):
+        lazyinline.compile(Net(effect), backend="eager")(torch.ones(2, 4))
+    assert calls == []
 
 
 def test_arguments_that_the_forward_changes_are_changed() -> None:
