@@ -22,14 +22,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from .coloring import Contraction, chains, unchanged
-from .live_ranges import Buffers, IntArray, concatenate, lower_bound
+from .live_ranges import Buffers, IntArray, lower_bound
 from .packing import FirstFit, attempts, first_fit, orders, sweep
 from .patterns import Layers, contract, patterns, splits, stack, stacked_bytes
 
 ALIGNMENT = 64
 EFFORT_S = 1.0
-# A plan by groups this close to the lower bound is taken.
-MAX_RATIO = 1.005
 
 # Blocks of scratch are planned with this share of the effort, all different ones together.
 SCRATCH_SHARE = 0.1
@@ -99,56 +97,6 @@ def plan(
     offsets = np.zeros(len(buffers), np.int64)
     offsets[sized] = best.offsets
     return ArenaPlan(offsets, best.peak, best.bound, best.method)
-
-
-def plan_scratch(buffers: Buffers, *, alignment: int = ALIGNMENT) -> ArenaPlan:
-    """Plans the private scratch of one closure; to be done once per closure, for all its calls."""
-    return plan(buffers, alignment=alignment, effort_s=SCRATCH_SHARE * EFFORT_S)
-
-
-@dataclass(frozen=True, eq=False)
-class ProgramPlan:
-    """Where each buffer of a program of calls lies: an arena, and its offsets group by group."""
-
-    arena: ArenaPlan
-    scratch: IntArray
-    slabs: IntArray
-    others: IntArray
-
-
-def plan_program(
-    *,
-    scratch: Buffers,
-    slabs: Buffers,
-    others: Buffers,
-    alignment: int = ALIGNMENT,
-    effort_s: float = EFFORT_S,
-    max_ratio: float = MAX_RATIO,
-) -> ProgramPlan:
-    """Plans an arena for a program whose calls are known as such.
-
-    All scratch shares a region (one per scratch live at once), slabs and others of one size share
-    slots. Where that leaves too large a gap, :func:`plan` is asked as well. :func:`plan` finds this
-    structure by itself; to know it saves time.
-
-    Args:
-        scratch: one buffer per call, as large as its closure's :func:`plan_scratch`; the lower
-            bound takes it as one buffer that is live all through the call.
-        slabs: what calls save for later, one buffer per call.
-        others: all other buffers.
-        alignment: every offset is a multiple of this many bytes.
-        effort_s: as for :func:`plan`.
-        max_ratio: ratio of peak to lower bound up to which the grouped plan is taken as it is.
-    """
-    problem = concatenate(scratch, slabs, others)
-    best = _Best(problem.aligned(alignment), max_ratio)
-    best.offer("groups", stack(problem.aligned(alignment), len(scratch)))
-    arena = ArenaPlan(best.offsets, best.peak, best.bound, best.method)
-    if not best.is_enough:
-        flat = plan(problem, alignment=alignment, effort_s=effort_s, enough=max_ratio)
-        arena = min(arena, flat, key=lambda a: a.peak_bytes)
-    ends = np.cumsum([len(scratch), len(slabs)])
-    return ProgramPlan(arena, *np.split(arena.offsets, ends))
 
 
 class _Best:

@@ -45,16 +45,6 @@ def unchanged(buffers: Buffers) -> Contraction:
     return Contraction(buffers, np.arange(count), np.zeros(count, np.int64))
 
 
-def color_equal(birth: IntArray, death: IntArray) -> tuple[IntArray, int]:
-    """Colours live ranges so that those that overlap differ, with as few colours as possible.
-
-    Returns:
-        A colour for each, and the number of colours: the most that are live at one time.
-    """
-    chain, first = _chains(birth, death, np.zeros(len(birth), np.int64), None)
-    return chain, len(first)
-
-
 def chains(
     buffers: Buffers, *, max_gap: int | None = None, kind: IntArray | None = None
 ) -> Contraction:

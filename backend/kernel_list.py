@@ -122,17 +122,6 @@ def views_in(value: Any) -> Iterator[View]:
             yield from views_in(item)
 
 
-def map_views(value: Any, change: Callable[[View], Any]) -> Any:
-    """Rebuilds nested lists and tuples with each view changed."""
-    if isinstance(value, View):
-        return change(value)
-    if isinstance(value, list):
-        return [map_views(item, change) for item in value]
-    if isinstance(value, tuple):
-        return tuple(map_views(item, change) for item in value)
-    return value
-
-
 def _text(value: Any) -> str:
     if isinstance(value, (list, tuple)):
         return "[" + ", ".join(map(_text, value)) + "]"

@@ -103,14 +103,14 @@ class PlannedProgram:
         self.model_instances = {i: given[i].instance for i in model_inputs}
         found = _plan_overlaid(self.layout, tools) if gradients == "overlaid" else None
         found = found or _plan(self.layout, tools)
-        self._offsets, self.plan, self.arena_bytes, self.overlay = found
+        self.offsets, self.plan, self.arena_bytes, self.overlay = found
         self._replay = tools.replay
         self._handed_on = _handed_on(self.layout)
         handed = (*self._handed_on, *self.overlay.hosts)
         self._codes = [
             CodeWriter(
                 self.layout,
-                self._offsets,
+                self.offsets,
                 part,
                 set(self.model_instances.values()),
                 num_results[index],
@@ -138,10 +138,6 @@ class PlannedProgram:
         """Nothing: a program on CPU needs no CUDA graph."""
         return ""
 
-    def offset_of(self, instance: int) -> int:
-        """Where a buffer instance starts in the arena, in bytes."""
-        return self._offsets[instance]
-
     def inputs_of(self, part: int) -> list[int]:
         """Which inputs of a part its runner is given (the others are bound, or in the arena)."""
         return self._codes[part].inputs
@@ -150,16 +146,6 @@ class PlannedProgram:
     def num_hosts(self) -> int:
         """Gradients whose memory a forward allocates; they follow what it hands on."""
         return len(self.overlay.hosts)
-
-    @property
-    def num_handed_on(self) -> int:
-        """Foreign tensors that a forward returns for its backward, after its outputs."""
-        return len(self._handed_on)
-
-    @property
-    def handed_on_bytes(self) -> int:
-        """Bytes of those tensors."""
-        return sum(self.layout.instances[i].num_bytes for i in self._handed_on)
 
     @property
     def foreign_peak_bytes(self) -> int:
@@ -202,11 +188,6 @@ class PlannedProgram:
         """Names of the launches that allocate their own results, outside the plan."""
         launches = (p.launch for part in self.layout.parts for p in part.launches)
         return [launch.name for launch in launches if launch.results]
-
-    @property
-    def num_idle_arenas(self) -> int:
-        """Arenas that wait for a run."""
-        return len(self._pool)
 
     def lease(self, tensors: list[torch.Tensor]) -> Lease:
         """Returns an arena to run in, with the model's present tensors bound."""
@@ -294,7 +275,7 @@ class PlannedProgram:
 
     def memory_of(self, instance: int, lease: Lease, hosts: Sequence[torch.Tensor]) -> torch.Tensor:
         """Returns the bytes of a buffer in an arena, or in the gradient that it lies in."""
-        host, start = self.overlay.guests.get(instance, (-1, self._offsets[instance]))
+        host, start = self.overlay.guests.get(instance, (-1, self.offsets[instance]))
         memory = lease.arena
         if host >= 0:
             storage = hosts[list(self.overlay.hosts).index(host)].untyped_storage()
@@ -314,7 +295,7 @@ class PlannedProgram:
         runners = []
         for code, compiled in zip(self._codes, self._compiled, strict=True):
             scope: dict[str, Any] = dict(code.constants)
-            scope.update(bind_arena(code.arena_views, arena, self._offsets))
+            scope.update(bind_arena(code.arena_views, arena, self.offsets))
             scope.update(bind_model(code.model_views, by_instance))
             if code.words:
                 scope.update(bind_native(code, arena, by_instance, self._replay))

@@ -37,9 +37,6 @@ from ..reuse.program import input_nodes
 from .onnx_convolution import convolution_backward
 from .onnx_grouped import grouped_mm
 
-TRANSLATED_OPSET = _constants.TORCHLIB_OPSET
-"""The operator set that translations are written in; newer ones are converted from it."""
-
 _ATEN = torch.ops.aten
 _ATTENTION = _ATEN.scaled_dot_product_attention.default
 _NOISY_LOGGERS = ("torch.onnx._internal.exporter", "onnx_ir._convenience")

@@ -11,11 +11,10 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-from training_buffers import RECOMPUTED, SAVED, Block, Step, scratch_of, training_step
+from training_buffers import RECOMPUTED, SAVED, training_step
 
-from lazyinline.backend.arena import ArenaPlan, plan, plan_program, plan_scratch
-from lazyinline.backend.live_ranges import Buffers, lower_bound
+from lazyinline.backend.arena import ArenaPlan, plan
+from lazyinline.backend.live_ranges import Buffers
 from lazyinline.backend.overlap import check_no_overlap
 from lazyinline.backend.problem_csv import read_problem_csv
 
@@ -66,9 +65,7 @@ def _rows(options: argparse.Namespace) -> Iterator[Row]:
         step = training_step(
             block, layers=layers, micro_batches=micro_batches, in_flight=options.in_flight
         )
-        title = f"{name} {layers} x {micro_batches}"
-        yield _measure(f"{title}, flat", step.flat, options)
-        yield _measure_groups(f"{title}, by groups", block, step, options)
+        yield _measure(f"{name} {layers} x {micro_batches}", step, options)
 
 
 def _measure(name: str, buffers: Buffers, options: argparse.Namespace) -> Row:
@@ -79,27 +76,6 @@ def _measure(name: str, buffers: Buffers, options: argparse.Namespace) -> Row:
     check_no_overlap(buffers.birth, buffers.death, found.offsets, buffers.size)
     bound, peak = found.lower_bound_bytes, found.peak_bytes
     return Row(name, len(buffers), bound, peak, seconds, found.method)
-
-
-def _measure_groups(name: str, block: Block, step: Step, options: argparse.Namespace) -> Row:
-    """Plans one buffer per call; the bound is that of all buffers."""
-
-    def work() -> ArenaPlan:
-        peaks = [plan_scratch(scratch_of(b)).peak_bytes for b in (block.forward, block.backward)]
-        scratch = Buffers(step.scratch.birth, step.scratch.death, np.take(peaks, step.scratch.size))
-        groups = plan_program(
-            scratch=scratch,
-            slabs=step.slabs,
-            others=step.others,
-            alignment=options.alignment,
-            effort_s=options.effort,
-        )
-        return groups.arena
-
-    found, seconds = _timed(work)
-    bound = lower_bound(step.flat.aligned(options.alignment))
-    count = len(step.scratch) + len(step.slabs) + len(step.others)
-    return Row(name, count, bound, found.peak_bytes, seconds, found.method)
 
 
 def _timed(work: Callable[[], ArenaPlan]) -> tuple[ArenaPlan, float]:

@@ -79,27 +79,7 @@ SAVED = Block(
 # fmt: on
 
 
-@dataclass(frozen=True)
-class Step:
-    """A training step: all its buffers, and the same in groups of one buffer per call.
-
-    The sizes of ``scratch`` are 0 for a forward and 1 for a backward: what planning the scratch of
-    either gave goes there.
-    """
-
-    flat: Buffers
-    scratch: Buffers
-    slabs: Buffers
-    others: Buffers
-
-
-def scratch_of(rows: Rows) -> Buffers:
-    """Returns the scratch buffers of one closure."""
-    birth, death, size = np.array(rows, np.int64).T
-    return Buffers(birth, death, size * UNIT_BYTES)
-
-
-def training_step(block: Block, *, layers: int, micro_batches: int, in_flight: int) -> Step:
+def training_step(block: Block, *, layers: int, micro_batches: int, in_flight: int) -> Buffers:
     """Lays out a step in the order 1F1B of one rank.
 
     Args:
@@ -109,25 +89,12 @@ def training_step(block: Block, *, layers: int, micro_batches: int, in_flight: i
         in_flight: micro-batches whose backward is outstanding, at most.
     """
     forward, backward = _starts(block, layers, micro_batches, in_flight)
-    return Step(
-        concatenate(
-            _relocated(forward, forward, block.forward),
-            _relocated(backward, backward, block.backward),
-            _relocated(forward, backward, block.saved),
-            _activations(block, forward, backward),
-        ),
-        concatenate(
-            _relocated(forward, forward, ((0, block.num_forward, 0),)),
-            _relocated(backward, backward, ((0, block.num_backward, 1),), unit=1),
-        ),
-        _relocated(forward, backward, _slab(block)),
+    return concatenate(
+        _relocated(forward, forward, block.forward),
+        _relocated(backward, backward, block.backward),
+        _relocated(forward, backward, block.saved),
         _activations(block, forward, backward),
     )
-
-
-def _slab(block: Block) -> Rows:
-    size = sum(size for _, _, size in block.saved)
-    return ((0, block.num_backward, size),) if block.saved else ()
 
 
 def _starts(block: Block, layers: int, micro_batches: int, in_flight: int) -> tuple[IntArray, ...]:
@@ -144,11 +111,11 @@ def _starts(block: Block, layers: int, micro_batches: int, in_flight: int) -> tu
     return starts[0], starts[1]
 
 
-def _relocated(begin: IntArray, end: IntArray, rows: Rows, *, unit: int = UNIT_BYTES) -> Buffers:
+def _relocated(begin: IntArray, end: IntArray, rows: Rows) -> Buffers:
     """Returns each row for each call; births count from ``begin``, deaths from ``end``."""
     birth, death, size = np.array(rows, np.int64).reshape(-1, 3).T
     births, deaths = np.add.outer(begin.ravel(), birth), np.add.outer(end.ravel(), death)
-    sizes = np.broadcast_to(size * unit, births.shape)
+    sizes = np.broadcast_to(size * UNIT_BYTES, births.shape)
     return Buffers(births.ravel(), deaths.ravel(), sizes.ravel())
 
 

@@ -57,14 +57,12 @@ class CutPoint:
         num_bytes: bytes they hold.
         extra_s: seconds of what is computed again, and of saving.
         extra_flops: FLOPs of what is computed again.
-        redone: names of what is computed again.
     """
 
     saved: frozenset[str]
     num_bytes: int
     extra_s: float
     extra_flops: int
-    redone: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -134,7 +132,6 @@ class CutProblem:
             sum(v.num_bytes for v in used),
             sum(v.redo_s for v in redone) + sum(v.save_s for v in used),
             sum(v.redo_flops for v in redone),
-            tuple(v.name for v in reversed(redone) if v.redo_s > 0),
         )
 
 

@@ -114,10 +114,6 @@ class Evidence:
         """Returns how the traced instance reached one of its own tensors, if it did."""
         return self._tensor_paths.get(id(tensor))
 
-    def module_path(self, module: nn.Module) -> str | None:
-        """Returns the path of a module in the traced instance's tree."""
-        return self._paths.get(id(module))
-
     def is_fixed(self, tensor: torch.Tensor) -> bool:
         """Whether the evidence pins this very tensor (a global, or another module's attribute)."""
         pin = Identity(tensor)

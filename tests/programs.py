@@ -238,3 +238,56 @@ def random_value(type_: Type, generator: torch.Generator) -> Any:
     reach = 1 + sum((d - 1) * s for d, s in zip(type_.shape, type_.stride, strict=True))
     memory = torch.randn(reach, dtype=type_.dtype, generator=generator)
     return memory.as_strided(type_.shape, type_.stride)
+
+
+# ---- the rest of inlining early ------------------------------------------------------------------
+
+
+def remove_unused_packs(program: Program) -> Program:
+    """Drops pack calls whose struct value nobody uses."""
+    used = set(program.outputs) | {v for call in program.calls for v in call.args}
+    calls = tuple(
+        c for c in program.calls if not (isinstance(c.closure, Pack) and c.results[0] not in used)
+    )
+    if len(calls) == len(program.calls):
+        return program
+    return Program(
+        program.inputs, calls, program.outputs, program.sources, program.writes, program.output_tree
+    )
+
+
+def merge_leaves(program: Program, name: str = "whole") -> Leaf:
+    """Concatenates a program of leaf calls into one leaf: the graph an early inliner works on."""
+    graph = torch.fx.Graph()
+    env: dict[Value, torch.fx.Node] = {}
+    for index, value in enumerate(program.inputs):
+        node = graph.placeholder(f"a{index}")
+        assert isinstance(value.type, TensorType)
+        with_val = torch.empty_strided(
+            value.type.shape, value.type.stride, dtype=value.type.dtype, device="meta"
+        )
+        node.meta["val"] = with_val
+        env[value] = node
+    for call in program.calls:
+        assert isinstance(call.closure, Leaf)
+        results = graph.graph_copy(
+            call.closure.module.graph,
+            _placeholder_map(call.closure, [env[v] for v in call.args]),
+        )
+        assert isinstance(results, (tuple, list))
+        env.update(zip(call.results, results, strict=True))
+    graph.output(tuple(env[v] for v in program.outputs))
+    return Leaf(
+        name,
+        torch.fx.GraphModule(torch.nn.Module(), graph),
+        tuple(flat_types(v.type for v in program.inputs)),
+        tuple(flat_types(v.type for v in program.outputs)),
+        tuple(v.hint for v in program.inputs),
+    )
+
+
+def _placeholder_map(
+    leaf: Leaf, args: Sequence[torch.fx.Node]
+) -> dict[torch.fx.Node, torch.fx.Node]:
+    placeholders = leaf.entries
+    return dict(zip(placeholders, args, strict=True))

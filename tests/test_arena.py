@@ -12,10 +12,10 @@ from counting import num_calls
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lazyinline.backend import arena, packing, torch_native
-from lazyinline.backend.arena import ArenaPlan, plan, plan_program, plan_scratch
-from lazyinline.backend.coloring import chains, color_equal
-from lazyinline.backend.live_ranges import Buffers, breadth, concatenate, lower_bound
+from lazyinline.backend import packing, torch_native
+from lazyinline.backend.arena import ArenaPlan, plan
+from lazyinline.backend.coloring import chains
+from lazyinline.backend.live_ranges import Buffers, breadth, lower_bound
 from lazyinline.backend.overlap import check_no_overlap
 from lazyinline.backend.patterns import patterns, splits
 from lazyinline.backend.problem_csv import read_problem_csv
@@ -175,11 +175,12 @@ def test_bounds_count_live_bytes(buffers: Buffers) -> None:
 
 @given(problems(60))
 def test_coloring_is_optimal(buffers: Buffers) -> None:
-    color, count = color_equal(buffers.birth, buffers.death)
+    equal = Buffers(buffers.birth, buffers.death, np.ones(len(buffers), np.int64))
+    joined = chains(equal)
+    color, count = joined.member, len(joined.problem)
     check_no_overlap(buffers.birth, buffers.death, color, np.ones(len(buffers)))
     assert set(color.tolist()) == set(range(count))
-    ones = Buffers(buffers.birth, buffers.death, np.ones(len(buffers), np.int64))
-    assert count == lower_bound(ones)
+    assert count == lower_bound(equal)
 
 
 @given(problems(60), st.integers(0, 10))
@@ -200,15 +201,15 @@ def test_repeated_scratch_is_found(training_buffers: ModuleType) -> None:
         training_buffers.RECOMPUTED, layers=6, micro_batches=4, in_flight=2
     )
     best = min(
-        splits(step.flat, largest_block=100),
+        splits(step, largest_block=100),
         key=lambda layers: len(layers.blocks) + len(layers.long),
     )
-    found = patterns(step.flat, best)
+    found = patterns(step, best)
     assert len(found.examples) < 10 < len(best.blocks)
-    assert sorted([*best.short, *best.long]) == list(range(len(step.flat)))
+    assert sorted([*best.short, *best.long]) == list(range(len(step)))
     for block, pattern in enumerate(found.of_block):
-        inside = step.flat.take(best.short[best.block == block])
-        example = step.flat.take(found.examples[pattern])
+        inside = step.take(best.short[best.block == block])
+        example = step.take(found.examples[pattern])
         assert (inside.birth - inside.birth[0] == example.birth - example.birth[0]).all()
         assert (inside.death - inside.birth[0] == example.death - example.birth[0]).all()
         assert (inside.size == example.size).all()
@@ -249,9 +250,9 @@ def test_training_step(training_buffers: ModuleType, block: str) -> None:
     step = training_buffers.training_step(
         getattr(training_buffers, block), layers=32, micro_batches=16, in_flight=4
     )
-    found = plan(step.flat, effort_s=0.3)
-    check_no_overlap(step.flat.birth, step.flat.death, found.offsets, step.flat.size)
-    assert found.lower_bound_bytes == lower_bound(step.flat.aligned(64))
+    found = plan(step, effort_s=0.3)
+    check_no_overlap(step.birth, step.death, found.offsets, step.size)
+    assert found.lower_bound_bytes == lower_bound(step.aligned(64))
     assert found.ratio <= 1.005
 
 
@@ -264,41 +265,11 @@ def test_a_large_training_step_is_planned_in_as_many_calls_as_a_small_one(
         step = training_buffers.training_step(
             training_buffers.RECOMPUTED, layers=layers, micro_batches=64, in_flight=16
         )
-        assert len(step.flat) == 3840 * layers
+        assert len(step) == 3840 * layers
         found: list[ArenaPlan] = []
-        counts.append(num_calls(lambda step=step, found=found: found.append(plan(step.flat))))
+        counts.append(num_calls(lambda step=step, found=found: found.append(plan(step))))
         assert found[0].ratio <= 1.005
     assert counts[1] <= 1.1 * counts[0], counts
-
-
-def test_plan_by_groups(training_buffers: ModuleType) -> None:
-    block = training_buffers.SAVED
-    step = training_buffers.training_step(block, layers=12, micro_batches=4, in_flight=2)
-    closures = [
-        plan_scratch(training_buffers.scratch_of(b)) for b in (block.forward, block.backward)
-    ]
-    assert [c.ratio for c in closures] == [1.0, 1.0]
-    peaks = np.array([c.peak_bytes for c in closures])
-    scratch = Buffers(step.scratch.birth, step.scratch.death, peaks[step.scratch.size])
-    found = plan_program(scratch=scratch, slabs=step.slabs, others=step.others)
-    whole = concatenate(scratch, step.slabs, step.others)
-    check(whole, found.arena)
-    offsets = np.concatenate([found.scratch, found.slabs, found.others])
-    np.testing.assert_array_equal(offsets, found.arena.offsets)
-    assert found.arena.ratio <= 1.01
-
-
-def test_groups_that_do_not_fit_fall_back() -> None:
-    """Slots per size waste memory where sizes take turns; the flat planner does better."""
-    count = 30
-    birth = np.arange(count)
-    others = Buffers(birth, birth + 1, 64 * (1 + birth))
-    nothing = from_rows([])
-    found = plan_program(scratch=nothing, slabs=nothing, others=others)
-    assert found.arena.ratio == 1.0
-    assert arena.MAX_RATIO < 1.01
-    overlapping = Buffers(np.array([0, 1, 5]), np.array([3, 4, 6]), np.array([64, 128, 64]))
-    check(overlapping, plan_program(scratch=overlapping, slabs=nothing, others=nothing).arena)
 
 
 # Published problems and files.

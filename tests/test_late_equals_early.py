@@ -13,9 +13,11 @@ from programs import (
     LeafBuilder,
     binary_leaf,
     closure_depth,
+    merge_leaves,
     random_arguments,
     random_program,
     random_value,
+    remove_unused_packs,
     unary_leaf,
 )
 
@@ -23,7 +25,7 @@ from lazyinline.autodiff.derivative import Derivative, Differentiator, Recipe
 from lazyinline.backend.executable import Executable
 from lazyinline.backend.link import link
 from lazyinline.backend.lower import EagerBackend, InductorBackend, lower_leaves
-from lazyinline.reuse.inline import inline_calls, merge_leaves, remove_unused_packs
+from lazyinline.reuse.inline import inline_calls
 from lazyinline.reuse.interpreter import flatten_value, interpret
 from lazyinline.reuse.leaf import Stamp, flat_types, is_active
 from lazyinline.reuse.program import (

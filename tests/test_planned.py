@@ -33,7 +33,7 @@ def check_arena(planned: PlannedProgram) -> None:
     check_no_overlap(
         [instances[i].birth for i in placed],
         [instances[i].death for i in placed],
-        [planned.offset_of(i) for i in placed],
+        [planned.offsets[i] for i in placed],
         [instances[i].num_bytes for i in placed],
     )
 

@@ -13,12 +13,13 @@ from programs import (
     LeafBuilder,
     binary_leaf,
     random_program,
+    remove_unused_packs,
     tensor_type,
     unary_leaf,
 )
 
 from lazyinline.reuse.errors import VerifyError
-from lazyinline.reuse.inline import inline_calls, remove_unused_packs
+from lazyinline.reuse.inline import inline_calls
 from lazyinline.reuse.program import Call, Composite, Leaf, Pack, Program, Unpack, UserInput, Value
 from lazyinline.reuse.types import StructType
 from lazyinline.reuse.verify import verify
