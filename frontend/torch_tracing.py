@@ -61,7 +61,6 @@ _MACHINERY = frozenset(
         "mpmath",
         "re",
         "sympy",
-        "threading",
         "typing",
         "typing_extensions",
     ]
