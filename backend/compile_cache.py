@@ -8,7 +8,6 @@ pipeline rank finds what any earlier process made of the same blocks.
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
 import pathlib
@@ -20,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from ..autodiff.derivative import Derivative, Request
+from ..reuse.own_code import package_digest
 from ..reuse.program import Leaf
 from . import torch_entries, torch_native
 from .arena import ArenaPlan
@@ -299,18 +299,6 @@ class CompileCache:
 
 class _MissingObjectError(Exception):
     """A compiled object is gone or was not trusted: the entry that needs it is made anew."""
-
-
-@functools.cache
-def package_digest() -> str:
-    """Returns a digest of this package's code: another version makes other results."""
-    root = pathlib.Path(__file__).resolve().parents[1]
-    folders = ("reuse", "autodiff", "backend")
-    digest = hashlib.sha256()
-    for path in sorted(path for name in folders for path in (root / name).glob("*.[pc]*")):
-        if path.is_file():
-            digest.update(f"{path.name}\n".encode() + path.read_bytes())
-    return digest.hexdigest()
 
 
 def _digest(value: Any) -> str:

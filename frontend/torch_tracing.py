@@ -34,14 +34,12 @@ from torch.fx.node import _side_effectful_need_to_be_preserved_pre_dispatch
 
 from ..reuse.errors import CaptureError
 from ..reuse.leaf import Stamp, current_autocast, mutated_args
+from ..reuse.own_code import own_places
 from ..reuse.types import TensorType
 from .torch_mutations import pure_forms
 
 _TORCH_FOLDER = os.path.dirname(torch.__file__) + os.sep
-_OWN_FOLDERS = tuple(
-    os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), name) + os.sep
-    for name in ("frontend", "reuse", "autodiff", "backend")
-)
+_LIBRARY_FOLDERS = (_TORCH_FOLDER, *own_places())
 
 _GENERATED = "<string>"
 _TRANSFORMS = "torch._functorch.predispatch"  # traced as functions, before torch 2.13
@@ -124,7 +122,7 @@ def user_frame(frame: Any) -> Any:
     """Returns the innermost frame that is neither PyTorch's nor ours, or None."""
     while frame is not None:
         filename = frame.f_code.co_filename
-        if not filename.startswith((_TORCH_FOLDER, *_OWN_FOLDERS)) and filename[0] != "<":
+        if not filename.startswith(_LIBRARY_FOLDERS) and filename[0] != "<":
             return frame
         frame = frame.f_back
     return None
@@ -132,7 +130,7 @@ def user_frame(frame: Any) -> Any:
 
 def is_library_frame(frame: Any) -> bool:
     """Whether a frame runs PyTorch's code or ours."""
-    return str(frame.f_code.co_filename).startswith((_TORCH_FOLDER, *_OWN_FOLDERS))
+    return str(frame.f_code.co_filename).startswith(_LIBRARY_FOLDERS)
 
 
 def is_user_frame(frame: Any) -> bool:
@@ -422,7 +420,6 @@ def _top_name(frame: Any) -> str:
 def profiled_calls(on_call: Callable[[Any], None]) -> Iterator[None]:
     """Calls ``on_call(frame)`` for each call of a user function (not PyTorch's, not ours)."""
     is_user: dict[Any, bool] = {}
-    skip = (_TORCH_FOLDER, *_OWN_FOLDERS)
 
     def profile(frame: Any, event: str, argument: Any) -> None:
         if event != "call":
@@ -434,7 +431,7 @@ def profiled_calls(on_call: Callable[[Any], None]) -> Iterator[None]:
             if filename == _GENERATED:  # such as what @dataclass makes: it is its module's
                 filename = str(scope.get("__file__"))
             machinery = _is_machinery(scope.get("__name__"))
-            wanted = is_user[code] = not (machinery or filename.startswith(skip))
+            wanted = is_user[code] = not (machinery or filename.startswith(_LIBRARY_FOLDERS))
         if wanted and not _served_pytorch(frame):
             on_call(frame)
 

@@ -16,6 +16,17 @@ def package_folders(root: pathlib.Path = ROOT) -> list[pathlib.Path]:
     return sorted(init.parent for init in root.glob("*/__init__.py"))
 
 
+def all_packages(root: pathlib.Path = ROOT) -> dict[str, pathlib.Path]:
+    """Returns the folder of each package of lazyinline, at any depth, by its dotted name."""
+    found = {"lazyinline": root / "frontend" / "lazyinline"}
+    for top in package_folders(root):
+        for init in top.rglob("__init__.py"):
+            if init.parent != found["lazyinline"]:
+                name = ".".join(init.parent.relative_to(root).parts)
+                found[f"lazyinline.{name}"] = init.parent
+    return found
+
+
 def make_link_tree(root: pathlib.Path = ROOT) -> pathlib.Path:
     """Makes the links that are missing or point elsewhere; returns the folder to search."""
     tree = root / "build" / "lint"

@@ -12,7 +12,7 @@ import sys
 import zipfile
 
 import pytest
-from link_tree import PUBLIC_FACE, ROOT, package_folders
+from link_tree import PUBLIC_FACE, ROOT, all_packages, package_folders
 
 import lazyinline
 from lazyinline.reuse import supported
@@ -65,10 +65,18 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
 
 def test_every_package_folder_is_listed() -> None:
     setup = PYPROJECT["tool"]["setuptools"]
-    expected = {"lazyinline": PUBLIC_FACE.relative_to(ROOT).as_posix()}
-    expected |= {f"lazyinline.{folder.name}": folder.name for folder in package_folders()}
-    assert setup["package-dir"] == expected
-    assert sorted(setup["packages"]) == sorted(expected)
+    folders = {"lazyinline": PUBLIC_FACE.relative_to(ROOT).as_posix()}
+    folders |= {f"lazyinline.{folder.name}": folder.name for folder in package_folders()}
+    assert setup["package-dir"] == folders
+    missing = sorted(all_packages().keys() - set(setup["packages"]))
+    assert not missing, f"add to `packages` in pyproject.toml: {missing}"
+    gone = sorted(set(setup["packages"]) - all_packages().keys())
+    assert not gone, f"take out of `packages` in pyproject.toml: {gone}"
+
+
+def test_every_folder_with_code_is_a_package() -> None:
+    inside = {path.parent for folder in package_folders() for path in folder.rglob("*.py")}
+    assert inside == set(all_packages().values()), "each needs an __init__.py"
 
 
 def test_wheel_has_every_file_and_no_other(wheel: pathlib.Path) -> None:
@@ -101,19 +109,22 @@ def test_wheel_imports_by_itself(wheel: pathlib.Path, tmp_path: pathlib.Path) ->
     )
     code = (
         "import importlib, pkgutil, lazyinline\n"
+        "from lazyinline.reuse.own_code import own_places\n"
         "for found in pkgutil.walk_packages(lazyinline.__path__, 'lazyinline.'):\n"
-        "    print(found.name, importlib.import_module(found.name).__file__)\n"
+        "    file = importlib.import_module(found.name).__file__\n"
+        "    print(found.name, file, file.startswith(own_places()))\n"
     )
     printed = run_python("-c", code, cwd=tmp_path, PYTHONPATH=str(target))
-    imported = dict(line.split(" ", 1) for line in printed.splitlines())
-    expected = {f"lazyinline.{folder.name}" for folder in package_folders()}
-    expected.add("lazyinline.__main__")
-    for folder in package_folders():
+    imported = {line.split()[0]: line.split()[1:] for line in printed.splitlines()}
+    expected = {*all_packages(), "lazyinline.__main__"} - {"lazyinline"}
+    for package, folder in all_packages().items():
         modules = pkgutil.iter_modules([str(folder)])
-        expected |= {f"lazyinline.{folder.name}.{m.name}" for m in modules if not m.ispkg}
+        expected |= {f"{package}.{m.name}" for m in modules if not m.ispkg}
     assert set(imported) == expected
-    elsewhere = {name for name, file in imported.items() if not file.startswith(str(target))}
+    elsewhere = {name for name, (file, _) in imported.items() if not file.startswith(str(target))}
     assert not elsewhere, f"not imported from the wheel: {elsewhere}"
+    foreign = {name for name, (_, own) in imported.items() if own != "True"}
+    assert not foreign, f"taken for code of the user: {foreign}"
 
 
 def test_tests_run_on_the_checkout(tmp_path: pathlib.Path) -> None:
