@@ -5,7 +5,6 @@
     python benchmarks/recompute.py --model hf-llama
     python benchmarks/recompute.py --model gpt --dropout 0.1          # gradients under dropout
     python benchmarks/recompute.py --sweep 8                          # budgets, measured peaks
-    python benchmarks/recompute.py --solve 8 96                       # time to spread a budget
 
 Each way runs in a process of its own (``recompute_way.py``), one thread each, at most two of them
 at a time: the two step in turns, so that their times can be compared. Peaks are measured by the
@@ -22,15 +21,11 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from lazyinline.recompute.group import Group
-from recompute_way import LAYERS, Examined, Sizes, WaySpec, build
+from recompute_way import LAYERS, Examined, Sizes, WaySpec
 
 HERE = pathlib.Path(__file__).resolve().parent
 MIB = 2**20
@@ -283,57 +278,6 @@ def _row(comparison: Comparison, spec: WaySpec) -> Row:
         return comparison.examine(process)
 
 
-def solve(sizes: Sizes, options: argparse.Namespace) -> None:
-    """The knapsack over N layers and all calls around them, once the frontiers are there."""
-    import gc
-
-    from lazyinline.recompute.solver import spread
-
-    groups = {n: stack_groups(replace(sizes, layers=n)) for n in options.solve}
-    for fraction in (0.25, 0.5, 0.75):
-        times: dict[int, list[float]] = {n: [] for n in options.solve}
-        for _ in range(200):
-            for calls, asked in groups.items():
-                budget = int(fraction * sum(g.num_calls * g.num_bytes[-1] for g in asked))
-                gc.collect(0)
-                start = time.process_time()
-                spread(asked, budget)
-                times[calls].append(1e3 * (time.process_time() - start))
-        best = {n: min(ms) for n, ms in times.items()}
-        shown = ", ".join(
-            f"N={n}: {best[n]:.2f} CPU ms (median {statistics.median(ms):.2f})"
-            for n, ms in times.items()
-        )
-        ratio = max(best.values()) / min(best.values())
-        print(f"budget {fraction} of what is saved: {shown}; ratio {ratio:.2f}")
-
-
-def stack_groups(sizes: Sizes) -> list[Group]:
-    """The calls of a real model as a budget sees them."""
-    import lazyinline
-    from lazyinline.frontend.compiler import Compiler, Options
-    from lazyinline.frontend.requests import loss_differentiation
-    from lazyinline.recompute.costs import Roofline
-    from lazyinline.recompute.fit import MAX_VARIANTS
-    from lazyinline.recompute.group import Group
-    from lazyinline.recompute.planner import Planner
-
-    model, batch = build(sizes)
-    program = lazyinline.capture(model, tuple(batch.values()), train=True)
-    planner = Planner(Compiler(Options()).differentiator, Roofline())
-    start = time.process_time()
-    sites = Counter(s.request for s in planner.sites(loss_differentiation(program)))
-    groups = []
-    for request, num_calls in sites.items():
-        points = planner.frontier(request)
-        columns = tuple(p.num_bytes for p in points), tuple(p.extra_s for p in points)
-        groups.append(Group(num_calls, *columns, frozenset(), MAX_VARIANTS))
-    shown = ", ".join(f"{g.num_calls} x {len(g.num_bytes)}" for g in groups)
-    took = time.process_time() - start
-    print(f"N={sizes.layers}: calls x variants: {shown}; frontiers {took:.2f} CPU s", flush=True)
-    return groups
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
@@ -349,12 +293,9 @@ def main() -> None:
     listed = "; ".join(f"{i} {way.name}" for i, way in zip(numbers, TORCH_WAYS, strict=True))
     add("--ways", type=int, nargs="+", choices=numbers, default=numbers, help=listed)
     add("--sweep", type=int, metavar="K", help="K budgets instead of the policies")
-    add(
-        "--solve", type=int, nargs="+", metavar="N", help="numbers of calls to spread a budget over"
-    )
     options = parser.parse_args()
     sizes = Sizes(**{f.name: getattr(options, f.name) for f in fields(Sizes)})
-    (sweep if options.sweep else solve if options.solve else policies)(sizes, options)
+    (sweep if options.sweep else policies)(sizes, options)
 
 
 if __name__ == "__main__":

@@ -3,9 +3,7 @@
     policy        what a user asks for
     costs         what operators cost
     cut_problem   one leaf's forward values, and what saving some of them means
-    group         the calls of one closure, and the variants that each may take
-    stack         the exact spread over many calls of one closure, and single ones around it
-    solver        exact cuts of one closure; exact spread over the calls of any number
+    solver        exact cuts of one closure; exact spread over calls, whatever their number
     planner       the choice of a policy, and the frontier of each closure
     fit           a budget that the linked program keeps
     summary       what is saved and computed again, for people

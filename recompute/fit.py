@@ -16,10 +16,9 @@ from ..autodiff.choices import Choice, PerCall
 from ..autodiff.derivative import Request
 from ..reuse.errors import PlanError
 from ..reuse.program import Composite
-from .group import Group
 from .planner import Planner, Site, Variant, wish_of
 from .policy import Budget
-from .solver import spread
+from .solver import Group, spread
 
 MAX_VARIANTS = 3
 _MAX_ROUNDS = 6

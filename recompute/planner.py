@@ -14,7 +14,6 @@ from ..reuse.program import Call, Composite, Leaf, input_nodes
 from . import solver
 from .costs import CostModel
 from .cut_problem import CutPoint, CutProblem
-from .group import Group
 
 _NUM_POINTS = 16  # budgets solved for per leaf
 _NUM_INNER_POINTS = 8  # and per composite
@@ -194,7 +193,8 @@ class Planner:
         sites = self.sites(request)
         frontiers = [self.few(s.request) for s in sites]
         groups = [
-            Group(1, tuple(v.num_bytes for v in f), tuple(v.extra_s for v in f)) for f in frontiers
+            solver.Group(1, tuple(v.num_bytes for v in f), tuple(v.extra_s for v in f))
+            for f in frontiers
         ]
         low = sum(f[0].num_bytes for f in frontiers)
         high = sum(f[-1].num_bytes for f in frontiers)

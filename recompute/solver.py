@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from .cut_problem import CutPoint, CutProblem, ForwardValue
-from .group import Group
-from .stack import is_stack, spread_of_stack
 
 _TIE = 1e-6  # weight of the second goal against the first, both scaled to one
 _TIME_LIMIT_S = 20.0
@@ -143,6 +142,57 @@ def _scaled(numbers: Sequence[float]) -> np.ndarray:
 # ---- many calls --------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class Group:
+    """Calls of one closure, and the variants each may take.
+
+    Attributes:
+        num_calls: how many.
+        num_bytes: per variant, what one call saves; growing.
+        extra_s: per variant, the seconds one call computes again; falling.
+        compiled: positions of variants that are compiled whether used or not.
+        max_variants: how many may be compiled.
+    """
+
+    num_calls: int
+    num_bytes: tuple[int, ...]
+    extra_s: tuple[float, ...]
+    compiled: frozenset[int] = frozenset()
+    max_variants: int = 3
+
+    def only(self, places: Sequence[int]) -> Group:
+        """The same calls with some of the variants."""
+        return Group(
+            self.num_calls,
+            tuple(self.num_bytes[i] for i in places),
+            tuple(self.extra_s[i] for i in places),
+            frozenset(places.index(i) for i in self.compiled),
+            self.max_variants,
+        )
+
+    def bytes_of(self, counts: Sequence[int]) -> int:
+        """What so many calls of each variant save together."""
+        return sum(n * size for n, size in zip(counts, self.num_bytes, strict=True))
+
+    def steps(self) -> list[tuple[int, float, float]]:
+        """From hull point to hull point: bytes added, seconds saved, seconds per byte."""
+        found, here, last = [], 0, len(self.num_bytes) - 1
+        while here < last:
+            slopes = [
+                (
+                    (self.extra_s[here] - self.extra_s[i])
+                    / (self.num_bytes[i] - self.num_bytes[here]),
+                    i,
+                )
+                for i in range(here + 1, last + 1)
+            ]
+            slope, there = max(slopes)
+            added = self.num_bytes[there] - self.num_bytes[here]
+            found.append((added, self.extra_s[here] - self.extra_s[there], slope))
+            here = there
+        return found
+
+
 def spread(groups: Sequence[Group], max_bytes: int) -> list[tuple[int, ...]] | None:
     """Says how many calls of each group take which variant: the least work within the bytes.
 
@@ -156,20 +206,33 @@ def spread(groups: Sequence[Group], max_bytes: int) -> list[tuple[int, ...]] | N
     Returns:
         For each group the counts by variant, or None if the bytes do not suffice.
     """
-    if is_stack(groups):
-        direct = spread_of_stack(groups, max_bytes, _TIE)
-        return None if direct is None else list(direct.counts)
     places = _promising(groups, max_bytes)
     if places is not None:
         kept = [g.only(p) for g, p in zip(groups, places, strict=True)]
-        found = _spread(kept, max_bytes)
+        found = _spread_within(kept, max_bytes)
         assert found is not None, "the greedy spread is among what was kept"
         counts = []
         for group, where, numbers in zip(groups, places, found, strict=True):
             by_place = dict(zip(where, numbers, strict=True))
             counts.append(tuple(by_place.get(i, 0) for i in range(len(group.num_bytes))))
         return counts
-    return _spread(groups, max_bytes)
+    return _spread_within(groups, max_bytes)
+
+
+def _spread_within(groups: Sequence[Group], max_bytes: int) -> list[tuple[int, ...]] | None:
+    """Spreads by the solver, whose bounds have a tolerance of a millionth; a budget has none.
+
+    What it takes too much is asked for less: exact but where the best spread is that close to the
+    budget, and never above it.
+    """
+    asked = max_bytes
+    while (found := _spread(groups, asked)) is not None:
+        pairs = zip(groups, found, strict=True)
+        used = sum(g.bytes_of(counts) for g, counts in pairs)
+        if used <= max_bytes:
+            break
+        asked -= used - max_bytes
+    return found
 
 
 def _promising(groups: Sequence[Group], max_bytes: int) -> list[list[int]] | None:
