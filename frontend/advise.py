@@ -19,6 +19,7 @@ from .capture import capture_candidates
 from .compiler import Compiler, Options
 from .decorator import is_marked
 from .differences import GraphDifference, graph_difference
+from .init_key import InitKeys
 from .measure import warm_up_compiler
 from .regions import SharingDecision
 from .workload import generators_left_as_found
@@ -171,12 +172,13 @@ def _kept_apart(
         graphs = None
         if pair[0] is not None and pair[1] is not None:
             graphs = graph_difference(pair[0], pair[1])
-        origin, reader = _attribute_lines(model, decision)
+        origin, reader = _attribute_lines(_attribute_owner(model, decision.path, decision.reason))
         yield KeptApart(
             class_name=decision.class_name,
             paths=(decision.path, decision.compared_with),
             num_more=alike[kind] - 1,
             cause=decision.reason,
+            init_argument=_init_argument(model, decision),
             origin=origin,
             read_at=reader,
             graphs=f"the block {decision.shares}" if decision.shares else _graph_text(graphs),
@@ -189,18 +191,48 @@ def _shape(reason: str) -> str:
     return reason.partition(" is ")[0]
 
 
-def _attribute_lines(model: nn.Module, decision: SharingDecision) -> tuple[str, str]:
-    """Returns the lines that set and read the attribute that a reason names."""
-    match = _ATTRIBUTE.match(decision.reason)
+def _attribute_owner(model: nn.Module, path: str, reason: str) -> tuple[nn.Module, str] | None:
+    """Returns the module in a block that holds the attribute that a reason names, and its name."""
+    match = _ATTRIBUTE.match(reason)
     if match is None:
-        return "", ""
-    module = model.get_submodule(decision.path)
+        return None
+    module = model.get_submodule(path)
     for name in ".".join(p for p in (match["block"], match["path"]) if p).split("."):
         child = module_state(module)["_modules"].get(name)
         if child is None:
-            return set_at(type(module), name), read_at(type(module), name)
+            return module, name
         module = child
-    return "", ""
+    return None
+
+
+def _attribute_lines(owner: tuple[nn.Module, str] | None) -> tuple[str, str]:
+    """Returns the lines that set and read an attribute."""
+    if owner is None:
+        return "", ""
+    module, name = owner
+    return set_at(type(module), name), read_at(type(module), name)
+
+
+def _init_argument(model: nn.Module, decision: SharingDecision) -> str:
+    """Names the constructor's arguments that set what differs, with both values if they show."""
+    pair = [
+        _attribute_owner(model, path, decision.reason)
+        for path in (decision.path, decision.compared_with)
+    ]
+    if pair[0] is None or pair[1] is None:
+        return ""
+    keys = InitKeys()
+    constructor = keys.constructor(type(pair[0][0]))
+    names = constructor.used.get(pair[0][1], frozenset()) if constructor is not None else ()
+    mine, other = keys.key(pair[0][0]), keys.key(pair[1][0])
+    texts = []
+    for name in sorted(names):
+        value, before = mine.argument(name), other.argument(name)
+        if value is None or before is None:
+            texts.append(name)
+        elif value.identity != before.identity:
+            texts.append(f"{value}, not {before.text}")
+    return f"{'; '.join(texts)} (of {mine.class_name})" if texts else ""
 
 
 def _graph_text(graphs: GraphDifference | None) -> str:

@@ -5,7 +5,6 @@ The mark is a wish, never a promise: capture shares two instances only on eviden
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable
 from typing import Any, TypeVar, overload
@@ -19,25 +18,11 @@ from ..reuse.modules import module_state
 _MARK = "__lazy_inline__"
 STAGE_MARK = "_lazyinline_stage"
 """Attribute of a module that belongs to one pipeline stage."""
-_RECORD = "_lazy_inline_arguments"
 _RECOMPUTE = "_lazy_inline_recompute"
 _SAVE = "save"
 
 ModuleClass = TypeVar("ModuleClass", bound=type[nn.Module])
 Function = TypeVar("Function", bound=Callable[..., Any])
-
-
-class InitArguments:
-    """The arguments an instance was made with, defaults applied. Not copied and not pickled."""
-
-    def __init__(self, arguments: dict[str, Any] | None = None) -> None:
-        self.arguments = arguments or {}
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return (InitArguments, ())
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> InitArguments:
-        return InitArguments(self.arguments)
 
 
 @overload
@@ -56,7 +41,7 @@ def lazy_inline(target: Any) -> Any:
         target: a subclass of ``nn.Module``, or its ``__init__``.
 
     Returns:
-        The same class (or the wrapped ``__init__``).
+        The target.
 
     Raises:
         ReuseError: if the target is neither.
@@ -67,33 +52,15 @@ def lazy_inline(target: Any) -> Any:
         >>> lazy_inline(LlamaDecoderLayer)
     """
     if isinstance(target, type) and issubclass(target, nn.Module):
-        if _MARK not in target.__dict__:
-            setattr(target, _MARK, True)
-            target.__init__ = _recording(target.__init__)  # type: ignore[misc,method-assign]
+        setattr(target, _MARK, True)
         return target
     if inspect.isfunction(target) and target.__name__ == "__init__":
-        wrapped = _recording(target)
-        setattr(wrapped, _MARK, True)
-        return wrapped
+        setattr(target, _MARK, True)
+        return target
     raise ReuseError(
         f"lazy_inline marks a subclass of nn.Module or its __init__, not {target!r}. "
         "Put it above the class, above def __init__, or call lazy_inline(TheLayerClass)."
     )
-
-
-def _recording(init: Callable[..., None]) -> Callable[..., None]:
-    signature = inspect.signature(init)
-
-    @functools.wraps(init)
-    def wrapper(self: nn.Module, *args: Any, **kwargs: Any) -> None:
-        if _RECORD not in self.__dict__:
-            bound = signature.bind(self, *args, **kwargs)
-            bound.apply_defaults()
-            arguments = dict(list(bound.arguments.items())[1:])
-            self.__dict__[_RECORD] = InitArguments(arguments)
-        init(self, *args, **kwargs)
-
-    return wrapper
 
 
 Target = TypeVar("Target", bound=Any)
@@ -158,9 +125,3 @@ def is_block(module: nn.Module) -> bool:
 def is_compiled(module: nn.Module) -> bool:
     """Whether a module is what ``compile`` returned."""
     return "_lazyinline_model" in module_state(module)
-
-
-def init_arguments(module: nn.Module) -> dict[str, Any]:
-    """Returns the recorded constructor arguments of an instance (empty if made before the mark)."""
-    record = module_state(module).get(_RECORD)
-    return record.arguments if isinstance(record, InitArguments) else {}

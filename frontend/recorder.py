@@ -30,6 +30,7 @@ from .candidates import Blocks, dissolve
 from .custom_function import TENSOR, CustomFunction
 from .decorator import recompute_mark
 from .effects import EffectError, Effects
+from .init_key import InitKey, InitKeys
 from .interception import intercepted
 from .outside_changes import OutsideChanges
 from .outside_tensors import OutsideTensors
@@ -105,6 +106,7 @@ class Recorder:
         self.root = Region(model, "", type(model).__name__)
         self.tracer = Tracer(sizes.mode if sizes else new_fake_mode(), self._add_node)
         self.decisions: list[SharingDecision] = []
+        self.init_keys = InitKeys()
         self.decided: list[Region | None] = []  # for each decision the region, if it was traced
         self.tensors = OutsideTensors(self.tracer, places)
         self._current = self.root
@@ -255,15 +257,18 @@ class Recorder:
             reason, compared = "", ""
             if not known and earlier is not None:
                 compared, reason = earlier[1], _other_call(key, earlier[0], arguments)
-            for template in reversed(known):
+            init_key = self.init_keys.key(module)
+            for template in self._likeliest_first(known, init_key):
                 reason, compared = template.evidence.mismatch_at(places), template.region.path
                 if not reason:
-                    return self._call_shared(template, module, leaves, places)
+                    result = self._call_shared(template, module, leaves, places)
+                    self._decide(module, init_key, None, compared=compared)
+                    return result
             if reason:
                 self.blocks.differs(module)
             path = self.paths.get(id(module), "")
             region = Region(module, path, type(module).__name__, self._current, reads=Reads())
-            region.recompute = recompute_mark(module)
+            region.recompute, region.init_key = recompute_mark(module), init_key
         made, why, result = self._trace_block(region, args, kwargs, proceed, arguments, leaves)
         if not self.blocks.pays(region):
             dissolve(self._current, {region})
@@ -271,8 +276,13 @@ class Recorder:
         if made is not None and len(known) < _MAX_CLOSURES_PER_BLOCK:
             known.append(made)
         self._traced[type(module)] = (key, region.path)
-        self._decide(module, region, reason=why or reason, compared=compared)
+        self._decide(module, init_key, region, reason=why or reason, compared=compared)
         return result
+
+    @staticmethod
+    def _likeliest_first(known: Sequence[Template], init_key: InitKey) -> list[Template]:
+        """Orders what a block may share with: made with equal arguments first, then the newest."""
+        return sorted(reversed(known), key=lambda t: bool(init_key.differing(t.region.init_key)))
 
     def checkpoint(self, policy: str) -> AbstractContextManager[None]:
         """What runs inside is to be computed again in the backward."""
@@ -321,11 +331,16 @@ class Recorder:
         return bind_arguments(self._signatures[type(module)], args, kwargs)
 
     def _decide(
-        self, module: nn.Module, traced: Region | None, reason: str = "", compared: str = ""
+        self,
+        module: nn.Module,
+        init_key: InitKey,
+        traced: Region | None,
+        reason: str = "",
+        compared: str = "",
     ) -> None:
         path = self.paths.get(id(module), "")
-        name = type(module).__name__
-        self.decisions.append(SharingDecision(path, name, traced is None, reason, compared))
+        name, shared = type(module).__name__, traced is None
+        self.decisions.append(SharingDecision(path, name, shared, reason, compared, key=init_key))
         self.decided.append(traced)
 
     def _with_fakes(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -404,7 +419,6 @@ class Recorder:
         result = self._templating.call(template, module, leaves, path)
         self._note_nested(module, template.evidence)
         self.attributes.read_like(template, dict(places))
-        self._decide(module, None)
         return result
 
     # ---- the whole run -------------------------------------------------------------------

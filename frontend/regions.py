@@ -17,6 +17,7 @@ from ..reuse.program import ModelTensor, Program
 from ..reuse.reads import Reads
 from ..reuse.types import TensorType
 from .contents import Contents
+from .init_key import NO_KEY, InitKey
 from .outside_values import OutsideValues
 
 
@@ -28,7 +29,7 @@ class CrossingError(CaptureError):
 class Region:
     """One traced instance of a block, a part marked for recompute, or the whole model (the root).
 
-    ``recompute`` is how the user wants it recomputed, if at all.
+    ``recompute`` is how the user wants it recomputed, if at all; ``init_key`` is the block's.
     """
 
     module: nn.Module
@@ -42,6 +43,7 @@ class Region:
     outputs: list[torch.fx.Node] = field(default_factory=list)
     num_calls: int = 1
     recompute: str = ""
+    init_key: InitKey = NO_KEY
 
     def nodes(self) -> list[torch.fx.Node]:
         """All nodes of the region and of the regions inside it, in order."""
@@ -114,7 +116,8 @@ class SharingDecision:
         class_name: of the block.
         shared: whether it became a call without its Python being run.
         reason: why it was traced although an earlier instance was known.
-        compared_with: path of that instance.
+        compared_with: path of that instance, or of the one whose closure it calls.
+        key: its class and the arguments of its constructor.
         shares: how it shares a closure all the same, its graph being equal up to constants.
     """
 
@@ -124,6 +127,7 @@ class SharingDecision:
     reason: str = ""
     compared_with: str = ""
     shares: str = ""
+    key: InitKey = NO_KEY
 
 
 @dataclass

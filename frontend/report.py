@@ -13,6 +13,7 @@ from ..recompute.summary import RecomputeRecord
 from ..reuse.printer import closure_names
 from ..reuse.program import count_calls
 from .regions import CapturedModel, SharingDecision
+from .reuse_table import reuse_table
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +145,7 @@ class CompileReport:
             lines.append(f"  {self.num_backwards} backwards: losses used only some of the outputs")
         if self.why_static:
             lines.append(f"  sizes are numbers, because {self.why_static}")
+        lines += [f"  {line}" for line in reuse_table(self.decisions)]
         lines += [f"  {d.path or d.class_name}: not shared, {d.reason}" for d in self.not_shared()]
         lines += [
             f"  {d.path or d.class_name}: {d.shares} (traced because {d.reason})"

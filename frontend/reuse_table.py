@@ -1,0 +1,75 @@
+"""The table of reuse: which blocks share a closure, and where their keys said otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from .init_key import text_of_keys
+from .regions import SharingDecision
+
+_HEAD = "block"
+
+
+@dataclass(frozen=True)
+class ReuseRow:
+    """One trace and the instances that call its closure.
+
+    Attributes:
+        key: class and constructor arguments; one that differs among them shows its range.
+        num_calls: calls of it that inlining would expand.
+        note: where evidence and key disagree, or an empty text.
+    """
+
+    key: str
+    num_calls: int
+    note: str
+
+
+def reuse_rows(decisions: Sequence[SharingDecision]) -> list[ReuseRow]:
+    """Returns a row for each traced block, in the order they were traced."""
+    members: dict[str, list[SharingDecision]] = {}
+    for decision in decisions:
+        traced = decision.compared_with if decision.shared else decision.path
+        members.setdefault(traced, []).append(decision)
+    return [
+        ReuseRow(
+            text_of_keys([d.key for d in group]),
+            sum(_num_runs(d.path, members) for d in group),
+            _note(group, members),
+        )
+        for group in members.values()
+    ]
+
+
+def reuse_table(decisions: Sequence[SharingDecision]) -> list[str]:
+    """Returns the rows as lines of text, or none if there is no block."""
+    rows = reuse_rows(decisions)
+    if not rows:
+        return []
+    width = max(len(_HEAD), *(len(row.key) for row in rows))
+    lines = [
+        f"{_HEAD:<{width}}  calls",
+        *(f"{r.key:<{width}}{r.num_calls:>7}  {r.note}" for r in rows),
+    ]
+    return [line.rstrip() for line in lines]
+
+
+def _num_runs(path: str, members: dict[str, list[SharingDecision]]) -> int:
+    """Returns how often an instance runs: as often as the traced block around it."""
+    outer = path.rpartition(".")[0]
+    while outer and outer not in members:
+        outer = outer.rpartition(".")[0]
+    return sum(_num_runs(d.path, members) for d in members[outer]) if outer else 1
+
+
+def _note(group: Sequence[SharingDecision], members: dict[str, list[SharingDecision]]) -> str:
+    first = group[0]
+    names = dict.fromkeys(n for d in group for n in first.key.differing(d.key))
+    if names:
+        verb = "differ" if len(names) > 1 else "differs"
+        return f"one closure although {', '.join(names)} {verb}"
+    other = members.get(first.compared_with, [])
+    if first.reason and other and not first.key.differing(other[0].key):
+        return f"kept apart from {other[0].path} although the key is equal"
+    return ""

@@ -1,0 +1,162 @@
+"""The key of a block: what instances show of their constructor's arguments, and what it is for."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import T5Config, T5Model
+
+import lazyinline
+from lazyinline.frontend.init_key import InitKeys, text_of_keys
+
+
+class Norm(nn.Module):
+    def __init__(self, width: int, eps: float = 1e-5) -> None:
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.ones(width)), eps
+        self.size = width
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x / (x.square().mean(-1, keepdim=True) + self.eps).sqrt() * self.weight
+
+
+class Base(nn.Module):
+    def __init__(self, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+
+
+class Block(Base):
+    def __init__(
+        self, width: int, h: int, act: Any = nn.ReLU, p: float = 0.0, index: int = 0, **_: Any
+    ) -> None:
+        super().__init__(h)
+        self.norm = Norm(width)
+        self.net = nn.Sequential(nn.Linear(width, width), act(), nn.Dropout(p))
+        self.index = index
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.net(self.norm(x)) / self.heads
+
+
+def key(module: nn.Module) -> str:
+    return str(InitKeys().key(module))
+
+
+def test_arguments_are_found_wherever_the_instance_keeps_them() -> None:
+    assert key(Norm(4)) == "Norm(width=4)"  # its own attribute; what is the default is left out
+    assert key(Norm(4, eps=0.1)) == "Norm(width=4, eps=0.1)"
+    assert key(Block(4, 2)) == "Block(width=4, h=2)"  # a sub-module's, the base class's
+    assert key(Block(4, 2, nn.GELU, 0.5)) == "Block(width=4, h=2, p=0.5)"  # a list's item
+    assert key(nn.Linear(3, 5)) == "Linear(in_features=3, out_features=5)"
+    assert key(nn.ReLU()) == "ReLU()"
+
+
+def test_keys_of_hugging_face_layers_are_found_through_lists_that_grow() -> None:
+    config = T5Config(d_model=8, d_kv=4, num_heads=2, d_ff=8, num_layers=3, vocab_size=8)
+    keys = [InitKeys().key(block) for block in T5Model(config).encoder.block]
+    assert str(keys[0]) == (
+        "T5Block(config=T5Config, has_relative_attention_bias=True, layer_idx=0)"
+    )
+    assert keys[1].differing(keys[2]) == ["layer_idx"]
+    assert text_of_keys(keys[1:]) == "T5Block(config=T5Config, layer_idx=1..2)"
+
+
+class Strange(nn.Module):
+    def __init__(self, *widths: int, scale: Any = None) -> None:
+        super().__init__()
+        self.total = sum(widths)
+
+
+def test_a_class_that_shows_nothing_has_a_key_without_arguments() -> None:
+    assert key(Strange(1, 2, scale=3)) == "Strange()"
+    made: Any = type("Made", (nn.Module,), {"__init__": lambda self, a: nn.Module.__init__(self)})
+    assert key(made(3)) == "Made()"
+    exec(
+        "class Typed(nn.Module):\n def __init__(self, a):\n  super().__init__(); self.a = a",
+        globals(),
+    )
+    assert key(globals()["Typed"](3)) == "Typed()"  # no source
+
+
+def test_the_mark_leaves_the_constructor_and_the_instance_alone() -> None:
+    class Layer(Norm):
+        pass
+
+    before, init = Layer(4), Layer.__init__
+    assert lazyinline.lazy_inline(Layer) is Layer
+    assert Layer.__init__ is init
+    assert vars(before).keys() == vars(Layer(4)).keys() == vars(Norm(4)).keys()
+    assert key(before) == "Layer(width=4)"
+
+
+def stack(*layers: nn.Module) -> nn.Module:
+    return nn.Sequential(*layers)
+
+
+def table(model: nn.Module) -> str:
+    lazyinline.lazy_inline(Block)
+    compiled = lazyinline.compile(model, backend="eager")
+    x = torch.ones(2, 4, requires_grad=True)  # as what the blocks hand on
+    torch.testing.assert_close(compiled(x), model(x))
+    text = str(compiled.last_report)
+    return text[text.index("  block") :]
+
+
+def same_key_other_norm() -> nn.Module:
+    model = stack(Block(4, 2), Block(4, 2))
+    model[1].norm.extra = model[1].net[0].bias.requires_grad_(False)  # type: ignore[union-attr]
+    return model
+
+
+TABLES: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
+    "equal keys share": (
+        lambda: stack(Block(4, 2), Block(4, 2), Block(4, 2)),
+        ["Block(width=4, h=2)      3"],
+    ),
+    "unequal keys share": (
+        lambda: stack(*(Block(4, 2, index=i) for i in range(3))),
+        ["Block(width=4, h=2, index=0..2)      3  one closure although index differs"],
+    ),
+    "equal keys are kept apart": (
+        same_key_other_norm,
+        [
+            "Block(width=4, h=2)      1",
+            "Block(width=4, h=2)      1  kept apart from 0 although the key is equal",
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_the_report_shows_keys_calls_and_where_evidence_said_otherwise(name: str) -> None:
+    make, rows = TABLES[name]
+    lines = [line.strip() for line in table(make()).splitlines()]
+    assert lines[1 : 1 + len(rows)] == rows
+
+
+def test_the_likeliest_closure_is_asked_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    from lazyinline.reuse.evidence import Evidence
+
+    asked: list[str] = []
+    mismatch_at = Evidence.mismatch_at
+
+    def counting(self: Evidence, places: Any) -> str:
+        reason = mismatch_at(self, places)
+        asked.append(reason)
+        return reason
+
+    monkeypatch.setattr(Evidence, "mismatch_at", counting)
+    table(stack(*(Block(4, heads) for heads in (2, 4, 2, 2, 2))))
+    assert [bool(reason) for reason in asked] == [True, False, False, False]
+
+
+def test_calls_of_a_nested_block_are_those_of_the_block_around_it() -> None:
+    lazyinline.lazy_inline(Norm)
+    text = table(stack(Block(4, 2), Block(4, 2)))
+    assert [" ".join(line.split()) for line in text.splitlines()[1:3]] == [
+        "Norm(width=4) 2",
+        "Block(width=4, h=2) 2",
+    ]
