@@ -19,6 +19,7 @@ from ..reuse.program import (
     Call,
     Closure,
     Composite,
+    Kernels,
     Leaf,
     Pack,
     Program,
@@ -72,7 +73,7 @@ class Recipe:
     decompositions: Decompositions = field(default_factory=dict)
     policy: str = "save"
     joint_pass: Callable[[torch.fx.GraphModule], torch.fx.GraphModule] | None = None
-    kernels: str = "backend"
+    kernels: Kernels = "backend"
     rewrite: Callable[[torch.fx.GraphModule], torch.fx.GraphModule] = _unchanged
 
 

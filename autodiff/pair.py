@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch.fx
 
 from ..reuse.leaf import is_view
-from ..reuse.program import Closure, Leaf, input_nodes
+from ..reuse.program import Closure, Kernels, Leaf, input_nodes
 from ..reuse.types import StructType, TensorType
 from .joint_cut import outputs_of
 from .torch_autograd import JointTrace
@@ -48,7 +48,7 @@ def make_pair(
     forward: torch.fx.GraphModule,
     backward: torch.fx.GraphModule,
     joint: JointTrace,
-    kernels: str,
+    kernels: Kernels,
 ) -> Derivative:
     """Reads the boundary of a partitioned leaf: what is saved, and what is handed over."""
     primals = [n.name for n in input_nodes(forward)]

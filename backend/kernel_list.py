@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import torch
 
@@ -30,6 +30,11 @@ class View:
         return f"b{self.buffer}{at}"
 
 
+ClosureBuffer: TypeAlias = Literal["input", "private", "foreign"]
+Returned: TypeAlias = Literal["nothing", "tensor", "tuple"]
+OperandForm: TypeAlias = Literal["tensors", "addresses"]
+
+
 @dataclass(frozen=True, slots=True)
 class BufferInfo:
     """One buffer of a closure.
@@ -39,7 +44,7 @@ class BufferInfo:
     lives on after ``last``.
     """
 
-    kind: str
+    kind: ClosureBuffer
     num_bytes: int
     first: int
     last: int
@@ -69,8 +74,8 @@ class Launch:
     args: tuple[Any, ...]
     kwargs: tuple[tuple[str, Any], ...]
     results: tuple[Any, ...] = ()
-    returns: str = "nothing"
-    operands: str = "tensors"
+    returns: Returned = "nothing"
+    operands: OperandForm = "tensors"
     native: NativeOp | None = None
 
     def views(self) -> Iterator[View]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
 
 import numpy as np
 import torch
@@ -35,6 +36,9 @@ class Placed:
     offset_bytes: int
 
 
+BufferKind: TypeAlias = Literal["arena", "given", "result", "foreign", "unused", "scratch"]
+
+
 @dataclass(slots=True)
 class Instance:
     """One buffer of the whole program.
@@ -45,7 +49,7 @@ class Instance:
     Lives in ``[birth, death)``, in launches.
     """
 
-    kind: str
+    kind: BufferKind
     num_bytes: int
     birth: int
     death: int
@@ -129,6 +133,8 @@ class Layout:
         leaves = dict.fromkeys(call.leaf for call in flat.launches)
         scratch = {leaf: _scratch_of(kernel_lists[leaf]) for leaf in leaves}
         for call in flat.launches:
+            # The late inline: the closure's launches are used as they are, and only a table from
+            # its buffers to buffers of the whole program is made for this call.
             kernels = kernel_lists[call.leaf]
             for index, num_bytes in scratch[call.leaf]:
                 at = self.time + index
@@ -144,6 +150,7 @@ class Layout:
                     instance, view.dtype, view.shape, view.stride, offset + view.offset_bytes
                 )
                 live[instance] += 1
+            # Added up at once: a gradient that waited for the end would be live until then.
             waiting += [s for s in call.results if s in sinks]
             for slot in waiting:
                 launches += [self.apply("add_", target, slots[slot]) for target in sinks[slot]]
@@ -151,6 +158,7 @@ class Layout:
             live.subtract(slots[s].instance for s in call.frees)
         for slot in waiting:
             launches += [self.apply("add_", target, slots[slot]) for target in sinks[slot]]
+        # An output outlives the part. What went into a sink does not: the sum is what is kept.
         part = Part(list(inputs), launches, [slots[s] for s in flat.outputs])
         for slot in flat.outputs:
             if slot not in sinks:
@@ -184,6 +192,7 @@ class Layout:
         for buffer, source in kernels.in_place:
             instance = self.instances[bases[source][0]]
             last = operands[source] in frees and live[bases[source][0]] == 1
+            # Another part's buffer is left alone: its code may run again before this part does.
             whole = instance.num_bytes == self.instances[bases[buffer][0]].num_bytes
             if last and whole and instance.kind == "arena" and instance.part == len(self.parts):
                 self.instances[bases[buffer][0]].kind = "unused"
@@ -205,8 +214,9 @@ class Layout:
                 instance.death = max(instance.death, self.time + info.last + 1)
                 bases.append((operand.instance, operand.offset_bytes))
                 continue
+            # A buffer lives for one launch at least, or the planner would let others overlap it.
             birth, death = self.time + max(info.first, 0), self.time + info.last + 1
-            kind = "foreign" if info.kind == "foreign" else "arena"
+            kind: BufferKind = "foreign" if info.kind == "foreign" else "arena"
             new = Instance(kind, info.num_bytes, birth, max(death, birth + 1), len(self.parts))
             bases.append((self._add(new), 0))
         return tuple(bases)

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -42,7 +42,7 @@ class Source:
     caller in each run), ``"output"`` or ``"input"`` (number ``index`` of ``part``).
     """
 
-    kind: str
+    kind: Literal["inbox", "model", "given", "output", "input"]
     index: int
     part: str = ""
 
@@ -171,6 +171,8 @@ class UnitLayout:
         start = self.layout.time
         self._inbox_places.setdefault(spec.way, [])
         for wire in spec.inboxes:
+            # It belongs to no part (-1): a receive may fill it before the part starts, so that no
+            # launch may take its memory over.
             self._inbox_places[spec.way].append((self.layout.arena(wire.num_bytes, -1), wire))
         unpacked: list[Any] = []
         inputs = [self._input(spec, source, number, unpacked) for source in spec.sources]
@@ -181,12 +183,15 @@ class UnitLayout:
         part.launches[:0] = unpacked
         for output in (*spec.returned, *(output for output, _ in spec.outboxes)):
             instance = self.layout.instances[part.outputs[output].instance]
-            instance.death = max(instance.death, start + 1)  # in this part, even if it is empty
+            # What is returned as it came in is used in this part, even if nothing is launched.
+            instance.death = max(instance.death, start + 1)
         for output, wire in spec.outboxes:
             place = self._outbox(number, part, part.outputs[output], wire)
             self._outbox_places.setdefault(spec.way, []).append((place, wire))
         self._spans.append((start, self.layout.time))
-        self.layout.time += 1  # so that no span is empty
+        # A part may launch nothing, and two parts must never share a moment: buffers are told
+        # apart by the part in which they live.
+        self.layout.time += 1
         return part
 
     def _input(self, spec: PartSpec, source: Source, number: int, unpacked: list[Any]) -> Placed:
@@ -244,6 +249,8 @@ class UnitLayout:
         for instance, used in zip(self.layout.instances, self._used, strict=True):
             if instance.kind == "arena" and used == (number, number):
                 live[instance.birth - start + 1 : instance.death - start] += instance.num_bytes
+        # What is live across a cut goes into a slab, where the planner can share nothing. So a cut
+        # moves by up to half a phase to where the fewest bytes are live.
         cuts = [0]
         step = (end - start) / num_phases
         for phase in range(1, num_phases):
@@ -268,6 +275,8 @@ class UnitLayout:
                 groups.setdefault(phases[index], []).append(index)
         for (begin, end), members in groups.items():
             (first, a), (last, b) = where[begin], where[end]
+            # Buffers that live from one phase to another are all live between the two: nothing can
+            # be shared, and no planner is needed. Within a phase a planner places them.
             num_bytes = self._stack(members) if begin < end else self._place(members, plan)
             self._add_region(members, Region(num_bytes, first, last, a, b, False))
         for target, places in (
@@ -312,6 +321,8 @@ class UnitLayout:
     def bytes_per_flight(self, num_flights: int) -> int:
         """Returns what one of so many flights at once takes, with its share of the scratch."""
         kept = sum(r.num_bytes for r in self.regions if r.is_kept)
+        # Flights share the scratch, since one part runs at a time: each bears its share of the most
+        # that a phase needs.
         scratch = 0
         for part, cuts in enumerate(self._cuts):
             own = [r for r in self.regions if r.first == part and not r.is_kept]

@@ -23,7 +23,7 @@ from . import torch_native
 from .arena import ArenaPlan, plan
 from .flat_code import CodeWriter, bind_arena, bind_model, bind_native, result_base
 from .kernel_list import KernelList
-from .layout import Instance, Layout, Part, Placed, buffers_of
+from .layout import BufferKind, Instance, Layout, Part, Placed, buffers_of
 from .link import FlatProgram
 from .live_ranges import Buffers, lower_bound
 from .overlay import (
@@ -512,7 +512,7 @@ def _pin_results(layout: Layout) -> None:
         layout.instances[instance].death = layout.time
 
 
-def _copy_out(layout: Layout, part: Part, placed: Placed, kind: str) -> Placed:
+def _copy_out(layout: Layout, part: Part, placed: Placed, kind: BufferKind) -> Placed:
     """Adds a launch that copies a value into a buffer of its own, at the end of a part."""
     type_ = TensorType(placed.dtype, placed.shape, placed.stride, torch.device("cpu"))
     stride = placed.stride if type_.is_dense else contiguous_stride(placed.shape)

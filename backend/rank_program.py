@@ -39,7 +39,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Schedule:
-    """When a rank runs what, and when what travels comes and goes.
+    """A rank's runs in order, and when each transferred value arrives and has been delivered.
 
     Attributes:
         runs: in order. A part that a unit does not have runs nothing.

@@ -22,7 +22,16 @@ from ..reuse.leaf import flat_types
 from ..reuse.program import Leaf
 from ..reuse.torch_names import is_lazy, memory_id
 from .kernel_bundles import kept
-from .kernel_list import BufferInfo, KernelList, Launch, View, views_in
+from .kernel_list import (
+    BufferInfo,
+    ClosureBuffer,
+    KernelList,
+    Launch,
+    OperandForm,
+    Returned,
+    View,
+    views_in,
+)
 from .native_ops import with_native
 
 _ALLOCATORS = ("empty_strided_cpu", "empty_strided_cpu_pinned", "empty_strided_cuda")
@@ -123,7 +132,7 @@ class _Recorder(TorchDispatchMode):
         self._types = flat_types(leaf.input_types)
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._buffers: dict[int, int] = {}
-        self._kinds: list[str] = []
+        self._kinds: list[ClosureBuffer] = []
         self._bytes: list[int] = []
         self._keep: list[torch.Tensor] = []
         self._launches: list[Launch] = []
@@ -131,7 +140,7 @@ class _Recorder(TorchDispatchMode):
         for tensor in self.inputs:
             self._add_buffer(tensor, "input")
 
-    def _add_buffer(self, tensor: torch.Tensor, kind: str) -> None:
+    def _add_buffer(self, tensor: torch.Tensor, kind: ClosureBuffer) -> None:
         self._buffers[memory_id(tensor)] = len(self._kinds)
         self._kinds.append(kind)
         self._bytes.append(tensor.untyped_storage().nbytes())
@@ -159,7 +168,7 @@ class _Recorder(TorchDispatchMode):
         return FakeTensor(self.mode, memory, device)
 
     def launching(
-        self, name: str, function: Callable[..., Any], operands: str = "tensors"
+        self, name: str, function: Callable[..., Any], operands: OperandForm = "tensors"
     ) -> Callable[..., Any]:
         """Returns what notes a launch of ``function`` instead of running it."""
 
@@ -176,8 +185,8 @@ class _Recorder(TorchDispatchMode):
         args: Any,
         kwargs: dict[str, Any],
         results: tuple[Any, ...] = (),
-        returns: str = "nothing",
-        operands: str = "tensors",
+        returns: Returned = "nothing",
+        operands: OperandForm = "tensors",
     ) -> None:
         given = tuple(tree_map(self._operand, tuple(args)))
         named = tuple((k, tree_map(self._operand, v)) for k, v in kwargs.items())
@@ -220,7 +229,7 @@ class _Recorder(TorchDispatchMode):
         made = [t for t in leaves if isinstance(t, torch.Tensor)]
         new = [t for t in made if memory_id(t) not in self._buffers]
         if new or func._schema.is_mutable:
-            returns = "tensor" if isinstance(result, torch.Tensor) else "tuple"
+            returns: Returned = "tensor" if isinstance(result, torch.Tensor) else "tuple"
             self._note_operator(func, args, kwargs, (leaves, returns), new)
         return result
 
@@ -229,7 +238,7 @@ class _Recorder(TorchDispatchMode):
         func: Any,
         args: Any,
         kwargs: dict[str, Any],
-        result: tuple[list[Any], str],
+        result: tuple[list[Any], Returned],
         new: list[torch.Tensor],
     ) -> None:
         name = str(func).removeprefix("aten.").removesuffix(".default")

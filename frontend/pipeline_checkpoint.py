@@ -1,4 +1,4 @@
-"""What the ranks of a pipeline saved, and its way back into another one."""
+"""Loads the state that one pipeline's ranks saved into a model or another pipeline."""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from functools import partial
 
@@ -154,11 +155,10 @@ def unit_of(
 def _forward(derived: StageDerivative, flat: FlatProgram) -> PartSpec:
     stage = derived.stage
     sources = [Source("inbox", i) for i in range(stage.num_received)]
-    counts = {"model": 0, "given": 0}
+    models, given = itertools.count(), itertools.count()
     for source in stage.sources:
-        kind = "model" if isinstance(source, ModelTensor) else "given"
-        sources.append(Source(kind, counts[kind]))
-        counts[kind] += 1
+        is_model = isinstance(source, ModelTensor)
+        sources.append(Source("model", next(models)) if is_model else Source("given", next(given)))
     return PartSpec(
         FORWARD,
         FORWARD,

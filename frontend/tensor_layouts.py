@@ -47,7 +47,8 @@ class TensorLayouts:
             wants_grad = self._grad_mode or list(map(_requires_grad, tensors)) == self._wants_grad
             if wants_grad and self._guards.check(*tensors):
                 return True
-        # Its no is no proof: it also sees the caller's modes (autocast, inference).
+        # A False is not conclusive: the C++ guard also reacts to the caller's modes (autocast,
+        # inference). So compare exactly.
         return bool(_facts(tensors) == self._facts)
 
 

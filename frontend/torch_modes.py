@@ -94,7 +94,8 @@ class Modes:
         """Whether they are now as they were."""
         if self._state.check():
             return _other_modes() == self._others
-        # Its no is no proof: it also sees the number of threads, and what is set but not used.
+        # A False is not conclusive: the C++ guard also reacts to the thread count and to settings
+        # that are not in use. So compare exactly.
         if (_modes_of_state(), _other_modes()) != self._all:
             return False
         self._state = GlobalStateGuard()

@@ -13,7 +13,7 @@ from ..backend.link import link
 from ..reuse import pytree
 from ..reuse.errors import PlanError
 from ..reuse.leaf import flat_types
-from ..reuse.program import Closure, Composite, Program
+from ..reuse.program import Closure, Composite, Kernels, Program
 from ..reuse.rewrite import map_leaves
 from .capture import one_at_a_time
 
@@ -30,7 +30,7 @@ class UnusedOutputs:
         self._reads: dict[int, frozenset[int]] = {}
         self._eager: dict[Closure, Closure] = {}
 
-    def without(self, unused: Sequence[int], kernels: str = "backend") -> Derivative | None:
+    def without(self, unused: Sequence[int], kernels: Kernels = "backend") -> Derivative | None:
         """Returns the derivative for fewer cotangents; None where it cannot be had.
 
         Args:

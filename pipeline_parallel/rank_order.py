@@ -1,4 +1,4 @@
-"""One rank's actions in order, and for how long what travels must stay where it is.
+"""The order of a rank's actions, and how long each send and receive buffer must stay untouched.
 
 PyTorch's runtime starts a receive some actions before the action that needs it, and waits for sends
 when the step ends. Memory that was sent may be used again much sooner: as soon as this rank has

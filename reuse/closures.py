@@ -1,9 +1,9 @@
 """The functions that ran, where they have captured variables.
 
-A running frame names its code, which many functions may share, each with variables of its own. A
-frame that has ended says which function it ran, if somebody held it until then (Python 3.11 and
-later; before, functions are looked for by their code). What lived for that run only, as a
-comprehension does, is of no interest: nobody can run it again.
+A running frame shows only its code object, which several functions may share, each with variables
+of its own. After it returns, ``gc.get_referents(frame)`` shows the function (Python 3.11 and
+later), so frames are held until then. On 3.10 functions are searched for by their code. A function
+that is gone when the run ends, such as a comprehension, does not matter: nobody can call it again.
 """
 
 from __future__ import annotations

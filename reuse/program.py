@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Union
+from typing import Any, Literal, TypeAlias, Union
 
 import torch
 import torch.fx
@@ -40,6 +40,10 @@ class Value:
     hint: str = ""
 
 
+Level: TypeAlias = Literal["composite", "aten"]
+Kernels: TypeAlias = Literal["backend", "eager"]
+
+
 @dataclass(frozen=True, eq=False)
 class Leaf:
     """A closure whose body is one ATen graph.
@@ -55,8 +59,8 @@ class Leaf:
     input_types: tuple[Type, ...]
     output_types: tuple[Type, ...]
     input_names: tuple[str, ...] = ()
-    level: str = "composite"
-    kernels: str = "backend"
+    level: Level = "composite"
+    kernels: Kernels = "backend"
 
     @property
     def entries(self) -> list[torch.fx.Node]:

@@ -9,7 +9,7 @@ symbols (:func:`with_size_inputs`).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.fx
@@ -185,7 +185,7 @@ def module_at(module: torch.fx.GraphModule, values: Values) -> torch.fx.GraphMod
 
 
 def with_size_inputs(
-    module: torch.fx.GraphModule, symbols: Sequence[Any], place: str
+    module: torch.fx.GraphModule, symbols: Sequence[Any], place: Literal["first", "last"]
 ) -> torch.fx.GraphModule:
     """Returns a graph that takes the symbols as inputs and computes its sizes, as AOTAutograd does.
 
@@ -236,7 +236,7 @@ def _with_sizes(
     module: torch.fx.GraphModule,
     number: Callable[[torch.fx.Graph, Any], Any],
     entries: Callable[[torch.fx.Graph], None] | None = None,
-    place: str = "first",
+    place: Literal["first", "last"] = "first",
 ) -> torch.fx.GraphModule:
     """Copies a graph, each size replaced; ``entries`` adds inputs before or after the others."""
     graph = torch.fx.Graph()
