@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 
-from ..reuse.types import TensorType
+from ..reuse.types import TensorType, is_contiguous, is_dense
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +24,16 @@ class View:
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     offset_bytes: int
+
+    @property
+    def is_contiguous(self) -> bool:
+        """Whether the elements follow one another in order."""
+        return is_contiguous(self.shape, self.stride)
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether the elements fill one stretch of memory, in whatever order."""
+        return is_dense(self.shape, self.stride)
 
     def __str__(self) -> str:
         at = f"+{self.offset_bytes}" if self.offset_bytes else ""

@@ -78,7 +78,7 @@ def _addmm(args: Sequence[Any], kwargs: dict[str, Any]) -> NativeOp | None:
     if any(kwargs.pop(name, 1) != 1 for name in ("alpha", "beta")) or kwargs:
         return None
     words = _gemm(a, b, out, beta=1)
-    if words is None or bias.dtype != out.dtype or not _is_contiguous(out):
+    if words is None or bias.dtype != out.dtype or not out.is_contiguous:
         return None
     rows, width = out.shape
     if bias.stride[-1:] != (1,) or tuple(bias.shape) != (width,):
@@ -91,7 +91,7 @@ def _bmm(args: Sequence[Any], kwargs: dict[str, Any]) -> NativeOp | None:
     out = kwargs.pop("out")
     batch, rows, inner = a.shape
     work = rows * inner * b.shape[2]
-    if kwargs or work < _MIN_BATCHED_WORK or not _is_contiguous(out):
+    if kwargs or work < _MIN_BATCHED_WORK or not out.is_contiguous:
         return None
     steps = [v.stride[0] for v in (b, a, out)]
     matrices = [
@@ -118,7 +118,7 @@ def _gemm(
         return None
     address = torch_native.blas_address(routine or f"{_BLAS_LETTERS[out.dtype]}gemm_")
     left, right = _leading(b), _leading(a)
-    if address is None or left is None or right is None or not _is_contiguous(out):
+    if address is None or left is None or right is None or not out.is_contiguous:
         return None
     sizes = (columns, rows, inner, left[1], right[1], columns)
     if max(sizes) > _MAX_BLAS_INTEGER:
@@ -142,7 +142,7 @@ def _add(args: Sequence[Any], kwargs: dict[str, Any]) -> NativeOp | None:
     if kwargs or rest or not all(isinstance(v, View) for v in (a, b)):
         return None
     same = len({(v.dtype, v.shape, v.stride) for v in (a, b, out)}) == 1
-    if not same or out.dtype not in _TYPES or not _is_dense(out):
+    if not same or out.dtype not in _TYPES or not out.is_dense:
         return None
     return NativeOp((_ADD, _TYPES[out.dtype], math.prod(out.shape), a, b, out))
 
@@ -152,7 +152,7 @@ def _copy(args: Sequence[Any], kwargs: dict[str, Any]) -> NativeOp | None:
     if rest or kwargs or not isinstance(source, View):
         return None
     same = (to.dtype, to.shape, to.stride) == (source.dtype, source.shape, source.stride)
-    if not same or not _is_dense(to):
+    if not same or not to.is_dense:
         return None
     return NativeOp((_COPY, math.prod(to.shape) * to.dtype.itemsize, to, source))
 
@@ -160,7 +160,7 @@ def _copy(args: Sequence[Any], kwargs: dict[str, Any]) -> NativeOp | None:
 def _embedding(args: Sequence[Any], kwargs: dict[str, Any]) -> NativeOp | None:
     weight, indices = args[:2]
     out = kwargs["out"]
-    plain = _is_contiguous(weight) and _is_contiguous(indices) and _is_contiguous(out)
+    plain = weight.is_contiguous and indices.is_contiguous and out.is_contiguous
     if not plain or indices.dtype != torch.int64:
         return None
     rows, width = weight.shape
@@ -172,32 +172,13 @@ def _embedding(args: Sequence[Any], kwargs: dict[str, Any]) -> NativeOp | None:
 def _embedding_backward(args: Sequence[Any], kwargs: dict[str, Any]) -> NativeOp | None:
     gradient, indices, num_rows, padding, by_frequency = args
     out = kwargs["out"]
-    plain = _is_contiguous(gradient) and _is_contiguous(indices) and _is_contiguous(out)
+    plain = gradient.is_contiguous and indices.is_contiguous and out.is_contiguous
     types = gradient.dtype == out.dtype and out.dtype in _TYPES and indices.dtype == torch.int64
     if not plain or not types or by_frequency:
         return None
     count, width = math.prod(indices.shape), out.shape[1]
     head = (_ADD_ROWS, _TYPES[out.dtype], count, num_rows, width, padding)
     return NativeOp((*head, out, gradient, indices))
-
-
-def _is_contiguous(view: View) -> bool:
-    expected = 1
-    for size, stride in zip(reversed(view.shape), reversed(view.stride), strict=True):
-        if size != 1 and stride != expected:
-            return False
-        expected *= size
-    return True
-
-
-def _is_dense(view: View) -> bool:
-    """Whether the elements fill one stretch of memory, in whatever order."""
-    expected = 1
-    for stride, size in sorted(zip(view.stride, view.shape, strict=True)):
-        if size != 1 and stride != expected:
-            return False
-        expected *= size
-    return True
 
 
 _RULES: dict[Any, Callable[[Sequence[Any], dict[str, Any]], NativeOp | None]] = {

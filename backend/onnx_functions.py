@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from onnxscript import ir
 
 from ..reuse.leaf import flat_types
-from ..reuse.printer import closure_names, format_closure
+from ..reuse.printer import UniqueNames, closure_names, format_closure
 from ..reuse.program import (
     Call,
     Closure,
@@ -70,27 +70,13 @@ def build_model(program: Program, opset: int, naming: Naming) -> ir.Model:
     return _Builder(program, opset, naming).build()
 
 
-class _Names:
-    """Hands out each name once."""
-
-    def __init__(self) -> None:
-        self._taken: set[str] = set()
-
-    def take(self, wish: str) -> str:
-        name, number = wish, 1
-        while name in self._taken:
-            name, number = f"{wish}_{number}", number + 1
-        self._taken.add(name)
-        return name
-
-
 class _Body:
     """The nodes of one graph or function, while they are put together."""
 
     def __init__(self) -> None:
         self.nodes: list[ir.Node] = []
-        self.values = _Names()
-        self._node_names = _Names()
+        self.values = UniqueNames()
+        self._node_names = UniqueNames()
 
     def add(self, node: ir.Node, wish: str) -> ir.Node:
         node.name = self._node_names.take(wish)
@@ -176,7 +162,7 @@ class _Builder:
         call = self._paths[closure][0]
         if self._counts[closure] == 1 or not any(hints):
             hints = [v.hint or hint for v, hint in zip(call.args, hints, strict=True)]
-        names = _Names()
+        names = UniqueNames()
         return [names.take(hint or f"input_{i}") for i, hint in enumerate(hints)]
 
     def _about(self, closure: Closure) -> str:

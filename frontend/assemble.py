@@ -18,7 +18,7 @@ import torch
 import torch.fx
 
 from ..reuse import pytree
-from ..reuse.leaf import cut_leaf, leaf_key, mutated_args, node_type, stamp_of
+from ..reuse.leaf import FullKey, cut_leaf, leaf_key, mutated_args, node_type, stamp_of
 from ..reuse.program import Call, Closure, Composite, Leaf, Program, Source, Value
 from ..reuse.torch_names import memory_id
 from .regions import CallSite, CrossingError, Region, regions_inside
@@ -153,7 +153,7 @@ class Assembler:
         return _Body(Composite(region.name, program, names), tuple(inputs), outputs, changed)
 
     def _shared(self, leaf: Leaf) -> Leaf:
-        return self._leaves.setdefault(_Key(leaf_key(leaf)), leaf)
+        return self._leaves.setdefault(FullKey(leaf_key(leaf)), leaf)
 
     def build(
         self,
@@ -214,21 +214,6 @@ class Assembler:
             return None, ()
         leaf = cut_leaf("glue", unit.nodes, inputs, results, frozenset(changed))
         return _Body(self._shared(leaf), tuple(inputs), tuple(results), changed), results
-
-
-class _Key:
-    """Hashes a leaf key by size, compares it in full (its parts need not be hashable)."""
-
-    __slots__ = ("key",)
-
-    def __init__(self, key: Any) -> None:
-        self.key = key
-
-    def __hash__(self) -> int:
-        return hash((len(self.key), self.key[0], self.key[1]))
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Key) and self.key == other.key
 
 
 def _units(items: Sequence[torch.fx.Node | Region]) -> list[_Unit]:

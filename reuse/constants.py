@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import torch.fx
 
-from .leaf import leaf_key
+from .leaf import FullKey, leaf_key
 from .numbers import Number, Slot, replace, slot_of
 from .program import Call, Closure, Composite, Leaf, ModelTensor, Program, Value, walk_closures
 
@@ -72,25 +72,10 @@ def _by_height(program: Program) -> list[list[Closure]]:
 
 def _groups(items: Iterable[Item], key_of: Callable[[Item], Any]) -> list[list[Item]]:
     """Groups items by their keys, which need not be hashable."""
-    groups: dict[_Key, list[Item]] = {}
+    groups: dict[FullKey, list[Item]] = {}
     for item in items:
-        groups.setdefault(_Key(key_of(item)), []).append(item)
+        groups.setdefault(FullKey(key_of(item)), []).append(item)
     return list(groups.values())
-
-
-class _Key:
-    """Hashes a key by its size and its first part, compares it in full."""
-
-    __slots__ = ("_key",)
-
-    def __init__(self, key: Any) -> None:
-        self._key = key
-
-    def __hash__(self) -> int:
-        return hash((len(self._key), self._key[0]))
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Key) and self._key == other._key
 
 
 @dataclass(frozen=True)

@@ -185,6 +185,21 @@ def node_type(node: torch.fx.Node) -> TensorType:
     return TensorType.of(node.meta["val"])
 
 
+class FullKey:
+    """A dictionary's key of parts that need not be hashable: hashed by little, compared in full."""
+
+    __slots__ = ("_parts",)
+
+    def __init__(self, parts: Any) -> None:
+        self._parts = parts
+
+    def __hash__(self) -> int:
+        return hash((len(self._parts), self._parts[0]))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, FullKey) and self._parts == other._parts
+
+
 def leaf_key(leaf: Leaf, open_places: Mapping[torch.fx.Node, tuple[int, Any]] | None = None) -> Any:
     """Returns a value that is equal for two leaves only if their graphs compute the same.
 

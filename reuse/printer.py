@@ -26,13 +26,14 @@ from .torch_names import OPERATOR_TYPES
 from .types import Type, dtype_name
 
 
-class _Names:
+class UniqueNames:
     """Hands out each name once; a taken name gets a number."""
 
     def __init__(self) -> None:
         self._taken: set[str] = set()
 
     def take(self, hint: str) -> str:
+        """Returns the hint itself, or with a number if that is taken."""
         name, number = hint, 1
         while name in self._taken:
             name, number = f"{hint}_{number}", number + 1
@@ -42,7 +43,7 @@ class _Names:
 
 def closure_names(program: Program) -> dict[Closure, str]:
     """Returns a unique printed name for each closure, callees first."""
-    names = _Names()
+    names = UniqueNames()
     return {c: names.take(c.name) for c in program.closures if not _is_structural(c)}
 
 
@@ -104,7 +105,7 @@ def _types(types: Iterable[Type]) -> str:
 def _format_body(
     kind: str, program: Program, name: str, note: str, closures: dict[Closure, str]
 ) -> str:
-    names, values = _Names(), {}
+    names, values = UniqueNames(), {}
     for index, value in enumerate(program.inputs):
         values[value] = "%" + names.take(value.hint or f"a{index}")
     header = ", ".join(f"{values[v]}: {v.type}" for v in program.inputs)
@@ -135,7 +136,7 @@ def _format_call(call: Call, values: dict[Value, str], closures: dict[Closure, s
 
 def _format_leaf(leaf: Leaf, name: str, note: str, source: str, bodies: str) -> str:
     values: dict[torch.fx.Node, str] = {}
-    names = _Names()
+    names = UniqueNames()
     placeholders = leaf.entries
     hints = leaf.input_names if len(leaf.input_names) == len(placeholders) else ()
     for index, node in enumerate(placeholders):

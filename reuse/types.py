@@ -44,6 +44,25 @@ def contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
+def is_contiguous(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
+    """Whether the elements follow one another in order; a dimension of one needs no stride."""
+    axes = zip(shape, stride, contiguous_stride(shape), strict=True)
+    return all(size == 1 or step == expected for size, step, expected in axes)
+
+
+def is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
+    """Whether the elements fill one block of memory without overlap, in any order."""
+    expected = 1
+    axes = [(st, sz) for st, sz in zip(stride, shape, strict=True) if sz != 1]
+    while axes:  # by equality alone: expressions have no order
+        innermost = next((axis for axis in axes if axis[0] == expected), None)
+        if innermost is None:
+            return False
+        axes.remove(innermost)
+        expected *= innermost[1]
+    return True
+
+
 @dataclass(frozen=True, slots=True)
 class TensorType:
     """Dtype, shape, strides and device of a tensor.
@@ -79,15 +98,7 @@ class TensorType:
     @property
     def is_dense(self) -> bool:
         """Whether the elements fill one block of memory without overlap, in any order."""
-        expected = 1
-        axes = [(st, sz) for st, sz in zip(self.stride, self.shape, strict=True) if sz != 1]
-        while axes:  # by equality alone: expressions have no order
-            innermost = next((axis for axis in axes if axis[0] == expected), None)
-            if innermost is None:
-                return False
-            axes.remove(innermost)
-            expected *= innermost[1]
-        return True
+        return is_dense(self.shape, self.stride)
 
     @property
     def is_differentiable(self) -> bool:
