@@ -22,6 +22,7 @@ from .torch_builds import deferred_builds, vector_units_probed_here
 from .torch_divisions import quotients_checked
 from .torch_draws import drawn_in_order
 from .torch_index import polynomials_expanded
+from .torch_layouts import Layouts
 
 NOT_FROM_THE_END = (
     torch.ops.aten.index_select.default,
@@ -96,8 +97,11 @@ def rewrite_joint(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
         module = with_size_inputs(module, symbols, "last")
     first = input_nodes(module)[0].meta["val"]
     device, context = first.device, TracingContext(first.fake_mode)
+    layouts = Layouts(module.graph)
     with settings(), vector_units_probed_here(), tracing(context):
         module = _recursive_joint_graph_passes(module, input_device=device)
+    layouts.restore(module.graph)
+    module.recompile()
     if symbols:
         sizes_as_literals(module.graph)
         module.recompile()

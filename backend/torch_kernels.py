@@ -21,6 +21,7 @@ from ..reuse.errors import VerifyError
 from ..reuse.leaf import flat_types
 from ..reuse.program import Leaf
 from ..reuse.torch_names import is_lazy, memory_id
+from ..reuse.types import TensorType, strides_that_matter
 from .kernel_bundles import kept
 from .kernel_list import (
     BufferInfo,
@@ -220,6 +221,16 @@ class _Recorder(TorchDispatchMode):
             int(tensor.storage_offset()) * tensor.element_size(),
         )
 
+    def _check_layout(self, view: View, promised: TensorType) -> None:
+        """Refuses a result that is not laid out as its readers were compiled for."""
+        found = (view.dtype, view.shape, strides_that_matter(view.shape, view.stride))
+        wanted = strides_that_matter(promised.shape, promised.stride)
+        if found != (promised.dtype, promised.shape, wanted):
+            raise VerifyError(
+                f"@{self._leaf.name} returns {view.dtype}{list(view.shape)} with strides "
+                f"{view.stride}, and its type says {promised} with strides {promised.stride}."
+            )
+
     def __torch_dispatch__(self, func: Any, types_: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Notes an operator: a view, an in-place change, or a launch with results of its own."""
         kwargs = kwargs or {}
@@ -266,6 +277,9 @@ class _Recorder(TorchDispatchMode):
     def finish(self, outputs: Sequence[Any]) -> KernelList:
         """Returns the kernel list."""
         views = tuple(self._view(t) for t in outputs)
+        types_ = tuple(flat_types(self._leaf.output_types))
+        for view, type_ in zip(views, types_, strict=True):
+            self._check_layout(view, type_)
         returned = {v.buffer for v in views}
         first, last = [-1] * len(self._kinds), [-1] * len(self._kinds)
         for index, launch in enumerate(self._launches):
@@ -276,7 +290,6 @@ class _Recorder(TorchDispatchMode):
             BufferInfo(kind, size, first[i], last[i], i in returned)
             for i, (kind, size) in enumerate(zip(self._kinds, self._bytes, strict=True))
         )
-        types_ = tuple(flat_types(self._leaf.output_types))
         launches = tuple(self._launches)
         in_place = _in_place(self._leaf, launches)
         return KernelList(

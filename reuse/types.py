@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Union
 
@@ -33,6 +33,13 @@ _DTYPE_NAMES = {
 def dtype_name(dtype: torch.dtype) -> str:
     """Returns the short name of a dtype, such as ``f32``."""
     return _DTYPE_NAMES.get(dtype, str(dtype).removeprefix("torch."))
+
+
+def strides_that_matter(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
+    """Returns the strides along which there is a second element; none if there is no element."""
+    if 0 in shape:
+        return ()
+    return tuple(st for st, size in zip(stride, shape, strict=True) if size != 1)
 
 
 def contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:

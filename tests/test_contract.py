@@ -1237,6 +1237,27 @@ def test_joint_graph_passes_put_in_values_of_the_graphs_fake_mode(*_: Any) -> No
     assert all(v.fake_mode is mode for v in values)
 
 
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda spread: spread * torch.full((4, 3), 1.0),
+        lambda spread: spread + torch.full((3, 4), 0.0).t(),
+        lambda spread: torch.as_strided(spread * torch.full((4, 3), 1.0), (12,), (1,), 0) * 2,
+    ],
+    ids=["contiguous", "transposed", "read by strides"],
+)
+def test_joint_graph_passes_keep_the_layouts_that_were_traced(use: Any) -> None:
+    mode = fake_mode()
+    with mode:
+        module = traced(lambda x: (use(x.expand(4, 3)),), mode.from_tensor(torch.tensor(3.0)))
+    module.graph.set_codegen(torch.fx.graph.CodeGen())
+    module.recompile()
+    (expected,) = module(torch.tensor(3.0))
+    (found,) = rewrite_joint(module)(torch.tensor(3.0))
+    assert found.stride() == expected.stride()
+    assert torch.equal(found, expected)
+
+
 @functools.cache
 def compiled_leaf() -> tuple[torch.fx.GraphModule, Any]:
     """One small graph, compiled as the backend does."""

@@ -1,5 +1,6 @@
 """Operators that allocate their results: what their fake kernels say is checked in every run."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,6 +10,8 @@ from torch import Tensor, nn
 
 import lazyinline
 from lazyinline import PlanError
+from lazyinline.backend.torch_kernels import record_graph
+from lazyinline.reuse.errors import VerifyError
 
 
 def _operator(name: str, kernel: Any) -> Any:
@@ -80,3 +83,42 @@ def test_a_result_of_another_shape_or_type_names_its_operator(kernel: Any, found
         _run("no_grad", model, torch.randn(5, 8), "inductor")
     with pytest.raises(PlanError, match=text):
         _run("compile_step", model, torch.randn(5, 8), "eager")
+
+
+@pytest.mark.parametrize("one", ["number", "tensor"])
+def test_a_factor_of_one_leaves_a_spread_cotangent_as_it_was_traced(one: str) -> None:
+    """Inductor drops the factor, so that the cotangent is one number, read as many."""
+
+    @lazyinline.lazy_inline
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(3, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(x)
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block = Block()
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.block(x)
+            return y * (1.0 if one == "number" else torch.ones(4, 3)) + 2
+
+    torch.manual_seed(0)
+    model, x = Model(), torch.randn(4, 3)
+    model(x).sum().backward()
+    expected = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    lazyinline.compile_step(model, loss_fn=torch.sum, backend="inductor")(x)
+    for parameter, gradient in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient)
+
+
+def test_generated_code_that_returns_another_layout_is_refused() -> None:
+    leaf = lazyinline.capture(Using(torch.relu), (torch.randn(4, 8),)).calls[0].closure
+    types = tuple(replace(t, shape=(2,), stride=(1,)) for t in leaf.output_types)
+    with pytest.raises(VerifyError, match="its type says"):
+        record_graph(replace(leaf, output_types=types))
