@@ -19,11 +19,10 @@ from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export.dynamic_shapes import _combine_args, _DimHint, _tree_map_with_path
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
-from torch.utils._sympy.interp import sympy_interp
-from torch.utils._sympy.reference import PythonReferenceAnalysis
 
 from ..reuse.errors import ExportError
 from ..reuse.program import Source
+from ..reuse.torch_size_nodes import computing_node
 from .regions import Region
 
 
@@ -268,7 +267,4 @@ def compute(expression: Any, symbols: Mapping[Any, torch.fx.Node]) -> Any:
     """Adds the nodes that compute an expression at the graph's insertion point."""
     if expression.is_number:
         return int(expression) if expression.is_integer else float(expression)
-    graph = next(iter(symbols.values())).graph
-    tracer = torch.fx.proxy.GraphAppendingTracer(graph)
-    proxies = {s: torch.fx.Proxy(n, tracer) for s, n in symbols.items()}
-    return sympy_interp(PythonReferenceAnalysis, proxies, expression).node
+    return computing_node(expression, symbols, next(iter(symbols.values())).graph)

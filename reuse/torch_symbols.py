@@ -213,15 +213,12 @@ def with_size_inputs(
 
 
 def _nodes_for(graph: torch.fx.Graph, expression: Any, inputs: Mapping[Any, torch.fx.Node]) -> Any:
-    from torch.utils._sympy.interp import sympy_interp
-    from torch.utils._sympy.reference import PythonReferenceAnalysis
+    from .torch_size_nodes import computing_node
 
     if expression.is_number:
         return value_of(expression, Values())
     first = len(graph.nodes)
-    tracer = torch.fx.proxy.GraphAppendingTracer(graph)
-    proxies = {s: torch.fx.Proxy(n, tracer) for s, n in inputs.items()}
-    result = sympy_interp(PythonReferenceAnalysis, proxies, expression).node
+    result = computing_node(expression, inputs, graph)
 
     def value(operand: torch.fx.Node) -> Any:
         return operand.meta["val"]

@@ -53,6 +53,7 @@ ADAPTERS = {
     "pipeline_parallel/torch_pipelining.py",
     "reuse/pytree.py",
     "reuse/torch_names.py",
+    "reuse/torch_size_nodes.py",
     "reuse/torch_symbols.py",
 }
 

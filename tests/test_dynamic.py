@@ -10,11 +10,18 @@ import pytest
 import torch
 from comparing import assert_close, assert_same_gradients
 from torch import Tensor, nn
+from torch._dynamo.source import ConstantSource
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 import lazyinline
 from lazyinline import PlanError, lazy_inline
 from lazyinline.frontend import models as own
-from lazyinline.reuse.torch_symbols import tensor_type_at
+from lazyinline.reuse.torch_symbols import (
+    SizeLiteral,
+    symbols_of,
+    tensor_type_at,
+    with_size_inputs,
+)
 
 lazy_inline(own.DecoderBlock)
 
@@ -177,6 +184,29 @@ def halves(h: Tensor) -> Tensor:
 
 
 PYTHON: dict[str, Any] = {f.__name__: f for f in (branch, masked, arithmetic, halves)}
+
+
+@pytest.mark.parametrize(
+    "of",
+    [
+        lambda n: n / 8,
+        lambda n: 1 / (n - 1),
+        lambda n: math.floor(n / 3),
+        lambda n: math.ceil(n / 3),
+        lambda n: math.trunc(n / 3),
+        lambda n: round(n / 3),
+    ],
+    ids=["quotient", "reciprocal", "floor", "ceil", "trunc", "round"],
+)
+def test_quotients_of_sizes_and_their_roundings_can_be_computed_by_a_graph(of: Any) -> None:
+    graph, env = torch.fx.Graph(), ShapeEnv()
+    symbol = env.create_symbol(8, ConstantSource("n"), dynamic_dim=DimDynamic.DYNAMIC)
+    size = SizeLiteral(of(env.create_symintnode(symbol, hint=8)))
+    graph.output(graph.call_function(torch.ops.aten.mul.Tensor, (graph.placeholder("x"), size)))
+    module = torch.fx.GraphModule(nn.Module(), graph)
+    sized = with_size_inputs(module, symbols_of(module), "last")
+    for n in (8, 9, 10, 11, 13):
+        assert torch.equal(sized(torch.ones(2), n), torch.ones(2) * of(n))
 
 
 @pytest.mark.parametrize("name", PYTHON)
