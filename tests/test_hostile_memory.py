@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 import lazyinline
 from lazyinline import lazy_inline
+from lazyinline.reuse import own_code
 
-ROOT = pathlib.Path(__file__).parents[1]
 WIDTH = 64
 
 
@@ -178,11 +178,10 @@ MAKING = re.compile(
 def test_whatever_is_made_says_on_which_device() -> None:
     """A default device is the user's: tensors of ours must not follow it."""
     silent = []
-    for folder in ("reuse", "autodiff", "recompute", "backend", "pipeline_parallel", "frontend"):
-        for path in (ROOT / folder).glob("*.py"):
-            if path.name in ("models.py", "measure.py"):  # models and inputs to measure with
-                continue
-            silent += [f"{path.name}:{call.lineno}" for call in factory_calls(path)]
+    for path in own_code.own_files():
+        if path.suffix != ".py" or path.name in ("models.py", "measure.py"):  # made to measure with
+            continue
+        silent += [f"{path.name}:{call.lineno}" for call in factory_calls(path)]
     assert not silent
 
 
