@@ -13,10 +13,10 @@ from dataclasses import dataclass
 
 from training_buffers import RECOMPUTED, SAVED, training_step
 
-from lazyinline.backend.arena import ArenaPlan, plan
-from lazyinline.backend.live_ranges import Buffers
-from lazyinline.backend.overlap import check_no_overlap
-from lazyinline.backend.problem_csv import read_problem_csv
+from lazyinline.backend.arena.arena import ArenaPlan, plan
+from lazyinline.backend.arena.live_ranges import Buffers
+from lazyinline.backend.arena.problem_csv import read_problem_csv
+from lazyinline.backend.arena.proof import check_no_overlap
 
 BLOCKS = {"recomputed": RECOMPUTED, "saved": SAVED}
 

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 import lazyinline
-from lazyinline.backend.onnx_file import stored_nodes
+from lazyinline.backend.onnx.file import stored_nodes
 from lazyinline.frontend import models
 
 lazyinline.lazy_inline(models.DecoderBlock)

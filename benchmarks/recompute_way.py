@@ -27,7 +27,7 @@ from torch.utils.checkpoint import checkpoint
 
 import lazyinline
 from lazyinline import Budget
-from lazyinline.backend.kernel_list import View
+from lazyinline.backend.launches.kernel_list import View
 from lazyinline.frontend.models import DecoderBlock, GptBlock, gpt, llama
 
 SEED = 5

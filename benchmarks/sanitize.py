@@ -130,9 +130,9 @@ def overflow() -> None:
     """Writes behind a tensor."""
     import torch
 
-    from lazyinline.backend.built_kernel import loaded_kernel
-    from lazyinline.backend.kernel_source import bundle_text, kernel_source
-    from lazyinline.backend.torch_builds import build_file
+    from lazyinline.backend.kernels.source import bundle_text, kernel_source
+    from lazyinline.backend.kernels.torch_builds import build_file
+    from lazyinline.backend.launches.built_kernel import loaded_kernel
 
     source = kernel_source(["float*", "int64_t"], _BEYOND_END)
     assert source is not None

@@ -106,7 +106,7 @@ def _own_models() -> Any:
     Importing it as a part of lazyinline would import all of lazyinline, and with it much of
     Dynamo, whose lazy import every mode has to pay for itself.
     """
-    path = pathlib.Path(__file__).resolve().parents[1] / "frontend" / "models.py"
+    path = pathlib.Path(__file__).resolve().parents[1] / "frontend/measure/models.py"
     spec = importlib.util.spec_from_file_location("benchmark_models", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -11,7 +11,7 @@ import torch
 
 from ..autodiff.dependence import Dependence
 from ..autodiff.torch_autograd import graph_is_kept
-from ..backend.runtime import unchanged
+from ..backend.run.runtime import unchanged
 from ..reuse.errors import PlanError
 from ..reuse.torch_names import is_lazy, memory_id, version_of
 from ..reuse.types import TensorType

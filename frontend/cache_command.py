@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from ..backend.cache import (
+from ..backend.files.disk import (
     DIRECTORY_VARIABLE,
     SIZE_VARIABLE,
     SWITCH_VARIABLE,

@@ -22,12 +22,8 @@ from torch import nn
 from ..autodiff.aliasing import saved_inputs
 from ..autodiff.derivative import Derivative, Differentiator, Request
 from ..autodiff.micro_batches import StepProgram, step_program
-from ..backend.compile_cache import CompileCache
-from ..backend.estimate import Estimates
-from ..backend.executable import Executable
-from ..backend.kernel_list import KernelList
-from ..backend.link import FlatProgram, link
-from ..backend.lower import (
+from ..backend.cache.results import CompileCache
+from ..backend.kernels.lower import (
     Backend,
     Kernel,
     backend_named,
@@ -36,9 +32,13 @@ from ..backend.lower import (
     kernel_list,
     lower_leaves,
 )
-from ..backend.planned import PlannedProgram, Tools, lay_out, least_bytes
-from ..backend.replayed import ReplayedProgram, StepRunner, live_bytes
-from ..backend.runtime import PlannedRuntime, ReplayRuntime, Runtime
+from ..backend.launches.kernel_list import KernelList
+from ..backend.link.estimate import Estimates
+from ..backend.link.link import FlatProgram, link
+from ..backend.run.executable import Executable
+from ..backend.run.planned import PlannedProgram, Tools, lay_out, least_bytes
+from ..backend.run.runtime import PlannedRuntime, ReplayRuntime, Runtime
+from ..backend.run.unplanned_step import ReplayedProgram, StepRunner, live_bytes
 from ..recompute.policy import POLICIES, Budget, Policy, check_policy
 from ..recompute.summary import RecomputeRecord
 from ..reuse.errors import PlanError, ReuseError

@@ -169,7 +169,7 @@ def export_onnx(
     subject = _subject(model, arguments, dict(kwargs or {}), request)
     built, names = _build(subject, opset)
     if not functions:
-        from ..backend.onnx_flat import inline_functions
+        from ..backend.onnx.flat import inline_functions
 
         inline_functions(built)
     return _write(built, subject, names, target, verify=verify, external_data=external_data)
@@ -222,7 +222,7 @@ def _captured(
 ) -> CapturedModel:
     if request.dynamic_shapes is None:
         return capture_model(model, args, kwargs, reuse=reuse, train=request.train, effects="undo")
-    from ..backend.torch_onnx import oblivious
+    from ..backend.onnx.torch_onnx import oblivious
     from .torch_sizes import SymbolicSizes
 
     sizes = functools.partial(SymbolicSizes, model, args, kwargs, request.dynamic_shapes)
@@ -263,7 +263,7 @@ def _check_data(program: Program) -> None:
 
 def _with_gradients(program: Program, opset: int) -> tuple[Program, tuple[int, ...]]:
     """Returns the program that also computes every gradient of the loss."""
-    from ..backend.torch_onnx import exact_attention, exact_decompositions
+    from ..backend.onnx.torch_onnx import exact_attention, exact_decompositions
 
     loss = loss_output(program)
     table = exact_decompositions(opset)
@@ -391,7 +391,7 @@ def output_names(tree: OutputTree) -> list[str]:
 def _build(subject: _Subject, opset: int) -> tuple[ir.Model, Names]:
     from lazyinline import __version__
 
-    from ..backend.onnx_functions import Naming, build_model
+    from ..backend.onnx.functions import Naming, build_model
 
     names = _names(subject)
     graph = type(subject.model).__name__ if subject.model is not None else "main"
@@ -413,7 +413,7 @@ def _write(
     external_data: bool | None,
 ) -> ExportReport:
     """Writes into a folder beside the file, checks there, and moves into place."""
-    from ..backend import onnx_file
+    from ..backend.onnx import file as onnx_file
 
     error = None
     with tempfile.TemporaryDirectory(dir=path.resolve().parent, prefix=".lazyinline-") as folder:

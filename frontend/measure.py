@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..backend import torch_inductor
+from ..backend.kernels import torch_inductor
 from ..reuse.errors import PlanError
 from .compiled_module import CompiledModule
 from .compiler import Batching, Compiler, Options

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..backend.rank_program import RankProgram
-from ..backend.runtime import ReplayRuntime
+from ..backend.run.rank_program import RankProgram
+from ..backend.run.runtime import ReplayRuntime
 from ..pipeline_parallel.actions import ActionTable, schedule_name
 from ..pipeline_parallel.cost import CPU_RATES, CUDA_RATES, CostModel
 from ..pipeline_parallel.cut import Stage, cut_program

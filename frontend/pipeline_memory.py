@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 
 from ..autodiff.derivative import Request
-from ..backend.part_layout import least
+from ..backend.link.part_layout import least
 from ..pipeline_parallel.actions import ActionTable
 from ..pipeline_parallel.cut import Stage
 from ..pipeline_parallel.halves import Splitter

@@ -6,10 +6,10 @@ import itertools
 from collections.abc import Mapping, Sequence
 from functools import partial
 
-from ..backend.link import FlatProgram
-from ..backend.part_layout import PartSpec, PlanBuffers, Source, UnitLayout
-from ..backend.planned import place
-from ..backend.rank_program import RankProgram, Run, Schedule
+from ..backend.link.link import FlatProgram
+from ..backend.link.part_layout import PartSpec, PlanBuffers, Source, UnitLayout
+from ..backend.run.planned import place
+from ..backend.run.rank_program import RankProgram, Run, Schedule
 from ..pipeline_parallel.actions import (
     BACKWARD,
     BACKWARD_INPUT,

@@ -6,9 +6,9 @@ import argparse
 import pathlib
 import time
 
-from ..backend.arena import ALIGNMENT, plan
-from ..backend.overlap import check_no_overlap
-from ..backend.problem_csv import read_problem_csv, write_offsets_csv
+from ..backend.arena.arena import ALIGNMENT, plan
+from ..backend.arena.problem_csv import read_problem_csv, write_offsets_csv
+from ..backend.arena.proof import check_no_overlap
 
 EFFORT_S = 5.0
 

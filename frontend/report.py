@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from ..backend.compile_cache import CacheUse
+from ..backend.cache.results import CacheUse
 from ..recompute.summary import RecomputeRecord
 from ..reuse.printer import closure_names
 from ..reuse.program import count_calls

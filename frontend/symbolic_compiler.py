@@ -15,8 +15,8 @@ from torch import nn
 
 from ..autodiff.aliasing import saved_inputs
 from ..autodiff.derivative import Derivative
-from ..backend.link import FlatProgram, Launch, link
-from ..backend.lower import kernel_at
+from ..backend.kernels.lower import kernel_at
+from ..backend.link.link import FlatProgram, Launch, link
 from ..reuse.errors import CaptureError, PlanError
 from ..reuse.program import Closure, Composite, Leaf, Program, Value, walk_closures
 from ..reuse.torch_symbols import (

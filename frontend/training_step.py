@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from ..autodiff.micro_batches import ORDERS
-from ..backend.planned import Lease
-from ..backend.present_memory import address_in
-from ..backend.torch_native import Move
+from ..backend.launches.present_memory import address_in
+from ..backend.launches.torch_native import Move
+from ..backend.run.planned import Lease
 from ..recompute.policy import Policy
 from ..reuse import pytree
 from ..reuse.errors import PlanError

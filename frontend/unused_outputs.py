@@ -9,7 +9,7 @@ import torch
 
 from ..autodiff.derivative import Derivative
 from ..autodiff.undefined import FewerCotangents
-from ..backend.link import link
+from ..backend.link.link import link
 from ..reuse import pytree
 from ..reuse.errors import PlanError
 from ..reuse.leaf import flat_types

@@ -12,13 +12,14 @@ from counting import num_calls
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lazyinline.backend import packing, torch_native
-from lazyinline.backend.arena import ArenaPlan, plan
-from lazyinline.backend.coloring import chains
-from lazyinline.backend.live_ranges import Buffers, breadth, lower_bound
-from lazyinline.backend.overlap import check_no_overlap
-from lazyinline.backend.patterns import patterns, splits
-from lazyinline.backend.problem_csv import read_problem_csv
+from lazyinline.backend.arena import packing
+from lazyinline.backend.arena.arena import ArenaPlan, plan
+from lazyinline.backend.arena.live_ranges import Buffers, breadth, lower_bound
+from lazyinline.backend.arena.problem_csv import read_problem_csv
+from lazyinline.backend.arena.proof import check_no_overlap
+from lazyinline.backend.arena.repeats import patterns, splits
+from lazyinline.backend.arena.slots import chains
+from lazyinline.backend.launches import torch_native
 from lazyinline.frontend.command_line import main
 from lazyinline.reuse.errors import PlanError, VerifyError
 

@@ -25,9 +25,10 @@ import torch._inductor.config as inductor_config
 from torch import nn
 
 import lazyinline
-from lazyinline.backend import compile_cache, torch_entries
-from lazyinline.backend.cache import DiskCache, default_directory, open_cache
-from lazyinline.backend.cache_codec import decode_leaf, encode_leaf, encode_value, leaf_content
+from lazyinline.backend.cache import results as compile_cache
+from lazyinline.backend.cache.codec import decode_leaf, encode_leaf, encode_value, leaf_content
+from lazyinline.backend.files.disk import DiskCache, default_directory, open_cache
+from lazyinline.backend.launches import torch_facts
 from lazyinline.frontend.command_line import main
 from lazyinline.frontend.report import CompileReport
 from lazyinline.reuse.errors import CacheError, CacheWarning
@@ -146,10 +147,10 @@ def test_a_warm_start_traces_no_derivative_lowers_nothing_and_plans_nothing(
 
     for where in (
         "lazyinline.autodiff.derivative.JointTrace",
-        "lazyinline.backend.lower.trace_forward",
-        "lazyinline.backend.torch_inductor._compile",
-        "lazyinline.backend.planned.plan",
-        "lazyinline.backend.torch_native.replay_function",
+        "lazyinline.backend.kernels.lower.trace_forward",
+        "lazyinline.backend.kernels.torch_inductor._compile",
+        "lazyinline.backend.run.planned.plan",
+        "lazyinline.backend.launches.torch_native.replay_function",
     ):
         monkeypatch.setattr(where, unexpected)
     numbers, report = compiled_anew()
@@ -278,10 +279,10 @@ FACTS: dict[str, Callable[[pytest.MonkeyPatch], Any]] = {
     "torch": lambda patch: patch.setattr(torch, "__version__", "2.99"),
     "threads": lambda patch: patch.setattr(torch, "get_num_threads", lambda: 77),
     "package": lambda patch: patch.setattr(compile_cache, "package_digest", lambda: "other"),
-    "cpu": lambda patch: patch.setattr(torch_entries, "cpu_kind", lambda: "other"),
+    "cpu": lambda patch: patch.setattr(torch_facts, "cpu_kind", lambda: "other"),
     "vectors": lambda patch: patch.setenv("ATEN_CPU_CAPABILITY", "any other"),
     "precision": lambda patch: patch.setattr(
-        torch_entries, "matmul_precision", lambda: ("none", "bf16")
+        torch_facts, "matmul_precision", lambda: ("none", "bf16")
     ),
 }
 
@@ -605,7 +606,7 @@ def test_the_directory_is_in_the_users_cache_home(monkeypatch: pytest.MonkeyPatc
 
 WRITER = """
 import os, sys, pathlib
-from lazyinline.backend.cache import DiskCache
+from lazyinline.backend.files.disk import DiskCache
 import tempfile
 import time
 found = DiskCache(pathlib.Path(sys.argv[1]))
@@ -723,8 +724,8 @@ def test_an_entry_that_goes_away_meanwhile_is_a_miss(
         return path
 
     monkeypatch.setattr(DiskCache, "object_path", and_gone)
-    monkeypatch.setattr(torch_entries, "sys", type(sys)("sys"), raising=False)
-    torch_entries.sys.modules = {}  # type: ignore[attr-defined]
+    monkeypatch.setattr(torch_facts, "sys", type(sys)("sys"), raising=False)
+    torch_facts.sys.modules = {}  # type: ignore[attr-defined]
     numbers, report = inferred_anew()
     assert report.cache.num_made > 0
     assert_right(numbers)

@@ -26,8 +26,8 @@ from torch import Tensor, nn
 
 import lazyinline
 from lazyinline import CaptureError, lazy_inline
-from lazyinline.backend.runtime import ReplayRuntime
-from lazyinline.backend.torch_native import replay_function
+from lazyinline.backend.launches.torch_native import replay_function
+from lazyinline.backend.run.runtime import ReplayRuntime
 
 
 class Value:

@@ -34,28 +34,28 @@ from test_architecture import (
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from lazyinline.backend import torch_onnx
-from lazyinline.backend.torch_builds import (
+from lazyinline.backend.kernels.torch_builds import (
     _loads_here as loads_here,
 )
-from lazyinline.backend.torch_builds import (
+from lazyinline.backend.kernels.torch_builds import (
     best_vector_units,
     build_file,
     build_setting,
     takes_the_first,
     vector_units_probed_here,
 )
-from lazyinline.backend.torch_divisions import quotients_checked
-from lazyinline.backend.torch_draws import chained, draws
-from lazyinline.backend.torch_index import home_of_strides, polynomials_expanded
-from lazyinline.backend.torch_inductor import (
+from lazyinline.backend.kernels.torch_divisions import quotients_checked
+from lazyinline.backend.kernels.torch_draws import chained, draws
+from lazyinline.backend.kernels.torch_index import home_of_strides, polynomials_expanded
+from lazyinline.backend.kernels.torch_inductor import (
     NOT_FROM_THE_END,
     compile_leaves,
     decompositions,
     rewrite_joint,
     settings,
 )
-from lazyinline.backend.torch_native import native_file
+from lazyinline.backend.launches.torch_native import native_file
+from lazyinline.backend.onnx import torch_onnx
 from lazyinline.frontend import torch_tracing
 from lazyinline.frontend.fake_rules import kernels_own_rules
 from lazyinline.frontend.torch_mutations import pure_forms

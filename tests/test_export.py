@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 import lazyinline
 from lazyinline import ExportError, lazy_inline
-from lazyinline.backend.onnx_convolution import convolution_backward
+from lazyinline.backend.onnx.convolution import convolution_backward
 from lazyinline.frontend import models as own
 
 lazy_inline(own.DecoderBlock)
@@ -407,7 +407,7 @@ def test_random_numbers_cannot_be_compared(path: pathlib.Path) -> None:
 
 
 def test_a_wrong_file_is_not_written(path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from lazyinline.backend import torch_onnx
+    from lazyinline.backend.onnx import torch_onnx
 
     translate = torch_onnx.translate
 

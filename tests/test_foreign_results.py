@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import lazyinline
 from lazyinline import PlanError
-from lazyinline.backend.torch_kernels import record_graph
+from lazyinline.backend.kernels.torch_recorder import record_graph
 from lazyinline.reuse.errors import VerifyError
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import lazyinline
 from lazyinline import lazy_inline
-from lazyinline.backend.kernel_guards import guarded
+from lazyinline.backend.kernels.parallel_regions import guarded
 
 SHAPE = (64, 64)  # as much as is given to several threads
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import lazyinline
-from lazyinline.backend.torch_native import replay_function
+from lazyinline.backend.launches.torch_native import replay_function
 from lazyinline.frontend import python_words
 from lazyinline.frontend.identity_checks import IdentityChecks
 from lazyinline.frontend.models import llama

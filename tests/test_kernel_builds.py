@@ -13,12 +13,13 @@ import torch
 from torch import Tensor, nn
 
 import lazyinline
-from lazyinline.backend import torch_builds, torch_entries, torch_native
-from lazyinline.backend.built_kernel import BuiltKernel
-from lazyinline.backend.kernel_bundles import Bundles, Promise, kept
-from lazyinline.backend.kernel_index import KernelIndex
-from lazyinline.backend.kernel_source import HEADER, KernelSource, bundle_text, kernel_source
-from lazyinline.backend.torch_builds import build_file, deferred_builds
+from lazyinline.backend.kernels import torch_builds
+from lazyinline.backend.kernels.built_index import KernelIndex
+from lazyinline.backend.kernels.bundles import Bundles, Promise, kept
+from lazyinline.backend.kernels.source import HEADER, KernelSource, bundle_text, kernel_source
+from lazyinline.backend.kernels.torch_builds import build_file, deferred_builds
+from lazyinline.backend.launches import torch_facts, torch_native
+from lazyinline.backend.launches.built_kernel import BuiltKernel
 
 TYPES = ["const float*", "float*", "int64_t"]
 
@@ -187,7 +188,7 @@ def test_every_source_that_is_built_names_its_kind_of_cpu(monkeypatch: pytest.Mo
     )
     monkeypatch.setattr(KernelIndex, "find", lambda *_: None)
     here = sources()
-    for module in (torch_entries, torch_builds):
+    for module in (torch_facts, torch_builds):
         monkeypatch.setattr(module, "cpu_kind", lambda: "another")
     assert all(a != b for a, b in zip(here, sources(), strict=True))
 

@@ -22,9 +22,9 @@ from programs import (
 )
 
 from lazyinline.autodiff.derivative import Derivative, Differentiator, Recipe
-from lazyinline.backend.executable import Executable
-from lazyinline.backend.link import link
-from lazyinline.backend.lower import EagerBackend, InductorBackend, lower_leaves
+from lazyinline.backend.kernels.lower import EagerBackend, InductorBackend, lower_leaves
+from lazyinline.backend.link.link import link
+from lazyinline.backend.run.executable import Executable
 from lazyinline.reuse.inline import inline_calls
 from lazyinline.reuse.interpreter import flatten_value, interpret
 from lazyinline.reuse.leaf import Stamp, flat_types, is_active

@@ -16,10 +16,10 @@ import torch
 from programs import MATRIX, binary_leaf, random_arguments, random_program, random_value
 from test_planned import differentiated
 
-from lazyinline.backend.link import FlatProgram, link
-from lazyinline.backend.planned import PlannedProgram
-from lazyinline.backend.runtime import PlannedRuntime
-from lazyinline.backend.torch_kernels import record_graph
+from lazyinline.backend.kernels.torch_recorder import record_graph
+from lazyinline.backend.link.link import FlatProgram, link
+from lazyinline.backend.run.planned import PlannedProgram
+from lazyinline.backend.run.runtime import PlannedRuntime
 from lazyinline.reuse.interpreter import flatten_value, interpret
 from lazyinline.reuse.leaf import flat_types
 from lazyinline.reuse.program import Call, Leaf, Program, Value

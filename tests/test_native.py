@@ -16,11 +16,16 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import lazyinline
-from lazyinline.backend import torch_native
-from lazyinline.backend.flat_code import GeneratedCode, bind_native
-from lazyinline.backend.kernel_list import Launch, NativeOp, View
-from lazyinline.backend.native_ops import native_op, with_native
-from lazyinline.backend.torch_native import Replay, loaded_replay, native_file, replay_function
+from lazyinline.backend.launches import torch_native
+from lazyinline.backend.launches.kernel_list import Launch, NativeOp, View
+from lazyinline.backend.launches.native_ops import native_op, with_native
+from lazyinline.backend.launches.torch_native import (
+    Replay,
+    loaded_replay,
+    native_file,
+    replay_function,
+)
+from lazyinline.backend.link.program_writer import GeneratedCode, bind_native
 
 aten = torch.ops.aten
 SIZES = (1, 2, 3, 8, 17, 64, 130)

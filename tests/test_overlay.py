@@ -13,10 +13,10 @@ from programs import random_arguments, random_value
 from test_planned import assert_same, check_arena, differentiated, plan
 
 import lazyinline
-from lazyinline.backend import overlay
-from lazyinline.backend.overlap import check_no_overlap
-from lazyinline.backend.planned import PlannedProgram
-from lazyinline.backend.runtime import PlannedRuntime
+from lazyinline.backend.arena.proof import check_no_overlap
+from lazyinline.backend.link import gradient_memory
+from lazyinline.backend.run.planned import PlannedProgram
+from lazyinline.backend.run.runtime import PlannedRuntime
 from lazyinline.frontend.models import DecoderBlock, llama
 from lazyinline.recompute.policy import Budget
 from lazyinline.reuse.interpreter import interpret
@@ -44,8 +44,8 @@ def check_guests(planned: PlannedProgram) -> None:
 
 def test_random_programs_in_the_memory_of_their_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two flights, each through a backward that keeps the graph and one that frees it."""
-    monkeypatch.setattr(overlay, "_MIN_HOST_BYTES", 4)
-    monkeypatch.setattr(overlay, "ALIGNMENT", 4)
+    monkeypatch.setattr(gradient_memory, "_MIN_HOST_BYTES", 4)
+    monkeypatch.setattr(gradient_memory, "ALIGNMENT", 4)
     num_guests = 0
     for seed in range(30):
         program, derivative = differentiated(seed)
@@ -145,7 +145,7 @@ def received(model: torch.nn.Module) -> Grads:
 @pytest.fixture(scope="module")
 def shared() -> Iterator[Subject]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(overlay, "_MIN_HOST_BYTES", 1024)
+        patch.setattr(gradient_memory, "_MIN_HOST_BYTES", 1024)
         yield Subject()
 
 

@@ -9,11 +9,11 @@ import torch
 from programs import random_arguments, random_program, random_value
 
 from lazyinline.autodiff.derivative import Derivative, Differentiator, Recipe
-from lazyinline.backend.link import link
-from lazyinline.backend.overlap import check_no_overlap
-from lazyinline.backend.planned import PlannedProgram
-from lazyinline.backend.runtime import PlannedRuntime
-from lazyinline.backend.torch_kernels import record_graph
+from lazyinline.backend.arena.proof import check_no_overlap
+from lazyinline.backend.kernels.torch_recorder import record_graph
+from lazyinline.backend.link.link import link
+from lazyinline.backend.run.planned import PlannedProgram
+from lazyinline.backend.run.runtime import PlannedRuntime
 from lazyinline.reuse.interpreter import flatten_value, interpret
 from lazyinline.reuse.leaf import flat_types
 from lazyinline.reuse.program import Composite, Leaf, Program, walk_closures

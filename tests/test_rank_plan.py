@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from lazyinline import PipelineError, lazy_inline
-from lazyinline.backend.overlap import check_no_overlap
-from lazyinline.backend.rank_program import RankProgram
+from lazyinline.backend.arena.proof import check_no_overlap
+from lazyinline.backend.run.rank_program import RankProgram
 from lazyinline.frontend.compiler import Compiler, Linked, Options
 from lazyinline.frontend.models import DecoderBlock, llama
 from lazyinline.frontend.pipeline_program import boundaries_of, rank_program

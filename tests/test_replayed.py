@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 import lazyinline
-from lazyinline.backend import cuda_graph, replayed
-from lazyinline.backend.link import FlatProgram
-from lazyinline.backend.replayed import ReplayedProgram
+from lazyinline.backend.link.link import FlatProgram
+from lazyinline.backend.run import cuda_graph, unplanned_step
+from lazyinline.backend.run.unplanned_step import ReplayedProgram
 from lazyinline.frontend import compiler as compiler_module
 from lazyinline.frontend.models import DecoderBlock, llama
 from lazyinline.reuse.types import TensorType
@@ -56,7 +56,7 @@ def graphs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> G
     found = Graphs("operation not permitted when stream is capturing" * (request.param != "graph"))
     unplanned(monkeypatch)
     if request.param != "plain":
-        monkeypatch.setattr(replayed, "_is_on_gpu", lambda flat: True)
+        monkeypatch.setattr(unplanned_step, "_is_on_gpu", lambda flat: True)
         monkeypatch.setattr(cuda_graph, "device_of", lambda flat: CPU)
         monkeypatch.setattr(ReplayedProgram.__init__, "__defaults__", (found.capture,))
     return found
@@ -119,7 +119,7 @@ def test_a_graph_is_captured_once_and_replayed_at_every_step(graphs: Graphs) -> 
 
 def test_the_reason_for_no_graph_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     unplanned(monkeypatch)
-    monkeypatch.setattr(replayed, "_is_on_gpu", lambda flat: True)
+    monkeypatch.setattr(unplanned_step, "_is_on_gpu", lambda flat: True)
     model, args = decoder()
     step = lazyinline.compile_step(model, backend="eager")
     step(*args)

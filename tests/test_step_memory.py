@@ -12,10 +12,10 @@ import torch
 from conftest import ROOT
 
 import lazyinline
-from lazyinline.backend import lower
-from lazyinline.backend.attention import scratch_bytes
-from lazyinline.backend.kernel_list import Launch, View
-from lazyinline.backend.planned import Lease
+from lazyinline.backend.kernels import lower
+from lazyinline.backend.kernels.torch_attention import scratch_bytes
+from lazyinline.backend.launches.kernel_list import Launch, View
+from lazyinline.backend.run.planned import Lease
 from lazyinline.frontend import compiler
 from lazyinline.frontend.models import DecoderBlock, llama
 from lazyinline.frontend.training_step import compile_step

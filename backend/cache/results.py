@@ -1,0 +1,306 @@
+"""What a compile asks of the cache: derivatives, decompositions, kernels and memory plans.
+
+Each is kept per closure (a plan: per set of live ranges), under a key made of everything that
+decides it: the graph with its constants, layouts and modes, what was asked of it, and the facts
+about PyTorch, this package, the CPU and the settings. So a deeper model, another batch order or a
+pipeline rank finds what any earlier process made of the same blocks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import pathlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from importlib.machinery import EXTENSION_SUFFIXES
+from typing import Any
+
+import numpy as np
+
+from ...autodiff.derivative import Derivative, Request
+from ...reuse.own_code import package_digest
+from ...reuse.program import Leaf
+from ..arena.arena import ArenaPlan
+from ..arena.live_ranges import Buffers
+from ..files.disk import DiskCache, open_cache
+from ..launches import torch_facts, torch_native
+from ..launches.built_kernel import BuiltKernel, loaded_kernel
+from ..launches.kernel_list import KernelList
+from .codec import (
+    MalformedError,
+    NotCacheableError,
+    decode_derivative,
+    decode_kernels,
+    decode_leaf,
+    encode_derivative,
+    encode_kernels,
+    encode_leaf,
+    leaf_content,
+)
+
+# What decoding an entry raises if it does not say what it should.
+_BAD_ENTRY = (
+    MalformedError,
+    LookupError,
+    TypeError,
+    ValueError,
+    ArithmeticError,
+    AttributeError,
+    AssertionError,
+)
+
+
+@dataclass
+class CacheUse:
+    """What one compile took from the cache.
+
+    Attributes:
+        directory: where the cache is; empty if there is none.
+        num_loaded: results of passes (derivatives, kernel lists, plans) taken from it.
+        num_made: results that were not there, and were made.
+        not_kept: why closures cannot be kept, if any.
+    """
+
+    directory: str = ""
+    num_loaded: int = 0
+    num_made: int = 0
+    not_kept: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        if not self.directory:
+            return "cache: off"
+        total = self.num_loaded + self.num_made
+        lines = [f"cache: {self.num_loaded} of {total} results from {self.directory}"]
+        return "\n".join([*lines, *(f"  not kept: {reason}" for reason in self.not_kept)])
+
+
+class CompileCache:
+    """Results of passes, on disk.
+
+    Args:
+        disk: the directory; None keeps nothing.
+        backend: name of the backend that makes the results.
+    """
+
+    def __init__(self, disk: DiskCache | None, backend: str) -> None:
+        self._disk = disk
+        self._use = CacheUse(str(disk.directory) if disk else "")
+        self._backend = backend
+        self._facts: str | None = None
+        self._contents: dict[Leaf, str | None] = {}
+        self._replay: torch_native.Replay | None = None
+
+    @classmethod
+    def of_user(cls, backend: str) -> CompileCache:
+        """Opens the user's cache; the eager backend has nothing that is worth keeping."""
+        return cls(open_cache() if backend == "inductor" else None, backend)
+
+    @property
+    def directory(self) -> str:
+        """Where the cache is; empty if there is none."""
+        return self._use.directory
+
+    def begin(self) -> None:
+        """Starts a compile: reads the settings anew."""
+        self._use = CacheUse(self._use.directory)
+        if self._disk is None:
+            return
+        facts = torch_facts.facts()
+        if facts is None:
+            self._facts = None
+            self._use.not_kept.append("a setting of Inductor holds code, which nothing stands for")
+            return
+        own = {"package": package_digest(), "python": EXTENSION_SUFFIXES[0]}
+        self._facts = _digest({**facts, **own, "backend": self._backend})
+
+    def finish(self) -> CacheUse:
+        """Ends a compile; returns what was taken from the cache."""
+        if self._disk is not None and self._use.num_made:
+            self._disk.trim()
+        return self._use
+
+    # ---- results -------------------------------------------------------------------------
+
+    def derivative(
+        self, request: Request, make: Callable[[], Derivative | None]
+    ) -> Derivative | None:
+        """Returns the derivative of a leaf."""
+        leaf = request.closure
+        assert isinstance(leaf, Leaf)
+        asked = [list(request.inputs), list(request.outputs)]
+        key = self._key("derivative", leaf, asked) if request.choice is None else None
+
+        def decode(data: Any) -> Derivative | None:
+            return decode_derivative(data, leaf) if data != "none" else None
+
+        def encode(made: Derivative | None) -> Any:
+            return "none" if made is None else encode_derivative(made)
+
+        return self._of(key, decode, make, encode)
+
+    def decomposed(self, leaf: Leaf, make: Callable[[], Leaf]) -> Leaf:
+        """Returns a leaf taken apart, without a derivative."""
+        if leaf.level == "aten":
+            return make()
+
+        def decode(data: Any) -> Leaf:
+            return decode_leaf(data, leaf.name, leaf.input_names)
+
+        return self._of(self._key("decomposed", leaf), decode, make, encode_leaf)
+
+    def kernels(self, leaf: Leaf) -> KernelList | None:
+        """Returns the launches of an ATen leaf, if they are there."""
+        key = self._key("kernels", leaf)
+        found = self._load(key, lambda data: decode_kernels(data, leaf.name, self._kernel))
+        return found[0] if found else None
+
+    def keep_kernels(self, leaf: Leaf, kernels: KernelList) -> None:
+        """Stores the launches of an ATen leaf."""
+        key = self._key("kernels", leaf)
+        self._store(key, lambda: encode_kernels(kernels, self._object))
+
+    def plan(
+        self, buffers: Buffers, asked: Sequence[int], make: Callable[[], ArenaPlan]
+    ) -> ArenaPlan:
+        """Returns the places of buffers."""
+        key = None
+        if self._disk is not None and self._facts is not None:
+            arrays = (buffers.birth, buffers.death, buffers.size)
+            ranges = [hashlib.sha256(a.astype("<i8").tobytes()).hexdigest() for a in arrays]
+            key = _digest(["plan", package_digest(), len(buffers), ranges, list(asked)])
+
+        def decode(data: Any) -> ArenaPlan:
+            offsets, peak, bound, method = data
+            return ArenaPlan(np.array(offsets, np.int64), peak, bound, method)
+
+        def encode(made: ArenaPlan) -> Any:
+            sizes = int(made.peak_bytes), int(made.lower_bound_bytes)
+            return [made.offsets.tolist(), *sizes, made.method]
+
+        return self._of(key, decode, make, encode)
+
+    def replay(self) -> torch_native.Replay:
+        """Returns the native replay loop."""
+        if self._replay is None:
+            num_made = self._use.num_made
+            self._replay = self._found_replay()
+            if self._disk is not None and self._use.num_made > num_made:
+                self._disk.trim()  # it is asked for when a program is bound, after its compile
+        return self._replay
+
+    def _found_replay(self) -> torch_native.Replay:
+        source = hashlib.sha256(torch_native.native_source().encode()).hexdigest()
+        key = None if self._facts is None else _digest(["replay", self._facts, source])
+
+        def decode(digest: Any) -> torch_native.Replay:
+            return self._loaded(digest, torch_native.loaded_replay)
+
+        def encode(_: torch_native.Replay) -> Any:
+            built = torch_native.native_file()
+            digest = self._disk.write_object(built) if self._disk and built else None
+            if digest is None:
+                raise NotCacheableError("the replay loop")
+            return digest
+
+        found: torch_native.Replay = self._of(key, decode, torch_native.replay_function, encode)
+        return found
+
+    # ---- keys, entries, objects ----------------------------------------------------------
+
+    def _key(self, kind: str, leaf: Leaf, asked: Any = None) -> str | None:
+        if self._disk is None or self._facts is None:
+            return None
+        if leaf not in self._contents:
+            try:
+                self._contents[leaf] = _digest(leaf_content(leaf))
+            except NotCacheableError as reason:
+                self._contents[leaf] = None
+                self._use.not_kept.append(f"@{leaf.name} has {reason}")
+        content = self._contents[leaf]
+        return None if content is None else _digest([kind, self._facts, content, asked])
+
+    def _of(
+        self,
+        key: str | None,
+        decode: Callable[[Any], Any],
+        make: Callable[[], Any],
+        encode: Callable[[Any], Any],
+    ) -> Any:
+        """Returns what is stored, or makes and stores it."""
+        found = self._load(key, decode)
+        if found:
+            return found[0]
+        made = make()
+        self._store(key, lambda: encode(made))
+        return made
+
+    def _load(self, key: str | None, decode: Callable[[Any], Any]) -> tuple[Any] | None:
+        """Returns what is stored, in a tuple of its own since None may be stored."""
+        if key is None:
+            return None
+        assert self._disk is not None
+        data = self._disk.read(key)
+        if data is None:
+            return None
+        try:
+            decoded = decode(data)
+        except _MissingObjectError:
+            return None
+        except _BAD_ENTRY as error:
+            self._disk.reject(key, f"it cannot be read ({type(error).__name__}: {error})")
+            return None
+        self._use.num_loaded += 1
+        return (decoded,)
+
+    def _store(self, key: str | None, encode: Callable[[], Any]) -> None:
+        if key is None:
+            return
+        assert self._disk is not None
+        self._use.num_made += 1
+        try:
+            self._disk.write(key, encode())
+        except NotCacheableError as reason:
+            self._use.not_kept.append(str(reason))
+
+    def _object(self, function: Any) -> Any:
+        """Keeps a kernel's object; returns its digest, and which kernel of several it is."""
+        path = torch_facts.kernel_file(function)
+        assert self._disk is not None
+        digest = None if path is None else self._disk.write_object(path)
+        if digest is None or not isinstance(function, BuiltKernel):
+            return digest
+        return [digest, function.symbol, list(function.argument_types)]
+
+    def _kernel(self, reference: Any) -> Any:
+        if isinstance(reference, str):
+            return self._loaded(reference, torch_facts.load_kernel)
+        digest, symbol, types = reference
+
+        def load(path: pathlib.Path) -> BuiltKernel:
+            return loaded_kernel(path, symbol, types)
+
+        return self._loaded(digest, load)
+
+    def _loaded(self, digest: str, load: Callable[[pathlib.Path], Any]) -> Any:
+        assert self._disk is not None
+        if not isinstance(digest, str) or not digest.isalnum():
+            raise MalformedError("the name of an object")
+        path = self._disk.object_path(digest)
+        if path is None:
+            raise _MissingObjectError
+        try:
+            return load(path)
+        except (ImportError, OSError) as error:
+            if path.exists():  # else another process has just made room
+                self._disk.reject_object(path, str(error))
+            raise _MissingObjectError from error
+
+
+class _MissingObjectError(Exception):
+    """A compiled object is gone or was not trusted: the entry that needs it is made anew."""
+
+
+def _digest(value: Any) -> str:
+    text = json.dumps(value, separators=(",", ":"), sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()

@@ -1,0 +1,308 @@
+"""The on-disk cache: entries and compiled objects, named by content, checked before every use.
+
+    entries/<key>     one JSON document; its first line names the format and holds its digest
+    objects/<digest>  one shared object, named by its own bytes
+
+Nothing in it is trusted: an entry is read as data (never unpickled), only from a directory and a
+file that are the user's own and that nobody else can write to, and only if its digest and its key
+are right. Whatever is wrong is a warning and a miss. A file appears under its name complete or not
+at all, so any number of processes may read, write and clear at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import pathlib
+import stat
+import time
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from ...reuse.errors import CacheError, CacheWarning
+from .atomic_write import TEMPORARY, write_whole
+from .ownership import not_private, why_exchangeable
+
+DIRECTORY_VARIABLE = "LAZYINLINE_CACHE_DIR"
+SWITCH_VARIABLE = "LAZYINLINE_CACHE"
+SIZE_VARIABLE = "LAZYINLINE_CACHE_MAX_BYTES"
+DEFAULT_MAX_BYTES = 2 << 30
+# What stays when the cache has outgrown its limit: not every write has to make room.
+_KEPT_SHARE = 0.8
+_STALE_S = 3600.0
+_MAGIC = b"lazyinline cache 1 "
+_OFF = ("0", "off", "no", "false")
+# A link leads out of the directory, and opening a pipe would wait for its writer.
+_READ_FLAGS = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
+_ENTRIES, _OBJECTS = "entries", "objects"
+
+
+@dataclass(frozen=True)
+class CacheInfo:
+    """What a cache directory holds.
+
+    Attributes:
+        directory: where it is.
+        num_entries: results of passes: derivatives, kernel lists, memory plans.
+        num_objects: compiled shared objects.
+        num_bytes: size of all files.
+        max_bytes: size at which the least recently used ones go.
+    """
+
+    directory: pathlib.Path
+    num_entries: int
+    num_objects: int
+    num_bytes: int
+    max_bytes: int
+
+    def __str__(self) -> str:
+        return (
+            f"{self.directory}\n"
+            f"  {self.num_entries} entries, {self.num_objects} compiled objects, "
+            f"{self.num_bytes / 2**20:.1f} of {self.max_bytes / 2**20:.0f} MiB"
+        )
+
+
+def default_directory() -> pathlib.Path:
+    """Returns the cache directory: ``LAZYINLINE_CACHE_DIR``, or one in the user's cache home."""
+    chosen = os.environ.get(DIRECTORY_VARIABLE)
+    if chosen:
+        return pathlib.Path(chosen)
+    home = os.environ.get("XDG_CACHE_HOME")
+    return (pathlib.Path(home) if home else pathlib.Path.home() / ".cache") / "lazyinline"
+
+
+def is_switched_off() -> bool:
+    """Whether ``LAZYINLINE_CACHE=0`` turns the cache off."""
+    return os.environ.get(SWITCH_VARIABLE, "").strip().lower() in _OFF
+
+
+def open_cache() -> DiskCache | None:
+    """Returns the user's cache, or None where it is turned off or cannot be used (a warning)."""
+    if is_switched_off():
+        return None
+    try:
+        return DiskCache(default_directory(), max_bytes())
+    except (CacheError, OSError, RuntimeError) as error:
+        warnings.warn(f"The cache is not used: {error}", CacheWarning, stacklevel=2)
+        return None
+
+
+def max_bytes() -> int:
+    """Returns the size limit: ``LAZYINLINE_CACHE_MAX_BYTES``, or 2 GiB.
+
+    Raises:
+        CacheError: if the variable is not a number of bytes.
+    """
+    text = os.environ.get(SIZE_VARIABLE, "")
+    if text and not text.isdigit():
+        raise CacheError(f"{SIZE_VARIABLE}={text!r} is not a number of bytes.")
+    return int(text) if text else DEFAULT_MAX_BYTES
+
+
+class DiskCache:
+    """A cache directory, made if it is not there.
+
+    Args:
+        directory: where.
+        limit_bytes: size at which :meth:`trim` makes room.
+
+    Raises:
+        CacheError: if others may write to the directory, or it is not the user's own.
+        OSError: if it cannot be made.
+    """
+
+    def __init__(self, directory: pathlib.Path, limit_bytes: int = DEFAULT_MAX_BYTES) -> None:
+        self.directory = directory.absolute()
+        self._max_bytes = limit_bytes
+        self._is_writable = True
+        for folder in (self.directory, self.directory / _ENTRIES, self.directory / _OBJECTS):
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            _check_private(folder)
+
+    # ---- entries -------------------------------------------------------------------------
+
+    def read(self, key: str) -> Any:
+        """Returns what was stored under a key, or None if there is nothing that can be used."""
+        path = self.directory / _ENTRIES / key
+        try:
+            content = _read_own(path)
+            return None if content is None else _opened(content, key)
+        except (_UnusableError, OSError, ValueError, RecursionError) as error:
+            self.reject(key, str(error))
+            return None
+
+    def write(self, key: str, value: Any) -> None:
+        """Stores a value that JSON can hold."""
+        body = json.dumps({"key": key, "value": value}, separators=(",", ":")).encode()
+        self._put(self.directory / _ENTRIES / key, _MAGIC + _digest(body).encode() + b"\n" + body)
+
+    def reject(self, key: str, reason: str) -> None:
+        """Takes an entry out that cannot be used, and warns."""
+        self._reject(self.directory / _ENTRIES / key, "cache entry", reason)
+
+    # ---- objects -------------------------------------------------------------------------
+
+    def object_path(self, digest: str) -> pathlib.Path | None:
+        """Returns where a shared object is, if its bytes are the ones it is named by."""
+        path = self.directory / _OBJECTS / f"{digest}.so"
+        try:
+            content = _read_own(path)
+        except (_UnusableError, OSError) as error:
+            content, reason = b"", str(error)
+        else:
+            reason = "its content is not what it was stored with"
+        if content is None:
+            return None
+        if _digest(content) == digest:
+            return path
+        self.reject_object(path, reason)
+        return None
+
+    def reject_object(self, path: pathlib.Path, reason: str) -> None:
+        """Takes a shared object out that cannot be used, and warns."""
+        self._reject(path, "compiled object", reason)
+
+    def write_object(self, source: pathlib.Path) -> str | None:
+        """Copies a shared object in; returns its digest, or None if it cannot be read or kept."""
+        try:
+            content = source.read_bytes()
+        except OSError:
+            return None
+        digest = _digest(content)
+        path = self.directory / _OBJECTS / f"{digest}.so"
+        if not path.exists() and not self._put(path, content):
+            return None
+        return digest
+
+    def _reject(self, path: pathlib.Path, what: str, reason: str) -> None:
+        warnings.warn(
+            f"The {what} {path} is not used and will be made anew: {reason}.",
+            CacheWarning,
+            stacklevel=5,
+        )
+        with contextlib.suppress(OSError):
+            path.unlink()
+
+    # ---- the whole directory -------------------------------------------------------------
+
+    def info(self) -> CacheInfo:
+        """Counts files and bytes."""
+        files = list(self._files())
+        sizes = {path: status.st_size for path, status in files}
+        entries = sum(path.parent.name == _ENTRIES for path in sizes)
+        total = sum(sizes.values())
+        return CacheInfo(self.directory, entries, len(sizes) - entries, total, self._max_bytes)
+
+    def clear(self) -> CacheInfo:
+        """Deletes every file; returns what there was. Processes that run keep what they loaded."""
+        info = self.info()
+        for path, _ in self._files(with_temporary=True):
+            with contextlib.suppress(OSError):
+                path.unlink()
+        return info
+
+    def trim(self) -> None:
+        """Deletes the least recently used files if there are too many bytes, and old leftovers."""
+        files, now = [], time.time()
+        for path, status in self._files(with_temporary=True):
+            if path.name.startswith(TEMPORARY):
+                if abs(now - status.st_mtime) > _STALE_S:  # its writer was killed
+                    with contextlib.suppress(OSError):
+                        path.unlink()
+                continue
+            # Used later than now: the clock was set back, and it has not been used since.
+            used = status.st_mtime if status.st_mtime <= now + _STALE_S else 0.0
+            files.append((used, status.st_size, path))
+        total = sum(size for _, size, _ in files)
+        if total <= self._max_bytes:
+            return
+        for _, size, path in sorted(files):
+            if total <= self._max_bytes * _KEPT_SHARE:
+                return
+            with contextlib.suppress(OSError):
+                path.unlink()
+                total -= size
+
+    def _files(self, *, with_temporary: bool = False) -> Iterator[tuple[pathlib.Path, Any]]:
+        for folder in (self.directory / _ENTRIES, self.directory / _OBJECTS):
+            with contextlib.suppress(OSError), os.scandir(folder) as found:
+                for item in found:
+                    if item.name.startswith(TEMPORARY) and not with_temporary:
+                        continue
+                    with contextlib.suppress(OSError):  # another process may take it away
+                        status = item.stat(follow_symlinks=False)
+                        if stat.S_ISREG(status.st_mode) or stat.S_ISLNK(status.st_mode):
+                            yield pathlib.Path(item.path), status
+
+    def _put(self, path: pathlib.Path, content: bytes) -> bool:
+        """Makes a file appear complete under its name; says whether it did."""
+        if not self._is_writable:
+            return False
+        try:
+            write_whole(path, content)
+        except FileNotFoundError:
+            return False  # another process cleared the cache before it was complete
+        except OSError as error:
+            self._is_writable = False  # one warning, not one per entry
+            warnings.warn(
+                f"The cache {self.directory} cannot be written to, so nothing more is stored: "
+                f"{error}.",
+                CacheWarning,
+                stacklevel=4,
+            )
+            return False
+        return True
+
+
+class _UnusableError(Exception):
+    """Says why a file is not trusted."""
+
+
+def _read_own(path: pathlib.Path) -> bytes | None:
+    """Reads a regular file that only this user can write, and notes its use; None if missing."""
+    try:
+        handle = os.open(path, _READ_FLAGS)
+    except FileNotFoundError:
+        return None
+    with os.fdopen(handle, "rb") as file:
+        status = os.fstat(handle)
+        if not stat.S_ISREG(status.st_mode):
+            raise _UnusableError("it is not a plain file")
+        if reason := not_private(status):
+            raise _UnusableError(reason)
+        content = file.read()
+    with contextlib.suppress(OSError):
+        os.utime(path)  # the least recently used go first
+    return content
+
+
+def _opened(content: bytes, key: str) -> Any:
+    """Checks and parses the bytes of an entry."""
+    head, _, body = content.partition(b"\n")
+    if not head.startswith(_MAGIC):
+        raise _UnusableError("it is in another format")
+    if head != _MAGIC + _digest(body).encode():
+        raise _UnusableError("its digest is wrong: it is damaged")
+    document = json.loads(body)
+    if not isinstance(document, dict) or document.get("key") != key:
+        raise _UnusableError("it was stored under another key")
+    return document.get("value")
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
+def _check_private(folder: pathlib.Path) -> None:
+    reason = not_private(folder.stat())
+    problem = f"{folder} cannot be trusted, since {reason}" if reason else why_exchangeable(folder)
+    if problem:
+        raise CacheError(
+            f"{problem}. Make it your own (chmod 700), or choose another directory with "
+            f"{DIRECTORY_VARIABLE}."
+        )

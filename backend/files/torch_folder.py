@@ -1,0 +1,79 @@
+"""Adapter: the folder in which Inductor builds and finds shared objects, made sure of.
+
+What lies there is loaded, so it must be the user's own work. Inductor takes any folder, by default
+one of a known name in a place where everybody may make it first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import tempfile
+import warnings
+from pathlib import Path
+
+from ...reuse.errors import CacheWarning
+from .atomic_write import is_whole_object
+from .disk import default_directory
+from .ownership import is_own, why_not_trusted
+
+_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
+
+
+def own_folder() -> Path:
+    """Returns Inductor's folder; another one, from here on in this process, if others can write it.
+
+    Inductor itself writes the folder it chose to the environment, where it looks for it next time.
+    """
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    folder = Path(os.environ.get(_VARIABLE) or default_cache_dir()).absolute()
+    reason = _why_refused(folder)
+    if reason:
+        private = _private_folder()
+        warnings.warn(
+            f"{reason}. Kernels are built in {private} instead. Make the folder your own "
+            f"(chmod 700) after a look at what is in it, or name another one in {_VARIABLE}.",
+            CacheWarning,
+            stacklevel=2,
+        )
+        os.environ[_VARIABLE] = str(private)
+        return private
+    return folder
+
+
+class DamagedObjectError(OSError):
+    """A shared object that is not whole, or somebody else's. Inductor finds it no more."""
+
+
+def sound_object(path: Path) -> Path:
+    """Returns the path of a shared object that may be loaded.
+
+    Raises:
+        DamagedObjectError: if a part is missing, which would end the process, or if others can
+            have written it.
+    """
+    if is_own(path) and is_whole_object(path):
+        return path
+    if path.resolve().is_relative_to(own_folder().resolve()):
+        with contextlib.suppress(OSError):
+            path.unlink()
+    raise DamagedObjectError(f"{path} is damaged or not the user's own, and was not loaded")
+
+
+def _why_refused(folder: Path) -> str:
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        return str(error)
+    return why_not_trusted(folder)
+
+
+@functools.cache
+def _private_folder() -> Path:
+    """A folder beside the cache that is kept, or one for this process."""
+    chosen = default_directory() / "inductor"
+    if not _why_refused(chosen):
+        return chosen
+    return Path(tempfile.mkdtemp(prefix="lazyinline_"))

@@ -1,0 +1,199 @@
+"""Builds C++ kernels in bundles: one run of the C++ compiler makes all that wait for it.
+
+Python writes kernels one closure after another. Whenever a compiler is free it starts on all
+kernels written so far, so that writing and building overlap, and bundles grow by themselves to the
+size at which both keep up. At the end what is left is split over all cores.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import functools
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor, wait
+from pathlib import Path
+from typing import Any
+
+from .built_index import KernelIndex
+from .source import KernelSource, bundle_text
+
+_LOG = logging.getLogger("lazyinline")
+# Reading the headers costs as much as building six kernels: fewer than this wait for others.
+_LEAST = 8
+
+Kernel = Callable[..., Any]
+
+
+class Promise:
+    """A kernel that may still be under way.
+
+    Args:
+        made: ends with the kernel; cancelled if its compile was given up.
+        make: makes the kernel then.
+    """
+
+    def __init__(self, made: Future[Kernel], make: Callable[[], Kernel]) -> None:
+        self._made = made
+        self._make = make
+
+    def result(self) -> Kernel:
+        """Waits for the kernel, and returns it.
+
+        Raises:
+            Exception: what the C++ compiler says.
+        """
+        return self._make() if self._made.cancelled() else self._made.result()
+
+    def __call__(self, *args: Any) -> Any:
+        """Runs the kernel; a wrapper of a compile that failed may still hold its promise."""
+        return self.result()(*args)
+
+
+def kept(value: Any) -> Any:
+    """Returns what a promise stands for; any other value as it is."""
+    return value.result() if isinstance(value, Promise) else value
+
+
+class Bundles:
+    """The kernels of one compile.
+
+    Args:
+        index: opens the index of kernels that are built; not called while there are no kernels.
+        build: makes a shared object of a C++ file.
+        build_alone: Inductor's own way for one kernel; takes its parameters' types and source.
+        num_threads: how many compilers may run at once.
+    """
+
+    def __init__(
+        self,
+        index: Callable[[], KernelIndex],
+        build: Callable[[str], Path],
+        build_alone: Callable[[Sequence[str], str], Kernel],
+        num_threads: int,
+    ) -> None:
+        self._index = functools.cache(index)
+        self._build = build
+        self._build_alone = build_alone
+        self._num_threads = num_threads
+        self._pool = ThreadPoolExecutor(num_threads, "lazyinline-kernels")
+        self._lock = threading.Lock()
+        self._asked: dict[KernelSource, Future[Kernel]] = {}
+        self._beside: dict[Callable[[], Any], Future[Any]] = {}
+        self._waiting: list[KernelSource] = []
+        self._num_running = 0
+        self._all_written = False
+
+    def ask(self, source: KernelSource) -> Promise:
+        """Returns a kernel that is there, or will be."""
+        if source not in self._asked:
+            future: Future[Kernel] = Future()
+            self._asked[source] = future
+            found = self._index().find(source)
+            if found is not None:
+                future.set_result(found)
+            else:
+                with self._lock:
+                    self._waiting.append(source)
+        alone = functools.partial(self._build_alone, source.argument_types, source.original)
+        return Promise(self._asked[source], alone)
+
+    def start(self) -> None:
+        """Starts what a free compiler can take; one core is left to who writes."""
+        with self._lock:
+            limit = self._num_threads if self._all_written else max(1, self._num_threads - 1)
+            parts = _split(self._waiting, max(0, limit - self._num_running), self._all_written)
+            if parts:
+                self._waiting = []
+            self._num_running += len(parts)
+        for part in parts:
+            self._pool.submit(contextvars.copy_context().run, self._run, part)
+
+    def beside(self, function: Callable[[], Any]) -> None:
+        """Runs what will be needed after this compile, the first time it is given."""
+        if function not in self._beside:
+            self._beside[function] = self._pool.submit(function)
+
+    def finish(self) -> None:
+        """Builds what is left. What cannot be built raises when its promise is asked."""
+        self._all_written = True
+        self.start()
+        wait(self._asked.values())
+
+    def close(self) -> None:
+        """Gives the threads back; what is not built by now is not promised any more."""
+        with self._lock:
+            self._waiting = []
+        for future in self._asked.values():
+            future.cancel()
+        self._pool.shutdown(wait=False)
+
+    def _run(self, sources: list[KernelSource]) -> None:
+        try:
+            self._make(sources)
+        except Exception as error:
+            for source in sources:
+                self._settle(source, error)
+        finally:
+            with self._lock:
+                self._num_running -= 1
+            self.start()
+
+    def _make(self, sources: list[KernelSource]) -> None:
+        with self._index().claimed(sources) as mine:
+            self._make_missing(mine)
+        for source in sources:
+            if not self._asked[source].done():
+                with self._index().waiting(source):
+                    self._make_missing([source])
+
+    def _make_missing(self, sources: Sequence[KernelSource]) -> None:
+        """Builds what no other process has built meanwhile."""
+        missing = []
+        for source in sources:
+            found = self._index().find(source)
+            if found is None:
+                missing.append(source)
+            else:
+                self._settle(source, found)
+        if not missing:
+            return
+        try:
+            built = self._index().keep(
+                missing, self._build(bundle_text(missing, self._index().setting))
+            )
+        except Exception as error:
+            _LOG.info("%d kernels are built one by one: %s", len(missing), error)
+            for source in missing:
+                self._make_alone(source)
+            return
+        for source, kernel in zip(missing, built, strict=True):
+            self._settle(source, kernel)
+
+    def _make_alone(self, source: KernelSource) -> None:
+        try:
+            self._settle(source, self._build_alone(source.argument_types, source.original))
+        except Exception as error:
+            self._settle(source, error)
+
+    def _settle(self, source: KernelSource, result: Kernel | Exception) -> None:
+        future = self._asked[source]
+        with contextlib.suppress(InvalidStateError):  # given up meanwhile, or settled before
+            if isinstance(result, Exception):
+                future.set_exception(result)
+            else:
+                future.set_result(result)
+
+
+def _split(
+    sources: Sequence[KernelSource], num_free: int, all_written: bool
+) -> list[list[KernelSource]]:
+    """Returns the bundles to start now."""
+    wanted = len(sources) // _LEAST
+    if all_written and sources:
+        wanted = max(wanted, 1)
+    num_parts = min(num_free, wanted if all_written else min(wanted, 1))
+    longest_first = sorted(sources, key=lambda source: -len(source.text))
+    return [longest_first[i::num_parts] for i in range(num_parts)]

@@ -1,0 +1,199 @@
+"""Lower: kernels for each different leaf closure, once.
+
+Backends:
+
+* ``eager``: PyTorch's own kernels, operator by operator. Needs no compiler; the reference.
+* ``inductor``: TorchInductor kernels. A leaf of one or two operators stays on the eager kernels,
+  where compiling could not pay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+import torch.fx
+
+from ...autodiff.derivative import Recipe
+from ...autodiff.torch_autograd import trace_forward
+from ...reuse.errors import PlanError
+from ...reuse.leaf import flat_types, without_autocast
+from ...reuse.program import Leaf
+from ...reuse.torch_symbols import Values, module_at, symbols_of, type_at
+from ..launches.kernel_list import KernelList
+from . import torch_inductor, torch_recorder
+from .eager_kernel import eager_function
+from .torch_attention import with_plain_attention
+
+_TINY_NODES = 2
+_FREE_TARGETS = frozenset(
+    {
+        torch.ops.aten.view.default,
+        torch.ops.aten.reshape.default,
+        torch.ops.aten.permute.default,
+        torch.ops.aten.transpose.int,
+        torch.ops.aten.t.default,
+        torch.ops.aten.unsqueeze.default,
+        torch.ops.aten.squeeze.dim,
+        torch.ops.aten.expand.default,
+        torch.ops.aten.slice.Tensor,
+        torch.ops.aten.select.int,
+        torch.ops.aten.detach.default,
+    }
+)
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A leaf ready to be launched.
+
+    ``function`` takes the flat operands as one list, which it may empty (``convention="boxed"``),
+    or as positional arguments (``convention="plain"``); it returns the flat results.
+    """
+
+    function: Callable[..., Sequence[Any]]
+    convention: str
+    source: str  # which backend made it
+    sizes: tuple[int, ...] = ()  # come before the operands
+
+
+class Backend(Protocol):
+    """What the compiler asks of a backend."""
+
+    name: str
+
+    def recipe(self, leaf: Leaf) -> Recipe:
+        """Says how a leaf is differentiated and decomposed."""
+
+    def lower(self, leaves: Sequence[Leaf], on_done: Callable[[], None]) -> list[Kernel]:
+        """Makes kernels for ATen-level leaves."""
+
+
+class EagerBackend:
+    """PyTorch's own kernels, operator by operator."""
+
+    name = "eager"
+
+    def recipe(self, leaf: Leaf) -> Recipe:
+        """Keeps what autograd would keep; nothing is decomposed further than autograd does."""
+        return Recipe()
+
+    def lower(self, leaves: Sequence[Leaf], on_done: Callable[[], None]) -> list[Kernel]:
+        """Returns each graph's generated Python function."""
+        kernels = []
+        for leaf in leaves:
+            kernels.append(_eager_kernel(leaf))
+            on_done()
+        return kernels
+
+
+class InductorBackend:
+    """TorchInductor kernels."""
+
+    name = "inductor"
+
+    def __init__(self) -> None:
+        self._recipe: Recipe | None = None
+
+    def recipe(self, leaf: Leaf) -> Recipe:
+        """Inductor's decompositions, passes and min-cut split; tiny leaves stay as they are."""
+        if is_tiny(leaf):
+            return Recipe(kernels="eager")
+        if self._recipe is None:
+            self._recipe = Recipe(
+                torch_inductor.decompositions(),
+                "min_cut",
+                torch_inductor.rewrite_joint,
+                rewrite=with_plain_attention,
+            )
+        return self._recipe
+
+    def lower(self, leaves: Sequence[Leaf], on_done: Callable[[], None]) -> list[Kernel]:
+        """Compiles the leaves that are worth it."""
+        compiled = [leaf for leaf in leaves if _wants_compiler(leaf)]
+        functions = iter(torch_inductor.compile_leaves([leaf.module for leaf in compiled], on_done))
+        kernels = []
+        for leaf in leaves:
+            if _wants_compiler(leaf):
+                kernels.append(Kernel(next(functions), "boxed", self.name))
+            else:
+                kernels.append(_eager_kernel(leaf))
+                on_done()
+        return kernels
+
+
+def backend_named(name: str) -> Backend:
+    """Returns a backend by name.
+
+    Raises:
+        PlanError: if there is no such backend.
+    """
+    if name == "inductor":
+        return InductorBackend()
+    if name == "eager":
+        return EagerBackend()
+    raise PlanError(f"backend={name!r} is unknown; there are 'inductor' and 'eager'.")
+
+
+def is_tiny(leaf: Leaf) -> bool:
+    """Whether a leaf has at most two operators that compute (views cost nothing)."""
+    return sum(node.target not in _FREE_TARGETS for node in leaf.nodes) <= _TINY_NODES
+
+
+def _wants_compiler(leaf: Leaf) -> bool:
+    """Whether a leaf is compiled; one that only hands its operands on gives no wrapper."""
+    return leaf.kernels == "backend" and leaf.num_nodes > 0
+
+
+def decompose_leaf(leaf: Leaf, backend: Backend) -> Leaf:
+    """Returns the leaf at the ATen level, without a derivative."""
+    if leaf.level == "aten":
+        return leaf
+    recipe = backend.recipe(leaf)
+    module = trace_forward(
+        recipe.rewrite(leaf.module), flat_types(leaf.input_types), recipe.decompositions
+    )
+    return replace(leaf, module=module, level="aten", kernels=recipe.kernels)
+
+
+@without_autocast
+def lower_leaves(
+    leaves: Iterable[Leaf], backend: Backend, on_done: Callable[[], None]
+) -> dict[Leaf, Kernel]:
+    """Makes a kernel for each different leaf."""
+    different = list(dict.fromkeys(leaves))
+    return dict(zip(different, backend.lower(different, on_done), strict=True))
+
+
+def can_record(kernel: Kernel) -> bool:
+    """Whether a kernel's launches can be told apart, so that their memory can be planned."""
+    return kernel.convention == "plain" or torch_recorder.can_record(kernel.function)
+
+
+def kernel_list(leaf: Leaf, kernel: Kernel) -> KernelList:
+    """Returns the launches of a lowered leaf."""
+    if kernel.convention == "plain":
+        return torch_recorder.record_graph(leaf)
+    return torch_recorder.record_wrapper(leaf, kernel.function, kernel.sizes)
+
+
+def kernel_at(leaf: Leaf, kernel: Kernel, values: Values) -> tuple[Leaf, Kernel]:
+    """Returns a leaf and its kernel with a number in place of each symbolic size."""
+    symbols = symbols_of(leaf.module)
+    if not symbols and not any(t.is_symbolic for t in flat_types(leaf.input_types)):
+        return leaf, kernel
+    made = replace(
+        leaf,
+        input_types=tuple(type_at(t, values) for t in leaf.input_types),
+        output_types=tuple(type_at(t, values) for t in leaf.output_types),
+    )
+    if kernel.convention == "boxed":
+        return made, replace(kernel, sizes=tuple(int(values[s]) for s in symbols))
+    made = replace(made, module=module_at(leaf.module, values))
+    return made, _eager_kernel(made)
+
+
+def _eager_kernel(leaf: Leaf) -> Kernel:
+    return Kernel(eager_function(leaf.module), "plain", "eager")

@@ -1,0 +1,203 @@
+"""Adapter: how Inductor has its C++ built. Its private names for that live here.
+
+Inductor builds a shared object per CPU kernel, with a Python binding in each. Within
+:func:`deferred_builds` its kernels are collected instead and built many at a time
+(:mod:`.kernel_bundles`), with Inductor's own flags and headers, so that each gives the same
+numbers. A kernel that is not the one plain function that is expected goes Inductor's own way.
+Either way it is made safe first (:mod:`.kernel_guards`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import itertools
+import os
+import platform
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+
+from ..files.torch_folder import DamagedObjectError, own_folder, sound_object
+from ..launches.torch_facts import cpu_kind, for_this_cpu
+from ..launches.torch_native import replay_function
+from .built_index import KernelIndex
+from .bundles import Bundles, Promise, kept
+from .parallel_regions import guarded
+from .source import kernel_source
+
+_FOLDER = "lazyinline_kernels"
+_FORMAT = 1
+
+
+@contextmanager
+def deferred_builds() -> Iterator[Callable[[], None]]:
+    """Postpones waiting for the C++ compiler until ``finish`` is called."""
+    from torch._inductor.async_compile import AsyncCompile
+    from torch._inductor.utils import parallel_num_threads
+
+    own_folder()
+    num_threads = parallel_num_threads()
+    wait, build_one = AsyncCompile.wait, AsyncCompile.cpp_pybinding
+    pending: list[tuple[AsyncCompile, dict[str, Any]]] = []
+    bundles = _bundles()
+
+    def collect(self: AsyncCompile, argtypes: list[str], source_code: str) -> Any:
+        source_code = guarded(source_code, num_threads)
+        source = kernel_source(argtypes, source_code)
+        if source is None:
+            return build_one(self, argtypes, for_this_cpu(source_code))
+        bundles.beside(replay_function)
+        return bundles.ask(source)
+
+    def postpone(self: AsyncCompile, scope: dict[str, Any]) -> None:
+        pending.append((self, scope))
+        bundles.start()
+
+    def finish() -> None:
+        bundles.finish()
+        while pending:
+            waiting, scope = pending.pop(0)
+            promised = {n: value for n, value in scope.items() if isinstance(value, Promise)}
+            scope.update({name: kept(value) for name, value in promised.items()})
+            wait(waiting, scope)
+
+    AsyncCompile.wait = postpone  # type: ignore[method-assign]
+    AsyncCompile.cpp_pybinding = collect  # type: ignore[method-assign]
+    try:
+        yield finish
+    finally:
+        AsyncCompile.wait = wait  # type: ignore[method-assign]
+        AsyncCompile.cpp_pybinding = build_one  # type: ignore[method-assign]
+        bundles.close()
+
+
+def _bundles() -> Bundles:
+    from torch._inductor.async_compile import get_compile_threads
+    from torch._inductor.codecache import CppPythonBindingsCodeCache
+
+    return Bundles(
+        lambda: KernelIndex(own_folder() / _FOLDER, build_setting()),
+        build_file,
+        lambda types, source: CppPythonBindingsCodeCache.load_pybinding(
+            list(types), for_this_cpu(source)
+        ),
+        max(1, get_compile_threads()),
+    )
+
+
+def build_file(text: str) -> Path:
+    """Builds a C++ file as Inductor builds a kernel; returns the shared object.
+
+    Raises:
+        Exception: Inductor's, with what the compiler says.
+    """
+    from torch._inductor.codecache import CppPythonBindingsCodeCache
+
+    class WithoutBinding(CppPythonBindingsCodeCache):
+        """One per file: what a class has loaded it does not look for again."""
+
+        cache: ClassVar[dict[str, Any]] = {}
+
+        @staticmethod
+        def _load_library_inner(path: str, key: str) -> Any:
+            return ctypes.PyDLL(str(sound_object(Path(path))))
+
+    return Path(WithoutBinding.load(text)._name)
+
+
+def build_setting() -> str:
+    """Returns all that decides, beside its source, what becomes of a kernel."""
+    from torch._inductor import config
+    from torch._inductor.codecache import CppPythonBindingsCodeCache
+    from torch._inductor.cpp_builder import (
+        CppBuilder,
+        CppTorchDeviceOptions,
+        get_compiler_version_info,
+        get_cpp_compiler,
+    )
+    from torch._inductor.cpu_vec_isa import pick_vec_isa
+
+    options = CppTorchDeviceOptions(
+        vec_isa=pick_vec_isa(),
+        device_type="cpu",
+        use_relative_path=config.is_fbcode(),
+        **CppPythonBindingsCodeCache.cpp_compile_command_flags,
+    )
+    command = CppBuilder(name="o", sources="i", BuildOption=options).get_command_line()
+    compiler = get_compiler_version_info(get_cpp_compiler())
+    versions = f"{torch.__version__} {torch.version.git_version}"
+    return "\n".join([str(_FORMAT), versions, cpu_kind(), compiler, command])
+
+
+@contextmanager
+def vector_units_probed_here() -> Iterator[None]:
+    """Asks for vector instructions no more than is needed, and in this process.
+
+    Inductor builds an object per instruction set that the CPU has and starts a Python process for
+    each to see whether it loads, and then takes the best. Here the sets are tried from the best
+    on, until one is good; and the question is whether its object loads into this process, where
+    kernels built like it are loaded a moment later. An object that is not whole (its writer was
+    killed) is built again. Versions of PyTorch that do not ask in a function of their own go on as
+    they are.
+    """
+    from torch._inductor import config, cpu_vec_isa
+
+    own_folder()
+    probe, build = getattr(cpu_vec_isa.VecISA, "_probe_load", None), cpu_vec_isa.VecISA.check_build
+    listed = cpu_vec_isa.valid_vec_isa_list
+    if probe is not None:
+        cpu_vec_isa.VecISA._probe_load = _loads_here  # type: ignore[method-assign]
+        cpu_vec_isa.VecISA.check_build = _built_again(build)  # type: ignore[method-assign]
+    if takes_the_first(config.cpp.simdlen):
+        cpu_vec_isa.valid_vec_isa_list = best_vector_units  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        cpu_vec_isa.valid_vec_isa_list = listed
+        if probe is not None:
+            cpu_vec_isa.VecISA._probe_load = probe  # type: ignore[method-assign]
+            cpu_vec_isa.VecISA.check_build = build  # type: ignore[method-assign]
+
+
+def takes_the_first(vector_bits: int | None) -> bool:
+    """Whether Inductor takes the first good instruction set of its list, as it does unasked."""
+    unasked = vector_bits is None and not os.environ.get("ATEN_CPU_CAPABILITY")
+    return unasked and sys.platform == "linux" and platform.machine() in ("x86_64", "AMD64")
+
+
+def best_vector_units() -> list[Any]:
+    """Returns the first of Inductor's list of good instruction sets, without asking the others."""
+    from torch._inductor import cpu_vec_isa
+
+    has = cpu_vec_isa.x86_isa_checker()
+    known = (s for s in cpu_vec_isa.supported_vec_isa_list if set(str(s).split()) <= set(has))
+    return list(itertools.islice(filter(bool, known), 1))
+
+
+def _loads_here(isa: Any, path: str) -> bool:
+    """Whether a shared object loads into this process.
+
+    Raises:
+        DamagedObjectError: if it must not be tried; it is gone then.
+    """
+    path = str(sound_object(Path(path)))
+    try:
+        ctypes.CDLL(path)
+    except OSError:
+        return False
+    return True
+
+
+def _built_again(check_build: Callable[[Any, str], bool]) -> Callable[[Any, str], bool]:
+    def check(isa: Any, code: str) -> bool:
+        for _ in range(2):
+            with contextlib.suppress(DamagedObjectError):
+                return check_build(isa, code)
+        return False
+
+    return check

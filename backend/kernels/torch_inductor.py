@@ -1,0 +1,148 @@
+"""Adapter: TorchInductor as a kernel maker for one ATen graph. Its private names live here.
+
+Compiling a leaf has two halves: Python writes the kernels' source, and a C++ compiler builds it.
+:func:`compile_leaves` collects the second half and waits once, at the end, so that the source of
+the next leaf is written while earlier ones are being built, many kernels in one run of the
+compiler (:mod:`.torch_builds`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.fx
+
+from ...autodiff.joint_cut import copy_graph
+from ...autodiff.torch_autograd import draw_mask
+from ...reuse.program import input_nodes
+from ...reuse.torch_symbols import sizes_as_literals, symbols_of, with_size_inputs
+from .torch_builds import deferred_builds, vector_units_probed_here
+from .torch_divisions import quotients_checked
+from .torch_draws import drawn_in_order
+from .torch_index import polynomials_expanded
+from .torch_layouts import Layouts
+
+NOT_FROM_THE_END = (
+    torch.ops.aten.index_select.default,
+    torch.ops.aten.index_add.default,
+    torch.ops.aten.index_copy.default,
+    torch.ops.aten.index_reduce.default,
+)
+"""Inductor writes them as ``x[index]``, but in eager their index -1 is an error."""
+
+BoxedCallable = Callable[[list[Any]], Sequence[Any]]
+
+
+def settings() -> Any:
+    """Returns a context manager with the Inductor settings that lazyinline relies on.
+
+    Random operators keep PyTorch's generator, so that masks equal eager's under one seed. Layouts
+    are proved by the linker, not asserted in every kernel call.
+    """
+    import torch._inductor.config as config
+
+    return config.patch(fallback_random=True, size_asserts=False, alignment_asserts=False)
+
+
+def graph_cache_off() -> Any:
+    """Returns a context manager in which no compiled graph is taken from Inductor's cache.
+
+    Built C++ objects still are: what Python does is measured, not what a disk remembers.
+    """
+    import torch._inductor.config as config
+
+    return config.patch(fx_graph_cache=False, fx_graph_remote_cache=False)
+
+
+def decompositions() -> Mapping[Any, Callable[..., Any]]:
+    """Returns Inductor's decomposition table, with two corrections.
+
+    Operators that do not count from the end do not here either. And Inductor lowers
+    ``bernoulli.p`` to an in-place draw, and on CPU it may fuse a reader of the mask into a kernel
+    that runs before the draw. ``native_dropout`` draws the same mask out of place.
+    """
+    from torch._inductor.decomposition import select_decomp_table
+
+    with settings():
+        table = dict(select_decomp_table())
+    table[torch.ops.aten.bernoulli.p] = draw_mask
+    for operator in NOT_FROM_THE_END:
+        table[operator] = _without_wrapping(table[operator])
+    return table
+
+
+def _without_wrapping(decomposition: Callable[..., Any]) -> Callable[..., Any]:
+    """Makes an index below zero one that is out of range, which a kernel notices."""
+
+    def checked(x: torch.Tensor, dim: int, index: torch.Tensor, *rest: Any, **options: Any) -> Any:
+        size = x.shape[dim] if x.dim() else 1
+        return decomposition(x, dim, torch.where(index < 0, size, index), *rest, **options)
+
+    return checked
+
+
+def rewrite_joint(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
+    """Runs Inductor's passes over a joint forward and backward graph.
+
+    A pass may put in nodes of its own; within a tracing context they get values of the graph's fake
+    mode. A cut that saves such a value could not be compiled otherwise.
+    """
+    from torch._guards import TracingContext, tracing
+    from torch._inductor.compile_fx import _recursive_joint_graph_passes
+
+    symbols = symbols_of(module)
+    if symbols:
+        module = with_size_inputs(module, symbols, "last")
+    first = input_nodes(module)[0].meta["val"]
+    device, context = first.device, TracingContext(first.fake_mode)
+    layouts = Layouts(module.graph)
+    with settings(), vector_units_probed_here(), tracing(context):
+        module = _recursive_joint_graph_passes(module, input_device=device)
+    layouts.restore(module.graph)
+    module.recompile()
+    if symbols:
+        sizes_as_literals(module.graph)
+        module.recompile()
+    return module
+
+
+def compile_leaves(
+    modules: Sequence[torch.fx.GraphModule], on_compiled: Callable[[], None]
+) -> list[BoxedCallable]:
+    """Compiles ATen graphs; each result takes a list of tensors, which it empties.
+
+    Where sizes are symbolic, the list begins with a number for each symbol.
+
+    Args:
+        modules: graphs whose nodes carry fake tensors of one fake mode each.
+        on_compiled: called after each graph.
+    """
+    if not modules:  # all from the cache: Inductor need not even be imported
+        return []
+    compiled = []
+    probes = vector_units_probed_here()
+    way = drawn_in_order(), quotients_checked()
+    with settings(), probes, polynomials_expanded(), way[0], way[1], deferred_builds() as finish:
+        for module in modules:
+            symbols = symbols_of(module)
+            copy = with_size_inputs(module, symbols, "first") if symbols else copy_graph(module)
+            compiled.append(_compile(copy))  # its passes change what they get
+            on_compiled()
+        finish()
+    return compiled
+
+
+def _compile(module: torch.fx.GraphModule) -> BoxedCallable:
+    from torch._inductor.compile_fx import compile_fx_inner
+
+    output = module.graph.output_node()
+    results = output.args[0]
+    assert isinstance(results, (tuple, list))
+    # All results keep the layout that the program's types promise, saved tensors too.
+    output.meta["user_visible_output_idxs"] = list(range(len(results)))
+    inputs = [n.meta["val"] for n in input_nodes(module)]
+    artifact = compile_fx_inner(module, inputs)
+    function = getattr(artifact, "current_callable", None)
+    return function if function is not None else artifact

@@ -1,0 +1,309 @@
+"""Adapter: records the kernel list of a closure by running it once on fake tensors.
+
+Inductor writes a Python wrapper per graph: it allocates buffers, launches kernels on them and
+returns some. Run once with its allocator, its kernels and its views replaced by recorders, it
+yields the launches without a tensor being touched. A graph of ATen operators is recorded in the
+same way, operator by operator, through ``out=`` forms where PyTorch has real ones.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map
+
+from ...reuse.errors import VerifyError
+from ...reuse.leaf import flat_types
+from ...reuse.program import Leaf
+from ...reuse.torch_names import is_lazy, memory_id
+from ...reuse.types import TensorType, strides_that_matter
+from ..launches.kernel_list import (
+    BufferInfo,
+    ClosureBuffer,
+    KernelList,
+    Launch,
+    OperandForm,
+    Returned,
+    View,
+    views_in,
+)
+from ..launches.native_ops import with_native
+from .bundles import kept
+
+_ALLOCATORS = ("empty_strided_cpu", "empty_strided_cpu_pinned", "empty_strided_cuda")
+_CHECKS = ("assert_size_stride", "assert_alignment")
+# Operators whose out= form is a kernel of its own and not a copy of a fresh result.
+_OUT_FORMS = {
+    torch.ops.aten.add.Tensor: torch.ops.aten.add.out,
+    torch.ops.aten.mul.Tensor: torch.ops.aten.mul.out,
+    torch.ops.aten.mm.default: torch.ops.aten.mm.out,
+    torch.ops.aten.bmm.default: torch.ops.aten.bmm.out,
+    torch.ops.aten.addmm.default: torch.ops.aten.addmm.out,
+    torch.ops.aten.cat.default: torch.ops.aten.cat.out,
+    torch.ops.aten._softmax.default: torch.ops.aten._softmax.out,
+    torch.ops.aten._log_softmax.default: torch.ops.aten._log_softmax.out,
+    torch.ops.aten.silu.default: torch.ops.aten.silu.out,
+    torch.ops.aten.gelu.default: torch.ops.aten.gelu.out,
+    torch.ops.aten.index_select.default: torch.ops.aten.index_select.out,
+}
+# PyTorch's out= form of these copies a fresh result; the native replay loop writes in place.
+_NATIVE_OUT_FORMS = {
+    torch.ops.aten.embedding.default: torch.ops.aten.embedding.out,
+    torch.ops.aten.embedding_dense_backward.default: torch.ops.aten.embedding_dense_backward.out,
+}
+
+
+def record_wrapper(
+    leaf: Leaf, wrapper: Callable[..., Any], sizes: Sequence[int] = ()
+) -> KernelList:
+    """Records an Inductor wrapper (what ``compile_leaves`` returned for the leaf).
+
+    ``sizes`` are the numbers that a wrapper of symbolic sizes takes before its tensors.
+    """
+    recorder = _Recorder(leaf)
+    bound_self, function = _function_of(wrapper)
+    scope = dict(function.__globals__)
+    for name in list(scope):
+        if name in _ALLOCATORS:
+            scope[name] = recorder.allocate
+        elif name in _CHECKS:
+            scope[name] = _ignore
+        elif name.startswith("cpp_fused"):
+            scope[name] = recorder.launching(name, kept(scope[name]), "addresses")
+    scope["reinterpret_tensor"] = recorder.reinterpret
+    scope["extern_kernels"] = _ExternKernels(scope["extern_kernels"], recorder)
+    code = types.FunctionType(function.__code__, scope, function.__name__)
+    with recorder.mode, recorder:
+        boxed = [*sizes, *recorder.inputs]
+        outputs = code(bound_self, boxed) if bound_self else code(boxed)
+    return recorder.finish(outputs)
+
+
+def record_graph(leaf: Leaf) -> KernelList:
+    """Records an ATen graph that runs on PyTorch's own kernels."""
+    recorder = _Recorder(leaf)
+    with recorder.mode, torch.no_grad(), recorder:
+        outputs = torch.fx.Interpreter(leaf.module).run(*recorder.inputs)
+    return recorder.finish(outputs)
+
+
+def can_record(wrapper: Callable[..., Any]) -> bool:
+    """Whether a compiled callable is a plain generated wrapper."""
+    return _function_of(wrapper)[1] is not None
+
+
+def _function_of(wrapper: Callable[..., Any]) -> tuple[Any, Any]:
+    function = getattr(wrapper, "__func__", wrapper)
+    bound_self = getattr(wrapper, "__self__", None)
+    return bound_self, function if isinstance(function, types.FunctionType) else None
+
+
+def _ignore(*args: Any, **kwargs: Any) -> None:
+    """Stands for a check of what the plan places, or of a result that is checked as it is made."""
+
+
+class _ExternKernels:
+    """Records ``extern_kernels.mm(a, b, out=c)``; a kernel without ``out`` is seen as operators."""
+
+    def __init__(self, kernels: Any, recorder: _Recorder) -> None:
+        self._kernels = kernels
+        self._recorder = recorder
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        function = getattr(self._kernels, name)
+        launch = self._recorder.launching(name, function)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return (launch if "out" in kwargs else function)(*args, **kwargs)
+
+        return call
+
+
+class _Recorder(TorchDispatchMode):
+    """Runs operators on fake tensors and notes launches, buffers and views."""
+
+    def __init__(self, leaf: Leaf) -> None:
+        super().__init__()
+        self._leaf = leaf
+        self._types = flat_types(leaf.input_types)
+        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self._buffers: dict[int, int] = {}
+        self._kinds: list[ClosureBuffer] = []
+        self._bytes: list[int] = []
+        self._keep: list[torch.Tensor] = []
+        self._launches: list[Launch] = []
+        self.inputs = [self._new(t.shape, t.stride, t.dtype, t.device) for t in self._types]
+        for tensor in self.inputs:
+            self._add_buffer(tensor, "input")
+
+    def _add_buffer(self, tensor: torch.Tensor, kind: ClosureBuffer) -> None:
+        self._buffers[memory_id(tensor)] = len(self._kinds)
+        self._kinds.append(kind)
+        self._bytes.append(tensor.untyped_storage().nbytes())
+        self._keep.append(tensor)
+
+    def allocate(self, size: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:
+        """Stands for Inductor's allocator."""
+        device = self._types[0].device if self._types else torch.device("cpu")
+        tensor = self._new(size, stride, dtype, device)
+        self._add_buffer(tensor, "private")
+        return tensor
+
+    def reinterpret(
+        self, tensor: torch.Tensor, size: Sequence[int], stride: Sequence[int], offset: int = 0
+    ) -> torch.Tensor:
+        """Stands for Inductor's way to view memory."""
+        with torch._C._DisableTorchDispatch():
+            view = torch.as_strided(tensor, size, stride, tensor.storage_offset() + offset)
+        return FakeTensor(self.mode, view, tensor.device)
+
+    def _new(self, size: Any, stride: Any, dtype: torch.dtype, device: torch.device) -> Any:
+        """Returns a fake tensor over new memory. No operator runs: that takes ten times as long."""
+        with torch._C._DisableTorchDispatch():
+            memory = torch.empty_strided(size, stride, dtype=dtype, device="meta")
+        return FakeTensor(self.mode, memory, device)
+
+    def launching(
+        self, name: str, function: Callable[..., Any], operands: OperandForm = "tensors"
+    ) -> Callable[..., Any]:
+        """Returns what notes a launch of ``function`` instead of running it."""
+
+        def launch(*args: Any, **kwargs: Any) -> Any:
+            self._launch(name, function, args, kwargs, operands=operands)
+            return kwargs.get("out")
+
+        return launch
+
+    def _launch(
+        self,
+        name: str,
+        function: Callable[..., Any],
+        args: Any,
+        kwargs: dict[str, Any],
+        results: tuple[Any, ...] = (),
+        returns: Returned = "nothing",
+        operands: OperandForm = "tensors",
+    ) -> None:
+        given = tuple(tree_map(self._operand, tuple(args)))
+        named = tuple((k, tree_map(self._operand, v)) for k, v in kwargs.items())
+        launch = Launch(name, function, given, named, results, returns, operands)
+        self._launches.append(with_native(launch))
+
+    def _launch_native(
+        self, name: str, func: Any, args: Any, kwargs: dict[str, Any], result: torch.Tensor
+    ) -> bool:
+        """Notes a launch that only the native replay loop can place; says whether it can."""
+        self._add_buffer(result, "private")
+        self._launch(name, _NATIVE_OUT_FORMS[func], args, {**kwargs, "out": result})
+        if self._launches[-1].native is not None:
+            return True
+        self._launches.pop()
+        self._kinds.pop(), self._bytes.pop(), self._keep.pop()
+        del self._buffers[memory_id(result)]
+        return False
+
+    def _operand(self, value: Any) -> Any:
+        return self._view(value) if isinstance(value, torch.Tensor) else value
+
+    def _view(self, tensor: torch.Tensor) -> View:
+        if is_lazy(tensor):  # no view says so, and whoever reads its memory gets other numbers
+            raise VerifyError(f"@{self._leaf.name} holds a lazily conjugated or negated tensor.")
+        return View(
+            self._buffers[memory_id(tensor)],
+            tensor.dtype,
+            tuple(tensor.shape),
+            tuple(tensor.stride()),
+            int(tensor.storage_offset()) * tensor.element_size(),
+        )
+
+    def _check_layout(self, view: View, promised: TensorType) -> None:
+        """Refuses a result that is not laid out as its readers were compiled for."""
+        found = (view.dtype, view.shape, strides_that_matter(view.shape, view.stride))
+        wanted = strides_that_matter(promised.shape, promised.stride)
+        if found != (promised.dtype, promised.shape, wanted):
+            raise VerifyError(
+                f"@{self._leaf.name} returns {view.dtype}{list(view.shape)} with strides "
+                f"{view.stride}, and its type says {promised} with strides {promised.stride}."
+            )
+
+    def __torch_dispatch__(self, func: Any, types_: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Notes an operator: a view, an in-place change, or a launch with results of its own."""
+        kwargs = kwargs or {}
+        with self.mode:
+            result = func(*args, **kwargs)
+        leaves = tree_flatten(result)[0]
+        made = [t for t in leaves if isinstance(t, torch.Tensor)]
+        new = [t for t in made if memory_id(t) not in self._buffers]
+        if new or func._schema.is_mutable:
+            returns: Returned = "tensor" if isinstance(result, torch.Tensor) else "tuple"
+            self._note_operator(func, args, kwargs, (leaves, returns), new)
+        return result
+
+    def _note_operator(
+        self,
+        func: Any,
+        args: Any,
+        kwargs: dict[str, Any],
+        result: tuple[list[Any], Returned],
+        new: list[torch.Tensor],
+    ) -> None:
+        name = str(func).removeprefix("aten.").removesuffix(".default")
+        if not new:
+            self._launch(name, func, args, kwargs)
+            return
+        if func in _OUT_FORMS:
+            self._add_buffer(new[0], "private")
+            self._launch(name, _OUT_FORMS[func], args, {**kwargs, "out": new[0]})
+            return
+        if func in _NATIVE_OUT_FORMS and self._launch_native(name, func, args, kwargs, new[0]):
+            return
+        if (
+            func is torch.ops.aten.empty.memory_format
+            or func is torch.ops.aten.empty_strided.default
+        ):
+            self._add_buffer(new[0], "private")
+            return
+        for tensor in new:
+            if memory_id(tensor) not in self._buffers:
+                self._add_buffer(tensor, "foreign")
+        leaves, returns = result
+        self._launch(name, func, args, kwargs, tuple(map(self._operand, leaves)), returns)
+
+    def finish(self, outputs: Sequence[Any]) -> KernelList:
+        """Returns the kernel list."""
+        views = tuple(self._view(t) for t in outputs)
+        types_ = tuple(flat_types(self._leaf.output_types))
+        for view, type_ in zip(views, types_, strict=True):
+            self._check_layout(view, type_)
+        returned = {v.buffer for v in views}
+        first, last = [-1] * len(self._kinds), [-1] * len(self._kinds)
+        for index, launch in enumerate(self._launches):
+            for view in launch.views():
+                first[view.buffer] = index if first[view.buffer] < 0 else first[view.buffer]
+                last[view.buffer] = index
+        buffers = tuple(
+            BufferInfo(kind, size, first[i], last[i], i in returned)
+            for i, (kind, size) in enumerate(zip(self._kinds, self._bytes, strict=True))
+        )
+        launches = tuple(self._launches)
+        in_place = _in_place(self._leaf, launches)
+        return KernelList(
+            self._leaf.name, len(self.inputs), buffers, launches, views, types_, in_place
+        )
+
+
+def _in_place(leaf: Leaf, launches: Sequence[Launch]) -> tuple[tuple[int, int], ...]:
+    """An elementwise sum may be made in its first operand."""
+    if len(launches) != 1 or launches[0].function is not torch.ops.aten.add.out:
+        return ()
+    first, total = launches[0].args[0], dict(launches[0].kwargs)["out"]
+    same = (first.dtype, first.shape, first.stride) == (total.dtype, total.shape, total.stride)
+    return ((total.buffer, first.buffer),) if same else ()
+
+
+__all__ = ["can_record", "record_graph", "record_wrapper", "views_in"]

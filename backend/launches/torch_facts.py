@@ -1,0 +1,263 @@
+"""Adapter: what PyTorch does with cached things; the private names for it live here.
+
+Operators by name, fake values of rebuilt graphs, compiled kernels loaded from a file without
+Inductor, and the facts about PyTorch that decide what a compile makes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib
+import importlib.machinery
+import importlib.util
+import os
+import pathlib
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.fx
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx._lazy_graph_module import _LazyGraphModule
+
+from ...reuse.torch_names import OPERATOR_TYPES, matmul_precision
+from ...reuse.types import TensorType, Type
+from .built_kernel import BuiltKernel
+
+# Operators of PyTorch's own. What an operator of the user's does, its name does not say.
+_NAMESPACES = frozenset(["aten", "prims", "mkldnn", "inductor"])
+_FUNCTIONS = {f"torch.{f.__name__}": f for f in (torch.mm, torch.addmm, torch.bmm, torch.baddbmm)}
+_KERNEL = "kernel"
+_VECTORS = "ATEN_CPU_CAPABILITY"  # PyTorch reads it once, Inductor for each kernel
+_DATA_POINTER = "_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR"
+# Settings that say how Inductor works and not what it makes.
+_NO_MATTER = (
+    "trace.",
+    "compile_threads",
+    "worker_start_method",
+    "fx_graph_",
+    "autotune_",
+    "_save_",
+)
+_PLAIN: tuple[type, ...] = (bool, int, float, str, type(None), torch.dtype, *OPERATOR_TYPES)
+
+Layout = tuple[Type, int, int]
+
+
+# ---- operators ---------------------------------------------------------------------------------
+
+
+def operator_name(target: Any) -> str | None:
+    """Returns the name of an operator of PyTorch's own, or None."""
+    if not isinstance(target, OPERATOR_TYPES):
+        return None
+    name = str(target)
+    with contextlib.suppress(LookupError):
+        if operator_named(name) is target:
+            return name
+    return None
+
+
+def operator_named(name: str) -> Any:
+    """Returns the operator of a name.
+
+    Raises:
+        LookupError: if this PyTorch has no such operator of its own.
+    """
+    parts = name.split(".")
+    if parts[0] not in _NAMESPACES or not 2 <= len(parts) <= 3:
+        raise LookupError(f"{name} is no operator of PyTorch's own")
+    try:
+        found = _resolved(parts)
+    except AttributeError:
+        if parts[0] not in ("prims", "inductor"):
+            raise LookupError(f"there is no operator {name}") from None
+        importlib.import_module("torch._inductor.inductor_prims")
+        found = _resolved(parts, LookupError(f"there is no operator {name}"))
+    return found
+
+
+def _resolved(parts: Sequence[str], error: LookupError | None = None) -> Any:
+    found: Any = torch.ops
+    for part in parts:
+        if error is not None and not hasattr(found, part):
+            raise error
+        found = getattr(found, part)
+    if not isinstance(found, OPERATOR_TYPES):
+        raise LookupError(f"{'.'.join(parts)} is no operator")
+    return found
+
+
+def function_name(function: Any) -> str | None:
+    """Returns the name of what a launch calls: an operator, or one of PyTorch's functions."""
+    for name, known in _FUNCTIONS.items():
+        if function is known:
+            return name
+    return operator_name(function)
+
+
+def function_named(name: str) -> Any:
+    """Returns what :func:`function_name` named."""
+    return _FUNCTIONS[name] if name in _FUNCTIONS else operator_named(name)
+
+
+# ---- graphs ------------------------------------------------------------------------------------
+
+
+def module_of(graph: torch.fx.Graph) -> torch.fx.GraphModule:
+    """Wraps a graph; its Python code is made when somebody calls it."""
+    return _LazyGraphModule(torch.nn.Module(), graph)
+
+
+def fake_values(layouts: Sequence[Layout | None]) -> list[torch.Tensor | None]:
+    """Makes fake tensors, all of one mode.
+
+    Args:
+        layouts: type, number of the memory (those with one number share it), and the place in
+            there, in elements.
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    memories: dict[int, torch.UntypedStorage] = {}
+    values: list[torch.Tensor | None] = []
+    for layout in layouts:
+        if layout is None:
+            values.append(None)
+            continue
+        type_, memory, offset = layout
+        assert isinstance(type_, TensorType)
+        meta = torch.empty_strided(type_.shape, type_.stride, dtype=type_.dtype, device="meta")
+        if memory in memories or offset:
+            whole = memories.setdefault(memory, meta.untyped_storage())
+            meta = torch.empty(0, dtype=type_.dtype, device="meta")
+            meta.set_(whole, offset, type_.shape, type_.stride)
+        else:
+            memories[memory] = meta.untyped_storage()
+        values.append(FakeTensor(mode, meta, type_.device))
+    return values
+
+
+# ---- compiled objects --------------------------------------------------------------------------
+
+
+def kernel_file(function: Callable[..., Any]) -> pathlib.Path | None:
+    """Returns the shared object of an Inductor C++ kernel, or None if it is something else."""
+    if isinstance(function, BuiltKernel):
+        return function.path
+    path = getattr(getattr(function, "__self__", None), "__file__", None)
+    return pathlib.Path(path) if path and getattr(function, "__name__", "") == _KERNEL else None
+
+
+def load_kernel(path: pathlib.Path) -> Callable[..., Any]:
+    """Loads an Inductor C++ kernel from its shared object.
+
+    Raises:
+        ImportError, OSError: if it does not load.
+        AttributeError: if it is another kind of object.
+    """
+    name = f"lazyinline_{path.stem}.{_KERNEL}"
+    module = sys.modules.get(name)
+    if module is None:
+        address = torch._C._dynamo.guards._torchinductor_pyobject_tensor_data_ptr  # type: ignore[attr-defined]
+        os.environ[_DATA_POINTER] = str(address)
+        loader = importlib.machinery.ExtensionFileLoader(name, str(path))
+        spec = importlib.util.spec_from_file_location(name, path, loader=loader)
+        assert spec is not None
+        module = importlib.util.module_from_spec(spec)
+        loader.exec_module(module)
+        sys.modules[name] = module
+    function: Callable[..., Any] = getattr(module, _KERNEL)
+    return function
+
+
+# ---- facts that decide what is made ------------------------------------------------------------
+
+
+def facts() -> Mapping[str, Any] | None:
+    """Returns what else than a graph decides what PyTorch makes of it.
+
+    None means that a user's Python function takes part, which nothing can stand for.
+    """
+    import torch._functorch.config as functorch_config
+    import torch._inductor.config as inductor_config
+
+    settings = {
+        "inductor": inductor_config.get_config_copy(),
+        "functorch": functorch_config.get_config_copy(),
+    }
+    if any(_runs_python(v) for config in settings.values() for v in config.values()):
+        return None
+    return {
+        "torch": [torch.__version__, str(torch.version.git_version), str(torch.version.cuda)],
+        **{name: _sorted(config) for name, config in settings.items()},
+        "threads": torch.get_num_threads(),
+        "cpu": [torch.backends.cpu.get_cpu_capability(), os.environ.get(_VECTORS), cpu_kind()],
+        "gpu": _gpu_kind(),
+        "numbers": _number_settings(),
+    }
+
+
+def _runs_python(value: Any) -> bool:
+    """Whether a setting holds code of the user's: a pass, a callback."""
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return any(map(_runs_python, value))
+    if isinstance(value, dict):
+        return any(map(_runs_python, (*value.keys(), *value.values())))
+    return not isinstance(value, _PLAIN)
+
+
+def _sorted(settings: Mapping[str, Any]) -> list[str]:
+    kept = {n: v for n, v in settings.items() if not n.startswith(_NO_MATTER)}
+    return [f"{name}={_stable(value)}" for name, value in sorted(kept.items())]
+
+
+def _stable(value: Any) -> str:
+    if isinstance(value, (set, frozenset)):
+        return "{" + ", ".join(sorted(map(repr, value))) + "}"
+    return repr(value)
+
+
+def _number_settings() -> list[Any]:
+    """Settings that change which kernels PyTorch picks, or how they compute."""
+    sdp = torch.backends.cuda
+    return [
+        str(torch.get_default_dtype()),
+        matmul_precision(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.utils.deterministic.fill_uninitialized_memory,  # type: ignore[attr-defined]
+        torch.backends.mkldnn.enabled,
+        torch.backends.mkldnn.is_available(),
+        torch.backends.mkl.is_available(),
+        [sdp.flash_sdp_enabled(), sdp.mem_efficient_sdp_enabled(), sdp.math_sdp_enabled()],
+        sdp.cudnn_sdp_enabled(),
+    ]
+
+
+def for_this_cpu(source: str) -> str:
+    """Returns a C++ source, marked so that an object made of it stays with its kind of CPU.
+
+    Inductor finds what it has built by source and flags, and the flags say "for the CPU at hand",
+    whichever that is. Where machines share its folder, an object may use instructions that the next
+    one lacks.
+    """
+    return f"{source}\n// {cpu_kind()}\n"
+
+
+def cpu_kind() -> str:
+    """A digest of what the kernel says about the CPU's model and instruction sets."""
+    try:
+        lines = pathlib.Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        import platform
+
+        return f"{platform.machine()} {platform.processor()}"
+    kept = ("vendor_id", "model name", "flags", "features", "cpu part")
+    wanted = dict.fromkeys(line for line in lines if line.lower().startswith(kept))
+    return hashlib.sha256("\n".join(wanted).encode()).hexdigest()
+
+
+def _gpu_kind() -> list[str]:
+    if not torch.cuda.is_initialized():
+        return []
+    return [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]

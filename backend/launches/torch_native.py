@@ -1,0 +1,184 @@
+"""Adapter: what is C++ of ours (the replay loop, first fit), and the addresses of what it calls.
+
+It is built by the compiler that Inductor uses for its own kernels and kept where it keeps them. The
+loop calls Inductor's kernels at their address, and the BLAS inside PyTorch.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.machinery import ExtensionFileLoader
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+
+from ...reuse.errors import PlanError
+from ...reuse.torch_names import matmul_precision
+from ..arena.live_ranges import Buffers, IntArray
+from ..files.torch_folder import DamagedObjectError, own_folder, sound_object
+from .built_kernel import BuiltKernel
+from .torch_facts import for_this_cpu
+
+_SOURCES = tuple(
+    Path(__file__).with_name(name)
+    for name in (
+        "native_products.cpp",
+        "native_replay.cpp",
+        "native_packing.cpp",
+        "native_watch.cpp",
+        "native_python.cpp",
+    )
+)
+_MODULE = "lazyinline_native"
+# Called with Python's lock held.
+_SAME_WORDS = ctypes.PYFUNCTYPE(
+    ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64
+)
+_KERNEL = "kernel"  # what Inductor calls every C++ kernel's entry point
+
+
+SameWords = Callable[[int, int, int, int], int]
+Move = Callable[[int, int, int], object]
+
+
+@dataclass(frozen=True)
+class Replay:
+    """The replay loop, and what tells that nothing changed since it ran.
+
+    Attributes:
+        run: ``run(program, count, table)``, three addresses or counts, runs so many operations.
+        same_words: ``same_words(addresses, expected, count, num_touched)`` tells whether so many
+            addresses hold the expected words, and fetches what lies at further ones; no other
+            Python code runs meanwhile.
+        move: ``move(to, start, num_bytes)`` copies memory.
+    """
+
+    run: Callable[[int, int, int], int]
+    same_words: SameWords
+    move: Move
+
+
+@functools.cache
+def _library() -> Any:
+    """Builds and loads all of our C++, as one library."""
+    from torch._inductor.codecache import CppCodeCache
+
+    class Sound(CppCodeCache):
+        """Loads what is whole and the user's own."""
+
+        cache: ClassVar[dict[str, Any]] = {}
+
+        @staticmethod
+        def _load_library_inner(path: str, key: str) -> Any:
+            return ctypes.CDLL(str(sound_object(Path(path))))
+
+    own_folder()
+    try:
+        try:
+            return Sound.load(native_source())
+        except DamagedObjectError:  # it is gone now
+            return Sound.load(native_source())
+    except Exception as error:
+        raise PlanError(f"{[str(s) for s in _SOURCES]} cannot be built: {error}") from error
+
+
+def replay_function() -> Replay:
+    """Builds the loop.
+
+    Raises:
+        PlanError: if it cannot be built.
+    """
+    return _replay_of(_library())
+
+
+def native_source() -> str:
+    """Returns the source of all of our C++, for this CPU."""
+    return for_this_cpu("\n".join(source.read_text() for source in _SOURCES))
+
+
+def native_file() -> Path | None:
+    """Returns the shared object that :func:`replay_function` built."""
+    name = getattr(_library(), "_name", None)
+    return Path(name) if name else None
+
+
+def loaded_replay(path: Path) -> Replay:
+    """Loads the loop from a copy of that shared object.
+
+    Raises:
+        OSError: if it does not load.
+        AttributeError: if it is another library.
+    """
+    return _replay_of(ctypes.CDLL(str(path)))
+
+
+def _replay_of(library: ctypes.CDLL) -> Replay:
+    if not hasattr(library, f"PyInit_{_MODULE}"):  # built without Python's headers
+        return _foreign_replay(library)
+    loader = ExtensionFileLoader(_MODULE, library._name)
+    spec = spec_from_file_location(_MODULE, library._name, loader=loader)
+    assert spec is not None
+    native: Any = module_from_spec(spec)
+    loader.exec_module(native)
+    return Replay(native.run, native.same_words, native.move)
+
+
+def _foreign_replay(library: ctypes.CDLL) -> Replay:
+    """The same by ctypes."""
+    function = library.lazyinline_replay
+    function.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p]
+    function.restype = ctypes.c_int
+    address = ctypes.cast(library.lazyinline_same_words, ctypes.c_void_p).value
+    return Replay(function, _SAME_WORDS(address or 0), ctypes.memmove)
+
+
+def first_fit(buffers: Buffers, order: IntArray) -> IntArray:
+    """Does what :func:`.packing.first_fit` does, some ten times faster.
+
+    Raises:
+        PlanError: if the library cannot be built.
+    """
+    function = _library().lazyinline_first_fit
+    function.argtypes = [ctypes.c_int64, *[ctypes.c_void_p] * 5]
+    function.restype = None
+    offsets = np.zeros(len(buffers), np.int64)
+    given = (buffers.birth, buffers.death, buffers.size, order)
+    arrays = [np.ascontiguousarray(array, np.int64) for array in given]
+    function(len(buffers), *(array.ctypes.data for array in (*arrays, offsets)))
+    return offsets
+
+
+def kernel_address(function: Callable[..., Any]) -> int | None:
+    """Returns where an Inductor C++ kernel is, or None if ``function`` is something else."""
+    if isinstance(function, BuiltKernel):
+        return function.address
+    path = getattr(getattr(function, "__self__", None), "__file__", None)
+    if getattr(function, "__name__", "") != _KERNEL or not path:
+        return None
+    return _address(path, _KERNEL)
+
+
+def blas_address(name: str) -> int | None:
+    """Returns where a BLAS routine of PyTorch is, or None if its BLAS is not visible."""
+    libraries = Path(torch.__file__).with_name("lib").glob("libtorch_cpu.*")
+    return next((a for a in (_address(str(p), name) for p in libraries) if a), None)
+
+
+def blas_is_exact() -> bool:
+    """Whether PyTorch multiplies matrices by plain BLAS calls, in full precision."""
+    _, precision = matmul_precision()
+    return torch.backends.mkl.is_available() and precision == "ieee"
+
+
+@functools.cache
+def _address(path: str, name: str) -> int | None:
+    try:
+        return ctypes.cast(getattr(ctypes.CDLL(path), name), ctypes.c_void_p).value
+    except (OSError, AttributeError):
+        return None

@@ -1,0 +1,40 @@
+"""Adapter: whether what a launch allocated is laid out as it was predicted.
+
+A launch that allocates its result is the one thing that no plan can prove: its layout is what the
+operator's fake kernel said, which for an operator of somebody else may be wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ...reuse.errors import PlanError
+from ...reuse.types import TensorType
+
+check_layout = torch._C._dynamo.guards.assert_size_stride
+"""Raises AssertionError if a tensor has another shape, or other strides that matter."""
+
+
+def as_predicted(
+    result: Any, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype, operator: str
+) -> torch.Tensor:
+    """Returns a result in the layout in which later launches read it.
+
+    Raises:
+        PlanError: if it holds something else than was predicted.
+    """
+    predicted = TensorType(dtype, tuple(shape), tuple(stride), torch.device("cpu"))
+    if not isinstance(result, torch.Tensor):
+        found = f"a {type(result).__name__}"
+    elif (result.dtype, tuple(result.shape), result.device.type) != (dtype, tuple(shape), "cpu"):
+        found = f"{TensorType.of(result)} on {result.device}"
+    else:
+        with torch.no_grad():
+            return torch.empty_strided(shape, stride, dtype=dtype, device="cpu").copy_(result)
+    raise PlanError(
+        f"The operator {operator} returned {found}, and its fake kernel says {predicted} on cpu. "
+        "Programs are laid out by the fake kernel: mend it (torch.library.register_fake)."
+    )

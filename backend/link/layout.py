@@ -1,0 +1,228 @@
+"""Layout: kernel lists relocated to their calls, on one timeline.
+
+This is where a call is finally inlined. What is known per closure (launches, buffers, first and
+last uses) is copied by adding the call's start time and replacing buffer numbers; nothing is
+analysed again. Several flat programs can follow one another on the timeline (a forward, then its
+backward), so that one plan covers both.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
+
+import numpy as np
+import torch
+
+from ...reuse.program import Leaf
+from ...reuse.types import TensorType
+from ..arena.live_ranges import Buffers
+from ..kernels.torch_attention import scratch_bytes
+from ..launches.kernel_list import KernelList, Launch, View
+from ..launches.native_ops import with_native
+from .link import FlatProgram
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """A tensor over one buffer instance of the whole program."""
+
+    instance: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset_bytes: int
+
+
+BufferKind: TypeAlias = Literal["arena", "given", "result", "foreign", "unused", "scratch"]
+
+
+@dataclass(slots=True)
+class Instance:
+    """One buffer of the whole program.
+
+    ``kind``: ``"arena"`` (the plan places it), ``"given"`` (the caller's tensor, or the model's),
+    ``"result"`` (handed to the user, so made anew in each run), ``"foreign"`` (made by a launch),
+    ``"unused"`` (its value is made in another buffer), ``"scratch"`` (inside one launch).
+    Lives in ``[birth, death)``, in launches.
+    """
+
+    kind: BufferKind
+    num_bytes: int
+    birth: int
+    death: int
+    part: int
+
+
+def buffers_of(instances: Sequence[Instance]) -> Buffers:
+    """Returns the columns of buffers that a planner places."""
+    return Buffers(
+        np.array([b.birth for b in instances], np.int64),
+        np.array([b.death for b in instances], np.int64),
+        np.array([b.num_bytes for b in instances], np.int64),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedLaunch:
+    """One launch of one call: the closure's launch, and where its buffers are."""
+
+    launch: Launch
+    bases: tuple[tuple[int, int], ...]  # per buffer: instance, offset in bytes
+    time: int
+
+    def place(self, view: View) -> Placed:
+        """Returns where one of the launch's views is in the whole program."""
+        instance, offset = self.bases[view.buffer]
+        return Placed(instance, view.dtype, view.shape, view.stride, offset + view.offset_bytes)
+
+
+@dataclass
+class Part:
+    """One flat program on the timeline: what it runs, takes and returns."""
+
+    inputs: list[Placed]
+    launches: list[PlacedLaunch]
+    outputs: list[Placed]
+
+
+@dataclass
+class Layout:
+    """Every buffer instance and launch of the flat programs added so far.
+
+    ``scratch`` is what launches allocate and free while they run, each alive for its launch: no
+    plan places it and nothing refers to it, but it is memory too.
+    """
+
+    instances: list[Instance] = field(default_factory=list)
+    parts: list[Part] = field(default_factory=list)
+    time: int = 0
+    scratch: list[Instance] = field(default_factory=list)
+
+    def given(self, type_: TensorType) -> Placed:
+        """Adds a buffer that the caller provides."""
+        index = self._add(Instance("given", type_.num_bytes, self.time, self.time, len(self.parts)))
+        return Placed(index, type_.dtype, type_.shape, type_.stride, 0)
+
+    def arena(self, num_bytes: int, part: int) -> int:
+        """Adds a buffer in the arena; no launch takes over one that belongs to no part (-1)."""
+        return self._add(Instance("arena", num_bytes, self.time, self.time + 1, part))
+
+    def add(
+        self,
+        flat: FlatProgram,
+        inputs: Sequence[Placed],
+        kernel_lists: Mapping[Leaf, KernelList],
+        sinks: Mapping[int, Sequence[Placed]] | None = None,
+    ) -> Part:
+        """Lays a flat program out after what is there; returns its part.
+
+        Args:
+            flat: the program.
+            inputs: where its inputs are.
+            kernel_lists: of its leaves.
+            sinks: slots that are added to something as soon as they are there.
+        """
+        slots: dict[int, Placed] = dict(zip(flat.inputs, inputs, strict=True))
+        launches: list[PlacedLaunch] = []
+        sinks = sinks or {}
+        waiting = [s for s in flat.inputs if s in sinks]
+        live = Counter(placed.instance for placed in slots.values())
+        leaves = dict.fromkeys(call.leaf for call in flat.launches)
+        scratch = {leaf: _scratch_of(kernel_lists[leaf]) for leaf in leaves}
+        for call in flat.launches:
+            # The late inline: the closure's launches are used as they are, and only a table from
+            # its buffers to buffers of the whole program is made for this call.
+            kernels = kernel_lists[call.leaf]
+            for index, num_bytes in scratch[call.leaf]:
+                at = self.time + index
+                self.scratch.append(Instance("scratch", num_bytes, at, at + 1, len(self.parts)))
+            bases = self._bases(kernels, [slots[s] for s in call.operands])
+            bases = self._taken_over(kernels, bases, call.operands, call.frees, live)
+            for index, launch in enumerate(kernels.launches):
+                launches.append(PlacedLaunch(launch, bases, self.time + index))
+            self.time += len(kernels.launches)
+            for slot, view in zip(call.results, kernels.outputs, strict=True):
+                instance, offset = bases[view.buffer]
+                slots[slot] = Placed(
+                    instance, view.dtype, view.shape, view.stride, offset + view.offset_bytes
+                )
+                live[instance] += 1
+            # Added up at once: a gradient that waited for the end would be live until then.
+            waiting += [s for s in call.results if s in sinks]
+            for slot in waiting:
+                launches += [self.apply("add_", target, slots[slot]) for target in sinks[slot]]
+            waiting.clear()
+            live.subtract(slots[s].instance for s in call.frees)
+        for slot in waiting:
+            launches += [self.apply("add_", target, slots[slot]) for target in sinks[slot]]
+        # An output outlives the part. What went into a sink does not: the sum is what is kept.
+        part = Part(list(inputs), launches, [slots[s] for s in flat.outputs])
+        for slot in flat.outputs:
+            if slot not in sinks:
+                self.instances[slots[slot].instance].death = self.time
+        self.parts.append(part)
+        return part
+
+    def apply(self, name: str, target: Placed, source: Placed) -> PlacedLaunch:
+        """Makes a launch, now, of a method of tensors that changes one by another."""
+        views = tuple(
+            View(b, p.dtype, p.shape, p.stride, 0) for b, p in enumerate((target, source))
+        )
+        launch = Launch(name, getattr(torch.Tensor, name), views, ())
+        bases = tuple((p.instance, p.offset_bytes) for p in (target, source))
+        for placed in (target, source):
+            instance = self.instances[placed.instance]
+            instance.death = max(instance.death, self.time + 1)
+        self.time += 1
+        return PlacedLaunch(with_native(launch), bases, self.time - 1)
+
+    def _taken_over(
+        self,
+        kernels: KernelList,
+        bases: tuple[tuple[int, int], ...],
+        operands: Sequence[int],
+        frees: Sequence[int],
+        live: Counter[int],
+    ) -> tuple[tuple[int, int], ...]:
+        """Lets a result take over the memory of an operand that nobody else needs."""
+        changed = list(bases)
+        for buffer, source in kernels.in_place:
+            instance = self.instances[bases[source][0]]
+            last = operands[source] in frees and live[bases[source][0]] == 1
+            # Another part's buffer is left alone: its code may run again before this part does.
+            whole = instance.num_bytes == self.instances[bases[buffer][0]].num_bytes
+            if last and whole and instance.kind == "arena" and instance.part == len(self.parts):
+                self.instances[bases[buffer][0]].kind = "unused"
+                changed[buffer] = bases[source]
+        return tuple(changed)
+
+    def _add(self, instance: Instance) -> int:
+        self.instances.append(instance)
+        return len(self.instances) - 1
+
+    def _bases(
+        self, kernels: KernelList, operands: Sequence[Placed]
+    ) -> tuple[tuple[int, int], ...]:
+        bases = []
+        for index, info in enumerate(kernels.buffers):
+            if index < kernels.num_inputs:
+                operand = operands[index]
+                instance = self.instances[operand.instance]
+                instance.death = max(instance.death, self.time + info.last + 1)
+                bases.append((operand.instance, operand.offset_bytes))
+                continue
+            # A buffer lives for one launch at least, or the planner would let others overlap it.
+            birth, death = self.time + max(info.first, 0), self.time + info.last + 1
+            kind: BufferKind = "foreign" if info.kind == "foreign" else "arena"
+            new = Instance(kind, info.num_bytes, birth, max(death, birth + 1), len(self.parts))
+            bases.append((self._add(new), 0))
+        return tuple(bases)
+
+
+def _scratch_of(kernels: KernelList) -> list[tuple[int, int]]:
+    """Which launches of a closure allocate scratch, and how much."""
+    sizes = [(i, scratch_bytes(launch)) for i, launch in enumerate(kernels.launches)]
+    return [(i, num_bytes) for i, num_bytes in sizes if num_bytes]

@@ -1,0 +1,128 @@
+"""Link: the deferred inline. A program of calls becomes one flat list of kernel launches.
+
+Composite closures are expanded here and nowhere earlier; what is per closure (its leaf's kernel)
+is shared, and only slot numbers are copied per call. This first linker frees each value after its
+last use; it hands PyTorch's allocator every buffer. A memory plan replaces ``Frees`` by addresses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ...reuse.leaf import flat_types
+from ...reuse.program import Call, Composite, Leaf, Pack, Program, Unpack, Value
+from ...reuse.types import TensorType, flatten_type
+
+Slots = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """One kernel launch: which leaf, on which slots, and which slots nobody reads after it."""
+
+    leaf: Leaf
+    operands: Slots
+    results: Slots
+    frees: Slots
+    path: str
+
+
+@dataclass(frozen=True)
+class FlatProgram:
+    """Launches in execution order over numbered slots; each slot is written once."""
+
+    inputs: Slots
+    launches: tuple[Launch, ...]
+    outputs: Slots
+    slot_types: tuple[TensorType, ...]
+
+    def __str__(self) -> str:
+        lines = [f"inputs {_slots(self.inputs)}"]
+        for launch in self.launches:
+            note = f"  // {launch.path}" if launch.path else ""
+            frees = f"  free {_slots(launch.frees)}" if launch.frees else ""
+            call = f"{launch.leaf.name}({_slots(launch.operands)})"
+            lines.append(f"{_slots(launch.results)} = {call}{frees}{note}")
+        return "\n".join([*lines, f"return {_slots(self.outputs)}"])
+
+
+def _slots(slots: Slots) -> str:
+    return ", ".join(f"s{s}" for s in slots)
+
+
+def link(program: Program) -> FlatProgram:
+    """Lays a program's calls out in execution order.
+
+    Every struct value is spread over slots here, so packing costs nothing at run time.
+    """
+    layout = _Layout()
+    env = {value: layout.new_slots(value) for value in program.inputs}
+    inputs = tuple(slot for value in program.inputs for slot in env[value])
+    layout.body(program, env, "")
+    outputs = tuple(slot for value in program.outputs for slot in env[value])
+    launches = _with_frees(layout.launches, inputs, outputs)
+    return FlatProgram(inputs, launches, outputs, tuple(layout.types))
+
+
+class _Layout:
+    """Expands calls, numbering slots as it goes."""
+
+    def __init__(self) -> None:
+        self.types: list[TensorType] = []
+        self.launches: list[Launch] = []
+
+    def new_slots(self, value: Value) -> Slots:
+        first = len(self.types)
+        self.types.extend(flatten_type(value.type))
+        return tuple(range(first, len(self.types)))
+
+    def body(self, program: Program, env: dict[Value, Slots], path: str) -> None:
+        for call in program.calls:
+            self._call(call, env, path)
+
+    def _call(self, call: Call, env: dict[Value, Slots], path: str) -> None:
+        closure = call.closure
+        if isinstance(closure, Pack):
+            env[call.results[0]] = tuple(s for v in call.args for s in env[v])
+        elif isinstance(closure, Unpack):
+            env.update(_split(env[call.args[0]], call.results))
+        elif isinstance(closure, Composite):
+            inner = dict(zip(closure.program.inputs, (env[v] for v in call.args), strict=True))
+            self.body(closure.program, inner, _join(path, call.path))
+            results = (inner[v] for v in closure.program.outputs)
+            env.update(zip(call.results, results, strict=True))
+        else:
+            for value in call.results:
+                env[value] = self.new_slots(value)
+            operands = tuple(s for v in call.args for s in env[v])
+            results_ = tuple(s for v in call.results for s in env[v])
+            self.launches.append(Launch(closure, operands, results_, (), _join(path, call.path)))
+
+
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path and name else path or name
+
+
+def _split(slots: Slots, values: Sequence[Value]) -> dict[Value, Slots]:
+    parts, position = {}, 0
+    for value in values:
+        size = len(flat_types([value.type]))
+        parts[value] = slots[position : position + size]
+        position += size
+    return parts
+
+
+def _with_frees(launches: Sequence[Launch], inputs: Slots, outputs: Slots) -> tuple[Launch, ...]:
+    """Adds to each launch the slots whose last use it is."""
+    seen = set(outputs)
+    reversed_launches = []
+    for launch in reversed(launches):
+        frees = tuple(
+            s for s in dict.fromkeys((*launch.operands, *launch.results)) if s not in seen
+        )
+        seen.update(frees)
+        reversed_launches.append(
+            Launch(launch.leaf, launch.operands, launch.results, frees, launch.path)
+        )
+    return tuple(reversed(reversed_launches))

@@ -1,0 +1,436 @@
+"""Parts that take turns for many flights, laid out once: which buffers are whose.
+
+A unit (a pipeline stage) has a few parts: a forward and a backward, or a forward and two halves.
+They run for one flight (a micro-batch) after the other, interleaved with other flights and units.
+Each part is laid out once, whatever the number of flights. What a buffer is decides its region:
+
+* scratch lives within one phase of a part (a run of its launches), and is placed once per phase,
+* a slab holds what one phase of a flight leaves for another, all buffers with the same two phases,
+* an inbox or outbox holds one value on its way to or from another unit.
+
+A run is then told where its regions are, and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from ...reuse.program import Leaf
+from ...reuse.types import TensorType, contiguous_stride
+from ...reuse.wire import Wire
+from ..arena.arena import ALIGNMENT, ArenaPlan
+from ..arena.live_ranges import Buffers, lower_bound
+from ..launches.kernel_list import KernelList
+from .layout import Layout, Part, Placed, buffers_of
+from .link import FlatProgram
+from .program_writer import CodeWriter, GeneratedCode
+
+PlanBuffers = Callable[[Buffers], ArenaPlan]
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where an input of a part comes from.
+
+    ``kind``: ``"inbox"`` (number ``index`` of the part's own way), ``"model"``, ``"given"`` (by the
+    caller in each run), ``"output"`` or ``"input"`` (number ``index`` of ``part``).
+    """
+
+    kind: Literal["inbox", "model", "given", "output", "input"]
+    index: int
+    part: str = ""
+
+
+@dataclass(frozen=True)
+class PartSpec:
+    """One part of a unit.
+
+    Attributes:
+        name: of the part.
+        way: which inboxes and outboxes are its own, such as ``"F"``.
+        flat: what it runs.
+        sources: where each input comes from.
+        inboxes: what arrives for it, or for a later part, from another unit.
+        outboxes: outputs that go to another unit.
+        returned: outputs that the caller gets.
+        sums: output -> number of the tensor it is added to, counted after the model's.
+    """
+
+    name: str
+    way: str
+    flat: FlatProgram
+    sources: Sequence[Source]
+    inboxes: Sequence[Wire] = ()
+    outboxes: Sequence[tuple[int, Wire]] = ()
+    returned: Sequence[int] = ()
+    sums: Mapping[int, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Region:
+    """A run of bytes that is placed as one.
+
+    Attributes:
+        num_bytes: how many.
+        first, last: number of the first and the last part that uses it.
+        first_phase, last_phase: phases of these parts, each part's counted from 0.
+        is_box: whether it is an inbox or outbox.
+    """
+
+    num_bytes: int
+    first: int
+    last: int
+    first_phase: int
+    last_phase: int
+    is_box: bool
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether it may outlive a part."""
+        return self.is_box or self.first < self.last
+
+
+@dataclass(frozen=True)
+class Box:
+    """Where a value that travels lies: a region, and what it holds."""
+
+    region: int
+    wire: Wire
+
+
+@dataclass(frozen=True)
+class HandOver:
+    """What a run of a part takes and leaves besides what lies in the arena.
+
+    Attributes:
+        given: which of the caller's tensors its code takes, in order.
+        taken: buffers outside the arena that an earlier part made and this one uses.
+        left: buffers outside the arena that it makes for later parts.
+        done: those of ``taken`` that no later part uses.
+    """
+
+    given: Sequence[int]
+    taken: Sequence[int]
+    left: Sequence[int]
+    done: Sequence[int]
+
+
+class UnitLayout:
+    """One unit's parts on one timeline, their regions, and their code.
+
+    Args:
+        parts: in the order in which one flight runs them.
+        kernel_lists: of all leaves.
+        tensor_types: of the model's tensors, and then of the sums.
+        given_types: of what the caller gives.
+        plan: places the scratch of a phase.
+        num_phases: most phases of a part. More of them need less memory and more regions.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[PartSpec],
+        kernel_lists: Mapping[Leaf, KernelList],
+        tensor_types: Sequence[TensorType],
+        given_types: Sequence[TensorType],
+        plan: PlanBuffers,
+        num_phases: int = 1,
+    ) -> None:
+        self.specs = parts
+        self.layout = Layout()
+        self.inboxes: dict[str, list[Box]] = {}
+        self.outboxes: dict[str, list[Box]] = {}
+        self._tensors = [self.layout.given(t) for t in tensor_types]
+        self._given = [self.layout.given(t) for t in given_types]
+        self.fixed = {p.instance: i for i, p in enumerate(self._tensors)}
+        self._givens = {p.instance: i for i, p in enumerate(self._given)}
+        self._inbox_places: dict[str, list[tuple[int, Wire]]] = {}
+        self._outbox_places: dict[str, list[tuple[int, Wire]]] = {}
+        self._spans: list[tuple[int, int]] = []
+        self._parts = [
+            self._lay_out(number, spec, kernel_lists) for number, spec in enumerate(parts)
+        ]
+        self._used = self._find_spans([start for start, _ in self._spans])
+        self._cuts = [self._cut(number, num_phases) for number in range(len(parts))]
+        self.regions: list[Region] = []
+        self._region_of: dict[int, int] = {}
+        self._offsets = [0] * len(self.layout.instances)
+        self._make_regions(plan)
+
+    # ---- layout --------------------------------------------------------------------------
+
+    def _lay_out(
+        self, number: int, spec: PartSpec, kernel_lists: Mapping[Leaf, KernelList]
+    ) -> Part:
+        start = self.layout.time
+        self._inbox_places.setdefault(spec.way, [])
+        for wire in spec.inboxes:
+            # It belongs to no part (-1): a receive may fill it before the part starts, so that no
+            # launch may take its memory over.
+            self._inbox_places[spec.way].append((self.layout.arena(wire.num_bytes, -1), wire))
+        unpacked: list[Any] = []
+        inputs = [self._input(spec, source, number, unpacked) for source in spec.sources]
+        sinks: dict[int, list[Placed]] = {}
+        for output, tensor in spec.sums.items():
+            sinks.setdefault(spec.flat.outputs[output], []).append(self._tensors[tensor])
+        part = self.layout.add(spec.flat, inputs, kernel_lists, sinks)
+        part.launches[:0] = unpacked
+        for output in (*spec.returned, *(output for output, _ in spec.outboxes)):
+            instance = self.layout.instances[part.outputs[output].instance]
+            # What is returned as it came in is used in this part, even if nothing is launched.
+            instance.death = max(instance.death, start + 1)
+        for output, wire in spec.outboxes:
+            place = self._outbox(number, part, part.outputs[output], wire)
+            self._outbox_places.setdefault(spec.way, []).append((place, wire))
+        self._spans.append((start, self.layout.time))
+        # A part may launch nothing, and two parts must never share a moment: buffers are told
+        # apart by the part in which they live.
+        self.layout.time += 1
+        return part
+
+    def _input(self, spec: PartSpec, source: Source, number: int, unpacked: list[Any]) -> Placed:
+        if source.kind == "inbox":
+            way = source.part or spec.way
+            return self._arrived(*self._inbox_places[way][source.index], number, unpacked)
+        if source.kind == "model":
+            return self._tensors[source.index]
+        if source.kind == "given":
+            return self._given[source.index]
+        names = [s.name for s in self.specs[:number]]
+        part = self.layout.parts[names.index(source.part)]
+        return (part.outputs if source.kind == "output" else part.inputs)[source.index]
+
+    def _arrived(self, instance: int, wire: Wire, number: int, unpacked: list[Any]) -> Placed:
+        """What arrived, in the layout that its type asks for."""
+        type_ = wire.type
+        if wire.as_it_stands:
+            return Placed(instance, type_.dtype, type_.shape, type_.stride, 0)
+        span = 1 + sum((n - 1) * st for n, st in zip(wire.once, type_.stride, strict=True))
+        spread = self.layout.arena(span * type_.dtype.itemsize, number)
+        whole = Placed(spread, type_.dtype, wire.once, type_.stride, 0)
+        box = Placed(instance, type_.dtype, wire.once, contiguous_stride(wire.once), 0)
+        unpacked.append(self.layout.apply("copy_", whole, box))
+        return Placed(spread, type_.dtype, type_.shape, type_.stride, 0)
+
+    def _outbox(self, number: int, part: Part, placed: Placed, wire: Wire) -> int:
+        """Returns the buffer that travels: the output's own where it fits, else a copy."""
+        type_, instance = wire.type, self.layout.instances[placed.instance]
+        same = (placed.shape, placed.stride, placed.offset_bytes) == (type_.shape, type_.stride, 0)
+        whole = instance.kind == "arena" and instance.num_bytes == wire.num_bytes
+        if same and whole and wire.as_it_stands:
+            return placed.instance
+        box = self.layout.arena(wire.num_bytes, number)
+        stride = type_.stride if wire.as_it_stands else contiguous_stride(wire.once)
+        target = Placed(box, type_.dtype, wire.once, stride, 0)
+        source = replace(placed, shape=wire.once)
+        part.launches.append(self.layout.apply("copy_", target, source))
+        return box
+
+    # ---- regions -------------------------------------------------------------------------
+
+    def _find_spans(self, starts: Sequence[int]) -> list[tuple[int, int]]:
+        """For each buffer, the first and the last of the spans that begin so, in which it lives."""
+        births = np.array([b.birth for b in self.layout.instances])
+        deaths = np.array([b.death for b in self.layout.instances])
+        first = np.searchsorted(starts, births, side="right") - 1
+        last = np.searchsorted(starts, deaths - 1, side="right") - 1
+        return list(zip(first.tolist(), np.maximum(first, last).tolist(), strict=True))
+
+    def _cut(self, number: int, num_phases: int) -> list[int]:
+        """Where the phases of a part begin: about equally long, where little is live between."""
+        start, end = self._spans[number]
+        live = np.zeros(end - start + 1, np.int64)
+        for instance, used in zip(self.layout.instances, self._used, strict=True):
+            if instance.kind == "arena" and used == (number, number):
+                live[instance.birth - start + 1 : instance.death - start] += instance.num_bytes
+        # What is live across a cut goes into a slab, where the planner can share nothing. So a cut
+        # moves by up to half a phase to where the fewest bytes are live.
+        cuts = [0]
+        step = (end - start) / num_phases
+        for phase in range(1, num_phases):
+            low = max(cuts[-1] + 1, round((phase - 0.5) * step))
+            high = round((phase + 0.5) * step)
+            if low < min(high, end - start):
+                cuts.append(low + int(live[low:high].argmin()))
+        return [start + cut for cut in cuts]
+
+    def _make_regions(self, plan: PlanBuffers) -> None:
+        boxes = {
+            p for places in (self._inbox_places, self._outbox_places) for _, p in _flat(places)
+        }
+        where = [(part, i) for part, cuts in enumerate(self._cuts) for i in range(len(cuts))]
+        phases = self._find_spans([cut for cuts in self._cuts for cut in cuts])
+        groups: dict[tuple[int, int], list[int]] = {}
+        for index, instance in enumerate(self.layout.instances):
+            (first, a), (last, b) = (where[phase] for phase in phases[index])
+            if instance.kind == "arena" and index in boxes:
+                self._add_region([index], Region(instance.num_bytes, first, last, a, b, True))
+            elif instance.kind == "arena":
+                groups.setdefault(phases[index], []).append(index)
+        for (begin, end), members in groups.items():
+            (first, a), (last, b) = where[begin], where[end]
+            # Buffers that live from one phase to another are all live between the two: nothing can
+            # be shared, and no planner is needed. Within a phase a planner places them.
+            num_bytes = self._stack(members) if begin < end else self._place(members, plan)
+            self._add_region(members, Region(num_bytes, first, last, a, b, False))
+        for target, places in (
+            (self.inboxes, self._inbox_places),
+            (self.outboxes, self._outbox_places),
+        ):
+            for way, found in places.items():
+                target[way] = [Box(self._region_of[i], wire) for i, wire in found]
+
+    def _stack(self, members: Sequence[int]) -> int:
+        """Puts buffers one after the other; returns their bytes together."""
+        total = 0
+        for index in members:
+            self._offsets[index] = total
+            total += -(-self.layout.instances[index].num_bytes // ALIGNMENT) * ALIGNMENT
+        return total
+
+    def _place(self, members: Sequence[int], plan: PlanBuffers) -> int:
+        """Places the scratch of a phase; returns its bytes."""
+        found = plan(buffers_of([self.layout.instances[i] for i in members]))
+        for index, offset in zip(members, found.offsets.tolist(), strict=True):
+            self._offsets[index] = offset
+        return found.peak_bytes
+
+    def _add_region(self, members: Sequence[int], region: Region) -> None:
+        for index in members:
+            self._region_of[index] = len(self.regions)
+        self.regions.append(region)
+
+    # ---- code ----------------------------------------------------------------------------
+
+    @cached_property
+    def codes(self) -> list[GeneratedCode]:
+        """The code of each part."""
+        return [self._code(number) for number in range(len(self._parts))]
+
+    @cached_property
+    def used_regions(self) -> list[list[int]]:
+        """The regions that the code of each part works in."""
+        return [self._used_regions(code) for code in self.codes]
+
+    def bytes_per_flight(self, num_flights: int) -> int:
+        """Returns what one of so many flights at once takes, with its share of the scratch."""
+        kept = sum(r.num_bytes for r in self.regions if r.is_kept)
+        # Flights share the scratch, since one part runs at a time: each bears its share of the most
+        # that a phase needs.
+        scratch = 0
+        for part, cuts in enumerate(self._cuts):
+            own = [r for r in self.regions if r.first == part and not r.is_kept]
+            for phase in range(len(cuts)):
+                live = [r for r in own if r.first_phase <= phase <= r.last_phase]
+                scratch = max(scratch, sum(r.num_bytes for r in live))
+        return kept - (-scratch // max(num_flights, 1))
+
+    def num_phases(self, number: int) -> int:
+        """Phases of a part."""
+        return len(self._cuts[number])
+
+    def phase_moments(self, number: int) -> list[int]:
+        """Where the phases of a part begin, and where the last ends, from the part's start."""
+        start, end = self._spans[number]
+        return [*(cut - start for cut in self._cuts[number]), end - start + 1]
+
+    def _code(self, number: int) -> GeneratedCode:
+        part, spec = self._parts[number], self.specs[number]
+        returned = [part.outputs[i] for i in spec.returned]
+        return CodeWriter(
+            self.layout,
+            self._offsets,
+            Part(part.inputs, part.launches, returned),
+            set(self.fixed),
+            len(returned),
+            self._foreign_taken(number),
+            self._foreign_left(number),
+            self._region_of,
+        ).write()
+
+    @cached_property
+    def hand_overs(self) -> list[HandOver]:
+        """What each part takes and leaves besides what lies in the arena."""
+        return [self._hand_over(number) for number in range(len(self._parts))]
+
+    def _hand_over(self, number: int) -> HandOver:
+        part, taken = self._parts[number], self._foreign_taken(number)
+        return HandOver(
+            [self._givens[part.inputs[i].instance] for i in self.codes[number].inputs],
+            taken,
+            self._foreign_left(number),
+            [instance for instance in taken if self._used[instance][1] == number],
+        )
+
+    def _foreign_taken(self, number: int) -> list[int]:
+        return [i for i, (first, last) in self._foreign() if first < number <= last]
+
+    def _foreign_left(self, number: int) -> list[int]:
+        return [i for i, (first, last) in self._foreign() if first == number < last]
+
+    def foreign_span(self, instance: int) -> tuple[int, int, int]:
+        """First and last part that use a buffer outside the arena, and its bytes."""
+        return *self._used[instance], self.layout.instances[instance].num_bytes
+
+    def _foreign(self) -> list[tuple[int, tuple[int, int]]]:
+        instances = self.layout.instances
+        return [(i, u) for i, u in enumerate(self._used) if instances[i].kind == "foreign"]
+
+    def foreign_scratch_bytes(self, number: int) -> int:
+        """Most bytes outside the arena that live at once within a part."""
+        own = [self.layout.instances[i] for i, u in self._foreign() if u == (number, number)]
+        own += [b for b in self.layout.scratch if b.part == number]
+        return lower_bound(buffers_of(own)) if own else 0
+
+    def _used_regions(self, code: GeneratedCode) -> list[int]:
+        views = {self._region_of[placed.instance] for placed in code.arena_views.values()}
+        return sorted(views | set(code.regions))
+
+    def offsets_from(self, number: int, starts: Mapping[int, int]) -> dict[int, int]:
+        """Where in the arena the buffers are that the code of a part has views of."""
+        used = {placed.instance for placed in self.codes[number].arena_views.values()}
+        return {i: starts[self._region_of[i]] + self._offsets[i] for i in used}
+
+    def lives(self, number: int) -> list[tuple[int, int, int, int]]:
+        """For each buffer that a part makes, no boxes: first and last moment, last part, bytes.
+
+        Moments count from the start of the part that they are in.
+        """
+        found = []
+        for index, instance in enumerate(self.layout.instances):
+            first, last = self._used[index]
+            if instance.kind != "arena" or first != number:
+                continue
+            if self.regions[self._region_of[index]].is_box:
+                continue
+            birth = instance.birth - self._spans[first][0]
+            death = instance.death - self._spans[last][0]
+            found.append((birth, max(death, 1), last, instance.num_bytes))
+        return found
+
+    @property
+    def num_launches(self) -> list[int]:
+        """Launches of each part."""
+        return [len(part.launches) for part in self._parts]
+
+
+def _flat(places: Mapping[str, Sequence[tuple[int, Wire]]]) -> list[tuple[str, int]]:
+    return [(way, instance) for way, found in places.items() for instance, _ in found]
+
+
+def view_of_box(box: Box, arena: torch.Tensor, start: int) -> torch.Tensor:
+    """Returns what travels, as a contiguous run of elements."""
+    whole = arena.narrow(0, start, box.wire.num_bytes)
+    return whole.view(box.wire.type.dtype)
+
+
+def least(buffers: Buffers) -> ArenaPlan:
+    """Returns what a plan takes at least, without places."""
+    bound = lower_bound(buffers)
+    return ArenaPlan(np.zeros(len(buffers), np.int64), bound, bound, "lower bound")

@@ -1,0 +1,478 @@
+"""The generated function of one part of a layout.
+
+Launches that have a native form are words for the native replay loop, one call of it for as many as
+follow one another; each of the others is one line of Python on bound names. Tensors in the arena
+and tensors of the model are bound before the first run; user inputs, results and foreign buffers
+are locals of the function.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ...reuse.torch_names import new_cpu_tensor
+from ..launches import native_ops, torch_native
+from ..launches.kernel_list import NativeOp, View
+from ..launches.present_memory import no_address
+from ..launches.torch_results import as_predicted, check_layout
+from .gradient_memory import Overlay, new_host
+from .layout import Layout, Part, Placed, PlacedLaunch
+
+_ARENA_SLOT = 0
+
+
+@dataclass
+class GeneratedCode:
+    """Source of one part, and what must be bound before it runs.
+
+    Attributes:
+        inputs: which of the part's inputs a run is given, in order; foreign buffers follow.
+        constants: name -> kernel or constant, the same for every binding.
+        arena_views: name -> place in the arena.
+        model_views: name -> view of a model tensor.
+        words: what the native replay loop runs.
+        slots: instance -> slot of the native address table, for what is bound beforehand.
+        regions: region of the arena -> slot, where a program works in several places at once.
+        num_slots: size of that table; what is known only in a run comes last.
+    """
+
+    source: str = ""
+    inputs: list[int] = field(default_factory=list)
+    constants: dict[str, Any] = field(default_factory=dict)
+    arena_views: dict[str, Placed] = field(default_factory=dict)
+    model_views: dict[str, Placed] = field(default_factory=dict)
+    num_made_per_run: int = 0
+    words: array[int] = field(default_factory=lambda: array("q"))
+    slots: dict[int, int] = field(default_factory=dict)
+    regions: dict[int, int] = field(default_factory=dict)
+    num_slots: int = 1
+
+
+class CodeWriter:
+    """Writes one part of a layout as a Python function ``program(inputs) -> outputs``.
+
+    Args:
+        layout: the whole layout.
+        offsets: start of each instance in the arena, in bytes (unused for other kinds).
+        part: which part to write.
+        fixed: instances whose tensors are bound beforehand (the model's).
+        num_returned: how many leading outputs the function returns; the others stay in place.
+        extra_inputs: foreign instances and hosts that an earlier part made and this one uses.
+        extra_outputs: foreign instances and hosts that a later part uses.
+        overlay: hosts, which the first part makes, and the arena instances that lie in them.
+        regions: instance -> region of the arena that its offset counts from, if not from the start.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        offsets: Sequence[int],
+        part: Part,
+        fixed: set[int],
+        num_returned: int,
+        extra_inputs: Sequence[int] = (),
+        extra_outputs: Sequence[int] = (),
+        regions: Mapping[int, int] | None = None,
+        overlay: Overlay | None = None,
+    ) -> None:
+        self._regions = regions or {}
+        self._layout = layout
+        self._offsets = offsets
+        self._part = part
+        self._fixed = fixed
+        self._returned = part.outputs[:num_returned]
+        self._extra = (list(extra_inputs), list(extra_outputs))
+        self._overlay = overlay or Overlay()
+        self._code = GeneratedCode()
+        self._names: dict[Placed, str] = {}
+        self._constants: dict[int, str] = {}
+        self._locals: dict[int, Placed] = {}
+        self._local_names: dict[int, list[str]] = {}
+        self._local_slots: dict[int, int] = {}
+        self._starts: dict[tuple[int, torch.dtype, int], str] = {}
+        self._lines: list[str] = []
+        self._native_start = 0
+        self._num_native = 0
+        self._freed: list[str] = []
+
+    def write(self) -> GeneratedCode:
+        """Returns the code."""
+        self._lines = ["def program(inputs):"]
+        self._take_inputs()
+        last_use = self._last_uses()
+        for launch in self._part.launches:
+            if launch.launch.native is None:
+                self._flush()
+                self._launch(launch)
+            else:
+                self._add_native(launch.launch.native, launch)
+            if launch.time in last_use:
+                self._free(last_use[launch.time])
+        self._flush()
+        outputs = [self._name(p) for p in self._returned]
+        outputs += [self._name(self._locals[i]) for i in self._extra[1]]
+        self._lines.append(f"  return [{', '.join(outputs)}]")
+        self._code.source = "\n".join(self._lines) + "\n"
+        return self._code
+
+    def _take_inputs(self) -> None:
+        names = []
+        for index, placed in enumerate(self._part.inputs):
+            kind = self._layout.instances[placed.instance].kind
+            bound = placed.instance in self._fixed or kind in ("arena", "foreign")
+            if not bound and placed.instance not in self._locals:
+                names.append(f"i{index}")
+                self._code.inputs.append(index)
+                self._locals[placed.instance] = placed
+                self._names[placed] = names[-1]
+        for instance_index in self._extra[0]:
+            placed = self._handed_base(instance_index)
+            names.append(self._names.setdefault(placed, f"f{instance_index}"))
+            self._locals[instance_index] = placed
+            self._local_names[instance_index] = [names[-1]]
+        if names:
+            self._lines.append(f"  {', '.join(names)}, = inputs")
+        self._lines.append("  inputs.clear()")
+        for instance_index in self._extra[1]:
+            if instance_index in self._overlay.hosts:
+                self._make_result(instance_index, self._handed_base(instance_index))
+
+    def _handed_base(self, instance_index: int) -> Placed:
+        if instance_index in self._overlay.hosts:
+            return self._host_base(instance_index)
+        for part in self._layout.parts:
+            for launch in part.launches:
+                for view in launch.launch.results:
+                    if isinstance(view, View) and launch.place(view).instance == instance_index:
+                        return launch.place(view)
+        raise AssertionError("a foreign buffer that no launch makes")
+
+    def _last_uses(self) -> dict[int, list[int]]:
+        """Foreign buffers by the launch after which nobody in this part needs them."""
+        kept = {p.instance for p in self._returned} | set(self._extra[1])
+        foreign = {i for i, b in enumerate(self._layout.instances) if b.kind == "foreign"} - kept
+        last: dict[int, int] = {}
+        for launch in self._part.launches if foreign else ():
+            if any(instance in foreign for instance, _ in launch.bases):
+                used = {launch.bases[view.buffer][0] for view in launch.launch.views()}
+                last.update((instance, launch.time) for instance in used & foreign)
+        found: dict[int, list[int]] = {}
+        for instance, time in last.items():
+            found.setdefault(time, []).append(instance)
+        return found
+
+    def _free(self, instances: Sequence[int]) -> None:
+        """Drops every name of a foreign buffer: a view holds its memory as well."""
+        for instance in instances:
+            self._freed += self._local_names.pop(instance, ())
+        if not self._num_native:
+            self._drop_freed()
+
+    def _drop_freed(self) -> None:
+        if self._freed:
+            self._lines.append(f"  del {', '.join(self._freed)}")
+            self._freed.clear()
+
+    # ---- native launches -----------------------------------------------------------------
+
+    def _add_native(self, op: NativeOp, placed: PlacedLaunch) -> None:
+        self._num_native += op.num_operations
+        words: list[int] = []
+        for operand in op.operands:
+            if type(operand) is int:
+                words.append(operand)
+            else:
+                words += self._native_address(operand, placed)  # type: ignore[arg-type]
+        self._code.words.extend(words)
+
+    def _native_address(self, view: View, placed: PlacedLaunch) -> tuple[int, int]:
+        """Returns a slot of the address table, and an offset in bytes."""
+        index, base_bytes = placed.bases[view.buffer]
+        offset_bytes = base_bytes + view.offset_bytes
+        if index in self._overlay.guests:
+            host, offset = self._overlay.guests[index]
+            return self._local_slot(host, self._locals[host]), offset + offset_bytes
+        if self._layout.instances[index].kind == "arena":
+            return self._region_slot(index), self._offsets[index] + offset_bytes
+        if index in self._fixed:
+            return self._bound_slot(index), offset_bytes
+        base = self._base(placed.place(view))
+        return self._local_slot(index, base), offset_bytes - base.offset_bytes
+
+    def _region_slot(self, instance: int) -> int:
+        region = self._regions.get(instance)
+        if region is None:
+            return _ARENA_SLOT
+        if region not in self._code.regions:
+            self._code.regions[region] = self._new_slot()
+        return self._code.regions[region]
+
+    def _bound_slot(self, instance: int) -> int:
+        slot = self._code.slots.get(instance)
+        if slot is None:
+            slot = self._code.slots[instance] = self._new_slot()
+        return slot
+
+    def _local_slot(self, instance: int, base: Placed) -> int:
+        slot = self._local_slots.get(instance)
+        if slot is None:
+            slot = self._local_slots[instance] = self._new_slot()
+            name = self._names[base]
+            self._lines.append(f"  addresses[{slot}] = {name}.data_ptr() or no_address({name})")
+        return slot
+
+    def _new_slot(self) -> int:
+        self._code.num_slots += 1
+        return self._code.num_slots - 1
+
+    def _flush(self) -> None:
+        """Writes the call that runs the native launches collected so far."""
+        if self._num_native:
+            start = self._native_start * self._code.words.itemsize
+            call = f"replay(words + {start}, {self._num_native}, table)"
+            self._lines.append(f"  if failure := {call}: fail(failure)")
+        self._native_start, self._num_native = len(self._code.words), 0
+        self._drop_freed()
+
+    # ---- launches from Python ------------------------------------------------------------
+
+    def _launch(self, placed: PlacedLaunch) -> None:
+        launch = placed.launch
+        args = [self._operand(a, placed) for a in launch.args]
+        args += [f"{k}={self._operand(v, placed)}" for k, v in launch.kwargs]
+        call = f"{self._constant(launch.function)}({', '.join(args)})"
+        if not launch.results:
+            self._lines.append(f"  {call}")
+            return
+        targets = [self._new_local(v, placed) for v in launch.results]
+        self._code.num_made_per_run += sum(t != "_" for t in targets)
+        comma = "," if launch.returns == "tuple" else ""
+        self._lines.append(f"  {', '.join(targets)}{comma} = {call}")
+        for target, view in zip(targets, launch.results, strict=True):
+            if target != "_":
+                self._check(target, view, launch.name)
+
+    def _check(self, target: str, view: View, operator: str) -> None:
+        """Writes what puts a result that a launch allocated into the layout that is read."""
+        check, fit = self._constant(check_layout), self._constant(as_predicted)
+        dtype = self._constant(view.dtype)
+        fitted = f"{target} = {fit}({target}, {view.shape}, {view.stride}, {dtype}, {operator!r})"
+        self._lines += [
+            "  try:",
+            f"    {check}({target}, {view.shape}, {view.stride})",
+            f"    if {target}.dtype is not {dtype}: {fitted}",
+            "  except (AssertionError, TypeError):",
+            f"    {fitted}",
+        ]
+
+    def _new_local(self, view: Any, placed: PlacedLaunch) -> str:
+        if not isinstance(view, View):
+            return "_"
+        place = placed.place(view)
+        instance = self._layout.instances[place.instance]
+        if instance.kind != "foreign":
+            return "_"
+        name = (
+            f"f{place.instance}" if place.instance not in self._locals else f"g{len(self._names)}"
+        )
+        self._locals.setdefault(place.instance, place)
+        self._names[place] = name
+        self._local_names.setdefault(place.instance, []).append(name)
+        return name
+
+    def _operand(self, value: Any, placed: PlacedLaunch) -> str:
+        if isinstance(value, View):
+            place = placed.place(value)
+            if placed.launch.operands == "addresses":
+                return self._address(place)
+            return self._name(place)
+        if isinstance(value, (list, tuple)):
+            inner = ", ".join(self._operand(v, placed) for v in value)
+            return f"[{inner}]" if isinstance(value, list) else f"({inner}{',' * bool(inner)})"
+        return self._literal(value)
+
+    def _address(self, placed: Placed) -> str:
+        """Names any tensor that starts where this one does."""
+        key = (placed.instance, placed.dtype, placed.offset_bytes)
+        if key not in self._starts:
+            start = placed
+            kind = self._layout.instances[placed.instance].kind
+            if kind != "arena" and placed.instance not in self._fixed:
+                base = self._base(placed)
+                if (base.dtype, base.offset_bytes) == (placed.dtype, placed.offset_bytes):
+                    start = base
+            self._starts[key] = self._name(start)
+        return self._starts[key]
+
+    def _literal(self, value: Any) -> str:
+        if value is None or type(value) in (bool, int, str):
+            return repr(value)
+        if type(value) is float and math.isfinite(value):
+            return repr(value)
+        return self._constant(value)
+
+    def _constant(self, value: Any) -> str:
+        name = self._constants.get(id(value))
+        if name is None:
+            name = self._constants[id(value)] = f"k{len(self._constants)}"
+            self._code.constants[name] = value
+        return name
+
+    def _name(self, placed: Placed) -> str:
+        name = self._names.get(placed)
+        if name is None:
+            name = self._names[placed] = self._new_name(placed)
+        return name
+
+    def _new_name(self, placed: Placed) -> str:
+        name = f"v{len(self._names)}"
+        assert placed.instance not in self._overlay.guests, "a guest has no address before a run"
+        if self._layout.instances[placed.instance].kind == "arena":
+            self._code.arena_views[name] = placed
+            return name
+        if placed.instance in self._fixed:
+            self._code.model_views[name] = placed
+            return name
+        base = self._base(placed)
+        if base == placed:
+            return self._names[base]
+        self._local_view(name, placed, base)
+        return name
+
+    def _base(self, placed: Placed) -> Placed:
+        """The local tensor that a view starts from, made here if the user will own it."""
+        if placed.instance not in self._locals:
+            self._make_result(placed.instance, self._result_base(placed, self._part))
+        return self._locals[placed.instance]
+
+    def _local_view(self, name: str, placed: Placed, base: Placed) -> None:
+        offset = (placed.offset_bytes - base.offset_bytes) // placed.dtype.itemsize
+        view, dtype = self._constant(_view_of), self._constant(placed.dtype)
+        args = f"{self._names[base]}, {placed.shape}, {placed.stride}, {offset}, {dtype}"
+        self._lines.append(f"  {name} = {view}({args})")
+        self._local_names.setdefault(placed.instance, []).append(name)
+
+    def _make_result(self, instance: int, base: Placed) -> None:
+        """Allocates a buffer that the user will own; views of it start from here."""
+        found = self._layout.instances[instance]
+        assert found.kind == "result", found
+        self._code.num_made_per_run += 1
+        name, dtype = f"r{instance}", self._constant(base.dtype)
+        num_bytes = self._overlay.hosts.get(instance, found.num_bytes)
+        if num_bytes == found.num_bytes:
+            make = self._constant(new_cpu_tensor)
+            call = f"{make}({base.shape}, {base.stride}, {dtype})"
+        else:
+            make = self._constant(new_host)
+            call = f"{make}({base.shape}, {base.stride}, {dtype}, {num_bytes})"
+        self._lines.append(f"  {name} = {call}")
+        self._locals[instance] = base
+        self._names[base] = name
+
+    def _host_base(self, instance: int) -> Placed:
+        part = self._layout.parts[-1]
+        (output, *_) = (p for p in part.outputs if p.instance == instance)
+        return self._result_base(output, part)
+
+    def _result_base(self, placed: Placed, part: Part) -> Placed:
+        return result_base(self._layout, part, placed)
+
+
+def _view_of(
+    base: torch.Tensor,
+    shape: tuple[int, ...],
+    stride: tuple[int, ...],
+    offset: int,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """Makes a view of a tensor that is known only at run time; ``offset`` counts from its start."""
+    start = base.storage_offset()
+    if base.dtype != dtype:  # `view` knows dense ones only: no single number, no transposed ones
+        start = start * base.element_size() // dtype.itemsize
+        base = torch.empty(0, dtype=dtype, device=base.device).set_(base.untyped_storage())  # type: ignore[call-overload]
+    return torch.as_strided(base, shape, stride, start + offset)
+
+
+def result_base(layout: Layout, part: Part, placed: Placed) -> Placed:
+    """Returns the whole buffer of a result: as a part returns it, if that covers it."""
+    whole_bytes = layout.instances[placed.instance].num_bytes
+    for output in part.outputs:
+        num_bytes = math.prod(output.shape) * output.dtype.itemsize
+        starts = output.instance == placed.instance and output.offset_bytes == 0
+        if starts and num_bytes == whole_bytes:
+            return output
+    count = whole_bytes // placed.dtype.itemsize
+    return Placed(placed.instance, placed.dtype, (count,), (1,), 0)
+
+
+def bind_native(
+    code: GeneratedCode,
+    arena: torch.Tensor,
+    tensors: Mapping[int, torch.Tensor],
+    replay: Callable[[], torch_native.Replay] = torch_native.replay_function,
+    region_starts: Mapping[int, int] | None = None,
+) -> dict[str, Any]:
+    """Makes the address table of one lease, or of one run in regions that start at these bytes.
+
+    The function that gets these names owns what it is given by address: the table, the words, the
+    arena, and the memory of the model's tensors, which `parameter.data = ...` may take from them.
+    """
+    loop = replay()
+    addresses = (ctypes.c_int64 * code.num_slots)()
+    addresses[_ARENA_SLOT] = arena.data_ptr()
+    for region, slot in code.regions.items():
+        addresses[slot] = arena.data_ptr() + (region_starts or {})[region]
+    for instance, slot in code.slots.items():
+        addresses[slot] = tensors[instance].data_ptr()
+    return {
+        "replay": loop.run,
+        "words": code.words.buffer_info()[0],
+        "owned": (code.words, arena, [tensors[instance].detach() for instance in code.slots]),
+        "addresses": addresses,
+        "table": ctypes.addressof(addresses),
+        "no_address": no_address,
+        "fail": native_ops.fail,
+    }
+
+
+def bind_arena(
+    views: Mapping[str, Placed], arena: torch.Tensor, offsets: Sequence[int] | Mapping[int, int]
+) -> dict[str, torch.Tensor]:
+    """Makes every arena view once.
+
+    Args:
+        views: name -> place.
+        arena: the bytes, as uint8.
+        offsets: start of each instance in the arena, in bytes (unused for other kinds).
+    """
+    typed: dict[torch.dtype, torch.Tensor] = {}
+    bound = {}
+    for name, placed in views.items():
+        if placed.dtype not in typed:
+            typed[placed.dtype] = arena.view(placed.dtype)
+        start = (offsets[placed.instance] + placed.offset_bytes) // placed.dtype.itemsize
+        bound[name] = typed[placed.dtype].as_strided(placed.shape, placed.stride, start)
+    return bound
+
+
+def bind_model(
+    views: Mapping[str, Placed], tensors: Mapping[int, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Makes every view of a model tensor, by reference to the tensor's memory."""
+    bound = {}
+    for name, placed in views.items():
+        tensor = tensors[placed.instance].detach()
+        offset = placed.offset_bytes // placed.dtype.itemsize
+        same = tuple(tensor.shape) == placed.shape and tensor.stride() == placed.stride
+        if same and not offset and tensor.dtype == placed.dtype:
+            bound[name] = tensor
+        else:
+            bound[name] = _view_of(tensor, placed.shape, placed.stride, offset, placed.dtype)
+    return bound

@@ -1,0 +1,71 @@
+"""Writing an ONNX model to disk: weights inside the file, or streamed into a file beside it."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+from collections.abc import Iterator
+
+import onnx
+from onnxscript import ir
+
+from ...reuse.errors import ExportError
+
+_INLINE_LIMIT_BYTES = 2**31 - 2**27
+"""A protobuf holds less than 2 GiB; an eighth of a GiB is left for the graph."""
+
+
+def save_model(model: ir.Model, path: pathlib.Path, *, external_data: bool | None) -> None:
+    """Writes a model.
+
+    Weights that go into their own file are written one by one, straight from the tensors.
+
+    Args:
+        model: the model.
+        path: the ``.onnx`` file; weights go to ``<name>.data`` beside it.
+        external_data: whether weights go into their own file; None decides by their size.
+
+    Raises:
+        ExportError: if the file cannot be written, or weights do not fit into one file.
+    """
+    num_bytes = weight_bytes(model)
+    if external_data is None:
+        external_data = num_bytes > _INLINE_LIMIT_BYTES
+    if not external_data and num_bytes > _INLINE_LIMIT_BYTES:
+        raise ExportError(
+            f"The weights are {num_bytes / 2**30:.1f} GiB, and an ONNX file holds less than 2. "
+            "Leave external_data=None, or make it True."
+        )
+    try:
+        if external_data:
+            ir.save(model, path, external_data=f"{path.name}.data", size_threshold_bytes=256)
+        else:
+            ir.save(model, path)
+    except OSError as error:
+        raise ExportError(f"{path} cannot be written: {error.strerror or error}.") from error
+
+
+def weight_bytes(model: ir.Model) -> int:
+    """Bytes of a model's initializers."""
+    values = (v.const_value for v in model.graph.initializers.values())
+    return sum(v.nbytes for v in values if v is not None)
+
+
+def stored_nodes(model: onnx.ModelProto) -> int:
+    """Nodes held by a model: those of the main graph and of each function, once."""
+    return sum(1 for graph in (model.graph, *model.functions) for _ in _nodes(graph))
+
+
+def _nodes(graph: onnx.GraphProto | onnx.FunctionProto) -> Iterator[onnx.NodeProto]:
+    for node in graph.node:
+        yield node
+        for attribute in node.attribute:
+            if attribute.HasField("g"):
+                yield from _nodes(attribute.g)
+            for inner in attribute.graphs:
+                yield from _nodes(inner)
+
+
+def graph_bytes(path: pathlib.Path) -> int:
+    """Size of the ``.onnx`` file, without weights beside it."""
+    return os.path.getsize(path)

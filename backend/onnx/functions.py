@@ -1,0 +1,297 @@
+"""A program as an ONNX model: each closure one local function, each call one node.
+
+Struct values, which carry what a call saves for its backward, do not exist in ONNX: they travel as
+the tensors inside them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from onnxscript import ir
+
+from ...reuse.leaf import flat_types
+from ...reuse.printer import UniqueNames, closure_names, format_closure
+from ...reuse.program import (
+    Call,
+    Closure,
+    Composite,
+    Leaf,
+    ModelTensor,
+    Pack,
+    Program,
+    Unpack,
+    Value,
+    count_calls,
+)
+from ...reuse.types import TensorType, Type
+from . import torch_onnx
+from .leaf import leaf_graph
+
+DOMAIN = "lazyinline"
+IR_VERSION = 10
+"""The first version of the format in which functions carry types and metadata."""
+
+Bundle = tuple[ir.Value, ...]
+"""The tensors of one program value: one, or those inside a struct."""
+
+
+@dataclass(frozen=True)
+class Naming:
+    """Names that the outside sees.
+
+    Attributes:
+        inputs: name of each program input.
+        outputs: name of each program output; None leaves the output out.
+        sizes: names of symbolic sizes, such as ``{"s0": "batch"}``.
+        graph: name of the main graph.
+    """
+
+    inputs: Sequence[str]
+    outputs: Sequence[str | None]
+    sizes: Mapping[str, str] = field(default_factory=dict)
+    graph: str = "main"
+
+
+def build_model(program: Program, opset: int, naming: Naming) -> ir.Model:
+    """Translates a program.
+
+    Args:
+        program: an entry program; its leaves may be composite or ATen level.
+        opset: version of the ONNX operators.
+        naming: names of what the outside sees.
+
+    Raises:
+        ExportError: if an operator cannot be written in ONNX.
+    """
+    return _Builder(program, opset, naming).build()
+
+
+class _Body:
+    """The nodes of one graph or function, while they are put together."""
+
+    def __init__(self) -> None:
+        self.nodes: list[ir.Node] = []
+        self.values = UniqueNames()
+        self._node_names = UniqueNames()
+
+    def add(self, node: ir.Node, wish: str) -> ir.Node:
+        node.name = self._node_names.take(wish)
+        self.nodes.append(node)
+        return node
+
+    def outputs(self, values: Iterable[ir.Value], owned: Iterable[ir.Value]) -> list[ir.Value]:
+        """Returns results that are each the result of a node of this body, and each only once."""
+        taken = set(owned)
+        results = []
+        for value in values:
+            if value in taken:
+                node = self.add(ir.Node("", "Identity", [value]), "identity")
+                copy = node.outputs[0]
+                copy.name = self.values.take(f"{value.name}_out")
+                copy.type, copy.shape = value.type, value.shape
+                value = copy
+            taken.add(value)
+            results.append(value)
+        return results
+
+
+class _Builder:
+    """Builds the functions of a program, callees first, and the main graph."""
+
+    def __init__(self, program: Program, opset: int, naming: Naming) -> None:
+        self._program = program
+        self._opset = opset
+        self._naming = naming
+        self._names = closure_names(program)
+        self._counts = count_calls(program)
+        self._functions: dict[Closure, ir.Function] = {}
+        self._paths = _call_paths(program)
+
+    def build(self) -> ir.Model:
+        for closure in self._program.closures:
+            if not isinstance(closure, (Pack, Unpack)):
+                self._functions[closure] = self._function(closure)
+        graph = self._main()
+        functions = self._functions.values()
+        model = ir.Model(graph, ir_version=IR_VERSION, functions=functions)
+        torch_onnx.add_opset_imports(model)
+        graph.opset_imports.update({"": self._opset, DOMAIN: 1})
+        return model
+
+    # ---- functions -----------------------------------------------------------------------
+
+    def _function(self, closure: Closure) -> ir.Function:
+        if isinstance(closure, Leaf):
+            graph = leaf_graph(closure, self._opset, self._input_names(closure))
+        else:
+            assert isinstance(closure, Composite)
+            graph = self._composite_graph(closure)
+        graph.opset_imports.setdefault("", self._opset)
+        _rename_sizes(graph, self._naming.sizes)
+        graph.opset_imports[""] = self._opset
+        name = re.sub(r"\W", "_", self._names[closure])
+        function = ir.Function(DOMAIN, name, graph=graph, attributes=())
+        function.doc_string = self._about(closure)
+        function.metadata_props["lazyinline.key"] = closure_key(closure)
+        return function
+
+    def _composite_graph(self, closure: Composite) -> ir.Graph:
+        body = _Body()
+        names = self._input_names(closure)
+        env = {
+            value: self._bundle(value.type, name, body)
+            for value, name in zip(closure.program.inputs, names, strict=True)
+        }
+        inputs = [v for bundle in env.values() for v in bundle]
+        self._calls(closure.program, env, body)
+        results = [v for value in closure.program.outputs for v in env[value]]
+        outputs = body.outputs(results, inputs)
+        imports = {"": self._opset, DOMAIN: 1}
+        return ir.Graph(inputs, outputs, nodes=body.nodes, opset_imports=imports)
+
+    def _input_names(self, closure: Closure) -> list[str]:
+        """Names a closure's inputs after its parameters, or after what its only caller passes."""
+        assert isinstance(closure, (Leaf, Composite))
+        hints = list(closure.input_names)
+        if len(hints) != len(closure.input_types):
+            hints = [""] * len(closure.input_types)
+        call = self._paths[closure][0]
+        if self._counts[closure] == 1 or not any(hints):
+            hints = [v.hint or hint for v, hint in zip(call.args, hints, strict=True)]
+        names = UniqueNames()
+        return [names.take(hint or f"input_{i}") for i, hint in enumerate(hints)]
+
+    def _about(self, closure: Closure) -> str:
+        paths = [c.path for c in self._paths[closure] if c.path]
+        where = (
+            ""
+            if not paths
+            else f": {paths[0]}"
+            if len(paths) == 1
+            else f": {paths[0]} ... {paths[-1]}"
+        )
+        count = self._counts[closure]
+        return f"{self._names[closure]}, {count} call{'s' if count > 1 else ''}{where}"
+
+    # ---- bodies --------------------------------------------------------------------------
+
+    def _calls(self, program: Program, env: dict[Value, Bundle], body: _Body) -> None:
+        for call in program.calls:
+            args = [v for value in call.args for v in env[value]]
+            if isinstance(call.closure, Pack):
+                env[call.results[0]] = tuple(args)
+            else:
+                outputs = args if isinstance(call.closure, Unpack) else self._node(call, args, body)
+                rest = iter(outputs)
+                for value in call.results:
+                    env[value] = tuple(next(rest) for _ in flat_types([value.type]))
+
+    def _node(self, call: Call, args: Sequence[ir.Value], body: _Body) -> Sequence[ir.Value]:
+        function = self._functions[call.closure]
+        types = flat_types(call.closure.output_types)
+        node = ir.Node(function.domain, function.name, args, num_outputs=len(types))
+        body.add(node, _node_name(call, self._names[call.closure]))
+        for value, type_ in zip(node.outputs, types, strict=True):
+            self._describe(value, type_)
+        hints = [v.hint for v in call.results for _ in flat_types([v.type])]
+        for index, (value, hint) in enumerate(zip(node.outputs, hints, strict=True)):
+            wish = hint if not call.path else str(node.name)
+            many = call.path and len(types) > 1
+            value.name = body.values.take(
+                f"{wish}.{index}" if many else wish or f"{node.name}.{index}"
+            )
+        return node.outputs
+
+    def _bundle(self, type_: Type, name: str, body: _Body) -> Bundle:
+        types = flat_types([type_])
+        return tuple(
+            self._value(t, body.values.take(name if len(types) == 1 else f"{name}.{i}"))
+            for i, t in enumerate(types)
+        )
+
+    def _value(self, type_: TensorType, name: str) -> ir.Value:
+        value = ir.Value(name=name)
+        self._describe(value, type_)
+        return value
+
+    def _describe(self, value: ir.Value, type_: TensorType) -> None:
+        value.dtype = torch_onnx.onnx_dtype(type_.dtype)
+        sizes = self._naming.sizes
+        value.shape = ir.Shape(
+            [d if isinstance(d, int) else _size_name(str(d), sizes) for d in type_.shape]
+        )
+
+    # ---- the main graph ------------------------------------------------------------------
+
+    def _main(self) -> ir.Graph:
+        program, body = self._program, _Body()
+        for name in self._naming.outputs:
+            if name is not None:
+                body.values.take(name)
+        env: dict[Value, Bundle] = {}
+        inputs, initializers = [], []
+        for value, source, name in zip(
+            program.inputs, program.sources, self._naming.inputs, strict=True
+        ):
+            (made,) = env[value] = self._bundle(value.type, name, body)
+            if isinstance(source, ModelTensor):
+                made.const_value = torch_onnx.tensor_data(source.tensor, str(made.name))
+                initializers.append(made)
+            else:
+                inputs.append(made)
+        self._calls(program, env, body)
+        named = [
+            (env[value][0], name)
+            for value, name in zip(program.outputs, self._naming.outputs, strict=True)
+            if name is not None
+        ]
+        outputs = body.outputs([v for v, _ in named], [*inputs, *initializers])
+        for value, (_, name) in zip(outputs, named, strict=True):
+            value.name = name
+        return ir.Graph(
+            inputs, outputs, nodes=body.nodes, initializers=initializers, name=self._naming.graph
+        )
+
+
+def closure_key(closure: Closure) -> str:
+    """Returns a digest of what a closure computes, the same in every process."""
+    return hashlib.sha256(format_closure(closure).encode()).hexdigest()[:32]
+
+
+def _call_paths(program: Program) -> dict[Closure, list[Call]]:
+    paths: dict[Closure, list[Call]] = {}
+    bodies = [program, *(c.program for c in program.closures if isinstance(c, Composite))]
+    for body in bodies:
+        for call in body.calls:
+            paths.setdefault(call.closure, []).append(call)
+    return paths
+
+
+def _node_name(call: Call, closure_name: str) -> str:
+    """The module path; the backward of a block says so."""
+    if not call.path:
+        return closure_name
+    return f"{call.path}.backward" if closure_name.endswith(".backward") else call.path
+
+
+def _size_name(text: str, names: Mapping[str, str]) -> str:
+    """Writes a symbolic size with the user's names."""
+    return re.sub(r"\w+", lambda m: names.get(m[0], m[0]), text)
+
+
+def _rename_sizes(graph: ir.Graph, names: Mapping[str, str]) -> None:
+    def renamed(value: ir.Value) -> None:
+        if value.shape is not None and not value.shape.is_static():
+            value.shape = ir.Shape(
+                [d if isinstance(d, int) else _size_name(str(d.value), names) for d in value.shape]
+            )
+
+    for value in graph.inputs:
+        renamed(value)
+    for node in graph:
+        for value in node.outputs:
+            renamed(value)

@@ -1,0 +1,523 @@
+"""A planned program: every buffer has an address, and a run is a flat replay of launches.
+
+One :class:`PlannedProgram` is made per linked program; each run in flight has a :class:`Lease` on
+an arena of its own, with all views bound. Leases return to a pool when they are released or
+dropped, so a training loop binds once and two forwards before a backward get two arenas.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from types import CodeType
+from typing import Any
+
+import torch
+
+from ...reuse.process_lock import ProcessLock
+from ...reuse.program import Leaf
+from ...reuse.types import TensorType, contiguous_stride
+from ..arena.arena import ArenaPlan, plan
+from ..arena.live_ranges import Buffers, lower_bound
+from ..launches import torch_native
+from ..launches.kernel_list import KernelList
+from ..launches.present_memory import check_memory
+from ..launches.torch_native import first_fit
+from ..link.gradient_memory import (
+    Overlay,
+    buffers_with_gradients,
+    copy_of_host,
+    gradients_of,
+    movable,
+    new_host,
+    overlay_of,
+    plan_overlaid,
+)
+from ..link.layout import BufferKind, Instance, Layout, Part, Placed, buffers_of
+from ..link.link import FlatProgram
+from ..link.program_writer import CodeWriter, bind_arena, bind_model, bind_native, result_base
+
+# A plan within half a percent of the lower bound is good enough to stop looking.
+_ENOUGH = 1.005
+_PLAN_EFFORT_S = 0.3
+_MAX_IDLE_ARENAS = 4
+_NUM_SPELLS = 4
+
+
+@dataclass(frozen=True)
+class Tools:
+    """What makes a planned program, so that a cache can stand before it.
+
+    Attributes:
+        plan: places buffers, or remembers where they were placed when the same was asked.
+        replay: builds the native replay loop, or remembers it.
+    """
+
+    plan: Callable[[Buffers, Sequence[int], Callable[[], ArenaPlan]], ArenaPlan] = (
+        lambda _, asked, make: make()
+    )
+    replay: Callable[[], torch_native.Replay] = torch_native.replay_function
+
+
+_TOOLS = Tools()
+_address_of = torch.Tensor.data_ptr
+
+Runner = Callable[[list[Any]], list[Any]]
+
+
+class PlannedProgram:
+    """One or two flat programs (a forward, and its backward) over one planned arena.
+
+    Args:
+        flats: the flat programs, in the order they run.
+        kernel_lists: the kernel list of each leaf.
+        model_inputs: which inputs of the first program are the model's own tensors.
+        num_results: for each program, how many of its leading outputs the user receives.
+        backward_inputs: for a backward, where each input comes from: ``("output", i)`` or
+            ``("input", i)`` of the forward, or ``("new", type)``.
+        results: ``"owned"`` makes results anew in each run, for the user to keep; ``"pinned"``
+            leaves every output at one place in the arena until the next run.
+        tools: what places buffers and replays launches.
+        gradients: ``"apart"`` makes them as the backward begins; ``"overlaid"`` as the forward
+            begins, and activations lie in their memory until they are written.
+        names: what the user calls the first of ``model_inputs``.
+    """
+
+    def __init__(
+        self,
+        flats: Sequence[FlatProgram],
+        kernel_lists: Mapping[Leaf, KernelList],
+        model_inputs: Sequence[int],
+        num_results: Sequence[int],
+        backward_inputs: Sequence[tuple[str, Any]] = (),
+        results: str = "owned",
+        tools: Tools = _TOOLS,
+        gradients: str = "apart",
+        names: Sequence[str] = (),
+    ) -> None:
+        self._names = names
+        self.layout = lay_out(flats, kernel_lists, num_results, backward_inputs, results)
+        given = self.layout.parts[0].inputs
+        self.model_instances = {i: given[i].instance for i in model_inputs}
+        found = _plan_overlaid(self.layout, tools) if gradients == "overlaid" else None
+        found = found or _plan(self.layout, tools)
+        self.offsets, self.plan, self.arena_bytes, self.overlay = found
+        self._replay = tools.replay
+        self._handed_on = _handed_on(self.layout)
+        handed = (*self._handed_on, *self.overlay.hosts)
+        self._codes = [
+            CodeWriter(
+                self.layout,
+                self.offsets,
+                part,
+                set(self.model_instances.values()),
+                num_results[index],
+                handed if index else (),
+                () if index else handed,
+                overlay=self.overlay,
+            ).write()
+            for index, part in enumerate(self.layout.parts)
+        ]
+        self._compiled: list[CodeType] = [
+            compile(code.source, "<lazyinline program>", "exec") for code in self._codes
+        ]
+        self._addresses: list[int] = []
+        self._pool: list[Lease] = []
+        self._use = _Use()
+        self._lock = ProcessLock()  # collecting garbage inside may give a lease back
+
+    @property
+    def native(self) -> torch_native.Replay | None:
+        """The native library, if this program needs it anyway."""
+        return self._replay() if any(code.words for code in self._codes) else None
+
+    @property
+    def why_no_graph(self) -> str:
+        """Nothing: a program on CPU needs no CUDA graph."""
+        return ""
+
+    def inputs_of(self, part: int) -> list[int]:
+        """Which inputs of a part its runner is given (the others are bound, or in the arena)."""
+        return self._codes[part].inputs
+
+    @property
+    def num_hosts(self) -> int:
+        """Gradients whose memory a forward allocates; they follow what it hands on."""
+        return len(self.overlay.hosts)
+
+    @property
+    def foreign_peak_bytes(self) -> int:
+        """Most bytes of other foreign tensors that live at once in a run."""
+        foreign = [
+            b
+            for i, b in enumerate(self.layout.instances)
+            if b.kind == "foreign" and i not in self._handed_on
+        ]
+        changes = [(b.birth, b.num_bytes) for b in foreign]
+        changes += [(b.death, -b.num_bytes) for b in foreign]
+        return max(accumulate((size for _, size in sorted(changes)), initial=0))
+
+    @property
+    def num_launches(self) -> int:
+        """Kernel launches in one run of all parts."""
+        return sum(len(part.launches) for part in self.layout.parts)
+
+    @property
+    def is_native(self) -> bool:
+        """Whether no launch runs from Python, where the caller's modes would reach it."""
+        return all(p.launch.native is not None for part in self.layout.parts for p in part.launches)
+
+    @property
+    def outside_bytes(self) -> int:
+        """Most bytes at one time in what launches allocate themselves, results and scratch."""
+        return _outside_bytes(self.layout)
+
+    @property
+    def held_bytes(self) -> int:
+        """Most bytes that a run holds: the arena, and what is outside of it."""
+        return self.plan.peak_bytes + self.outside_bytes
+
+    @property
+    def num_made_per_run(self) -> int:
+        """Tensors that one run makes: what the user receives, and foreign results."""
+        return sum(code.num_made_per_run for code in self._codes)
+
+    def foreign_launches(self) -> list[str]:
+        """Names of the launches that allocate their own results, outside the plan."""
+        launches = (p.launch for part in self.layout.parts for p in part.launches)
+        return [launch.name for launch in launches if launch.results]
+
+    def lease(self, tensors: list[torch.Tensor]) -> Lease:
+        """Returns an arena to run in, with the model's present tensors bound."""
+        # What is bound keeps its memory alive, so an address stands for one memory. The tensor
+        # object would not: `parameter.data = ...` gives it another.
+        addresses = list(map(_address_of, tensors))
+        with self._lock:
+            if addresses != self._addresses:
+                check_memory(tensors, self._names)
+                self._addresses = addresses
+                self._pool.clear()
+            lease = self._pool.pop() if self._pool else None
+            self._use.begin()
+        if lease is None:
+            lease = self._bound(tensors)
+        return Lease(lease.arena, lease.runners, lease.tensors, lease.addresses, self)
+
+    def followed(self, lease: Lease) -> Lease:
+        """Returns a lease on the same arena, bound to where its tensors' memory is now.
+
+        Raises:
+            RuntimeError: if the memory of one is gone.
+        """
+        if lease.is_bound_to(lease.tensors):
+            return lease
+        check_memory(lease.tensors, self._names)
+        bound = self._bind(lease.tensors, lease.arena)
+        lease.hand_over()
+        return Lease(bound.arena, bound.runners, bound.tensors, bound.addresses, self)
+
+    def release(self, lease: Lease) -> None:
+        """Takes an arena back."""
+        with self._lock:
+            self._use.end()
+            if lease.addresses == self._addresses and lease.has_its_arena():
+                idle = Lease(lease.arena, lease.runners, lease.tensors, lease.addresses, None)
+                self._pool.append(idle)
+            del self._pool[self._use.num_idle_kept :]
+
+    def _bound(self, tensors: list[torch.Tensor]) -> Lease:
+        try:
+            size = max(self.arena_bytes, 64)
+            return self._bind(tensors, torch.empty(size, dtype=torch.uint8, device="cpu"))
+        except BaseException:
+            with self._lock:
+                self._use.end()
+            raise
+
+    def rest(self) -> None:
+        """Gives back the arenas that nobody runs in, and the model's tensors bound in them."""
+        with self._lock:
+            self._addresses = []
+            self._pool.clear()
+
+    def copy_of(
+        self, lease: Lease, handed: Sequence[torch.Tensor]
+    ) -> tuple[Lease, list[torch.Tensor]]:
+        """Returns a second arena with the same contents, and the same of what was handed on.
+
+        Foreign tensors are only read, so that they serve both; a backward writes to hosts.
+        """
+        twin = self.lease(lease.tensors)
+        twin.arena.copy_(lease.arena)
+        foreign = len(handed) - self.num_hosts
+        return twin, [*handed[:foreign], *map(copy_of_host, handed[foreign:])]
+
+    def taken_over(
+        self, other: PlannedProgram, lease: Lease, handed: Sequence[torch.Tensor]
+    ) -> tuple[Lease, list[torch.Tensor]]:
+        """Returns an arena with what another program saved, and what it handed on.
+
+        Args:
+            other: a program of the same forward, with another backward.
+            lease: of that program, after its forward ran.
+            handed: what the forward handed on.
+        """
+        twin = self.lease(lease.tensors)
+        foreign = list(handed[: len(handed) - other.num_hosts])
+        hosts = [self._new_host(instance) for instance in self.overlay.hosts]
+        for instance in dict.fromkeys(p.instance for p in self.layout.parts[1].inputs):
+            if self.layout.instances[instance].kind == "arena":
+                saved = other.memory_of(instance, lease, handed[len(foreign) :])
+                self.memory_of(instance, twin, hosts).copy_(saved)
+        return twin, [*foreign, *hosts]
+
+    def memory_of(self, instance: int, lease: Lease, hosts: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Returns the bytes of a buffer in an arena, or in the gradient that it lies in."""
+        host, start = self.overlay.guests.get(instance, (-1, self.offsets[instance]))
+        memory = lease.arena
+        if host >= 0:
+            storage = hosts[list(self.overlay.hosts).index(host)].untyped_storage()
+            memory = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)  # type: ignore[call-overload]
+        return memory[start : start + self.layout.instances[instance].num_bytes]
+
+    def _new_host(self, instance: int) -> torch.Tensor:
+        part = self.layout.parts[1]
+        output = next(p for p in part.outputs if p.instance == instance)
+        base = result_base(self.layout, part, output)
+        return new_host(base.shape, base.stride, base.dtype, self.overlay.hosts[instance])
+
+    def _bind(self, tensors: list[torch.Tensor], arena: torch.Tensor) -> Lease:
+        by_instance = {
+            self.model_instances[i]: t for i, t in zip(self.model_instances, tensors, strict=True)
+        }
+        runners = []
+        for code, compiled in zip(self._codes, self._compiled, strict=True):
+            scope: dict[str, Any] = dict(code.constants)
+            scope.update(bind_arena(code.arena_views, arena, self.offsets))
+            scope.update(bind_model(code.model_views, by_instance))
+            if code.words:
+                scope.update(bind_native(code, arena, by_instance, self._replay))
+            exec(compiled, scope)
+            # Popped: a cycle would keep the arena until garbage is collected.
+            runners.append(scope.pop("program"))
+        addresses = list(map(_address_of, tensors))
+        # Detached: `parameter.data = ...` changes the memory of the tensor, not of the lease.
+        return Lease(arena, tuple(runners), [t.detach() for t in tensors], addresses, None)
+
+
+class _Use:
+    """How many arenas are in use, and how many were lately: so many are kept when they are idle.
+
+    A spell of use begins with the first lease and ends when all are given back.
+    """
+
+    def __init__(self) -> None:
+        self._num_leased = self._most = 0
+        self._spells: deque[int] = deque(maxlen=_NUM_SPELLS)
+
+    def begin(self) -> None:
+        self._num_leased += 1
+        self._most = max(self._most, self._num_leased)
+
+    def end(self) -> None:
+        self._num_leased -= 1
+        if not self._num_leased:
+            self._spells.append(self._most)
+            self._most = 0
+
+    @property
+    def num_idle_kept(self) -> int:
+        """How many idle arenas are worth their memory."""
+        lately = max((self._most, *self._spells))
+        return min(lately - self._num_leased, _MAX_IDLE_ARENAS)
+
+
+def lay_out(
+    flats: Sequence[FlatProgram],
+    kernel_lists: Mapping[Leaf, KernelList],
+    num_results: Sequence[int],
+    backward_inputs: Sequence[tuple[str, Any]] = (),
+    results: str = "owned",
+) -> Layout:
+    """Lays out what a :class:`PlannedProgram` of the same arguments plans."""
+    layout = Layout()
+    first = flats[0]
+    layout.add(first, [layout.given(first.slot_types[s]) for s in first.inputs], kernel_lists)
+    forward = layout.parts[0]
+    for flat in flats[1:]:
+        inputs = []
+        for kind, which in backward_inputs:
+            if kind == "output":
+                inputs.append(forward.outputs[which])
+            elif kind == "input":
+                inputs.append(forward.inputs[which])
+            else:
+                inputs.append(layout.given(which))
+        layout.add(flat, inputs, kernel_lists)
+    if results == "pinned":
+        _pin_results(layout)
+    else:
+        _own_results(layout, num_results)
+    return layout
+
+
+def least_bytes(layout: Layout) -> int:
+    """Returns what a layout holds at least at its peak: in the arena, and outside of it."""
+    placed = [b for b in layout.instances if b.kind == "arena"]
+    return (lower_bound(buffers_of(placed)) if placed else 0) + _outside_bytes(layout)
+
+
+def _outside_bytes(layout: Layout) -> int:
+    outside = [b for b in layout.instances if b.kind == "foreign"] + layout.scratch
+    return lower_bound(buffers_of(outside)) if outside else 0
+
+
+class Lease:
+    """One arena in use: its runners work in it until it is released or dropped."""
+
+    __slots__ = ("_owner", "_start", "addresses", "arena", "runners", "tensors")
+
+    def __init__(
+        self,
+        arena: torch.Tensor,
+        runners: tuple[Runner, ...],
+        tensors: list[torch.Tensor],
+        addresses: list[int],
+        owner: PlannedProgram | None,
+    ) -> None:
+        self.arena = arena
+        self._start = arena.data_ptr()
+        self.runners = runners
+        self.tensors = tensors
+        self.addresses = addresses
+        self._owner = owner
+
+    def is_bound_to(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether these tensors are where they were when the arena was bound."""
+        return list(map(_address_of, tensors)) == self.addresses
+
+    def has_its_arena(self) -> bool:
+        """Whether the arena is where it was bound, and whole: operators of the user's see it."""
+        num_bytes = self.arena.untyped_storage().nbytes()
+        return self.arena.data_ptr() == self._start and num_bytes >= self.arena.numel()
+
+    def hand_over(self) -> None:
+        """Leaves the arena to another lease on it."""
+        self._owner = None
+
+    def release(self) -> None:
+        """Gives the arena back to its program."""
+        owner, self._owner = self._owner, None
+        if owner is not None:
+            owner.release(self)
+
+    def __del__(self) -> None:
+        self.release()
+
+
+_Placement = tuple[list[int], ArenaPlan, int, Overlay]
+"""Offsets by instance, the plan, the bytes of its arena, and what lies outside of that."""
+
+
+def _plan(layout: Layout, tools: Tools) -> _Placement:
+    """Places every arena instance."""
+    placed = [i for i, b in enumerate(layout.instances) if b.kind == "arena"]
+    buffers = buffers_of([layout.instances[i] for i in placed])
+    arena = place(buffers, tools)
+    return _by_instance(layout, placed, arena), arena, arena.peak_bytes, Overlay()
+
+
+def _plan_overlaid(layout: Layout, tools: Tools) -> _Placement | None:
+    """Places every arena instance, in a gradient's memory if it fits there; None if none does."""
+    placed = [i for i, b in enumerate(layout.instances) if b.kind == "arena"]
+    gradients = gradients_of(layout)
+    if not placed or not gradients:
+        return None
+    both = [[layout.instances[i] for i in part] for part in (placed, gradients)]
+    buffers, can_move = buffers_with_gradients(*both), movable(layout, placed)
+    found = tools.plan(
+        buffers,
+        [len(gradients), *map(int, can_move)],
+        lambda: plan_overlaid(
+            buffers, can_move, first_fit, effort_s=_PLAN_EFFORT_S, enough=_ENOUGH
+        ),
+    )
+    arena_bytes, overlay = overlay_of(found, placed, gradients, layout)
+    if not overlay.guests:
+        return None
+    return _by_instance(layout, placed, found), found, arena_bytes, overlay
+
+
+def _by_instance(layout: Layout, placed: Sequence[int], arena: ArenaPlan) -> list[int]:
+    offsets = [0] * len(layout.instances)
+    for index, offset in zip(placed, arena.offsets.tolist(), strict=False):
+        offsets[index] = offset
+    return offsets
+
+
+def place(buffers: Buffers, tools: Tools) -> ArenaPlan:
+    """Places buffers in an arena as well as a program's are placed."""
+    return tools.plan(
+        buffers,
+        (),
+        lambda: plan(buffers, effort_s=_PLAN_EFFORT_S, enough=_ENOUGH, fit=first_fit),
+    )
+
+
+def _handed_on(layout: Layout) -> list[int]:
+    """Foreign buffers that the forward makes and saves: the same for every backward of it."""
+    if len(layout.parts) < 2:
+        return []
+    saved = {p.instance for p in layout.parts[1].inputs}
+    return [
+        i
+        for i, b in enumerate(layout.instances)
+        if b.kind == "foreign" and b.part == 0 and i in saved
+    ]
+
+
+def _own_results(layout: Layout, num_results: Sequence[int]) -> None:
+    """Gives the user buffers of their own for what they receive.
+
+    A result that the program still needs, or that shares its buffer with another result, is
+    copied out; any other is made by its launch in the user's buffer.
+    """
+    for number, part in enumerate(layout.parts):
+        needed = {p.instance for p in part.outputs[num_results[number] :]}
+        taken: set[int] = set()
+        for index in range(num_results[number]):
+            placed = part.outputs[index]
+            instance = layout.instances[placed.instance]
+            if instance.kind == "given":
+                continue
+            shared = placed.instance in needed or placed.instance in taken
+            if shared or instance.part != number:
+                part.outputs[index] = _copy_out(layout, part, placed, "result")
+            elif instance.kind == "arena":
+                instance.kind = "result"
+            taken.add(placed.instance)
+
+
+def _pin_results(layout: Layout) -> None:
+    """Gives every output a place of its own in the arena, which lasts until the next run."""
+    part = layout.parts[-1]
+    taken: set[int] = set()
+    for index, placed in enumerate(part.outputs):
+        if layout.instances[placed.instance].kind != "arena" or placed.instance in taken:
+            placed = part.outputs[index] = _copy_out(layout, part, placed, "arena")
+        taken.add(placed.instance)
+    for instance in taken:
+        layout.instances[instance].death = layout.time
+
+
+def _copy_out(layout: Layout, part: Part, placed: Placed, kind: BufferKind) -> Placed:
+    """Adds a launch that copies a value into a buffer of its own, at the end of a part."""
+    type_ = TensorType(placed.dtype, placed.shape, placed.stride, torch.device("cpu"))
+    stride = placed.stride if type_.is_dense else contiguous_stride(placed.shape)
+    number = layout.parts.index(part)
+    layout.instances.append(Instance(kind, type_.num_bytes, layout.time, layout.time + 1, number))
+    target = Placed(len(layout.instances) - 1, placed.dtype, placed.shape, stride, 0)
+    part.launches.append(layout.apply("copy_", target, placed))
+    return target
