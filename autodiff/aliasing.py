@@ -10,9 +10,9 @@ import operator
 
 import torch.fx
 
-from ..reuse.leaf import is_view, mutated_args
-from ..reuse.program import Closure, Composite, Leaf, Program, Value, walk_closures
-from ..reuse.types import flatten_type
+from ..reuse.ir.leaf import is_view, mutated_args
+from ..reuse.ir.program import Closure, Composite, Leaf, Program, Value, walk_closures
+from ..reuse.ir.types import flatten_type
 
 Inputs = frozenset[int]
 _NONE: Inputs = frozenset()

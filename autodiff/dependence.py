@@ -6,8 +6,8 @@ zero gradient would make it decay. So a backward has to know which zeros are no 
 
 from __future__ import annotations
 
-from ..reuse.leaf import flat_types, is_active
-from ..reuse.program import Closure, Composite, Leaf, Program
+from ..reuse.ir.leaf import flat_types, is_active
+from ..reuse.ir.program import Closure, Composite, Leaf, Program
 
 
 class Dependence:

@@ -14,8 +14,8 @@ from functools import partial
 import torch
 import torch.fx
 
-from ..reuse.leaf import flat_types, is_active, make_leaf, without_autocast
-from ..reuse.program import (
+from ..reuse.ir.leaf import flat_types, is_active, make_leaf, without_autocast
+from ..reuse.ir.program import (
     Call,
     Closure,
     Composite,
@@ -26,7 +26,7 @@ from ..reuse.program import (
     Unpack,
     Value,
 )
-from ..reuse.types import StructType, TensorType, flatten_type
+from ..reuse.ir.types import StructType, TensorType, flatten_type
 from .choices import Choice, Cut, PerCall, Whole
 from .joint_cut import copy_graph, cut_joint
 from .pair import Derivative, cotangent_type, hand_over_views, make_pair

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.fx
 
-from ..reuse.program import input_nodes
+from ..reuse.ir.program import input_nodes
 from ..reuse.torch_names import operator_schema
 
 

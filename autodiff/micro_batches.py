@@ -11,7 +11,7 @@ import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..reuse.program import Call, Composite, ModelTensor, Program, UserInput, Value
+from ..reuse.ir.program import Call, Composite, ModelTensor, Program, UserInput, Value
 from .derivative import Derivative, Differentiator
 
 ORDERS = ("forward_first", "one_by_one")

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.fx
 
-from ..reuse.leaf import ModalInterpreter, stamp_of
+from ..reuse.ir.leaf import ModalInterpreter, stamp_of
 
 
 @dataclass(frozen=True, slots=True)

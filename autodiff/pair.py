@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 import torch.fx
 
-from ..reuse.leaf import is_view
-from ..reuse.program import Closure, Kernels, Leaf, input_nodes
-from ..reuse.types import StructType, TensorType
+from ..reuse.ir.leaf import is_view
+from ..reuse.ir.program import Closure, Kernels, Leaf, input_nodes
+from ..reuse.ir.types import StructType, TensorType
 from .joint_cut import outputs_of
 from .torch_autograd import JointTrace
 

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 import torch.fx
 
-from ..reuse.leaf import flat_types
-from ..reuse.program import Call, Closure, Composite, Leaf, Pack, Program, Unpack, Value
-from ..reuse.types import StructType, TensorType, Type
+from ..reuse.ir.leaf import flat_types
+from ..reuse.ir.program import Call, Closure, Composite, Leaf, Pack, Program, Unpack, Value
+from ..reuse.ir.types import StructType, TensorType, Type
 from .joint_cut import ancestors, extract, is_draw, outputs_of
 from .pair import Derivative, cotangent_type
 

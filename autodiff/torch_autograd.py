@@ -17,9 +17,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 
 from ..reuse.errors import CaptureError
-from ..reuse.leaf import ModalInterpreter, mutated_args, without_autocast
-from ..reuse.program import input_nodes
-from ..reuse.torch_symbols import (
+from ..reuse.ir.leaf import ModalInterpreter, mutated_args, without_autocast
+from ..reuse.ir.program import input_nodes
+from ..reuse.ir.torch_symbols import (
     SizedInterpreter,
     environment_of,
     environment_of_tensor,
@@ -27,7 +27,7 @@ from ..reuse.torch_symbols import (
     sizes_as_literals,
     sizes_in,
 )
-from ..reuse.types import TensorType
+from ..reuse.ir.types import TensorType
 from .joint_cut import is_draw, may_draw
 from .origins import NotingInterpreter
 from .torch_lazy import PLAIN_ZEROS, WRITTEN, drop_copies, drop_pairs, is_lazy

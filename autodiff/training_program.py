@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..reuse.program import Call, Composite, ModelTensor, Program, Value
+from ..reuse.ir.program import Call, Composite, ModelTensor, Program, Value
 from .derivative import Derivative
 
 

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 import torch.fx
 
-from ..reuse.leaf import mutated_args
-from ..reuse.program import Call, Closure, Composite, Leaf, Program, Value
-from ..reuse.torch_symbols import as_literal
-from ..reuse.types import TensorType, contiguous_stride, flatten_type
+from ..reuse.ir.leaf import mutated_args
+from ..reuse.ir.program import Call, Closure, Composite, Leaf, Program, Value
+from ..reuse.ir.torch_symbols import as_literal
+from ..reuse.ir.types import TensorType, contiguous_stride, flatten_type
 from .derivative import Derivative
 from .joint_cut import copy_graph, outputs_of
 

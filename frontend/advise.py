@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from ..reuse.errors import PlanError
-from ..reuse.modules import module_state
-from ..reuse.program import Closure, Composite, Leaf, Program, count_calls, walk_closures
+from ..reuse.evidence.module_state import module_state
+from ..reuse.ir.program import Closure, Composite, Leaf, Program, count_calls, walk_closures
 from .advice import Advice, ClassAdvice, KeptApart
 from .attributes import class_place, read_at, set_at
 from .capture import capture_candidates

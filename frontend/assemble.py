@@ -17,9 +17,9 @@ from typing import Any
 import torch
 import torch.fx
 
-from ..reuse import pytree
-from ..reuse.leaf import FullKey, cut_leaf, leaf_key, mutated_args, node_type, stamp_of
-from ..reuse.program import Call, Closure, Composite, Leaf, Program, Source, Value
+from ..reuse import torch_pytree
+from ..reuse.ir.leaf import FullKey, cut_leaf, leaf_key, mutated_args, node_type, stamp_of
+from ..reuse.ir.program import Call, Closure, Composite, Leaf, Program, Source, Value
 from ..reuse.torch_names import memory_id
 from .regions import CallSite, CrossingError, Region, regions_inside
 from .torch_tracing import is_mode_switch
@@ -30,7 +30,7 @@ class OutputTree:
     """How the model's result is rebuilt: each leaf is a program output or a constant."""
 
     leaves: tuple[tuple[str, Any], ...]  # ("output", index) or ("constant", value)
-    spec: pytree.TreeSpec
+    spec: torch_pytree.TreeSpec
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class _Unit:
 def assemble(
     root: Region,
     results: Sequence[Any],
-    tree: pytree.TreeSpec,
+    tree: torch_pytree.TreeSpec,
     sources: Mapping[torch.fx.Node, Source],
 ) -> tuple[Program, Mapping[Region, Closure]]:
     """Builds the program of a captured model; returns the closure of each traced region too.

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..reuse.evidence.contents import MISSING, Contents
+from ..reuse.evidence.module_state import WHOLE, module_state, own_names, raw_attribute
 from ..reuse.freeze import Freezer
-from ..reuse.modules import WHOLE, module_state, own_names, raw_attribute
-from .contents import MISSING, Contents
 from .regions import Template
 
 _PLAIN_TYPES = (bool, int, float, str, type(None))

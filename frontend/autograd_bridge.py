@@ -13,8 +13,8 @@ from ..autodiff.dependence import Dependence
 from ..autodiff.torch_autograd import graph_is_kept
 from ..backend.run.runtime import unchanged
 from ..reuse.errors import PlanError
+from ..reuse.ir.types import TensorType
 from ..reuse.torch_names import is_lazy, memory_id, version_of
-from ..reuse.types import TensorType
 from .backwards import Backward, Backwards
 from .compiler import CompiledProgram
 from .saved_tensors import SavedTensors

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from torch import nn
 
-from ..reuse.modules import module_state
+from ..reuse.evidence.module_state import module_state
 from .decorator import is_block
 from .regions import Region, regions_inside
 

@@ -25,12 +25,14 @@ import torch
 from torch import nn
 
 from ..autodiff.torch_autograd import plain_autograd
-from ..reuse import pytree
-from ..reuse.constants import Shared, share_constants
+from ..reuse import torch_pytree
 from ..reuse.errors import CaptureError
-from ..reuse.modules import has_hooks, walk_modules
-from ..reuse.printer import format_program
-from ..reuse.program import Program
+from ..reuse.evidence.contents import refuse_iterators
+from ..reuse.evidence.module_state import has_hooks, walk_modules
+from ..reuse.evidence.outside_values import OutsideValues
+from ..reuse.ir.constants import Shared, share_constants
+from ..reuse.ir.printer import format_program
+from ..reuse.ir.program import Program
 from .assemble import assemble
 from .candidates import (
     Blocks,
@@ -40,11 +42,9 @@ from .candidates import (
     choose_blocks,
     dissolve,
 )
-from .contents import refuse_iterators
 from .decorator import is_compiled, is_marked
 from .effects import EffectError
 from .fake_rules import kernels_own_rules
-from .outside_values import OutsideValues
 from .recorder import Recorder, UnsettledError
 from .regions import CapturedModel, CrossingError, Region, SharingDecision, Sizes, regions_inside
 from .runnable import check_memory
@@ -227,7 +227,7 @@ def _capture_once(
 
 def _run(
     recorder: Recorder, arguments: Arguments, *, train: bool
-) -> tuple[list[Any], pytree.TreeSpec]:
+) -> tuple[list[Any], torch_pytree.TreeSpec]:
     try:
         with torch.set_grad_enabled(train), _garbage_collection_paused(), _no_python_randomness():
             return recorder.run(arguments.args, arguments.kwargs)
@@ -271,7 +271,7 @@ def _capture_settled(
     return second
 
 
-def _assemble(recorder: Recorder, results: list[Any], tree: pytree.TreeSpec) -> CapturedModel:
+def _assemble(recorder: Recorder, results: list[Any], tree: torch_pytree.TreeSpec) -> CapturedModel:
     recorder.tensors.resolve_all(recorder.root.nodes())
     if recorder.sizes is not None:
         recorder.sizes.settle(recorder.root, recorder.tensors.sources)
@@ -297,7 +297,7 @@ def _assemble(recorder: Recorder, results: list[Any], tree: pytree.TreeSpec) -> 
 
 
 def _build(
-    recorder: Recorder, results: list[Any], tree: pytree.TreeSpec
+    recorder: Recorder, results: list[Any], tree: torch_pytree.TreeSpec
 ) -> tuple[Program, Mapping[Region | None, Shared]]:
     """Builds the program; returns what each traced region's closure became, too."""
     program, closures = assemble(recorder.root, results, tree, recorder.tensors.sources)
@@ -307,7 +307,7 @@ def _build(
     return program, {region: found[closure] for region, closure in closures.items()}
 
 
-def _dissolve_idle(recorder: Recorder, results: list[Any], tree: pytree.TreeSpec) -> None:
+def _dissolve_idle(recorder: Recorder, results: list[Any], tree: torch_pytree.TreeSpec) -> None:
     """Dissolves the blocks that nobody marked and whose closure nothing else calls."""
     root, blocks = recorder.root, recorder.blocks
     idle = {r for r in regions_inside(root) if r.num_calls == 1 and not blocks.keeps(r)}

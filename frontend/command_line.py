@@ -11,7 +11,7 @@ from typing import Any
 
 from ..recompute.policy import POLICIES
 from ..reuse.errors import LazyInlineError
-from ..reuse.printer import format_program
+from ..reuse.ir.printer import format_program
 from . import cache_command, plan_memory
 from .advise import advise
 from .bench import DEFAULT_LAYERS, OWN_MODELS, Plan, bench, title, to_json

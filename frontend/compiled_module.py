@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 from ..recompute.policy import Policy
-from ..reuse import pytree
+from ..reuse import torch_pytree
 from ..reuse.errors import CaptureError, PlanError
-from ..reuse.modules import has_own_hooks, own_hooks
-from ..reuse.program import UserInput
+from ..reuse.evidence.module_state import has_own_hooks, own_hooks
+from ..reuse.ir.program import UserInput
 from ..reuse.torch_names import global_hook_tables
 from .assemble import OutputTree
 from .autograd_bridge import Bridge, picker
@@ -143,7 +143,7 @@ class CompiledModule(nn.Module):
         if mode:
             reason = f"{mode} is active, which sees or changes every operator"
             return self._run_itself(reason, args, kwargs)
-        leaves, tree = pytree.flatten_call(args, kwargs)
+        leaves, tree = torch_pytree.flatten_call(args, kwargs)
         entry = self._entries.fitting(leaves, tree)
         if entry is not None:
             return entry.run(leaves)
@@ -197,14 +197,14 @@ class CompiledModule(nn.Module):
             self.__dict__["_lazyinline_report"] = report
 
     @one_at_a_time
-    def _compile(self, leaves: list[Any], tree: pytree.TreeSpec) -> _Entry:
+    def _compile(self, leaves: list[Any], tree: torch_pytree.TreeSpec) -> _Entry:
         made_meanwhile = self._entries.fitting(leaves, tree)
         if made_meanwhile is not None:
             return made_meanwhile
         model = self.__dict__["_lazyinline_model"]
         check_runnable(model)
         train = torch.is_grad_enabled()
-        args, kwargs = pytree.unflatten(leaves, tree)
+        args, kwargs = torch_pytree.unflatten(leaves, tree)
         shapes: Shapes = self.__dict__["_lazyinline_shapes"]
         inputs = Inputs(args, kwargs, leaves, tree)
         made = shapes.made(inputs)
@@ -360,7 +360,7 @@ class _Result:
             outputs[value] if kind == "output" else inputs[value] if kind == "input" else value
             for kind, value in self._leaves
         ]
-        return pytree.unflatten(leaves, self._spec)
+        return torch_pytree.unflatten(leaves, self._spec)
 
 
 def _input_order(sources: Sequence[Any], leaves: Sequence[Any]) -> list[int]:

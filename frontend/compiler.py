@@ -42,15 +42,15 @@ from ..backend.run.unplanned_step import ReplayedProgram, StepRunner, live_bytes
 from ..recompute.policy import POLICIES, Budget, Policy, check_policy
 from ..recompute.summary import RecomputeRecord
 from ..reuse.errors import PlanError, ReuseError
-from ..reuse.leaf import flat_types, leaf_key
-from ..reuse.program import (
+from ..reuse.ir.leaf import flat_types, leaf_key
+from ..reuse.ir.program import (
     Leaf,
     ModelTensor,
     Program,
     walk_closures,
 )
-from ..reuse.rewrite import map_leaves
-from ..reuse.verify import verify
+from ..reuse.ir.rewrite import map_leaves
+from ..reuse.ir.verify import verify
 from .candidates import REUSE_CHOICES
 from .capture import capture_model, one_at_a_time
 from .parts import programs_of, returned_of, why_written

@@ -13,7 +13,7 @@ from torch import nn
 
 from ..recompute.policy import POLICIES
 from ..reuse.errors import PlanError, ReuseError
-from ..reuse.modules import module_state
+from ..reuse.evidence.module_state import module_state
 
 _MARK = "__lazy_inline__"
 STAGE_MARK = "_lazyinline_stage"

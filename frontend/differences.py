@@ -11,9 +11,9 @@ import torch
 import torch.fx
 
 from ..reuse.freeze import Freezer, describe, narrow
-from ..reuse.inline import inline_calls
-from ..reuse.leaf import stamp_of
-from ..reuse.program import Closure, Composite, Leaf
+from ..reuse.ir.inline import inline_calls
+from ..reuse.ir.leaf import stamp_of
+from ..reuse.ir.program import Closure, Composite, Leaf
 
 
 @dataclass(frozen=True)

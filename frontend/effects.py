@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from ..reuse import pytree
+from ..reuse import torch_pytree
 from ..reuse.errors import CaptureError
-from ..reuse.reads import Reads
-from ..reuse.types import TensorType
+from ..reuse.evidence.reads import Reads
+from ..reuse.ir.types import TensorType
 from .outside_changes import OutsideChanges, find_fake
 from .torch_tracing import user_line
 
@@ -70,7 +70,7 @@ class Effects:
     def check_arguments(self, before: Any, arguments: Any) -> None:
         """Refuses a forward that changes a list or a dictionary that it is given."""
         leaves, spec = before
-        now, now_spec = pytree.flatten(arguments)
+        now, now_spec = torch_pytree.flatten(arguments)
         same = now_spec == spec and all(a is b for a, b in zip(now, leaves, strict=False))
         if not same and self._policy == "refuse":
             self._error = self._error or EffectError(

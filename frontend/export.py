@@ -16,12 +16,12 @@ from torch import nn
 
 from ..autodiff.derivative import Differentiator, Recipe
 from ..autodiff.training_program import training_program
-from ..reuse import pytree
+from ..reuse import torch_pytree
 from ..reuse.errors import CaptureError, ExportError
-from ..reuse.leaf import Leaf
-from ..reuse.program import Composite, ModelTensor, Program, UserInput
-from ..reuse.types import TensorType
-from ..reuse.verify import verify as verify_program
+from ..reuse.ir.leaf import Leaf
+from ..reuse.ir.program import Composite, ModelTensor, Program, UserInput
+from ..reuse.ir.types import TensorType
+from ..reuse.ir.verify import verify as verify_program
 from .assemble import OutputTree
 from .capture import capture_model, one_at_a_time
 from .compiled_module import CompiledModule
@@ -378,8 +378,8 @@ def _free(wish: str, taken: set[str]) -> str:
 
 def output_names(tree: OutputTree) -> list[str]:
     """Names the leaves of a model's result: keys of a ``ModelOutput``, else ``output_0``..."""
-    result = pytree.unflatten(list(range(len(tree.leaves))), tree.spec)
-    pairs = pytree.flatten_with_names(result)
+    result = torch_pytree.unflatten(list(range(len(tree.leaves))), tree.spec)
+    pairs = torch_pytree.flatten_with_names(result)
     if len(pairs) == 1 and not pairs[0][0]:
         return ["output"]
     return [f"output_{name}" if name[:1].isdigit() else name for name, _ in pairs]

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..reuse import pytree
+from ..reuse import torch_pytree
 from ..reuse.errors import ExportError
-from ..reuse.interpreter import interpret
-from ..reuse.program import ModelTensor, UserInput, tensor_type
+from ..reuse.ir.interpreter import interpret
+from ..reuse.ir.program import ModelTensor, UserInput, tensor_type
 
 if TYPE_CHECKING:
     from onnxscript import ir
@@ -76,13 +76,13 @@ def _resized(subject: _Subject, sizes: Mapping[Any, int]) -> _Subject:
         for source, value in zip(subject.program.sources, subject.program.inputs, strict=True)
         if isinstance(source, UserInput)
     }
-    leaves, tree = pytree.flatten((subject.args, dict(subject.kwargs)))
+    leaves, tree = torch_pytree.flatten((subject.args, dict(subject.kwargs)))
     index = 0
     for position, leaf in enumerate(leaves):
         if isinstance(leaf, torch.Tensor):
             leaves[position] = _cut_or_repeated(leaf, shapes[index], sizes)
             index += 1
-    args, kwargs = pytree.unflatten(leaves, tree)
+    args, kwargs = torch_pytree.unflatten(leaves, tree)
     return dataclasses.replace(subject, args=args, kwargs=kwargs)
 
 
@@ -173,7 +173,7 @@ def relative_difference(result: torch.Tensor, expected: torch.Tensor) -> float:
 
 def _inputs(subject: _Subject) -> list[torch.Tensor]:
     """Returns the tensors of the program's inputs."""
-    leaves, _ = pytree.flatten((subject.args, dict(subject.kwargs)))
+    leaves, _ = torch_pytree.flatten((subject.args, dict(subject.kwargs)))
     tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
     found = []
     for source in subject.program.sources:
@@ -197,7 +197,7 @@ def reference_outputs(subject: _Subject, names: Names) -> dict[str, torch.Tensor
         args, kwargs = _copies((subject.args, dict(subject.kwargs)))
         with torch.set_grad_enabled(bool(names.gradients)):
             result = subject.model(*args, **kwargs)
-            leaves, _ = pytree.flatten(result)
+            leaves, _ = torch_pytree.flatten(result)
             expected = {name: leaves[position] for position, name in names.results}
             if names.gradients:
                 expected.update(_gradients(subject, names, expected, (args, kwargs)))
@@ -213,7 +213,7 @@ def _interpreted(subject: _Subject, names: Names) -> dict[str, torch.Tensor]:
 def _gradients(
     subject: _Subject, names: Names, expected: Mapping[str, torch.Tensor], arguments: Any
 ) -> dict[str, torch.Tensor]:
-    users = [x for x in pytree.flatten(arguments)[0] if isinstance(x, torch.Tensor)]
+    users = [x for x in torch_pytree.flatten(arguments)[0] if isinstance(x, torch.Tensor)]
     wanted = []
     for index in names.gradients:
         source = subject.program.sources[index]
@@ -227,12 +227,12 @@ def _gradients(
 
 
 def _copies(tree: Any) -> Any:
-    leaves, spec = pytree.flatten(tree)
+    leaves, spec = torch_pytree.flatten(tree)
     copies = [
         x.detach().clone().requires_grad_(x.requires_grad) if isinstance(x, torch.Tensor) else x
         for x in leaves
     ]
-    return pytree.unflatten(copies, spec)
+    return torch_pytree.unflatten(copies, spec)
 
 
 @contextmanager

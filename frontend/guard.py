@@ -19,19 +19,19 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from ..reuse import pytree
-from ..reuse.modules import module_state, walk_modules
+from ..reuse import torch_pytree
+from ..reuse.evidence.contents import MISSING, same_value
+from ..reuse.evidence.identity_checks import Check, IdentityChecks
+from ..reuse.evidence.module_state import module_state, walk_modules
+from ..reuse.evidence.python_words import tells_versions
+from ..reuse.evidence.watch import SameWords, Watch, Words
+from ..reuse.ir.program import ModelTensor, Program
 from ..reuse.process_lock import ProcessLock
-from ..reuse.program import ModelTensor, Program
 from ..reuse.torch_names import global_hook_tables, is_lazy, memory_id
-from .contents import MISSING, same_value
-from .identity_checks import Check, IdentityChecks
-from .python_words import tells_versions
 from .regions import CapturedModel
 from .tensor_layouts import TensorLayouts
 from .tensor_words import tells_wants, touched_by, words_of
 from .torch_modes import Modes
-from .watch import SameWords, Watch, Words
 
 _HOOK_TABLES = tuple(
     name
@@ -61,7 +61,7 @@ class Guard:
         model: nn.Module,
         captured: CapturedModel,
         leaves: Sequence[Any],
-        tree: pytree.TreeSpec,
+        tree: torch_pytree.TreeSpec,
         same_words: SameWords | None = None,
     ) -> None:
         self._tree = tree
@@ -111,7 +111,7 @@ class Guard:
         self._watch, self._unchanged = self._identity_checks()
         self._num_changes = 0
 
-    def accepts(self, leaves: Sequence[Any], tree: pytree.TreeSpec) -> bool:
+    def accepts(self, leaves: Sequence[Any], tree: torch_pytree.TreeSpec) -> bool:
         """Whether the program was compiled for these inputs and the model's present state."""
         return (
             self._match(leaves)

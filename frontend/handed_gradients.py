@@ -8,12 +8,12 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 
+from ..reuse.evidence.python_words import read_word
+from ..reuse.evidence.watch import SameWords
 from ..reuse.own_storage import in_own_storage
-from .python_words import read_word
 from .tensor_layouts import TensorLayouts
 from .tensor_words import gradients_of, hooks_of, object_of, words_of
 from .torch_hooks import had_hooks, have_hooks, pass_through_autograd
-from .watch import SameWords
 
 _grad_of = operator.attrgetter("grad")
 _address_of = operator.methodcaller("data_ptr")

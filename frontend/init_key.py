@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..reuse.modules import module_state
+from ..reuse.evidence.module_state import module_state
 
 _MAX_DEPTH = 4
 _MAX_TEXT = 40

@@ -14,8 +14,8 @@ from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
-from ..reuse.torch_symbols import Values, size_in, value_of
-from ..reuse.types import contiguous_stride
+from ..reuse.ir.torch_symbols import Values, size_in, value_of
+from ..reuse.ir.types import contiguous_stride
 from .dynamic import shapes_of
 from .regions import Region
 from .sizes import make_sizes_literal

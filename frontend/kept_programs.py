@@ -11,7 +11,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from torch import nn
 
-from ..reuse import pytree
+from ..reuse import torch_pytree
 from .guard import Difference, Guard
 from .signatures import leaf_names
 from .torch_tracing import user_frame
@@ -35,12 +35,12 @@ class Inputs:
     args: Sequence[Any]
     kwargs: Mapping[str, Any]
     leaves: list[Any]
-    tree: pytree.TreeSpec
+    tree: torch_pytree.TreeSpec
 
     @classmethod
-    def of(cls, leaves: list[Any], tree: pytree.TreeSpec) -> Inputs:
+    def of(cls, leaves: list[Any], tree: torch_pytree.TreeSpec) -> Inputs:
         """Returns the call that has these flat arguments."""
-        args, kwargs = pytree.unflatten(leaves, tree)
+        args, kwargs = torch_pytree.unflatten(leaves, tree)
         return cls(args, kwargs, leaves, tree)
 
 
@@ -84,7 +84,7 @@ class KeptPrograms(Generic[AnyEntry]):
         """The program used last, if there is one."""
         return self._entries[0] if self._entries else None
 
-    def fitting(self, leaves: Sequence[Any], tree: pytree.TreeSpec) -> AnyEntry | None:
+    def fitting(self, leaves: Sequence[Any], tree: torch_pytree.TreeSpec) -> AnyEntry | None:
         """Returns the program that fits a call, and puts it first."""
         for position, entry in enumerate(self._entries):
             if entry.guard.accepts(leaves, tree):

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..reuse.modules import ABSENT, module_state, walk_modules
-from ..reuse.reads import Reads, cell_contents, is_library, outside_name
+from ..reuse.evidence.contents import MISSING, Contents, same_value
+from ..reuse.evidence.module_state import ABSENT, module_state, walk_modules
+from ..reuse.evidence.reads import Reads, cell_contents, is_library, outside_name
 from ..reuse.torch_names import global_hook_tables
-from .contents import MISSING, Contents, same_value
 from .torch_tracing import is_fake
 
 _CACHED = type(functools.lru_cache(len))

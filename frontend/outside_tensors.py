@@ -13,10 +13,10 @@ import torch
 import torch.fx
 
 from ..reuse.errors import CaptureError
-from ..reuse.leaf import changed_operand, stamp_of
-from ..reuse.modules import Places, module_state
-from ..reuse.program import ModelTensor, Source
-from ..reuse.types import TensorType
+from ..reuse.evidence.module_state import Places, module_state
+from ..reuse.ir.leaf import changed_operand, stamp_of
+from ..reuse.ir.program import ModelTensor, Source
+from ..reuse.ir.types import TensorType
 from .torch_tracing import Tracer, is_fake
 
 

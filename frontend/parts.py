@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from ..autodiff.derivative import Derivative
-from ..reuse.leaf import flat_types
-from ..reuse.program import Composite, Program
+from ..reuse.ir.leaf import flat_types
+from ..reuse.ir.program import Composite, Program
 
 
 def programs_of(program: Program, derivative: Derivative | None) -> list[Program]:

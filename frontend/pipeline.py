@@ -31,10 +31,10 @@ from ..pipeline_parallel.stage import (
     differentiate_stages,
 )
 from ..recompute.policy import Policy
-from ..reuse import pytree
+from ..reuse import torch_pytree
 from ..reuse.errors import PipelineError
-from ..reuse.leaf import without_autocast
-from ..reuse.program import ModelTensor, Program
+from ..reuse.ir.leaf import without_autocast
+from ..reuse.ir.program import ModelTensor, Program
 from .compiler import Compiler, Options
 from .decorator import STAGE_MARK
 from .guard import Guard
@@ -175,7 +175,7 @@ class Pipeline:
         args, kwargs = self._batch.first_micro_batch()
         captured, program = compiler.capture(model, args, kwargs, train=True)
         ranks.check_same(program, table)
-        self._guard = Guard(model, captured, *pytree.flatten((args, kwargs)))
+        self._guard = Guard(model, captured, *torch_pytree.flatten((args, kwargs)))
         rates = CUDA_RATES if ranks.device.type == "cuda" else CPU_RATES
         bounded = splitting.memory_bytes_per_rank is not None
         trade_offs = compiler.recompute.trade_offs if bounded else None

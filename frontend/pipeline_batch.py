@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..reuse import pytree
+from ..reuse import torch_pytree
 from ..reuse.errors import PipelineError
 from ..reuse.torch_names import is_lazy
 from .torch_modes import watching_class
@@ -26,17 +26,17 @@ class Batch:
     ) -> None:
         self._count = num_micro_batches
         args, kwargs = example
-        self._example, self.tree = pytree.flatten((tuple(args), dict(kwargs)))
+        self._example, self.tree = torch_pytree.flatten((tuple(args), dict(kwargs)))
 
     def first_micro_batch(self) -> tuple[Sequence[Any], Mapping[str, Any]]:
         """Returns args and kwargs of the first micro-batch of the example."""
         leaves = [self._part(leaf)[0] for leaf in self._example]
-        args, kwargs = pytree.unflatten(leaves, self.tree)
+        args, kwargs = torch_pytree.unflatten(leaves, self.tree)
         return args, kwargs
 
     def split(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[list[Any]]:
         """Returns the flat inputs of each micro-batch."""
-        leaves, tree = pytree.flatten((tuple(args), dict(kwargs)))
+        leaves, tree = torch_pytree.flatten((tuple(args), dict(kwargs)))
         if tree != self.tree:
             raise PipelineError("The batch has another structure than the example batch had.")
         parts = [self._part(leaf) for leaf in leaves]

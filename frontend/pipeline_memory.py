@@ -15,8 +15,8 @@ from ..pipeline_parallel.memory import StageMemory, bytes_beside
 from ..pipeline_parallel.stage import StageDerivative
 from ..recompute.policy import Budget, Policy
 from ..reuse.errors import PipelineError, PlanError
-from ..reuse.program import Program
-from ..reuse.types import TensorType
+from ..reuse.ir.program import Program
+from ..reuse.ir.types import TensorType
 from .compiler import Compiler, Linked
 from .pipeline_program import parts_of, unit_of
 from .recomputing import ProgramPeaks

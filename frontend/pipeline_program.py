@@ -18,10 +18,10 @@ from ..pipeline_parallel.actions import (
 )
 from ..pipeline_parallel.rank_order import Boundaries, RankOrder
 from ..pipeline_parallel.stage import StageDerivative
-from ..reuse.leaf import flat_types
-from ..reuse.program import ModelTensor, Program
-from ..reuse.types import TensorType
-from ..reuse.wire import Wire
+from ..reuse.ir.leaf import flat_types
+from ..reuse.ir.program import ModelTensor, Program
+from ..reuse.ir.transfer import Wire
+from ..reuse.ir.types import TensorType
 from .compiler import Compiler, Linked
 from .parts import why_written
 from .report import CompileReport

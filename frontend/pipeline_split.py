@@ -12,7 +12,7 @@ from ..pipeline_parallel.coloring import color_by_marks, color_evenly
 from ..pipeline_parallel.cost import CostModel
 from ..pipeline_parallel.cut import Colors
 from ..reuse.errors import PipelineError
-from ..reuse.program import Program
+from ..reuse.ir.program import Program
 from .decorator import STAGE_MARK
 
 SPLITS = ("auto", "even", "marked")

@@ -21,7 +21,7 @@ from ..pipeline_parallel.planning import make_plan
 from ..pipeline_parallel.rank_order import rank_order
 from ..pipeline_parallel.stage import StageDerivative, differentiate_stages
 from ..reuse.errors import LazyInlineError, PlanError
-from ..reuse.program import Program
+from ..reuse.ir.program import Program
 from . import models
 from .compiler import Compiler, Options
 from .decorator import lazy_inline

@@ -13,7 +13,7 @@ from ..recompute.planner import Planner, wish_of
 from ..recompute.policy import Budget, Policy
 from ..recompute.summary import summarize
 from ..reuse.errors import PlanError
-from ..reuse.program import Composite
+from ..reuse.ir.program import Composite
 from .report import CompileReport
 
 PeakOf = Callable[[Request], int]

@@ -12,19 +12,19 @@ import torch
 import torch.fx
 from torch import nn
 
-from ..reuse import pytree
+from ..reuse import torch_pytree
 from ..reuse.errors import CaptureError
-from ..reuse.evidence import Evidence
-from ..reuse.modules import (
+from ..reuse.evidence.evidence import Evidence
+from ..reuse.evidence.module_state import (
     Places,
     has_hooks,
     module_state,
     raw_attribute,
     walk_modules,
 )
-from ..reuse.program import UserInput
-from ..reuse.reads import Reads
-from ..reuse.types import TensorType
+from ..reuse.evidence.reads import Reads
+from ..reuse.ir.program import UserInput
+from ..reuse.ir.types import TensorType
 from .attribute_log import AttributeLog, is_plain
 from .candidates import Blocks, dissolve
 from .custom_function import TENSOR, CustomFunction
@@ -56,7 +56,7 @@ from .torch_tracing import (
     user_line,
 )
 
-CallKey = tuple[type, pytree.TreeSpec, CallSignature, Any, tuple[tuple[str, str], ...]]
+CallKey = tuple[type, torch_pytree.TreeSpec, CallSignature, Any, tuple[tuple[str, str], ...]]
 _MAX_CLOSURES_PER_BLOCK = 64
 _OTHER_CALL = "it is called in another way than earlier instances"
 _REENTRANT_CHECKPOINT = ("torch.utils.checkpoint", "CheckpointFunction")
@@ -73,7 +73,7 @@ class UnsettledError(CaptureError):
         text: str,
         recorder: Recorder,
         results: list[Any],
-        tree: pytree.TreeSpec,
+        tree: torch_pytree.TreeSpec,
         redo: Callable[[], None],
     ) -> None:
         super().__init__(text)
@@ -242,11 +242,11 @@ class Recorder:
             return self._run_inline(module, args, kwargs, proceed)
         with self._bookkeeping(), unprofiled():
             arguments = self._bind(module, args, kwargs)
-            leaves, spec = pytree.flatten(arguments)
+            leaves, spec = torch_pytree.flatten(arguments)
             if any(isinstance(x, torch.Tensor) and not is_fake(x) for x in leaves):
                 args, kwargs = self._with_fakes(args, kwargs)
                 arguments = self._bind(module, args, kwargs)
-                leaves, spec = pytree.flatten(arguments)
+                leaves, spec = torch_pytree.flatten(arguments)
             places = walk_modules(module)
             marks = _recompute_marks(places)
             signature = CallSignature(module, leaves, self.tensors.real_ids)
@@ -344,9 +344,9 @@ class Recorder:
         self.decided.append(traced)
 
     def _with_fakes(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        leaves, spec = pytree.flatten((args, kwargs))
+        leaves, spec = torch_pytree.flatten((args, kwargs))
         leaves = [self._fake_of(x) if isinstance(x, torch.Tensor) else x for x in leaves]
-        result: tuple[Any, Any] = pytree.unflatten(leaves, spec)
+        result: tuple[Any, Any] = torch_pytree.unflatten(leaves, spec)
         return result
 
     def _trace_block(
@@ -378,7 +378,7 @@ class Recorder:
             for reads in (*self._open_reads(), self.outside, region.reads):
                 reads.closures.let_go()
             evidence = Evidence(module, region.reads)
-            results = pytree.flatten(result)
+            results = torch_pytree.flatten(result)
             nodes = [
                 self.tensors.node_of(r) if isinstance(r, torch.Tensor) else None for r in results[0]
             ]
@@ -425,14 +425,14 @@ class Recorder:
 
     def run(
         self, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> tuple[list[Any], pytree.TreeSpec]:
+    ) -> tuple[list[Any], torch_pytree.TreeSpec]:
         """Runs the model; returns the flat results (tensors as nodes) and their tree."""
-        leaves, spec = pytree.flatten((tuple(args), dict(kwargs)))
+        leaves, spec = torch_pytree.flatten((tuple(args), dict(kwargs)))
         tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
         fakes = [self._input_fake(t) for t in tensors]
         names = argument_names(self.model, args, kwargs)
         results: list[Any] = []
-        trees: list[pytree.TreeSpec] = []
+        trees: list[torch_pytree.TreeSpec] = []
 
         def trace(flat: Sequence[torch.Tensor]) -> None:
             rest = iter(flat)
@@ -442,11 +442,11 @@ class Recorder:
                 node.meta["val"] = fake
                 self.tensors.sources[node] = UserInput(index, names[index], leaf.requires_grad)
             filled = [next(rest) if isinstance(x, torch.Tensor) else x for x in leaves]
-            inner_args, inner_kwargs = pytree.unflatten(filled, spec)
+            inner_args, inner_kwargs = torch_pytree.unflatten(filled, spec)
             with intercepted(self), profiled_calls(self._function_ran):
                 output = self.model(*inner_args, **inner_kwargs)
             self.effects.check_arguments((filled, spec), (inner_args, inner_kwargs))
-            flat_output, tree = pytree.flatten(output)
+            flat_output, tree = torch_pytree.flatten(output)
             refuse_hidden_tensors(flat_output)
             results.extend(
                 self.tensors.node_of(x) if isinstance(x, torch.Tensor) else x for x in flat_output
@@ -526,7 +526,7 @@ def _recompute_marks(places: Places) -> tuple[tuple[str, str], ...]:
 
 def _other_call(key: CallKey, earlier: CallKey, arguments: Mapping[str, Any]) -> str:
     """Says in which way a call differs from an earlier one of the class."""
-    names = [name for name, _ in pytree.flatten_with_names(arguments)]
+    names = [name for name, _ in torch_pytree.flatten_with_names(arguments)]
     detail = key[2].difference(earlier[2], names)
     if key[1] != earlier[1]:
         detail = "its arguments are nested in another way"

@@ -10,15 +10,15 @@ import torch
 import torch.fx
 from torch import nn
 
-from ..reuse import pytree
+from ..reuse import torch_pytree
 from ..reuse.errors import CaptureError
-from ..reuse.evidence import Evidence
-from ..reuse.program import ModelTensor, Program
-from ..reuse.reads import Reads
-from ..reuse.types import TensorType
-from .contents import Contents
+from ..reuse.evidence.contents import Contents
+from ..reuse.evidence.evidence import Evidence
+from ..reuse.evidence.outside_values import OutsideValues
+from ..reuse.evidence.reads import Reads
+from ..reuse.ir.program import ModelTensor, Program
+from ..reuse.ir.types import TensorType
 from .init_key import NO_KEY, InitKey
-from .outside_values import OutsideValues
 
 
 class CrossingError(CaptureError):
@@ -95,7 +95,7 @@ class Template:
     evidence: Evidence
     bindings: tuple[tuple[str, Any], ...]
     output_leaves: tuple[OutputLeaf, ...]
-    output_spec: pytree.TreeSpec
+    output_spec: torch_pytree.TreeSpec
 
 
 @dataclass(frozen=True)

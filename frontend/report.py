@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 
 from ..backend.cache.results import CacheUse
 from ..recompute.summary import RecomputeRecord
-from ..reuse.printer import closure_names
-from ..reuse.program import count_calls
+from ..reuse.ir.printer import closure_names
+from ..reuse.ir.program import count_calls
 from .regions import CapturedModel, SharingDecision
 from .reuse_table import reuse_table
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ..autodiff.derivative import Request
-from ..reuse.program import Composite, ModelTensor, Program
+from ..reuse.ir.program import Composite, ModelTensor, Program
 
 
 def differentiable_inputs(program: Program) -> list[int]:

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from ..reuse.errors import CaptureError, PlanError
-from ..reuse.program import ModelTensor, Program, UserInput
+from ..reuse.ir.program import ModelTensor, Program, UserInput
 from ..reuse.torch_names import is_lazy
 from .torch_modes import watching_class
 

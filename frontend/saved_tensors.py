@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import torch
 
 from ..reuse.errors import PlanError
+from ..reuse.ir.types import TensorType
 from ..reuse.torch_names import is_lazy
-from ..reuse.types import TensorType
 from .tensor_layouts import TensorLayouts
 from .torch_modes import watching_class
 

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..reuse import pytree
+from ..reuse import torch_pytree
+from ..reuse.evidence.module_state import module_state, walk_modules
 from ..reuse.freeze import Freezer, Identity, describe
-from ..reuse.leaf import current_autocast
-from ..reuse.modules import module_state, walk_modules
+from ..reuse.ir.leaf import current_autocast
+from ..reuse.ir.types import TensorType
 from ..reuse.torch_names import memory_id
-from ..reuse.types import TensorType
 from .torch_modes import default_device
 
 _PLAIN_TYPES = (bool, int, str, type(None))
@@ -106,7 +106,7 @@ def _own_tensors(
 
 def freeze_arguments(arguments: Mapping[str, Any]) -> Any:
     """Freezes a call's arguments, to notice that the call changed one of them."""
-    leaves, tree = pytree.flatten(arguments)
+    leaves, tree = torch_pytree.flatten(arguments)
     frozen = [Identity(x) if isinstance(x, torch.Tensor) else Freezer().freeze(x) for x in leaves]
     return frozen, tree
 
@@ -115,10 +115,12 @@ def argument_names(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, A
     """Names the tensor arguments after forward's parameters, in the order they are passed."""
     arguments = bind_arguments(forward_signature(model), args, kwargs)
     named: dict[int, list[str]] = {}
-    for name, leaf in pytree.flatten_with_names(arguments):
+    for name, leaf in torch_pytree.flatten_with_names(arguments):
         named.setdefault(id(leaf), []).append(name)
     leaves = [
-        x for x in pytree.flatten((tuple(args), dict(kwargs)))[0] if isinstance(x, torch.Tensor)
+        x
+        for x in torch_pytree.flatten((tuple(args), dict(kwargs)))[0]
+        if isinstance(x, torch.Tensor)
     ]
     names = [named[id(leaf)].pop(0) if named.get(id(leaf)) else "" for leaf in leaves]
     return [name or f"input{index}" for index, name in enumerate(names)]
@@ -130,7 +132,9 @@ def leaf_names(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any])
     known = list(signature.parameters) if signature is not None else []
     firsts = dict(enumerate(known))
     named = {firsts.get(i, f"args.{i}"): value for i, value in enumerate(args)}
-    return [name for part in (named, dict(kwargs)) for name, _ in pytree.flatten_with_names(part)]
+    return [
+        name for part in (named, dict(kwargs)) for name, _ in torch_pytree.flatten_with_names(part)
+    ]
 
 
 def bind_arguments(

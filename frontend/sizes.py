@@ -14,9 +14,9 @@ import torch
 import torch.fx
 from torch.fx.node import map_arg
 
-from ..reuse.program import Source, UserInput
-from ..reuse.torch_symbols import is_size, put_literal
-from ..reuse.types import TensorType
+from ..reuse.ir.program import Source, UserInput
+from ..reuse.ir.torch_symbols import is_size, put_literal
+from ..reuse.ir.types import TensorType
 from .regions import Region, regions_inside
 from .torch_sizes import compute, size_expression
 

@@ -18,8 +18,8 @@ from ..autodiff.derivative import Derivative
 from ..backend.kernels.lower import kernel_at
 from ..backend.link.link import FlatProgram, Launch, link
 from ..reuse.errors import CaptureError, PlanError
-from ..reuse.program import Closure, Composite, Leaf, Program, Value, walk_closures
-from ..reuse.torch_symbols import (
+from ..reuse.ir.program import Closure, Composite, Leaf, Program, Value, walk_closures
+from ..reuse.ir.torch_symbols import (
     SIZE_TYPES,
     Values,
     expression_of,

@@ -9,12 +9,12 @@ import torch
 import torch.fx
 from torch import nn
 
-from ..reuse import pytree
-from ..reuse.evidence import Evidence
-from ..reuse.program import ModelTensor
-from ..reuse.structure import TensorPath, follow_tensor_path
+from ..reuse import torch_pytree
+from ..reuse.evidence.evidence import Evidence
+from ..reuse.evidence.structure import TensorPath, follow_tensor_path
+from ..reuse.ir.program import ModelTensor
+from ..reuse.ir.types import TensorType
 from ..reuse.torch_names import memory_id
-from ..reuse.types import TensorType
 from .decorator import recompute_mark
 from .outside_tensors import OutsideTensors
 from .regions import CallSite, OutputLeaf, Region, Template, shared_call
@@ -37,7 +37,7 @@ class TemplateMaker:
         evidence: Evidence,
         arguments: Mapping[str, Any],
         arg_nodes: Mapping[torch.fx.Node, int],
-        flat_result: tuple[list[Any], pytree.TreeSpec],
+        flat_result: tuple[list[Any], torch_pytree.TreeSpec],
         result_nodes: Sequence[torch.fx.Node | None],
     ) -> tuple[Template | None, str]:
         """Settles a region's inputs and outputs; returns its template, or why it has none."""
@@ -50,7 +50,7 @@ class TemplateMaker:
         region.outputs = list(
             dict.fromkeys(n for n in result_nodes if n in inside and n is not None)
         )
-        names = [name for name, _ in pytree.flatten_with_names(arguments)]
+        names = [name for name, _ in torch_pytree.flatten_with_names(arguments)]
         bindings, reason = [], ""
         for node in region.inputs:
             kind, where = self._binding(node, arg_nodes, evidence)
@@ -119,7 +119,7 @@ class TemplateMaker:
                     item = self._tracer.item(node, leaf.index)
                     made[leaf.index] = self._new_result(template, leaf, item, module, leaves)
                 results.append(made[leaf.index])
-        return pytree.unflatten(results, template.output_spec)
+        return torch_pytree.unflatten(results, template.output_spec)
 
     def _operand_tensor(
         self, binding: tuple[str, Any], module: nn.Module, leaves: Sequence[Any]

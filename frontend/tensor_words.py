@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 import torch
 
-from .python_words import read_word, tells_versions
-from .watch import Words
+from ..reuse.evidence.python_words import read_word, tells_versions
+from ..reuse.evidence.watch import Words
 
 _WORD_BYTES = 8
 _IN_OBJECT = range(2, 8)  # words in which the Python object may say which tensor it is

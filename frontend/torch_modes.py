@@ -11,7 +11,7 @@ from torch.fx._symbolic_trace import is_fx_symbolic_tracing
 from torch.utils._device import DeviceContext
 
 from ..reuse.errors import PlanError
-from ..reuse.leaf import current_autocast
+from ..reuse.ir.leaf import current_autocast
 from ..reuse.torch_names import matmul_precision
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ..reuse import pytree
+from ..reuse import torch_pytree
 
 _OWN_NAMESPACES = """
     _c10d_functional _c10d_functional_autograd _dtensor _native _quantized _test aten c10d cuda
@@ -67,7 +67,7 @@ def _named_arguments(schema: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 
 
 def _tensors_of(given: Mapping[str, Any], names: Sequence[str]) -> list[torch.Tensor]:
-    found, _ = pytree.flatten([given.get(name) for name in names])
+    found, _ = torch_pytree.flatten([given.get(name) for name in names])
     return [value for value in found if isinstance(value, torch.Tensor)]
 
 
@@ -92,8 +92,8 @@ def _pure_form(operator: Any, written: Sequence[str], num_states: int) -> Any:
     def twin(*args: Any, **kwargs: Any) -> Any:
         given = _named_arguments(schema, args, kwargs)
         copies = {id(t): t.clone() for t in _tensors_of(given, written)}
-        leaves, tree = pytree.flatten(given)
-        given = pytree.unflatten([copies.get(id(leaf), leaf) for leaf in leaves], tree)
+        leaves, tree = torch_pytree.flatten(given)
+        given = torch_pytree.unflatten([copies.get(id(leaf), leaf) for leaf in leaves], tree)
         made = operator(**given)
         made = made if isinstance(made, tuple) else (made,)
         found = [made[i] for i in kept] + _tensors_of(given, written)

@@ -21,8 +21,8 @@ from torch.export.dynamic_shapes import _combine_args, _DimHint, _tree_map_with_
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 from ..reuse.errors import ExportError
-from ..reuse.program import Source
-from ..reuse.torch_size_nodes import computing_node
+from ..reuse.ir.program import Source
+from ..reuse.ir.torch_size_nodes import computing_node
 from .regions import Region
 
 

@@ -33,9 +33,9 @@ from torch.fx.experimental.proxy_tensor import (
 from torch.fx.node import _side_effectful_need_to_be_preserved_pre_dispatch
 
 from ..reuse.errors import CaptureError
-from ..reuse.leaf import Stamp, current_autocast, mutated_args
+from ..reuse.ir.leaf import Stamp, current_autocast, mutated_args
+from ..reuse.ir.types import TensorType
 from ..reuse.own_code import own_places
-from ..reuse.types import TensorType
 from .torch_mutations import pure_forms
 
 _TORCH_FOLDER = os.path.dirname(torch.__file__) + os.sep

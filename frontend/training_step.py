@@ -15,9 +15,9 @@ from ..backend.launches.present_memory import address_in
 from ..backend.launches.torch_native import Move
 from ..backend.run.planned import Lease
 from ..recompute.policy import Policy
-from ..reuse import pytree
+from ..reuse import torch_pytree
 from ..reuse.errors import PlanError
-from ..reuse.leaf import without_autocast
+from ..reuse.ir.leaf import without_autocast
 from ..reuse.process_lock import ProcessLock
 from ..reuse.torch_names import new_cpu_tensor
 from .autograd_bridge import picker
@@ -150,7 +150,7 @@ class TrainingStep:
         if not self._lock.acquire(blocking=False):
             raise PlanError("This step is already running in another thread; it owns one arena.")
         try:
-            leaves, tree = pytree.flatten_call(args, kwargs)
+            leaves, tree = torch_pytree.flatten_call(args, kwargs)
             first = self._entries.first
             handed = first.handed if first is not None else None
             entry = self._entries.fitting(leaves, tree)
@@ -168,7 +168,7 @@ class TrainingStep:
         """A copy compiles anew, at its first call."""
         return TrainingStep, self._made_of
 
-    def _compile(self, leaves: list[Any], tree: pytree.TreeSpec) -> _StepEntry:
+    def _compile(self, leaves: list[Any], tree: torch_pytree.TreeSpec) -> _StepEntry:
         refuse_wrappers(self._model)
         if watching := watching_tensor(self._model, leaves):
             raise PlanError(
@@ -179,7 +179,7 @@ class TrainingStep:
         self._entries.warn_if_many(self._model, Inputs.of(leaves, tree))
         parts = [self._split(leaf) for leaf in leaves]
         first = [part[0] if isinstance(part, tuple) else part for part in parts]
-        args, kwargs = pytree.unflatten(first, tree)
+        args, kwargs = torch_pytree.unflatten(first, tree)
         compiled, self._report = self._compiler.compile_step(
             self._loss_model, args, kwargs, self._batching
         )
@@ -215,7 +215,7 @@ class _StepEntry:
         compiled: CompiledStep,
         leaves: Sequence[Any],
         parts: Sequence[Any],
-        tree: pytree.TreeSpec,
+        tree: torch_pytree.TreeSpec,
     ) -> None:
         runner = compiled.runner
         native = runner.native

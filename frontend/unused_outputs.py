@@ -10,11 +10,11 @@ import torch
 from ..autodiff.derivative import Derivative
 from ..autodiff.undefined import FewerCotangents
 from ..backend.link.link import link
-from ..reuse import pytree
+from ..reuse import torch_pytree
 from ..reuse.errors import PlanError
-from ..reuse.leaf import flat_types
-from ..reuse.program import Closure, Composite, Kernels, Program
-from ..reuse.rewrite import map_leaves
+from ..reuse.ir.leaf import flat_types
+from ..reuse.ir.program import Closure, Composite, Kernels, Program
+from ..reuse.ir.rewrite import map_leaves
 from .capture import one_at_a_time
 
 
@@ -91,10 +91,10 @@ def refuse_no_numbers(
     if not any(bool(gradient.isnan().any()) for gradient in gradients):
         return
     tree = program.output_tree
-    places = pytree.unflatten(list(range(len(tree.leaves))), tree.spec)
+    places = torch_pytree.unflatten(list(range(len(tree.leaves))), tree.spec)
     names = [
         name or "the result"
-        for name, place in pytree.flatten_with_names(places)
+        for name, place in torch_pytree.flatten_with_names(places)
         if tree.leaves[place][0] == "output" and tree.leaves[place][1] in unused
     ]
     raise PlanError(

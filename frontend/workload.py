@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..reuse import pytree
+from ..reuse import torch_pytree
 from ..reuse.errors import PlanError
 
 Step = Callable[[], Any]
@@ -92,7 +92,7 @@ class Workload:
             result = module(*self.args, **self.kwargs)
             outputs = {
                 name: leaf
-                for name, leaf in pytree.flatten_with_names(result)
+                for name, leaf in torch_pytree.flatten_with_names(result)
                 if isinstance(leaf, torch.Tensor)
             }
             gradients = self._gradients(result, outputs) if self.train else {}
@@ -133,10 +133,10 @@ class Workload:
 
     def parts(self) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
         """Positional and keyword inputs of each micro-batch: tensors split along dimension 0."""
-        leaves, tree = pytree.flatten((self.args, dict(self.kwargs)))
+        leaves, tree = torch_pytree.flatten((self.args, dict(self.kwargs)))
         split = [self._split(leaf) for leaf in leaves]
         parts = range(self.micro_batches)
-        return [pytree.unflatten([part[i] for part in split], tree) for i in parts]
+        return [torch_pytree.unflatten([part[i] for part in split], tree) for i in parts]
 
     def _split(self, leaf: Any) -> Sequence[Any]:
         count = self.micro_batches
@@ -154,14 +154,14 @@ class Workload:
         named: dict[str, torch.Tensor] = dict(self.model.named_parameters())
         named.update(
             (f"input {name}", leaf)
-            for name, leaf in pytree.flatten_with_names((self.args, dict(self.kwargs)))
+            for name, leaf in torch_pytree.flatten_with_names((self.args, dict(self.kwargs)))
             if isinstance(leaf, torch.Tensor)
         )
         return {name: tensor for name, tensor in named.items() if tensor.requires_grad}
 
     def devices(self) -> set[torch.device]:
         """Where the tensors of the model and the inputs are."""
-        leaves, _ = pytree.flatten((self.args, dict(self.kwargs)))
+        leaves, _ = torch_pytree.flatten((self.args, dict(self.kwargs)))
         tensors = [t for t in leaves if isinstance(t, torch.Tensor)]
         return {t.device for t in (*tensors, *self.model.parameters(), *self.model.buffers())}
 
@@ -261,7 +261,7 @@ def _tensor_snapshot(workload: Workload) -> Callable[[], None]:
         for module in workload.model.modules()
         for name, tensor in module._buffers.items()
     ]
-    leaves, _ = pytree.flatten((workload.args, dict(workload.kwargs)))
+    leaves, _ = torch_pytree.flatten((workload.args, dict(workload.kwargs)))
     tensors = [t for t in (*leaves, *(b for _, _, b in buffers)) if isinstance(t, torch.Tensor)]
     copies = [(t, t.detach().clone()) for t in tensors]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from torch import nn
 
 from ..reuse.errors import CaptureError
-from ..reuse.modules import walk_modules
+from ..reuse.evidence.module_state import walk_modules
 
 _INSIDE = "Compile the model inside and put the wrapper around that: {name}(lazyinline.compile(m))."
 _NOT_YET = (

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from ..reuse.errors import PipelineError
-from ..reuse.program import Call, Composite, ModelTensor, Program
+from ..reuse.ir.program import Call, Composite, ModelTensor, Program
 from .actions import ActionTable
 from .coloring import Path, color_by_bounds, units_of
 from .cost import Cost, CostModel

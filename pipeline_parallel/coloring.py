@@ -6,7 +6,7 @@ import bisect
 from collections.abc import Mapping, Sequence
 
 from ..reuse.errors import PipelineError
-from ..reuse.program import Call, Closure, Composite, Program, Value, count_calls
+from ..reuse.ir.program import Call, Closure, Composite, Program, Value, count_calls
 from .cut import Colors
 
 Path = tuple[int, ...]

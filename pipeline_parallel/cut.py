@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Union
 
 from ..reuse.errors import PipelineError
-from ..reuse.program import (
+from ..reuse.ir.program import (
     Call,
     Closure,
     Composite,
@@ -26,7 +26,7 @@ from ..reuse.program import (
     UserInput,
     Value,
 )
-from ..reuse.types import TensorType
+from ..reuse.ir.types import TensorType
 
 Colors = tuple[Union[int, "Colors"], ...]
 """The stage of each call of a body; in place of a stage, the colours of a composite's own calls."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..reuse.errors import PipelineError
-from ..reuse.program import ModelTensor
+from ..reuse.ir.program import ModelTensor
 from .actions import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Action
 from .rank_order import RankOrder
 from .stage import StageCounts, StageDerivative

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..reuse.program import Composite, Program
-from ..reuse.types import TensorType
-from ..reuse.wire import Wire
+from ..reuse.ir.program import Composite, Program
+from ..reuse.ir.transfer import Wire
+from ..reuse.ir.types import TensorType
 from .actions import FORWARD, Action, ActionTable
 from .cost import CostModel, DeviceRates
 from .plan import PipelinePlan, StagePlan, predicted_durations, simulate

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..reuse.errors import PipelineError
-from ..reuse.program import Program
+from ..reuse.ir.program import Program
 from .actions import ActionTable
 from .shards import Shards
 from .stage import GradientSums, StageDerivative

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from ..autodiff.derivative import Derivative, Differentiator, Request, active_values
-from ..reuse.leaf import flat_types
+from ..reuse.ir.leaf import flat_types
+from ..reuse.ir.program import Composite, ModelTensor, Program
+from ..reuse.ir.types import TensorType
 from ..reuse.own_storage import in_own_storage
-from ..reuse.program import Composite, ModelTensor, Program
-from ..reuse.types import TensorType
 from .cut import Stage
 from .halves import Halves, Splitter
 

@@ -21,7 +21,7 @@ from torch.distributed.pipelining import schedules as torch_schedules
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
 from ..reuse.errors import PipelineError
-from ..reuse.wire import Wire
+from ..reuse.ir.transfer import Wire
 from .actions import COMPUTE, SCHEDULES, Action, ActionTable, rank_of_stages
 from .planned_steps import PlannedSteps
 from .process_groups import first_line

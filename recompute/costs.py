@@ -10,9 +10,9 @@ import torch
 import torch.fx
 from torch.fx.node import map_arg
 
-from ..reuse.leaf import is_view
+from ..reuse.ir.leaf import is_view
+from ..reuse.ir.types import TensorType
 from ..reuse.torch_names import operator_schema
-from ..reuse.types import TensorType
 
 
 class CostModel(Protocol):

@@ -9,9 +9,9 @@ import torch
 import torch.fx
 
 from ..autodiff.joint_cut import ancestors, backward_nodes, is_draw, outputs_of
-from ..reuse.leaf import is_view, mutated_args
+from ..reuse.ir.leaf import is_view, mutated_args
+from ..reuse.ir.types import TensorType
 from ..reuse.torch_names import operator_schema
-from ..reuse.types import TensorType
 from .costs import CostModel, flops, is_heavy, value_bytes
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from ..autodiff.choices import Choice, PerCall
 from ..autodiff.derivative import Request
 from ..reuse.errors import PlanError
-from ..reuse.program import Composite
+from ..reuse.ir.program import Composite
 from .planner import Planner, Site, Variant, wish_of
 from .policy import Budget
 from .solver import Group, spread

@@ -9,8 +9,8 @@ import torch.fx
 
 from ..autodiff.choices import Choice, Cut, PerCall, Whole
 from ..autodiff.derivative import Differentiator, Request
-from ..reuse.leaf import is_view
-from ..reuse.program import Call, Composite, Leaf, input_nodes
+from ..reuse.ir.leaf import is_view
+from ..reuse.ir.program import Call, Composite, Leaf, input_nodes
 from . import solver
 from .costs import CostModel
 from .cut_problem import CutPoint, CutProblem

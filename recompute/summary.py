@@ -11,10 +11,10 @@ import torch.fx
 from ..autodiff.choices import Cut, PerCall, Whole
 from ..autodiff.derivative import Derivative, Differentiator, Request
 from ..autodiff.joint_cut import ancestors, outputs_of
-from ..reuse.leaf import flat_types
-from ..reuse.program import Closure, Composite, Leaf
+from ..reuse.ir.leaf import flat_types
+from ..reuse.ir.program import Closure, Composite, Leaf
+from ..reuse.ir.types import TensorType
 from ..reuse.torch_names import RESHAPES
-from ..reuse.types import TensorType
 from .costs import flops, is_free, is_heavy
 
 

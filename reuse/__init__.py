@@ -1,4 +1,15 @@
-"""The core: programs, closures and calls, their printer and verifier, and the evidence for sharing.
+"""The core: programs, the evidence for sharing, and what every folder needs.
 
-Imports nothing else of lazyinline.
+ir            programs: closures, calls on them, values, types; printed, verified, rewritten
+evidence      what Python read, and whether another instance agrees or the same one still does
+errors        the exceptions a user can meet
+freeze        what Python code read, as a value that can be compared later
+own_code      where our code lies: what the cache goes by, which frames are ours
+own_storage   tensors on a part of a larger memory, with a storage of that part alone
+process_lock  a lock that a forked child finds open
+supported     which PyTorch and which Python this package was made for
+torch_names   adapter: the few private PyTorch names that the core needs
+torch_pytree  adapter: nested arguments and results, flattened
+
+It imports nothing else of lazyinline.
 """

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from lazyinline.reuse import pytree
+from lazyinline.reuse import torch_pytree
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -34,8 +34,8 @@ def relative_error(actual: Tensor, expected: Tensor) -> float:
 
 def assert_close(actual: Any, expected: Any, tolerance: float = TOLERANCE) -> None:
     """Compares results: tensors norm-wise and in layout, everything else exactly."""
-    leaves, spec = pytree.flatten(actual)
-    wanted, wanted_spec = pytree.flatten(expected)
+    leaves, spec = torch_pytree.flatten(actual)
+    wanted, wanted_spec = torch_pytree.flatten(expected)
     assert spec == wanted_spec
     for leaf, want in zip(leaves, wanted, strict=True):
         if not isinstance(want, Tensor):

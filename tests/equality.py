@@ -10,7 +10,7 @@ from torch import nn
 
 import lazyinline
 from lazyinline import CompiledModule
-from lazyinline.reuse import pytree
+from lazyinline.reuse import torch_pytree
 
 # float64 on both sides; only the order of sums may differ.
 TOLERANCE = 1e-10
@@ -61,13 +61,13 @@ _PARTS = ("outputs", "inputs after the call", "gradients of inputs")
 
 
 def _run(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], seed: int) -> Any:
-    leaves, spec = pytree.flatten((tuple(args), kwargs))
+    leaves, spec = torch_pytree.flatten((tuple(args), kwargs))
     copies: dict[int, torch.Tensor] = {}
     fresh = [_copy(x, copies) if isinstance(x, torch.Tensor) else x for x in leaves]
-    inputs, keywords = pytree.unflatten(fresh, spec)
+    inputs, keywords = torch_pytree.unflatten(fresh, spec)
     torch.manual_seed(seed)
     output = model(*inputs, **keywords)
-    tensors = [t for t in pytree.flatten(output)[0] if isinstance(t, torch.Tensor)]
+    tensors = [t for t in torch_pytree.flatten(output)[0] if isinstance(t, torch.Tensor)]
     losses = [_weigh(t) for t in tensors if t.requires_grad]
     if losses:
         torch.stack(losses).sum().backward()
@@ -96,8 +96,8 @@ def _state(model: nn.Module) -> dict[str, Any]:
 
 
 def _assert_same(ours: Any, theirs: Any, what: str, tolerance: float) -> None:
-    left, left_spec = pytree.flatten(ours)
-    right, right_spec = pytree.flatten(theirs)
+    left, left_spec = torch_pytree.flatten(ours)
+    right, right_spec = torch_pytree.flatten(theirs)
     assert left_spec == right_spec, f"{what}: another structure"
     for index, (a, b) in enumerate(zip(left, right, strict=True)):
         where = f"{what}, leaf {index}"

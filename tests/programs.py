@@ -12,9 +12,9 @@ from typing import Any
 import torch
 import torch.fx
 
-from lazyinline.reuse.leaf import flat_types
-from lazyinline.reuse.program import Call, Closure, Composite, Leaf, Pack, Program, Unpack, Value
-from lazyinline.reuse.types import (
+from lazyinline.reuse.ir.leaf import flat_types
+from lazyinline.reuse.ir.program import Call, Closure, Composite, Leaf, Pack, Program, Unpack, Value
+from lazyinline.reuse.ir.types import (
     StructType,
     TensorType,
     Type,

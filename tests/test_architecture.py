@@ -51,10 +51,10 @@ ADAPTERS = {
     "frontend/torch_sizes.py",
     "frontend/torch_tracing.py",
     "pipeline_parallel/torch_pipelining.py",
-    "reuse/pytree.py",
+    "reuse/torch_pytree.py",
     "reuse/torch_names.py",
-    "reuse/torch_size_nodes.py",
-    "reuse/torch_symbols.py",
+    "reuse/ir/torch_size_nodes.py",
+    "reuse/ir/torch_symbols.py",
 }
 
 # Public by name, but torch promises nothing about them.

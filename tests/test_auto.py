@@ -10,7 +10,7 @@ from torch import nn
 
 import lazyinline
 from lazyinline import lazy_inline
-from lazyinline.reuse.printer import format_program
+from lazyinline.reuse.ir.printer import format_program
 
 
 class Layer(nn.Module):

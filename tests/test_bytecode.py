@@ -7,7 +7,12 @@ import torch
 from torch import Tensor, nn
 
 import lazyinline
-from lazyinline.reuse.bytecode import globals_read, globals_used, modules_imported, texts_of
+from lazyinline.reuse.evidence.bytecode import (
+    globals_read,
+    globals_used,
+    modules_imported,
+    texts_of,
+)
 
 pytestmark = pytest.mark.smoke
 

@@ -32,7 +32,7 @@ from lazyinline.backend.launches import torch_facts
 from lazyinline.frontend.command_line import main
 from lazyinline.frontend.report import CompileReport
 from lazyinline.reuse.errors import CacheError, CacheWarning
-from lazyinline.reuse.program import Leaf, walk_closures
+from lazyinline.reuse.ir.program import Leaf, walk_closures
 
 Files = list[pathlib.Path]
 Damage = Callable[[pathlib.Path], None]

@@ -17,10 +17,10 @@ import lazyinline
 from lazyinline import lazy_inline
 from lazyinline.frontend.capture import capture_model
 from lazyinline.frontend.training_step import compile_step
-from lazyinline.reuse.constants import share_constants
-from lazyinline.reuse.interpreter import interpret
-from lazyinline.reuse.leaf import cut_leaf
-from lazyinline.reuse.program import (
+from lazyinline.reuse.ir.constants import share_constants
+from lazyinline.reuse.ir.interpreter import interpret
+from lazyinline.reuse.ir.leaf import cut_leaf
+from lazyinline.reuse.ir.program import (
     Call,
     Closure,
     Composite,
@@ -30,7 +30,7 @@ from lazyinline.reuse.program import (
     UserInput,
     Value,
 )
-from lazyinline.reuse.verify import verify
+from lazyinline.reuse.ir.verify import verify
 
 aten = torch.ops.aten
 

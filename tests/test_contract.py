@@ -635,7 +635,7 @@ def test_operators_have_classes_and_schemas_that_say_what_is_written(
     assert written == ["self"]
     view = torch.ops.aten.view.default._schema
     assert view.arguments[0].alias_info is not None and not view.is_mutable
-    # Why reuse/leaf.py keeps a list of its own: these write, and their schemas do not say so.
+    # Why reuse/ir/leaf.py keeps a list of its own: these write, and their schemas do not say so.
     for hidden in (torch.ops.aten.batch_norm.default, torch.ops.aten.native_batch_norm.default):
         assert not hidden._schema.is_mutable
         assert [a.name for a in hidden._schema.arguments][3:6] == [

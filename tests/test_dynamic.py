@@ -16,7 +16,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 import lazyinline
 from lazyinline import PlanError, lazy_inline
 from lazyinline.frontend import models as own
-from lazyinline.reuse.torch_symbols import (
+from lazyinline.reuse.ir.torch_symbols import (
     SizeLiteral,
     symbols_of,
     tensor_type_at,

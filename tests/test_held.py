@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import nn
 
+from lazyinline.reuse.evidence.held import Held
 from lazyinline.reuse.freeze import Freezer
-from lazyinline.reuse.held import Held
 
 
 class Config:

@@ -13,9 +13,9 @@ from torch import nn
 
 import lazyinline
 from lazyinline.backend.launches.torch_native import replay_function
-from lazyinline.frontend import python_words
-from lazyinline.frontend.identity_checks import IdentityChecks
 from lazyinline.frontend.models import llama
+from lazyinline.reuse.evidence import python_words
+from lazyinline.reuse.evidence.identity_checks import IdentityChecks
 
 
 class Slotted:

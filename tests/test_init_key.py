@@ -138,7 +138,7 @@ def test_the_report_shows_keys_calls_and_where_evidence_said_otherwise(name: str
 
 
 def test_the_likeliest_closure_is_asked_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    from lazyinline.reuse.evidence import Evidence
+    from lazyinline.reuse.evidence.evidence import Evidence
 
     asked: list[str] = []
     mismatch_at = Evidence.mismatch_at

@@ -11,7 +11,7 @@ from lazyinline.frontend.compiler import Compiler, Linked, Options
 from lazyinline.frontend.large_models import compile_large
 from lazyinline.frontend.rank_bench import RankReport, compile_rank, rank_number
 from lazyinline.frontend.report import CompileReport
-from lazyinline.reuse.program import Program
+from lazyinline.reuse.ir.program import Program
 
 
 def test_kernels_are_built_and_planned_for_a_model_without_data() -> None:

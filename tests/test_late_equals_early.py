@@ -25,10 +25,10 @@ from lazyinline.autodiff.derivative import Derivative, Differentiator, Recipe
 from lazyinline.backend.kernels.lower import EagerBackend, InductorBackend, lower_leaves
 from lazyinline.backend.link.link import link
 from lazyinline.backend.run.executable import Executable
-from lazyinline.reuse.inline import inline_calls
-from lazyinline.reuse.interpreter import flatten_value, interpret
-from lazyinline.reuse.leaf import Stamp, flat_types, is_active
-from lazyinline.reuse.program import (
+from lazyinline.reuse.ir.inline import inline_calls
+from lazyinline.reuse.ir.interpreter import flatten_value, interpret
+from lazyinline.reuse.ir.leaf import Stamp, flat_types, is_active
+from lazyinline.reuse.ir.program import (
     Call,
     Composite,
     Leaf,
@@ -38,8 +38,8 @@ from lazyinline.reuse.program import (
     Value,
     count_calls,
 )
-from lazyinline.reuse.types import StructType, TensorType
-from lazyinline.reuse.verify import verify
+from lazyinline.reuse.ir.types import StructType, TensorType
+from lazyinline.reuse.ir.verify import verify
 
 aten = torch.ops.aten
 SEEDS = range(200)

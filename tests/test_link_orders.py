@@ -20,9 +20,9 @@ from lazyinline.backend.kernels.torch_recorder import record_graph
 from lazyinline.backend.link.link import FlatProgram, link
 from lazyinline.backend.run.planned import PlannedProgram
 from lazyinline.backend.run.runtime import PlannedRuntime
-from lazyinline.reuse.interpreter import flatten_value, interpret
-from lazyinline.reuse.leaf import flat_types
-from lazyinline.reuse.program import Call, Leaf, Program, Value
+from lazyinline.reuse.ir.interpreter import flatten_value, interpret
+from lazyinline.reuse.ir.leaf import flat_types
+from lazyinline.reuse.ir.program import Call, Leaf, Program, Value
 
 SEEDS = range(300)
 BATCH = 25

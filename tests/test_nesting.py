@@ -14,7 +14,7 @@ import lazyinline
 from lazyinline import lazy_inline
 from lazyinline.frontend.capture import capture_model
 from lazyinline.frontend.training_step import compile_step
-from lazyinline.reuse.program import count_calls
+from lazyinline.reuse.ir.program import count_calls
 
 
 @lazy_inline

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 import lazyinline
 from lazyinline import lazy_inline
 from lazyinline.frontend.models import DecoderBlock, llama
-from lazyinline.reuse import pytree
-from lazyinline.reuse.program import Composite
+from lazyinline.reuse import torch_pytree
+from lazyinline.reuse.ir.program import Composite
 
 lazy_inline(DecoderBlock)
 
@@ -23,7 +23,7 @@ BASE_CALLS, CALLS_PER_BLOCK = 300, 30
 
 def entry_of(compiled: nn.Module, args: tuple[Tensor, ...]) -> Any:
     """Returns the program that a call with these arguments runs."""
-    leaves, tree = pytree.flatten((args, {}))
+    leaves, tree = torch_pytree.flatten((args, {}))
     (entry,) = (e for e in vars(compiled)["_lazyinline_entries"] if e.guard.accepts(leaves, tree))
     return entry
 

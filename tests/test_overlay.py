@@ -19,8 +19,8 @@ from lazyinline.backend.run.planned import PlannedProgram
 from lazyinline.backend.run.runtime import PlannedRuntime
 from lazyinline.frontend.models import DecoderBlock, llama
 from lazyinline.recompute.policy import Budget
-from lazyinline.reuse.interpreter import interpret
-from lazyinline.reuse.leaf import flat_types
+from lazyinline.reuse.ir.interpreter import interpret
+from lazyinline.reuse.ir.leaf import flat_types
 
 Grads = list[torch.Tensor]
 

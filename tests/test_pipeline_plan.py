@@ -19,7 +19,7 @@ from lazyinline.pipeline_parallel.plan import PipelinePlan, StagePlan, simulate
 from lazyinline.pipeline_parallel.planning import make_plan
 from lazyinline.pipeline_parallel.stage import differentiate_stages
 from lazyinline.pipeline_parallel.torch_pipelining import action_table
-from lazyinline.reuse.program import Program
+from lazyinline.reuse.ir.program import Program
 
 lazy_inline(DecoderBlock)
 

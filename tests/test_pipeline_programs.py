@@ -22,11 +22,11 @@ from lazyinline.pipeline_parallel.cut import Colors, Stage, cut_program
 from lazyinline.pipeline_parallel.halves import Splitter
 from lazyinline.pipeline_parallel.partition import partition
 from lazyinline.pipeline_parallel.torch_pipelining import action_table
-from lazyinline.reuse.interpreter import interpret
-from lazyinline.reuse.program import Composite, Program, UserInput, walk_closures
-from lazyinline.reuse.types import TensorType
-from lazyinline.reuse.verify import verify
-from lazyinline.reuse.wire import Wire
+from lazyinline.reuse.ir.interpreter import interpret
+from lazyinline.reuse.ir.program import Composite, Program, UserInput, walk_closures
+from lazyinline.reuse.ir.transfer import Wire
+from lazyinline.reuse.ir.types import TensorType
+from lazyinline.reuse.ir.verify import verify
 
 SEEDS = range(60)
 

@@ -14,9 +14,9 @@ from lazyinline.backend.kernels.torch_recorder import record_graph
 from lazyinline.backend.link.link import link
 from lazyinline.backend.run.planned import PlannedProgram
 from lazyinline.backend.run.runtime import PlannedRuntime
-from lazyinline.reuse.interpreter import flatten_value, interpret
-from lazyinline.reuse.leaf import flat_types
-from lazyinline.reuse.program import Composite, Leaf, Program, walk_closures
+from lazyinline.reuse.ir.interpreter import flatten_value, interpret
+from lazyinline.reuse.ir.leaf import flat_types
+from lazyinline.reuse.ir.program import Composite, Leaf, Program, walk_closures
 
 SEEDS = range(120)
 

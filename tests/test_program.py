@@ -18,9 +18,9 @@ from torch import nn
 import lazyinline
 from lazyinline.autodiff.derivative import Differentiator, Recipe
 from lazyinline.frontend.requests import differentiable_inputs
-from lazyinline.reuse.inline import inline_calls
-from lazyinline.reuse.printer import closure_names, diff_programs, format_program
-from lazyinline.reuse.program import (
+from lazyinline.reuse.ir.inline import inline_calls
+from lazyinline.reuse.ir.printer import closure_names, diff_programs, format_program
+from lazyinline.reuse.ir.program import (
     Call,
     Composite,
     Leaf,
@@ -32,7 +32,7 @@ from lazyinline.reuse.program import (
     count_calls,
     walk_closures,
 )
-from lazyinline.reuse.types import StructType, TensorType
+from lazyinline.reuse.ir.types import StructType, TensorType
 
 aten = torch.ops.aten
 CPU = torch.device("cpu")

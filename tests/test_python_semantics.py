@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint_sequential
 
 import lazyinline
 from lazyinline import CaptureError, LazyInlineError
-from lazyinline.reuse import pytree
+from lazyinline.reuse import torch_pytree
 
 
 def values(*shape: int) -> Tensor:
@@ -62,7 +62,7 @@ def run_twice(run: Callable[..., Any], model: nn.Module, x: Tensor) -> Seen:
     x = x.clone()
     results = []
     for _ in range(2):
-        leaves, _ = pytree.flatten(run(x))
+        leaves, _ = torch_pytree.flatten(run(x))
         parts = [t for t in leaves if isinstance(t, Tensor) and t.requires_grad]
         weighted = [(t * torch.linspace(1, 2, t.numel()).view(t.shape)).sum() for t in parts]
         if weighted:

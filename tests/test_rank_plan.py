@@ -23,7 +23,7 @@ from lazyinline.pipeline_parallel.planned_steps import Progress
 from lazyinline.pipeline_parallel.rank_order import Boundaries, RankOrder, rank_order
 from lazyinline.pipeline_parallel.stage import differentiate_stages
 from lazyinline.pipeline_parallel.torch_pipelining import action_table
-from lazyinline.reuse.program import ModelTensor, Program
+from lazyinline.reuse.ir.program import ModelTensor, Program
 
 
 def table_of(schedule: str, num_ranks: int, micro_batches: int = 8) -> ActionTable:

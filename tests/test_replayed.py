@@ -19,7 +19,7 @@ from lazyinline.backend.run import cuda_graph, unplanned_step
 from lazyinline.backend.run.unplanned_step import ReplayedProgram
 from lazyinline.frontend import compiler as compiler_module
 from lazyinline.frontend.models import DecoderBlock, llama
-from lazyinline.reuse.types import TensorType
+from lazyinline.reuse.ir.types import TensorType
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 DEVICES = [CPU, *([GPU] if torch.cuda.is_available() else [])]

@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 import lazyinline
 from lazyinline import CompileReport, lazy_inline
 from lazyinline.frontend.tensor_layouts import TensorLayouts
-from lazyinline.reuse import pytree
+from lazyinline.reuse import torch_pytree
 
 
 def tanh(self: Any, x: Tensor) -> Tensor:
@@ -457,7 +457,7 @@ def test_noticing_takes_few_lines_of_python_per_block() -> None:
         compiled = lazyinline.compile(model, backend="eager")
         compiled(ids, labels=ids)
         (entry,) = vars(compiled)["_lazyinline_entries"]
-        leaves, tree = pytree.flatten(((ids,), {"labels": ids}))
+        leaves, tree = torch_pytree.flatten(((ids,), {"labels": ids}))
         assert entry.guard.accepts(leaves, tree)
         return functools.partial(entry.guard.accepts, leaves, tree)
 

@@ -19,7 +19,7 @@ from lazyinline.backend.run.planned import Lease
 from lazyinline.frontend import compiler
 from lazyinline.frontend.models import DecoderBlock, llama
 from lazyinline.frontend.training_step import compile_step
-from lazyinline.reuse.program import Leaf, walk_closures
+from lazyinline.reuse.ir.program import Leaf, walk_closures
 
 SIZES = {"hidden": 32, "num_heads": 2, "vocab": 61, "seq": 8}
 LOSS = {"clone", "stack", "mean"}

@@ -38,7 +38,7 @@ from transformers.models.t5.modeling_t5 import T5Block
 
 import lazyinline
 from lazyinline import CompileReport, lazy_inline
-from lazyinline.reuse.program import count_calls
+from lazyinline.reuse.ir.program import count_calls
 
 for layer in (GPT2Block, LlamaDecoderLayer, BertLayer, T5Block):
     lazy_inline(layer)

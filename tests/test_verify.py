@@ -19,10 +19,19 @@ from programs import (
 )
 
 from lazyinline.reuse.errors import VerifyError
-from lazyinline.reuse.inline import inline_calls
-from lazyinline.reuse.program import Call, Composite, Leaf, Pack, Program, Unpack, UserInput, Value
-from lazyinline.reuse.types import StructType
-from lazyinline.reuse.verify import verify
+from lazyinline.reuse.ir.inline import inline_calls
+from lazyinline.reuse.ir.program import (
+    Call,
+    Composite,
+    Leaf,
+    Pack,
+    Program,
+    Unpack,
+    UserInput,
+    Value,
+)
+from lazyinline.reuse.ir.types import StructType
+from lazyinline.reuse.ir.verify import verify
 
 aten = torch.ops.aten
 SINE = unary_leaf(aten.sin.default, name="sine")

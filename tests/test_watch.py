@@ -11,7 +11,7 @@ from torch import nn
 
 import lazyinline
 from lazyinline.frontend import tensor_words
-from lazyinline.frontend.python_words import read_word
+from lazyinline.reuse.evidence.python_words import read_word
 
 needs_versions = pytest.mark.skipif(
     sys.version_info >= (3, 13), reason="dictionaries have no versions there"

@@ -15,10 +15,10 @@ import torch
 import torch.fx
 
 from ...autodiff.pair import Derivative
-from ...reuse.leaf import DEFAULT_STAMP, Stamp, stamp_of
-from ...reuse.program import Leaf
+from ...reuse.ir.leaf import DEFAULT_STAMP, Stamp, stamp_of
+from ...reuse.ir.program import Leaf
+from ...reuse.ir.types import StructType, TensorType, Type
 from ...reuse.torch_names import memory_id
-from ...reuse.types import StructType, TensorType, Type
 from ..launches import torch_facts
 from ..launches.kernel_list import BufferInfo, KernelList, Launch, View
 from ..launches.native_ops import with_native

@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 
 from ...autodiff.derivative import Derivative, Request
+from ...reuse.ir.program import Leaf
 from ...reuse.own_code import package_digest
-from ...reuse.program import Leaf
 from ..arena.arena import ArenaPlan
 from ..arena.live_ranges import Buffers
 from ..files.disk import DiskCache, open_cache

@@ -19,9 +19,9 @@ import torch.fx
 from ...autodiff.derivative import Recipe
 from ...autodiff.torch_autograd import trace_forward
 from ...reuse.errors import PlanError
-from ...reuse.leaf import flat_types, without_autocast
-from ...reuse.program import Leaf
-from ...reuse.torch_symbols import Values, module_at, symbols_of, type_at
+from ...reuse.ir.leaf import flat_types, without_autocast
+from ...reuse.ir.program import Leaf
+from ...reuse.ir.torch_symbols import Values, module_at, symbols_of, type_at
 from ..launches.kernel_list import KernelList
 from . import torch_inductor, torch_recorder
 from .eager_kernel import eager_function

@@ -16,8 +16,8 @@ import torch.fx
 
 from ...autodiff.joint_cut import copy_graph
 from ...autodiff.torch_autograd import draw_mask
-from ...reuse.program import input_nodes
-from ...reuse.torch_symbols import sizes_as_literals, symbols_of, with_size_inputs
+from ...reuse.ir.program import input_nodes
+from ...reuse.ir.torch_symbols import sizes_as_literals, symbols_of, with_size_inputs
 from .torch_builds import deferred_builds, vector_units_probed_here
 from .torch_divisions import quotients_checked
 from .torch_draws import drawn_in_order

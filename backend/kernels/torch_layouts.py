@@ -14,7 +14,7 @@ import torch
 import torch.fx
 from torch.fx.node import map_arg
 
-from ...reuse.types import TensorType, strides_that_matter
+from ...reuse.ir.types import TensorType, strides_that_matter
 
 aten = torch.ops.aten
 

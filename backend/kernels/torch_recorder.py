@@ -18,10 +18,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
 from ...reuse.errors import VerifyError
-from ...reuse.leaf import flat_types
-from ...reuse.program import Leaf
+from ...reuse.ir.leaf import flat_types
+from ...reuse.ir.program import Leaf
+from ...reuse.ir.types import TensorType, strides_that_matter
 from ...reuse.torch_names import is_lazy, memory_id
-from ...reuse.types import TensorType, strides_that_matter
 from ..launches.kernel_list import (
     BufferInfo,
     ClosureBuffer,

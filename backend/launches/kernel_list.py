@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 
-from ...reuse.types import TensorType, is_contiguous, is_dense
+from ...reuse.ir.types import TensorType, is_contiguous, is_dense
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,8 +22,8 @@ import torch.fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx._lazy_graph_module import _LazyGraphModule
 
+from ...reuse.ir.types import TensorType, Type
 from ...reuse.torch_names import OPERATOR_TYPES, matmul_precision
-from ...reuse.types import TensorType, Type
 from .built_kernel import BuiltKernel
 
 # Operators of PyTorch's own. What an operator of the user's does, its name does not say.

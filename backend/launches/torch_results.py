@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ...reuse.errors import PlanError
-from ...reuse.types import TensorType
+from ...reuse.ir.types import TensorType
 
 check_layout = torch._C._dynamo.guards.assert_size_stride
 """Raises AssertionError if a tensor has another shape, or other strides that matter."""

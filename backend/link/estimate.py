@@ -13,10 +13,10 @@ from collections.abc import Iterable, Mapping
 import torch
 import torch.fx
 
-from ...reuse.leaf import changed_operand, is_view, node_type
-from ...reuse.program import Leaf
+from ...reuse.ir.leaf import changed_operand, is_view, node_type
+from ...reuse.ir.program import Leaf
+from ...reuse.ir.types import TensorType
 from ...reuse.torch_names import operator_schema
-from ...reuse.types import TensorType
 from ..launches.kernel_list import BufferInfo, KernelList, Launch, View
 from .link import FlatProgram
 

@@ -16,8 +16,8 @@ from typing import Literal, TypeAlias
 import numpy as np
 import torch
 
-from ...reuse.program import Leaf
-from ...reuse.types import TensorType
+from ...reuse.ir.program import Leaf
+from ...reuse.ir.types import TensorType
 from ..arena.live_ranges import Buffers
 from ..kernels.torch_attention import scratch_bytes
 from ..launches.kernel_list import KernelList, Launch, View

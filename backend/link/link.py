@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ...reuse.leaf import flat_types
-from ...reuse.program import Call, Composite, Leaf, Pack, Program, Unpack, Value
-from ...reuse.types import TensorType, flatten_type
+from ...reuse.ir.leaf import flat_types
+from ...reuse.ir.program import Call, Composite, Leaf, Pack, Program, Unpack, Value
+from ...reuse.ir.types import TensorType, flatten_type
 
 Slots = tuple[int, ...]
 

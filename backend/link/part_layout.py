@@ -21,9 +21,9 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from ...reuse.program import Leaf
-from ...reuse.types import TensorType, contiguous_stride
-from ...reuse.wire import Wire
+from ...reuse.ir.program import Leaf
+from ...reuse.ir.transfer import Wire
+from ...reuse.ir.types import TensorType, contiguous_stride
 from ..arena.arena import ALIGNMENT, ArenaPlan
 from ..arena.live_ranges import Buffers, lower_bound
 from ..launches.kernel_list import KernelList

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 
 from onnxscript import ir
 
-from ...reuse.leaf import flat_types
-from ...reuse.printer import UniqueNames, closure_names, format_closure
-from ...reuse.program import (
+from ...reuse.ir.leaf import flat_types
+from ...reuse.ir.printer import UniqueNames, closure_names, format_closure
+from ...reuse.ir.program import (
     Call,
     Closure,
     Composite,
@@ -27,7 +27,7 @@ from ...reuse.program import (
     Value,
     count_calls,
 )
-from ...reuse.types import TensorType, Type
+from ...reuse.ir.types import TensorType, Type
 from . import torch_onnx
 from .leaf import leaf_graph
 

@@ -17,8 +17,8 @@ from ...autodiff.torch_autograd import (
     trace_forward_on,
 )
 from ...reuse.errors import ExportError
-from ...reuse.leaf import flat_types, mutated_args, stamp_of
-from ...reuse.program import Leaf
+from ...reuse.ir.leaf import flat_types, mutated_args, stamp_of
+from ...reuse.ir.program import Leaf
 from . import torch_onnx
 
 

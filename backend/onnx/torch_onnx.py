@@ -32,8 +32,8 @@ from torch.onnx._internal.exporter import (
 )
 
 from ...autodiff.torch_autograd import Decompositions
-from ...reuse.leaf import without_autocast
-from ...reuse.program import input_nodes
+from ...reuse.ir.leaf import without_autocast
+from ...reuse.ir.program import input_nodes
 from .convolution import convolution_backward
 from .grouped_product import grouped_mm
 

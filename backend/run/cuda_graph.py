@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-from ...reuse.program import Leaf
+from ...reuse.ir.program import Leaf
 from ..link.link import FlatProgram
 
 Run = Callable[[], list[torch.Tensor]]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ...reuse.program import Leaf
+from ...reuse.ir.program import Leaf
 from ..kernels.lower import Kernel
 from ..link.link import FlatProgram, Launch, Slots
 

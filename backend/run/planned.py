@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 
+from ...reuse.ir.program import Leaf
+from ...reuse.ir.types import TensorType, contiguous_stride
 from ...reuse.process_lock import ProcessLock
-from ...reuse.program import Leaf
-from ...reuse.types import TensorType, contiguous_stride
 from ..arena.arena import ArenaPlan, plan
 from ..arena.live_ranges import Buffers, lower_bound
 from ..launches import torch_native

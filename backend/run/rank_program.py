@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...reuse.leaf import without_autocast
+from ...reuse.ir.leaf import without_autocast
 from ..arena.arena import ArenaPlan
 from ..arena.live_ranges import Buffers, lower_bound
 from ..launches.present_memory import check_memory

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ...reuse.leaf import without_autocast
+from ...reuse.ir.leaf import without_autocast
 from ...reuse.torch_names import version_of
 from ..launches.present_memory import check_addresses
 from ..launches.torch_native import SameWords

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...reuse.program import Leaf
+from ...reuse.ir.program import Leaf
 from ..arena.arena import ArenaPlan
 from ..arena.live_ranges import Buffers, lower_bound
 from ..kernels.lower import Kernel

@@ -37,7 +37,7 @@ from lazyinline.reuse.errors import (
     ReuseError,
     VerifyError,
 )
-from lazyinline.reuse.program import Program
+from lazyinline.reuse.ir.program import Program
 
 __version__ = "0.1.0"
 

@@ -15,7 +15,7 @@ import torch
 import torch.fx
 from torch.fx.node import map_aggregate, map_arg
 
-from .errors import CaptureError
+from ..errors import CaptureError
 from .types import StructType, TensorType, Type
 
 SIZE_TYPES: tuple[type, ...] = (torch.SymInt, torch.SymFloat, torch.SymBool)

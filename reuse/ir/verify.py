@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 import torch.fx
 
-from .errors import VerifyError
+from ..errors import VerifyError
 from .leaf import flat_types, memory_of, mutated_args
 from .printer import format_program
 from .program import Call, Closure, Composite, Leaf, Pack, Program, Unpack, Value, walk_closures

@@ -17,17 +17,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from .bytecode import globals_used, modules_imported, texts_of
-from .closures import Closures
-from .freeze import (
+from ..freeze import (
     Freezer,
     Identity,
     Unrepeatable,
     is_python_defined,
     is_unrepeatable,
 )
-from .modules import ABSENT, WHOLE, module_state, own_names, raw_attribute
-from .unseen import way_of, way_through
+from .bytecode import globals_used, modules_imported, texts_of
+from .captured_functions import Closures
+from .module_state import ABSENT, WHOLE, module_state, own_names, raw_attribute
+from .telling_apart import way_of, way_through
 
 if TYPE_CHECKING:
     from .evidence import Evidence

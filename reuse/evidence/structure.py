@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from .freeze import Freezer, Identity, slots_of
-from .modules import HOOK_TABLES, module_state, raw_attribute
-from .types import TensorType
+from ..freeze import Freezer, Identity, slots_of
+from ..ir.types import TensorType
+from .module_state import HOOK_TABLES, module_state, raw_attribute
 
 TensorPath = tuple[Any, ...]  # (module path, attribute name, *keys inside the attribute)
 

@@ -13,7 +13,7 @@ import types
 import weakref
 from collections.abc import Iterable
 
-from .errors import CaptureError
+from ..errors import CaptureError
 
 _MAX_FRAMES = 64
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from .torch_names import global_hook_tables
+from ..torch_names import global_hook_tables
 
 OWN_PREFIX = "_lazy_inline"  # of what the mark keeps on an instance
 WHOLE = "__dict__"  # the name under which a module's own table is read as a whole

@@ -17,8 +17,8 @@ from typing import Any, TypeVar
 import torch.fx
 
 from .leaf import FullKey, leaf_key
-from .numbers import Number, Slot, replace, slot_of
 from .program import Call, Closure, Composite, Leaf, ModelTensor, Program, Value, walk_closures
+from .scalar_inputs import Number, Slot, replace, slot_of
 
 Item = TypeVar("Item")
 

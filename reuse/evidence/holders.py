@@ -21,8 +21,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from ..reuse.freeze import is_python_defined, is_unrepeatable, slots_of
-from ..reuse.reads import is_library
+from ..freeze import is_python_defined, is_unrepeatable, slots_of
+from .reads import is_library
 
 _UNSET = object()
 # What torch.compile notes on a function the first time that it runs.

@@ -20,8 +20,8 @@ import torch
 import torch.fx
 from torch.fx.node import map_arg
 
+from ..torch_names import OPERATOR_TYPES
 from .leaf import stamp_of
-from .torch_names import OPERATOR_TYPES
 from .types import TensorType
 
 aten = torch.ops.aten

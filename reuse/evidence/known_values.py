@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from .freeze import (
+from ..freeze import (
     Identity,
 )
 from .held import Held
-from .modules import ABSENT, class_attribute, module_state, raw_attribute
+from .module_state import ABSENT, class_attribute, module_state, raw_attribute
 from .reads import cell_contents, look_up, same_shallow
 
 

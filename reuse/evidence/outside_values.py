@@ -12,9 +12,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from itertools import repeat
 from typing import Any
 
-from ..reuse.reads import Reads, is_library, look_up, may_hold_state
 from .contents import MISSING, Contents, same_value
 from .identity_checks import IdentityChecks
+from .reads import Reads, is_library, look_up, may_hold_state
 
 _contents_of = operator.attrgetter("cell_contents")
 

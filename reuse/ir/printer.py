@@ -20,9 +20,9 @@ from typing import Any
 import torch
 import torch.fx
 
+from ..torch_names import OPERATOR_TYPES
 from .leaf import stamp_of
 from .program import Call, Closure, Composite, Leaf, Pack, Program, Unpack, Value, count_calls
-from .torch_names import OPERATOR_TYPES
 from .types import Type, dtype_name
 
 

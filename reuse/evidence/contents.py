@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..reuse.errors import CaptureError
-from ..reuse.freeze import has_plain_class, slots_of
+from ..errors import CaptureError
+from ..freeze import has_plain_class, slots_of
 from .holders import Kind, attributes_of, is_iterator, kind_of, parts_of
 
 MISSING = object()

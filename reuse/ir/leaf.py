@@ -17,9 +17,9 @@ import torch
 import torch.fx
 from torch.fx.node import map_arg
 
-from .freeze import Freezer
+from ..freeze import Freezer
+from ..torch_names import memory_id, operator_schema
 from .program import Leaf
-from .torch_names import memory_id, operator_schema
 from .torch_symbols import SizedInterpreter
 from .types import TensorType, Type, flatten_type
 

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .freeze import (
+from ..freeze import (
     Freezer,
     Identity,
     describe,
@@ -30,7 +30,7 @@ from .freeze import (
 )
 from .held import Held
 from .known_values import KnownOutside, OwnValues
-from .modules import ABSENT, WHOLE, Places, module_state, raw_attribute, walk_modules
+from .module_state import ABSENT, WHOLE, Places, module_state, raw_attribute, walk_modules
 from .reads import Reads, cell_contents, cell_reads, look_up, outside_name, same_shallow, snapshot
 from .structure import TensorPath, module_paths, structure_mismatch, structure_of, tensor_facts
 

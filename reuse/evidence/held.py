@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from .freeze import (
+from ..freeze import (
     BY_IDENTITY,
     IMMUTABLE,
     TRANSPARENT,

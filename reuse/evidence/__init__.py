@@ -1,0 +1,18 @@
+"""What the model's Python read: does another instance agree, and is it still so?
+
+evidence            what a traced block depended on, and whether another instance agrees
+reads               what the Python of one traced instance read
+captured_functions  the functions that ran, where they have captured variables
+module_state        what a module holds, read past any code of the user's
+structure           the structure of a module tree
+telling_apart       ways to tell instances apart that no comparison can see
+bytecode            what the compiled code of a function names
+held                what values hold, checked by identity
+known_values        values that evidence knows by identity
+contents            what mutable objects hold, all the way down
+holders             what mutable objects hold, kind by kind
+outside_values      globals, class attributes and captured variables that were read
+identity_checks     many checks by identity as one generated function
+python_words        words of memory by which CPython's objects tell that they changed
+watch               words of memory that stand for many checks
+"""

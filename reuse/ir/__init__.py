@@ -1,0 +1,16 @@
+"""The program that all passes work on.
+
+program           closures, calls on them, and the values that flow between
+types             types of program values: tensors with a layout, and structs of them
+leaf              leaf bodies: building ATen graphs, comparing them, running them
+printer           programs as text: the same bytes for the same program
+verify            whether a program keeps the rules of its level
+rewrite           rewriting the leaves of a program, each different one once
+inline            the early inliner: calls replaced by bodies
+interpreter       the reference interpreter
+constants         closures that differ in Python numbers only become one closure
+scalar_inputs     which operators take a 0-d tensor for a number, with the same bits
+torch_size_nodes  adapter: sizes computed by the nodes of a graph
+torch_symbols     adapter: sizes that are expressions of symbols
+transfer          how one tensor travels between ranks
+"""
