@@ -1,1 +1,18 @@
-"""Derivative closures: ``vjp`` of a leaf through PyTorch's autograd, of a program by reversal."""
+"""Derivative closures: ``vjp`` of a leaf by PyTorch's autograd, of a program by reversal.
+
+derivative        ``vjp``: a pair of closures, made once per closure
+leaf_derivative   the two halves of a leaf's derivative, and the boundary between them
+torch_autograd    adapter: PyTorch's autograd and partitioners, traced on fake tensors
+torch_lazy        adapter: operators whose result is a mark on memory
+joint_cut         cuts of a joint graph: any set of forward values may be the saved ones
+choices           which of a call's forward values are saved
+run_again         a forward run again in the backward, without drawing random numbers again
+undefined         the derivative without some cotangents
+micro_batches     one training step: forward and backward, called per micro-batch
+training_program  forward and backward as one program
+aliasing          which inputs share memory with what is saved
+dependence        which inputs a gradient can come back to
+origins           where the operators of a joint graph come from
+
+It imports ``reuse`` only.
+"""

@@ -29,8 +29,8 @@ from ..reuse.ir.program import (
 from ..reuse.ir.types import StructType, TensorType, flatten_type
 from .choices import Choice, Cut, PerCall, Whole
 from .joint_cut import copy_graph, cut_joint
-from .pair import Derivative, cotangent_type, hand_over_views, make_pair
-from .replay import Replayer, run_again
+from .leaf_derivative import Derivative, cotangent_type, hand_over_views, make_pair
+from .run_again import Replayer, run_again
 from .torch_autograd import Decompositions, JointTrace, partition
 
 

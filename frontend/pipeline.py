@@ -12,16 +12,17 @@ from torch import Tensor, nn
 
 from ..backend.run.rank_program import RankProgram
 from ..backend.run.runtime import ReplayRuntime
-from ..pipeline_parallel.actions import ActionTable, schedule_name
-from ..pipeline_parallel.cost import CPU_RATES, CUDA_RATES, CostModel
-from ..pipeline_parallel.cut import Stage, cut_program
-from ..pipeline_parallel.plan import PipelinePlan
-from ..pipeline_parallel.planned_steps import PlannedSteps, Progress
-from ..pipeline_parallel.planning import make_plan
-from ..pipeline_parallel.process_groups import Ranks, ranks_of
-from ..pipeline_parallel.rank_order import RankOrder, rank_order
-from ..pipeline_parallel.shards import Shards
-from ..pipeline_parallel.stage import (
+from ..pipeline_parallel.schedule.actions import ActionTable, schedule_name
+from ..pipeline_parallel.schedule.plan import PipelinePlan
+from ..pipeline_parallel.schedule.rank_order import RankOrder, rank_order
+from ..pipeline_parallel.split.call_costs import CPU_RATES, CUDA_RATES, CostModel
+from ..pipeline_parallel.split.cut import Stage, cut_program
+from ..pipeline_parallel.stages.checkpoint import copy_state, read_parts
+from ..pipeline_parallel.stages.make_plan import make_plan
+from ..pipeline_parallel.stages.planned_steps import PlannedSteps, Progress
+from ..pipeline_parallel.stages.process_groups import Ranks, ranks_of
+from ..pipeline_parallel.stages.sharded_optimizer import Shards
+from ..pipeline_parallel.stages.stage import (
     GradientSums,
     Run,
     StageCounts,
@@ -39,7 +40,6 @@ from .compiler import Compiler, Options
 from .decorator import STAGE_MARK
 from .guard import Guard
 from .pipeline_batch import Batch
-from .pipeline_checkpoint import copy_state, read_parts
 from .pipeline_memory import StageRecompute
 from .pipeline_program import boundaries_of, rank_program
 from .pipeline_split import SPLITS, Splitting, colors_of
@@ -141,7 +141,7 @@ def pipeline(
     if micro_batches < 1:
         raise PipelineError(f"micro_batches={micro_batches}: there must be at least one.")
     # Imported late: it brings in Dynamo, which nothing else here needs.
-    from ..pipeline_parallel.torch_pipelining import action_table
+    from ..pipeline_parallel.stages.torch_pipelining import action_table
 
     ranks = ranks_of(mesh, timeout_s)
     table = action_table(schedule_name(schedule), num_stages, ranks.num_ranks, micro_batches)
@@ -199,7 +199,7 @@ class Pipeline:
         self._parameters = self._own_parameters()
         self._check_tensors(derived)
         self._steps = self._compile(compiler, order)
-        from ..pipeline_parallel.torch_pipelining import ClosureStage, Runner
+        from ..pipeline_parallel.stages.torch_pipelining import ClosureStage, Runner
 
         made = [ClosureStage(s, table.num_stages, ranks.device, ranks.group) for s in self._steps]
         self._runner = Runner(table, made)

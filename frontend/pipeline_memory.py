@@ -8,11 +8,11 @@ from functools import partial
 
 from ..autodiff.derivative import Request
 from ..backend.link.part_layout import least
-from ..pipeline_parallel.actions import ActionTable
-from ..pipeline_parallel.cut import Stage
-from ..pipeline_parallel.halves import Splitter
-from ..pipeline_parallel.memory import StageMemory, bytes_beside
-from ..pipeline_parallel.stage import StageDerivative
+from ..pipeline_parallel.schedule.actions import ActionTable
+from ..pipeline_parallel.schedule.rank_memory import StageMemory, bytes_beside
+from ..pipeline_parallel.split.cut import Stage
+from ..pipeline_parallel.stages.split_backward import Splitter
+from ..pipeline_parallel.stages.stage import StageDerivative
 from ..recompute.policy import Budget, Policy
 from ..reuse.errors import PipelineError, PlanError
 from ..reuse.ir.program import Program

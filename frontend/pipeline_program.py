@@ -10,14 +10,14 @@ from ..backend.link.link import FlatProgram
 from ..backend.link.part_layout import PartSpec, PlanBuffers, Source, UnitLayout
 from ..backend.run.planned import place
 from ..backend.run.rank_program import RankProgram, Run, Schedule
-from ..pipeline_parallel.actions import (
+from ..pipeline_parallel.schedule.actions import (
     BACKWARD,
     BACKWARD_INPUT,
     BACKWARD_WEIGHT,
     FORWARD,
 )
-from ..pipeline_parallel.rank_order import Boundaries, RankOrder
-from ..pipeline_parallel.stage import StageDerivative
+from ..pipeline_parallel.schedule.rank_order import Boundaries, RankOrder
+from ..pipeline_parallel.stages.stage import StageDerivative
 from ..reuse.ir.leaf import flat_types
 from ..reuse.ir.program import ModelTensor, Program
 from ..reuse.ir.transfer import Wire

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from ..pipeline_parallel.actions import ActionTable
-from ..pipeline_parallel.balance import color_balanced
-from ..pipeline_parallel.coloring import color_by_marks, color_evenly
-from ..pipeline_parallel.cost import CostModel
-from ..pipeline_parallel.cut import Colors
+from ..pipeline_parallel.schedule.actions import ActionTable
+from ..pipeline_parallel.split.balance import color_balanced
+from ..pipeline_parallel.split.call_costs import CostModel
+from ..pipeline_parallel.split.coloring import color_by_marks, color_evenly
+from ..pipeline_parallel.split.cut import Colors
 from ..reuse.errors import PipelineError
 from ..reuse.ir.program import Program
 from .decorator import STAGE_MARK

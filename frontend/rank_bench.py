@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 
-from ..pipeline_parallel.actions import ActionTable
-from ..pipeline_parallel.balance import color_balanced
-from ..pipeline_parallel.cost import CPU_RATES, CostModel
-from ..pipeline_parallel.cut import Stage, cut_program
-from ..pipeline_parallel.planning import make_plan
-from ..pipeline_parallel.rank_order import rank_order
-from ..pipeline_parallel.stage import StageDerivative, differentiate_stages
+from ..pipeline_parallel.schedule.actions import ActionTable
+from ..pipeline_parallel.schedule.rank_order import rank_order
+from ..pipeline_parallel.split.balance import color_balanced
+from ..pipeline_parallel.split.call_costs import CPU_RATES, CostModel
+from ..pipeline_parallel.split.cut import Stage, cut_program
+from ..pipeline_parallel.stages.make_plan import make_plan
+from ..pipeline_parallel.stages.stage import StageDerivative, differentiate_stages
 from ..reuse.errors import LazyInlineError, PlanError
 from ..reuse.ir.program import Program
 from . import models
@@ -145,7 +145,7 @@ def compile_rank(
         LazyInlineError: if there is no such rank.
         PlanError: if the backend's memory is not planned.
     """
-    from ..pipeline_parallel.torch_pipelining import action_table
+    from ..pipeline_parallel.stages.torch_pipelining import action_table
 
     large = RANK_MODELS[name]
     lazy_inline(models.GptBlock)

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 
 from ..autodiff.choices import Choice
 from ..autodiff.derivative import Differentiator, Request
-from ..recompute.costs import CostModel, Measured, Roofline
-from ..recompute.fit import BudgetFit, Peaks
+from ..recompute.fit_budget import BudgetFit, Peaks
+from ..recompute.operator_costs import CostModel, Measured, Roofline
 from ..recompute.planner import Planner, wish_of
 from ..recompute.policy import Budget, Policy
 from ..recompute.summary import summarize

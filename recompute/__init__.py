@@ -1,12 +1,12 @@
-"""Chooses, per call, which saved tensors are kept for backward and which are computed again.
+"""Chooses, per call, which tensors are saved for backward and which are computed again.
 
-    policy        what a user asks for
-    costs         what operators cost
-    cut_problem   one leaf's forward values, and what saving some of them means
-    solver        exact cuts of one closure; exact spread over calls, whatever their number
-    planner       the choice of a policy, and the frontier of each closure
-    fit           a budget that the linked program keeps
-    summary       what is saved and computed again, for people
+policy          what a user asks for
+operator_costs  what operators cost
+cut_problem     one leaf's forward values, and what saving some of them means
+solver          exact cuts of one closure; exact spread over the calls of any number
+planner         the choice of a policy, and the frontier of each closure
+fit_budget      a budget that the linked program keeps
+summary         what is saved and computed again, for people
 
 It imports ``reuse`` and ``autodiff`` only.
 """

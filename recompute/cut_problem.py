@@ -12,7 +12,7 @@ from ..autodiff.joint_cut import ancestors, backward_nodes, is_draw, outputs_of
 from ..reuse.ir.leaf import is_view, mutated_args
 from ..reuse.ir.types import TensorType
 from ..reuse.torch_names import operator_schema
-from .costs import CostModel, flops, is_heavy, value_bytes
+from .operator_costs import CostModel, flops, is_heavy, value_bytes
 
 
 @dataclass(frozen=True, slots=True)

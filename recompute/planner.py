@@ -12,8 +12,8 @@ from ..autodiff.derivative import Differentiator, Request
 from ..reuse.ir.leaf import is_view
 from ..reuse.ir.program import Call, Composite, Leaf, input_nodes
 from . import solver
-from .costs import CostModel
 from .cut_problem import CutPoint, CutProblem
+from .operator_costs import CostModel
 
 _NUM_POINTS = 16  # budgets solved for per leaf
 _NUM_INNER_POINTS = 8  # and per composite

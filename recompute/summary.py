@@ -15,7 +15,7 @@ from ..reuse.ir.leaf import flat_types
 from ..reuse.ir.program import Closure, Composite, Leaf
 from ..reuse.ir.types import TensorType
 from ..reuse.torch_names import RESHAPES
-from .costs import flops, is_free, is_heavy
+from .operator_costs import flops, is_free, is_heavy
 
 
 @dataclass(frozen=True)

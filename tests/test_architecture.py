@@ -50,7 +50,7 @@ ADAPTERS = {
     "frontend/torch_mutations.py",
     "frontend/torch_sizes.py",
     "frontend/torch_tracing.py",
-    "pipeline_parallel/torch_pipelining.py",
+    "pipeline_parallel/stages/torch_pipelining.py",
     "reuse/torch_pytree.py",
     "reuse/torch_names.py",
     "reuse/ir/torch_size_nodes.py",

@@ -11,14 +11,14 @@ from lazyinline import PipelineError, lazy_inline
 from lazyinline.autodiff.derivative import Differentiator
 from lazyinline.frontend.compiler import Compiler, Options
 from lazyinline.frontend.models import DecoderBlock, llama
-from lazyinline.pipeline_parallel.actions import SCHEDULES, Action
-from lazyinline.pipeline_parallel.balance import color_balanced
-from lazyinline.pipeline_parallel.cost import CPU_RATES, CostModel
-from lazyinline.pipeline_parallel.cut import cut_program
-from lazyinline.pipeline_parallel.plan import PipelinePlan, StagePlan, simulate
-from lazyinline.pipeline_parallel.planning import make_plan
-from lazyinline.pipeline_parallel.stage import differentiate_stages
-from lazyinline.pipeline_parallel.torch_pipelining import action_table
+from lazyinline.pipeline_parallel.schedule.actions import SCHEDULES, Action
+from lazyinline.pipeline_parallel.schedule.plan import PipelinePlan, StagePlan, simulate
+from lazyinline.pipeline_parallel.split.balance import color_balanced
+from lazyinline.pipeline_parallel.split.call_costs import CPU_RATES, CostModel
+from lazyinline.pipeline_parallel.split.cut import cut_program
+from lazyinline.pipeline_parallel.stages.make_plan import make_plan
+from lazyinline.pipeline_parallel.stages.stage import differentiate_stages
+from lazyinline.pipeline_parallel.stages.torch_pipelining import action_table
 from lazyinline.reuse.ir.program import Program
 
 lazy_inline(DecoderBlock)

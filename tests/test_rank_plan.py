@@ -15,14 +15,14 @@ from lazyinline.frontend.models import DecoderBlock, llama
 from lazyinline.frontend.pipeline_program import boundaries_of, rank_program
 from lazyinline.frontend.report import CompileReport
 from lazyinline.frontend.training_step import LossModel
-from lazyinline.pipeline_parallel.actions import SCHEDULES, Action, ActionTable
-from lazyinline.pipeline_parallel.coloring import color_evenly
-from lazyinline.pipeline_parallel.cut import cut_program
-from lazyinline.pipeline_parallel.plan import simulate
-from lazyinline.pipeline_parallel.planned_steps import Progress
-from lazyinline.pipeline_parallel.rank_order import Boundaries, RankOrder, rank_order
-from lazyinline.pipeline_parallel.stage import differentiate_stages
-from lazyinline.pipeline_parallel.torch_pipelining import action_table
+from lazyinline.pipeline_parallel.schedule.actions import SCHEDULES, Action, ActionTable
+from lazyinline.pipeline_parallel.schedule.plan import simulate
+from lazyinline.pipeline_parallel.schedule.rank_order import Boundaries, RankOrder, rank_order
+from lazyinline.pipeline_parallel.split.coloring import color_evenly
+from lazyinline.pipeline_parallel.split.cut import cut_program
+from lazyinline.pipeline_parallel.stages.planned_steps import Progress
+from lazyinline.pipeline_parallel.stages.stage import differentiate_stages
+from lazyinline.pipeline_parallel.stages.torch_pipelining import action_table
 from lazyinline.reuse.ir.program import ModelTensor, Program
 
 

@@ -18,7 +18,7 @@ import lazyinline
 from lazyinline import Budget, PlanError, ReuseError, lazy_inline
 from lazyinline.frontend.command_line import main
 from lazyinline.recompute.cut_problem import CutProblem, ForwardValue
-from lazyinline.recompute.fit import BudgetFit
+from lazyinline.recompute.fit_budget import BudgetFit
 from lazyinline.recompute.solver import Group, fewest_bytes, frontier, spread
 from lazyinline.recompute.solver import _spread as integer_spread
 

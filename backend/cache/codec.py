@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.fx
 
-from ...autodiff.pair import Derivative
+from ...autodiff.leaf_derivative import Derivative
 from ...reuse.ir.leaf import DEFAULT_STAMP, Stamp, stamp_of
 from ...reuse.ir.program import Leaf
 from ...reuse.ir.types import StructType, TensorType, Type

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..reuse.ir.program import Composite, Program
-from ..reuse.ir.transfer import Wire
-from ..reuse.ir.types import TensorType
-from .actions import FORWARD, Action, ActionTable
-from .cost import CostModel, DeviceRates
-from .plan import PipelinePlan, StagePlan, predicted_durations, simulate
+from ...reuse.ir.program import Composite, Program
+from ...reuse.ir.transfer import Wire
+from ...reuse.ir.types import TensorType
+from ..schedule.actions import FORWARD, Action, ActionTable
+from ..schedule.plan import PipelinePlan, StagePlan, predicted_durations, simulate
+from ..split.call_costs import CostModel, DeviceRates
 from .stage import StageDerivative
 
 

@@ -16,7 +16,7 @@ from ..reuse.ir.leaf import flat_types
 from ..reuse.ir.program import Call, Closure, Composite, Leaf, Pack, Program, Unpack, Value
 from ..reuse.ir.types import StructType, TensorType, Type
 from .joint_cut import ancestors, extract, is_draw, outputs_of
-from .pair import Derivative, cotangent_type
+from .leaf_derivative import Derivative, cotangent_type
 
 
 @dataclass(frozen=True, eq=False)

@@ -17,13 +17,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ..autodiff.derivative import Derivative, Differentiator, Request, active_values
-from ..reuse.ir.leaf import flat_types
-from ..reuse.ir.program import Composite, ModelTensor, Program
-from ..reuse.ir.types import TensorType
-from ..reuse.own_storage import in_own_storage
-from .cut import Stage
-from .halves import Halves, Splitter
+from ...autodiff.derivative import Derivative, Differentiator, Request, active_values
+from ...reuse.ir.leaf import flat_types
+from ...reuse.ir.program import Composite, ModelTensor, Program
+from ...reuse.ir.types import TensorType
+from ...reuse.own_storage import in_own_storage
+from ..split.cut import Stage
+from .split_backward import Halves, Splitter
 
 Run = Callable[[list[Tensor]], list[Tensor]]
 """Runs a program on flat inputs; may empty the list."""

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 
 import torch.fx
 
-from ..reuse.ir.leaf import is_view, mutated_args
-from ..reuse.ir.program import Call, Closure, Composite, Leaf, Pack, Program, Unpack, Value
-from ..reuse.ir.types import StructType, TensorType, Type, flatten_type
+from ...reuse.ir.leaf import is_view, mutated_args
+from ...reuse.ir.program import Call, Closure, Composite, Leaf, Pack, Program, Unpack, Value
+from ...reuse.ir.types import StructType, TensorType, Type, flatten_type
 
 Positions = tuple[int, ...]
 

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from ..autodiff.derivative import Differentiator, Request
-from ..autodiff.torch_autograd import fake_tensor, new_fake_mode
-from ..reuse.ir.leaf import ModalInterpreter, flat_types, is_view
-from ..reuse.ir.program import Call, Closure, Composite, Leaf, ModelTensor, Program, Value
+from ...autodiff.derivative import Differentiator, Request
+from ...autodiff.torch_autograd import fake_tensor, new_fake_mode
+from ...reuse.ir.leaf import ModalInterpreter, flat_types, is_view
+from ...reuse.ir.program import Call, Closure, Composite, Leaf, ModelTensor, Program, Value
 
 
 @dataclass(frozen=True)

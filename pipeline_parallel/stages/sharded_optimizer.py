@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..reuse.torch_names import version_of
+from ...reuse.torch_names import version_of
 from .stage import GradientSums
 
 

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ..reuse.errors import PipelineError
-from ..reuse.ir.program import Call, Composite, ModelTensor, Program
-from .actions import ActionTable
+from ...reuse.errors import PipelineError
+from ...reuse.ir.program import Call, Composite, ModelTensor, Program
+from ..schedule.actions import ActionTable
+from .call_costs import Cost, CostModel
 from .coloring import Path, color_by_bounds, units_of
-from .cost import Cost, CostModel
 from .cut import Colors
 from .partition import partition
 

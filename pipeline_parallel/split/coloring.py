@@ -5,8 +5,8 @@ from __future__ import annotations
 import bisect
 from collections.abc import Mapping, Sequence
 
-from ..reuse.errors import PipelineError
-from ..reuse.ir.program import Call, Closure, Composite, Program, Value, count_calls
+from ...reuse.errors import PipelineError
+from ...reuse.ir.program import Call, Closure, Composite, Program, Value, count_calls
 from .cut import Colors
 
 Path = tuple[int, ...]

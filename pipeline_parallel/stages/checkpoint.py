@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from ..reuse.errors import PipelineError
+from ...reuse.errors import PipelineError
 
 
 def copy_state(own: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:

@@ -9,10 +9,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ..reuse.errors import PipelineError
-from ..reuse.ir.program import ModelTensor
-from .actions import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Action
-from .rank_order import RankOrder
+from ...reuse.errors import PipelineError
+from ...reuse.ir.program import ModelTensor
+from ..schedule.actions import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Action
+from ..schedule.rank_order import RankOrder
 from .stage import StageCounts, StageDerivative
 
 

@@ -10,7 +10,7 @@ import pathlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from ..reuse.errors import PipelineError
+from ...reuse.errors import PipelineError
 from .actions import (
     BACKWARD,
     BACKWARD_INPUT,

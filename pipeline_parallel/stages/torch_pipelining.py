@@ -20,9 +20,9 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining import schedules as torch_schedules
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
-from ..reuse.errors import PipelineError
-from ..reuse.ir.transfer import Wire
-from .actions import COMPUTE, SCHEDULES, Action, ActionTable, rank_of_stages
+from ...reuse.errors import PipelineError
+from ...reuse.ir.transfer import Wire
+from ..schedule.actions import COMPUTE, SCHEDULES, Action, ActionTable, rank_of_stages
 from .planned_steps import PlannedSteps
 from .process_groups import first_line
 from .stage import StageSteps

@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..reuse.errors import PipelineError
-from ..reuse.ir.program import Program
-from .actions import ActionTable
-from .shards import Shards
+from ...reuse.errors import PipelineError
+from ...reuse.ir.program import Program
+from ..schedule.actions import ActionTable
+from .sharded_optimizer import Shards
 from .stage import GradientSums, StageDerivative
 
 PIPELINE_DIM = "pipeline"

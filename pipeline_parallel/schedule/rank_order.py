@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ..reuse.errors import PipelineError
+from ...reuse.errors import PipelineError
 from .actions import (
     BACKWARD,
     BACKWARD_INPUT,

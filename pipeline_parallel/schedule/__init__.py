@@ -1,0 +1,8 @@
+"""What each rank does, in which order, and what that costs.
+
+actions        the action table, as a schedule of PyTorch lays it out
+rank_order     one rank's actions in order, and how long transfers stay where they are
+plan           the plan of a pipeline, and a simulation of the schedule
+rank_memory    what a rank holds beside what its micro-batches keep
+schedule_page  the schedule as a picture
+"""

@@ -1,0 +1,11 @@
+"""Stages as programs and steps, and the ranks that run them.
+
+stage              one stage's forward and backward as programs, and as steps
+split_backward     a backward in two halves: for what travels, and for parameters
+planned_steps      a stage's steps in an arena planned for the whole schedule
+make_plan          the plan of derived stages
+torch_pipelining   adapter: PyTorch's schedules and runtime of pipelines
+process_groups     ranks agree, and sum gradients of what they share
+sharded_optimizer  replicas that share the optimizer's work
+checkpoint         what the ranks saved, loaded into another pipeline
+"""
