@@ -29,8 +29,8 @@ GOAL = 1.05
 def measure(layers: int) -> dict[str, float]:
     """Compiles one depth; returns CPU-seconds by pass."""
     import lazyinline
-    from lazyinline.frontend import models
     from lazyinline.frontend.compiler import Batching, Compiler, Options
+    from lazyinline.frontend.measure import models
 
     torch.set_num_threads(1)
     lazyinline.lazy_inline(models.DecoderBlock)

@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass
 import torch
 
 import lazyinline
-from lazyinline.frontend.models import DecoderBlock, llama
+from lazyinline.frontend.measure.models import DecoderBlock, llama
 
 DEFAULT_SIZES = ((8, 4), (32, 4), (32, 16))
 HIDDEN, SEQ, BATCH = 32, 8, 2  # link does not see how large the tensors are

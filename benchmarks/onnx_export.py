@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 import lazyinline
 from lazyinline.backend.onnx.file import stored_nodes
-from lazyinline.frontend import models
+from lazyinline.frontend.measure import models
 
 lazyinline.lazy_inline(models.DecoderBlock)
 SIZES = {"hidden": 64, "num_heads": 4, "ffn": 172, "vocab": 100, "seq": 16}

@@ -22,7 +22,7 @@ from torch import Tensor
 
 import lazyinline
 from lazyinline import lazy_inline
-from lazyinline.frontend.models import Decoder, DecoderBlock, DecoderConfig
+from lazyinline.frontend.measure.models import Decoder, DecoderBlock, DecoderConfig
 
 SIZES = {"hidden": 64, "num_heads": 2, "vocab": 100, "seq": 16}
 

@@ -20,7 +20,7 @@ from memory_events import memory_use
 
 import lazyinline
 from lazyinline import lazy_inline
-from lazyinline.frontend.models import DecoderBlock, llama
+from lazyinline.frontend.measure.models import DecoderBlock, llama
 from lazyinline.pipeline_parallel.schedule.actions import SCHEDULES
 
 MOST_OFF = 0.02

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 import lazyinline
 from lazyinline import lazy_inline
-from lazyinline.frontend.models import Decoder, DecoderBlock, DecoderConfig
+from lazyinline.frontend.measure.models import Decoder, DecoderBlock, DecoderConfig
 from lazyinline.pipeline_parallel.schedule.actions import SCHEDULES
 
 MICRO_BATCHES = 8

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 import lazyinline
 from lazyinline import lazy_inline
-from lazyinline.frontend.models import DecoderBlock, llama
+from lazyinline.frontend.measure.models import DecoderBlock, llama
 
 MICRO_BATCHES = 8
 

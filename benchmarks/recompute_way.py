@@ -28,7 +28,7 @@ from torch.utils.checkpoint import checkpoint
 import lazyinline
 from lazyinline import Budget
 from lazyinline.backend.launches.kernel_list import View
-from lazyinline.frontend.models import DecoderBlock, GptBlock, gpt, llama
+from lazyinline.frontend.measure.models import DecoderBlock, GptBlock, gpt, llama
 
 SEED = 5
 HEAD_SIZE = 64

@@ -103,7 +103,7 @@ def steps() -> None:
     import torch
 
     import lazyinline
-    from lazyinline.frontend.models import llama
+    from lazyinline.frontend.measure.models import llama
 
     model, args = llama(2, hidden=64, num_heads=2, vocab=67, seq=32, batch=4)
     expected = copy.deepcopy(model)

@@ -23,7 +23,7 @@ from memory_events import MemoryUse, memory_use
 from torch import nn
 
 import lazyinline
-from lazyinline.frontend.models import Decoder, DecoderBlock, llama
+from lazyinline.frontend.measure.models import Decoder, DecoderBlock, llama
 
 PROBLEMS = {
     "overhead-bound": {"num_layers": 8, "hidden": 32, "seq": 8, "vocab": 64},

@@ -15,7 +15,7 @@ from measurement import MODELS
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
-    from lazyinline.frontend import models
+    from lazyinline.frontend.measure import models
 
 Step = Callable[[], Tensor]
 """Runs a forward and returns the loss."""
@@ -23,7 +23,7 @@ Step = Callable[[], Tensor]
 Batch = tuple[tuple[Tensor, ...], Mapping[str, Tensor]]
 """Positional and keyword inputs of the model."""
 
-# The same sizes for every model: those of lazyinline.frontend.models.DecoderConfig.
+# The same sizes for every model: those of lazyinline.frontend.measure.models.DecoderConfig.
 HIDDEN, HEADS, VOCAB, SEQ, BATCH = 256, 4, 1000, 64, 2
 
 
@@ -101,7 +101,7 @@ def family(name: str) -> Family:
 
 
 def _own_models() -> Any:
-    """Loads ``frontend/models.py`` by its path.
+    """Loads ``frontend/measure/models.py`` by its path.
 
     Importing it as a part of lazyinline would import all of lazyinline, and with it much of
     Dynamo, whose lazy import every mode has to pay for itself.

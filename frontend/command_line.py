@@ -12,16 +12,16 @@ from typing import Any
 from ..recompute.policy import POLICIES
 from ..reuse.errors import LazyInlineError
 from ..reuse.ir.printer import format_program
-from . import cache_command, plan_memory
-from .advise import advise
-from .bench import DEFAULT_LAYERS, OWN_MODELS, Plan, bench, title, to_json
-from .candidates import REUSE_CHOICES
+from . import cache_command, plan_memory_command
+from .advise.advise import advise
+from .capture.blocks import REUSE_CHOICES
 from .compiler import BACKEND_CHOICES, Compiler, Options
-from .export import MIN_OPSET, export_onnx
-from .large_models import LARGE_MODELS, bench_large, large_to_json
-from .measure_page import page
-from .rank_bench import RANK_MODELS, RANKS, bench_rank, ranks_to_json
-from .target import FORM, load_target
+from .measure.bench import DEFAULT_LAYERS, OWN_MODELS, Plan, bench, title, to_json
+from .measure.large_models import LARGE_MODELS, bench_large, large_to_json
+from .measure.page import page
+from .measure.rank_bench import RANK_MODELS, RANKS, bench_rank, ranks_to_json
+from .measure.target import FORM, load_target
+from .onnx.export import MIN_OPSET, export_onnx
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             "inspect": _inspect,
             "export": _export,
             "cache": cache_command.run,
-            "plan-memory": plan_memory.run,
+            "plan-memory": plan_memory_command.run,
         }
         runs[options.command](options)
         sys.stdout.flush()
@@ -160,7 +160,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_inspect(commands.add_parser("inspect", help="print the program of a model"))
     _add_export(commands.add_parser("export", help="write a model as an ONNX file"))
     _add_advise(commands.add_parser("advise", help="which classes to mark, and what is in the way"))
-    plan_memory.add_parser(commands)
+    plan_memory_command.add_parser(commands)
     cache_command.add_parser(commands)
     return parser
 

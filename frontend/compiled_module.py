@@ -14,19 +14,19 @@ from ..reuse.errors import CaptureError, PlanError
 from ..reuse.evidence.module_state import has_own_hooks, own_hooks
 from ..reuse.ir.program import UserInput
 from ..reuse.torch_names import global_hook_tables
-from .assemble import OutputTree
-from .autograd_bridge import Bridge, picker
-from .capture import backward_hooked, one_at_a_time, refuse_foreign
+from .autograd.bridge import Bridge, picker
+from .capture.assemble import OutputTree
+from .capture.capture import backward_hooked, one_at_a_time, refuse_foreign
+from .capture.effects import EffectError, EffectsSeen
+from .checks.plain_inputs import watching_tensor, written_out
+from .checks.runnable import check_runnable, check_writes
+from .checks.torch_modes import mode_around
+from .checks.wrappers import refuse_wrapper
 from .compiler import CompiledProgram, Compiler, Options
-from .dynamic import Made, Shapes
-from .effects import EffectError, EffectsSeen
-from .guard import Guard
-from .kept_programs import Inputs, KeptPrograms
-from .plain_inputs import watching_tensor, written_out
+from .guards.guard import Guard
+from .guards.kept_programs import Inputs, KeptPrograms
 from .report import CompileReport
-from .runnable import check_runnable, check_writes
-from .torch_modes import mode_around
-from .wrappers import refuse_wrapper
+from .sizes.shapes import Made, Shapes
 
 _HOOKS_ON_ALL = (*global_hook_tables("forward"), *global_hook_tables("backward"))
 

@@ -51,15 +51,15 @@ from ..reuse.ir.program import (
 )
 from ..reuse.ir.rewrite import map_leaves
 from ..reuse.ir.verify import verify
-from .candidates import REUSE_CHOICES
-from .capture import capture_model, one_at_a_time
+from .capture.blocks import REUSE_CHOICES
+from .capture.capture import capture_model, one_at_a_time
+from .capture.regions import CapturedModel
+from .checks.runnable import check_batch_is_kept
 from .parts import programs_of, returned_of, why_written
 from .progress import progress
 from .recomputing import ProgramPeaks, Recompute
-from .regions import CapturedModel
 from .report import CompileReport
 from .requests import differentiation, loss_differentiation, model_name
-from .runnable import check_batch_is_kept
 from .unused_outputs import UnusedOutputs
 
 BACKEND_CHOICES = ("inductor", "eager")

@@ -12,7 +12,7 @@ from ..backend.cache.results import CacheUse
 from ..recompute.summary import RecomputeRecord
 from ..reuse.ir.printer import closure_names
 from ..reuse.ir.program import count_calls
-from .regions import CapturedModel, SharingDecision
+from .capture.regions import CapturedModel, SharingDecision
 from .reuse_table import reuse_table
 
 

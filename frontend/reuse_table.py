@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .init_key import text_of_keys
-from .regions import SharingDecision
+from .capture.init_key import text_of_keys
+from .capture.regions import SharingDecision
 
 _HEAD = "block"
 

@@ -20,16 +20,16 @@ from ..reuse.errors import PlanError
 from ..reuse.ir.leaf import without_autocast
 from ..reuse.process_lock import ProcessLock
 from ..reuse.torch_names import new_cpu_tensor
-from .autograd_bridge import picker
+from .autograd.bridge import picker
+from .autograd.handed_gradients import HandedGradients
+from .checks.plain_inputs import watching_tensor, written_out
+from .checks.runnable import check_runnable
+from .checks.torch_modes import autograd_mode_around, mode_around
+from .checks.wrappers import refuse_wrappers
 from .compiler import Batching, CompiledStep, Compiler, Options
-from .guard import Guard
-from .handed_gradients import HandedGradients
-from .kept_programs import Inputs, KeptPrograms
-from .plain_inputs import watching_tensor, written_out
+from .guards.guard import Guard
+from .guards.kept_programs import Inputs, KeptPrograms
 from .report import CompileReport
-from .runnable import check_runnable
-from .torch_modes import autograd_mode_around, mode_around
-from .wrappers import refuse_wrappers
 
 LossFunction = Callable[[Any], torch.Tensor]
 

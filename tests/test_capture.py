@@ -19,7 +19,7 @@ from torch import nn
 
 import lazyinline
 from lazyinline import CaptureError
-from lazyinline.frontend.capture import capture_model
+from lazyinline.frontend.capture.capture import capture_model
 
 # ---- results of blocks ---------------------------------------------------------------------------
 

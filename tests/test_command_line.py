@@ -9,9 +9,9 @@ import textwrap
 
 import pytest
 
-from lazyinline.frontend import models as own
-from lazyinline.frontend import workload
 from lazyinline.frontend.command_line import main
+from lazyinline.frontend.measure import models as own
+from lazyinline.frontend.measure import workload
 
 MODELS = """
     import torch

@@ -28,7 +28,7 @@ import lazyinline
 from lazyinline import CompileReport, LazyInlineError, PlanError, lazy_inline
 from lazyinline.frontend.compiled_module import CompiledModule
 from lazyinline.frontend.compiler import Compiler, Options
-from lazyinline.frontend.models import DecoderBlock, GptBlock, gpt, llama
+from lazyinline.frontend.measure.models import DecoderBlock, GptBlock, gpt, llama
 
 lazy_inline(DecoderBlock)
 lazy_inline(GptBlock)

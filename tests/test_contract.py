@@ -56,9 +56,9 @@ from lazyinline.backend.kernels.torch_inductor import (
 )
 from lazyinline.backend.launches.torch_native import native_file
 from lazyinline.backend.onnx import torch_onnx
-from lazyinline.frontend import torch_tracing
-from lazyinline.frontend.fake_rules import kernels_own_rules
-from lazyinline.frontend.torch_mutations import pure_forms
+from lazyinline.frontend.tracing import torch_tracing
+from lazyinline.frontend.tracing.torch_fake_rules import kernels_own_rules
+from lazyinline.frontend.tracing.torch_mutations import pure_forms
 
 pytestmark = pytest.mark.smoke
 

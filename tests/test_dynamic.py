@@ -15,7 +15,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 import lazyinline
 from lazyinline import PlanError, lazy_inline
-from lazyinline.frontend import models as own
+from lazyinline.frontend.measure import models as own
 from lazyinline.reuse.ir.torch_symbols import (
     SizeLiteral,
     symbols_of,
@@ -252,7 +252,7 @@ def test_inputs_that_share_a_length_share_a_symbol() -> None:
 def test_shapes_that_were_not_used_for_long_are_linked_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("lazyinline.frontend.kept_programs.MAX_LINKED", 2)
+    monkeypatch.setattr("lazyinline.frontend.guards.kept_programs.MAX_LINKED", 2)
     model = Wrapped(torch.tanh)
     compiled = lazyinline.compile(model, backend="eager")
     for length in (3, 4, 5, 6, 5, 6, 4):

@@ -25,7 +25,7 @@ from torch import nn
 
 import lazyinline
 from lazyinline import ReuseError, lazy_inline
-from lazyinline.frontend.capture import capture_model
+from lazyinline.frontend.capture.capture import capture_model
 
 
 @dataclass(frozen=True)

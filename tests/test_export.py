@@ -23,7 +23,7 @@ from torch import Tensor, nn
 import lazyinline
 from lazyinline import ExportError, lazy_inline
 from lazyinline.backend.onnx.convolution import convolution_backward
-from lazyinline.frontend import models as own
+from lazyinline.frontend.measure import models as own
 
 lazy_inline(own.DecoderBlock)
 lazy_inline(own.GptBlock)

@@ -15,7 +15,7 @@ from transformers import DynamicCache
 
 import lazyinline
 from lazyinline import ExportError, lazy_inline
-from lazyinline.frontend import models as own
+from lazyinline.frontend.measure import models as own
 
 lazy_inline(own.DecoderBlock)
 

@@ -13,7 +13,7 @@ from torch import nn
 
 import lazyinline
 from lazyinline.backend.launches.torch_native import replay_function
-from lazyinline.frontend.models import llama
+from lazyinline.frontend.measure.models import llama
 from lazyinline.reuse.evidence import python_words
 from lazyinline.reuse.evidence.identity_checks import IdentityChecks
 

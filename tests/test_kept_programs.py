@@ -18,7 +18,8 @@ import torch
 from torch import nn
 
 import lazyinline
-from lazyinline.frontend import dynamic, kept_programs
+from lazyinline.frontend.guards import kept_programs
+from lazyinline.frontend.sizes import shapes as dynamic
 
 logger = logging.getLogger(__name__)
 

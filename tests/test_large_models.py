@@ -8,8 +8,8 @@ from torch import nn
 
 from lazyinline import LazyInlineError
 from lazyinline.frontend.compiler import Compiler, Linked, Options
-from lazyinline.frontend.large_models import compile_large
-from lazyinline.frontend.rank_bench import RankReport, compile_rank, rank_number
+from lazyinline.frontend.measure.large_models import compile_large
+from lazyinline.frontend.measure.rank_bench import RankReport, compile_rank, rank_number
 from lazyinline.frontend.report import CompileReport
 from lazyinline.reuse.ir.program import Program
 

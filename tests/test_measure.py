@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 import lazyinline
-from lazyinline.frontend import workload
-from lazyinline.frontend.measure_page import page
-from lazyinline.frontend.workload import StepResult, Workload, compare, time_steps
+from lazyinline.frontend.measure import workload
+from lazyinline.frontend.measure.page import page
+from lazyinline.frontend.measure.workload import StepResult, Workload, compare, time_steps
 
 ROW_FIELDS = {
     *("model", "layers", "micro_batches", "train", "nodes_held", "nodes_if_inlined"),

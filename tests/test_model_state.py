@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import lazyinline
 from lazyinline import CompileReport, lazy_inline
-from lazyinline.frontend.models import llama
+from lazyinline.frontend.measure.models import llama
 
 
 class Config:

@@ -12,7 +12,7 @@ from torch import nn
 
 import lazyinline
 from lazyinline import lazy_inline
-from lazyinline.frontend.capture import capture_model
+from lazyinline.frontend.capture.capture import capture_model
 from lazyinline.frontend.training_step import compile_step
 from lazyinline.reuse.ir.program import count_calls
 

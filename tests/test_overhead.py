@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import lazyinline
 from lazyinline import lazy_inline
-from lazyinline.frontend.models import DecoderBlock, llama
+from lazyinline.frontend.measure.models import DecoderBlock, llama
 from lazyinline.reuse import torch_pytree
 from lazyinline.reuse.ir.program import Composite
 

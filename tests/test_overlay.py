@@ -17,7 +17,7 @@ from lazyinline.backend.arena.proof import check_no_overlap
 from lazyinline.backend.link import gradient_memory
 from lazyinline.backend.run.planned import PlannedProgram
 from lazyinline.backend.run.runtime import PlannedRuntime
-from lazyinline.frontend.models import DecoderBlock, llama
+from lazyinline.frontend.measure.models import DecoderBlock, llama
 from lazyinline.recompute.policy import Budget
 from lazyinline.reuse.ir.interpreter import interpret
 from lazyinline.reuse.ir.leaf import flat_types

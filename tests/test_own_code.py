@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 from link_tree import PUBLIC_FACE, ROOT, package_folders
 
-from lazyinline.frontend import torch_tracing
+from lazyinline.frontend.tracing import torch_tracing
 from lazyinline.reuse import own_code
 
 

@@ -10,7 +10,7 @@ import pytest
 from lazyinline import PipelineError, lazy_inline
 from lazyinline.autodiff.derivative import Differentiator
 from lazyinline.frontend.compiler import Compiler, Options
-from lazyinline.frontend.models import DecoderBlock, llama
+from lazyinline.frontend.measure.models import DecoderBlock, llama
 from lazyinline.pipeline_parallel.schedule.actions import SCHEDULES, Action
 from lazyinline.pipeline_parallel.schedule.plan import PipelinePlan, StagePlan, simulate
 from lazyinline.pipeline_parallel.split.balance import color_balanced

@@ -159,7 +159,7 @@ def test_halves_together_give_what_the_whole_gives(structs: bool) -> None:
 
 def test_no_operator_but_views_runs_in_both_halves() -> None:
     from lazyinline.frontend.compiler import Compiler, Options
-    from lazyinline.frontend.models import DecoderBlock, llama
+    from lazyinline.frontend.measure.models import DecoderBlock, llama
 
     lazyinline.lazy_inline(DecoderBlock)
     model, args = llama(2, hidden=16, num_heads=2, vocab=11, seq=4)

@@ -11,8 +11,8 @@ from lazyinline import PipelineError, lazy_inline
 from lazyinline.backend.arena.proof import check_no_overlap
 from lazyinline.backend.run.rank_program import RankProgram
 from lazyinline.frontend.compiler import Compiler, Linked, Options
-from lazyinline.frontend.models import DecoderBlock, llama
-from lazyinline.frontend.pipeline_program import boundaries_of, rank_program
+from lazyinline.frontend.measure.models import DecoderBlock, llama
+from lazyinline.frontend.pipeline.rank_compile import boundaries_of, rank_program
 from lazyinline.frontend.report import CompileReport
 from lazyinline.frontend.training_step import LossModel
 from lazyinline.pipeline_parallel.schedule.actions import SCHEDULES, Action, ActionTable

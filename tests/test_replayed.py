@@ -18,7 +18,7 @@ from lazyinline.backend.link.link import FlatProgram
 from lazyinline.backend.run import cuda_graph, unplanned_step
 from lazyinline.backend.run.unplanned_step import ReplayedProgram
 from lazyinline.frontend import compiler as compiler_module
-from lazyinline.frontend.models import DecoderBlock, llama
+from lazyinline.frontend.measure.models import DecoderBlock, llama
 from lazyinline.reuse.ir.types import TensorType
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)

@@ -17,7 +17,7 @@ from lazyinline.backend.kernels.torch_attention import scratch_bytes
 from lazyinline.backend.launches.kernel_list import Launch, View
 from lazyinline.backend.run.planned import Lease
 from lazyinline.frontend import compiler
-from lazyinline.frontend.models import DecoderBlock, llama
+from lazyinline.frontend.measure.models import DecoderBlock, llama
 from lazyinline.frontend.training_step import compile_step
 from lazyinline.reuse.ir.program import Leaf, walk_closures
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import lazyinline
-from lazyinline.frontend.models import DecoderBlock, llama
+from lazyinline.frontend.measure.models import DecoderBlock, llama
 from lazyinline.frontend.training_step import compile_step
 
 SIZES = {"hidden": 32, "num_heads": 2, "vocab": 61, "seq": 8}

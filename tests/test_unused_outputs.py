@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import lazyinline
 from lazyinline import PlanError, lazy_inline
 from lazyinline.autodiff.undefined import FewerCotangents
-from lazyinline.frontend.input_sizes import InputSizes
+from lazyinline.frontend.sizes.torch_input_sizes import InputSizes
 
 
 @lazy_inline

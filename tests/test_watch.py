@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import lazyinline
-from lazyinline.frontend import tensor_words
+from lazyinline.frontend.guards import tensor_words
 from lazyinline.reuse.evidence.python_words import read_word
 
 needs_versions = pytest.mark.skipif(

@@ -15,15 +15,15 @@ from lazyinline.reuse.supported import check_supported
 
 check_supported()  # first: what follows names what only some versions of PyTorch have
 
-from lazyinline.frontend.advice import Advice
-from lazyinline.frontend.advise import advise
+from lazyinline.frontend.advise.advice import Advice
+from lazyinline.frontend.advise.advise import advise
 from lazyinline.frontend.compiled_module import CompiledModule, compile
 from lazyinline.frontend.compiler import capture
-from lazyinline.frontend.decorator import lazy_inline, recompute
-from lazyinline.frontend.export import ExportReport, export_onnx
-from lazyinline.frontend.measure import measure
-from lazyinline.frontend.measure_report import MeasureReport
-from lazyinline.frontend.pipeline import Pipeline, pipeline, stage
+from lazyinline.frontend.marks import lazy_inline, recompute
+from lazyinline.frontend.measure.measure import measure
+from lazyinline.frontend.measure.report import MeasureReport
+from lazyinline.frontend.onnx.export import ExportReport, export_onnx
+from lazyinline.frontend.pipeline.pipeline import Pipeline, pipeline, stage
 from lazyinline.frontend.report import CompileReport
 from lazyinline.frontend.training_step import StepStats, TrainingStep, compile_step
 from lazyinline.recompute.policy import Budget

@@ -1,0 +1,258 @@
+"""``advise(model)``: which classes to mark, and what keeps near-identical blocks apart."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...reuse.errors import PlanError
+from ...reuse.evidence.module_state import module_state
+from ...reuse.ir.program import Closure, Composite, Leaf, Program, count_calls, walk_closures
+from ..capture.capture import capture_candidates
+from ..capture.init_key import InitKeys
+from ..capture.regions import SharingDecision
+from ..compiler import Compiler, Options
+from ..marks import is_marked
+from ..measure.measure import warm_up_compiler
+from ..measure.workload import generators_left_as_found
+from .advice import Advice, ClassAdvice, KeptApart
+from .attribute_sources import class_place, read_at, set_at
+from .differences import GraphDifference, graph_difference
+
+_ATTRIBUTE = re.compile(r"(?:(?P<block>\S+): )*attribute (?P<path>[\w.]+)\S* is .*, not ")
+
+_CHANGES = {
+    "none": "nothing: the graphs are equal and compile once; only a trace is lost",
+    "constant": "give all of them the same: it decides a layout or an option of an operator, and "
+    "cannot become an input as a number in arithmetic does",
+    "wiring": "nothing known; each compiles once",
+    "layout": "give both the same shapes and dtypes",
+    "operator": "the branch makes two graphs, which compile once each; to have one, compute both "
+    "ways and choose with torch.where, or pass the choice as a tensor",
+}
+_CAUSES = (
+    ("hooks of", "put the hook on all of them, or on none"),
+    ("train/eval mode of", "put all of them in one mode"),
+    ("requires_grad", "freeze all of them, or none"),
+    ("parameters of", "give all of them parameters of the same layout and dtype"),
+    ("called in another way", "call all of them in one way"),
+    ("forward hooks", "hooks may keep what they see; use them on the model instead"),
+)
+
+
+def advise(
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    train: bool = True,
+    backend: str = "inductor",
+) -> Advice:
+    """Says which classes to mark, what each saves, and what keeps near-identical blocks apart.
+
+    The model is captured with ``reuse="auto"`` and compiled once with the backend; what a node
+    costs there is the scale for the seconds. Nothing is run, and no mark is left behind.
+
+    Args:
+        model: any ``nn.Module``. On the meta device, use ``backend="eager"``.
+        args: example positional inputs; only layouts matter.
+        kwargs: example keyword inputs.
+        train: look at a training step; otherwise at a forward without gradients.
+        backend: whose seconds: ``"inductor"`` or ``"eager"``.
+
+    Returns:
+        The advice; ``print(advice)`` shows it.
+
+    Raises:
+        CaptureError: if the model's Python cannot be traced.
+        PlanError: if ``model`` or ``args`` are something else.
+
+    Example:
+        >>> print(lazyinline.advise(model, (ids,)))
+    """
+    if not isinstance(model, nn.Module):
+        raise PlanError(f"advise takes an nn.Module, not {type(model).__name__}.")
+    if not isinstance(args, (tuple, list)):
+        raise PlanError(
+            f"args is a tuple of the model's positional inputs, not {type(args).__name__}; "
+            "write (x,) for one input."
+        )
+    options = Options(reuse="auto", backend=backend)
+    warm_up_compiler(backend=backend, train=train)
+    with generators_left_as_found(), torch.set_grad_enabled(train):
+        _, report = Compiler(options).compile(model, args, dict(kwargs or {}), train=train)
+        captured = capture_candidates(model, args, kwargs, train=train)
+    seconds_per_node = report.cpu_s / max(report.num_nodes, 1)
+    classes = _classes(model, captured.program, captured.decisions, seconds_per_node)
+    return Advice(
+        model=type(model).__name__,
+        train=train,
+        backend=backend,
+        num_nodes=report.num_nodes,
+        num_nodes_if_inlined=report.num_nodes_if_inlined,
+        seconds_per_node=seconds_per_node,
+        classes=tuple(sorted(classes, key=lambda c: (-c.nodes_saved, c.name))),
+        kept_apart=tuple(_kept_apart(model, captured.program, captured.decisions)),
+    )
+
+
+def _classes(
+    model: nn.Module,
+    program: Program,
+    decisions: Sequence[SharingDecision],
+    seconds_per_node: float,
+) -> Iterator[ClassAdvice]:
+    sizes, sites = _inlined_sizes(program), count_calls(program)
+    for name in dict.fromkeys(d.class_name for d in decisions):
+        closures = [c for c in sizes if c.name == name]
+        saved = sum((sites[c] - 1) * sizes[c] for c in closures)
+        if saved <= 0:
+            continue
+        paths = tuple(d.path for d in decisions if d.class_name == name)
+        cls = type(model.get_submodule(paths[0]))
+        yield ClassAdvice(
+            name=name,
+            place=class_place(cls),
+            is_marked=is_marked(cls),
+            instances=paths,
+            num_closures=len(closures),
+            num_nodes=max(sizes[c] for c in closures),
+            nodes_saved=saved,
+            seconds_saved=saved * seconds_per_node,
+        )
+
+
+def _inlined_sizes(program: Program) -> dict[Closure, int]:
+    """Returns the operators of each closure with its calls expanded."""
+    sizes: dict[Closure, int] = {}
+    for closure in walk_closures(program):
+        if isinstance(closure, Composite):
+            sizes[closure] = sum(sizes[call.closure] for call in closure.program.calls)
+        else:
+            sizes[closure] = closure.num_nodes if isinstance(closure, Leaf) else 0
+    return sizes
+
+
+def _closures_by_path(program: Program) -> dict[str, Closure]:
+    """Returns the closure of each instance that was traced."""
+    found: dict[str, Closure] = {}
+
+    def visit(body: Program, prefix: str) -> None:
+        for call in body.calls:
+            path = ".".join(p for p in (prefix, call.path) if p)
+            if not call.path:
+                continue  # glue
+            is_new = call.closure not in found.values()
+            found.setdefault(path, call.closure)
+            if is_new and isinstance(call.closure, Composite):
+                visit(call.closure.program, path)
+
+    visit(program, "")
+    return found
+
+
+def _kept_apart(
+    model: nn.Module, program: Program, decisions: Sequence[SharingDecision]
+) -> Iterator[KeptApart]:
+    closures = _closures_by_path(program)
+    apart = [d for d in decisions if not d.shared and d.reason]
+    alike = Counter((d.class_name, _shape(d.reason)) for d in apart)
+    seen: set[tuple[str, str]] = set()
+    for decision in apart:
+        kind = (decision.class_name, _shape(decision.reason))
+        if kind in seen:
+            continue
+        seen.add(kind)
+        pair = [closures.get(path) for path in (decision.compared_with, decision.path)]
+        graphs = None
+        if pair[0] is not None and pair[1] is not None:
+            graphs = graph_difference(pair[0], pair[1])
+        origin, reader = _attribute_lines(_attribute_owner(model, decision.path, decision.reason))
+        yield KeptApart(
+            class_name=decision.class_name,
+            paths=(decision.path, decision.compared_with),
+            num_more=alike[kind] - 1,
+            cause=decision.reason,
+            init_argument=_init_argument(model, decision),
+            origin=origin,
+            read_at=reader,
+            graphs=f"the block {decision.shares}" if decision.shares else _graph_text(graphs),
+            change=_change(decision.reason, graphs),
+        )
+
+
+def _shape(reason: str) -> str:
+    """Returns a reason without its values, to put those together that differ in the same way."""
+    return reason.partition(" is ")[0]
+
+
+def _attribute_owner(model: nn.Module, path: str, reason: str) -> tuple[nn.Module, str] | None:
+    """Returns the module in a block that holds the attribute that a reason names, and its name."""
+    match = _ATTRIBUTE.match(reason)
+    if match is None:
+        return None
+    module = model.get_submodule(path)
+    for name in ".".join(p for p in (match["block"], match["path"]) if p).split("."):
+        child = module_state(module)["_modules"].get(name)
+        if child is None:
+            return module, name
+        module = child
+    return None
+
+
+def _attribute_lines(owner: tuple[nn.Module, str] | None) -> tuple[str, str]:
+    """Returns the lines that set and read an attribute."""
+    if owner is None:
+        return "", ""
+    module, name = owner
+    return set_at(type(module), name), read_at(type(module), name)
+
+
+def _init_argument(model: nn.Module, decision: SharingDecision) -> str:
+    """Names the constructor's arguments that set what differs, with both values if they show."""
+    pair = [
+        _attribute_owner(model, path, decision.reason)
+        for path in (decision.path, decision.compared_with)
+    ]
+    if pair[0] is None or pair[1] is None:
+        return ""
+    keys = InitKeys()
+    constructor = keys.constructor(type(pair[0][0]))
+    names = constructor.used.get(pair[0][1], frozenset()) if constructor is not None else ()
+    mine, other = keys.key(pair[0][0]), keys.key(pair[1][0])
+    texts = []
+    for name in sorted(names):
+        value, before = mine.argument(name), other.argument(name)
+        if value is None or before is None:
+            texts.append(name)
+        elif value.identity != before.identity:
+            texts.append(f"{value}, not {before.text}")
+    return f"{'; '.join(texts)} (of {mine.class_name})" if texts else ""
+
+
+def _graph_text(graphs: GraphDifference | None) -> str:
+    if graphs is None:
+        return ""
+    at = f" at {graphs.source}" if graphs.source else ""
+    texts = {
+        "none": "equal: one closure serves both",
+        "constant": f"the same operators, but {graphs.text}{at}",
+        "layout": f"the same operators, but {graphs.text}",
+        "wiring": f"the same operators, but {graphs.text}{at}",
+        "operator": f"part at {graphs.text}{at}",
+    }
+    return texts[graphs.kind]
+
+
+def _change(reason: str, graphs: GraphDifference | None) -> str:
+    if graphs is not None and graphs.kind == "none":
+        return _CHANGES["none"]
+    for words, change in _CAUSES:
+        if words in reason:
+            return change
+    return _CHANGES[graphs.kind] if graphs is not None else ""

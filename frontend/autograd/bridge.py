@@ -1,0 +1,278 @@
+"""A compiled forward and backward as one node of PyTorch's autograd graph."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ...autodiff.dependence import Dependence
+from ...autodiff.torch_autograd import graph_is_kept
+from ...backend.run.runtime import unchanged
+from ...reuse.errors import PlanError
+from ...reuse.ir.types import TensorType
+from ...reuse.torch_names import is_lazy, memory_id, version_of
+from ..checks.torch_modes import plain_cotangent
+from ..compiler import CompiledProgram
+from ..unused_outputs import refuse_no_numbers
+from .backwards import Backward, Backwards
+from .saved_tensors import SavedTensors
+
+
+@dataclass
+class Aliases:
+    """Which tensors of a program share memory. The same in every run, so the first run tells.
+
+    Attributes:
+        owned: outputs whose memory is theirs alone among inputs and outputs.
+        repeated: outputs that are the same tensor object as an earlier one.
+        guards: inputs and outputs whose memory the backward needs under another name. They are
+            saved beside it, so that autograd notices a change in place.
+    """
+
+    owned: tuple[int, ...] | None = None
+    repeated: tuple[int, ...] = ()
+    guards: tuple[tuple[str, int], ...] = ()
+
+    def learn_forward(
+        self,
+        inputs: Sequence[torch.Tensor],
+        outputs: Sequence[torch.Tensor],
+        saved: Sequence[torch.Tensor],
+    ) -> None:
+        """Looks at a forward. ``saved`` is what its backward needs besides inputs and outputs."""
+        memories = [memory_id(t) for t in (*inputs, *outputs)]
+        owned = [memories.count(m) == 1 for m in memories[len(inputs) :]]
+        self.owned = tuple(i for i, flag in enumerate(owned) if flag)
+        known = [id(t) for t in outputs]
+        self.repeated = tuple(i for i, key in enumerate(known) if known.index(key) != i)
+        needed = {memory_id(t) for t in saved}
+        places = [("input", i) for i in range(len(inputs))]
+        places += [("output", i) for i in range(len(outputs))]
+        self.guards = tuple(p for p, m in zip(places, memories, strict=True) if m in needed)
+
+
+class Absence:
+    """Which gradients do not exist because no used output leads back to them (not: are zero)."""
+
+    def __init__(self, compiled: CompiledProgram) -> None:
+        self._compiled = compiled
+        self._found: dict[tuple[int, ...], tuple[int, ...]] = {}
+
+    def of(self, unused: tuple[int, ...]) -> tuple[int, ...]:
+        """Returns positions of gradients that only the given outputs lead to."""
+        if unused not in self._found:
+            derivative = self._compiled.derivative
+            assert derivative is not None
+            reach, used = Dependence().of_program(self._compiled.captured.program), 0
+            for output in derivative.cotangent_outputs:
+                used |= 0 if output in unused else reach[output]
+            inputs = enumerate(derivative.gradient_inputs)
+            self._found[unused] = tuple(i for i, index in inputs if not used >> index & 1)
+        return self._found[unused]
+
+
+class Bridge:
+    """How a compiled program is run as a node of autograd: what the runs have in common.
+
+    Args:
+        compiled: a program with a derivative.
+        written: positions of inputs that are overwritten after each run.
+    """
+
+    def __init__(self, compiled: CompiledProgram, written: frozenset[int]) -> None:
+        assert compiled.derivative is not None
+        self.program = compiled.captured.program
+        self.backwards = Backwards(compiled)
+        self.derivative = derivative = compiled.derivative
+        self.aliases = Aliases()
+        self.absence = Absence(compiled)
+        self.pick_wanted = picker(derivative.gradient_inputs)
+        self.pick_kept = picker(derivative.kept_inputs)
+        # A buffer that the forward will overwrite is kept as it was.
+        self.cloned = [i for i, k in enumerate(derivative.kept_inputs) if k in written]
+        watched = [i for i in compiled.watched_inputs if i not in written]
+        self.pick_watched = picker(watched)
+        self.num_kept = len(derivative.kept_inputs) + len(derivative.kept_outputs)
+        types = derivative.backward.input_types
+        self.saved = SavedTensors(types[1 : self.num_kept + 1])  # type: ignore[arg-type]
+        self.gradient_types = derivative.backward.output_types
+        outputs = range(len(compiled.captured.program.outputs))
+        self.constant_outputs = [i for i in outputs if i not in derivative.cotangent_outputs]
+
+    def run(self, inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """Runs a forward so that autograd can come back through its backward."""
+        step = Step(self, inputs, self.backwards.expected)
+        outputs: Sequence[torch.Tensor] = _CompiledFunction.apply(step, *self.pick_wanted(inputs))
+        return outputs
+
+
+def picker(places: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
+    """Returns what picks the items at some places, in C where there are several."""
+    if len(places) > 1:
+        return operator.itemgetter(*places)
+    return lambda items: tuple(items[i] for i in places)
+
+
+@dataclass
+class Step:
+    """One forward in flight: its inputs, and after it ran, what its backward needs.
+
+    ``prepared`` is the backward that the forward prepared for.
+    """
+
+    bridge: Bridge
+    inputs: Sequence[torch.Tensor]
+    prepared: Backward
+    flight: Any = None
+    used: tuple[int, ...] = ()
+    _left: Sequence[torch.Tensor] = ()
+    _versions: Sequence[int] = ()
+
+    def taken(self, ctx: Any, unused: Sequence[int]) -> tuple[Sequence[torch.Tensor], Any, str]:
+        """Returns what was saved, the flight, and what is to become of it.
+
+        Once a backward frees the graph, another can follow for outputs that need nothing of what
+        the first one used, as if each had a graph of its own.
+        """
+        backwards, outputs = self.bridge.backwards, self.bridge.derivative.cotangent_outputs
+        if self.flight is None or (
+            self.used and not backwards.are_apart(self.used, set(outputs) - set(unused))
+        ):
+            raise RuntimeError(
+                "Trying to backward through the graph a second time, but the saved tensors have "
+                "already been freed. Specify retain_graph=True at the first backward."
+            )
+        kept: Sequence[torch.Tensor]
+        if self.used:
+            kept = list(map(unchanged, self._left, self._versions))
+        else:
+            saved = ctx.saved_tensors[: self.bridge.num_kept]
+            kept = self.bridge.saved.as_saved(saved)
+        flight = self.flight
+        if graph_is_kept():
+            return kept, flight, "keep"
+        used = (*self.used, *(i for i in outputs if i not in unused))
+        rest = [i for i in unused if i not in self.used]
+        if any(backwards.are_apart(used, [i]) for i in rest):
+            # Detached: an output that holds its own graph would not be freed.
+            self.used, self._left = used, [tensor.detach() for tensor in kept]
+            self._versions = list(map(version_of, kept))
+            return kept, flight, "keep"
+        self.flight, self._left = None, ()
+        return kept, flight, "free"
+
+
+class _CompiledFunction(torch.autograd.Function):
+    """Replays the linked forward, and the linked backward when autograd asks."""
+
+    @staticmethod
+    def forward(ctx: Any, step: Step, *wanted: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        bridge, inputs = step.bridge, step.inputs
+        step.inputs = ()
+        aliases = bridge.aliases
+        outputs, step.flight = step.prepared.runtime.forward(inputs)
+        if aliases.owned is None:
+            saved = step.flight if isinstance(step.flight, list) else []
+            aliases.learn_forward(inputs, outputs, saved)
+        for index in aliases.owned or ():
+            outputs[index] = outputs[index].data  # a user may change even what is a view in here
+        for index in aliases.repeated:  # h and h.detach() may be one tensor in here
+            outputs[index] = outputs[index].detach()
+        kept = bridge.pick_kept(inputs)
+        if bridge.cloned:
+            kept = tuple(t.clone() if i in bridge.cloned else t for i, t in enumerate(kept))
+        ctx.save_for_backward(
+            *kept,
+            *[outputs[i] for i in bridge.derivative.kept_outputs],
+            *[inputs[i] if kind == "input" else outputs[i] for kind, i in aliases.guards],
+            *bridge.pick_watched(inputs),
+        )
+        ctx.step = step
+        if bridge.constant_outputs:
+            ctx.mark_non_differentiable(*[outputs[i] for i in bridge.constant_outputs])
+        ctx.set_materialize_grads(False)
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: torch.Tensor | None) -> tuple[Any, ...]:
+        with torch.no_grad():
+            results = _CompiledFunction._gradients(ctx, cotangents)
+        if not torch.is_grad_enabled():
+            return tuple(results)
+        # `create_graph=True`: whoever differentiates these must not get zero for an answer.
+        places = [i for i, x in enumerate(results) if x is not None]
+        marked = _NoSecondDerivative.apply(_wanting_gradient(), *(results[i] for i in places))
+        for place, gradient in zip(places, marked, strict=True):
+            results[place] = gradient
+        return tuple(results)
+
+    @staticmethod
+    def _gradients(ctx: Any, cotangents: Sequence[torch.Tensor | None]) -> list[Any]:
+        step: Step = ctx.step
+        bridge, derivative = step.bridge, step.bridge.derivative
+        unused = tuple(i for i in derivative.cotangent_outputs if cotangents[i] is None)
+        results: list[torch.Tensor | None] = [None] * (1 + len(derivative.gradient_inputs))
+        if len(unused) == len(derivative.cotangent_outputs):
+            return results
+        kept, flight, graph = step.taken(ctx, unused)
+        backward = bridge.backwards.of(unused)
+        if backward is not step.prepared:
+            flight, graph = backward.runtime.taken_over(step.prepared.runtime, flight), "free"
+        seeds = [
+            _cotangent(cotangents[i], t)
+            for i, t in zip(backward.outputs, backward.types, strict=True)
+        ]
+        gradients = backward.gradients(flight, kept, seeds, graph)
+        for place, gradient in zip(backward.places, gradients, strict=True):
+            results[place + 1] = gradient
+        if unused:
+            absent = bridge.absence.of(unused)
+            for place, type_ in enumerate(bridge.gradient_types):
+                if place in absent:
+                    results[place + 1] = None
+                elif results[place + 1] is None:
+                    results[place + 1] = _cotangent(None, type_)  # type: ignore[arg-type]
+            if any(output in unused for output in backward.outputs):
+                refuse_no_numbers(bridge.program, unused, [g for g in results if g is not None])
+        return results
+
+
+class _NoSecondDerivative(torch.autograd.Function):
+    """Says at a second differentiation that there is none.
+
+    ``once_differentiable`` says it only where a cotangent wants a gradient: not for
+    ``grad(f(x).sum(), x, create_graph=True)``, as in a gradient penalty.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, wanting: torch.Tensor, *gradients: torch.Tensor) -> Any:
+        return tuple(g.view_as(g) for g in gradients)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Any) -> Any:
+        raise PlanError(
+            "A compiled module has no second derivative (create_graph=True, as in a gradient "
+            "penalty). Call the model itself where its gradient is differentiated."
+        )
+
+
+def _wanting_gradient() -> torch.Tensor:
+    return torch.empty(0, requires_grad=True, device="cpu")
+
+
+def _cotangent(gradient: torch.Tensor | None, type_: TensorType) -> torch.Tensor:
+    """Gives a cotangent the layout the backward was compiled for."""
+    if gradient is None:
+        return torch.empty_strided(
+            type_.shape, type_.stride, dtype=type_.dtype, device=type_.device
+        ).zero_()
+    gradient = plain_cotangent(gradient)
+    same = gradient.stride() == type_.stride and gradient.dtype == type_.dtype
+    if same and not is_lazy(gradient):
+        return gradient
+    target = torch.empty_strided(type_.shape, type_.stride, dtype=type_.dtype, device=type_.device)
+    return target.copy_(gradient)

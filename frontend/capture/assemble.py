@@ -1,0 +1,318 @@
+"""From the outer graph to a program: regions and glue become closures, instances become calls.
+
+Glue is what runs between blocks. Consecutive glue becomes one leaf closure; equal glue (and equal
+blocks that had to be traced apart) share one closure, by exact comparison of their graphs.
+
+A closure that changes one of its inputs in place works on a copy and returns the new state, which
+takes the input's place from there on; a program input that ends up changed is written back.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.fx
+
+from ...reuse import torch_pytree
+from ...reuse.ir.leaf import FullKey, cut_leaf, leaf_key, mutated_args, node_type, stamp_of
+from ...reuse.ir.program import Call, Closure, Composite, Leaf, Program, Source, Value
+from ...reuse.torch_names import memory_id
+from ..tracing.torch_tracing import is_mode_switch
+from .regions import CallSite, CrossingError, Region, regions_inside
+
+
+@dataclass(frozen=True)
+class OutputTree:
+    """How the model's result is rebuilt: each leaf is a program output or a constant."""
+
+    leaves: tuple[tuple[str, Any], ...]  # ("output", index) or ("constant", value)
+    spec: torch_pytree.TreeSpec
+
+
+@dataclass(frozen=True)
+class _Body:
+    """A closure made of a region, and the outer nodes at its boundary."""
+
+    closure: Closure
+    inputs: tuple[torch.fx.Node, ...]
+    outputs: tuple[torch.fx.Node, ...]
+    changed: tuple[int, ...]  # inputs whose new state is returned after the outputs
+
+
+@dataclass
+class _Unit:
+    """One call to be: its closure, operands and results as outer nodes."""
+
+    nodes: list[torch.fx.Node]
+    region: Region | None = None
+    site: CallSite | None = None
+
+    @property
+    def place(self) -> tuple[str, str]:
+        """The module path, and how the user wants it recomputed."""
+        instance = self.site or self.region
+        return (instance.path, instance.recompute) if instance is not None else ("", "")
+
+    def uses(self, assembler: Assembler) -> Iterable[torch.fx.Node]:
+        if self.site is not None:
+            return self.nodes[0].all_input_nodes
+        if self.region is not None:
+            return assembler.body(self.region).inputs
+        return (n for node in self.nodes for n in node.all_input_nodes)
+
+
+def assemble(
+    root: Region,
+    results: Sequence[Any],
+    tree: torch_pytree.TreeSpec,
+    sources: Mapping[torch.fx.Node, Source],
+) -> tuple[Program, Mapping[Region, Closure]]:
+    """Builds the program of a captured model; returns the closure of each traced region too.
+
+    Args:
+        root: the root region.
+        results: the model's flat results: nodes for tensors, anything else as it is.
+        tree: the shape of the results.
+        sources: where each input node's tensor comes from.
+
+    Raises:
+        CrossingError: if a tensor is changed in place in a way that crosses blocks.
+    """
+    outputs = list(dict.fromkeys(r for r in results if isinstance(r, torch.fx.Node)))
+    assembler = Assembler({root: outputs, **{r: r.outputs for r in regions_inside(root)}})
+    used = _used_inputs(root, sources) | set(outputs)
+    inputs = [n for n in sources if n in used or n.op == "placeholder"]
+    env = {n: Value(node_type(n), sources[n].name) for n in inputs}
+    start = dict(env)
+    calls = assembler.build(root.items, env, outputs, root.path)
+    changed = [n for n in inputs if env[n] is not start[n]]
+    values = [env[n] for n in (*outputs, *changed)]
+    leaves = tuple(
+        ("output", outputs.index(r)) if isinstance(r, torch.fx.Node) else ("constant", r)
+        for r in results
+    )
+    program = Program(
+        tuple(start[n] for n in inputs),
+        tuple(calls),
+        tuple(values),
+        tuple(sources[n] for n in inputs),
+        tuple((len(outputs) + i, inputs.index(n)) for i, n in enumerate(changed)),
+        OutputTree(leaves, tree),
+    )
+    return program, assembler.closures()
+
+
+def _used_inputs(root: Region, sources: Mapping[torch.fx.Node, Source]) -> set[torch.fx.Node]:
+    return {n for node in root.nodes() for n in node.all_input_nodes if n in sources}
+
+
+class Assembler:
+    """Builds bodies of regions, each region once, and shares equal leaves.
+
+    Args:
+        returned: the nodes that the model, and each block in it, returns.
+    """
+
+    def __init__(self, returned: Mapping[Region, Sequence[torch.fx.Node]]) -> None:
+        self._returned = returned
+        self._bodies: dict[Region, _Body] = {}
+        self._leaves: dict[Any, Leaf] = {}
+
+    def closures(self) -> dict[Region, Closure]:
+        """Returns the closure of each region that has been built."""
+        return {region: body.closure for region, body in self._bodies.items()}
+
+    def body(self, region: Region) -> _Body:
+        """Returns the closure of a region, and its boundary."""
+        if region not in self._bodies:
+            self._bodies[region] = self._make_body(region)
+        return self._bodies[region]
+
+    def _make_body(self, region: Region) -> _Body:
+        nodes = region.nodes()
+        within = {region, *regions_inside(region)}
+        further = {n for r, found in self._returned.items() if r not in within for n in found}
+        outputs = tuple(region.outputs) + _leaked(region, nodes, further)
+        inputs, names = _region_inputs(region, nodes)
+        operators = [n for n in nodes if not is_mode_switch(n)]
+        if all(isinstance(i, torch.fx.Node) and "call" not in i.meta for i in region.items):
+            changed = _changed_inputs(operators, inputs, region.name)
+            leaf = cut_leaf(region.name, operators, inputs, outputs, frozenset(changed))
+            leaf = Leaf(leaf.name, leaf.module, leaf.input_types, leaf.output_types, names)
+            return _Body(self._shared(leaf), tuple(inputs), outputs, changed)
+        env = {n: Value(node_type(n), name) for n, name in zip(inputs, names, strict=True)}
+        start = dict(env)
+        calls = self.build(region.items, env, outputs, region.path)
+        changed = tuple(i for i, n in enumerate(inputs) if env[n] is not start[n])
+        results = [env[n] for n in outputs] + [env[inputs[i]] for i in changed]
+        program = Program(tuple(start[n] for n in inputs), tuple(calls), tuple(results))
+        return _Body(Composite(region.name, program, names), tuple(inputs), outputs, changed)
+
+    def _shared(self, leaf: Leaf) -> Leaf:
+        return self._leaves.setdefault(FullKey(leaf_key(leaf)), leaf)
+
+    def build(
+        self,
+        items: Sequence[torch.fx.Node | Region],
+        env: dict[torch.fx.Node, Value],
+        outputs: Sequence[torch.fx.Node],
+        path: str,
+    ) -> list[Call]:
+        """Turns the items of one region into calls; ``env`` gains a value per result node."""
+        units = _units(items)
+        last_use: dict[torch.fx.Node, int] = {}
+        for index, unit in enumerate(units):
+            last_use.update(dict.fromkeys(unit.uses(self), index))
+        last_use.update(dict.fromkeys(outputs, len(units)))
+        last_use.update(dict.fromkeys(env, len(units)))  # an input's last state may be written back
+        calls = []
+        for index, unit in enumerate(units):
+            body, results = self._unit_body(unit, index, last_use)
+            if body is None:
+                continue
+            place, mark = unit.place
+            operands = self._operands(unit, body)
+            types = body.closure.output_types
+            values = [
+                Value(type_, node.name)
+                for type_, node in zip(
+                    types, (*results, *(operands[i] for i in body.changed)), strict=True
+                )
+            ]
+            relative = place.removeprefix(path + ".") if path else place
+            arguments = tuple(env[n] for n in operands)
+            calls.append(Call(body.closure, arguments, tuple(values), relative, mark))
+            env.update(zip(results, values, strict=False))
+            for position, value in zip(body.changed, values[len(results) :], strict=True):
+                _check_aliases(operands[position], last_use, index, body.closure.name)
+                env[operands[position]] = value
+        return calls
+
+    def _operands(self, unit: _Unit, body: _Body) -> Sequence[torch.fx.Node]:
+        return list(unit.nodes[0].args) if unit.site is not None else body.inputs  # type: ignore[arg-type]
+
+    def _unit_body(
+        self, unit: _Unit, index: int, last_use: Mapping[torch.fx.Node, int]
+    ) -> tuple[_Body | None, Sequence[torch.fx.Node]]:
+        if unit.site is not None:
+            body = self.body(unit.site.region)
+            return body, _site_results(unit, body)
+        if unit.region is not None:
+            body = self.body(unit.region)
+            return body, body.outputs
+        inside = set(unit.nodes)
+        results = [n for n in unit.nodes if last_use.get(n, -1) > index]
+        inputs = list(
+            dict.fromkeys(n for node in unit.nodes for n in node.all_input_nodes if n not in inside)
+        )
+        changed = _changed_inputs(unit.nodes, inputs, "the model")
+        if not results and not changed:
+            return None, ()
+        leaf = cut_leaf("glue", unit.nodes, inputs, results, frozenset(changed))
+        return _Body(self._shared(leaf), tuple(inputs), tuple(results), changed), results
+
+
+def _units(items: Sequence[torch.fx.Node | Region]) -> list[_Unit]:
+    """Groups items: a region or a call alone (with the picks of its results), glue together."""
+    units: list[_Unit] = []
+    calls: dict[torch.fx.Node, _Unit] = {}
+    for item in items:
+        if isinstance(item, Region):
+            units.append(_Unit([], region=item))
+        elif "call" in item.meta:
+            calls[item] = _Unit([item], site=item.meta["call"])
+            units.append(calls[item])
+        elif item.target is operator.getitem and item.args[0] in calls:
+            calls[item.args[0]].nodes.append(item)  # type: ignore[index]
+        elif not is_mode_switch(item):
+            if not units or units[-1].region is not None or units[-1].site is not None:
+                units.append(_Unit([]))
+            units[-1].nodes.append(item)
+    return units
+
+
+def _site_results(unit: _Unit, body: _Body) -> list[torch.fx.Node]:
+    """The node that stands for each result of a call, in the closure's order.
+
+    The nodes of the traced region itself stand in where an instance has no use for a result.
+    """
+    picked = {int(n.args[1]): n for n in unit.nodes[1:]}  # type: ignore[arg-type]
+    return [picked.get(i, node) for i, node in enumerate(body.outputs)]
+
+
+def _region_inputs(
+    region: Region, nodes: Sequence[torch.fx.Node]
+) -> tuple[list[torch.fx.Node], tuple[str, ...]]:
+    inside = set(nodes)
+    used = dict.fromkeys(n for node in nodes for n in node.all_input_nodes if n not in inside)
+    named = dict(zip(region.inputs, region.input_names, strict=True))
+    order = [n for n in region.inputs if n in used or region.num_calls > 1]
+    order += [n for n in used if n not in named]
+    return order, tuple(named.get(n, n.name) for n in order)
+
+
+def _leaked(
+    region: Region, nodes: Sequence[torch.fx.Node], returned: set[torch.fx.Node]
+) -> tuple[torch.fx.Node, ...]:
+    """Results that code outside the block uses, or returns, although the block did not."""
+    inside, known = set(nodes), set(region.outputs)
+    leaked = [
+        n
+        for n in nodes
+        if n not in known and (n in returned or any(u not in inside for u in n.users))
+    ]
+    if leaked and region.num_calls > 1:
+        raise CrossingError(
+            f"{region.name} hands a tensor to code outside it other than by returning it "
+            f"({stamp_of(leaked[0]).source}). Return it from forward."
+        )
+    return tuple(leaked)
+
+
+def _storage(node: torch.fx.Node) -> int | None:
+    value = node.meta.get("val")
+    return memory_id(value) if isinstance(value, torch.Tensor) else None
+
+
+def _changed_inputs(
+    nodes: Sequence[torch.fx.Node], inputs: Sequence[torch.fx.Node], name: str
+) -> tuple[int, ...]:
+    """Positions of the inputs whose memory one of the nodes changes."""
+    changed_memory: dict[int | None, torch.fx.Node] = {}
+    for node in nodes:
+        for operand in mutated_args(node):
+            changed_memory[_storage(operand)] = node
+    if not changed_memory:
+        return ()
+    changed = tuple(i for i, n in enumerate(inputs) if _storage(n) in changed_memory)
+    repeated = any(_repeats_itself(inputs[i].meta["val"]) for i in changed)
+    if repeated or len({_storage(inputs[i]) for i in changed}) < len(changed):
+        node = changed_memory[_storage(inputs[changed[0]])]
+        raise CrossingError(_alias_text(name, stamp_of(node).source))
+    return changed
+
+
+def _repeats_itself(tensor: torch.Tensor) -> bool:
+    """Whether elements share memory (``expand``), so that to write one is to write others."""
+    return any(n != 1 and step == 0 for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def _check_aliases(
+    changed: torch.fx.Node, last_use: Mapping[torch.fx.Node, int], index: int, name: str
+) -> None:
+    memory = _storage(changed)
+    for node, use in last_use.items():
+        if use > index and node is not changed and _storage(node) == memory:
+            raise CrossingError(_alias_text(name, stamp_of(node).source))
+
+
+def _alias_text(name: str, source: str) -> str:
+    at = f" at {source}" if source else ""
+    return (
+        f"{name} changes a tensor in place{at} that is also seen through a view elsewhere in the "
+        "model. Use the out-of-place operator there, or clone the tensor first."
+    )

@@ -1,0 +1,251 @@
+"""Which module calls capture may share: the marked ones, none, or those that repeat by structure.
+
+``reuse="auto"`` leaves no trace on the user's classes. Two modules are *alike* if their trees
+agree in classes, names and parameter layouts. A module is a candidate where alike ones occur
+elsewhere; how large it is is measured when its first instance is traced, never guessed. What turns
+out not to pay is dissolved into what surrounds it. Being a candidate proves nothing: evidence
+decides, as it does for a mark.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator
+from typing import Any, Protocol
+
+from torch import nn
+
+from ...reuse.evidence.module_state import module_state
+from ..marks import is_block
+from .regions import Region, regions_inside
+
+REUSE_CHOICES = ("marked", "auto", "off")
+
+# A module without sub-modules (a norm, an activation) is usually fused with its neighbours, which
+# a closure of its own prevents.
+_MIN_NODES = 4
+_MIN_NODES_ALONE = 12
+_MIN_NODES_SAVED = 16
+
+
+class Blocks(Protocol):
+    """Decides which module calls are recorded as blocks."""
+
+    def wants(self, module: nn.Module, around: Region) -> bool:
+        """Whether a call of this module, inside a region, may become a call on a closure."""
+
+    def pays(self, region: Region) -> bool:
+        """Whether a block that has just been traced is worth a closure."""
+
+    def keeps(self, region: Region) -> bool:
+        """Whether a block that was traced and never called again stays a closure."""
+
+    def ran(self, module: nn.Module, num_nodes: int) -> None:
+        """Is told that a module that is no block has run."""
+
+    def differs(self, module: nn.Module) -> None:
+        """Is told that a module could not share although one like it was known."""
+
+
+def choose_blocks(reuse: str) -> Blocks:
+    """Returns who decides about blocks, for ``"marked"`` and ``"off"``."""
+    return MarkedBlocks() if reuse == "marked" else NoBlocks()
+
+
+class MarkedBlocks:
+    """The instances of marked classes. A mark is a wish: the user decides what pays."""
+
+    def wants(self, module: nn.Module, around: Region) -> bool:
+        """Whether it is marked."""
+        return is_block(module)
+
+    def pays(self, region: Region) -> bool:
+        """Always."""
+        return True
+
+    def keeps(self, region: Region) -> bool:
+        """Always."""
+        return True
+
+    def ran(self, module: nn.Module, num_nodes: int) -> None:
+        """Does not matter here."""
+
+    def differs(self, module: nn.Module) -> None:
+        """Does not matter here."""
+
+
+class NoBlocks(MarkedBlocks):
+    """Nothing is shared."""
+
+    def wants(self, module: nn.Module, around: Region) -> bool:
+        """Never."""
+        return False
+
+
+class RepeatedBlocks:
+    """Marked instances, and modules that repeat: outermost that pays, nested where that pays again.
+
+    Args:
+        model: the whole model.
+        called_again: ids of modules to be taken as repeated although the tree holds them once.
+    """
+
+    def __init__(self, model: nn.Module, called_again: Collection[int] = ()) -> None:
+        self._alike = AlikeModules(model)
+        self._model = model
+        self._called_again = called_again
+        self._too_small: set[int] = set()
+        self._different: set[int] = set()
+        self._runs: dict[int, tuple[nn.Module, int, int]] = {}
+
+    def wants(self, module: nn.Module, around: Region) -> bool:
+        """Whether the module is marked, or repeats and was not found too small."""
+        if is_block(module):
+            return True
+        if id(module) in self._called_again:
+            return True
+        kind = self._alike.kind(module)
+        return kind is not None and kind not in self._too_small and self._repeats(kind, around) > 1
+
+    def _repeats(self, kind: int, around: Region) -> int:
+        """How often code of this kind would run if everything around it were shared."""
+        inside, trusted = False, True
+        region: Region | None = around
+        while region is not None and region.parent is not None:
+            outer = self._alike.kind(region.module)
+            if region.module is not self._model:  # a part that is marked for recompute only
+                inside, trusted = True, trusted and outer not in self._different
+            region = region.parent
+        return self._alike.once[kind] if inside and trusted else self._alike.count[kind]
+
+    def pays(self, region: Region) -> bool:
+        """Whether a traced block saves enough; if not, those like it are left alone from now on."""
+        module = region.module
+        kind = self._alike.kind(module)
+        if is_block(module) or region.recompute or id(module) in self._called_again or kind is None:
+            return True
+        assert region.parent is not None
+        repeats = self._repeats(kind, region.parent)
+        if _pays(module, len(region.nodes()), repeats):
+            return True
+        self._too_small.add(kind)
+        return False
+
+    def ran(self, module: nn.Module, num_nodes: int) -> None:
+        """Counts the runs of a module, to find one that is called repeatedly (shared layers)."""
+        if module_state(module)["_modules"]:
+            _, runs, _ = self._runs.get(id(module), (module, 0, 0))
+            self._runs[id(module)] = (module, runs + 1, num_nodes)
+
+    def differs(self, module: nn.Module) -> None:
+        """From now on, what is inside of such modules is looked at on its own merit."""
+        kind = self._alike.kind(module)
+        if kind is not None:
+            self._different.add(kind)
+
+    def run_again(self) -> frozenset[int]:
+        """Returns ids of the outermost modules that ran repeatedly and would pay as blocks."""
+        found = {
+            key: module
+            for key, (module, runs, nodes) in self._runs.items()
+            if runs > 1 and _pays(module, nodes, runs)
+        }
+        inner = {id(m) for outer in found.values() for m in outer.modules() if m is not outer}
+        return frozenset(found.keys() - inner)
+
+    def keeps(self, region: Region) -> bool:
+        """Whether a block that was traced and never called again stays a closure."""
+        return bool(region.recompute) or is_block(region.module)
+
+
+class NearlyRepeatedBlocks(RepeatedBlocks):
+    """Keeps what could not share, to be compared."""
+
+    def keeps(self, region: Region) -> bool:
+        """Whether modules like it were found to differ."""
+        return super().keeps(region) or self._alike.kind(region.module) in self._different
+
+
+def _pays(module: nn.Module, num_nodes: int, num_calls: int) -> bool:
+    least = _MIN_NODES if module_state(module)["_modules"] else _MIN_NODES_ALONE
+    return num_nodes >= least and num_nodes * (num_calls - 1) >= _MIN_NODES_SAVED
+
+
+class AlikeModules:
+    """The kinds of modules in a tree, and how often each occurs.
+
+    Attributes:
+        count: instances of each kind in the whole tree.
+        once: the same, if inside of a repeated kind only its first instance is looked at.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._kinds: dict[Any, int] = {}
+        self._kind_of: dict[int, int] = {}
+        modules: list[nn.Module] = []
+        self._index(model, modules)
+        self.count = Counter(self._kind_of[id(m)] for m in modules if may_be_block(m))
+        self.once: Counter[int] = Counter()
+        self._walk(model, set())
+
+    def kind(self, module: nn.Module) -> int | None:
+        """Returns the number of a module's kind, or None if it cannot be a block."""
+        kind = self._kind_of.get(id(module))
+        return kind if kind in self.count else None
+
+    def _index(self, module: nn.Module, modules: list[nn.Module]) -> int:
+        if id(module) in self._kind_of:
+            return self._kind_of[id(module)]
+        state = module_state(module)
+        children = tuple(
+            (name, self._index(child, modules))
+            for name, child in state["_modules"].items()
+            if child is not None
+        )
+        tensors = tuple(
+            (name, None if t is None else (t.shape, t.dtype))
+            for table in ("_parameters", "_buffers")
+            for name, t in state[table].items()
+        )
+        key = (type(module), children, tensors)
+        self._kind_of[id(module)] = self._kinds.setdefault(key, len(self._kinds))
+        modules.append(module)
+        return self._kind_of[id(module)]
+
+    def _walk(self, module: nn.Module, seen: set[int]) -> None:
+        for child in module_state(module)["_modules"].values():
+            if child is None or id(child) in seen:
+                continue
+            seen.add(id(child))
+            kind = self.kind(child)
+            if kind is not None:
+                self.once[kind] += 1
+                if self.once[kind] > 1:
+                    continue
+            self._walk(child, seen)
+
+
+def may_be_block(module: nn.Module) -> bool:
+    """Whether a module has a forward of more than one operator of PyTorch's."""
+    cls = type(module)
+    if cls.forward is nn.Module.forward:
+        return False  # a container
+    is_basic = cls.__module__.startswith("torch.nn.") and not module_state(module)["_modules"]
+    return not is_basic
+
+
+def dissolve(root: Region, regions: Collection[Region]) -> None:
+    """Hands the nodes of some regions, which nothing calls, to the regions around them."""
+    for region in [root, *regions_inside(root)]:
+        region.items = list(_without(region.items, regions))
+    for region in regions_inside(root):
+        while region.parent in regions and region.parent is not None:
+            region.parent = region.parent.parent
+
+
+def _without(items: Iterable[Any], regions: Collection[Region]) -> Iterator[Any]:
+    for item in items:
+        if isinstance(item, Region) and item in regions:
+            yield from _without(item.items, regions)
+        else:
+            yield item

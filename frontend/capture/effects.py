@@ -1,0 +1,159 @@
+"""What a forward does besides computing, which a compiled program would not do at each call.
+
+Found by evidence after the run: what is changed outside the model or in its arguments, a tensor of
+the trace among that, and what it prints or logs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from ...reuse import torch_pytree
+from ...reuse.errors import CaptureError
+from ...reuse.evidence.reads import Reads
+from ...reuse.ir.types import TensorType
+from ..tracing.torch_tracing import user_line
+from .outside_changes import OutsideChanges, find_fake
+
+_MAX_STATES = 8
+
+
+class EffectError(CaptureError):
+    """The forward does something at each call that a program could not do; run it itself."""
+
+
+class Effects:
+    """Watches one run for what it does outside.
+
+    Args:
+        changes: what the run could change.
+        policy: ``"refuse"`` says so afterwards; ``"undo"`` puts everything back and goes on, for
+            who only looks at the program or writes it to a file.
+
+    Attributes:
+        changed: what was changed outside, or an empty text.
+        output: what was printed or logged, held back: the line, and what brings it out.
+    """
+
+    def __init__(self, changes: OutsideChanges, policy: str) -> None:
+        self.changes = changes
+        self.changed = ""
+        self.output: dict[str, Callable[[], None]] = {}
+        self._policy = policy
+        self._error: EffectError | None = None
+        self._again: Callable[[], None] = _nothing
+        self._kept: torch.Tensor | None = None
+
+    def hold_back(self, emit: Callable[[], None], where: str) -> None:
+        """Takes what would be printed or logged at a line."""
+        number = sum(key.startswith(where) for key in self.output)
+        self.output[f"{where} ({number})" if number else where] = emit
+
+    def emit(self, known: Sequence[str] = ()) -> None:
+        """Brings out what was held back, but for some lines."""
+        for where, emit in self.output.items():
+            if where not in known:
+                emit()
+
+    def asks_for_text(self, tensor: torch.Tensor) -> None:
+        """Refuses to write out a tensor: there are no numbers yet."""
+        if self._policy == "refuse":
+            self._error = EffectError(
+                f"The model's forward writes out a {TensorType.of(tensor)} tensor at {user_line()}"
+                " (print, an f-string, a log), whose numbers are others at every call."
+            )
+            raise self._error
+
+    def check_arguments(self, before: Any, arguments: Any) -> None:
+        """Refuses a forward that changes a list or a dictionary that it is given."""
+        leaves, spec = before
+        now, now_spec = torch_pytree.flatten(arguments)
+        same = now_spec == spec and all(a is b for a, b in zip(now, leaves, strict=False))
+        if not same and self._policy == "refuse":
+            self._error = self._error or EffectError(
+                "The model's forward changes a list, dictionary or object among its arguments, "
+                "which a compiled program would leave as it is."
+            )
+
+    def end(self, reads: Reads) -> None:
+        """Looks at what the finished run left, and puts it back.
+
+        Raises:
+            EffectError: if the next run would do it again.
+        """
+        reads.closures.let_go()
+        self.changes.ended(reads)
+        self.put_back(reads)
+        if self._policy == "undo":
+            self.emit()
+        elif self._kept is not None:
+            line = f"; {self.changes.hooked} has a forward hook" if self.changes.hooked else ""
+            raise EffectError(
+                f"The model's forward keeps a tensor ({TensorType.of(self._kept)}) outside of it, "
+                f"at each call anew{line}."
+            )
+        elif self._error is not None:
+            raise self._error
+
+    def put_back(self, reads: Reads) -> None:
+        """Puts what was changed outside back.
+
+        Raises:
+            CaptureError: if something of it cannot be.
+        """
+        self.changed, self._again, new = self.changes.put_back(reads.names())
+        cached = self.changes.empty_caches()
+        self._kept = cached if cached is not None else find_fake(new)
+        self.changes.contents.refuse_lasting()
+
+    def redo(self) -> None:
+        """Changes again what :meth:`put_back` put back."""
+        self._again()
+
+    def unsettled(self) -> str:
+        """Says what the run did that the next may not do again, or returns an empty text."""
+        if self._policy == "undo":
+            return ""
+        if self.changed:
+            return (
+                f"The model's forward changes {self.changed}, and a compiled program could not "
+                "keep doing that at every call."
+            )
+        if self.output:
+            return f"The model's forward prints or logs something at {next(iter(self.output))}."
+        return ""
+
+
+class EffectsSeen:
+    """Which states of a model had a forward with effects, so that the model itself runs.
+
+    What the model keeps once only, such as a cache that is filled at the first call, is no effect
+    at the next: a state is tried again at its 2nd, 4th, 8th ... call.
+    """
+
+    def __init__(self) -> None:
+        self._seen: dict[Any, tuple[str, int]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._seen)
+
+    def note(self, state: Any, reason: str) -> str:
+        """Remembers why the model itself runs in a state; returns it."""
+        count = self._seen.pop(state, ("", 1))[1]
+        self._seen = {**dict([*self._seen.items()][-_MAX_STATES:]), state: (reason, count)}
+        return reason
+
+    def why_itself(self, state: Any) -> str:
+        """Counts a call; returns why the model itself runs, or "" if that is to be seen anew."""
+        reason, count = self._seen.get(state, ("", 0))
+        if not reason:
+            return ""
+        self._seen[state] = (reason, count + 1)
+        return reason if (count + 1).bit_count() > 1 else ""
+
+
+def _nothing() -> None:
+    """Stands for no change."""

@@ -1,0 +1,228 @@
+"""What a run of the forward changes outside the model: lists that hooks fill, counters, caches.
+
+What its Python can reach is noted before it can be changed: what hooks hold, what the globals and
+captured variables of each function hold as it begins, and what classes and modules hold. After the
+run, all of it is put back; the next run of the model itself makes the change as eager does.
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+import gc
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...reuse.evidence.contents import MISSING, Contents, same_value
+from ...reuse.evidence.module_state import ABSENT, module_state, walk_modules
+from ...reuse.evidence.reads import Reads, cell_contents, is_library, outside_name
+from ...reuse.torch_names import global_hook_tables
+from ..tracing.torch_tracing import is_fake
+
+_CACHED = type(functools.lru_cache(len))
+_MAX_SEARCHED = 10_000
+_FORWARD_TABLES = ("_forward_hooks", "_forward_pre_hooks")
+
+
+class OutsideChanges:
+    """What the Python of one run found outside the model, as it was then.
+
+    Attributes:
+        contents: what the objects among it held.
+        hooked: names the module whose forward hooks run, if one has any.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.contents = Contents()
+        self.hooked = ""
+        self._tables: dict[int, tuple[Any, Mapping[str, Any], dict[str, Any]]] = {}
+        self._cells: dict[int, tuple[types.CellType, str, Any]] = {}
+        self._captured: dict[types.CodeType, dict[str, Any]] = {}
+        self._nested: set[types.CodeType] = set()  # code of functions that the run itself makes
+        self._ran: set[types.CodeType] = set()
+        self._caches: dict[int, Any] = {}
+        for path, module in walk_modules(model):
+            for table in _FORWARD_TABLES:
+                for hook in module_state(module).get(table, {}).values():
+                    self.hooked = self.hooked or f"{path or 'the model'} ({type(module).__name__})"
+                    self._hold(hook)
+        for hooks in global_hook_tables("forward"):
+            for hook in hooks.values():
+                self._hold(hook)
+
+    def _hold(self, hook: Any) -> None:
+        """Notes what a hook that was there before the run holds."""
+        self.contents.look_into(hook)
+        for function in _functions_of(hook):
+            for name, cell in zip(
+                function.__code__.co_freevars, function.__closure__ or (), strict=True
+            ):
+                self._cells[id(cell)] = (cell, name, cell_contents(cell))
+                self.contents.look_into(cell_contents(cell))
+
+    def found(self, owner: Any, name: str, value: Any) -> None:
+        """Notes what a name outside the model stands for, the first time it is looked up."""
+        module_name = _module_name(owner)
+        if is_library(module_name) or str(module_name).partition(".")[0] == "numpy":
+            return
+        self._look_into(value)
+        table: Any = owner if type(owner) is dict else vars(owner) if _is_holder(owner) else None
+        if table is not None and id(owner) not in self._tables:
+            self._tables[id(owner)] = (owner, table, dict(table))
+
+    def began(self, frame: types.FrameType) -> None:
+        """Notes what the variables that a function captured hold as it begins."""
+        code = frame.f_code
+        if code not in self._ran:
+            self._ran.add(code)
+            self._nested.update(c for c in code.co_consts if isinstance(c, types.CodeType))
+        if not code.co_freevars or code in self._nested:
+            return
+        variables = frame.f_locals
+        held = {name: variables[name] for name in code.co_freevars if name in variables}
+        self._captured.setdefault(code, held)
+        for value in held.values():
+            self._look_into(value)
+
+    def _look_into(self, value: Any) -> None:
+        if type(value) is _CACHED:
+            self._caches[id(value)] = value
+        self.contents.look_into(value)
+
+    def ended(self, reads: Reads) -> None:
+        """Looks at the functions that ran, once their frames have ended."""
+        functions: dict[types.CodeType, list[types.FunctionType]] = {}
+        for function in reads.closures.functions():
+            functions.setdefault(function.__code__, []).append(function)
+        for code, before in self._captured.items():
+            for function in functions.get(code, [])[:2]:
+                if len(functions[code]) > 1:
+                    break  # whose variables they were is not known
+                cells = zip(code.co_freevars, function.__closure__ or (), strict=True)
+                for name, cell in cells:
+                    if name in before:
+                        self._cells.setdefault(id(cell), (cell, name, before[name]))
+
+    def put_back(self, names: set[str]) -> tuple[str, Callable[[], None], list[Any]]:
+        """Undoes every change.
+
+        Args:
+            names: those that the code which ran speaks of; other names are others' business.
+
+        Returns:
+            What was changed, or an empty text; what makes the changes again; and the new values.
+        """
+        changes = list(self._changes(names))
+        new = [*self.contents.changed_values(), *(now for *_, now in changes)]
+        contents_again = self.contents.put_forward()
+        what = self.contents.put_back()
+        for _, put, before, _ in changes:
+            put(before)
+        what = f"{what} that it found outside the model" if what else ""
+        what = changes[0][0] if changes else what
+
+        def again() -> None:
+            contents_again()
+            for _, put, _, now in changes:
+                put(now)
+
+        return what, again, new
+
+    def empty_caches(self) -> torch.Tensor | None:
+        """Empties function caches that hold a tensor of a trace; returns one of those."""
+        found = None
+        for cache in self._caches.values():
+            held = find_fake(gc.get_referents(cache))
+            if held is not None:
+                found = held
+                cache.cache_clear()
+        return found
+
+    def _changes(self, names: set[str]) -> Iterator[tuple[str, Callable[[Any], None], Any, Any]]:
+        """Yields what was bound anew: its name, how it is put, and its values before and now."""
+        for cell, name, before in self._cells.values():
+            now = cell_contents(cell)
+            if not same_value(now, before):
+                yield f"the captured variable {name}", _putting_cell(cell), before, now
+        for owner, table, known in self._tables.values():
+            if len(table) == len(known) and all(map(_is_same, table.values(), known.values())):
+                continue
+            for name in names:
+                now, before = table.get(name, MISSING), known.get(name, MISSING)
+                if not same_value(now, before):
+                    yield outside_name(owner, name), _putting(owner, name), before, now
+
+
+def find_fake(values: Sequence[Any]) -> torch.Tensor | None:
+    """Returns a tensor of a trace that some values hold, if there is one."""
+    todo, seen = list(values), set[int]()
+    while todo and len(seen) < _MAX_SEARCHED:
+        value = todo.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, torch.Tensor):
+            if is_fake(value):
+                return value
+        elif isinstance(value, (list, tuple, set, frozenset, collections.deque)):
+            todo += list(value)
+        elif isinstance(value, dict):
+            todo += [*value.keys(), *value.values()]
+        elif not isinstance(value, (type, types.ModuleType, types.FunctionType, nn.Module)):
+            todo += list(getattr(value, "__dict__", {}).values())
+    return None
+
+
+def _is_same(now: Any, before: Any) -> bool:
+    return now is before
+
+
+def _functions_of(hook: Any) -> Iterator[types.FunctionType]:
+    todo = [hook]
+    while todo:
+        value = todo.pop()
+        if isinstance(value, types.FunctionType):
+            yield value
+            todo.append(getattr(value, "__wrapped__", None))
+        elif isinstance(value, types.MethodType):
+            todo.append(value.__func__)
+        elif hasattr(value, "func"):
+            todo.append(value.func)
+
+
+def _is_holder(owner: Any) -> bool:
+    return isinstance(owner, (type, types.ModuleType))
+
+
+def _module_name(owner: Any) -> Any:
+    if type(owner) is dict:
+        return owner.get("__name__")
+    if isinstance(owner, types.ModuleType):
+        return owner.__name__
+    return getattr(owner if isinstance(owner, type) else type(owner), "__module__", "")
+
+
+def _putting(owner: Any, name: str) -> Callable[[Any], None]:
+    def put(value: Any) -> None:
+        if type(owner) is dict:
+            owner.pop(name, None) if value is MISSING else owner.__setitem__(name, value)
+        elif value is not MISSING:
+            setattr(owner, name, value)
+        elif name in vars(owner):
+            delattr(owner, name)
+
+    return put
+
+
+def _putting_cell(cell: types.CellType) -> Callable[[Any], None]:
+    def put(value: Any) -> None:
+        if value is ABSENT:
+            del cell.cell_contents
+        else:
+            cell.cell_contents = value
+
+    return put

@@ -1,0 +1,177 @@
+"""Tensors that come from outside a trace: the model's own, user inputs, and constants.
+
+Each real tensor has one node in the outer graph, made when it is first used, and at most one fake;
+a model of a thousand layers whose blocks are shared makes fakes for one block only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.fx
+
+from ...reuse.errors import CaptureError
+from ...reuse.evidence.module_state import Places, module_state
+from ...reuse.ir.leaf import changed_operand, stamp_of
+from ...reuse.ir.program import ModelTensor, Source
+from ...reuse.ir.types import TensorType
+from ..tracing.torch_tracing import Tracer, is_fake
+
+
+class OutsideTensors:
+    """Real tensors, their fakes and their nodes.
+
+    Attributes:
+        sources: where each input node of the outer graph comes from.
+        fakes: ``id(real tensor) -> fake``.
+        real_ids: ``id(fake) -> id(real tensor)``.
+        literals: nodes of constants made from Python data inside the forward.
+    """
+
+    def __init__(self, tracer: Tracer, places: Places) -> None:
+        self._tracer = tracer
+        self.sources: dict[torch.fx.Node, Source] = {}
+        self.fakes: dict[int, torch.Tensor] = {}
+        self.real_ids: dict[int, int] = {}
+        self.literals: set[torch.fx.Node] = set()
+        self._names = _tensor_names(places)
+        self._outside: dict[int, torch.fx.Node] = {}
+        self._keep: list[Any] = []
+
+    def fake_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Returns the tracked fake of a real tensor of the model; the same each time."""
+        if is_fake(tensor):
+            return tensor
+        fake = self.fakes.get(id(tensor))
+        if fake is None:
+            fake = self._tracer.to_fake(tensor)
+            vars(fake).update(vars(tensor))
+            self._tracer.track(fake, self.outside_node(tensor))
+            self.fakes[id(tensor)] = fake
+            self.real_ids[id(fake)] = id(tensor)
+        return fake
+
+    def let_go(self) -> None:
+        """Forgets every real tensor."""
+        for node in self._outside.values():
+            node.meta.pop("val", None)
+        for table in (self.sources, self.fakes, self._names, self._outside):
+            table.clear()
+        self._keep.clear()
+
+    def attributes_of(self, fake: torch.Tensor) -> dict[str, Any]:
+        """Returns what Python put on a fake tensor: ``x.scale = 2.0``."""
+        if len(vars(fake)) < len(self._tracer.fake_names):
+            return {}  # all but parameters have one name less than these
+        names = vars(fake).keys() - self._tracer.fake_names
+        return {name: vars(fake)[name] for name in names}
+
+    def have_attributes(self, values: Iterable[Any]) -> bool:
+        """Whether Python put something on one of the fakes among some values."""
+        fakes = (value for value in values if isinstance(value, torch.Tensor) and is_fake(value))
+        return any(map(self.attributes_of, fakes))
+
+    def attributes_read(self, names: Collection[str]) -> list[dict[str, Any]]:
+        """Returns the attributes of the model's tensors, where code speaks of one of them."""
+        found = [vars(tensor) for tensor in self._keep if vars(tensor)]
+        return [held for held in found if not held.keys().isdisjoint(names)]
+
+    def refuse_changed_attributes(self) -> None:
+        """Raises CaptureError if the forward changed what Python had put on the model's tensors."""
+        for tensor in self._keep:
+            fake = self.fakes.get(id(tensor))
+            now = {} if fake is None else self.attributes_of(fake)
+            before = vars(tensor)
+            changed = [n for n in {**before, **now} if now.get(n, self) is not before.get(n, self)]
+            if fake is not None and changed:
+                raise CaptureError(
+                    f"The model's forward changes the attribute {changed[0]!r} of one of its "
+                    "tensors, and a compiled program could not keep doing that at every call. "
+                    "Keep it in a buffer and change it in place (add_, copy_), or return it."
+                )
+
+    def outside_node(self, tensor: torch.Tensor) -> torch.fx.Node:
+        """Returns the node of a real tensor, made at the first use."""
+        node = self._outside.get(id(tensor))
+        if node is None:
+            node = self._tracer.add_outside_tensor(tensor)
+            node.meta["val"] = self._tracer.to_fake(tensor) if tensor.is_meta else tensor
+            self._outside[id(tensor)] = node
+            self._keep.append(tensor)
+            self.sources[node] = self._names.get(id(tensor)) or ModelTensor(node.name, tensor)
+        return node
+
+    def node_of(self, tensor: torch.Tensor) -> torch.fx.Node:
+        """Returns the node of a fake or real tensor."""
+        node = self._tracer.node_of(tensor) if is_fake(tensor) else self.outside_node(tensor)
+        if node is None:
+            raise CaptureError(
+                f"A {TensorType.of(tensor)} tensor is used that no traced operator made. Was it "
+                "stored by an earlier call, made in another thread, or by `.data`?"
+            )
+        return self.resolve(node)
+
+    def resolve(self, node: torch.fx.Node) -> torch.fx.Node:
+        """Maps a node to the one that stands for its tensor.
+
+        Another one may be a constant that the tracer added itself, or an operator that changed the
+        tensor in place and returned it.
+        """
+        operand = changed_operand(node)
+        if operand is not None:
+            return self.resolve(operand)
+        if node.op != "get_attr" or node in self.sources:
+            return node
+        tensor = self._tracer.attribute(node)
+        lines = [stamp_of(user).source for user in node.users]
+        at = f" at {lines[0]}" if lines else ""
+        if not isinstance(tensor, torch.Tensor):
+            raise CaptureError(
+                f"The model's forward hands a {type(tensor).__name__} to an operator{at}, and a "
+                "compiled program would use this one at every call. Random numbers must come from "
+                "PyTorch's default generator."
+            )
+        if is_fake(tensor):
+            raise CaptureError(
+                f"A {TensorType.of(tensor)} tensor{at} cannot be followed to the operator that "
+                "made it. If it comes from `.data`, use `.detach()`."
+            )
+        resolved = self.outside_node(tensor)
+        if _feeds_only_lifts(node):
+            self.literals.add(resolved)
+        return resolved
+
+    def resolve_all(self, nodes: Sequence[torch.fx.Node]) -> None:
+        """Rewires the users of constants and of ``nodes`` to the one node of each tensor."""
+        for node in (*self._tracer.constants(), *nodes):
+            resolved = self.resolve(node)
+            if resolved is not node:
+                node.replace_all_uses_with(resolved)
+
+    def restore(self, known: Sequence[tuple[torch.Tensor, torch.fx.Node]]) -> None:
+        """Undoes that an operator inside a block, by returning its operand, took over its name."""
+        for tensor, node in known:
+            if self._tracer.node_of(tensor) is not node:
+                self._tracer.track(tensor, node)
+        for key, fake in self.fakes.items():
+            if self._tracer.node_of(fake) is not self._outside[key]:
+                self._tracer.track(fake, self._outside[key])
+
+
+def _tensor_names(places: Places) -> dict[int, ModelTensor]:
+    names: dict[int, ModelTensor] = {}
+    for kind, table in (("parameter", "_parameters"), ("buffer", "_buffers")):
+        for path, module in places:
+            prefix = f"{path}." if path else ""
+            for name, tensor in module_state(module)[table].items():
+                if tensor is not None and id(tensor) not in names:
+                    names[id(tensor)] = ModelTensor(prefix + name, tensor, kind)
+    return names
+
+
+def _feeds_only_lifts(node: torch.fx.Node) -> bool:
+    """Whether a constant was made from Python data inside the forward (``torch.tensor(...)``)."""
+    users = list(node.users)
+    return bool(users) and all(u.target is torch.ops.aten.lift_fresh_copy.default for u in users)

@@ -1,0 +1,176 @@
+"""The vocabulary of capture: regions of the outer graph, templates, call sites, decisions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import torch
+import torch.fx
+from torch import nn
+
+from ...reuse import torch_pytree
+from ...reuse.errors import CaptureError
+from ...reuse.evidence.contents import Contents
+from ...reuse.evidence.evidence import Evidence
+from ...reuse.evidence.outside_values import OutsideValues
+from ...reuse.evidence.reads import Reads
+from ...reuse.ir.program import ModelTensor, Program
+from ...reuse.ir.types import TensorType
+from .init_key import NO_KEY, InitKey
+
+
+class CrossingError(CaptureError):
+    """A tensor crosses the boundary of a block in a way that a closure cannot express."""
+
+
+@dataclass(eq=False)
+class Region:
+    """One traced instance of a block, a part marked for recompute, or the whole model (the root).
+
+    ``recompute`` is how the user wants it recomputed, if at all; ``init_key`` is the block's.
+    """
+
+    module: nn.Module
+    path: str
+    name: str
+    parent: Region | None = None
+    items: list[torch.fx.Node | Region] = field(default_factory=list)
+    reads: Reads | None = None
+    inputs: list[torch.fx.Node] = field(default_factory=list)
+    input_names: list[str] = field(default_factory=list)
+    outputs: list[torch.fx.Node] = field(default_factory=list)
+    num_calls: int = 1
+    recompute: str = ""
+    init_key: InitKey = NO_KEY
+
+    def nodes(self) -> list[torch.fx.Node]:
+        """All nodes of the region and of the regions inside it, in order."""
+        found: list[torch.fx.Node] = []
+        for item in self.items:
+            found.extend(item.nodes() if isinstance(item, Region) else [item])
+        return found
+
+
+class Sizes(Protocol):
+    """The dynamic dimensions of one capture."""
+
+    mode: Any
+
+    def fake(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Returns a fake of an input."""
+
+    def settle(self, root: Region, sources: Any) -> None:
+        """Rewrites a recorded run so that no size crosses from one region to another."""
+
+
+def regions_inside(root: Region) -> Iterator[Region]:
+    """Yields every region inside one, outer before inner."""
+    for item in root.items:
+        if isinstance(item, Region):
+            yield item
+            yield from regions_inside(item)
+
+
+@dataclass(frozen=True)
+class OutputLeaf:
+    """One leaf of a block's result: a new tensor, an input passed through, or a constant."""
+
+    kind: str  # "new", "input" or "constant"
+    index: int = -1
+    constant: Any = None
+    type: TensorType | None = None
+    requires_grad: bool = False
+    alias_of: int = -1  # input whose storage a new tensor shares
+    storage_offset: int = 0
+    prototype: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Template:
+    """What is needed to replace another instance by a call on a region's closure."""
+
+    region: Region
+    evidence: Evidence
+    bindings: tuple[tuple[str, Any], ...]
+    output_leaves: tuple[OutputLeaf, ...]
+    output_spec: torch_pytree.TreeSpec
+
+
+@dataclass(frozen=True)
+class CallSite:
+    """A call node's meaning: the region whose closure it calls, the instance's path and mark."""
+
+    region: Region
+    path: str
+    recompute: str = ""
+
+
+@dataclass(frozen=True)
+class SharingDecision:
+    """Whether the Python of one instance ran, for the report.
+
+    Attributes:
+        path: where the instance sits in the model.
+        class_name: of the block.
+        shared: whether it became a call without its Python being run.
+        reason: why it was traced although an earlier instance was known.
+        compared_with: path of that instance, or of the one whose closure it calls.
+        key: its class and the arguments of its constructor.
+        shares: how it shares a closure all the same, its graph being equal up to constants.
+    """
+
+    path: str
+    class_name: str
+    shared: bool
+    reason: str = ""
+    compared_with: str = ""
+    shares: str = ""
+    key: InitKey = NO_KEY
+
+
+@dataclass
+class CapturedModel:
+    """A captured program and what was decided on the way."""
+
+    program: Program
+    decisions: list[SharingDecision]
+    num_traced: int = 0
+    attribute_reads: list[tuple[dict[str, Any], str, Any]] = field(default_factory=list)
+    """Attributes that the model's Python read: the table that holds each, its name, its value."""
+    whole_reads: list[dict[str, Any]] = field(default_factory=list)
+    """Modules' own tables whose names it read, whatever they are."""
+    contents: Contents = field(default_factory=Contents)
+    """What the objects among them held."""
+    outside: OutsideValues | None = None
+    """What it read outside the model."""
+    sizes: Any = None
+    """The dynamic sizes it was captured with, if any."""
+
+    def without_tensors(self) -> CapturedModel:
+        """Returns the same without the model's tensors, which a guard holds as long as they fit."""
+        sources = tuple(
+            s.forgotten() if isinstance(s, ModelTensor) else s for s in self.program.sources
+        )
+        return replace(self, program=replace(self.program, sources=sources))
+
+    def iterators(self) -> list[Any]:
+        """Returns the iterators that the model's Python was handed; each use moves them on."""
+        return self.contents.iterators + (self.outside.iterators if self.outside else [])
+
+    def held_iterators(self) -> list[Any]:
+        """Returns those that are still where they were read."""
+        now = Contents()
+        for table, name, _ in self.attribute_reads:
+            now.look_into(table.get(name))
+        return now.iterators + (self.outside.iterators if self.outside else [])
+
+    def reasons(self) -> list[SharingDecision]:
+        """The instances that were traced although an earlier one of their class existed."""
+        return [d for d in self.decisions if not d.shared and d.reason and not d.shares]
+
+
+def shared_call(*operands: Any) -> Any:
+    """Target of call nodes in the outer graph. Never run."""
+    raise AssertionError("a call node of the outer graph was executed")

@@ -1,0 +1,174 @@
+"""Call signatures: arguments by name, and what about them decides whether a closure fits."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...reuse import torch_pytree
+from ...reuse.evidence.module_state import module_state, walk_modules
+from ...reuse.freeze import Freezer, Identity, describe
+from ...reuse.ir.leaf import current_autocast
+from ...reuse.ir.types import TensorType
+from ...reuse.torch_names import memory_id
+from ..checks.torch_modes import default_device
+
+_PLAIN_TYPES = (bool, int, str, type(None))
+
+
+class CallSignature:
+    """What a call passes, compared in full: layouts, shared memory, and all other values.
+
+    Args:
+        module: the block called.
+        leaves: its flattened arguments; tensors are fake.
+        own_fakes: ``id(fake) -> id(real tensor)`` of the model's tensors, to notice an argument
+            that is one of the block's own tensors.
+    """
+
+    __slots__ = ("_rows",)
+
+    def __init__(
+        self, module: nn.Module, leaves: Sequence[Any], own_fakes: Mapping[int, int]
+    ) -> None:
+        places: list[tuple[str, nn.Module]] = []
+        freezer: Freezer | None = None
+        rows: list[Any] = []
+        if any(id(leaf) in own_fakes for leaf in leaves):
+            places = walk_modules(module)
+            rows = _own_tensors(places, leaves, own_fakes)
+        seen: dict[int, int] = {}
+        for leaf in leaves:
+            if isinstance(leaf, torch.Tensor):
+                memory = seen.setdefault(memory_id(leaf), len(seen))
+                same = seen.setdefault(id(leaf), len(seen))
+                offset = leaf.storage_offset()
+                rows.append((TensorType.of(leaf), leaf.requires_grad, memory, same, offset))
+            elif type(leaf) in _PLAIN_TYPES:
+                rows.append((type(leaf), leaf))
+            else:
+                places = places or walk_modules(module)
+                freezer = freezer or Freezer({id(m): p for p, m in places})
+                rows.append(freezer.freeze(leaf))
+        self._rows = rows
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, CallSignature) and self._rows == other._rows
+
+    def __hash__(self) -> int:
+        return len(self._rows)
+
+    def difference(self, other: CallSignature, names: Sequence[str]) -> str:
+        """Says which argument another call passes in another way; ``names`` are of the leaves."""
+        rows, others = (x._rows[len(x._rows) - len(names) :] for x in (self, other))
+        if len(rows) != len(others):
+            return ""
+        for name, row, earlier in zip(names, rows, others, strict=True):
+            if row != earlier:
+                return (
+                    f"argument {name} is {_row_text(row, earlier)}, not {_row_text(earlier, row)}"
+                )
+        return ""
+
+
+def _row_text(row: Any, other: Any) -> str:
+    """Describes one argument, as far as is needed to tell it from the other."""
+    if not (isinstance(row, tuple) and row and isinstance(row[0], TensorType)):
+        return describe(row)
+    facts = [str(row[0])]
+    if isinstance(other, tuple) and len(other) == len(row) and row[0] == other[0]:
+        if row[1] != other[1]:
+            facts.append("that requires grad" if row[1] else "without grad")
+        if row[2:] != other[2:]:
+            facts.append("in memory shared in another way")
+    return " ".join(facts)
+
+
+def _own_tensors(
+    places: Sequence[tuple[str, nn.Module]],
+    leaves: Sequence[Any],
+    own_fakes: Mapping[int, int],
+) -> list[Any]:
+    positions = {own_fakes.get(id(leaf)): i for i, leaf in enumerate(leaves)}
+    rows: list[Any] = []
+    for path, inner in places:
+        state = module_state(inner)
+        for name, tensor in (*state["_parameters"].items(), *state["_buffers"].items()):
+            position = positions.get(id(tensor))
+            if position is not None:
+                rows.append(("own tensor", path, name, position))
+    return rows
+
+
+def freeze_arguments(arguments: Mapping[str, Any]) -> Any:
+    """Freezes a call's arguments, to notice that the call changed one of them."""
+    leaves, tree = torch_pytree.flatten(arguments)
+    frozen = [Identity(x) if isinstance(x, torch.Tensor) else Freezer().freeze(x) for x in leaves]
+    return frozen, tree
+
+
+def argument_names(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[str]:
+    """Names the tensor arguments after forward's parameters, in the order they are passed."""
+    arguments = bind_arguments(forward_signature(model), args, kwargs)
+    named: dict[int, list[str]] = {}
+    for name, leaf in torch_pytree.flatten_with_names(arguments):
+        named.setdefault(id(leaf), []).append(name)
+    leaves = [
+        x
+        for x in torch_pytree.flatten((tuple(args), dict(kwargs)))[0]
+        if isinstance(x, torch.Tensor)
+    ]
+    names = [named[id(leaf)].pop(0) if named.get(id(leaf)) else "" for leaf in leaves]
+    return [name or f"input{index}" for index, name in enumerate(names)]
+
+
+def leaf_names(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[str]:
+    """Names every flat argument of a call, tensor or not, in the order of the flat ones."""
+    signature = forward_signature(model)
+    known = list(signature.parameters) if signature is not None else []
+    firsts = dict(enumerate(known))
+    named = {firsts.get(i, f"args.{i}"): value for i, value in enumerate(args)}
+    return [
+        name for part in (named, dict(kwargs)) for name, _ in torch_pytree.flatten_with_names(part)
+    ]
+
+
+def bind_arguments(
+    signature: inspect.Signature | None, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Returns a call's arguments by name, defaults applied."""
+    if signature is not None:
+        try:
+            bound = signature.bind(*args, **kwargs)
+        except TypeError:
+            return {"args": list(args), "kwargs": dict(kwargs)}
+        bound.apply_defaults()
+        return dict(bound.arguments)
+    return {"args": list(args), "kwargs": dict(kwargs)}
+
+
+def forward_signature(module: nn.Module) -> inspect.Signature | None:
+    """Returns the signature of a module's forward, or None if it has none that can be read."""
+    own = module_state(module).get("forward")
+    forward = own if own is not None else type(module).forward.__get__(module)
+    try:
+        return inspect.signature(forward)
+    except (TypeError, ValueError):
+        return None
+
+
+def ambient_modes() -> Any:
+    """Returns the global modes that a forward's operators run under."""
+    devices = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
+    return (
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        current_autocast(devices),
+        torch.get_default_dtype(),
+        torch.are_deterministic_algorithms_enabled(),
+        default_device(),
+    )

@@ -1,0 +1,40 @@
+"""Inputs whose memory does not hold their numbers, and inputs that are more than numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...reuse.torch_names import is_lazy
+from .torch_modes import watching_class
+
+
+def written_out(leaves: Sequence[Any]) -> list[Any] | None:
+    """Returns the inputs with lazy ones (``x.conj()``) written out; None if there are none.
+
+    The gradient of what is written out flows on to what it was.
+    """
+    lazy = [isinstance(x, torch.Tensor) and is_lazy(x) for x in leaves]
+    if not any(lazy):
+        return None
+    return [x.clone() if flag else x for x, flag in zip(leaves, lazy, strict=True)]
+
+
+def watching_tensor(model: nn.Module, leaves: Sequence[Any]) -> str:
+    """Says which tensor of a call is of a class that sees each operator, or returns nothing."""
+    kind = watching_class(leaves)
+    if kind is not None:
+        return f"an input is a {kind.__name__}, whose class sees each operator"
+    for name, tensor in _tensors_of(model):
+        kind = watching_class((tensor,))
+        if kind is not None:
+            return f"{name} is a {kind.__name__}, whose class sees each operator"
+    return ""
+
+
+def _tensors_of(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from model.named_parameters()
+    yield from model.named_buffers()

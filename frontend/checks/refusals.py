@@ -1,0 +1,37 @@
+"""What a model takes or returns that no call of a compiled program could watch."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import torch
+
+from ...reuse.errors import CaptureError
+from ...reuse.freeze import Freezer
+
+
+def refuse_hidden_tensors(results: Sequence[Any]) -> None:
+    """Raises CaptureError for a result of the model whose tensors cannot be seen."""
+    hidden: list[torch.Tensor] = []
+    for result in results:
+        if not isinstance(result, torch.Tensor):
+            Freezer(on_tensor=lambda tensor, keys: hidden.append(tensor)).freeze(result)
+        if hidden:
+            raise CaptureError(
+                f"The model returns a {type(result).__qualname__}, which holds tensors and is "
+                "unknown to PyTorch. Return a tuple, a dict or a NamedTuple, or register the class "
+                "(torch.export.register_dataclass)."
+            )
+
+
+def refuse_read_attributes(inputs: Sequence[torch.Tensor], names: Collection[str]) -> None:
+    """Raises CaptureError if code may read what Python put on an input: no call checks it."""
+    for tensor in inputs:
+        for name in vars(tensor):
+            if name in names:
+                raise CaptureError(
+                    f"An input tensor has the attribute {name!r}, and the model's forward speaks "
+                    "of that name. A compiled program would use what it holds now at every call: "
+                    "pass it in as an argument."
+                )

@@ -1,0 +1,429 @@
+"""The guard of a compiled program: does it still fit the inputs and the model's present state?
+
+Everything that the model's Python read while it was captured, and that can change without a trace
+in the inputs, is compared at each call: train/eval modes, plain attributes, sub-modules, and the
+tensors themselves. Everything is compared by identity first, in one generated function, so that an
+unchanged model costs one to three microseconds per block; by value where that says no.
+"""
+
+from __future__ import annotations
+
+import copy
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain, repeat
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from ...reuse import torch_pytree
+from ...reuse.evidence.contents import MISSING, same_value
+from ...reuse.evidence.identity_checks import Check, IdentityChecks
+from ...reuse.evidence.module_state import module_state, walk_modules
+from ...reuse.evidence.python_words import tells_versions
+from ...reuse.evidence.watch import SameWords, Watch, Words
+from ...reuse.ir.program import ModelTensor, Program
+from ...reuse.process_lock import ProcessLock
+from ...reuse.torch_names import global_hook_tables, is_lazy, memory_id
+from ..capture.regions import CapturedModel
+from ..checks.torch_modes import Modes
+from .tensor_words import tells_wants, touched_by, words_of
+from .torch_guards import TensorLayouts
+
+_HOOK_TABLES = tuple(
+    name
+    for name in nn.Module().__dict__
+    if name.startswith(("_forward", "_backward")) and name.endswith("hooks")
+)
+_TABLES = frozenset({"_parameters", "_buffers", "_modules", *_HOOK_TABLES})
+_MAX_TEXT = 40
+_forward_of = operator.attrgetter("forward")
+_class_parts = operator.attrgetter("forward", "__call__", "__mro__")
+_training_of = operator.itemgetter("training")
+
+
+class Guard:
+    """Says whether a program fits, and holds the model's tensors as they are now.
+
+    Args:
+        model: the captured model.
+        captured: what capture saw.
+        leaves: the flat inputs it was captured with.
+        tree: their structure.
+        same_words: the native comparison of words of memory, if there is one.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        captured: CapturedModel,
+        leaves: Sequence[Any],
+        tree: torch_pytree.TreeSpec,
+        same_words: SameWords | None = None,
+    ) -> None:
+        self._tree = tree
+        self._same_words = same_words
+        self._wants_are_told = tells_wants()
+        self._set_inputs(leaves)
+        self._modes = Modes()
+        self._modules = list(model.modules())
+        self._classes = list(map(type, self._modules))
+        self._kinds = list(dict.fromkeys(self._classes))
+        self._kind_parts = list(map(_class_parts, self._kinds))
+        self._states = [module_state(m) for m in self._modules]
+        self._training = list(map(_training_of, self._states))
+        self._hook_tables = [s[name] for s in self._states for name in _HOOK_TABLES]
+        self._hook_tables += global_hook_tables("forward") + global_hook_tables("backward")
+        self._hooks = [hook for table in self._hook_tables for hook in table.values()]
+        self._own_tables = [(s, name, s[name]) for s in self._states for name in s.keys() & _TABLES]
+        tables = [s["_modules"] for s in self._states]
+        self._childless = [table for table in tables if not table]
+        self._children = [table for table in tables if table]
+        self._child_modules = [m for table in self._children for m in table.values()]
+        self._contents = captured.contents
+        self._outside = captured.outside
+        for leaf in leaves:  # an argument that is an object may hold something else next time
+            self._contents.look_into(leaf)
+        reads = captured.attribute_reads
+        self._tables, self._names = [t for t, _, _ in reads], [name for _, name, _ in reads]
+        self._values: list[Any] = [value for _, _, value in reads]
+        self._whole_tables = captured.whole_reads
+        self._whole_names = list(map(list, self._whole_tables))
+        self._forwards = [s.get("forward", MISSING) for s in self._states]
+        self._has_own_forward = any(forward is not MISSING for forward in self._forwards)
+        places = _places(self._modules, captured.program.sources)
+        self._place_tables = [table for found in places for table, _ in found]
+        self._place_names = [name for found in places for _, name in found]
+        self._owners = [i for i, found in enumerate(places) for _ in found]
+        self._placed = self._present()
+        self.tensors: list[torch.Tensor] = [table[name] for (table, name), *_ in places]
+        self._layouts_of_tensors = TensorLayouts(self.tensors)
+        self._written = _written_tensors(captured.program)
+        self._sharing = self._memories(leaves)
+        self._memory: list[int] | None = None
+        self._where: Callable[[], Words | None] = _nowhere
+        self._token: object = None
+        self._is_fixed = False
+        self._lock = ProcessLock()
+        self._watch, self._unchanged = self._identity_checks()
+        self._num_changes = 0
+
+    def accepts(self, leaves: Sequence[Any], tree: torch_pytree.TreeSpec) -> bool:
+        """Whether the program was compiled for these inputs and the model's present state."""
+        return (
+            self._match(leaves)
+            and (tree is self._tree or tree == self._tree)
+            and self._modes.hold()
+            and (self._unchanged() or self._same_by_value())
+            and self._contents.same()
+            and (self._outside is None or self._outside.same_contents())
+            and self._same_wants()
+            and self._memories(leaves) == self._sharing
+        )
+
+    def _same_wants(self) -> bool:
+        """Whether the model's tensors want gradients as before; their words may have told."""
+        told = self._wants_are_told and self.token() is not None
+        return told or self._layouts_of_tensors.same_wants(self.tensors)
+
+    def _identity_checks(self) -> tuple[Watch | None, Check]:
+        """Makes the check that everything is the very object that it is now."""
+        checks = IdentityChecks()
+        for module, kind, state in zip(self._modules, self._classes, self._states, strict=True):
+            checks.held_in(module, kind, state)
+            for name in state.keys() & _TABLES:
+                checks.entry(state, name, state[name])
+            checks.entry(state, "training", state["training"])
+            if "forward" in state:
+                checks.entry(state, "forward", state["forward"])
+            else:
+                checks.absent(state, "forward")
+            checks.values(state["_modules"])
+        for kind in self._kinds:
+            checks.attribute(kind, "forward", _forward_of(kind))
+            checks.attribute(kind, "__call__", kind.__call__)
+            checks.bases(kind)
+        for table in self._hook_tables:
+            checks.values(table)
+        for table, name, before in zip(self._tables, self._names, self._values, strict=True):
+            if name in table:
+                checks.entry(table, name, table[name])
+                checks.still_like(table[name], before)
+            else:
+                checks.absent(table, name)
+        for table in self._whole_tables:
+            checks.names(table)
+        for table, name in zip(self._place_tables, self._place_names, strict=True):
+            checks.entry(table, name, table[name])
+        if self._outside is not None:
+            self._outside.add_identity_checks(checks)
+        tensors, layouts = self.tensors, self._layouts_of_tensors
+        self._memory = list(map(_address_of, tensors))
+        where = partial(words_of, tensors)
+        checks.holds(lambda: layouts.same(tensors), where)
+        if self._same_words is None or not tells_versions():
+            return None, checks.function()
+        watch = checks.watch(self._same_words, touched_by(tensors))
+        self._where = where
+        return watch, watch.holds
+
+    def token(self) -> object:
+        """Returns the same object for as long as no tensor can have got other memory.
+
+        None where that is not known.
+        """
+        watch = self._watch
+        if watch is None:
+            return None
+        if watch.token is not self._token:
+            self._token = watch.token
+            self._is_fixed = watch.stands_for(self._where())
+        return self._token if self._is_fixed else None
+
+    @property
+    def learnt(self) -> object:
+        """Another object each time that something about the model changed; None if not known."""
+        return self._watch.token if self._watch is not None else None
+
+    def is_bound_to_present(self) -> bool:
+        """Whether the tensors that it holds are where the model's present ones are."""
+        if self._memory is None or not all(map(operator.is_, self._present(), self._placed)):
+            return False
+        return list(map(_address_of, self.tensors)) == self._memory
+
+    def let_go(self) -> None:
+        """Holds no memory of tensors that the model has no more; they are looked up again."""
+        with self._lock:
+            self._watch, self._unchanged, self._where = None, _unknown, _nowhere
+            self._memory, self._token, self._is_fixed = None, None, False
+            self._num_changes = 0
+            if not all(map(operator.is_, self._present(), self._placed)):
+                self._placed, self.tensors = [None] * len(self._placed), []
+
+    def _present(self) -> list[Any]:
+        return list(map(dict.get, self._place_tables, self._place_names))
+
+    def _same_by_value(self) -> bool:
+        """Whether what is not the very same object is as good; takes up replaced tensors.
+
+        Nobody may go by what was learnt while tensors are exchanged here, nor by what is learnt
+        from values that another thread changed after they were found good.
+        """
+        with self._lock:
+            before = self._watch, self._unchanged
+            self._watch, self._unchanged = None, _unknown
+            if not self._same_values():
+                self._watch, self._unchanged = before
+                return False
+            self._num_changes += 1
+            if self._num_changes.bit_count() == 1:  # what changes at every call is not learnt again
+                learnt = self._identity_checks()
+                if self._same_values() and learnt[1]():
+                    self._watch, self._unchanged = learnt
+            return True
+
+    def _same_values(self) -> bool:
+        return (
+            self._same_tables()
+            and list(map(_training_of, self._states)) == self._training
+            and self._same_children()
+            and self._same_hooks()
+            and self._same_attributes()
+            and (self._outside is None or self._outside.same_values())
+            and self.rebind()
+        )
+
+    def differences(self, leaves: Sequence[Any], names: Sequence[str]) -> list[Difference]:
+        """Says, for people, how a call and the model as it is now differ from what it fits."""
+        found = [
+            Difference(f"the argument {name}", _text(layout), _text(leaf))
+            for name, leaf, layout in zip(names, leaves, self._layouts, strict=False)
+            if not _matches(leaf, layout)
+        ]
+        if not found and not self._modes.hold():
+            found.append(Difference("grad mode, autocast or another mode"))
+        if not found and list(map(_training_of, self._states)) != self._training:
+            found.append(Difference("train and eval mode"))
+        owners = {id(m.__dict__): path for path, m in walk_modules(self._modules[0])}
+        for table, name, before in zip(self._tables, self._names, self._values, strict=True):
+            now = table.get(name, MISSING)
+            if not found and not same_value(now, before):
+                path = owners.get(id(table), "")
+                what = f"the attribute {path}{'.' if path else ''}{name}"
+                found.append(Difference(what, _shown(before), _shown(now)))
+        if not found and not self._layouts_of_tensors.same(self.tensors):
+            found.append(Difference("types, layouts or requires_grad of the model's tensors"))
+        return found or [Difference("what the forward reads outside its arguments")]
+
+    def resized(self, leaves: Sequence[Any]) -> Guard | None:
+        """Returns the guard of a program for inputs that differ in sizes only, None for others."""
+        layouts = [_layout(x) for x in leaves]
+        if len(layouts) != len(self._layouts) or not all(map(_alike, layouts, self._layouts)):
+            return None
+        guard = copy.copy(self)
+        guard._set_inputs(leaves)
+        return guard
+
+    def _set_inputs(self, leaves: Sequence[Any]) -> None:
+        self._layouts = [_layout(x) for x in leaves]
+        plain = all(type(x) is torch.Tensor for x in leaves)
+        self._plain_inputs = TensorLayouts(leaves if plain else ())
+
+    def _match(self, leaves: Sequence[Any]) -> bool:
+        """Whether arguments are like those that the program was compiled for."""
+        if len(leaves) != len(self._layouts):
+            return False
+        return self._plain_inputs.surely_same(leaves) or all(map(_matches, leaves, self._layouts))
+
+    def _memories(self, leaves: Sequence[Any]) -> list[int]:
+        """Which inputs share memory, if the program changes one of its inputs."""
+        if not self._written:
+            return []
+        numbers: dict[int, int] = {}
+        tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
+        tensors += [self.tensors[i] for i in self._written if i >= 0]
+        return [numbers.setdefault(memory_id(t), len(numbers)) for t in tensors]
+
+    def _same_tables(self) -> bool:
+        """Whether modules have their attributes, tensors and hooks where they had them."""
+        return all(map(operator.is_, map(module_state, self._modules), self._states)) and all(
+            state.get(name) is table for state, name, table in self._own_tables
+        )
+
+    def _same_children(self) -> bool:
+        children = list(chain.from_iterable(map(dict.values, self._children)))
+        return (
+            not any(self._childless)
+            and len(children) == len(self._child_modules)
+            and all(map(operator.is_, children, self._child_modules))
+            and list(map(type, self._modules)) == self._classes
+            and list(map(_class_parts, self._kinds)) == self._kind_parts
+        )
+
+    def _same_hooks(self) -> bool:
+        if not self._hooks:
+            return not any(self._hook_tables)
+        return [hook for table in self._hook_tables for hook in table.values()] == self._hooks
+
+    def _same_attributes(self) -> bool:
+        values = list(map(dict.get, self._tables, self._names, repeat(MISSING)))
+        same = all(map(operator.is_, values, self._values))
+        return (
+            (same or all(map(same_value, values, self._values)))
+            and list(map(list, self._whole_tables)) == self._whole_names
+            and self._same_forwards()
+        )
+
+    def _same_forwards(self) -> bool:
+        """Whether no instance got a forward of its own, or another one."""
+        if not self._has_own_forward:
+            return not any(map(operator.contains, self._states, repeat("forward")))
+        return [s.get("forward", MISSING) for s in self._states] == self._forwards
+
+    def rebind(self) -> bool:
+        """Takes up tensors that were replaced in the model, if they still fit."""
+        placed, tensors = self._present(), self.tensors
+        if not all(map(operator.is_, placed, self._placed)):
+            by_owner = dict(zip(self._owners, placed, strict=True))
+            tensors = cast(list[torch.Tensor], list(by_owner.values()))
+            if any(by_owner[i] is not t for i, t in zip(self._owners, placed, strict=True)):
+                return False  # tensors that were one are two now
+            if len(set(map(id, tensors))) < len(tensors):
+                return False  # two are one
+            if not all(isinstance(t, torch.Tensor) for t in tensors):
+                return False
+        if not self._layouts_of_tensors.same(tensors):
+            return False
+        self._placed, self.tensors = placed, tensors
+        return True
+
+
+def _unknown() -> bool:
+    """Stands for checks that were not made."""
+    return False
+
+
+def _nowhere() -> None:
+    """Stands for words that are not known."""
+
+
+def _address_of(tensor: torch.Tensor) -> int:
+    return tensor.data_ptr() if tensor.layout is torch.strided else 0
+
+
+def _written_tensors(program: Program) -> list[int]:
+    """Positions, among the model's tensors, of those that are changed; -1 for user inputs."""
+    own = [i for i, source in enumerate(program.sources) if isinstance(source, ModelTensor)]
+    return [own.index(i) if i in own else -1 for _, i in program.writes]
+
+
+def _layout(leaf: Any) -> Any:
+    if isinstance(leaf, torch.Tensor):
+        layout = (leaf.shape, leaf.stride(), leaf.dtype, leaf.device, leaf.requires_grad)
+        return (*layout, type(leaf), is_lazy(leaf))
+    return _Constant(leaf)
+
+
+def _alike(layout: Any, other: Any) -> bool:
+    """Whether two layouts differ in sizes at most."""
+    if isinstance(layout, _Constant) or isinstance(other, _Constant):
+        both = isinstance(layout, _Constant) and isinstance(other, _Constant)
+        return both and same_value(layout.value, other.value)
+    return len(layout[0]) == len(other[0]) and layout[2:] == other[2:]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """What differs between a call and a program, and how, if that can be shown."""
+
+    what: str
+    before: str = ""
+    now: str = ""
+
+
+def _text(leaf: Any) -> str:
+    """Describes an argument, or a layout that stands for one."""
+    if isinstance(leaf, torch.Tensor):
+        leaf = _layout(leaf)
+    if isinstance(leaf, tuple) and leaf and isinstance(leaf[0], torch.Size):
+        return f"{str(leaf[2]).removeprefix('torch.')}{list(leaf[0])}"
+    return _shown(leaf.value if isinstance(leaf, _Constant) else leaf)
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= _MAX_TEXT else f"{text[:_MAX_TEXT]}..."
+
+
+class _Constant:
+    """A non-tensor argument that the program was compiled for."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+def _matches(leaf: Any, layout: Any) -> bool:
+    if isinstance(layout, _Constant):
+        return same_value(leaf, layout.value)
+    return isinstance(leaf, torch.Tensor) and _layout(leaf) == layout
+
+
+def _places(
+    modules: Sequence[nn.Module], sources: Sequence[Any]
+) -> list[list[tuple[dict[str, Any], str]]]:
+    """Finds, for each tensor of the model, every table that holds it now and later."""
+    tables: dict[int, list[tuple[dict[str, Any], str]]] = {}
+    for module in modules:
+        for table in (module._parameters, module._buffers, module.__dict__):
+            for name, tensor in table.items():
+                if isinstance(tensor, torch.Tensor):
+                    tables.setdefault(id(tensor), []).append((table, name))
+    found = []
+    for source in sources:
+        if isinstance(source, ModelTensor):
+            fixed: tuple[dict[str, Any], str] = ({"tensor": source.tensor}, "tensor")
+            found.append(tables.get(id(source.tensor), [fixed]))
+    return found

@@ -1,0 +1,64 @@
+"""Adapter: one check in C++ that tensors are laid out as before (Dynamo's tensor guards)."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch._C._dynamo.guards import TensorGuards
+
+from ...reuse.torch_names import is_lazy
+
+_requires_grad = operator.attrgetter("requires_grad")
+
+
+class TensorLayouts:
+    """The classes, types, sizes, strides, devices, lazy bits and wishes that some tensors had.
+
+    ``.data = ...`` changes them on the very same tensor, and not always its address.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._facts = _facts(tensors)
+        self._wants_grad = list(map(_requires_grad, tensors))
+        self._grad_mode = torch.is_grad_enabled()
+        self._guards: Any = None
+        if tensors:
+            no_dims: Any = {"dynamic_dims_sizes": None, "dynamic_dims_strides": None}
+            self._guards = TensorGuards(*tensors, **no_dims)
+
+    def same_wants(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether these tensors want gradients as before."""
+        return list(map(_requires_grad, tensors)) == self._wants_grad
+
+    def surely_same(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether so many tensors have the same layouts and classes; False where that is not known.
+
+        Under the same grad mode, which the caller compares.
+        """
+        return self._grad_mode and self._guards is not None and bool(self._guards.check(*tensors))
+
+    def same(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether these tensors, in the same order, have the same layouts."""
+        if self._guards is not None and self._grad_mode == torch.is_grad_enabled():
+            # Without grad mode the check in C++ does not look at requires_grad.
+            wants_grad = self._grad_mode or list(map(_requires_grad, tensors)) == self._wants_grad
+            if wants_grad and self._guards.check(*tensors):
+                return True
+        # A False is not conclusive: the C++ guard also reacts to the caller's modes (autocast,
+        # inference). So compare exactly.
+        return bool(_facts(tensors) == self._facts)
+
+
+def _facts(tensors: Sequence[torch.Tensor]) -> Any:
+    return (
+        [t.dtype for t in tensors],
+        [t.shape for t in tensors],
+        [t.stride() for t in tensors],
+        [t.requires_grad for t in tensors],
+        [t.device for t in tensors],
+        list(map(is_lazy, tensors)),
+        list(map(type, tensors)),
+    )

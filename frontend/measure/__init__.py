@@ -1,0 +1,12 @@
+"""``measure(model)`` and ``lazyinline bench``.
+
+measure       late against early inlining, both against eager
+report        what was measured, as a table, JSON and a page
+page          reports as one HTML page
+workload      one step of a model: run it, compare it with eager, time it
+bench         row by row over the number of layers
+large_models  a whole training program compiled, and nothing executed
+rank_bench    one rank's pipeline program compiled, and nothing executed
+models        the project's own models
+target        ``package.module:function``: how the command line names a model
+"""

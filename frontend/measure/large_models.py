@@ -1,0 +1,160 @@
+"""``lazyinline bench --model llama-13b``: a whole training program compiled, and nothing executed.
+
+The parameters are on the meta device, so a program for hundreds of gigabytes is compiled, planned
+and counted on a small machine.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+
+from ...recompute.policy import Policy
+from ..compiler import Batching, CompiledStep, Compiler, Options
+from ..marks import lazy_inline
+from ..report import CompileReport
+from . import models
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class LargeModel:
+    """A published size, and how it is trained.
+
+    Attributes:
+        layers: number of blocks.
+        micro_batches: how many one step accumulates.
+        sizes: further fields of :class:`~lazyinline.frontend.measure.models.DecoderConfig`.
+    """
+
+    layers: int
+    micro_batches: int
+    sizes: dict[str, Any] = field(default_factory=dict)
+
+
+LARGE_MODELS = {
+    "llama-13b": LargeModel(
+        layers=40,
+        micro_batches=16,
+        sizes={
+            "hidden": 5120,
+            "num_heads": 40,
+            "ffn": 13824,
+            "vocab": 32000,
+            "seq": 2048,
+            "batch": 1,
+        },
+    ),
+}
+
+
+@dataclass(frozen=True)
+class LargeReport:
+    """What compiling a large model's training step took, and what it would need to run.
+
+    Attributes:
+        name: of the model.
+        num_parameters: numbers the model learns.
+        micro_batches: how many one step accumulates.
+        order: how they follow one another.
+        num_nodes: graph nodes held of the whole step, forward and backward.
+        num_nodes_if_inlined: what they would be if every call were inlined.
+        num_launches: kernel launches of one step.
+        peak_bytes: size of the planned arena (parameters and gradients that are given not counted).
+        lower_bound_bytes: largest sum of live bytes.
+        compiled: seconds and nodes pass by pass.
+    """
+
+    name: str
+    num_parameters: int
+    micro_batches: int
+    order: str
+    num_nodes: int
+    num_nodes_if_inlined: int
+    num_launches: int
+    peak_bytes: int
+    lower_bound_bytes: int
+    compiled: CompileReport
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.name}: {self.num_parameters / 1e9:.1f}e9 parameters, training step of "
+            f"{self.micro_batches} micro-batches, {self.order}; nothing executed",
+            f"  {self.num_nodes} nodes held, {self.num_nodes_if_inlined} if inlined; "
+            f"{self.num_launches} launches",
+            f"  arena {self.peak_bytes / GIB:.1f} GiB, "
+            f"{self.peak_bytes / self.lower_bound_bytes:.4f} of the lower bound",
+        ]
+        return "\n".join([*lines, *str(self.compiled).splitlines()[1:]])
+
+
+def compile_large(
+    name: str,
+    *,
+    order: str = "forward_first",
+    backend: str = "inductor",
+    layers: int | None = None,
+    micro_batches: int | None = None,
+    recompute: Policy = None,
+) -> LargeReport:
+    """Compiles the training step of a large model, from capture to the linked, planned program.
+
+    Args:
+        name: one of ``LARGE_MODELS``.
+        order: see :func:`lazyinline.compile_step`.
+        backend: what lowers it; the kernels are built, and never run.
+        layers: instead of the model's own number.
+        micro_batches: instead of the model's own number.
+        recompute: what is computed again in the backward, see :func:`lazyinline.compile_step`.
+    """
+    large = LARGE_MODELS[name]
+    lazy_inline(models.DecoderBlock)
+    with torch.device("meta"):
+        model, args = models.llama(layers or large.layers, **large.sizes)
+    batching = Batching(micro_batches or large.micro_batches, order)
+    compiler = Compiler(Options(backend=backend, recompute=recompute))
+    compiled, report = compiler.compile_step(model, args, {}, batching)
+    return _report(name, sum(p.numel() for p in model.parameters()), batching, compiled, report)
+
+
+def _report(
+    name: str,
+    num_parameters: int,
+    batching: Batching,
+    compiled: CompiledStep,
+    report: CompileReport,
+) -> LargeReport:
+    program, plan = compiled.step.program, compiled.runner.plan
+    return LargeReport(
+        name,
+        num_parameters,
+        batching.micro_batches,
+        batching.order,
+        program.num_nodes(),
+        program.num_nodes_if_inlined(),
+        compiled.runner.num_launches,
+        plan.peak_bytes,
+        plan.lower_bound_bytes,
+        report,
+    )
+
+
+def bench_large(name: str, say: Callable[[str], None], **options: Any) -> tuple[LargeReport, ...]:
+    """Compiles a large model, keeping everything and recomputing everything; says what it took."""
+    reports = []
+    for recompute in (None, "full"):
+        policy = "recompute nothing" if recompute is None else "recompute each block"
+        say(f"compiling {name} on {torch.get_num_threads()} threads, {policy} ...")
+        reports.append(compile_large(name, recompute=recompute, **options))
+        say(str(reports[-1]))
+    return tuple(reports)
+
+
+def large_to_json(reports: Sequence[LargeReport]) -> str:
+    """Returns the numbers of all reports."""
+    return json.dumps([asdict(report) for report in reports], indent=2, default=str) + "\n"

@@ -1,0 +1,275 @@
+"""``lazyinline bench --model 175b``: one rank's pipeline program compiled, and nothing executed.
+
+The parameters are on the meta device. A rank of a pipeline captures the whole model, splits it,
+differentiates every stage, and lowers, links and plans its own; so does this, without the others.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+
+from ...pipeline_parallel.schedule.actions import ActionTable
+from ...pipeline_parallel.schedule.rank_order import rank_order
+from ...pipeline_parallel.split.balance import color_balanced
+from ...pipeline_parallel.split.call_costs import CPU_RATES, CostModel
+from ...pipeline_parallel.split.cut import Stage, cut_program
+from ...pipeline_parallel.stages.make_plan import make_plan
+from ...pipeline_parallel.stages.stage import StageDerivative, differentiate_stages
+from ...reuse.errors import LazyInlineError, PlanError
+from ...reuse.ir.program import Program
+from ..compiler import Compiler, Options
+from ..marks import lazy_inline
+from ..pipeline.rank_compile import boundaries_of, parts_of, rank_program
+from ..pipeline.stage_recompute import StageRecompute, owned_bytes
+from ..report import CompileReport
+from ..training_step import LossModel
+from . import models
+
+GIB = 2**30
+RANKS = ("first", "middle", "last")
+
+
+@dataclass(frozen=True)
+class RankModel:
+    """A published size, and the pipeline that trains it.
+
+    Attributes:
+        layers: number of blocks.
+        num_stages: one per rank.
+        micro_batches: how many one step accumulates.
+        schedule: of the pipeline.
+        sizes: further fields of :class:`~lazyinline.frontend.measure.models.DecoderConfig`.
+    """
+
+    layers: int
+    num_stages: int
+    micro_batches: int
+    schedule: str = "1F1B"
+    sizes: dict[str, Any] = field(default_factory=dict)
+
+
+RANK_MODELS = {
+    "175b": RankModel(
+        layers=96,
+        num_stages=16,
+        micro_batches=64,
+        sizes={"hidden": 12288, "num_heads": 96, "vocab": 51200, "seq": 2048, "batch": 1},
+    ),
+}
+
+
+@dataclass(frozen=True)
+class RankReport:
+    """What compiling one rank's program took, and what it would need to run.
+
+    Attributes:
+        name: of the model.
+        num_parameters: numbers the whole model learns.
+        rank, num_ranks: which rank of how many.
+        schedule: of the pipeline.
+        micro_batches: how many one step accumulates.
+        num_nodes: graph nodes held of this rank's forward and backward.
+        num_nodes_if_inlined: what they would be if every call of every micro-batch were inlined.
+        num_pipeline_nodes_if_inlined: the same for all ranks together.
+        num_launches: kernel launches of one step of this rank.
+        arena_bytes: what its step holds, from one plan over all its actions.
+        lower_bound_bytes: largest sum of live bytes.
+        owned_bytes: parameters, and the sums of their gradients.
+        bubble: predicted part of all ranks' time in which they wait.
+        compiled: seconds and nodes pass by pass.
+    """
+
+    name: str
+    num_parameters: int
+    rank: int
+    num_ranks: int
+    schedule: str
+    micro_batches: int
+    num_nodes: int
+    num_nodes_if_inlined: int
+    num_pipeline_nodes_if_inlined: int
+    num_launches: int
+    arena_bytes: int
+    lower_bound_bytes: int
+    owned_bytes: int
+    bubble: float
+    compiled: CompileReport
+
+    @property
+    def peak_bytes(self) -> int:
+        """All that the rank holds at its fullest."""
+        return self.owned_bytes + self.arena_bytes
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.name}: {self.num_parameters / 1e9:.1f}e9 parameters; rank {self.rank} of "
+            f"{self.num_ranks}, {self.schedule}, {self.micro_batches} micro-batches; nothing "
+            "executed",
+            f"  {self.num_nodes} nodes held, {self.num_nodes_if_inlined} if inlined "
+            f"({self.num_pipeline_nodes_if_inlined} on all ranks); {self.num_launches} launches",
+            f"  peak {self.peak_bytes / GIB:.1f} GiB: parameters and gradients "
+            f"{self.owned_bytes / GIB:.1f}, arena {self.arena_bytes / GIB:.1f} "
+            f"({self.arena_bytes / self.lower_bound_bytes:.4f} of the lower bound)",
+            f"  predicted bubble {self.bubble:.1%}",
+        ]
+        return "\n".join([*lines, *str(self.compiled).splitlines()[1:]])
+
+
+def compile_rank(
+    name: str,
+    *,
+    compiler: Compiler,
+    rank: int | str = "middle",
+    layers: int | None = None,
+    micro_batches: int | None = None,
+    num_stages: int | None = None,
+    sizes: dict[str, Any] | None = None,
+) -> RankReport:
+    """Compiles what one rank of a pipeline runs in a step, from capture to the planned program.
+
+    Args:
+        name: one of ``RANK_MODELS``.
+        compiler: makes kernels, which are never run, and decides what is computed again.
+        rank: a number, or ``"first"``, ``"middle"`` or ``"last"``.
+        layers: instead of the model's own number.
+        micro_batches: instead of the model's own number.
+        num_stages: instead of the model's own number.
+        sizes: instead of the model's own.
+
+    Raises:
+        LazyInlineError: if there is no such rank.
+        PlanError: if the backend's memory is not planned.
+    """
+    from ...pipeline_parallel.stages.torch_pipelining import action_table
+
+    large = RANK_MODELS[name]
+    lazy_inline(models.GptBlock)
+    with torch.device("meta"):
+        model, args = models.gpt(layers or large.layers, **(sizes or large.sizes))
+    stages = num_stages or large.num_stages
+    table = action_table(large.schedule, stages, stages, micro_batches or large.micro_batches)
+    report = CompileReport(True, compiler.options.backend, compiler.options.reuse)
+    with report.timed("capture") as nodes:
+        captured, program = compiler.capture(LossModel(model, None), args, {}, train=True)
+        nodes.count = program.num_nodes()
+    report.describe(captured)
+    number = rank_number(rank, stages)
+    num_parameters = sum(p.numel() for p in model.parameters())
+    return _compiled(name, num_parameters, program, compiler, table, number, report)
+
+
+def rank_number(rank: int | str, num_ranks: int) -> int:
+    """Returns the number of a rank.
+
+    Raises:
+        LazyInlineError: if there is no such rank.
+    """
+    named = dict(zip(RANKS, (0, num_ranks // 2, num_ranks - 1), strict=True))
+    if isinstance(rank, str) and rank.isdecimal():
+        rank = int(rank)
+    found = named.get(rank, -1) if isinstance(rank, str) else rank
+    if not 0 <= found < num_ranks:
+        raise LazyInlineError(
+            f"There is no rank {rank!r}: give {', '.join(RANKS)}, or 0 to {num_ranks - 1}."
+        )
+    return found
+
+
+def _compiled(
+    name: str,
+    num_parameters: int,
+    program: Program,
+    compiler: Compiler,
+    table: ActionTable,
+    rank: int,
+    report: CompileReport,
+) -> RankReport:
+    costs = CostModel(compiler.differentiator, CPU_RATES, None)
+    with report.timed("split") as nodes:
+        stages = cut_program(program, color_balanced(program, costs, table, None), table.num_stages)
+        nodes.count = sum(s.program.num_nodes() for s in stages)
+    derived = _derived(stages, compiler, table, rank, report)
+    with report.timed("predict"):
+        plan = make_plan(derived, table, costs, CPU_RATES)
+    own = [derived[s] for s in table.stages_of(rank)]
+    order = rank_order(table, rank, boundaries_of(derived))
+    made = rank_program(compiler, own, order, {}, report)
+    if made is None:
+        raise PlanError(f"The memory of this rank is not planned: {report.unplanned}.")
+    return RankReport(
+        name,
+        num_parameters,
+        rank,
+        len(table.ranks),
+        table.schedule,
+        table.num_micro_batches,
+        sum(p.num_nodes() for one in own for p in parts_of(one).values()),
+        _inlined_nodes(own, table),
+        _inlined_nodes(derived, table),
+        made.num_launches,
+        made.held_bytes,
+        made.lower_bound_bytes,
+        owned_bytes(own),
+        plan.bubble,
+        report,
+    )
+
+
+def _derived(
+    stages: Sequence[Stage],
+    compiler: Compiler,
+    table: ActionTable,
+    rank: int,
+    report: CompileReport,
+) -> list[StageDerivative]:
+    with report.timed("autodiff") as nodes:
+        plain = differentiate_stages(stages, compiler.differentiator, halves=table.splits_backward)
+        programs = [p for one in plain for p in parts_of(one).values()]
+        nodes.count = sum(p.num_nodes() for p in programs)
+    if compiler.options.recompute is None:
+        return plain
+    every = CompileReport(True, report.backend, report.reuse)  # all stages, one by one
+    chosen = StageRecompute(compiler, every, table, rank, plain).chosen
+    with report.timed("recompute") as nodes:
+        derived = differentiate_stages(
+            stages, compiler.differentiator, halves=table.splits_backward, chosen=chosen
+        )
+        programs = [p for one in derived for p in parts_of(one).values()]
+        nodes.count = sum(p.num_nodes() for p in programs)
+    return derived
+
+
+def _inlined_nodes(derived: Sequence[StageDerivative], table: ActionTable) -> int:
+    programs = [p for one in derived for p in parts_of(one).values()]
+    return table.num_micro_batches * sum(p.num_nodes_if_inlined() for p in programs)
+
+
+def bench_rank(
+    name: str,
+    say: Callable[[str], None],
+    *,
+    ranks: Sequence[str] = ("middle",),
+    backend: str = "inductor",
+    **sizes: Any,
+) -> tuple[RankReport, ...]:
+    """Compiles ranks of a large pipeline, keeping everything and recomputing everything."""
+    reports = []
+    for rank in ranks:
+        for recompute in (None, "full"):
+            policy = "recompute nothing" if recompute is None else "recompute each block"
+            threads = torch.get_num_threads()
+            say(f"compiling {name}, rank {rank}, on {threads} threads, {policy} ...")
+            compiler = Compiler(Options(backend=backend, recompute=recompute))
+            reports.append(compile_rank(name, compiler=compiler, rank=rank, **sizes))
+            say(str(reports[-1]))
+    return tuple(reports)
+
+
+def ranks_to_json(reports: Sequence[RankReport]) -> str:
+    """Returns the numbers of all reports."""
+    return json.dumps([asdict(report) for report in reports], indent=2, default=str) + "\n"

@@ -1,0 +1,440 @@
+"""``export_onnx(model, args, path)``: a program as an ONNX file, one function per closure."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import pathlib
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from ...autodiff.derivative import Differentiator, Recipe
+from ...autodiff.training_program import training_program
+from ...reuse import torch_pytree
+from ...reuse.errors import CaptureError, ExportError
+from ...reuse.ir.leaf import Leaf
+from ...reuse.ir.program import Composite, ModelTensor, Program, UserInput
+from ...reuse.ir.types import TensorType
+from ...reuse.ir.verify import verify as verify_program
+from ..capture.assemble import OutputTree
+from ..capture.capture import capture_model, one_at_a_time
+from ..capture.regions import CapturedModel
+from ..compiled_module import CompiledModule
+from ..compiler import Options
+from ..requests import differentiable_inputs
+
+if TYPE_CHECKING:
+    from onnxscript import ir
+
+    from ..sizes.torch_declared_sizes import SymbolicSizes
+
+MIN_OPSET, MAX_OPSET = 18, 24
+_LOG = logging.getLogger("lazyinline")
+
+
+@dataclass(frozen=True)
+class ExportReport:
+    """What an export wrote.
+
+    Attributes:
+        path: the file.
+        functions: nodes of each local function.
+        main_nodes: nodes of the main graph: one per block instance, and the glue.
+        graph_bytes: size of the file; weights in a file beside it not counted.
+        weight_bytes: bytes of all initializers.
+        inputs: names of the inputs.
+        outputs: names of the outputs.
+        max_relative_error: largest difference to eager, relative to the largest value of its
+            output; None if it was not checked.
+        conditions: what must hold of the sizes, beyond their declared ranges.
+    """
+
+    path: pathlib.Path
+    functions: Mapping[str, int]
+    main_nodes: int
+    graph_bytes: int
+    weight_bytes: int
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    max_relative_error: float | None = None
+    conditions: tuple[str, ...] = ()
+
+    @property
+    def stored_nodes(self) -> int:
+        """Nodes of the main graph and of every function, each once."""
+        return self.main_nodes + sum(self.functions.values())
+
+    def __str__(self) -> str:
+        checked = "not compared with eager"
+        if self.max_relative_error is not None:
+            checked = f"onnxruntime and eager differ by {self.max_relative_error:.1e} (relative)"
+        return (
+            f"{self.path}: {self.main_nodes} nodes and {len(self.functions)} functions of "
+            f"{sum(self.functions.values())} nodes; {self.graph_bytes / 1e3:.1f} kB file, "
+            f"{self.weight_bytes / 1e6:.1f} MB weights; {checked}"
+        )
+
+
+@dataclass(frozen=True)
+class _Subject:
+    """What is exported: a program, and the model it was captured from, if it is known."""
+
+    program: Program
+    model: nn.Module | None
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    gradients: tuple[int, ...] = ()  # program inputs that have a gradient among the outputs
+    sizes: SymbolicSizes | None = None
+
+    @property
+    def conditions(self) -> tuple[str, ...]:
+        """What must hold of the sizes."""
+        return () if self.sizes is None else self.sizes.conditions()
+
+
+@dataclass(frozen=True)
+class _Request:
+    """How a model is to be captured."""
+
+    reuse: str
+    train: bool
+    opset: int
+    dynamic_shapes: Any
+
+
+@one_at_a_time
+def export_onnx(
+    model: nn.Module | Program,
+    args: Sequence[Any],
+    path: str | os.PathLike[str],
+    *,
+    kwargs: Mapping[str, Any] | None = None,
+    reuse: str = "marked",
+    functions: bool = True,
+    dynamic_shapes: Any = None,
+    opset: int = MIN_OPSET,
+    train: bool = False,
+    verify: bool = True,
+    external_data: bool | None = None,
+) -> ExportReport:
+    """Writes a model as an ONNX file with one local function per different block.
+
+    Each closure is translated once, by torch.onnx's own operator translations; each block instance
+    is one node that calls its function, named by its module path. Parameters are initializers under
+    the model's own names.
+
+    Args:
+        model: a model, a compiled module, or a captured program (``lazyinline.capture``).
+        args: example positional inputs, on which the file is checked too.
+        path: the file to write.
+        kwargs: example keyword inputs.
+        reuse: ``"marked"`` or ``"off"``, as in :func:`lazyinline.compile`; a compiled module and a
+            program have theirs already.
+        functions: False writes the flat model, every call replaced by its function's nodes.
+        dynamic_shapes: which dimensions of the inputs may vary, as ``torch.export.export`` takes
+            it; named ``Dim`` objects, or plain names, become the names of the file's dimensions.
+        opset: version of the ONNX operators, 18 to 24.
+        train: write forward and backward. The model returns a scalar loss, or an output with
+            ``.loss``; each gradient is an output named ``grad.<parameter>``.
+        verify: run onnxruntime on the example inputs and compare with the model (1e-4 relative);
+            the file is written only if they agree.
+        external_data: whether weights go into ``<path>.data``; None does so above 2 GB.
+
+    Returns:
+        What was written; also logged, by the logger ``lazyinline``.
+
+    Raises:
+        CaptureError: if the model cannot be captured.
+        ExportError: if it cannot be expressed in ONNX (operator, block and line are named), or if
+            onnxruntime disagrees with the model.
+
+    Example:
+        >>> lazyinline.export_onnx(model.eval(), (ids,), "model.onnx")
+    """
+    target = pathlib.Path(path)
+    _check_options(target, opset)
+    arguments = (args,) if isinstance(args, torch.Tensor) else tuple(args)
+    if dynamic_shapes is not None and (train or not isinstance(model, nn.Module)):
+        raise ExportError(
+            "dynamic_shapes goes with a model and inference: leave train=False, and pass the model "
+            "instead of a program."
+        )
+    request = _Request(reuse, train, opset, dynamic_shapes)
+    subject = _subject(model, arguments, dict(kwargs or {}), request)
+    built, names = _build(subject, opset)
+    if not functions:
+        from ...backend.onnx.flat import inline_functions
+
+        inline_functions(built)
+    return _write(built, subject, names, target, verify=verify, external_data=external_data)
+
+
+def _check_options(path: pathlib.Path, opset: int) -> None:
+    if not MIN_OPSET <= opset <= MAX_OPSET:
+        raise ExportError(f"opset={opset}: from {MIN_OPSET} to {MAX_OPSET} can be written.")
+    if not path.resolve().parent.is_dir() or path.is_dir():
+        raise ExportError(f"{path} cannot be written: there is no such folder, or it is one.")
+
+
+# ---- what is exported ------------------------------------------------------------------------
+
+
+def _subject(
+    model: nn.Module | Program,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    request: _Request,
+) -> _Subject:
+    sizes, reuse = None, request.reuse
+    if isinstance(model, Program):
+        program, original = model, None
+        if not program.sources:
+            raise ExportError("This program has no sources: export one that was captured.")
+    else:
+        if isinstance(model, CompiledModule):
+            reuse = model.__dict__["_lazyinline_compiler"].options.reuse
+            model = model.__dict__["_lazyinline_model"]
+        if not isinstance(model, nn.Module):
+            raise ExportError(f"A model or a program is exported, not a {type(model).__name__}.")
+        options = Options(reuse=reuse, backend="eager")
+        original = model
+        captured = _captured(model, args, kwargs, options.reuse, request)
+        program, sizes = captured.program, captured.sizes
+    _check_data(program)
+    gradients: tuple[int, ...] = ()
+    if request.train:
+        program, gradients = _with_gradients(program, request.opset)
+    return _Subject(verify_program(program), original, args, kwargs, gradients, sizes)
+
+
+def _captured(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    reuse: str,
+    request: _Request,
+) -> CapturedModel:
+    if request.dynamic_shapes is None:
+        return capture_model(model, args, kwargs, reuse=reuse, train=request.train, effects="undo")
+    from ...backend.onnx.torch_onnx import oblivious
+    from ..sizes.torch_declared_sizes import SymbolicSizes
+
+    sizes = functools.partial(SymbolicSizes, model, args, kwargs, request.dynamic_shapes)
+    with oblivious():
+        try:
+            return _with_sizes(model, args, kwargs, reuse, sizes)
+        except (CaptureError, ExportError):
+            # Relations between sizes that the declarations do not tell hold in the example only.
+            if not sizes().moved:
+                raise
+            return _with_sizes(
+                model, args, kwargs, reuse, functools.partial(sizes, hints="example")
+            )
+
+
+def _with_sizes(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    reuse: str,
+    sizes: Callable[[], SymbolicSizes],
+) -> CapturedModel:
+    captured = capture_model(
+        model, args, kwargs, reuse=reuse, train=False, sizes=sizes, effects="undo"
+    )
+    captured.sizes.conditions()
+    return captured
+
+
+def _check_data(program: Program) -> None:
+    for source in program.sources:
+        if isinstance(source, ModelTensor) and source.tensor.is_meta:
+            raise ExportError(
+                f"{source.name} is on the meta device and has no data to write. Materialize the "
+                "model first: model.to_empty(device=...) and load a state_dict."
+            )
+
+
+def _with_gradients(program: Program, opset: int) -> tuple[Program, tuple[int, ...]]:
+    """Returns the program that also computes every gradient of the loss."""
+    from ...backend.onnx.torch_onnx import exact_attention, exact_decompositions
+
+    loss = loss_output(program)
+    table = exact_decompositions(opset)
+
+    def recipe(leaf: Leaf) -> Recipe:
+        return Recipe(table)
+
+    wanted = differentiable_inputs(program)
+    with exact_attention():
+        derivative = Differentiator(recipe).vjp(Composite("main", program), wanted, [loss])
+    if derivative is None:
+        raise ExportError(
+            "train=True: the loss depends on no parameter that requires grad. (A program has to "
+            "be captured with train=True.)"
+        )
+    type_ = program.outputs[loss].type
+    assert isinstance(type_, TensorType)
+    seed = ModelTensor("loss.seed", torch.ones(type_.shape, dtype=type_.dtype, device=type_.device))
+    return training_program(program, derivative, seed), derivative.gradient_inputs
+
+
+def loss_output(program: Program) -> int:
+    """Returns which output of a program is its loss.
+
+    Raises:
+        ExportError: if there is none.
+    """
+    tree = program.output_tree
+    assert isinstance(tree, OutputTree)
+    names = output_names(tree)
+    outputs = [
+        (name, i) for name, (kind, i) in zip(names, tree.leaves, strict=True) if kind == "output"
+    ]
+    found = [i for name, i in outputs if name == "loss"] or [i for _, i in outputs][:1]
+    if not found or program.outputs[found[0]].type.num_bytes != _item_bytes(program, found[0]):
+        returned = ", ".join(f"{n}: {program.outputs[i].type}" for n, i in outputs)
+        raise ExportError(
+            "train=True: the model has to return a scalar loss, or an output with .loss; it "
+            f"returns {returned or 'no tensor'}."
+        )
+    return found[0]
+
+
+def _item_bytes(program: Program, output: int) -> int:
+    type_ = program.outputs[output].type
+    assert isinstance(type_, TensorType)
+    return type_.dtype.itemsize
+
+
+# ---- names -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Names:
+    """What the inputs and outputs of a file are called.
+
+    Attributes:
+        inputs: a name for each program input.
+        outputs: a name for each program output.
+        results: for each leaf of the model's result that is a tensor, its position among the
+            leaves and its name in the file.
+        gradients: name of the gradient of each program input that has one.
+    """
+
+    inputs: list[str]
+    outputs: list[str | None]
+    results: list[tuple[int, str]]
+    gradients: dict[int, str]
+
+
+def _names(subject: _Subject) -> Names:
+    program, tree = subject.program, subject.program.output_tree
+    assert isinstance(tree, OutputTree)
+    taken: set[str] = set()
+    users = [s.name for s in program.sources if isinstance(s, UserInput)]
+    taken.update(users)
+    inputs = []
+    for index, source in enumerate(program.sources):
+        name = source.name
+        if isinstance(source, ModelTensor):
+            name = _free(
+                f"constant_{index}" if source.kind == "constant" and "." not in name else name,
+                taken,
+            )
+        inputs.append(name)
+    outputs: list[str | None] = [None] * len(program.outputs)
+    results = []
+    for position, (name, (kind, index)) in enumerate(
+        zip(output_names(tree), tree.leaves, strict=True)
+    ):
+        if kind == "output":
+            outputs[index] = outputs[index] or _free(name, taken)
+            results.append((position, str(outputs[index])))
+    for output, target in program.writes:
+        outputs[output] = outputs[output] or _free(f"new.{program.sources[target].name}", taken)
+    gradients = {}
+    first = len(outputs) - len(subject.gradients)
+    for offset, target in enumerate(subject.gradients):
+        gradients[target] = outputs[first + offset] = _free(
+            f"grad.{program.sources[target].name}", taken
+        )
+    return Names(inputs, outputs, results, gradients)
+
+
+def _free(wish: str, taken: set[str]) -> str:
+    name, number = wish, 1
+    while name in taken:
+        name, number = f"{wish}_out" if number == 1 else f"{wish}_out{number}", number + 1
+    taken.add(name)
+    return name
+
+
+def output_names(tree: OutputTree) -> list[str]:
+    """Names the leaves of a model's result: keys of a ``ModelOutput``, else ``output_0``..."""
+    result = torch_pytree.unflatten(list(range(len(tree.leaves))), tree.spec)
+    pairs = torch_pytree.flatten_with_names(result)
+    if len(pairs) == 1 and not pairs[0][0]:
+        return ["output"]
+    return [f"output_{name}" if name[:1].isdigit() else name for name, _ in pairs]
+
+
+# ---- building and writing --------------------------------------------------------------------
+
+
+def _build(subject: _Subject, opset: int) -> tuple[ir.Model, Names]:
+    from lazyinline import __version__
+
+    from ...backend.onnx.functions import Naming, build_model
+
+    names = _names(subject)
+    graph = type(subject.model).__name__ if subject.model is not None else "main"
+    sizes = {} if subject.sizes is None else subject.sizes.names
+    naming = Naming(names.inputs, names.outputs, sizes, graph)
+    model = build_model(subject.program, opset, naming)
+    model.producer_name, model.producer_version = "lazyinline", __version__
+    model.metadata_props["torch"] = torch.__version__
+    return model, names
+
+
+def _write(
+    model: ir.Model,
+    subject: _Subject,
+    names: Names,
+    path: pathlib.Path,
+    *,
+    verify: bool,
+    external_data: bool | None,
+) -> ExportReport:
+    """Writes into a folder beside the file, checks there, and moves into place."""
+    from ...backend.onnx import file as onnx_file
+
+    error = None
+    with tempfile.TemporaryDirectory(dir=path.resolve().parent, prefix=".lazyinline-") as folder:
+        draft = pathlib.Path(folder) / path.name
+        onnx_file.save_model(model, draft, external_data=external_data)
+        if verify:
+            from .check import check
+
+            error = check(draft, model, subject, names)
+        for file in sorted(pathlib.Path(folder).iterdir(), reverse=True):  # weights first
+            os.replace(file, path.resolve().parent / file.name)
+    report = ExportReport(
+        path,
+        {f.name: len(f) for f in model.functions.values()},
+        len(model.graph),
+        path.stat().st_size,
+        onnx_file.weight_bytes(model),
+        tuple(str(v.name) for v in model.graph.inputs),
+        tuple(str(v.name) for v in model.graph.outputs),
+        error,
+        subject.conditions,
+    )
+    _LOG.info("%s", report)
+    return report

@@ -1,0 +1,220 @@
+"""A rank's stages as one planned program: who uses which buffer when, in the schedule's order."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+from ...backend.link.link import FlatProgram
+from ...backend.link.part_layout import PartSpec, PlanBuffers, Source, UnitLayout
+from ...backend.run.planned import place
+from ...backend.run.rank_program import RankProgram, Run, Schedule
+from ...pipeline_parallel.schedule.actions import (
+    BACKWARD,
+    BACKWARD_INPUT,
+    BACKWARD_WEIGHT,
+    FORWARD,
+)
+from ...pipeline_parallel.schedule.rank_order import Boundaries, RankOrder
+from ...pipeline_parallel.stages.stage import StageDerivative
+from ...reuse.ir.leaf import flat_types
+from ...reuse.ir.program import ModelTensor, Program
+from ...reuse.ir.transfer import Wire
+from ...reuse.ir.types import TensorType
+from ..compiler import Compiler, Linked
+from ..parts import why_written
+from ..report import CompileReport
+
+# Into how many phases parts are cut, at most; few where scratch is large, many where slabs are.
+_PHASES = (1, 2, 4, 8, 16)
+# Most phases of all runs together: planning costs as much as there are.
+_MAX_PHASES = 2048
+
+
+def boundaries_of(derived: Sequence[StageDerivative]) -> Boundaries:
+    """Says between which stages something travels.
+
+    Args:
+        derived: all stages, in order.
+    """
+    return Boundaries(
+        frozenset(d.stage.index for d in derived if d.stage.sent_types),
+        frozenset(d.stage.index for d in derived if d.gradient_types),
+    )
+
+
+def rank_program(
+    compiler: Compiler,
+    own: Sequence[StageDerivative],
+    order: RankOrder,
+    places: Mapping[int, Sequence[int]],
+    report: CompileReport,
+) -> RankProgram | None:
+    """Compiles and plans all that a rank runs; None, and a reason in the report, if it cannot be.
+
+    Args:
+        compiler: makes the kernels.
+        own: the stages of this rank.
+        order: what this rank does, and when what travels comes and goes.
+        places: for each stage, where its model tensors and then its sums are among the rank's.
+        report: gets what was made.
+    """
+    programs = [parts_of(one) for one in own]
+    with report.timed("lower") as nodes:
+        linked = compiler.linked([p for named in programs for p in named.values()], report)
+        nodes.count = sum(p.num_nodes() for named in programs for p in named.values())
+    reasons = [why_written(d.stage.sourced_program, d.derivative) for d in own]
+    report.unplanned = report.unplanned or next(filter(None, reasons), "")
+    if report.unplanned:
+        return None
+    with report.timed("link") as nodes:
+        flats = iter(linked.flats)
+        parts = [{name: next(flats) for name in named} for named in programs]
+        schedule = _schedule(order, sorted(one.stage.index for one in own))
+
+        def planned(num_phases: int) -> RankProgram:
+            units = {
+                one.stage.index: unit_of(one, named, linked, num_phases=num_phases)
+                for one, named in zip(own, parts, strict=True)
+            }
+            plan_regions = partial(place, tools=linked.tools)
+            return RankProgram(units, schedule, places, plan_regions, linked.tools.replay)
+
+        tried = [n for n in _PHASES if n == 1 or n * len(order.actions) <= _MAX_PHASES]
+        made = min(map(planned, tried), key=lambda program: program.held_bytes)
+        report.num_launches = nodes.count = made.num_launches
+    report.peak_bytes = made.plan.peak_bytes
+    report.lower_bound_bytes = made.lower_bound_bytes
+    return made
+
+
+def parts_of(derived: StageDerivative) -> dict[str, Program]:
+    """What a stage runs, part by part, in the order in which a micro-batch needs them."""
+    names = (BACKWARD,) if derived.halves is None else (BACKWARD_INPUT, BACKWARD_WEIGHT)
+    found = {FORWARD: derived.forward}
+    for name, program in zip(names, derived.backward, strict=False):
+        if program is not None:
+            found[name] = program
+    return found
+
+
+def _schedule(order: RankOrder, stages: Sequence[int]) -> Schedule:
+    runs = [Run(a.stage, a.kind, a.micro_batch) for a in order.actions]
+    ways = {FORWARD: FORWARD, BACKWARD: BACKWARD, BACKWARD_INPUT: BACKWARD}
+    posted, arriving, delivered = {}, {}, {}
+    for number, action in enumerate(order.actions):
+        if action.kind in ways:
+            key = (action.stage, ways[action.kind], action.micro_batch)
+            arriving[key] = number
+            if action in order.posted:
+                posted[key] = order.posted[action]
+            if action in order.delivered:
+                delivered[key] = order.delivered[action]
+    handed = []
+    for stage in stages:
+        if stage + 1 in stages:
+            handed += [(stage, FORWARD, stage + 1), (stage + 1, BACKWARD, stage)]
+    return Schedule(runs, posted, arriving, delivered, handed)
+
+
+# ---- one stage -------------------------------------------------------------------------------
+
+
+def unit_of(
+    derived: StageDerivative,
+    flats: Mapping[str, FlatProgram],
+    linked: Linked,
+    plan: PlanBuffers | None = None,
+    num_phases: int = 1,
+) -> UnitLayout:
+    """Lays out the parts of a stage.
+
+    Args:
+        derived: the stage.
+        flats: its parts, linked.
+        linked: their kernels.
+        plan: places scratch; without it, as well as a program's buffers are placed.
+        num_phases: most phases of a part.
+    """
+    stage = derived.stage
+    models = [TensorType.of(s.tensor) for s in stage.model_tensors]
+    sums = [type_ for _, type_ in derived.trained_types]
+    own = zip(stage.sources, stage.program.inputs[stage.num_received :], strict=True)
+    given = flat_types([v.type for source, v in own if not isinstance(source, ModelTensor)])
+    seed = [] if stage.num_sent else [derived.cotangent_types[0]]
+    parts = [_forward(derived, flats[FORWARD])]
+    if derived.derivative is not None:
+        parts += _backwards(derived, flats, Source("given", len(given)), len(models))
+    plan = plan or partial(place, tools=linked.tools)
+    return UnitLayout(
+        parts, linked.kernel_lists, [*models, *sums], [*given, *seed], plan, num_phases
+    )
+
+
+def _forward(derived: StageDerivative, flat: FlatProgram) -> PartSpec:
+    stage = derived.stage
+    sources = [Source("inbox", i) for i in range(stage.num_received)]
+    models, given = itertools.count(), itertools.count()
+    for source in stage.sources:
+        is_model = isinstance(source, ModelTensor)
+        sources.append(Source("model", next(models)) if is_model else Source("given", next(given)))
+    return PartSpec(
+        FORWARD,
+        FORWARD,
+        flat,
+        sources,
+        [Wire(t) for t in stage.received_types],
+        list(enumerate(map(Wire, stage.sent_types))),
+        range(stage.num_sent, len(stage.program.outputs)),
+    )
+
+
+def _backwards(
+    derived: StageDerivative, flats: Mapping[str, FlatProgram], seed: Source, num_models: int
+) -> list[PartSpec]:
+    """The backward of a stage, or its halves; gradients are added to their sums as they appear."""
+    operands = _operands(derived, seed)
+    inboxes = [] if derived.stage.num_sent == 0 else [Wire(t) for t in derived.cotangent_types]
+    sent = list(enumerate(map(Wire, derived.gradient_types)))
+    trained = range(len(derived.trained))
+    halves = derived.halves
+    if halves is None:
+        sources = [s for group in operands for s in group]
+        sums = {len(sent) + i: num_models + i for i in trained}
+        flat = flats[BACKWARD]
+        return [PartSpec(BACKWARD, BACKWARD, flat, sources, inboxes, sent, sums=sums)]
+    parts = []
+    carried: list[Source] = []
+    way = BACKWARD_WEIGHT
+    if halves.early is None:  # then the late half waits for what arrives
+        way, late_inboxes = BACKWARD, inboxes
+    else:
+        late_inboxes = []
+        flat = flats[BACKWARD_INPUT]
+        sources = [s for i in halves.early_inputs for s in operands[i]]
+        parts.append(PartSpec(BACKWARD_INPUT, BACKWARD, flat, sources, inboxes, sent))
+        after = range(len(sent), len(flat.outputs))
+        carried = [Source("output", i, BACKWARD_INPUT) for i in after]
+    if halves.late is not None:
+        flat = flats[BACKWARD_WEIGHT]
+        sources = [*carried, *(s for i in halves.late_inputs for s in operands[i])]
+        sums = {i: num_models + i for i in trained}
+        parts.append(PartSpec(BACKWARD_WEIGHT, way, flat, sources, late_inboxes, sums=sums))
+    return parts
+
+
+def _operands(derived: StageDerivative, seed: Source) -> list[list[Source]]:
+    """Where each input of the whole backward comes from, struct by struct."""
+    derivative, stage = derived.derivative, derived.stage
+    assert derivative is not None
+    first = len(stage.program.outputs)
+    num_saved = len(flat_types([derivative.saved_type]))
+    saved = [Source("output", first + i, FORWARD) for i in range(num_saved)]
+    groups = [saved, *([Source("input", i, FORWARD)] for i in derivative.kept_inputs)]
+    groups += [[Source("output", i, FORWARD)] for i in derivative.kept_outputs]
+    if stage.num_sent == 0:
+        return [*groups, [seed]]
+    places = {o: k for k, o in enumerate(derived.gradients_received)}
+    used = [places[o] for o in derivative.cotangent_outputs]
+    return [*groups, *([Source("inbox", k, BACKWARD)] for k in used)]

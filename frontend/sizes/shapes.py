@@ -1,0 +1,190 @@
+"""Which call gets which program: sizes that vary become symbols, further sizes cost a link."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from ...reuse.errors import LazyInlineError, PlanError
+from ..compiler import CompiledProgram, Options
+from ..guards.guard import Guard
+from ..guards.kept_programs import MAX_PROGRAMS, Inputs
+from ..report import CompileReport
+
+if TYPE_CHECKING:
+    from .symbolic_compiler import SymbolicCompiler, SymbolicProgram
+    from .torch_input_sizes import InputSizes, Names
+
+MAX_SYMBOLIC = 8
+"""Programs of symbolic sizes for calls that differ in sizes only; further shapes are numbers."""
+DYNAMIC_CHOICES = (None, True, False)
+
+
+@dataclass
+class Made:
+    """What runs a call, when it may, and what making it took."""
+
+    guard: Guard
+    compiled: CompiledProgram
+    report: CompileReport
+    is_linked: bool = False
+
+
+@dataclass
+class _Compile:
+    """One compile of the past.
+
+    Attributes:
+        guard: of the call it was made for.
+        shapes: of that call.
+        why_static: why its sizes are numbers although others came, if so.
+        symbolic: the program, if its sizes are symbols, and what links it.
+    """
+
+    guard: Guard
+    shapes: tuple[tuple[int, ...], ...]
+    why_static: str = ""
+    symbolic: tuple[SymbolicProgram, SymbolicCompiler] | None = None
+
+
+class Shapes:
+    """The compiles of one module, and what they teach about the next.
+
+    Args:
+        model: the module.
+        options: how it is compiled.
+        dynamic: None makes symbols of the dimensions that varied, True of all, False of none.
+
+    Raises:
+        PlanError: for another ``dynamic``.
+    """
+
+    def __init__(self, model: nn.Module, options: Options, dynamic: bool | None) -> None:
+        if dynamic not in DYNAMIC_CHOICES:
+            raise PlanError(f"dynamic={dynamic!r} is unknown; there are {DYNAMIC_CHOICES}.")
+        self._model = model
+        self._options = options
+        self.dynamic = dynamic
+        self._compiles: tuple[_Compile, ...] = ()  # the newest last
+        self._num_compiles = self._num_links = 0
+        self._why_static = ""
+
+    def made(self, inputs: Inputs) -> Made | None:
+        """Returns a program of symbolic sizes for a call, or None if it gets one of its own."""
+        self._why_static = ""
+        fitting = self._fitting(inputs)
+        for compile_, guard in fitting:
+            made = self._linked(compile_, guard, inputs, self._report())
+            if made is not None:
+                self._num_links += 1
+                return self._counted(made)
+        alike = [c for c, _ in fitting]
+        self._why_static = next((c.why_static for c in alike if c.why_static), "")
+        if self._why_static or not (self.dynamic or alike):
+            return None
+        if sum(c.symbolic is not None for c in alike) >= MAX_SYMBOLIC:
+            return None
+        return self._compiled(alike, inputs)
+
+    def note(self, made: Made, inputs: Inputs) -> Made:
+        """Remembers a program that was compiled for the sizes of a call alone."""
+        made.report.why_static = self._why_static
+        known = _Compile(made.guard, shapes_of(inputs.leaves), self._why_static)
+        self._keep(known)
+        return self._counted(made)
+
+    def _keep(self, compile_: _Compile) -> None:
+        self._compiles = (*self._compiles, compile_)[-MAX_PROGRAMS:]
+        self._num_compiles += 1
+
+    def _counted(self, made: Made) -> Made:
+        made.report.num_compiles, made.report.num_links = self._num_compiles, self._num_links
+        return made
+
+    def _report(self) -> CompileReport:
+        return CompileReport(torch.is_grad_enabled(), self._options.backend, self._options.reuse)
+
+    def _fitting(self, inputs: Inputs) -> list[tuple[_Compile, Guard]]:
+        """Returns the compiles of calls that differ in sizes only, each with a guard for these."""
+        if self.dynamic is False:
+            return []
+        resized = ((c, c.guard.resized(inputs.leaves)) for c in self._compiles)
+        pairs = [(c, g) for c, g in resized if g is not None]
+        return [(c, g) for c, g in pairs if g.accepts(inputs.leaves, inputs.tree)]
+
+    def _linked(
+        self, compile_: _Compile, guard: Guard, inputs: Inputs, report: CompileReport
+    ) -> Made | None:
+        """Links a program of symbolic sizes for a call, if it is right for its sizes."""
+        if compile_.symbolic is None:
+            return None
+        program, compiler = compile_.symbolic
+        values = program.sizes.values(inputs.leaves)
+        if values is None:
+            return None
+        try:
+            compiled = compiler.at(program, values, report)
+        except LazyInlineError as error:
+            compile_.symbolic, compile_.why_static = None, str(error)
+            return None
+        return Made(guard, compiled, report, is_linked=True)
+
+    def _compiled(self, alike: Sequence[_Compile], inputs: Inputs) -> Made | None:
+        """Compiles with symbols; returns None where the sizes of this call have to be numbers."""
+        from .torch_input_sizes import learned_names  # brings in sympy
+
+        every = self.dynamic is True
+        names = learned_names(inputs.leaves, [c.shapes for c in alike], every=every)
+        for compile_ in alike:
+            if compile_.symbolic is not None:
+                names = compile_.symbolic[0].sizes.without_fixed(names)
+        if not any(map(any, names)):
+            return None
+        try:
+            return self._counted(self._compiled_with(names, inputs))
+        except Exception as error:  # the call can be compiled for its sizes alone
+            self._why_static = f"{type(error).__name__}: {error}".splitlines()[0]
+            return None
+
+    def _compiled_with(self, names: Names, inputs: Inputs) -> Made:
+        from .torch_input_sizes import InputSizes
+
+        hints: frozenset[int] | None = _sizes_of(self._model, inputs)
+        while True:
+            sizes = partial(InputSizes, inputs.leaves, names, hints)
+            try:
+                return self._compiled_once(sizes, inputs)
+            except Exception:
+                # Relations that hold between the sizes of this call may be needed.
+                if hints is None or not sizes().moved:
+                    raise
+                hints = None
+
+    def _compiled_once(self, sizes: Callable[[], InputSizes], inputs: Inputs) -> Made:
+        from .symbolic_compiler import SymbolicCompiler
+
+        report, compiler = self._report(), SymbolicCompiler(self._options)
+        program = compiler.compile_symbolic(self._model, inputs.args, inputs.kwargs, sizes, report)
+        guard = Guard(self._model, program.captured, inputs.leaves, inputs.tree)
+        program = replace(program, captured=program.captured.without_tensors())
+        compile_ = _Compile(guard, shapes_of(inputs.leaves), symbolic=(program, compiler))
+        made = self._linked(compile_, guard, inputs, report)
+        if made is None:
+            raise PlanError(compile_.why_static or "its questions have other answers here")
+        self._keep(compile_)
+        return made
+
+
+def shapes_of(leaves: Sequence[Any]) -> tuple[tuple[int, ...], ...]:
+    """Returns the shapes of flat inputs; empty for what is no tensor."""
+    return tuple(tuple(x.shape) if isinstance(x, torch.Tensor) else () for x in leaves)
+
+
+def _sizes_of(model: nn.Module, inputs: Inputs) -> frozenset[int]:
+    """Returns the sizes that the model's tensors have."""
+    return frozenset(n for p in (*model.parameters(), *model.buffers()) for n in p.shape)

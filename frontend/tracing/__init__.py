@@ -1,0 +1,8 @@
+"""How PyTorch is made to show what a model runs. Mostly adapters.
+
+torch_tracing     pre-dispatch tracing with fake tensors
+torch_patches     the temporary patches that let capture watch a model run
+custom_function   a user's ``torch.autograd.Function`` as one operator
+torch_mutations   operators of others that change their operands, as pure ones
+torch_fake_rules  operators that take more than PyTorch's rule for fake tensors allows
+"""

@@ -1,0 +1,459 @@
+"""Adapter: pre-dispatch tracing with fake tensors. Every private tracing name is named here.
+
+The trace sees operators before autograd and before composite operators are taken apart, so
+``linear`` and ``scaled_dot_product_attention`` stay whole, and nothing is computed.
+"""
+
+from __future__ import annotations
+
+import operator
+import os
+import sys
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.fx
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
+from torch.fx._lazy_graph_module import _use_lazy_graph_module
+from torch.fx.experimental.proxy_tensor import (
+    disable_proxy_modes_tracing,
+    get_proxy_mode,
+    make_fx,
+    track_tensor,
+    track_tensor_tree,
+)
+from torch.fx.node import _side_effectful_need_to_be_preserved_pre_dispatch
+
+from ...reuse.errors import CaptureError
+from ...reuse.ir.leaf import Stamp, current_autocast, mutated_args
+from ...reuse.ir.types import TensorType
+from ...reuse.own_code import own_places
+from .torch_mutations import pure_forms
+
+_TORCH_FOLDER = os.path.dirname(torch.__file__) + os.sep
+_LIBRARY_FOLDERS = (_TORCH_FOLDER, *own_places())
+
+_GENERATED = "<string>"
+_TRANSFORMS = "torch._functorch.predispatch"  # traced as functions, before torch 2.13
+
+# Imported by a first run, by decorators and by loggers; what settings there are live elsewhere (os,
+# logging).
+_MACHINERY = frozenset(
+    [
+        "abc",
+        "collections",
+        "contextlib",
+        "dataclasses",
+        "enum",
+        "functools",
+        "importlib",
+        "inspect",
+        "mpmath",
+        "re",
+        "sympy",
+        "typing",
+        "typing_extensions",
+    ]
+)
+
+DATA_DEPENDENT_ERRORS: tuple[type[Exception], ...] = (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+)
+
+
+_OWN_NAMESPACES = frozenset(["aten", "prim", "prims"])
+_READERS = (
+    torch.ops.aten.item.default,
+    torch.ops.aten._local_scalar_dense.default,
+    torch.ops.aten.equal.default,
+    torch.ops.aten.allclose.default,
+)
+
+
+def is_mode_switch(node: torch.fx.Node) -> bool:
+    """Whether a node only switches grad mode or autocast (stamps replace these)."""
+    return node.target in _side_effectful_need_to_be_preserved_pre_dispatch
+
+
+class TracingFakeMode(FakeTensorMode):
+    """A fake mode in which PyTorch's own operators are spared the cost of :func:`profiled_calls`.
+
+    What runs for one of them is PyTorch alone, thousands of calls where sizes are symbols. An
+    operator of somebody else may run a user's function, which has to be seen.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Runs an operator on fake tensors."""
+        profile: Any = sys.getprofile()
+        if func.namespace not in _OWN_NAMESPACES or not callable(profile):
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        sys.setprofile(None)
+        try:
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        finally:
+            sys.setprofile(profile)
+
+
+def new_fake_mode() -> FakeTensorMode:
+    """Returns a fresh fake mode; real tensors that reach an operator become fake."""
+    return TracingFakeMode(allow_non_fake_inputs=True)
+
+
+def is_fake(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is fake."""
+    return isinstance(tensor, FakeTensor)
+
+
+def plain_tensor_access() -> AbstractContextManager[Any]:
+    """Reading a tensor's metadata inside does not pass through the tracing modes (10 us each)."""
+    return torch._C.DisableTorchFunction()
+
+
+def user_frame(frame: Any) -> Any:
+    """Returns the innermost frame that is neither PyTorch's nor ours, or None."""
+    while frame is not None:
+        filename = frame.f_code.co_filename
+        if not filename.startswith(_LIBRARY_FOLDERS) and filename[0] != "<":
+            return frame
+        frame = frame.f_back
+    return None
+
+
+def is_library_frame(frame: Any) -> bool:
+    """Whether a frame runs PyTorch's code or ours."""
+    return str(frame.f_code.co_filename).startswith(_LIBRARY_FOLDERS)
+
+
+def is_user_frame(frame: Any) -> bool:
+    """Whether a frame runs neither PyTorch's code nor ours, nor Python's for one of them."""
+    return not (is_library_frame(frame) or _served_pytorch(frame))
+
+
+def is_torch_frame(frame: Any) -> bool:
+    """Whether a frame runs PyTorch's code."""
+    return str(frame.f_code.co_filename).startswith(_TORCH_FOLDER)
+
+
+def frame_text(frame: Any) -> str:
+    """Returns ``file.py:31 Block.forward`` of a frame."""
+    code = frame.f_code
+    name = getattr(code, "co_qualname", "") or _qualified_name(frame)
+    return f"{os.path.basename(code.co_filename)}:{frame.f_lineno} {name}"
+
+
+def _qualified_name(frame: Any) -> str:
+    """Returns ``Block.forward`` of a frame on Python 3.10, whose code does not tell the class."""
+    code = frame.f_code
+    first = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
+    for owner in type(first).__mro__:
+        method: Any = vars(owner).get(code.co_name)
+        if getattr(method, "__code__", None) is code:
+            return str(method.__qualname__)
+    return str(code.co_name)
+
+
+def user_line() -> str:
+    """Returns where the running user code is, such as ``file.py:31 Block.forward``."""
+    frame = user_frame(sys._getframe(1))
+    return "an unknown line" if frame is None else frame_text(frame)
+
+
+class Tracer:
+    """One running trace: fake tensors on one side, graph nodes on the other."""
+
+    def __init__(self, fake_mode: FakeTensorMode, on_node: Callable[[torch.fx.Node], None]) -> None:
+        self.fake_mode = fake_mode
+        self._has_sizes = fake_mode.shape_env is not None  # PyTorch then drops dead size operators
+        self._on_node = on_node
+        self._tracer: Any = None
+        self._num_inputs = 0
+        self._nodes = _NodeTable({})
+        self._autocast_devices = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
+
+    def run(
+        self, function: Callable[[Sequence[Any]], None], inputs: Sequence[torch.Tensor]
+    ) -> None:
+        """Runs ``function`` on tracked fake inputs; every operator becomes a node."""
+
+        def traced(flat: list[torch.Tensor]) -> tuple[()]:
+            mode = get_proxy_mode()
+            assert mode is not None
+            self._tracer = mode.tracer
+            self._tracer.tensor_tracker = self._nodes = _NodeTable(self._tracer.tensor_tracker)
+            graph = self._tracer.graph
+            graph.create_node = self._stamping(graph.create_node)
+            try:
+                function(flat)
+            finally:
+                del graph.create_node
+            if self._has_sizes:
+                return ()
+            raise _Finished  # the graph is all we need; a GraphModule of it takes time per node
+
+        with self.fake_mode, _use_lazy_graph_module(True), suppress(_Finished):
+            readers = {operator_: self._of_fakes_only(operator_) for operator_ in _READERS}
+            table = {**pure_forms(), **readers}
+            make_fx(traced, table, tracing_mode="real", pre_dispatch=True)(list(inputs))
+
+    def _of_fakes_only(self, operator_: Any) -> Callable[..., Any]:
+        """Refuses an operator that hands Python the value of a tensor from outside.
+
+        The tracer would run it: a tensor in a list or an object of the model's would become a
+        number of the program, the same for every instance and at every call.
+        """
+
+        def read(*args: Any, **kwargs: Any) -> Any:
+            operands = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)]
+            if not all(is_fake(x) or self._is_literal(x) for x in operands):
+                raise DataDependentOutputException(operator_)
+            return NotImplemented
+
+        return read
+
+    def _is_literal(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor was made of Python data in the forward (``torch.tensor(1.5)``)."""
+        tracked = (getattr(proxy, "constant", None) for proxy in self._nodes.values())
+        return any(constant is tensor for constant in tracked)
+
+    def _stamping(self, create: Callable[..., torch.fx.Node]) -> Callable[..., torch.fx.Node]:
+        def create_node(*args: Any, **kwargs: Any) -> torch.fx.Node:
+            node = create(*args, **kwargs)
+            if node.op != "call_function":
+                return node
+            frame = user_frame(sys._getframe(1))
+            if getattr(node.target, "__module__", "") == _TRANSFORMS:
+                raise CaptureError(
+                    f"What torch.func does at {'' if frame is None else frame_text(frame)} cannot "
+                    "be followed to operators. Write it as operators on the whole batch."
+                )
+            node.meta["stamp"] = Stamp(
+                torch.is_grad_enabled(),
+                current_autocast(self._autocast_devices),
+                "" if frame is None else frame_text(frame),
+            )
+            self._on_node(node)
+            return node
+
+        return create_node
+
+    @property
+    def root(self) -> torch.nn.Module:
+        """The module on which the tracer keeps its own constants."""
+        root: torch.nn.Module = self._tracer.root
+        return root
+
+    def node_of(self, tensor: torch.Tensor) -> torch.fx.Node | None:
+        """Returns the node that stands for a tensor, or None if it is not traced."""
+        proxy = self._tracer.unwrap_proxy(tensor)
+        return proxy.node if isinstance(proxy, torch.fx.Proxy) else None
+
+    def add_outside_tensor(self, tensor: torch.Tensor) -> torch.fx.Node:
+        """Adds a node for a tensor that comes from outside the trace."""
+        name = f"outside_{self._num_inputs}"
+        self._num_inputs += 1
+        object.__setattr__(self._tracer.root, name, tensor)
+        if self._has_sizes:
+            return self._tracer.graph.create_node("get_attr", name, (), {})  # type: ignore[no-any-return]
+        return torch.fx.Node(self._tracer.graph, name, "get_attr", name, (), {})
+
+    def attribute(self, node: torch.fx.Node) -> Any:
+        """Returns the outside tensor (or other object) that a ``get_attr`` node stands for."""
+        return getattr(self._tracer.root, str(node.target))
+
+    def track(self, tensor: torch.Tensor, node: torch.fx.Node) -> None:
+        """Lets a node stand for a fake tensor from now on."""
+        proxy = torch.fx.Proxy(node, self._tracer)
+        with self._nodes.renaming():
+            track_tensor_tree(tensor, proxy, constant=None, tracer=self._tracer)
+
+    def track_new(self, type_: TensorType, like: torch.Tensor | None, node: torch.fx.Node) -> Any:
+        """Returns a new fake tensor that a node stands for.
+
+        No operator runs, which would take ten times as long.
+
+        Args:
+            type_: its layout.
+            like: a tensor that requires grad, for the new one to have a history as well, or None.
+            node: what makes it.
+        """
+        with torch._C._DisableTorchDispatch():
+            memory = torch.empty_strided(
+                type_.shape, type_.stride, dtype=type_.dtype, device="meta"
+            )
+        # Two of the same memory: the model may change the shape of its own in place.
+        fake = FakeTensor(self.fake_mode, memory, type_.device)
+        node.meta["val"] = FakeTensor(self.fake_mode, memory, type_.device)
+        if like is not None:
+            with torch.enable_grad():
+                fake = super(torch.autograd.Function, _History).apply(like, [fake])
+        proxy = torch.fx.Proxy(node, self._tracer)
+        track_tensor(fake, proxy, constant=None, tracer=self._tracer)
+        return fake
+
+    def call(self, target: Callable[..., Any], operands: Sequence[torch.fx.Node]) -> torch.fx.Node:
+        """Adds a call of a function of ours."""
+        return self._tracer.graph.create_node("call_function", target, tuple(operands), {})  # type: ignore[no-any-return]
+
+    def item(self, node: torch.fx.Node, index: int) -> torch.fx.Node:
+        """Adds a node that picks one result of a call."""
+        return self._tracer.graph.create_node("call_function", operator.getitem, (node, index), {})  # type: ignore[no-any-return]
+
+    def constants(self) -> list[torch.fx.Node]:
+        """Returns every node that stands for an outside tensor or a constant."""
+        return [n for n in self._tracer.graph.nodes if n.op == "get_attr"]
+
+    def to_fake(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Returns a fake tensor with the metadata of a real one.
+
+        A tensor on the meta device has no data, only a layout: it is taken as one on the CPU, so
+        that a model without data compiles as it would with data.
+        """
+        with self.untraced():
+            if tensor.is_meta:
+                convert = self.fake_mode.fake_tensor_converter.from_meta_and_device
+                return convert(self.fake_mode, tensor, torch.device("cpu"))
+            return self.fake_mode.from_tensor(tensor)
+
+    def forget_tensors(self) -> None:
+        """Lets go of the tensors that fakes and constants of the trace were made of.
+
+        The table of them holds a weak reference to each, with which PyTorch refuses to swap it
+        (``torch.utils.swap_tensors``, conversions and ``load_state_dict`` by swapping).
+        """
+        describer = self.fake_mode.fake_tensor_converter.meta_converter.describer
+        describer.lookup_tensor.clear()
+        describer.lookup_storage.clear()
+        for node in self.constants():
+            vars(self.root).pop(str(node.target), None)
+        for name, held in list(vars(self.root).items()):
+            if isinstance(held, torch.Tensor):
+                delattr(self.root, name)
+
+    @cached_property
+    def fake_names(self) -> frozenset[str]:
+        """The attributes that every fake tensor has; others are the user's."""
+        return frozenset(vars(self.to_fake(torch.nn.Parameter(torch.empty(1, device="cpu")))))
+
+    def untraced(self) -> AbstractContextManager[Any]:
+        """Operators inside run on fake tensors without becoming nodes."""
+        return disable_proxy_modes_tracing()  # type: ignore[no-any-return]
+
+
+class _NodeTable(MutableMapping[torch.Tensor, Any]):
+    """The tracer's table of which node stands for a tensor, with one rule more.
+
+    An operator that returns the very tensor it was given (``x.to(x.dtype)``, ``dropout`` in eval
+    mode) does not take over its name: under ``no_grad`` the tensor would lose its gradient.
+    """
+
+    def __init__(self, table: MutableMapping[torch.Tensor, Any]) -> None:
+        self._table = table
+        self._is_renaming = False
+
+    @contextmanager
+    def renaming(self) -> Iterator[None]:
+        """Lets any node take over inside."""
+        self._is_renaming = True
+        try:
+            yield
+        finally:
+            self._is_renaming = False
+
+    def __setitem__(self, tensor: torch.Tensor, proxy: Any) -> None:
+        if self._is_renaming or tensor not in self._table or mutated_args(proxy.proxy.node):
+            self._table[tensor] = proxy
+
+    def __getitem__(self, tensor: torch.Tensor) -> Any:
+        return self._table[tensor]
+
+    def __delitem__(self, tensor: torch.Tensor) -> None:
+        del self._table[tensor]
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter(self._table)
+
+    def __len__(self) -> int:
+        return len(self._table)
+
+
+class _Finished(BaseException):
+    """Leaves PyTorch's tracer when the model has run."""
+
+
+class _History(torch.autograd.Function):
+    """Makes a tensor that is no autograd leaf, so that it may be changed in place."""
+
+    @staticmethod
+    def forward(context: Any, like: torch.Tensor, new: list[torch.Tensor]) -> torch.Tensor:
+        return new[0]
+
+
+def _is_machinery(module_name: Any) -> bool:
+    """Whether a module of Python's own holds nothing that steers a model (imports, decorators)."""
+    name = str(module_name).partition(".")[0]
+    return name in _MACHINERY or name.startswith("namedtuple_")
+
+
+def _served_pytorch(frame: Any) -> bool:
+    """Whether Python's own library runs because PyTorch called it (to log, to show a stack)."""
+    while frame is not None and _top_name(frame) in sys.stdlib_module_names:
+        frame = frame.f_back
+        if frame is not None and is_library_frame(frame):
+            return True
+    return False
+
+
+def _top_name(frame: Any) -> str:
+    return str(frame.f_globals.get("__name__")).partition(".")[0]
+
+
+@contextmanager
+def profiled_calls(on_call: Callable[[Any], None]) -> Iterator[None]:
+    """Calls ``on_call(frame)`` for each call of a user function (not PyTorch's, not ours)."""
+    is_user: dict[Any, bool] = {}
+
+    def profile(frame: Any, event: str, argument: Any) -> None:
+        if event != "call":
+            return
+        code = frame.f_code
+        wanted = is_user.get(code)
+        if wanted is None:
+            scope, filename = frame.f_globals, code.co_filename
+            if filename == _GENERATED:  # such as what @dataclass makes: it is its module's
+                filename = str(scope.get("__file__"))
+            machinery = _is_machinery(scope.get("__name__"))
+            wanted = is_user[code] = not (machinery or filename.startswith(_LIBRARY_FOLDERS))
+        if wanted and not _served_pytorch(frame):
+            on_call(frame)
+
+    previous: Any = sys.getprofile()
+    sys.setprofile(profile)
+    try:
+        yield
+    finally:
+        sys.setprofile(previous if callable(previous) else None)
+        if hasattr(previous, "enable"):  # cProfile hands itself out, but cannot be set back
+            previous.enable()
+
+
+@contextmanager
+def unprofiled() -> Iterator[None]:
+    """Spares functions of ours the cost of :func:`profiled_calls`."""
+    profile: Any = sys.getprofile()
+    if not callable(profile):
+        yield
+        return
+    sys.setprofile(None)
+    try:
+        yield
+    finally:
+        sys.setprofile(profile)
