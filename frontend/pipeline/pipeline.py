@@ -29,6 +29,7 @@ from ...pipeline_parallel.stages.stage import (
     StageDerivative,
     StageRuntime,
     StageSteps,
+    UnplannedSteps,
     differentiate_stages,
 )
 from ...recompute.policy import Policy
@@ -277,7 +278,7 @@ class Pipeline:
         self._sum_names = list(sums)
         return rank_program(compiler, self._derived, order, places, self.last_report)
 
-    def _compile(self, compiler: Compiler, order: RankOrder) -> list[StageSteps | PlannedSteps]:
+    def _compile(self, compiler: Compiler, order: RankOrder) -> list[StageSteps]:
         """Makes what runs this rank's stages; closures that stages share are compiled once."""
         seed = 1.0 / self._table.num_micro_batches
         for derived in self._derived:
@@ -290,10 +291,10 @@ class Pipeline:
                 PlannedSteps(d, self._planned, progress, self._tensors_of(d.stage), seed, splits)
                 for d in self._derived
             ]
-        found: list[StageSteps | PlannedSteps] = []
+        found: list[StageSteps] = []
         for derived, (runtime, halves) in zip(self._derived, self._runtimes(compiler), strict=True):
             tensors = self._tensors_of(derived.stage)
-            found.append(StageSteps(derived, runtime, halves, tensors, self._sums, seed))
+            found.append(UnplannedSteps(derived, runtime, halves, tensors, self._sums, seed))
         return found
 
     def _runtimes(self, compiler: Compiler) -> list[tuple[StageRuntime, list[Run | None]]]:

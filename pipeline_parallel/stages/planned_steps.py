@@ -68,7 +68,7 @@ class Progress:
 
 @dataclass
 class PlannedSteps:
-    """Runs a stage's steps for one micro-batch at a time; see :class:`.stage.StageSteps`.
+    """Steps in an arena, where what travels has its place; see :class:`.stage.StageSteps`.
 
     Args:
         derived: the stage and its backward.
@@ -100,10 +100,8 @@ class PlannedSteps:
         models = [i for i, s in enumerate(stage.sources) if isinstance(s, ModelTensor)]
         self._targets = [models.index(target) for _, target in stage.writes]
 
-    def forward(
-        self, micro_batch: int, received: Sequence[Tensor], user: Sequence[Tensor]
-    ) -> tuple[Tensor, ...]:
-        """Runs the forward of a micro-batch; returns the results on the last stage."""
+    def forward(self, micro_batch: int, user: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Runs the forward; returns the results, on the last stage."""
         self.counts.forward += 1
         self._given[micro_batch] = [*(user[i] for i in self._users), *self._seeds]
         outputs = self._run(FORWARD, micro_batch)
@@ -113,25 +111,23 @@ class PlannedSteps:
             present[target].copy_(state)
         return tuple(t.clone() for t in outputs[:first])
 
-    def backward(self, micro_batch: int, cotangents: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Runs the whole backward of a micro-batch."""
+    def backward(self, micro_batch: int) -> None:
+        """Runs the whole backward."""
         if self.splits:
-            self.backward_input(micro_batch, cotangents)
+            self.backward_input(micro_batch)
             self.backward_weight(micro_batch)
-            return ()
+            return
         self.counts.backward += self.derived.derivative is not None
         self._run(BACKWARD, micro_batch)
         del self._given[micro_batch]
-        return ()
 
-    def backward_input(self, micro_batch: int, cotangents: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Runs the early half."""
+    def backward_input(self, micro_batch: int) -> None:
+        """Runs its early half: gradients that travel."""
         self.counts.backward_input += self.derived.halves is not None
         self._run(BACKWARD_INPUT, micro_batch)
-        return ()
 
     def backward_weight(self, micro_batch: int) -> None:
-        """Runs the late half of a micro-batch whose early half has run."""
+        """Runs its late half, after the early one: gradients of parameters."""
         self.counts.backward_weight += self.derived.halves is not None
         self._run(BACKWARD_WEIGHT, micro_batch)
         del self._given[micro_batch]
@@ -141,16 +137,26 @@ class PlannedSteps:
         self.progress.begin(Action(kind, stage, micro_batch))
         return self.runner.run(stage, kind, micro_batch, self._given[micro_batch])
 
-    def inbox(self, way: str, micro_batch: int) -> list[Tensor]:
-        """Returns where values from another rank go."""
+    def inbox(self, way: str, micro_batch: int) -> Sequence[Tensor]:
+        """Returns memory to receive the values of another rank into."""
         stage = self.derived.stage.index
         kind = FORWARD if way == FORWARD else BACKWARD_INPUT if self.splits else BACKWARD
         self.progress.check_receive(Action(kind, stage, micro_batch))
         return self.runner.inbox(stage, way, micro_batch)
 
-    def outbox(self, way: str, micro_batch: int) -> list[Tensor]:
-        """Returns values for another rank."""
+    def drop_inbox(self, way: str, micro_batch: int) -> None:
+        """Does nothing: the memory is the plan's."""
+
+    def outbox(self, way: str, micro_batch: int) -> Sequence[Tensor]:
+        """Returns the values for another rank, as they travel."""
         return self.runner.outbox(self.derived.stage.index, way, micro_batch)
+
+    def take(self, way: str, micro_batch: int, values: Sequence[Tensor]) -> None:
+        """Does nothing: the values of a neighbour are where the plan wants them."""
+
+    def hand_over(self, way: str, micro_batch: int) -> Sequence[Tensor]:
+        """Returns nothing, for the same reason."""
+        return ()
 
     def clear(self) -> None:
         """Begins again, without micro-batches in flight."""

@@ -20,8 +20,10 @@ from torch import Tensor
 from ...autodiff.derivative import Derivative, Differentiator, Request, active_values
 from ...reuse.ir.leaf import flat_types
 from ...reuse.ir.program import Composite, ModelTensor, Program
+from ...reuse.ir.transfer import Wire
 from ...reuse.ir.types import TensorType
 from ...reuse.own_storage import in_own_storage
+from ..schedule.actions import BACKWARD, FORWARD
 from ..split.cut import Stage
 from .split_backward import Halves, Splitter
 
@@ -268,9 +270,49 @@ class StageCounts:
         self.seconds[kind] = (number + 1, total + time.perf_counter() - start)
 
 
+class StageSteps(Protocol):
+    """A stage's steps for one micro-batch at a time, and the values that travel between stages.
+
+    Those have a ``way``: ``"F"`` for activations, ``"B"`` for their gradients.
+    """
+
+    derived: StageDerivative
+    counts: StageCounts
+
+    def inbox(self, way: str, micro_batch: int) -> Sequence[Tensor]:
+        """Returns memory to receive the values of another rank into."""
+
+    def drop_inbox(self, way: str, micro_batch: int) -> None:
+        """Takes that memory back: nothing was received."""
+
+    def outbox(self, way: str, micro_batch: int) -> Sequence[Tensor]:
+        """Returns the values for another rank, as they travel."""
+
+    def take(self, way: str, micro_batch: int, values: Sequence[Tensor]) -> None:
+        """Takes the values of a neighbour on this rank."""
+
+    def hand_over(self, way: str, micro_batch: int) -> Sequence[Tensor]:
+        """Returns the values for a neighbour on this rank."""
+
+    def forward(self, micro_batch: int, user: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Runs the forward; returns the results, on the last stage."""
+
+    def backward(self, micro_batch: int) -> None:
+        """Runs the whole backward."""
+
+    def backward_input(self, micro_batch: int) -> None:
+        """Runs its early half: gradients that travel."""
+
+    def backward_weight(self, micro_batch: int) -> None:
+        """Runs its late half, after the early one: gradients of parameters."""
+
+    def clear(self) -> None:
+        """Begins again, without micro-batches in flight."""
+
+
 @dataclass
-class StageSteps:
-    """Runs a stage's steps for one micro-batch at a time.
+class UnplannedSteps:
+    """Steps whose tensors PyTorch allocates; see :class:`StageSteps`.
 
     Args:
         derived: the stage and its backward.
@@ -294,7 +336,18 @@ class StageSteps:
     def __post_init__(self) -> None:
         self._flights: dict[int, _Flight] = {}
         self._waiting: dict[int, list[Tensor]] = {}
+        self._inboxes: dict[tuple[str, int], list[Tensor]] = {}
+        self._taken: dict[tuple[str, int], Sequence[Tensor]] = {}
+        self._made: dict[tuple[str, int], Sequence[Tensor]] = {}
         stage, derivative = self.derived.stage, self.derived.derivative
+        self._received_wires = {
+            FORWARD: list(map(Wire, stage.received_types)),
+            BACKWARD: list(map(Wire, self.derived.cotangent_types if stage.num_sent else ())),
+        }
+        self._sent_wires = {
+            FORWARD: list(map(Wire, stage.sent_types)),
+            BACKWARD: list(map(Wire, self.derived.gradient_types)),
+        }
         first = stage.num_received
         self._written = {first + i for _, i in stage.writes}
         if derivative is not None:
@@ -304,15 +357,48 @@ class StageSteps:
             for source, type_ in self.derived.trained_types:
                 self.sums.add_parameter(source.name, type_)
 
+    # ---- transfers -----------------------------------------------------------------------
+
+    def inbox(self, way: str, micro_batch: int) -> Sequence[Tensor]:
+        """Returns memory to receive the values of another rank into."""
+        buffers = [wire.buffer() for wire in self._received_wires[way]]
+        self._inboxes[way, micro_batch] = buffers
+        return buffers
+
+    def drop_inbox(self, way: str, micro_batch: int) -> None:
+        """Takes that memory back: nothing was received."""
+        self._inboxes.pop((way, micro_batch), None)
+
+    def outbox(self, way: str, micro_batch: int) -> Sequence[Tensor]:
+        """Returns the values for another rank, as they travel."""
+        values = self.hand_over(way, micro_batch)
+        wires = self._sent_wires[way]
+        return [wire.pack(value) for wire, value in zip(wires, values, strict=True)]
+
+    def take(self, way: str, micro_batch: int, values: Sequence[Tensor]) -> None:
+        """Takes the values of a neighbour on this rank."""
+        self._taken[way, micro_batch] = values
+
+    def hand_over(self, way: str, micro_batch: int) -> Sequence[Tensor]:
+        """Returns the values for a neighbour on this rank."""
+        return self._made.pop((way, micro_batch), ())
+
+    def _arrived(self, way: str, micro_batch: int) -> Sequence[Tensor]:
+        """What arrived, from a stage of this rank or from another rank."""
+        key = (way, micro_batch)
+        if key in self._taken:
+            return self._taken.pop(key)
+        buffers = self._inboxes.pop(key, ())
+        wires = self._received_wires[way]
+        return [wire.unpack(buffer) for wire, buffer in zip(wires, buffers, strict=True)]
+
     # ---- forward -------------------------------------------------------------------------
 
-    def forward(
-        self, micro_batch: int, received: Sequence[Tensor], user: Sequence[Tensor]
-    ) -> tuple[Tensor, ...]:
-        """Runs the forward of a micro-batch; returns what is sent (or the results)."""
+    def forward(self, micro_batch: int, user: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Runs the forward; returns the results, on the last stage."""
         self.counts.forward += 1
         stage, derivative = self.derived.stage, self.derived.derivative
-        inputs = [*received, *self._own_inputs(user)]
+        inputs = [*self._arrived(FORWARD, micro_batch), *self._own_inputs(user)]
         outputs, flight = self.runtime.forward(list(inputs))
         if derivative is not None:
             kept = [self._snapshot(i, inputs[i]) for i in derivative.kept_inputs]
@@ -320,7 +406,11 @@ class StageSteps:
             self._flights[micro_batch] = _Flight(flight, kept)
         for output, target in stage.writes:
             inputs[stage.num_received + target].copy_(outputs[output])
-        return tuple(outputs[: len(outputs) - len(stage.writes)])
+        results = tuple(outputs[: len(outputs) - len(stage.writes)])
+        if not stage.num_sent:
+            return results
+        self._made[FORWARD, micro_batch] = results
+        return ()
 
     def _own_inputs(self, user: Sequence[Tensor]) -> list[Tensor]:
         tensors = iter(self.tensors())
@@ -335,44 +425,40 @@ class StageSteps:
 
     # ---- backward ------------------------------------------------------------------------
 
-    def backward(self, micro_batch: int, cotangents: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Runs the whole backward of a micro-batch; returns the gradients to send back."""
+    def backward(self, micro_batch: int) -> None:
+        """Runs the whole backward."""
         if self.derived.halves is not None:
-            sent = self.backward_input(micro_batch, cotangents)
+            self.backward_input(micro_batch)
             self.backward_weight(micro_batch)
-            return sent
+            return
         if self.derived.derivative is None:
-            return ()
+            return
         self.counts.backward += 1
         flight = self._flights.pop(micro_batch)
-        operands = [*flight.kept, *self._cotangents(cotangents)]
+        operands = [*flight.kept, *self._cotangents(micro_batch)]
         gradients = self.runtime.backward(flight.saved, operands, "free")
-        num_sent = len(self.derived.gradients_sent)
-        self._accumulate(gradients[num_sent:])
-        return tuple(gradients[:num_sent])
+        self._accumulate(self._kept_back(micro_batch, gradients))
 
-    def backward_input(self, micro_batch: int, cotangents: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Runs the early half; returns the gradients to send back."""
+    def backward_input(self, micro_batch: int) -> None:
+        """Runs its early half: gradients that travel."""
         halves = self.derived.halves
         if halves is None:
-            return ()
+            return
         self.counts.backward_input += 1
         flight = self._flights.pop(micro_batch)
-        rest = [*flight.kept, *self._cotangents(cotangents)]
+        rest = [*flight.kept, *self._cotangents(micro_batch)]
         operands = [flight.saved, *([tensor] for tensor in rest)]
         late = [t for i in halves.late_inputs for t in operands[i]]
         if halves.early is None:
             self._waiting[micro_batch] = late
-            return ()
+            return
         run = self.halves[0]
         assert run is not None
         results = run([t for i in halves.early_inputs for t in operands[i]])
-        num_sent = len(self.derived.gradients_sent)
-        self._waiting[micro_batch] = [*results[num_sent:], *late]
-        return tuple(results[:num_sent])
+        self._waiting[micro_batch] = [*self._kept_back(micro_batch, results), *late]
 
     def backward_weight(self, micro_batch: int) -> None:
-        """Runs the late half of a micro-batch whose early half has run."""
+        """Runs its late half, after the early one: gradients of parameters."""
         halves = self.derived.halves
         if halves is None:
             return
@@ -382,8 +468,15 @@ class StageSteps:
         if run is not None:
             self._accumulate(run(operands))
 
-    def _cotangents(self, arrived: Sequence[Tensor]) -> list[Tensor]:
+    def _kept_back(self, micro_batch: int, gradients: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Puts aside the gradients to send back, which come first; returns the others."""
+        num_sent = len(self.derived.gradients_sent)
+        self._made[BACKWARD, micro_batch] = gradients[:num_sent]
+        return gradients[num_sent:]
+
+    def _cotangents(self, micro_batch: int) -> list[Tensor]:
         """Those that the backward takes; on the last stage the seed of the loss."""
+        arrived = self._arrived(BACKWARD, micro_batch)
         if self.derived.stage.num_sent == 0:
             type_ = self.derived.cotangent_types[0]
             seed = torch.full(type_.shape, self.seed, dtype=type_.dtype, device=type_.device)
@@ -396,5 +489,5 @@ class StageSteps:
 
     def clear(self) -> None:
         """Begins again, without micro-batches in flight."""
-        self._flights.clear()
-        self._waiting.clear()
+        for table in (self._flights, self._waiting, self._inboxes, self._taken, self._made):
+            table.clear()

@@ -21,9 +21,15 @@ from torch.distributed.pipelining import schedules as torch_schedules
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
 from ...reuse.errors import PipelineError
-from ...reuse.ir.transfer import Wire
-from ..schedule.actions import COMPUTE, SCHEDULES, Action, ActionTable, rank_of_stages
-from .planned_steps import PlannedSteps
+from ..schedule.actions import (
+    BACKWARD,
+    COMPUTE,
+    FORWARD,
+    SCHEDULES,
+    Action,
+    ActionTable,
+    rank_of_stages,
+)
 from .process_groups import first_line
 from .stage import StageSteps
 
@@ -131,29 +137,20 @@ class ClosureStage(PipelineStage):
     """A stage whose steps are closures, for PyTorch's schedules to run.
 
     Args:
-        steps: the steps. What travels is made by them, or, where memory is planned, has its place.
+        steps: the steps, which also hold what travels.
         num_stages: stages of the whole pipeline.
         device: where this rank computes.
         group: the ranks of this pipeline.
     """
 
     def __init__(
-        self, steps: StageSteps | PlannedSteps, num_stages: int, device: torch.device, group: Any
+        self, steps: StageSteps, num_stages: int, device: torch.device, group: Any
     ) -> None:
         stage = steps.derived.stage
         super().__init__(nn.Module(), stage.index, num_stages, device, group=group)
         self.steps = steps
         self.doing = ""
         self._user: Sequence[Sequence[Tensor]] = ()
-        self._activation_wires = [Wire(t) for t in stage.received_types]
-        self._sent_wires = [Wire(t) for t in stage.sent_types]
-        self._gradient_wires = [Wire(t) for t in steps.derived.gradient_types]
-        self._cotangent_wires = (
-            [] if self.is_last else list(map(Wire, steps.derived.cotangent_types))
-        )
-        self._arrived: dict[tuple[str, int], list[Tensor]] = {}
-        self._posted: dict[tuple[str, int], list[Tensor]] = {}
-        self._leaving: dict[tuple[str, int], Sequence[Tensor]] = {}
 
     def give(self, user: Sequence[Sequence[Tensor]]) -> None:
         """Begins a step with the user's tensors of each micro-batch."""
@@ -184,59 +181,44 @@ class ClosureStage(PipelineStage):
     def clear_runtime_states(self) -> None:
         """Forgets the last step."""
         self.output_chunks.clear()
-        for table in (self._arrived, self._posted, self._leaving):
-            table.clear()
 
     # ---- transfers -----------------------------------------------------------------------
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         """Starts to receive activations."""
-        return self._receive("F", fwd_chunk_id, self._activation_wires, self.stage_index - 1)
+        return self._receive(FORWARD, fwd_chunk_id, self.stage_index - 1)
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         """Sends activations on."""
-        return self._send("F", fwd_chunk_id, self._sent_wires, self.stage_index + 1)
+        return self._send(FORWARD, fwd_chunk_id, self.stage_index + 1)
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         """Starts to receive gradients."""
-        return self._receive("B", bwd_chunk_id, self._cotangent_wires, self.stage_index + 1)
+        return self._receive(BACKWARD, bwd_chunk_id, self.stage_index + 1)
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         """Sends gradients back."""
-        return self._send("B", bwd_chunk_id, self._gradient_wires, self.stage_index - 1)
+        return self._send(BACKWARD, bwd_chunk_id, self.stage_index - 1)
 
-    def _receive(
-        self, way: str, micro_batch: int, wires: Sequence[Wire], peer: int
-    ) -> list[dist.P2POp]:
-        if not wires:
-            return []
-        self.doing = f"receive {way}{micro_batch} from stage {peer}"
-        if isinstance(self.steps, PlannedSteps):
-            buffers = self.steps.inbox(way, micro_batch)
-        else:
-            buffers = self._posted[way, micro_batch] = [wire.buffer() for wire in wires]
+    def _receive(self, way: str, micro_batch: int, peer: int) -> list[dist.P2POp]:
+        buffers = self.steps.inbox(way, micro_batch)
+        if buffers:
+            self.doing = f"receive {way}{micro_batch} from stage {peer}"
         return [self._operation(dist.irecv, buffer, peer) for buffer in buffers]
 
     def _clear_unlaunched_fwd_recv(self, microbatch_index: int) -> None:
         """Drops the buffers of a receive that was never started (asked since torch 2.15)."""
-        self._posted.pop(("F", microbatch_index), None)
+        self.steps.drop_inbox(FORWARD, microbatch_index)
 
     def _clear_unlaunched_bwd_recv(self, microbatch_index: int) -> None:
         """The same for gradients."""
-        self._posted.pop(("B", microbatch_index), None)
+        self.steps.drop_inbox(BACKWARD, microbatch_index)
 
-    def _send(
-        self, way: str, micro_batch: int, wires: Sequence[Wire], peer: int
-    ) -> list[dist.P2POp]:
-        tensors = self._leaving.pop((way, micro_batch), ())
-        if not wires:
-            return []
-        self.doing = f"send {way}{micro_batch} to stage {peer}"
-        if isinstance(self.steps, PlannedSteps):
-            packed = self.steps.outbox(way, micro_batch)
-        else:
-            packed = [wire.pack(tensor) for wire, tensor in zip(wires, tensors, strict=True)]
-        return [self._operation(dist.isend, tensor, peer) for tensor in packed]
+    def _send(self, way: str, micro_batch: int, peer: int) -> list[dist.P2POp]:
+        tensors = self.steps.outbox(way, micro_batch)
+        if tensors:
+            self.doing = f"send {way}{micro_batch} to stage {peer}"
+        return [self._operation(dist.isend, tensor, peer) for tensor in tensors]
 
     def _operation(self, kind: Callable[..., Any], tensor: Tensor, peer: int) -> dist.P2POp:
         rank = self.stage_index_to_group_rank[peer]
@@ -244,31 +226,19 @@ class ClosureStage(PipelineStage):
         assert group is not None
         return dist.P2POp(kind, tensor, dist.get_global_rank(group, rank), self.group)
 
-    def _take(self, way: str, micro_batch: int, wires: Sequence[Wire]) -> list[Tensor]:
-        """What arrived, from another rank or from a stage of this one."""
-        if isinstance(self.steps, PlannedSteps):
-            return []  # it is where the plan wants it
-        key = (way, micro_batch)
-        if key in self._arrived:
-            return self._arrived.pop(key)
-        if not wires:
-            return []
-        buffers = self._posted.pop(key)
-        return [wire.unpack(buffer) for wire, buffer in zip(wires, buffers, strict=True)]
-
     # ---- V-shaped schedules: two neighbours on one rank --------------------------------------
 
     def set_local_fwd_input(self, prev_stage_outputs: Any, mb_index: int) -> None:
         """Takes activations from a stage of this rank."""
-        self._arrived["F", mb_index] = list(prev_stage_outputs)
+        self.steps.take(FORWARD, mb_index, prev_stage_outputs)
 
     def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
         """Takes gradients from a stage of this rank."""
-        self._arrived["B", mb_index] = list(next_stage_bwd_outputs)
+        self.steps.take(BACKWARD, mb_index, next_stage_bwd_outputs)
 
     def get_local_bwd_output(self, mb_index: int) -> tuple[Tensor, ...]:
         """Hands gradients to a stage of this rank."""
-        return tuple(self._leaving.pop(("B", mb_index), ()))
+        return tuple(self.steps.hand_over(BACKWARD, mb_index))
 
     # ---- steps ---------------------------------------------------------------------------
 
@@ -278,12 +248,11 @@ class ClosureStage(PipelineStage):
     ) -> Any:
         """Runs the forward of a micro-batch."""
         self.doing = str(Action("F", self.stage_index, fwd_chunk_id))
-        received = self._take("F", fwd_chunk_id, self._activation_wires)
         with self.steps.counts.timed("F"):
-            outputs = self.steps.forward(fwd_chunk_id, received, self._user[fwd_chunk_id])
-        if not self.is_last and not self._is_here(self.stage_index + 1):
-            self._leaving["F", fwd_chunk_id] = outputs
-        return outputs
+            results = self.steps.forward(fwd_chunk_id, self._user[fwd_chunk_id])
+        if not self.is_last and self._is_here(self.stage_index + 1):
+            return self.steps.hand_over(FORWARD, fwd_chunk_id)
+        return results
 
     def _is_here(self, stage: int) -> bool:
         return self.stage_index_to_group_rank[stage] == self.group_rank
@@ -299,10 +268,9 @@ class ClosureStage(PipelineStage):
         """Runs the backward of a micro-batch, or its early half."""
         kind = "B" if full_backward else "I"
         self.doing = str(Action(kind, self.stage_index, bwd_chunk_id))
-        cotangents = self._take("B", bwd_chunk_id, self._cotangent_wires)
         step = self.steps.backward if full_backward else self.steps.backward_input
         with self.steps.counts.timed(kind):
-            self._leaving["B", bwd_chunk_id] = step(bwd_chunk_id, cotangents)
+            step(bwd_chunk_id)
 
     @torch.no_grad()
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
