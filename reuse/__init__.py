@@ -4,6 +4,8 @@ ir            programs: closures, calls on them, values, types; printed, verifie
 evidence      what Python read, and whether another instance agrees or the same one still does
 errors        the exceptions a user can meet
 freeze        what Python code read, as a value that can be compared later
+kinds         the one table of kinds of objects: how each is read, reached and put back
+objects       what an object is and holds by itself, read past any code of its class
 own_code      where our code lies: what the cache goes by, which frames are ours
 own_storage   tensors on a part of a larger memory, with a storage of that part alone
 process_lock  a lock that a forked child finds open

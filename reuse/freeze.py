@@ -9,26 +9,27 @@ random number generator is equal to nothing; anything else by identity. Never by
 
 from __future__ import annotations
 
-import array
-import contextlib
 import enum
-import functools
-import io
-import random
-import struct
-import threading
 import types
-import weakref
-from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Mapping
+from itertools import repeat
 from typing import Any
 
 import torch
 from torch import nn
 
+from .kinds import (
+    NO_WAY,
+    attribute_parts,
+    function_parts,
+    is_unrepeatable,
+    is_whole,
+    kinds_of,
+)
+from .objects import has_plain_class
 from .torch_names import OPERATOR_TYPES
 
-_POINTER_BYTES = struct.calcsize("P")
 _MAX_DEPTH = 8
 _MAX_ITEMS = 4096
 _SCALARS = (bool, int, str, bytes, type(None), type(...), torch.dtype, torch.device, torch.Size)
@@ -36,7 +37,6 @@ IMMUTABLE = (*_SCALARS, float, complex)
 BY_IDENTITY = (
     type,
     types.ModuleType,
-    types.BuiltinFunctionType,
     types.CodeType,
     *OPERATOR_TYPES,
     torch.memory_format,
@@ -125,7 +125,7 @@ class Freezer:
         if isinstance(value, nn.Module):
             path = self._module_paths.get(id(value))
             return Identity(value) if path is None else ("module", path)
-        if isinstance(value, self._by_identity):
+        if isinstance(value, self._by_identity) or is_plain_builtin(value):
             return Identity(value)
         if kind is types.FunctionType and not _function_state(value):
             return (kind, Identity(value.__code__), Identity(value.__globals__), *_texts_of(value))
@@ -139,66 +139,41 @@ class Freezer:
     def _freeze_object(
         self, value: Any, keys: tuple[Any, ...], above: tuple[int, ...], depth: int
     ) -> Any:
-        def item(inner: Any, key: Any) -> Any:
-            return self._freeze(inner, (*keys, key), above, depth)
+        def item(inner: Any, way: Any) -> Any:
+            return self._freeze(inner, (*keys, way), above, depth)
 
         kind = type(value)
-        if isinstance(value, (list, tuple, deque)):
-            parts: Any = tuple(item(x, ("item", i)) for i, x in enumerate(value))
-        elif isinstance(value, (bytearray, array.array)):
-            parts = (getattr(value, "typecode", ""), bytes(value))
-        elif isinstance(value, (dict, types.MappingProxyType)):
-            parts = tuple((item(k, ("key", None)), item(v, ("item", k))) for k, v in value.items())
-        elif isinstance(value, (set, frozenset)):
-            parts = tuple(item(x, ("key", None)) for x in value)  # in the order code sees
-        elif isinstance(value, (range, slice)):
-            parts = tuple(item(x, ("key", None)) for x in (value.start, value.stop, value.step))
-        elif isinstance(value, weakref.ReferenceType):
-            parts = (item(value(), "referent"),)
-        elif isinstance(value, types.MethodType):
-            parts = (item(value.__func__, "func"), item(value.__self__, "self"))
-        elif isinstance(value, types.FunctionType):
-            parts = self._freeze_function(value, item)
-        elif isinstance(value, functools.partial):
-            names = ("func", "args", "keywords")
-            parts = tuple(item(getattr(value, name), ("part", name)) for name in names)
-        elif kind.__module__ == "numpy":
-            return self._freeze_array(value)
-        elif kind is object or not is_python_defined(kind):  # object(): made to be told apart
+        if kind is types.FunctionType:
+            return (kind, self._freeze_function(value, item), ())
+        kinds, whole = kinds_of(value), is_whole(kind)
+        if kind is object or not (kinds or whole):  # object(): made to be told apart
             return Unrepeatable(value) if is_unrepeatable(value) else Identity(value)
-        else:
-            parts = ()
-        attributes = sorted(_attributes(value), key=lambda attribute: str(attribute[0]))
-        return (kind, parts, tuple((name, item(v, key)) for name, key, v in attributes))
+        if any(row.is_state for row in kinds):
+            return Unrepeatable(value)
+        parts = [] if whole else [Identity(value)]
+        for row in kinds:
+            held = row.read(value)
+            ways = row.ways(value) if row.ways else repeat(NO_WAY)
+            parts += [item(part, way) for part, way in zip(held, ways, strict=False)]
+        attributes = [(name, item(held, way)) for name, way, held in attribute_parts(value)]
+        return (kind, tuple(parts), tuple(attributes))
 
     def _freeze_function(self, function: types.FunctionType, item: Callable[..., Any]) -> Any:
-        cells = tuple(_cell_contents(cell) for cell in function.__closure__ or ())
         return (
             Identity(function.__code__),
             Identity(function.__globals__),
             *_texts_of(function),
-            tuple(item(cell, ("cell", i)) for i, cell in enumerate(cells)),
-            item(function.__defaults__, "defaults"),
-            item(function.__kwdefaults__, "kwdefaults"),
-            item(function.__dict__, "dict"),
-            item(annotations_of(function), "annotations"),
+            tuple(item(part, way) for way, part in function_parts(function)),
+            item(annotations_of(function), NO_WAY),
         )
 
-    def _freeze_array(self, value: Any) -> Any:
-        if not hasattr(value, "tobytes") or getattr(value.dtype, "hasobject", True):
-            return Identity(value)
-        layout = (value.shape, getattr(value, "strides", ()))
-        return (type(value), str(value.dtype), layout, value.tobytes())
 
-
-def has_plain_class(value: Any) -> bool:
-    """Whether the class of a value is equal to itself only, and has a hash: a metaclass may say."""
-    meta: Any = type(type(value))
-    return meta is type or (meta.__eq__ is type.__eq__ and meta.__hash__ is type.__hash__)
-
-
-class _Unset:
-    """What an empty closure cell holds."""
+def is_plain_builtin(value: Any) -> bool:
+    """Whether a value is a function written in C, and no method of an object."""
+    if not isinstance(value, types.BuiltinFunctionType):
+        return False
+    owner: Any = value.__self__
+    return owner is None or isinstance(owner, (type, types.ModuleType))
 
 
 def _function_state(function: types.FunctionType) -> Any:
@@ -217,66 +192,6 @@ def annotations_of(function: types.FunctionType) -> Any:
         return function.__annotations__
     except Exception:  # since Python 3.14 they are computed now, from names that may be missing
         return Unrepeatable(function)
-
-
-def _cell_contents(cell: types.CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:
-        return _Unset
-
-
-TRANSPARENT = (
-    *(object, list, tuple, dict, set, frozenset, deque, defaultdict, bytearray, array.array),
-    *(types.FunctionType, types.MethodType, types.SimpleNamespace, threading.local),
-)
-
-
-def is_python_defined(kind: type) -> bool:
-    """Whether attributes and contents are all the state an object of this class can have."""
-    return all(base in TRANSPARENT or _is_class_statement(base) for base in kind.__mro__)
-
-
-def _is_class_statement(kind: type) -> bool:
-    """Whether instances hold nothing beside ``__dict__`` and slots: no state in C."""
-    heap_type = 1 << 9  # Py_TPFLAGS_HEAPTYPE
-    visible = len(_own_slots(kind))
-    visible += sum(name in kind.__dict__ for name in ("__dict__", "__weakref__"))
-    own = kind.__basicsize__ - (kind.__base__ or object).__basicsize__
-    return bool(kind.__flags__ & heap_type) and own <= visible * _POINTER_BYTES
-
-
-def is_unrepeatable(value: Any) -> bool:
-    """Whether reading an object changes what the next read gives (iterators, random numbers)."""
-    kind = type(value)
-    if kind.__module__.startswith("numpy.random") or isinstance(value, random.Random):
-        return True
-    return isinstance(value, Iterator) and not isinstance(value, io.IOBase)
-
-
-def _attributes(value: Any) -> Iterator[tuple[str, tuple[str, Any], Any]]:
-    """Yields the name of each attribute that an object itself holds, its key, and its value."""
-    if isinstance(value, (types.FunctionType, types.MethodType, functools.partial)):
-        return
-    for name, found in getattr(value, "__dict__", {}).items():
-        yield name, ("attr", name), found
-    for kind, name in ((deque, "maxlen"), (defaultdict, "default_factory")):
-        if isinstance(value, kind):
-            yield name, ("part", name), getattr(value, name)
-    for number, slot in enumerate(slots_of(type(value))):
-        with contextlib.suppress(AttributeError):  # never set
-            yield slot.__name__, ("slot", number), slot.__get__(value)
-
-
-def slots_of(kind: type) -> tuple[types.MemberDescriptorType, ...]:
-    """Returns the slots that a class and its bases declare, private and hidden ones too."""
-    return tuple(slot for base in kind.__mro__ for slot in _own_slots(base))
-
-
-def _own_slots(kind: type) -> list[types.MemberDescriptorType]:
-    """The slots of a class statement, not by name: a private name is held under another one."""
-    members = vars(kind).values() if "__slots__" in vars(kind) else ()
-    return [member for member in members if isinstance(member, types.MemberDescriptorType)]
 
 
 def describe(frozen: Any) -> str:
@@ -316,12 +231,14 @@ def _pairs(found: Any, expected: Any) -> list[tuple[str, Any, Any]]:
     names = [tuple(name for name, _ in x[2]) for x in both if type(x[2]) is tuple]
     if len(names) < 2 or names[0] != names[1] or len(parts) != len(expected[1]):
         return []
-    pairs = []
-    if issubclass(kind, (list, tuple, deque)):
-        pairs = [(f"[{i}]", a, b) for i, (a, b) in enumerate(zip(parts, expected[1], strict=True))]
-    elif kind is dict and [k for k, _ in parts] == [k for k, _ in expected[1]]:
-        rows = zip(parts, expected[1], strict=True)
-        pairs = [(f"[{describe(k)}]", a, b) for (k, a), (_, b) in rows]
+    pairs, half = [], len(parts) // 2
+    if issubclass(kind, (list, tuple, deque)):  # of a deque, its length is the last
+        labels = [f"[{i}]" for i in range(len(parts))]
+        labels[-1:] = [".maxlen"] if issubclass(kind, deque) else labels[-1:]
+        pairs = list(zip(labels, parts, expected[1], strict=True))
+    elif kind is dict and parts[:half] == expected[1][:half]:
+        entries = zip(parts[:half], parts[half:], expected[1][half:], strict=True)
+        pairs = [(f"[{describe(key)}]", a, b) for key, a, b in entries]
     elif parts != expected[1]:
         return []
     rows = zip(attributes, expected[2], strict=True)

@@ -13,6 +13,7 @@ import os
 import pickle
 import random
 import sys
+import threading
 import types
 import weakref
 from collections.abc import Callable
@@ -52,6 +53,14 @@ class Slotted:
 
     def get(self) -> float:
         return self.value
+
+
+class Queue(collections.deque[float]):
+    __slots__ = ("value",)
+
+    def __init__(self) -> None:
+        super().__init__([1.0])
+        self.value = 1.0
 
 
 class Private:
@@ -163,8 +172,13 @@ class Model(nn.Module):
         return self.linear(x) * self._read(self.held)
 
 
-def setting(name: str) -> Callable[[Any], None]:
-    return lambda held: setattr(held, name, 3.0)
+def setting(name: str, value: Any = 3.0) -> Callable[[Any], None]:
+    return lambda held: setattr(held, name, value)
+
+
+def with_value(held: Any) -> Any:
+    held.value = 1.0
+    return held
 
 
 def setting_item(key: Any, value: Any = 3.0) -> Callable[[Any], None]:
@@ -227,6 +241,52 @@ HELD: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], Callable[[Any], A
         lambda: memoryview(bytearray(b"a")),
         lambda h: float(h[0]),
         setting_item(0, 3),
+    ),
+    "slots of a deque": (Queue, lambda h: h.value, setting("value")),
+    "attribute of a partial": (
+        lambda: with_value(functools.partial(max, 1)),
+        lambda h: h.value,
+        setting("value"),
+    ),
+    "attribute of a cached function": (
+        lambda: with_value(functools.lru_cache(helper)),
+        lambda h: h.value,
+        setting("value"),
+    ),
+    "factory of a dictionary": (
+        lambda: collections.defaultdict(int),
+        lambda h: 1.0 + (h.default_factory is int),
+        setting("default_factory", float),
+    ),
+    "values of a dictionary": (
+        lambda: {"a": [1.0]}.values(),
+        lambda h: next(iter(h))[0],
+        lambda h: next(iter(h)).insert(0, 3.0),
+    ),
+    "method in C": (
+        lambda: {"a": 1.0}.get,
+        lambda h: h("a"),
+        lambda h: h.__self__.update(a=3.0),
+    ),
+    "what an exception was made with": (
+        lambda: ValueError(1.0),
+        lambda h: h.args[0],
+        setting("args", (3.0,)),
+    ),
+    "mask of an array": (
+        lambda: np.ma.array([1.0, 2.0], mask=[True, False]),
+        lambda h: float(h.mask[0]),
+        setting("mask", False),
+    ),
+    "captured variable by itself": (
+        lambda: types.CellType(1.0),
+        lambda h: h.cell_contents,
+        setting("cell_contents"),
+    ),
+    "variable of a thread": (
+        lambda: with_value(threading.local()),
+        lambda h: h.value,
+        setting("value"),
     ),
     "slots": (Slotted, lambda h: h.value, setting("value")),
     "method": (lambda: Value().get, lambda h: h(), lambda h: setting("value")(h.__self__)),

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...reuse.evidence.contents import MISSING, Contents
 from ...reuse.evidence.module_state import WHOLE, module_state, own_names, raw_attribute
+from ...reuse.evidence.snapshot import Snapshot
 from ...reuse.freeze import Freezer
+from ...reuse.objects import ABSENT
 from .regions import Template
 
 _PLAIN_TYPES = (bool, int, float, str, type(None))
@@ -34,7 +35,7 @@ class AttributeLog:
     def __init__(self, known: Collection[int]) -> None:
         self.reads: dict[tuple[int, str], tuple[dict[str, Any], str, Any]] = {}
         self.whole_reads: dict[int, dict[str, Any]] = {}
-        self.contents = Contents()
+        self.contents = Snapshot()
         self._known = known
         self._writes: dict[tuple[int, str], tuple[nn.Module, str, Any]] = {}
         self._fresh: dict[int, nn.Module] = {}
@@ -47,7 +48,7 @@ class AttributeLog:
         state = module_state(module)
         tables = (state, *(state[table] for table in ("_parameters", "_buffers", "_modules")))
         table = next((t for t in tables if name in t), state)
-        value = table.get(name, MISSING)
+        value = table.get(name, ABSENT)
         if not isinstance(value, (torch.Tensor, nn.Module)):
             self.reads[key] = (table, name, value)
             self.contents.look_into(value)
@@ -72,7 +73,7 @@ class AttributeLog:
             if name in _MODULE_NAMES or key in noted or not known[path]:
                 continue
             table = states[path] if where in ("", "class") else states[path][where]
-            value = MISSING if where == "class" else table.get(name, MISSING)
+            value = ABSENT if where == "class" else table.get(name, ABSENT)
             noted[key] = (table, name, value)
             if type(value) not in _PLAIN_TYPES:
                 self.contents.look_into(value)

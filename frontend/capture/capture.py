@@ -27,9 +27,9 @@ from torch import nn
 from ...autodiff.torch_autograd import plain_autograd
 from ...reuse import torch_pytree
 from ...reuse.errors import CaptureError
-from ...reuse.evidence.contents import refuse_iterators
 from ...reuse.evidence.module_state import has_hooks, walk_modules
 from ...reuse.evidence.outside_values import OutsideValues
+from ...reuse.evidence.snapshot import refuse_iterators
 from ...reuse.ir.constants import Shared, share_constants
 from ...reuse.ir.printer import format_program
 from ...reuse.ir.program import Program

@@ -17,9 +17,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...reuse.evidence.contents import MISSING, Contents, same_value
-from ...reuse.evidence.module_state import ABSENT, module_state, walk_modules
-from ...reuse.evidence.reads import Reads, cell_contents, is_library, outside_name
+from ...reuse.evidence.module_state import module_state, walk_modules
+from ...reuse.evidence.reads import Reads, outside_name
+from ...reuse.evidence.snapshot import Snapshot, same_value
+from ...reuse.objects import ABSENT, cell_contents, is_library
 from ...reuse.torch_names import global_hook_tables
 from ..tracing.torch_tracing import is_fake
 
@@ -37,7 +38,7 @@ class OutsideChanges:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self.contents = Contents()
+        self.contents = Snapshot()
         self.hooked = ""
         self._tables: dict[int, tuple[Any, Mapping[str, Any], dict[str, Any]]] = {}
         self._cells: dict[int, tuple[types.CellType, str, Any]] = {}
@@ -152,7 +153,7 @@ class OutsideChanges:
             if len(table) == len(known) and all(map(_is_same, table.values(), known.values())):
                 continue
             for name in names:
-                now, before = table.get(name, MISSING), known.get(name, MISSING)
+                now, before = table.get(name, ABSENT), known.get(name, ABSENT)
                 if not same_value(now, before):
                     yield outside_name(owner, name), _putting(owner, name), before, now
 
@@ -209,8 +210,8 @@ def _module_name(owner: Any) -> Any:
 def _putting(owner: Any, name: str) -> Callable[[Any], None]:
     def put(value: Any) -> None:
         if type(owner) is dict:
-            owner.pop(name, None) if value is MISSING else owner.__setitem__(name, value)
-        elif value is not MISSING:
+            owner.pop(name, None) if value is ABSENT else owner.__setitem__(name, value)
+        elif value is not ABSENT:
             setattr(owner, name, value)
         elif name in vars(owner):
             delattr(owner, name)

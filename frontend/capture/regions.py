@@ -12,10 +12,10 @@ from torch import nn
 
 from ...reuse import torch_pytree
 from ...reuse.errors import CaptureError
-from ...reuse.evidence.contents import Contents
 from ...reuse.evidence.evidence import Evidence
 from ...reuse.evidence.outside_values import OutsideValues
 from ...reuse.evidence.reads import Reads
+from ...reuse.evidence.snapshot import Snapshot
 from ...reuse.ir.program import ModelTensor, Program
 from ...reuse.ir.types import TensorType
 from .init_key import NO_KEY, InitKey
@@ -141,7 +141,7 @@ class CapturedModel:
     """Attributes that the model's Python read: the table that holds each, its name, its value."""
     whole_reads: list[dict[str, Any]] = field(default_factory=list)
     """Modules' own tables whose names it read, whatever they are."""
-    contents: Contents = field(default_factory=Contents)
+    contents: Snapshot = field(default_factory=Snapshot)
     """What the objects among them held."""
     outside: OutsideValues | None = None
     """What it read outside the model."""
@@ -161,7 +161,7 @@ class CapturedModel:
 
     def held_iterators(self) -> list[Any]:
         """Returns those that are still where they were read."""
-        now = Contents()
+        now = Snapshot()
         for table, name, _ in self.attribute_reads:
             now.look_into(table.get(name))
         return now.iterators + (self.outside.iterators if self.outside else [])

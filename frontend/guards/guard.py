@@ -20,12 +20,13 @@ import torch
 from torch import nn
 
 from ...reuse import torch_pytree
-from ...reuse.evidence.contents import MISSING, same_value
 from ...reuse.evidence.identity_checks import Check, IdentityChecks
 from ...reuse.evidence.module_state import module_state, walk_modules
 from ...reuse.evidence.python_words import tells_versions
+from ...reuse.evidence.snapshot import same_value
 from ...reuse.evidence.watch import SameWords, Watch, Words
 from ...reuse.ir.program import ModelTensor, Program
+from ...reuse.objects import ABSENT
 from ...reuse.process_lock import ProcessLock
 from ...reuse.torch_names import global_hook_tables, is_lazy, memory_id
 from ..capture.regions import CapturedModel
@@ -92,8 +93,8 @@ class Guard:
         self._values: list[Any] = [value for _, _, value in reads]
         self._whole_tables = captured.whole_reads
         self._whole_names = list(map(list, self._whole_tables))
-        self._forwards = [s.get("forward", MISSING) for s in self._states]
-        self._has_own_forward = any(forward is not MISSING for forward in self._forwards)
+        self._forwards = [s.get("forward", ABSENT) for s in self._states]
+        self._has_own_forward = any(forward is not ABSENT for forward in self._forwards)
         places = _places(self._modules, captured.program.sources)
         self._place_tables = [table for found in places for table, _ in found]
         self._place_names = [name for found in places for _, name in found]
@@ -249,7 +250,7 @@ class Guard:
             found.append(Difference("train and eval mode"))
         owners = {id(m.__dict__): path for path, m in walk_modules(self._modules[0])}
         for table, name, before in zip(self._tables, self._names, self._values, strict=True):
-            now = table.get(name, MISSING)
+            now = table.get(name, ABSENT)
             if not found and not same_value(now, before):
                 path = owners.get(id(table), "")
                 what = f"the attribute {path}{'.' if path else ''}{name}"
@@ -309,7 +310,7 @@ class Guard:
         return [hook for table in self._hook_tables for hook in table.values()] == self._hooks
 
     def _same_attributes(self) -> bool:
-        values = list(map(dict.get, self._tables, self._names, repeat(MISSING)))
+        values = list(map(dict.get, self._tables, self._names, repeat(ABSENT)))
         same = all(map(operator.is_, values, self._values))
         return (
             (same or all(map(same_value, values, self._values)))
@@ -321,7 +322,7 @@ class Guard:
         """Whether no instance got a forward of its own, or another one."""
         if not self._has_own_forward:
             return not any(map(operator.contains, self._states, repeat("forward")))
-        return [s.get("forward", MISSING) for s in self._states] == self._forwards
+        return [s.get("forward", ABSENT) for s in self._states] == self._forwards
 
     def rebind(self) -> bool:
         """Takes up tensors that were replaced in the model, if they still fit."""

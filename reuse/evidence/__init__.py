@@ -7,10 +7,8 @@ module_state        what a module holds, read past any code of the user's
 structure           the structure of a module tree
 telling_apart       ways to tell instances apart that no comparison can see
 bytecode            what the compiled code of a function names
-held                what values hold, checked by identity
+snapshot            what objects hold, all the way down: to see later whether they hold it still
 known_values        values that evidence knows by identity
-contents            what mutable objects hold, all the way down
-holders             what mutable objects hold, kind by kind
 outside_values      globals, class attributes and captured variables that were read
 identity_checks     many checks by identity as one generated function
 python_words        words of memory by which CPython's objects tell that they changed

@@ -28,10 +28,12 @@ from ..freeze import (
     describe,
     narrow,
 )
-from .held import Held
+from ..kinds import WHOLE_FUNCTION
+from ..objects import ABSENT, cell_contents
 from .known_values import KnownOutside, OwnValues
-from .module_state import ABSENT, WHOLE, Places, module_state, raw_attribute, walk_modules
-from .reads import Reads, cell_contents, cell_reads, look_up, outside_name, same_shallow, snapshot
+from .module_state import WHOLE, Places, module_state, raw_attribute, walk_modules
+from .reads import Reads, cell_reads, look_up, outside_name, same_shallow, snapshot
+from .snapshot import Snapshot
 from .structure import TensorPath, module_paths, structure_mismatch, structure_of, tensor_facts
 
 
@@ -51,7 +53,7 @@ class Evidence:
         self._tensor_paths: dict[int, TensorPath] = {}
         self._keep: list[torch.Tensor] = []
         self._attributes: list[tuple[str, str, Any]] = []
-        self._held = Held()
+        self._held = Snapshot(WHOLE_FUNCTION)
         self._external: list[tuple[nn.Module, str, Any]] = []
         self._globals = [(scope, key[1], seen) for key, (scope, seen) in reads.globals.items()]
         self._cells = cell_reads(reads)

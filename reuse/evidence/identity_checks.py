@@ -14,13 +14,13 @@ from functools import partial
 from types import CellType, MappingProxyType
 from typing import Any
 
-from .contents import is_constant, same_value
+from ..objects import ABSENT
 from .python_words import attributes_of, bases_of, class_of, lookup_of, version_of_table
+from .snapshot import is_constant, same_value
 from .watch import Check, SameWords, Watch, Where, Words
 
 # Read by their own methods; a class derived from them may have others, and is read by dict's.
 _PLAIN_TABLES = (dict, OrderedDict, MappingProxyType)
-_MISSING = object()
 
 
 @dataclass
@@ -180,7 +180,7 @@ def _generated(rows: Sequence[_Row]) -> Check:
         lines += [f"   {line}" for line in body]
     lines += [" except Exception: return False", " return True"]
     scope: dict[str, Any] = {f"rows{i}": of_kind for i, of_kind in enumerate(kinds.values())}
-    scope.update(empty=empty, missing=_MISSING)
+    scope.update(empty=empty, missing=ABSENT)
     scope.update(got=object.__getattribute__)
     scope.update(get=dict.get, has=dict.__contains__, values=dict.values, length=dict.__len__)
     exec(compile("\n".join(lines), "<lazyinline guard>", "exec"), scope)

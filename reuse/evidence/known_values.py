@@ -10,12 +10,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..freeze import (
-    Identity,
-)
-from .held import Held
-from .module_state import ABSENT, class_attribute, module_state, raw_attribute
-from .reads import cell_contents, look_up, same_shallow
+from ..freeze import Identity
+from ..objects import ABSENT, cell_contents
+from .module_state import class_attribute, module_state, raw_attribute
+from .reads import look_up, same_shallow
+from .snapshot import Snapshot
 
 
 class OwnValues:
@@ -28,7 +27,7 @@ class OwnValues:
     """
 
     def __init__(
-        self, modules: Mapping[str, nn.Module], rows: list[tuple[str, str, Any]], held: Held
+        self, modules: Mapping[str, nn.Module], rows: list[tuple[str, str, Any]], held: Snapshot
     ) -> None:
         self.plain_reads: list[tuple[str, str, str]] = []
         self._rows = rows
@@ -43,7 +42,7 @@ class OwnValues:
             if not isinstance(value, (torch.Tensor, nn.Module)):
                 self.plain_reads.append((path, name, where))
             settled = not isinstance(value, nn.Module) and (
-                isinstance(expected, Identity) or held.look_into(value)
+                isinstance(expected, Identity) or held.vouches_for(value)
             )
             if where == "":
                 self._own.append((row, value, settled))
@@ -101,7 +100,7 @@ class KnownOutside:
         self,
         names: list[tuple[Any, str, Any]],
         cells: list[tuple[types.CellType, Any, types.FunctionType]],
-        held: Held,
+        held: Snapshot,
     ) -> None:
         self._names = [(owner, name) for owner, name, _ in names]
         self._cells = [cell for cell, _, _ in cells]
@@ -110,7 +109,7 @@ class KnownOutside:
         self._unsettled = [
             (value, expected)
             for value, expected in zip(self._values, frozen, strict=True)
-            if not (isinstance(expected, Identity) or held.look_into(value))
+            if not (isinstance(expected, Identity) or held.vouches_for(value))
         ]
 
     def _now(self) -> list[Any]:

@@ -6,13 +6,11 @@ from typing import Any
 
 from torch import nn
 
+from ..objects import ABSENT
 from ..torch_names import global_hook_tables
 
 OWN_PREFIX = "_lazy_inline"  # of what the mark keeps on an instance
 WHOLE = "__dict__"  # the name under which a module's own table is read as a whole
-# What a name or a captured variable holds that has no value.
-ABSENT = object()
-
 
 Places = list[tuple[str, nn.Module]]
 HOOK_TABLES = tuple(

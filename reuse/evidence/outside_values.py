@@ -12,9 +12,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from itertools import repeat
 from typing import Any
 
-from .contents import MISSING, Contents, same_value
+from ..objects import ABSENT, is_library, own_table
 from .identity_checks import IdentityChecks
-from .reads import Reads, is_library, look_up, may_hold_state
+from .reads import Reads, look_up, may_hold_state
+from .snapshot import Snapshot, same_value
 
 _contents_of = operator.attrgetter("cell_contents")
 
@@ -33,8 +34,8 @@ class OutsideValues:
         iterators: those among them; each use moves them on.
     """
 
-    def __init__(self, reads: Reads, inside: Contents) -> None:
-        self._contents = Contents()
+    def __init__(self, reads: Reads, inside: Snapshot) -> None:
+        self._contents = Snapshot()
         self._entries: dict[type, tuple[list[Any], list[str], list[Any]]] = {
             dict: ([], [], []),
             types.MappingProxyType: ([], [], []),
@@ -54,7 +55,7 @@ class OutsideValues:
         self._add_environment(reads.environment())
         self.iterators = self._contents.iterators
 
-    def _add_holders(self, names: Iterable[str], inside: Contents) -> None:
+    def _add_holders(self, names: Iterable[str], inside: Snapshot) -> None:
         """Adds what classes and modules met on the way hold under the names that code speaks of."""
         done: set[int] = set()
         todo = [*inside.holders.values(), *self._contents.holders.values()]
@@ -93,7 +94,7 @@ class OutsideValues:
         kind = owner if isinstance(owner, type) else type(owner)
         self._bases[id(kind)] = (kind, kind.__mro__)
         if not isinstance(owner, (dict, type, types.ModuleType)):
-            self._objects[id(owner)] = (owner, type(owner), _own_table(owner))
+            self._objects[id(owner)] = (owner, type(owner), own_table(owner))
         for table in _tables(owner):
             if name in table:
                 break
@@ -142,7 +143,7 @@ class OutsideValues:
             and not any(map(operator.contains, *self._absent))
             and all(kind.__mro__ is order for kind, order in self._bases.values())
             and all(
-                type(owner) is kind and _own_table(owner) is table
+                type(owner) is kind and own_table(owner) is table
                 for owner, kind, table in self._objects.values()
             )
             and self._same_captured()
@@ -156,7 +157,7 @@ class OutsideValues:
 
     def _same_entries(self, kind: Any) -> bool:
         tables, names, before = self._entries[kind]
-        return _same(list(map(kind.get, tables, names, repeat(MISSING))), before)
+        return _same(list(map(kind.get, tables, names, repeat(ABSENT))), before)
 
     def _same_captured(self) -> bool:
         try:
@@ -207,20 +208,11 @@ def _tables(owner: Any) -> Iterator[Mapping[str, Any]]:
     if type(owner) is dict:
         yield owner
         return
-    own = None if isinstance(owner, type) else _own_table(owner)
+    own = None if isinstance(owner, type) else own_table(owner)
     if own is not None:
         yield own
     for base in owner.__mro__ if isinstance(owner, type) else type(owner).__mro__:
         yield base.__dict__
-
-
-def _own_table(owner: Any) -> dict[str, Any] | None:
-    """The dictionary of an object's attributes, if it has one."""
-    try:
-        table = object.__getattribute__(owner, "__dict__")
-    except AttributeError:
-        return None
-    return table if isinstance(table, dict) else None
 
 
 def _is_filled(cell: types.CellType) -> bool:

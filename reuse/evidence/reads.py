@@ -17,16 +17,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from ..freeze import (
-    Freezer,
-    Identity,
-    Unrepeatable,
-    is_python_defined,
-    is_unrepeatable,
-)
+from ..freeze import Freezer, Identity, Unrepeatable
+from ..kinds import is_unrepeatable
+from ..objects import ABSENT, cell_contents, is_library, is_python_defined
 from .bytecode import globals_used, modules_imported, texts_of
 from .captured_functions import Closures
-from .module_state import ABSENT, WHOLE, module_state, own_names, raw_attribute
+from .module_state import WHOLE, module_state, own_names, raw_attribute
 from .telling_apart import way_of, way_through
 
 if TYPE_CHECKING:
@@ -41,7 +37,6 @@ _ENVIRONMENT_CODES = frozenset(
     for name in ("encodekey", "encodevalue", "decodekey", "decodevalue")
 )
 _IMPORTERS = frozenset({"__import__", "import_module"})
-_LIBRARIES = sys.stdlib_module_names | {"torch", "lazyinline"}
 _MAX_OUTSIDE_DEPTH = 8
 _MAX_OUTSIDE_ITEMS = 256
 _PLAIN = (bool, int, float, str, tuple, list, dict, set, frozenset, deque, type(None))
@@ -216,11 +211,6 @@ def may_hold_state(value: Any) -> bool:
     return not isinstance(value, (nn.Module, *_PLAIN)) and is_python_defined(type(value))
 
 
-def is_library(module_name: Any) -> bool:
-    """Whether a module is Python's own, PyTorch's or ours, whose state steers no model."""
-    return isinstance(module_name, str) and module_name.partition(".")[0] in _LIBRARIES
-
-
 def outside_name(owner: Any, name: str) -> str:
     """Names a global, or an attribute of something outside the model."""
     if type(owner) is dict:
@@ -235,11 +225,3 @@ def cell_reads(reads: Reads) -> list[tuple[types.CellType, Any, types.FunctionTy
         for cell in function.__closure__ or ():
             found.append((cell, shallow_snapshot(cell_contents(cell)), function))
     return found
-
-
-def cell_contents(cell: types.CellType) -> Any:
-    """Returns what a captured variable holds, or ABSENT."""
-    try:
-        return cell.cell_contents
-    except ValueError:
-        return ABSENT

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..freeze import Freezer, Identity, slots_of
+from ..freeze import Freezer, Identity
 from ..ir.types import TensorType
+from ..kinds import follow
 from .module_state import HOOK_TABLES, module_state, raw_attribute
 
 TensorPath = tuple[Any, ...]  # (module path, attribute name, *keys inside the attribute)
@@ -103,31 +104,6 @@ def follow_tensor_path(root: nn.Module, path: TensorPath) -> torch.Tensor:
         module = module_state(module)["_modules"][name]
     value = raw_attribute(module, path[1])
     for key in path[2:]:
-        value = _follow_key(value, key)
+        value = follow(value, key)
     assert isinstance(value, torch.Tensor)
     return value
-
-
-def _follow_key(value: Any, key: Any) -> Any:
-    kind, name = key if isinstance(key, tuple) else (key, None)
-    if kind == "item":
-        return value[name]
-    if kind == "attr":
-        return value.__dict__[name]
-    if kind == "slot":
-        return slots_of(type(value))[name].__get__(value)
-    if kind == "part":
-        return getattr(value, name)
-    if kind == "cell":
-        return value.__closure__[name].cell_contents
-    if kind == "referent":
-        return value()
-    attribute = {
-        "annotations": "__annotations__",
-        "func": "__func__",
-        "self": "__self__",
-        "defaults": "__defaults__",
-        "kwdefaults": "__kwdefaults__",
-        "dict": "__dict__",
-    }
-    return getattr(value, attribute[kind])

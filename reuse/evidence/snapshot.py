@@ -1,0 +1,273 @@
+"""What objects hold, all the way down, as of now: to see later whether they hold it still.
+
+A model's Python reads more than attributes: ``self.config.scale``, ``self.tables[0]``. The objects
+in between are looked into when they are first read, and compared by identity, item by item.
+"""
+
+from __future__ import annotations
+
+import operator
+import types
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from itertools import repeat
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import CaptureError
+from ..freeze import BY_IDENTITY, IMMUTABLE
+from ..kinds import (
+    FUNCTION,
+    WHOLE_FUNCTION,
+    Kind,
+    is_iterator,
+    is_unrepeatable,
+    is_whole,
+    kinds_of,
+    parts_of,
+)
+from ..objects import has_plain_class, is_library, is_looked_into, own_table, slots_of
+
+_ATOMS = frozenset(IMMUTABLE)
+_SCALARS = (bool, int, str, bytes, range, torch.device, torch.Size)
+_SHOWN = (list, tuple, dict)  # code that reads one of these directly reads what is in it
+_MAX_OBJECTS = 2**20
+_MAX_VOUCHED = 4096
+
+
+class Snapshot:
+    """What the objects looked into held then.
+
+    Args:
+        functions: the row of functions: what was put on them, or all that they are made of.
+
+    Attributes:
+        holders: the classes and modules met, and the classes of the objects met: what they hold
+            is read by name.
+        classes: the classes of the objects met, whose operators may be used.
+        functions: the functions met.
+        iterators: those that the code itself was handed; each use moves them on.
+        lasting: what was changed and could not be put back, or an empty text.
+    """
+
+    def __init__(self, functions: Kind = FUNCTION) -> None:
+        self.holders: dict[int, Any] = {}
+        self.classes: dict[int, type] = {}
+        self.functions: dict[int, types.FunctionType] = {}
+        self.iterators: list[Any] = []
+        self.lasting = ""
+        self._function = functions
+        self._seen: dict[int, Any] = {}
+        self._noted: list[tuple[Any, Kind, Sequence[Any]]] = []
+
+    def look_into(self, value: Any) -> None:
+        """Notes what a value holds, unless that was done before.
+
+        Raises:
+            CaptureError: if that is a million objects.
+        """
+        todo = [(value, True)]
+        while todo:
+            value, is_direct = todo.pop()
+            if id(value) in self._seen or is_constant(value):
+                continue
+            self._seen[id(value)] = value
+            if len(self._seen) > _MAX_OBJECTS:
+                raise CaptureError(
+                    f"An attribute or global that the model's forward reads holds more than "
+                    f"{_MAX_OBJECTS} objects, and a change in any of them would have to be "
+                    "noticed at every call. Keep what the forward needs in attributes of their "
+                    "own, numbers in a tensor."
+                )
+            if is_direct and is_iterator(value):
+                self.iterators.append(value)
+            shown = is_direct and isinstance(value, _SHOWN)
+            todo += [(item, shown) for item in self._note(value)]
+
+    def _note(self, value: Any) -> list[Any]:
+        """Keeps what a value holds itself; returns what it leads to."""
+        found: list[Any] = []
+        kinds = self._kinds_of(value)
+        for kind in kinds:
+            held = list(kind.read(value))
+            if not kind.is_fixed:
+                self._noted.append((value, kind, held))
+            found += [] if kind.is_state else held
+        if isinstance(value, types.FunctionType):
+            self.functions[id(value)] = value
+            found += [value.__defaults__, value.__kwdefaults__]
+        elif isinstance(value, (type, types.ModuleType)):
+            self.holders[id(value)] = value
+        elif kinds and is_looked_into(type(value)):
+            self.holders.setdefault(id(type(value)), type(value))
+            self.classes[id(type(value))] = type(value)
+        return found
+
+    def _kinds_of(self, value: Any) -> Sequence[Kind]:
+        if not isinstance(value, types.FunctionType):
+            return parts_of(value)
+        if self._function is WHOLE_FUNCTION:
+            return (WHOLE_FUNCTION,)
+        return (FUNCTION,) if vars(value) and not is_library(value.__module__) else ()
+
+    def same(self) -> bool:
+        """Whether all of them hold the same objects still (or equal numbers and texts)."""
+        return all(_same(kind.read(value), before) for value, kind, before in self._noted)
+
+    def vouches_for(self, value: Any) -> bool:
+        """Looks into a value; says whether :meth:`same` notices all that freezing it would.
+
+        Only a snapshot of whole functions can say so.
+        """
+        todo, seen = [value], dict[int, Any]()
+        while todo:
+            value = todo.pop()
+            if id(value) in seen or is_constant(value):
+                continue
+            if len(seen) > _MAX_VOUCHED or not _shows_all(value):
+                return False
+            seen[id(value)] = value
+            if not isinstance(value, BY_IDENTITY):
+                todo += [item for kind in self._kinds_of(value) for item in kind.read(value)]
+        for value in seen.values():
+            self.look_into(value)
+        return True
+
+    def _changed(self) -> list[tuple[Any, Kind, Sequence[Any], list[Any]]]:
+        rows = [(v, kind, before, list(kind.read(v))) for v, kind, before in self._noted]
+        return [row for row in rows if not _same(row[3], row[2])]
+
+    def changed_values(self) -> list[Any]:
+        """Returns every value that is new in an object looked into."""
+        new: list[Any] = []
+        for value, kind, before, now in self._changed():
+            known = set(map(id, before))
+            new += [value] if kind.is_state else [x for x in now if id(x) not in known]
+        return new
+
+    def put_forward(self) -> Callable[[], None]:
+        """Returns what brings the present contents back after :meth:`put_back`."""
+        changed = [(value, kind, now) for value, kind, _, now in self._changed()]
+
+        def redo() -> None:
+            for value, kind, now in changed:
+                _put(value, kind, now)
+
+        return redo
+
+    def put_back(self) -> str:
+        """Undoes changes; returns what was changed, or an empty text."""
+        changed = self._changed()
+        for value, kind, before, _ in changed:
+            _put(value, kind, before)
+        for value, kind, before, _ in changed:
+            # What a weak reference led to is gone for others, too: no doing of the forward.
+            if not (isinstance(value, weakref.ReferenceType) or _same(kind.read(value), before)):
+                self.lasting = _name_of(value, kind)
+        return _name_of(*changed[-1][:2]) if changed else ""
+
+    def refuse_lasting(self) -> None:
+        """Raises CaptureError if a run changed something that could not be put back.
+
+        Another run, of a capture or of the model itself, would change it once more.
+        """
+        if self.lasting:
+            raise CaptureError(
+                f"The model's forward changes {self.lasting}, and what it held before cannot be "
+                "restored after the run that captures the model, so the change would be made "
+                "twice. Keep what changes in a list, a dictionary, an attribute or a buffer."
+            )
+
+
+def refuse_iterators(first: Iterable[Any], second: Iterable[Any]) -> None:
+    """Raises CaptureError for an iterator that two runs of the model's code were both handed."""
+    known = set(map(id, first))
+    for found in second:
+        if id(found) in known:
+            raise CaptureError(
+                f"The model's forward reads a {type(found).__name__} from an attribute or global, "
+                "which gives something else at each use, and a compiled program would use the "
+                "same at every call. Keep the items in a list and a number in a buffer, or pass "
+                "the item in."
+            )
+
+
+def _put(value: Any, kind: Kind, items: Sequence[Any]) -> None:
+    if kind.put is not None and not _same(kind.read(value), items):
+        kind.put(value, items)
+
+
+def _name_of(value: Any, kind: Kind) -> str:
+    if isinstance(value, types.FunctionType):
+        return f"an attribute of the function {value.__qualname__}"
+    return kind.name or f"a {type(value).__name__}"
+
+
+def _shows_all(value: Any) -> bool:
+    """Whether an object freezes to the same while it holds the same."""
+    if isinstance(value, (torch.Tensor, nn.Module)):
+        return False  # what they freeze to depends on where they sit, or can change in place
+    if isinstance(value, (*BY_IDENTITY, types.FunctionType)):
+        return True
+    kind, kinds = type(value), kinds_of(value)
+    if not (kinds or is_whole(kind)) or any(row.is_state for row in kinds):
+        return not is_unrepeatable(value)
+    if kinds or is_looked_into(kind):
+        return True
+    # A library's, whose attributes freezing looks into all the same.
+    return own_table(value) is None and not slots_of(kind)
+
+
+def same_value(now: Any, before: Any) -> bool:
+    """Whether two values are one object, or of one plain type and hold equal values.
+
+    What is equal now may be changed later, unlike the one that was looked into: who goes by an
+    answer about two objects asks again.
+    """
+    return now is before or _same_plain(now, before, set())
+
+
+def is_constant(value: Any) -> bool:
+    """Whether a value can never hold anything else."""
+    return has_plain_class(value) and type(value) in _ATOMS
+
+
+def _same(now: Sequence[Any], before: Sequence[Any]) -> bool:
+    if len(now) != len(before):
+        return False
+    return all(map(operator.is_, now, before)) or all(map(same_value, now, before))
+
+
+def _same_plain(now: Any, before: Any, compared: set[tuple[int, int]]) -> bool:
+    kind = type(now)
+    if now is before or kind is not type(before):
+        return now is before
+    if kind is float or kind is complex:
+        return repr(now) == repr(before)  # 0.0 is not -0.0, but nan is nan
+    if kind in _SCALARS:
+        return bool(now == before)
+    pair = (id(now), id(before))
+    if pair in compared:
+        return True
+    compared.add(pair)
+    items, others = _items_of(now), _items_of(before)
+    return (
+        items is not None
+        and others is not None
+        and len(items) == len(others)
+        and all(map(_same_plain, items, others, repeat(compared)))
+    )
+
+
+def _items_of(value: Any) -> list[Any] | None:
+    """Returns what a value that is compared by what it holds consists of, in order; else None."""
+    kind, kinds = type(value), kinds_of(value)
+    is_named = isinstance(value, tuple) and hasattr(kind, "_fields")
+    if not (is_named or any(row.is_whole and kind in row.classes for row in kinds)):
+        usual: Any = object.__eq__  # equal to itself alone
+        if kinds or kind.__eq__ is usual or slots_of(kind) or not is_looked_into(kind):
+            return None
+    attributes = own_table(value) or {}
+    return [item for row in kinds for item in row.read(value)] + [*attributes, *attributes.values()]

@@ -1,0 +1,429 @@
+"""The one table of kinds of objects: how what an object holds is read, reached and put back.
+
+Whoever asks what an object holds goes by this table: freezing, to tell whether another instance
+holds the same (:mod:`.freeze`), and a snapshot, to tell whether the same objects hold it still
+(:mod:`.snapshot`). A kind that one of them knew and the other had forgotten would be a silent
+wrong result.
+
+Three sorts of objects have no row, since they are not looked into here: tensors and modules, whose
+parts the structure of a model compares; classes and Python modules, which are read by name; and
+objects written in C that do not show what they hold, which count as they are.
+"""
+
+from __future__ import annotations
+
+import array
+import collections
+import contextvars
+import functools
+import io
+import pickle
+import random
+import types
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from .objects import (
+    ABSENT,
+    TRANSPARENT,
+    cell_contents,
+    has_plain_class,
+    is_class_statement,
+    is_looked_into,
+    is_python_defined,
+    own_table,
+    slot_contents,
+    slots_of,
+)
+
+NO_WAY = ("key", None)  # to a member of a set, or to the key of a dictionary
+
+# What torch.compile notes on a function the first time that it runs, and how that made by
+# functools.singledispatch reaches the cache beside its registry.
+_NO_STATE = ("_torchdynamo", "__dynamo", "_dynamo", "_clear_cache")
+_CLOSED = (torch.Tensor, nn.Module, type, types.ModuleType, types.CodeType)
+_LRU_CACHE = type(functools.lru_cache(len))
+_VIEWS: tuple[type, ...] = (type({}.keys()), type({}.values()), type({}.items()))
+_METHODS = (types.BuiltinFunctionType, types.MethodWrapperType)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """How objects of some classes are read and put back.
+
+    Attributes:
+        classes: theirs; classes derived from one are of this kind, too.
+        read: what an object holds now: items that are compared by identity, or by value if plain.
+        ways: the way to each item, as :func:`follow` takes it; to none of them, if left out.
+        put: makes an object hold items again, as far as that can be done.
+        name: for people, of what was changed; the class's name, if left out.
+        is_fixed: an object holds these items for good.
+        is_whole: nothing else tells two objects of these very classes apart.
+        is_state: the items are an inner state, which each use moves on.
+    """
+
+    classes: tuple[type, ...]
+    read: Callable[[Any], Sequence[Any]]
+    ways: Callable[[Any], Sequence[Any]] | None = None
+    put: Callable[[Any, Sequence[Any]], None] | None = None
+    name: str = ""
+    is_fixed: bool = False
+    is_whole: bool = False
+    is_state: bool = False
+
+
+def kinds_of(value: Any) -> Sequence[Kind]:
+    """Returns the rows of the table that an object comes under: none, mostly one, or several."""
+    found = _EXACT.get(type(value)) if has_plain_class(value) else None
+    if found is not None:
+        return found
+    if isinstance(value, (*_CLOSED, types.FunctionType)):
+        return ()
+    return [kind for kind in KINDS if isinstance(value, kind.classes)]
+
+
+def parts_of(value: Any) -> Sequence[Kind]:
+    """Returns all kinds that an object is watched as: attributes and slots among them."""
+    found = _EXACT.get(type(value)) if has_plain_class(value) else None
+    if found is not None:
+        return found
+    if isinstance(value, _CLOSED):
+        return ()
+    parts = list(kinds_of(value))
+    if is_looked_into(type(value)):
+        if own_table(value) is not None:
+            parts.append(OBJECT)
+        if slots_of(type(value)):
+            parts.append(SLOTS)
+    return parts
+
+
+# ---- classes -----------------------------------------------------------------------------------
+
+
+def is_whole(kind: type) -> bool:
+    """Whether rows and attributes show all the state that an object of this class can have."""
+    is_number = kind.__module__ == "numpy" and issubclass(kind, np.generic)
+    return is_number or all(base in _WHOLE or is_class_statement(base) for base in kind.__mro__)
+
+
+def is_unrepeatable(value: Any) -> bool:
+    """Whether reading an object changes what the next read gives (iterators, random numbers)."""
+    kind = type(value)
+    if kind.__module__.startswith("numpy.random") or isinstance(value, random.Random):
+        return True
+    return isinstance(value, Iterator) and not isinstance(value, io.IOBase)
+
+
+def is_iterator(value: Any) -> bool:
+    """Whether each use of an object moves it on, in a way that cannot be seen from outside."""
+    if not is_unrepeatable(value) or is_python_defined(type(value)):
+        return False
+    return not (kinds_of(value) or slots_of(type(value)))
+
+
+# ---- attributes and slots ----------------------------------------------------------------------
+
+
+def _read_slots(value: Any) -> Sequence[Any]:
+    return [slot_contents(slot, value) for slot in slots_of(type(value))]
+
+
+def _put_slots(value: Any, items: Sequence[Any]) -> None:
+    for slot, content in zip(slots_of(type(value)), items, strict=True):
+        if content is not ABSENT:
+            slot.__set__(value, content)
+        elif slot_contents(slot, value) is not ABSENT:
+            slot.__delete__(value)
+
+
+def _read_object(value: Any) -> Sequence[Any]:
+    return [type(value), own_table(value)]
+
+
+def _put_object(value: Any, items: Sequence[Any]) -> None:
+    for name, now, before in zip(
+        ("__class__", "__dict__"), _read_object(value), items, strict=True
+    ):
+        if now is not before:
+            object.__setattr__(value, name, before)
+
+
+OBJECT = Kind((), _read_object, put=_put_object, name="a dictionary or object")
+SLOTS = Kind((), _read_slots, put=_put_slots)
+
+
+# ---- functions ---------------------------------------------------------------------------------
+
+
+def _put_cell(cell: types.CellType, items: Sequence[Any]) -> None:
+    if items[0] is not ABSENT:
+        cell.cell_contents = items[0]
+    elif cell_contents(cell) is not ABSENT:
+        del cell.cell_contents
+
+
+def _attributes_of(function: Any) -> dict[str, Any]:
+    """The attributes of a function, but for what others note there."""
+    held = vars(function)
+    return {name: held[name] for name in held if not name.startswith(_NO_STATE)}
+
+
+def _read_function(function: Any) -> Sequence[Any]:
+    held = _attributes_of(function)
+    return [*held, *held.values()]
+
+
+def _put_function(function: Any, items: Sequence[Any]) -> None:
+    for name in _attributes_of(function):
+        del vars(function)[name]
+    _add_entries(vars(function), items)
+
+
+def _read_whole_function(function: Any) -> Sequence[Any]:
+    defaults = (function.__defaults__, function.__kwdefaults__)
+    return [function.__code__, *defaults, function.__dict__, *(function.__closure__ or ())]
+
+
+# What was put on a function; that another code or default took its place is seen where it runs.
+FUNCTION = Kind((types.FunctionType,), _read_function, put=_put_function)
+# All that freezing a function looks at and that can change.
+WHOLE_FUNCTION = Kind((types.FunctionType,), _read_whole_function)
+
+
+# ---- items -------------------------------------------------------------------------------------
+
+
+def _itself(value: Any) -> Any:
+    return value
+
+
+def _in_order(value: Any) -> Sequence[Any]:
+    return [("item", i) for i in range(len(value))]
+
+
+def _put_items(value: Any, items: Sequence[Any]) -> None:
+    value[:] = items
+
+
+def _put_deque(value: Any, items: Sequence[Any]) -> None:
+    value.clear()
+    value.extend(items)
+
+
+def _put_set(value: Any, items: Sequence[Any]) -> None:
+    value.clear()
+    value.update(items)
+
+
+def _entries(value: Any) -> Sequence[Any]:
+    return [*value, *value.values()]
+
+
+def _entry_ways(value: Any) -> Sequence[Any]:
+    return [NO_WAY] * len(value) + [("item", key) for key in value]
+
+
+def _put_entries(value: Any, items: Sequence[Any]) -> None:
+    value.clear()
+    _add_entries(value, items)
+
+
+def _add_entries(value: Any, items: Sequence[Any]) -> None:
+    half = len(items) // 2
+    for key, held in zip(items[:half], items[half:], strict=True):
+        value[key] = held  # a Counter's update would count
+
+
+def _put_factory(value: Any, items: Sequence[Any]) -> None:
+    value.default_factory = items[0]
+
+
+def _read_weak(value: Any) -> Sequence[Any]:
+    return list(value) if isinstance(value, weakref.WeakSet) else _entries(value)
+
+
+def _put_weak(value: Any, items: Sequence[Any]) -> None:
+    if isinstance(value, weakref.WeakSet):
+        _put_set(value, items)
+    else:
+        _put_entries(value, items)
+
+
+def _attributes(*names: str) -> dict[str, Any]:
+    """Reads an object's items from attributes that it always has."""
+    return {
+        "read": lambda value: [getattr(value, name) for name in names],
+        "ways": lambda value: [("part", name) for name in names],
+    }
+
+
+# ---- memory and inner states -------------------------------------------------------------------
+
+
+def _put_array(value: array.array[Any], items: Sequence[Any]) -> None:
+    del value[:]
+    value.frombytes(items[1])
+
+
+def _read_ndarray(value: Any) -> Sequence[Any]:
+    plain = np.asarray(value)  # of a masked array, what is below the mask
+    layout = [value.shape, value.strides, str(value.dtype)]
+    return [*layout, *(plain.ravel().tolist() if plain.dtype.hasobject else [plain.tobytes()])]
+
+
+def _put_ndarray(value: Any, items: Sequence[Any]) -> None:
+    shape, _, _, *held = items
+    if value.shape != shape or isinstance(value, np.generic):
+        return
+    plain = np.asarray(value)
+    if plain.dtype.hasobject:
+        np.copyto(plain, np.array([*held, None], dtype=object)[:-1].reshape(shape))
+    else:
+        plain[...] = np.frombuffer(held[0], plain.dtype).reshape(shape)
+
+
+def _put_memoryview(value: memoryview, items: Sequence[Any]) -> None:
+    if value.c_contiguous and not value.readonly:
+        value.cast("B")[:] = items[0]
+
+
+def _put_variable(value: contextvars.ContextVar[Any], items: Sequence[Any]) -> None:
+    if items[0] is not ABSENT:  # only the token of whoever set it could unset it
+        value.set(items[0])
+
+
+def _put_state(value: random.Random, items: Sequence[Any]) -> None:
+    value.setstate(items[0])
+
+
+def _read_bits(value: Any) -> Sequence[Any]:
+    return [pickle.dumps(getattr(value, "bit_generator", value).state)]
+
+
+def _put_bits(value: Any, items: Sequence[Any]) -> None:
+    getattr(value, "bit_generator", value).state = pickle.loads(items[0])
+
+
+def _read_old_state(value: np.random.RandomState) -> Sequence[Any]:
+    return [pickle.dumps(value.get_state(legacy=False))]
+
+
+def _put_old_state(value: np.random.RandomState, items: Sequence[Any]) -> None:
+    value.set_state(pickle.loads(items[0]))
+
+
+# ---- the table ---------------------------------------------------------------------------------
+
+_TABLES = (dict, collections.OrderedDict, collections.defaultdict, collections.Counter)
+_WEAK_TABLES = (weakref.WeakKeyDictionary, weakref.WeakValueDictionary, weakref.WeakSet)
+_GENERATORS = (np.random.Generator, np.random.BitGenerator)
+
+_PARTIAL = _attributes("func", "args", "keywords", "__dict__")
+
+KINDS: tuple[Kind, ...] = (
+    Kind((list,), _itself, _in_order, _put_items, "a list", is_whole=True),
+    Kind(_TABLES, _entries, _entry_ways, _put_entries, OBJECT.name, is_whole=True),
+    Kind((tuple,), _itself, _in_order, is_fixed=True, is_whole=True),
+    Kind((set,), list, None, _put_set, "a set", is_whole=True),
+    Kind((frozenset,), list, is_fixed=True, is_whole=True),
+    Kind((range, slice), **_attributes("start", "stop", "step"), is_fixed=True, is_whole=True),
+    Kind((types.MethodType,), **_attributes("__func__", "__self__"), is_fixed=True, is_whole=True),
+    Kind(
+        (functools.partial,),
+        **_attributes("func", "args", "keywords", "__dict__"),
+        is_fixed=True,
+        is_whole=True,
+    ),
+    Kind((collections.defaultdict,), **_attributes("default_factory"), put=_put_factory),
+    Kind((collections.deque,), _itself, _in_order, _put_deque, is_whole=True),
+    Kind((collections.deque,), **_attributes("maxlen"), is_fixed=True),
+    Kind((np.ndarray, np.generic), _read_ndarray, None, _put_ndarray, is_whole=True),
+    Kind((types.MappingProxyType,), _entries, _entry_ways, is_whole=True),
+    Kind(_VIEWS, **_attributes("mapping"), is_fixed=True),
+    Kind(
+        (weakref.ReferenceType,),
+        lambda r: [r()],
+        lambda r: [("referent", "referent")],
+        is_whole=True,
+    ),
+    # Objects that few models hold: noticed and put back like all the others, shared by nobody
+    # but blocks that hold the very same.
+    Kind(_METHODS, **_attributes("__self__"), is_fixed=True),
+    Kind((property,), **_attributes("fget"), is_fixed=True),
+    Kind((staticmethod, classmethod), **_attributes("__func__"), is_fixed=True),
+    Kind((functools.cached_property,), **_attributes("func"), is_fixed=True),
+    Kind((_LRU_CACHE,), **_attributes("__dict__"), is_fixed=True),
+    Kind((types.CellType,), lambda c: [cell_contents(c)], None, _put_cell),
+    Kind(
+        (BaseException,), **_attributes("args"), put=lambda e, items: setattr(e, "args", items[0])
+    ),
+    Kind((contextvars.ContextVar,), lambda c: [c.get(ABSENT)], None, _put_variable),
+    Kind((bytearray,), lambda b: [bytes(b)], None, lambda b, i: _put_items(b, i[0]), is_whole=True),
+    Kind((array.array,), lambda a: [a.typecode, a.tobytes()], None, _put_array, is_whole=True),
+    Kind((memoryview,), lambda m: [m.tobytes()], None, _put_memoryview),
+    Kind(_WEAK_TABLES, _read_weak, None, _put_weak),
+    Kind((random.Random,), lambda r: [r.getstate()], None, _put_state, is_state=True),
+    Kind(_GENERATORS, _read_bits, None, _put_bits, is_state=True),
+    Kind((np.random.RandomState,), _read_old_state, None, _put_old_state, is_state=True),
+)
+
+_CLASSES = tuple(dict.fromkeys(cls for kind in KINDS for cls in kind.classes))
+# Of classes without attributes of their own, the rows can be told once and for all.
+_EXACT: dict[type, tuple[Kind, ...]] = {
+    cls: tuple(kind for kind in KINDS if issubclass(cls, kind.classes))
+    for cls in _CLASSES
+    if cls.__dictoffset__ == 0
+}
+_WHOLE = (*TRANSPARENT, *(cls for kind in KINDS if kind.is_whole for cls in kind.classes))
+
+
+# ---- ways --------------------------------------------------------------------------------------
+
+
+def function_parts(function: types.FunctionType) -> list[tuple[Any, Any]]:
+    """Returns what a function is made of besides code and names, and the way to each part."""
+    cells = function.__closure__ or ()
+    return [
+        *((("cell", i), cell_contents(cell)) for i, cell in enumerate(cells)),
+        (("part", "__defaults__"), function.__defaults__),
+        (("part", "__kwdefaults__"), function.__kwdefaults__),
+        (("part", "__dict__"), _attributes_of(function)),
+    ]
+
+
+def attribute_parts(value: Any) -> list[tuple[str, Any, Any]]:
+    """Returns the name of each attribute that an object itself holds, the way to it, and it.
+
+    What a library's class keeps there is its own business where the table says how to read it.
+    """
+    if kinds_of(value) and not is_looked_into(type(value)):
+        return []
+    found: list[tuple[str, Any, Any]] = [
+        (name, ("attr", name), held) for name, held in (own_table(value) or {}).items()
+    ]
+    for number, slot in enumerate(slots_of(type(value))):
+        content = slot_contents(slot, value)
+        if content is not ABSENT:
+            found.append((slot.__name__, ("slot", number), content))
+    return sorted(found, key=lambda attribute: str(attribute[0]))
+
+
+def follow(value: Any, way: tuple[str, Any]) -> Any:
+    """Returns what an object leads to on one of the ways above."""
+    sort, name = way
+    if sort == "item":
+        return value[name]
+    if sort == "attr":
+        return (own_table(value) or {})[name]
+    if sort == "slot":
+        return slot_contents(slots_of(type(value))[name], value)
+    if sort == "cell":
+        return cell_contents(value.__closure__[name])
+    return value() if sort == "referent" else getattr(value, name)

@@ -1,0 +1,98 @@
+"""What an object is and holds by itself, read past any code of its class."""
+
+from __future__ import annotations
+
+import array
+import struct
+import sys
+import threading
+import types
+from collections import defaultdict, deque
+from typing import Any
+
+# What a name, a slot or a captured variable holds that has no value.
+ABSENT: Any = object()
+
+TRANSPARENT = (
+    *(object, list, tuple, dict, set, frozenset, deque, defaultdict, bytearray, array.array),
+    *(types.FunctionType, types.MethodType, types.SimpleNamespace, threading.local),
+)
+_POINTER_BYTES = struct.calcsize("P")
+_FOREIGN = frozenset({"builtins", "torch", "numpy", "functools", "threading", "weakref", "logging"})
+# Plain Python classes of libraries that a model's own arithmetic reads.
+_READ_BY_MODELS = ("torch.distributions", "numpy.ma")
+_LIBRARIES = sys.stdlib_module_names | {"torch", "lazyinline"}
+
+
+def is_library(module_name: Any) -> bool:
+    """Whether a module is Python's own, PyTorch's or ours, whose state steers no model."""
+    return isinstance(module_name, str) and module_name.partition(".")[0] in _LIBRARIES
+
+
+def has_plain_class(value: Any) -> bool:
+    """Whether the class of a value is equal to itself only, and has a hash: a metaclass may say."""
+    meta: Any = type(type(value))
+    return meta is type or (meta.__eq__ is type.__eq__ and meta.__hash__ is type.__hash__)
+
+
+def is_looked_into(kind: type) -> bool:
+    """Whether attributes of objects of a class are looked into: a user's class, not a library's."""
+    name = kind.__module__
+    is_foreign = isinstance(name, str) and name.partition(".")[0] in _FOREIGN
+    is_plain = kind is types.SimpleNamespace or kind is threading.local
+    return is_plain or not is_foreign or name.startswith(_READ_BY_MODELS)
+
+
+def is_python_defined(kind: type) -> bool:
+    """Whether attributes and items are all the state an object of this class can have."""
+    return all(base in TRANSPARENT or is_class_statement(base) for base in kind.__mro__)
+
+
+def is_class_statement(kind: type) -> bool:
+    """Whether instances hold nothing beside ``__dict__`` and slots: no state in C."""
+    heap_type = 1 << 9  # Py_TPFLAGS_HEAPTYPE
+    visible = len(_own_slots(kind))
+    visible += sum(name in kind.__dict__ for name in ("__dict__", "__weakref__"))
+    own = kind.__basicsize__ - (kind.__base__ or object).__basicsize__
+    return bool(kind.__flags__ & heap_type) and own <= visible * _POINTER_BYTES
+
+
+def own_table(value: Any) -> dict[str, Any] | None:
+    """Returns the dictionary of an object's attributes, past any code of its class, if it has one.
+
+    That of a ``threading.local`` is the present thread's.
+    """
+    try:
+        if isinstance(value, threading.local):
+            return value.__dict__
+        table = object.__getattribute__(value, "__dict__")
+    except AttributeError:
+        return None
+    return table if isinstance(table, dict) else None
+
+
+def slots_of(kind: type) -> tuple[types.MemberDescriptorType, ...]:
+    """Returns the slots that a class and its bases declare, private and hidden ones too."""
+    return tuple(slot for base in kind.__mro__ for slot in _own_slots(base))
+
+
+def _own_slots(kind: type) -> list[types.MemberDescriptorType]:
+    """The slots of a class statement, not by name: a private name is held under another one."""
+    members = vars(kind).values() if "__slots__" in vars(kind) else ()
+    return [member for member in members if isinstance(member, types.MemberDescriptorType)]
+
+
+def slot_contents(slot: types.MemberDescriptorType, value: Any) -> Any:
+    """Returns what an object holds in a slot, or ABSENT."""
+    try:
+        return slot.__get__(value)
+    except AttributeError:
+        return ABSENT
+
+
+def cell_contents(cell: types.CellType) -> Any:
+    """Returns what a captured variable holds, or ABSENT."""
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return ABSENT
