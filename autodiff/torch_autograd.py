@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 
 from ..reuse.errors import CaptureError
-from ..reuse.ir.leaf import ModalInterpreter, mutated_args, without_autocast
+from ..reuse.ir.leaf import ModalInterpreter, is_view, mutated_args, without_autocast
 from ..reuse.ir.program import input_nodes
 from ..reuse.ir.torch_symbols import (
     SizedInterpreter,
@@ -30,7 +30,7 @@ from ..reuse.ir.torch_symbols import (
 from ..reuse.ir.types import TensorType
 from .joint_cut import is_draw, may_draw
 from .origins import NotingInterpreter
-from .torch_lazy import PLAIN_ZEROS, WRITTEN, drop_copies, drop_pairs, is_lazy
+from .torch_lazy import PLAIN_ZEROS, WRITTEN, drop_copies, drop_pairs, is_lazy, mark_after_strided
 
 Decompositions = Mapping[Any, Callable[..., Any]]
 
@@ -248,6 +248,7 @@ def _of_pure_memory(
     """Rewrites operators that memory alone does not show: in place on temporaries, or lazy."""
     _strip_detach(module)
     drop_pairs(module)
+    mark_after_strided(module)
     if not any(mutated_args(n) or is_lazy(n) for n in module.graph.nodes):
         return module
     tags = {
@@ -305,11 +306,25 @@ class _Boundary(SizedInterpreter):
 
     def run_node(self, n: torch.fx.Node) -> Any:
         result = super().run_node(n)
+        if n.op == "call_function" and not (is_view(n) or mutated_args(n)):
+            result = _lying_as(result, n.meta.get("val"))
         if n.name in self._last:
             mode = get_proxy_mode()
             assert mode is not None
             self._forward.update(n.name for n in mode.tracer.graph.nodes)
         return result
+
+
+def _lying_as(result: Any, traced: Any) -> Any:
+    """Gives results the layouts that they were traced with, which views of them rely on.
+
+    Some operators lay theirs out by an operand's mark (a solver, if its matrix is conjugated).
+    """
+    if isinstance(traced, (tuple, list)):
+        return type(traced)(map(_lying_as, result, traced))
+    if not isinstance(traced, torch.Tensor) or traced.layout is not torch.strided:
+        return result
+    return _with_layout(result, TensorType.of(traced))
 
 
 def _strip_detach(module: torch.fx.GraphModule) -> None:

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 import torch.fx
 
+from ..reuse.ir.leaf import is_view
+
 
 def _zeros(size: Any, *, device: Any = None, **options: Any) -> torch.Tensor:
     return torch.zeros(size, device=device, **options)
@@ -56,6 +58,9 @@ _TWICE = (torch.ops.aten._conj.default, torch.ops.aten._neg_view.default)
 _WRITERS = (torch.ops.aten._conj_physical.default, torch.ops.aten.neg.default)
 
 
+_STRIDED = torch.ops.aten.as_strided.default
+
+
 def is_lazy(node: torch.fx.Node) -> bool:
     """Whether an operator's result is a mark on memory."""
     return node.target in WRITTEN
@@ -68,6 +73,37 @@ def drop_pairs(module: torch.fx.GraphModule) -> None:
         if isinstance(before, torch.fx.Node) and before.target is node.target:
             node.replace_all_uses_with(before.args[0])
     module.graph.eliminate_dead_code()
+
+
+def mark_after_strided(module: torch.fx.GraphModule) -> None:
+    """Makes ``as_strided`` address memory that is not marked yet, and marks what it finds.
+
+    It counts elements from the beginning of a memory, and what a mark writes has one of its own.
+    """
+    for node in module.graph.find_nodes(op="call_function", target=_STRIDED):
+        beneath, marks = _beneath_marks(node.args[0])
+        if not marks:
+            continue
+        offset = node.meta["val"].storage_offset()
+        with module.graph.inserting_before(node):
+            found = module.graph.call_function(_STRIDED, (beneath, *node.args[1:3], offset))
+            found.meta.update(node.meta)
+            for mark in reversed(marks):
+                found = module.graph.call_function(mark, (found,))
+                found.meta.update(node.meta)
+        node.replace_all_uses_with(found)
+        module.graph.erase_node(node)
+
+
+def _beneath_marks(node: Any) -> tuple[Any, list[Any]]:
+    """Returns what the lowest of the marks on a view of memory marks, and all of them."""
+    beneath, marks = node, []
+    while isinstance(node, torch.fx.Node) and is_view(node):
+        if node.target in WRITTEN:
+            beneath = node.args[0]
+            marks.append(node.target)
+        node = node.args[0]
+    return beneath, marks
 
 
 def drop_copies(module: torch.fx.GraphModule) -> None:

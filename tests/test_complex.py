@@ -144,6 +144,13 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "adjoint": lambda z: z.mH,
     "imaginary part of one row for all": lambda z: z[:1].expand(3, 4).conj().imag,
     "strides after the conjugate": lambda z: z.conj().as_strided((3, 2), (4, 2), 1),
+    "strides after the conjugate of a part": lambda z: z[:, 1:3].conj().as_strided((2, 2), (4, 1)),
+    "strides after two marks": lambda z: torch._neg_view(z[1:].conj()[:, 1:3]).as_strided(
+        (2, 2), (4, 1), 2
+    ),
+    "a view of what a solver lays out by a mark": lambda z: torch.linalg.solve_triangular(
+        (z[:, :3] + 4 * torch.eye(3)).mH, z, upper=True
+    ).view(-1),
 }
 
 
