@@ -30,7 +30,7 @@ from ..reuse.ir.types import StructType, TensorType, flatten_type
 from .choices import Choice, Cut, PerCall, Whole
 from .joint_cut import copy_graph, cut_joint
 from .leaf_derivative import Derivative, cotangent_type, hand_over_views, make_pair
-from .run_again import Replayer, run_again
+from .run_again import Rerunner, run_again
 from .torch_autograd import Decompositions, JointTrace, partition
 
 
@@ -93,7 +93,7 @@ class Differentiator:
         self._derivatives: dict[Request, Derivative | None] = {}
         self._joints: dict[Request, tuple[JointTrace, Recipe]] = {}
         self._sites: dict[Request, tuple[Request | None, ...]] = {}
-        self._replayer = Replayer()
+        self._rerunner = Rerunner()
         self._activity: dict[tuple[Closure, tuple[bool, ...]], tuple[bool, ...]] = {}
         self._adders: dict[TensorType, Leaf] = {}
 
@@ -180,7 +180,7 @@ class Differentiator:
     def _called_again(self, request: Request) -> Derivative | None:
         """The derivative whose backward first calls the forward again."""
         plain = self.of(replace(request, choice=None))
-        return None if plain is None else run_again(request.closure, plain, self._replayer)
+        return None if plain is None else run_again(request.closure, plain, self._rerunner)
 
     def active_outputs(self, closure: Closure, active: Sequence[bool]) -> tuple[bool, ...]:
         """Says which results of a closure may depend on the active operands, differentiably."""

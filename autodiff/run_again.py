@@ -1,4 +1,4 @@
-"""Replay: a forward that can be run again in the backward without drawing random numbers again.
+"""A forward that can be run again in the backward without drawing random numbers again.
 
 A closure is taken apart into a *first* run, which returns its results and what it drew, and a run
 *again*, which takes what was drawn and returns only what is still needed. This works on leaves and
@@ -20,7 +20,7 @@ from .leaf_derivative import Derivative, cotangent_type
 
 
 @dataclass(frozen=True, eq=False)
-class Replay:
+class Rerun:
     """The two runs of a closure.
 
     Attributes:
@@ -42,13 +42,13 @@ class Replay:
         return drawn
 
 
-class Replayer:
-    """Makes replays and remembers them by closure."""
+class Rerunner:
+    """Makes reruns and remembers them by closure."""
 
     def __init__(self) -> None:
-        self._made: dict[tuple[Closure, tuple[int, ...]], Replay] = {}
+        self._made: dict[tuple[Closure, tuple[int, ...]], Rerun] = {}
 
-    def replay(self, closure: Closure, needed: Sequence[int]) -> Replay:
+    def rerun(self, closure: Closure, needed: Sequence[int]) -> Rerun:
         """Returns the two runs of a forward closure.
 
         Args:
@@ -59,10 +59,10 @@ class Replayer:
         key = (closure, tuple(needed))
         if key not in self._made:
             if isinstance(closure, Leaf):
-                self._made[key] = _replay_leaf(closure, key[1])
+                self._made[key] = _rerun_leaf(closure, key[1])
             else:
                 assert isinstance(closure, Composite)
-                self._made[key] = _ProgramReplay(self, closure, key[1]).replay()
+                self._made[key] = _ProgramRerun(self, closure, key[1]).rerun()
         return self._made[key]
 
 
@@ -83,7 +83,7 @@ def draws_at_random(closure: Closure) -> bool:
 # ---- leaves ------------------------------------------------------------------------------
 
 
-def _replay_leaf(leaf: Leaf, needed: tuple[int, ...]) -> Replay:
+def _rerun_leaf(leaf: Leaf, needed: tuple[int, ...]) -> Rerun:
     groups = _grouped(leaf)
     count = num_results(leaf)
     wanted = [n for i in needed for n in groups[i]]
@@ -104,7 +104,7 @@ def _replay_leaf(leaf: Leaf, needed: tuple[int, ...]) -> Replay:
         leaf.kernels,
     )
     if not needed:
-        return Replay(first_leaf, None, ())
+        return Rerun(first_leaf, None, ())
     reached = ancestors([n for n in wanted if isinstance(n, torch.fx.Node)], drawn)
     used = tuple(i for i, n in enumerate(entries) if n in reached)
     again = extract(leaf.module, [*drawn, *(entries[i] for i in used)], wanted)
@@ -116,7 +116,7 @@ def _replay_leaf(leaf: Leaf, needed: tuple[int, ...]) -> Replay:
         level=leaf.level,
         kernels=leaf.kernels,
     )
-    return Replay(first_leaf, again_leaf, used)
+    return Rerun(first_leaf, again_leaf, used)
 
 
 def _grouped(leaf: Leaf) -> list[list[torch.fx.Node]]:
@@ -158,11 +158,11 @@ def _smallest(node: torch.fx.Node, reached: set[torch.fx.Node]) -> torch.fx.Node
 # ---- programs ----------------------------------------------------------------------------
 
 
-class _ProgramReplay:
-    """Replays a program call by call; calls whose results nobody needs again are left out."""
+class _ProgramRerun:
+    """Reruns a program call by call; calls whose results nobody needs again are left out."""
 
-    def __init__(self, replayer: Replayer, closure: Composite, needed: tuple[int, ...]) -> None:
-        self._replayer = replayer
+    def __init__(self, rerunner: Rerunner, closure: Composite, needed: tuple[int, ...]) -> None:
+        self._rerunner = rerunner
         self._closure = closure
         self._program = closure.program
         self._needed = needed
@@ -170,10 +170,10 @@ class _ProgramReplay:
         self._again: list[Call] = []
         self._stand_in: dict[Value, Value] = {}
 
-    def replay(self) -> Replay:
+    def rerun(self) -> Rerun:
         program = self._program
         wanted = {program.outputs[i] for i in self._needed}
-        plans: list[Replay | None] = []
+        plans: list[Rerun | None] = []
         for call in reversed(program.calls):
             plans.append(self._plan(call, wanted))
         plans.reverse()
@@ -184,7 +184,7 @@ class _ProgramReplay:
         ]
         return self._assemble(first_calls, wanted)
 
-    def _plan(self, call: Call, wanted: set[Value]) -> Replay | None:
+    def _plan(self, call: Call, wanted: set[Value]) -> Rerun | None:
         """Decides how a call is run again, and adds what that needs; None: as it is."""
         closure = call.closure
         positions = tuple(i for i, v in enumerate(call.results) if v in wanted)
@@ -196,11 +196,11 @@ class _ProgramReplay:
             if positions and not draws_at_random(closure):
                 wanted.update(call.args)
             return None
-        replay = self._replayer.replay(closure, positions)
-        wanted.update(call.args[i] for i in replay.used_inputs)
-        return replay
+        rerun = self._rerunner.rerun(closure, positions)
+        wanted.update(call.args[i] for i in rerun.used_inputs)
+        return rerun
 
-    def _run(self, call: Call, replay: Replay | None, wanted: set[Value]) -> Call | None:
+    def _run(self, call: Call, rerun: Rerun | None, wanted: set[Value]) -> Call | None:
         """Returns the call of the first run, and notes the call of the run again."""
         closure = call.closure
         needed = [v for v in call.results if v in wanted]
@@ -208,7 +208,7 @@ class _ProgramReplay:
             if needed:
                 self._repeat(call)
             return None
-        if replay is None:
+        if rerun is None:
             if needed and draws_at_random(closure):
                 self._kept.extend(needed)
                 for value in needed:
@@ -216,14 +216,14 @@ class _ProgramReplay:
             elif needed:
                 self._repeat(call)
             return call
-        draws = Value(replay.draws, "draws")
-        if replay.again is not None:
+        draws = Value(rerun.draws, "draws")
+        if rerun.again is not None:
             self._kept.append(draws)
-            args = [self._stand(draws)] + [self._stand(call.args[i]) for i in replay.used_inputs]
+            args = [self._stand(draws)] + [self._stand(call.args[i]) for i in rerun.used_inputs]
             results = tuple(self._stand(v) for v in needed)
-            self._again.append(Call(replay.again, tuple(args), results, call.path))
+            self._again.append(Call(rerun.again, tuple(args), results, call.path))
         count = num_results(closure)
-        return Call(replay.first, call.args, (*call.results[:count], draws), call.path)
+        return Call(rerun.first, call.args, (*call.results[:count], draws), call.path)
 
     def _repeat(self, call: Call) -> None:
         args = tuple(self._stand(v) for v in call.args)
@@ -235,7 +235,7 @@ class _ProgramReplay:
             self._stand_in[value] = Value(value.type, value.hint)
         return self._stand_in[value]
 
-    def _assemble(self, first_calls: list[Call], wanted: set[Value]) -> Replay:
+    def _assemble(self, first_calls: list[Call], wanted: set[Value]) -> Rerun:
         program, name = self._program, self._closure.name.removesuffix(".forward")
         struct = StructType(tuple(v.type for v in self._kept))
         draws = Value(struct, "draws")
@@ -250,31 +250,31 @@ class _ProgramReplay:
             (unpack, *self._again),
             tuple(self._stand_in[program.outputs[i]] for i in self._needed),
         )
-        return Replay(
+        return Rerun(
             Composite(f"{name}.first", first, self._closure.input_names),
             Composite(f"{name}.again", again) if self._needed else None,
             used,
         )
 
 
-def run_again(closure: Closure, plain: Derivative, replayer: Replayer) -> Derivative:
+def run_again(closure: Closure, plain: Derivative, rerunner: Rerunner) -> Derivative:
     """Makes a derivative save nothing but what was drawn at random, and run forward again.
 
     Args:
         closure: the primal.
         plain: its derivative that saves.
-        replayer: takes the forward apart.
+        rerunner: takes the forward apart.
     """
     last = len(plain.forward.output_types) - 1
-    replay = replayer.replay(plain.forward, (*plain.kept_outputs, last))
-    assert replay.again is not None, "the saved struct was asked for"
-    values = [Value(t, "again") for t in replay.again.output_types]
-    kept_inputs = tuple(sorted({*replay.used_inputs, *plain.kept_inputs}))
+    rerun = rerunner.rerun(plain.forward, (*plain.kept_outputs, last))
+    assert rerun.again is not None, "the saved struct was asked for"
+    values = [Value(t, "again") for t in rerun.again.output_types]
+    kept_inputs = tuple(sorted({*rerun.used_inputs, *plain.kept_inputs}))
     kept = {i: Value(closure.input_types[i]) for i in kept_inputs}
     seeds = tuple(Value(cotangent_type(closure.output_types[i])) for i in plain.cotangent_outputs)
-    draws = Value(replay.draws, "draws")
+    draws = Value(rerun.draws, "draws")
     gradients = tuple(Value(t) for t in plain.backward.output_types)
-    again = Call(replay.again, (draws, *(kept[i] for i in replay.used_inputs)), tuple(values))
+    again = Call(rerun.again, (draws, *(kept[i] for i in rerun.used_inputs)), tuple(values))
     operands = (values[-1], *(kept[i] for i in plain.kept_inputs), *values[:-1], *seeds)
     body = Program(
         (draws, *kept.values(), *seeds),
@@ -282,7 +282,7 @@ def run_again(closure: Closure, plain: Derivative, replayer: Replayer) -> Deriva
         gradients,
     )
     return Derivative(
-        replay.first,
+        rerun.first,
         Composite(f"{closure.name}.backward_again", body),
         kept_inputs,
         (),

@@ -9,7 +9,7 @@ from ..autodiff.choices import Choice
 from ..autodiff.derivative import Differentiator, Request
 from ..recompute.fit_budget import BudgetFit, Peaks
 from ..recompute.operator_costs import CostModel, Measured, Roofline
-from ..recompute.planner import Planner, wish_of
+from ..recompute.planner import Planner, policy_of
 from ..recompute.policy import Budget, Policy
 from ..recompute.summary import summarize
 from ..reuse.errors import PlanError
@@ -102,7 +102,7 @@ class Recompute:
             return BudgetFit(self._planner, request, of_choice).fit(policy)
         policy = policy or ""
         assert isinstance(request.closure, Composite)
-        if policy and not _has_wishes(request.closure, policy):
+        if policy and not _has_policies(request.closure, policy):
             raise PlanError(
                 f"recompute={policy!r} is decided for each block, and the model has none. Mark its "
                 "layer class with lazy_inline, or a module with lazyinline.recompute."
@@ -112,15 +112,15 @@ class Recompute:
 
 def has_marks(closure: Composite) -> bool:
     """Whether something in a program is marked for recompute."""
-    return _has_wishes(closure, "")
+    return _has_policies(closure, "")
 
 
-def _has_wishes(closure: Composite, policy: str) -> bool:
+def _has_policies(closure: Composite, policy: str) -> bool:
     """Whether anything is wanted of a call in here, at any depth; looks at each closure once."""
     todo, seen = [closure], {closure}
     while todo:
         for call in todo.pop().program.calls:
-            if wish_of(call, policy):
+            if policy_of(call, policy):
                 return True
             if isinstance(call.closure, Composite) and call.closure not in seen:
                 seen.add(call.closure)

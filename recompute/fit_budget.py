@@ -16,7 +16,7 @@ from ..autodiff.choices import Choice, PerCall
 from ..autodiff.derivative import Request
 from ..reuse.errors import PlanError
 from ..reuse.ir.program import Composite
-from .planner import Planner, Site, Variant, wish_of
+from .planner import Planner, Site, Variant, policy_of
 from .policy import Budget
 from .solver import Group, spread
 
@@ -89,7 +89,7 @@ class BudgetFit:
         marked = planner.choice(request, "")
         marks = marked.choices if isinstance(marked, PerCall) else (None,) * self._num_calls
         for site in planner.sites(request):
-            if wish_of(site.call, "") or marks[site.index] is not None:
+            if policy_of(site.call, "") or marks[site.index] is not None:
                 self._fixed[site.index] = marks[site.index]
             else:
                 groups.setdefault(site.request, []).append(site)

@@ -85,12 +85,12 @@ class Planner:
         return [Site(i, call, r) for i, (call, r) in enumerate(pairs) if r is not None]
 
     def _of_call(self, site: Site, policy: str) -> Choice | None:
-        wish = wish_of(site.call, policy)
-        if wish == "save":
+        own = policy_of(site.call, policy)
+        if own == "save":
             return None
-        if wish == "full":
+        if own == "full":
             return self.full(site.request)
-        if wish == "selective":
+        if own == "selective":
             return self.selective(site.request)
         inside = isinstance(site.request.closure, Composite)
         return self.choice(site.request, policy) if inside else None
@@ -247,8 +247,8 @@ class Planner:
         return self._problems[request]
 
 
-def wish_of(call: Call, policy: str) -> str:
-    """Returns what is wanted of a call: its own mark, or the policy if it is a block's call."""
+def policy_of(call: Call, policy: str) -> str:
+    """Returns the policy of a call: its own mark, or the given one if it is a block's call."""
     return call.recompute or (policy if call.path else "")
 
 
