@@ -212,8 +212,7 @@ class CompiledModule(nn.Module):
             self._entries.warn_if_many(model, inputs)
             compiler: Compiler = self.__dict__["_lazyinline_compiler"]
             compiled, report = compiler.compile(model, args, kwargs, train=train)
-            same_words = compiled.runtime.same_words
-            guard = Guard(model, compiled.captured, leaves, tree, same_words)
+            guard = Guard(model, compiled.captured, leaves, tree, compiled.runtime.hold)
             made = shapes.note(Made(guard, compiled.without_tensors(), report), inputs)
         check_writes(made.compiled.captured.program)
         entry = _Entry(made.guard, made.compiled, leaves)

@@ -219,10 +219,10 @@ class _StepEntry:
     ) -> None:
         runner = compiled.runner
         native = runner.native
-        self._same_words = native.same_words if native else None
         # No mode of the caller's changes what is copied beside native launches.
         self._move = native.move if native and runner.is_native else None
-        self.guard = Guard(model, compiled.captured, leaves, tree, self._same_words)
+        hold = native.hold if native else None
+        self.guard = Guard(model, compiled.captured, leaves, tree, hold)
         self._compiled = compiled.without_tensors()
         tensors = [(i, p) for i, p in enumerate(parts) if isinstance(p, tuple)]
         self._staging = [
@@ -264,9 +264,8 @@ class _StepEntry:
     def _run(self, leaves: Sequence[Any]) -> torch.Tensor:
         for index, staging in self._staging:
             staging.take(leaves[index])
-        token = self.guard.token()
-        left = self._lease_as_left(token)
-        lease = left or self._leased(token)
+        left = self._lease_as_left()
+        lease = left or self._leased()
         outputs = lease.runners[0]([])
         loss = self._loss_for_user(outputs)
         if self._num_writes:
@@ -280,40 +279,34 @@ class _StepEntry:
         self._handed = self._lease = self._token = None
         self._compiled.runner.rest()
 
-    def _lease_as_left(self, token: object) -> Lease | None:
+    def _lease_as_left(self) -> Lease | None:
         """Returns the lease, if the model and its gradients are as the last step left them."""
-        if token is None or token is not self._token or self._handed is None:
+        if self.guard.token is not self._token or self._handed is None:
             return None
         return self._lease if self._handed.are_as_left() else None
 
-    def _leased(self, token: object) -> Lease:
+    def _leased(self) -> Lease:
         """Keeps one lease, for as long as the model's tensors and the arena stay where they are."""
         if self._handed is not None and not self._handed.lie_there_still():
             self._handed = None
         if self._lease is not None and not self._lease.has_its_arena():
             self._handed = self._lease = None
-        if self._lease is not None and token is not None and token is self._token:
+        if self._lease is not None and self.guard.token is self._token:
             return self._lease
-        model = self.guard.tensors
-        if token is not None or not self._are_handed_to(self._trained_of(model)):
-            self._handed = None
-        tensors = [*self._batch, *model, self._seed]
+        self._handed = None
+        tensors = [*self._batch, *self.guard.tensors, self._seed]
         if self._lease is None or not self._lease.is_bound_to(tensors):
-            self._handed = self._lease = None  # released before another one is made
+            self._lease = None  # released before another one is made
             self._lease = self._compiled.runner.lease(tensors)
-        self._token = token
+        self._token = self.guard.token
         return self._lease
-
-    def _are_handed_to(self, trained: Sequence[torch.Tensor]) -> bool:
-        return self._handed is not None and self._handed.belong_to(trained)
 
     def _hand_out(self, outputs: Sequence[torch.Tensor]) -> None:
         """Gives parameters the gradients; made for as long as the lease and the tensors stay."""
         if self._handed is None:
             gradients = outputs[self._num_losses : len(outputs) - self._num_writes]
             parameters = self._trained_of(self.guard.tensors)
-            compares = self._same_words if self._token is not None else None
-            self._handed = HandedGradients(parameters, gradients, compares)
+            self._handed = HandedGradients(parameters, gradients)
         self._handed.hand_out()
 
     def _loss_for_user(self, outputs: Sequence[torch.Tensor]) -> torch.Tensor:

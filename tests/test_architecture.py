@@ -44,7 +44,6 @@ ADAPTERS = {
     "frontend/sizes/torch_input_sizes.py",
     "frontend/tracing/torch_patches.py",
     "frontend/guards/torch_guards.py",
-    "frontend/guards/tensor_words.py",
     "frontend/autograd/torch_hooks.py",
     "frontend/checks/torch_modes.py",
     "frontend/tracing/torch_mutations.py",

@@ -428,9 +428,9 @@ HELD: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], Callable[[Any], A
 
 
 @pytest.fixture(autouse=True)
-def watching_words(monkeypatch: pytest.MonkeyPatch) -> None:
+def natively(monkeypatch: pytest.MonkeyPatch) -> None:
     """The eager kernels need no native library; guards have it all the same, as with others."""
-    monkeypatch.setattr(ReplayRuntime, "same_words", replay_function().same_words)
+    monkeypatch.setattr(ReplayRuntime, "hold", replay_function().hold)
 
 
 @pytest.fixture(autouse=True)
@@ -493,13 +493,13 @@ class Plain(nn.Module):
         return x * self.scale
 
 
-@pytest.mark.parametrize("watched", [True, False], ids=["by-words", "by-contents"])
+@pytest.mark.parametrize("is_native", [True, False], ids=["native", "generated"])
 @pytest.mark.parametrize("name", TABLES)
 def test_another_table_in_a_module_is_noticed(
-    name: str, watched: bool, monkeypatch: pytest.MonkeyPatch
+    name: str, is_native: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if not watched:
-        monkeypatch.setattr(ReplayRuntime, "same_words", None)
+    if not is_native:
+        monkeypatch.setattr(ReplayRuntime, "hold", None)
     kind = type("Local", (type("LocalBase", (Plain,), {}),), {})
     model, x = kind(), torch.randn(2, 4)
     compiled = lazyinline.compile(model, backend="eager")

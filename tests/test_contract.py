@@ -711,14 +711,6 @@ def test_layouts_of_many_tensors_are_checked_at_once(guards_class: Any) -> None:
         assert not guards.check(first, seen[1])
 
 
-@contract("torch._C._swap_tensor_impl")
-def test_tensors_swap_what_they_are(swap: Any) -> None:
-    a, b = torch.zeros(2), torch.ones(3)
-    addresses = (a._cdata, b._cdata)
-    swap(a, b)
-    assert (b._cdata, a._cdata) == addresses
-
-
 @contract(
     "torch.ops.aten._conj.default",
     "torch.ops.aten._conj_physical.default",
@@ -746,13 +738,6 @@ def test_which_classes_of_tensors_see_operators(function: Any, dispatch: Any, of
     assert own.__torch_function__ is not function and own.__torch_dispatch__ is dispatch
     with off():
         assert type(torch.ones(2).as_subclass(own) * 2) is torch.Tensor
-
-
-@contract("torch._neg_view")
-def test_a_negated_view_shares_its_memory(negated: Any) -> None:
-    x = torch.ones(2)
-    assert negated(x).is_neg()
-    assert negated(x).data_ptr() == x.data_ptr()
 
 
 def test_hooks_on_all_modules_are_in_known_tables() -> None:
@@ -1666,6 +1651,22 @@ def test_fake_tensors_share_the_memory_of_their_meta_tensors(mode: Any, fake: An
     assert first.device == torch.device("cpu")
     assert first.untyped_storage()._cdata == second.untyped_storage()._cdata
     assert second.storage_offset() == 2
+
+
+@contract("attribute _use_count")
+def test_a_node_that_adds_to_a_gradient_owns_the_tensor() -> None:
+    parameter = torch.nn.Parameter(torch.zeros(2))
+    other_names = [parameter, parameter.detach(), parameter.data]
+    assert parameter._use_count() == 1
+    node = parameter.expand(2, 2).grad_fn.next_functions[0][0]
+    assert parameter._use_count() == 2
+    handle = node.register_hook(lambda *_: None)
+    del node
+    assert parameter._use_count() == 1, "nobody holds the node, so its hooks are gone with it"
+    parameter.sum().backward()
+    parameter.grad.add_(1)
+    assert parameter._use_count() == 1
+    del handle, other_names
 
 
 @contract("attribute _backward_hooks", "attribute _post_accumulate_grad_hooks")

@@ -209,7 +209,7 @@ def test_a_step_after_an_eager_backward_still_asks_nothing_per_parameter() -> No
     entry = pair.step._entries.first
     assert entry is not None
     handed = entry.handed
-    assert handed is not None and (handed.are_as_left() or handed._same_words is None)
+    assert handed is not None and handed.are_as_left()
     kept = net(IDS)  # holds the nodes that add to .grad
     assert not handed.are_as_left()
     pair.step(IDS)

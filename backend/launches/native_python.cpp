@@ -35,13 +35,6 @@ PyObject* run(PyObject*, PyObject* const* given, Py_ssize_t count) {
   return PyLong_FromLong(failure);
 }
 
-// No other Python code runs meanwhile.
-PyObject* same_words(PyObject*, PyObject* const* given, Py_ssize_t count) {
-  int64_t n[4];
-  if (!read_numbers(given, count, 4, n)) return nullptr;
-  return PyLong_FromLong(lazyinline_same_words(at<int64_t*>(n[0]), at<int64_t>(n[1]), n[2], n[3]));
-}
-
 PyObject* move(PyObject*, PyObject* const* given, Py_ssize_t count) {
   int64_t n[3];
   if (!read_numbers(given, count, 3, n)) return nullptr;
@@ -55,8 +48,7 @@ PyMethodDef method(const char* name, Function function) {
           nullptr};
 }
 
-PyMethodDef methods[] = {method("run", run), method("same_words", same_words),
-                         method("move", move), {}};
+PyMethodDef methods[] = {method("run", run), method("hold", hold), method("move", move), {}};
 PyModuleDef module = {PyModuleDef_HEAD_INIT, "lazyinline_native", nullptr, 0, methods};
 
 }  // namespace

@@ -31,36 +31,31 @@ _SOURCES = tuple(
         "native_products.cpp",
         "native_replay.cpp",
         "native_packing.cpp",
-        "native_watch.cpp",
+        "native_checks.cpp",
         "native_python.cpp",
     )
 )
 _MODULE = "lazyinline_native"
-# Called with Python's lock held.
-_SAME_WORDS = ctypes.PYFUNCTYPE(
-    ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64
-)
 _KERNEL = "kernel"  # what Inductor calls every C++ kernel's entry point
 
 
-SameWords = Callable[[int, int, int, int], int]
+Hold = Callable[..., bool]
 Move = Callable[[int, int, int], object]
 
 
 @dataclass(frozen=True)
 class Replay:
-    """The replay loop, and what tells that nothing changed since it ran.
+    """The replay loop, and what is native beside it.
 
     Attributes:
         run: ``run(program, count, table)``, three addresses or counts, runs so many operations.
-        same_words: ``same_words(addresses, expected, count, num_touched)`` tells whether so many
-            addresses hold the expected words, and fetches what lies at further ones; no other
-            Python code runs meanwhile.
+        hold: ``hold(entries, absent, values, attributes, own_attributes, classes)`` tells whether
+            Python's objects hold what they held; None where Python's headers are missing.
         move: ``move(to, start, num_bytes)`` copies memory.
     """
 
     run: Callable[[int, int, int], int]
-    same_words: SameWords
+    hold: Hold | None
     move: Move
 
 
@@ -126,7 +121,7 @@ def _replay_of(library: ctypes.CDLL) -> Replay:
     assert spec is not None
     native: Any = module_from_spec(spec)
     loader.exec_module(native)
-    return Replay(native.run, native.same_words, native.move)
+    return Replay(native.run, native.hold, native.move)
 
 
 def _foreign_replay(library: ctypes.CDLL) -> Replay:
@@ -134,8 +129,7 @@ def _foreign_replay(library: ctypes.CDLL) -> Replay:
     function = library.lazyinline_replay
     function.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p]
     function.restype = ctypes.c_int
-    address = ctypes.cast(library.lazyinline_same_words, ctypes.c_void_p).value
-    return Replay(function, _SAME_WORDS(address or 0), ctypes.memmove)
+    return Replay(function, None, ctypes.memmove)
 
 
 def first_fit(buffers: Buffers, order: IntArray) -> IntArray:

@@ -15,7 +15,7 @@ import torch
 from ...reuse.ir.leaf import without_autocast
 from ...reuse.torch_names import version_of
 from ..launches.present_memory import check_addresses
-from ..launches.torch_native import SameWords
+from ..launches.torch_native import Hold
 from .executable import Executable
 from .planned import Lease, PlannedProgram
 
@@ -26,8 +26,8 @@ class Runtime(Protocol):
     num_launches: int
 
     @property
-    def same_words(self) -> SameWords | None:
-        """What compares words of memory, if it is at hand."""
+    def hold(self) -> Hold | None:
+        """The native comparison of a guard, if it is at hand."""
 
     def forward(self, inputs: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], Any]:
         """Returns what the user receives, and the flight."""
@@ -56,7 +56,7 @@ class Runtime(Protocol):
 class ReplayRuntime:
     """A function per closure, values freed after their last use."""
 
-    same_words = None
+    hold = None
 
     def __init__(self, forward: Executable, backward: Executable | None, num_results: int) -> None:
         self._forward = forward
@@ -119,10 +119,10 @@ class PlannedRuntime:
         self._borrowed = [_forward_input(program, i) for i in needed if i < num_saved]
 
     @property
-    def same_words(self) -> SameWords | None:
+    def hold(self) -> Hold | None:
         """See :class:`Runtime`."""
         native = self.program.native
-        return native.same_words if native else None
+        return native.hold if native else None
 
     @without_autocast
     def forward(self, inputs: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], Any]:

@@ -16,19 +16,11 @@ def have_hooks(tensors: Sequence[torch.Tensor]) -> bool:
     Somebody who holds the node that adds to ``.grad`` may have put hooks on it; what they are is
     not told.
     """
-    return any(t._backward_hooks or t._post_accumulate_grad_hooks for t in tensors) or _are_held(
-        tensors
-    )
-
-
-def had_hooks(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether hooks were put on one of these tensors, removed or not.
-
-    A table that was emptied is used again, and nothing else of the tensor then changes.
-    """
-    return any(
-        t._backward_hooks is not None or t._post_accumulate_grad_hooks is not None for t in tensors
-    )
+    if any(t._backward_hooks or t._post_accumulate_grad_hooks for t in tensors):
+        return True
+    # The node owns the tensor: of one that only its object in Python owns there is no node.
+    are_shared = any(t._use_count() != 1 for t in tensors)  # type: ignore[attr-defined]
+    return are_shared and _are_held(tensors)
 
 
 def _are_held(tensors: Sequence[torch.Tensor]) -> bool:

@@ -3,5 +3,4 @@
 guard          the guard of one compiled program
 kept_programs  which programs are kept, and which keep memory while idle
 torch_guards   adapter: one check in C++ that tensors are laid out as before
-tensor_words   adapter: words of memory that change when a tensor is laid out anew
 """

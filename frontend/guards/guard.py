@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import copy
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import chain, repeat
 from typing import Any, cast
 
@@ -20,18 +19,15 @@ import torch
 from torch import nn
 
 from ...reuse import torch_pytree
-from ...reuse.evidence.identity_checks import Check, IdentityChecks
+from ...reuse.evidence.identity_checks import Check, Hold, IdentityChecks
 from ...reuse.evidence.module_state import module_state, walk_modules
-from ...reuse.evidence.python_words import tells_versions
 from ...reuse.evidence.snapshot import same_value
-from ...reuse.evidence.watch import SameWords, Watch, Words
 from ...reuse.ir.program import ModelTensor, Program
 from ...reuse.objects import ABSENT
 from ...reuse.process_lock import ProcessLock
 from ...reuse.torch_names import global_hook_tables, is_lazy, memory_id
 from ..capture.regions import CapturedModel
 from ..checks.torch_modes import Modes
-from .tensor_words import tells_wants, touched_by, words_of
 from .torch_guards import TensorLayouts
 
 _HOOK_TABLES = tuple(
@@ -54,7 +50,11 @@ class Guard:
         captured: what capture saw.
         leaves: the flat inputs it was captured with.
         tree: their structure.
-        same_words: the native comparison of words of memory, if there is one.
+        hold: the native comparison of what objects hold, if it is at hand.
+
+    Attributes:
+        tensors: the model's, in the order of the program's sources.
+        token: another object each time that one of them was found replaced or in other memory.
     """
 
     def __init__(
@@ -63,11 +63,10 @@ class Guard:
         captured: CapturedModel,
         leaves: Sequence[Any],
         tree: torch_pytree.TreeSpec,
-        same_words: SameWords | None = None,
+        hold: Hold | None = None,
     ) -> None:
         self._tree = tree
-        self._same_words = same_words
-        self._wants_are_told = tells_wants()
+        self._hold = hold
         self._set_inputs(leaves)
         self._modes = Modes()
         self._modules = list(model.modules())
@@ -105,32 +104,34 @@ class Guard:
         self._written = _written_tensors(captured.program)
         self._sharing = self._memories(leaves)
         self._memory: list[int] | None = None
-        self._where: Callable[[], Words | None] = _nowhere
-        self._token: object = None
-        self._is_fixed = False
+        self.token = object()
         self._lock = ProcessLock()
-        self._watch, self._unchanged = self._identity_checks()
+        self._unchanged = self._identity_checks()
+        self._find_memory()
         self._num_changes = 0
 
     def accepts(self, leaves: Sequence[Any], tree: torch_pytree.TreeSpec) -> bool:
         """Whether the program was compiled for these inputs and the model's present state."""
-        return (
+        fits = (
             self._match(leaves)
             and (tree is self._tree or tree == self._tree)
             and self._modes.hold()
             and (self._unchanged() or self._same_by_value())
             and self._contents.same()
             and (self._outside is None or self._outside.same_contents())
-            and self._same_wants()
             and self._memories(leaves) == self._sharing
         )
+        if fits:
+            self._find_memory()
+        return fits
 
-    def _same_wants(self) -> bool:
-        """Whether the model's tensors want gradients as before; their words may have told."""
-        told = self._wants_are_told and self.token() is not None
-        return told or self._layouts_of_tensors.same_wants(self.tensors)
+    def _find_memory(self) -> None:
+        """Notes where the model's tensors lie."""
+        memory = self._layouts_of_tensors.addresses(self.tensors)
+        if memory != self._memory:
+            self._memory, self.token = memory, object()
 
-    def _identity_checks(self) -> tuple[Watch | None, Check]:
+    def _identity_checks(self) -> Check:
         """Makes the check that everything is the very object that it is now."""
         checks = IdentityChecks()
         for module, kind, state in zip(self._modules, self._classes, self._states, strict=True):
@@ -162,45 +163,19 @@ class Guard:
         if self._outside is not None:
             self._outside.add_identity_checks(checks)
         tensors, layouts = self.tensors, self._layouts_of_tensors
-        self._memory = list(map(_address_of, tensors))
-        where = partial(words_of, tensors)
-        checks.holds(lambda: layouts.same(tensors), where)
-        if self._same_words is None or not tells_versions():
-            return None, checks.function()
-        watch = checks.watch(self._same_words, touched_by(tensors))
-        self._where = where
-        return watch, watch.holds
-
-    def token(self) -> object:
-        """Returns the same object for as long as no tensor can have got other memory.
-
-        None where that is not known.
-        """
-        watch = self._watch
-        if watch is None:
-            return None
-        if watch.token is not self._token:
-            self._token = watch.token
-            self._is_fixed = watch.stands_for(self._where())
-        return self._token if self._is_fixed else None
-
-    @property
-    def learnt(self) -> object:
-        """Another object each time that something about the model changed; None if not known."""
-        return self._watch.token if self._watch is not None else None
+        checks.holds(lambda: layouts.same(tensors))
+        return checks.function(self._hold)
 
     def is_bound_to_present(self) -> bool:
         """Whether the tensors that it holds are where the model's present ones are."""
         if self._memory is None or not all(map(operator.is_, self._present(), self._placed)):
             return False
-        return list(map(_address_of, self.tensors)) == self._memory
+        return self._layouts_of_tensors.addresses(self.tensors) == self._memory
 
     def let_go(self) -> None:
         """Holds no memory of tensors that the model has no more; they are looked up again."""
         with self._lock:
-            self._watch, self._unchanged, self._where = None, _unknown, _nowhere
-            self._memory, self._token, self._is_fixed = None, None, False
-            self._num_changes = 0
+            self._unchanged, self._memory, self._num_changes = _unknown, None, 0
             if not all(map(operator.is_, self._present(), self._placed)):
                 self._placed, self.tensors = [None] * len(self._placed), []
 
@@ -214,16 +189,15 @@ class Guard:
         from values that another thread changed after they were found good.
         """
         with self._lock:
-            before = self._watch, self._unchanged
-            self._watch, self._unchanged = None, _unknown
+            before, self._unchanged = self._unchanged, _unknown
             if not self._same_values():
-                self._watch, self._unchanged = before
+                self._unchanged = before
                 return False
             self._num_changes += 1
             if self._num_changes.bit_count() == 1:  # what changes at every call is not learnt again
                 learnt = self._identity_checks()
-                if self._same_values() and learnt[1]():
-                    self._watch, self._unchanged = learnt
+                if self._same_values() and learnt():
+                    self._unchanged = learnt
             return True
 
     def _same_values(self) -> bool:
@@ -338,6 +312,8 @@ class Guard:
                 return False
         if not self._layouts_of_tensors.same(tensors):
             return False
+        if tensors is not self.tensors:
+            self._memory = None
         self._placed, self.tensors = placed, tensors
         return True
 
@@ -345,14 +321,6 @@ class Guard:
 def _unknown() -> bool:
     """Stands for checks that were not made."""
     return False
-
-
-def _nowhere() -> None:
-    """Stands for words that are not known."""
-
-
-def _address_of(tensor: torch.Tensor) -> int:
-    return tensor.data_ptr() if tensor.layout is torch.strided else 0
 
 
 def _written_tensors(program: Program) -> list[int]:

@@ -69,7 +69,7 @@ class KeptPrograms(Generic[AnyEntry]):
 
     def __init__(self) -> None:
         self._entries: tuple[AnyEntry, ...] = ()
-        self._learnt: object = None
+        self._token: object = None
         self._num_compiles = self._num_dropped = 0
         self._differences: list[Difference] = []
 
@@ -88,7 +88,7 @@ class KeptPrograms(Generic[AnyEntry]):
         """Returns the program that fits a call, and puts it first."""
         for position, entry in enumerate(self._entries):
             if entry.guard.accepts(leaves, tree):
-                if position or entry.guard.learnt is not self._learnt:
+                if position or entry.guard.token is not self._token:
                     self._put_first(entry)
                 return entry
         return None
@@ -133,7 +133,7 @@ class KeptPrograms(Generic[AnyEntry]):
 
     def _put_first(self, entry: AnyEntry) -> None:
         rest = [other for other in self._entries if other is not entry]
-        self._entries, self._learnt = (entry, *rest), entry.guard.learnt
+        self._entries, self._token = (entry, *rest), entry.guard.token
         for other in rest[MAX_WITH_ARENAS - 1 : MAX_WITH_ARENAS]:
             other.rest()
         for other in rest:

@@ -12,6 +12,7 @@ from torch._C._dynamo.guards import TensorGuards
 from ...reuse.torch_names import is_lazy
 
 _requires_grad = operator.attrgetter("requires_grad")
+_address_of = torch.Tensor.data_ptr
 
 
 class TensorLayouts:
@@ -24,14 +25,17 @@ class TensorLayouts:
         self._facts = _facts(tensors)
         self._wants_grad = list(map(_requires_grad, tensors))
         self._grad_mode = torch.is_grad_enabled()
+        self._are_strided = all(t.layout is torch.strided for t in tensors)
         self._guards: Any = None
         if tensors:
             no_dims: Any = {"dynamic_dims_sizes": None, "dynamic_dims_strides": None}
             self._guards = TensorGuards(*tensors, **no_dims)
 
-    def same_wants(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Whether these tensors want gradients as before."""
-        return list(map(_requires_grad, tensors)) == self._wants_grad
+    def addresses(self, tensors: Sequence[torch.Tensor]) -> list[int]:
+        """Returns where the numbers of tensors with these layouts lie; 0 for sparse ones."""
+        if self._are_strided:
+            return list(map(_address_of, tensors))
+        return [t.data_ptr() if t.layout is torch.strided else 0 for t in tensors]
 
     def surely_same(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Whether so many tensors have the same layouts and classes; False where that is not known.

@@ -10,7 +10,5 @@ bytecode            what the compiled code of a function names
 snapshot            what objects hold, all the way down: to see later whether they hold it still
 known_values        values that evidence knows by identity
 outside_values      globals, class attributes and captured variables that were read
-identity_checks     many checks by identity as one generated function
-python_words        words of memory by which CPython's objects tell that they changed
-watch               words of memory that stand for many checks
+identity_checks     many checks by identity as one function
 """

@@ -1,7 +1,6 @@
-"""Words that stand for checks: what moves a tensor shows, and what moved is bound anew."""
+"""What is done to tensors between calls shows, and what moved is bound anew."""
 
 import copy
-import sys
 import threading
 from collections.abc import Callable
 
@@ -10,89 +9,6 @@ import torch
 from torch import nn
 
 import lazyinline
-from lazyinline.frontend.guards import tensor_words
-from lazyinline.reuse.evidence.python_words import read_word
-
-needs_versions = pytest.mark.skipif(
-    sys.version_info >= (3, 13), reason="dictionaries have no versions there"
-)
-
-
-@needs_versions
-@pytest.mark.parametrize("change", tensor_words._CHANGES)
-def test_every_way_to_move_a_tensor_shows(change: Callable[[nn.Parameter], object]) -> None:
-    assert tensor_words._is_told(change)
-
-
-@needs_versions
-def test_words_are_found_whatever_the_default_device_is() -> None:
-    with torch.device("meta"):
-        assert tensor_words.tells_layouts.__wrapped__()
-        assert tensor_words._autograd_places.__wrapped__() == tensor_words._autograd_places()
-    for mode in (torch.no_grad(), torch.inference_mode(), torch.device("meta")):
-        with mode:
-            assert tensor_words._hook_places.__wrapped__() == tensor_words._hook_places()
-    assert tensor_words._hook_places() is not None
-
-
-@needs_versions
-def test_writing_to_tensors_and_training_them_shows_nothing() -> None:
-    assert tensor_words.tells_layouts()
-    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
-    tensors = list(model.parameters())
-    optimizer = torch.optim.Adam(tensors)
-    words = tensor_words.words_of(tensors)
-    assert words is not None
-    before = [read_word(a) for a in words.addresses]
-    for _ in range(3):
-        optimizer.zero_grad()
-        model(torch.randn(2, 4)).sum().backward()
-        optimizer.step()
-    model.load_state_dict(model.state_dict())
-    assert [read_word(a) for a in words.addresses] == before
-
-
-@needs_versions
-@pytest.mark.parametrize("make", [torch.zeros, lambda n: nn.Parameter(torch.zeros(n))])
-def test_a_tensor_that_wants_a_gradient_no_more_or_now_shows(
-    make: Callable[[int], torch.Tensor],
-) -> None:
-    assert tensor_words.tells_wants()
-    tensor = make(4)
-    for _ in range(2):
-        words = tensor_words.words_of([tensor])
-        assert words is not None
-        before = [read_word(a) for a in words.addresses]
-        tensor.requires_grad_(not tensor.requires_grad)
-        assert [read_word(a) for a in words.addresses] != before
-
-
-@needs_versions
-def test_words_tell_which_gradient_a_tensor_has() -> None:
-    tensor = nn.Parameter(torch.zeros(4))
-    found = tensor_words.gradients_of([tensor])
-    assert found is not None
-    kept = [torch.zeros(4) for _ in range(3)]
-    for gradient in kept:
-        tensor.grad = gradient
-        assert read_word(found[0]) == gradient._cdata
-    tensor.grad = None
-    assert read_word(found[0]) not in [gradient._cdata for gradient in kept]
-    assert tensor_words.gradients_of([torch.zeros(2)]) is None
-
-
-@pytest.mark.parametrize(
-    "tensor",
-    [
-        torch.zeros(1, 1, 1, 1, 1, 1),
-        torch.zeros(2, 2, device="meta"),
-        torch.eye(2).to_sparse(),
-        torch.zeros(2).as_subclass(type("Own", (torch.Tensor,), {})),
-    ],
-    ids=["six dimensions", "meta", "sparse", "subclass"],
-)
-def test_no_words_stand_for_other_kinds_of_tensors(tensor: torch.Tensor) -> None:
-    assert tensor_words.words_of([torch.zeros(2), tensor]) is None
 
 
 def replace_data(linear: nn.Linear) -> None:
@@ -222,18 +138,6 @@ def test_what_a_thread_changed_is_used_by_its_next_call_while_others_call_too() 
         stop.set()
         for thread in threads:
             thread.join()
-
-
-@needs_versions
-def test_what_lies_behind_a_tensor_in_memory_is_not_watched() -> None:
-    """The allocator writes there when a neighbour comes or goes."""
-    others = []
-    found = set()
-    for _ in range(50):
-        others = [torch.zeros(4) for _ in range(20)][::2] + others[::3]
-        found.add(tensor_words._in_tensor.__wrapped__())
-    assert len(found) == 1
-    assert max(found.pop()) < 24  # words of a tensor's object, in PyTorch 2.11 to 2.13
 
 
 def other_memory(gradient: torch.Tensor) -> None:
