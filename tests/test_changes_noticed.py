@@ -644,6 +644,10 @@ READS: dict[str, Callable[[Tensor], Any]] = {
     "array": lambda t: float(np.asarray(t)),
     "index": lambda t: [5.0, 6.0, 7.0][int(t)],
     "equal": lambda t: 1.0 + torch.equal(t, t),
+    "item of a product": lambda t: (t * 2).item(),
+    "item of a product with a literal": lambda t: (torch.tensor(2.0) * t).item(),
+    "literal changed in place": lambda t: torch.tensor(2.0).mul_(t).item(),
+    "alpha": lambda t: torch.add(torch.ones(4), torch.ones(4), alpha=t + 0),
 }
 
 

@@ -17,7 +17,7 @@ from ...reuse.evidence.module_state import Places, module_state
 from ...reuse.ir.leaf import changed_operand, stamp_of
 from ...reuse.ir.program import ModelTensor, Source
 from ...reuse.ir.types import TensorType
-from ..tracing.torch_tracing import Tracer, is_fake
+from ..tracing.torch_tracing import Tracer, feeds_only_lifts, is_fake
 
 
 class OutsideTensors:
@@ -139,7 +139,7 @@ class OutsideTensors:
                 "made it. If it comes from `.data`, use `.detach()`."
             )
         resolved = self.outside_node(tensor)
-        if _feeds_only_lifts(node):
+        if feeds_only_lifts(node):
             self.literals.add(resolved)
         return resolved
 
@@ -169,9 +169,3 @@ def _tensor_names(places: Places) -> dict[int, ModelTensor]:
                 if tensor is not None and id(tensor) not in names:
                     names[id(tensor)] = ModelTensor(prefix + name, tensor, kind)
     return names
-
-
-def _feeds_only_lifts(node: torch.fx.Node) -> bool:
-    """Whether a constant was made from Python data inside the forward (``torch.tensor(...)``)."""
-    users = list(node.users)
-    return bool(users) and all(u.target is torch.ops.aten.lift_fresh_copy.default for u in users)

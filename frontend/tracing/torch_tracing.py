@@ -84,6 +84,23 @@ def is_mode_switch(node: torch.fx.Node) -> bool:
     return node.target in _side_effectful_need_to_be_preserved_pre_dispatch
 
 
+def feeds_only_lifts(node: torch.fx.Node) -> bool:
+    """Whether a constant was made from Python data inside the forward (``torch.tensor(...)``)."""
+    users = list(node.users)
+    return bool(users) and all(u.target is torch.ops.aten.lift_fresh_copy.default for u in users)
+
+
+def _made_of(node: torch.fx.Node) -> list[torch.fx.Node]:
+    """Returns a node and all that it was made of."""
+    found = {node: None}
+    pending = [node]
+    while pending:
+        new = [n for n in pending.pop().all_input_nodes if n not in found]
+        found.update(dict.fromkeys(new))
+        pending += new
+    return list(found)
+
+
 class TracingFakeMode(FakeTensorMode):
     """A fake mode in which PyTorch's own operators are spared the cost of :func:`profiled_calls`.
 
@@ -207,22 +224,25 @@ class Tracer:
     def _of_fakes_only(self, operator_: Any) -> Callable[..., Any]:
         """Refuses an operator that hands Python the value of a tensor from outside.
 
-        The tracer would run it: a tensor in a list or an object of the model's would become a
-        number of the program, the same for every instance and at every call.
+        The tracer would run it: a tensor in a list or an object of the model's, and what operators
+        make of it, would become a number of the program, the same for every instance and call.
         """
 
         def read(*args: Any, **kwargs: Any) -> Any:
             operands = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)]
-            if not all(is_fake(x) or self._is_literal(x) for x in operands):
+            if not all(map(self._is_of_literals, operands)):
                 raise DataDependentOutputException(operator_)
             return NotImplemented
 
         return read
 
-    def _is_literal(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor was made of Python data in the forward (``torch.tensor(1.5)``)."""
-        tracked = (getattr(proxy, "constant", None) for proxy in self._nodes.values())
-        return any(constant is tensor for constant in tracked)
+    def _is_of_literals(self, tensor: torch.Tensor) -> bool:
+        """Whether a value comes of Python data in the forward alone (``torch.tensor(1.5) * 2``)."""
+        node = self.node_of(tensor) if is_fake(tensor) else None
+        if node is None:
+            tracked = (getattr(proxy, "constant", None) for proxy in self._nodes.values())
+            return any(constant is tensor for constant in tracked)
+        return all(n.op == "call_function" or feeds_only_lifts(n) for n in _made_of(node))
 
     def _stamping(self, create: Callable[..., torch.fx.Node]) -> Callable[..., torch.fx.Node]:
         def create_node(*args: Any, **kwargs: Any) -> torch.fx.Node:
