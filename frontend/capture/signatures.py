@@ -172,3 +172,8 @@ def ambient_modes() -> Any:
         torch.are_deterministic_algorithms_enabled(),
         default_device(),
     )
+
+
+def shapes_of(leaves: Sequence[Any]) -> tuple[tuple[int, ...], ...]:
+    """Returns the shapes of flat inputs; empty for what is no tensor."""
+    return tuple(tuple(x.shape) if isinstance(x, torch.Tensor) else () for x in leaves)

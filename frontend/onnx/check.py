@@ -15,11 +15,10 @@ from ...reuse import torch_pytree
 from ...reuse.errors import ExportError
 from ...reuse.ir.interpreter import interpret
 from ...reuse.ir.program import ModelTensor, UserInput, tensor_type
+from .subject import Names, Subject
 
 if TYPE_CHECKING:
     from onnxscript import ir
-
-    from .export import Names, _Subject
 
 TOLERANCE = {torch.float16: 2e-2, torch.bfloat16: 5e-2}
 _DEFAULT_TOLERANCE = 1e-4
@@ -36,7 +35,7 @@ _RANDOM_OPERATORS = frozenset(
 _LOG = logging.getLogger("lazyinline")
 
 
-def check(path: pathlib.Path, model: ir.Model, subject: _Subject, names: Names) -> float:
+def check(path: pathlib.Path, model: ir.Model, subject: Subject, names: Names) -> float:
     """Compares a file with the model.
 
     Returns:
@@ -59,7 +58,7 @@ def check(path: pathlib.Path, model: ir.Model, subject: _Subject, names: Names) 
 
 
 def _check_once(
-    path: pathlib.Path, subject: _Subject, names: Names, expected: Mapping[str, torch.Tensor]
+    path: pathlib.Path, subject: Subject, names: Names, expected: Mapping[str, torch.Tensor]
 ) -> float:
     feeds = {
         source.name: tensor
@@ -69,7 +68,7 @@ def _check_once(
     return compare(expected, run_file(path, feeds, list(expected)))
 
 
-def _resized(subject: _Subject, sizes: Mapping[Any, int]) -> _Subject:
+def _resized(subject: Subject, sizes: Mapping[Any, int]) -> Subject:
     """Returns example inputs of other sizes, made of the same values."""
     shapes = {
         source.index: tensor_type(value).shape
@@ -171,7 +170,7 @@ def relative_difference(result: torch.Tensor, expected: torch.Tensor) -> float:
     return float((a - b)[finite].abs().max()) / scale
 
 
-def _inputs(subject: _Subject) -> list[torch.Tensor]:
+def _inputs(subject: Subject) -> list[torch.Tensor]:
     """Returns the tensors of the program's inputs."""
     leaves, _ = torch_pytree.flatten((subject.args, dict(subject.kwargs)))
     tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
@@ -189,7 +188,7 @@ def _inputs(subject: _Subject) -> list[torch.Tensor]:
     return found
 
 
-def reference_outputs(subject: _Subject, names: Names) -> dict[str, torch.Tensor]:
+def reference_outputs(subject: Subject, names: Names) -> dict[str, torch.Tensor]:
     """Runs the model itself, or interprets the program if there is no model."""
     with _undone(subject):
         if subject.model is None or subject.program.writes:
@@ -204,14 +203,14 @@ def reference_outputs(subject: _Subject, names: Names) -> dict[str, torch.Tensor
     return expected
 
 
-def _interpreted(subject: _Subject, names: Names) -> dict[str, torch.Tensor]:
+def _interpreted(subject: Subject, names: Names) -> dict[str, torch.Tensor]:
     with torch.no_grad():
         results = interpret(subject.program, [t.detach() for t in _inputs(subject)])
     return {n: r for n, r in zip(names.outputs, results, strict=True) if n is not None}
 
 
 def _gradients(
-    subject: _Subject, names: Names, expected: Mapping[str, torch.Tensor], arguments: Any
+    subject: Subject, names: Names, expected: Mapping[str, torch.Tensor], arguments: Any
 ) -> dict[str, torch.Tensor]:
     users = [x for x in torch_pytree.flatten(arguments)[0] if isinstance(x, torch.Tensor)]
     wanted = []
@@ -236,7 +235,7 @@ def _copies(tree: Any) -> Any:
 
 
 @contextmanager
-def _undone(subject: _Subject) -> Iterator[None]:
+def _undone(subject: Subject) -> Iterator[None]:
     """Puts back what running the model changes: buffers, and the random state."""
     buffers = [] if subject.model is None else list(subject.model.buffers())
     before = [b.detach().clone() for b in buffers]

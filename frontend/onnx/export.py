@@ -28,6 +28,7 @@ from ..capture.regions import CapturedModel
 from ..compiled_module import CompiledModule
 from ..compiler import Options
 from ..requests import differentiable_inputs
+from .subject import Names, Subject
 
 if TYPE_CHECKING:
     from onnxscript import ir
@@ -79,23 +80,6 @@ class ExportReport:
             f"{sum(self.functions.values())} nodes; {self.graph_bytes / 1e3:.1f} kB file, "
             f"{self.weight_bytes / 1e6:.1f} MB weights; {checked}"
         )
-
-
-@dataclass(frozen=True)
-class _Subject:
-    """What is exported: a program, and the model it was captured from, if it is known."""
-
-    program: Program
-    model: nn.Module | None
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
-    gradients: tuple[int, ...] = ()  # program inputs that have a gradient among the outputs
-    sizes: SymbolicSizes | None = None
-
-    @property
-    def conditions(self) -> tuple[str, ...]:
-        """What must hold of the sizes."""
-        return () if self.sizes is None else self.sizes.conditions()
 
 
 @dataclass(frozen=True)
@@ -190,7 +174,7 @@ def _subject(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
     request: _Request,
-) -> _Subject:
+) -> Subject:
     sizes, reuse = None, request.reuse
     if isinstance(model, Program):
         program, original = model, None
@@ -210,7 +194,7 @@ def _subject(
     gradients: tuple[int, ...] = ()
     if request.train:
         program, gradients = _with_gradients(program, request.opset)
-    return _Subject(verify_program(program), original, args, kwargs, gradients, sizes)
+    return Subject(verify_program(program), original, args, kwargs, gradients, sizes)
 
 
 def _captured(
@@ -316,25 +300,7 @@ def _item_bytes(program: Program, output: int) -> int:
 # ---- names -----------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Names:
-    """What the inputs and outputs of a file are called.
-
-    Attributes:
-        inputs: a name for each program input.
-        outputs: a name for each program output.
-        results: for each leaf of the model's result that is a tensor, its position among the
-            leaves and its name in the file.
-        gradients: name of the gradient of each program input that has one.
-    """
-
-    inputs: list[str]
-    outputs: list[str | None]
-    results: list[tuple[int, str]]
-    gradients: dict[int, str]
-
-
-def _names(subject: _Subject) -> Names:
+def _names(subject: Subject) -> Names:
     program, tree = subject.program, subject.program.output_tree
     assert isinstance(tree, OutputTree)
     taken: set[str] = set()
@@ -388,7 +354,7 @@ def output_names(tree: OutputTree) -> list[str]:
 # ---- building and writing --------------------------------------------------------------------
 
 
-def _build(subject: _Subject, opset: int) -> tuple[ir.Model, Names]:
+def _build(subject: Subject, opset: int) -> tuple[ir.Model, Names]:
     from lazyinline import __version__
 
     from ...backend.onnx.functions import Naming, build_model
@@ -405,7 +371,7 @@ def _build(subject: _Subject, opset: int) -> tuple[ir.Model, Names]:
 
 def _write(
     model: ir.Model,
-    subject: _Subject,
+    subject: Subject,
     names: Names,
     path: pathlib.Path,
     *,

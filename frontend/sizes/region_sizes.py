@@ -15,10 +15,10 @@ import torch.fx
 from torch.fx.node import map_arg
 
 from ...reuse.ir.program import Source, UserInput
+from ...reuse.ir.torch_size_nodes import compute, size_expression
 from ...reuse.ir.torch_symbols import is_size, put_literal
 from ...reuse.ir.types import TensorType
 from ..capture.regions import Region, regions_inside
-from .torch_declared_sizes import compute, size_expression
 
 Place = tuple[torch.fx.Node, int]
 """A tensor, and which of its dimensions."""

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from ...reuse.errors import LazyInlineError, PlanError
+from ..capture.signatures import shapes_of
 from ..compiler import CompiledProgram, Options
 from ..guards.guard import Guard
 from ..guards.kept_programs import MAX_PROGRAMS, Inputs
@@ -178,11 +179,6 @@ class Shapes:
             raise PlanError(compile_.why_static or "its questions have other answers here")
         self._keep(compile_)
         return made
-
-
-def shapes_of(leaves: Sequence[Any]) -> tuple[tuple[int, ...], ...]:
-    """Returns the shapes of flat inputs; empty for what is no tensor."""
-    return tuple(tuple(x.shape) if isinstance(x, torch.Tensor) else () for x in leaves)
 
 
 def _sizes_of(model: nn.Module, inputs: Inputs) -> frozenset[int]:

@@ -22,8 +22,8 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 from ...reuse.errors import ExportError
 from ...reuse.ir.program import Source
-from ...reuse.ir.torch_size_nodes import computing_node
 from ..capture.regions import Region
+from .region_sizes import make_sizes_local
 
 
 @dataclass(frozen=True)
@@ -146,8 +146,6 @@ class SymbolicSizes:
 
     def settle(self, root: Region, sources: Mapping[torch.fx.Node, Source]) -> None:
         """Makes each region compute the sizes it uses."""
-        from .region_sizes import make_sizes_local
-
         make_sizes_local(root, sources)
 
     @property
@@ -256,15 +254,3 @@ def _pairs(
     except Exception as error:
         raise ExportError(f"dynamic_shapes does not fit the inputs: {error}") from error
     return found
-
-
-def size_expression(node: torch.fx.Node) -> Any:
-    """Returns a size as an expression of symbols; a number where the trace settled it."""
-    return node.meta["val"].node.expr
-
-
-def compute(expression: Any, symbols: Mapping[Any, torch.fx.Node]) -> Any:
-    """Adds the nodes that compute an expression at the graph's insertion point."""
-    if expression.is_number:
-        return int(expression) if expression.is_integer else float(expression)
-    return computing_node(expression, symbols, next(iter(symbols.values())).graph)

@@ -17,9 +17,9 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from ...reuse.ir.torch_symbols import Values, size_in, value_of
 from ...reuse.ir.types import contiguous_stride
 from ..capture.regions import Region
+from ..capture.signatures import shapes_of
 from ..tracing.torch_tracing import TracingFakeMode
 from .region_sizes import make_sizes_literal
-from .shapes import shapes_of
 
 Names = tuple[tuple[str, ...], ...]
 """For each flat input, for each dimension the name of its symbol; empty where it is a number."""

@@ -56,3 +56,15 @@ class _ByNodes(PythonReferenceAnalysis):
     @staticmethod
     def round_to_int(x: Any, dtype: Any) -> Any:
         return _call(round, x)
+
+
+def size_expression(node: torch.fx.Node) -> Any:
+    """Returns a size as an expression of symbols; a number where the trace settled it."""
+    return node.meta["val"].node.expr
+
+
+def compute(expression: Any, symbols: Mapping[Any, torch.fx.Node]) -> Any:
+    """Adds the nodes that compute an expression at the graph's insertion point."""
+    if expression.is_number:
+        return int(expression) if expression.is_integer else float(expression)
+    return computing_node(expression, symbols, next(iter(symbols.values())).graph)
