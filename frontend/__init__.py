@@ -23,6 +23,6 @@ autograd             compiled programs inside PyTorch's autograd
 sizes                sizes that vary
 onnx                 ``export_onnx``
 pipeline             ``pipeline(model, args)``
-advise               ``advise(model)``
 measure              ``measure`` and ``lazyinline bench``
+advise               ``advise(model)``
 """

@@ -1,4 +1,4 @@
-"""Adapter to scipy's exact integer solver (HiGHS): cuts of one closure, and the spread over calls.
+"""Exact integer programs, solved by scipy (HiGHS): cuts of one closure, and the spread over calls.
 
 Both questions are small integer programs. A cut has two variables per forward value, and a spread
 has two per variant, whatever the number of calls: a count, and whether the variant is used at all.

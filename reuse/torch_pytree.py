@@ -1,4 +1,4 @@
-"""Flattening nested arguments and results, through PyTorch's own tree registry.
+"""Adapter: flattening nested arguments and results, through PyTorch's own tree registry.
 
 ``torch.utils._pytree`` is the registry that Hugging Face's ``ModelOutput`` and others register
 with, so it is used rather than a public look-alike. This module alone names it.

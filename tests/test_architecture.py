@@ -23,38 +23,9 @@ ALLOWED: dict[str, set[str]] = {
     "frontend": {"reuse", "autodiff", "recompute", "pipeline_parallel", "backend"},
 }
 
-# The only modules that may touch private torch names: one per concern, so that a new torch release
-# is met in few places, and each has a contract test.
-ADAPTERS = {
-    "autodiff/torch_autograd.py",
-    "autodiff/torch_lazy.py",
-    "backend/kernels/torch_attention.py",
-    "backend/kernels/torch_builds.py",
-    "backend/kernels/torch_divisions.py",
-    "backend/kernels/torch_draws.py",
-    "backend/launches/torch_facts.py",
-    "backend/files/torch_folder.py",
-    "backend/kernels/torch_index.py",
-    "backend/kernels/torch_inductor.py",
-    "backend/kernels/torch_recorder.py",
-    "backend/launches/torch_native.py",
-    "backend/onnx/torch_onnx.py",
-    "backend/launches/torch_results.py",
-    "frontend/tracing/torch_fake_rules.py",
-    "frontend/sizes/torch_input_sizes.py",
-    "frontend/tracing/torch_patches.py",
-    "frontend/guards/torch_guards.py",
-    "frontend/autograd/torch_hooks.py",
-    "frontend/checks/torch_modes.py",
-    "frontend/tracing/torch_mutations.py",
-    "frontend/sizes/torch_declared_sizes.py",
-    "frontend/tracing/torch_tracing.py",
-    "pipeline_parallel/stages/torch_pipelining.py",
-    "reuse/torch_pytree.py",
-    "reuse/torch_names.py",
-    "reuse/ir/torch_size_nodes.py",
-    "reuse/ir/torch_symbols.py",
-}
+# Only modules of this name may touch private torch names: one per concern, so that a new torch
+# release is met in few places, and each has a contract test.
+ADAPTER = "torch_*.py"
 
 # Public by name, but torch promises nothing about them.
 UNSTABLE = ("torch.fx.experimental",)
@@ -87,6 +58,11 @@ def package_of(path: pathlib.Path, root: pathlib.Path = ROOT) -> str:
 def sources() -> list[pathlib.Path]:
     """Returns every Python file of the package."""
     return sorted(path for folder in package_folders() for path in folder.rglob("*.py"))
+
+
+def is_adapter(path: pathlib.Path) -> bool:
+    """Says whether a file may touch private names of torch."""
+    return path.match(ADAPTER)
 
 
 def imported_names(tree: ast.AST, package: str) -> Iterator[tuple[int, str]]:
@@ -280,7 +256,7 @@ def test_private_torch_names_stay_in_adapters() -> None:
     found = [
         f"{path.relative_to(ROOT)}:{line} {name}"
         for path in sources()
-        if str(path.relative_to(ROOT)) not in ADAPTERS
+        if not is_adapter(path)
         for line, name in private_torch_names(path)
     ]
     assert not found, "private torch names outside the adapter modules:\n" + "\n".join(found)
@@ -292,15 +268,16 @@ def test_foreign_private_attributes_stay_in_adapters() -> None:
     found = [
         f"{path.relative_to(ROOT)}:{line} {text}"
         for path, tree in trees.items()
-        if str(path.relative_to(ROOT)) not in ADAPTERS
+        if not is_adapter(path)
         for line, text in foreign_private_attributes(tree, own)
     ]
     assert not found, "private attributes of others outside the adapters:\n" + "\n".join(found)
 
 
-def test_adapters_exist() -> None:
-    missing = sorted(name for name in ADAPTERS if not (ROOT / name).exists())
-    assert not missing, f"take these out of ADAPTERS: {missing}"
+def test_adapters_and_they_alone_are_named_so() -> None:
+    for path in sources():
+        docstring = ast.get_docstring(ast.parse(path.read_text())) or ""
+        assert docstring.startswith("Adapter: ") == is_adapter(path), path
 
 
 # The checks themselves -----------------------------------------------------------------------

@@ -24,9 +24,9 @@ import sympy
 import torch
 import torch.fx
 from test_architecture import (
-    ADAPTERS,
     ROOT,
     foreign_private_attributes,
+    is_adapter,
     own_names,
     private_torch_names,
     sources,
@@ -136,7 +136,9 @@ def fake_mode() -> Any:
 
 def test_every_private_name_of_an_adapter_has_a_contract() -> None:
     used = {
-        name: adapter for adapter in ADAPTERS for _, name in private_torch_names(ROOT / adapter)
+        name: path.relative_to(ROOT)
+        for path in filter(is_adapter, sources())
+        for _, name in private_torch_names(path)
     }
     missing = {n: a for n, a in used.items() if n not in CONTRACTS}
     assert not missing, f"write a contract test for {missing}"
@@ -149,7 +151,7 @@ def test_every_private_attribute_of_an_adapter_has_a_contract() -> None:
     own = own_names(trees.values())
     used = set()
     for path, tree in trees.items():
-        if str(path.relative_to(ROOT)) in ADAPTERS:
+        if is_adapter(path):
             for _, text in foreign_private_attributes(tree, own):
                 node: Any = ast.parse(text, mode="eval").body
                 used.add(node.attr if isinstance(node, ast.Attribute) else node.args[1].value)

@@ -1,4 +1,4 @@
-"""Adapter: a leaf run by PyTorch's own kernels, operator by operator.
+"""A leaf run by PyTorch's own kernels, operator by operator.
 
 The strides that a trace saw are those of fake tensors, and a few kernels lay their results out in
 another way (``softplus_backward`` of operands of different strides). Numbers do not depend on that,

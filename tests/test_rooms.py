@@ -1,0 +1,129 @@
+"""The rooms of the house: what each `__init__.py` and `docs/rooms.md` say is there, and no more.
+
+A folder's docstring has a line for each file and each folder in it. Folders stand in the order of
+imports: each may import those above it. `pytest --update-golden` writes `docs/rooms.md` anew.
+"""
+
+import ast
+import functools
+import pathlib
+import re
+from collections.abc import Iterator
+
+import networkx as nx
+import pytest
+from link_tree import PUBLIC_FACE, ROOT, all_packages, package_folders
+from test_architecture import imported_names, module_name, package_of, sources
+
+PAGE = ROOT / "docs" / "rooms.md"
+HEAD = """# The rooms
+
+One line for each folder of the package; the `__init__.py` of each has one for each file in it.
+Beside each other they stand in the order of imports: each may import those above it, and a test
+holds that. Top folders: `frontend/` sees all of them; `recompute/`, `pipeline_parallel/` and
+`backend/` import `autodiff/` and `reuse/`, `autodiff/` imports `reuse/`, `reuse/` none.
+
+"""
+MOST_FILES = 16  # that a folder may hold, its __init__.py included: one screen
+
+# A value that shows itself: its method imports, when called, what knows how to write it.
+SHOWS_ITSELF = {
+    ("frontend.measure.report", "frontend.measure.page"),
+    ("pipeline_parallel.schedule.plan", "pipeline_parallel.schedule.schedule_page"),
+    ("reuse.ir.program", "reuse.ir.printer"),
+}
+# For type checkers only.
+TYPES_ONLY = {("reuse.evidence.reads", "reuse.evidence.evidence")}
+
+ROOMS = [folder for folder in all_packages().values() if folder != PUBLIC_FACE]
+
+
+def lines_of(folder: pathlib.Path) -> dict[str, str]:
+    """Returns what the docstring of a folder says of each name in it, in order."""
+    text = ast.get_docstring(ast.parse((folder / "__init__.py").read_text())) or ""
+    return dict(re.findall(r"^(\w+)  +(.+)$", text, re.MULTILINE))
+
+
+def title_of(folder: pathlib.Path) -> str:
+    """Returns the first line of a folder's docstring."""
+    text = ast.get_docstring(ast.parse((folder / "__init__.py").read_text())) or ""
+    return text.partition("\n")[0]
+
+
+def rooms_in(folder: pathlib.Path) -> list[pathlib.Path]:
+    """Returns the rooms in a folder in the order of its docstring."""
+    return [folder / name for name in lines_of(folder) if (folder / name) in ROOMS]
+
+
+def tree(folder: pathlib.Path, depth: int = 0) -> Iterator[str]:
+    """Yields a line for a folder and for each room in it."""
+    yield f"{'  ' * depth}- `{folder.name}/` {title_of(folder).replace('``', '`')}"
+    for room in rooms_in(folder):
+        yield from tree(room, depth + 1)
+
+
+@functools.cache
+def arrows() -> set[tuple[str, str]]:
+    """Returns (importing, imported) modules, without the leading `lazyinline.`."""
+    modules = {module_name(path): path for path in sources() if path.name != "__init__.py"}
+    found = set()
+    for module, path in modules.items():
+        for _, name in imported_names(ast.parse(path.read_text()), package_of(path)):
+            target = name if name in modules else name.rpartition(".")[0]
+            if target in modules and target != module:
+                found.add((module.partition(".")[2], target.partition(".")[2]))
+    return found
+
+
+def place_of(module: str) -> str:
+    """Returns the room of a module; what stands in no room of `frontend/` is one by itself."""
+    folder = module.rpartition(".")[0]
+    return module if folder == "frontend" else folder
+
+
+def circles(edges: set[tuple[str, str]]) -> list[list[str]]:
+    """Returns the names in each circle."""
+    found = nx.strongly_connected_components(nx.DiGraph(edges))
+    return [sorted(names) for names in found if len(names) > 1]
+
+
+@pytest.mark.parametrize("folder", ROOMS, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_a_folder_says_what_is_in_it(folder: pathlib.Path) -> None:
+    inside = {path.stem for path in folder.glob("*.py")} - {"__init__"}
+    inside |= {init.parent.name for init in folder.glob("*/__init__.py")}
+    assert set(lines_of(folder)) == inside, "a line for each in __init__.py"
+    assert len(list(folder.glob("*.py"))) <= MOST_FILES, "it wants another room"
+
+
+def test_the_page_of_rooms_is_what_the_folders_say(request: pytest.FixtureRequest) -> None:
+    order = ("frontend", "pipeline_parallel", "recompute", "backend", "autodiff", "reuse")
+    assert sorted(order) == [folder.name for folder in package_folders()]
+    text = HEAD + "".join(f"{line}\n" for name in order for line in tree(ROOT / name))
+    if request.config.getoption("--update-golden"):
+        PAGE.write_text(text)
+    assert PAGE.read_text() == text, "run with --update-golden, and read it"
+
+
+def test_no_imports_go_in_a_circle() -> None:
+    shown = {(a, b) for a, b in arrows() if (a, b) not in SHOWS_ITSELF | TYPES_ONLY}
+    assert not circles(shown)
+    assert arrows() >= (SHOWS_ITSELF | TYPES_ONLY), "take out what is no import any more"
+
+
+def test_rooms_do_not_import_in_a_circle() -> None:
+    places = {(place_of(a), place_of(b)) for a, b in arrows()}
+    assert not circles({(a, b) for a, b in places if a != b})
+
+
+def test_rooms_import_those_that_are_listed_above_them() -> None:
+    against = []
+    for top in package_folders():
+        rank = {
+            ".".join(room.relative_to(ROOT).parts): number
+            for number, room in enumerate(rooms_in(top))
+        }
+        for a, b in sorted(arrows()):
+            source, target = a.rpartition(".")[0], b.rpartition(".")[0]
+            if rank.get(source, -1) < rank.get(target, -1) and source in rank:
+                against.append(f"{a} imports {b}")
+    assert not against
