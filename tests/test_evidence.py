@@ -26,6 +26,8 @@ from torch import nn
 import lazyinline
 from lazyinline import ReuseError, lazy_inline
 from lazyinline.frontend.capture.capture import capture_model
+from lazyinline.reuse.evidence.evidence import Evidence
+from lazyinline.reuse.evidence.reads import Reads
 
 
 @dataclass(frozen=True)
@@ -1202,3 +1204,28 @@ def test_sharing(name: str) -> None:
         assert any(given.reason in reason for reason in outcome.reasons), outcome.reasons
     else:
         assert outcome.reasons == ()
+
+
+def test_what_a_block_inside_read_counts_for_the_block_around_as_it_was_then() -> None:
+    module = nn.Linear(2, 2)
+    module.scale = [1.0]
+    inner, outer = Reads(), Reads()
+    inner.attribute(module, "scale")
+    inner.unseen = "id()"
+    module.scale.append(2.0)
+    outer.absorb(inner)
+    outer.attribute(module, "scale")
+    assert outer.attributes == inner.attributes
+    assert outer.unseen == "id()"
+    outer.unseen = ""
+    assert Evidence(module, outer).side_effect == "its forward changes Linear.scale"
+
+
+def test_what_a_block_inside_reads_keeps_the_blocks_around_apart() -> None:
+    inner = block(lambda self, x: torch.tanh(self.linear(x)) * self.scale[0])
+    middle = block(lambda self, x: self.linear(self.inner(x)))
+    outer = block(lambda self, x: self.linear(self.middle(x)))
+    layers = [outer(middle=middle(inner=inner(scale=[scale]))) for scale in (1, 1, 2)]
+    outcome = assert_equals_eager(Stack(*layers), [example()])
+    assert outcome.shared == 1
+    assert outcome.reasons[-1] == "attribute middle.inner.scale[0] is 2, not 1"

@@ -141,28 +141,22 @@ class Recorder:
         return tensor if self._quiet else self._fake_of(tensor)
 
     def read(self, module: nn.Module, name: str) -> None:
-        """Adds an attribute read to the evidence of every open region."""
+        """Notes an attribute read, for the guard and for the innermost region's evidence."""
         if self._quiet or module is self.tracer.root:
             return
         with self._bookkeeping():
             self.attributes.read(module, name)
-            for reads in self._open_reads():
-                reads.attribute(module, name)
+            if self._current.reads is not None:
+                self._current.reads.attribute(module, name)
 
     def read_all(self, module: nn.Module) -> None:
-        """Adds every attribute of a module to the evidence of every open region."""
+        """Notes that every attribute of a module was read."""
         if self._quiet or module is self.tracer.root:
             return
         with self._bookkeeping():
             self.attributes.read_all(module)
-            for reads in self._open_reads():
-                reads.all_attributes(module)
-
-    def _open_reads(self) -> Iterator[Reads]:
-        region: Region | None = self._current
-        while region is not None and region.reads is not None:
-            yield region.reads
-            region = region.parent
+            if self._current.reads is not None:
+                self._current.reads.all_attributes(module)
 
     def write(self, module: nn.Module, name: str, value: Any) -> bool:
         """Remembers an attribute's value before the first write, to put it back.
@@ -267,7 +261,8 @@ class Recorder:
             if reason:
                 self.blocks.differs(module)
             path = self.paths.get(id(module), "")
-            region = Region(module, path, type(module).__name__, self._current, reads=Reads())
+            reads = Reads(seen=self.outside.seen, owners=self.outside.owners)
+            region = Region(module, path, type(module).__name__, self._current, reads=reads)
             region.recompute, region.init_key = recompute_mark(module), init_key
         made, why, result = self._trace_block(region, args, kwargs, proceed, arguments, leaves)
         if not self.blocks.pays(region):
@@ -374,9 +369,9 @@ class Recorder:
         finally:
             assert region.parent is not None
             self._current = region.parent
+            # A read is noted once, where it happened; whoever is around learns of it here.
+            (self._current.reads or self.outside).absorb(region.reads)
         with self._bookkeeping():
-            for reads in (*self._open_reads(), self.outside, region.reads):
-                reads.closures.let_go()
             evidence = Evidence(module, region.reads)
             results = torch_pytree.flatten(result)
             nodes = [
@@ -400,12 +395,12 @@ class Recorder:
         code = frame.f_code
         self.effects.changes.began(frame)
         first = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
-        if (code, type(first)) not in self._ran:  # another layer's method finds what this one found
+        if self._current.reads is not None:
+            self._current.reads.function(frame)
+        elif (code, type(first)) not in self._ran:  # another layer's finds what this one found
             self.outside.function(frame)
-        if isinstance(first, nn.Module):
-            self._ran.add((code, type(first)))
-        for reads in self._open_reads():
-            reads.function(frame)
+            if isinstance(first, nn.Module):
+                self._ran.add((code, type(first)))
 
     def _note_nested(self, module: nn.Module, evidence: Evidence) -> None:
         if self._current.reads is not None:

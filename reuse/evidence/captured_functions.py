@@ -47,6 +47,14 @@ class Closures:
             self._find_by_code(wanted)
         return [function for found in self._found.values() if (function := found()) is not None]
 
+    def absorb(self, later: Closures) -> None:
+        """Takes over what ran since the last frame noted here."""
+        later.let_go()
+        self._frames += later._frames
+        self._codes.update(later._codes)
+        self._found.update(later._found)
+        self.let_go()
+
     def let_go(self) -> None:
         """Lets go of the frames that have ended, which hold all that was in their variables."""
         running = []

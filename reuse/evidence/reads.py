@@ -56,7 +56,15 @@ class Reads:
     unseen: str = ""  # a way by which its code may tell instances apart
     closures: Closures = field(default_factory=Closures)
     seen: Callable[[Any, str, Any], None] | None = None  # told of each value outside, once
-    _owners: set[int] = field(default_factory=set)
+    owners: set[int] = field(default_factory=set)  # of what was found outside, in the whole run
+
+    def absorb(self, inner: Reads) -> None:
+        """Takes over what a block read that ran inside: what was read here before came first."""
+        self.attributes = {**self.attributes, **inner.attributes, **self.attributes}
+        self.functions = {**self.functions, **inner.functions, **self.functions}
+        self.globals = {**self.globals, **inner.globals, **self.globals}
+        self.unseen = self.unseen or inner.unseen
+        self.closures.absorb(inner.closures)
 
     def attribute(self, module: nn.Module, name: str) -> None:
         """Notes that an attribute of a module was read; its state is kept as of the first read."""
@@ -124,14 +132,14 @@ class Reads:
         """Notes what a method's object holds: a module's class, or an object seen outside."""
         if isinstance(owner, nn.Module):
             self._named_attributes(type(owner), names, _MAX_OUTSIDE_DEPTH - 1)
-        elif id(owner) in self._owners:
+        elif id(owner) in self.owners:
             self._named_attributes(owner, names, 0)
 
     def _outside(self, owner: Any, name: str, names: tuple[str, ...], depth: int) -> None:
         value = look_up(owner, name)
         if (id(owner), name) not in self.globals:
             self.globals[id(owner), name] = (owner, shallow_snapshot(value))
-            self._owners.add(id(owner))
+            self.owners.add(id(owner))
             if self.seen is not None:
                 self.seen(owner, name, value)
             self.unseen = self.unseen or way_through(value)
