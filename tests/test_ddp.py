@@ -4,6 +4,7 @@ import pathlib
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from comparing import relative_error
@@ -84,8 +85,20 @@ def train(rank: int, folder: pathlib.Path) -> dict[str, Any]:
     }
 
 
-def test_gradients_equal_the_average_over_single_process_ranks(tmp_path: pathlib.Path) -> None:
-    ranks = run_ranks(tmp_path, "test_ddp.train", WORLD)
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each of two processes says to every task; they are started once."""
+    return run_ranks(tmp_path_factory.mktemp("ranks"), "test_ddp.everything", WORLD)
+
+
+def everything(rank: int, folder: pathlib.Path) -> dict[str, Any]:
+    return {task.__name__: task(rank, folder) for task in (train, wrap)}
+
+
+def test_gradients_equal_the_average_over_single_process_ranks(
+    two_ranks: list[dict[str, Any]],
+) -> None:
+    ranks = [said["train"] for said in two_ranks]
     # The reference: each rank's model run by eager in this process, gradients averaged by hand.
     models = [model_and_batches()[0] for _ in range(WORLD)]
     _, steps = model_and_batches()
@@ -212,10 +225,12 @@ def root_error() -> float:
 
 
 def test_wrappers_are_refused_by_name_and_what_frees_parameters_is_followed(
-    tmp_path: pathlib.Path,
+    two_ranks: list[dict[str, Any]],
 ) -> None:
-    for found in run_ranks(tmp_path, "test_ddp.wrap", WORLD):
-        error = float(found.pop("root"))
+    for said in two_ranks:
+        error = float(said["wrap"]["root"])
         assert error <= 1e-5, error
-        for name, message in found.items():
+        for name, message in said["wrap"].items():
+            if name == "root":
+                continue
             assert name.partition(" ")[0] in message if name else not message, (name, message)
