@@ -33,7 +33,7 @@ from .subject import Names, Subject
 if TYPE_CHECKING:
     from onnxscript import ir
 
-    from ..sizes.torch_declared_sizes import SymbolicSizes
+    from ..sizes.torch_declared_sizes import DeclaredSizes
 
 MIN_OPSET, MAX_OPSET = 18, 24
 _LOG = logging.getLogger("lazyinline")
@@ -207,9 +207,9 @@ def _captured(
     if request.dynamic_shapes is None:
         return capture_model(model, args, kwargs, reuse=reuse, train=request.train, effects="undo")
     from ...backend.onnx.torch_onnx import oblivious
-    from ..sizes.torch_declared_sizes import SymbolicSizes
+    from ..sizes.torch_declared_sizes import DeclaredSizes
 
-    sizes = functools.partial(SymbolicSizes, model, args, kwargs, request.dynamic_shapes)
+    sizes = functools.partial(DeclaredSizes, model, args, kwargs, request.dynamic_shapes)
     with oblivious():
         try:
             return _with_sizes(model, args, kwargs, reuse, sizes)
@@ -227,7 +227,7 @@ def _with_sizes(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
     reuse: str,
-    sizes: Callable[[], SymbolicSizes],
+    sizes: Callable[[], DeclaredSizes],
 ) -> CapturedModel:
     captured = capture_model(
         model, args, kwargs, reuse=reuse, train=False, sizes=sizes, effects="undo"

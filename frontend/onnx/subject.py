@@ -11,7 +11,7 @@ from torch import nn
 from ...reuse.ir.program import Program
 
 if TYPE_CHECKING:
-    from ..sizes.torch_declared_sizes import SymbolicSizes
+    from ..sizes.torch_declared_sizes import DeclaredSizes
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Subject:
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     gradients: tuple[int, ...] = ()  # program inputs that have a gradient among the outputs
-    sizes: SymbolicSizes | None = None
+    sizes: DeclaredSizes | None = None
 
     @property
     def conditions(self) -> tuple[str, ...]:

@@ -15,15 +15,14 @@ import sympy
 import torch
 import torch.fx
 from torch import nn
-from torch._dynamo.source import ConstantSource
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export.dynamic_shapes import _combine_args, _DimHint, _tree_map_with_path
-from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from ...reuse.errors import ExportError
 from ...reuse.ir.program import Source
 from ..capture.regions import Region
 from .region_sizes import make_sizes_local
+from .torch_sizes import TracedSizes
 
 
 @dataclass(frozen=True)
@@ -39,8 +38,8 @@ class _Declared:
     strict: bool
 
 
-class SymbolicSizes:
-    """The dynamic dimensions of one capture.
+class DeclaredSizes(TracedSizes):
+    """The symbols of one capture, named by the user.
 
     Args:
         model: its forward's signature says what ``dynamic_shapes`` speaks of.
@@ -65,15 +64,9 @@ class SymbolicSizes:
         *,
         hints: str = "distinct",
     ) -> None:
-        self._env = ShapeEnv()
-        self.mode = FakeTensorMode(
-            allow_non_fake_inputs=True, shape_env=self._env, static_shapes=True
-        )
+        super().__init__(ShapeEnv())
         self._hints = hints
         self._declared: dict[str, _Declared] = {}
-        self._sizes: dict[int, list[Any]] = {}
-        self._taken: set[int] = set()
-        self.moved = False
         for name, tensor, dims in _pairs(model, args, kwargs, dynamic_shapes):
             wanted = [dims.get(i) for i in range(tensor.dim())]
             self._sizes[id(tensor)] = [
@@ -118,31 +111,13 @@ class SymbolicSizes:
         high = high if isinstance(high, int) else float("inf")
         if not low <= example <= high:
             raise ExportError(f"dynamic_shapes: {name} is {example}, not from {low} to {high}.")
-        hint = self._hint(example, low, high)
-        source = ConstantSource(name)
-        symbol = self._env.create_symbol(hint, source, dynamic_dim=DimDynamic.DYNAMIC)
-        size = self._env.create_symintnode(symbol, hint=hint, source=source)
-        self._declared[name] = _Declared(name, symbol, size, example, low, high, strict)
-        return size
-
-    def _hint(self, example: int, low: int, high: float) -> int:
         hint = max(example, 2)
         if self._hints == "distinct":
-            below = range(hint, max(low, 2) - 1, -1)
-            above = range(hint + 1, hint + 1 + 2 * len(self._taken) + 2)
-            free = [n for n in (*below, *above) if n not in self._taken and n <= high]
-            hint = free[0] if free else hint
-        self._taken.add(hint)
-        self.moved = self.moved or hint != example
-        return hint
-
-    def fake(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns a fake of an input; dimensions that are not dynamic keep their size."""
-        sizes = self._sizes.get(id(tensor), [])
-        if all(isinstance(n, int) for n in sizes):
-            return self.mode.from_tensor(tensor.detach())
-        with self.mode:
-            return torch.empty(sizes, dtype=tensor.dtype, device=tensor.device)
+            hint = self._free(hint, max(low, 2), high)
+        symbol = self._new_symbol(name, example, hint)
+        size = self._size_of(symbol)
+        self._declared[name] = _Declared(name, symbol, size, example, low, high, strict)
+        return size
 
     def settle(self, root: Region, sources: Mapping[torch.fx.Node, Source]) -> None:
         """Makes each region compute the sizes it uses."""

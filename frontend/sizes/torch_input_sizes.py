@@ -10,16 +10,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch._dynamo.source import ConstantSource
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from ...reuse.ir.torch_symbols import Values, size_in, value_of
+from ...reuse.ir.torch_symbols import Values, value_of
 from ...reuse.ir.types import contiguous_stride
 from ..capture.regions import Region
 from ..capture.signatures import shapes_of
-from ..tracing.torch_tracing import TracingFakeMode
 from .region_sizes import make_sizes_literal
+from .torch_sizes import TracedSizes
 
 Names = tuple[tuple[str, ...], ...]
 """For each flat input, for each dimension the name of its symbol; empty where it is a number."""
@@ -60,33 +58,25 @@ def _is_contiguous(tensor: torch.Tensor) -> bool:
     return tuple(tensor.stride()) == contiguous_stride(tuple(tensor.shape))
 
 
-class InputSizes:
-    """The symbols of one capture.
+class InputSizes(TracedSizes):
+    """The symbols of one capture, named by what calls taught.
 
     Args:
         leaves: the flat inputs of the call that is captured.
         names: which of their dimensions are symbols.
-        hints: sizes that a symbol's example moves away from, so that no question the trace asks
-            merges the symbol with a number that it equals in this call only; None takes the
-            call's sizes as they are.
+        hints: sizes that a symbol's example moves away from; None takes the call's sizes as they
+            are.
     """
 
     def __init__(
         self, leaves: Sequence[Any], names: Names, hints: frozenset[int] | None = frozenset()
     ) -> None:
+        env = ShapeEnv(allow_dynamic_output_shape_ops=False, allow_scalar_outputs=False)
+        super().__init__(env, hints or ())
         self._names = names
         self._example = shapes_of(leaves)
-        self._env = ShapeEnv(allow_dynamic_output_shape_ops=False, allow_scalar_outputs=False)
-        self.mode: FakeTensorMode = TracingFakeMode(
-            allow_non_fake_inputs=True, shape_env=self._env, static_shapes=True
-        )
-        # Its cache of results hardly ever fits where sizes are symbols, and filling it takes
-        # longer than the operators.
-        self.mode.cache_enabled = False
+        self._moves = hints is not None
         self._symbols: dict[str, Any] = {}
-        self._sizes: dict[int, list[Any]] = {}
-        self._taken = None if hints is None else set(hints)
-        self.moved = False
         for leaf, dims, shape in zip(leaves, names, self._example, strict=True):
             if any(dims):
                 pairs = zip(dims, shape, strict=True)
@@ -94,27 +84,9 @@ class InputSizes:
 
     def _size(self, name: str, example: int) -> Any:
         if name not in self._symbols:
-            self._symbols[name] = self._env.create_symbol(
-                self._hint(example), ConstantSource(name), dynamic_dim=DimDynamic.DYNAMIC
-            )
-        return size_in(self._env, self._symbols[name])
-
-    def _hint(self, example: int) -> int:
-        if self._taken is None:
-            return example
-        below, above = range(example, 1, -1), range(example + 1, example + len(self._taken) + 2)
-        hint = next(n for n in (*below, *above) if n not in self._taken)
-        self._taken.add(hint)
-        self.moved = self.moved or hint != example
-        return hint
-
-    def fake(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns a fake of an input."""
-        sizes = self._sizes.get(id(tensor))
-        if sizes is None:
-            return self.mode.from_tensor(tensor.detach())
-        with self.mode:
-            return torch.empty(sizes, dtype=tensor.dtype, device=tensor.device)
+            hint = self._free(example) if self._moves else example
+            self._symbols[name] = self._new_symbol(name, example, hint)
+        return self._size_of(self._symbols[name])
 
     def settle(self, root: Region, sources: Any) -> None:
         """Makes the sizes in a recorded run literals."""
