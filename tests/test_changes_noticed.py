@@ -624,6 +624,31 @@ def test_a_refused_forward_leaves_what_it_changed_as_it_was(name: str) -> None:
     assert pickle.dumps(model.held) == before
 
 
+SEEDING: dict[str, Callable[[], Any]] = {
+    "manual_seed": lambda: torch.manual_seed(3),
+    "fork_rng": lambda: forked(),
+    "set_rng_state": lambda: torch.set_rng_state(torch.Generator().manual_seed(3).get_state()),
+}
+
+
+def forked() -> Tensor:
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        return torch.rand(4)
+
+
+@pytest.mark.parametrize("seed", SEEDING.values(), ids=SEEDING)
+def test_a_forward_that_seeds_the_generator_draws_as_eager_at_every_call(seed: Any) -> None:
+    model = Model(0.0, lambda h: (seed(), torch.rand(4))[1])
+    compiled, x = lazyinline.compile(model, backend="eager"), torch.randn(2, 4)
+    torch.manual_seed(0)
+    expected = [model(x) for _ in range(3)]
+    torch.manual_seed(0)
+    assert all(torch.equal(compiled(x), e) for e in expected)
+    with pytest.raises(CaptureError, match="random generator"):
+        lazyinline.compile_step(model, loss_fn=torch.sum, backend="eager")(x)
+
+
 class Block(Model):
     pass
 

@@ -18,6 +18,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, ClassVar
+from unittest import mock
 
 import pytest
 import sympy
@@ -295,6 +296,24 @@ def test_a_tensor_is_printed_by_the_file_of_that_name(file: str) -> None:
 
     assert "1.5" in str(torch.tensor([1.5]).as_subclass(Watched))
     assert callers == {file}
+
+
+@contract("torch.random.default_generator")
+def test_functions_that_seed_pass_through_the_generator_of_their_module(generator: Any) -> None:
+    asked: list[str] = []
+
+    class Asked:
+        def __getattr__(self, name: str) -> Any:
+            asked.append(name)
+            return getattr(generator, name)
+
+    state = torch.get_rng_state()
+    with mock.patch.object(torch.random, "default_generator", Asked()):
+        torch.manual_seed(3)
+        torch.set_rng_state(state)
+        with torch.random.fork_rng(devices=[]):
+            pass
+    assert asked == ["manual_seed", "set_state", "get_state", "set_state"]
 
 
 @contract("torch.ops.aten._local_scalar_dense.default")

@@ -67,6 +67,15 @@ class Effects:
             )
             raise self._error
 
+    def seeds(self) -> None:
+        """Refuses to set where random numbers begin: a program would go on from the last call."""
+        if self._policy == "refuse":
+            self._error = EffectError(
+                f"The model's forward sets the state of PyTorch's random generator at {user_line()}"
+                " (manual_seed, set_rng_state, fork_rng)."
+            )
+            raise self._error
+
     def check_arguments(self, before: Any, arguments: Any) -> None:
         """Refuses a forward that changes a list or a dictionary that it is given."""
         leaves, spec = before

@@ -206,6 +206,10 @@ class Recorder:
         if not self._quiet:
             self.effects.asks_for_text(tensor)
 
+    def seed(self) -> None:
+        """Refuses a forward that sets where random numbers begin."""
+        self.effects.seeds()
+
     def gradient_hook(self, doing: str) -> None:
         """Refuses a hook in a backward: it would be put on a fake tensor's and never run."""
         if not self._quiet:

@@ -73,6 +73,9 @@ class Watcher(Protocol):
     def text(self, tensor: torch.Tensor) -> None:
         """User code is about to write out a tensor."""
 
+    def seed(self) -> None:
+        """Code sets the state of the default generator."""
+
     def gradient_hook(self, doing: str) -> None:
         """User code puts a hook on a gradient, on what is saved, or gets where it can."""
 
@@ -93,6 +96,7 @@ def intercepted(watcher: Watcher) -> Iterator[None]:
             _patch_run_state(watcher, thread),
             _patch_texts(watcher, thread),
             _patch_output(watcher, thread),
+            _patch_generator(watcher, thread),
         ]
         try:
             yield
@@ -298,6 +302,30 @@ def _patch_output(watcher: Watcher, thread: int) -> Callable[[], None]:
     def restore() -> None:
         builtins.print = show
         logging.Logger.handle = handle  # type: ignore[method-assign]
+
+    return restore
+
+
+class _WatchedGenerator:
+    """PyTorch's default generator, as the functions that seed it see it."""
+
+    def __init__(self, generator: torch.Generator, watcher: Watcher, thread: int) -> None:
+        self._generator, self._watcher, self._thread = generator, watcher, thread
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("manual_seed", "seed", "set_state") and threading.get_ident() == self._thread:
+            self._watcher.seed()
+        return getattr(self._generator, name)
+
+
+def _patch_generator(watcher: Watcher, thread: int) -> Callable[[], None]:
+    """Where the next random numbers begin (``torch.manual_seed``, ``torch.random.fork_rng``)."""
+    module: Any = torch.random
+    generator = module.default_generator
+    module.default_generator = _WatchedGenerator(generator, watcher, thread)
+
+    def restore() -> None:
+        module.default_generator = generator
 
     return restore
 
