@@ -11,17 +11,17 @@ from typing import Any
 
 from ..recompute.policy import POLICIES
 from ..reuse.errors import LazyInlineError
-from ..reuse.ir.printer import format_program
 from . import cache_command, plan_memory_command
 from .advise.advise import advise
 from .capture.blocks import REUSE_CHOICES
-from .compiler import BACKEND_CHOICES, Compiler, Options
+from .inspection import INSPECTED, pass_lists, show_after, show_captured
 from .measure.bench import DEFAULT_LAYERS, OWN_MODELS, Plan, bench, title, to_json
 from .measure.large_models import LARGE_MODELS, bench_large, large_to_json
 from .measure.page import page
 from .measure.rank_bench import RANK_MODELS, RANKS, bench_rank, ranks_to_json
 from .measure.target import FORM, load_target
 from .onnx.export import MIN_OPSET, export_onnx
+from .options import BACKEND_CHOICES, Options
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -110,15 +110,29 @@ def _layers(options: argparse.Namespace) -> tuple[int, ...]:
 
 
 def _inspect(options: argparse.Namespace) -> None:
+    if options.passes:
+        print(pass_lists(), end="")
+        return
+    if options.target is None:
+        raise LazyInlineError(f"inspect needs a target, or --passes. A target is {FORM}.")
+    if options.diff and options.after is None:
+        raise LazyInlineError("--diff shows what one pass changed: name it with --after PASS.")
     target = load_target(options.target)
     settings = Options(reuse=options.reuse, backend=options.backend, recompute=options.recompute)
-    compiler = Compiler(settings)
-    _, program = compiler.capture(target.model, target.args, target.kwargs, train=options.train)
-    print(format_program(program, source="show" if options.source else "hide"), end="")
-    if options.train:
-        print("\nsaved for the backward, and computed again in it, per closure:")
-        for record in compiler.saved_and_recomputed(program):
-            print(record)
+    if options.after is None:
+        source = "show" if options.source else "hide"
+        print(show_captured(target, settings, train=options.train, source=source), end="")
+        return
+    text = show_after(
+        options.after,
+        target,
+        settings,
+        way=options.way,
+        train=options.train,
+        micro_batches=options.micro_batches,
+        diff=options.diff,
+    )
+    print(text, end="")
 
 
 def _export(options: argparse.Namespace) -> None:
@@ -187,9 +201,18 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_inspect(parser: argparse.ArgumentParser) -> None:
-    parser.description = "Captures a model and prints each closure once, with its calls."
+    parser.description = (
+        "Captures a model and prints each closure once, with its calls; or its programs after any "
+        "pass of the compiler, and what the pass changed."
+    )
     add = parser.add_argument
-    add("target", metavar="TARGET", help=f"{FORM} or (model, args, kwargs)")
+    add("target", metavar="TARGET", nargs="?", help=f"{FORM} or (model, args, kwargs)")
+    add("--passes", action="store_true", help="print the passes of every way in, in order")
+    add("--after", metavar="PASS", help="print the programs after this pass")
+    add("--diff", action="store_true", help="with --after: print what the pass changed")
+    add("--way", choices=INSPECTED, default="compile", help="with --after: whose passes")
+    help_ = "with --way step, of which the target is one; default 1"
+    add("--micro-batches", type=_positive, default=1, metavar="Y", help=help_)
     add(
         "--reuse",
         choices=REUSE_CHOICES,

@@ -22,9 +22,11 @@ from .checks.plain_inputs import watching_tensor, written_out
 from .checks.runnable import check_runnable, check_writes
 from .checks.torch_modes import mode_around
 from .checks.wrappers import refuse_wrapper
-from .compiler import CompiledProgram, Compiler, Options
+from .compiled import CompiledProgram
+from .compiler import Compiler
 from .guards.guard import Guard
 from .guards.kept_programs import Inputs, KeptPrograms
+from .options import Options
 from .report import CompileReport
 from .sizes.shapes import Made, Shapes
 

@@ -26,9 +26,11 @@ from .checks.plain_inputs import watching_tensor, written_out
 from .checks.runnable import check_runnable
 from .checks.torch_modes import autograd_mode_around, mode_around
 from .checks.wrappers import refuse_wrappers
-from .compiler import Batching, CompiledStep, Compiler, Options
+from .compiled import CompiledStep
+from .compiler import Compiler
 from .guards.guard import Guard
 from .guards.kept_programs import Inputs, KeptPrograms
+from .options import Batching, Options
 from .report import CompileReport
 
 LossFunction = Callable[[Any], torch.Tensor]

@@ -23,6 +23,7 @@ GOLDEN = ROOT / "tests" / "golden"
 # sleep and not spin: the tests share their cores with others.
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(ROOT / "build" / "inductor_cache"))
 os.environ["LAZYINLINE_CACHE"] = "1"  # each test has a directory of its own, below
+os.environ.setdefault("LAZYINLINE_VERIFY", "1")  # every program, after each pass
 WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "2" if WORKERS == 1 else "1")
 os.environ.setdefault("OMP_NUM_THREADS", "2" if WORKERS == 1 else "1")

@@ -27,8 +27,9 @@ from torch.utils.checkpoint import checkpoint
 import lazyinline
 from lazyinline import CompileReport, LazyInlineError, PlanError, lazy_inline
 from lazyinline.frontend.compiled_module import CompiledModule
-from lazyinline.frontend.compiler import Compiler, Options
+from lazyinline.frontend.compiler import Compiler
 from lazyinline.frontend.measure.models import DecoderBlock, GptBlock, gpt, llama
+from lazyinline.frontend.options import Options
 
 lazy_inline(DecoderBlock)
 lazy_inline(GptBlock)

@@ -1,17 +1,15 @@
 """Models too large to hold are compiled whole, from their layouts alone."""
 
-from collections.abc import Sequence
-
 import pytest
 import torch
 from torch import nn
 
 from lazyinline import LazyInlineError
-from lazyinline.frontend.compiler import Compiler, Linked, Options
+from lazyinline.frontend.compiler import RANK, Compiler
 from lazyinline.frontend.measure.large_models import compile_large
 from lazyinline.frontend.measure.rank_bench import RankReport, compile_rank, rank_number
-from lazyinline.frontend.report import CompileReport
-from lazyinline.reuse.ir.program import Program
+from lazyinline.frontend.options import Options
+from lazyinline.frontend.passes.programs import estimate, lower
 
 
 def test_kernels_are_built_and_planned_for_a_model_without_data() -> None:
@@ -44,22 +42,19 @@ def test_nodes_held_grow_by_two_calls_and_the_sums_of_a_layer() -> None:
 TINY = {"hidden": 32, "num_heads": 2, "vocab": 50, "seq": 32, "batch": 4}
 
 
-class Estimating(Compiler):
-    """Plans with estimated kernels, so that none is built."""
-
-    def linked(self, programs: Sequence[Program], report: CompileReport) -> Linked:
-        return self.guessed(programs)
+ESTIMATED = tuple(estimate if one is lower else one for one in RANK)
 
 
 def rank_report(rank: str, micro_batches: int, recompute: str | None) -> RankReport:
     return compile_rank(
         "175b",
-        compiler=Estimating(Options(recompute=recompute)),
+        options=Options(recompute=recompute),
         rank=rank,
         layers=4,
         num_stages=2,
         micro_batches=micro_batches,
         sizes=TINY,
+        passes=ESTIMATED,
     )
 
 

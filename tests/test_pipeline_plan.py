@@ -7,10 +7,12 @@ from functools import cache
 
 import pytest
 
+import lazyinline
 from lazyinline import PipelineError, lazy_inline
 from lazyinline.autodiff.derivative import Differentiator
-from lazyinline.frontend.compiler import Compiler, Options
+from lazyinline.frontend.compiler import Compiler
 from lazyinline.frontend.measure.models import DecoderBlock, llama
+from lazyinline.frontend.options import Options
 from lazyinline.pipeline_parallel.schedule.actions import SCHEDULES, Action
 from lazyinline.pipeline_parallel.schedule.plan import PipelinePlan, StagePlan, simulate
 from lazyinline.pipeline_parallel.split.balance import color_balanced
@@ -27,9 +29,8 @@ lazy_inline(DecoderBlock)
 @cache
 def captured() -> tuple[Program, Differentiator]:
     model, args = llama(6, hidden=16, num_heads=2, vocab=400, seq=8)
-    compiler = Compiler(Options(backend="eager"))
-    _, program = compiler.capture(model, args, {}, train=True)
-    return program, compiler.differentiator
+    differentiator = Compiler(Options(backend="eager")).differentiator
+    return lazyinline.capture(model, args, train=True), differentiator
 
 
 def plan(

@@ -1,7 +1,6 @@
 """A rank's arena: what was sent is not written over before it has arrived, in any timing."""
 
 import random
-from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -10,20 +9,21 @@ import torch
 from lazyinline import PipelineError, lazy_inline
 from lazyinline.backend.arena.proof import check_no_overlap
 from lazyinline.backend.run.rank_program import RankProgram
-from lazyinline.frontend.compiler import Compiler, Linked, Options
+from lazyinline.frontend.compiler import RANK
 from lazyinline.frontend.measure.models import DecoderBlock, llama
-from lazyinline.frontend.pipeline.rank_compile import boundaries_of, rank_program
-from lazyinline.frontend.report import CompileReport
+from lazyinline.frontend.options import Options
+from lazyinline.frontend.passes.context import Context
+from lazyinline.frontend.passes.programs import estimate, lower
+from lazyinline.frontend.passes.rank import started
+from lazyinline.frontend.passes.stage_split import Splitting
+from lazyinline.frontend.passes.state import Subject, run
 from lazyinline.frontend.training_step import LossModel
 from lazyinline.pipeline_parallel.schedule.actions import SCHEDULES, Action, ActionTable
 from lazyinline.pipeline_parallel.schedule.plan import simulate
 from lazyinline.pipeline_parallel.schedule.rank_order import Boundaries, RankOrder, rank_order
-from lazyinline.pipeline_parallel.split.coloring import color_evenly
-from lazyinline.pipeline_parallel.split.cut import cut_program
+from lazyinline.pipeline_parallel.split.call_costs import CPU_RATES
 from lazyinline.pipeline_parallel.stages.planned_steps import Progress
-from lazyinline.pipeline_parallel.stages.stage import differentiate_stages
 from lazyinline.pipeline_parallel.stages.torch_pipelining import action_table
-from lazyinline.reuse.ir.program import ModelTensor, Program
 
 
 def table_of(schedule: str, num_ranks: int, micro_batches: int = 8) -> ActionTable:
@@ -102,46 +102,34 @@ def test_another_order_than_the_planned_one_is_refused() -> None:
         progress.begin(actions[0])
 
 
-class Estimating(Compiler):
-    """Plans with estimated kernels, so that none is built."""
-
-    def linked(self, programs: Sequence[Program], report: CompileReport) -> Linked:
-        return self.guessed(programs)
+ESTIMATED = tuple(estimate if one is lower else one for one in RANK)
 
 
 @pytest.fixture(scope="module")
-def compiler() -> Compiler:
+def context() -> Context:
     lazy_inline(DecoderBlock)
-    return Estimating(Options(backend="inductor"))
+    return Context(Options(backend="inductor"))
 
 
-def planned(compiler: Compiler, schedule: str, rank: int, micro_batches: int) -> RankProgram:
-    """One rank's plan, without processes and with parameters on the meta device."""
+def planned(context: Context, schedule: str, rank: int, micro_batches: int) -> RankProgram:
+    """One rank's plan, without processes or kernels and with parameters on the meta device."""
     with torch.device("meta"):
         model, args = llama(8, hidden=32, num_heads=2, vocab=50, seq=8)
+    subject = Subject(LossModel(model, None), args, {}, train=True)
     table = table_of(schedule, 2, micro_batches)
-    _, program = compiler.capture(LossModel(model, None), args, {}, train=True)
-    stages = cut_program(program, color_evenly(program, table.num_stages), table.num_stages)
-    derived = differentiate_stages(stages, compiler.differentiator, halves=table.splits_backward)
-    order = rank_order(table, rank, boundaries_of(derived))
-    own = [derived[s] for s in table.stages_of(rank)]
-    tensors = {id(s): i for i, s in enumerate(program.sources) if isinstance(s, ModelTensor)}
-    places = {
-        d.stage.index: [tensors[id(s)] for s in d.stage.model_tensors] + [0] * len(d.trained)
-        for d in own
-    }
-    made = rank_program(compiler, own, order, places, CompileReport(True, "inductor", "marked"))
-    assert made is not None
+    state = started(context, subject, table, rank, Splitting("even", None), CPU_RATES)
+    made = run(ESTIMATED, state).runs
+    assert isinstance(made, RankProgram)
     return made
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_no_two_live_regions_overlap_and_the_arena_grows_with_depth_alone(
-    compiler: Compiler, schedule: str
+    context: Context, schedule: str
 ) -> None:
     peaks = {}
     for micro_batches in (8, 16):
-        made = planned(compiler, schedule, 0, micro_batches)
+        made = planned(context, schedule, 0, micro_batches)
         lives = made.region_lives()
         rows = np.array(list(lives.values()))
         offsets = [made.start_of(key) for key in lives]

@@ -17,8 +17,8 @@ import lazyinline
 from lazyinline.backend.link.link import FlatProgram
 from lazyinline.backend.run import cuda_graph, unplanned_step
 from lazyinline.backend.run.unplanned_step import ReplayedProgram
-from lazyinline.frontend import compiler as compiler_module
 from lazyinline.frontend.measure.models import DecoderBlock, llama
+from lazyinline.frontend.passes import memory
 from lazyinline.reuse.ir.types import TensorType
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -63,9 +63,8 @@ def graphs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> G
 
 
 def unplanned(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        compiler_module, "_why_not_on_cpu", lambda flats: "not planned in this test"
-    )
+    why = memory.Unplanned("not planned in this test")
+    monkeypatch.setattr(memory, "other_devices", lambda flats: why)
 
 
 def decoder(num_layers: int = 2, batch: int = 4) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:

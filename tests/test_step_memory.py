@@ -16,8 +16,8 @@ from lazyinline.backend.kernels import lower
 from lazyinline.backend.kernels.torch_attention import scratch_bytes
 from lazyinline.backend.launches.kernel_list import Launch, View
 from lazyinline.backend.run.planned import Lease
-from lazyinline.frontend import compiler
 from lazyinline.frontend.measure.models import DecoderBlock, llama
+from lazyinline.frontend.passes import context
 from lazyinline.frontend.training_step import compile_step
 from lazyinline.reuse.ir.program import Leaf, walk_closures
 
@@ -205,14 +205,14 @@ class Work:
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.lowered: list[Leaf] = []
         self.recorded: list[Leaf] = []
-        lower_leaves = compiler.lower_leaves
+        lower_leaves = context.lower_leaves
 
         def lowering(leaves: Iterable[Leaf], *rest: Any) -> Any:
             leaves = list(leaves)
             self.lowered += leaves
             return lower_leaves(leaves, *rest)
 
-        patch.setattr(compiler, "lower_leaves", lowering)
+        patch.setattr(context, "lower_leaves", lowering)
         for name in ("record_graph", "record_wrapper"):
             self._watch(patch, name)
 

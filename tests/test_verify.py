@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -235,7 +236,7 @@ def test_flat_level_takes_what_inlining_gives() -> None:
 
 
 def test_unknown_level_is_refused() -> None:
-    with pytest.raises(VerifyError, match=r"unknown level 'linked'.*'shared', 'flat'"):
+    with pytest.raises(VerifyError, match=r"unknown level 'linked'.*'shared', 'aten', 'flat'"):
         verify(body(), "linked")
 
 
@@ -258,3 +259,9 @@ def test_same_closure_is_checked_once() -> None:
     looks.clear()
     verify(Program((values[0],), tuple(calls), (values[-1],)))
     assert 1 <= len(looks) <= 4
+
+
+def test_aten_level_refuses_leaves_with_composite_operators() -> None:
+    assert verify(body(leaf=replace(SINE, level="aten")), "aten")
+    with pytest.raises(VerifyError, match="@sine is a leaf of level 'composite'"):
+        verify(body(leaf=replace(SINE, level="composite")), "aten")

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ...reuse.errors import VerifyError
 from ...reuse.ir.leaf import flat_types
 from ...reuse.ir.program import Call, Composite, Leaf, Pack, Program, Unpack, Value
 from ...reuse.ir.types import TensorType, flatten_type
@@ -63,6 +64,33 @@ def link(program: Program) -> FlatProgram:
     outputs = tuple(slot for value in program.outputs for slot in env[value])
     launches = _with_frees(layout.launches, inputs, outputs)
     return FlatProgram(inputs, launches, outputs, tuple(layout.types))
+
+
+def check_flat(flat: FlatProgram) -> None:
+    """Checks what link promises: slots are written once, before they are read, and freed after.
+
+    Raises:
+        VerifyError: with the launch that breaks it.
+    """
+    live = set(flat.inputs)
+    written = set(flat.inputs)
+    for number, launch in enumerate(flat.launches):
+        where = f"launch {number} of @{launch.leaf.name}"
+        if not live.issuperset(launch.operands):
+            raise VerifyError(f"{where} reads a slot that is not written or already freed")
+        if not written.isdisjoint(launch.results):
+            raise VerifyError(f"{where} writes a slot that was written before")
+        for slots, types in (
+            (launch.operands, launch.leaf.input_types),
+            (launch.results, launch.leaf.output_types),
+        ):
+            if [flat.slot_types[s] for s in slots] != flat_types(types):
+                raise VerifyError(f"{where} takes or gives slots of other types than it says")
+        written.update(launch.results)
+        live.update(launch.results)
+        live.difference_update(launch.frees)
+    if not live.issuperset(flat.outputs):
+        raise VerifyError("an output is a slot that is not written or already freed")
 
 
 class _Layout:

@@ -16,10 +16,11 @@ from ...reuse.ir.program import Closure, Composite, Leaf, Program, count_calls, 
 from ..capture.capture import capture_candidates
 from ..capture.init_key import InitKeys
 from ..capture.regions import SharingDecision
-from ..compiler import Compiler, Options
+from ..compiler import Compiler
 from ..marks import is_marked
 from ..measure.measure import warm_up_compiler
 from ..measure.workload import generators_left_as_found
+from ..options import Options
 from .advice import Advice, ClassAdvice, KeptApart
 from .attribute_sources import class_place, read_at, set_at
 from .differences import GraphDifference, graph_difference

@@ -9,7 +9,7 @@ import torch
 
 from ...autodiff.derivative import Derivative
 from ...reuse.torch_names import memory_id
-from ..compiler import CompiledProgram
+from ..compiled import CompiledProgram
 
 _MAX_BACKWARDS = 8  # the last used
 

@@ -16,7 +16,7 @@ from ...reuse.errors import PlanError
 from ...reuse.ir.types import TensorType
 from ...reuse.torch_names import is_lazy, memory_id, version_of
 from ..checks.torch_modes import plain_cotangent
-from ..compiler import CompiledProgram
+from ..compiled import CompiledProgram
 from ..unused_outputs import refuse_no_numbers
 from .backwards import Backward, Backwards
 from .saved_tensors import SavedTensors

@@ -32,6 +32,15 @@ class OutputTree:
     leaves: tuple[tuple[str, Any], ...]  # ("output", index) or ("constant", value)
     spec: torch_pytree.TreeSpec
 
+    @property
+    def names(self) -> list[str]:
+        """Names of the leaves: keys of a ``ModelOutput``, else ``output_0``..."""
+        result = torch_pytree.unflatten(list(range(len(self.leaves))), self.spec)
+        pairs = torch_pytree.flatten_with_names(result)
+        if len(pairs) == 1 and not pairs[0][0]:
+            return ["output"]
+        return [f"output_{name}" if name[:1].isdigit() else name for name, _ in pairs]
+
 
 @dataclass(frozen=True)
 class _Body:

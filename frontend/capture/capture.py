@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import wraps
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import nn
@@ -53,6 +53,9 @@ from .regions import CapturedModel, CrossingError, Region, SharingDecision, Size
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
+OnEffects = Literal["refuse", "undo"]
+"""What becomes of a forward that does more at each call than compute."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Arguments:
@@ -61,7 +64,7 @@ class Arguments:
     args: Sequence[Any]
     kwargs: Mapping[str, Any]
     sizes: Callable[[], Sizes] | None = None
-    effects: str = "refuse"
+    effects: OnEffects = "refuse"
 
 
 _LOCK = threading.RLock()
@@ -97,7 +100,7 @@ def capture_model(
     reuse: str = "marked",
     train: bool,
     sizes: Callable[[], Sizes] | None = None,
-    effects: str = "refuse",
+    effects: OnEffects = "refuse",
 ) -> CapturedModel:
     """Captures a model as a program of closures and calls.
 

@@ -18,7 +18,7 @@ check_supported()  # first: what follows names what only some versions of PyTorc
 from lazyinline.frontend.advise.advice import Advice
 from lazyinline.frontend.advise.advise import advise
 from lazyinline.frontend.compiled_module import CompiledModule, compile
-from lazyinline.frontend.compiler import capture
+from lazyinline.frontend.inspection import capture
 from lazyinline.frontend.marks import lazy_inline, recompute
 from lazyinline.frontend.measure.measure import measure
 from lazyinline.frontend.measure.report import MeasureReport

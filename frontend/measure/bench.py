@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from ..compiler import Options
 from ..marks import lazy_inline
+from ..options import Options
 from . import models
 from .measure import check_micro_batches, compare_sides, compile_sides, measure
 from .report import MeasureReport, Seconds, error_text

@@ -14,8 +14,10 @@ from typing import Any
 import torch
 
 from ...recompute.policy import Policy
-from ..compiler import Batching, CompiledStep, Compiler, Options
+from ..compiled import CompiledStep
+from ..compiler import Compiler
 from ..marks import lazy_inline
+from ..options import Batching, Options
 from ..report import CompileReport
 from . import models
 

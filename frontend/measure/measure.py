@@ -18,7 +18,8 @@ from ...backend.kernels import torch_inductor
 from ...reuse.errors import PlanError
 from ..checks.runnable import check_runnable
 from ..compiled_module import CompiledModule
-from ..compiler import Batching, Compiler, Options
+from ..compiler import Compiler
+from ..options import Batching, Options
 from ..report import cpu_seconds
 from ..training_step import LossModel, TrainingStep, compile_step
 from .report import MeasureReport, Seconds, Side

@@ -13,19 +13,20 @@ from typing import Any
 
 import torch
 
+from ...backend.run.rank_program import RankProgram
 from ...pipeline_parallel.schedule.actions import ActionTable
-from ...pipeline_parallel.schedule.rank_order import rank_order
-from ...pipeline_parallel.split.balance import color_balanced
-from ...pipeline_parallel.split.call_costs import CPU_RATES, CostModel
-from ...pipeline_parallel.split.cut import Stage, cut_program
-from ...pipeline_parallel.stages.make_plan import make_plan
-from ...pipeline_parallel.stages.stage import StageDerivative, differentiate_stages
+from ...pipeline_parallel.split.call_costs import CPU_RATES
+from ...pipeline_parallel.stages.stage import StageDerivative
 from ...reuse.errors import LazyInlineError, PlanError
-from ...reuse.ir.program import Program
-from ..compiler import Compiler, Options
+from ..compiler import RANK
 from ..marks import lazy_inline
-from ..pipeline.rank_compile import boundaries_of, parts_of, rank_program
-from ..pipeline.stage_recompute import StageRecompute, owned_bytes
+from ..options import Options
+from ..passes.context import Context
+from ..passes.rank import RankCompilation, started
+from ..passes.rank_compile import parts_of
+from ..passes.stage_recompute import owned_bytes
+from ..passes.stage_split import Splitting
+from ..passes.state import Pass, Subject, run
 from ..report import CompileReport
 from ..training_step import LossModel
 from . import models
@@ -123,23 +124,25 @@ class RankReport:
 def compile_rank(
     name: str,
     *,
-    compiler: Compiler,
+    options: Options,
     rank: int | str = "middle",
     layers: int | None = None,
     micro_batches: int | None = None,
     num_stages: int | None = None,
     sizes: dict[str, Any] | None = None,
+    passes: Sequence[Pass] = RANK,
 ) -> RankReport:
     """Compiles what one rank of a pipeline runs in a step, from capture to the planned program.
 
     Args:
         name: one of ``RANK_MODELS``.
-        compiler: makes kernels, which are never run, and decides what is computed again.
+        options: the backend makes kernels, which are never run.
         rank: a number, or ``"first"``, ``"middle"`` or ``"last"``.
         layers: instead of the model's own number.
         micro_batches: instead of the model's own number.
         num_stages: instead of the model's own number.
         sizes: instead of the model's own.
+        passes: instead of a pipeline's own.
 
     Raises:
         LazyInlineError: if there is no such rank.
@@ -153,14 +156,14 @@ def compile_rank(
         model, args = models.gpt(layers or large.layers, **(sizes or large.sizes))
     stages = num_stages or large.num_stages
     table = action_table(large.schedule, stages, stages, micro_batches or large.micro_batches)
-    report = CompileReport(True, compiler.options.backend, compiler.options.reuse)
-    with report.timed("capture") as nodes:
-        captured, program = compiler.capture(LossModel(model, None), args, {}, train=True)
-        nodes.count = program.num_nodes()
-    report.describe(captured)
     number = rank_number(rank, stages)
+    context = Context(options)
+    subject = Subject(LossModel(model, None), args, {}, train=True)
+    state = started(context, subject, table, number, Splitting("auto", None), CPU_RATES)
+    with context.cached(state.report):
+        state = run(passes, state)
     num_parameters = sum(p.numel() for p in model.parameters())
-    return _compiled(name, num_parameters, program, compiler, table, number, report)
+    return _report(name, num_parameters, state)
 
 
 def rank_number(rank: int | str, num_ranks: int) -> int:
@@ -180,68 +183,27 @@ def rank_number(rank: int | str, num_ranks: int) -> int:
     return found
 
 
-def _compiled(
-    name: str,
-    num_parameters: int,
-    program: Program,
-    compiler: Compiler,
-    table: ActionTable,
-    rank: int,
-    report: CompileReport,
-) -> RankReport:
-    costs = CostModel(compiler.differentiator, CPU_RATES, None)
-    with report.timed("split") as nodes:
-        stages = cut_program(program, color_balanced(program, costs, table, None), table.num_stages)
-        nodes.count = sum(s.program.num_nodes() for s in stages)
-    derived = _derived(stages, compiler, table, rank, report)
-    with report.timed("predict"):
-        plan = make_plan(derived, table, costs, CPU_RATES)
-    own = [derived[s] for s in table.stages_of(rank)]
-    order = rank_order(table, rank, boundaries_of(derived))
-    made = rank_program(compiler, own, order, {}, report)
-    if made is None:
-        raise PlanError(f"The memory of this rank is not planned: {report.unplanned}.")
+def _report(name: str, num_parameters: int, state: RankCompilation) -> RankReport:
+    table, made = state.table, state.runs
+    if not isinstance(made, RankProgram):
+        raise PlanError(f"The memory of this rank is not planned: {state.report.unplanned}.")
     return RankReport(
         name,
         num_parameters,
-        rank,
+        state.rank,
         len(table.ranks),
         table.schedule,
         table.num_micro_batches,
-        sum(p.num_nodes() for one in own for p in parts_of(one).values()),
-        _inlined_nodes(own, table),
-        _inlined_nodes(derived, table),
+        sum(p.num_nodes() for one in state.own for p in parts_of(one).values()),
+        _inlined_nodes(state.own, table),
+        _inlined_nodes(state.derived, table),
         made.num_launches,
         made.held_bytes,
         made.lower_bound_bytes,
-        owned_bytes(own),
-        plan.bubble,
-        report,
+        owned_bytes(state.own),
+        state.plan.bubble,
+        state.report,
     )
-
-
-def _derived(
-    stages: Sequence[Stage],
-    compiler: Compiler,
-    table: ActionTable,
-    rank: int,
-    report: CompileReport,
-) -> list[StageDerivative]:
-    with report.timed("autodiff") as nodes:
-        plain = differentiate_stages(stages, compiler.differentiator, halves=table.splits_backward)
-        programs = [p for one in plain for p in parts_of(one).values()]
-        nodes.count = sum(p.num_nodes() for p in programs)
-    if compiler.options.recompute is None:
-        return plain
-    every = CompileReport(True, report.backend, report.reuse)  # all stages, one by one
-    chosen = StageRecompute(compiler, every, table, rank, plain).chosen
-    with report.timed("recompute") as nodes:
-        derived = differentiate_stages(
-            stages, compiler.differentiator, halves=table.splits_backward, chosen=chosen
-        )
-        programs = [p for one in derived for p in parts_of(one).values()]
-        nodes.count = sum(p.num_nodes() for p in programs)
-    return derived
 
 
 def _inlined_nodes(derived: Sequence[StageDerivative], table: ActionTable) -> int:
@@ -264,8 +226,8 @@ def bench_rank(
             policy = "recompute nothing" if recompute is None else "recompute each block"
             threads = torch.get_num_threads()
             say(f"compiling {name}, rank {rank}, on {threads} threads, {policy} ...")
-            compiler = Compiler(Options(backend=backend, recompute=recompute))
-            reports.append(compile_rank(name, compiler=compiler, rank=rank, **sizes))
+            options = Options(backend=backend, recompute=recompute)
+            reports.append(compile_rank(name, options=options, rank=rank, **sizes))
             say(str(reports[-1]))
     return tuple(reports)
 

@@ -8,26 +8,25 @@ import os
 import pathlib
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from ...autodiff.derivative import Differentiator, Recipe
-from ...autodiff.training_program import training_program
-from ...reuse import torch_pytree
 from ...reuse.errors import CaptureError, ExportError
-from ...reuse.ir.leaf import Leaf
-from ...reuse.ir.program import Composite, ModelTensor, Program, UserInput
-from ...reuse.ir.types import TensorType
+from ...reuse.ir.program import ModelTensor, Program, UserInput
 from ...reuse.ir.verify import verify as verify_program
 from ..capture.assemble import OutputTree
-from ..capture.capture import capture_model, one_at_a_time
-from ..capture.regions import CapturedModel
+from ..capture.capture import one_at_a_time
 from ..compiled_module import CompiledModule
-from ..compiler import Options
-from ..requests import differentiable_inputs
+from ..compiler import EXPORT
+from ..options import Options
+from ..passes.context import Context
+from ..passes.gradients import ExportCompilation
+from ..passes.parts import PARTS
+from ..passes.state import Subject as ModelSubject
+from ..passes.state import run
 from .subject import Names, Subject
 
 if TYPE_CHECKING:
@@ -175,126 +174,56 @@ def _subject(
     kwargs: Mapping[str, Any],
     request: _Request,
 ) -> Subject:
-    sizes, reuse = None, request.reuse
     if isinstance(model, Program):
-        program, original = model, None
-        if not program.sources:
+        if not model.sources:
             raise ExportError("This program has no sources: export one that was captured.")
-    else:
-        if isinstance(model, CompiledModule):
-            reuse = model.__dict__["_lazyinline_compiler"].options.reuse
-            model = model.__dict__["_lazyinline_model"]
-        if not isinstance(model, nn.Module):
-            raise ExportError(f"A model or a program is exported, not a {type(model).__name__}.")
-        options = Options(reuse=reuse, backend="eager")
-        original = model
-        captured = _captured(model, args, kwargs, options.reuse, request)
-        program, sizes = captured.program, captured.sizes
-    _check_data(program)
-    gradients: tuple[int, ...] = ()
-    if request.train:
-        program, gradients = _with_gradients(program, request.opset)
-    return Subject(verify_program(program), original, args, kwargs, gradients, sizes)
+        state = run(EXPORT[1:], replace(_started(request), programs={PARTS[0]: model}))
+        return Subject(verify_program(state.program), None, args, kwargs, state.gradients)
+    if isinstance(model, CompiledModule):
+        request = replace(request, reuse=model.__dict__["_lazyinline_compiler"].options.reuse)
+        model = model.__dict__["_lazyinline_model"]
+    if not isinstance(model, nn.Module):
+        raise ExportError(f"A model or a program is exported, not a {type(model).__name__}.")
+    subject = ModelSubject(model, args, kwargs, request.train, effects="undo")
+    state = replace(_started(request), subject=subject)
+    state = run(EXPORT, state) if request.dynamic_shapes is None else _sized(state, request)
+    sizes = state.captured.sizes
+    return Subject(verify_program(state.program), model, args, kwargs, state.gradients, sizes)
 
 
-def _captured(
-    model: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    reuse: str,
-    request: _Request,
-) -> CapturedModel:
-    if request.dynamic_shapes is None:
-        return capture_model(model, args, kwargs, reuse=reuse, train=request.train, effects="undo")
+def _started(request: _Request) -> ExportCompilation:
+    context = Context(Options(reuse=request.reuse, backend="eager"))
+    report = context.report(train=request.train)
+    return ExportCompilation(
+        context=context, report=report, opset=request.opset, train=request.train
+    )
+
+
+def _sized(state: ExportCompilation, request: _Request) -> ExportCompilation:
+    """Runs the passes with symbols in place of the sizes that may vary."""
     from ...backend.onnx.torch_onnx import oblivious
     from ..sizes.torch_declared_sizes import DeclaredSizes
 
+    subject = state.subject
+    assert subject is not None
+    model, args, kwargs = subject.model, subject.args, subject.kwargs
     sizes = functools.partial(DeclaredSizes, model, args, kwargs, request.dynamic_shapes)
     with oblivious():
         try:
-            return _with_sizes(model, args, kwargs, reuse, sizes)
+            return _run_sized(state, subject, sizes)
         except (CaptureError, ExportError):
             # Relations between sizes that the declarations do not tell hold in the example only.
             if not sizes().moved:
                 raise
-            return _with_sizes(
-                model, args, kwargs, reuse, functools.partial(sizes, hints="example")
-            )
+            return _run_sized(state, subject, functools.partial(sizes, hints="example"))
 
 
-def _with_sizes(
-    model: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    reuse: str,
-    sizes: Callable[[], DeclaredSizes],
-) -> CapturedModel:
-    captured = capture_model(
-        model, args, kwargs, reuse=reuse, train=False, sizes=sizes, effects="undo"
-    )
-    captured.sizes.conditions()
-    return captured
-
-
-def _check_data(program: Program) -> None:
-    for source in program.sources:
-        if isinstance(source, ModelTensor) and source.tensor.is_meta:
-            raise ExportError(
-                f"{source.name} is on the meta device and has no data to write. Materialize the "
-                "model first: model.to_empty(device=...) and load a state_dict."
-            )
-
-
-def _with_gradients(program: Program, opset: int) -> tuple[Program, tuple[int, ...]]:
-    """Returns the program that also computes every gradient of the loss."""
-    from ...backend.onnx.torch_onnx import exact_attention, exact_decompositions
-
-    loss = loss_output(program)
-    table = exact_decompositions(opset)
-
-    def recipe(leaf: Leaf) -> Recipe:
-        return Recipe(table)
-
-    wanted = differentiable_inputs(program)
-    with exact_attention():
-        derivative = Differentiator(recipe).vjp(Composite("main", program), wanted, [loss])
-    if derivative is None:
-        raise ExportError(
-            "train=True: the loss depends on no parameter that requires grad. (A program has to "
-            "be captured with train=True.)"
-        )
-    type_ = program.outputs[loss].type
-    assert isinstance(type_, TensorType)
-    seed = ModelTensor("loss.seed", torch.ones(type_.shape, dtype=type_.dtype, device=type_.device))
-    return training_program(program, derivative, seed), derivative.gradient_inputs
-
-
-def loss_output(program: Program) -> int:
-    """Returns which output of a program is its loss.
-
-    Raises:
-        ExportError: if there is none.
-    """
-    tree = program.output_tree
-    assert isinstance(tree, OutputTree)
-    names = output_names(tree)
-    outputs = [
-        (name, i) for name, (kind, i) in zip(names, tree.leaves, strict=True) if kind == "output"
-    ]
-    found = [i for name, i in outputs if name == "loss"] or [i for _, i in outputs][:1]
-    if not found or program.outputs[found[0]].type.num_bytes != _item_bytes(program, found[0]):
-        returned = ", ".join(f"{n}: {program.outputs[i].type}" for n, i in outputs)
-        raise ExportError(
-            "train=True: the model has to return a scalar loss, or an output with .loss; it "
-            f"returns {returned or 'no tensor'}."
-        )
-    return found[0]
-
-
-def _item_bytes(program: Program, output: int) -> int:
-    type_ = program.outputs[output].type
-    assert isinstance(type_, TensorType)
-    return type_.dtype.itemsize
+def _run_sized(
+    state: ExportCompilation, subject: ModelSubject, sizes: Callable[[], DeclaredSizes]
+) -> ExportCompilation:
+    state = run(EXPORT, replace(state, subject=replace(subject, sizes=sizes)))
+    state.captured.sizes.conditions()
+    return state
 
 
 # ---- names -----------------------------------------------------------------------------------
@@ -317,9 +246,7 @@ def _names(subject: Subject) -> Names:
         inputs.append(name)
     outputs: list[str | None] = [None] * len(program.outputs)
     results = []
-    for position, (name, (kind, index)) in enumerate(
-        zip(output_names(tree), tree.leaves, strict=True)
-    ):
+    for position, (name, (kind, index)) in enumerate(zip(tree.names, tree.leaves, strict=True)):
         if kind == "output":
             outputs[index] = outputs[index] or _free(name, taken)
             results.append((position, str(outputs[index])))
@@ -340,15 +267,6 @@ def _free(wish: str, taken: set[str]) -> str:
         name, number = f"{wish}_out" if number == 1 else f"{wish}_out{number}", number + 1
     taken.add(name)
     return name
-
-
-def output_names(tree: OutputTree) -> list[str]:
-    """Names the leaves of a model's result: keys of a ``ModelOutput``, else ``output_0``..."""
-    result = torch_pytree.unflatten(list(range(len(tree.leaves))), tree.spec)
-    pairs = torch_pytree.flatten_with_names(result)
-    if len(pairs) == 1 and not pairs[0][0]:
-        return ["output"]
-    return [f"output_{name}" if name[:1].isdigit() else name for name, _ in pairs]
 
 
 # ---- building and writing --------------------------------------------------------------------

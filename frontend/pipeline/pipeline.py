@@ -11,44 +11,47 @@ import torch
 from torch import Tensor, nn
 
 from ...backend.run.rank_program import RankProgram
-from ...backend.run.runtime import ReplayRuntime
-from ...pipeline_parallel.schedule.actions import ActionTable, schedule_name
+from ...pipeline_parallel.schedule.actions import (
+    ActionTable,
+    schedule_name,
+)
 from ...pipeline_parallel.schedule.plan import PipelinePlan
-from ...pipeline_parallel.schedule.rank_order import RankOrder, rank_order
-from ...pipeline_parallel.split.call_costs import CPU_RATES, CUDA_RATES, CostModel
-from ...pipeline_parallel.split.cut import Stage, cut_program
+from ...pipeline_parallel.split.call_costs import CPU_RATES, CUDA_RATES
+from ...pipeline_parallel.split.cut import Stage
 from ...pipeline_parallel.stages.checkpoint import copy_state, read_parts
-from ...pipeline_parallel.stages.make_plan import make_plan
 from ...pipeline_parallel.stages.planned_steps import PlannedSteps, Progress
 from ...pipeline_parallel.stages.process_groups import Ranks, ranks_of
 from ...pipeline_parallel.stages.sharded_optimizer import Shards
 from ...pipeline_parallel.stages.stage import (
     GradientSums,
-    Run,
     StageCounts,
     StageDerivative,
-    StageRuntime,
     StageSteps,
     UnplannedSteps,
-    differentiate_stages,
 )
 from ...recompute.policy import Policy
 from ...reuse import torch_pytree
 from ...reuse.errors import PipelineError
 from ...reuse.ir.leaf import without_autocast
-from ...reuse.ir.program import ModelTensor, Program
+from ...reuse.ir.program import ModelTensor
 from ..autograd.torch_hooks import have_hooks, pass_through_autograd
 from ..checks.runnable import check_runnable
-from ..compiler import Compiler, Options
+from ..compiler import RANK_CUT, RANK_FIT
 from ..guards.guard import Guard
 from ..marks import STAGE_MARK
-from ..report import CompileReport
+from ..options import Options
+from ..passes.context import Context
+from ..passes.parts import PARTS
+from ..passes.programs import capture
+from ..passes.rank import RankCompilation, started
+from ..passes.rank_compile import model_places, stage_runtimes, sum_names
+from ..passes.stage_recompute import rank_limit_bytes
+from ..passes.stage_split import SPLITS, Splitting
+from ..passes.stages import predict
+from ..passes.state import Subject, run
 from ..requests import model_name
 from ..training_step import LossFunction, LossModel
 from .batch import Batch
-from .rank_compile import boundaries_of, rank_program
-from .split import SPLITS, Splitting, colors_of
-from .stage_recompute import StageRecompute
 
 GRADIENTS = ("replicated", "sharded")
 
@@ -147,10 +150,10 @@ def pipeline(
     ranks = ranks_of(mesh, timeout_s)
     table = action_table(schedule_name(schedule), num_stages, ranks.num_ranks, micro_batches)
     settings = Options(reuse=reuse, backend=backend, recompute=recompute, cache="disk")
-    compiler = Compiler(settings)
+    context = Context(settings)
     example = (args, kwargs or {})
     splitting = Splitting(split, memory_bytes_per_rank)
-    made = Pipeline(LossModel(model, loss_fn), example, compiler, ranks, table, splitting)
+    made = Pipeline(LossModel(model, loss_fn), example, context, ranks, table, splitting)
     if gradients == "sharded":
         made.share_optimizer()
     return made
@@ -163,48 +166,43 @@ class Pipeline:
         self,
         model: LossModel,
         example: tuple[Sequence[Any], Mapping[str, Any]],
-        compiler: Compiler,
+        context: Context,
         ranks: Ranks,
         table: ActionTable,
         splitting: Splitting,
     ) -> None:
         self._model = model
         self._table = table
-        self.last_report = CompileReport(True, compiler.options.backend, compiler.options.reuse)
         self._ranks = ranks
         self._batch = Batch(example, table.num_micro_batches)
         args, kwargs = self._batch.first_micro_batch()
-        captured, program = compiler.capture(model, args, kwargs, train=True)
-        ranks.check_same(program, table)
-        self._guard = Guard(model, captured, *torch_pytree.flatten((args, kwargs)))
         rates = CUDA_RATES if ranks.device.type == "cuda" else CPU_RATES
-        bounded = splitting.memory_bytes_per_rank is not None
-        trade_offs = compiler.recompute.trade_offs if bounded else None
-        costs = CostModel(compiler.differentiator, rates, trade_offs)
-        colors = colors_of(model, program, splitting, table, costs)
-        stages = cut_program(program, colors, table.num_stages)
-        recompute = StageRecompute(
-            compiler,
-            self.last_report,
-            table,
-            ranks.rank,
-            differentiate_stages(stages, compiler.differentiator, halves=False),
-            splitting.memory_bytes_per_rank if splitting.split == "auto" else None,
-        )
-        self._places = _places(program)
+        subject = Subject(model, args, kwargs, train=True)
+        state = started(context, subject, table, ranks.rank, splitting, rates)
+        self.last_report = state.report
+        state = run((capture,), state)
+        program = state.programs[PARTS[0]]
+        ranks.check_same(program, table)
+        self._guard = Guard(model, state.captured, *torch_pytree.flatten((args, kwargs)))
+        self._places = model_places(program)
         self._names = [model_name(s.name) for s in program.sources if isinstance(s, ModelTensor)]
-        with ranks.leader_first(compiler.cache_place):
-            derived, order = self._fitted(compiler, stages, recompute)
-        self.plan: PipelinePlan = make_plan(derived, table, costs, rates)
+        state = run(RANK_CUT, state)
+        with ranks.leader_first(context.cache_place), context.cached(self.last_report):
+            state = fitted(state)
+        state = run((predict,), state)
+        self.plan: PipelinePlan = state.plan
+        self._derived = state.own
+        self._planned = state.runs if isinstance(state.runs, RankProgram) else None
+        self._sum_names = sum_names(self._derived)
         self._sums = GradientSums()
         self._parameters = self._own_parameters()
-        self._check_tensors(derived)
-        self._steps = self._compile(compiler, order)
+        self._check_tensors(state.derived)
+        self._steps = self._compile(state)
         from ...pipeline_parallel.stages.torch_pipelining import ClosureStage, Runner
 
         made = [ClosureStage(s, table.num_stages, ranks.device, ranks.group) for s in self._steps]
         self._runner = Runner(table, made)
-        self._reduction = ranks.reduction(derived, table, self._sums)
+        self._reduction = ranks.reduction(state.derived, table, self._sums)
         self._sums.allocate(len(ranks.rows))
 
     def share_optimizer(self) -> None:
@@ -234,81 +232,35 @@ class Pipeline:
             raise PipelineError('Parameters are not shared out: pass gradients="sharded".')
         return self._reduction.shards
 
+    def _refuse_hooks_on_shards(self) -> None:
+        shared = self._reduction.shards is not None
+        if shared and have_hooks(list(self._present_parameters().values())):
+            raise PipelineError(
+                'A parameter has a hook, and with gradients="sharded" no replica has its whole '
+                'gradient. Remove the hook, or use gradients="replicated".'
+            )
+
     def _present_parameters(self) -> dict[str, Tensor]:
         present = self._guard.tensors
         return {name: present[self._places[id(s)]] for name, s in self._parameters.items()}
 
-    def _fitted(
-        self, compiler: Compiler, stages: Sequence[Stage], recompute: StageRecompute
-    ) -> tuple[list[StageDerivative], RankOrder]:
-        """Differentiates all stages and plans this rank's; saves less until the plan fits."""
-        table, rank = self._table, self._ranks.rank
-        limit, held = recompute.limit_bytes, 0
-        for attempt in range(_ATTEMPTS):
-            derived = differentiate_stages(
-                stages,
-                compiler.differentiator,
-                halves=table.splits_backward,
-                chosen=recompute.chosen,
-            )
-            self._derived = [derived[s] for s in table.stages_of(rank)]
-            order = rank_order(table, rank, boundaries_of(derived))
-            self._planned = self._plan(compiler, order)
-            held = 0 if self._planned is None else self._planned.held_bytes
-            if limit is None or held <= limit:
-                return derived, order
-            recompute.tighten((attempt + 1) * (held - limit))
-        raise PipelineError(
-            f"A step of rank {rank} needs {held} bytes, and may hold {limit}. Allow more, or use "
-            "more ranks or smaller micro-batches."
-        )
-
-    def _plan(self, compiler: Compiler, order: RankOrder) -> RankProgram | None:
-        """Compiles all that this rank runs into one planned program, if that can be."""
-        names = [s.name for d in self._derived for s in d.trained]
-        first = len(self._places)
-        sums = {name: first + i for i, name in enumerate(dict.fromkeys(names))}
-        places = {
-            d.stage.index: [
-                *(self._places[id(s)] for s in d.stage.model_tensors),
-                *(sums[s.name] for s in d.trained),
-            ]
-            for d in self._derived
-        }
-        self._sum_names = list(sums)
-        return rank_program(compiler, self._derived, order, places, self.last_report)
-
-    def _compile(self, compiler: Compiler, order: RankOrder) -> list[StageSteps]:
+    def _compile(self, state: RankCompilation) -> list[StageSteps]:
         """Makes what runs this rank's stages; closures that stages share are compiled once."""
         seed = 1.0 / self._table.num_micro_batches
         for derived in self._derived:
             for source, type_ in derived.trained_types:
                 self._sums.add_parameter(source.name, type_)
         if self._planned is not None:
-            progress = Progress(order)
+            progress = Progress(state.order)
             splits = self._table.splits_backward
             return [
                 PlannedSteps(d, self._planned, progress, self._tensors_of(d.stage), seed, splits)
                 for d in self._derived
             ]
         found: list[StageSteps] = []
-        for derived, (runtime, halves) in zip(self._derived, self._runtimes(compiler), strict=True):
+        for derived, (runtime, halves) in zip(self._derived, stage_runtimes(state), strict=True):
             tensors = self._tensors_of(derived.stage)
             found.append(UnplannedSteps(derived, runtime, halves, tensors, self._sums, seed))
-        return found
-
-    def _runtimes(self, compiler: Compiler) -> list[tuple[StageRuntime, list[Run | None]]]:
-        """What runs each stage where memory is not planned: closures one by one."""
-        programs = [p for d in self._derived for p in (d.forward, *d.backward) if p is not None]
-        made = iter(compiler.executables(programs))
-        found: list[tuple[StageRuntime, list[Run | None]]] = []
-        for derived in self._derived:
-            outputs = len(derived.stage.program.outputs)
-            forward = next(made)
-            parts = [None if p is None else next(made) for p in derived.backward]
-            whole = None if derived.halves is not None or not parts else parts[0]
-            runs = [None if p is None else p.run for p in parts] if derived.halves else []
-            found.append((ReplayRuntime(forward, whole, outputs), list(runs)))
         return found
 
     def _tensors_of(self, stage: Stage) -> Callable[[], list[Tensor]]:
@@ -349,11 +301,7 @@ class Pipeline:
         hold is in each of theirs), so a run may go on with another number of stages.
         """
         shards = self._reduction.shards
-        if shards is not None and have_hooks(list(self._present_parameters().values())):
-            raise PipelineError(
-                'A parameter has a hook, and with gradients="sharded" no replica has its whole '
-                'gradient. Remove the hook, or use gradients="replicated".'
-            )
+        self._refuse_hooks_on_shards()
         if shards is not None and shards.is_ahead:
             raise PipelineError("The optimizer has changed the shards: call gather() on all ranks.")
         present = self._guard.tensors
@@ -445,11 +393,7 @@ class Pipeline:
             PipelineError: if the batch does not fit, the model changed, or a rank failed.
         """
         shards = self._reduction.shards
-        if shards is not None and have_hooks(list(self._present_parameters().values())):
-            raise PipelineError(
-                'A parameter has a hook, and with gradients="sharded" no replica has its whole '
-                'gradient. Remove the hook, or use gradients="replicated".'
-            )
+        self._refuse_hooks_on_shards()
         if shards is not None and shards.is_ahead:
             shards.gather(self._present_parameters())
         micro_batches = self._batch.split(args, kwargs)
@@ -486,7 +430,21 @@ class Pipeline:
                 parameter.grad = gradient
 
 
-def _places(program: Program) -> dict[int, int]:
-    """Where each of the program's model tensors is among them."""
-    own = [s for s in program.sources if isinstance(s, ModelTensor)]
-    return {id(source): place for place, source in enumerate(own)}
+def fitted(state: RankCompilation) -> RankCompilation:
+    """Runs what follows the cut; again, with less to save, until the plan fits the rank.
+
+    Raises:
+        PipelineError: if it does not.
+    """
+    limit, held = rank_limit_bytes(state), 0
+    for attempt in range(_ATTEMPTS):
+        made = run(RANK_FIT, state)
+        held = made.runs.held_bytes if isinstance(made.runs, RankProgram) else 0
+        if limit is None or held <= limit:
+            return made
+        more = (attempt + 1) * (held - limit)
+        state = replace(state, withheld_bytes=state.withheld_bytes + more)
+    raise PipelineError(
+        f"A step of rank {state.rank} needs {held} bytes, and may hold {limit}. Allow more, or use "
+        "more ranks or smaller micro-batches."
+    )

@@ -12,9 +12,10 @@ from torch import nn
 
 from ...reuse.errors import LazyInlineError, PlanError
 from ..capture.signatures import shapes_of
-from ..compiler import CompiledProgram, Options
+from ..compiled import CompiledProgram
 from ..guards.guard import Guard
 from ..guards.kept_programs import MAX_PROGRAMS, Inputs
+from ..options import Options
 from ..report import CompileReport
 
 if TYPE_CHECKING:

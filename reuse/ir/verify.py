@@ -3,10 +3,13 @@
 Levels, from capture to link:
 
 * ``shared``: closures, calls, and struct values made by autodiff; leaf bodies are pure.
+* ``aten``: besides, every leaf is taken apart into operators that kernels are made of.
 * ``flat``: every call is on a leaf (what early inlining gives, and what link lays out).
 """
 
 from __future__ import annotations
+
+from typing import Literal, get_args
 
 import torch
 import torch.fx
@@ -16,10 +19,11 @@ from .leaf import flat_types, memory_of, mutated_args
 from .printer import format_program
 from .program import Call, Closure, Composite, Leaf, Pack, Program, Unpack, Value, walk_closures
 
-LEVELS = ("shared", "flat")
+ProgramLevel = Literal["shared", "aten", "flat"]
+LEVELS: tuple[ProgramLevel, ...] = get_args(ProgramLevel)
 
 
-def verify(program: Program, level: str = "shared") -> Program:
+def verify(program: Program, level: ProgramLevel = "shared") -> Program:
     """Returns the program if it keeps every rule of its level.
 
     Raises:
@@ -36,7 +40,7 @@ class _BrokenRuleError(Exception):
     """One broken rule."""
 
 
-def _check(program: Program, level: str) -> None:
+def _check(program: Program, level: ProgramLevel) -> None:
     if level not in LEVELS:
         raise _BrokenRuleError(f"unknown level {level!r}; there are {LEVELS}")
     if program.sources and len(program.sources) != len(program.inputs):
@@ -44,6 +48,8 @@ def _check(program: Program, level: str) -> None:
     for closure in walk_closures(program):
         if isinstance(closure, Leaf):
             _check_leaf(closure)
+            if level == "aten" and closure.level != "aten":
+                raise _BrokenRuleError(f"@{closure.name} is a leaf of level {closure.level!r}")
         elif isinstance(closure, Composite):
             if level == "flat":
                 raise _BrokenRuleError(f"@{closure.name} is a composite closure")

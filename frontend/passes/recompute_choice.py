@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from ..autodiff.choices import Choice
-from ..autodiff.derivative import Differentiator, Request
-from ..recompute.fit_budget import BudgetFit, Peaks
-from ..recompute.operator_costs import CostModel, Measured, Roofline
-from ..recompute.planner import Planner, policy_of
-from ..recompute.policy import Budget, Policy
-from ..recompute.summary import summarize
-from ..reuse.errors import PlanError
-from ..reuse.ir.program import Composite
-from .report import CompileReport
+from ...autodiff.choices import Choice
+from ...autodiff.derivative import Differentiator, Request
+from ...recompute.fit_budget import BudgetFit, Peaks
+from ...recompute.operator_costs import CostModel, Measured, Roofline
+from ...recompute.planner import Planner, policy_of
+from ...recompute.policy import Budget, Policy
+from ...recompute.summary import summarize
+from ...reuse.errors import PlanError
+from ...reuse.ir.program import Composite
+from ..report import CompileReport
 
 PeakOf = Callable[[Request], int]
 
@@ -49,18 +49,11 @@ class Recompute:
             costs = Measured(costs)
         self._planner = Planner(differentiator, costs)
 
-    def chosen(
-        self,
-        request: Request,
-        report: CompileReport,
-        peaks: ProgramPeaks,
-        policy: Policy = None,
-    ) -> Request:
+    def chosen(self, request: Request, peaks: ProgramPeaks, policy: Policy = None) -> Request:
         """Returns the request with a choice, as the policy and the marks in the program want it.
 
         Args:
             request: the derivative of a whole program.
-            report: gets what is saved and what is computed again.
             peaks: what the program holds under a request.
             policy: instead of the compiler's own.
 
@@ -70,19 +63,16 @@ class Recompute:
         closure = request.closure
         assert isinstance(closure, Composite)
         policy = policy or self._policy
-        if policy is not None or has_marks(closure):
-            with report.timed("recompute") as nodes:
-                request = replace(request, choice=self._choice(request, peaks, policy))
-                derivative = self._make.of(request)
-                assert derivative is not None
-                nodes.count = closure.program.num_nodes()
-        report.recompute = summarize(self._make, request)
-        report.saved_bytes = sum(r.num_calls * r.saved_bytes for r in report.recompute)
+        if policy is None and not has_marks(closure):
+            return request
+        return replace(request, choice=self._choice(request, peaks, policy))
+
+    def note(self, requests: Sequence[Request], report: CompileReport) -> None:
+        """Says in a report what is saved under requests, and what is computed again."""
+        report.recompute = [record for r in requests for record in summarize(self._make, r)]
         report.recomputed_flops = sum(r.num_calls * r.recomputed_flops for r in report.recompute)
-        derivative = self._make.of(request)
-        if derivative is not None:
-            report.saved_bytes = derivative.saved_type.num_bytes
-        return request
+        derivatives = [self._make.of(request) for request in requests]
+        report.saved_bytes = sum(d.saved_type.num_bytes for d in derivatives if d is not None)
 
     def trade_offs(self, request: Request) -> list[tuple[int, float]]:
         """Returns what one call may save under the policy, in bytes, and the seconds of redoing."""

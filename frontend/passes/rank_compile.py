@@ -6,10 +6,13 @@ import itertools
 from collections.abc import Mapping, Sequence
 from functools import partial
 
+from ...backend.launches.kernel_list import KernelList
 from ...backend.link.link import FlatProgram
 from ...backend.link.part_layout import PartSpec, PlanBuffers, Source, UnitLayout
+from ...backend.run.executable import Executable
 from ...backend.run.planned import place
 from ...backend.run.rank_program import RankProgram, Run, Schedule
+from ...backend.run.runtime import ReplayRuntime
 from ...pipeline_parallel.schedule.actions import (
     BACKWARD,
     BACKWARD_INPUT,
@@ -17,17 +20,24 @@ from ...pipeline_parallel.schedule.actions import (
     FORWARD,
 )
 from ...pipeline_parallel.schedule.rank_order import Boundaries, RankOrder
-from ...pipeline_parallel.stages.stage import StageDerivative
+from ...pipeline_parallel.stages.stage import Run as RunStage
+from ...pipeline_parallel.stages.stage import StageDerivative, StageRuntime
 from ...reuse.ir.leaf import flat_types
-from ...reuse.ir.program import ModelTensor, Program
+from ...reuse.ir.program import Leaf, ModelTensor, Program
 from ...reuse.ir.transfer import Wire
 from ...reuse.ir.types import TensorType
-from ..compiler import Compiler, Linked
-from ..parts import why_written
-from ..report import CompileReport
+from .memory import changed_buffer, hindrance, launches
+from .rank import RankCompilation
+from .state import Unplanned
 
 # Into how many phases parts are cut, at most; few where scratch is large, many where slabs are.
 _PHASES = (1, 2, 4, 8, 16)
+_KINDS = {
+    FORWARD: "forward",
+    BACKWARD: "backward",
+    BACKWARD_INPUT: "backward of inputs",
+    BACKWARD_WEIGHT: "backward of weights",
+}
 # Most phases of all runs together: planning costs as much as there are.
 _MAX_PHASES = 2048
 
@@ -44,49 +54,76 @@ def boundaries_of(derived: Sequence[StageDerivative]) -> Boundaries:
     )
 
 
-def rank_program(
-    compiler: Compiler,
-    own: Sequence[StageDerivative],
-    order: RankOrder,
-    places: Mapping[int, Sequence[int]],
-    report: CompileReport,
-) -> RankProgram | None:
-    """Compiles and plans all that a rank runs; None, and a reason in the report, if it cannot be.
+def plan_rank(state: RankCompilation) -> RankProgram | Unplanned:
+    """Plans all that a rank runs, linked already, in one arena."""
+    own = state.own
+    written = (changed_buffer(d.stage.sourced_program, d.derivative) for d in own)
+    why = hindrance(state) or next(filter(None, written), None)
+    if why is not None:
+        return why
+    schedule = _schedule(state.order, sorted(one.stage.index for one in own))
+    kernel_lists, tools = launches(state), state.context.tools
+    plan_regions = partial(place, tools=tools)
 
-    Args:
-        compiler: makes the kernels.
-        own: the stages of this rank.
-        order: what this rank does, and when what travels comes and goes.
-        places: for each stage, where its model tensors and then its sums are among the rank's.
-        report: gets what was made.
+    def planned(num_phases: int) -> RankProgram:
+        units = {
+            one.stage.index: unit_of(one, state.flats, kernel_lists, plan_regions, num_phases)
+            for one in own
+        }
+        places = tensor_places(state.captured.program, own)
+        return RankProgram(units, schedule, places, plan_regions, tools.replay)
+
+    tried = [n for n in _PHASES if n == 1 or n * len(state.order.actions) <= _MAX_PHASES]
+    return min(map(planned, tried), key=lambda program: program.held_bytes)
+
+
+def tensor_places(program: Program, own: Sequence[StageDerivative]) -> dict[int, list[int]]:
+    """Says for each stage where its model tensors and then its sums are among the rank's.
+
+    The rank's are all tensors of the model, then the sums of :func:`sum_names`.
     """
-    programs = [parts_of(one) for one in own]
-    with report.timed("lower") as nodes:
-        linked = compiler.linked([p for named in programs for p in named.values()], report)
-        nodes.count = sum(p.num_nodes() for named in programs for p in named.values())
-    reasons = [why_written(d.stage.sourced_program, d.derivative) for d in own]
-    report.unplanned = report.unplanned or next(filter(None, reasons), "")
-    if report.unplanned:
-        return None
-    with report.timed("link") as nodes:
-        flats = iter(linked.flats)
-        parts = [{name: next(flats) for name in named} for named in programs]
-        schedule = _schedule(order, sorted(one.stage.index for one in own))
+    places = model_places(program)
+    sums = {name: len(places) + i for i, name in enumerate(sum_names(own))}
+    return {
+        d.stage.index: [
+            *(places[id(s)] for s in d.stage.model_tensors),
+            *(sums[s.name] for s in d.trained),
+        ]
+        for d in own
+    }
 
-        def planned(num_phases: int) -> RankProgram:
-            units = {
-                one.stage.index: unit_of(one, named, linked, num_phases=num_phases)
-                for one, named in zip(own, parts, strict=True)
-            }
-            plan_regions = partial(place, tools=linked.tools)
-            return RankProgram(units, schedule, places, plan_regions, linked.tools.replay)
 
-        tried = [n for n in _PHASES if n == 1 or n * len(order.actions) <= _MAX_PHASES]
-        made = min(map(planned, tried), key=lambda program: program.held_bytes)
-        report.num_launches = nodes.count = made.num_launches
-    report.peak_bytes = made.plan.peak_bytes
-    report.lower_bound_bytes = made.lower_bound_bytes
-    return made
+def model_places(program: Program) -> dict[int, int]:
+    """Says where each of a program's model tensors is among them."""
+    own = [s for s in program.sources if isinstance(s, ModelTensor)]
+    return {id(source): place for place, source in enumerate(own)}
+
+
+def sum_names(own: Sequence[StageDerivative]) -> list[str]:
+    """Names the parameters whose gradients a rank sums, each once."""
+    return list(dict.fromkeys(s.name for d in own for s in d.trained))
+
+
+def part_name(derived: StageDerivative, kind: str) -> str:
+    """Names a part of a stage among the programs of a rank."""
+    return f"stage {derived.stage.index}, {_KINDS[kind]}"
+
+
+def stage_runtimes(state: RankCompilation) -> list[tuple[StageRuntime, list[RunStage | None]]]:
+    """Returns what runs each stage where memory is not planned: closures one by one."""
+    kernels = state.context.kernels_of(state.linked)
+    found: list[tuple[StageRuntime, list[RunStage | None]]] = []
+    for derived in state.own:
+        made = {
+            kind: Executable(state.flats[part_name(derived, kind)], kernels)
+            for kind in parts_of(derived)
+        }
+        outputs = len(derived.stage.program.outputs)
+        runtime = ReplayRuntime(made[FORWARD], made.get(BACKWARD), outputs)
+        halves = [made.get(kind) for kind in (BACKWARD_INPUT, BACKWARD_WEIGHT)]
+        runs = [half.run if half is not None else None for half in halves]
+        found.append((runtime, list(runs) if derived.halves is not None else []))
+    return found
 
 
 def parts_of(derived: StageDerivative) -> dict[str, Program]:
@@ -124,17 +161,17 @@ def _schedule(order: RankOrder, stages: Sequence[int]) -> Schedule:
 def unit_of(
     derived: StageDerivative,
     flats: Mapping[str, FlatProgram],
-    linked: Linked,
-    plan: PlanBuffers | None = None,
+    kernel_lists: Mapping[Leaf, KernelList],
+    plan: PlanBuffers,
     num_phases: int = 1,
 ) -> UnitLayout:
     """Lays out the parts of a stage.
 
     Args:
         derived: the stage.
-        flats: its parts, linked.
-        linked: their kernels.
-        plan: places scratch; without it, as well as a program's buffers are placed.
+        flats: its parts, linked, among others.
+        kernel_lists: the launches of each leaf.
+        plan: places scratch.
         num_phases: most phases of a part.
     """
     stage = derived.stage
@@ -143,13 +180,11 @@ def unit_of(
     own = zip(stage.sources, stage.program.inputs[stage.num_received :], strict=True)
     given = flat_types([v.type for source, v in own if not isinstance(source, ModelTensor)])
     seed = [] if stage.num_sent else [derived.cotangent_types[0]]
-    parts = [_forward(derived, flats[FORWARD])]
+    named = {kind: flats[part_name(derived, kind)] for kind in parts_of(derived)}
+    parts = [_forward(derived, named[FORWARD])]
     if derived.derivative is not None:
-        parts += _backwards(derived, flats, Source("given", len(given)), len(models))
-    plan = plan or partial(place, tools=linked.tools)
-    return UnitLayout(
-        parts, linked.kernel_lists, [*models, *sums], [*given, *seed], plan, num_phases
-    )
+        parts += _backwards(derived, named, Source("given", len(given)), len(models))
+    return UnitLayout(parts, kernel_lists, [*models, *sums], [*given, *seed], plan, num_phases)
 
 
 def _forward(derived: StageDerivative, flat: FlatProgram) -> PartSpec:

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..autodiff.derivative import Derivative
-from ..reuse.ir.leaf import flat_types
-from ..reuse.ir.program import Composite, Program
+from ...autodiff.derivative import Derivative
+from ...reuse.ir.leaf import flat_types
+from ...reuse.ir.program import Composite, Program
+
+PARTS = ("forward", "backward")
 
 
-def programs_of(program: Program, derivative: Derivative | None) -> list[Program]:
-    """Returns the programs that run: the forward, and the backward if there is a derivative."""
-    if derivative is None:
-        return [program]
+def programs_of(derivative: Derivative) -> dict[str, Program]:
+    """Returns the programs that run, by name."""
     assert isinstance(derivative.forward, Composite)
     assert isinstance(derivative.backward, Composite)
-    return [derivative.forward.program, derivative.backward.program]
+    programs = (derivative.forward.program, derivative.backward.program)
+    return dict(zip(PARTS, programs, strict=True))
 
 
 def returned_of(
@@ -39,11 +40,3 @@ def _backward_sources(
     sources += [("input", i) for i in derivative.kept_inputs]
     sources += [("output", i) for i in derivative.kept_outputs]
     return [*sources, *(("new", t) for t in types)]
-
-
-def why_written(program: Program, derivative: Derivative | None) -> str:
-    """Why memory cannot be planned because of a buffer of the model that changes, if so."""
-    written = {target for _, target in program.writes}
-    if derivative is not None and written & set(derivative.kept_inputs):
-        return "the forward changes a buffer whose old value the backward needs"
-    return ""

@@ -1,0 +1,51 @@
+"""What a compile gives: a captured program or step, and what runs it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from ..autodiff.derivative import Derivative
+from ..autodiff.micro_batches import StepProgram
+from ..backend.run.runtime import Runtime
+from ..backend.run.unplanned_step import StepRunner
+from .capture.regions import CapturedModel
+from .unused_outputs import UnusedOutputs
+
+
+@dataclass(frozen=True)
+class CompiledProgram:
+    """A captured program and what runs it.
+
+    ``derivative`` is there when training: what the forward saves and hands over, and what the
+    backward takes. ``watched_inputs`` share memory with what is saved, so that they must not change
+    in between. ``without`` makes the same program with a backward for some outputs unused, of which
+    ``unused_outputs`` knows the graphs.
+    """
+
+    captured: CapturedModel
+    runtime: Runtime
+    derivative: Derivative | None = None
+    watched_inputs: tuple[int, ...] = ()
+    unused_outputs: UnusedOutputs | None = None
+    without: Callable[[CompiledProgram, Sequence[int]], CompiledProgram | None] | None = None
+
+    def without_tensors(self) -> CompiledProgram:
+        """Returns the same for one who has the model's tensors from elsewhere."""
+        return replace(self, captured=self.captured.without_tensors())
+
+
+@dataclass(frozen=True)
+class CompiledStep:
+    """A training step, and what runs it."""
+
+    captured: CapturedModel
+    step: StepProgram
+    runner: StepRunner
+
+    def without_tensors(self) -> CompiledStep:
+        """Returns the same for one who has the model's tensors from elsewhere."""
+        model = tuple(tensor.forgotten() for tensor in self.step.model)
+        return CompiledStep(
+            self.captured.without_tensors(), replace(self.step, model=model), self.runner
+        )

@@ -1,0 +1,140 @@
+"""Looking at programs: as captured, after any pass, and what the pass changed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, get_args
+
+from torch import nn
+
+from ..reuse.errors import LazyInlineError
+from ..reuse.ir.printer import diff_texts, format_program
+from ..reuse.ir.program import Program
+from ..reuse.ir.verify import verify
+from .compiler import MODULE, STEP, WAYS, Compiler, note_recompute
+from .measure.target import Target
+from .options import Batching, Options
+from .passes.parts import PARTS
+from .passes.programs import capture as capture_pass
+from .passes.state import Compilation, Pass, State, Subject, check, run, until
+from .training_step import LossModel
+
+Way = Literal["compile", "step"]
+INSPECTED: tuple[Way, ...] = get_args(Way)
+"""The ways in that a model with example inputs is enough for."""
+
+
+def capture(
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    reuse: str = "marked",
+    train: bool = False,
+) -> Program:
+    """Captures a model as a program of closures and calls; nothing is compiled or run.
+
+    Args:
+        model: any ``nn.Module``. Its parameters may be on the meta device.
+        args: example positional inputs; only layouts matter.
+        kwargs: example keyword inputs.
+        reuse: ``"marked"`` (share instances of marked classes), ``"auto"`` (also modules that
+            repeat, without any mark) or ``"off"`` (inline early).
+        train: capture with grad mode on.
+
+    Returns:
+        The program; ``print(program)`` shows each closure once with its call count.
+
+    Raises:
+        CaptureError: if the model's Python cannot be traced.
+
+    Example:
+        >>> print(lazyinline.capture(model, (ids,)))
+    """
+    compiler = Compiler(Options(reuse=reuse, backend="eager"))
+    subject = Subject(model, args, dict(kwargs or {}), train, effects="undo")
+    state = run((capture_pass,), compiler.started(subject))
+    return verify(state.captured.program)
+
+
+def pass_lists() -> str:
+    """Returns each way in with its passes in order, the level after each and what it does."""
+    lines = []
+    for name, (what, passes) in WAYS.items():
+        lines.append(f"{name}: {what}")
+        lines += [f"  {one.name:<14}{one.level:<8}{one.summary}" for one in passes]
+        lines.append("")
+    return "\n".join(lines)
+
+
+def show_captured(target: Target, options: Options, *, train: bool, source: str = "hide") -> str:
+    """Returns a captured program as text; in training, what is saved and computed again, too."""
+    compiler = Compiler(options)
+    state = compiler.started(Subject(target.model, target.args, target.kwargs, train))
+    state = run(until("capture", MODULE), state)
+    text = format_program(state.programs[PARTS[0]], source=source)
+    if not train:
+        return text
+    state = run(until("recompute", MODULE)[1:], state)
+    note_recompute(state)
+    lines = ["saved for the backward, and computed again in it, per closure:"]
+    return "\n".join([text, *lines, *map(str, state.report.recompute), ""])
+
+
+def show_after(
+    name: str,
+    target: Target,
+    options: Options,
+    *,
+    way: Way = "compile",
+    train: bool = False,
+    micro_batches: int = 1,
+    diff: bool = False,
+) -> str:
+    """Returns the programs after a pass, verified; or what it changed.
+
+    Args:
+        name: of the pass.
+        target: the model and its inputs; for a step, those of one micro-batch.
+        options: how it is compiled.
+        way: as what.
+        train: whether gradients are wanted; a step has them anyway.
+        micro_batches: of a step.
+        diff: show the difference to the programs before it.
+
+    Raises:
+        LazyInlineError: if there is no such pass.
+    """
+    compiler = Compiler(options)
+    if way == "step":
+        subject = Subject(LossModel(target.model, None), target.args, target.kwargs, train=True)
+        started = compiler.step_started(subject, Batching(micro_batches))
+        return _shown(name, STEP, started, diff=diff)
+    subject = Subject(target.model, target.args, target.kwargs, train)
+    return _shown(name, MODULE, compiler.started(subject), diff=diff)
+
+
+def _shown(name: str, passes: Sequence[Pass], state: State, *, diff: bool) -> str:
+    names = [one.name for one in passes]
+    if name not in names:
+        raise LazyInlineError(f"There is no pass {name!r} here; there are {', '.join(names)}.")
+    number = names.index(name)
+    before = run(passes[:number], state)
+    one = passes[number]
+    if not one.wanted(before):
+        return f"{name} does not run here: nothing asks for it.\n"
+    after = run((one,), before)
+    check(after, one.level)
+    texts = _texts(after)
+    if not diff:
+        return "\n".join(f"// {part}, after {name}\n{text}" for part, text in texts.items())
+    old = _texts(before)
+    parts = {part: None for part in (*old, *texts)}
+    changes = {p: diff_texts(old.get(p, ""), texts.get(p, "")) for p in parts}
+    return "\n".join(f"// {p}, by {name}\n{d or '(unchanged)'}\n" for p, d in changes.items())
+
+
+def _texts(state: Compilation) -> dict[str, str]:
+    """Returns each part as text: as a program of calls, or as launches once it is linked."""
+    programs = {name: format_program(program) for name, program in state.programs.items()}
+    return programs | {name: f"{flat}\n" for name, flat in state.flats.items()}

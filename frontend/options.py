@@ -1,0 +1,48 @@
+"""What a user asks of a compile, checked."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from ..backend.kernels.lower import backend_named
+from ..recompute.policy import POLICIES, Policy, check_policy
+from ..reuse.errors import PlanError, ReuseError
+from .capture.blocks import REUSE_CHOICES
+
+BACKEND_CHOICES = ("inductor", "eager")
+
+
+@dataclass(frozen=True)
+class Options:
+    """The options of one compiled module, checked."""
+
+    reuse: str = "marked"
+    backend: str = "inductor"
+    recompute: Policy = None
+    cache: Literal["off", "disk"] = "off"
+    """``"disk"`` takes results of earlier processes; what is measured does not."""
+
+    def __post_init__(self) -> None:
+        check_policy(self.recompute)
+        if self.reuse not in REUSE_CHOICES:
+            raise ReuseError(f"reuse={self.reuse!r} is unknown; there are {REUSE_CHOICES}.")
+        backend_named(self.backend)
+        if self.recompute in POLICIES and self.reuse == "off":
+            raise PlanError(
+                f"recompute={self.recompute!r} is decided for each block, and reuse='off' leaves "
+                "none: use reuse='marked', or a Budget."
+            )
+
+
+@dataclass(frozen=True)
+class Batching:
+    """How a step's batch is split, and in which order the parts run."""
+
+    micro_batches: int = 1
+    order: str = "forward_first"
+
+    @property
+    def loss_bytes(self) -> int:
+        """Most bytes that a step allocates for the losses: one per part, and their mean."""
+        return 8 * (self.micro_batches + 1)

@@ -1,0 +1,160 @@
+"""What a compiler keeps per closure, so that each is taken apart and lowered once."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+from ...autodiff.derivative import Differentiator
+from ...backend.cache.results import CompileCache
+from ...backend.kernels.lower import (
+    Backend,
+    Kernel,
+    backend_named,
+    can_record,
+    decompose_leaf,
+    kernel_list,
+    lower_leaves,
+)
+from ...backend.launches.kernel_list import KernelList
+from ...backend.link.estimate import Estimates
+from ...backend.link.link import FlatProgram
+from ...backend.run.planned import Tools
+from ...reuse.ir.leaf import leaf_key
+from ...reuse.ir.program import Leaf, Program, walk_closures
+from ...reuse.ir.rewrite import map_leaves
+from ..options import Options
+from ..progress import progress
+from ..report import CompileReport
+from .recompute_choice import Recompute
+
+
+class Context:
+    """What passes share. One for each compiler; it outlives a compile.
+
+    Args:
+        options: of the compiler.
+
+    Attributes:
+        backend: makes kernels.
+        differentiator: makes derivatives as the backend wants them, each once.
+        recompute: picks what a derivative saves.
+        tools: what places buffers and replays launches.
+        kernels: of each leaf that has one.
+        recorded: the launches of each leaf for which they are known.
+    """
+
+    def __init__(self, options: Options) -> None:
+        self.options = options
+        self.backend: Backend = backend_named(options.backend)
+        found = CompileCache.of_user(options.backend) if options.cache == "disk" else None
+        self._cache = found or CompileCache(None, options.backend)
+        self.tools = Tools(self._cache.plan, self._cache.replay)
+        self.differentiator = Differentiator(self.backend.recipe, self._cache.derivative)
+        self.recompute = Recompute(self.differentiator, options.recompute, options.backend)
+        self.kernels: dict[Leaf, Kernel] = {}
+        self.recorded: dict[Leaf, KernelList] = {}
+        self._leaves: dict[Any, Leaf] = {}
+        self._decomposed: dict[Leaf, Leaf] = {}
+        self._estimates = Estimates(fuses=options.backend == "inductor")
+
+    def report(self, *, train: bool) -> CompileReport:
+        """Returns the report of a compile that is about to begin."""
+        return CompileReport(train, self.options.backend, self.options.reuse)
+
+    @contextmanager
+    def cached(self, report: CompileReport) -> Iterator[None]:
+        """Takes what earlier processes made from the disk meanwhile, and says so in a report."""
+        self._cache.begin()
+        yield
+        report.cache = self._cache.finish()
+
+    @property
+    def cache_place(self) -> str:
+        """Names the machine and the directory of the cache; "" without one."""
+        return f"{platform.node()}:{self._cache.directory}" if self._cache.directory else ""
+
+    def known(self, program: Program) -> Program:
+        """Replaces leaves by equal ones that an earlier compile has seen."""
+        return map_leaves(program, lambda leaf: self._leaves.setdefault(_LeafKey(leaf), leaf))
+
+    def decomposed(self, program: Program) -> Program:
+        """Takes the composite operators of each leaf apart."""
+
+        def of_leaf(leaf: Leaf) -> Leaf:
+            if leaf not in self._decomposed:
+                make = partial(decompose_leaf, leaf, self.backend)
+                self._decomposed[leaf] = self._cache.decomposed(leaf, make)
+            return self._decomposed[leaf]
+
+        return map_leaves(program, of_leaf)
+
+    def lower(self, programs: Iterable[Program]) -> int:
+        """Makes what kernels programs need; returns how many leaves were new."""
+        leaves = {c: None for p in programs for c in walk_closures(p) if isinstance(c, Leaf)}
+        new = [c for c in leaves if c not in self.kernels and c not in self.recorded]
+        for leaf in new:
+            launches = self._cache.kernels(leaf)
+            if launches is not None:
+                self.recorded[leaf] = launches
+        self._make_kernels([leaf for leaf in new if leaf not in self.recorded])
+        return len(new)
+
+    def kernels_of(self, flats: Sequence[FlatProgram]) -> Mapping[Leaf, Kernel]:
+        """Returns what to call for each leaf; launches from the cache do not stand for one here."""
+        self._make_kernels(leaves_of(flats))
+        return self.kernels
+
+    def launches_of(self, flats: Sequence[FlatProgram]) -> Mapping[Leaf, KernelList]:
+        """Returns the kernel list of each leaf, recorded at most once."""
+        for leaf in leaves_of(flats):
+            if leaf not in self.recorded:
+                self.recorded[leaf] = made = kernel_list(leaf, self.kernels[leaf])
+                self._cache.keep_kernels(leaf, made)
+        return self.recorded
+
+    def likely_launches_of(self, flats: Sequence[FlatProgram]) -> Mapping[Leaf, KernelList]:
+        """Returns the kernel list of each leaf, an estimate where it has no kernel yet."""
+        return self._estimates.lists(flats, self.recorded)
+
+    def unrecordable(self, flats: Sequence[FlatProgram]) -> Leaf | None:
+        """Returns a leaf whose kernel is not a plain list of launches, if there is one."""
+        return next(
+            (
+                leaf
+                for leaf in leaves_of(flats)
+                if leaf not in self.recorded and not can_record(self.kernels[leaf])
+            ),
+            None,
+        )
+
+    def forget(self, leaf: Leaf) -> None:
+        """Drops the kernel of a leaf that no other program will have."""
+        self.kernels.pop(leaf, None)
+        self.recorded.pop(leaf, None)
+
+    def _make_kernels(self, leaves: Sequence[Leaf]) -> None:
+        new = [leaf for leaf in leaves if leaf not in self.kernels]
+        with progress(len(new), "closures") as advance:
+            self.kernels.update(lower_leaves(new, self.backend, advance))
+
+
+def leaves_of(flats: Sequence[FlatProgram]) -> list[Leaf]:
+    """Returns the different leaves that flat programs launch."""
+    return list({launch.leaf: None for flat in flats for launch in flat.launches})
+
+
+class _LeafKey:
+    """A leaf as a dictionary key, equal to every leaf that computes the same."""
+
+    def __init__(self, leaf: Leaf) -> None:
+        self._key = leaf_key(leaf)
+
+    def __hash__(self) -> int:
+        return hash((len(self._key), self._key[0], self._key[1]))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _LeafKey) and self._key == other._key

@@ -1,0 +1,107 @@
+"""Passes for a file: what has data to write, and the gradients beside the loss."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from ...autodiff.derivative import Differentiator, Recipe
+from ...autodiff.training_program import training_program
+from ...reuse.errors import ExportError
+from ...reuse.ir.leaf import Leaf
+from ...reuse.ir.program import Composite, ModelTensor, Program
+from ...reuse.ir.types import TensorType
+from ..capture.assemble import OutputTree
+from ..requests import differentiable_inputs
+from .parts import PARTS
+from .state import Compilation, compile_pass
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportCompilation(Compilation):
+    """A program on its way to a file.
+
+    Attributes:
+        opset: version of the operators in it.
+        train: whether it holds gradients.
+        gradients: program inputs that have a gradient among the outputs.
+    """
+
+    opset: int
+    train: bool
+    gradients: tuple[int, ...] = ()
+
+    @property
+    def program(self) -> Program:
+        """What is written."""
+        return self.programs[PARTS[0]]
+
+
+@compile_pass("data")
+def require_data(state: ExportCompilation) -> ExportCompilation:
+    """What a file shall hold has to be there."""
+    for source in state.program.sources:
+        if isinstance(source, ModelTensor) and source.tensor.is_meta:
+            raise ExportError(
+                f"{source.name} is on the meta device and has no data to write. Materialize the "
+                "model first: model.to_empty(device=...) and load a state_dict."
+            )
+    return state
+
+
+def _is_training(state: ExportCompilation) -> bool:
+    return state.train
+
+
+@compile_pass("autodiff", wanted=_is_training)
+def add_gradients(state: ExportCompilation) -> ExportCompilation:
+    """In training, the program also computes every gradient of the loss."""
+    from ...backend.onnx.torch_onnx import exact_attention, exact_decompositions
+
+    program = state.program
+    loss = loss_output(program)
+    table = exact_decompositions(state.opset)
+
+    def recipe(leaf: Leaf) -> Recipe:
+        return Recipe(table)
+
+    wanted = differentiable_inputs(program)
+    with exact_attention():
+        derivative = Differentiator(recipe).vjp(Composite("main", program), wanted, [loss])
+    if derivative is None:
+        raise ExportError(
+            "train=True: the loss depends on no parameter that requires grad. (A program has to "
+            "be captured with train=True.)"
+        )
+    type_ = program.outputs[loss].type
+    assert isinstance(type_, TensorType)
+    seed = ModelTensor("loss.seed", torch.ones(type_.shape, dtype=type_.dtype, device=type_.device))
+    programs = {PARTS[0]: training_program(program, derivative, seed)}
+    return replace(state, programs=programs, gradients=derivative.gradient_inputs)
+
+
+def loss_output(program: Program) -> int:
+    """Returns which output of a program is its loss.
+
+    Raises:
+        ExportError: if there is none.
+    """
+    tree = program.output_tree
+    assert isinstance(tree, OutputTree)
+    leaves = zip(tree.names, tree.leaves, strict=True)
+    outputs = [(name, i) for name, (kind, i) in leaves if kind == "output"]
+    found = [i for name, i in outputs if name == "loss"] or [i for _, i in outputs][:1]
+    if not found or program.outputs[found[0]].type.num_bytes != _item_bytes(program, found[0]):
+        returned = ", ".join(f"{n}: {program.outputs[i].type}" for n, i in outputs)
+        raise ExportError(
+            "train=True: the model has to return a scalar loss, or an output with .loss; it "
+            f"returns {returned or 'no tensor'}."
+        )
+    return found[0]
+
+
+def _item_bytes(program: Program, output: int) -> int:
+    type_ = program.outputs[output].type
+    assert isinstance(type_, TensorType)
+    return type_.dtype.itemsize

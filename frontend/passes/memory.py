@@ -1,0 +1,204 @@
+"""Link, the deferred inline; and the plan of memory, or why there is none."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+
+from ...autodiff.derivative import Derivative
+from ...backend.launches.kernel_list import KernelList
+from ...backend.link.link import FlatProgram, link
+from ...backend.run.executable import Executable
+from ...backend.run.planned import PlannedProgram, lay_out, least_bytes
+from ...backend.run.runtime import PlannedRuntime, ReplayRuntime
+from ...backend.run.unplanned_step import ReplayedProgram, live_bytes
+from ...recompute.policy import Budget
+from ...reuse.ir.leaf import flat_types
+from ...reuse.ir.program import Leaf, ModelTensor, Program
+from ..requests import model_name
+from .parts import returned_of
+from .programs import StepCompilation
+from .state import Compilation, State, Unplanned, compile_pass
+
+
+@compile_pass("link", "flat")
+def link_module(state: State) -> State:
+    """The calls of each part are laid out, their memory is planned: the deferred inline."""
+    return plan_and_run_module(linked(state))
+
+
+def plan_and_run_module(state: State) -> State:
+    """Plans the memory of a linked program where nothing hinders it; else closures allocate."""
+    planned, report = plan_module(state), state.report
+    if isinstance(planned, Unplanned):
+        report.unplanned = planned.reason
+        return _launched(replace(state, unplanned=planned, runs=_replay(state)))
+    report.peak_bytes = planned.plan.peak_bytes
+    report.arena_bytes = planned.arena_bytes
+    report.lower_bound_bytes = planned.plan.lower_bound_bytes
+    derivative = state.derivative
+    num_saved = len(flat_types([derivative.saved_type])) if derivative is not None else 0
+    num_results = len(state.captured.program.outputs)
+    return _launched(replace(state, runs=PlannedRuntime(planned, num_results, num_saved)))
+
+
+@compile_pass("link", "flat")
+def link_step(state: StepCompilation) -> StepCompilation:
+    """The calls of all micro-batches are laid out, one arena is planned: the deferred inline."""
+    state = linked(state)
+    planned, report = plan_step(state), state.report
+    if isinstance(planned, Unplanned):
+        report.unplanned = planned.reason
+        return _launched(replace(state, unplanned=planned, runs=_replay_step(state)))
+    report.peak_bytes = report.arena_bytes = planned.plan.peak_bytes
+    report.lower_bound_bytes = planned.plan.lower_bound_bytes
+    return _launched(replace(state, runs=planned))
+
+
+def linked(state: State) -> State:
+    """Lays out the calls of each part."""
+    return replace(state, flats={name: link(p) for name, p in state.programs.items()})
+
+
+def _launched(state: State) -> State:
+    assert state.runs is not None
+    state.report.num_launches = state.runs.num_launches
+    return state
+
+
+# ---- what hinders a plan ---------------------------------------------------------------------
+
+
+def hindrance(state: Compilation) -> Unplanned | None:
+    """Says why linked parts cannot have their memory planned together; None if they can."""
+    backend = state.context.options.backend
+    if backend != "inductor":
+        return Unplanned(f"backend {backend} runs operator by operator")
+    return step_hindrance(state)
+
+
+def step_hindrance(state: Compilation) -> Unplanned | None:
+    """The same for a step: it owns its whole arena, so it is planned for any backend."""
+    return other_devices(state.linked) or _unrecordable(state)
+
+
+def other_devices(flats: Sequence[FlatProgram]) -> Unplanned | None:
+    """Memory has one kind of address."""
+    devices = {t.device.type for flat in flats for t in flat.slot_types}
+    if devices <= {"cpu"}:
+        return None
+    return Unplanned(f"memory is planned on cpu only, and the program uses {sorted(devices)}")
+
+
+def _unrecordable(state: Compilation) -> Unplanned | None:
+    leaf = state.context.unrecordable(state.linked) if state.kernels == "made" else None
+    if leaf is None:
+        return None
+    return Unplanned(f"the kernels of @{leaf.name} are not a plain list of launches")
+
+
+def changed_buffer(program: Program, derivative: Derivative | None) -> Unplanned | None:
+    """A state that the forward replaces lies where the backward reads the old one."""
+    written = {target for _, target in program.writes}
+    if derivative is not None and written & set(derivative.kept_inputs):
+        return Unplanned("the forward changes a buffer whose old value the backward needs")
+    return None
+
+
+# ---- a program that is called, with its backward ---------------------------------------------
+
+
+def plan_module(state: Compilation) -> PlannedProgram | Unplanned:
+    """Plans the arena of a linked program and its backward."""
+    why = _module_hindrance(state)
+    if why is not None:
+        return why
+    program = state.captured.program
+    own = {i: s.name for i, s in enumerate(program.sources) if isinstance(s, ModelTensor)}
+    num_returned, sources = returned_of(program, state.derivative)
+    # A budget bounds what a forward in flight holds, which is less without gradients.
+    has_budget = isinstance(state.context.options.recompute, Budget)
+    return PlannedProgram(
+        state.linked,
+        launches(state),
+        list(own),
+        num_returned,
+        sources,
+        tools=state.context.tools,
+        gradients="apart" if has_budget else "overlaid",
+        names=list(own.values()),
+    )
+
+
+def module_bytes(state: Compilation) -> int:
+    """Returns what a linked program holds at its peak: as planned, at least, or saved."""
+    assert state.derivative is not None
+    if _module_hindrance(state) is not None:
+        return state.derivative.saved_type.num_bytes
+    if state.kernels == "made":
+        planned = plan_module(state)
+        assert isinstance(planned, PlannedProgram)
+        return planned.held_bytes
+    returned, sources = returned_of(state.captured.program, state.derivative)
+    return least_bytes(lay_out(state.linked, launches(state), returned, sources))
+
+
+def _module_hindrance(state: Compilation) -> Unplanned | None:
+    written = partial(changed_buffer, state.captured.program, state.derivative)
+    return state.unplanned or hindrance(state) or written()
+
+
+def _replay(state: Compilation) -> ReplayRuntime:
+    kernels = state.context.kernels_of(state.linked)
+    forward, *backward = (Executable(flat, kernels) for flat in state.linked)
+    num_results = len(state.captured.program.outputs)
+    return ReplayRuntime(forward, backward[0] if backward else None, num_results)
+
+
+# ---- a step, which is one program ------------------------------------------------------------
+
+
+def plan_step(state: StepCompilation) -> PlannedProgram | Unplanned:
+    """Plans the arena of a linked step; its results stay where they are until the next one."""
+    (flat,) = state.linked
+    why = step_hindrance(state)
+    if why is not None:
+        return why
+    own_copies = [""] * sum(map(len, state.step.batch))
+    return PlannedProgram(
+        [flat],
+        launches(state),
+        range(len(flat.inputs)),
+        [len(flat.outputs)],
+        results="pinned",
+        tools=state.context.tools,
+        names=[*own_copies, *(model_name(s.name) for s in state.step.model)],
+    )
+
+
+def _replay_step(state: StepCompilation) -> ReplayedProgram:
+    """Returns what runs a linked step closure by closure."""
+    (flat,) = state.linked
+    return ReplayedProgram(flat, state.context.kernels_of([flat]))
+
+
+def step_bytes(state: StepCompilation) -> int:
+    """Returns what a linked step holds at its peak: as planned, or at least."""
+    (flat,) = state.linked
+    if step_hindrance(state) is not None:
+        held = live_bytes(flat)
+    elif state.kernels == "made":
+        planned = plan_step(state)
+        assert isinstance(planned, PlannedProgram)
+        held = planned.held_bytes
+    else:
+        held = least_bytes(lay_out([flat], launches(state), [len(flat.outputs)], results="pinned"))
+    return held + state.batching.loss_bytes
+
+
+def launches(state: Compilation) -> Mapping[Leaf, KernelList]:
+    """Returns the kernel list of each leaf that is launched."""
+    if state.kernels == "made":
+        return state.context.launches_of(state.linked)
+    return state.context.likely_launches_of(state.linked)

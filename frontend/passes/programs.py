@@ -1,0 +1,117 @@
+"""Passes on programs, which visit each different closure once: from a model to its kernels."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from ...autodiff.derivative import Request
+from ...autodiff.micro_batches import StepProgram, step_program
+from ...reuse.errors import PlanError
+from ..capture.capture import capture_model
+from ..checks.runnable import check_batch_is_kept
+from ..options import Batching
+from ..requests import differentiation, loss_differentiation
+from .parts import PARTS, programs_of
+from .state import Compilation, State, compile_pass
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepCompilation(Compilation):
+    """A training step's compile; what is captured is one micro-batch.
+
+    Attributes:
+        batching: how many micro-batches, in which order.
+        composed: the step, once it is put together.
+    """
+
+    batching: Batching
+    composed: StepProgram | None = None
+
+    @property
+    def step(self) -> StepProgram:
+        """The step, once it is put together."""
+        assert self.composed is not None
+        return self.composed
+
+
+@compile_pass("capture")
+def capture(state: State) -> State:
+    """The model's Python runs once; each different block is traced, every other one is a call."""
+    subject = state.subject
+    assert subject is not None
+    seen = capture_model(
+        subject.model,
+        subject.args,
+        subject.kwargs,
+        reuse=state.context.options.reuse,
+        train=subject.train,
+        sizes=subject.sizes,
+        effects=subject.effects,
+    )
+    # Leaves with symbols are no others' equals: a symbol belongs to one capture.
+    program = seen.program if subject.sizes else state.context.known(seen.program)
+    state.report.describe(seen)
+    return replace(state, seen=seen, programs={PARTS[0]: program})
+
+
+@compile_pass("autodiff")
+def differentiate(state: State) -> State:
+    """With gradients, a program becomes two: a forward, and a backward with the calls reversed."""
+    assert state.subject is not None
+    if not state.subject.train:
+        return state
+    return with_request(state, differentiation(state.programs[PARTS[0]]))
+
+
+@compile_pass("autodiff")
+def differentiate_loss(state: StepCompilation) -> StepCompilation:
+    """A micro-batch becomes two programs: a forward, and a backward from its loss."""
+    program = state.programs[PARTS[0]]
+    check_batch_is_kept(program)
+    state = with_request(state, loss_differentiation(program))
+    if state.derivative is None:
+        raise PlanError("The loss depends on no parameter that requires grad.")
+    return state
+
+
+def with_request(state: State, request: Request) -> State:
+    """Returns the state with another derivative of the captured program."""
+    derivative = state.context.differentiator.of(request)
+    if derivative is None:
+        return replace(state, request=request)
+    programs = programs_of(derivative)
+    return replace(state, request=request, derivative=derivative, programs=programs)
+
+
+@compile_pass("repeat")
+def repeat_micro_batches(state: StepCompilation) -> StepCompilation:
+    """Forward and backward become one program that calls them once per micro-batch."""
+    assert state.derivative is not None
+    composed = step_program(
+        state.captured.program,
+        state.derivative,
+        state.context.differentiator,
+        micro_batches=state.batching.micro_batches,
+        order=state.batching.order,
+    )
+    return replace(state, composed=composed, programs={"step": composed.program})
+
+
+@compile_pass("decompose", "aten", verified="always")
+def decompose(state: State) -> State:
+    """Composite operators are taken apart, once per leaf."""
+    programs = {n: state.context.decomposed(p) for n, p in state.programs.items()}
+    return replace(state, programs=programs)
+
+
+@compile_pass("lower", "aten")
+def lower(state: State) -> State:
+    """Kernels are made, once per leaf."""
+    state.report.num_kernels += state.context.lower(state.programs.values())
+    return replace(state, kernels="made")
+
+
+@compile_pass("lower", "aten")
+def estimate(state: State) -> State:
+    """In place of kernels, what they will likely hold: nothing of it can run."""
+    return replace(state, kernels="estimated")

@@ -1,0 +1,92 @@
+"""The compile of one rank of a pipeline, between two passes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ...pipeline_parallel.schedule.actions import ActionTable
+from ...pipeline_parallel.schedule.plan import PipelinePlan
+from ...pipeline_parallel.schedule.rank_order import RankOrder
+from ...pipeline_parallel.split.call_costs import CostModel, DeviceRates
+from ...pipeline_parallel.split.cut import Stage
+from ...pipeline_parallel.stages.stage import StageDerivative
+from .context import Context
+from .stage_split import Splitting
+from .state import Compilation, Subject
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankCompilation(Compilation):
+    """One rank's compile. Other ranks' stages are cut and differentiated too, for the plan.
+
+    Attributes:
+        table: what each rank does.
+        rank: which one this is.
+        splitting: how the program is cut into stages.
+        costs: predicts what calls take.
+        rates: of the device.
+        withheld_bytes: what a plan that did not fit was short of.
+        stages: all of them, in order.
+        plain: their derivatives, before it is chosen what they save.
+        derived: their derivatives.
+        ordered: what this rank does, and when what travels comes and goes.
+        predicted: what the pipeline will take.
+    """
+
+    table: ActionTable
+    rank: int
+    splitting: Splitting
+    costs: CostModel
+    rates: DeviceRates
+    withheld_bytes: int = 0
+    stages: tuple[Stage, ...] = ()
+    plain: tuple[StageDerivative, ...] = ()
+    derived: tuple[StageDerivative, ...] = ()
+    ordered: RankOrder | None = None
+    predicted: PipelinePlan | None = None
+
+    @property
+    def own(self) -> list[StageDerivative]:
+        """The stages of this rank."""
+        return [self.derived[stage] for stage in self.table.stages_of(self.rank)]
+
+    @property
+    def order(self) -> RankOrder:
+        """What this rank does, once it is linked."""
+        assert self.ordered is not None
+        return self.ordered
+
+    @property
+    def plan(self) -> PipelinePlan:
+        """What the pipeline will take, once it is predicted."""
+        assert self.predicted is not None
+        return self.predicted
+
+    @property
+    def memory_bytes_per_rank(self) -> int | None:
+        """What a rank may hold, if that decides what is computed again."""
+        splitting = self.splitting
+        return splitting.memory_bytes_per_rank if splitting.split == "auto" else None
+
+
+def started(
+    context: Context,
+    subject: Subject,
+    table: ActionTable,
+    rank: int,
+    splitting: Splitting,
+    rates: DeviceRates,
+) -> RankCompilation:
+    """Returns what is known of a rank before the first pass; its subject is a micro-batch."""
+    bounded = splitting.memory_bytes_per_rank is not None
+    trade_offs = context.recompute.trade_offs if bounded else None
+    return RankCompilation(
+        context=context,
+        report=context.report(train=True),
+        subject=subject,
+        table=table,
+        rank=rank,
+        splitting=splitting,
+        costs=CostModel(context.differentiator, rates, trade_offs),
+        rates=rates,
+    )
