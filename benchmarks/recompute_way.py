@@ -292,7 +292,7 @@ def gradient_error(model: nn.Module, expected: list[torch.Tensor | None]) -> flo
 def launched_flops(step: lazyinline.TrainingStep) -> int:
     """FLOPs of what the linked program launches, by the formula that the profiler's are counted by.
 
-    The native replay loop calls BLAS without PyTorch's dispatcher, so the profiler sees no product.
+    The native loop calls BLAS without PyTorch's dispatcher, so the profiler sees no product.
     """
     layout = step._entries[0]._compiled.runner.layout
     launches = (placed.launch for part in layout.parts for placed in part.launches)

@@ -18,8 +18,8 @@ from torch import nn
 from ..autodiff.aliasing import saved_inputs
 from ..autodiff.derivative import Derivative, Differentiator
 from ..backend.run.planned import PlannedProgram
-from ..backend.run.runtime import PlannedRuntime, ReplayRuntime
-from ..backend.run.unplanned_step import ReplayedProgram
+from ..backend.run.runtime import ClosureRuntime, PlannedRuntime
+from ..backend.run.unplanned_step import UnplannedStep
 from .capture.capture import one_at_a_time
 from .compiled import CompiledProgram, CompiledStep
 from .options import Batching, Options
@@ -153,7 +153,7 @@ class Compiler:
         with self.context.cached(state.report):
             state = run(STEP, state)
         note_recompute(state)
-        assert isinstance(state.runs, PlannedProgram | ReplayedProgram)
+        assert isinstance(state.runs, PlannedProgram | UnplannedStep)
         return CompiledStep(state.captured, state.step, state.runs), state.report
 
     def _relinked(
@@ -170,7 +170,7 @@ class Compiler:
         )
         with self.context.cached(report):
             state = run(BACKWARD, state)
-        assert isinstance(state.runs, PlannedRuntime | ReplayRuntime)
+        assert isinstance(state.runs, PlannedRuntime | ClosureRuntime)
         return replace(compiled, runtime=state.runs, derivative=derivative)
 
 
@@ -181,7 +181,7 @@ Relinked = Callable[[CompiledProgram, Derivative, CompileReport], CompiledProgra
 def compiled_program(state: Compilation, relinked: Relinked) -> CompiledProgram:
     """Returns what a finished compile of a module made, and the way to other backwards of it."""
     derivative = state.derivative
-    assert isinstance(state.runs, PlannedRuntime | ReplayRuntime)
+    assert isinstance(state.runs, PlannedRuntime | ClosureRuntime)
     if derivative is None:
         return CompiledProgram(state.captured, state.runs)
     watched = saved_inputs(state.programs[PARTS[0]])

@@ -49,7 +49,7 @@ def compile_step(
     """Returns a function that runs one training step and fills ``.grad``.
 
     The step owns its whole plan: activations, gradients and scratch lie in one arena, and a step
-    is a flat replay of kernels. ``.grad`` of every parameter that gets one is set to the gradient
+    runs kernels one after the other. ``.grad`` of every parameter that gets one is set to the gradient
     of the mean loss (not added to what was there) and stays valid until the next step. Its storage
     is the gradient's bytes alone, in the arena's memory: saved or copied it takes no more, and it
     cannot be resized. What an earlier step set and this one does not is set to None.
@@ -255,7 +255,7 @@ class _StepEntry:
         handed.take_back(self._trained_of(self.guard.tensors))
 
     def run(self, leaves: Sequence[Any]) -> torch.Tensor:
-        """Copies the batch in, replays the program, hands out the gradients."""
+        """Copies the batch in, runs the program, hands out the gradients."""
         return self._run(leaves) if self._move else self._run_without_modes(leaves)
 
     @without_autocast

@@ -27,8 +27,8 @@ from torch import Tensor, nn
 
 import lazyinline
 from lazyinline import CaptureError, lazy_inline
-from lazyinline.backend.launches.torch_native import replay_function
-from lazyinline.backend.run.runtime import ReplayRuntime
+from lazyinline.backend.launches.torch_native import native_library
+from lazyinline.backend.run.runtime import ClosureRuntime
 
 
 class Value:
@@ -430,7 +430,7 @@ HELD: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], Callable[[Any], A
 @pytest.fixture(autouse=True)
 def natively(monkeypatch: pytest.MonkeyPatch) -> None:
     """The eager kernels need no native library; guards have it all the same, as with others."""
-    monkeypatch.setattr(ReplayRuntime, "hold", replay_function().hold)
+    monkeypatch.setattr(ClosureRuntime, "hold", native_library().hold)
 
 
 @pytest.fixture(autouse=True)
@@ -499,7 +499,7 @@ def test_another_table_in_a_module_is_noticed(
     name: str, is_native: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not is_native:
-        monkeypatch.setattr(ReplayRuntime, "hold", None)
+        monkeypatch.setattr(ClosureRuntime, "hold", None)
     kind = type("Local", (type("LocalBase", (Plain,), {}),), {})
     model, x = kind(), torch.randn(2, 4)
     compiled = lazyinline.compile(model, backend="eager")

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import lazyinline
-from lazyinline.backend.launches.torch_native import replay_function
+from lazyinline.backend.launches.torch_native import native_library
 from lazyinline.frontend.measure.models import llama
 from lazyinline.reuse.evidence.identity_checks import IdentityChecks
 
@@ -46,8 +46,8 @@ def function(request: pytest.FixtureRequest) -> Function:
     """Makes the function of some checks."""
     if request.param == "generated":
         return IdentityChecks.function
-    assert replay_function().hold is not None, "Python's headers are missing here"
-    return lambda checks: checks.function(replay_function().hold)
+    assert native_library().hold is not None, "Python's headers are missing here"
+    return lambda checks: checks.function(native_library().hold)
 
 
 def cell_of(value: Any) -> Any:
@@ -331,7 +331,7 @@ def test_checks_kept_by_what_they_check_go_with_it(function: Function) -> None:
 
 @pytest.mark.parametrize("facts", [(), ((),) * 5, ([],) * 6, ((1,), *((),) * 5)])
 def test_the_native_comparison_refuses_what_is_no_table_of_facts(facts: Any) -> None:
-    hold = replay_function().hold
+    hold = native_library().hold
     assert hold is not None
     with pytest.raises(TypeError):
         hold(*facts)

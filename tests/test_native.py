@@ -1,4 +1,4 @@
-"""The native replay loop computes what PyTorch's kernels compute: products as exactly as any sum of
+"""The native loop computes what PyTorch's kernels compute: products as exactly as any sum of
 so many terms, everything else, which is the same additions in the same order, to the last bit."""
 
 import copy
@@ -20,10 +20,10 @@ from lazyinline.backend.launches import torch_native
 from lazyinline.backend.launches.kernel_list import Launch, NativeOp, View
 from lazyinline.backend.launches.native_ops import native_op, with_native
 from lazyinline.backend.launches.torch_native import (
-    Replay,
-    loaded_replay,
+    NativeLibrary,
+    loaded_native,
     native_file,
-    replay_function,
+    native_library,
 )
 from lazyinline.backend.link.program_writer import GeneratedCode, bind_native
 
@@ -53,7 +53,7 @@ def launch_of(function: Any, args: Sequence[Any], **kwargs: Any) -> tuple[Native
 
 
 def run_native(
-    op: NativeOp, tensors: Sequence[Tensor], loop: Callable[[], Replay] = replay_function
+    op: NativeOp, tensors: Sequence[Tensor], loop: Callable[[], NativeLibrary] = native_library
 ) -> None:
     """Runs one operation, each tensor's storage in a slot of its own."""
     code = GeneratedCode()
@@ -68,14 +68,14 @@ def run_native(
         i: torch.empty(0, dtype=t.dtype).set_(t.untyped_storage()) for i, t in enumerate(tensors)
     }
     scope = bind_native(code, torch.empty(64, dtype=torch.uint8), bases, loop)
-    if failure := scope["replay"](scope["words"], op.num_operations, scope["table"]):
+    if failure := scope["run_native"](scope["words"], op.num_operations, scope["table"]):
         scope["fail"](failure)
 
 
-def without_python_headers() -> Replay:
+def without_python_headers() -> NativeLibrary:
     """The loop as it is where the library could not be built as an extension module."""
     library = ctypes.CDLL(str(native_file()))
-    return torch_native._replay_of(SimpleNamespace(lazyinline_replay=library.lazyinline_replay))
+    return torch_native._native_of(SimpleNamespace(lazyinline_run=library.lazyinline_run))
 
 
 EXACT = {"rtol": 0.0, "atol": 0.0}
@@ -87,7 +87,7 @@ def assert_native_equals(
     op, tensors = launch_of(function, args, out=out)
     assert op is not None, "no native form"
     expected = function(*args, out=torch.full_like(out, float("nan")))
-    for loop in (replay_function, without_python_headers):
+    for loop in (native_library, without_python_headers):
         out.fill_(float("nan"))
         run_native(op, tensors, loop)
         torch.testing.assert_close(out, expected, **tolerance)
@@ -108,11 +108,11 @@ needs_blas = pytest.mark.skipif(
 )
 
 
-LOOPS = (replay_function, without_python_headers, lambda: loaded_replay(native_file()))
+LOOPS = (native_library, without_python_headers, lambda: loaded_native(native_file()))
 
 
 @pytest.mark.parametrize("loop", LOOPS)
-def test_memory_is_moved(loop: Callable[[], Replay]) -> None:
+def test_memory_is_moved(loop: Callable[[], NativeLibrary]) -> None:
     native = loop()
     numbers, copy_of = (ctypes.c_int64 * 3)(5, 6, 7), (ctypes.c_int64 * 3)()
     start, end = ctypes.addressof(numbers), ctypes.addressof(copy_of)
@@ -123,7 +123,7 @@ def test_memory_is_moved(loop: Callable[[], Replay]) -> None:
 @pytest.mark.parametrize("given", [(), (1, 2), (1, 2, 3, 4), (0, 0, "8"), (0, 0, 2**64)])
 def test_native_functions_refuse_what_is_no_address(given: tuple[Any, ...]) -> None:
     with pytest.raises((TypeError, OverflowError)):
-        replay_function().move(*given)
+        native_library().move(*given)
 
 
 @needs_blas

@@ -89,7 +89,7 @@ class CompileCache:
         self._backend = backend
         self._facts: str | None = None
         self._contents: dict[Leaf, str | None] = {}
-        self._replay: torch_native.Replay | None = None
+        self._native: torch_native.NativeLibrary | None = None
 
     @classmethod
     def of_user(cls, backend: str) -> CompileCache:
@@ -180,30 +180,32 @@ class CompileCache:
 
         return self._of(key, decode, make, encode)
 
-    def replay(self) -> torch_native.Replay:
-        """Returns the native replay loop."""
-        if self._replay is None:
+    def native(self) -> torch_native.NativeLibrary:
+        """Returns the native loop."""
+        if self._native is None:
             num_made = self._use.num_made
-            self._replay = self._found_replay()
+            self._native = self._found_native()
             if self._disk is not None and self._use.num_made > num_made:
                 self._disk.trim()  # it is asked for when a program is bound, after its compile
-        return self._replay
+        return self._native
 
-    def _found_replay(self) -> torch_native.Replay:
+    def _found_native(self) -> torch_native.NativeLibrary:
         source = hashlib.sha256(torch_native.native_source().encode()).hexdigest()
-        key = None if self._facts is None else _digest(["replay", self._facts, source])
+        key = None if self._facts is None else _digest(["native", self._facts, source])
 
-        def decode(digest: Any) -> torch_native.Replay:
-            return self._loaded(digest, torch_native.loaded_replay)
+        def decode(digest: Any) -> torch_native.NativeLibrary:
+            return self._loaded(digest, torch_native.loaded_native)
 
-        def encode(_: torch_native.Replay) -> Any:
+        def encode(_: torch_native.NativeLibrary) -> Any:
             built = torch_native.native_file()
             digest = self._disk.write_object(built) if self._disk and built else None
             if digest is None:
-                raise NotCacheableError("the replay loop")
+                raise NotCacheableError("the native loop")
             return digest
 
-        found: torch_native.Replay = self._of(key, decode, torch_native.replay_function, encode)
+        found: torch_native.NativeLibrary = self._of(
+            key, decode, torch_native.native_library, encode
+        )
         return found
 
     # ---- keys, entries, objects ----------------------------------------------------------

@@ -24,7 +24,7 @@ import torch
 
 from ..files.torch_folder import DamagedObjectError, own_folder, sound_object
 from ..launches.torch_facts import cpu_kind, for_this_cpu
-from ..launches.torch_native import replay_function
+from ..launches.torch_native import native_library
 from .built_index import KernelIndex
 from .bundles import Bundles, Promise, kept
 from .parallel_regions import guarded
@@ -51,7 +51,7 @@ def deferred_builds() -> Iterator[Callable[[], None]]:
         source = kernel_source(argtypes, source_code)
         if source is None:
             return build_one(self, argtypes, for_this_cpu(source_code))
-        bundles.beside(replay_function)
+        bundles.beside(native_library)
         return bundles.ask(source)
 
     def postpone(self: AsyncCompile, scope: dict[str, Any]) -> None:

@@ -51,7 +51,7 @@ _OUT_FORMS = {
     torch.ops.aten.gelu.default: torch.ops.aten.gelu.out,
     torch.ops.aten.index_select.default: torch.ops.aten.index_select.out,
 }
-# PyTorch's out= form of these copies a fresh result; the native replay loop writes in place.
+# PyTorch's out= form of these copies a fresh result; the native loop writes in place.
 _NATIVE_OUT_FORMS = {
     torch.ops.aten.embedding.default: torch.ops.aten.embedding.out,
     torch.ops.aten.embedding_dense_backward.default: torch.ops.aten.embedding_dense_backward.out,
@@ -197,7 +197,7 @@ class _Recorder(TorchDispatchMode):
     def _launch_native(
         self, name: str, func: Any, args: Any, kwargs: dict[str, Any], result: torch.Tensor
     ) -> bool:
-        """Notes a launch that only the native replay loop can place; says whether it can."""
+        """Notes a launch that only the native loop can place; says whether it can."""
         self._add_buffer(result, "private")
         self._launch(name, _NATIVE_OUT_FORMS[func], args, {**kwargs, "out": result})
         if self._launches[-1].native is not None:

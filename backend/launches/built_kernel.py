@@ -1,6 +1,6 @@
 """A C++ kernel inside a shared object that holds several: where it is, and a way to call it.
 
-The replay loop calls kernels at their address. A wrapper that runs as Python calls them by name;
+The native loop calls kernels at their address. A wrapper that runs as Python calls them by name;
 Inductor would compile a Python binding of each for that, here ``ctypes`` does it.
 """
 

@@ -63,7 +63,7 @@ class BufferInfo:
 
 @dataclass(frozen=True, slots=True)
 class NativeOp:
-    """What the native replay loop does for one launch: words, and views where an address goes."""
+    """What the native loop does for one launch: words, and views where an address goes."""
 
     operands: tuple[int | View, ...]
     num_operations: int = 1
@@ -76,7 +76,7 @@ class Launch:
     ``results`` stand for what the function returns if it makes foreign buffers; ``returns`` says
     whether that is a ``"tensor"`` or a ``"tuple"``. ``operands`` is ``"addresses"`` for a
     kernel that only takes the operands' first addresses, so that their shapes do not matter.
-    ``native`` is the same launch for the native replay loop, where it has a form for it.
+    ``native`` is the same launch for the native loop, where it has a form for it.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Launches as words that the native replay loop runs; whatever has none is launched from Python.
+"""Launches as words that the native loop runs; whatever has none is launched from Python.
 
 Every operation computes what PyTorch's kernel computes: the same BLAS routine with the same
 arguments (or, of small matrices, our own product, which rounds no more), sums and copies to the
@@ -20,7 +20,7 @@ from .kernel_list import Launch, NativeOp, View
 
 aten = torch.ops.aten
 
-# The numbers are those of native_replay.cpp.
+# The numbers are those of native_loop.cpp.
 _KERNEL, _GEMM, _BATCHED_GEMM, _COPY, _COPY_ROW, _ADD, _GATHER_ROWS, _ADD_ROWS = range(8)
 _INDEX, _ZERO_DIVISION = 1, 2
 _MAX_KERNEL_ARGS = 64
@@ -194,7 +194,7 @@ _RULES: dict[Any, Callable[[Sequence[Any], dict[str, Any]], NativeOp | None]] = 
 
 
 def fail(failure: int) -> NoReturn:
-    """Raises what eager would, for what the replay loop returned.
+    """Raises what eager would, for what the native loop returned.
 
     Raises:
         IndexError: an index was out of range.

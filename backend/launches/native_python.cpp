@@ -30,7 +30,7 @@ PyObject* run(PyObject*, PyObject* const* given, Py_ssize_t count) {
   if (!read_numbers(given, count, 3, n)) return nullptr;
   int failure;
   Py_BEGIN_ALLOW_THREADS
-  failure = lazyinline_replay(at<word>(n[0]), n[1], at<char*>(n[2]));
+  failure = lazyinline_run(at<word>(n[0]), n[1], at<char*>(n[2]));
   Py_END_ALLOW_THREADS
   return PyLong_FromLong(failure);
 }

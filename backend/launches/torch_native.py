@@ -1,4 +1,4 @@
-"""Adapter: what is C++ of ours (the replay loop, first fit), and the addresses of what it calls.
+"""Adapter: what is C++ of ours (the native loop, first fit), and the addresses of what it calls.
 
 It is built by the compiler that Inductor uses for its own kernels and kept where it keeps them. The
 loop calls Inductor's kernels at their address, and the BLAS inside PyTorch.
@@ -29,7 +29,7 @@ _SOURCES = tuple(
     Path(__file__).with_name(name)
     for name in (
         "native_products.cpp",
-        "native_replay.cpp",
+        "native_loop.cpp",
         "native_packing.cpp",
         "native_checks.cpp",
         "native_python.cpp",
@@ -44,8 +44,8 @@ Move = Callable[[int, int, int], object]
 
 
 @dataclass(frozen=True)
-class Replay:
-    """The replay loop, and what is native beside it.
+class NativeLibrary:
+    """The native loop, and what is native beside it.
 
     Attributes:
         run: ``run(program, count, table)``, three addresses or counts, runs so many operations.
@@ -83,13 +83,13 @@ def _library() -> Any:
         raise PlanError(f"{[str(s) for s in _SOURCES]} cannot be built: {error}") from error
 
 
-def replay_function() -> Replay:
+def native_library() -> NativeLibrary:
     """Builds the loop.
 
     Raises:
         PlanError: if it cannot be built.
     """
-    return _replay_of(_library())
+    return _native_of(_library())
 
 
 def native_source() -> str:
@@ -98,38 +98,38 @@ def native_source() -> str:
 
 
 def native_file() -> Path | None:
-    """Returns the shared object that :func:`replay_function` built."""
+    """Returns the shared object that :func:`native_library` built."""
     name = getattr(_library(), "_name", None)
     return Path(name) if name else None
 
 
-def loaded_replay(path: Path) -> Replay:
+def loaded_native(path: Path) -> NativeLibrary:
     """Loads the loop from a copy of that shared object.
 
     Raises:
         OSError: if it does not load.
         AttributeError: if it is another library.
     """
-    return _replay_of(ctypes.CDLL(str(path)))
+    return _native_of(ctypes.CDLL(str(path)))
 
 
-def _replay_of(library: ctypes.CDLL) -> Replay:
+def _native_of(library: ctypes.CDLL) -> NativeLibrary:
     if not hasattr(library, f"PyInit_{_MODULE}"):  # built without Python's headers
-        return _foreign_replay(library)
+        return _foreign_native(library)
     loader = ExtensionFileLoader(_MODULE, library._name)
     spec = spec_from_file_location(_MODULE, library._name, loader=loader)
     assert spec is not None
     native: Any = module_from_spec(spec)
     loader.exec_module(native)
-    return Replay(native.run, native.hold, native.move)
+    return NativeLibrary(native.run, native.hold, native.move)
 
 
-def _foreign_replay(library: ctypes.CDLL) -> Replay:
+def _foreign_native(library: ctypes.CDLL) -> NativeLibrary:
     """The same by ctypes."""
-    function = library.lazyinline_replay
+    function = library.lazyinline_run
     function.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p]
     function.restype = ctypes.c_int
-    return Replay(function, None, ctypes.memmove)
+    return NativeLibrary(function, None, ctypes.memmove)
 
 
 def first_fit(buffers: Buffers, order: IntArray) -> IntArray:

@@ -1,6 +1,6 @@
 """The generated function of one part of a layout.
 
-Launches that have a native form are words for the native replay loop, one call of it for as many as
+Launches that have a native form are words for the native loop, one call of it for as many as
 follow one another; each of the others is one line of Python on bound names. Tensors in the arena
 and tensors of the model are bound before the first run; user inputs, results and foreign buffers
 are locals of the function.
@@ -37,7 +37,7 @@ class GeneratedCode:
         constants: name -> kernel or constant, the same for every binding.
         arena_views: name -> place in the arena.
         model_views: name -> view of a model tensor.
-        words: what the native replay loop runs.
+        words: what the native loop runs.
         slots: instance -> slot of the native address table, for what is bound beforehand.
         regions: region of the arena -> slot, where a program works in several places at once.
         num_slots: size of that table; what is known only in a run comes last.
@@ -236,7 +236,7 @@ class CodeWriter:
         """Writes the call that runs the native launches collected so far."""
         if self._num_native:
             start = self._native_start * self._code.words.itemsize
-            call = f"replay(words + {start}, {self._num_native}, table)"
+            call = f"run_native(words + {start}, {self._num_native}, table)"
             self._lines.append(f"  if failure := {call}: fail(failure)")
         self._native_start, self._num_native = len(self._code.words), 0
         self._drop_freed()
@@ -416,7 +416,7 @@ def bind_native(
     code: GeneratedCode,
     arena: torch.Tensor,
     tensors: Mapping[int, torch.Tensor],
-    replay: Callable[[], torch_native.Replay] = torch_native.replay_function,
+    native: Callable[[], torch_native.NativeLibrary] = torch_native.native_library,
     region_starts: Mapping[int, int] | None = None,
 ) -> dict[str, Any]:
     """Makes the address table of one lease, or of one run in regions that start at these bytes.
@@ -424,7 +424,7 @@ def bind_native(
     The function that gets these names owns what it is given by address: the table, the words, the
     arena, and the memory of the model's tensors, which `parameter.data = ...` may take from them.
     """
-    loop = replay()
+    library = native()
     addresses = (ctypes.c_int64 * code.num_slots)()
     addresses[_ARENA_SLOT] = arena.data_ptr()
     for region, slot in code.regions.items():
@@ -432,7 +432,7 @@ def bind_native(
     for instance, slot in code.slots.items():
         addresses[slot] = tensors[instance].data_ptr()
     return {
-        "replay": loop.run,
+        "run_native": library.run,
         "words": code.words.buffer_info()[0],
         "owned": (code.words, arena, [tensors[instance].detach() for instance in code.slots]),
         "addresses": addresses,

@@ -1,4 +1,4 @@
-"""A planned program: every buffer has an address, and a run is a flat replay of launches.
+"""A planned program: every buffer has an address, and a run is one launch after the other.
 
 One :class:`PlannedProgram` is made per linked program; each run in flight has a :class:`Lease` on
 an arena of its own, with all views bound. Leases return to a pool when they are released or
@@ -52,13 +52,13 @@ class Tools:
 
     Attributes:
         plan: places buffers, or remembers where they were placed when the same was asked.
-        replay: builds the native replay loop, or remembers it.
+        native: builds the native loop, or remembers it.
     """
 
     plan: Callable[[Buffers, Sequence[int], Callable[[], ArenaPlan]], ArenaPlan] = (
         lambda _, asked, make: make()
     )
-    replay: Callable[[], torch_native.Replay] = torch_native.replay_function
+    native: Callable[[], torch_native.NativeLibrary] = torch_native.native_library
 
 
 _TOOLS = Tools()
@@ -79,7 +79,7 @@ class PlannedProgram:
             ``("input", i)`` of the forward, or ``("new", type)``.
         results: ``"owned"`` makes results anew in each run, for the user to keep; ``"pinned"``
             leaves every output at one place in the arena until the next run.
-        tools: what places buffers and replays launches.
+        tools: what places buffers and runs launches.
         gradients: ``"apart"`` makes them as the backward begins; ``"overlaid"`` as the forward
             begins, and activations lie in their memory until they are written.
         names: what the user calls the first of ``model_inputs``.
@@ -104,7 +104,7 @@ class PlannedProgram:
         found = _plan_overlaid(self.layout, tools) if gradients == "overlaid" else None
         found = found or _plan(self.layout, tools)
         self.offsets, self.plan, self.arena_bytes, self.overlay = found
-        self._replay = tools.replay
+        self._native = tools.native
         self._handed_on = _handed_on(self.layout)
         handed = (*self._handed_on, *self.overlay.hosts)
         self._codes = [
@@ -129,9 +129,9 @@ class PlannedProgram:
         self._lock = ProcessLock()  # collecting garbage inside may give a lease back
 
     @property
-    def native(self) -> torch_native.Replay | None:
+    def native(self) -> torch_native.NativeLibrary | None:
         """The native library, if this program needs it anyway."""
-        return self._replay() if any(code.words for code in self._codes) else None
+        return self._native() if any(code.words for code in self._codes) else None
 
     @property
     def why_no_graph(self) -> str:
@@ -298,7 +298,7 @@ class PlannedProgram:
             scope.update(bind_arena(code.arena_views, arena, self.offsets))
             scope.update(bind_model(code.model_views, by_instance))
             if code.words:
-                scope.update(bind_native(code, arena, by_instance, self._replay))
+                scope.update(bind_native(code, arena, by_instance, self._native))
             exec(compiled, scope)
             # Popped: a cycle would keep the arena until garbage is collected.
             runners.append(scope.pop("program"))

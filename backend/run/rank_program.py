@@ -21,7 +21,7 @@ from ...reuse.ir.leaf import without_autocast
 from ..arena.arena import ArenaPlan
 from ..arena.live_ranges import Buffers, lower_bound
 from ..launches.present_memory import check_memory
-from ..launches.torch_native import Replay
+from ..launches.torch_native import NativeLibrary
 from ..link.part_layout import Box, UnitLayout, view_of_box
 from ..link.program_writer import bind_arena, bind_model, bind_native
 
@@ -67,7 +67,7 @@ class RankProgram:
         schedule: what runs when.
         tensors_of: for each unit, the numbers of its model tensors and sums among all.
         plan: places regions.
-        replay: the native replay loop.
+        native: the native loop.
     """
 
     def __init__(
@@ -76,12 +76,12 @@ class RankProgram:
         schedule: Schedule,
         tensors_of: Mapping[int, Sequence[int]],
         plan: Callable[[Buffers], ArenaPlan],
-        replay: Callable[[], Replay],
+        native: Callable[[], NativeLibrary],
     ) -> None:
         self.units = units
         self.schedule = schedule
         self._tensors_of = tensors_of
-        self._replay = replay
+        self._native = native
         self._numbers = {run: i for i, run in enumerate(schedule.runs)}
         self._part_numbers = {
             unit: {spec.name: i for i, spec in enumerate(layout.specs)}
@@ -320,7 +320,7 @@ class RankProgram:
         scope.update(bind_arena(code.arena_views, arena, layout.offsets_from(number, starts)))
         scope.update(bind_model(code.model_views, tensors))
         if code.words:
-            scope.update(bind_native(code, arena, tensors, self._replay, starts))
+            scope.update(bind_native(code, arena, tensors, self._native, starts))
         if (unit, number) not in self._compiled:
             self._compiled[unit, number] = compile(code.source, "<lazyinline program>", "exec")
         exec(self._compiled[unit, number], scope)

@@ -1,7 +1,7 @@
 """Runtimes: how a compiled forward, and the backward of the same flight, are run.
 
-* :class:`ReplayRuntime` calls one function per closure and lets PyTorch allocate. It runs anything.
-* :class:`PlannedRuntime` replays single launches in a planned arena.
+* :class:`ClosureRuntime` calls one function per closure and lets PyTorch allocate. It runs anything.
+* :class:`PlannedRuntime` runs single launches in a planned arena.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Runtime(Protocol):
         """
 
 
-class ReplayRuntime:
+class ClosureRuntime:
     """A function per closure, values freed after their last use."""
 
     hold = None
@@ -99,7 +99,7 @@ class _Flight:
 
 
 class PlannedRuntime:
-    """Flat replay of launches in an arena.
+    """Runs launches one after the other in an arena.
 
     Args:
         program: the planned forward, or forward and backward.

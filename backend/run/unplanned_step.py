@@ -24,7 +24,7 @@ from .planned import Lease, PlannedProgram, Runner
 _NO_PLAN = ArenaPlan(np.zeros(0, np.int64), 0, 0, "none")
 
 
-class ReplayedProgram:
+class UnplannedStep:
     """A flat program over memory that PyTorch allocates.
 
     Args:
@@ -148,5 +148,5 @@ def live_bytes(flat: FlatProgram) -> int:
     return lower_bound(Buffers(*columns))
 
 
-StepRunner = PlannedProgram | ReplayedProgram
+StepRunner = PlannedProgram | UnplannedStep
 """What runs a training step."""

@@ -167,7 +167,7 @@ class Step:
 
 
 class _CompiledFunction(torch.autograd.Function):
-    """Replays the linked forward, and the linked backward when autograd asks."""
+    """Runs the linked forward, and the linked backward when autograd asks."""
 
     @staticmethod
     def forward(ctx: Any, step: Step, *wanted: torch.Tensor) -> tuple[torch.Tensor, ...]:

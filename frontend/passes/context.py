@@ -42,7 +42,7 @@ class Context:
         backend: makes kernels.
         differentiator: makes derivatives as the backend wants them, each once.
         recompute: picks what a derivative saves.
-        tools: what places buffers and replays launches.
+        tools: what places buffers and runs launches.
         kernels: of each leaf that has one.
         recorded: the launches of each leaf for which they are known.
     """
@@ -52,7 +52,7 @@ class Context:
         self.backend: Backend = backend_named(options.backend)
         found = CompileCache.of_user(options.backend) if options.cache == "disk" else None
         self._cache = found or CompileCache(None, options.backend)
-        self.tools = Tools(self._cache.plan, self._cache.replay)
+        self.tools = Tools(self._cache.plan, self._cache.native)
         self.differentiator = Differentiator(self.backend.recipe, self._cache.derivative)
         self.recompute = Recompute(self.differentiator, options.recompute, options.backend)
         self.kernels: dict[Leaf, Kernel] = {}

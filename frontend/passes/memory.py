@@ -11,8 +11,8 @@ from ...backend.launches.kernel_list import KernelList
 from ...backend.link.link import FlatProgram, link
 from ...backend.run.executable import Executable
 from ...backend.run.planned import PlannedProgram, lay_out, least_bytes
-from ...backend.run.runtime import PlannedRuntime, ReplayRuntime
-from ...backend.run.unplanned_step import ReplayedProgram, live_bytes
+from ...backend.run.runtime import ClosureRuntime, PlannedRuntime
+from ...backend.run.unplanned_step import UnplannedStep, live_bytes
 from ...recompute.policy import Budget
 from ...reuse.ir.leaf import flat_types
 from ...reuse.ir.program import Leaf, ModelTensor, Program
@@ -33,7 +33,7 @@ def plan_and_run_module(state: State) -> State:
     planned, report = plan_module(state), state.report
     if isinstance(planned, Unplanned):
         report.unplanned = planned.reason
-        return _launched(replace(state, unplanned=planned, runs=_replay(state)))
+        return _launched(replace(state, unplanned=planned, runs=_closures_run(state)))
     report.peak_bytes = planned.plan.peak_bytes
     report.arena_bytes = planned.arena_bytes
     report.lower_bound_bytes = planned.plan.lower_bound_bytes
@@ -50,7 +50,7 @@ def link_step(state: StepCompilation) -> StepCompilation:
     planned, report = plan_step(state), state.report
     if isinstance(planned, Unplanned):
         report.unplanned = planned.reason
-        return _launched(replace(state, unplanned=planned, runs=_replay_step(state)))
+        return _launched(replace(state, unplanned=planned, runs=_unplanned_step(state)))
     report.peak_bytes = report.arena_bytes = planned.plan.peak_bytes
     report.lower_bound_bytes = planned.plan.lower_bound_bytes
     return _launched(replace(state, runs=planned))
@@ -149,11 +149,11 @@ def _module_hindrance(state: Compilation) -> Unplanned | None:
     return state.unplanned or hindrance(state) or written()
 
 
-def _replay(state: Compilation) -> ReplayRuntime:
+def _closures_run(state: Compilation) -> ClosureRuntime:
     kernels = state.context.kernels_of(state.linked)
     forward, *backward = (Executable(flat, kernels) for flat in state.linked)
     num_results = len(state.captured.program.outputs)
-    return ReplayRuntime(forward, backward[0] if backward else None, num_results)
+    return ClosureRuntime(forward, backward[0] if backward else None, num_results)
 
 
 # ---- a step, which is one program ------------------------------------------------------------
@@ -177,10 +177,10 @@ def plan_step(state: StepCompilation) -> PlannedProgram | Unplanned:
     )
 
 
-def _replay_step(state: StepCompilation) -> ReplayedProgram:
+def _unplanned_step(state: StepCompilation) -> UnplannedStep:
     """Returns what runs a linked step closure by closure."""
     (flat,) = state.linked
-    return ReplayedProgram(flat, state.context.kernels_of([flat]))
+    return UnplannedStep(flat, state.context.kernels_of([flat]))
 
 
 def step_bytes(state: StepCompilation) -> int:

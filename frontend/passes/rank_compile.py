@@ -12,7 +12,7 @@ from ...backend.link.part_layout import PartSpec, PlanBuffers, Source, UnitLayou
 from ...backend.run.executable import Executable
 from ...backend.run.planned import place
 from ...backend.run.rank_program import RankProgram, Run, Schedule
-from ...backend.run.runtime import ReplayRuntime
+from ...backend.run.runtime import ClosureRuntime
 from ...pipeline_parallel.schedule.actions import (
     BACKWARD,
     BACKWARD_INPUT,
@@ -71,7 +71,7 @@ def plan_rank(state: RankCompilation) -> RankProgram | Unplanned:
             for one in own
         }
         places = tensor_places(state.captured.program, own)
-        return RankProgram(units, schedule, places, plan_regions, tools.replay)
+        return RankProgram(units, schedule, places, plan_regions, tools.native)
 
     tried = [n for n in _PHASES if n == 1 or n * len(state.order.actions) <= _MAX_PHASES]
     return min(map(planned, tried), key=lambda program: program.held_bytes)
@@ -119,7 +119,7 @@ def stage_runtimes(state: RankCompilation) -> list[tuple[StageRuntime, list[RunS
             for kind in parts_of(derived)
         }
         outputs = len(derived.stage.program.outputs)
-        runtime = ReplayRuntime(made[FORWARD], made.get(BACKWARD), outputs)
+        runtime = ClosureRuntime(made[FORWARD], made.get(BACKWARD), outputs)
         halves = [made.get(kind) for kind in (BACKWARD_INPUT, BACKWARD_WEIGHT)]
         runs = [half.run if half is not None else None for half in halves]
         found.append((runtime, list(runs) if derived.halves is not None else []))

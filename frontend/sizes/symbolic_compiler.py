@@ -12,7 +12,7 @@ from torch import nn
 from ...autodiff.aliasing import saved_inputs
 from ...autodiff.derivative import Derivative
 from ...backend.link.link import FlatProgram
-from ...backend.run.runtime import PlannedRuntime, ReplayRuntime
+from ...backend.run.runtime import ClosureRuntime, PlannedRuntime
 from ...reuse.errors import PlanError
 from ...reuse.ir.program import Closure, Composite, Leaf, Program, walk_closures
 from ...reuse.ir.torch_symbols import SIZE_TYPES, Values, expression_of, value_of
@@ -112,7 +112,7 @@ class SymbolicCompiler:
         )
         state = run(SHAPE, state)
         report.describe(symbolic.captured)
-        assert isinstance(state.runs, PlannedRuntime | ReplayRuntime)
+        assert isinstance(state.runs, PlannedRuntime | ClosureRuntime)
         captured = symbolic.captured
         captured = replace(captured, program=_program_at(captured.program, values))
         relinked = partial(self._relinked_at, symbolic, values)

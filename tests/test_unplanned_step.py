@@ -16,7 +16,7 @@ from torch import nn
 import lazyinline
 from lazyinline.backend.link.link import FlatProgram
 from lazyinline.backend.run import cuda_graph, unplanned_step
-from lazyinline.backend.run.unplanned_step import ReplayedProgram
+from lazyinline.backend.run.unplanned_step import UnplannedStep
 from lazyinline.frontend.measure.models import DecoderBlock, llama
 from lazyinline.frontend.passes import memory
 from lazyinline.reuse.ir.types import TensorType
@@ -58,7 +58,7 @@ def graphs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> G
     if request.param != "plain":
         monkeypatch.setattr(unplanned_step, "_is_on_gpu", lambda flat: True)
         monkeypatch.setattr(cuda_graph, "device_of", lambda flat: CPU)
-        monkeypatch.setattr(ReplayedProgram.__init__, "__defaults__", (found.capture,))
+        monkeypatch.setattr(UnplannedStep.__init__, "__defaults__", (found.capture,))
     return found
 
 

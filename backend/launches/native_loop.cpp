@@ -1,4 +1,4 @@
-// Replays launches: the step's inner loop, below Python.
+// Runs launches: the step's inner loop, below Python.
 //
 // A program is a list of 64-bit words. Each operation is its code, then its operands; an address
 // is two words, a slot of the table and an offset in bytes. The table holds where the arena and the
@@ -219,7 +219,7 @@ int failure_of(const std::exception& error) {
 }  // namespace
 
 // Runs `count` operations; returns what went wrong (native_ops.py knows the numbers), or 0.
-extern "C" int lazyinline_replay(const word* program, word count, char* const* table) {
+extern "C" int lazyinline_run(const word* program, word count, char* const* table) {
   Reader in{program, table};
   try {
     for (word i = 0; i < count; ++i)
