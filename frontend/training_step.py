@@ -49,7 +49,7 @@ def compile_step(
     """Returns a function that runs one training step and fills ``.grad``.
 
     The step owns its whole plan: activations, gradients and scratch lie in one arena, and a step
-    runs kernels one after the other. ``.grad`` of every parameter that gets one is set to the gradient
+    runs kernel after kernel. ``.grad`` of every parameter that gets one is set to the gradient
     of the mean loss (not added to what was there) and stays valid until the next step. Its storage
     is the gradient's bytes alone, in the arena's memory: saved or copied it takes no more, and it
     cannot be resized. What an earlier step set and this one does not is set to None.

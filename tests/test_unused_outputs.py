@@ -73,7 +73,8 @@ def use(outputs: dict[str, Tensor], names: Sequence[str]) -> Tensor:
 
 
 # Gradients of the second are memory for activations; what can be used is the same on both.
-FEW_USES = [["loss"], ["loss"], ["logits", "half"], ["own"], ["loss"], ["metric"], ["loss"]]
+ALL = ["loss", "logits", "metric", "half", "own"]
+FEW_USES = [["loss"], ["loss"], ["logits", "half"], ["own"], ["loss"], ALL, ["loss"]]
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """Runtimes: how a compiled forward, and the backward of the same flight, are run.
 
-* :class:`ClosureRuntime` calls one function per closure and lets PyTorch allocate. It runs anything.
+* :class:`ClosureRuntime` calls one function per closure and lets PyTorch allocate: for anything.
 * :class:`PlannedRuntime` runs single launches in a planned arena.
 """
 
