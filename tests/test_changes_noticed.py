@@ -624,6 +624,23 @@ def test_a_refused_forward_leaves_what_it_changed_as_it_was(name: str) -> None:
     assert pickle.dumps(model.held) == before
 
 
+def test_a_forward_that_sets_the_default_dtype_has_eagers_types_at_every_call() -> None:
+    def wide(held: float) -> Tensor:
+        torch.set_default_dtype(torch.float64)
+        ramp = torch.arange(4.0)  # traced without a dtype
+        torch.set_default_dtype(torch.float32)
+        return ramp * held
+
+    model = Model(2.0, wide)
+    compiled, x = lazyinline.compile(model, backend="eager"), torch.randn(2, 4)
+    for _ in range(3):
+        expected = model(x)
+        assert expected.dtype is torch.float64
+        assert torch.equal(compiled(x), expected)
+    with pytest.raises(CaptureError, match="default dtype"):
+        lazyinline.compile_step(model, loss_fn=torch.sum, backend="eager")(x)
+
+
 SEEDING: dict[str, Callable[[], Any]] = {
     "manual_seed": lambda: torch.manual_seed(3),
     "fork_rng": lambda: forked(),

@@ -298,8 +298,17 @@ def test_a_tensor_is_printed_by_the_file_of_that_name(file: str) -> None:
     assert callers == {file}
 
 
-@contract("torch.random.default_generator")
-def test_functions_that_seed_pass_through_the_generator_of_their_module(generator: Any) -> None:
+@contract("torch._C._set_default_dtype")
+def test_the_default_dtype_is_set_through_one_function(set_default_dtype: Any) -> None:
+    with mock.patch.object(torch._C, "_set_default_dtype") as asked:
+        torch.set_default_dtype(torch.float64)
+    asked.assert_called_once_with(torch.float64)
+    assert torch.get_default_dtype() is torch.float32
+    set_default_dtype(torch.float32)
+
+
+def test_functions_that_seed_pass_through_the_generator_of_their_module() -> None:
+    generator = torch.random.default_generator
     asked: list[str] = []
 
     class Asked:

@@ -67,13 +67,10 @@ class Effects:
             )
             raise self._error
 
-    def seeds(self) -> None:
-        """Refuses to set where random numbers begin: a program would go on from the last call."""
+    def sets(self, what: str) -> None:
+        """Refuses to set a state of PyTorch, which a program would neither set nor obey."""
         if self._policy == "refuse":
-            self._error = EffectError(
-                f"The model's forward sets the state of PyTorch's random generator at {user_line()}"
-                " (manual_seed, set_rng_state, fork_rng)."
-            )
+            self._error = EffectError(f"The model's forward sets {what} at {user_line()}.")
             raise self._error
 
     def check_arguments(self, before: Any, arguments: Any) -> None:

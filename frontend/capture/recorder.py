@@ -206,9 +206,10 @@ class Recorder:
         if not self._quiet:
             self.effects.asks_for_text(tensor)
 
-    def seed(self) -> None:
-        """Refuses a forward that sets where random numbers begin."""
-        self.effects.seeds()
+    def setting(self, what: str) -> None:
+        """Refuses a forward that sets a state of PyTorch."""
+        if not self._quiet:
+            self.effects.sets(what)
 
     def gradient_hook(self, doing: str) -> None:
         """Refuses a hook in a backward: it would be put on a fake tensor's and never run."""

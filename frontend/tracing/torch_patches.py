@@ -29,6 +29,7 @@ _LOCK = threading.RLock()
 _PLAIN_TENSORS = (torch.Tensor, nn.Parameter)
 _VALUE_READERS = ("tolist", "numpy", "__array__", "__dlpack__")
 _TEXTS = ("__repr__", "__format__")
+_GENERATOR_STATE = "the state of PyTorch's random generator (manual_seed, set_rng_state, fork_rng)"
 _RUN_STATE = ("grad", "_version")
 _ADDRESSES = ("data_ptr", "untyped_storage", "storage")
 _PRINTER_FILE = torch._tensor_str.__file__  # what a model prints becomes no number of it
@@ -73,8 +74,8 @@ class Watcher(Protocol):
     def text(self, tensor: torch.Tensor) -> None:
         """User code is about to write out a tensor."""
 
-    def seed(self) -> None:
-        """Code sets the state of the default generator."""
+    def setting(self, what: str) -> None:
+        """Code sets a state of PyTorch: where random numbers begin, the default dtype."""
 
     def gradient_hook(self, doing: str) -> None:
         """User code puts a hook on a gradient, on what is saved, or gets where it can."""
@@ -97,6 +98,7 @@ def intercepted(watcher: Watcher) -> Iterator[None]:
             _patch_texts(watcher, thread),
             _patch_output(watcher, thread),
             _patch_generator(watcher, thread),
+            _patch_default_dtype(watcher, thread),
         ]
         try:
             yield
@@ -314,18 +316,39 @@ class _WatchedGenerator:
 
     def __getattr__(self, name: str) -> Any:
         if name in ("manual_seed", "seed", "set_state") and threading.get_ident() == self._thread:
-            self._watcher.seed()
+            self._watcher.setting(_GENERATOR_STATE)
         return getattr(self._generator, name)
 
 
 def _patch_generator(watcher: Watcher, thread: int) -> Callable[[], None]:
     """Where the next random numbers begin (``torch.manual_seed``, ``torch.random.fork_rng``)."""
     module: Any = torch.random
-    generator = module.default_generator
+    generator = torch.random.default_generator
     module.default_generator = _WatchedGenerator(generator, watcher, thread)
 
     def restore() -> None:
         module.default_generator = generator
+
+    return restore
+
+
+def _patch_default_dtype(watcher: Watcher, thread: int) -> Callable[[], None]:
+    """What ``torch.set_default_dtype`` ends in, however it was imported.
+
+    An operator that was traced without a dtype would take the default of the time when it is
+    decomposed or run.
+    """
+    set_default_dtype = torch._C._set_default_dtype
+
+    def watched(dtype: torch.dtype) -> None:
+        if threading.get_ident() == thread:
+            watcher.setting("PyTorch's default dtype")
+        set_default_dtype(dtype)
+
+    torch._C._set_default_dtype = watched  # type: ignore[assignment]
+
+    def restore() -> None:
+        torch._C._set_default_dtype = set_default_dtype
 
     return restore
 
