@@ -10,7 +10,7 @@ from torch import nn
 
 from ..recompute.policy import Policy
 from ..reuse import torch_pytree
-from ..reuse.errors import CaptureError, PlanError
+from ..reuse.errors import CaptureError, LazyInlineError, PlanError
 from ..reuse.evidence.module_state import has_own_hooks, own_hooks
 from ..reuse.ir.program import UserInput
 from ..reuse.torch_names import global_hook_tables
@@ -18,6 +18,8 @@ from .autograd.bridge import Bridge, picker
 from .capture.assemble import OutputTree
 from .capture.capture import backward_hooked, one_at_a_time, refuse_foreign
 from .capture.effects import EffectError, EffectsSeen
+from .capture.float_inputs import NumberInput, capture_open
+from .capture.regions import CapturedModel
 from .checks.plain_inputs import watching_tensor, written_out
 from .checks.runnable import check_runnable, check_writes
 from .checks.torch_modes import mode_around
@@ -25,6 +27,7 @@ from .checks.wrappers import refuse_wrapper
 from .compiler import CompiledProgram, Compiler, Options
 from .guards.guard import Guard
 from .guards.kept_programs import Inputs, KeptPrograms
+from .guards.varying_floats import VaryingFloats
 from .report import CompileReport
 from .sizes.shapes import Made, Shapes
 
@@ -94,6 +97,7 @@ class CompiledModule(nn.Module):
         state["_lazyinline_shapes"] = Shapes(model, options, dynamic)
         state["_lazyinline_entries"] = KeptPrograms[_Entry]()
         state["_lazyinline_effects"] = EffectsSeen()
+        state["_lazyinline_floats"] = VaryingFloats()
         state["_lazyinline_report"] = None
         tables = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
         for table in (*tables, "_load_state_dict_post_hooks"):
@@ -210,18 +214,40 @@ class CompiledModule(nn.Module):
         made = shapes.made(inputs)
         if made is None:
             self._entries.warn_if_many(model, inputs)
-            compiler: Compiler = self.__dict__["_lazyinline_compiler"]
-            compiled, report = compiler.compile(model, args, kwargs, train=train)
-            guard = Guard(model, compiled.captured, leaves, tree, compiled.runtime.hold)
-            made = shapes.note(Made(guard, compiled.without_tensors(), report), inputs)
+            made = shapes.note(self._made(inputs, train=train), inputs)
         check_writes(made.compiled.captured.program)
-        entry = _Entry(made.guard, made.compiled, leaves)
+        entry = _Entry(made, leaves)
         entry.can_be_linked_again = made.is_linked
         if self._entries.add(entry):
             compiler = self.__dict__["_lazyinline_compiler"]
             self.__dict__["_lazyinline_compiler"] = Compiler(compiler.options)
         self.__dict__["_lazyinline_report"] = made.report
         return entry
+
+    def _made(self, inputs: Inputs, *, train: bool) -> Made:
+        """Compiles for the sizes of a call; floats that varied are inputs, if they can be."""
+        floats: VaryingFloats = self.__dict__["_lazyinline_floats"]
+        places = floats.varied(inputs)
+        if places:
+            try:
+                return self._made_with(inputs, places, train=train)
+            except LazyInlineError:
+                floats.close(inputs, places)
+        return self._made_with(inputs, frozenset(), train=train)
+
+    def _made_with(self, inputs: Inputs, places: frozenset[int], *, train: bool) -> Made:
+        model, leaves, tree = self.__dict__["_lazyinline_model"], inputs.leaves, inputs.tree
+        compiler: Compiler = self.__dict__["_lazyinline_compiler"]
+        known: CapturedModel | None = None
+        numbers: tuple[NumberInput, ...] = ()
+        if places:
+            reuse = compiler.options.reuse
+            known, numbers = capture_open(model, leaves, tree, places, reuse=reuse, train=train)
+        compiled, report = compiler.compile(
+            model, inputs.args, inputs.kwargs, train=train, known=known
+        )
+        guard = Guard(model, compiled.captured, leaves, tree, compiled.runtime.hold, places)
+        return Made(guard, compiled.without_tensors(), report, numbers=numbers)
 
     # ---- the model's own state -----------------------------------------------------------
 
@@ -279,16 +305,13 @@ class _Entry:
 
     can_be_linked_again = False
 
-    def __init__(
-        self,
-        guard: Guard,
-        compiled: CompiledProgram,
-        leaves: Sequence[Any],
-    ) -> None:
+    def __init__(self, made: Made, leaves: Sequence[Any]) -> None:
+        compiled = made.compiled
         program = compiled.captured.program
         self._compiled = compiled
-        self.guard = guard
-        self._pick_inputs = picker(_input_order(program.sources, leaves))
+        self.guard = made.guard
+        self._numbers = made.numbers
+        self._pick_inputs = picker(_input_order(program.sources, leaves, len(made.numbers)))
         self._writes = program.writes
         written = frozenset(target for _, target in program.writes)
         self._bridge = Bridge(compiled, written) if compiled.derivative is not None else None
@@ -310,6 +333,8 @@ class _Entry:
 
     def run(self, leaves: Sequence[Any]) -> Any:
         """Runs the program on flat inputs."""
+        if self._numbers:
+            leaves = [*leaves, *(number.tensor(leaves) for number in self._numbers)]
         inputs = self._pick_inputs([*leaves, *self.guard.tensors])
         if self._bridge is None:
             with torch.no_grad():  # the model's own autograd says that no gradient flows
@@ -362,10 +387,12 @@ class _Result:
         return torch_pytree.unflatten(leaves, self._spec)
 
 
-def _input_order(sources: Sequence[Any], leaves: Sequence[Any]) -> list[int]:
-    """For each program input, its place in the leaves followed by the model's own tensors."""
+def _input_order(sources: Sequence[Any], leaves: Sequence[Any], num_numbers: int) -> list[int]:
+    """For each program input, its place in the leaves, the numbers and the model's own tensors."""
     places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-    order, own = [], len(leaves)
+    own = len(leaves) + num_numbers
+    places += range(len(leaves), own)
+    order = []
     for source in sources:
         if isinstance(source, UserInput):
             order.append(places[source.index])

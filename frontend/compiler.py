@@ -165,9 +165,15 @@ class Compiler:
 
     @one_at_a_time
     def compile(
-        self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], *, train: bool
+        self,
+        model: nn.Module,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        *,
+        train: bool,
+        known: CapturedModel | None = None,
     ) -> tuple[CompiledProgram, CompileReport]:
-        """Compiles a model for inputs of these layouts.
+        """Compiles a model for inputs of these layouts; ``known`` is the model captured for them.
 
         Raises:
             CaptureError: if the model cannot be captured.
@@ -176,7 +182,9 @@ class Compiler:
         report = CompileReport(train, self.options.backend, self.options.reuse)
         self._cache.begin()
         with report.timed("capture") as nodes:
-            captured = capture_model(model, args, kwargs, reuse=self.options.reuse, train=train)
+            captured = known or capture_model(
+                model, args, kwargs, reuse=self.options.reuse, train=train
+            )
             program = self._known(captured.program)
             nodes.count = program.num_nodes()
         report.describe(captured)
@@ -238,9 +246,16 @@ class Compiler:
 
     @one_at_a_time
     def compile_step(
-        self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], batching: Batching
+        self,
+        model: nn.Module,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        batching: Batching,
+        known: CapturedModel | None = None,
     ) -> tuple[CompiledStep, CompileReport]:
         """Compiles a training step; ``args`` and ``kwargs`` are those of one micro-batch.
+
+        ``known`` is the model captured for them.
 
         Raises:
             CaptureError: if the model cannot be captured.
@@ -249,7 +264,9 @@ class Compiler:
         report = CompileReport(True, self.options.backend, self.options.reuse)
         self._cache.begin()
         with report.timed("capture") as nodes:
-            captured = capture_model(model, args, kwargs, reuse=self.options.reuse, train=True)
+            captured = known or capture_model(
+                model, args, kwargs, reuse=self.options.reuse, train=True
+            )
             program = self._known(captured.program)
             nodes.count = program.num_nodes()
         report.describe(captured)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -16,12 +16,13 @@ from ..backend.launches.torch_native import Move
 from ..backend.run.planned import Lease
 from ..recompute.policy import Policy
 from ..reuse import torch_pytree
-from ..reuse.errors import PlanError
+from ..reuse.errors import LazyInlineError, PlanError
 from ..reuse.ir.leaf import without_autocast
 from ..reuse.process_lock import ProcessLock
 from ..reuse.torch_names import new_cpu_tensor
 from .autograd.bridge import picker
 from .autograd.handed_gradients import HandedGradients
+from .capture.float_inputs import NumberInput, capture_open
 from .checks.plain_inputs import watching_tensor, written_out
 from .checks.runnable import check_runnable
 from .checks.torch_modes import autograd_mode_around, mode_around
@@ -29,6 +30,7 @@ from .checks.wrappers import refuse_wrappers
 from .compiler import Batching, CompiledStep, Compiler, Options
 from .guards.guard import Guard
 from .guards.kept_programs import Inputs, KeptPrograms
+from .guards.varying_floats import VaryingFloats
 from .report import CompileReport
 
 LossFunction = Callable[[Any], torch.Tensor]
@@ -121,6 +123,7 @@ class TrainingStep:
         self._compiler = Compiler(options)
         self._batching = batching
         self._entries: KeptPrograms[_StepEntry] = KeptPrograms()
+        self._floats = VaryingFloats()
         self._lock = ProcessLock(threading.Lock)
         self._report: CompileReport | None = None
 
@@ -179,14 +182,35 @@ class TrainingStep:
         self._entries.warn_if_many(self._model, Inputs.of(leaves, tree))
         parts = [self._split(leaf) for leaf in leaves]
         first = [part[0] if isinstance(part, tuple) else part for part in parts]
-        args, kwargs = torch_pytree.unflatten(first, tree)
-        compiled, self._report = self._compiler.compile_step(
-            self._loss_model, args, kwargs, self._batching
-        )
-        entry = _StepEntry(self._loss_model, compiled, leaves, parts, tree)
+        entry = self._entry(Inputs.of(first, tree), leaves, parts)
         if self._entries.add(entry):
             self._compiler = Compiler(self._compiler.options)
         return entry
+
+    def _entry(self, first: Inputs, leaves: list[Any], parts: list[Any]) -> _StepEntry:
+        """Compiles for a batch; floats that varied are inputs, if they can be."""
+        places = self._floats.varied(first)
+        if places:
+            try:
+                return self._entry_with(first, leaves, parts, places)
+            except LazyInlineError:
+                self._floats.close(first, places)
+        return self._entry_with(first, leaves, parts, frozenset())
+
+    def _entry_with(
+        self, first: Inputs, leaves: list[Any], parts: list[Any], places: frozenset[int]
+    ) -> _StepEntry:
+        model, known = self._loss_model, None
+        numbers: tuple[NumberInput, ...] = ()
+        if places:
+            reuse = self._compiler.options.reuse
+            known, numbers = capture_open(
+                model, first.leaves, first.tree, places, reuse=reuse, train=True
+            )
+        compiled, self._report = self._compiler.compile_step(
+            model, first.args, first.kwargs, self._batching, known
+        )
+        return _StepEntry(model, compiled, leaves, parts, first.tree, _Numbers(numbers, places))
 
     def _split(self, leaf: Any) -> Any:
         count = self._batching.micro_batches
@@ -204,6 +228,13 @@ class TrainingStep:
         )
 
 
+class _Numbers(NamedTuple):
+    """The inputs of a step that are computed from Python floats, and where these are passed."""
+
+    inputs: tuple[NumberInput, ...]
+    any_float_at: frozenset[int]
+
+
 class _StepEntry:
     """One compiled step: bound to its own copy of the batch, to the model, and to an arena."""
 
@@ -216,24 +247,28 @@ class _StepEntry:
         leaves: Sequence[Any],
         parts: Sequence[Any],
         tree: torch_pytree.TreeSpec,
+        numbers: _Numbers,
     ) -> None:
         runner = compiled.runner
         native = runner.native
         # No mode of the caller's changes what is copied beside native launches.
         self._move = native.move if native and runner.is_native else None
         hold = native.hold if native else None
-        self.guard = Guard(model, compiled.captured, leaves, tree, hold)
+        self.guard = Guard(model, compiled.captured, leaves, tree, hold, numbers.any_float_at)
+        self._numbers = [(number, number.tensor(leaves)) for number in numbers.inputs]
         self._compiled = compiled.without_tensors()
         tensors = [(i, p) for i, p in enumerate(parts) if isinstance(p, tuple)]
         self._staging = [
             (i, _Staging(_whole(p, leaves[i]), leaves[i], self._move)) for i, p in tensors
         ]
+        count = len(compiled.step.batch)
+        tensors += [(-1, (tensor,) * count) for _, tensor in self._numbers]
         self._batch = [
             tensors[user][1][number].detach()
             for number, users in enumerate(compiled.step.batch)
             for user in users
         ]
-        self._num_losses = count = len(compiled.step.batch)
+        self._num_losses = count
         self._num_writes = len(compiled.step.writes)
         self._loss_bytes = Batching(count).loss_bytes
         self._lease: Lease | None = None
@@ -264,6 +299,8 @@ class _StepEntry:
     def _run(self, leaves: Sequence[Any]) -> torch.Tensor:
         for index, staging in self._staging:
             staging.take(leaves[index])
+        for number, tensor in self._numbers:
+            tensor.copy_(number.tensor(leaves))
         left = self._lease_as_left()
         lease = left or self._leased()
         outputs = lease.runners[0]([])

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import operator
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import chain, repeat
 from typing import Any, cast
@@ -51,6 +51,7 @@ class Guard:
         leaves: the flat inputs it was captured with.
         tree: their structure.
         hold: the native comparison of what objects hold, if it is at hand.
+        any_float_at: the places of arguments that may be any Python float.
 
     Attributes:
         tensors: the model's, in the order of the program's sources.
@@ -64,10 +65,11 @@ class Guard:
         leaves: Sequence[Any],
         tree: torch_pytree.TreeSpec,
         hold: Hold | None = None,
+        any_float_at: Collection[int] = (),
     ) -> None:
         self._tree = tree
         self._hold = hold
-        self._set_inputs(leaves)
+        self._set_inputs(leaves, any_float_at)
         self._modes = Modes()
         self._modules = list(model.modules())
         self._classes = list(map(type, self._modules))
@@ -242,8 +244,10 @@ class Guard:
         guard._set_inputs(leaves)
         return guard
 
-    def _set_inputs(self, leaves: Sequence[Any]) -> None:
-        self._layouts = [_layout(x) for x in leaves]
+    def _set_inputs(self, leaves: Sequence[Any], any_float_at: Collection[int] = ()) -> None:
+        self._layouts = [
+            _AnyFloat() if i in any_float_at else _layout(x) for i, x in enumerate(leaves)
+        ]
         plain = all(type(x) is torch.Tensor for x in leaves)
         self._plain_inputs = TensorLayouts(leaves if plain else ())
 
@@ -374,7 +378,16 @@ class _Constant:
         self.value = value
 
 
+class _AnyFloat(_Constant):
+    """A float that the program takes as an input."""
+
+    def __init__(self) -> None:
+        super().__init__("any float")
+
+
 def _matches(leaf: Any, layout: Any) -> bool:
+    if isinstance(layout, _AnyFloat):
+        return type(leaf) is float
     if isinstance(layout, _Constant):
         return same_value(leaf, layout.value)
     return isinstance(leaf, torch.Tensor) and _layout(leaf) == layout

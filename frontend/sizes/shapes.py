@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from ...reuse.errors import LazyInlineError, PlanError
+from ..capture.float_inputs import NumberInput
 from ..capture.signatures import shapes_of
 from ..compiler import CompiledProgram, Options
 from ..guards.guard import Guard
@@ -34,6 +35,7 @@ class Made:
     compiled: CompiledProgram
     report: CompileReport
     is_linked: bool = False
+    numbers: tuple[NumberInput, ...] = ()
 
 
 @dataclass
