@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -86,6 +86,15 @@ class UnsettledError(CaptureError):
         """Puts back what :attr:`redo` changed again."""
         self.recorder.attributes.put_back()
         self.recorder.effects.put_back(self.recorder.outside)
+
+
+@dataclass(frozen=True)
+class _Changes:
+    """What a run changed in the model, as a text, the new values, and how to change it again."""
+
+    what: str
+    values: Sequence[Any]
+    redo: Callable[[], None]
 
 
 class Recorder:
@@ -426,76 +435,109 @@ class Recorder:
     def run(
         self, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> tuple[list[Any], torch_pytree.TreeSpec]:
-        """Runs the model; returns the flat results (tensors as nodes) and their tree."""
+        """Runs the model once under fake tensors, and leaves everything as it was before.
+
+        Returns:
+            The flat results (tensors as nodes), and their tree.
+
+        Raises:
+            CaptureError: if its Python cannot be traced, or changed what cannot be restored.
+            EffectError: if it does more at each call than compute.
+            UnsettledError: if it changed plain data, which another run may find settled.
+        """
         leaves, spec = torch_pytree.flatten((tuple(args), dict(kwargs)))
         tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
-        fakes = [self._input_fake(t) for t in tensors]
         names = argument_names(self.model, args, kwargs)
-        results: list[Any] = []
-        trees: list[torch_pytree.TreeSpec] = []
+        outcomes: list[tuple[list[Any], torch_pytree.TreeSpec]] = []
 
         def trace(flat: Sequence[torch.Tensor]) -> None:
-            rest = iter(flat)
-            for index, (leaf, fake) in enumerate(zip(tensors, flat, strict=True)):
-                node = self.tracer.node_of(fake)
-                assert node is not None
-                node.meta["val"] = fake
-                self.tensors.sources[node] = UserInput(index, names[index], leaf.requires_grad)
-            filled = [next(rest) if isinstance(x, torch.Tensor) else x for x in leaves]
-            inner_args, inner_kwargs = torch_pytree.unflatten(filled, spec)
-            with intercepted(self), profiled_calls(self._function_ran):
-                output = self.model(*inner_args, **inner_kwargs)
-            self.effects.check_arguments((filled, spec), (inner_args, inner_kwargs))
-            flat_output, tree = torch_pytree.flatten(output)
-            refuse_hidden_tensors(flat_output)
-            results.extend(
-                self.tensors.node_of(x) if isinstance(x, torch.Tensor) else x for x in flat_output
-            )
-            trees.append(tree)
+            self._note_inputs(tensors, flat, names)
+            outcomes.append(self._outcome(leaves, spec, flat))
             self.tensors.refuse_changed_attributes()
             refuse_read_attributes(tensors, self.outside.names())
 
         try:
-            self.tracer.run(trace, fakes)
+            self.tracer.run(trace, [self._input_fake(t) for t in tensors])
         except BaseException as error:
             self.effects.put_back(self.outside)
+            # What a forward printed before it failed, eager would have printed too. One that is
+            # refused for its effects prints when the model itself runs.
             if not isinstance(error, EffectError):
                 self.effects.emit()
             raise
         finally:
-            contents = self.attributes.contents
-            new, change_again = contents.changed_values(), contents.put_forward()
-            inside = contents.put_back()
-            written = self.attributes.undo_writes()
-            if contents.lasting:
-                self.effects.put_back(self.outside)
-                contents.refuse_lasting()
-        outside = ""
-        if not (written or inside):
+            # Also of a run that failed: nothing of a capture may stay behind in the model.
+            inside = self._undo_inside()
+        results, tree = outcomes[0]
+        self._refuse_changes(inside, results, tree)
+        return results, tree
+
+    def _note_inputs(
+        self, tensors: Sequence[torch.Tensor], fakes: Sequence[torch.Tensor], names: Sequence[str]
+    ) -> None:
+        for index, (leaf, fake) in enumerate(zip(tensors, fakes, strict=True)):
+            node = self.tracer.node_of(fake)
+            assert node is not None
+            node.meta["val"] = fake
+            self.tensors.sources[node] = UserInput(index, names[index], leaf.requires_grad)
+
+    def _outcome(
+        self, leaves: Sequence[Any], spec: torch_pytree.TreeSpec, fakes: Sequence[torch.Tensor]
+    ) -> tuple[list[Any], torch_pytree.TreeSpec]:
+        """Calls the model with fakes in place of its tensors; returns what it returned, flat."""
+        rest = iter(fakes)
+        filled = [next(rest) if isinstance(x, torch.Tensor) else x for x in leaves]
+        args, kwargs = torch_pytree.unflatten(filled, spec)
+        with intercepted(self), profiled_calls(self._function_ran):
+            output = self.model(*args, **kwargs)
+        self.effects.check_arguments((filled, spec), (args, kwargs))
+        flat, tree = torch_pytree.flatten(output)
+        refuse_hidden_tensors(flat)
+        return [self.tensors.node_of(x) if isinstance(x, torch.Tensor) else x for x in flat], tree
+
+    def _undo_inside(self) -> _Changes:
+        """Puts back what the run changed in the model's attributes and in what they hold."""
+        contents = self.attributes.contents
+        new, change_again = contents.changed_values(), contents.put_forward()
+        what = contents.put_back()
+        what = f"{what} that an attribute holds" if what else ""
+        written = self.attributes.undo_writes()
+        if contents.lasting:
+            self.effects.put_back(self.outside)
+            contents.refuse_lasting()
+        if written:
+            what = f"attribute {written[0][1]!r} of {type(written[0][0]).__name__}"
+
+        def redo() -> None:
+            change_again()
+            for module, name, after in written:
+                setattr(module, name, after)
+
+        return _Changes(what, [*new, *(after for _, _, after in written)], redo)
+
+    def _refuse_changes(
+        self, inside: _Changes, results: list[Any], tree: torch_pytree.TreeSpec
+    ) -> None:
+        """Raises for what the run changed: a program would not change it at each call.
+
+        Plain data may be written once only (a configuration that is noted at the first call), so
+        the capture tries again with it. An object that is changed may be changed at each call.
+        """
+        if not inside.what:
             self.effects.end(self.outside)
             outside = self.effects.unsettled()
-        if outside:
-            raise UnsettledError(outside, self, results, trees[0], self.effects.redo)
-        if written or inside:
-            self.effects.put_back(self.outside)
-            what = f"{inside} that an attribute holds"
-            if written:
-                what = f"attribute {written[0][1]!r} of {type(written[0][0]).__name__}"
-            text = (
-                f"The model's forward changes {what}, and a compiled program could not keep "
-                "doing that at every call. Register it as a buffer and change it in place "
-                "(add_, copy_), or return it."
-            )
-
-            def redo() -> None:
-                change_again()
-                for module, name, after in written:
-                    setattr(module, name, after)
-
-            if all(map(is_plain, [*new, *(after for _, _, after in written)])):
-                raise UnsettledError(text, self, results, trees[0], redo)
-            raise EffectError(text)
-        return results, trees[0]
+            if outside:
+                raise UnsettledError(outside, self, results, tree, self.effects.redo)
+            return
+        self.effects.put_back(self.outside)
+        text = (
+            f"The model's forward changes {inside.what}, and a compiled program could not keep "
+            "doing that at every call. Register it as a buffer and change it in place "
+            "(add_, copy_), or return it."
+        )
+        if all(map(is_plain, inside.values)):
+            raise UnsettledError(text, self, results, tree, inside.redo)
+        raise EffectError(text)
 
     def _input_fake(self, tensor: torch.Tensor) -> torch.Tensor:
         fake = self.sizes.fake(tensor) if self.sizes else self.tracer.to_fake(tensor.detach())
