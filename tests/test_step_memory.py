@@ -217,13 +217,13 @@ class Work:
             self._watch(patch, name)
 
     def _watch(self, patch: pytest.MonkeyPatch, name: str) -> None:
-        original = getattr(lower.torch_kernels, name)
+        original = getattr(lower.torch_recorder, name)
 
         def recording(leaf: Leaf, *rest: Any) -> Any:
             self.recorded.append(leaf)
             return original(leaf, *rest)
 
-        patch.setattr(lower.torch_kernels, name, recording)
+        patch.setattr(lower.torch_recorder, name, recording)
 
 
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
