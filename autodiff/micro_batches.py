@@ -10,11 +10,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal, TypeAlias, get_args
 
 from ..reuse.ir.program import Call, Composite, ModelTensor, Program, UserInput, Value
 from .derivative import Derivative, Differentiator
 
-ORDERS = ("forward_first", "one_by_one")
+Order: TypeAlias = Literal["forward_first", "one_by_one"]
+ORDERS: tuple[Order, ...] = get_args(Order)
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,7 +46,7 @@ def step_program(
     differentiator: Differentiator,
     *,
     micro_batches: int,
-    order: str,
+    order: Order,
 ) -> StepProgram:
     """Builds the step of a captured micro-batch.
 
@@ -77,7 +79,7 @@ class _Composer:
         self._calls: list[Call] = []
         self._totals: tuple[Value, ...] = ()
 
-    def compose(self, micro_batches: int, order: str) -> StepProgram:
+    def compose(self, micro_batches: int, order: Order) -> StepProgram:
         inputs = [
             {i: _copy(self._program.inputs[i]) for i in self._user} for _ in range(micro_batches)
         ]

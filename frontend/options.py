@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from ..autodiff.micro_batches import Order
 from ..backend.kernels.lower import backend_named
 from ..recompute.policy import POLICIES, Policy, check_policy
 from ..reuse.errors import PlanError, ReuseError
@@ -40,7 +41,7 @@ class Batching:
     """How a step's batch is split, and in which order the parts run."""
 
     micro_batches: int = 1
-    order: str = "forward_first"
+    order: Order = "forward_first"
 
     @property
     def loss_bytes(self) -> int:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..autodiff.micro_batches import ORDERS
+from ..autodiff.micro_batches import ORDERS, Order
 from ..backend.launches.present_memory import address_in
 from ..backend.launches.torch_native import Move
 from ..backend.run.planned import Lease
@@ -44,7 +44,7 @@ def compile_step(
     recompute: Policy = None,
     reuse: str = "marked",
     backend: str = "inductor",
-    order: str = "forward_first",
+    order: Order = "forward_first",
 ) -> TrainingStep:
     """Returns a function that runs one training step and fills ``.grad``.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import torch
 import torch.fx
@@ -51,7 +51,10 @@ def matmul_precision() -> tuple[str, str]:
     return "ieee" if cuda == "none" else cuda, "ieee" if cpu == "none" else cpu
 
 
-def global_hook_tables(kind: str) -> list[dict[int, Any]]:
+HookKind: TypeAlias = Literal["forward", "backward"]
+
+
+def global_hook_tables(kind: HookKind) -> list[dict[int, Any]]:
     """Returns the tables of hooks on all modules: ``"forward"`` or ``"backward"`` ones."""
     return [getattr(torch.nn.modules.module, name) for name in _GLOBAL_HOOKS[kind]]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol, TypeAlias
 
 import torch
 
@@ -18,6 +18,9 @@ from ..launches.present_memory import check_addresses
 from ..launches.torch_native import Hold
 from .executable import Executable
 from .planned import Lease, PlannedProgram
+
+Graph: TypeAlias = Literal["keep", "free"]
+"""What becomes of what a backward needs: ``"keep"`` it if the backward may run again."""
 
 
 class Runtime(Protocol):
@@ -33,14 +36,14 @@ class Runtime(Protocol):
         """Returns what the user receives, and the flight."""
 
     def backward(
-        self, flight: Any, operands: Sequence[torch.Tensor], graph: str
+        self, flight: Any, operands: Sequence[torch.Tensor], graph: Graph
     ) -> list[torch.Tensor]:
         """Returns the gradients.
 
         Args:
             flight: from the forward.
             operands: kept inputs, kept outputs and cotangents.
-            graph: ``"keep"`` if the backward may run again, else ``"free"``.
+            graph: what becomes of what the backward needs.
         """
 
     def rest(self) -> None:
@@ -73,7 +76,7 @@ class ClosureRuntime:
 
     @without_autocast
     def backward(
-        self, flight: Any, operands: Sequence[torch.Tensor], graph: str
+        self, flight: Any, operands: Sequence[torch.Tensor], graph: Graph
     ) -> list[torch.Tensor]:
         """See :class:`Runtime`."""
         assert self._backward is not None
@@ -139,7 +142,7 @@ class PlannedRuntime:
 
     @without_autocast
     def backward(
-        self, flight: Any, operands: Sequence[torch.Tensor], graph: str
+        self, flight: Any, operands: Sequence[torch.Tensor], graph: Graph
     ) -> list[torch.Tensor]:
         """See :class:`Runtime`."""
         lease, foreign = self.program.followed(flight.lease), flight.foreign

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import zip_longest
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.fx
@@ -21,13 +21,13 @@ class GraphDifference:
     """The first place where two graphs differ.
 
     Attributes:
-        kind: ``"none"``, ``"constant"`` (the same operators, other numbers), ``"operator"``,
-            ``"layout"`` (of an input) or ``"wiring"`` (the same operators on other values).
+        kind: ``"constant"`` is the same operators with other numbers, ``"layout"`` that of an
+            input, ``"wiring"`` the same operators on other values.
         text: what differs, for a person to read.
         source: the line of the user's code, such as ``model.py:31 Block.forward``.
     """
 
-    kind: str
+    kind: Literal["none", "constant", "operator", "layout", "wiring"]
     text: str = ""
     source: str = ""
 

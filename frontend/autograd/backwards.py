@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ...autodiff.derivative import Derivative
+from ...backend.run.runtime import Graph
 from ...reuse.torch_names import memory_id
 from ..compiled import CompiledProgram
 
@@ -40,7 +41,7 @@ class Backward:
         flight: Any,
         kept: Sequence[torch.Tensor],
         cotangents: Sequence[torch.Tensor],
-        graph: str,
+        graph: Graph,
     ) -> list[torch.Tensor]:
         """Runs it. Receivers add to gradients in place, so that each gets memory of its own."""
         operands = [*kept, *cotangents]

@@ -11,7 +11,7 @@ import torch
 
 from ...autodiff.dependence import Dependence
 from ...autodiff.torch_autograd import graph_is_kept
-from ...backend.run.runtime import unchanged
+from ...backend.run.runtime import Graph, unchanged
 from ...reuse.errors import PlanError
 from ...reuse.ir.types import TensorType
 from ...reuse.torch_names import is_lazy, memory_id, version_of
@@ -132,7 +132,7 @@ class Step:
     _left: Sequence[torch.Tensor] = ()
     _versions: Sequence[int] = ()
 
-    def taken(self, ctx: Any, unused: Sequence[int]) -> tuple[Sequence[torch.Tensor], Any, str]:
+    def taken(self, ctx: Any, unused: Sequence[int]) -> tuple[Sequence[torch.Tensor], Any, Graph]:
         """Returns what was saved, the flight, and what is to become of it.
 
         Once a backward frees the graph, another can follow for outputs that need nothing of what
@@ -221,7 +221,8 @@ class _CompiledFunction(torch.autograd.Function):
         kept, flight, graph = step.taken(ctx, unused)
         backward = bridge.backwards.of(unused)
         if backward is not step.prepared:
-            flight, graph = backward.runtime.taken_over(step.prepared.runtime, flight), "free"
+            flight = backward.runtime.taken_over(step.prepared.runtime, flight)
+            graph = "free"
         seeds = [
             _cotangent(cotangents[i], t)
             for i, t in zip(backward.outputs, backward.types, strict=True)

@@ -15,7 +15,7 @@ import torch.fx
 from ...reuse.errors import CaptureError
 from ...reuse.evidence.module_state import Places, module_state
 from ...reuse.ir.leaf import changed_operand, stamp_of
-from ...reuse.ir.program import ModelTensor, Source
+from ...reuse.ir.program import ModelTensor, Source, TensorKind
 from ...reuse.ir.types import TensorType
 from ..tracing.torch_tracing import Tracer, feeds_only_lifts, is_fake
 
@@ -162,7 +162,11 @@ class OutsideTensors:
 
 def _tensor_names(places: Places) -> dict[int, ModelTensor]:
     names: dict[int, ModelTensor] = {}
-    for kind, table in (("parameter", "_parameters"), ("buffer", "_buffers")):
+    tables: tuple[tuple[TensorKind, str], ...] = (
+        ("parameter", "_parameters"),
+        ("buffer", "_buffers"),
+    )
+    for kind, table in tables:
         for path, module in places:
             prefix = f"{path}." if path else ""
             for name, tensor in module_state(module)[table].items():

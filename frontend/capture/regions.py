@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.fx
@@ -77,7 +77,7 @@ def regions_inside(root: Region) -> Iterator[Region]:
 class OutputLeaf:
     """One leaf of a block's result: a new tensor, an input passed through, or a constant."""
 
-    kind: str  # "new", "input" or "constant"
+    kind: Literal["new", "input", "constant"]
     index: int = -1
     constant: Any = None
     type: TensorType | None = None

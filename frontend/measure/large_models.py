@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from ...autodiff.micro_batches import Order
 from ...recompute.policy import Policy
 from ..compiled import CompiledStep
 from ..compiler import Compiler
@@ -75,7 +76,7 @@ class LargeReport:
     name: str
     num_parameters: int
     micro_batches: int
-    order: str
+    order: Order
     num_nodes: int
     num_nodes_if_inlined: int
     num_launches: int
@@ -98,7 +99,7 @@ class LargeReport:
 def compile_large(
     name: str,
     *,
-    order: str = "forward_first",
+    order: Order = "forward_first",
     backend: str = "inductor",
     layers: int | None = None,
     micro_batches: int | None = None,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal, TypeAlias, get_args
 
 from torch import nn
 
@@ -15,14 +16,15 @@ from ...reuse.errors import PipelineError
 from ...reuse.ir.program import Program
 from ..marks import STAGE_MARK
 
-SPLITS = ("auto", "even", "marked")
+Split: TypeAlias = Literal["auto", "even", "marked"]
+SPLITS: tuple[Split, ...] = get_args(Split)
 
 
 @dataclass(frozen=True)
 class Splitting:
     """How a model is split into stages."""
 
-    split: str
+    split: Split
     memory_bytes_per_rank: int | None = None
 
 

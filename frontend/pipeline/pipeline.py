@@ -46,7 +46,7 @@ from ..passes.programs import capture
 from ..passes.rank import RankCompilation, started
 from ..passes.rank_compile import model_places, stage_runtimes, sum_names
 from ..passes.stage_recompute import rank_limit_bytes
-from ..passes.stage_split import SPLITS, Splitting
+from ..passes.stage_split import SPLITS, Split, Splitting
 from ..passes.stages import predict
 from ..passes.state import Subject, run
 from ..requests import model_name
@@ -89,7 +89,7 @@ def pipeline(
     num_stages: int,
     micro_batches: int,
     schedule: str = "1F1B",
-    split: str = "auto",
+    split: Split = "auto",
     loss_fn: LossFunction | None = None,
     recompute: Policy = None,
     memory_bytes_per_rank: int | None = None,

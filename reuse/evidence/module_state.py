@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from ..objects import ABSENT
-from ..torch_names import global_hook_tables
+from ..torch_names import HookKind, global_hook_tables
 
 OWN_PREFIX = "_lazy_inline"  # of what the mark keeps on an instance
 WHOLE = "__dict__"  # the name under which a module's own table is read as a whole
@@ -69,18 +69,18 @@ def walk_modules(root: nn.Module) -> list[tuple[str, nn.Module]]:
     return found
 
 
-def has_hooks(module: nn.Module, kind: str) -> bool:
+def has_hooks(module: nn.Module, kind: HookKind) -> bool:
     """Whether hooks run in a module's ``"forward"``, or ``"backward"``: its own, or everybody's."""
     return has_own_hooks(module, kind) or any(global_hook_tables(kind))
 
 
-def has_own_hooks(module: nn.Module, kind: str) -> bool:
+def has_own_hooks(module: nn.Module, kind: HookKind) -> bool:
     """Whether hooks were put on this very module."""
     state = module_state(module)
     return any(kind in table and state.get(table) for table in HOOK_TABLES)
 
 
-def own_hooks(module: nn.Module, kind: str) -> list[int]:
+def own_hooks(module: nn.Module, kind: HookKind) -> list[int]:
     """Returns the numbers under which PyTorch keeps the hooks on this very module."""
     state = module_state(module)
     return [number for table in HOOK_TABLES if kind in table for number in state.get(table, ())]

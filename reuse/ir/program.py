@@ -41,6 +41,7 @@ class Value:
 
 
 Level: TypeAlias = Literal["composite", "aten"]
+TensorKind: TypeAlias = Literal["parameter", "buffer", "attribute", "constant"]
 Kernels: TypeAlias = Literal["backend", "eager"]
 
 
@@ -176,7 +177,7 @@ class ModelTensor:
 
     name: str
     tensor: torch.Tensor = field(repr=False, compare=False)
-    kind: str = "constant"  # "parameter", "buffer", "attribute" or "constant"
+    kind: TensorKind = "constant"
 
     def forgotten(self) -> ModelTensor:
         """Returns the same without the tensor, but for whether it wants a gradient."""
