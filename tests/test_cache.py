@@ -149,7 +149,7 @@ def test_a_warm_start_traces_no_derivative_lowers_nothing_and_plans_nothing(
         "lazyinline.autodiff.derivative.JointTrace",
         "lazyinline.backend.kernels.lower.trace_forward",
         "lazyinline.backend.kernels.torch_inductor._compile",
-        "lazyinline.backend.run.planned.plan",
+        "lazyinline.backend.link.placement.plan",
         "lazyinline.backend.launches.torch_native.native_library",
     ):
         monkeypatch.setattr(where, unexpected)

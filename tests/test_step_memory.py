@@ -13,8 +13,8 @@ from conftest import ROOT
 
 import lazyinline
 from lazyinline.backend.kernels import lower
-from lazyinline.backend.kernels.torch_attention import scratch_bytes
 from lazyinline.backend.launches.kernel_list import Launch, View
+from lazyinline.backend.launches.torch_attention_scratch import scratch_bytes
 from lazyinline.backend.run.planned import Lease
 from lazyinline.frontend.measure.models import DecoderBlock, llama
 from lazyinline.frontend.passes import context

@@ -13,5 +13,5 @@ torch_draws       adapter: random operators are drawn in the order of the graph
 torch_index       adapter: how Inductor simplifies indices
 torch_layouts     adapter: the layouts of a graph, kept through Inductor's passes
 torch_recorder    adapter: the kernel list of a closure, recorded in one run on fake tensors
-torch_attention   adapter: attention on the CPU: its scratch, and small ones as products
+torch_attention   adapter: small attentions as plain products
 """

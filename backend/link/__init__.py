@@ -3,6 +3,8 @@
 link             a program of calls becomes one flat list of launches
 layout           kernel lists relocated to their calls, on one timeline
 part_layout      parts that take turns for many flights, laid out once
+lay_out          programs one after the other, and who owns what they return
+placement        where the buffers of a layout lie
 gradient_memory  activations in memory that gradients will fill
 program_writer   the generated function of one part of a layout
 estimate         how much memory a program will need, before its kernels are made

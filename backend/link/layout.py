@@ -19,9 +19,9 @@ import torch
 from ...reuse.ir.program import Leaf
 from ...reuse.ir.types import TensorType
 from ..arena.live_ranges import Buffers
-from ..kernels.torch_attention import scratch_bytes
 from ..launches.kernel_list import KernelList, Launch, View
 from ..launches.native_ops import with_native
+from ..launches.torch_attention_scratch import scratch_bytes
 from .link import FlatProgram
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 from types import CodeType
 from typing import Any
@@ -17,51 +16,22 @@ from typing import Any
 import torch
 
 from ...reuse.ir.program import Leaf
-from ...reuse.ir.types import TensorType, contiguous_stride
 from ...reuse.process_lock import ProcessLock
-from ..arena.arena import ArenaPlan, plan
-from ..arena.live_ranges import Buffers, lower_bound
 from ..launches import torch_native
 from ..launches.kernel_list import KernelList
 from ..launches.present_memory import check_memory
-from ..launches.torch_native import first_fit
 from ..link.gradient_memory import (
-    Overlay,
-    buffers_with_gradients,
     copy_of_host,
-    gradients_of,
-    movable,
     new_host,
-    overlay_of,
-    plan_overlaid,
 )
-from ..link.layout import BufferKind, Instance, Layout, Part, Placed, buffers_of
+from ..link.lay_out import handed_on, lay_out, outside_bytes
 from ..link.link import FlatProgram
+from ..link.placement import TOOLS, Tools, planned, planned_overlaid
 from ..link.program_writer import CodeWriter, bind_arena, bind_model, bind_native, result_base
 
-# A plan within half a percent of the lower bound is good enough to stop looking.
-_ENOUGH = 1.005
-_PLAN_EFFORT_S = 0.3
 _MAX_IDLE_ARENAS = 4
 _NUM_SPELLS = 4
 
-
-@dataclass(frozen=True)
-class Tools:
-    """What makes a planned program, so that a cache can stand before it.
-
-    Attributes:
-        plan: places buffers, or remembers where they were placed when the same was asked.
-        native: builds the native loop, or remembers it.
-    """
-
-    plan: Callable[[Buffers, Sequence[int], Callable[[], ArenaPlan]], ArenaPlan] = (
-        lambda _, asked, make: make()
-    )
-    native: Callable[[], torch_native.NativeLibrary] = torch_native.native_library
-
-
-_TOOLS = Tools()
 _address_of = torch.Tensor.data_ptr
 
 Runner = Callable[[list[Any]], list[Any]]
@@ -93,7 +63,7 @@ class PlannedProgram:
         num_results: Sequence[int],
         backward_inputs: Sequence[tuple[str, Any]] = (),
         results: str = "owned",
-        tools: Tools = _TOOLS,
+        tools: Tools = TOOLS,
         gradients: str = "apart",
         names: Sequence[str] = (),
     ) -> None:
@@ -101,11 +71,11 @@ class PlannedProgram:
         self.layout = lay_out(flats, kernel_lists, num_results, backward_inputs, results)
         given = self.layout.parts[0].inputs
         self.model_instances = {i: given[i].instance for i in model_inputs}
-        found = _plan_overlaid(self.layout, tools) if gradients == "overlaid" else None
-        found = found or _plan(self.layout, tools)
+        found = planned_overlaid(self.layout, tools) if gradients == "overlaid" else None
+        found = found or planned(self.layout, tools)
         self.offsets, self.plan, self.arena_bytes, self.overlay = found
         self._native = tools.native
-        self._handed_on = _handed_on(self.layout)
+        self._handed_on = handed_on(self.layout)
         handed = (*self._handed_on, *self.overlay.hosts)
         self._codes = [
             CodeWriter(
@@ -172,7 +142,7 @@ class PlannedProgram:
     @property
     def outside_bytes(self) -> int:
         """Most bytes at one time in what launches allocate themselves, results and scratch."""
-        return _outside_bytes(self.layout)
+        return outside_bytes(self.layout)
 
     @property
     def held_bytes(self) -> int:
@@ -334,46 +304,6 @@ class _Use:
         return min(lately - self._num_leased, _MAX_IDLE_ARENAS)
 
 
-def lay_out(
-    flats: Sequence[FlatProgram],
-    kernel_lists: Mapping[Leaf, KernelList],
-    num_results: Sequence[int],
-    backward_inputs: Sequence[tuple[str, Any]] = (),
-    results: str = "owned",
-) -> Layout:
-    """Lays out what a :class:`PlannedProgram` of the same arguments plans."""
-    layout = Layout()
-    first = flats[0]
-    layout.add(first, [layout.given(first.slot_types[s]) for s in first.inputs], kernel_lists)
-    forward = layout.parts[0]
-    for flat in flats[1:]:
-        inputs = []
-        for kind, which in backward_inputs:
-            if kind == "output":
-                inputs.append(forward.outputs[which])
-            elif kind == "input":
-                inputs.append(forward.inputs[which])
-            else:
-                inputs.append(layout.given(which))
-        layout.add(flat, inputs, kernel_lists)
-    if results == "pinned":
-        _pin_results(layout)
-    else:
-        _own_results(layout, num_results)
-    return layout
-
-
-def least_bytes(layout: Layout) -> int:
-    """Returns what a layout holds at least at its peak: in the arena, and outside of it."""
-    placed = [b for b in layout.instances if b.kind == "arena"]
-    return (lower_bound(buffers_of(placed)) if placed else 0) + _outside_bytes(layout)
-
-
-def _outside_bytes(layout: Layout) -> int:
-    outside = [b for b in layout.instances if b.kind == "foreign"] + layout.scratch
-    return lower_bound(buffers_of(outside)) if outside else 0
-
-
 class Lease:
     """One arena in use: its runners work in it until it is released or dropped."""
 
@@ -415,109 +345,3 @@ class Lease:
 
     def __del__(self) -> None:
         self.release()
-
-
-_Placement = tuple[list[int], ArenaPlan, int, Overlay]
-"""Offsets by instance, the plan, the bytes of its arena, and what lies outside of that."""
-
-
-def _plan(layout: Layout, tools: Tools) -> _Placement:
-    """Places every arena instance."""
-    placed = [i for i, b in enumerate(layout.instances) if b.kind == "arena"]
-    buffers = buffers_of([layout.instances[i] for i in placed])
-    arena = place(buffers, tools)
-    return _by_instance(layout, placed, arena), arena, arena.peak_bytes, Overlay()
-
-
-def _plan_overlaid(layout: Layout, tools: Tools) -> _Placement | None:
-    """Places every arena instance, in a gradient's memory if it fits there; None if none does."""
-    placed = [i for i, b in enumerate(layout.instances) if b.kind == "arena"]
-    gradients = gradients_of(layout)
-    if not placed or not gradients:
-        return None
-    both = [[layout.instances[i] for i in part] for part in (placed, gradients)]
-    buffers, can_move = buffers_with_gradients(*both), movable(layout, placed)
-    found = tools.plan(
-        buffers,
-        [len(gradients), *map(int, can_move)],
-        lambda: plan_overlaid(
-            buffers, can_move, first_fit, effort_s=_PLAN_EFFORT_S, enough=_ENOUGH
-        ),
-    )
-    arena_bytes, overlay = overlay_of(found, placed, gradients, layout)
-    if not overlay.guests:
-        return None
-    return _by_instance(layout, placed, found), found, arena_bytes, overlay
-
-
-def _by_instance(layout: Layout, placed: Sequence[int], arena: ArenaPlan) -> list[int]:
-    offsets = [0] * len(layout.instances)
-    for index, offset in zip(placed, arena.offsets.tolist(), strict=False):
-        offsets[index] = offset
-    return offsets
-
-
-def place(buffers: Buffers, tools: Tools) -> ArenaPlan:
-    """Places buffers in an arena as well as a program's are placed."""
-    return tools.plan(
-        buffers,
-        (),
-        lambda: plan(buffers, effort_s=_PLAN_EFFORT_S, enough=_ENOUGH, fit=first_fit),
-    )
-
-
-def _handed_on(layout: Layout) -> list[int]:
-    """Foreign buffers that the forward makes and saves: the same for every backward of it."""
-    if len(layout.parts) < 2:
-        return []
-    saved = {p.instance for p in layout.parts[1].inputs}
-    return [
-        i
-        for i, b in enumerate(layout.instances)
-        if b.kind == "foreign" and b.part == 0 and i in saved
-    ]
-
-
-def _own_results(layout: Layout, num_results: Sequence[int]) -> None:
-    """Gives the user buffers of their own for what they receive.
-
-    A result that the program still needs, or that shares its buffer with another result, is
-    copied out; any other is made by its launch in the user's buffer.
-    """
-    for number, part in enumerate(layout.parts):
-        needed = {p.instance for p in part.outputs[num_results[number] :]}
-        taken: set[int] = set()
-        for index in range(num_results[number]):
-            placed = part.outputs[index]
-            instance = layout.instances[placed.instance]
-            if instance.kind == "given":
-                continue
-            shared = placed.instance in needed or placed.instance in taken
-            if shared or instance.part != number:
-                part.outputs[index] = _copy_out(layout, part, placed, "result")
-            elif instance.kind == "arena":
-                instance.kind = "result"
-            taken.add(placed.instance)
-
-
-def _pin_results(layout: Layout) -> None:
-    """Gives every output a place of its own in the arena, which lasts until the next run."""
-    part = layout.parts[-1]
-    taken: set[int] = set()
-    for index, placed in enumerate(part.outputs):
-        if layout.instances[placed.instance].kind != "arena" or placed.instance in taken:
-            placed = part.outputs[index] = _copy_out(layout, part, placed, "arena")
-        taken.add(placed.instance)
-    for instance in taken:
-        layout.instances[instance].death = layout.time
-
-
-def _copy_out(layout: Layout, part: Part, placed: Placed, kind: BufferKind) -> Placed:
-    """Adds a launch that copies a value into a buffer of its own, at the end of a part."""
-    type_ = TensorType(placed.dtype, placed.shape, placed.stride, torch.device("cpu"))
-    stride = placed.stride if type_.is_dense else contiguous_stride(placed.shape)
-    number = layout.parts.index(part)
-    layout.instances.append(Instance(kind, type_.num_bytes, layout.time, layout.time + 1, number))
-    target = Placed(len(layout.instances) - 1, placed.dtype, placed.shape, stride, 0)
-    part.launches.append(layout.apply("copy_", target, placed))
-    return target

@@ -22,7 +22,7 @@ from ...backend.kernels.lower import (
 from ...backend.launches.kernel_list import KernelList
 from ...backend.link.estimate import Estimates
 from ...backend.link.link import FlatProgram
-from ...backend.run.planned import Tools
+from ...backend.link.placement import Tools
 from ...reuse.ir.leaf import leaf_key
 from ...reuse.ir.program import Leaf, Program, walk_closures
 from ...reuse.ir.rewrite import map_leaves

@@ -8,9 +8,10 @@ from functools import partial
 
 from ...autodiff.derivative import Derivative
 from ...backend.launches.kernel_list import KernelList
+from ...backend.link.lay_out import lay_out, least_bytes
 from ...backend.link.link import FlatProgram, link
 from ...backend.run.executable import Executable
-from ...backend.run.planned import PlannedProgram, lay_out, least_bytes
+from ...backend.run.planned import PlannedProgram
 from ...backend.run.runtime import ClosureRuntime, PlannedRuntime
 from ...backend.run.unplanned_step import UnplannedStep, live_bytes
 from ...recompute.policy import Budget

@@ -9,8 +9,8 @@ from functools import partial
 from ...backend.launches.kernel_list import KernelList
 from ...backend.link.link import FlatProgram
 from ...backend.link.part_layout import PartSpec, PlanBuffers, Source, UnitLayout
+from ...backend.link.placement import place
 from ...backend.run.executable import Executable
-from ...backend.run.planned import place
 from ...backend.run.rank_program import RankProgram, Run, Schedule
 from ...backend.run.runtime import ClosureRuntime
 from ...pipeline_parallel.schedule.actions import (
