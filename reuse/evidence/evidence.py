@@ -16,8 +16,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from functools import cached_property
-from typing import Any
+from functools import cached_property, partial
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
@@ -30,11 +30,46 @@ from ..freeze import (
 )
 from ..kinds import WHOLE_FUNCTION
 from ..objects import ABSENT, cell_contents
-from .known_values import KnownOutside, OwnValues
-from .module_state import WHOLE, Places, module_state, raw_attribute, walk_modules
+from .module_state import (
+    WHOLE,
+    Places,
+    Where,
+    find_attribute,
+    module_state,
+    raw_attribute,
+    walk_modules,
+)
 from .reads import Reads, cell_reads, look_up, outside_name, same_shallow, snapshot
 from .snapshot import Snapshot
 from .structure import TensorPath, module_paths, structure_mismatch, structure_of, tensor_facts
+
+Held = Literal["same", "changed"]
+
+
+class _Own(NamedTuple):
+    """An attribute in the instance's tree.
+
+    ``settled``: its value freezes to the same while what was looked into is unchanged.
+    ``compared``: the structure says nothing of it.
+    """
+
+    path: str
+    name: str
+    frozen: Any
+    where: Where
+    value: Any
+    settled: bool
+    compared: bool
+
+
+class _Outside(NamedTuple):
+    """A global, an attribute of something outside, or a captured variable."""
+
+    what: str
+    now: Callable[[], Any]
+    frozen: Any
+    value: Any
+    settled: bool
 
 
 class Evidence:
@@ -52,12 +87,22 @@ class Evidence:
         self._structure = structure_of(places)
         self._tensor_paths: dict[int, TensorPath] = {}
         self._keep: list[torch.Tensor] = []
-        self._attributes: list[tuple[str, str, Any]] = []
+        self._attributes: list[_Own] = []
         self._held = Snapshot(WHOLE_FUNCTION)
         self._external: list[tuple[nn.Module, str, Any]] = []
         self._globals = [(scope, key[1], seen) for key, (scope, seen) in reads.globals.items()]
         self._cells = cell_reads(reads)
-        self._outside = KnownOutside(self._globals, self._cells, self._held)
+        self._outside = [
+            self._known(outside_name(scope, name), partial(look_up, scope, name), frozen)
+            for scope, name, frozen in self._globals
+        ] + [
+            self._known(
+                f"a variable captured by {function.__qualname__}",
+                partial(cell_contents, cell),
+                frozen,
+            )
+            for cell, frozen, function in self._cells
+        ]
         self._nested: list[tuple[str, Evidence]] = []
         self.side_effect = self._find_side_effect(reads)
         self._index_attributes(root, reads)
@@ -70,8 +115,14 @@ class Evidence:
             else:
                 self._nested.append((path, evidence))
         self._seen_outside = self._modules_seen_outside()
-        self._own = OwnValues(dict(places), self._attributes, self._held)
         self.side_effect = self.side_effect or self._seen_itself(walk_modules(root))
+
+    def _known(self, what: str, now: Callable[[], Any], frozen: Any) -> _Outside:
+        value = now()
+        return _Outside(what, now, frozen, value, self._settles(value, frozen))
+
+    def _settles(self, value: Any, frozen: Any) -> bool:
+        return isinstance(frozen, Identity) or self._held.vouches_for(value)
 
     def _modules_seen_outside(self) -> dict[int, str]:
         """Finds every module that code reached from outside: a block may look for itself there."""
@@ -94,11 +145,15 @@ class Evidence:
         freeze = self._freezer(self._paths, self._note_tensor)
         for module, name in [(m, key[1]) for key, (m, _) in reads.attributes.items()]:
             path = self._paths.get(id(module))
-            value = raw_attribute(module, name)
+            where, value = find_attribute(module, name)
             if path is None:
                 self._external.append((module, name, snapshot(value)))
-            else:
-                self._attributes.append((path, name, freeze(value, (path, name))))
+                continue
+            frozen, is_module = freeze(value, (path, name)), isinstance(value, nn.Module)
+            settled = not is_module and self._settles(value, frozen)
+            in_tree = where in ("_parameters", "_buffers") or (is_module and where != "")
+            row = _Own(path, name, frozen, where, value, settled, not in_tree)
+            self._attributes.append(row)
         for path, module in walk_modules(root):
             state = module_state(module)
             for name, tensor in (*state["_parameters"].items(), *state["_buffers"].items()):
@@ -154,22 +209,26 @@ class Evidence:
 
     def mismatch_at(self, places: Places) -> str:
         """The same for the module tree of an instance of the right class."""
-        held = "same" if self._held.same() else "changed"
+        modules = dict(places)
+        held: Held = "same" if self._held.same() else "changed"
         return (
             structure_mismatch(self._structure, structure_of(places))
-            or self._attribute_mismatch(places, held)
+            or self._attribute_mismatch(places, modules, held)
             or self._seen_itself(places)
             or self._outside_mismatch(held)
-            or self._nested_mismatch(dict(places))
+            or self._nested_mismatch(modules)
         )
 
-    def _attribute_mismatch(self, places: Places, held: str) -> str:
-        modules = dict(places)
-        rows = self._own.suspects(modules, held)
+    def _attribute_mismatch(
+        self, places: Places, modules: Mapping[str, nn.Module], held: Held
+    ) -> str:
+        rows = self._attributes
+        if held == "same":
+            rows = [row for row in rows if not _surely_agrees(row, modules[row.path])]
         if not rows:
             return ""
         freeze = self._freezer(module_paths(places), lambda tensor, keys: tensor_facts(tensor))
-        for path, name, expected in rows:
+        for path, name, expected, *_ in rows:
             found = freeze(raw_attribute(modules[path], name), (path, name))
             if found != expected and name == WHOLE:
                 return _other_names(path, found, expected)
@@ -179,18 +238,15 @@ class Evidence:
                 return f"attribute {where} is {_describe(found)}, not {_describe(expected)}"
         return ""
 
-    def _outside_mismatch(self, held: str) -> str:
+    def _outside_mismatch(self, held: Held) -> str:
         for module, name, expected in self._external:
             if snapshot(raw_attribute(module, name)) != expected:
                 return f"attribute {name} of {type(module).__name__} changed between the calls"
-        if held == "same" and self._outside.same():
-            return ""
-        for scope, name, expected in self._globals:
-            if not same_shallow(look_up(scope, name), expected):
-                return f"{outside_name(scope, name)} changed between the calls"
-        for cell, expected, function in self._cells:
-            if not same_shallow(cell_contents(cell), expected):
-                return f"a variable captured by {function.__qualname__} changed between the calls"
+        for row in self._outside:
+            now = row.now()
+            known = held == "same" and row.settled and now is row.value
+            if not (known or same_shallow(now, row.frozen)):
+                return f"{row.what} changed between the calls"
         return ""
 
     @cached_property
@@ -200,7 +256,11 @@ class Evidence:
         Path, name, and where it was: ``""`` for the module's own ``__dict__``, the name of a table
         of it such as ``"_parameters"``, or ``"class"``.
         """
-        found = {(path, name): where for path, name, where in self._own.plain_reads}
+        found: dict[tuple[str, str], str] = {
+            (row.path, row.name): row.where
+            for row in self._attributes
+            if not isinstance(row.value, (torch.Tensor, nn.Module))
+        }
         for place, evidence in self._nested:
             for path, name, where in evidence.plain_reads:
                 found[".".join(p for p in (place, path) if p), name] = where
@@ -212,6 +272,25 @@ class Evidence:
             if reason:
                 return f"{path}: {reason}"
         return ""
+
+
+def _surely_agrees(row: _Own, module: nn.Module) -> bool:
+    """Whether an instance's attribute agrees at a glance, while nothing looked into changed."""
+    where, value = find_attribute(module, row.name)
+    if where != row.where:
+        return False
+    if value is row.value and row.settled:
+        return True
+    is_in_structure = not row.compared and (where != "class" or value is row.value)
+    return is_in_structure or _same_number(value, row.value)
+
+
+def _same_number(value: Any, seen: Any) -> bool:
+    if type(value) is not type(seen):
+        return False
+    if type(value) is float:
+        return bool(value.hex() == seen.hex())
+    return type(value) in (int, bool, str) and bool(value == seen)
 
 
 def _other_names(path: str, found: Any, expected: Any) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 
@@ -13,6 +13,9 @@ OWN_PREFIX = "_lazy_inline"  # of what the mark keeps on an instance
 WHOLE = "__dict__"  # the name under which a module's own table is read as a whole
 
 Places = list[tuple[str, nn.Module]]
+Where = Literal["", "_parameters", "_buffers", "_modules", "class"]
+"""Where a module has an attribute: in its own ``__dict__``, in a table there, or in its class."""
+_TENSORS_AND_MODULES: tuple[Where, ...] = ("_parameters", "_buffers", "_modules")
 HOOK_TABLES = tuple(
     sorted(n for n in nn.Module().__dict__ if n.endswith(("_hooks", "_hooks_with_kwargs")))
 )
@@ -23,15 +26,20 @@ def raw_attribute(module: nn.Module, name: str) -> Any:
 
     Under ``"__dict__"`` those are the names of what it holds, but for what the mark keeps there.
     """
+    return find_attribute(module, name)[1]
+
+
+def find_attribute(module: nn.Module, name: str) -> tuple[Where, Any]:
+    """The same, and where it is."""
     state = module_state(module)
     if name == WHOLE:
-        return tuple(own_names(state))
+        return "", tuple(own_names(state))
     if name in state:
-        return state[name]
-    for table in ("_parameters", "_buffers", "_modules"):
+        return "", state[name]
+    for table in _TENSORS_AND_MODULES:
         if name in state.get(table, ()):
-            return state[table][name]
-    return class_attribute(type(module), name)
+            return table, state[table][name]
+    return "class", class_attribute(type(module), name)
 
 
 def own_names(state: dict[str, Any]) -> list[str]:
