@@ -23,6 +23,7 @@ guards               whether a compiled program still fits
 autograd             compiled programs inside PyTorch's autograd
 passes               the passes, and what runs a list of them
 sizes                sizes that vary
+calls                what runs a model's calls
 onnx                 ``export_onnx``
 pipeline             ``pipeline(model, args)``
 measure              ``measure`` and ``lazyinline bench``

@@ -18,6 +18,8 @@ from ..reuse.evidence.module_state import module_state
 _MARK = "__lazy_inline__"
 STAGE_MARK = "_lazyinline_stage"
 """Attribute of a module that belongs to one pipeline stage."""
+WRAPPED = "_lazyinline_calls"
+"""Attribute of the module that ``compile`` puts around a model."""
 _RECOMPUTE = "_lazy_inline_recompute"
 _SAVE = "save"
 
@@ -123,5 +125,5 @@ def is_block(module: nn.Module) -> bool:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether a module is what ``compile`` returned."""
-    return "_lazyinline_model" in module_state(module)
+    """Whether a module is what ``compile`` put around a model."""
+    return WRAPPED in module_state(module)

@@ -12,6 +12,9 @@ OPERATOR_TYPES: tuple[type, ...] = (torch._ops.OpOverload, torch._ops.OpOverload
 RESHAPES = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
 """Views by nature; the schema of the second does not say so."""
 
+CALL_SLOT = "_compiled_call_impl"
+"""Where a module's ``__call__`` looks first for something compiled (``nn.Module.compile``)."""
+
 
 def memory_id(tensor: torch.Tensor) -> int:
     """Returns a number that two tensors share exactly while they share memory."""

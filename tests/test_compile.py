@@ -96,7 +96,7 @@ def make(model_class: Callable[[], nn.Module], backend: str, seed: int = 0) -> A
     torch.manual_seed(seed)
     model = model_class()
     compiled = lazyinline.compile(model, backend=backend)
-    vars(compiled)["_lazyinline_compiler"] = COMPILERS[backend]
+    vars(compiled)["_lazyinline_calls"]._compiler = COMPILERS[backend]
     return compiled, model, twin(model)
 
 

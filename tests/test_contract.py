@@ -5,6 +5,7 @@ uses it is the one file to look at.
 """
 
 import ast
+import copy
 import ctypes
 import functools
 import importlib
@@ -60,6 +61,7 @@ from lazyinline.backend.onnx import torch_onnx
 from lazyinline.frontend.tracing import torch_tracing
 from lazyinline.frontend.tracing.torch_fake_rules import kernels_own_rules
 from lazyinline.frontend.tracing.torch_mutations import pure_forms
+from lazyinline.reuse import torch_names
 
 pytestmark = pytest.mark.smoke
 
@@ -673,6 +675,20 @@ def test_operators_have_classes_and_schemas_that_say_what_is_written(
             "running_var",
             "training",
         ]
+
+
+@contract("attribute _call_impl")
+def test_calls_of_a_module_look_into_a_slot_that_copies_leave_behind() -> None:
+    module, slot = nn.Linear(2, 2), torch_names.CALL_SLOT
+    module.register_forward_hook(lambda m, args, output: output * 0)
+    assert slot not in vars(module), "a fresh module has it in its own table now"
+    vars(module)[slot] = lambda *args, **kwargs: (args, kwargs)
+    assert module(1, a=2) == ((1,), {"a": 2})
+    assert not module._call_impl(torch.ones(2)).any(), "_call_impl runs no hooks any more"
+    assert slot not in vars(copy.deepcopy(module))
+    assert slot not in vars(copy.copy(module))
+    module.compile(backend="eager")
+    assert callable(vars(module)[slot]), "nn.Module.compile fills another slot"
 
 
 @contract("attribute _cdata")

@@ -281,7 +281,7 @@ def test_one_tensor_passed_twice_has_one_shape() -> None:
     for sizes in ((3, 3), (3, 5), (6, 6), (9, 11), (7, 7), (4, 2)):
         inputs = pair(*sizes)
         assert_close(compiled(*inputs), model(*inputs))
-    families = compiled.__dict__["_lazyinline_shapes"]._compiles
+    families = compiled.__dict__["_lazyinline_calls"]._shapes._compiles
     for family in families[1:]:  # each symbol stands for one size of what is passed
         program, _ = family.symbolic
         a, b = torch.randn(9, 8), torch.randn(11, 8)

@@ -67,7 +67,7 @@ def more_threads_than(compiled_for: int) -> None:
     x = torch.rand(SHAPE)
     runs = compiled_both_ways(model)
     assert_right(model, runs, x)
-    entries = [len(runs[0].__dict__["_lazyinline_entries"])]  # type: ignore[attr-defined]
+    entries = [len(runs[0].__dict__["_lazyinline_calls"].entries)]  # type: ignore[attr-defined]
     for num_threads in (1, compiled_for + 1, 16):
         torch.set_num_threads(num_threads)
         assert_right(model, runs, x)
@@ -83,7 +83,7 @@ def more_threads_than(compiled_for: int) -> None:
     thread.start()
     thread.join()
     assert done
-    entries.append(len(runs[0].__dict__["_lazyinline_entries"]))  # type: ignore[attr-defined]
+    entries.append(len(runs[0].__dict__["_lazyinline_calls"].entries))  # type: ignore[attr-defined]
     assert entries == [1, 1], "kernels fit any number of threads"
 
 

@@ -24,7 +24,9 @@ BASE_CALLS, CALLS_PER_BLOCK = 300, 30
 def entry_of(compiled: nn.Module, args: tuple[Tensor, ...]) -> Any:
     """Returns the program that a call with these arguments runs."""
     leaves, tree = torch_pytree.flatten((args, {}))
-    (entry,) = (e for e in vars(compiled)["_lazyinline_entries"] if e.guard.accepts(leaves, tree))
+    (entry,) = (
+        e for e in vars(compiled)["_lazyinline_calls"].entries if e.guard.accepts(leaves, tree)
+    )
     return entry
 
 

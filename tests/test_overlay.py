@@ -111,7 +111,7 @@ class Subject:
 
     @property
     def planned(self) -> PlannedProgram:
-        (entry,) = self.compiled.__dict__["_lazyinline_entries"]
+        (entry,) = self.compiled.__dict__["_lazyinline_calls"].entries
         program: PlannedProgram = entry._compiled.runtime.program
         return program
 

@@ -34,6 +34,7 @@ PUBLIC = {
     "compile",
     "compile_step",
     "export_onnx",
+    "last_report",
     "lazy_inline",
     "measure",
     "pipeline",

@@ -456,7 +456,7 @@ def test_noticing_takes_few_lines_of_python_per_block() -> None:
         ids = torch.zeros(1, 4, dtype=torch.long)
         compiled = lazyinline.compile(model, backend="eager")
         compiled(ids, labels=ids)
-        (entry,) = vars(compiled)["_lazyinline_entries"]
+        (entry,) = vars(compiled)["_lazyinline_calls"].entries
         leaves, tree = torch_pytree.flatten(((ids,), {"labels": ids}))
         assert entry.guard.accepts(leaves, tree)
         return functools.partial(entry.guard.accepts, leaves, tree)

@@ -17,7 +17,7 @@ check_supported()  # first: what follows names what only some versions of PyTorc
 
 from lazyinline.frontend.advise.advice import Advice
 from lazyinline.frontend.advise.advise import advise
-from lazyinline.frontend.compiled_module import CompiledModule, compile
+from lazyinline.frontend.compiled_module import CompiledModule, compile, last_report
 from lazyinline.frontend.inspection import capture
 from lazyinline.frontend.marks import lazy_inline, recompute
 from lazyinline.frontend.measure.measure import measure
@@ -65,6 +65,7 @@ __all__ = [
     "compile",
     "compile_step",
     "export_onnx",
+    "last_report",
     "lazy_inline",
     "measure",
     "pipeline",

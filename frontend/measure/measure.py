@@ -16,6 +16,7 @@ from torch import nn
 
 from ...backend.kernels import torch_inductor
 from ...reuse.errors import PlanError
+from ..calls.torch_slot import slots_empty
 from ..checks.runnable import check_runnable
 from ..compiled_module import CompiledModule
 from ..compiler import Compiler
@@ -117,7 +118,7 @@ def check_micro_batches(micro_batches: int, *, train: bool) -> None:
 def compare_sides(workload: Workload, options: Options) -> MeasureReport:
     """Compiles and runs both sides next to eager; see :func:`measure`."""
     model = workload.model
-    with left_as_found(workload) as restore, _graph_cache_off(options):
+    with left_as_found(workload) as restore, slots_empty(model), _graph_cache_off(options):
         expected = workload.step(model)
         late, run_late = _run_side(workload, options, expected, restore)
         off = replace(options, reuse="off")

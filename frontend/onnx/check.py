@@ -15,6 +15,7 @@ from ...reuse import torch_pytree
 from ...reuse.errors import ExportError
 from ...reuse.ir.interpreter import interpret
 from ...reuse.ir.program import ModelTensor, UserInput, tensor_type
+from ..calls.torch_slot import slots_empty
 from .subject import Names, Subject
 
 if TYPE_CHECKING:
@@ -194,7 +195,7 @@ def reference_outputs(subject: Subject, names: Names) -> dict[str, torch.Tensor]
         if subject.model is None or subject.program.writes:
             return _interpreted(subject, names)
         args, kwargs = _copies((subject.args, dict(subject.kwargs)))
-        with torch.set_grad_enabled(bool(names.gradients)):
+        with slots_empty(subject.model), torch.set_grad_enabled(bool(names.gradients)):
             result = subject.model(*args, **kwargs)
             leaves, _ = torch_pytree.flatten(result)
             expected = {name: leaves[position] for position, name in names.results}

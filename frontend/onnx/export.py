@@ -17,9 +17,9 @@ from torch import nn
 from ...reuse.errors import CaptureError, ExportError
 from ...reuse.ir.program import ModelTensor, Program, UserInput
 from ...reuse.ir.verify import verify as verify_program
+from ..calls.calls import calls_of
 from ..capture.assemble import OutputTree
 from ..capture.capture import one_at_a_time
-from ..compiled_module import CompiledModule
 from ..compiler import EXPORT
 from ..options import Options
 from ..passes.context import Context
@@ -179,9 +179,9 @@ def _subject(
             raise ExportError("This program has no sources: export one that was captured.")
         state = run(EXPORT[1:], replace(_started(request), programs={PARTS[0]: model}))
         return Subject(verify_program(state.program), None, args, kwargs, state.gradients)
-    if isinstance(model, CompiledModule):
-        request = replace(request, reuse=model.__dict__["_lazyinline_compiler"].options.reuse)
-        model = model.__dict__["_lazyinline_model"]
+    calls = calls_of(model)
+    if calls is not None:
+        request, model = replace(request, reuse=calls.options.reuse), calls.model
     if not isinstance(model, nn.Module):
         raise ExportError(f"A model or a program is exported, not a {type(model).__name__}.")
     subject = ModelSubject(model, args, kwargs, request.train, effects="undo")

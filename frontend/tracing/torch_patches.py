@@ -23,6 +23,7 @@ import torch
 import torch.utils.checkpoint
 from torch import nn
 
+from ...reuse.torch_names import CALL_SLOT
 from .torch_tracing import is_library_frame, is_torch_frame, is_user_frame, user_line
 
 _LOCK = threading.RLock()
@@ -133,6 +134,8 @@ def _patch_reads(watcher: Watcher, thread: int) -> Callable[[], None]:
             if name == "__dict__" and sys._getframe(1).f_code.co_filename != _MODULE_FILE:
                 watcher.read_all(self)
             return lookup(self, name)
+        if name == CALL_SLOT:
+            return None  # a module's own Python runs, also where something compiled stands for it
         watcher.read(self, name)
         value = lookup(self, name)
         return watcher.substitute(value) if isinstance(value, torch.Tensor) else value

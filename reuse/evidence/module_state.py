@@ -7,7 +7,7 @@ from typing import Any, Literal
 from torch import nn
 
 from ..objects import ABSENT
-from ..torch_names import HookKind, global_hook_tables
+from ..torch_names import CALL_SLOT, HookKind, global_hook_tables
 
 OWN_PREFIX = "_lazy_inline"  # of what the mark keeps on an instance
 WHOLE = "__dict__"  # the name under which a module's own table is read as a whole
@@ -44,7 +44,7 @@ def find_attribute(module: nn.Module, name: str) -> tuple[Where, Any]:
 
 def own_names(state: dict[str, Any]) -> list[str]:
     """Returns the names in a module's ``__dict__`` that are the user's or ``nn.Module``'s."""
-    return [name for name in state if not name.startswith(OWN_PREFIX)]
+    return [name for name in state if not name.startswith(OWN_PREFIX) and name != CALL_SLOT]
 
 
 def class_attribute(kind: type, name: str) -> Any:

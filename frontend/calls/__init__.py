@@ -1,0 +1,6 @@
+"""What runs a model's calls: its compiled programs, and itself where none can.
+
+calls       finds or compiles the program for each call
+entry       one compiled program: its inputs, and the result it builds
+torch_slot  where a module's own calls look first for something compiled
+"""

@@ -1,0 +1,116 @@
+"""One compiled program of a module: when it applies, its inputs, and the result it builds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ...reuse import torch_pytree
+from ...reuse.ir.program import UserInput
+from ..autograd.bridge import Bridge, picker
+from ..capture.assemble import OutputTree
+from ..compiled import CompiledProgram
+from ..guards.guard import Guard
+
+
+class ModuleEntry:
+    """One compiled program: when it applies, how its inputs are found, how its result is built."""
+
+    can_be_linked_again = False
+
+    def __init__(
+        self,
+        guard: Guard,
+        compiled: CompiledProgram,
+        leaves: Sequence[Any],
+    ) -> None:
+        program = compiled.captured.program
+        self._compiled = compiled
+        self.guard = guard
+        self._pick_inputs = picker(_input_order(program.sources, leaves))
+        self._writes = program.writes
+        written = frozenset(target for _, target in program.writes)
+        self._bridge = Bridge(compiled, written) if compiled.derivative is not None else None
+        self._result = _Result(program.output_tree, compiled)
+        self._repeated: list[int] | None = None  # the same in every run, so the first run tells
+
+    @property
+    def is_tied_to_inputs(self) -> bool:
+        """Whether the program changes or returns what the caller passed, and not only reads it."""
+        program = self._compiled.captured.program
+        touched = {target for _, target in program.writes} | self._result.inputs
+        return any(isinstance(program.sources[i], UserInput) for i in touched)
+
+    def rest(self) -> None:
+        """See :class:`kept_programs.Entry`."""
+        self._compiled.runtime.rest()
+        if self._bridge is not None:
+            self._bridge.backwards.rest()
+
+    def run(self, leaves: Sequence[Any]) -> Any:
+        """Runs the program on flat inputs."""
+        inputs = self._pick_inputs([*leaves, *self.guard.tensors])
+        if self._bridge is None:
+            with torch.no_grad():  # the model's own autograd says that no gradient flows
+                outputs: Sequence[Any] = self._forward(inputs)
+        else:
+            outputs = self._bridge.run(inputs)
+        if self._writes:
+            with torch.no_grad():
+                for output, target in self._writes:
+                    inputs[target].copy_(outputs[output])
+        return self._result.build(outputs, inputs)
+
+    def _forward(self, inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """Runs the program; ``h`` and ``h.detach()``, one tensor in it, are two for the user."""
+        outputs = self._compiled.runtime.forward(inputs)[0]
+        if self._repeated is None:
+            known = [*map(id, inputs), *map(id, outputs)]
+            first = len(inputs)
+            self._repeated = [i for i, o in enumerate(outputs) if known.index(id(o)) != first + i]
+        for index in self._repeated:
+            outputs[index] = outputs[index].detach()
+        return outputs
+
+
+class _Result:
+    """Rebuilds the model's nested result from flat outputs."""
+
+    def __init__(self, tree: OutputTree, compiled: CompiledProgram) -> None:
+        program = compiled.captured.program
+        self._spec = tree.spec
+        positions = {value: i for i, value in enumerate(program.inputs)}
+        changed = {program.outputs[output]: target for output, target in program.writes}
+        self._leaves: list[tuple[str, Any]] = []
+        for kind, value in tree.leaves:
+            passed = positions.get(program.outputs[value]) if kind == "output" else None
+            if kind == "output":  # what the forward changed and returns is the user's own tensor
+                passed = changed.get(program.outputs[value], passed)
+            self._leaves.append((kind, value) if passed is None else ("input", passed))
+
+    @property
+    def inputs(self) -> set[int]:
+        """Positions of inputs that are returned as they are."""
+        return {value for kind, value in self._leaves if kind == "input"}
+
+    def build(self, outputs: Sequence[Any], inputs: Sequence[Any]) -> Any:
+        leaves = [
+            outputs[value] if kind == "output" else inputs[value] if kind == "input" else value
+            for kind, value in self._leaves
+        ]
+        return torch_pytree.unflatten(leaves, self._spec)
+
+
+def _input_order(sources: Sequence[Any], leaves: Sequence[Any]) -> list[int]:
+    """For each program input, its place in the leaves followed by the model's own tensors."""
+    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+    order, own = [], len(leaves)
+    for source in sources:
+        if isinstance(source, UserInput):
+            order.append(places[source.index])
+        else:
+            order.append(own)
+            own += 1
+    return order
