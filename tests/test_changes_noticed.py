@@ -31,6 +31,14 @@ from lazyinline.backend.launches.torch_native import native_library
 from lazyinline.backend.run.runtime import ClosureRuntime
 
 
+class Number(float):
+    """A number of a class of its own."""
+
+
+class Text(str):
+    """A text of a class of its own."""
+
+
 class Value:
     kind = 1.0
 
@@ -418,6 +426,16 @@ HELD: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], Callable[[Any], A
         lambda: nested(12),
         lambda h: innermost(h)[0],
         lambda h: innermost(h).insert(0, 3.0),
+    ),
+    "number of a derived class": (
+        lambda: [Number(1.0)],
+        lambda h: float(h[0]),
+        lambda h: h.insert(0, Number(3.0)),
+    ),
+    "text of a derived class": (
+        lambda: [Text("1")],
+        lambda h: float(str(h[0])),
+        lambda h: h.insert(0, Text("3")),
     ),
     "enumeration": (
         lambda: {Mode.ON: [1.0]},

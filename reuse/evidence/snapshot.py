@@ -270,4 +270,16 @@ def _items_of(value: Any) -> list[Any] | None:
         if kinds or kind.__eq__ is usual or slots_of(kind) or not is_looked_into(kind):
             return None
     attributes = own_table(value) or {}
-    return [item for row in kinds for item in row.read(value)] + [*attributes, *attributes.values()]
+    items = [plain(value) for cls, plain in _PLAIN_VALUES if issubclass(kind, cls)]
+    items += [item for row in kinds for item in row.read(value)]
+    return [*items, *attributes, *attributes.values()]
+
+
+# A class derived from one of these has the value out of sight.
+_PLAIN_VALUES: tuple[tuple[type, Callable[[Any], Any]], ...] = (
+    (float, float.__pos__),
+    (int, int.__pos__),
+    (complex, complex.__pos__),
+    (str, str.__str__),
+    (bytes, lambda value: bytes.__getitem__(value, slice(None))),
+)
