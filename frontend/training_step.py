@@ -23,6 +23,7 @@ from ..reuse.torch_names import new_cpu_tensor
 from .autograd.bridge import picker
 from .autograd.handed_gradients import HandedGradients
 from .checks.plain_inputs import watching_tensor, written_out
+from .checks.refusals import refuse_containers
 from .checks.runnable import check_runnable
 from .checks.torch_modes import autograd_mode_around, mode_around
 from .checks.wrappers import refuse_wrappers
@@ -177,6 +178,7 @@ class TrainingStep:
                 f"A step cannot be compiled: {watching}, and kernels read memory past it. Use "
                 "plain tensors, or call the model itself."
             )
+        refuse_containers(tree, "compile_step")
         check_runnable(self._model)
         self._entries.warn_if_many(self._model, Inputs.of(leaves, tree))
         parts = [self._split(leaf) for leaf in leaves]

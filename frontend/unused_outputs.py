@@ -10,7 +10,6 @@ import torch
 from ..autodiff.derivative import Derivative
 from ..autodiff.undefined import FewerCotangents
 from ..backend.link.link import link
-from ..reuse import torch_pytree
 from ..reuse.errors import PlanError
 from ..reuse.ir.leaf import flat_types
 from ..reuse.ir.program import Closure, Composite, Kernels, Program
@@ -91,10 +90,9 @@ def refuse_no_numbers(
     if not any(bool(gradient.isnan().any()) for gradient in gradients):
         return
     tree = program.output_tree
-    places = torch_pytree.unflatten(list(range(len(tree.leaves))), tree.spec)
     names = [
         name or "the result"
-        for name, place in torch_pytree.flatten_with_names(places)
+        for name, place in tree.named(list(range(len(tree.leaves))))
         if tree.leaves[place][0] == "output" and tree.leaves[place][1] in unused
     ]
     raise PlanError(

@@ -2,6 +2,7 @@
 
 ir            programs: closures, calls on them, values, types; printed, verified, rewritten
 evidence      what Python read, and whether another instance agrees or the same one still does
+containers    objects that hold tensors and are changed in place, such as caches
 errors        the exceptions a user can meet
 freeze        what Python code read, as a value that can be compared later
 kinds         the one table of kinds of objects: how each is read, reached and put back
@@ -12,6 +13,7 @@ process_lock  a lock that a forked child finds open
 supported     which PyTorch and which Python this package was made for
 torch_names   adapter: the few private PyTorch names that the core needs
 torch_pytree  adapter: nested arguments and results, flattened
+transformers_caches  which objects are caches of keys and values, as transformers names them
 
 It imports nothing else of lazyinline.
 """

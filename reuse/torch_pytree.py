@@ -1,47 +1,136 @@
 """Adapter: flattening nested arguments and results, through PyTorch's own tree registry.
 
 ``torch.utils._pytree`` is the registry that Hugging Face's ``ModelOutput`` and others register
-with, so it is used rather than a public look-alike. This module alone names it.
+with, so it is used rather than a public look-alike. This module alone names it. Objects that hold
+tensors and that a model changes in place (the caches of transformers) are taken apart further.
 """
 
 from __future__ import annotations
 
 import functools
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import torch
 from torch.utils import _pytree
 
-TreeSpec = _pytree.TreeSpec
+from .containers import Apart, Container, Together
+from .transformers_caches import cache_classes
+
 _TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
 
 
-def flatten(tree: Any) -> tuple[list[Any], TreeSpec]:
-    """Returns the leaves of a nested structure and its shape."""
-    return _pytree.tree_flatten(tree)
+@dataclass(frozen=True)
+class Nested:
+    """The shape of a structure with containers in it.
+
+    Attributes:
+        outer: the structure down to them.
+        containers: for each leaf of that the number of the container that it is, or -1.
+        forms: of all containers.
+    """
+
+    outer: _pytree.TreeSpec
+    containers: tuple[int, ...]
+    forms: tuple[Container, ...]
+
+
+TreeSpec: TypeAlias = _pytree.TreeSpec | Nested
+
+
+def flatten(tree: Any, known: Mapping[int, int] | None = None) -> tuple[list[Any], TreeSpec]:
+    """Returns the leaves of a nested structure and its shape.
+
+    Args:
+        tree: the structure.
+        known: numbers of containers that a call was given, by ``id``; see :func:`unflatten`.
+    """
+    classes = cache_classes()
+    if not classes:
+        return _pytree.tree_flatten(tree)
+    leaves, outer = _flatten_outer(tree, classes)
+    if not any(isinstance(leaf, classes) for leaf in leaves):
+        return leaves, outer
+    apart = Apart(classes, known)
+    numbers = []
+    for leaf in leaves:
+        numbers.append(apart.add(leaf))
+        if numbers[-1] < 0:
+            apart.leaves.append(leaf)
+    return apart.leaves, Nested(outer, tuple(numbers), apart.forms)
 
 
 def flatten_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], TreeSpec]:
     """Returns what :func:`flatten` returns for ``(args, kwargs)``, at once for tensors alone."""
     if not kwargs and _TENSORS.issuperset(map(type, args)):
         return list(args), _tensors_only(len(args))
-    return _pytree.tree_flatten((args, kwargs))
+    return flatten((args, kwargs))
+
+
+def flatten_outer(tree: Any) -> tuple[list[Any], _pytree.TreeSpec]:
+    """Returns the leaves of a structure, containers among them, and its shape down to them."""
+    classes = cache_classes()
+    return _flatten_outer(tree, classes) if classes else _pytree.tree_flatten(tree)
+
+
+def _flatten_outer(tree: Any, classes: tuple[type, ...]) -> tuple[list[Any], _pytree.TreeSpec]:
+    # A user may have registered a class of containers, and would then be handed a copy.
+    return _pytree.tree_flatten(tree, is_leaf=lambda value: isinstance(value, classes))
+
+
+def containers(tree: Any) -> list[Any]:
+    """Returns the containers in a structure, and those in them, by number."""
+    classes = cache_classes()
+    apart = Apart(classes)
+    for leaf in flatten_outer(tree)[0]:
+        apart.add(leaf)
+    return apart.objects
+
+
+def formless(leaves: Sequence[Any]) -> str:
+    """Names the class of a flat argument or result that is a cache and could not be taken apart."""
+    classes = cache_classes()
+    found = (type(leaf).__qualname__ for leaf in leaves if classes and isinstance(leaf, classes))
+    return next(found, "")
 
 
 @functools.cache
-def _tensors_only(num_args: int) -> TreeSpec:
+def _tensors_only(num_args: int) -> _pytree.TreeSpec:
     return _pytree.tree_structure(((0,) * num_args, {}))
 
 
-def unflatten(leaves: list[Any], spec: TreeSpec) -> Any:
-    """Rebuilds a nested structure."""
-    return leaves[0] if spec.is_leaf() else _pytree.tree_unflatten(leaves, spec)
+def unflatten(leaves: list[Any], spec: TreeSpec, given: Sequence[Any] = ()) -> Any:
+    """Rebuilds a nested structure.
+
+    Args:
+        leaves: what :func:`flatten` returns.
+        spec: the shape.
+        given: the containers that known ones in it are to be; without them they are made anew.
+    """
+    if not isinstance(spec, Nested):
+        return leaves[0] if spec.is_leaf() else _pytree.tree_unflatten(leaves, spec)
+    rest = iter(leaves)
+    together = Together(spec.forms, rest, given)
+    found = [next(rest) if n < 0 else together.container(n) for n in spec.containers]
+    return unflatten(found, spec.outer)
 
 
 def flatten_with_names(tree: Any) -> list[tuple[str, Any]]:
     """Returns the leaves with readable names, such as ``position_embeddings.0``."""
-    pairs, _ = _pytree.tree_flatten_with_path(tree)
-    return [(".".join(_key_text(key) for key in path), leaf) for path, leaf in pairs]
+    classes = cache_classes()
+    is_leaf = (lambda value: isinstance(value, classes)) if classes else None
+    pairs, _ = _pytree.tree_flatten_with_path(tree, is_leaf=is_leaf)
+    apart, named = Apart(classes), []
+    for path, leaf in pairs:
+        name = ".".join(_key_text(key) for key in path)
+        num_leaves, num_objects = len(apart.leaves), len(apart.objects)
+        if apart.add(leaf) < 0:
+            named.append((name, leaf))
+        else:
+            names = apart.names_from(num_objects, name)
+            named += zip(names, apart.leaves[num_leaves:], strict=True)
+    return named
 
 
 def _key_text(key: Any) -> str:

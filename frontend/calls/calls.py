@@ -73,7 +73,7 @@ class Calls:
         leaves, tree = torch_pytree.flatten_call(args, kwargs)
         entry = self.entries.fitting(leaves, tree)
         if entry is not None:
-            return entry.run(leaves)
+            return entry.run(leaves, args, kwargs)
         plain = written_out(leaves)
         if plain is not None:
             entry = self.entries.fitting(plain, tree)
@@ -87,11 +87,11 @@ class Calls:
                 reason = self._effects.note(self._state(), str(effect))
                 return self._run_itself(reason, args, kwargs)
         if plain is None:
-            return entry.run(leaves)
+            return entry.run(leaves, args, kwargs)
         if entry.is_tied_to_inputs:
             reason = "an input that it changes or returns is conjugated or negated only in name"
             return self._run_itself(reason, args, kwargs)
-        return entry.run(plain)
+        return entry.run(plain, args, kwargs)
 
     # ---- where the model itself runs -----------------------------------------------------
 

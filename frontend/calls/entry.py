@@ -49,8 +49,8 @@ class ModuleEntry:
         if self._bridge is not None:
             self._bridge.backwards.rest()
 
-    def run(self, leaves: Sequence[Any]) -> Any:
-        """Runs the program on flat inputs."""
+    def run(self, leaves: Sequence[Any], args: Any, kwargs: Any) -> Any:
+        """Runs the program on flat inputs, and brings the containers they came from up to date."""
         inputs = self._pick_inputs([*leaves, *self.guard.tensors])
         if self._bridge is None:
             with torch.no_grad():  # the model's own autograd says that no gradient flows
@@ -61,7 +61,8 @@ class ModuleEntry:
             with torch.no_grad():
                 for output, target in self._writes:
                     inputs[target].copy_(outputs[output])
-        return self._result.build(outputs, inputs)
+        given = torch_pytree.containers((args, kwargs)) if self._result.updates else ()
+        return self._result.build(outputs, inputs, given)
 
     def _forward(self, inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Runs the program; ``h`` and ``h.detach()``, one tensor in it, are two for the user."""
@@ -80,7 +81,8 @@ class _Result:
 
     def __init__(self, tree: OutputTree, compiled: CompiledProgram) -> None:
         program = compiled.captured.program
-        self._spec = tree.spec
+        self._tree = tree
+        self.updates = tree.updates
         positions = {value: i for i, value in enumerate(program.inputs)}
         changed = {program.outputs[output]: target for output, target in program.writes}
         self._leaves: list[tuple[str, Any]] = []
@@ -95,12 +97,14 @@ class _Result:
         """Positions of inputs that are returned as they are."""
         return {value for kind, value in self._leaves if kind == "input"}
 
-    def build(self, outputs: Sequence[Any], inputs: Sequence[Any]) -> Any:
+    def build(
+        self, outputs: Sequence[Any], inputs: Sequence[Any], given: Sequence[Any] = ()
+    ) -> Any:
         leaves = [
             outputs[value] if kind == "output" else inputs[value] if kind == "input" else value
             for kind, value in self._leaves
         ]
-        return torch_pytree.unflatten(leaves, self._spec)
+        return self._tree.built(leaves, given)
 
 
 def _input_order(sources: Sequence[Any], leaves: Sequence[Any]) -> list[int]:

@@ -24,22 +24,45 @@ from ...reuse.torch_names import memory_id
 from ..tracing.torch_tracing import is_mode_switch
 from .regions import CallSite, CrossingError, Region, regions_inside
 
+ResultTree = tuple[torch_pytree.TreeSpec, bool]
+"""The ``spec`` and ``updates`` of an :class:`OutputTree`."""
+
 
 @dataclass(frozen=True)
 class OutputTree:
-    """How the model's result is rebuilt: each leaf is a program output or a constant."""
+    """How the model's result is rebuilt: each leaf is a program output or a constant.
 
-    leaves: tuple[tuple[str, Any], ...]  # ("output", index) or ("constant", value)
+    Attributes:
+        leaves: ``("output", index)`` or ``("constant", value)``.
+        spec: their structure.
+        updates: whether that is ``(result, containers)``: objects among the arguments that the
+            forward may have changed, as it left them.
+    """
+
+    leaves: tuple[tuple[str, Any], ...]
     spec: torch_pytree.TreeSpec
+    updates: bool = False
 
     @property
     def names(self) -> list[str]:
         """Names of the leaves: keys of a ``ModelOutput``, else ``output_0``..."""
-        result = torch_pytree.unflatten(list(range(len(self.leaves))), self.spec)
-        pairs = torch_pytree.flatten_with_names(result)
-        if len(pairs) == 1 and not pairs[0][0]:
+        names = [name for name, _ in self.named(list(range(len(self.leaves))))]
+        if names == [""]:
             return ["output"]
-        return [f"output_{name}" if name[:1].isdigit() else name for name, _ in pairs]
+        return [f"output_{name}" if name[:1].isdigit() else name for name in names]
+
+    def named(self, leaves: list[Any]) -> list[tuple[str, Any]]:
+        """Returns the leaves with their names."""
+        built = torch_pytree.unflatten(leaves, self.spec)
+        if not self.updates:
+            return torch_pytree.flatten_with_names(built)
+        pairs = torch_pytree.flatten_with_names({"0": built[0], "updated": built[1]})
+        return [(name.removeprefix("0").removeprefix("."), leaf) for name, leaf in pairs]
+
+    def built(self, leaves: list[Any], given: Sequence[Any] = ()) -> Any:
+        """Rebuilds the result; brings up to date the containers that the call was given."""
+        built = torch_pytree.unflatten(leaves, self.spec, given)
+        return built[0] if self.updates else built
 
 
 @dataclass(frozen=True)
@@ -77,7 +100,7 @@ class _Unit:
 def assemble(
     root: Region,
     results: Sequence[Any],
-    tree: torch_pytree.TreeSpec,
+    tree: ResultTree,
     sources: Mapping[torch.fx.Node, Source],
 ) -> tuple[Program, Mapping[Region, Closure]]:
     """Builds the program of a captured model; returns the closure of each traced region too.
@@ -85,7 +108,7 @@ def assemble(
     Args:
         root: the root region.
         results: the model's flat results: nodes for tensors, anything else as it is.
-        tree: the shape of the results.
+        tree: the structure of the results, and whether containers follow them.
         sources: where each input node's tensor comes from.
 
     Raises:
@@ -110,7 +133,7 @@ def assemble(
         tuple(values),
         tuple(sources[n] for n in inputs),
         tuple((len(outputs) + i, inputs.index(n)) for i, n in enumerate(changed)),
-        OutputTree(leaves, tree),
+        OutputTree(leaves, *tree),
     )
     return program, assembler.closures()
 

@@ -25,7 +25,6 @@ import torch
 from torch import nn
 
 from ...autodiff.torch_autograd import plain_autograd
-from ...reuse import torch_pytree
 from ...reuse.errors import CaptureError
 from ...reuse.evidence.module_state import has_hooks, walk_modules
 from ...reuse.evidence.outside_values import OutsideValues
@@ -38,7 +37,7 @@ from ..checks.wrappers import refuse_wrappers
 from ..marks import is_compiled, is_marked
 from ..tracing.torch_fake_rules import kernels_own_rules
 from ..tracing.torch_tracing import DATA_DEPENDENT_ERRORS, frame_text, user_frame
-from .assemble import assemble
+from .assemble import ResultTree, assemble
 from .blocks import (
     Blocks,
     NearlyRepeatedBlocks,
@@ -228,9 +227,7 @@ def _capture_once(
             recorder.let_go()
 
 
-def _run(
-    recorder: Recorder, arguments: Arguments, *, train: bool
-) -> tuple[list[Any], torch_pytree.TreeSpec]:
+def _run(recorder: Recorder, arguments: Arguments, *, train: bool) -> tuple[list[Any], ResultTree]:
     try:
         with torch.set_grad_enabled(train), _garbage_collection_paused(), _no_python_randomness():
             return recorder.run(arguments.args, arguments.kwargs)
@@ -274,7 +271,7 @@ def _capture_settled(
     return second
 
 
-def _assemble(recorder: Recorder, results: list[Any], tree: torch_pytree.TreeSpec) -> CapturedModel:
+def _assemble(recorder: Recorder, results: list[Any], tree: ResultTree) -> CapturedModel:
     recorder.tensors.resolve_all(recorder.root.nodes())
     if recorder.sizes is not None:
         recorder.sizes.settle(recorder.root, recorder.tensors.sources)
@@ -300,17 +297,19 @@ def _assemble(recorder: Recorder, results: list[Any], tree: torch_pytree.TreeSpe
 
 
 def _build(
-    recorder: Recorder, results: list[Any], tree: torch_pytree.TreeSpec
+    recorder: Recorder, results: list[Any], tree: ResultTree
 ) -> tuple[Program, Mapping[Region | None, Shared]]:
     """Builds the program; returns what each traced region's closure became, too."""
     program, closures = assemble(recorder.root, results, tree, recorder.tensors.sources)
-    if isinstance(recorder.blocks, NoBlocks) or recorder.sizes is not None:
+    if isinstance(recorder.blocks, NoBlocks):
         return program, {}
+    if recorder.sizes is not None:
+        return program, {region: Shared(closure) for region, closure in closures.items()}
     program, found = share_constants(program)
     return program, {region: found[closure] for region, closure in closures.items()}
 
 
-def _dissolve_idle(recorder: Recorder, results: list[Any], tree: torch_pytree.TreeSpec) -> None:
+def _dissolve_idle(recorder: Recorder, results: list[Any], tree: ResultTree) -> None:
     """Dissolves the blocks that nobody marked and whose closure nothing else calls."""
     root, blocks = recorder.root, recorder.blocks
     idle = {r for r in regions_inside(root) if r.num_calls == 1 and not blocks.keeps(r)}

@@ -6,7 +6,7 @@ the trace among that, and what it prints or logs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -76,13 +76,31 @@ class Effects:
     def check_arguments(self, before: Any, arguments: Any) -> None:
         """Refuses a forward that changes a list or a dictionary that it is given."""
         leaves, spec = before
-        now, now_spec = torch_pytree.flatten(arguments)
+        now, now_spec = torch_pytree.flatten_outer(arguments)
         same = now_spec == spec and all(a is b for a, b in zip(now, leaves, strict=False))
         if not same and self._policy == "refuse":
             self._error = self._error or EffectError(
                 "The model's forward changes a list, dictionary or object among its arguments, "
                 "which a compiled program would leave as it is."
             )
+
+    def check_containers(self, given: bool, held: Iterable[Any], results: Sequence[Any]) -> None:
+        """Refuses what no run could bring up to date.
+
+        Args:
+            given: whether the call was given containers, for which the run had stand-ins.
+            held: what the forward read of the model's attributes.
+            results: what it returns, and what it left in the containers.
+        """
+        formless = torch_pytree.formless(results)
+        kept = torch_pytree.formless(torch_pytree.flatten_outer(list(held))[0]) if given else ""
+        if formless:
+            text = f"returns or fills a {formless} whose state is more than tensors and numbers"
+        elif kept:
+            text = f"is given a cache, and reads a {kept} of its own that may be the same one"
+        else:
+            return
+        raise EffectError(f"The model's forward {text}.")
 
     def end(self, reads: Reads) -> None:
         """Looks at what the finished run left, and puts it back.

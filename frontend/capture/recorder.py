@@ -13,6 +13,7 @@ import torch.fx
 from torch import nn
 
 from ...reuse import torch_pytree
+from ...reuse.containers import numbered
 from ...reuse.errors import CaptureError
 from ...reuse.evidence.evidence import Evidence
 from ...reuse.evidence.module_state import (
@@ -39,6 +40,7 @@ from ..tracing.torch_tracing import (
     unprofiled,
     user_line,
 )
+from .assemble import ResultTree
 from .attribute_log import AttributeLog, is_plain
 from .blocks import Blocks, dissolve
 from .effects import EffectError, Effects
@@ -73,7 +75,7 @@ class UnsettledError(CaptureError):
         text: str,
         recorder: Recorder,
         results: list[Any],
-        tree: torch_pytree.TreeSpec,
+        tree: ResultTree,
         redo: Callable[[], None],
     ) -> None:
         super().__init__(text)
@@ -399,6 +401,8 @@ class Recorder:
             template, reason = None, "it has forward hooks, which may keep what they see"
         if evidence.side_effect or before != freeze_arguments(arguments):
             template, reason = None, evidence.side_effect or "its forward changes an argument"
+        if isinstance(results[1], torch_pytree.Nested):
+            template, reason = None, "it returns an object that holds tensors"
         if self.tensors.have_attributes((*leaves, *results[0])):
             template, reason = None, "a tensor that it is given or returns has attributes"
         if template is not None:
@@ -432,13 +436,11 @@ class Recorder:
 
     # ---- the whole run -------------------------------------------------------------------
 
-    def run(
-        self, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> tuple[list[Any], torch_pytree.TreeSpec]:
+    def run(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], ResultTree]:
         """Runs the model once under fake tensors, and leaves everything as it was before.
 
         Returns:
-            The flat results (tensors as nodes), and their tree.
+            The flat results (tensors as nodes), and their tree; see :class:`.assemble.OutputTree`.
 
         Raises:
             CaptureError: if its Python cannot be traced, or changed what cannot be restored.
@@ -448,7 +450,7 @@ class Recorder:
         leaves, spec = torch_pytree.flatten((tuple(args), dict(kwargs)))
         tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
         names = argument_names(self.model, args, kwargs)
-        outcomes: list[tuple[list[Any], torch_pytree.TreeSpec]] = []
+        outcomes: list[tuple[list[Any], ResultTree]] = []
 
         def trace(flat: Sequence[torch.Tensor]) -> None:
             self._note_inputs(tensors, flat, names)
@@ -483,17 +485,28 @@ class Recorder:
 
     def _outcome(
         self, leaves: Sequence[Any], spec: torch_pytree.TreeSpec, fakes: Sequence[torch.Tensor]
-    ) -> tuple[list[Any], torch_pytree.TreeSpec]:
-        """Calls the model with fakes in place of its tensors; returns what it returned, flat."""
+    ) -> tuple[list[Any], ResultTree]:
+        """Calls the model with fakes in place of its tensors; returns what it returned, flat.
+
+        Containers that it was given are stand-ins. They follow the result, as the forward left
+        them, so that a run can bring the caller's own up to date.
+        """
         rest = iter(fakes)
         filled = [next(rest) if isinstance(x, torch.Tensor) else x for x in leaves]
         args, kwargs = torch_pytree.unflatten(filled, spec)
+        before = torch_pytree.flatten_outer((args, kwargs))
+        known = numbered(torch_pytree.containers((args, kwargs)))
+        given = [leaf for leaf in before[0] if id(leaf) in known]
         with intercepted(self), profiled_calls(self._function_ran):
             output = self.model(*args, **kwargs)
-        self.effects.check_arguments((filled, spec), (args, kwargs))
-        flat, tree = torch_pytree.flatten(output)
+        self.effects.check_arguments(before, (args, kwargs))
+        result = (output, given) if given else output
+        flat, tree = torch_pytree.flatten(result, known)
+        held = (value for _, _, value in self.attributes.reads.values())
+        self.effects.check_containers(bool(given), held, flat)
         refuse_hidden_tensors(flat)
-        return [self.tensors.node_of(x) if isinstance(x, torch.Tensor) else x for x in flat], tree
+        nodes = [self.tensors.node_of(x) if isinstance(x, torch.Tensor) else x for x in flat]
+        return nodes, (tree, bool(given))
 
     def _undo_inside(self) -> _Changes:
         """Puts back what the run changed in the model's attributes and in what they hold."""
@@ -515,9 +528,7 @@ class Recorder:
 
         return _Changes(what, [*new, *(after for _, _, after in written)], redo)
 
-    def _refuse_changes(
-        self, inside: _Changes, results: list[Any], tree: torch_pytree.TreeSpec
-    ) -> None:
+    def _refuse_changes(self, inside: _Changes, results: list[Any], tree: ResultTree) -> None:
         """Raises for what the run changed: a program would not change it at each call.
 
         Plain data may be written once only (a configuration that is noted at the first call), so

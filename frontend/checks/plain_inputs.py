@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...reuse import torch_pytree
 from ...reuse.torch_names import is_lazy
 from .torch_modes import watching_class
 
@@ -24,10 +25,16 @@ def written_out(leaves: Sequence[Any]) -> list[Any] | None:
 
 
 def watching_tensor(model: nn.Module, leaves: Sequence[Any]) -> str:
-    """Says which tensor of a call is of a class that sees each operator, or returns nothing."""
+    """Says which tensor of a call no program can take as it is, or returns nothing.
+
+    It is of a class that sees each operator, or a cache holds it that cannot be taken apart.
+    """
     kind = watching_class(leaves)
     if kind is not None:
         return f"an input is a {kind.__name__}, whose class sees each operator"
+    formless = torch_pytree.formless(leaves)
+    if formless:
+        return f"an input is a {formless}, whose state is more than tensors and numbers"
     for name, tensor in _tensors_of(model):
         kind = watching_class((tensor,))
         if kind is not None:

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from ...reuse.errors import CaptureError
+from ...reuse import torch_pytree
+from ...reuse.errors import CaptureError, PlanError
 from ...reuse.freeze import Freezer
 
 
@@ -23,6 +24,16 @@ def refuse_hidden_tensors(results: Sequence[Any]) -> None:
                 "unknown to PyTorch. Return a tuple, a dict or a NamedTuple, or register the class "
                 "(torch.export.register_dataclass)."
             )
+
+
+def refuse_containers(tree: torch_pytree.TreeSpec, what: str) -> None:
+    """Raises PlanError if an argument is an object that holds tensors and that a model changes."""
+    if isinstance(tree, torch_pytree.Nested):
+        form = tree.forms[max(tree.containers)]
+        raise PlanError(
+            f"{what} does not bring a {form.kind.__qualname__} among its arguments up to date. "
+            "lazyinline.compile(model) does; or pass tensors."
+        )
 
 
 def refuse_read_attributes(inputs: Sequence[torch.Tensor], names: Collection[str]) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 from ...reuse import torch_pytree
 from ...reuse.errors import PipelineError
 from ...reuse.torch_names import is_lazy
+from ..checks.refusals import refuse_containers
 from ..checks.torch_modes import watching_class
 
 
@@ -27,6 +28,7 @@ class Batch:
         self._count = num_micro_batches
         args, kwargs = example
         self._example, self.tree = torch_pytree.flatten((tuple(args), dict(kwargs)))
+        refuse_containers(self.tree, "pipeline")
 
     def first_micro_batch(self) -> tuple[Sequence[Any], Mapping[str, Any]]:
         """Returns args and kwargs of the first micro-batch of the example."""

@@ -16,7 +16,6 @@ from ...backend.run.runtime import ClosureRuntime, PlannedRuntime
 from ...reuse.errors import PlanError
 from ...reuse.ir.program import Closure, Composite, Leaf, Program, walk_closures
 from ...reuse.ir.torch_symbols import SIZE_TYPES, Values, expression_of, value_of
-from ..capture.assemble import OutputTree
 from ..capture.capture import one_at_a_time
 from ..capture.regions import CapturedModel
 from ..compiled import CompiledProgram
@@ -165,4 +164,4 @@ def _program_at(program: Program, values: Values) -> Program:
         (kind, value_of(expression_of(value), values) if isinstance(value, SIZE_TYPES) else value)
         for kind, value in tree.leaves
     )
-    return replace(program, output_tree=OutputTree(leaves, tree.spec))
+    return replace(program, output_tree=replace(tree, leaves=leaves))

@@ -1,0 +1,195 @@
+"""Objects that hold tensors and are changed in place: taken apart, put together, updated.
+
+A container is an object, and the lists and dictionaries in it. What it holds is told apart: tensors
+and whole numbers are leaves, which differ from call to call; everything else (classes, names,
+flags) is its form, which is compared. A container that holds anything that is neither has no form.
+
+What a call returns may be, or hold, a container that it was given. Such a one is *known* by its
+number, and is brought up to date in place of being made anew: whoever holds it, or a part of it,
+sees what eager would have left there.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+_CONSTANTS = (bool, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
+_LEAVES = (torch.Tensor, int, torch.SymInt)
+
+Part = tuple[Literal["leaf", "container", "constant"], Any]
+"""A leaf; a container by its number; or a constant with its type, as ``1 == True``."""
+
+
+class _FormlessError(Exception):
+    """A container holds something that is neither leaf, constant nor container."""
+
+
+@dataclass(frozen=True)
+class Container:
+    """The form of one container.
+
+    Attributes:
+        kind: its class.
+        names: of its attributes, or its keys; of a list nothing.
+        parts: what it holds, in that order.
+        known: the number of the container that it is, among those that a call was given.
+    """
+
+    kind: type
+    names: tuple[Any, ...]
+    parts: tuple[Part, ...]
+    known: int | None = None
+
+
+class Apart:
+    """Takes containers apart, each once.
+
+    Args:
+        classes: objects of these are containers.
+        known: numbers of containers that a call was given, by ``id``.
+
+    Attributes:
+        leaves: what differs from call to call.
+        objects: the containers themselves.
+    """
+
+    def __init__(self, classes: tuple[type, ...], known: Mapping[int, int] | None = None) -> None:
+        self.leaves: list[Any] = []
+        self.objects: list[Any] = []
+        self._classes = classes
+        self._known = known or {}
+        self._numbers: dict[int, int] = {}
+        self._forms: dict[int, Container] = {}
+
+    def add(self, value: Any) -> int:
+        """Takes an object apart; returns its number as a container, or -1 if it has no form."""
+        if not isinstance(value, self._classes):
+            return -1
+        num_leaves, num_objects = len(self.leaves), len(self.objects)
+        try:
+            return self._add(value)
+        except _FormlessError:
+            for formless in self.objects[num_objects:]:
+                del self._numbers[id(formless)]
+            del self.leaves[num_leaves:], self.objects[num_objects:]
+            return -1
+
+    def _add(self, value: Any) -> int:
+        number = self._numbers.get(id(value))
+        if number is not None:
+            return number
+        number = self._numbers[id(value)] = len(self.objects)
+        self.objects.append(value)
+        kind = type(value)
+        names, held = _held_in(value)
+        parts = tuple([self._part(part) for part in held])
+        self._forms[number] = Container(kind, names, parts, self._known.get(id(value)))
+        return number
+
+    def names_from(self, first: int, prefix: str) -> list[str]:
+        """Names the leaves of the containers from a number on: ``prefix.layers.0.keys``."""
+        seen = set(range(first))
+
+        def walk(number: int, path: str) -> Iterator[str]:
+            form = self._forms[number]
+            seen.add(number)
+            for name, (what, value) in zip(
+                form.names or itertools.count(), form.parts, strict=False
+            ):
+                inner = f"{path}.{name}" if path else str(name)
+                if what == "leaf":
+                    yield inner
+                elif what == "container" and value not in seen:
+                    yield from walk(value, inner)
+
+        return list(walk(first, prefix)) if first < len(self.objects) else []
+
+    @property
+    def forms(self) -> tuple[Container, ...]:
+        """The forms of the containers, by number."""
+        return tuple(self._forms[number] for number in range(len(self.objects)))
+
+    def _part(self, value: Any) -> Part:
+        if isinstance(value, _CONSTANTS):
+            return ("constant", (type(value), value))
+        if isinstance(value, _LEAVES):
+            self.leaves.append(value)
+            return ("leaf", None)
+        if type(value) in (list, tuple, dict) or isinstance(value, self._classes):
+            return ("container", self._add(value))
+        if isinstance(value, type):
+            return ("constant", (type(value), value))
+        raise _FormlessError(type(value).__qualname__)
+
+
+def _held_in(value: Any) -> tuple[tuple[Any, ...], Iterator[Any] | Sequence[Any]]:
+    kind = type(value)
+    if kind is list or kind is tuple:
+        return (), value
+    if kind is not dict and (not hasattr(value, "__dict__") or _has_slots(kind)):
+        raise _FormlessError(kind.__qualname__)
+    table = value if kind is dict else vars(value)
+    return tuple(table), table.values()  # type: ignore[return-value]
+
+
+def _has_slots(kind: type) -> bool:
+    return any(vars(base).get("__slots__") for base in kind.__mro__)
+
+
+class Together:
+    """Puts containers together from their forms and leaves.
+
+    Args:
+        forms: of all containers.
+        leaves: in the order in which they were taken out.
+        given: the containers that the call was given, to be brought up to date where they are
+            known; without them, all are made anew.
+    """
+
+    def __init__(
+        self, forms: Sequence[Container], leaves: Iterator[Any], given: Sequence[Any] = ()
+    ) -> None:
+        self._forms = forms
+        self._leaves = leaves
+        self._given = given
+        self._made: dict[int, Any] = {}
+
+    def container(self, number: int) -> Any:
+        """Returns a container by its number; one not made yet takes the next leaves."""
+        if number in self._made:
+            return self._made[number]
+        form = self._forms[number]
+        if form.kind is tuple:
+            made = self._made[number] = tuple(map(self._part, form.parts))
+            return made
+        if form.known is not None and self._given:
+            made = self._given[form.known]
+        else:
+            new: Any = form.kind.__new__  # not its constructor, which does as it likes
+            made = new(form.kind)
+        self._made[number] = made
+        parts = [self._part(part) for part in form.parts]
+        if form.kind is list:
+            made[:] = parts
+            return made
+        table = made if form.kind is dict else vars(made)
+        if table.keys() - set(form.names):
+            table.clear()
+        table.update(zip(form.names, parts, strict=True))
+        return made
+
+    def _part(self, part: Part) -> Any:
+        what, value = part
+        if what == "leaf":
+            return next(self._leaves)
+        return self.container(value) if what == "container" else value[1]
+
+
+def numbered(objects: Sequence[Any]) -> dict[int, int]:
+    """Returns the number of each container by its ``id``."""
+    return dict(zip(map(id, objects), itertools.count()))

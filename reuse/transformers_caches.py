@@ -1,0 +1,27 @@
+"""What transformers names its caches of keys and values. This module alone says those names.
+
+A cache (``DynamicCache``, ``StaticCache``, ``EncoderDecoderCache``) is a plain Python object that
+holds tensors, and that a model changes in place. It is known by its class, once the user's code has
+imported transformers; nothing is imported or registered here.
+"""
+
+from __future__ import annotations
+
+import sys
+from functools import lru_cache
+from typing import Any
+
+_MODULE = "transformers.cache_utils"
+_BASES = ("Cache", "CacheLayerMixin", "LinearAttentionCacheLayerMixin", "DummyLayer")
+
+
+def cache_classes() -> tuple[type, ...]:
+    """Returns what caches and their layers derive from; nothing before transformers is there."""
+    module = sys.modules.get(_MODULE)
+    return () if module is None else _classes_of(module)
+
+
+@lru_cache(maxsize=1)
+def _classes_of(module: Any) -> tuple[type, ...]:
+    found = (getattr(module, name, None) for name in _BASES)
+    return tuple(cls for cls in found if isinstance(cls, type))

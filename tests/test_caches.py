@@ -1,0 +1,271 @@
+"""Caches of keys and values in and out: made, filled and returned as eager does."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from comparing import assert_close, assert_same_gradients, twin
+from torch import Tensor, nn
+from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+    cache_utils,
+)
+from transformers.cache_utils import Cache, DynamicCache, QuantizedCache, StaticCache
+
+import lazyinline
+from lazyinline.reuse import torch_pytree
+from lazyinline.reuse.errors import PlanError
+from lazyinline.reuse.transformers_caches import cache_classes
+
+VOCABULARY = 67
+DECODER: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+    "max_position_embeddings": 32,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+def gpt2() -> nn.Module:
+    torch.manual_seed(0)
+    sizes = {"n_positions": 32, "n_embd": 16, "n_layer": 2, "n_head": 2}
+    return GPT2LMHeadModel(
+        GPT2Config(vocab_size=VOCABULARY, bos_token_id=0, eos_token_id=0, **sizes)
+    )
+
+
+def llama() -> nn.Module:
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(**DECODER))
+
+
+def gemma2() -> nn.Module:
+    """Every other layer has a window, and its cache counts."""
+    torch.manual_seed(0)
+    return Gemma2ForCausalLM(Gemma2Config(**DECODER, sliding_window=6))
+
+
+def t5() -> nn.Module:
+    torch.manual_seed(0)
+    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 2, "num_heads": 2}
+    config = T5Config(vocab_size=VOCABULARY, decoder_start_token_id=0, dropout_rate=0.0, **sizes)
+    return T5ForConditionalGeneration(config)
+
+
+def tokens(length: int, *, batch: int = 2, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(3, VOCABULARY, (batch, length), generator=generator)
+
+
+def compiled(model: nn.Module, **options: Any) -> Any:
+    return lazyinline.compile(model, backend="eager", reuse="auto", **options)
+
+
+@pytest.mark.parametrize("build", [gpt2, llama], ids=["gpt2", "llama"])
+def test_training_with_the_default_config_equals_eager_through_the_cache_too(
+    build: Callable[[], nn.Module],
+) -> None:
+    model = build()
+    expected = twin(model)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, expected)]
+    run = compiled(model.eval())
+    expected.eval()
+    for step in range(3):
+        ids = tokens(8, seed=step)
+        output, want = run(ids, labels=ids), expected(ids, labels=ids)
+        assert type(output.past_key_values) is DynamicCache
+        assert_close(output, want)
+        for result in (output, want):
+            loss = result.loss
+            if step == 1:  # a loss may come through what was cached
+                loss = loss + result.past_key_values.layers[1].values.square().mean()
+            loss.backward()
+        assert_same_gradients(model, expected)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+CACHES: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], Cache]]] = {
+    "dynamic": (gpt2, lambda model: DynamicCache()),
+    "dynamic, by config": (llama, lambda model: DynamicCache(config=model.config)),
+    "window": (gemma2, lambda model: DynamicCache(config=model.config)),
+    "static": (llama, lambda model: StaticCache(config=model.config, max_cache_len=16)),
+    "static, window": (gemma2, lambda model: StaticCache(config=model.config, max_cache_len=16)),
+}
+
+
+@pytest.mark.parametrize("kind", CACHES)
+def test_a_cache_is_filled_in_place_as_in_eager(kind: str) -> None:
+    """The caller's own objects, down to the layers, are what eager would leave."""
+    build, make = CACHES[kind]
+    model = build().eval()
+    expected = twin(model)
+    run = compiled(model)
+    cache, wanted = make(model), make(expected)
+    layers, held = cache.layers, list(cache.layers)
+    with torch.no_grad():
+        for step, length in enumerate((5, 1, 1, 2)):
+            ids = tokens(length, seed=step)
+            output = run(input_ids=ids, past_key_values=cache)
+            want = expected(input_ids=ids, past_key_values=wanted)
+            assert output.past_key_values is cache
+            assert cache.layers is layers
+            assert all(a is b for a, b in zip(cache.layers, held, strict=bool(held)))
+            assert_close(output, want)
+            held = list(cache.layers)
+    assert not run.last_report.ran_eagerly
+
+
+def test_a_static_cache_is_written_in_its_own_tensors() -> None:
+    model = llama().eval()
+    run = compiled(model)
+    cache = StaticCache(config=model.config, max_cache_len=16)
+    with torch.no_grad():
+        run(tokens(4), past_key_values=cache)
+        own = [(layer.keys, layer.values) for layer in cache.layers]
+        for step in range(3):
+            run(tokens(1, seed=step), past_key_values=cache)
+        compiles = run.last_report.num_compiles
+    for layer, (keys, values) in zip(cache.layers, own, strict=True):
+        assert layer.keys is keys
+        assert layer.values is values
+    assert compiles == 2  # one for the prompt, one for every token
+
+
+def test_caches_of_encoder_and_decoder_are_filled_as_in_eager() -> None:
+    model = t5().eval()
+    expected = twin(model)
+    run = compiled(model)
+    cache = wanted = None
+    with torch.no_grad():
+        encoded = model.encoder(tokens(6))
+        for step in range(3):
+            arguments = {"encoder_outputs": encoded, "decoder_input_ids": tokens(1, seed=step)}
+            output = run(**arguments, past_key_values=cache)
+            want = expected(**arguments, past_key_values=wanted)
+            assert_close(output, want)
+            assert cache is None or output.past_key_values is cache
+            cache, wanted = output.past_key_values, want.past_key_values
+    assert not run.last_report.ran_eagerly
+
+
+def test_gradients_flow_into_the_tensors_of_a_cache_that_is_passed() -> None:
+    model = gpt2().eval()
+    expected = twin(model)
+    run = compiled(model)
+    results = []
+    for module in (run, expected):
+        first = module(tokens(4))
+        module(tokens(2, seed=1), past_key_values=first.past_key_values).logits.sum().backward()
+        results.append(first.past_key_values)
+    assert_close(*results)
+    assert_same_gradients(model, expected)
+
+
+def test_a_cache_that_is_more_than_tensors_and_numbers_runs_the_model_itself() -> None:
+    model = llama().eval()
+    expected = twin(model)
+    run = compiled(model)
+    caches = []
+    for module in (run, expected):
+        cache = DynamicCache(config=model.config)
+        cache.note = nn.Linear(1, 1)
+        with torch.no_grad():
+            module(tokens(4), past_key_values=cache)
+        caches.append(cache.layers[0].keys)
+    assert_close(*caches)
+    assert "DynamicCache" in run.last_report.ran_eagerly
+
+
+def test_a_quantized_cache_is_filled_as_in_eager() -> None:
+    model = llama().eval()
+    expected = twin(model)
+    run = compiled(model)
+    results = []
+    for module in (run, expected):
+        cache = QuantizedCache("fp8", config=model.config)
+        with torch.no_grad():
+            module(tokens(4), past_key_values=cache)
+            results.append(module(tokens(1), past_key_values=cache).logits)
+    assert_close(*results)
+
+
+class Remembers(nn.Module):
+    """Holds a cache that it may be given, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = DynamicCache()
+
+    def forward(self, x: Tensor, cache: Cache) -> Tensor:
+        cache.update(x, x, 0)
+        return x * self.own.get_seq_length() + cache.layers[0].keys.sum()
+
+
+def test_a_model_that_holds_the_cache_that_it_is_given_runs_itself() -> None:
+    model = Remembers()
+    expected = copy.deepcopy(model)
+    run = compiled(model)
+    x = torch.randn(1, 1, 2, 4)
+    for _ in range(2):
+        assert_close(run(x, model.own), expected(x, expected.own))
+    assert_close(run(x, DynamicCache()), expected(x, DynamicCache()))
+    assert "its own" in run.last_report.ran_eagerly
+
+
+def test_a_cache_passed_twice_is_one() -> None:
+    class Two(nn.Module):
+        def forward(self, x: Tensor, a: Cache, b: Cache) -> tuple[Tensor, Cache]:
+            a.update(x, x, 0)
+            return b.layers[0].keys * 2, b
+
+    run = compiled(Two())
+    x = torch.randn(1, 1, 2, 4)
+    for make in (lambda: [DynamicCache()] * 2, lambda: [DynamicCache(), DynamicCache()]):
+        a, b = make()
+        if a is not b:
+            b.update(x, x, 0)
+        c, d = copy.deepcopy((a, b))
+        result, want = run(x, a, b), Two()(x, c, d)
+        assert_close(result, want)
+        assert result[1] is b
+        assert_close((a, b), (c, d))
+
+
+def test_a_step_refuses_a_cache_among_its_inputs() -> None:
+    step = lazyinline.compile_step(llama(), loss_fn=lambda out: out.logits.sum(), backend="eager")
+    with pytest.raises(PlanError, match="DynamicCache"):
+        step(tokens(4), past_key_values=DynamicCache())
+
+
+def test_contract_caches_and_their_layers_derive_from_known_bases() -> None:
+    """The adapter names these; a transformers without them would have its caches unknown."""
+    known = cache_classes()
+    found = [c for c in vars(cache_utils).values() if isinstance(c, type)]
+    named = [c for c in found if c.__name__.endswith(("Cache", "Layer")) and c in found]
+    assert {cache_utils.Cache, cache_utils.DynamicLayer, cache_utils.StaticLayer} <= set(named)
+    assert all(issubclass(c, known) for c in named)
+
+
+def test_what_a_cache_holds_is_named() -> None:
+    cache = DynamicCache()
+    cache.update(torch.ones(1, 1, 2, 4), torch.ones(1, 1, 2, 4), 0)
+    names = [name for name, _ in torch_pytree.flatten_with_names({"cache": cache, "x": 1})]
+    assert names == ["cache.layers.0.keys", "cache.layers.0.values", "x"]
