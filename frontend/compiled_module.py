@@ -12,6 +12,7 @@ from ..reuse.errors import PlanError
 from ..reuse.evidence.module_state import has_own_hooks
 from ..reuse.torch_names import global_hook_tables
 from .calls.calls import WRAPPED, Calls, calls_of
+from .calls.methods import calling
 from .calls.torch_slot import asks_slot, fill_slot
 from .capture.capture import refuse_foreign
 from .checks.wrappers import refuse_wrapper
@@ -195,7 +196,8 @@ class CompiledModule(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            return getattr(self._lazyinline_calls.model, name)
+            model = self._lazyinline_calls.model
+            return calling(self, model, getattr(model, name))
 
     def __setattr__(self, name: str, value: Any) -> None:
         calls = self.__dict__.get(WRAPPED)

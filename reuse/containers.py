@@ -18,6 +18,8 @@ from typing import Any, Literal
 
 import torch
 
+from .transformers_caches import growing_dims
+
 _CONSTANTS = (bool, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 _LEAVES = (torch.Tensor, int, torch.SymInt)
 
@@ -193,3 +195,23 @@ class Together:
 def numbered(objects: Sequence[Any]) -> dict[int, int]:
     """Returns the number of each container by its ``id``."""
     return dict(zip(map(id, objects), itertools.count()))
+
+
+def growing(forms: Sequence[Container], number: int, seen: set[int]) -> Iterator[int | None]:
+    """Yields for each leaf of a container which dimension grows from call to call, or None.
+
+    Args:
+        forms: of all containers.
+        number: of this one.
+        seen: containers whose leaves were taken already; takes up those seen here.
+    """
+    if number in seen:
+        return
+    seen.add(number)
+    form = forms[number]
+    dims = growing_dims(form.kind)
+    for name, (what, value) in zip(form.names or itertools.count(), form.parts, strict=False):
+        if what == "leaf":
+            yield dims.get(name)
+        elif what == "container":
+            yield from growing(forms, value, seen)

@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 import torch
 from torch.utils import _pytree
 
-from .containers import Apart, Container, Together
+from .containers import Apart, Container, Together, growing
 from .transformers_caches import cache_classes
 
 _TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
@@ -86,6 +86,18 @@ def containers(tree: Any) -> list[Any]:
     for leaf in flatten_outer(tree)[0]:
         apart.add(leaf)
     return apart.objects
+
+
+def growing_leaves(spec: TreeSpec) -> list[int | None]:
+    """Returns for each leaf which dimension grows from call to call by nature, or None.
+
+    A structure without containers says so of no leaf, by an empty list.
+    """
+    if not isinstance(spec, Nested):
+        return []
+    seen: set[int] = set()
+    parts = ([None] if n < 0 else growing(spec.forms, n, seen) for n in spec.containers)
+    return [dim for part in parts for dim in part]
 
 
 def formless(leaves: Sequence[Any]) -> str:

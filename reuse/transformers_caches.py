@@ -8,10 +8,12 @@ imported transformers; nothing is imported or registered here.
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
 _MODULE = "transformers.cache_utils"
+_GROWING = ("DynamicLayer", {"keys": -2, "values": -2})
 _BASES = ("Cache", "CacheLayerMixin", "LinearAttentionCacheLayerMixin", "DummyLayer")
 
 
@@ -25,3 +27,11 @@ def cache_classes() -> tuple[type, ...]:
 def _classes_of(module: Any) -> tuple[type, ...]:
     found = (getattr(module, name, None) for name in _BASES)
     return tuple(cls for cls in found if isinstance(cls, type))
+
+
+def growing_dims(kind: type) -> Mapping[str, int]:
+    """Returns the attributes of a container whose tensors grow from call to call, and where."""
+    module = sys.modules.get(_MODULE)
+    name, dims = _GROWING
+    base = None if module is None else getattr(module, name, None)
+    return dims if isinstance(base, type) and issubclass(kind, base) else {}

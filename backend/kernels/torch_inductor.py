@@ -57,11 +57,12 @@ def graph_cache_off() -> Any:
 
 
 def decompositions() -> Mapping[Any, Callable[..., Any]]:
-    """Returns Inductor's decomposition table, with two corrections.
+    """Returns Inductor's decomposition table, with three corrections.
 
-    Operators that do not count from the end do not here either. And Inductor lowers
-    ``bernoulli.p`` to an in-place draw, and on CPU it may fuse a reader of the mask into a kernel
-    that runs before the draw. ``native_dropout`` draws the same mask out of place.
+    Operators that do not count from the end do not here either. ``cat`` of one tensor and empty
+    ones is laid out as PyTorch lays it out. And Inductor lowers ``bernoulli.p`` to an in-place
+    draw, and on CPU it may fuse a reader of the mask into a kernel that runs before the draw.
+    ``native_dropout`` draws the same mask out of place.
     """
     from torch._inductor.decomposition import select_decomp_table
 
@@ -70,7 +71,25 @@ def decompositions() -> Mapping[Any, Callable[..., Any]]:
     table[torch.ops.aten.bernoulli.p] = draw_mask
     for operator in NOT_FROM_THE_END:
         table[operator] = _without_wrapping(table[operator])
+    table[torch.ops.aten.cat.default] = _dense(table[torch.ops.aten.cat.default])
     return table
+
+
+def _dense(cat: Callable[..., Any]) -> Callable[..., Any]:
+    """Makes a result contiguous that is a mere copy, in an operand's order of strides."""
+
+    def decomposition(tensors: list[torch.Tensor], dim: int = 0) -> Any:
+        made = cat(tensors, dim)
+        if not isinstance(made, torch.Tensor) or (made.dim() in (4, 5) and _is_channels_last(made)):
+            return made
+        return made.contiguous()
+
+    return decomposition
+
+
+def _is_channels_last(tensor: torch.Tensor) -> bool:
+    form = torch.channels_last if tensor.dim() == 4 else torch.channels_last_3d
+    return tensor.is_contiguous(memory_format=form)
 
 
 def _without_wrapping(decomposition: Callable[..., Any]) -> Callable[..., Any]:

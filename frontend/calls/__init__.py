@@ -2,5 +2,6 @@
 
 calls       finds or compiles the program for each call
 entry       one compiled program: its inputs, and the result it builds
+methods     a model's own methods, which call the compiled one in its place
 torch_slot  where a module's own calls look first for something compiled
 """

@@ -26,6 +26,11 @@ def fill_slot(module: nn.Module, call: Callable[..., Any]) -> None:
     module_state(module)[CALL_SLOT] = call
 
 
+def empty_slot(module: nn.Module) -> None:
+    """Takes out what was filled in."""
+    module_state(module).pop(CALL_SLOT, None)
+
+
 def asks_slot(module: nn.Module) -> bool:
     """Whether calls of a module look into the slot: its class has no ``__call__`` of its own."""
     return type(module).__call__ is nn.Module.__call__

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from ...reuse import torch_pytree
 from ...reuse.errors import LazyInlineError, PlanError
 from ..capture.signatures import shapes_of
 from ..compiled import CompiledProgram
@@ -87,7 +88,9 @@ class Shapes:
                 return self._counted(made)
         alike = [c for c, _ in fitting]
         self._why_static = next((c.why_static for c in alike if c.why_static), "")
-        if self._why_static or not (self.dynamic or alike):
+        growing = torch_pytree.growing_leaves(inputs.tree)
+        grows = self.dynamic is None and any(dim is not None for dim in growing)
+        if self._why_static or not (self.dynamic or alike or grows):
             return None
         if sum(c.symbolic is not None for c in alike) >= MAX_SYMBOLIC:
             return None
@@ -141,7 +144,9 @@ class Shapes:
         from .torch_input_sizes import learned_names  # brings in sympy
 
         every = self.dynamic is True
-        names = learned_names(inputs.leaves, [c.shapes for c in alike], every=every)
+        growing = torch_pytree.growing_leaves(inputs.tree)
+        earlier = [c.shapes for c in alike]
+        names = learned_names(inputs.leaves, earlier, every=every, growing=growing)
         for compile_ in alike:
             if compile_.symbolic is not None:
                 names = compile_.symbolic[0].sizes.without_fixed(names)

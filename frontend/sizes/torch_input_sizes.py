@@ -20,38 +20,107 @@ from .region_sizes import make_sizes_literal
 from .torch_sizes import TracedSizes
 
 Names = tuple[tuple[str, ...], ...]
-"""For each flat input, for each dimension the name of its symbol; empty where it is a number."""
+"""For each flat input, for each dimension the name of its symbol; empty where it is a number.
+
+``n0+2`` is larger by two than what ``n0`` stands for.
+"""
 Shapes = tuple[tuple[int, ...], ...]
 """For each flat input its shape; empty for what is no tensor."""
 
 
-def learned_names(leaves: Sequence[Any], earlier: Sequence[Shapes], *, every: bool) -> Names:
+def learned_names(
+    leaves: Sequence[Any],
+    earlier: Sequence[Shapes],
+    *,
+    every: bool,
+    growing: Sequence[int | None] = (),
+) -> Names:
     """Returns which dimensions are symbols.
 
     A dimension is one if it varied. Sizes 0 and 1 stay numbers, because operators treat them in
-    ways of their own, and so do sizes of inputs that are not contiguous.
+    ways of their own, and so do sizes of inputs that are not contiguous. One that was always by so
+    much larger than another is that symbol and a number: ``n0+1``.
 
     Args:
         leaves: the flat inputs.
         earlier: the shapes of calls that differ in sizes only.
         every: take every dimension, whether it varied or not.
+        growing: for each input the dimension that grows by nature, if one does, or nothing.
     """
     history = [*earlier, shapes_of(leaves)]
-    known: dict[tuple[int, ...], str] = {}
-    found: list[tuple[str, ...]] = []
     first = {id(leaf): i for i, leaf in reversed(list(enumerate(leaves)))}
+    grown, steps = _grown(history, growing), _steps(history, growing)
+    varying: list[list[tuple[int, ...]]] = []  # for each dimension its sizes, call by call
+    related = set(grown)
     for index, leaf in enumerate(leaves):
         if first[id(leaf)] != index:  # one tensor passed twice has one shape
-            found.append(found[first[id(leaf)]])
+            varying.append(varying[first[id(leaf)]])
             continue
-        names = []
+        varying.append([])
         for dim, size in enumerate(history[-1][index]):
             sizes = tuple(shapes[index][dim] for shapes in history)
-            varies = every or len(set(sizes)) > 1
-            is_symbol = varies and size > 1 and _is_contiguous(leaf)
-            names.append(known.setdefault(sizes, f"n{len(known)}") if is_symbol else "")
-        found.append(tuple(names))
-    return tuple(found)
+            grows = bool(grown) and _grows(sizes, dim, leaf, growing[index], grown, steps)
+            varies = every or grows or len(set(sizes)) > 1
+            varying[-1].append(sizes if varies and size > 1 and _is_contiguous(leaf) else ())
+            related.update([sizes] if grows or len(history) > 1 else [])
+    symbols = _symbols({sizes for dims in varying for sizes in dims if sizes}, related)
+    return tuple(tuple(symbols.get(sizes, "") for sizes in dims) for dims in varying)
+
+
+def _grown(history: Sequence[Shapes], growing: Sequence[int | None]) -> set[tuple[int, ...]]:
+    """Returns the sizes, call by call, of dimensions that grow by nature."""
+    pairs = [(i, dim) for i, dim in enumerate(growing) if dim is not None]
+    pairs = [(i, dim) for i, dim in pairs if len(history[-1][i]) >= -dim]
+    return {tuple(shapes[i][dim] for shapes in history) for i, dim in pairs}
+
+
+def _steps(history: Sequence[Shapes], growing: Sequence[int | None]) -> set[int]:
+    """Returns by how much a dimension may grow in this call: sizes of what is not grown itself."""
+    dims = zip(history[-1], growing, strict=False)
+    return {n for shape, grows in dims if grows is None for n in shape[1:]}
+
+
+def _grows(
+    sizes: tuple[int, ...],
+    dim: int,
+    leaf: torch.Tensor,
+    growing: int | None,
+    grown: set[tuple[int, ...]],
+    steps: set[int],
+) -> bool:
+    """Whether a dimension grows by nature, or is the last of a mask that grows with one."""
+    if growing is not None:
+        return dim == leaf.dim() + growing
+    return 0 < dim == leaf.dim() - 1 and any(sizes[-1] - base[-1] in steps for base in grown)
+
+
+def _symbols(
+    varying: set[tuple[int, ...]], related: set[tuple[int, ...]]
+) -> dict[tuple[int, ...], str]:
+    """Names the symbol of each dimension's sizes, call by call; smaller ones come first.
+
+    Args:
+        varying: all sizes that are symbols.
+        related: those of which a constant distance says something; in one call all have one.
+    """
+    names: dict[tuple[int, ...], str] = {}
+    bases: dict[tuple[int, ...], tuple[str, int]] = {}  # by their growth since the first call
+    for sizes in sorted(varying):
+        distances = tuple(n - sizes[0] for n in sizes)
+        base = bases.get(distances) if sizes in related else None
+        if base is None:
+            names[sizes] = f"n{len(names)}"
+            if sizes in related:
+                bases[distances] = (names[sizes], sizes[0])
+        else:
+            name, start = base
+            names[sizes] = f"{name}+{sizes[0] - start}"
+    return names
+
+
+def offset_of(name: str) -> int:
+    """Returns what a dimension is larger by than the symbol that it is named after."""
+    return int(name.partition("+")[2] or 0)
 
 
 def _is_contiguous(tensor: torch.Tensor) -> bool:
@@ -82,11 +151,14 @@ class InputSizes(TracedSizes):
                 pairs = zip(dims, shape, strict=True)
                 self._sizes[id(leaf)] = [self._size(name, n) if name else n for name, n in pairs]
 
-    def _size(self, name: str, example: int) -> Any:
+    def _size(self, dim: str, dim_example: int) -> Any:
+        name, offset = dim.partition("+")[0], offset_of(dim)
+        example = dim_example - offset
         if name not in self._symbols:
             hint = self._free(example) if self._moves else example
             self._symbols[name] = self._new_symbol(name, example, hint)
-        return self._size_of(self._symbols[name])
+        size = self._size_of(self._symbols[name])
+        return size + offset if offset else size
 
     def settle(self, root: Region, sources: Any) -> None:
         """Makes the sizes in a recorded run literals."""
@@ -97,7 +169,10 @@ class InputSizes(TracedSizes):
         fixed = {n for n, s in self._symbols.items() if self._env.replace(s).is_number}
         pairs = zip(names, self._names, strict=True)
         return tuple(
-            tuple("" if own in fixed else name for name, own in zip(others, mine, strict=True))
+            tuple(
+                "" if own.partition("+")[0] in fixed else name
+                for name, own in zip(others, mine, strict=True)
+            )
             for others, mine in pairs
         )
 
@@ -114,7 +189,8 @@ class InputSizes(TracedSizes):
                 size = int(leaf.shape[dim])
                 if not name and size != example[dim]:
                     return None
-                if name and (size < 2 or found.setdefault(self._symbols[name], size) != size):
+                symbol, size = name.partition("+")[0], size - offset_of(name)
+                if name and (size < 2 or found.setdefault(self._symbols[symbol], size) != size):
                     return None
         return found if self.are_right(found) else None
 

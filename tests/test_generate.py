@@ -1,0 +1,67 @@
+"""``generate`` on a compiled model: eager's tokens, from two compiles."""
+
+from typing import Any
+
+import pytest
+import torch
+from comparing import twin
+from test_caches import compiled, gpt2, llama, t5, tokens
+from torch import Tensor
+
+MODES: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "sampling": {"do_sample": True, "top_k": 20, "temperature": 0.8},
+    "beams": {"num_beams": 2},
+    "static cache": {"cache_implementation": "static"},
+}
+
+
+def generated(module: Any, ids: Tensor, **options: Any) -> Tensor:
+    torch.manual_seed(3)
+    result: Tensor = module.generate(ids, max_new_tokens=6, min_new_tokens=6, **options)
+    return result
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_generate_runs_the_program_and_gives_eagers_tokens(mode: str) -> None:
+    model = gpt2().eval()
+    expected = twin(model)
+    run = compiled(model)
+    ids = tokens(5)
+    mask = torch.ones_like(ids)
+    mask[1, :2] = 0  # a batch padded on the left
+    options = {"attention_mask": mask, **MODES[mode]}
+    assert torch.equal(generated(run, ids, **options), generated(expected, ids, **options))
+    report = run.last_report
+    assert not report.ran_eagerly
+    assert report.num_compiles == 2, report.why_static  # the prompt, and every token after it
+    assert report.num_links == (0 if mode == "static cache" else 4)
+
+
+def test_a_second_prompt_costs_no_compile_per_token() -> None:
+    model = llama().eval()
+    expected = twin(model)
+    run = compiled(model)
+    for length in (5, 7, 6):
+        ids = tokens(length, seed=length)
+        assert torch.equal(generated(run, ids), generated(expected, ids))
+    assert run.last_report.num_compiles <= 3
+
+
+def test_an_encoder_and_its_decoder_generate_eagers_tokens() -> None:
+    model = t5().eval()
+    expected = twin(model)
+    run = compiled(model)
+    assert torch.equal(generated(run, tokens(6)), generated(expected, tokens(6)))
+
+
+def test_methods_of_the_model_leave_nothing_behind_in_it() -> None:
+    model = gpt2().eval()
+    run = compiled(model)
+    before = set(vars(model))
+    generated(run, tokens(4))
+    assert set(vars(model)) == before
+    assert run.generate.__name__ == "generate"
+    with pytest.raises(ValueError, match="max_new_tokens"):
+        run.generate(tokens(4), max_new_tokens=-1)
+    assert set(vars(model)) == before
