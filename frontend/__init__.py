@@ -24,6 +24,7 @@ autograd             compiled programs inside PyTorch's autograd
 passes               the passes, and what runs a list of them
 sizes                sizes that vary
 calls                what runs a model's calls
+dynamo               ``torch.compile(model, backend="lazyinline")``
 onnx                 ``export_onnx``
 pipeline             ``pipeline(model, args)``
 measure              ``measure`` and ``lazyinline bench``

@@ -21,6 +21,12 @@ def memory_id(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
+def own_attributes(tensor: torch.Tensor) -> dict[str, Any]:
+    """Returns what Python put on a tensor; what Dynamo notes on it is no part of a model."""
+    held = vars(tensor)
+    return {name: held[name] for name in held if not name.startswith("_dynamo_")} if held else held
+
+
 def is_lazy(tensor: torch.Tensor) -> bool:
     """Whether a tensor's memory holds other numbers than it does, or is none (lazy zeros)."""
     return tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor()

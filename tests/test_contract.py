@@ -1727,3 +1727,141 @@ def test_tables_of_hooks_on_a_tensor() -> None:
         assert len(table) == 1
         handle.remove()
         assert not table and getattr(tensor, name) is table
+
+
+# ---- Dynamo's backends ------------------------------------------------------------------------
+
+
+def graphs_of(function: Callable[..., Any], *inputs: Any) -> list[Any]:
+    """Returns the graphs that Dynamo hands to a backend, with what it was given for each."""
+    given = []
+
+    def backend(module: Any, examples: Any) -> Any:
+        given.append((module, list(examples)))
+        return module.forward
+
+    torch._dynamo.reset()
+    torch.compile(function, backend=backend)(*inputs)
+    torch._dynamo.reset()
+    return given
+
+
+@contract("torch._dynamo.lookup_backend")
+def test_backends_are_found_by_name(lookup: Any) -> None:
+    assert callable(lookup("inductor"))
+
+
+@contract("torch._guards.tracing")
+def test_a_compile_inside_dynamos_sees_no_trace_of_it(tracing: Any) -> None:
+    from torch._guards import TracingContext
+
+    with tracing(TracingContext(fake_mode())):
+        with tracing(None):
+            assert TracingContext.try_get() is None
+        assert TracingContext.try_get() is not None
+
+
+@contract("torch._subclasses.fake_tensor.FakeTensor")
+def test_dynamo_hands_over_the_tensors_themselves(fake: Any) -> None:
+    model, x = nn.Linear(2, 2), torch.ones(1, 2)
+    ((_, examples),) = graphs_of(model, x)
+    assert not any(isinstance(example, fake) for example in examples)
+    assert any(example is model.weight for example in examples)
+
+
+def test_operators_say_in_which_modules_they_were_called() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Sequential(nn.GELU()), nn.ReLU()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.second(self.first(x))
+
+    ((module, _),) = graphs_of(Model(), torch.ones(2))
+    stacks = [n.meta["nn_module_stack"] for n in module.graph.nodes if n.op == "call_function"]
+    paths = [[path for path, _ in stack.values()] for stack in stacks]
+    assert paths == [["L['self'].first", "L['self'].first.0"], ["L['self'].second"]]
+    assert [list(stack.values())[-1][1] for stack in stacks] == [nn.GELU, nn.ReLU]
+    placeholders = module.graph.find_nodes(op="placeholder")
+    assert all("example_value" in node.meta for node in placeholders)
+
+
+@contract(
+    "torch.amp.autocast_mode._enter_autocast",
+    "torch.amp.autocast_mode._exit_autocast",
+    "torch.autograd.grad_mode._enter_inference_mode",
+    "torch.autograd.grad_mode._exit_inference_mode",
+    "torch._C._set_grad_enabled",
+)
+def test_dynamo_writes_modes_as_pairs_of_operators(*switches: Any) -> None:
+    def forward(x: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            y = x @ x
+        with torch.inference_mode():
+            z = x + 1
+        with torch.no_grad():
+            return y * z
+
+    ((module, _),) = graphs_of(forward, torch.ones(2, 2))
+    nodes = [n for n in module.graph.nodes if n.op == "call_function" and n.target in switches]
+    enter, leave, begin, end, _ = switches
+    seen = [n.target for n in nodes]
+    assert seen.count(enter) == seen.count(leave) == 1
+    assert seen.count(begin) == seen.count(end) == 1
+    assert next(n for n in nodes if n.target is leave).args[0].target is enter
+    assert tuple(next(n for n in nodes if n.target is enter).args[:3]) == (
+        "cpu",
+        torch.bfloat16,
+        True,
+    )
+
+
+@contract(
+    "torch._higher_order_ops.wrap.tag_activation_checkpoint",
+    "torch._ops.HigherOrderOperator",
+)
+def test_dynamo_writes_a_checkpoint_as_an_operator_on_a_graph(operator: Any, kind: Any) -> None:
+    def forward(x: Tensor) -> Tensor:
+        return torch.utils.checkpoint.checkpoint(torch.sin, x, use_reentrant=False)
+
+    ((module, _),) = graphs_of(forward, torch.ones(2, requires_grad=True))
+    (node,) = [n for n in module.graph.nodes if n.target is operator]
+    assert isinstance(operator, kind)
+    assert isinstance(getattr(module, node.args[0].target), torch.fx.GraphModule)
+    parameters = inspect.signature(torch.utils.checkpoint.checkpoint).parameters
+    assert set(node.kwargs) <= {*parameters, "preserve_rng_state"}
+
+
+def test_a_size_that_varies_is_an_input_beside_the_tensor_that_has_it() -> None:
+    given: list[Any] = []
+
+    def backend(module: Any, examples: Any) -> Any:
+        given.append(module.graph.find_nodes(op="placeholder"))
+        return module.forward
+
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda x: x * x.shape[0], backend=backend)
+    compiled(torch.ones(3))
+    compiled(torch.ones(4))
+    torch._dynamo.reset()
+    values = [node.meta["example_value"] for node in given[1]]
+    (size,) = [value for value in values if isinstance(value, torch.SymInt)]
+    (tensor,) = [value for value in values if isinstance(value, Tensor)]
+    assert tensor.shape[0].node.expr == size.node.expr
+
+
+def test_dynamos_notes_on_tensors_begin_with_its_name() -> None:
+    model = nn.Linear(2, 2)
+    graphs_of(model, torch.ones(1, 2))
+    assert all(name.startswith("_dynamo_") for name in vars(model.weight))
+
+
+@contract("torch._functorch", "torch._C._functorch")
+def test_a_transform_of_torch_func_shows_in_the_homes_of_operators(*_: Any) -> None:
+    def forward(x: Tensor) -> Tensor:
+        return torch.func.vmap(torch.sin)(x)
+
+    ((module, _),) = graphs_of(forward, torch.ones(2))
+    homes = [str(getattr(n.target, "__module__", "")) for n in module.graph.nodes]
+    assert any(home.startswith(("torch._functorch", "torch._C._functorch")) for home in homes)

@@ -35,19 +35,25 @@ class Calls:
     Attributes:
         model: whose calls they are.
         options: how they are compiled.
-        dynamic: which sizes are symbols, see :class:`Shapes`.
+        dynamic: which sizes are symbols, see :class:`Shapes`; so do ``names``.
         entries: the programs there are.
         last_report: what the newest compile did; None before the first call.
     """
 
-    def __init__(self, model: nn.Module, options: Options, dynamic: bool | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        options: Options,
+        dynamic: bool | None = None,
+        names: tuple[tuple[str, ...], ...] = (),
+    ) -> None:
         self.model = model
         self.options = options
         self.dynamic = dynamic
         self.entries = KeptPrograms[ModuleEntry]()
         self.last_report: CompileReport | None = None
         self._compiler = Compiler(options)
-        self._shapes = Shapes(model, options, dynamic)
+        self._shapes = Shapes(model, options, dynamic, names)
         self._effects = EffectsSeen()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -55,6 +61,12 @@ class Calls:
         if torch.compiler.is_dynamo_compiling():
             return torch.compiler.disable(self._run)(args, kwargs)
         return self._run(args, kwargs)
+
+    def prepare(self, *args: Any, **kwargs: Any) -> None:
+        """Compiles for the layout of a call, and runs nothing."""
+        leaves, tree = torch_pytree.flatten_call(args, kwargs)
+        if not (mode_around() or self._why_itself(leaves)):
+            self._compile(leaves, tree)
 
     @property
     def __signature__(self) -> inspect.Signature:

@@ -17,6 +17,7 @@ from ...reuse.evidence.module_state import Places, module_state
 from ...reuse.ir.leaf import changed_operand, stamp_of
 from ...reuse.ir.program import ModelTensor, Source, TensorKind
 from ...reuse.ir.types import TensorType
+from ...reuse.torch_names import own_attributes
 from ..tracing.torch_tracing import Tracer, feeds_only_lifts, is_fake
 
 
@@ -47,7 +48,7 @@ class OutsideTensors:
         fake = self.fakes.get(id(tensor))
         if fake is None:
             fake = self._tracer.to_fake(tensor)
-            vars(fake).update(vars(tensor))
+            vars(fake).update(own_attributes(tensor))
             self._tracer.track(fake, self.outside_node(tensor))
             self.fakes[id(tensor)] = fake
             self.real_ids[id(fake)] = id(tensor)
@@ -83,7 +84,7 @@ class OutsideTensors:
         for tensor in self._keep:
             fake = self.fakes.get(id(tensor))
             now = {} if fake is None else self.attributes_of(fake)
-            before = vars(tensor)
+            before = own_attributes(tensor)
             changed = [n for n in {**before, **now} if now.get(n, self) is not before.get(n, self)]
             if fake is not None and changed:
                 raise CaptureError(

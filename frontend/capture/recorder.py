@@ -26,6 +26,7 @@ from ...reuse.evidence.module_state import (
 from ...reuse.evidence.reads import Reads
 from ...reuse.ir.program import UserInput
 from ...reuse.ir.types import TensorType
+from ...reuse.torch_names import own_attributes
 from ..checks.refusals import refuse_hidden_tensors, refuse_read_attributes
 from ..marks import recompute_mark
 from ..tracing.custom_function import TENSOR, CustomFunction
@@ -552,7 +553,7 @@ class Recorder:
 
     def _input_fake(self, tensor: torch.Tensor) -> torch.Tensor:
         fake = self.sizes.fake(tensor) if self.sizes else self.tracer.to_fake(tensor.detach())
-        vars(fake).update(vars(tensor))
+        vars(fake).update(own_attributes(tensor))
         return fake.requires_grad_(tensor.requires_grad)
 
 

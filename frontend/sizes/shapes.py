@@ -62,17 +62,21 @@ class Shapes:
         model: the module.
         options: how it is compiled.
         dynamic: None makes symbols of the dimensions that varied, True of all, False of none.
+        names: of dimensions that are known to vary before any did.
 
     Raises:
         PlanError: for another ``dynamic``.
     """
 
-    def __init__(self, model: nn.Module, options: Options, dynamic: bool | None) -> None:
+    def __init__(
+        self, model: nn.Module, options: Options, dynamic: bool | None, names: Names = ()
+    ) -> None:
         if dynamic not in DYNAMIC_CHOICES:
             raise PlanError(f"dynamic={dynamic!r} is unknown; there are {DYNAMIC_CHOICES}.")
         self._model = model
         self._options = options
         self.dynamic = dynamic
+        self._names = names if any(map(any, names)) else ()
         self._compiles: tuple[_Compile, ...] = ()  # the newest last
         self._num_compiles = self._num_links = 0
         self._why_static = ""
@@ -90,7 +94,8 @@ class Shapes:
         self._why_static = next((c.why_static for c in alike if c.why_static), "")
         growing = torch_pytree.growing_leaves(inputs.tree)
         grows = self.dynamic is None and any(dim is not None for dim in growing)
-        if self._why_static or not (self.dynamic or alike or grows):
+        expected = self.dynamic or alike or grows or self._names
+        if self._why_static or not expected:
             return None
         if sum(c.symbolic is not None for c in alike) >= MAX_SYMBOLIC:
             return None
@@ -147,6 +152,8 @@ class Shapes:
         growing = torch_pytree.growing_leaves(inputs.tree)
         earlier = [c.shapes for c in alike]
         names = learned_names(inputs.leaves, earlier, every=every, growing=growing)
+        if self._names and not alike:
+            names = self._names
         for compile_ in alike:
             if compile_.symbolic is not None:
                 names = compile_.symbolic[0].sizes.without_fixed(names)

@@ -216,7 +216,7 @@ def leaf_key(leaf: Leaf, open_places: Mapping[torch.fx.Node, tuple[int, Any]] | 
     rows: list[Any] = [leaf.input_types, leaf.output_types]
 
     def wire(node: torch.fx.Node) -> Any:
-        return _Wire(number[node])
+        return Wire(number[node])
 
     for node in leaf.module.graph.nodes:
         number[node] = len(number)
@@ -234,7 +234,7 @@ def leaf_key(leaf: Leaf, open_places: Mapping[torch.fx.Node, tuple[int, Any]] | 
     return tuple(rows)
 
 
-class _Wire:
+class Wire:
     """Stands for an operand while a graph is frozen."""
 
     __slots__ = ("index",)

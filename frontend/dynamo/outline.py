@@ -1,0 +1,246 @@
+"""Repeated regions of a flat graph become blocks of a module.
+
+Dynamo runs through the model's modules and leaves one flat graph, in which each node names the
+modules it was called in. What one call of a module left is a *run*: it lies in one piece. Runs that
+compute the same, constants included, become calls of one graph each, in a module that capture
+takes like any other: its blocks share by evidence, as a user's do.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch.fx
+from torch import nn
+
+from ...reuse.ir.leaf import FullKey
+from ..marks import lazy_inline
+from .graph_key import held, region_key
+
+Node = torch.fx.Node
+
+_CALLS = ("call_function", "call_method", "call_module")
+# What is smaller is left where it is, as `reuse="auto"` does.
+_MIN_NODES = 4
+_MIN_NODES_SAVED = 16
+
+
+@lazy_inline
+class Block(nn.Module):
+    """One call of a module that repeats. Blocks that compute the same hold one graph."""
+
+    def __init__(self, body: torch.fx.GraphModule) -> None:
+        super().__init__()
+        self.body = body
+
+    def forward(self, *inputs: Any) -> Any:
+        """Runs the graph."""
+        return self.body(*inputs)
+
+
+@dataclass(frozen=True)
+class ModuleCall:
+    """A call of a module, as a node tells of it.
+
+    Attributes:
+        key: tells calls apart, those of one module included.
+        path: where the module stands, such as ``layers.0``.
+        kind: the name of its class.
+    """
+
+    key: str
+    path: str
+    kind: str
+
+
+Calls = Mapping[Node, tuple[ModuleCall, ...]]
+"""For each operator, the calls it was made in, the outermost first."""
+
+
+def outlined(module: torch.fx.GraphModule, calls: Calls) -> torch.fx.GraphModule:
+    """Returns a module that computes the same, in which runs that repeat are blocks."""
+    chosen = _chosen(module, list(_runs(_operators(module), calls, 0)))
+    return _Outline(module, calls, chosen).build() if chosen else module
+
+
+@dataclass(frozen=True)
+class _Run:
+    """What one call of a module left in a graph."""
+
+    call: ModuleCall
+    nodes: tuple[Node, ...]
+    inner: tuple[_Run, ...]
+
+
+@dataclass(frozen=True)
+class _Region:
+    """A run, what goes in and out of it, and all that another must have to share its graph."""
+
+    run: _Run
+    inputs: tuple[Node, ...]
+    outputs: tuple[Node, ...]
+    key: FullKey
+    num_nodes: int
+
+
+def _operators(module: torch.fx.GraphModule) -> list[Node]:
+    """Returns the nodes that compute, and the graphs that they are about to use."""
+    return [node for node in module.graph.nodes if node.op in _CALLS or _is_graph(module, node)]
+
+
+def _is_graph(module: nn.Module, node: Node) -> bool:
+    return node.op == "get_attr" and isinstance(held(module, node), torch.fx.GraphModule)
+
+
+def _runs(nodes: Sequence[Node], calls: Calls, depth: int) -> Iterator[_Run]:
+    """Yields the runs at one depth of the calls, and in each those at the next."""
+    start = 0
+    for end in range(1, len(nodes) + 1):
+        call = _call_at(calls[nodes[start]], depth)
+        if end < len(nodes) and _call_at(calls[nodes[end]], depth) == call:
+            continue
+        if call is not None:
+            piece = tuple(nodes[start:end])
+            yield _Run(call, piece, tuple(_runs(piece, calls, depth + 1)))
+        start = end
+
+
+def _call_at(calls: Sequence[ModuleCall], depth: int) -> ModuleCall | None:
+    return calls[depth] if depth < len(calls) else None
+
+
+def _chosen(module: nn.Module, runs: Sequence[_Run]) -> list[_Region]:
+    """Returns the outermost regions that repeat and are worth a closure."""
+    if not runs:
+        return []
+    pieces = Counter(run.call for run in runs)
+    regions = [_region(module, run) for run in runs if pieces[run.call] == 1]
+    uses = Counter(region.key for region in regions if _gives_tensors(region))
+    found = [region for region in regions if _pays(region.num_nodes, uses[region.key])]
+    taken = {region.run.call for region in found}
+    inner = [deeper for run in runs if run.call not in taken for deeper in run.inner]
+    return found + _chosen(module, inner)
+
+
+def _pays(num_nodes: int, num_calls: int) -> bool:
+    return num_nodes >= _MIN_NODES and num_nodes * (num_calls - 1) >= _MIN_NODES_SAVED
+
+
+def _region(module: nn.Module, run: _Run) -> _Region:
+    inside = set(run.nodes)
+    used = (source for node in run.nodes for source in node.all_input_nodes)
+    inputs = tuple(dict.fromkeys(source for source in used if source not in inside))
+    outputs = tuple(node for node in run.nodes if any(user not in inside for user in node.users))
+    key = region_key(module, run.nodes, inputs, outputs)
+    return _Region(run, inputs, outputs, key, _count(module, run.nodes))
+
+
+def _gives_tensors(region: _Region) -> bool:
+    """Whether tensors are all that is used outside: no size, and no mode that is left there."""
+    values = (node.meta.get("example_value") for node in region.outputs)
+    return all(isinstance(value, torch.Tensor) for value in values)
+
+
+def _count(module: nn.Module, nodes: Sequence[Node]) -> int:
+    """Counts operators, those of graphs that are used among them."""
+    graphs = [held(module, node) for node in nodes if _is_graph(module, node)]
+    return len(nodes) - len(graphs) + sum(_count(g, _operators(g)) for g in graphs)
+
+
+class _Outline:
+    """Copies a graph; each chosen region becomes one call."""
+
+    def __init__(
+        self, module: torch.fx.GraphModule, calls: Calls, chosen: Sequence[_Region]
+    ) -> None:
+        self._module = module
+        self._calls = calls
+        self._starts = {region.run.nodes[0]: region for region in chosen}
+        self._inside = {node for region in chosen for node in region.run.nodes}
+        self._graph = torch.fx.Graph()
+        self._copies: dict[Node, Node] = {}
+        self._bodies: dict[FullKey, torch.fx.GraphModule] = {}
+        self._kinds: dict[str, type[Block]] = {}
+        self._root = nn.Module()
+
+    def build(self) -> torch.fx.GraphModule:
+        """Returns the module."""
+        nodes = list(self._module.graph.nodes)
+        outside = [node for node in nodes if node not in self._inside]
+        take_over(self._root, self._module, outside)
+        # Tensors of the model come first: what is used in a region is its input.
+        inputs = [n for n in outside if n.op in ("placeholder", "get_attr")]
+        self._copies.update((node, self._graph.node_copy(node)) for node in inputs)
+        for node in nodes:
+            if node in self._starts:
+                self._call(self._starts[node])
+            elif node not in self._inside and node not in self._copies:
+                self._copies[node] = self._graph.node_copy(node, self._copies.__getitem__)
+        return torch.fx.GraphModule(self._root, self._graph)
+
+    def _call(self, region: _Region) -> None:
+        call = self._graph.call_module(
+            self._place(region), tuple(self._copies[node] for node in region.inputs)
+        )
+        if len(region.outputs) == 1:
+            self._copies[region.outputs[0]] = call
+            return
+        for index, output in enumerate(region.outputs):
+            self._copies[output] = self._graph.call_function(operator.getitem, (call, index))
+
+    def _place(self, region: _Region) -> str:
+        """Puts a block into the tree where the user's module stands, and returns its path."""
+        if region.key not in self._bodies:
+            self._bodies[region.key] = self._body(region)
+        block = self._kind(region.run.call.kind)(self._bodies[region.key])
+        holder, path = self._root, region.run.call.path.split(".")
+        for depth, name in enumerate(path[:-1]):
+            if name not in holder._modules:
+                path[depth] = name = _free_name(holder, name)
+                holder.add_module(name, nn.Module())
+            holder = holder.get_submodule(name)
+        path[-1] = _free_name(holder, path[-1])
+        holder.add_module(path[-1], block)
+        return ".".join(path)
+
+    def _kind(self, name: str) -> type[Block]:
+        """Returns a class of blocks that is named as the user's class is."""
+        if name not in self._kinds:
+            self._kinds[name] = type(name, (Block,), {})
+        return self._kinds[name]
+
+    def _body(self, region: _Region) -> torch.fx.GraphModule:
+        """Returns a region as a graph of its own, in which what repeats is outlined again."""
+        graph, root = torch.fx.Graph(), nn.Module()
+        copies = {n: graph.placeholder(f"a{i}") for i, n in enumerate(region.inputs)}
+        for node in region.run.nodes:
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+        returned = tuple(copies[node] for node in region.outputs)
+        graph.output(returned[0] if len(returned) == 1 else returned)
+        take_over(root, self._module, region.run.nodes)
+        body = torch.fx.GraphModule(root, graph)
+        return outlined(body, {copies[node]: self._calls[node] for node in region.run.nodes})
+
+
+def take_over(root: nn.Module, module: nn.Module, nodes: Iterable[Node]) -> None:
+    """Gives a root what some nodes of another module refer to."""
+    for node in nodes:
+        if node.op in ("get_attr", "call_module"):
+            *above, last = str(node.target).split(".")
+            holder = root
+            for name in above:
+                if name not in holder._modules:
+                    holder.add_module(name, nn.Module())
+                holder = holder.get_submodule(name)
+            setattr(holder, last, held(module, node))
+
+
+def _free_name(holder: nn.Module, name: str) -> str:
+    """Returns a name that nothing in a module has, nor in the graph module that it becomes."""
+    while hasattr(holder, name) or hasattr(torch.fx.GraphModule, name) or name == "meta":
+        name += "_"
+    return name
