@@ -21,6 +21,7 @@ from ..backend.run.planned import PlannedProgram
 from ..backend.run.runtime import ClosureRuntime, PlannedRuntime
 from ..backend.run.unplanned_step import UnplannedStep
 from .capture.capture import one_at_a_time
+from .capture.regions import CapturedModel
 from .compiled import CompiledProgram, CompiledStep
 from .options import Batching, Options
 from .passes.context import Context
@@ -125,15 +126,21 @@ class Compiler:
 
     @one_at_a_time
     def compile(
-        self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], *, train: bool
+        self,
+        model: nn.Module,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        *,
+        train: bool,
+        known: CapturedModel | None = None,
     ) -> tuple[CompiledProgram, CompileReport]:
-        """Compiles a model for inputs of these layouts.
+        """Compiles a model for inputs of these layouts; ``known`` is the model captured for them.
 
         Raises:
             CaptureError: if the model cannot be captured.
             PlanError: if it cannot be run (parameters on the meta device).
         """
-        state = self.started(Subject(model, args, kwargs, train))
+        state = self.started(Subject(model, args, kwargs, train, known=known))
         with self.context.cached(state.report):
             state = run(MODULE, state)
         note_recompute(state)
@@ -141,15 +148,23 @@ class Compiler:
 
     @one_at_a_time
     def compile_step(
-        self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], batching: Batching
+        self,
+        model: nn.Module,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        batching: Batching,
+        known: CapturedModel | None = None,
     ) -> tuple[CompiledStep, CompileReport]:
         """Compiles a training step; ``args`` and ``kwargs`` are those of one micro-batch.
+
+        ``known`` is the model captured for them.
 
         Raises:
             CaptureError: if the model cannot be captured.
             PlanError: if its result is not a scalar loss that depends on a parameter.
         """
-        state = self.step_started(Subject(model, args, kwargs, train=True), batching)
+        subject = Subject(model, args, kwargs, train=True, known=known)
+        state = self.step_started(subject, batching)
         with self.context.cached(state.report):
             state = run(STEP, state)
         note_recompute(state)

@@ -22,6 +22,7 @@ from ..reuse.process_lock import ProcessLock
 from ..reuse.torch_names import new_cpu_tensor
 from .autograd.bridge import picker
 from .autograd.handed_gradients import HandedGradients
+from .capture.float_inputs import OpenCapture
 from .checks.plain_inputs import watching_tensor, written_out
 from .checks.refusals import refuse_containers
 from .checks.runnable import check_runnable
@@ -31,6 +32,7 @@ from .compiled import CompiledStep
 from .compiler import Compiler
 from .guards.guard import Guard
 from .guards.kept_programs import Inputs, KeptPrograms
+from .guards.varying_floats import VaryingFloats
 from .options import Batching, Options
 from .report import CompileReport
 
@@ -124,6 +126,7 @@ class TrainingStep:
         self._compiler = Compiler(options)
         self._batching = batching
         self._entries: KeptPrograms[_StepEntry] = KeptPrograms()
+        self._floats = VaryingFloats()
         self._lock = ProcessLock(threading.Lock)
         self._report: CompileReport | None = None
 
@@ -183,14 +186,29 @@ class TrainingStep:
         self._entries.warn_if_many(self._model, Inputs.of(leaves, tree))
         parts = [self._split(leaf) for leaf in leaves]
         first = [part[0] if isinstance(part, tuple) else part for part in parts]
-        args, kwargs = torch_pytree.unflatten(first, tree)
-        compiled, self._report = self._compiler.compile_step(
-            self._loss_model, args, kwargs, self._batching
-        )
-        entry = _StepEntry(self._loss_model, compiled, leaves, parts, tree)
+        entry = self._entry(Inputs.of(first, tree), leaves, parts)
         if self._entries.add(entry):
             self._compiler = Compiler(self._compiler.options)
         return entry
+
+    def _entry(self, first: Inputs, leaves: list[Any], parts: list[Any]) -> _StepEntry:
+        """Compiles for a batch; floats that varied are inputs, if they can be."""
+        model, reuse = self._loss_model, self._compiler.options.reuse
+        opened = self._floats.opened(model, first, reuse=reuse, train=True)
+        if opened.places:
+            try:
+                return self._entry_with(first, leaves, parts, opened)
+            except Exception:  # the call can be compiled for its numbers
+                self._floats.close(first, opened.places)
+        return self._entry_with(first, leaves, parts, OpenCapture())
+
+    def _entry_with(
+        self, first: Inputs, leaves: list[Any], parts: list[Any], opened: OpenCapture
+    ) -> _StepEntry:
+        compiled, self._report = self._compiler.compile_step(
+            self._loss_model, first.args, first.kwargs, self._batching, opened.captured
+        )
+        return _StepEntry(self._loss_model, compiled, leaves, parts, first.tree, opened)
 
     def _split(self, leaf: Any) -> Any:
         count = self._batching.micro_batches
@@ -220,24 +238,28 @@ class _StepEntry:
         leaves: Sequence[Any],
         parts: Sequence[Any],
         tree: torch_pytree.TreeSpec,
+        opened: OpenCapture,
     ) -> None:
         runner = compiled.runner
         native = runner.native
         # No mode of the caller's changes what is copied beside native launches.
         self._move = native.move if native and runner.is_native else None
         hold = native.hold if native else None
-        self.guard = Guard(model, compiled.captured, leaves, tree, hold)
+        self.guard = Guard(model, compiled.captured, leaves, tree, hold, opened.places)
+        self._numbers = [(number, number.tensor(leaves)) for number in opened.numbers]
         self._compiled = compiled.without_tensors()
         tensors = [(i, p) for i, p in enumerate(parts) if isinstance(p, tuple)]
         self._staging = [
             (i, _Staging(_whole(p, leaves[i]), leaves[i], self._move)) for i, p in tensors
         ]
+        count = len(compiled.step.batch)
+        tensors += [(-1, (tensor,) * count) for _, tensor in self._numbers]
         self._batch = [
             tensors[user][1][number].detach()
             for number, users in enumerate(compiled.step.batch)
             for user in users
         ]
-        self._num_losses = count = len(compiled.step.batch)
+        self._num_losses = count
         self._num_writes = len(compiled.step.writes)
         self._loss_bytes = Batching(count).loss_bytes
         self._lease: Lease | None = None
@@ -268,6 +290,8 @@ class _StepEntry:
     def _run(self, leaves: Sequence[Any]) -> torch.Tensor:
         for index, staging in self._staging:
             staging.take(leaves[index])
+        for number, tensor in self._numbers:
+            tensor.copy_(number.tensor(leaves))
         left = self._lease_as_left()
         lease = left or self._leased()
         outputs = lease.runners[0]([])

@@ -32,6 +32,14 @@ def is_lazy(tensor: torch.Tensor) -> bool:
     return tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor()
 
 
+def is_known(tensor: torch.Tensor) -> bool:
+    """Whether a fake tensor knows its number: PyTorch computes with it, where a shape asks for it.
+
+    So are ``torch.tensor(2.0)`` and what operators make of such ones alone.
+    """
+    return getattr(tensor, "constant", None) is not None
+
+
 def new_cpu_tensor(
     shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype
 ) -> torch.Tensor:

@@ -13,12 +13,14 @@ from ...reuse import torch_pytree
 from ...reuse.evidence.module_state import module_state, own_hooks
 from ..capture.capture import backward_hooked, one_at_a_time
 from ..capture.effects import EffectError, EffectsSeen
+from ..capture.float_inputs import OpenCapture
 from ..checks.plain_inputs import watching_tensor, written_out
 from ..checks.runnable import check_runnable, check_writes
 from ..checks.torch_modes import mode_around
 from ..compiler import Compiler
 from ..guards.guard import Guard
 from ..guards.kept_programs import Inputs, KeptPrograms
+from ..guards.varying_floats import VaryingFloats
 from ..marks import WRAPPED
 from ..options import Options
 from ..report import CompileReport
@@ -55,6 +57,7 @@ class Calls:
         self._compiler = Compiler(options)
         self._shapes = Shapes(model, options, dynamic, names)
         self._effects = EffectsSeen()
+        self._floats = VaryingFloats()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs a call's compiled program, compiling first if the inputs' layout is new."""
@@ -146,7 +149,7 @@ class Calls:
         inputs = Inputs.of(leaves, tree)
         made = self._shapes.made(inputs) or self._made_for(inputs)
         check_writes(made.compiled.captured.program)
-        entry = ModuleEntry(made.guard, made.compiled, leaves)
+        entry = ModuleEntry(made, leaves)
         entry.can_be_linked_again = made.is_linked
         if self.entries.add(entry):
             self._compiler = Compiler(self.options)
@@ -154,14 +157,25 @@ class Calls:
         return entry
 
     def _made_for(self, inputs: Inputs) -> Made:
-        """Compiles for the sizes of a call alone."""
+        """Compiles for the sizes of a call alone; floats that varied are inputs, if they can be."""
         self.entries.warn_if_many(self.model, inputs)
+        train, reuse = torch.is_grad_enabled(), self.options.reuse
+        opened = self._floats.opened(self.model, inputs, reuse=reuse, train=train)
+        if opened.places:
+            try:
+                return self._shapes.note(self._made_with(inputs, opened, train=train), inputs)
+            except Exception:  # the call can be compiled for its numbers
+                self._floats.close(inputs, opened.places)
+        made = self._made_with(inputs, OpenCapture(), train=train)
+        return self._shapes.note(made, inputs)
+
+    def _made_with(self, inputs: Inputs, opened: OpenCapture, *, train: bool) -> Made:
         compiled, report = self._compiler.compile(
-            self.model, inputs.args, inputs.kwargs, train=torch.is_grad_enabled()
+            self.model, inputs.args, inputs.kwargs, train=train, known=opened.captured
         )
-        hold = compiled.runtime.hold
-        guard = Guard(self.model, compiled.captured, inputs.leaves, inputs.tree, hold)
-        return self._shapes.note(Made(guard, compiled.without_tensors(), report), inputs)
+        hold, places = compiled.runtime.hold, opened.places
+        guard = Guard(self.model, compiled.captured, inputs.leaves, inputs.tree, hold, places)
+        return Made(guard, compiled.without_tensors(), report, numbers=opened.numbers)
 
 
 def calls_of(module: Any) -> Calls | None:

@@ -12,7 +12,7 @@ from ...reuse.ir.program import UserInput
 from ..autograd.bridge import Bridge, picker
 from ..capture.assemble import OutputTree
 from ..compiled import CompiledProgram
-from ..guards.guard import Guard
+from ..sizes.shapes import Made
 
 
 class ModuleEntry:
@@ -20,16 +20,13 @@ class ModuleEntry:
 
     can_be_linked_again = False
 
-    def __init__(
-        self,
-        guard: Guard,
-        compiled: CompiledProgram,
-        leaves: Sequence[Any],
-    ) -> None:
+    def __init__(self, made: Made, leaves: Sequence[Any]) -> None:
+        compiled = made.compiled
         program = compiled.captured.program
         self._compiled = compiled
-        self.guard = guard
-        self._pick_inputs = picker(_input_order(program.sources, leaves))
+        self.guard = made.guard
+        self._numbers = made.numbers
+        self._pick_inputs = picker(_input_order(program.sources, leaves, len(made.numbers)))
         self._writes = program.writes
         written = frozenset(target for _, target in program.writes)
         self._bridge = Bridge(compiled, written) if compiled.derivative is not None else None
@@ -51,6 +48,8 @@ class ModuleEntry:
 
     def run(self, leaves: Sequence[Any], args: Any, kwargs: Any) -> Any:
         """Runs the program on flat inputs, and brings the containers they came from up to date."""
+        if self._numbers:
+            leaves = [*leaves, *(number.tensor(leaves) for number in self._numbers)]
         inputs = self._pick_inputs([*leaves, *self.guard.tensors])
         if self._bridge is None:
             with torch.no_grad():  # the model's own autograd says that no gradient flows
@@ -107,10 +106,12 @@ class _Result:
         return self._tree.built(leaves, given)
 
 
-def _input_order(sources: Sequence[Any], leaves: Sequence[Any]) -> list[int]:
-    """For each program input, its place in the leaves followed by the model's own tensors."""
+def _input_order(sources: Sequence[Any], leaves: Sequence[Any], num_numbers: int) -> list[int]:
+    """For each program input, its place in the leaves, the numbers and the model's own tensors."""
     places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-    order, own = [], len(leaves)
+    own = len(leaves) + num_numbers
+    places += range(len(leaves), own)
+    order = []
     for source in sources:
         if isinstance(source, UserInput):
             order.append(places[source.index])

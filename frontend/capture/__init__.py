@@ -12,4 +12,5 @@ outside_changes  what a run changes outside the model
 effects          what a forward does besides computing
 attribute_log    what was read and written of the model's attributes
 assemble         from the outer graph to a program
+float_inputs     Python floats that varied, as inputs of the program
 """

@@ -16,7 +16,7 @@ import sys
 import threading
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import wraps
 from typing import Any, Literal, TypeVar
@@ -25,6 +25,7 @@ import torch
 from torch import nn
 
 from ...autodiff.torch_autograd import plain_autograd
+from ...reuse import torch_pytree
 from ...reuse.errors import CaptureError
 from ...reuse.evidence.module_state import has_hooks, walk_modules
 from ...reuse.evidence.outside_values import OutsideValues
@@ -32,6 +33,7 @@ from ...reuse.evidence.snapshot import refuse_iterators
 from ...reuse.ir.constants import Shared, share_constants
 from ...reuse.ir.printer import format_program
 from ...reuse.ir.program import Program
+from ...reuse.open_numbers import is_open
 from ..checks.runnable import check_memory
 from ..checks.wrappers import refuse_wrappers
 from ..marks import is_compiled, is_marked
@@ -64,6 +66,11 @@ class Arguments:
     kwargs: Mapping[str, Any]
     sizes: Callable[[], Sizes] | None = None
     effects: OnEffects = "refuse"
+    opened: Collection[float] = ()
+
+    def have_open_numbers(self) -> bool:
+        """Whether the model is handed a number without its value."""
+        return any(map(is_open, torch_pytree.flatten((self.args, self.kwargs))[0]))
 
 
 _LOCK = threading.RLock()
@@ -100,6 +107,7 @@ def capture_model(
     train: bool,
     sizes: Callable[[], Sizes] | None = None,
     effects: OnEffects = "refuse",
+    opened: Collection[float] = (),
 ) -> CapturedModel:
     """Captures a model as a program of closures and calls.
 
@@ -113,6 +121,7 @@ def capture_model(
         sizes: makes the dynamic dimensions; None means that every size is a number.
         effects: ``"refuse"`` a forward that does more at each call than compute; ``"undo"`` what
             it did, for who does not run the program in its place.
+        opened: numbers that become inputs wherever an operator may take one as an input.
 
     Raises:
         CaptureError: if the model's Python cannot be traced; names the user's line.
@@ -121,7 +130,7 @@ def capture_model(
     refuse_foreign(model)
     if train:
         _refuse_backward_hooks(model)
-    arguments = Arguments(args, kwargs or {}, sizes, effects)
+    arguments = Arguments(args, kwargs or {}, sizes, effects, opened)
     if reuse == "auto":
         captured = _capture_repeated(model, arguments, RepeatedBlocks, train=train)
     else:
@@ -200,6 +209,9 @@ def _capture(
     try:
         captured = _capture_once(model, arguments, blocks(), train=train)
     except UnsettledError as unsettled:
+        if arguments.have_open_numbers():
+            unsettled.recorder.let_go()
+            raise CaptureError("The forward keeps something, maybe a number that varies.") from None
         first = _assemble(unsettled.recorder, unsettled.results, unsettled.tree)
         unsettled.recorder.let_go()
         captured = _capture_settled(model, arguments, unsettled, first, blocks(), train=train)
@@ -215,10 +227,12 @@ def _capture_once(
 ) -> CapturedModel:
     sizes = None if arguments.sizes is None else arguments.sizes()
     recorder = Recorder(model, blocks, sizes, arguments.effects)
+    if arguments.have_open_numbers():
+        recorder.tracer.reads = "none"  # a literal times such a number would tell it
     is_settled = True
     try:
         results, tree = _run(recorder, arguments, train=train)
-        return _assemble(recorder, results, tree)
+        return _assemble(recorder, results, tree, arguments.opened)
     except UnsettledError:
         is_settled = False
         raise
@@ -271,12 +285,17 @@ def _capture_settled(
     return second
 
 
-def _assemble(recorder: Recorder, results: list[Any], tree: ResultTree) -> CapturedModel:
+def _assemble(
+    recorder: Recorder,
+    results: list[Any],
+    tree: ResultTree,
+    opened: Collection[float] = (),
+) -> CapturedModel:
     recorder.tensors.resolve_all(recorder.root.nodes())
     if recorder.sizes is not None:
         recorder.sizes.settle(recorder.root, recorder.tensors.sources)
     _dissolve_idle(recorder, results, tree)
-    program, shared = _build(recorder, results, tree)
+    program, shared = _build(recorder, results, tree, opened)
     pairs = [
         (d, region)
         for d, region in zip(recorder.decisions, recorder.decided, strict=True)
@@ -297,15 +316,18 @@ def _assemble(recorder: Recorder, results: list[Any], tree: ResultTree) -> Captu
 
 
 def _build(
-    recorder: Recorder, results: list[Any], tree: ResultTree
+    recorder: Recorder,
+    results: list[Any],
+    tree: ResultTree,
+    opened: Collection[float] = (),
 ) -> tuple[Program, Mapping[Region | None, Shared]]:
     """Builds the program; returns what each traced region's closure became, too."""
     program, closures = assemble(recorder.root, results, tree, recorder.tensors.sources)
-    if isinstance(recorder.blocks, NoBlocks):
+    if isinstance(recorder.blocks, NoBlocks) and not opened:
         return program, {}
     if recorder.sizes is not None:
         return program, {region: Shared(closure) for region, closure in closures.items()}
-    program, found = share_constants(program)
+    program, found = share_constants(program, opened)
     return program, {region: found[closure] for region, closure in closures.items()}
 
 

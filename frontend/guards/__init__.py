@@ -1,6 +1,7 @@
 """Whether a compiled program still fits the inputs and the model's present state.
 
-guard          the guard of one compiled program
-kept_programs  which programs are kept, and which keep memory while idle
-torch_guards   adapter: one check in C++ that tensors are laid out as before
+guard           the guard of one compiled program
+kept_programs   which programs are kept, and which keep memory while idle
+torch_guards    adapter: one check in C++ that tensors are laid out as before
+varying_floats  which Python floats among the arguments varied
 """

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import operator
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import chain, repeat
 from typing import Any, cast
@@ -51,6 +51,7 @@ class Guard:
         leaves: the flat inputs it was captured with.
         tree: their structure.
         hold: the native comparison of what objects hold, if it is at hand.
+        any_float_at: the places of arguments that may be any Python float.
 
     Attributes:
         tensors: the model's, in the order of the program's sources.
@@ -64,10 +65,11 @@ class Guard:
         leaves: Sequence[Any],
         tree: torch_pytree.TreeSpec,
         hold: Hold | None = None,
+        any_float_at: Collection[int] = (),
     ) -> None:
         self._tree = tree
         self._hold = hold
-        self._set_inputs(leaves)
+        self._set_inputs(leaves, any_float_at)
         self._modes = Modes()
         self._modules = list(model.modules())
         self._classes = list(map(type, self._modules))
@@ -233,17 +235,26 @@ class Guard:
             found.append(Difference("types, layouts or requires_grad of the model's tensors"))
         return found or [Difference("what the forward reads outside its arguments")]
 
+    def with_values(self, leaves: Sequence[Any]) -> Guard:
+        """Returns the guard for the very numbers of a call, where this one takes any float."""
+        return self._at(leaves) if any(x is _ANY_FLOAT for x in self._layouts) else self
+
+    def _at(self, leaves: Sequence[Any]) -> Guard:
+        guard = copy.copy(self)
+        guard._set_inputs(leaves)
+        return guard
+
     def resized(self, leaves: Sequence[Any]) -> Guard | None:
         """Returns the guard of a program for inputs that differ in sizes only, None for others."""
         layouts = [_layout(x) for x in leaves]
         if len(layouts) != len(self._layouts) or not all(map(_alike, layouts, self._layouts)):
             return None
-        guard = copy.copy(self)
-        guard._set_inputs(leaves)
-        return guard
+        return self._at(leaves)
 
-    def _set_inputs(self, leaves: Sequence[Any]) -> None:
-        self._layouts = [_layout(x) for x in leaves]
+    def _set_inputs(self, leaves: Sequence[Any], any_float_at: Collection[int] = ()) -> None:
+        self._layouts = [
+            _ANY_FLOAT if i in any_float_at else _layout(x) for i, x in enumerate(leaves)
+        ]
         plain = all(type(x) is torch.Tensor for x in leaves)
         self._plain_inputs = TensorLayouts(leaves if plain else ())
 
@@ -374,10 +385,22 @@ class _Constant:
         self.value = value
 
 
+class _AnyFloat:
+    """Stands for a float that the program takes as an input."""
+
+    def __repr__(self) -> str:
+        return "any float"
+
+
+_ANY_FLOAT = _AnyFloat()
+
+
 def _matches(leaf: Any, layout: Any) -> bool:
     if isinstance(layout, _Constant):
         return same_value(leaf, layout.value)
-    return isinstance(leaf, torch.Tensor) and _layout(leaf) == layout
+    if isinstance(leaf, torch.Tensor):
+        return bool(_layout(leaf) == layout)
+    return layout is _ANY_FLOAT and type(leaf) is float
 
 
 def _places(

@@ -12,6 +12,7 @@ from torch import nn
 
 from ...reuse import torch_pytree
 from ...reuse.errors import LazyInlineError, PlanError
+from ..capture.float_inputs import NumberInput
 from ..capture.signatures import shapes_of
 from ..compiled import CompiledProgram
 from ..guards.guard import Guard
@@ -36,6 +37,7 @@ class Made:
     compiled: CompiledProgram
     report: CompileReport
     is_linked: bool = False
+    numbers: tuple[NumberInput, ...] = ()
 
 
 @dataclass
@@ -104,7 +106,8 @@ class Shapes:
     def note(self, made: Made, inputs: Inputs) -> Made:
         """Remembers a program that was compiled for the sizes of a call alone."""
         made.report.why_static = self._why_static
-        known = _Compile(made.guard, shapes_of(inputs.leaves), self._why_static)
+        guard = made.guard.with_values(inputs.leaves)  # a symbolic program has its numbers in it
+        known = _Compile(guard, shapes_of(inputs.leaves), self._why_static)
         self._keep(known)
         return self._counted(made)
 

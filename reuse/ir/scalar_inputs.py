@@ -12,6 +12,7 @@ and the casts are written out. Sums in f16 and bf16 differ from kernel to kernel
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -253,7 +254,9 @@ def _fits(value: float, dtype: torch.dtype) -> bool:
         return type(value) is int and limits.min <= value <= limits.max
     if not dtype.is_floating_point:
         return False
-    return type(value) is float or abs(value) <= _EXACT_INTEGERS
+    if type(value) is float:  # some operators refuse what is beyond, others take it for infinity
+        return not math.isfinite(value) or abs(value) <= torch.finfo(dtype).max
+    return abs(value) <= _EXACT_INTEGERS
 
 
 def _same_type(slot: Slot, expected: TensorType) -> bool:
