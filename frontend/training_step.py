@@ -302,6 +302,8 @@ class _StepEntry:
             self._hand_out(outputs)
         return loss
 
+    is_small = False
+
     def rest(self) -> None:
         """See :class:`kept_programs.Entry`. Gradients stay the user's, on the memory they are."""
         self._handed = self._lease = self._token = None

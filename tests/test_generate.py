@@ -8,6 +8,8 @@ from comparing import twin
 from test_caches import compiled, gpt2, llama, t5, tokens
 from torch import Tensor
 
+import lazyinline
+
 MODES: dict[str, dict[str, Any]] = {
     "greedy": {},
     "sampling": {"do_sample": True, "top_k": 20, "temperature": 0.8},
@@ -65,3 +67,16 @@ def test_methods_of_the_model_leave_nothing_behind_in_it() -> None:
     with pytest.raises(ValueError, match="max_new_tokens"):
         run.generate(tokens(4), max_new_tokens=-1)
     assert set(vars(model)) == before
+
+
+def test_lengths_of_a_text_keep_their_small_arenas() -> None:
+    model = gpt2().eval()
+    run = lazyinline.compile(model, reuse="auto")
+    more = {"max_new_tokens": 14, "min_new_tokens": 14, "do_sample": False}
+    for _ in range(2):
+        tokens_of = run.generate(tokens(3), **more)
+    assert torch.equal(tokens_of, model.generate(tokens(3), **more))
+    entries = vars(run)["_lazyinline_calls"].entries
+    assert len(entries) == 14
+    assert all(entry.is_small for entry in entries)
+    assert all(entry._compiled.runtime.program._pool for entry in entries)

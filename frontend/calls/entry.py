@@ -7,11 +7,13 @@ from typing import Any
 
 import torch
 
+from ...backend.run.runtime import PlannedRuntime
 from ...reuse import torch_pytree
 from ...reuse.ir.program import UserInput
 from ..autograd.bridge import Bridge, picker
 from ..capture.assemble import OutputTree
 from ..compiled import CompiledProgram
+from ..guards.kept_programs import SMALL_ARENA
 from ..sizes.shapes import Made
 
 
@@ -39,6 +41,14 @@ class ModuleEntry:
         program = self._compiled.captured.program
         touched = {target for _, target in program.writes} | self._result.inputs
         return any(isinstance(program.sources[i], UserInput) for i in touched)
+
+    @property
+    def is_small(self) -> bool:
+        """See :class:`kept_programs.Entry`. One with a backward may have many runs in flight."""
+        runtime = self._compiled.runtime
+        if self._bridge is not None or not isinstance(runtime, PlannedRuntime):
+            return False
+        return runtime.program.arena_bytes <= SMALL_ARENA
 
     def rest(self) -> None:
         """See :class:`kept_programs.Entry`."""

@@ -27,6 +27,7 @@ from ...reuse.objects import ABSENT
 from ...reuse.process_lock import ProcessLock
 from ...reuse.torch_names import global_hook_tables, is_lazy, memory_id
 from ..capture.regions import CapturedModel
+from ..capture.signatures import shapes_of
 from ..checks.torch_modes import Modes
 from .torch_guards import TensorLayouts
 
@@ -54,6 +55,7 @@ class Guard:
         any_float_at: the places of arguments that may be any Python float.
 
     Attributes:
+        shapes: of the flat inputs.
         tensors: the model's, in the order of the program's sources.
         token: another object each time that one of them was found replaced or in other memory.
     """
@@ -255,6 +257,7 @@ class Guard:
         self._layouts = [
             _ANY_FLOAT if i in any_float_at else _layout(x) for i, x in enumerate(leaves)
         ]
+        self.shapes = shapes_of(leaves)
         plain = all(type(x) is torch.Tensor for x in leaves)
         self._plain_inputs = TensorLayouts(leaves if plain else ())
 

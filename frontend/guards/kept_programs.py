@@ -12,16 +12,18 @@ from typing import Any, Generic, Protocol, TypeVar
 from torch import nn
 
 from ...reuse import torch_pytree
-from ..capture.signatures import leaf_names
+from ..capture.signatures import leaf_names, shapes_of
 from ..tracing.torch_tracing import user_frame
 from .guard import Difference, Guard
 
 MAX_PROGRAMS = 32
 """Programs of one module that are kept; others are compiled again when they are needed."""
-MAX_LINKED = 64
-"""The same for linked shapes of symbolic programs, which cost a link only."""
+MAX_LINKED = 256
+"""The same for linked shapes of symbolic programs, which cost a link only: lengths of a text."""
 MAX_WITH_ARENAS = 8
 """Of all these, how many keep arenas while idle; others allocate and bind one again."""
+SMALL_ARENA = 256 * 1024
+"""Bytes of an arena that any may keep while idle, such as those of the lengths of a text."""
 MANY_COMPILES = 8
 """From so many compiles of one module on, what keeps changing is worth a word."""
 
@@ -53,6 +55,10 @@ class Entry(Protocol):
 
     guard: Guard
     can_be_linked_again: bool
+
+    @property
+    def is_small(self) -> bool:
+        """Whether it holds next to no memory while idle."""
 
     def rest(self) -> None:
         """Gives back the memory that it holds while idle."""
@@ -86,7 +92,12 @@ class KeptPrograms(Generic[AnyEntry]):
 
     def fitting(self, leaves: Sequence[Any], tree: torch_pytree.TreeSpec) -> AnyEntry | None:
         """Returns the program that fits a call, and puts it first."""
+        shapes: Any = None
         for position, entry in enumerate(self._entries):
+            if position:  # the program used last is asked at once; of many others, the shapes tell
+                shapes = shapes or shapes_of(leaves)
+                if entry.guard.shapes != shapes:
+                    continue
             if entry.guard.accepts(leaves, tree):
                 if position or entry.guard.token is not self._token:
                     self._put_first(entry)
@@ -135,7 +146,8 @@ class KeptPrograms(Generic[AnyEntry]):
         rest = [other for other in self._entries if other is not entry]
         self._entries, self._token = (entry, *rest), entry.guard.token
         for other in rest[MAX_WITH_ARENAS - 1 : MAX_WITH_ARENAS]:
-            other.rest()
+            if not other.is_small:
+                other.rest()
         for other in rest:
             if other.guard.is_bound_to_present():
                 break  # what was used before it was looked at when it was used
