@@ -26,6 +26,7 @@ from ...reuse.ir.program import Leaf, ModelTensor, Program, Source, UserInput, w
 from ...reuse.open_numbers import Evaluate, Opening
 from ...reuse.torch_names import OPERATOR_TYPES
 from ..tracing.python_path import followed
+from .blocks import Reuse
 from .capture import capture_model
 from .regions import CapturedModel
 
@@ -74,7 +75,7 @@ def capture_open(
     tree: torch_pytree.TreeSpec,
     places: frozenset[int],
     *,
-    reuse: str,
+    reuse: Reuse,
     train: bool,
 ) -> OpenCapture:
     """Captures a model with the floats at some places as inputs, behind the tensors among them.

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from ...reuse import torch_pytree
+from ..capture.blocks import Reuse
 from ..capture.float_inputs import OpenCapture, capture_open
 from .kept_programs import Inputs
 
@@ -37,7 +38,7 @@ class VaryingFloats:
     def __init__(self) -> None:
         self._seen: list[_Seen] = []
 
-    def opened(self, model: nn.Module, inputs: Inputs, *, reuse: str, train: bool) -> OpenCapture:
+    def opened(self, model: nn.Module, inputs: Inputs, *, reuse: Reuse, train: bool) -> OpenCapture:
         """Captures a model with the floats that varied as inputs, as far as they may be.
 
         Where they may not be all at once, each is tried alone.
