@@ -8,6 +8,7 @@ import contextvars
 import copy
 import enum
 import functools
+import inspect
 import itertools
 import os
 import pickle
@@ -662,6 +663,7 @@ def test_a_forward_that_sets_the_default_dtype_has_eagers_types_at_every_call() 
 SEEDING: dict[str, Callable[[], Any]] = {
     "manual_seed": lambda: torch.manual_seed(3),
     "fork_rng": lambda: forked(),
+    "initial_seed": torch.initial_seed,
     "set_rng_state": lambda: torch.set_rng_state(torch.Generator().manual_seed(3).get_state()),
 }
 
@@ -738,3 +740,186 @@ def test_printing_a_tensor_that_is_no_attribute_is_no_reading_of_it(
     compiled, x = lazyinline.compile(model, backend="eager"), torch.randn(2, 4)
     assert torch.equal(compiled(x), model(x))
     assert capsys.readouterr().out.splitlines() == ["tensor([1.5000])"] * 2
+
+
+class Named(nn.Module):
+    """Attributes with names that ``nn.Module`` has methods of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.half: Any = 2.0
+        self.type: Any = "sum"
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.half if self.type == "sum" else x * self.half
+
+
+HELPER: Any = nn.Linear(4, 4)
+
+
+class WithHelper(nn.Module):
+    """Reads a module that is not in its tree."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.helpers: Any = {"a": nn.Linear(4, 4)}
+        object.__setattr__(self, "hidden", nn.Linear(4, 4))
+        self.weight = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        size = self.hidden.in_features * self.weight.shape[0]  # type: ignore[operator]
+        return F.dropout(HELPER(x), 0.5, HELPER.training) * size + self.helpers["a"](x)
+
+
+UNSEEN: dict[str, tuple[Callable[[], nn.Module], Callable[[Any], Any]]] = {
+    "an attribute named like a method": (Named, lambda m: setattr(m, "type", "product")),
+    "a number named like a method": (Named, lambda m: setattr(m, "half", 3.0)),
+    "mode of a global module": (WithHelper, lambda m: HELPER.eval()),
+    "parameter of a global module": (
+        WithHelper,
+        lambda m: setattr(HELPER, "weight", nn.Parameter(torch.ones(4, 4))),
+    ),
+    "forward of a global module": (WithHelper, lambda m: setattr(HELPER, "forward", torch.neg)),
+    "hook on a global module": (
+        WithHelper,
+        lambda m: HELPER.register_forward_hook(lambda module, args, result: result * 2),
+    ),
+    "forward of a module in a dictionary": (
+        WithHelper,
+        lambda m: setattr(m.helpers["a"], "forward", torch.neg),
+    ),
+    "attribute of a hidden module": (WithHelper, lambda m: setattr(m.hidden, "in_features", 5)),
+    "hidden module": (
+        WithHelper,
+        lambda m: object.__setattr__(m, "hidden", nn.Linear(6, 6)),
+    ),
+    "size of a parameter": (
+        WithHelper,
+        lambda m: setattr(m, "weight", nn.Parameter(torch.ones(5))),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", UNSEEN)
+def test_a_change_of_any_module_that_is_read_is_noticed(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(globals(), "HELPER", nn.Linear(4, 4))
+    make, change = UNSEEN[name]
+    model, x = make(), torch.randn(2, 4)
+    compiled = lazyinline.compile(model, backend="eager")
+    for _ in range(2):
+        torch.manual_seed(0)
+        have = compiled(x)
+        torch.manual_seed(0)
+        assert torch.equal(have, model(x))
+        change(model)
+        torch.manual_seed(0)
+        have = compiled(x)
+        torch.manual_seed(0)
+        assert torch.equal(have, model(x))
+
+
+def parts() -> Callable[[Tensor, float], Tensor]:
+    factor = 2.0
+
+    def scaled(x: Tensor, by: float = 1.0) -> Tensor:
+        """Docs."""
+        return x * by * factor
+
+    return scaled
+
+
+def put_in_cell(function: Any) -> None:
+    function.__closure__[0].cell_contents = 5.0
+
+
+PARTS: dict[str, tuple[Callable[[Any], float], Callable[[Any], None]]] = {
+    "name": (lambda f: len(f.__name__), setting("__name__", "a_longer_name")),
+    "docs": (lambda f: len(f.__doc__), setting("__doc__", "More docs.")),
+    "defaults": (lambda f: f.__defaults__[0], setting("__defaults__", (3.0,))),
+    "signature": (
+        lambda f: inspect.signature(f).parameters["by"].default,
+        setting("__defaults__", (3.0,)),
+    ),
+    "captured": (lambda f: f.__closure__[0].cell_contents, put_in_cell),
+}
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_a_change_of_a_function_that_is_read_and_does_not_run_is_noticed(name: str) -> None:
+    read, change = PARTS[name]
+    model, x = Model(parts(), read), torch.randn(2, 4)
+    compiled = lazyinline.compile(model, backend="eager")
+    assert torch.equal(compiled(x), model(x))
+    change(model.held)
+    assert torch.equal(compiled(x), model(x))
+
+
+def by_dictionary(module: nn.Module, value: float) -> None:
+    module.__dict__["steps"] = value
+
+
+def by_update(module: nn.Module, value: float) -> None:
+    vars(module).update(steps=value)
+
+
+def past_the_module(module: nn.Module, value: float) -> None:
+    object.__setattr__(module, "steps", value)
+
+
+@pytest.mark.parametrize("put", [by_dictionary, by_update, past_the_module])
+def test_a_forward_that_counts_past_the_module_counts_as_eager(
+    put: Callable[[nn.Module, float], None],
+) -> None:
+    class Counting(nn.Module):
+        steps = 1.0
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.steps = 1.0
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = x * self.steps
+            put(self, self.steps + 1.0)
+            return y
+
+    ours, theirs, x = Counting(), Counting(), torch.randn(2, 4)
+    compiled = lazyinline.compile(ours, backend="eager")
+    for _ in range(4):
+        assert torch.equal(compiled(x), theirs(x))
+        assert ours.steps == theirs.steps
+
+
+def test_what_a_cached_property_keeps_is_kept_as_in_eager() -> None:
+    class Cached(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = 2.0
+
+        @functools.cached_property
+        def factors(self) -> list[float]:
+            return [self.scale, 1.0]
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * self.factors[0]
+
+    ours, theirs, x = Cached(), Cached(), torch.randn(2, 4)
+    compiled = lazyinline.compile(ours, backend="eager")
+    for _ in range(3):
+        assert torch.equal(compiled(x), theirs(x))
+        assert vars(ours).get("factors") == vars(theirs).get("factors")
+        ours.scale = theirs.scale = ours.scale + 1.0
+
+
+@pytest.mark.parametrize("seed", [0, 3])
+def test_a_forward_that_seeds_the_generator_itself_draws_as_eager(seed: int) -> None:
+    def forward(held: Any) -> Tensor:
+        torch.default_generator.manual_seed(seed)
+        return torch.rand(4)
+
+    model, x = Model(None, forward), torch.randn(2, 4)
+    compiled = lazyinline.compile(model, backend="eager")
+    torch.manual_seed(0)
+    have = [compiled(x) for _ in range(3)]
+    assert all(torch.equal(h, model(x)) for h in have)

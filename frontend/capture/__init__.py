@@ -10,7 +10,7 @@ signatures       arguments by name, and what about them decides whether a closur
 outside_tensors  tensors that come from outside a trace
 outside_changes  what a run changes outside the model
 effects          what a forward does besides computing
-attribute_log    what was read and written of the model's attributes
+inside_changes   what a run changes in the model's modules
 assemble         from the outer graph to a program
 float_inputs     Python floats that varied, as inputs of the program
 """

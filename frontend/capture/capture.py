@@ -27,12 +27,12 @@ from torch import nn
 from ...autodiff.torch_autograd import plain_autograd
 from ...reuse import torch_pytree
 from ...reuse.errors import CaptureError
-from ...reuse.evidence.module_state import has_hooks, walk_modules
-from ...reuse.evidence.outside_values import OutsideValues
+from ...reuse.evidence.module_state import has_hooks, module_state, walk_modules
+from ...reuse.evidence.root_evidence import RootEvidence
 from ...reuse.evidence.snapshot import refuse_iterators
 from ...reuse.ir.constants import Shared, share_constants
 from ...reuse.ir.printer import format_program
-from ...reuse.ir.program import Program
+from ...reuse.ir.program import ModelTensor, Program
 from ...reuse.open_numbers import is_open
 from ..checks.runnable import check_memory
 from ..checks.wrappers import is_compiled_by_torch, refuse_wrappers
@@ -50,6 +50,7 @@ from .blocks import (
     dissolve,
 )
 from .effects import EffectError
+from .outside_changes import find_fake
 from .recorder import Recorder, UnsettledError
 from .regions import CapturedModel, CrossingError, Region, SharingDecision, Sizes, regions_inside
 
@@ -74,6 +75,7 @@ class Arguments:
         return any(map(is_open, torch_pytree.flatten((self.args, self.kwargs))[0]))
 
 
+_OUR_SEED = 0x1A2C1B0D0F5EED
 _LOCK = threading.RLock()
 # A fork waits for a compile of another thread: a child would inherit PyTorch as tracers and builds
 # have changed it for their time, and a lock that nobody opens.
@@ -216,10 +218,10 @@ def _capture(
         first = _assemble(unsettled.recorder, unsettled.results, unsettled.tree)
         unsettled.recorder.let_go()
         captured = _capture_settled(model, arguments, unsettled, first, blocks(), train=train)
-    iterators = captured.iterators()
+    iterators = captured.evidence.iterators
     if iterators:  # each forward may make its own, and then it is no state
         again = _capture_once(model, arguments, blocks(), train=train)
-        refuse_iterators(iterators, again.held_iterators())
+        refuse_iterators(iterators, again.evidence.held_iterators())
     return captured
 
 
@@ -244,7 +246,12 @@ def _capture_once(
 
 def _run(recorder: Recorder, arguments: Arguments, *, train: bool) -> tuple[list[Any], ResultTree]:
     try:
-        with torch.set_grad_enabled(train), _garbage_collection_paused(), _no_python_randomness():
+        with (
+            torch.set_grad_enabled(train),
+            _garbage_collection_paused(),
+            _no_python_randomness(),
+            _generator_not_seeded(arguments.effects),
+        ):
             return recorder.run(arguments.args, arguments.kwargs)
     except CaptureError:
         raise
@@ -306,14 +313,24 @@ def _assemble(
         d if region not in shared else _with_constants(d, shared[region]) for d, region in pairs
     ]
     traced = sum(not d.shared for d in decisions)
-    log = recorder.attributes
-    for held in recorder.tensors.attributes_read(recorder.outside.names()):
-        log.contents.look_into(held)
-    outside = OutsideValues(recorder.outside, log.contents)
-    reads, whole = list(log.reads.values()), list(log.whole_reads.values())
-    return CapturedModel(
-        program, decisions, traced, reads, whole, log.contents, outside, recorder.sizes
-    )
+    met = [m for m in recorder.inside.met.values() if _can_be_watched(m)]
+    evidence = _root_evidence(recorder, program, met)
+    return CapturedModel(program, decisions, traced, evidence, met, recorder.sizes)
+
+
+def _can_be_watched(module: nn.Module) -> bool:
+    """Whether a module outside the tree has its state in Python, and no trace made it."""
+    state = module_state(module)
+    is_scripted = isinstance(module, torch.jit.ScriptModule)
+    return not is_scripted and "training" in state and find_fake([state]) is None
+
+
+def _root_evidence(recorder: Recorder, program: Program, met: list[nn.Module]) -> RootEvidence:
+    """What the run read, but for what the guard looks at itself in each module."""
+    for held in recorder.tensors.attributes_read(recorder.reads.names()):
+        recorder.reads.contents.look_into(held)
+    placed = {id(s.tensor) for s in program.sources if isinstance(s, ModelTensor)}
+    return RootEvidence(recorder.reads, {*recorder.paths, *map(id, met)}, placed)
 
 
 def _build(
@@ -414,6 +431,25 @@ def _no_python_randomness() -> Iterator[None]:
             "compiled program would use the same numbers at every call. Draw them with torch "
             "(torch.rand), or outside the model."
         )
+
+
+@contextmanager
+def _generator_not_seeded(effects: OnEffects) -> Iterator[None]:
+    """Raises EffectError if the forward seeds PyTorch's generator past the functions of torch.
+
+    A trace draws nothing, and seeding may leave the very state that was there: so the generator
+    has a seed of ours meanwhile, which nobody else sets.
+    """
+    generator = torch.default_generator
+    state = generator.get_state()
+    generator.manual_seed(_OUR_SEED)
+    try:
+        yield
+        seeded = generator.initial_seed() != _OUR_SEED
+    finally:
+        generator.set_state(state)
+    if seeded and effects == "refuse":
+        raise EffectError("The model's forward sets the state of PyTorch's random generator.")
 
 
 @contextmanager

@@ -42,10 +42,10 @@ from ..tracing.torch_tracing import (
     user_line,
 )
 from .assemble import ResultTree
-from .attribute_log import AttributeLog, is_plain
 from .blocks import Blocks, dissolve
 from .effects import EffectError, Effects
 from .init_key import InitKey, InitKeys
+from .inside_changes import Change, InsideChanges, is_plain
 from .outside_changes import OutsideChanges
 from .outside_tensors import OutsideTensors
 from .regions import Region, SharingDecision, Sizes, Template
@@ -87,16 +87,15 @@ class UnsettledError(CaptureError):
 
     def undo(self) -> None:
         """Puts back what :attr:`redo` changed again."""
-        self.recorder.attributes.put_back()
-        self.recorder.effects.put_back(self.recorder.outside)
+        self.recorder.undo()
 
 
 @dataclass(frozen=True)
 class _Changes:
-    """What a run changed in the model, as a text, the new values, and how to change it again."""
+    """What a run changed in the model, as a text; whether the next may not; what does it again."""
 
     what: str
-    values: Sequence[Any]
+    may_settle: bool
     redo: Callable[[], None]
 
 
@@ -115,7 +114,10 @@ class Recorder:
         self.blocks = blocks
         places = walk_modules(model)
         self.paths = {id(module): path for path, module in reversed(places)}
-        self.root = Region(model, "", type(model).__name__)
+        self.inside = InsideChanges(model)
+        self.effects = Effects(OutsideChanges(model), effects)
+        self.reads = Reads(self.inside.contents, self.effects.changes.found, is_root=True)
+        self.root = Region(model, "", type(model).__name__, reads=self.reads)
         self.tracer = Tracer(sizes.mode if sizes else new_fake_mode(), self._add_node)
         self.decisions: list[SharingDecision] = []
         self.init_keys = InitKeys()
@@ -125,11 +127,9 @@ class Recorder:
         self._templating = TemplateMaker(self.tracer, self.tensors)
         self._templates: dict[Any, list[Template]] = {}
         self._signatures: dict[type, inspect.Signature | None] = {}
-        self.attributes = AttributeLog(self.paths)
         self._traced: dict[type, tuple[CallKey, str]] = {}
-        self.effects = Effects(OutsideChanges(model), effects)
-        self.outside = Reads(seen=self.effects.changes.found)
         self._ran: set[tuple[Any, type]] = set()
+        self._changed: list[Change] = []
         self._quiet = 0
         self._num_nodes = 0
 
@@ -137,6 +137,7 @@ class Recorder:
         """Lets go of the model's tensors; what was recorded stays, in cycles, until collected."""
         self.tracer.forget_tensors()
         self.tensors.let_go()
+        self.reads.attributes.clear()
 
     def _add_node(self, node: torch.fx.Node) -> None:
         self._current.items.append(node)
@@ -153,25 +154,23 @@ class Recorder:
         return tensor if self._quiet else self._fake_of(tensor)
 
     def read(self, module: nn.Module, name: str) -> None:
-        """Notes an attribute read, for the guard and for the innermost region's evidence."""
+        """Notes an attribute read, in the innermost region."""
         if self._quiet or module is self.tracer.root:
             return
         with self._bookkeeping():
-            self.attributes.read(module, name)
-            if self._current.reads is not None:
-                self._current.reads.attribute(module, name)
+            self.inside.meets(module)
+            self._current.reads.attribute(module, name)
 
     def read_all(self, module: nn.Module) -> None:
         """Notes that every attribute of a module was read."""
         if self._quiet or module is self.tracer.root:
             return
         with self._bookkeeping():
-            self.attributes.read_all(module)
-            if self._current.reads is not None:
-                self._current.reads.all_attributes(module)
+            self.inside.meets(module)
+            self._current.reads.all_attributes(module)
 
     def write(self, module: nn.Module, name: str, value: Any) -> bool:
-        """Remembers an attribute's value before the first write, to put it back.
+        """Notes a module before the first write, to put it back; says whether to leave it as it is.
 
         Writing back a tensor that was changed in place (``self.count += 1``) writes nothing.
         """
@@ -179,9 +178,8 @@ class Recorder:
             return False
         if value is self.tensors.fakes.get(id(raw_attribute(module, name)), self):
             return True
-        if not self.attributes.is_noted(module, name):
-            with self._bookkeeping():
-                self.attributes.write(module, name)
+        with self._bookkeeping():
+            self.inside.writes(module, name)
         return False
 
     def custom_function(self, function: type, args: Any, proceed: Callable[..., Any]) -> Any:
@@ -278,7 +276,7 @@ class Recorder:
             if reason:
                 self.blocks.differs(module)
             path = self.paths.get(id(module), "")
-            reads = Reads(seen=self.outside.seen, owners=self.outside.owners)
+            reads = self.reads.of_block()
             region = Region(module, path, type(module).__name__, self._current, reads=reads)
             region.recompute, region.init_key = recompute_mark(module), init_key
         made, why, result = self._trace_block(region, args, kwargs, proceed, arguments, leaves)
@@ -371,7 +369,6 @@ class Recorder:
         leaves: Sequence[Any],
     ) -> tuple[Template | None, str, Any]:
         module = region.module
-        assert region.reads is not None
         before = freeze_arguments(arguments)
         arg_tensors = [(i, x) for i, x in enumerate(leaves) if isinstance(x, torch.Tensor)]
         arg_nodes = {self.tensors.node_of(x): i for i, x in reversed(arg_tensors)}
@@ -387,7 +384,7 @@ class Recorder:
             assert region.parent is not None
             self._current = region.parent
             # A read is noted once, where it happened; whoever is around learns of it here.
-            (self._current.reads or self.outside).absorb(region.reads)
+            self._current.reads.absorb(region.reads)
         with self._bookkeeping():
             evidence = Evidence(module, region.reads)
             results = torch_pytree.flatten(result)
@@ -414,15 +411,16 @@ class Recorder:
         code = frame.f_code
         self.effects.changes.began(frame)
         first = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
-        if self._current.reads is not None:
-            self._current.reads.function(frame)
+        reads = self._current.reads
+        if reads is not self.reads:
+            reads.function(frame)
         elif (code, type(first)) not in self._ran:  # another layer's finds what this one found
-            self.outside.function(frame)
+            reads.function(frame)
             if isinstance(first, nn.Module):
                 self._ran.add((code, type(first)))
 
     def _note_nested(self, module: nn.Module, evidence: Evidence) -> None:
-        if self._current.reads is not None:
+        if self._current.reads is not self.reads:
             self._current.reads.nested.append((module, evidence))
 
     def _call_shared(
@@ -432,8 +430,15 @@ class Recorder:
         path = self.paths.get(id(module), "")
         result = self._templating.call(template, module, leaves, path)
         self._note_nested(module, template.evidence)
-        self.attributes.read_like(template, dict(places))
+        self.reads.like(template.evidence.plain_reads, dict(places))
         return result
+
+    def undo(self) -> None:
+        """Puts back what the run changed and what was then changed again."""
+        self.inside.contents.put_back()
+        for change in self._changed:
+            change.undo()
+        self.effects.put_back(self.reads)
 
     # ---- the whole run -------------------------------------------------------------------
 
@@ -457,12 +462,12 @@ class Recorder:
             self._note_inputs(tensors, flat, names)
             outcomes.append(self._outcome(leaves, spec, flat))
             self.tensors.refuse_changed_attributes()
-            refuse_read_attributes(tensors, self.outside.names())
+            refuse_read_attributes(tensors, self.reads.names())
 
         try:
             self.tracer.run(trace, [self._input_fake(t) for t in tensors])
         except BaseException as error:
-            self.effects.put_back(self.outside)
+            self.effects.put_back(self.reads)
             # What a forward printed before it failed, eager would have printed too. One that is
             # refused for its effects prints when the model itself runs.
             if not isinstance(error, EffectError):
@@ -503,7 +508,7 @@ class Recorder:
         self.effects.check_arguments(before, (args, kwargs))
         result = (output, given) if given else output
         flat, tree = torch_pytree.flatten(result, known)
-        held = (value for _, _, value in self.attributes.reads.values())
+        held = (read.value for read in self.reads.attributes.values())
         self.effects.check_containers(bool(given), held, flat)
         refuse_hidden_tensors(flat)
         nodes = [self.tensors.node_of(x) if isinstance(x, torch.Tensor) else x for x in flat]
@@ -511,23 +516,24 @@ class Recorder:
 
     def _undo_inside(self) -> _Changes:
         """Puts back what the run changed in the model's attributes and in what they hold."""
-        contents = self.attributes.contents
+        contents = self.inside.contents
         new, change_again = contents.changed_values(), contents.put_forward()
         what = contents.put_back()
         what = f"{what} that an attribute holds" if what else ""
-        written = self.attributes.undo_writes()
+        self._changed = changes = self.inside.put_back(self.reads)
         if contents.lasting:
-            self.effects.put_back(self.outside)
+            self.effects.put_back(self.reads)
             contents.refuse_lasting()
-        if written:
-            what = f"attribute {written[0][1]!r} of {type(written[0][0]).__name__}"
+        if changes:
+            what = f"attribute {changes[0].name!r} of {type(changes[0].module).__name__}"
 
         def redo() -> None:
             change_again()
-            for module, name, after in written:
-                setattr(module, name, after)
+            for change in changes:
+                change.redo()
 
-        return _Changes(what, [*new, *(after for _, _, after in written)], redo)
+        may_settle = all(map(is_plain, new)) and all(change.may_settle() for change in changes)
+        return _Changes(what, may_settle, redo)
 
     def _refuse_changes(self, inside: _Changes, results: list[Any], tree: ResultTree) -> None:
         """Raises for what the run changed: a program would not change it at each call.
@@ -536,18 +542,18 @@ class Recorder:
         the capture tries again with it. An object that is changed may be changed at each call.
         """
         if not inside.what:
-            self.effects.end(self.outside)
+            self.effects.end(self.reads)
             outside = self.effects.unsettled()
             if outside:
                 raise UnsettledError(outside, self, results, tree, self.effects.redo)
             return
-        self.effects.put_back(self.outside)
+        self.effects.put_back(self.reads)
         text = (
             f"The model's forward changes {inside.what}, and a compiled program could not keep "
             "doing that at every call. Register it as a buffer and change it in place "
             "(add_, copy_), or return it."
         )
-        if all(map(is_plain, inside.values)):
+        if inside.may_settle:
             raise UnsettledError(text, self, results, tree, inside.redo)
         raise EffectError(text)
 

@@ -13,9 +13,8 @@ from torch import nn
 from ...reuse import torch_pytree
 from ...reuse.errors import CaptureError
 from ...reuse.evidence.evidence import Evidence
-from ...reuse.evidence.outside_values import OutsideValues
 from ...reuse.evidence.reads import Reads
-from ...reuse.evidence.snapshot import Snapshot
+from ...reuse.evidence.root_evidence import RootEvidence
 from ...reuse.ir.program import ModelTensor, Program
 from ...reuse.ir.types import TensorType
 from .init_key import NO_KEY, InitKey
@@ -37,7 +36,7 @@ class Region:
     name: str
     parent: Region | None = None
     items: list[torch.fx.Node | Region] = field(default_factory=list)
-    reads: Reads | None = None
+    reads: Reads = field(default_factory=Reads)
     inputs: list[torch.fx.Node] = field(default_factory=list)
     input_names: list[str] = field(default_factory=list)
     outputs: list[torch.fx.Node] = field(default_factory=list)
@@ -136,15 +135,11 @@ class CapturedModel:
 
     program: Program
     decisions: list[SharingDecision]
-    num_traced: int = 0
-    attribute_reads: list[tuple[dict[str, Any], str, Any]] = field(default_factory=list)
-    """Attributes that the model's Python read: the table that holds each, its name, its value."""
-    whole_reads: list[dict[str, Any]] = field(default_factory=list)
-    """Modules' own tables whose names it read, whatever they are."""
-    contents: Snapshot = field(default_factory=Snapshot)
-    """What the objects among them held."""
-    outside: OutsideValues | None = None
-    """What it read outside the model."""
+    num_traced: int
+    evidence: RootEvidence
+    """What the model's Python read."""
+    modules: list[nn.Module]
+    """The modules outside the model's tree that it read."""
     sizes: Any = None
     """The dynamic sizes it was captured with, if any."""
 
@@ -154,17 +149,6 @@ class CapturedModel:
             s.forgotten() if isinstance(s, ModelTensor) else s for s in self.program.sources
         )
         return replace(self, program=replace(self.program, sources=sources))
-
-    def iterators(self) -> list[Any]:
-        """Returns the iterators that the model's Python was handed; each use moves them on."""
-        return self.contents.iterators + (self.outside.iterators if self.outside else [])
-
-    def held_iterators(self) -> list[Any]:
-        """Returns those that are still where they were read."""
-        now = Snapshot()
-        for table, name, _ in self.attribute_reads:
-            now.look_into(table.get(name))
-        return now.iterators + (self.outside.iterators if self.outside else [])
 
     def reasons(self) -> list[SharingDecision]:
         """The instances that were traced although an earlier one of their class existed."""

@@ -12,7 +12,6 @@ import copy
 import operator
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from itertools import chain, repeat
 from typing import Any, cast
 
 import torch
@@ -23,7 +22,6 @@ from ...reuse.evidence.identity_checks import Check, Hold, IdentityChecks
 from ...reuse.evidence.module_state import module_state, walk_modules
 from ...reuse.evidence.snapshot import same_value
 from ...reuse.ir.program import ModelTensor, Program
-from ...reuse.objects import ABSENT
 from ...reuse.process_lock import ProcessLock
 from ...reuse.torch_names import global_hook_tables, is_lazy, memory_id
 from ..capture.regions import CapturedModel
@@ -38,8 +36,6 @@ _HOOK_TABLES = tuple(
 )
 _TABLES = frozenset({"_parameters", "_buffers", "_modules", *_HOOK_TABLES})
 _MAX_TEXT = 40
-_forward_of = operator.attrgetter("forward")
-_class_parts = operator.attrgetter("forward", "__call__", "__mro__")
 _training_of = operator.itemgetter("training")
 
 
@@ -73,31 +69,14 @@ class Guard:
         self._hold = hold
         self._set_inputs(leaves, any_float_at)
         self._modes = Modes()
-        self._modules = list(model.modules())
-        self._classes = list(map(type, self._modules))
-        self._kinds = list(dict.fromkeys(self._classes))
-        self._kind_parts = list(map(_class_parts, self._kinds))
+        self._modules = [*model.modules(), *captured.modules]
         self._states = [module_state(m) for m in self._modules]
         self._training = list(map(_training_of, self._states))
-        self._hook_tables = [s[name] for s in self._states for name in _HOOK_TABLES]
-        self._hook_tables += global_hook_tables("forward") + global_hook_tables("backward")
-        self._hooks = [hook for table in self._hook_tables for hook in table.values()]
-        self._own_tables = [(s, name, s[name]) for s in self._states for name in s.keys() & _TABLES]
-        tables = [s["_modules"] for s in self._states]
-        self._childless = [table for table in tables if not table]
-        self._children = [table for table in tables if table]
-        self._child_modules = [m for table in self._children for m in table.values()]
-        self._contents = captured.contents
-        self._outside = captured.outside
+        self._evidence = captured.evidence
         for leaf in leaves:  # an argument that is an object may hold something else next time
-            self._contents.look_into(leaf)
-        reads = captured.attribute_reads
-        self._tables, self._names = [t for t, _, _ in reads], [name for _, name, _ in reads]
-        self._values: list[Any] = [value for _, _, value in reads]
-        self._whole_tables = captured.whole_reads
-        self._whole_names = list(map(list, self._whole_tables))
-        self._forwards = [s.get("forward", ABSENT) for s in self._states]
-        self._has_own_forward = any(forward is not ABSENT for forward in self._forwards)
+            self._evidence.look_into(leaf)
+        self._structure = self._structure_checks()
+        self._same_structure = self._structure.function(hold)
         places = _places(self._modules, captured.program.sources)
         self._place_tables = [table for found in places for table, _ in found]
         self._place_names = [name for found in places for _, name in found]
@@ -121,8 +100,7 @@ class Guard:
             and (tree is self._tree or tree == self._tree)
             and self._modes.hold()
             and (self._unchanged() or self._same_by_value())
-            and self._contents.same()
-            and (self._outside is None or self._outside.same_contents())
+            and self._evidence.same_contents()
             and self._memories(leaves) == self._sharing
         )
         if fits:
@@ -135,11 +113,11 @@ class Guard:
         if memory != self._memory:
             self._memory, self.token = memory, object()
 
-    def _identity_checks(self) -> Check:
-        """Makes the check that everything is the very object that it is now."""
+    def _structure_checks(self) -> IdentityChecks:
+        """Checks what the modules are: their classes, tables, modes, children and hooks."""
         checks = IdentityChecks()
-        for module, kind, state in zip(self._modules, self._classes, self._states, strict=True):
-            checks.held_in(module, kind, state)
+        for module, state in zip(self._modules, self._states, strict=True):
+            checks.held_in(module, type(module), state)
             for name in state.keys() & _TABLES:
                 checks.entry(state, name, state[name])
             checks.entry(state, "training", state["training"])
@@ -148,24 +126,21 @@ class Guard:
             else:
                 checks.absent(state, "forward")
             checks.values(state["_modules"])
-        for kind in self._kinds:
-            checks.attribute(kind, "forward", _forward_of(kind))
-            checks.attribute(kind, "__call__", kind.__call__)
+        for kind in dict.fromkeys(map(type, self._modules)):
+            for name in ("forward", "__call__"):
+                checks.attribute(kind, name, getattr(kind, name))
             checks.bases(kind)
-        for table in self._hook_tables:
+        tables = [state[name] for state in self._states for name in _HOOK_TABLES]
+        for table in tables + global_hook_tables("forward") + global_hook_tables("backward"):
             checks.values(table)
-        for table, name, before in zip(self._tables, self._names, self._values, strict=True):
-            if name in table:
-                checks.entry(table, name, table[name])
-                checks.still_like(table[name], before)
-            else:
-                checks.absent(table, name)
-        for table in self._whole_tables:
-            checks.names(table)
+        return checks
+
+    def _identity_checks(self) -> Check:
+        """Makes the check that everything is the very object that it is now."""
+        checks = self._structure.copy()
+        self._evidence.add_identity_checks(checks)
         for table, name in zip(self._place_tables, self._place_names, strict=True):
             checks.entry(table, name, table[name])
-        if self._outside is not None:
-            self._outside.add_identity_checks(checks)
         tensors, layouts = self.tensors, self._layouts_of_tensors
         checks.holds(lambda: layouts.same(tensors))
         return checks.function(self._hold)
@@ -180,6 +155,7 @@ class Guard:
         """Holds no memory of tensors that the model has no more; they are looked up again."""
         with self._lock:
             self._unchanged, self._memory, self._num_changes = _unknown, None, 0
+            self._evidence.let_go()
             if not all(map(operator.is_, self._present(), self._placed)):
                 self._placed, self.tensors = [None] * len(self._placed), []
 
@@ -205,15 +181,7 @@ class Guard:
             return True
 
     def _same_values(self) -> bool:
-        return (
-            self._same_tables()
-            and list(map(_training_of, self._states)) == self._training
-            and self._same_children()
-            and self._same_hooks()
-            and self._same_attributes()
-            and (self._outside is None or self._outside.same_values())
-            and self.rebind()
-        )
+        return self._same_structure() and self._evidence.still_holds() and self.rebind()
 
     def differences(self, leaves: Sequence[Any], names: Sequence[str]) -> list[Difference]:
         """Says, for people, how a call and the model as it is now differ from what it fits."""
@@ -227,10 +195,9 @@ class Guard:
         if not found and list(map(_training_of, self._states)) != self._training:
             found.append(Difference("train and eval mode"))
         owners = {id(m.__dict__): path for path, m in walk_modules(self._modules[0])}
-        for table, name, before in zip(self._tables, self._names, self._values, strict=True):
-            now = table.get(name, ABSENT)
-            if not found and not same_value(now, before):
-                path = owners.get(id(table), "")
+        for table, name, before, now in self._evidence.changed():
+            if not found and id(table) in owners:
+                path = owners[id(table)]
                 what = f"the attribute {path}{'.' if path else ''}{name}"
                 found.append(Difference(what, _shown(before), _shown(now)))
         if not found and not self._layouts_of_tensors.same(self.tensors):
@@ -275,42 +242,6 @@ class Guard:
         tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
         tensors += [self.tensors[i] for i in self._written if i >= 0]
         return [numbers.setdefault(memory_id(t), len(numbers)) for t in tensors]
-
-    def _same_tables(self) -> bool:
-        """Whether modules have their attributes, tensors and hooks where they had them."""
-        return all(map(operator.is_, map(module_state, self._modules), self._states)) and all(
-            state.get(name) is table for state, name, table in self._own_tables
-        )
-
-    def _same_children(self) -> bool:
-        children = list(chain.from_iterable(map(dict.values, self._children)))
-        return (
-            not any(self._childless)
-            and len(children) == len(self._child_modules)
-            and all(map(operator.is_, children, self._child_modules))
-            and list(map(type, self._modules)) == self._classes
-            and list(map(_class_parts, self._kinds)) == self._kind_parts
-        )
-
-    def _same_hooks(self) -> bool:
-        if not self._hooks:
-            return not any(self._hook_tables)
-        return [hook for table in self._hook_tables for hook in table.values()] == self._hooks
-
-    def _same_attributes(self) -> bool:
-        values = list(map(dict.get, self._tables, self._names, repeat(ABSENT)))
-        same = all(map(operator.is_, values, self._values))
-        return (
-            (same or all(map(same_value, values, self._values)))
-            and list(map(list, self._whole_tables)) == self._whole_names
-            and self._same_forwards()
-        )
-
-    def _same_forwards(self) -> bool:
-        """Whether no instance got a forward of its own, or another one."""
-        if not self._has_own_forward:
-            return not any(map(operator.contains, self._states, repeat("forward")))
-        return [s.get("forward", ABSENT) for s in self._states] == self._forwards
 
     def rebind(self) -> bool:
         """Takes up tensors that were replaced in the model, if they still fit."""

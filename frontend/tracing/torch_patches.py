@@ -30,7 +30,8 @@ _LOCK = threading.RLock()
 _PLAIN_TENSORS = (torch.Tensor, nn.Parameter)
 _VALUE_READERS = ("tolist", "numpy", "__array__", "__dlpack__")
 _TEXTS = ("__repr__", "__format__")
-_GENERATOR_STATE = "the state of PyTorch's random generator (manual_seed, set_rng_state, fork_rng)"
+_GENERATOR_STATE = "or asks for the state of PyTorch's random generator (manual_seed, fork_rng)"
+_GENERATOR_METHODS = ("manual_seed", "seed", "set_state", "get_state", "initial_seed")
 _RUN_STATE = ("grad", "_version")
 _ADDRESSES = ("data_ptr", "untyped_storage", "storage")
 _PRINTER_FILE = torch._tensor_str.__file__  # what a model prints becomes no number of it
@@ -312,13 +313,13 @@ def _patch_output(watcher: Watcher, thread: int) -> Callable[[], None]:
 
 
 class _WatchedGenerator:
-    """PyTorch's default generator, as the functions that seed it see it."""
+    """PyTorch's default generator, as the functions that seed it, or ask for its seed, see it."""
 
     def __init__(self, generator: torch.Generator, watcher: Watcher, thread: int) -> None:
         self._generator, self._watcher, self._thread = generator, watcher, thread
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("manual_seed", "seed", "set_state") and threading.get_ident() == self._thread:
+        if name in _GENERATOR_METHODS and threading.get_ident() == self._thread:
             self._watcher.setting(_GENERATOR_STATE)
         return getattr(self._generator, name)
 

@@ -8,6 +8,6 @@ structure           the structure of a module tree
 telling_apart       ways to tell instances apart that no comparison can see
 bytecode            what the compiled code of a function names
 snapshot            what objects hold, all the way down: to see later whether they hold it still
-outside_values      globals, class attributes and captured variables that were read
+root_evidence       what the whole model's Python read: is it still so?
 identity_checks     many checks by identity as one function
 """

@@ -143,7 +143,8 @@ class Evidence:
 
     def _index_attributes(self, root: nn.Module, reads: Reads) -> None:
         freeze = self._freezer(self._paths, self._note_tensor)
-        for module, name in [(m, key[1]) for key, (m, _) in reads.attributes.items()]:
+        for (_, name), read in reads.attributes.items():
+            module = read.module
             path = self._paths.get(id(module))
             where, value = find_attribute(module, name)
             if path is None:
@@ -186,9 +187,9 @@ class Evidence:
     def _find_side_effect(self, reads: Reads) -> str:
         if reads.unseen:
             return f"its code uses {reads.unseen}, which may tell instances apart"
-        for (_, name), (module, before) in reads.attributes.items():
-            if snapshot(raw_attribute(module, name)) != before:
-                return f"its forward changes {type(module).__name__}.{name}"
+        for (_, name), read in reads.attributes.items():
+            if snapshot(raw_attribute(read.module, name)) != read.frozen:
+                return f"its forward changes {type(read.module).__name__}.{name}"
         for scope, name, before in self._globals:
             if not same_shallow(look_up(scope, name), before):
                 return f"its forward changes {outside_name(scope, name)}"
@@ -250,16 +251,10 @@ class Evidence:
         return ""
 
     @cached_property
-    def plain_reads(self) -> tuple[tuple[str, str, str], ...]:
-        """The attributes read in the tree, by nested blocks too, that are no tensors or modules.
-
-        Path, name, and where it was: ``""`` for the module's own ``__dict__``, the name of a table
-        of it such as ``"_parameters"``, or ``"class"``.
-        """
-        found: dict[tuple[str, str], str] = {
-            (row.path, row.name): row.where
-            for row in self._attributes
-            if not isinstance(row.value, (torch.Tensor, nn.Module))
+    def plain_reads(self) -> tuple[tuple[str, str, Where], ...]:
+        """The attributes read in the tree, by nested blocks too: path, name, and where it was."""
+        found: dict[tuple[str, str], Where] = {
+            (row.path, row.name): row.where for row in self._attributes
         }
         for place, evidence in self._nested:
             for path, name, where in evidence.plain_reads:

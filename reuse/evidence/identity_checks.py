@@ -46,6 +46,10 @@ class _Row:
     facts: list[tuple[Kind, Any, Any, Any]] = field(default_factory=list)
     is_native: bool = True
 
+    def copy(self) -> _Row:
+        lists = (list(self.statements), list(self.tests), list(self.expected), list(self.facts))
+        return _Row(self.owner, *lists, self.is_native)
+
     def expect(self, value: Any) -> str:
         self.expected.append(value)
         return f"e{len(self.expected) - 1}"
@@ -158,6 +162,12 @@ class IdentityChecks:
             return compare
         rest = _generated(others)
         return lambda: compare() and rest()
+
+    def copy(self) -> IdentityChecks:
+        """Returns the same checks, to which others can be added."""
+        made = IdentityChecks()
+        made._rows = {key: row.copy() for key, row in self._rows.items()}
+        return made
 
     def _row(self, owner: Any) -> _Row:
         return self._rows.setdefault(id(owner), _Row(owner))

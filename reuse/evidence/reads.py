@@ -10,9 +10,9 @@ import sys
 import threading
 import types
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -22,15 +22,18 @@ from ..kinds import is_unrepeatable
 from ..objects import ABSENT, cell_contents, is_library, is_python_defined
 from .bytecode import globals_used, modules_imported, texts_of
 from .captured_functions import Closures
-from .module_state import WHOLE, module_state, own_names, raw_attribute
+from .module_state import WHOLE, Where, find_attribute, module_state, own_names
+from .snapshot import Snapshot
 from .telling_apart import way_of, way_through
 
 if TYPE_CHECKING:
     from .evidence import Evidence
 
 
-# State of nn.Module itself; the structure snapshot compares what matters of it.
+# State of nn.Module itself, of which the structure of a tree and the guard compare what matters;
+# and what it runs at each call.
 _MODULE_INTERNALS = frozenset(nn.Module().__dict__) - {"training"}
+_CALLED = frozenset({"_call_impl", "_compiled_call_impl", "_slow_forward"})
 # What reading os.environ runs; it captures the encoding, which Python fixes when it starts.
 _ENVIRONMENT_CODES = frozenset(
     getattr(os.environ, name).__code__
@@ -41,22 +44,52 @@ _MAX_OUTSIDE_DEPTH = 8
 _MAX_OUTSIDE_ITEMS = 256
 _PLAIN = (bool, int, float, str, tuple, list, dict, set, frozenset, deque, type(None))
 _MAX_LIBRARY_DEPTH = 3  # torch.nn.functional
+_KNOWN_BY_STRUCTURE = (torch.Tensor, nn.Module)
 _CODE = (type, types.FunctionType, types.BuiltinFunctionType)
 _OUTSIDE = Freezer(by_identity=(types.FunctionType,), max_items=_MAX_OUTSIDE_ITEMS)
 
 
+class AttributeRead(NamedTuple):
+    """An attribute of a module when it was first read.
+
+    Attributes:
+        module: whose.
+        table: the dictionary of the module's that holds it, or would.
+        value: what that held, or ABSENT.
+        frozen: what the module and its class held, for another instance.
+    """
+
+    module: nn.Module
+    table: dict[str, Any]
+    value: Any
+    frozen: Any
+
+
 @dataclass
 class Reads:
-    """What one traced instance's Python read, filled in while it runs."""
+    """What the Python of one traced instance, or of the whole model, read; filled in while it runs.
 
-    attributes: dict[tuple[int, str], tuple[nn.Module, Any]] = field(default_factory=dict)
+    Attributes:
+        contents: what the attributes of modules held then, in the whole run.
+        seen: told of each value outside, once.
+        owners: of what was found outside, by ``id``, in the whole run.
+        is_root: whether these are the whole model's, which no other instance is compared with.
+    """
+
+    contents: Snapshot = field(default_factory=Snapshot)
+    seen: Callable[[Any, str, Any], None] | None = None
+    owners: set[int] = field(default_factory=set)
+    is_root: bool = False
+    attributes: dict[tuple[int, str], AttributeRead] = field(default_factory=dict)
     functions: dict[tuple[types.CodeType, int], dict[str, Any]] = field(default_factory=dict)
     globals: dict[tuple[int, str], tuple[Any, Any]] = field(default_factory=dict)
     nested: list[tuple[nn.Module, Evidence]] = field(default_factory=list)
     unseen: str = ""  # a way by which its code may tell instances apart
     closures: Closures = field(default_factory=Closures)
-    seen: Callable[[Any, str, Any], None] | None = None  # told of each value outside, once
-    owners: set[int] = field(default_factory=set)  # of what was found outside, in the whole run
+
+    def of_block(self) -> Reads:
+        """Returns what a block inside will have read."""
+        return Reads(self.contents, self.seen, self.owners)
 
     def absorb(self, inner: Reads) -> None:
         """Takes over what a block read that ran inside: what was read here before came first."""
@@ -68,11 +101,29 @@ class Reads:
 
     def attribute(self, module: nn.Module, name: str) -> None:
         """Notes that an attribute of a module was read; its state is kept as of the first read."""
-        key = (id(module), name)
-        if key not in self.attributes and name not in _MODULE_INTERNALS:
-            value = raw_attribute(module, name)
-            self.attributes[key] = (module, snapshot(value))
-            self.unseen = self.unseen or way_through(value)
+        if name in _MODULE_INTERNALS or name in _CALLED or (id(module), name) in self.attributes:
+            return
+        where, value = find_attribute(module, name)
+        self._attribute(module, name, where, value)
+        self.unseen = self.unseen or way_through(value)
+
+    def like(
+        self, reads: Iterable[tuple[str, str, Where]], modules: Mapping[str, nn.Module]
+    ) -> None:
+        """Notes what an instance would have read that is like a traced one."""
+        for path, name, where in reads:
+            module = modules[path]
+            if (id(module), name) not in self.attributes:
+                self._attribute(module, name, where, _value_at(module, name, where))
+
+    def _attribute(self, module: nn.Module, name: str, where: Where, value: Any) -> None:
+        state = module_state(module)
+        own = ABSENT if where == "class" else value
+        if not isinstance(own, _KNOWN_BY_STRUCTURE):
+            self.contents.look_into(own)
+        frozen = ABSENT if self.is_root else snapshot(value)
+        table = state if where in ("", "class") else state[where]
+        self.attributes[id(module), name] = AttributeRead(module, table, own, frozen)
 
     def all_attributes(self, module: nn.Module) -> None:
         """Notes that the module's ``__dict__`` was read as a whole."""
@@ -161,6 +212,14 @@ class Reads:
             for name in names:
                 if look_up(owner, name) is not ABSENT:
                     self._outside(owner, name, names, depth)
+
+
+def _value_at(module: nn.Module, name: str, where: Where) -> Any:
+    """Returns what a module holds at a place that is known; nothing of its class."""
+    state = module_state(module)
+    if name == WHOLE:
+        return tuple(own_names(state))
+    return ABSENT if where == "class" else (state[where] if where else state).get(name, ABSENT)
 
 
 def look_up(owner: Any, name: str) -> Any:
