@@ -13,10 +13,10 @@ from ..reuse.evidence.module_state import has_own_hooks
 from ..reuse.torch_names import global_hook_tables
 from .calls.calls import WRAPPED, Calls, calls_of
 from .calls.methods import calling
-from .calls.torch_slot import asks_slot, fill_slot
+from .calls.torch_slot import check_asks_slot, fill_slot
 from .capture.blocks import Reuse
 from .capture.capture import refuse_foreign
-from .checks.wrappers import refuse_wrapper
+from .checks.wrappers import refuse_unknown_wrappers, refuse_wrapper, wrapped_parts
 from .options import Options
 from .report import CompileReport
 from .training_step import TrainingStep
@@ -97,16 +97,18 @@ def compile(
     """
     if not isinstance(model, nn.Module):
         raise PlanError(f"compile takes an nn.Module, not {type(model).__name__}.")
+    refuse_unknown_wrappers(model)
     refuse_foreign(model)
     options = Options(reuse=reuse, backend=backend, recompute=recompute, cache="disk")
     if not in_place:
+        for _, part in wrapped_parts(model):
+            check_asks_slot(part)
         return CompiledModule(model, options, dynamic)
-    if not asks_slot(model):
-        raise PlanError(
-            f"{type(model).__name__} has a __call__ of its own, and in_place=True compiles what "
-            "nn.Module's does. Compile it with in_place=False."
-        )
-    fill_slot(model, Calls(model, options, dynamic))
+    check_asks_slot(model)
+    calls = Calls(model, options, dynamic)
+    fill_slot(model, calls)
+    for inside in calls.look_for_wrappers():  # also where it is called past its wrapper
+        fill_slot(inside.model, inside)
     return model
 
 

@@ -22,13 +22,14 @@ from ..reuse.process_lock import ProcessLock
 from ..reuse.torch_names import new_cpu_tensor
 from .autograd.bridge import picker
 from .autograd.handed_gradients import HandedGradients
+from .calls.torch_slot import check_asks_slot, slot_filled
 from .capture.blocks import Reuse
 from .capture.float_inputs import OpenCapture
 from .checks.plain_inputs import watching_tensor, written_out
 from .checks.refusals import refuse_containers
 from .checks.runnable import check_runnable
 from .checks.torch_modes import autograd_mode_around, mode_around
-from .checks.wrappers import refuse_wrappers
+from .checks.wrappers import model_inside, refuse_wrappers
 from .compiled import CompiledStep
 from .compiler import Compiler
 from .guards.guard import Guard
@@ -62,7 +63,9 @@ def compile_step(
     number of micro-batches, after all kernels, from the last parameter used to the first.
 
     Args:
-        model: returns a scalar loss, or an output with ``.loss``.
+        model: returns a scalar loss, or an output with ``.loss``; or ``DistributedDataParallel``
+            around one, which then sees a step as one forward and one backward, and reduces its
+            gradients once, whatever the number of micro-batches.
         micro_batches: each tensor argument is split along dimension 0 into so many parts.
         loss_fn: computes the scalar loss from the model's output.
         recompute: None, ``"full"``, ``"selective"`` or a :class:`Budget`; see :func:`compile`.
@@ -122,8 +125,13 @@ class TrainingStep:
         self, model: nn.Module, loss_fn: LossFunction | None, options: Options, batching: Batching
     ) -> None:
         self._made_of = (model, loss_fn, options, batching)
-        self._model = model
-        self._loss_model = LossModel(model, loss_fn)
+        inside = model_inside(model)
+        if inside is not None:
+            check_asks_slot(inside)
+        self._wrapper = None if inside is None else model
+        self._model = model if inside is None else inside
+        self._loss_model = LossModel(self._model, loss_fn)
+        self._given: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._compiler = Compiler(options)
         self._batching = batching
         self._entries: KeptPrograms[_StepEntry] = KeptPrograms()
@@ -154,6 +162,37 @@ class TrainingStep:
                 f"{mode} is active, and a compiled step runs its kernels past it. Call the model "
                 "itself inside, or the step outside."
             )
+        if self._wrapper is None:
+            return self._run(args, kwargs, _StepEntry.run)
+        return self._run_in(self._wrapper, args, kwargs)
+
+    def _run_in(
+        self, wrapper: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> torch.Tensor:
+        """Runs a step as one forward and one backward of a wrapper around the model.
+
+        Like any step it sets gradients: also those that the wrapper gives to what is not used here.
+        """
+
+        def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
+            return self._run(args, kwargs, _StepEntry.run_to_graph)
+
+        for parameter, gradient in self._given:
+            if parameter.grad is gradient:
+                parameter.grad = None
+        with torch.inference_mode(False), torch.enable_grad(), slot_filled(self._model, forward):
+            loss: torch.Tensor = wrapper(*args, **kwargs)
+            if loss.requires_grad:
+                loss.backward()
+        self._given = [(p, p.grad) for p in wrapper.parameters() if p.grad is not None]
+        return loss.detach()
+
+    def _run(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        run: Callable[[_StepEntry, Sequence[Any]], torch.Tensor],
+    ) -> torch.Tensor:
         if not self._lock.acquire(blocking=False):
             raise PlanError("This step is already running in another thread; it owns one arena.")
         try:
@@ -167,7 +206,7 @@ class TrainingStep:
             entry = entry or self._compile(leaves, tree)
             if handed is not None and first is not entry:
                 entry.follow(handed)
-            return entry.run(leaves)
+            return run(entry, leaves)
         finally:
             self._lock.release()
 
@@ -284,24 +323,38 @@ class _StepEntry:
         return self._run(leaves) if self._move else self._run_without_modes(leaves)
 
     @without_autocast
+    def run_to_graph(self, leaves: Sequence[Any]) -> torch.Tensor:
+        """The same, but that a backward of the loss hands out the gradients."""
+        with torch.no_grad():
+            loss, outputs = self._computed(leaves, self._leased())
+            handed = self._handed_of(outputs)
+        return handed.as_graph_of(loss)
+
+    @without_autocast
     def _run_without_modes(self, leaves: Sequence[Any]) -> torch.Tensor:
         with torch.no_grad():
             return self._run(leaves)
 
     def _run(self, leaves: Sequence[Any]) -> torch.Tensor:
+        left = self._lease_as_left()
+        loss, outputs = self._computed(leaves, left or self._leased())
+        if left is None:
+            self._handed_of(outputs).hand_out()
+        return loss
+
+    def _computed(
+        self, leaves: Sequence[Any], lease: Lease
+    ) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
+        """Runs the program; returns the loss for the user, and all outputs."""
         for index, staging in self._staging:
             staging.take(leaves[index])
         for number, tensor in self._numbers:
             tensor.copy_(number.tensor(leaves))
-        left = self._lease_as_left()
-        lease = left or self._leased()
-        outputs = lease.runners[0]([])
+        outputs: Sequence[torch.Tensor] = lease.runners[0]([])
         loss = self._loss_for_user(outputs)
         if self._num_writes:
             self._write(outputs)
-        if left is None:
-            self._hand_out(outputs)
-        return loss
+        return loss, outputs
 
     is_small = False
 
@@ -332,13 +385,13 @@ class _StepEntry:
         self._token = self.guard.token
         return self._lease
 
-    def _hand_out(self, outputs: Sequence[torch.Tensor]) -> None:
-        """Gives parameters the gradients; made for as long as the lease and the tensors stay."""
+    def _handed_of(self, outputs: Sequence[torch.Tensor]) -> HandedGradients:
+        """Returns the gradients; made for as long as the lease and the tensors stay."""
         if self._handed is None:
             gradients = outputs[self._num_losses : len(outputs) - self._num_writes]
             parameters = self._trained_of(self.guard.tensors)
             self._handed = HandedGradients(parameters, gradients)
-        self._handed.hand_out()
+        return self._handed
 
     def _loss_for_user(self, outputs: Sequence[torch.Tensor]) -> torch.Tensor:
         """Returns the mean loss as a tensor of the user's own, which no later step changes."""

@@ -189,16 +189,12 @@ def wrap(rank: int, folder: pathlib.Path) -> dict[str, str]:
         return FullyShardedDataParallel(model, device_id=torch.device("cpu"))
 
     return {
-        "DistributedDataParallel": refused(lambda m: compiled(DistributedDataParallel(m))),
-        "DistributedDataParallel step": refused(lambda m: step(DistributedDataParallel(m))),
         "DistributedDataParallel inside": refused(
             lambda m: step(nn.Sequential(DistributedDataParallel(m), nn.ReLU()))
         ),
         "DataParallel": refused(lambda m: compiled(DataParallel(m))),
         "FullyShardedDataParallel": refused(lambda m: compiled(full(m))),
-        "FSDPModule whole": refused(lambda m: compiled(sharded(m))),
         "FSDPModule step": refused(lambda m: step(sharded(m))),
-        "FSDPModule blocks": refused(lambda m: compiled(with_sharded_blocks(m))),
         "FSDPModule compiled blocks": refused(with_compiled_blocks),
         "FSDPModule blocks that ran": refused(lambda m: with_compiled_blocks(m, late=True)),
         "FSDPModule what ran": refused(lambda m: sharded(called(compiled(m)))),

@@ -9,7 +9,7 @@ import torch
 
 from ...reuse.own_storage import in_own_storage
 from ..guards.torch_guards import TensorLayouts
-from .torch_hooks import have_hooks, pass_through_autograd
+from .torch_hooks import as_graph, have_hooks, pass_through_autograd
 
 _grad_of = operator.attrgetter("grad")
 
@@ -55,6 +55,11 @@ class HandedGradients:
         elif not self._are_held():
             for parameter, gradient in zip(self._parameters, self._handed, strict=True):
                 parameter.grad = gradient
+
+    def as_graph_of(self, loss: torch.Tensor) -> torch.Tensor:
+        """Returns a loss whose backward hands the gradients out, for who waits for one."""
+        self._given = []
+        return as_graph(loss, self._parameters, self._handed)
 
     def take_back(self, still_trained: Sequence[torch.Tensor]) -> None:
         """Sets to None what these gradients are the ``.grad`` of, but for some parameters."""

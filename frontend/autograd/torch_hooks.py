@@ -52,6 +52,26 @@ def pass_through_autograd(
         parameters: in the order in which a forward first uses them.
         gradients: of them; ``.grad`` shares their memory where no hook puts something else there.
     """
+    chain = _chain(parameters, gradients)
+    if chain is not None:
+        torch.autograd.backward(chain)
+
+
+def as_graph(
+    loss: torch.Tensor, parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]
+) -> torch.Tensor:
+    """Returns the loss with a graph, of which a backward gives parameters these gradients.
+
+    Whatever stands around a forward and waits for its backward finds both. See
+    :func:`pass_through_autograd`.
+    """
+    chain = _chain(parameters, gradients)
+    return loss if chain is None else _Loss.apply(chain, loss)
+
+
+def _chain(
+    parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]
+) -> torch.Tensor | None:
     for parameter in parameters:
         if parameter.is_leaf:
             parameter.grad = None
@@ -59,8 +79,19 @@ def pass_through_autograd(
         chain = None
         for parameter, gradient in zip(parameters, gradients, strict=True):
             chain = _Chain.apply(chain, [gradient], parameter)
-    if chain is not None:
-        torch.autograd.backward(chain)
+    return chain
+
+
+class _Loss(torch.autograd.Function):
+    """The end of a chain that has a loss for its value."""
+
+    @staticmethod
+    def forward(ctx: Any, chain: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
+        return loss.view_as(loss)
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return torch.zeros((), device="cpu"), None
 
 
 class _Chain(torch.autograd.Function):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from ..capture.float_inputs import OpenCapture
 from ..checks.plain_inputs import watching_tensor, written_out
 from ..checks.runnable import check_runnable, check_writes
 from ..checks.torch_modes import mode_around
+from ..checks.wrappers import model_inside, way_of, wrapped_parts
 from ..compiler import Compiler
 from ..guards.guard import Guard
 from ..guards.kept_programs import Inputs, KeptPrograms
@@ -26,7 +28,12 @@ from ..options import Options
 from ..report import CompileReport
 from ..sizes.shapes import Made, Shapes
 from .entry import ModuleEntry
-from .torch_slot import call_past_slot, in_slot
+from .torch_slot import (
+    call_past_slot,
+    call_with_hooks_around,
+    in_slot,
+    slot_filled,
+)
 
 
 class Calls:
@@ -39,7 +46,6 @@ class Calls:
         options: how they are compiled.
         dynamic: which sizes are symbols, see :class:`Shapes`; so do ``names``.
         entries: the programs there are.
-        last_report: what the newest compile did; None before the first call.
     """
 
     def __init__(
@@ -53,7 +59,10 @@ class Calls:
         self.options = options
         self.dynamic = dynamic
         self.entries = KeptPrograms[ModuleEntry]()
-        self.last_report: CompileReport | None = None
+        self._report: CompileReport | None = None
+        self._parts: tuple[Calls, ...] = ()
+        self._class: type | None = None
+        self._has_hooks_around = False
         self._compiler = Compiler(options)
         self._shapes = Shapes(model, options, dynamic, names)
         self._effects = EffectsSeen()
@@ -62,11 +71,19 @@ class Calls:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs a call's compiled program, compiling first if the inputs' layout is new."""
         if torch.compiler.is_dynamo_compiling():
-            return torch.compiler.disable(self._run)(args, kwargs)
-        return self._run(args, kwargs)
+            return torch.compiler.disable(self._call)(args, kwargs)
+        return self._call(args, kwargs)
+
+    @property
+    def last_report(self) -> CompileReport | None:
+        """What the newest compile did; None before the first call."""
+        reports = [part.last_report for part in self._parts]
+        return next((r for r in reversed(reports) if r is not None), self._report)
 
     def prepare(self, *args: Any, **kwargs: Any) -> None:
         """Compiles for the layout of a call, and runs nothing."""
+        if self.look_for_wrappers() or self._has_hooks_around:
+            return
         leaves, tree = torch_pytree.flatten_call(args, kwargs)
         if not (mode_around() or self._why_itself(leaves)):
             self._compile(leaves, tree)
@@ -92,6 +109,16 @@ class Calls:
         """A copy of a module that holds this has an empty place there: the copy is plain."""
         return _no_calls, ()
 
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if type(self.model) is not self._class:  # fully_shard changes it
+            self.look_for_wrappers()
+        if self._parts:
+            return self._run_around_parts(args, kwargs)
+        if self._has_hooks_around:
+            run = lambda *args, **kwargs: self._run(args, kwargs)  # noqa: E731
+            return call_with_hooks_around(self.model, run, args, kwargs)
+        return self._run(args, kwargs)
+
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         mode = mode_around()
         if mode:
@@ -105,6 +132,8 @@ class Calls:
         if plain is not None:
             entry = self.entries.fitting(plain, tree)
         if entry is None:
+            if self.look_for_wrappers():
+                return self._run_around_parts(args, kwargs)
             reason = self._why_itself(leaves)
             if reason:
                 return self._run_itself(reason, args, kwargs)
@@ -119,6 +148,25 @@ class Calls:
             reason = "an input that it changes or returns is conjugated or negated only in name"
             return self._run_itself(reason, args, kwargs)
         return entry.run(plain, args, kwargs)
+
+    # ---- where wrappers run as they are, around programs -------------------------------------
+
+    def look_for_wrappers(self) -> tuple[Calls, ...]:
+        """Returns what runs the calls of models that wrappers in this one stand around."""
+        self._class = type(self.model)
+        self._has_hooks_around = way_of(self.model) == "hooks"
+        parts = [part for _, part in wrapped_parts(self.model)]
+        if list(map(id, parts)) == [id(self.model)]:
+            parts = []
+        if list(map(id, parts)) != [id(known.model) for known in self._parts]:
+            self._parts = tuple(Calls(part, self.options, self.dynamic) for part in parts)
+        return self._parts
+
+    def _run_around_parts(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with ExitStack() as filled:
+            for part in self._parts:
+                filled.enter_context(slot_filled(part.model, part))
+            return call_past_slot(self.model, args, kwargs)
 
     # ---- where the model itself runs -----------------------------------------------------
 
@@ -143,12 +191,10 @@ class Calls:
 
     def _report_eager(self, reason: str) -> None:
         """Notes why the model itself runs."""
-        known = self.last_report
+        known = self._report
         if known is None or known.ran_eagerly != reason:
             options = self.options
-            self.last_report = CompileReport(
-                True, options.backend, options.reuse, ran_eagerly=reason
-            )
+            self._report = CompileReport(True, options.backend, options.reuse, ran_eagerly=reason)
 
     # ---- where a program is compiled -----------------------------------------------------
 
@@ -165,7 +211,7 @@ class Calls:
         entry.can_be_linked_again = made.is_linked
         if self.entries.add(entry):
             self._compiler = Compiler(self.options)
-        self.last_report = made.report
+        self._report = made.report
         return entry
 
     def _made_for(self, inputs: Inputs) -> Made:
@@ -199,6 +245,9 @@ def calls_of(module: Any) -> Calls | None:
     if not isinstance(module, nn.Module):
         return None
     held = module_state(module).get(WRAPPED, in_slot(module))
+    if held is None:
+        inside = model_inside(module)
+        return None if inside is None else calls_of(inside)
     return held if isinstance(held, Calls) else None
 
 

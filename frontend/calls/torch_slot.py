@@ -11,8 +11,11 @@ from typing import Any
 
 from torch import nn
 
-from ...reuse.evidence.module_state import module_state
+from ...reuse.errors import PlanError
+from ...reuse.evidence.module_state import HOOK_TABLES, module_state
 from ...reuse.torch_names import CALL_SLOT
+
+_CALL_HOOKS = tuple(name for name in HOOK_TABLES if name.startswith(("_forward", "_backward")))
 
 
 def in_slot(module: nn.Module) -> Callable[..., Any] | None:
@@ -36,6 +39,16 @@ def asks_slot(module: nn.Module) -> bool:
     return type(module).__call__ is nn.Module.__call__
 
 
+def check_asks_slot(module: nn.Module) -> None:
+    """Raises PlanError if calls of a module do not look into the slot."""
+    if not asks_slot(module):
+        raise PlanError(
+            f"{type(module).__name__} has a __call__ of its own, and what is compiled in place "
+            "(in_place=True, or inside a wrapper such as DistributedDataParallel) is what "
+            "nn.Module's does. Compile it with in_place=False, and wrap that."
+        )
+
+
 def call_past_slot(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Calls the module itself, hooks and all."""
     if in_slot(module) is None:
@@ -53,3 +66,50 @@ def slots_empty(model: nn.Module) -> Iterator[None]:
     finally:
         for state, call in held:
             state[CALL_SLOT] = call
+
+
+@contextmanager
+def slot_filled(module: nn.Module, call: Callable[..., Any]) -> Iterator[None]:
+    """Inside, calls of a module go there."""
+    before = in_slot(module)
+    if before is call:
+        yield
+        return
+    fill_slot(module, call)
+    try:
+        yield
+    finally:
+        if before is None:
+            module_state(module).pop(CALL_SLOT, None)
+        else:
+            fill_slot(module, before)
+
+
+def call_with_hooks_around(
+    module: nn.Module, run: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """Calls a module, its own hooks and all, with something else for its ``forward``.
+
+    While that runs, the module has no hooks.
+    """
+    state = module_state(module)
+    own = {"forward": state["forward"]} if "forward" in state else {}
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        tables = [(state[name], dict(state[name])) for name in _CALL_HOOKS if state.get(name)]
+        for table, _ in tables:
+            table.clear()
+        del state["forward"]
+        state.update(own)
+        try:
+            return run(*args, **kwargs)
+        finally:
+            for table, hooks in tables:
+                table.update(hooks)
+
+    state["forward"] = forward
+    try:
+        return module._call_impl(*args, **kwargs)
+    finally:
+        state.pop("forward", None)
+        state.update(own)

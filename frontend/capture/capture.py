@@ -130,7 +130,7 @@ def capture_model(
         CaptureError: if the model's Python cannot be traced; names the user's line.
         PlanError: if a tensor of the model is more or other than what its memory holds.
     """
-    refuse_foreign(model)
+    _refuse_uncapturable(model)
     if train:
         _refuse_backward_hooks(model)
     arguments = Arguments(args, kwargs or {}, sizes, effects, opened)
@@ -147,7 +147,7 @@ def capture_candidates(
     model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] | None, *, train: bool
 ) -> CapturedModel:
     """Captures as ``reuse="auto"`` does, and keeps the blocks that nearly share as closures."""
-    refuse_foreign(model)
+    _refuse_uncapturable(model)
     return _capture_repeated(
         model,
         Arguments(args, kwargs or {}, effects="undo"),
@@ -372,9 +372,13 @@ def _with_constants(decision: SharingDecision, shared: Shared) -> SharingDecisio
     return dataclasses.replace(decision, shares=text)
 
 
+def _refuse_uncapturable(model: nn.Module) -> None:
+    refuse_wrappers(model)
+    refuse_foreign(model)
+
+
 def refuse_foreign(model: nn.Module) -> None:
     """Raises CaptureError if a module is no Python that can be watched and run as a program."""
-    refuse_wrappers(model)
     for path, module in walk_modules(model):
         if is_compiled(module):
             raise CaptureError(

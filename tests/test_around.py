@@ -1,0 +1,207 @@
+"""Wrappers for several devices around compiled models: kept as they are, and equal to eager."""
+
+import contextlib
+import functools
+import pathlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from comparing import relative_error
+from ranks import run_ranks
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import lazyinline
+from lazyinline import PlanError, lazy_inline
+from lazyinline.frontend.training_step import TrainingStep
+
+Wrap = Callable[[Any], Any]
+STEPS = 3
+
+
+@lazy_inline
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(4, 4, bias=False)  # before a norm its gradient is rounding alone
+        self.norm = nn.BatchNorm1d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.norm(self.up(x)))
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        logits: Tensor = self.head(x)
+        return logits
+
+
+def loss_of(output: Tensor) -> Tensor:
+    return output.square().mean()
+
+
+def compiled(model: Any, **options: Any) -> Any:
+    return lazyinline.compile(model, backend="eager", **options)
+
+
+def step_of(model: Any, **options: Any) -> Any:
+    return lazyinline.compile_step(model, loss_fn=loss_of, backend="eager", **options)
+
+
+def trained(rank: int, wrap: Wrap, accumulate: int = 1) -> tuple[dict[str, Tensor], Any]:
+    """Trains a model inside what wraps it; returns parameters, buffers, and that."""
+    torch.manual_seed(0)
+    model = Net()
+    wrapped = wrap(model)
+    is_step = isinstance(wrapped, TrainingStep)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    generator = torch.Generator().manual_seed(10 + rank)
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        parts = torch.randn(4, 4, generator=generator).chunk(accumulate)
+        if is_step:
+            wrapped(torch.cat(parts))
+        else:
+            for number, part in enumerate(parts, 1):
+                last = number == accumulate
+                with contextlib.nullcontext() if last else wrapped.no_sync():
+                    (loss_of(wrapped(part)) / accumulate).backward()
+        optimizer.step()
+    state = {n: getattr(t, "full_tensor", lambda t=t: t)() for n, t in model.state_dict().items()}
+    return {name: tensor.detach().clone().float() for name, tensor in state.items()}, wrapped
+
+
+def report_of(module: Any) -> Any:
+    try:
+        return lazyinline.last_report(module)
+    except PlanError:
+        return None
+
+
+def error(rank: int, wrap: Wrap, expected: dict[str, Tensor], accumulate: int = 1) -> float:
+    """Returns how far what was trained is from eager; nan if nothing was compiled."""
+    state, wrapped = trained(rank, wrap, accumulate)
+    found = [wrapped, *wrapped.modules()] if isinstance(wrapped, nn.Module) else [wrapped]
+    reports = [r for r in map(report_of, found) if r is not None]
+    if not reports or any(r.ran_eagerly or r.num_compiles > 1 for r in reports):
+        return float("nan")
+    assert list(state) == list(expected)
+    return max(relative_error(state[name], expected[name]) for name in state)
+
+
+def data_parallel(rank: int, folder: pathlib.Path) -> dict[str, float]:
+    parallel = DistributedDataParallel
+    static: Wrap = functools.partial(parallel, static_graph=True)
+    views: Wrap = functools.partial(
+        parallel, gradient_as_bucket_view=True, find_unused_parameters=True
+    )
+    once, twice = trained(rank, parallel)[0], trained(rank, parallel, accumulate=2)[0]
+    return {
+        "around": error(rank, lambda m: compiled(views(m)), twice, accumulate=2),
+        "in place": error(rank, lambda m: compiled(static(m), in_place=True), once),
+        "around in place": error(rank, lambda m: parallel(compiled(m, in_place=True)), once),
+        "step": error(rank, lambda m: step_of(static(m)), once),
+        "step of two": error(rank, lambda m: step_of(views(m), micro_batches=2), twice, 2),
+    }
+
+
+def sharded(model: Any, **options: Any) -> Any:
+    for block in model.blocks:
+        fully_shard(block, **options)
+    return fully_shard(model, **options)
+
+
+def each_compiled(model: Any, backend: str = "eager") -> Any:
+    for block in model.blocks:
+        lazyinline.compile(block, backend=backend, in_place=True)
+    return model
+
+
+def in_shards(rank: int, folder: pathlib.Path) -> dict[str, float]:
+    expected = trained(rank, sharded)[0]
+    keeps: Wrap = lambda m: sharded(m, reshard_after_forward=False)  # noqa: E731
+    return {
+        "whole, before": error(rank, lambda m: compiled(sharded(m), in_place=True), expected),
+        "whole, after": error(rank, lambda m: sharded(compiled(m, in_place=True)), expected),
+        "around": error(rank, lambda m: compiled(keeps(m)), expected),
+        "one shard": error(rank, lambda m: compiled(fully_shard(m), in_place=True), expected),
+        "blocks, before": error(rank, lambda m: each_compiled(sharded(m)), expected),
+        "blocks, after": error(rank, lambda m: sharded(each_compiled(m, "inductor")), expected),
+    }
+
+
+def checkpoints(rank: int, folder: pathlib.Path) -> dict[str, float]:
+    """Saves what trained, loads it into another; how far the two and their names are apart."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+
+    ways: dict[str, Wrap] = {
+        "around": lambda m: DistributedDataParallel(compiled(m)),
+        "in place": lambda m: compiled(DistributedDataParallel(m), in_place=True),
+        "shards": lambda m: sharded(compiled(m, in_place=True)),
+    }
+    found = {}
+    for name, wrap in ways.items():
+        expected, wrapped = trained(rank, wrap)
+        saved = get_model_state_dict(wrapped)
+        assert sorted(saved) == sorted(expected), name
+        dcp.save(saved, checkpoint_id=folder / name)
+        torch.manual_seed(1)
+        model = Net()
+        again = wrap(model)
+        empty = get_model_state_dict(again)
+        dcp.load(empty, checkpoint_id=folder / name)
+        set_model_state_dict(again, empty)
+        x = torch.randn(4, 4)
+        with torch.no_grad():  # training: running statistics are each rank's own
+            found[name] = relative_error(again(x), wrapped(x))
+    return found
+
+
+def everything(rank: int, folder: pathlib.Path) -> dict[str, dict[str, float]]:
+    tasks = (data_parallel, in_shards, checkpoints)
+    return {task.__name__: task(rank, folder) for task in tasks}
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each of two processes says to every task; they are started once."""
+    return run_ranks(tmp_path_factory.mktemp("ranks"), "test_around.everything")
+
+
+@pytest.mark.parametrize("task", ["data_parallel", "in_shards", "checkpoints"])
+def test_models_in_wrappers_train_and_are_saved_as_in_eager(
+    task: str, two_ranks: list[dict[str, Any]]
+) -> None:
+    for said in two_ranks:
+        for way, far in said[task].items():
+            assert far <= 1e-5, (way, far)
+
+
+def test_a_model_with_a_call_of_its_own_is_refused_inside_a_wrapper(
+    tmp_path: pathlib.Path,
+) -> None:
+    import torch.distributed as dist
+
+    class Around(Net):
+        def __call__(self, x: Tensor) -> Tensor:
+            return self.forward(x)
+
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("gloo", rank=0, world_size=1, store=store)
+    try:
+        for way in (compiled, step_of):
+            with pytest.raises(PlanError, match=r"Around has a __call__ of its own"):
+                way(DistributedDataParallel(Around()))
+    finally:
+        dist.destroy_process_group()
