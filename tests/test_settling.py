@@ -124,3 +124,28 @@ def test_forward_that_depends_on_what_it_changes_is_refused_and_put_back(
         x = torch.randn(2, 4)
         assert torch.equal(compiled(x), expected(x))
         assert model.config.kind == expected.config.kind
+
+
+class MakesItsLoss(nn.Module):
+    """As the models of Hugging Face do for their labels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return nn.CrossEntropyLoss(label_smoothing=0.1)(self.head(x), target)
+
+
+def test_a_module_that_the_forward_makes_is_its_own_and_changes_nothing() -> None:
+    torch.manual_seed(0)
+    model, expected = MakesItsLoss(), MakesItsLoss()
+    expected.load_state_dict(model.state_dict())
+    compiled = lazyinline.compile(model, backend="eager")
+    for seed in range(3):
+        x = torch.randn(5, 4, generator=torch.Generator().manual_seed(seed))
+        target = torch.tensor([0, 1, 2, 0, 1])
+        for each in (compiled, expected):
+            each(x, target).backward()
+    assert compiled.last_report.num_compiles == 1 and not compiled.last_report.ran_eagerly
+    torch.testing.assert_close(model.head.weight.grad, expected.head.weight.grad)

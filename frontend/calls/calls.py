@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Sequence
 from contextlib import ExitStack
+from types import CodeType
 from typing import Any
 
 import torch
@@ -92,6 +93,12 @@ class Calls:
     def __signature__(self) -> inspect.Signature:
         """That of the model's forward."""
         return inspect.signature(self.model.forward)
+
+    @property
+    def __code__(self) -> CodeType:
+        """That of the model's forward; ``torch.export`` asks where it stands."""
+        code: CodeType = self.model.forward.__code__
+        return code
 
     def summary(self) -> str:
         """Says in one line what is compiled, and how."""

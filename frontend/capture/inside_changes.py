@@ -71,16 +71,16 @@ class InsideChanges:
 
     def meets(self, module: nn.Module) -> None:
         """Notes a module before it is read or changed, unless the run itself made it."""
-        if id(module) not in self._before and id(module) not in self._made:
+        if id(module) in self._before or id(module) in self._made:
+            return
+        if _is_empty(module):
+            self._made[id(module)] = module
+        else:
             self.met[id(module)] = module
             self._note(module)
 
     def writes(self, module: nn.Module, name: str) -> None:
         """Notes that an attribute is set; a module that has none yet is the run's own."""
-        state = module_state(module)
-        is_new = state.keys() == _NEW_STATE.keys() and not any(map(state.get, _TABLES))
-        if is_new and id(module) not in self._before:
-            self._made[id(module)] = module
         self._written.add((id(module), name))
         self.meets(module)
 
@@ -117,6 +117,15 @@ class InsideChanges:
         if was_other and is_iterator(change.before) and is_iterator(change.now):
             was_other = False
         return key in self._written or was_other or find_fake([change.now]) is not None
+
+
+def _is_empty(module: nn.Module) -> bool:
+    """Whether a module has no attributes yet but those that every module has, or not even these.
+
+    It is met first where ``nn.Module.__init__`` reads of it.
+    """
+    state = module_state(module)
+    return state.keys() <= _NEW_STATE.keys() and not any(map(state.get, _TABLES))
 
 
 def _put(table: dict[Any, Any], name: Any, value: Any) -> None:
