@@ -13,11 +13,12 @@ from ..reuse.evidence.module_state import has_own_hooks
 from ..reuse.torch_names import global_hook_tables
 from .calls.calls import WRAPPED, Calls, calls_of
 from .calls.methods import calling
+from .calls.model_calls import ModelCalls
 from .calls.torch_slot import asks_slot, fill_slot
 from .capture.blocks import Reuse
 from .capture.capture import refuse_foreign
 from .checks.wrappers import refuse_wrapper
-from .options import Options
+from .options import Fallback, Options
 from .report import CompileReport
 from .training_step import TrainingStep
 
@@ -35,6 +36,7 @@ def compile(
     recompute: Policy = ...,
     dynamic: bool | None = ...,
     in_place: Literal[False] = ...,
+    fallback: Fallback = ...,
 ) -> CompiledModule: ...
 @overload
 def compile(
@@ -45,6 +47,7 @@ def compile(
     recompute: Policy = ...,
     dynamic: bool | None = ...,
     in_place: Literal[True],
+    fallback: Fallback = ...,
 ) -> Model: ...
 
 
@@ -56,6 +59,7 @@ def compile(
     recompute: Policy = None,
     dynamic: bool | None = None,
     in_place: bool = False,
+    fallback: Fallback = "eager",
 ) -> nn.Module:
     """Returns a drop-in replacement for a model that runs a compiled program.
 
@@ -76,6 +80,9 @@ def compile(
         in_place: compile the model that is given, and return it: its calls run the program, and all
             else (class, signature, hooks, ``state_dict``, saving) is as it was. Compiled again, the
             new options hold. Copies and saved models are plain.
+        fallback: ``"eager"`` runs a module itself that cannot be captured (its Python needs the
+            value of a tensor, say), and compiles the modules inside it whose calls can be; the
+            report has the line and the reason. ``"error"`` raises CaptureError.
 
     A forward that does more at each call than compute (a hook that collects activations, a counter
     outside, ``print``) runs itself. While a module has a backward hook, calls that want gradients
@@ -98,7 +105,9 @@ def compile(
     if not isinstance(model, nn.Module):
         raise PlanError(f"compile takes an nn.Module, not {type(model).__name__}.")
     refuse_foreign(model)
-    options = Options(reuse=reuse, backend=backend, recompute=recompute, cache="disk")
+    options = Options(
+        reuse=reuse, backend=backend, recompute=recompute, cache="disk", fallback=fallback
+    )
     if not in_place:
         return CompiledModule(model, options, dynamic)
     if not asks_slot(model):
@@ -106,7 +115,7 @@ def compile(
             f"{type(model).__name__} has a __call__ of its own, and in_place=True compiles what "
             "nn.Module's does. Compile it with in_place=False."
         )
-    fill_slot(model, Calls(model, options, dynamic))
+    fill_slot(model, ModelCalls(model, options, dynamic))
     return model
 
 
@@ -151,7 +160,7 @@ class CompiledModule(nn.Module):
 
     def __init__(self, model: nn.Module, options: Options, dynamic: bool | None = None) -> None:
         super().__init__()
-        state, calls = self.__dict__, Calls(model, options, dynamic)
+        state, calls = self.__dict__, ModelCalls(model, options, dynamic)
         state[WRAPPED] = calls
         state["forward"] = calls  # which has the signature of the model's
         tables = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")

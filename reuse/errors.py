@@ -9,6 +9,10 @@ class CaptureError(LazyInlineError):
     """The model's Python cannot be turned into a program; the message names the user's line."""
 
 
+class FinalCaptureError(CaptureError):
+    """Running the model itself after this capture would not be as if it had run alone."""
+
+
 class ReuseError(LazyInlineError):
     """A mark or an option about sharing blocks is wrong."""
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
 from ...reuse import torch_pytree
+from ...reuse.errors import CaptureError, FinalCaptureError, LazyInlineError
 from ...reuse.evidence.module_state import module_state, own_hooks
 from ..capture.capture import backward_hooked, one_at_a_time
 from ..capture.effects import EffectError, EffectsSeen
@@ -23,10 +25,27 @@ from ..guards.kept_programs import Inputs, KeptPrograms
 from ..guards.varying_floats import VaryingFloats
 from ..marks import WRAPPED
 from ..options import Options
+from ..passes.state import Compilation, Pass
 from ..report import CompileReport
 from ..sizes.shapes import Made, Shapes
 from .entry import ModuleEntry
+from .refusals import CallKind, Refusals
 from .torch_slot import call_past_slot, in_slot
+
+
+@dataclass(frozen=True)
+class _Itself:
+    """A call is to run the model itself.
+
+    Attributes:
+        reason: why.
+        refused: the kind of the call, if a capture has just failed for it.
+        is_lasting: whether another try cannot help.
+    """
+
+    reason: str
+    refused: CallKind | None = None
+    is_lasting: bool = False
 
 
 class Calls:
@@ -39,7 +58,6 @@ class Calls:
         options: how they are compiled.
         dynamic: which sizes are symbols, see :class:`Shapes`; so do ``names``.
         entries: the programs there are.
-        last_report: what the newest compile did; None before the first call.
     """
 
     def __init__(
@@ -48,16 +66,18 @@ class Calls:
         options: Options,
         dynamic: bool | None = None,
         names: tuple[tuple[str, ...], ...] = (),
+        compiler: Compiler | None = None,
     ) -> None:
         self.model = model
         self.options = options
         self.dynamic = dynamic
         self.entries = KeptPrograms[ModuleEntry]()
-        self.last_report: CompileReport | None = None
-        self._compiler = Compiler(options)
+        self._report: CompileReport | None = None
+        self._compiler = compiler or Compiler(options)
         self._shapes = Shapes(model, options, dynamic, names)
         self._effects = EffectsSeen()
         self._floats = VaryingFloats()
+        self._refusals = Refusals()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs a call's compiled program, compiling first if the inputs' layout is new."""
@@ -70,6 +90,11 @@ class Calls:
         leaves, tree = torch_pytree.flatten_call(args, kwargs)
         if not (mode_around() or self._why_itself(leaves)):
             self._compile(leaves, tree)
+
+    @property
+    def last_report(self) -> CompileReport | None:
+        """What the newest compile did; None before the first call."""
+        return self._report
 
     @property
     def __signature__(self) -> inspect.Signature:
@@ -96,7 +121,7 @@ class Calls:
         mode = mode_around()
         if mode:
             reason = f"{mode} is active, which sees or changes every operator"
-            return self._run_itself(reason, args, kwargs)
+            return self._run_alone(reason, args, kwargs)
         leaves, tree = torch_pytree.flatten_call(args, kwargs)
         entry = self.entries.fitting(leaves, tree)
         if entry is not None:
@@ -105,14 +130,14 @@ class Calls:
         if plain is not None:
             entry = self.entries.fitting(plain, tree)
         if entry is None:
-            reason = self._why_itself(leaves)
-            if reason:
-                return self._run_itself(reason, args, kwargs)
-            try:
-                entry = self._compile(leaves if plain is None else plain, tree)
-            except EffectError as effect:
-                reason = self._effects.note(self._state(), str(effect))
-                return self._run_itself(reason, args, kwargs)
+            found = self._compiled(leaves, leaves if plain is None else plain, tree)
+            if isinstance(found, _Itself):
+                result = self._run_itself(found.reason, args, kwargs)
+                if found.refused is not None:  # a call that is wrong in eager, too, is not noted
+                    note = self._refusals.note
+                    note(found.refused, found.reason, is_lasting=found.is_lasting)
+                return result
+            entry = found
         if plain is None:
             return entry.run(leaves, args, kwargs)
         if entry.is_tied_to_inputs:
@@ -120,7 +145,33 @@ class Calls:
             return self._run_itself(reason, args, kwargs)
         return entry.run(plain, args, kwargs)
 
+    def _compiled(
+        self, leaves: list[Any], plain: list[Any], tree: torch_pytree.TreeSpec
+    ) -> ModuleEntry | _Itself:
+        """Returns a program for a call with new inputs, or why it runs the model itself."""
+        call = CallKind.of(leaves, tree, training=self.model.training)
+        reason = self._refusals.why_itself(call) or self._why_itself(leaves)
+        if reason:
+            return _Itself(reason)
+        try:
+            return self._compile(plain, tree)
+        except EffectError as effect:
+            return _Itself(self._effects.note(self._state(), str(effect)))
+        except LazyInlineError as error:
+            if not self._may_run_itself(error):
+                raise
+            return _Itself(str(error), call, self._is_lasting(error))
+
     # ---- where the model itself runs -----------------------------------------------------
+
+    def _may_run_itself(self, error: LazyInlineError) -> bool:
+        """Whether the model runs itself after an error of its compile."""
+        is_capture = isinstance(error, CaptureError) and not isinstance(error, FinalCaptureError)
+        return is_capture and self.options.fallback == "eager"
+
+    def _is_lasting(self, error: LazyInlineError) -> bool:
+        """Whether an error will be the same at another try."""
+        return False
 
     def _why_itself(self, leaves: Sequence[Any]) -> str:
         """Returns why no program can stand for a call of the model, or an empty text."""
@@ -138,17 +189,19 @@ class Calls:
         return (torch.is_grad_enabled(), *modes)
 
     def _run_itself(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self._run_alone(reason, args, kwargs)
+
+    def _run_alone(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs the model itself, and nothing that is compiled."""
         self._report_eager(reason)
         return call_past_slot(self.model, args, kwargs)
 
     def _report_eager(self, reason: str) -> None:
         """Notes why the model itself runs."""
-        known = self.last_report
+        known = self._report
         if known is None or known.ran_eagerly != reason:
             options = self.options
-            self.last_report = CompileReport(
-                True, options.backend, options.reuse, ran_eagerly=reason
-            )
+            self._report = CompileReport(True, options.backend, options.reuse, ran_eagerly=reason)
 
     # ---- where a program is compiled -----------------------------------------------------
 
@@ -165,25 +218,34 @@ class Calls:
         entry.can_be_linked_again = made.is_linked
         if self.entries.add(entry):
             self._compiler = Compiler(self.options)
-        self.last_report = made.report
+        self._report = made.report
         return entry
 
     def _made_for(self, inputs: Inputs) -> Made:
         """Compiles for the sizes of a call alone; floats that varied are inputs, if they can be."""
-        self.entries.warn_if_many(self.model, inputs)
         train, reuse = torch.is_grad_enabled(), self.options.reuse
         opened = self._floats.opened(self.model, inputs, reuse=reuse, train=train)
+        made: Made | None = None
         if opened.places:
             try:
-                return self._shapes.note(self._made_with(inputs, opened, train=train), inputs)
+                made = self._made_with(inputs, opened, train=train)
             except Exception:  # the call can be compiled for its numbers
                 self._floats.close(inputs, opened.places)
-        made = self._made_with(inputs, OpenCapture(), train=train)
+        made = made or self._made_with(inputs, OpenCapture(), train=train)
+        self.entries.warn_if_many(self.model, inputs)
         return self._shapes.note(made, inputs)
+
+    def _watch(self, one: Pass, before: Compilation, after: Compilation) -> None:
+        """Looks at each pass of a compile, and may raise to end it."""
 
     def _made_with(self, inputs: Inputs, opened: OpenCapture, *, train: bool) -> Made:
         compiled, report = self._compiler.compile(
-            self.model, inputs.args, inputs.kwargs, train=train, known=opened.captured
+            self.model,
+            inputs.args,
+            inputs.kwargs,
+            train=train,
+            known=opened.captured,
+            watch=self._watch,
         )
         hold, places = compiled.runtime.hold, opened.places
         guard = Guard(self.model, compiled.captured, inputs.leaves, inputs.tree, hold, places)

@@ -27,7 +27,12 @@ from ...reuse.evidence.reads import Reads
 from ...reuse.ir.program import UserInput
 from ...reuse.ir.types import TensorType
 from ...reuse.torch_names import own_attributes
-from ..checks.refusals import refuse_hidden_tensors, refuse_read_attributes
+from ..checks.refusals import (
+    DIFFERENTIATES,
+    refuse_hidden_tensors,
+    refuse_read_attributes,
+    refuse_recurrent,
+)
 from ..marks import recompute_mark
 from ..tracing.custom_function import TENSOR, CustomFunction
 from ..tracing.torch_patches import intercepted
@@ -230,6 +235,15 @@ class Recorder:
                 "backward, or put the hook on a parameter, outside the forward."
             )
 
+    def backward(self) -> None:
+        """Refuses a forward that runs a backward of its own."""
+        if not self._quiet:
+            raise CaptureError(
+                f"{type(self.model).__name__} cannot be captured: its forward {DIFFERENTIATES} "
+                f"(torch.autograd.grad, torch.func, backward) at "
+                f"{user_line()}, which cannot be followed to operators. Run it outside the model."
+            )
+
     def run_state(self, tensor: torch.Tensor, name: str) -> None:
         """Refuses to take what a tensor says of this run for what it says in every run."""
         if self._quiet:
@@ -245,7 +259,11 @@ class Recorder:
 
     def call(self, module: nn.Module, args: Any, kwargs: Any, proceed: Callable[..., Any]) -> Any:
         """Replaces a block's call by a call node where the evidence allows it."""
-        if self._quiet or module is self.model:
+        if self._quiet:
+            return proceed(module, *args, **kwargs)
+        if self.effects.policy == "refuse":
+            refuse_recurrent(module)
+        if module is self.model:
             return proceed(module, *args, **kwargs)
         if not self.blocks.wants(module, self._current):
             return self._run_inline(module, args, kwargs, proceed)
@@ -466,12 +484,8 @@ class Recorder:
 
         try:
             self.tracer.run(trace, [self._input_fake(t) for t in tensors])
-        except BaseException as error:
+        except BaseException:
             self.effects.put_back(self.reads)
-            # What a forward printed before it failed, eager would have printed too. One that is
-            # refused for its effects prints when the model itself runs.
-            if not isinstance(error, EffectError):
-                self.effects.emit()
             raise
         finally:
             # Also of a run that failed: nothing of a capture may stay behind in the model.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from ...reuse.errors import CaptureError
+from ...reuse.errors import FinalCaptureError
 from ...reuse.evidence.module_state import walk_modules
 
 _INSIDE = "Compile the model inside and put the wrapper around that: {name}(lazyinline.compile(m))."
@@ -32,17 +32,17 @@ def is_compiled_by_torch(module: nn.Module) -> bool:
 
 
 def refuse_wrappers(model: nn.Module) -> None:
-    """Raises CaptureError if a wrapper of PyTorch's for several devices is in a model's tree."""
+    """Raises FinalCaptureError if a wrapper for several devices is in a model's tree."""
     for path, module in walk_modules(model):
         refuse_wrapper(module, path)
 
 
 def refuse_wrapper(module: nn.Module, path: str) -> None:
-    """Raises CaptureError if a module is such a wrapper, or was made one (``fully_shard``)."""
+    """Raises FinalCaptureError if a module is such a wrapper, or was made one (``fully_shard``)."""
     for base in type(module).__mro__:
         home, what_to_do = _WRAPPERS.get(base.__name__, ("", ""))
         if home and base.__module__.startswith(home):
-            raise CaptureError(
+            raise FinalCaptureError(
                 f"{path or 'The model'} is a {base.__name__}, whose Python must run at every pass, "
                 f"and a compiled program does not run it. {what_to_do.format(name=base.__name__)}"
             )
