@@ -14,7 +14,7 @@ from comparing import assert_close, assert_same_gradients, twin
 from torch import Tensor, nn
 
 import lazyinline
-from lazyinline import CompileReport, PlanError, lazy_inline
+from lazyinline import CaptureError, CompileReport, PlanError, lazy_inline
 
 Log = list[Any]
 
@@ -404,6 +404,50 @@ def test_a_model_of_hugging_face_stays_what_it_is(name: str, tmp_path: pathlib.P
     assert (tmp_path / "config.json").exists()
     loaded = type(model).from_pretrained(tmp_path).eval()
     torch.testing.assert_close(loaded(**inputs).logits, model(**inputs).logits)
+
+
+# ---- other compilers, other dtypes, copies of what ran ---------------------------------------
+
+
+def test_torch_compile_of_a_compiled_model_runs_it(wrapper: Any) -> None:
+    expected = twin(wrapper._lazyinline_calls.model)
+    around = torch.compile(wrapper, backend="eager")
+    assert_close(around(batch()), expected(batch()))
+    assert wrapper.last_report.num_block_calls == 3
+    model, expected = pair()
+    around = torch.compile(model.eval(), backend="eager")
+    assert_close(around(batch()), expected.eval()(batch()))
+
+
+def test_a_module_that_torch_compile_returned_is_refused_with_what_to_do() -> None:
+    for in_place in (False, True):
+        with pytest.raises(CaptureError, match=r"Compile the module itself: lazyinline.compile"):
+            lazyinline.compile(torch.compile(Net()), in_place=in_place)  # type: ignore[call-overload]
+    with pytest.raises(CaptureError, match=r"inner is what torch.compile returned"):
+        lazyinline.compile(Outer(torch.compile(Net())))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_another_dtype_is_another_program(in_place: Any) -> None:
+    model = Net().eval()
+    expected = twin(model)
+    compiled = lazyinline.compile(model, backend="eager", in_place=in_place)
+    compiled(batch())
+    assert compiled.to(torch.float64) is compiled
+    x = batch().double()
+    assert_close(compiled(x), expected.double()(x))
+    assert report(compiled).num_compiles == 2
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda step: pickle.loads(pickle.dumps(step))])
+def test_a_step_that_ran_is_copied_and_compiles_anew(copied: Callable[..., Any]) -> None:
+    model = Net().eval()
+    step = lazyinline.compile_step(model, loss_fn=torch.sum, backend="eager")
+    loss = step(batch())
+    other = copied(step)
+    assert other.last_report is None
+    assert_close(other(batch()), loss)
+    assert_close(step(batch()), loss)
 
 
 # ---- the wrapper -----------------------------------------------------------------------------

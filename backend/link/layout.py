@@ -67,11 +67,15 @@ def buffers_of(instances: Sequence[Instance]) -> Buffers:
 
 @dataclass(frozen=True, slots=True)
 class PlacedLaunch:
-    """One launch of one call: the closure's launch, and where its buffers are."""
+    """One launch of one call: the closure's launch, and where its buffers are.
+
+    ``block`` says for people which call that is: its place in the model, and its closure.
+    """
 
     launch: Launch
     bases: tuple[tuple[int, int], ...]  # per buffer: instance, offset in bytes
     time: int
+    block: str = ""
 
     def place(self, view: View) -> Placed:
         """Returns where one of the launch's views is in the whole program."""
@@ -141,8 +145,9 @@ class Layout:
                 self.scratch.append(Instance("scratch", num_bytes, at, at + 1, len(self.parts)))
             bases = self._bases(kernels, [slots[s] for s in call.operands])
             bases = self._taken_over(kernels, bases, call.operands, call.frees, live)
+            block = call.block
             for index, launch in enumerate(kernels.launches):
-                launches.append(PlacedLaunch(launch, bases, self.time + index))
+                launches.append(PlacedLaunch(launch, bases, self.time + index, block))
             self.time += len(kernels.launches)
             for slot, view in zip(call.results, kernels.outputs, strict=True):
                 instance, offset = bases[view.buffer]

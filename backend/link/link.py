@@ -28,6 +28,11 @@ class Launch:
     frees: Slots
     path: str
 
+    @property
+    def block(self) -> str:
+        """For people: which call it is, by its place in the model and its closure."""
+        return f"{self.path} {self.leaf.name}".lstrip()
+
 
 @dataclass(frozen=True)
 class FlatProgram:

@@ -13,7 +13,7 @@ import math
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import torch
 
@@ -21,11 +21,16 @@ from ...reuse.torch_names import new_cpu_tensor
 from ..launches import native_ops, torch_native
 from ..launches.kernel_list import NativeOp, View
 from ..launches.present_memory import no_address
+from ..launches.torch_profiler import IF_IT_RUNS
 from ..launches.torch_results import as_predicted, check_layout
 from .gradient_memory import Overlay, new_host
 from .layout import Layout, Part, Placed, PlacedLaunch
 
 _ARENA_SLOT = 0
+
+Ranges: TypeAlias = Literal["none", "offered", "shown"]
+"""What a profiler sees of a part: nothing; if one runs, the part as written with ranges; or ranges
+for each call of a block and each launch."""
 
 
 @dataclass
@@ -68,6 +73,7 @@ class CodeWriter:
         extra_outputs: foreign instances and hosts that a later part uses.
         overlay: hosts, which the first part makes, and the arena instances that lie in them.
         regions: instance -> region of the arena that its offset counts from, if not from the start.
+        ranges: what a profiler sees.
     """
 
     def __init__(
@@ -81,7 +87,10 @@ class CodeWriter:
         extra_outputs: Sequence[int] = (),
         regions: Mapping[int, int] | None = None,
         overlay: Overlay | None = None,
+        ranges: Ranges = "none",
     ) -> None:
+        self._ranges = ranges
+        self._block = ""
         self._regions = regions or {}
         self._layout = layout
         self._offsets = offsets
@@ -105,22 +114,48 @@ class CodeWriter:
     def write(self) -> GeneratedCode:
         """Returns the code."""
         self._lines = ["def program(inputs):"]
+        if self._ranges == "offered":
+            self._lines.append(f"  if {IF_IT_RUNS}: return profiled(inputs)")
         self._take_inputs()
         last_use = self._last_uses()
         for launch in self._part.launches:
-            if launch.launch.native is None:
-                self._flush()
-                self._launch(launch)
+            if self._ranges == "shown":
+                self._shown(launch)
             else:
-                self._add_native(launch.launch.native, launch)
+                self._add(launch)
             if launch.time in last_use:
                 self._free(last_use[launch.time])
         self._flush()
+        self._enter("")
         outputs = [self._name(p) for p in self._returned]
         outputs += [self._name(self._locals[i]) for i in self._extra[1]]
         self._lines.append(f"  return [{', '.join(outputs)}]")
         self._code.source = "\n".join(self._lines) + "\n"
         return self._code
+
+    def _add(self, launch: PlacedLaunch) -> None:
+        if launch.launch.native is None:
+            self._flush()
+            self._launch(launch)
+        else:
+            self._add_native(launch.launch.native, launch)
+
+    def _shown(self, launch: PlacedLaunch) -> None:
+        """Writes one launch in a range of its own, inside that of its block."""
+        self._enter(launch.block)
+        self._lines.append(f"  launched = begin({launch.launch.name!r})")
+        self._add(launch)
+        self._flush()
+        self._lines.append("  end(launched)")
+
+    def _enter(self, block: str) -> None:
+        """Writes the end of one block's range and the beginning of the next one's."""
+        if block != self._block:
+            if self._block:
+                self._lines.append("  end(block)")
+            if block:
+                self._lines.append(f"  block = begin({block!r})")
+            self._block = block
 
     def _take_inputs(self) -> None:
         names = []

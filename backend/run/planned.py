@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from types import CodeType
 from typing import Any
@@ -20,6 +22,7 @@ from ...reuse.process_lock import ProcessLock
 from ..launches import torch_native
 from ..launches.kernel_list import KernelList
 from ..launches.present_memory import check_memory
+from ..launches.torch_profiler import PROFILER, begin_range, end_range
 from ..link.gradient_memory import (
     copy_of_host,
     new_host,
@@ -27,7 +30,14 @@ from ..link.gradient_memory import (
 from ..link.lay_out import handed_on, lay_out, outside_bytes
 from ..link.link import FlatProgram
 from ..link.placement import TOOLS, Tools, planned, planned_overlaid
-from ..link.program_writer import CodeWriter, bind_arena, bind_model, bind_native, result_base
+from ..link.program_writer import (
+    CodeWriter,
+    GeneratedCode,
+    bind_arena,
+    bind_model,
+    bind_native,
+    result_base,
+)
 
 _MAX_IDLE_ARENAS = 4
 _NUM_SPELLS = 4
@@ -77,8 +87,9 @@ class PlannedProgram:
         self._native = tools.native
         self._handed_on = handed_on(self.layout)
         handed = (*self._handed_on, *self.overlay.hosts)
-        self._codes = [
-            CodeWriter(
+        self._writers = [
+            partial(
+                CodeWriter,
                 self.layout,
                 self.offsets,
                 part,
@@ -87,9 +98,10 @@ class PlannedProgram:
                 handed if index else (),
                 () if index else handed,
                 overlay=self.overlay,
-            ).write()
+            )
             for index, part in enumerate(self.layout.parts)
         ]
+        self._codes = [writer(ranges="offered").write() for writer in self._writers]
         self._compiled: list[CodeType] = [
             compile(code.source, "<lazyinline program>", "exec") for code in self._codes
         ]
@@ -259,22 +271,66 @@ class PlannedProgram:
         return new_host(base.shape, base.stride, base.dtype, self.overlay.hosts[instance])
 
     def _bind(self, tensors: list[torch.Tensor], arena: torch.Tensor) -> Lease:
-        by_instance = {
-            self.model_instances[i]: t for i, t in zip(self.model_instances, tensors, strict=True)
-        }
-        runners = []
-        for code, compiled in zip(self._codes, self._compiled, strict=True):
-            scope: dict[str, Any] = dict(code.constants)
-            scope.update(bind_arena(code.arena_views, arena, self.offsets))
-            scope.update(bind_model(code.model_views, by_instance))
-            if code.words:
-                scope.update(bind_native(code, arena, by_instance, self._native))
-            exec(compiled, scope)
-            # Popped: a cycle would keep the arena until garbage is collected.
-            runners.append(scope.pop("program"))
-        addresses = list(map(_address_of, tensors))
         # Detached: `parameter.data = ...` changes the memory of the tensor, not of the lease.
-        return Lease(arena, tuple(runners), [t.detach() for t in tensors], addresses, None)
+        held = [t.detach() for t in tensors]
+        memory = _Memory(
+            arena,
+            self.offsets,
+            dict(zip(self.model_instances.values(), held, strict=True)),
+            self._native,
+        )
+        runners = [
+            memory.runner(code, compiled, profiled=ProfiledPart(writer, memory))
+            for writer, code, compiled in zip(
+                self._writers, self._codes, self._compiled, strict=True
+            )
+        ]
+        return Lease(arena, tuple(runners), held, list(map(_address_of, tensors)), None)
+
+
+@dataclass(frozen=True)
+class _Memory:
+    """What the parts of a program are bound to: an arena, and the model's tensors."""
+
+    arena: torch.Tensor
+    offsets: Sequence[int]
+    tensors: Mapping[int, torch.Tensor]
+    native: Callable[[], torch_native.NativeLibrary]
+
+    def runner(self, code: GeneratedCode, compiled: CodeType, **names: Any) -> Runner:
+        """Returns a part's function over this memory; ``names`` are seen in it, too."""
+        scope: dict[str, Any] = dict(code.constants)
+        scope.update(bind_arena(code.arena_views, self.arena, self.offsets))
+        scope.update(bind_model(code.model_views, self.tensors))
+        if code.words:
+            scope.update(bind_native(code, self.arena, self.tensors, self.native))
+        scope.update(names, profiler=PROFILER)
+        exec(compiled, scope)
+        # Popped: a cycle would keep the arena until garbage is collected.
+        program: Runner = scope.pop("program")
+        return program
+
+
+class ProfiledPart:
+    """A part that shows a profiler each call of a block, and each launch in it, as a range.
+
+    It is written when a profiler runs for the first time.
+    """
+
+    def __init__(self, writer: Callable[..., CodeWriter], memory: _Memory) -> None:
+        self._writer = writer
+        self._memory = memory
+        self._runner: Runner | None = None
+
+    def __call__(self, inputs: list[Any]) -> list[Any]:
+        """Runs the part."""
+        if self._runner is None:
+            written = begin_range("lazyinline: a program is bound for the profiler")
+            code = self._writer(ranges="shown").write()
+            compiled = compile(code.source, "<lazyinline program, profiled>", "exec")
+            self._runner = self._memory.runner(code, compiled, begin=begin_range, end=end_range)
+            end_range(written)
+        return self._runner(inputs)
 
 
 class _Use:

@@ -33,7 +33,7 @@ from ...reuse.ir.constants import Shared, share_constants
 from ...reuse.ir.printer import format_program
 from ...reuse.ir.program import Program
 from ..checks.runnable import check_memory
-from ..checks.wrappers import refuse_wrappers
+from ..checks.wrappers import is_compiled_by_torch, refuse_wrappers
 from ..marks import is_compiled, is_marked
 from ..tracing.torch_fake_rules import kernels_own_rules
 from ..tracing.torch_tracing import DATA_DEPENDENT_ERRORS, frame_text, user_frame
@@ -340,6 +340,11 @@ def refuse_foreign(model: nn.Module) -> None:
             raise CaptureError(
                 f"{path or 'The model'} is a compiled module already. Compile the outer model with "
                 "the original module in it."
+            )
+        if is_compiled_by_torch(module):
+            raise CaptureError(
+                f"{path or 'The model'} is what torch.compile returned, which is compiled already. "
+                "Compile the module itself: lazyinline.compile(m), where torch.compile(m) was."
             )
         if isinstance(module, torch.jit.ScriptModule):
             raise CaptureError(

@@ -25,6 +25,12 @@ _WRAPPERS = {
 }
 
 
+def is_compiled_by_torch(module: nn.Module) -> bool:
+    """Whether a module is what ``torch.compile`` puts around another."""
+    kind = type(module)
+    return kind.__name__ == "OptimizedModule" and kind.__module__.startswith("torch.")
+
+
 def refuse_wrappers(model: nn.Module) -> None:
     """Raises CaptureError if a wrapper of PyTorch's for several devices is in a model's tree."""
     for path, module in walk_modules(model):
