@@ -14,6 +14,7 @@ from ..reuse.torch_names import global_hook_tables
 from .calls.calls import WRAPPED, Calls, calls_of
 from .calls.methods import calling
 from .calls.torch_slot import asks_slot, fill_slot
+from .capture.blocks import Reuse
 from .capture.capture import refuse_foreign
 from .checks.wrappers import refuse_wrapper
 from .options import Options
@@ -29,7 +30,7 @@ Model = TypeVar("Model", bound=nn.Module)
 def compile(
     model: nn.Module,
     *,
-    reuse: str = ...,
+    reuse: Reuse = ...,
     backend: str = ...,
     recompute: Policy = ...,
     dynamic: bool | None = ...,
@@ -39,7 +40,7 @@ def compile(
 def compile(
     model: Model,
     *,
-    reuse: str = ...,
+    reuse: Reuse = ...,
     backend: str = ...,
     recompute: Policy = ...,
     dynamic: bool | None = ...,
@@ -50,7 +51,7 @@ def compile(
 def compile(
     model: nn.Module,
     *,
-    reuse: str = "marked",
+    reuse: Reuse = "auto",
     backend: str = "inductor",
     recompute: Policy = None,
     dynamic: bool | None = None,
@@ -63,9 +64,9 @@ def compile(
     ``DistributedDataParallel`` work as before.
 
     Args:
-        model: any ``nn.Module``; mark its layer class with :func:`lazy_inline`, or use ``"auto"``.
-        reuse: ``"marked"`` compiles each different marked block once; ``"auto"`` needs no mark and
-            finds what repeats; ``"off"`` inlines early.
+        model: any ``nn.Module``; its layer class may be marked with :func:`lazy_inline`.
+        reuse: ``"auto"`` compiles each different block once: what is marked, and what repeats;
+            ``"marked"`` only what is marked; ``"off"`` inlines early.
         backend: ``"inductor"`` (TorchInductor kernels) or ``"eager"`` (PyTorch's own kernels).
         recompute: None saves what autograd needs; ``"full"`` computes each block again in the
             backward; ``"selective"`` computes again all but matrix products, convolutions and
@@ -187,6 +188,11 @@ class CompiledModule(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the compiled program, compiling first if the inputs' layout is new."""
         return self._lazyinline_calls(*args, **kwargs)
+
+    def __repr__(self) -> str:
+        """One line about the compiled module, and the model's own text."""
+        calls = self._lazyinline_calls
+        return f"CompiledModule({calls.summary()})\n{calls.model!r}"
 
     # ---- the model's own state -----------------------------------------------------------
 

@@ -203,7 +203,7 @@ def without_outputs(
         derivative = known.without(unused, kernels) if known is not None else None
         if derivative is None:
             break
-        passes = CompileReport(True, report.backend, "", unplanned=report.unplanned)
+        passes = CompileReport(True, report.backend, report.reuse, unplanned=report.unplanned)
         made = relinked(compiled, derivative, passes)
         if made is not None and type(made.runtime) is type(compiled.runtime):
             report.num_backwards += 1

@@ -11,6 +11,7 @@ from ..reuse.errors import LazyInlineError
 from ..reuse.ir.printer import diff_texts, format_program
 from ..reuse.ir.program import Program
 from ..reuse.ir.verify import verify
+from .capture.blocks import Reuse
 from .compiler import MODULE, STEP, WAYS, Compiler, note_recompute
 from .measure.target import Target
 from .options import Batching, Options
@@ -29,7 +30,7 @@ def capture(
     args: Sequence[Any],
     kwargs: Mapping[str, Any] | None = None,
     *,
-    reuse: str = "marked",
+    reuse: Reuse = "auto",
     train: bool = False,
 ) -> Program:
     """Captures a model as a program of closures and calls; nothing is compiled or run.
@@ -38,8 +39,8 @@ def capture(
         model: any ``nn.Module``. Its parameters may be on the meta device.
         args: example positional inputs; only layouts matter.
         kwargs: example keyword inputs.
-        reuse: ``"marked"`` (share instances of marked classes), ``"auto"`` (also modules that
-            repeat, without any mark) or ``"off"`` (inline early).
+        reuse: ``"auto"`` (share instances of marked classes, and modules that repeat), ``"marked"``
+            (marked ones only) or ``"off"`` (inline early).
         train: capture with grad mode on.
 
     Returns:

@@ -9,7 +9,7 @@ from ..autodiff.micro_batches import Order
 from ..backend.kernels.lower import backend_named
 from ..recompute.policy import POLICIES, Policy, check_policy
 from ..reuse.errors import PlanError, ReuseError
-from .capture.blocks import REUSE_CHOICES
+from .capture.blocks import REUSE_CHOICES, Reuse
 
 BACKEND_CHOICES = ("inductor", "eager")
 
@@ -18,7 +18,7 @@ BACKEND_CHOICES = ("inductor", "eager")
 class Options:
     """The options of one compiled module, checked."""
 
-    reuse: str = "marked"
+    reuse: Reuse = "auto"
     backend: str = "inductor"
     recompute: Policy = None
     cache: Literal["off", "disk"] = "off"
@@ -32,7 +32,7 @@ class Options:
         if self.recompute in POLICIES and self.reuse == "off":
             raise PlanError(
                 f"recompute={self.recompute!r} is decided for each block, and reuse='off' leaves "
-                "none: use reuse='marked', or a Budget."
+                "none: leave reuse as it is, or use a Budget."
             )
 
 

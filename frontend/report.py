@@ -12,6 +12,7 @@ from ..backend.cache.results import CacheUse
 from ..recompute.summary import RecomputeRecord
 from ..reuse.ir.printer import closure_names
 from ..reuse.ir.program import count_calls
+from .capture.blocks import Reuse
 from .capture.regions import CapturedModel, SharingDecision
 from .reuse_table import reuse_table
 
@@ -65,12 +66,13 @@ class CompileReport:
         why_static: why this shape was compiled on its own although others had come.
         closures: each different closure, callees first, with its calls.
         cache: what came from the on-disk cache, and why a closure cannot be kept there.
+        nothing_shared: what repeats although nothing is shared, and what to do; else empty.
         decisions: for each block instance, whether it shares, and if not, why.
     """
 
     train: bool
     backend: str
-    reuse: str
+    reuse: Reuse
     passes: list[PassRecord] = field(default_factory=list)
     num_nodes: int = 0
     num_nodes_if_inlined: int = 0
@@ -92,6 +94,7 @@ class CompileReport:
     num_backwards: int = 1
     why_static: str = ""
     closures: list[ClosureRecord] = field(default_factory=list)
+    nothing_shared: str = ""
     decisions: list[SharingDecision] = field(default_factory=list)
 
     @property
@@ -103,6 +106,11 @@ class CompileReport:
     def wall_s(self) -> float:
         """Wall seconds of all passes."""
         return sum(p.wall_s for p in self.passes)
+
+    @property
+    def num_shared_calls(self) -> int:
+        """Instances whose Python did not run, or whose graph turned out to be another's."""
+        return sum(d.shared or bool(d.shares) for d in self.decisions)
 
     def not_shared(self) -> list[SharingDecision]:
         """Instances that were traced although an earlier one of their class was known."""
@@ -126,7 +134,8 @@ class CompileReport:
         kind = "training" if self.train else "inference"
         if self.ran_eagerly:
             return f"{kind}: not compiled, {self.ran_eagerly}"
-        lines = [
+        lines = [self.nothing_shared] if self.nothing_shared else []
+        lines += [
             f"{kind}, backend {self.backend}, reuse {self.reuse}: "
             f"{self.num_nodes} nodes held, {self.num_nodes_if_inlined} if inlined; "
             f"{self.num_closures} closures, {self.num_block_calls} block calls, "

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from torch import nn
+
+from .capture.blocks import Reuse, first_repeated
 from .capture.init_key import text_of_keys
 from .capture.regions import SharingDecision
 
@@ -53,6 +56,27 @@ def reuse_table(decisions: Sequence[SharingDecision]) -> list[str]:
         *(f"{r.key:<{width}}{r.num_calls:>7}  {r.note}" for r in rows),
     ]
     return [line.rstrip() for line in lines]
+
+
+def nothing_shared(model: nn.Module, decisions: Sequence[SharingDecision], reuse: Reuse) -> str:
+    """Says what repeats in a model that shares nothing, why, and what to do; or nothing."""
+    if reuse == "off" or any(d.shared or d.shares for d in decisions):
+        return ""
+    apart = next((d for d in decisions if d.reason), None)
+    if apart is not None:
+        return (
+            f"nothing is shared: {apart.path} ({apart.class_name}) is not like "
+            f"{apart.compared_with or 'others'}: {apart.reason}. "
+            "lazyinline.advise(model, args) says what to change."
+        )
+    repeated = first_repeated(model) if reuse == "marked" else None
+    if repeated is None:
+        return ""
+    name, count = repeated
+    return (
+        f"nothing is shared: {name} occurs {count} times and is not marked. Use reuse='auto', or "
+        f"lazy_inline({name})."
+    )
 
 
 def _num_runs(path: str, members: dict[str, list[SharingDecision]]) -> int:

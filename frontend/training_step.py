@@ -22,6 +22,7 @@ from ..reuse.process_lock import ProcessLock
 from ..reuse.torch_names import new_cpu_tensor
 from .autograd.bridge import picker
 from .autograd.handed_gradients import HandedGradients
+from .capture.blocks import Reuse
 from .checks.plain_inputs import watching_tensor, written_out
 from .checks.refusals import refuse_containers
 from .checks.runnable import check_runnable
@@ -43,7 +44,7 @@ def compile_step(
     micro_batches: int = 1,
     loss_fn: LossFunction | None = None,
     recompute: Policy = None,
-    reuse: str = "marked",
+    reuse: Reuse = "auto",
     backend: str = "inductor",
     order: Order = "forward_first",
 ) -> TrainingStep:
@@ -63,8 +64,8 @@ def compile_step(
         micro_batches: each tensor argument is split along dimension 0 into so many parts.
         loss_fn: computes the scalar loss from the model's output.
         recompute: None, ``"full"``, ``"selective"`` or a :class:`Budget`; see :func:`compile`.
-        reuse: ``"marked"`` compiles each different marked block once; ``"auto"`` needs no mark and
-            finds what repeats; ``"off"`` inlines early.
+        reuse: ``"auto"`` compiles each different block once: what is marked, and what repeats;
+            ``"marked"`` only what is marked; ``"off"`` inlines early.
         backend: ``"inductor"`` or ``"eager"``.
         order: ``"forward_first"`` runs all forwards and then all backwards; ``"one_by_one"`` runs
             each micro-batch's backward right after its forward, which keeps fewer bytes.

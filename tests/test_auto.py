@@ -10,6 +10,7 @@ from torch import nn
 
 import lazyinline
 from lazyinline import lazy_inline
+from lazyinline.frontend.capture.blocks import Reuse
 from lazyinline.reuse.ir.printer import format_program
 
 
@@ -193,3 +194,60 @@ def test_a_model_that_only_fails_in_blocks_is_compiled_without_them() -> None:
         assert_close(marked(example()), original(example()))
     reasons = {d.reason for d in marked.last_report.not_shared()}
     assert all("nothing is shared" in r and "seen through a view" in r for r in reasons) and reasons
+
+
+# ---- the default, and what is told ------------------------------------------------------------
+
+
+def test_what_repeats_is_shared_by_default_in_every_way_in() -> None:
+    model = Stack(*(Layer() for _ in range(3)))
+    x = example()
+    compiled = lazyinline.compile(model, backend="eager")
+    compiled(x)
+    step = lazyinline.compile_step(model, loss_fn=torch.sum, backend="eager")
+    step(x.detach())
+    programs = [lazyinline.capture(model, (x,))]
+    measured = lazyinline.measure(model, (x,), backend="eager", execute=False)
+    reports = [compiled.last_report, step.last_report, measured.late.compiled]
+    assert all(r.num_shared_calls for r in reports)
+    assert all(r.reuse == "auto" and not r.nothing_shared for r in reports)
+    assert all(p.num_nodes() < p.num_nodes_if_inlined() for p in programs)
+
+
+class Counting(Layer):
+    """A layer that differs from instance to instance."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).flip(int(self.scale) % 2) * len("x" * int(self.scale))
+
+
+def first_line(model: nn.Module, reuse: Reuse) -> str:
+    compiled = lazyinline.compile(model, backend="eager", reuse=reuse)
+    compiled(example())
+    return str(compiled.last_report).splitlines()[0]
+
+
+def test_a_report_begins_with_what_repeats_where_nothing_is_shared() -> None:
+    alike = Stack(*(Layer() for _ in range(3)))
+    assert first_line(alike, "marked") == (
+        "nothing is shared: Layer occurs 3 times and is not marked. Use reuse='auto', or "
+        "lazy_inline(Layer)."
+    )
+    assert first_line(alike, "auto").startswith("training, backend eager")
+    different = Stack(Counting(1.0), Counting(2.0))
+    assert first_line(different, "auto").startswith(
+        "nothing is shared: layers.1 (Counting) is not like layers.0: attribute scale is 2.0, not "
+    )
+    assert first_line(different, "off").startswith("training, backend eager")
+    assert first_line(Stack(linear()), "auto").startswith("training, backend eager")
+
+
+def test_a_compiled_module_says_in_one_line_what_it_is() -> None:
+    model = Stack(*(Layer() for _ in range(3)))
+    compiled = lazyinline.compile(model, backend="eager")
+    first, *rest = repr(compiled).splitlines()
+    assert first == "CompiledModule(Stack, reuse auto, backend eager, not compiled yet)"
+    assert rest == repr(model).splitlines()
+    compiled(example())
+    first = repr(compiled).splitlines()[0]
+    assert first == "CompiledModule(Stack, reuse auto, backend eager, 1 program, 2 shared calls)"

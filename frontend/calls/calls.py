@@ -73,6 +73,18 @@ class Calls:
         """That of the model's forward."""
         return inspect.signature(self.model.forward)
 
+    def summary(self) -> str:
+        """Says in one line what is compiled, and how."""
+        how = f"{type(self.model).__name__}, reuse {self.options.reuse}, backend "
+        how += f"{self.options.backend}, "
+        report = self.last_report
+        if report is None:
+            return f"{how}not compiled yet"
+        how += _counted(len(self.entries), "program")
+        if report.ran_eagerly:
+            return f"{how}, not compiled last: {report.ran_eagerly}"
+        return f"{how}, {_counted(report.num_shared_calls, 'shared call')}"
+
     def __reduce__(self) -> Any:
         """A copy of a module that holds this has an empty place there: the copy is plain."""
         return _no_calls, ()
@@ -162,6 +174,10 @@ class Calls:
         hold = compiled.runtime.hold
         guard = Guard(self.model, compiled.captured, inputs.leaves, inputs.tree, hold)
         return self._shapes.note(Made(guard, compiled.without_tensors(), report), inputs)
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def calls_of(module: Any) -> Calls | None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol, TypeAlias, get_args
 
 from torch import nn
 
@@ -19,7 +19,9 @@ from ...reuse.evidence.module_state import module_state
 from ..marks import is_block
 from .regions import Region, regions_inside
 
-REUSE_CHOICES = ("marked", "auto", "off")
+Reuse: TypeAlias = Literal["auto", "marked", "off"]
+"""What shares closures: marked blocks and what repeats, marked blocks only, or nothing."""
+REUSE_CHOICES: tuple[Reuse, ...] = get_args(Reuse)
 
 # A module without sub-modules (a norm, an activation) is usually fused with its neighbours, which
 # a closure of its own prevents.
@@ -47,7 +49,7 @@ class Blocks(Protocol):
         """Is told that a module could not share although one like it was known."""
 
 
-def choose_blocks(reuse: str) -> Blocks:
+def choose_blocks(reuse: Reuse) -> Blocks:
     """Returns who decides about blocks, for ``"marked"`` and ``"off"``."""
     return MarkedBlocks() if reuse == "marked" else NoBlocks()
 
@@ -223,6 +225,16 @@ class AlikeModules:
                 if self.once[kind] > 1:
                     continue
             self._walk(child, seen)
+
+
+def first_repeated(model: nn.Module) -> tuple[str, int] | None:
+    """Returns the class of the outermost module with parts that repeats, and how often it does."""
+    alike = AlikeModules(model)
+    for module in model.modules():
+        kind = alike.kind(module)
+        if kind is not None and alike.count[kind] > 1 and module_state(module)["_modules"]:
+            return type(module).__name__, alike.count[kind]
+    return None
 
 
 def may_be_block(module: nn.Module) -> bool:

@@ -43,6 +43,7 @@ from .blocks import (
     NearlyRepeatedBlocks,
     NoBlocks,
     RepeatedBlocks,
+    Reuse,
     choose_blocks,
     dissolve,
 )
@@ -96,7 +97,7 @@ def capture_model(
     args: Sequence[Any],
     kwargs: Mapping[str, Any] | None = None,
     *,
-    reuse: str = "marked",
+    reuse: Reuse = "auto",
     train: bool,
     sizes: Callable[[], Sizes] | None = None,
     effects: OnEffects = "refuse",
@@ -107,8 +108,8 @@ def capture_model(
         model: any ``nn.Module``; parameters may be on the meta device.
         args: example positional inputs; only their layout matters.
         kwargs: example keyword inputs.
-        reuse: ``"marked"`` shares the instances of classes marked with ``lazy_inline``;
-            ``"auto"`` also modules that repeat; ``"off"`` shares nothing.
+        reuse: ``"auto"`` shares the instances of classes marked with ``lazy_inline``, and modules
+            that repeat; ``"marked"`` only the first; ``"off"`` nothing.
         train: capture with grad mode on, so that a derivative can be taken.
         sizes: makes the dynamic dimensions; None means that every size is a number.
         effects: ``"refuse"`` a forward that does more at each call than compute; ``"undo"`` what
@@ -169,11 +170,11 @@ def _capture_repeated(
         try:
             return _capture_chosen(model, arguments, "marked", train=train)
         except CaptureError:
-            raise error from None
+            raise error from error.__cause__
 
 
 def _capture_chosen(
-    model: nn.Module, arguments: Arguments, reuse: str, *, train: bool
+    model: nn.Module, arguments: Arguments, reuse: Reuse, *, train: bool
 ) -> CapturedModel:
     """Captures with the marked blocks, or without any where no closure can express one.
 

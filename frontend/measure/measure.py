@@ -17,6 +17,7 @@ from torch import nn
 from ...backend.kernels import torch_inductor
 from ...reuse.errors import PlanError
 from ..calls.torch_slot import slots_empty
+from ..capture.blocks import Reuse
 from ..checks.runnable import check_runnable
 from ..compiled_module import CompiledModule
 from ..compiler import Compiler
@@ -44,7 +45,7 @@ def measure(
     micro_batches: int = 1,
     execute: bool = True,
     backend: str = "inductor",
-    reuse: str = "marked",
+    reuse: Reuse = "auto",
 ) -> MeasureReport:
     """Compiles a model with late and with early inlining and compares both with eager.
 
@@ -57,7 +58,7 @@ def measure(
     stay the model's own. ``.grad``, buffers, inputs and random generators are left as found.
 
     Args:
-        model: any ``nn.Module``; mark its layer class with :func:`lazy_inline` first.
+        model: any ``nn.Module``.
         args: positional inputs of one step.
         kwargs: keyword inputs of one step.
         train: measure a training step; otherwise a forward without gradients.
@@ -65,7 +66,7 @@ def measure(
             many parts; both sides are then :func:`compile_step`, whose loss is the mean.
         execute: run the steps; otherwise only compile. The model may then be on the meta device.
         backend: ``"inductor"`` or ``"eager"``.
-        reuse: what the late side shares, ``"marked"`` or ``"auto"``; early is always ``"off"``.
+        reuse: what the late side shares, ``"auto"`` or ``"marked"``; early is always ``"off"``.
 
     Returns:
         The numbers; ``print(report)``, ``report.to_json()``, ``report.save_html(path)``.

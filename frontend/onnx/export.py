@@ -19,6 +19,7 @@ from ...reuse.ir.program import ModelTensor, Program, UserInput
 from ...reuse.ir.verify import verify as verify_program
 from ..calls.calls import calls_of
 from ..capture.assemble import OutputTree
+from ..capture.blocks import Reuse
 from ..capture.capture import one_at_a_time
 from ..compiler import EXPORT
 from ..options import Options
@@ -85,7 +86,7 @@ class ExportReport:
 class _Request:
     """How a model is to be captured."""
 
-    reuse: str
+    reuse: Reuse
     train: bool
     opset: int
     dynamic_shapes: Any
@@ -98,7 +99,7 @@ def export_onnx(
     path: str | os.PathLike[str],
     *,
     kwargs: Mapping[str, Any] | None = None,
-    reuse: str = "marked",
+    reuse: Reuse = "auto",
     functions: bool = True,
     dynamic_shapes: Any = None,
     opset: int = MIN_OPSET,
@@ -117,8 +118,8 @@ def export_onnx(
         args: example positional inputs, on which the file is checked too.
         path: the file to write.
         kwargs: example keyword inputs.
-        reuse: ``"marked"`` or ``"off"``, as in :func:`lazyinline.compile`; a compiled module and a
-            program have theirs already.
+        reuse: ``"auto"``, ``"marked"`` or ``"off"``, as in :func:`lazyinline.compile`; a compiled
+            module and a program have theirs already.
         functions: False writes the flat model, every call replaced by its function's nodes.
         dynamic_shapes: which dimensions of the inputs may vary, as ``torch.export.export`` takes
             it; named ``Dim`` objects, or plain names, become the names of the file's dimensions.

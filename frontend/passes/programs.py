@@ -11,6 +11,7 @@ from ..capture.capture import capture_model
 from ..checks.runnable import check_batch_is_kept
 from ..options import Batching
 from ..requests import differentiation, loss_differentiation
+from ..reuse_table import nothing_shared
 from .parts import PARTS, programs_of
 from .state import Compilation, State, compile_pass
 
@@ -51,6 +52,9 @@ def capture(state: State) -> State:
     # Leaves with symbols are no others' equals: a symbol belongs to one capture.
     program = seen.program if subject.sizes else state.context.known(seen.program)
     state.report.describe(seen)
+    state.report.nothing_shared = nothing_shared(
+        subject.model, seen.decisions, state.context.options.reuse
+    )
     return replace(state, seen=seen, programs={PARTS[0]: program})
 
 

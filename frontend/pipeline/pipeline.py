@@ -35,6 +35,7 @@ from ...reuse.errors import PipelineError
 from ...reuse.ir.leaf import without_autocast
 from ...reuse.ir.program import ModelTensor
 from ..autograd.torch_hooks import have_hooks, pass_through_autograd
+from ..capture.blocks import Reuse
 from ..checks.runnable import check_runnable
 from ..compiler import RANK_CUT, RANK_FIT
 from ..guards.guard import Guard
@@ -93,7 +94,7 @@ def pipeline(
     loss_fn: LossFunction | None = None,
     recompute: Policy = None,
     memory_bytes_per_rank: int | None = None,
-    reuse: str = "marked",
+    reuse: Reuse = "auto",
     backend: str = "inductor",
     mesh: Any = None,
     gradients: str = "replicated",
@@ -120,7 +121,7 @@ def pipeline(
             micro-batch saves.
         memory_bytes_per_rank: what a rank may hold, parameters and gradients included; ``"auto"``
             finds the fastest split within it, and what is computed again to keep it.
-        reuse: ``"marked"`` or ``"off"``, as in ``compile``.
+        reuse: ``"auto"``, ``"marked"`` or ``"off"``, as in ``compile``.
         backend: ``"inductor"`` or ``"eager"``.
         mesh: a ``DeviceMesh`` with a dimension ``"pipeline"`` and, if gradients are to be averaged
             over replicas, one named ``"data"``. Without it, all ranks are one pipeline.
