@@ -326,7 +326,8 @@ class _StepEntry:
     def run_to_graph(self, leaves: Sequence[Any]) -> torch.Tensor:
         """The same, but that a backward of the loss hands out the gradients."""
         with torch.no_grad():
-            loss, outputs = self._computed(leaves, self._leased())
+            self._take(leaves)
+            loss, outputs = self._computed(self._leased())
             handed = self._handed_of(outputs)
         return handed.as_graph_of(loss)
 
@@ -337,19 +338,21 @@ class _StepEntry:
 
     def _run(self, leaves: Sequence[Any]) -> torch.Tensor:
         left = self._lease_as_left()
-        loss, outputs = self._computed(leaves, left or self._leased())
+        self._take(leaves)
+        loss, outputs = self._computed(left or self._leased())
         if left is None:
             self._handed_of(outputs).hand_out()
         return loss
 
-    def _computed(
-        self, leaves: Sequence[Any], lease: Lease
-    ) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
-        """Runs the program; returns the loss for the user, and all outputs."""
+    def _take(self, leaves: Sequence[Any]) -> None:
+        """Copies the batch in. Before a lease: the capture of a graph runs the program once."""
         for index, staging in self._staging:
             staging.take(leaves[index])
         for number, tensor in self._numbers:
             tensor.copy_(number.tensor(leaves))
+
+    def _computed(self, lease: Lease) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
+        """Runs the program; returns the loss for the user, and all outputs."""
         outputs: Sequence[torch.Tensor] = lease.runners[0]([])
         loss = self._loss_for_user(outputs)
         if self._num_writes:
