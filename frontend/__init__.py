@@ -18,6 +18,7 @@ cache_command        ``lazyinline cache``
 plan_memory_command  ``lazyinline plan-memory``
 checks               whether what a user hands in can be compiled at all
 tracing              how PyTorch is made to show what a model runs
+effects              what a forward does besides computing
 capture              from a model to a program
 guards               whether a compiled program still fits
 autograd             compiled programs inside PyTorch's autograd

@@ -14,13 +14,13 @@ from torch import nn
 from ...reuse import torch_pytree
 from ...reuse.evidence.module_state import module_state, own_hooks
 from ..capture.capture import backward_hooked, one_at_a_time
-from ..capture.effects import EffectError, EffectsSeen
 from ..capture.float_inputs import OpenCapture
 from ..checks.plain_inputs import watching_tensor, written_out
 from ..checks.runnable import check_runnable, check_writes
 from ..checks.torch_modes import mode_around
 from ..checks.wrappers import model_inside, way_of, wrapped_parts
 from ..compiler import Compiler
+from ..effects.effects import EffectError, EffectsSeen
 from ..guards.guard import Guard
 from ..guards.kept_programs import Inputs, KeptPrograms
 from ..guards.varying_floats import VaryingFloats

@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import wraps
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -36,6 +36,8 @@ from ...reuse.ir.program import ModelTensor, Program
 from ...reuse.open_numbers import is_open
 from ..checks.runnable import check_memory
 from ..checks.wrappers import is_compiled_by_torch, refuse_wrappers
+from ..effects.effects import EffectError, OnEffects
+from ..effects.outside_changes import find_fake
 from ..marks import is_compiled, is_marked
 from ..tracing.torch_fake_rules import kernels_own_rules
 from ..tracing.torch_tracing import DATA_DEPENDENT_ERRORS, frame_text, user_frame
@@ -49,15 +51,11 @@ from .blocks import (
     choose_blocks,
     dissolve,
 )
-from .effects import EffectError
-from .outside_changes import find_fake
 from .recorder import Recorder, UnsettledError
+from .recording import Recording
 from .regions import CapturedModel, CrossingError, Region, SharingDecision, Sizes, regions_inside
 
 Function = TypeVar("Function", bound=Callable[..., Any])
-
-OnEffects = Literal["refuse", "undo"]
-"""What becomes of a forward that does more at each call than compute."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -213,10 +211,10 @@ def _capture(
         captured = _capture_once(model, arguments, blocks(), train=train)
     except UnsettledError as unsettled:
         if arguments.have_open_numbers():
-            unsettled.recorder.let_go()
+            unsettled.recording.let_go()
             raise CaptureError("The forward keeps something, maybe a number that varies.") from None
-        first = _assemble(unsettled.recorder, unsettled.results, unsettled.tree)
-        unsettled.recorder.let_go()
+        first = _assemble(unsettled.recording, unsettled.results, unsettled.tree)
+        unsettled.recording.let_go()
         captured = _capture_settled(model, arguments, unsettled, first, blocks(), train=train)
     iterators = captured.evidence.iterators
     if iterators:  # each forward may make its own, and then it is no state
@@ -231,17 +229,17 @@ def _capture_once(
     sizes = None if arguments.sizes is None else arguments.sizes()
     recorder = Recorder(model, blocks, sizes, arguments.effects)
     if arguments.have_open_numbers():
-        recorder.tracer.reads = "none"  # a literal times such a number would tell it
+        recorder.recording.tracer.reads = "none"  # a literal times such a number would tell it
     is_settled = True
     try:
         results, tree = _run(recorder, arguments, train=train)
-        return _assemble(recorder, results, tree, arguments.opened)
+        return _assemble(recorder.recording, results, tree, arguments.opened)
     except UnsettledError:
         is_settled = False
         raise
     finally:
         if is_settled:
-            recorder.let_go()
+            recorder.recording.let_go()
 
 
 def _run(recorder: Recorder, arguments: Arguments, *, train: bool) -> tuple[list[Any], ResultTree]:
@@ -273,7 +271,7 @@ def _capture_settled(
     That is right only if nothing changes any more and the program is the same: a forward that
     notes a configuration the first time. A forward that counts is refused.
     """
-    effects = unsettled.recorder.effects
+    effects = unsettled.recording.effects
     unsettled.redo()
     try:
         second = _capture_once(model, arguments, blocks, train=train)
@@ -284,7 +282,7 @@ def _capture_settled(
     except (UnsettledError, EffectError) as again:
         unsettled.undo()
         if isinstance(again, UnsettledError):
-            effects.emit(known=tuple(again.recorder.effects.output))
+            effects.emit(known=tuple(again.recording.effects.output))
         raise EffectError(str(unsettled)) from None
     if not same:
         unsettled.undo()
@@ -294,28 +292,28 @@ def _capture_settled(
 
 
 def _assemble(
-    recorder: Recorder,
+    recording: Recording,
     results: list[Any],
     tree: ResultTree,
     opened: Collection[float] = (),
 ) -> CapturedModel:
-    recorder.tensors.resolve_all(recorder.root.nodes())
-    if recorder.sizes is not None:
-        recorder.sizes.settle(recorder.root, recorder.tensors.sources)
-    _dissolve_idle(recorder, results, tree)
-    program, shared = _build(recorder, results, tree, opened)
+    recording.tensors.resolve_all(recording.root.nodes())
+    if recording.sizes is not None:
+        recording.sizes.settle(recording.root, recording.tensors.sources)
+    _dissolve_idle(recording, results, tree)
+    program, shared = _build(recording, results, tree, opened)
     pairs = [
         (d, region)
-        for d, region in zip(recorder.decisions, recorder.decided, strict=True)
+        for d, region in zip(recording.decisions, recording.decided, strict=True)
         if d.shared or d.reason or region in shared
     ]
     decisions = [
         d if region not in shared else _with_constants(d, shared[region]) for d, region in pairs
     ]
     traced = sum(not d.shared for d in decisions)
-    met = [m for m in recorder.inside.met.values() if _can_be_watched(m)]
-    evidence = _root_evidence(recorder, program, met)
-    return CapturedModel(program, decisions, traced, evidence, met, recorder.sizes)
+    met = [m for m in recording.inside.met.values() if _can_be_watched(m)]
+    evidence = _root_evidence(recording, program, met)
+    return CapturedModel(program, decisions, traced, evidence, met, recording.sizes)
 
 
 def _can_be_watched(module: nn.Module) -> bool:
@@ -325,37 +323,37 @@ def _can_be_watched(module: nn.Module) -> bool:
     return not is_scripted and "training" in state and find_fake([state]) is None
 
 
-def _root_evidence(recorder: Recorder, program: Program, met: list[nn.Module]) -> RootEvidence:
+def _root_evidence(recording: Recording, program: Program, met: list[nn.Module]) -> RootEvidence:
     """What the run read, but for what the guard looks at itself in each module."""
-    for held in recorder.tensors.attributes_read(recorder.reads.names()):
-        recorder.reads.contents.look_into(held)
+    for held in recording.tensors.attributes_read(recording.reads.names()):
+        recording.reads.contents.look_into(held)
     placed = {id(s.tensor) for s in program.sources if isinstance(s, ModelTensor)}
-    return RootEvidence(recorder.reads, {*recorder.paths, *map(id, met)}, placed)
+    return RootEvidence(recording.reads, {*recording.paths, *map(id, met)}, placed)
 
 
 def _build(
-    recorder: Recorder,
+    recording: Recording,
     results: list[Any],
     tree: ResultTree,
     opened: Collection[float] = (),
 ) -> tuple[Program, Mapping[Region | None, Shared]]:
     """Builds the program; returns what each traced region's closure became, too."""
-    program, closures = assemble(recorder.root, results, tree, recorder.tensors.sources)
-    if isinstance(recorder.blocks, NoBlocks) and not opened:
+    program, closures = assemble(recording.root, results, tree, recording.tensors.sources)
+    if isinstance(recording.blocks, NoBlocks) and not opened:
         return program, {}
-    if recorder.sizes is not None:
+    if recording.sizes is not None:
         return program, {region: Shared(closure) for region, closure in closures.items()}
     program, found = share_constants(program, opened)
     return program, {region: found[closure] for region, closure in closures.items()}
 
 
-def _dissolve_idle(recorder: Recorder, results: list[Any], tree: ResultTree) -> None:
+def _dissolve_idle(recording: Recording, results: list[Any], tree: ResultTree) -> None:
     """Dissolves the blocks that nobody marked and whose closure nothing else calls."""
-    root, blocks = recorder.root, recorder.blocks
+    root, blocks = recording.root, recording.blocks
     idle = {r for r in regions_inside(root) if r.num_calls == 1 and not blocks.keeps(r)}
     names = Counter(region.name for region in regions_inside(root))
     if any(names[r.name] > 1 for r in idle):
-        _, shared = _build(recorder, results, tree)
+        _, shared = _build(recording, results, tree)
         uses = Counter(s.closure for s in shared.values())
         idle -= {r for r in idle if uses[shared[r].closure] > 1}
     dissolve(root, idle)

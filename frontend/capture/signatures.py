@@ -17,6 +17,9 @@ from ...reuse.ir.types import TensorType
 from ...reuse.torch_names import memory_id
 from ..checks.torch_modes import default_device
 
+CallKey = tuple[type, torch_pytree.TreeSpec, "CallSignature", Any, tuple[tuple[str, str], ...]]
+"""What two calls must have in common to share: class, nesting, signature, modes, marks inside."""
+
 _PLAIN_TYPES = (bool, int, str, type(None))
 
 

@@ -7,7 +7,7 @@ the trace among that, and what it prints or logs.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -17,6 +17,9 @@ from ...reuse.evidence.reads import Reads
 from ...reuse.ir.types import TensorType
 from ..tracing.torch_tracing import user_line
 from .outside_changes import OutsideChanges, find_fake
+
+OnEffects = Literal["refuse", "undo"]
+"""What becomes of a forward that does more at each call than compute."""
 
 _MAX_STATES = 8
 
@@ -38,7 +41,7 @@ class Effects:
         output: what was printed or logged, held back: the line, and what brings it out.
     """
 
-    def __init__(self, changes: OutsideChanges, policy: str) -> None:
+    def __init__(self, changes: OutsideChanges, policy: OnEffects) -> None:
         self.changes = changes
         self.changed = ""
         self.output: dict[str, Callable[[], None]] = {}

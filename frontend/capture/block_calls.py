@@ -1,0 +1,178 @@
+"""Which block calls become call nodes: those whose module agrees with an earlier one's evidence."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...reuse import torch_pytree
+from ...reuse.evidence.module_state import Places, module_state, walk_modules
+from ..marks import recompute_mark
+from ..tracing.torch_tracing import is_fake, unprofiled
+from .block_trace import BlockCall, trace_block
+from .blocks import dissolve
+from .init_key import InitKey, InitKeys
+from .recording import Recording
+from .regions import Region, Template
+from .shared_calls import TemplateMaker
+from .signatures import (
+    CallKey,
+    CallSignature,
+    ambient_modes,
+    bind_arguments,
+    forward_signature,
+)
+
+_MAX_CLOSURES_PER_BLOCK = 64
+_OTHER_CALL = "it is called in another way than earlier instances"
+
+
+class BlockCalls:
+    """Runs the calls of one recording's modules, or puts call nodes in their place."""
+
+    def __init__(self, recording: Recording) -> None:
+        self._recording = recording
+        self._blocks = recording.blocks
+        self._init_keys = InitKeys()
+        self._templating = TemplateMaker(recording.tracer, recording.tensors)
+        self._templates: dict[CallKey, list[Template]] = {}
+        self._signatures: dict[type, inspect.Signature | None] = {}
+        self._traced: dict[type, tuple[CallKey, str]] = {}
+
+    def call(self, module: nn.Module, args: Any, kwargs: Any, proceed: Callable[..., Any]) -> Any:
+        """Replaces a block's call by a call node where the evidence allows it."""
+        recording = self._recording
+        if not self._blocks.wants(module, recording.current):
+            return self._run_inline(module, args, kwargs, proceed)
+        with recording.bookkeeping(), unprofiled():
+            call = self._described(module, args, kwargs)
+            plain = not recording.tensors.have_attributes(call.leaves)
+            known = self._templates.setdefault(call.key, []) if plain else []
+            template, reason, compared = self._agreeing(call, known)
+            if template is not None:
+                result = self._call_shared(template, call)
+                recording.decide(module, call.init_key, None, compared=compared)
+                return result
+            if reason:
+                self._blocks.differs(module)
+            region = self._new_region(call)
+        made, why, result = trace_block(recording, self._templating, region, call, proceed)
+        if not self._blocks.pays(region):
+            dissolve(recording.current, {region})
+            return result
+        if made is not None and len(known) < _MAX_CLOSURES_PER_BLOCK:
+            known.append(made)
+        self._traced[type(module)] = (call.key, region.path)
+        recording.decide(module, call.init_key, region, reason=why or reason, compared=compared)
+        return result
+
+    def _run_inline(
+        self, module: nn.Module, args: Any, kwargs: Any, proceed: Callable[..., Any]
+    ) -> Any:
+        """Runs a module that is no block; one marked for recompute makes a part of its own."""
+        recording = self._recording
+        before, mark = recording.num_nodes, recompute_mark(module)
+        part = recording.inside_part(type(module).__name__, recording.path(module), mark)
+        with part if mark else nullcontext():
+            result = proceed(module, *args, **kwargs)
+        self._blocks.ran(module, recording.num_nodes - before)
+        return result
+
+    # ---- what a call is compared by ------------------------------------------------------
+
+    def _described(self, module: nn.Module, args: Any, kwargs: Any) -> BlockCall:
+        arguments = self._bind(module, args, kwargs)
+        leaves, spec = torch_pytree.flatten(arguments)
+        if any(isinstance(x, torch.Tensor) and not is_fake(x) for x in leaves):
+            args, kwargs = self._with_fakes(args, kwargs)
+            arguments = self._bind(module, args, kwargs)
+            leaves, spec = torch_pytree.flatten(arguments)
+        places = walk_modules(module)
+        signature = CallSignature(module, leaves, self._recording.tensors.real_ids)
+        key = (type(module), spec, signature, ambient_modes(), _recompute_marks(places))
+        init_key = self._init_keys.key(module)
+        return BlockCall(module, args, kwargs, arguments, leaves, places, key, init_key)
+
+    def _bind(self, module: nn.Module, args: Any, kwargs: Any) -> dict[str, Any]:
+        if "forward" in module_state(module):
+            return bind_arguments(forward_signature(module), args, kwargs)
+        if type(module) not in self._signatures:
+            self._signatures[type(module)] = forward_signature(module)
+        return bind_arguments(self._signatures[type(module)], args, kwargs)
+
+    def _with_fakes(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        leaves, spec = torch_pytree.flatten((args, kwargs))
+        fake_of = self._recording.fake_of
+        leaves = [fake_of(x) if isinstance(x, torch.Tensor) else x for x in leaves]
+        result: tuple[Any, Any] = torch_pytree.unflatten(leaves, spec)
+        return result
+
+    # ---- shared, or traced ---------------------------------------------------------------
+
+    def _agreeing(
+        self, call: BlockCall, known: Sequence[Template]
+    ) -> tuple[Template | None, str, str]:
+        """Finds what a call can share.
+
+        Returns:
+            The template or None; why not, and the path of the instance that it was compared with.
+        """
+        reason, compared = "", ""
+        earlier = self._traced.get(type(call.module))
+        if not known and earlier is not None:
+            compared, reason = earlier[1], _other_call(call.key, earlier[0], call.arguments)
+        for template in _likeliest_first(known, call.init_key):
+            compared = template.region.path
+            reason = template.evidence.mismatch_at(call.places)
+            if not reason:
+                return template, "", compared
+        return None, reason, compared
+
+    def _call_shared(self, template: Template, call: BlockCall) -> Any:
+        """Replaces an instance that agrees with a template by one call node."""
+        recording, module = self._recording, call.module
+        result = self._templating.call(template, module, call.leaves, recording.path(module))
+        recording.note_nested(module, template.evidence)
+        recording.reads.like(template.evidence.plain_reads, dict(call.places))
+        return result
+
+    def _new_region(self, call: BlockCall) -> Region:
+        recording, module = self._recording, call.module
+        return Region(
+            module,
+            recording.path(module),
+            type(module).__name__,
+            recording.current,
+            reads=recording.reads.of_block(),
+            recompute=recompute_mark(module),
+            init_key=call.init_key,
+        )
+
+
+def _likeliest_first(known: Sequence[Template], init_key: InitKey) -> list[Template]:
+    """Orders what a block may share with: made with equal arguments first, then the newest."""
+    return sorted(reversed(known), key=lambda t: bool(init_key.differing(t.region.init_key)))
+
+
+def _recompute_marks(places: Places) -> tuple[tuple[str, str], ...]:
+    """Returns which modules inside a block are marked, and how."""
+    marks = ((path, recompute_mark(module)) for path, module in places[1:])
+    return tuple((path, mark) for path, mark in marks if mark)
+
+
+def _other_call(key: CallKey, earlier: CallKey, arguments: Mapping[str, Any]) -> str:
+    """Says in which way a call differs from an earlier one of the class."""
+    names = [name for name, _ in torch_pytree.flatten_with_names(arguments)]
+    detail = key[2].difference(earlier[2], names)
+    if key[1] != earlier[1]:
+        detail = "its arguments are nested in another way"
+    elif not detail and key[3] != earlier[3]:
+        detail = "a mode such as grad mode or autocast is another"
+    elif not detail and key[4] != earlier[4]:
+        detail = "its sub-modules are marked for recompute in another way"
+    return f"{_OTHER_CALL}: {detail}" if detail else _OTHER_CALL

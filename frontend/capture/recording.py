@@ -1,0 +1,166 @@
+"""What has been recorded so far of a model that runs under the tracer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.fx
+from torch import nn
+
+from ...reuse.evidence.evidence import Evidence
+from ...reuse.evidence.module_state import walk_modules
+from ...reuse.evidence.reads import Reads
+from ..effects.effects import Effects, OnEffects
+from ..effects.inside_changes import InsideChanges
+from ..effects.outside_changes import OutsideChanges
+from ..tracing.torch_tracing import Tracer, is_mode_switch, new_fake_mode, plain_tensor_access
+from .blocks import Blocks
+from .init_key import InitKey
+from .outside_tensors import OutsideTensors
+from .regions import Region, SharingDecision, Sizes
+
+
+class Recording:
+    """The outer graph with its regions, and what the model's Python read and changed.
+
+    Attributes:
+        blocks: which module calls may share.
+        current: the innermost region that is being traced; nodes and reads are its.
+        decisions: whether each block's Python ran, in the order of calls.
+        decided: for each decision the region, if one was traced.
+        num_nodes: of the outer graph so far.
+        quiet: whether what runs is capture's own doing, not the model's.
+    """
+
+    def __init__(
+        self, model: nn.Module, blocks: Blocks, sizes: Sizes | None, effects: OnEffects
+    ) -> None:
+        self.model = model
+        self.blocks = blocks
+        self.sizes = sizes
+        places = walk_modules(model)
+        self.paths = {id(module): path for path, module in reversed(places)}
+        self.inside = InsideChanges(model)
+        self.effects = Effects(OutsideChanges(model), effects)
+        self.reads = Reads(self.inside.contents, self.effects.changes.found, is_root=True)
+        self.root = self.current = Region(model, "", type(model).__name__, reads=self.reads)
+        self.tracer = Tracer(sizes.mode if sizes else new_fake_mode(), self._add_node)
+        self.tensors = OutsideTensors(self.tracer, places)
+        self.decisions: list[SharingDecision] = []
+        self.decided: list[Region | None] = []
+        self.num_nodes = 0
+        self.quiet = False
+        self._ran: set[tuple[Any, type]] = set()
+
+    def let_go(self) -> None:
+        """Lets go of the model's tensors; what was recorded stays, in cycles, until collected."""
+        self.tracer.forget_tensors()
+        self.tensors.let_go()
+        self.reads.attributes.clear()
+
+    def put_back_outside(self) -> None:
+        """Puts back what was changed outside the model."""
+        self.effects.put_back(self.reads)
+
+    def path(self, module: nn.Module) -> str:
+        """Returns where a module sits in the model; empty outside of it."""
+        return self.paths.get(id(module), "")
+
+    @contextmanager
+    def bookkeeping(self) -> Iterator[None]:
+        """What capture itself reads and writes inside is not the model's doing."""
+        before, self.quiet = self.quiet, True
+        try:
+            with plain_tensor_access():
+                yield
+        finally:
+            self.quiet = before
+
+    def fake_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Returns the fake that stands for a tensor of the model."""
+        with self.bookkeeping():
+            return self.tensors.fake_of(tensor)
+
+    def _add_node(self, node: torch.fx.Node) -> None:
+        self.current.items.append(node)
+        self.num_nodes += 1
+
+    # ---- regions -------------------------------------------------------------------------
+
+    @contextmanager
+    def inside_block(self, region: Region) -> Iterator[None]:
+        """What runs inside belongs to a block's region."""
+        parent = self.current
+        parent.items.append(region)
+        self.current = region
+        try:
+            yield
+        finally:
+            self.current = parent
+            # A read is noted once, where it happened; whoever is around learns of it here.
+            parent.reads.absorb(region.reads)
+
+    @contextmanager
+    def inside_part(self, name: str, path: str, mark: str) -> Iterator[None]:
+        """What runs inside is a region of its own, marked for recompute."""
+        parent = self.current
+        region = Region(self.model, path, name, parent, reads=parent.reads, recompute=mark)
+        self.current = region
+        try:
+            yield
+        finally:
+            self.current = parent
+            parent.items.extend(_unwrapped(region))
+
+    # ---- what ran ------------------------------------------------------------------------
+
+    def decide(
+        self,
+        module: nn.Module,
+        key: InitKey,
+        traced: Region | None,
+        reason: str = "",
+        compared: str = "",
+    ) -> None:
+        """Notes whether a block's Python ran, and why."""
+        name, shared = type(module).__name__, traced is None
+        decision = SharingDecision(self.path(module), name, shared, reason, compared, key=key)
+        self.decisions.append(decision)
+        self.decided.append(traced)
+
+    def note_nested(self, module: nn.Module, evidence: Evidence) -> None:
+        """Notes that a block was called inside the region that is being traced."""
+        if self.current.reads is not self.reads:
+            self.current.reads.nested.append((module, evidence))
+
+    def function_ran(self, frame: Any) -> None:
+        """Notes a function of the model that begins."""
+        code = frame.f_code
+        self.effects.changes.began(frame)
+        first = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
+        reads = self.current.reads
+        if reads is not self.reads:
+            reads.function(frame)
+        elif (code, type(first)) not in self._ran:  # another layer's finds what this one found
+            reads.function(frame)
+            if isinstance(first, nn.Module):
+                self._ran.add((code, type(first)))
+
+
+def _unwrapped(region: Region) -> list[torch.fx.Node | Region]:
+    """Hands a region's mark on to the one block call in it, if there is nothing else in it."""
+    items = [i for i in region.items if isinstance(i, Region) or not is_mode_switch(i)]
+    first = items[0] if items else None
+    if isinstance(first, Region) and len(items) == 1:
+        first.parent, first.recompute = region.parent, first.recompute or region.recompute
+        return items
+    if isinstance(first, torch.fx.Node) and "call" in first.meta:
+        site = first.meta["call"]
+        if all(isinstance(i, torch.fx.Node) and i.args[0] is first for i in items[1:]):
+            first.meta["call"] = replace(site, recompute=site.recompute or region.recompute)
+            return items
+    return [region] if items else []

@@ -1,0 +1,151 @@
+"""What the model's Python does while it is recorded: noted, replaced, or refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...reuse.errors import CaptureError
+from ...reuse.evidence.module_state import raw_attribute
+from ...reuse.ir.types import TensorType
+from ..tracing.custom_function import TENSOR, CustomFunction
+from ..tracing.torch_tracing import user_line
+from .block_calls import BlockCalls
+from .recording import Recording
+
+_REENTRANT_CHECKPOINT = ("torch.utils.checkpoint", "CheckpointFunction")
+
+
+class ModelWatcher:
+    """Answers what the patches of PyTorch report; see :class:`..tracing.torch_patches.Watcher`."""
+
+    def __init__(self, recording: Recording, calls: BlockCalls) -> None:
+        self._recording = recording
+        self._calls = calls
+
+    # ---- modules and their attributes ----------------------------------------------------
+
+    def call(self, module: nn.Module, args: Any, kwargs: Any, proceed: Callable[..., Any]) -> Any:
+        """Runs a module's forward, or puts a call node in its place."""
+        if self._recording.quiet or module is self._recording.model:
+            return proceed(module, *args, **kwargs)
+        return self._calls.call(module, args, kwargs, proceed)
+
+    def read(self, module: nn.Module, name: str) -> None:
+        """Notes an attribute read, in the innermost region."""
+        recording = self._recording
+        if recording.quiet or module is recording.tracer.root:
+            return
+        with recording.bookkeeping():
+            recording.inside.meets(module)
+            recording.current.reads.attribute(module, name)
+
+    def read_all(self, module: nn.Module) -> None:
+        """Notes that every attribute of a module was read."""
+        recording = self._recording
+        if recording.quiet or module is recording.tracer.root:
+            return
+        with recording.bookkeeping():
+            recording.inside.meets(module)
+            recording.current.reads.all_attributes(module)
+
+    def write(self, module: nn.Module, name: str, value: Any) -> bool:
+        """Notes a module before the first write, to put it back; says whether to leave it as it is.
+
+        Writing back a tensor that was changed in place (``self.count += 1``) writes nothing.
+        """
+        recording = self._recording
+        if recording.quiet or module is recording.tracer.root:
+            return False
+        if value is recording.tensors.fakes.get(id(raw_attribute(module, name)), self):
+            return True
+        with recording.bookkeeping():
+            recording.inside.writes(module, name)
+        return False
+
+    # ---- tensors and operators -----------------------------------------------------------
+
+    def substitute(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Gives the model fakes for its own tensors."""
+        return tensor if self._recording.quiet else self._recording.fake_of(tensor)
+
+    def custom_function(self, function: type, args: Any, proceed: Callable[..., Any]) -> Any:
+        """Records the application of a custom autograd function as one operator."""
+        tensors = [a for a in args if isinstance(a, torch.Tensor)]
+        if self._recording.quiet or not tensors or _module_of(function).startswith("torch._"):
+            return proceed(*args)
+        if (_module_of(function), function.__name__) == _REENTRANT_CHECKPOINT:
+            run_function, _, *inputs = args
+            with self.checkpoint("full"):
+                return run_function(*inputs)
+        return self._one_operator(function, args, proceed)
+
+    def _one_operator(self, function: type, args: Any, proceed: Callable[..., Any]) -> Any:
+        tracer, tensors = self._recording.tracer, self._recording.tensors
+        args = [self._recording.fake_of(a) if isinstance(a, torch.Tensor) else a for a in args]
+        layout = tuple(TENSOR if isinstance(a, torch.Tensor) else a for a in args)
+        operands = [tensors.node_of(a) for a in args if isinstance(a, torch.Tensor)]
+        with tracer.untraced():
+            result = proceed(*args)
+        node = tracer.call(CustomFunction(function, layout), operands)
+        if isinstance(result, torch.Tensor):
+            tracer.track(result, node)
+        else:
+            for index, part in enumerate(result):
+                if isinstance(part, torch.Tensor):
+                    tracer.track(part, tracer.item(node, index))
+        return result
+
+    def checkpoint(self, policy: str) -> AbstractContextManager[None]:
+        """What runs inside is to be computed again in the backward."""
+        recording = self._recording
+        if recording.quiet or not torch.is_grad_enabled():
+            return nullcontext()
+        path = f"{recording.current.path}.checkpoint".lstrip(".")
+        return recording.inside_part("checkpoint", path, policy)
+
+    # ---- what a program would not do at each call -----------------------------------------
+
+    def output(self, emit: Callable[[], None], where: str) -> bool:
+        """Holds back what the forward prints or logs; says whether that is so."""
+        if not self._recording.quiet:
+            self._recording.effects.hold_back(emit, where)
+        return not self._recording.quiet
+
+    def text(self, tensor: torch.Tensor) -> None:
+        """Refuses to write out a tensor."""
+        if not self._recording.quiet:
+            self._recording.effects.asks_for_text(tensor)
+
+    def setting(self, what: str) -> None:
+        """Refuses a forward that sets a state of PyTorch."""
+        if not self._recording.quiet:
+            self._recording.effects.sets(what)
+
+    def gradient_hook(self, doing: str) -> None:
+        """Refuses a hook in a backward: it would be put on a fake tensor's and never run."""
+        if not self._recording.quiet:
+            raise CaptureError(
+                f"The model's forward {doing} at {user_line()}. A "
+                "compiled program cannot call it: use a torch.autograd.Function with that "
+                "backward, or put the hook on a parameter, outside the forward."
+            )
+
+    def run_state(self, tensor: torch.Tensor, name: str) -> None:
+        """Refuses to take what a tensor says of this run for what it says in every run."""
+        if self._recording.quiet:
+            return
+        what = {"grad": "gradient", "_version": "version"}.get(name, "memory")
+        raise CaptureError(
+            f"The model's forward asks for the {what} of a {TensorType.of(tensor)} tensor at "
+            f"{user_line()} (Tensor.{name}), which changes from run to run, and a compiled program "
+            "would use this run's answer at every call. Pass it in, or keep it in a buffer."
+        )
+
+
+def _module_of(cls: type) -> str:
+    return getattr(cls, "__module__", "") or ""

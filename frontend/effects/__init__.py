@@ -1,0 +1,6 @@
+"""What a forward does besides computing: found after a run, undone, or a reason to refuse.
+
+effects          all that a program would not do at each call
+outside_changes  what a run changes outside the model
+inside_changes   what a run changes in the model's modules
+"""
