@@ -19,7 +19,7 @@ from lazyinline.pipeline_parallel.split.balance import color_balanced
 from lazyinline.pipeline_parallel.split.call_costs import CPU_RATES, CostModel
 from lazyinline.pipeline_parallel.split.cut import cut_program
 from lazyinline.pipeline_parallel.stages.make_plan import make_plan
-from lazyinline.pipeline_parallel.stages.stage import differentiate_stages
+from lazyinline.pipeline_parallel.stages.stage_derivative import differentiate_stages
 from lazyinline.pipeline_parallel.stages.torch_pipelining import action_table
 from lazyinline.reuse.ir.program import Program
 

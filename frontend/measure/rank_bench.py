@@ -16,7 +16,7 @@ import torch
 from ...backend.run.rank_program import RankProgram
 from ...pipeline_parallel.schedule.actions import ActionTable
 from ...pipeline_parallel.split.call_costs import CPU_RATES
-from ...pipeline_parallel.stages.stage import StageDerivative
+from ...pipeline_parallel.stages.stage_derivative import StageDerivative
 from ...reuse.errors import LazyInlineError, PlanError
 from ..compiler import RANK
 from ..marks import lazy_inline

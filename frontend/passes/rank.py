@@ -9,7 +9,7 @@ from ...pipeline_parallel.schedule.plan import PipelinePlan
 from ...pipeline_parallel.schedule.rank_order import RankOrder
 from ...pipeline_parallel.split.call_costs import CostModel, DeviceRates
 from ...pipeline_parallel.split.cut import Stage
-from ...pipeline_parallel.stages.stage import StageDerivative
+from ...pipeline_parallel.stages.stage_derivative import StageDerivative
 from .context import Context
 from .stage_split import Splitting
 from .state import Compilation, Subject

@@ -20,8 +20,8 @@ from ...pipeline_parallel.schedule.actions import (
     FORWARD,
 )
 from ...pipeline_parallel.schedule.rank_order import Boundaries, RankOrder
-from ...pipeline_parallel.stages.stage import Run as RunStage
-from ...pipeline_parallel.stages.stage import StageDerivative, StageRuntime
+from ...pipeline_parallel.stages.stage_derivative import StageDerivative
+from ...pipeline_parallel.stages.unplanned_steps import RunStage, StageRuntime
 from ...reuse.ir.leaf import flat_types
 from ...reuse.ir.program import Leaf, ModelTensor, Program
 from ...reuse.ir.transfer import Wire

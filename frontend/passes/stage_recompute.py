@@ -11,7 +11,7 @@ from ...backend.link.part_layout import least
 from ...pipeline_parallel.schedule.rank_memory import StageMemory, bytes_beside
 from ...pipeline_parallel.split.cut import Stage
 from ...pipeline_parallel.stages.split_backward import Splitter
-from ...pipeline_parallel.stages.stage import StageDerivative
+from ...pipeline_parallel.stages.stage_derivative import StageDerivative
 from ...recompute.policy import Budget, Policy
 from ...reuse.errors import PipelineError, PlanError
 from ...reuse.ir.types import TensorType

@@ -8,8 +8,8 @@ from dataclasses import replace
 from ...pipeline_parallel.schedule.rank_order import rank_order
 from ...pipeline_parallel.split.cut import cut_program
 from ...pipeline_parallel.stages.make_plan import make_plan
-from ...pipeline_parallel.stages.stage import StageDerivative
-from ...pipeline_parallel.stages.stage import differentiate_stages as derivatives_of
+from ...pipeline_parallel.stages.stage_derivative import StageDerivative
+from ...pipeline_parallel.stages.stage_derivative import differentiate_stages as derivatives_of
 from ...reuse.ir.program import Program
 from .memory import linked
 from .parts import PARTS

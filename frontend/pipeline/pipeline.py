@@ -19,16 +19,13 @@ from ...pipeline_parallel.schedule.plan import PipelinePlan
 from ...pipeline_parallel.split.call_costs import CPU_RATES, CUDA_RATES
 from ...pipeline_parallel.split.cut import Stage
 from ...pipeline_parallel.stages.checkpoint import copy_state, read_parts
+from ...pipeline_parallel.stages.gradient_sums import GradientSums
 from ...pipeline_parallel.stages.planned_steps import PlannedSteps, Progress
 from ...pipeline_parallel.stages.process_groups import Ranks, ranks_of
 from ...pipeline_parallel.stages.sharded_optimizer import Shards
-from ...pipeline_parallel.stages.stage import (
-    GradientSums,
-    StageCounts,
-    StageDerivative,
-    StageSteps,
-    UnplannedSteps,
-)
+from ...pipeline_parallel.stages.stage_derivative import StageDerivative
+from ...pipeline_parallel.stages.stage_steps import StageCounts, StageSteps
+from ...pipeline_parallel.stages.unplanned_steps import UnplannedSteps
 from ...recompute.policy import Policy
 from ...reuse import torch_pytree
 from ...reuse.errors import PipelineError

@@ -1,6 +1,9 @@
 """Stages as programs and steps, and the ranks that run them.
 
-stage              one stage's forward and backward as programs, and as steps
+stage_derivative   one stage's forward and backward as programs
+stage_steps        what a schedule asks of a stage
+unplanned_steps    a stage's steps on tensors that PyTorch allocates
+gradient_sums      the gradients of micro-batches, summed
 split_backward     a backward in two halves: for what travels, and for parameters
 planned_steps      a stage's steps in an arena planned for the whole schedule
 make_plan          the plan of derived stages

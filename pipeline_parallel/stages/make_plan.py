@@ -10,7 +10,7 @@ from ...reuse.ir.types import TensorType
 from ..schedule.actions import FORWARD, Action, ActionTable
 from ..schedule.plan import PipelinePlan, StagePlan, predicted_durations, simulate
 from ..split.call_costs import CostModel, DeviceRates
-from .stage import StageDerivative
+from .stage_derivative import StageDerivative
 
 
 def make_plan(

@@ -13,7 +13,8 @@ from ...reuse.errors import PipelineError
 from ...reuse.ir.program import ModelTensor
 from ..schedule.actions import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Action
 from ..schedule.rank_order import RankOrder
-from .stage import StageCounts, StageDerivative
+from .stage_derivative import StageDerivative
+from .stage_steps import StageCounts
 
 
 class RankRunner(Protocol):

@@ -18,8 +18,9 @@ from torch import Tensor
 from ...reuse.errors import PipelineError
 from ...reuse.ir.program import Program
 from ..schedule.actions import ActionTable
+from .gradient_sums import GradientSums
 from .sharded_optimizer import Shards
-from .stage import GradientSums, StageDerivative
+from .stage_derivative import StageDerivative
 
 PIPELINE_DIM = "pipeline"
 DATA_DIM = "data"

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ...reuse.torch_names import version_of
-from .stage import GradientSums
+from .gradient_sums import GradientSums
 
 
 class Shards:

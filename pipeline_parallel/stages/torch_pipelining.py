@@ -31,7 +31,7 @@ from ..schedule.actions import (
     rank_of_stages,
 )
 from .process_groups import first_line
-from .stage import StageSteps
+from .stage_steps import StageSteps
 
 _CLASSES = {name: f"Schedule{name}" for name in SCHEDULES}
 _RECEIVES = {"F": "RECV_F", "B": "RECV_B", "I": "RECV_B"}
