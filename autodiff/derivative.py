@@ -31,7 +31,7 @@ from .choices import Choice, Cut, PerCall, Whole
 from .joint_cut import copy_graph, cut_joint
 from .leaf_derivative import Derivative, cotangent_type, hand_over_views, make_pair
 from .run_again import Rerunner, run_again
-from .torch_autograd import Decompositions, JointTrace, partition
+from .torch_autograd import Decompositions, JointTrace, PartitionPolicy, partition
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Recipe:
     """
 
     decompositions: Decompositions = field(default_factory=dict)
-    policy: str = "save"
+    policy: PartitionPolicy = "save"
     joint_pass: Callable[[torch.fx.GraphModule], torch.fx.GraphModule] | None = None
     kernels: Kernels = "backend"
     rewrite: Callable[[torch.fx.GraphModule], torch.fx.GraphModule] = _unchanged

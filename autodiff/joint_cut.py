@@ -7,7 +7,7 @@ recomputed tensors live shortly. Random operators are never among what is comput
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.fx
@@ -109,7 +109,7 @@ def extract(
     module: torch.fx.GraphModule,
     inputs: Sequence[torch.fx.Node],
     outputs: Sequence[Any],
-    order: str = "as_is",
+    order: Literal["as_is", "when_needed"] = "as_is",
 ) -> torch.fx.GraphModule:
     """Copies the part of a graph that leads from some of its nodes to others.
 

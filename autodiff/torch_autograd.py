@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import torch
 import torch.fx
@@ -339,8 +339,11 @@ def _strip_detach(module: torch.fx.GraphModule) -> None:
     module.recompile()
 
 
+PartitionPolicy: TypeAlias = Literal["save", "min_cut"]
+
+
 def partition(
-    joint: torch.fx.GraphModule, num_outputs: int, policy: str
+    joint: torch.fx.GraphModule, num_outputs: int, policy: PartitionPolicy
 ) -> tuple[torch.fx.GraphModule, torch.fx.GraphModule]:
     """Splits a joint graph into forward and backward.
 

@@ -9,8 +9,10 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from ..backend.kernels.lower import BACKENDS
 from ..recompute.policy import POLICIES
 from ..reuse.errors import LazyInlineError
+from ..reuse.ir.printer import Shown
 from . import cache_command, plan_memory_command
 from .advise.advise import advise
 from .capture.blocks import REUSE_CHOICES
@@ -21,7 +23,7 @@ from .measure.page import page
 from .measure.rank_bench import RANK_MODELS, RANKS, bench_rank, ranks_to_json
 from .measure.target import FORM, load_target
 from .onnx.export import MIN_OPSET, export_onnx
-from .options import BACKEND_CHOICES, Options
+from .options import Options
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -120,7 +122,7 @@ def _inspect(options: argparse.Namespace) -> None:
     target = load_target(options.target)
     settings = Options(reuse=options.reuse, backend=options.backend, recompute=options.recompute)
     if options.after is None:
-        source = "show" if options.source else "hide"
+        source: Shown = "show" if options.source else "hide"
         print(show_captured(target, settings, train=options.train, source=source), end="")
         return
     text = show_after(
@@ -195,7 +197,7 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
     help_ = f"with {names}: whose program to compile; default middle"
     add("--rank", nargs="+", default=["middle"], metavar=ranks, help=help_)
     add("--infer", action="store_true", help="forward without gradients; default is training")
-    add("--backend", choices=BACKEND_CHOICES, default=BACKEND_CHOICES[0])
+    add("--backend", choices=BACKENDS, default=BACKENDS[0])
     add("--json", type=pathlib.Path, metavar="FILE", help="write the numbers")
     add("--html", type=pathlib.Path, metavar="FILE", help="write a page")
 
@@ -221,7 +223,7 @@ def _add_inspect(parser: argparse.ArgumentParser) -> None:
     )
     add("--train", action="store_true", help="with gradients; shows what is saved and recomputed")
     add("--recompute", choices=POLICIES, help="with --train; default: nothing but marks")
-    add("--backend", choices=BACKEND_CHOICES, default="eager", help="whose graphs to show")
+    add("--backend", choices=BACKENDS, default="eager", help="whose graphs to show")
     add("--source", action="store_true", help="show the line of Python behind each operator")
 
 
@@ -245,7 +247,7 @@ def _add_advise(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("target", metavar="TARGET", help=f"{FORM} or (model, args, kwargs)")
     add("--infer", action="store_true", help="forward without gradients; default is training")
-    add("--backend", choices=BACKEND_CHOICES, default=BACKEND_CHOICES[0], help="whose seconds")
+    add("--backend", choices=BACKENDS, default=BACKENDS[0], help="whose seconds")
 
 
 def _positive(text: str) -> int:

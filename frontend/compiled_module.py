@@ -7,6 +7,7 @@ from typing import Any, Literal, TypeVar, overload
 
 from torch import nn
 
+from ..backend.kernels.lower import BackendName
 from ..recompute.policy import Policy
 from ..reuse.errors import PlanError
 from ..reuse.evidence.module_state import has_own_hooks
@@ -31,7 +32,7 @@ def compile(
     model: nn.Module,
     *,
     reuse: Reuse = ...,
-    backend: str = ...,
+    backend: BackendName = ...,
     recompute: Policy = ...,
     dynamic: bool | None = ...,
     in_place: Literal[False] = ...,
@@ -41,7 +42,7 @@ def compile(
     model: Model,
     *,
     reuse: Reuse = ...,
-    backend: str = ...,
+    backend: BackendName = ...,
     recompute: Policy = ...,
     dynamic: bool | None = ...,
     in_place: Literal[True],
@@ -52,7 +53,7 @@ def compile(
     model: nn.Module,
     *,
     reuse: Reuse = "marked",
-    backend: str = "inductor",
+    backend: BackendName = "inductor",
     recompute: Policy = None,
     dynamic: bool | None = None,
     in_place: bool = False,

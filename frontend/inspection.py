@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 from torch import nn
 
 from ..reuse.errors import LazyInlineError
-from ..reuse.ir.printer import diff_texts, format_program
+from ..reuse.ir.printer import Shown, diff_texts, format_program
 from ..reuse.ir.program import Program
 from ..reuse.ir.verify import verify
 from .capture.blocks import Reuse
@@ -68,7 +68,7 @@ def pass_lists() -> str:
     return "\n".join(lines)
 
 
-def show_captured(target: Target, options: Options, *, train: bool, source: str = "hide") -> str:
+def show_captured(target: Target, options: Options, *, train: bool, source: Shown = "hide") -> str:
     """Returns a captured program as text; in training, what is saved and computed again, too."""
     compiler = Compiler(options)
     state = compiler.started(Subject(target.model, target.args, target.kwargs, train))

@@ -11,9 +11,10 @@ from typing import Any, TypeVar, overload
 
 from torch import nn
 
-from ..recompute.policy import POLICIES
+from ..recompute.policy import POLICIES, PolicyName
 from ..reuse.errors import PlanError, ReuseError
 from ..reuse.evidence.module_state import module_state
+from ..reuse.ir.program import RecomputeMark
 
 _MARK = "__lazy_inline__"
 STAGE_MARK = "_lazyinline_stage"
@@ -68,7 +69,7 @@ def lazy_inline(target: Any) -> Any:
 Target = TypeVar("Target", bound=Any)
 
 
-def recompute(target: Target, policy: str | None = "full") -> Target:
+def recompute(target: Target, policy: PolicyName | None = "full") -> Target:
     """Marks a module, or all modules of a class, for recompute, like ``torch.utils.checkpoint``.
 
     The mark goes before the ``recompute=`` of ``compile`` and ``compile_step``. Set it before the
@@ -108,10 +109,10 @@ def recompute(target: Target, policy: str | None = "full") -> Target:
     return target
 
 
-def recompute_mark(module: nn.Module) -> str:
+def recompute_mark(module: nn.Module) -> RecomputeMark:
     """Returns how a module is marked for recompute: a policy, ``"save"``, or nothing."""
-    own = module_state(module).get(_RECOMPUTE) or getattr(type(module), _RECOMPUTE, "")
-    return str(own)
+    own: RecomputeMark = module_state(module).get(_RECOMPUTE, "")
+    return own or getattr(type(module), _RECOMPUTE, "")
 
 
 def is_marked(cls: type) -> bool:

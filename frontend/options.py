@@ -6,12 +6,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ..autodiff.micro_batches import Order
-from ..backend.kernels.lower import backend_named
+from ..backend.kernels.lower import BackendName, backend_named
 from ..recompute.policy import POLICIES, Policy, check_policy
 from ..reuse.errors import PlanError, ReuseError
 from .capture.blocks import REUSE_CHOICES, Reuse
-
-BACKEND_CHOICES = ("inductor", "eager")
 
 
 @dataclass(frozen=True)
@@ -19,7 +17,7 @@ class Options:
     """The options of one compiled module, checked."""
 
     reuse: Reuse = "marked"
-    backend: str = "inductor"
+    backend: BackendName = "inductor"
     recompute: Policy = None
     cache: Literal["off", "disk"] = "off"
     """``"disk"`` takes results of earlier processes; what is measured does not."""

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from ..backend.cache.results import CacheUse
+from ..backend.kernels.lower import BackendName
 from ..recompute.summary import RecomputeRecord
 from ..reuse.ir.printer import closure_names
 from ..reuse.ir.program import count_calls
@@ -71,7 +72,7 @@ class CompileReport:
     """
 
     train: bool
-    backend: str
+    backend: BackendName
     reuse: Reuse
     passes: list[PassRecord] = field(default_factory=list)
     num_nodes: int = 0

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from ..autodiff.micro_batches import ORDERS, Order
+from ..backend.kernels.lower import BackendName
 from ..backend.launches.present_memory import address_in
 from ..backend.launches.torch_native import Move
 from ..backend.run.planned import Lease
@@ -48,7 +49,7 @@ def compile_step(
     loss_fn: LossFunction | None = None,
     recompute: Policy = None,
     reuse: Reuse = "marked",
-    backend: str = "inductor",
+    backend: BackendName = "inductor",
     order: Order = "forward_first",
 ) -> TrainingStep:
     """Returns a function that runs one training step and fills ``.grad``.

@@ -10,7 +10,7 @@ import torch.fx
 from ..autodiff.choices import Choice, Cut, PerCall, Whole
 from ..autodiff.derivative import Differentiator, Request
 from ..reuse.ir.leaf import is_view
-from ..reuse.ir.program import Call, Composite, Leaf, input_nodes
+from ..reuse.ir.program import Call, Composite, Leaf, RecomputeMark, input_nodes
 from . import solver
 from .cut_problem import CutPoint, CutProblem
 from .operator_costs import CostModel
@@ -61,7 +61,7 @@ class Planner:
 
     # ---- policies ------------------------------------------------------------------------
 
-    def choice(self, request: Request, policy: str) -> Choice | None:
+    def choice(self, request: Request, policy: RecomputeMark) -> Choice | None:
         """Returns what a policy chooses for a program: for its blocks, and inside them.
 
         Args:
@@ -84,7 +84,7 @@ class Planner:
         pairs = zip(closure.program.calls, asked, strict=True)
         return [Site(i, call, r) for i, (call, r) in enumerate(pairs) if r is not None]
 
-    def _of_call(self, site: Site, policy: str) -> Choice | None:
+    def _of_call(self, site: Site, policy: RecomputeMark) -> Choice | None:
         own = policy_of(site.call, policy)
         if own == "save":
             return None
@@ -247,7 +247,7 @@ class Planner:
         return self._problems[request]
 
 
-def policy_of(call: Call, policy: str) -> str:
+def policy_of(call: Call, policy: RecomputeMark) -> RecomputeMark:
     """Returns the policy of a call: its own mark, or the given one if it is a block's call."""
     return call.recompute or (policy if call.path else "")
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import numbers
 from dataclasses import dataclass
-from typing import Union
+from typing import Literal, TypeAlias, Union, get_args
 
 from ..reuse.errors import PlanError
 
-POLICIES = ("full", "selective")
-COSTS = ("estimated", "measured")
+PolicyName: TypeAlias = Literal["full", "selective"]
+POLICIES: tuple[PolicyName, ...] = get_args(PolicyName)
+Costs: TypeAlias = Literal["estimated", "measured"]
+COSTS: tuple[Costs, ...] = get_args(Costs)
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,7 @@ class Budget:
 
     saved_bytes: int | None = None
     fraction: float | None = None
-    costs: str = "estimated"
+    costs: Costs = "estimated"
 
     def __post_init__(self) -> None:
         given = [v for v in (self.saved_bytes, self.fraction) if v is not None]
@@ -52,7 +54,7 @@ class Budget:
             raise PlanError(f"Budget(costs={self.costs!r}) is unknown; there are {COSTS}.")
 
 
-Policy = Union[str, Budget, None]  # noqa: UP007
+Policy = Union[PolicyName, Budget, None]  # noqa: UP007
 
 
 def check_policy(policy: object) -> Policy:
@@ -63,8 +65,9 @@ def check_policy(policy: object) -> Policy:
     """
     if policy is None or isinstance(policy, Budget):
         return policy
-    if isinstance(policy, str) and policy in POLICIES:
-        return policy
+    for name in POLICIES:
+        if policy == name:
+            return name
     raise PlanError(
         f"recompute={policy!r} is unknown; give None, {', '.join(map(repr, POLICIES))}, "
         "Budget(saved_bytes=...) or Budget(fraction=...)."

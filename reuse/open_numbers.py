@@ -15,7 +15,7 @@ from __future__ import annotations
 import operator
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -117,7 +117,7 @@ def _decides(number: Any, name: str) -> CaptureError:
     return CaptureError(f"A number that varies decides something here (by {name}).")
 
 
-def _with_tensors(name: str, number_first: str) -> Callable[[Any, Any], Any]:
+def _with_tensors(name: str, number_first: Literal["yes", "no"]) -> Callable[[Any, Any], Any]:
     """Returns an operation on tensors; other numbers only where both give the bits of Python."""
     function = getattr(operator, name)
     among_numbers = name in ("mul", "sub")

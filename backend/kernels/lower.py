@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol, TypeAlias, get_args
 
 import torch
 import torch.fx
@@ -26,6 +26,10 @@ from ..launches.kernel_list import KernelList
 from . import torch_inductor, torch_recorder
 from .eager_kernel import eager_function
 from .torch_attention import with_plain_attention
+
+BackendName: TypeAlias = Literal["inductor", "eager"]
+"""Who makes the kernels."""
+BACKENDS: tuple[BackendName, ...] = get_args(BackendName)
 
 _TINY_NODES = 2
 _FREE_TARGETS = frozenset(
@@ -54,15 +58,15 @@ class Kernel:
     """
 
     function: Callable[..., Sequence[Any]]
-    convention: str
-    source: str  # which backend made it
+    convention: Literal["boxed", "plain"]
+    source: BackendName  # which backend made it
     sizes: tuple[int, ...] = ()  # come before the operands
 
 
 class Backend(Protocol):
     """What the compiler asks of a backend."""
 
-    name: str
+    name: BackendName
 
     def recipe(self, leaf: Leaf) -> Recipe:
         """Says how a leaf is differentiated and decomposed."""
@@ -74,7 +78,7 @@ class Backend(Protocol):
 class EagerBackend:
     """PyTorch's own kernels, operator by operator."""
 
-    name = "eager"
+    name: BackendName = "eager"
 
     def recipe(self, leaf: Leaf) -> Recipe:
         """Keeps what autograd would keep; nothing is decomposed further than autograd does."""
@@ -92,7 +96,7 @@ class EagerBackend:
 class InductorBackend:
     """TorchInductor kernels."""
 
-    name = "inductor"
+    name: BackendName = "inductor"
 
     def __init__(self) -> None:
         self._recipe: Recipe | None = None
@@ -124,7 +128,7 @@ class InductorBackend:
         return kernels
 
 
-def backend_named(name: str) -> Backend:
+def backend_named(name: BackendName) -> Backend:
     """Returns a backend by name.
 
     Raises:

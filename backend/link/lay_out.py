@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import torch
 
@@ -14,13 +14,16 @@ from ..launches.kernel_list import KernelList
 from .layout import BufferKind, Instance, Layout, Part, Placed, buffers_of
 from .link import FlatProgram
 
+Results: TypeAlias = Literal["owned", "pinned"]
+"""Whether the caller keeps what a run returns, or it stays in the arena until the next run."""
+
 
 def lay_out(
     flats: Sequence[FlatProgram],
     kernel_lists: Mapping[Leaf, KernelList],
     num_results: Sequence[int],
     backward_inputs: Sequence[tuple[str, Any]] = (),
-    results: str = "owned",
+    results: Results = "owned",
 ) -> Layout:
     """Lays out what a :class:`PlannedProgram` of the same arguments plans."""
     layout = Layout()

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 from types import CodeType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -27,7 +27,7 @@ from ..link.gradient_memory import (
     copy_of_host,
     new_host,
 )
-from ..link.lay_out import handed_on, lay_out, outside_bytes
+from ..link.lay_out import Results, handed_on, lay_out, outside_bytes
 from ..link.link import FlatProgram
 from ..link.placement import TOOLS, Tools, planned, planned_overlaid
 from ..link.program_writer import (
@@ -72,9 +72,9 @@ class PlannedProgram:
         model_inputs: Sequence[int],
         num_results: Sequence[int],
         backward_inputs: Sequence[tuple[str, Any]] = (),
-        results: str = "owned",
+        results: Results = "owned",
         tools: Tools = TOOLS,
-        gradients: str = "apart",
+        gradients: Literal["apart", "overlaid"] = "apart",
         names: Sequence[str] = (),
     ) -> None:
         self._names = names

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ...backend.kernels.lower import BackendName
+
 
 @dataclass(frozen=True)
 class ClassAdvice:
@@ -98,7 +100,7 @@ class Advice:
 
     model: str
     train: bool
-    backend: str
+    backend: BackendName
     num_nodes: int
     num_nodes_if_inlined: int
     seconds_per_node: float

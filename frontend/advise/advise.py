@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...backend.kernels.lower import BackendName
 from ...reuse.errors import PlanError
 from ...reuse.evidence.module_state import module_state
 from ...reuse.ir.program import Closure, Composite, Leaf, Program, count_calls, walk_closures
@@ -52,7 +53,7 @@ def advise(
     kwargs: Mapping[str, Any] | None = None,
     *,
     train: bool = True,
-    backend: str = "inductor",
+    backend: BackendName = "inductor",
 ) -> Advice:
     """Says which classes to mark, what each saves, and what keeps near-identical blocks apart.
 

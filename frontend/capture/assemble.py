@@ -19,7 +19,16 @@ import torch.fx
 
 from ...reuse import torch_pytree
 from ...reuse.ir.leaf import FullKey, cut_leaf, leaf_key, mutated_args, node_type, stamp_of
-from ...reuse.ir.program import Call, Closure, Composite, Leaf, Program, Source, Value
+from ...reuse.ir.program import (
+    Call,
+    Closure,
+    Composite,
+    Leaf,
+    Program,
+    RecomputeMark,
+    Source,
+    Value,
+)
 from ...reuse.torch_names import memory_id
 from ..tracing.torch_tracing import is_mode_switch
 from .regions import CallSite, CrossingError, Region, regions_inside
@@ -84,7 +93,7 @@ class _Unit:
     site: CallSite | None = None
 
     @property
-    def place(self) -> tuple[str, str]:
+    def place(self) -> tuple[str, RecomputeMark]:
         """The module path, and how the user wants it recomputed."""
         instance = self.site or self.region
         return (instance.path, instance.recompute) if instance is not None else ("", "")

@@ -14,6 +14,7 @@ from torch import nn
 from ...reuse.evidence.evidence import Evidence
 from ...reuse.evidence.module_state import walk_modules
 from ...reuse.evidence.reads import Reads
+from ...reuse.ir.program import RecomputeMark
 from ..effects.effects import Effects, OnEffects
 from ..effects.inside_changes import InsideChanges
 from ..effects.outside_changes import OutsideChanges
@@ -105,7 +106,7 @@ class Recording:
             parent.reads.absorb(region.reads)
 
     @contextmanager
-    def inside_part(self, name: str, path: str, mark: str) -> Iterator[None]:
+    def inside_part(self, name: str, path: str, mark: RecomputeMark) -> Iterator[None]:
         """What runs inside is a region of its own, marked for recompute."""
         parent = self.current
         region = Region(self.model, path, name, parent, reads=parent.reads, recompute=mark)

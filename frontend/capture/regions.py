@@ -15,7 +15,7 @@ from ...reuse.errors import CaptureError
 from ...reuse.evidence.evidence import Evidence
 from ...reuse.evidence.reads import Reads
 from ...reuse.evidence.root_evidence import RootEvidence
-from ...reuse.ir.program import ModelTensor, Program
+from ...reuse.ir.program import ModelTensor, Program, RecomputeMark
 from ...reuse.ir.types import TensorType
 from .init_key import NO_KEY, InitKey
 
@@ -41,7 +41,7 @@ class Region:
     input_names: list[str] = field(default_factory=list)
     outputs: list[torch.fx.Node] = field(default_factory=list)
     num_calls: int = 1
-    recompute: str = ""
+    recompute: RecomputeMark = ""
     init_key: InitKey = NO_KEY
 
     def nodes(self) -> list[torch.fx.Node]:
@@ -103,7 +103,7 @@ class CallSite:
 
     region: Region
     path: str
-    recompute: str = ""
+    recompute: RecomputeMark = ""
 
 
 @dataclass(frozen=True)

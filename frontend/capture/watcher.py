@@ -11,6 +11,7 @@ from torch import nn
 
 from ...reuse.errors import CaptureError
 from ...reuse.evidence.module_state import raw_attribute
+from ...reuse.ir.program import RecomputeMark
 from ...reuse.ir.types import TensorType
 from ..tracing.custom_function import TENSOR, CustomFunction
 from ..tracing.torch_tracing import user_line
@@ -100,7 +101,7 @@ class ModelWatcher:
                     tracer.track(part, tracer.item(node, index))
         return result
 
-    def checkpoint(self, policy: str) -> AbstractContextManager[None]:
+    def checkpoint(self, policy: RecomputeMark) -> AbstractContextManager[None]:
         """What runs inside is to be computed again in the backward."""
         recording = self._recording
         if recording.quiet or not torch.is_grad_enabled():

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from ...backend.kernels.lower import BackendName
 from ..marks import lazy_inline
 from ..options import Options
 from . import models
@@ -46,7 +47,7 @@ class Plan:
     model: str = "llama"
     layers: tuple[int, ...] = DEFAULT_LAYERS
     train: bool = True
-    backend: str = "inductor"
+    backend: BackendName = "inductor"
     micro_batches: int = 1
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from ...autodiff.micro_batches import Order
+from ...backend.kernels.lower import BackendName
 from ...recompute.policy import Policy
 from ..compiled import CompiledStep
 from ..compiler import Compiler
@@ -100,7 +101,7 @@ def compile_large(
     name: str,
     *,
     order: Order = "forward_first",
-    backend: str = "inductor",
+    backend: BackendName = "inductor",
     layers: int | None = None,
     micro_batches: int | None = None,
     recompute: Policy = None,

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from ...backend.kernels import torch_inductor
+from ...backend.kernels.lower import BackendName
 from ...reuse.errors import PlanError
 from ..calls.torch_slot import slots_empty
 from ..capture.blocks import Reuse
@@ -44,7 +45,7 @@ def measure(
     train: bool = True,
     micro_batches: int = 1,
     execute: bool = True,
-    backend: str = "inductor",
+    backend: BackendName = "inductor",
     reuse: Reuse = "marked",
 ) -> MeasureReport:
     """Compiles a model with late and with early inlining and compares both with eager.
@@ -141,7 +142,7 @@ def compile_sides(workload: Workload, options: Options) -> MeasureReport:
     return _report(workload, options, late, early)
 
 
-def warm_up_compiler(*, backend: str, train: bool) -> Seconds:
+def warm_up_compiler(*, backend: BackendName, train: bool) -> Seconds:
     """Compiles a tiny model, so that imports and first uses are paid; returns what that cost."""
     start = Seconds(cpu_seconds(), time.perf_counter())
     options = Options(backend=backend)

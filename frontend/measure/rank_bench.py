@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from ...backend.kernels.lower import BackendName
 from ...backend.run.rank_program import RankProgram
 from ...pipeline_parallel.schedule.actions import ActionTable
 from ...pipeline_parallel.split.call_costs import CPU_RATES
@@ -216,7 +217,7 @@ def bench_rank(
     say: Callable[[str], None],
     *,
     ranks: Sequence[str] = ("middle",),
-    backend: str = "inductor",
+    backend: BackendName = "inductor",
     **sizes: Any,
 ) -> tuple[RankReport, ...]:
     """Compiles ranks of a large pipeline, keeping everything and recomputing everything."""

@@ -9,6 +9,7 @@ import pathlib
 from dataclasses import dataclass, field
 from typing import Any
 
+from ...backend.kernels.lower import BackendName
 from ..report import CompileReport
 from .workload import Errors, StepTime
 
@@ -59,7 +60,7 @@ class MeasureReport:
 
     model: str
     train: bool
-    backend: str
+    backend: BackendName
     late: Side
     early: Side
     eager: StepTime | None = None

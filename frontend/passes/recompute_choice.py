@@ -7,13 +7,14 @@ from dataclasses import dataclass, replace
 
 from ...autodiff.choices import Choice
 from ...autodiff.derivative import Differentiator, Request
+from ...backend.kernels.lower import BackendName
 from ...recompute.fit_budget import BudgetFit, Peaks
 from ...recompute.operator_costs import CostModel, Measured, Roofline
 from ...recompute.planner import Planner, policy_of
 from ...recompute.policy import Budget, Policy
 from ...recompute.summary import summarize
 from ...reuse.errors import PlanError
-from ...reuse.ir.program import Composite
+from ...reuse.ir.program import Composite, RecomputeMark
 from ..report import CompileReport
 
 PeakOf = Callable[[Request], int]
@@ -41,7 +42,9 @@ class Recompute:
         backend: whose kernels run; it decides what operators cost.
     """
 
-    def __init__(self, differentiator: Differentiator, policy: Policy, backend: str) -> None:
+    def __init__(
+        self, differentiator: Differentiator, policy: Policy, backend: BackendName
+    ) -> None:
         self._make = differentiator
         self._policy = policy
         costs: CostModel = Roofline(fused=backend != "eager")
@@ -90,14 +93,13 @@ class Recompute:
                 lambda choice: peaks.guessed(replace(request, choice=choice)),
             )
             return BudgetFit(self._planner, request, of_choice).fit(policy)
-        policy = policy or ""
         assert isinstance(request.closure, Composite)
         if policy and not _has_policies(request.closure, policy):
             raise PlanError(
                 f"recompute={policy!r} is decided for each block, and the model has none. Mark its "
                 "layer class with lazy_inline, or a module with lazyinline.recompute."
             )
-        return self._planner.choice(request, policy)
+        return self._planner.choice(request, policy or "")
 
 
 def has_marks(closure: Composite) -> bool:
@@ -105,7 +107,7 @@ def has_marks(closure: Composite) -> bool:
     return _has_policies(closure, "")
 
 
-def _has_policies(closure: Composite, policy: str) -> bool:
+def _has_policies(closure: Composite, policy: RecomputeMark) -> bool:
     """Whether anything is wanted of a call in here, at any depth; looks at each closure once."""
     todo, seen = [closure], {closure}
     while todo:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import pathlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal, TypeAlias, get_args
 
 import torch
 from torch import Tensor, nn
 
+from ...backend.kernels.lower import BackendName
 from ...backend.run.rank_program import RankProgram
 from ...pipeline_parallel.schedule.actions import (
     ActionTable,
@@ -51,7 +52,8 @@ from ..requests import model_name
 from ..training_step import LossFunction, LossModel
 from .batch import Batch
 
-GRADIENTS = ("replicated", "sharded")
+Gradients: TypeAlias = Literal["replicated", "sharded"]
+GRADIENTS: tuple[Gradients, ...] = get_args(Gradients)
 
 # How often to save less before giving up on a bound.
 _ATTEMPTS = 6
@@ -92,9 +94,9 @@ def pipeline(
     recompute: Policy = None,
     memory_bytes_per_rank: int | None = None,
     reuse: Reuse = "marked",
-    backend: str = "inductor",
+    backend: BackendName = "inductor",
     mesh: Any = None,
-    gradients: str = "replicated",
+    gradients: Gradients = "replicated",
     timeout_s: float = 300.0,
 ) -> Pipeline:
     """Splits a model into stages and compiles this rank's; every rank calls it in the same way.

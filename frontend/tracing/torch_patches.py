@@ -23,6 +23,7 @@ import torch
 import torch.utils.checkpoint
 from torch import nn
 
+from ...reuse.ir.program import RecomputeMark
 from ...reuse.torch_names import CALL_SLOT
 from .torch_tracing import is_library_frame, is_torch_frame, is_user_frame, user_line
 
@@ -64,7 +65,7 @@ class Watcher(Protocol):
     def custom_function(self, function: type, args: Any, proceed: Callable[..., Any]) -> Any:
         """Takes the application of a ``torch.autograd.Function``."""
 
-    def checkpoint(self, policy: str) -> AbstractContextManager[None]:
+    def checkpoint(self, policy: RecomputeMark) -> AbstractContextManager[None]:
         """``torch.utils.checkpoint`` is about to run a function; it runs inside."""
 
     def run_state(self, tensor: torch.Tensor, name: str) -> None:

@@ -22,6 +22,7 @@ from ...reuse.ir.program import (
     Composite,
     ModelTensor,
     Program,
+    RecomputeMark,
     Source,
     UserInput,
     Value,
@@ -130,7 +131,7 @@ class _Part:
     results: tuple[Value, ...]
     stage: int
     path: str = ""
-    recompute: str = ""
+    recompute: RecomputeMark = ""
 
 
 _Parts = dict[tuple[Closure, Colors], tuple[list[_Part], tuple[Value, ...]]]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -26,7 +26,9 @@ class StageRuntime(Protocol):
     def forward(self, inputs: list[Tensor]) -> tuple[list[Tensor], Any]:
         """Returns the stage program's outputs, and what the backward needs besides."""
 
-    def backward(self, flight: Any, operands: Sequence[Tensor], graph: str) -> list[Tensor]:
+    def backward(
+        self, flight: Any, operands: Sequence[Tensor], graph: Literal["keep", "free"]
+    ) -> list[Tensor]:
         """Returns the gradients; ``operands`` are kept inputs and outputs, then cotangents."""
 
 

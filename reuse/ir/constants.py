@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from dataclasses import replace as replace_fields
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch.fx
 
@@ -102,7 +102,7 @@ class _Columns:
 
 
 def _columns(
-    rows: Sequence[Sequence[Number]], keep: str, opened: Collection[float] = ()
+    rows: Sequence[Sequence[Number]], keep: Literal["equal", "none"], opened: Collection[float] = ()
 ) -> _Columns:
     """Makes one input of the places that hold the same number in every member.
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import torch
 import torch.fx
@@ -24,6 +24,8 @@ from ..torch_names import OPERATOR_TYPES
 from .leaf import stamp_of
 from .program import Call, Closure, Composite, Leaf, Pack, Program, Unpack, Value, count_calls
 from .types import Type, dtype_name
+
+Shown: TypeAlias = Literal["show", "hide"]
 
 
 class UniqueNames:
@@ -47,7 +49,7 @@ def closure_names(program: Program) -> dict[Closure, str]:
     return {c: names.take(c.name) for c in program.closures if not _is_structural(c)}
 
 
-def format_program(program: Program, *, source: str = "hide", bodies: str = "show") -> str:
+def format_program(program: Program, *, source: Shown = "hide", bodies: Shown = "show") -> str:
     """Returns the text of a program.
 
     Args:
@@ -135,7 +137,7 @@ def _format_call(call: Call, values: dict[Value, str], closures: dict[Closure, s
     return f"  {head}call @{closures[call.closure]}({args}){note}"
 
 
-def _format_leaf(leaf: Leaf, name: str, note: str, source: str, bodies: str) -> str:
+def _format_leaf(leaf: Leaf, name: str, note: str, source: Shown, bodies: Shown) -> str:
     values: dict[torch.fx.Node, str] = {}
     names = UniqueNames()
     placeholders = leaf.entries
@@ -155,7 +157,7 @@ def _format_leaf(leaf: Leaf, name: str, note: str, source: str, bodies: str) -> 
     return "\n".join(lines)
 
 
-def _format_node(node: torch.fx.Node, values: dict[torch.fx.Node, str], source: str) -> str:
+def _format_node(node: torch.fx.Node, values: dict[torch.fx.Node, str], source: Shown) -> str:
     stamp = stamp_of(node)
     args = [_operand(a, values) for a in node.args]
     args += [f"{k}={_operand(v, values)}" for k, v in sorted(node.kwargs.items())]

@@ -42,6 +42,7 @@ class Value:
 
 Level: TypeAlias = Literal["composite", "aten"]
 TensorKind: TypeAlias = Literal["parameter", "buffer", "attribute", "constant"]
+RecomputeMark: TypeAlias = Literal["", "save", "full", "selective"]
 Kernels: TypeAlias = Literal["backend", "eager"]
 
 
@@ -156,7 +157,7 @@ class Call:
     args: tuple[Value, ...]
     results: tuple[Value, ...]
     path: str = ""
-    recompute: str = ""
+    recompute: RecomputeMark = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.fx
@@ -133,7 +133,7 @@ class _Rule:
     ]
 
 
-def _elementwise(target: Any, reduced: str) -> _Rule:
+def _elementwise(target: Any, reduced: Literal["wide", "refuse"]) -> _Rule:
     """An operator of a tensor and a number, which computes in their common dtype.
 
     Args:
