@@ -14,7 +14,8 @@ from lazyinline.frontend.compiler import Compiler
 from lazyinline.frontend.measure.models import DecoderBlock, llama
 from lazyinline.frontend.options import Options
 from lazyinline.pipeline_parallel.schedule.actions import SCHEDULES, Action
-from lazyinline.pipeline_parallel.schedule.plan import PipelinePlan, StagePlan, simulate
+from lazyinline.pipeline_parallel.schedule.plan import PipelinePlan, StagePlan
+from lazyinline.pipeline_parallel.schedule.simulation import simulate
 from lazyinline.pipeline_parallel.split.balance import color_balanced
 from lazyinline.pipeline_parallel.split.call_costs import CPU_RATES, CostModel
 from lazyinline.pipeline_parallel.split.cut import cut_program

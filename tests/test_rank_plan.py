@@ -19,8 +19,8 @@ from lazyinline.frontend.passes.stage_split import Splitting
 from lazyinline.frontend.passes.state import Subject, run
 from lazyinline.frontend.training_step import LossModel
 from lazyinline.pipeline_parallel.schedule.actions import SCHEDULES, Action, ActionTable
-from lazyinline.pipeline_parallel.schedule.plan import simulate
 from lazyinline.pipeline_parallel.schedule.rank_order import Boundaries, RankOrder, rank_order
+from lazyinline.pipeline_parallel.schedule.simulation import simulate
 from lazyinline.pipeline_parallel.split.call_costs import CPU_RATES
 from lazyinline.pipeline_parallel.stages.planned_steps import Progress
 from lazyinline.pipeline_parallel.stages.torch_pipelining import action_table

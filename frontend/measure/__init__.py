@@ -1,8 +1,9 @@
 """``measure(model)`` and ``lazyinline bench``: what a compile saves, against eager.
 
 measure       late against early inlining, both against eager
+measurement   the numbers, and what a reader of them should know
+page          measurements as one HTML page
 report        what was measured, as a table, JSON and a page
-page          reports as one HTML page
 workload      one step of a model: run it, compare it with eager, time it
 bench         row by row over the number of layers
 large_models  a whole training program compiled, and nothing executed

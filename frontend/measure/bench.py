@@ -16,7 +16,8 @@ from ..marks import lazy_inline
 from ..options import Options
 from . import models
 from .measure import check_micro_batches, compare_sides, compile_sides, measure
-from .report import MeasureReport, Seconds, error_text
+from .measurement import Seconds, error_text
+from .report import MeasureReport
 from .target import Target, load_target
 from .workload import Workload
 

@@ -25,7 +25,8 @@ from ..compiler import Compiler
 from ..options import Batching, Options
 from ..report import cpu_seconds
 from ..training_step import LossModel, TrainingStep, compile_step
-from .report import MeasureReport, Seconds, Side
+from .measurement import Seconds, Side
+from .report import MeasureReport
 from .workload import (
     StepResult,
     StepTime,

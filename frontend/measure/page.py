@@ -6,7 +6,7 @@ import html
 from collections.abc import Iterable, Sequence
 
 from ..report import CompileReport
-from .report import MeasureReport, Side, error_text
+from .measurement import Measurement, Side, error_text
 from .workload import Errors
 
 STYLE = """
@@ -53,7 +53,7 @@ CHART = (720, 260, 44)
 BAR_X, BAR_WIDTH, BAR_HEIGHT = 60, 580, 26
 
 
-def page(reports: Sequence[MeasureReport], *, about: str = "") -> str:
+def page(reports: Sequence[Measurement], *, about: str = "") -> str:
     """Returns the text of a page.
 
     Args:
@@ -103,7 +103,7 @@ def _table_row(cells: Sequence[str]) -> str:
     return "<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>"
 
 
-def _rows(reports: Sequence[MeasureReport]) -> str:
+def _rows(reports: Sequence[Measurement]) -> str:
     head = ["layers", "nodes held", "if inlined", "late CPU s", "early CPU s", "late wall s"]
     head += [
         "early wall s",
@@ -116,7 +116,7 @@ def _rows(reports: Sequence[MeasureReport]) -> str:
     return _table(head, [_report_row(report) for report in reports])
 
 
-def _report_row(report: MeasureReport) -> list[str]:
+def _report_row(report: Measurement) -> list[str]:
     late, early = report.late, report.early
     steps = (report.eager, late.step, early.step)
     errors = late.errors
@@ -132,7 +132,7 @@ def _report_row(report: MeasureReport) -> list[str]:
     ]
 
 
-def _card(report: MeasureReport, *, folded: bool) -> str:
+def _card(report: Measurement, *, folded: bool) -> str:
     parts = [_tiles(report), "<h3>Seconds per pass</h3>", _bars(report), _pass_table(report)]
     parts += ["<h3>What was compiled</h3>", _size_table(report)]
     if report.eager is not None:
@@ -145,7 +145,7 @@ def _card(report: MeasureReport, *, folded: bool) -> str:
     return f"<section><h2>{title}</h2>\n{inside}</section>"
 
 
-def _tiles(report: MeasureReport) -> str:
+def _tiles(report: Measurement) -> str:
     late, early = report.late, report.early
     tiles = [
         (f"{late.compiled.num_nodes:,}", f"nodes held of {late.compiled.num_nodes_if_inlined:,}"),
@@ -161,12 +161,12 @@ def _tiles(report: MeasureReport) -> str:
     return f'<div class="tiles">{inside}</div>'
 
 
-def _size_table(report: MeasureReport) -> str:
+def _size_table(report: Measurement) -> str:
     rows = [(name, f"{late:,}", f"{early:,}") for name, late, early in report.size_rows()]
     return _table(["", "late", "early"], rows)
 
 
-def _pass_table(report: MeasureReport) -> str:
+def _pass_table(report: Measurement) -> str:
     late, early = report.late.compiled, report.early.compiled
     rows = []
     for a, b in zip(late.passes, early.passes, strict=True):
@@ -178,7 +178,7 @@ def _pass_table(report: MeasureReport) -> str:
     return _table(head, rows, foot=["all", *(f"{s:.2f}" for s in totals), "", ""])
 
 
-def _step_table(report: MeasureReport) -> str:
+def _step_table(report: Measurement) -> str:
     lines = [("eager", report.eager, Errors())]
     lines += [(name, side.step, side.errors) for name, side in report.sides.items()]
     rows = []
@@ -222,7 +222,7 @@ def _blocks(compiled: CompileReport) -> str:
 # ---- pictures --------------------------------------------------------------------------------
 
 
-def _bars(report: MeasureReport) -> str:
+def _bars(report: Measurement) -> str:
     """CPU-seconds of each side as one bar, a piece for each pass."""
     sides = report.sides
     longest = max(side.compiled.cpu_s for side in sides.values()) or 1.0
@@ -256,7 +256,7 @@ def _bar(name: str, side: Side, *, y: int, scale: float) -> str:
     return "".join(pieces) + f'<text x="{x + 8:.1f}" y="{middle:.1f}">{label}</text>'
 
 
-def _chart(reports: Sequence[MeasureReport]) -> str:
+def _chart(reports: Sequence[Measurement]) -> str:
     """Compile CPU-seconds of both sides for each number of layers, as pairs of columns."""
     width, height, margin = CHART
     top = max(side.compiled.cpu_s for r in reports for side in r.sides.values()) or 1.0

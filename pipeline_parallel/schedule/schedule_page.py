@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 
 from .actions import ACTION_TEXT, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
-from .plan import Slot, Timeline
+from .simulation import Slot, Timeline
 
 _COLORS = {
     FORWARD: "#4c78a8",

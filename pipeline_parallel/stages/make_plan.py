@@ -8,7 +8,8 @@ from ...reuse.ir.program import Composite, Program
 from ...reuse.ir.transfer import Wire
 from ...reuse.ir.types import TensorType
 from ..schedule.actions import FORWARD, Action, ActionTable
-from ..schedule.plan import PipelinePlan, StagePlan, predicted_durations, simulate
+from ..schedule.plan import PipelinePlan, StagePlan, predicted_durations
+from ..schedule.simulation import simulate
 from ..split.call_costs import CostModel, DeviceRates
 from .stage_derivative import StageDerivative
 

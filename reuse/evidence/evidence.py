@@ -39,7 +39,7 @@ from .module_state import (
     raw_attribute,
     walk_modules,
 )
-from .reads import Reads, cell_reads, look_up, outside_name, same_shallow, snapshot
+from .reads import BlockEvidence, Reads, cell_reads, look_up, outside_name, same_shallow, snapshot
 from .snapshot import Snapshot
 from .structure import TensorPath, module_paths, structure_mismatch, structure_of, tensor_facts
 
@@ -103,7 +103,7 @@ class Evidence:
             )
             for cell, frozen, function in self._cells
         ]
-        self._nested: list[tuple[str, Evidence]] = []
+        self._nested: list[tuple[str, BlockEvidence]] = []
         self.side_effect = self._find_side_effect(reads)
         self._index_attributes(root, reads)
         for module, evidence in reads.nested:

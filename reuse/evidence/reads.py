@@ -12,7 +12,7 @@ import types
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -25,10 +25,6 @@ from .captured_functions import Closures
 from .module_state import WHOLE, Where, find_attribute, module_state, own_names
 from .snapshot import Snapshot
 from .telling_apart import way_of, way_through
-
-if TYPE_CHECKING:
-    from .evidence import Evidence
-
 
 # State of nn.Module itself, of which the structure of a tree and the guard compare what matters;
 # and what it runs at each call.
@@ -65,6 +61,17 @@ class AttributeRead(NamedTuple):
     frozen: Any
 
 
+class BlockEvidence(Protocol):
+    """What is known of a block that was called inside; see :class:`.evidence.Evidence`."""
+
+    @property
+    def plain_reads(self) -> tuple[tuple[str, str, Where], ...]:
+        """The attributes read in its tree."""
+
+    def mismatch(self, instance: nn.Module) -> str:
+        """Returns why an instance cannot share, or an empty text."""
+
+
 @dataclass
 class Reads:
     """What the Python of one traced instance, or of the whole model, read; filled in while it runs.
@@ -83,7 +90,7 @@ class Reads:
     attributes: dict[tuple[int, str], AttributeRead] = field(default_factory=dict)
     functions: dict[tuple[types.CodeType, int], dict[str, Any]] = field(default_factory=dict)
     globals: dict[tuple[int, str], tuple[Any, Any]] = field(default_factory=dict)
-    nested: list[tuple[nn.Module, Evidence]] = field(default_factory=list)
+    nested: list[tuple[nn.Module, BlockEvidence]] = field(default_factory=list)
     unseen: str = ""  # a way by which its code may tell instances apart
     closures: Closures = field(default_factory=Closures)
 
