@@ -14,11 +14,12 @@ from ..reuse.evidence.module_state import has_own_hooks
 from ..reuse.torch_names import global_hook_tables
 from .calls.calls import WRAPPED, Calls, calls_of
 from .calls.methods import calling
+from .calls.model_calls import ModelCalls
 from .calls.torch_slot import check_asks_slot, fill_slot
 from .capture.blocks import Reuse
 from .capture.capture import refuse_foreign
 from .checks.wrappers import refuse_unknown_wrappers, refuse_wrapper, wrapped_parts
-from .options import Options
+from .options import Fallback, Options
 from .report import CompileReport
 from .training_step import TrainingStep
 
@@ -36,6 +37,7 @@ def compile(
     recompute: Policy = ...,
     dynamic: bool | None = ...,
     in_place: Literal[False] = ...,
+    fallback: Fallback = ...,
 ) -> CompiledModule: ...
 @overload
 def compile(
@@ -46,6 +48,7 @@ def compile(
     recompute: Policy = ...,
     dynamic: bool | None = ...,
     in_place: Literal[True],
+    fallback: Fallback = ...,
 ) -> Model: ...
 
 
@@ -57,6 +60,7 @@ def compile(
     recompute: Policy = None,
     dynamic: bool | None = None,
     in_place: bool = False,
+    fallback: Fallback = "eager",
 ) -> nn.Module:
     """Returns a drop-in replacement for a model that runs a compiled program.
 
@@ -77,6 +81,9 @@ def compile(
         in_place: compile the model that is given, and return it: its calls run the program, and all
             else (class, signature, hooks, ``state_dict``, saving) is as it was. Compiled again, the
             new options hold. Copies and saved models are plain.
+        fallback: ``"eager"`` runs a module itself that cannot be captured (its Python needs the
+            value of a tensor, say), and compiles the modules inside it whose calls can be; the
+            report has the line and the reason. ``"error"`` raises CaptureError.
 
     A forward that does more at each call than compute (a hook that collects activations, a counter
     outside, ``print``) runs itself. While a module has a backward hook, calls that want gradients
@@ -100,13 +107,15 @@ def compile(
         raise PlanError(f"compile takes an nn.Module, not {type(model).__name__}.")
     refuse_unknown_wrappers(model)
     refuse_foreign(model)
-    options = Options(reuse=reuse, backend=backend, recompute=recompute, cache="disk")
+    options = Options(
+        reuse=reuse, backend=backend, recompute=recompute, cache="disk", fallback=fallback
+    )
     if not in_place:
         for _, part in wrapped_parts(model):
             check_asks_slot(part)
         return CompiledModule(model, options, dynamic)
     check_asks_slot(model)
-    calls = Calls(model, options, dynamic)
+    calls = ModelCalls(model, options, dynamic)
     fill_slot(model, calls)
     for inside in calls.look_for_wrappers():  # also where it is called past its wrapper
         fill_slot(inside.model, inside)
@@ -154,7 +163,7 @@ class CompiledModule(nn.Module):
 
     def __init__(self, model: nn.Module, options: Options, dynamic: bool | None = None) -> None:
         super().__init__()
-        state, calls = self.__dict__, Calls(model, options, dynamic)
+        state, calls = self.__dict__, ModelCalls(model, options, dynamic)
         state[WRAPPED] = calls
         state["forward"] = calls  # which has the signature of the model's
         tables = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")

@@ -46,7 +46,7 @@ from .passes.stages import (
     predict,
     split,
 )
-from .passes.state import Compilation, Pass, Subject, Unplanned, run
+from .passes.state import Compilation, Pass, Subject, Unplanned, Watch, no_watch, run
 from .report import CompileReport
 from .unused_outputs import UnusedOutputs
 
@@ -133,6 +133,7 @@ class Compiler:
         *,
         train: bool,
         known: CapturedModel | None = None,
+        watch: Watch = no_watch,
     ) -> tuple[CompiledProgram, CompileReport]:
         """Compiles a model for inputs of these layouts; ``known`` is the model captured for them.
 
@@ -142,7 +143,7 @@ class Compiler:
         """
         state = self.started(Subject(model, args, kwargs, train, known=known))
         with self.context.cached(state.report):
-            state = run(MODULE, state)
+            state = run(MODULE, state, watch)
         note_recompute(state)
         return compiled_program(state, self._relinked), state.report
 

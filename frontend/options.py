@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from ..autodiff.micro_batches import Order
 from ..backend.kernels.lower import BackendName, backend_named
 from ..recompute.policy import POLICIES, Policy, check_policy
 from ..reuse.errors import PlanError, ReuseError
 from .capture.blocks import REUSE_CHOICES, Reuse
+
+Fallback = Literal["eager", "error"]
+FALLBACK_CHOICES: tuple[str, ...] = get_args(Fallback)
 
 
 @dataclass(frozen=True)
@@ -22,7 +25,12 @@ class Options:
     cache: Literal["off", "disk"] = "off"
     """``"disk"`` takes results of earlier processes; what is measured does not."""
 
+    fallback: Fallback = "eager"
+    """``"eager"`` runs itself what cannot be captured, between what can."""
+
     def __post_init__(self) -> None:
+        if self.fallback not in FALLBACK_CHOICES:
+            raise PlanError(f"fallback={self.fallback!r} is unknown; there are {FALLBACK_CHOICES}.")
         check_policy(self.recompute)
         if self.reuse not in REUSE_CHOICES:
             raise ReuseError(f"reuse={self.reuse!r} is unknown; there are {REUSE_CHOICES}.")

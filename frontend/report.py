@@ -38,6 +38,29 @@ class ClosureRecord:
     num_calls: int
 
 
+@dataclass(frozen=True, slots=True)
+class PartRecord:
+    """One module of a model that runs itself.
+
+    Attributes:
+        path: of the module.
+        class_name: of the module.
+        num_programs: how many programs there are for its calls.
+        ran_eagerly: why its newest call ran its own Python, if it did.
+        is_small: whether that is because a program would not pay.
+    """
+
+    path: str
+    class_name: str
+    num_programs: int
+    ran_eagerly: str = ""
+    is_small: bool = False
+
+    def __str__(self) -> str:
+        how = f"runs itself, {self.ran_eagerly}" if self.ran_eagerly else "compiled"
+        return f"{self.path} ({self.class_name}): {how}"
+
+
 @dataclass
 class CompileReport:
     """The newest compile of a module.
@@ -59,7 +82,8 @@ class CompileReport:
         saved_bytes: what one forward saves for its backward, in training.
         recomputed_flops: FLOPs that one backward spends on computing forward values again.
         recompute: per closure and variant, what is saved and what is computed again.
-        ran_eagerly: why the model itself ran and nothing was compiled, if so.
+        ran_eagerly: why the model itself ran, if so.
+        parts: how the modules in a model that ran itself were run by then.
         num_compiles: compiles of the module so far, this one included.
         num_links: further shapes that only cost a link.
         num_backwards: backwards that there are by now: one for each set of outputs that a loss
@@ -89,6 +113,7 @@ class CompileReport:
     recomputed_flops: int = 0
     recompute: list[RecomputeRecord] = field(default_factory=list)
     ran_eagerly: str = ""
+    parts: list[PartRecord] = field(default_factory=list)
     cache: CacheUse = field(default_factory=CacheUse)
     num_compiles: int = 1
     num_links: int = 0
@@ -134,7 +159,10 @@ class CompileReport:
     def __str__(self) -> str:
         kind = "training" if self.train else "inference"
         if self.ran_eagerly:
-            return f"{kind}: not compiled, {self.ran_eagerly}"
+            shown = [part for part in self.parts if not part.is_small]
+            compiled = any(part.num_programs for part in shown)
+            how = "only parts are compiled" if compiled else "not compiled"
+            return "\n".join([f"{kind}: {how}, {self.ran_eagerly}", *(f"  {p}" for p in shown)])
         lines = [self.nothing_shared] if self.nothing_shared else []
         lines += [
             f"{kind}, backend {self.backend}, reuse {self.reuse}: "

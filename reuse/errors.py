@@ -9,6 +9,10 @@ class CaptureError(LazyInlineError):
     """The model's Python cannot be turned into a program; the message names the user's line."""
 
 
+class FinalCaptureError(CaptureError):
+    """The model must not run itself instead: that would not be right, or not what was asked for."""
+
+
 class ReuseError(LazyInlineError):
     """A mark or an option about sharing blocks is wrong."""
 

@@ -153,7 +153,7 @@ def test_model_that_returns_a_foreign_object_is_refused() -> None:
     kind = block(lambda self, x: torch.tanh(self.linear(x)))
     model = Around(lambda layers, x: Opaque(layers[0](x)), kind())
     with pytest.raises(CaptureError, match=r"returns .*Opaque"):
-        lazyinline.compile(model, backend="eager")(example())
+        lazyinline.compile(model, backend="eager", fallback="error")(example())
 
 
 # ---- arguments of the model ----------------------------------------------------------------------
@@ -779,7 +779,7 @@ def test_gradient_of_an_input_changed_in_place_is_refused() -> None:
 
     model = Around(body, block(lambda self, x: self.linear(x))())
     with pytest.raises(CaptureError, match=r"forward changes args\.0 in place"):
-        lazyinline.compile(model, backend="eager")(example())
+        lazyinline.compile(model, backend="eager", fallback="error")(example())
 
 
 def test_model_on_the_meta_device_is_captured_but_not_run() -> None:

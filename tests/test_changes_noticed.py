@@ -615,7 +615,7 @@ CHANGED = ("deque", "array", "slots", "Random", "numpy Generator", "numpy Random
 @pytest.mark.parametrize("name", [name for name in ADVANCING if name not in CHANGED])
 def test_what_moves_on_at_each_call_is_refused(name: str) -> None:
     make, read = ADVANCING[name]
-    compiled = lazyinline.compile(Model(make(), read), backend="eager")
+    compiled = lazyinline.compile(Model(make(), read), backend="eager", fallback="error")
     with pytest.raises(CaptureError, match=r"compiled program (could not keep|would use the same)"):
         compiled(torch.randn(2, 4))
 
@@ -722,7 +722,7 @@ def test_the_number_in_a_tensor_that_is_no_attribute_is_not_taken_for_a_constant
     blocks = [
         Block(wrap(torch.tensor(v)), lambda h: READS[read](unwrap(h))) for v in (1.0, 2.0, 1.0)
     ]
-    compiled = lazyinline.compile(nn.Sequential(*blocks), backend="eager")
+    compiled = lazyinline.compile(nn.Sequential(*blocks), backend="eager", fallback="error")
     with pytest.raises(CaptureError, match="cannot be captured"):
         compiled(torch.randn(2, 4))
 

@@ -924,6 +924,22 @@ def test_a_view_of_what_nobody_else_holds_is_a_reshape(unsafe_view: Any) -> None
     assert torch.equal(flat, torch.ops.aten.reshape.default(x, [6, 4]))
 
 
+@contract("torch.autograd._engine_run_backward")
+def test_every_backward_passes_one_function_of_autograd(engine: Any) -> None:
+    module: Any = torch.autograd
+    x, seen = torch.ones(2, requires_grad=True), []
+    module._engine_run_backward = lambda *args, **kwargs: (
+        seen.append(args) or engine(*args, **kwargs)
+    )
+    try:
+        (x * 2).sum().backward()
+        torch.autograd.backward((x * 2).sum())
+        torch.autograd.grad((x * 2).sum(), x)
+    finally:
+        module._engine_run_backward = engine
+    assert len(seen) == 3
+
+
 @contract("torch._functorch.predispatch")
 def test_what_torch_func_does_is_functions_of_one_module(predispatch: Any) -> None:
     """Where they are traced at all: torch 2.11 puts them into the graph, 2.13 does not."""

@@ -126,7 +126,7 @@ def stack(block: Callable[[], nn.Module]) -> nn.Module:
 def test_control_flow_on_data_in_a_marked_block_names_the_users_line(backend: str) -> None:
     line = line_of("# the user's line")
     with pytest.raises(CaptureError) as caught:
-        lazyinline.compile(stack(Branching), backend=backend)(torch.ones(2, 4))
+        lazyinline.compile(stack(Branching), backend=backend, fallback="error")(torch.ones(2, 4))
     text = str(caught.value)
     assert f"{HERE}:{line} Branching.forward" in text
     assert "value of a tensor" in text and "torch.where" in text
@@ -135,7 +135,7 @@ def test_control_flow_on_data_in_a_marked_block_names_the_users_line(backend: st
 def test_an_error_of_the_model_itself_names_the_users_line_and_the_cause() -> None:
     line = line_of("# the shapes differ")
     with pytest.raises(CaptureError) as caught:
-        lazyinline.compile(stack(Raising), backend="eager")(torch.ones(2, 4))
+        lazyinline.compile(stack(Raising), backend="eager", fallback="error")(torch.ones(2, 4))
     assert f"{HERE}:{line} Raising.forward" in str(caught.value)
     assert caught.value.__cause__ is not None
 
@@ -145,7 +145,7 @@ def test_after_an_error_everything_works_again() -> None:
     x = torch.ones(2, 4)
     for _ in range(2):
         with pytest.raises(CaptureError):
-            lazyinline.compile(bad, backend="eager")(x)
+            lazyinline.compile(bad, backend="eager", fallback="error")(x)
         assert_close(lazyinline.compile(good, backend="eager")(x), good(x))
         assert_close(bad(x), bad(x))
     assert type(bad[0].weight) is nn.Parameter and "forward" not in vars(bad[1])
@@ -161,9 +161,9 @@ class Doubling(nn.Module):
 def test_missing_and_wrong_arguments_fail_as_in_eager() -> None:
     compiled = lazyinline.compile(stack(Doubling), backend="eager")
     for args in ((), (torch.ones(2, 4), 3)):
-        with pytest.raises((LazyInlineError, TypeError), match="argument"):
+        with pytest.raises(TypeError, match="argument"):
             compiled(*args)
-    with pytest.raises(CaptureError, match=r"\[2, 7\] X \[4, 4\]"):
+    with pytest.raises(RuntimeError, match=r"\(2x7 and 4x4\)"):
         compiled(torch.ones(2, 7))
 
 
@@ -298,7 +298,8 @@ def test_a_block_may_return_an_object_and_is_then_traced_each_time() -> None:
 
 
 def test_a_model_that_returns_an_object_full_of_tensors_is_refused() -> None:
-    compiled = lazyinline.compile(nn.Sequential(ReturnsAnObject()), backend="eager")
+    model = nn.Sequential(ReturnsAnObject())
+    compiled = lazyinline.compile(model, backend="eager", fallback="error")
     with pytest.raises(LazyInlineError, match="Result"):
         compiled(torch.ones(2, 4))
 

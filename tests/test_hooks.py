@@ -289,7 +289,7 @@ def test_a_forward_that_hooks_its_own_backward_is_refused_unless_it_changes_noth
         expected(x).backward()
         assert_same_gradients(net, expected)
         return
-    for run in (step, lazyinline.compile(net, backend="eager")):
+    for run in (step, lazyinline.compile(net, backend="eager", fallback="error")):
         with pytest.raises(CaptureError, match=r"test_hooks\.py"):
             run(x)
     assert torch.autograd.graph.saved_tensors_hooks.__enter__.__module__ == "torch.autograd.graph"

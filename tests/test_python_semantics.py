@@ -565,7 +565,7 @@ def test_forward_is_refused_and_leaves_the_model_as_it_was(forward: Forward, rea
     numpy_state = np.random.get_state()
     with pytest.raises(CaptureError, match=reason):
         if forward is change_a_weight:
-            lazyinline.compile(model, backend="eager")(values(4, 8))
+            lazyinline.compile(model, backend="eager", fallback="error")(values(4, 8))
         lazyinline.compile_step(model, loss_fn=torch.sum, backend="eager")(values(4, 8))
     assert model.state_dict().keys() == before.state_dict().keys()
     assert_close(dict(model.state_dict()), dict(before.state_dict()))
@@ -595,7 +595,7 @@ def test_forward_is_refused_and_leaves_the_model_as_it_was(forward: Forward, rea
 )
 def test_layer_is_refused(model: nn.Module) -> None:
     with pytest.raises(CaptureError):
-        lazyinline.compile(model, backend="eager")(torch.tensor([[1, 2], [3, 4]]))
+        lazyinline.compile(model, backend="eager", fallback="error")(torch.tensor([[1, 2], [3, 4]]))
 
 
 def test_one_tensor_passed_twice_and_changed_is_equal_or_refused() -> None:

@@ -263,11 +263,11 @@ REFUSED: dict[str, Callable[[nn.Module], Any]] = {
 def test_what_changes_with_each_run_is_refused(what: str) -> None:
     model = Block(1.0, nothing, REFUSED[what])
     with pytest.raises(CaptureError, match=r"compiled program (would use|could not keep)"):
-        lazyinline.compile(model, backend="eager")(torch.randn(2, 4))
+        lazyinline.compile(model, backend="eager", fallback="error")(torch.randn(2, 4))
 
 
 def test_an_attribute_of_an_input_that_code_speaks_of_is_refused() -> None:
     model, x = Writes(), torch.randn(2, 4)
     x.factor = 3.0  # type: ignore[attr-defined]
     with pytest.raises(CaptureError, match="input tensor has the attribute 'factor'"):
-        lazyinline.compile(model, backend="eager")(x)
+        lazyinline.compile(model, backend="eager", fallback="error")(x)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from contextlib import ExitStack
+from dataclasses import dataclass
 from types import CodeType
 from typing import Any
 
@@ -12,13 +12,14 @@ import torch
 from torch import nn
 
 from ...reuse import torch_pytree
+from ...reuse.errors import CaptureError, FinalCaptureError, LazyInlineError
 from ...reuse.evidence.module_state import module_state, own_hooks
 from ..capture.capture import backward_hooked, one_at_a_time
 from ..capture.float_inputs import OpenCapture
 from ..checks.plain_inputs import watching_tensor, written_out
 from ..checks.runnable import check_runnable, check_writes
 from ..checks.torch_modes import mode_around
-from ..checks.wrappers import model_inside, way_of, wrapped_parts
+from ..checks.wrappers import model_inside
 from ..compiler import Compiler
 from ..effects.effects import EffectError, EffectsSeen
 from ..guards.guard import Guard
@@ -26,15 +27,27 @@ from ..guards.kept_programs import Inputs, KeptPrograms
 from ..guards.varying_floats import VaryingFloats
 from ..marks import WRAPPED
 from ..options import Options
+from ..passes.state import Compilation, Pass
 from ..report import CompileReport
 from ..sizes.shapes import Made, Shapes
 from .entry import ModuleEntry
-from .torch_slot import (
-    call_past_slot,
-    call_with_hooks_around,
-    in_slot,
-    slot_filled,
-)
+from .refusals import CallKind, Refusals
+from .torch_slot import call_past_slot, in_slot
+
+
+@dataclass(frozen=True)
+class Itself:
+    """A call is to run the model itself.
+
+    Attributes:
+        reason: why.
+        refused: the kind of the call, if a capture has just failed for it.
+        is_lasting: whether another try cannot help.
+    """
+
+    reason: str
+    refused: CallKind | None = None
+    is_lasting: bool = False
 
 
 class Calls:
@@ -55,39 +68,39 @@ class Calls:
         options: Options,
         dynamic: bool | None = None,
         names: tuple[tuple[str, ...], ...] = (),
+        compiler: Compiler | None = None,
     ) -> None:
         self.model = model
         self.options = options
         self.dynamic = dynamic
         self.entries = KeptPrograms[ModuleEntry]()
         self._report: CompileReport | None = None
-        self._parts: tuple[Calls, ...] = ()
-        self._class: type | None = None
-        self._has_hooks_around = False
-        self._compiler = Compiler(options)
+        self._eager: CompileReport | None = None
+        self._compiler = compiler or Compiler(options)
         self._shapes = Shapes(model, options, dynamic, names)
         self._effects = EffectsSeen()
         self._floats = VaryingFloats()
+        self._refusals = Refusals()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs a call's compiled program, compiling first if the inputs' layout is new."""
         if torch.compiler.is_dynamo_compiling():
-            return torch.compiler.disable(self._call)(args, kwargs)
-        return self._call(args, kwargs)
-
-    @property
-    def last_report(self) -> CompileReport | None:
-        """What the newest compile did; None before the first call."""
-        reports = [part.last_report for part in self._parts]
-        return next((r for r in reversed(reports) if r is not None), self._report)
+            return torch.compiler.disable(self._run)(args, kwargs)
+        return self._run(args, kwargs)
 
     def prepare(self, *args: Any, **kwargs: Any) -> None:
         """Compiles for the layout of a call, and runs nothing."""
-        if self.look_for_wrappers() or self._has_hooks_around:
-            return
         leaves, tree = torch_pytree.flatten_call(args, kwargs)
         if not (mode_around() or self._why_itself(leaves)):
             self._compile(leaves, tree)
+
+    @property
+    def last_report(self) -> CompileReport | None:
+        """What the newest compile did, or why the newest call ran the model itself.
+
+        None before the first call.
+        """
+        return self._eager or self._report
 
     @property
     def __signature__(self) -> inspect.Signature:
@@ -116,66 +129,61 @@ class Calls:
         """A copy of a module that holds this has an empty place there: the copy is plain."""
         return _no_calls, ()
 
-    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if type(self.model) is not self._class:  # fully_shard changes it
-            self.look_for_wrappers()
-        if self._parts:
-            return self._run_around_parts(args, kwargs)
-        if self._has_hooks_around:
-            run = lambda *args, **kwargs: self._run(args, kwargs)  # noqa: E731
-            return call_with_hooks_around(self.model, run, args, kwargs)
-        return self._run(args, kwargs)
-
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         mode = mode_around()
         if mode:
             reason = f"{mode} is active, which sees or changes every operator"
-            return self._run_itself(reason, args, kwargs)
+            return self._run_alone(reason, args, kwargs)
         leaves, tree = torch_pytree.flatten_call(args, kwargs)
         entry = self.entries.fitting(leaves, tree)
         if entry is not None:
+            self._eager = None
             return entry.run(leaves, args, kwargs)
         plain = written_out(leaves)
         if plain is not None:
             entry = self.entries.fitting(plain, tree)
         if entry is None:
-            if self.look_for_wrappers():
-                return self._run_around_parts(args, kwargs)
-            reason = self._why_itself(leaves)
-            if reason:
-                return self._run_itself(reason, args, kwargs)
-            try:
-                entry = self._compile(leaves if plain is None else plain, tree)
-            except EffectError as effect:
-                reason = self._effects.note(self._state(), str(effect))
-                return self._run_itself(reason, args, kwargs)
-        if plain is None:
-            return entry.run(leaves, args, kwargs)
-        if entry.is_tied_to_inputs:
+            found = self._compiled(leaves, leaves if plain is None else plain, tree)
+            if isinstance(found, Itself):
+                result = self._run_itself(found.reason, args, kwargs)
+                if found.refused is not None:  # a call that is wrong in eager, too, is not noted
+                    note = self._refusals.note
+                    note(found.refused, found.reason, is_lasting=found.is_lasting)
+                return result
+            entry = found
+        if plain is not None and entry.is_tied_to_inputs:
             reason = "an input that it changes or returns is conjugated or negated only in name"
             return self._run_itself(reason, args, kwargs)
-        return entry.run(plain, args, kwargs)
+        self._eager = None
+        return entry.run(leaves if plain is None else plain, args, kwargs)
 
-    # ---- where wrappers run as they are, around programs -------------------------------------
-
-    def look_for_wrappers(self) -> tuple[Calls, ...]:
-        """Returns what runs the calls of models that wrappers in this one stand around."""
-        self._class = type(self.model)
-        self._has_hooks_around = way_of(self.model) == "hooks"
-        parts = [part for _, part in wrapped_parts(self.model)]
-        if list(map(id, parts)) == [id(self.model)]:
-            parts = []
-        if list(map(id, parts)) != [id(known.model) for known in self._parts]:
-            self._parts = tuple(Calls(part, self.options, self.dynamic) for part in parts)
-        return self._parts
-
-    def _run_around_parts(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        with ExitStack() as filled:
-            for part in self._parts:
-                filled.enter_context(slot_filled(part.model, part))
-            return call_past_slot(self.model, args, kwargs)
+    def _compiled(
+        self, leaves: list[Any], plain: list[Any], tree: torch_pytree.TreeSpec
+    ) -> ModuleEntry | Itself:
+        """Returns a program for a call with new inputs, or why it runs the model itself."""
+        call = CallKind.of(leaves, tree, training=self.model.training)
+        reason = self._refusals.why_itself(call) or self._why_itself(leaves)
+        if reason:
+            return Itself(reason)
+        try:
+            return self._compile(plain, tree)
+        except EffectError as effect:
+            return Itself(self._effects.note(self._state(), str(effect)))
+        except LazyInlineError as error:
+            if not self._may_run_itself(error):
+                raise
+            return Itself(str(error), call, self._is_lasting(error))
 
     # ---- where the model itself runs -----------------------------------------------------
+
+    def _may_run_itself(self, error: LazyInlineError) -> bool:
+        """Whether the model runs itself after an error of its compile."""
+        is_capture = isinstance(error, CaptureError) and not isinstance(error, FinalCaptureError)
+        return is_capture and self.options.fallback == "eager"
+
+    def _is_lasting(self, error: LazyInlineError) -> bool:
+        """Whether an error will be the same at another try."""
+        return False
 
     def _why_itself(self, leaves: Sequence[Any]) -> str:
         """Returns why no program can stand for a call of the model, or an empty text."""
@@ -193,15 +201,19 @@ class Calls:
         return (torch.is_grad_enabled(), *modes)
 
     def _run_itself(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self._run_alone(reason, args, kwargs)
+
+    def _run_alone(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs the model itself, and nothing that is compiled."""
         self._report_eager(reason)
         return call_past_slot(self.model, args, kwargs)
 
     def _report_eager(self, reason: str) -> None:
         """Notes why the model itself runs."""
-        known = self._report
-        if known is None or known.ran_eagerly != reason:
-            options = self.options
-            self._report = CompileReport(True, options.backend, options.reuse, ran_eagerly=reason)
+        if self._eager is None or self._eager.ran_eagerly != reason:
+            backend, reuse = self.options.backend, self.options.reuse
+            train = torch.is_grad_enabled()
+            self._eager = CompileReport(train, backend, reuse, ran_eagerly=reason)
 
     # ---- where a program is compiled -----------------------------------------------------
 
@@ -223,20 +235,29 @@ class Calls:
 
     def _made_for(self, inputs: Inputs) -> Made:
         """Compiles for the sizes of a call alone; floats that varied are inputs, if they can be."""
-        self.entries.warn_if_many(self.model, inputs)
         train, reuse = torch.is_grad_enabled(), self.options.reuse
         opened = self._floats.opened(self.model, inputs, reuse=reuse, train=train)
+        made: Made | None = None
         if opened.places:
             try:
-                return self._shapes.note(self._made_with(inputs, opened, train=train), inputs)
+                made = self._made_with(inputs, opened, train=train)
             except Exception:  # the call can be compiled for its numbers
                 self._floats.close(inputs, opened.places)
-        made = self._made_with(inputs, OpenCapture(), train=train)
+        made = made or self._made_with(inputs, OpenCapture(), train=train)
+        self.entries.warn_if_many(self.model, inputs)
         return self._shapes.note(made, inputs)
+
+    def _watch(self, one: Pass, before: Compilation, after: Compilation) -> None:
+        """Looks at each pass of a compile, and may raise to end it."""
 
     def _made_with(self, inputs: Inputs, opened: OpenCapture, *, train: bool) -> Made:
         compiled, report = self._compiler.compile(
-            self.model, inputs.args, inputs.kwargs, train=train, known=opened.captured
+            self.model,
+            inputs.args,
+            inputs.kwargs,
+            train=train,
+            known=opened.captured,
+            watch=self._watch,
         )
         hold, places = compiled.runtime.hold, opened.places
         guard = Guard(self.model, compiled.captured, inputs.leaves, inputs.tree, hold, places)

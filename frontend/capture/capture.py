@@ -26,7 +26,7 @@ from torch import nn
 
 from ...autodiff.torch_autograd import plain_autograd
 from ...reuse import torch_pytree
-from ...reuse.errors import CaptureError
+from ...reuse.errors import CaptureError, FinalCaptureError
 from ...reuse.evidence.module_state import has_hooks, module_state, walk_modules
 from ...reuse.evidence.root_evidence import RootEvidence
 from ...reuse.evidence.snapshot import refuse_iterators
@@ -251,10 +251,25 @@ def _run(recorder: Recorder, arguments: Arguments, *, train: bool) -> tuple[list
             _generator_not_seeded(arguments.effects),
         ):
             return recorder.run(arguments.args, arguments.kwargs)
-    except CaptureError:
+    except (UnsettledError, CrossingError, EffectError):
+        raise
+    except CaptureError as error:
+        _refuse_moved_on(recorder, error)
         raise
     except Exception as error:
-        raise _capture_error(recorder.model, error) from error
+        made = _capture_error(recorder.model, error)
+        _refuse_moved_on(recorder, made)
+        raise made from error
+
+
+def _refuse_moved_on(recorder: Recorder, error: CaptureError) -> None:
+    """Raises FinalCaptureError if a run that failed was handed an iterator: a use moves it on."""
+    iterators = RootEvidence(recorder.recording.reads, recorder.recording.paths, ()).iterators
+    if iterators and not isinstance(error, FinalCaptureError):
+        raise FinalCaptureError(
+            f"{error} The model cannot run itself instead: its forward reads a "
+            f"{type(iterators[0]).__name__} from an attribute or global, which may have moved on."
+        ) from None
 
 
 def _capture_settled(

@@ -110,12 +110,8 @@ class Recorder:
 
         try:
             recording.tracer.run(trace, [self._input_fake(t) for t in tensors])
-        except BaseException as error:
+        except BaseException:
             recording.put_back_outside()
-            # What a forward printed before it failed, eager would have printed too. One that is
-            # refused for its effects prints when the model itself runs.
-            if not isinstance(error, EffectError):
-                recording.effects.emit()
             raise
         finally:
             # Also of a run that failed: nothing of a capture may stay behind in the model.

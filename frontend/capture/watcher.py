@@ -13,6 +13,7 @@ from ...reuse.errors import CaptureError
 from ...reuse.evidence.module_state import raw_attribute
 from ...reuse.ir.program import RecomputeMark
 from ...reuse.ir.types import TensorType
+from ..checks.refusals import DIFFERENTIATES, refuse_recurrent
 from ..tracing.custom_function import TENSOR, CustomFunction
 from ..tracing.torch_tracing import user_line
 from .block_calls import BlockCalls
@@ -32,7 +33,12 @@ class ModelWatcher:
 
     def call(self, module: nn.Module, args: Any, kwargs: Any, proceed: Callable[..., Any]) -> Any:
         """Runs a module's forward, or puts a call node in its place."""
-        if self._recording.quiet or module is self._recording.model:
+        recording = self._recording
+        if recording.quiet:
+            return proceed(module, *args, **kwargs)
+        if recording.effects.policy == "refuse":
+            refuse_recurrent(module)
+        if module is recording.model:
             return proceed(module, *args, **kwargs)
         return self._calls.call(module, args, kwargs, proceed)
 
@@ -134,6 +140,15 @@ class ModelWatcher:
                 f"The model's forward {doing} at {user_line()}. A "
                 "compiled program cannot call it: use a torch.autograd.Function with that "
                 "backward, or put the hook on a parameter, outside the forward."
+            )
+
+    def backward(self) -> None:
+        """Refuses a forward that runs a backward of its own."""
+        if not self._recording.quiet:
+            raise CaptureError(
+                f"{type(self._recording.model).__name__} cannot be captured: its forward "
+                f"{DIFFERENTIATES} (torch.autograd.grad, torch.func, backward) at {user_line()}, "
+                "which cannot be followed to operators. Run it outside the model."
             )
 
     def run_state(self, tensor: torch.Tensor, name: str) -> None:

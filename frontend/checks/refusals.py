@@ -6,10 +6,26 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from ...reuse import torch_pytree
 from ...reuse.errors import CaptureError, PlanError
 from ...reuse.freeze import Freezer
+
+DIFFERENTIATES = "differentiates inside"
+"""In the reason why a forward is refused that runs a backward of its own."""
+
+
+def refuse_recurrent(module: nn.Module) -> None:
+    """Raises CaptureError for PyTorch's own recurrent networks, whose steps would be unrolled.
+
+    PyTorch has kernels that loop; a program would have as many operators as there are steps.
+    """
+    if isinstance(module, nn.RNNBase):
+        raise CaptureError(
+            f"A {type(module).__name__} loops over its steps in kernels of PyTorch's own, and a "
+            "program would have operators for each step."
+        )
 
 
 def refuse_hidden_tensors(results: Sequence[Any]) -> None:

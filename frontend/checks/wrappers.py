@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 
 from torch import nn
 
-from ...reuse.errors import CaptureError
+from ...reuse.errors import FinalCaptureError
 from ...reuse.evidence.module_state import has_own_hooks, walk_modules
 
 Way = Literal["calls", "hooks", "none"]
@@ -84,14 +84,14 @@ def model_inside(module: nn.Module) -> nn.Module | None:
 
 
 def refuse_unknown_wrappers(model: nn.Module) -> None:
-    """Raises CaptureError if a wrapper is in a model's tree that is not kept."""
+    """Raises FinalCaptureError if a wrapper is in a model's tree that is not kept."""
     for path, module in walk_modules(model):
         if way_of(module) == "none":
             refuse_wrapper(module, path)
 
 
 def refuse_wrappers(model: nn.Module) -> None:
-    """Raises CaptureError if a wrapper of PyTorch's for several devices is in a model's tree.
+    """Raises FinalCaptureError if a wrapper of PyTorch's for several devices is in a model's tree.
 
     One that stands around a module by hooks is none while it has no hooks.
     """
@@ -101,10 +101,10 @@ def refuse_wrappers(model: nn.Module) -> None:
 
 
 def refuse_wrapper(module: nn.Module, path: str) -> None:
-    """Raises CaptureError if a module is such a wrapper, or was made one (``fully_shard``)."""
+    """Raises FinalCaptureError if a module is such a wrapper, or was made one (``fully_shard``)."""
     name = wrapper_name(module)
     if name:
-        raise CaptureError(
+        raise FinalCaptureError(
             f"{path or 'The model'} is a {name}, whose Python must run at every pass, "
             f"and a compiled program does not run it. {_WRAPPERS[name].what_to_do}"
         )

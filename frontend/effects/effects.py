@@ -38,6 +38,7 @@ class Effects:
 
     Attributes:
         changed: what was changed outside, or an empty text.
+        policy: as given.
         output: what was printed or logged, held back: the line, and what brings it out.
     """
 
@@ -45,7 +46,7 @@ class Effects:
         self.changes = changes
         self.changed = ""
         self.output: dict[str, Callable[[], None]] = {}
-        self._policy = policy
+        self.policy = policy
         self._error: EffectError | None = None
         self._again: Callable[[], None] = _nothing
         self._kept: torch.Tensor | None = None
@@ -63,7 +64,7 @@ class Effects:
 
     def asks_for_text(self, tensor: torch.Tensor) -> None:
         """Refuses to write out a tensor: there are no numbers yet."""
-        if self._policy == "refuse":
+        if self.policy == "refuse":
             self._error = EffectError(
                 f"The model's forward writes out a {TensorType.of(tensor)} tensor at {user_line()}"
                 " (print, an f-string, a log), whose numbers are others at every call."
@@ -72,7 +73,7 @@ class Effects:
 
     def sets(self, what: str) -> None:
         """Refuses to set a state of PyTorch, which a program would neither set nor obey."""
-        if self._policy == "refuse":
+        if self.policy == "refuse":
             self._error = EffectError(f"The model's forward sets {what} at {user_line()}.")
             raise self._error
 
@@ -81,7 +82,7 @@ class Effects:
         leaves, spec = before
         now, now_spec = torch_pytree.flatten_outer(arguments)
         same = now_spec == spec and all(a is b for a, b in zip(now, leaves, strict=False))
-        if not same and self._policy == "refuse":
+        if not same and self.policy == "refuse":
             self._error = self._error or EffectError(
                 "The model's forward changes a list, dictionary or object among its arguments, "
                 "which a compiled program would leave as it is."
@@ -114,7 +115,7 @@ class Effects:
         reads.closures.let_go()
         self.changes.ended(reads)
         self.put_back(reads)
-        if self._policy == "undo":
+        if self.policy == "undo":
             self.emit()
         elif self._kept is not None:
             line = f"; {self.changes.hooked} has a forward hook" if self.changes.hooked else ""
@@ -142,7 +143,7 @@ class Effects:
 
     def unsettled(self) -> str:
         """Says what the run did that the next may not do again, or returns an empty text."""
-        if self._policy == "undo":
+        if self.policy == "undo":
             return ""
         if self.changed:
             return (

@@ -158,8 +158,12 @@ Watch = Callable[[Pass, Compilation, Compilation], None]
 """Sees each pass that ran, with the state before and after it."""
 
 
+def no_watch(one: Pass, before: Compilation, after: Compilation) -> None:
+    """Looks at nothing."""
+
+
 @one_at_a_time
-def run(passes: Sequence[Pass], state: State, watch: Watch = lambda *_: None) -> State:
+def run(passes: Sequence[Pass], state: State, watch: Watch = no_watch) -> State:
     """Runs passes in order: times each, and verifies what it made where that is asked for.
 
     Args:

@@ -80,6 +80,9 @@ class Watcher(Protocol):
     def setting(self, what: str) -> None:
         """Code sets a state of PyTorch: where random numbers begin, the default dtype."""
 
+    def backward(self) -> None:
+        """Code is about to run a backward."""
+
     def gradient_hook(self, doing: str) -> None:
         """User code puts a hook on a gradient, on what is saved, or gets where it can."""
 
@@ -95,6 +98,7 @@ def intercepted(watcher: Watcher) -> Iterator[None]:
             _patch_writes(watcher, thread),
             _patch_functions(watcher, thread),
             _patch_hooks(watcher, thread),
+            _patch_backward(watcher, thread),
             _patch_checkpoint(watcher, thread),
             _patch_values(watcher, thread),
             _patch_run_state(watcher, thread),
@@ -354,6 +358,23 @@ def _patch_default_dtype(watcher: Watcher, thread: int) -> Callable[[], None]:
 
     def restore() -> None:
         torch._C._set_default_dtype = set_default_dtype
+
+    return restore
+
+
+def _patch_backward(watcher: Watcher, thread: int) -> Callable[[], None]:
+    """What ``torch.autograd.grad`` and every ``backward`` end in, however they were imported."""
+    engine: Any = torch.autograd._engine_run_backward
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() == thread:
+            watcher.backward()
+        return engine(*args, **kwargs)
+
+    torch.autograd._engine_run_backward = run
+
+    def restore() -> None:
+        torch.autograd._engine_run_backward = engine
 
     return restore
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..errors import CaptureError
+from ..errors import CaptureError, FinalCaptureError
 from ..freeze import BY_IDENTITY, IMMUTABLE
 from ..kinds import (
     FUNCTION,
@@ -174,7 +174,7 @@ class Snapshot:
         Another run, of a capture or of the model itself, would change it once more.
         """
         if self.lasting:
-            raise CaptureError(
+            raise FinalCaptureError(
                 f"The model's forward changes {self.lasting}, and what it held before cannot be "
                 "restored after the run that captures the model, so the change would be made "
                 "twice. Keep what changes in a list, a dictionary, an attribute or a buffer."
@@ -186,7 +186,7 @@ def refuse_iterators(first: Iterable[Any], second: Iterable[Any]) -> None:
     known = set(map(id, first))
     for found in second:
         if id(found) in known:
-            raise CaptureError(
+            raise FinalCaptureError(
                 f"The model's forward reads a {type(found).__name__} from an attribute or global, "
                 "which gives something else at each use, and a compiled program would use the "
                 "same at every call. Keep the items in a list and a number in a buffer, or pass "

@@ -1,0 +1,94 @@
+"""What runs the calls of a whole model, also where it runs itself around compiled modules in it."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import Any
+
+from torch import nn
+
+from ...reuse import torch_pytree
+from ..checks.wrappers import way_of, wrapped_parts
+from ..options import Options
+from ..report import CompileReport
+from .calls import Calls, Itself
+from .entry import ModuleEntry
+from .parts import Parts, alone
+from .routes import Routes
+from .torch_slot import call_past_slot, call_with_hooks_around
+
+
+class ModelCalls(Calls):
+    """Takes a model's calls, and compiles modules in it where no program can stand for the whole.
+
+    That is so for two reasons. A wrapper for several devices runs as it is, around the models that
+    it wraps, of which each is a whole model. And what cannot be captured runs itself, around its
+    parts.
+    """
+
+    def __init__(self, model: nn.Module, options: Options, dynamic: bool | None = None) -> None:
+        super().__init__(model, options, dynamic)
+        self._class: type | None = None
+        self._has_hooks_around = False
+        self._wrapped: tuple[ModelCalls, ...] = ()
+        self._to_wrapped = Routes(lambda: self._wrapped)
+        self._parts: Parts | None = None
+
+    @property
+    def last_report(self) -> CompileReport | None:
+        """That of the newest compile of what wrappers stand around, or with what parts became."""
+        reports = [inside.last_report for inside in self._wrapped]
+        known = next((r for r in reversed(reports) if r is not None), super().last_report)
+        if known is self._eager and known is not None and self._parts is not None:
+            known.parts = self._parts.records()
+        return known
+
+    def prepare(self, *args: Any, **kwargs: Any) -> None:
+        """Compiles for the layout of a call, and runs nothing. Wrappers have to run."""
+        if not (self.look_for_wrappers() or self._has_hooks_around):
+            super().prepare(*args, **kwargs)
+
+    def look_for_wrappers(self) -> tuple[ModelCalls, ...]:
+        """Returns what runs the calls of models that wrappers in this one stand around."""
+        self._class = type(self.model)
+        self._has_hooks_around = way_of(self.model) == "hooks"
+        inside = [part for _, part in wrapped_parts(self.model)]
+        if list(map(id, inside)) == [id(self.model)]:
+            inside = []
+        if list(map(id, inside)) != [id(known.model) for known in self._wrapped]:
+            self._wrapped = tuple(ModelCalls(m, self.options, self.dynamic) for m in inside)
+        return self._wrapped
+
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if type(self.model) is not self._class:  # fully_shard changes it
+            self.look_for_wrappers()
+        if self._wrapped:
+            return self._run_around_wrapped(args, kwargs)
+        if self._has_hooks_around:
+            run = super()._run
+            return call_with_hooks_around(
+                self.model, lambda *args, **kwargs: run(args, kwargs), args, kwargs
+            )
+        return super()._run(args, kwargs)
+
+    def _compiled(
+        self, leaves: list[Any], plain: list[Any], tree: torch_pytree.TreeSpec
+    ) -> ModuleEntry | Itself:
+        if self.look_for_wrappers():
+            return Itself("a wrapper for several devices was put into it")
+        return super()._compiled(leaves, plain, tree)
+
+    def _run_around_wrapped(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with self._to_wrapped.opened():
+            return call_past_slot(self.model, args, kwargs)
+
+    def _run_itself(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._wrapped:
+            return self._run_around_wrapped(args, kwargs)
+        with ExitStack() as inside:
+            if self.options.fallback == "eager":
+                if self._parts is None:
+                    self._parts = Parts(self.model, self.options, self.dynamic, self._compiler)
+                inside.enter_context(self._parts.routes.opened())
+                inside.enter_context(alone(self._parts.thread, reason))
+            return super()._run_itself(reason, args, kwargs)

@@ -1,0 +1,215 @@
+"""The parts of a model that runs itself: modules in it whose own calls are compiled.
+
+While the model's Python runs, calls of the modules in it go through PyTorch's own slot, and each
+either runs a program of its own or its own Python, between whose calls it is the same again. Parts
+share one compiler, so that equal ones are differentiated, lowered and compiled once.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...reuse import torch_pytree
+from ...reuse.errors import CaptureError, FinalCaptureError, LazyInlineError, PlanError
+from ...reuse.evidence.module_state import module_state, walk_modules
+from ..capture.signatures import shapes_of
+from ..checks.refusals import DIFFERENTIATES
+from ..compiler import Compiler
+from ..options import Options
+from ..passes.state import Compilation, Pass
+from ..report import PartRecord
+from .calls import Calls
+from .entry import ModuleEntry
+from .refusals import Refusals
+from .routes import Routes
+from .torch_slot import asks_slot, in_slot
+
+MIN_NODES = 3
+"""Graph nodes from which on a program may pay; fewer are left to PyTorch's own kernels."""
+MAX_PROGRAMS = 8
+"""Programs of one part; where calls keep changing, it runs itself from then on."""
+MAX_SHAPES = 4
+"""Sets of input shapes for which parts that are alike are compiled, each for itself."""
+
+Likeness = tuple[Any, ...]
+
+
+class TooSmallError(CaptureError):
+    """A program of so few operators takes longer to call than it saves."""
+
+
+class Alike:
+    """Parts of the same classes and layouts, and what is known of all of them.
+
+    Attributes:
+        num_members: how many there are.
+        refusals: which calls run them themselves.
+        shapes: those of the inputs for which some were compiled.
+    """
+
+    def __init__(self, num_members: int) -> None:
+        self.num_members = num_members
+        self.refusals = Refusals()
+        self.shapes: set[Any] = set()
+
+
+class PartCalls(Calls):
+    """Takes the calls of one part.
+
+    Where there are parts like it, sizes are numbers: kernels for numbers are made once for all of
+    them, symbols belong to one program.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        options: Options,
+        dynamic: bool | None,
+        alike: Alike,
+        compiler: Compiler,
+        thread: threading.local,
+    ) -> None:
+        learns = dynamic is None and alike.num_members > 1
+        super().__init__(module, options, False if learns else dynamic, compiler=compiler)
+        self._refusals = alike.refusals
+        self._alike = alike
+        self._thread = thread
+
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if getattr(self._thread, "is_alone", False):
+            return self._run_alone(
+                "what calls it differentiates it inside its forward", args, kwargs
+            )
+        return super()._run(args, kwargs)
+
+    def _why_itself(self, leaves: Sequence[Any]) -> str:
+        if len(self.entries) >= MAX_PROGRAMS:
+            return f"its calls keep changing, and it has {MAX_PROGRAMS} programs already"
+        known, shapes = self._alike.shapes, shapes_of(leaves)
+        if self.dynamic is False and shapes not in known and len(known) >= MAX_SHAPES:
+            return f"the sizes of its inputs keep changing (now {_text(shapes)})"
+        return super()._why_itself(leaves)
+
+    def _compile(self, leaves: list[Any], tree: torch_pytree.TreeSpec) -> ModuleEntry:
+        entry = super()._compile(leaves, tree)
+        self._alike.shapes.add(shapes_of(leaves))
+        return entry
+
+    def _run_itself(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with alone(self._thread, reason):
+            return super()._run_itself(reason, args, kwargs)
+
+    def _watch(self, one: Pass, before: Compilation, after: Compilation) -> None:
+        if before.seen is None and after.seen is not None:
+            count = after.seen.program.num_nodes_if_inlined()
+            if count < MIN_NODES:
+                raise TooSmallError(f"{_SMALL} {count} operators, fewer than {MIN_NODES}")
+
+    def _may_run_itself(self, error: LazyInlineError) -> bool:
+        is_known = isinstance(error, (CaptureError, PlanError))
+        return is_known and not isinstance(error, FinalCaptureError)
+
+    def _is_lasting(self, error: LazyInlineError) -> bool:
+        return isinstance(error, TooSmallError)
+
+
+@contextmanager
+def alone(thread: threading.local, reason: str) -> Iterator[None]:
+    """Within it a module runs whose calls run themselves, too, where it differentiates them."""
+    before = getattr(thread, "is_alone", False)
+    thread.is_alone = before or DIFFERENTIATES in reason
+    try:
+        yield
+    finally:
+        thread.is_alone = before
+
+
+class Parts:
+    """The parts of one model, and the way of their calls while the model runs itself.
+
+    Attributes:
+        routes: lead their calls to what is compiled for them.
+        thread: notes which threads run a module that differentiates others inside.
+    """
+
+    def __init__(
+        self, model: nn.Module, options: Options, dynamic: bool | None, compiler: Compiler
+    ) -> None:
+        self._model = model
+        self._options, self._dynamic = options, dynamic
+        self._compiler = compiler
+        self._calls: dict[int, PartCalls] = {}
+        self._alike: dict[Likeness, Alike] = {}
+        self._paths: dict[int, str] = {}
+        self.routes = Routes(self._find)
+        self.thread = threading.local()
+
+    def _find(self) -> list[PartCalls]:
+        """Returns what takes the calls of the modules that are in the model now."""
+        wanted = {
+            id(module): (path, module)
+            for path, module in reversed(walk_modules(self._model))
+            if module is not self._model and in_slot(module) is None and _may_pay(module)
+        }
+        if any(id_ not in self._calls for id_ in wanted):
+            self._make(list(wanted.values()))
+        return [self._calls[id_] for id_ in wanted]
+
+    def _make(self, places: Sequence[tuple[str, nn.Module]]) -> None:
+        """Makes what takes the calls of modules that are new."""
+        likeness = {id(module): _likeness(module) for _, module in places}
+        counts = Counter(likeness.values())
+        self._paths = {id(module): path for path, module in places}
+        known, self._calls = self._calls, {}
+        for _, module in places:
+            key = likeness[id(module)]
+            alike = self._alike.setdefault(key, Alike(counts[key]))
+            calls = known.get(id(module))
+            if calls is None:
+                calls = PartCalls(
+                    module, self._options, self._dynamic, alike, self._compiler, self.thread
+                )
+            self._calls[id(module)] = calls
+
+    def records(self) -> list[PartRecord]:
+        """Says of each part that was called how it runs, in the order of the model's modules."""
+        found = []
+        for id_, path in reversed(self._paths.items()):
+            calls = self._calls[id_]
+            report = calls.last_report
+            if report is not None:
+                name = type(calls.model).__name__
+                small = report.ran_eagerly.startswith(_SMALL)
+                found.append(
+                    PartRecord(path, name, len(calls.entries), report.ran_eagerly, is_small=small)
+                )
+        return found
+
+
+_SMALL = "it has only"
+
+
+def _may_pay(module: nn.Module) -> bool:
+    """Whether a module's calls are looked at: one of PyTorch's own layers is an operator or two."""
+    if not asks_slot(module) or isinstance(module, torch.jit.ScriptModule):
+        return False
+    is_library = type(module).__module__.startswith(("torch.nn", "torch.ao"))
+    has_children = any(module_state(module)["_modules"].values())
+    return has_children or not is_library or isinstance(module, nn.RNNBase)
+
+
+def _likeness(module: nn.Module) -> Likeness:
+    """Describes a module for telling parts that may well share: what is compared later is more."""
+    tensors = tuple((t.dtype, t.device, tuple(t.shape)) for t in module.parameters())
+    return (tuple(map(type, module.modules())), tensors)
+
+
+def _text(shapes: Sequence[Sequence[int]]) -> str:
+    return ", ".join(str(tuple(shape)) for shape in shapes)

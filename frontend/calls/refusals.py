@@ -1,0 +1,51 @@
+"""Which calls run a module itself, since no program could be captured for one like them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ...reuse import torch_pytree
+from ...reuse.ir.leaf import current_autocast
+
+_MAX_KINDS = 32
+_TOLD_APART = (bool, str, type(None))  # such an argument may decide which way a forward takes
+
+
+@dataclass(frozen=True)
+class CallKind:
+    """What tells calls apart that may take different ways through a forward."""
+
+    tree: torch_pytree.TreeSpec
+    leaves: tuple[Any, ...]
+    modes: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, leaves: Sequence[Any], tree: torch_pytree.TreeSpec, *, training: bool) -> CallKind:
+        """Returns the kind of a call with these flat arguments."""
+        kinds = tuple(x if isinstance(x, _TOLD_APART) else type(x) for x in leaves)
+        return cls(tree, kinds, (training, torch.is_grad_enabled(), current_autocast(("cpu",))))
+
+
+class Refusals:
+    """Why kinds of calls run a module itself; shared by modules that are alike.
+
+    To run a module itself is always right, so nothing has to be compared exactly. The second call
+    of a kind is tried again: the first may have made something that the module keeps.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[CallKind, tuple[str, int]] = {}
+
+    def why_itself(self, call: CallKind) -> str:
+        """Returns why a call runs the module itself; "" if that is not known."""
+        reason, count = self._known.get(call, ("", 0))
+        return reason if count > 1 else ""
+
+    def note(self, call: CallKind, reason: str, *, is_lasting: bool = False) -> None:
+        """Remembers that a call could not be captured; ``is_lasting`` if no other try will help."""
+        count = 2 if is_lasting else self._known.pop(call, ("", 0))[1] + 1
+        self._known = {**dict([*self._known.items()][1 - _MAX_KINDS :]), call: (reason, count)}

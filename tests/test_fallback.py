@@ -1,0 +1,566 @@
+"""What cannot be captured runs itself, between parts of the model that are compiled."""
+
+import copy
+import inspect
+import logging
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from comparing import assert_close, assert_same_gradients
+from torch import Tensor, nn
+from torch.nn.utils import prune
+
+import lazyinline
+from lazyinline import CaptureError, PlanError
+from lazyinline.frontend.calls import parts
+from lazyinline.reuse.torch_names import CALL_SLOT
+
+WIDTH = 4
+
+
+class Mlp(nn.Module):
+    """Can be captured."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.nn.functional.gelu(self.up(x)) * 2)
+
+
+class Around(nn.Module):
+    """Two parts that can be captured, with something between that cannot."""
+
+    def __init__(self, between: Callable[[nn.Module, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first, self.second, self.between = Mlp(), Mlp(), Between(between)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.between(self.first(x)))
+
+
+class Between(nn.Module):
+    def __init__(self, run: Callable[[nn.Module, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.run, self.linear = run, nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.run(self, x)
+
+
+def by_a_mask(module: Any, x: Tensor) -> Tensor:
+    out = torch.zeros_like(x)
+    chosen = x[:, 0] > 0
+    out[chosen] = module.linear(x[chosen])
+    return out + x
+
+
+def by_an_item(module: Any, x: Tensor) -> Tensor:
+    return x * x.detach().max().item()
+
+
+def by_numpy(module: Any, x: Tensor) -> Tensor:
+    return x + float(np.tanh(x.detach().numpy()).sum())
+
+
+def by_branching(module: Any, x: Tensor) -> Tensor:
+    return module.linear(x) if x.sum() > 0 else x - 1
+
+
+def by_pythons_random(module: Any, x: Tensor) -> Tensor:
+    return x * float(np.random.rand()) + torch.rand(WIDTH)
+
+
+WAYS = {f.__name__: f for f in (by_a_mask, by_an_item, by_numpy, by_branching, by_pythons_random)}
+
+
+def seed() -> None:
+    torch.manual_seed(0)
+    np.random.seed(0)
+
+
+def assert_trains_like_eager(
+    model: nn.Module, *batches: Any, backend: str = "eager", **options: Any
+) -> Any:
+    """A step of an optimizer for each batch, against eager; returns the compiled module."""
+    expected = copy.deepcopy(model)
+    compiled = lazyinline.compile(model, backend=backend, **options)
+    optimizers = [torch.optim.SGD(m.parameters(), 0.01) for m in (model, expected)]
+    for args in batches:
+        results = []
+        for run, optimizer in zip((compiled, expected), optimizers, strict=True):
+            optimizer.zero_grad()
+            seed()
+            result = run(*args)
+            result.square().sum().backward()
+            results.append((result, torch.rand(1), float(np.random.rand())))
+        assert_close(*results)
+        assert_same_gradients(model, expected)
+        for optimizer in optimizers:
+            optimizer.step()
+    return compiled
+
+
+def batches(count: int = 3, rows: int = 6) -> list[tuple[Tensor]]:
+    seed()
+    return [(torch.randn(rows, WIDTH),) for _ in range(count)]
+
+
+def by_path(compiled: Any) -> dict[str, Any]:
+    return {part.path: part for part in compiled.last_report.parts}
+
+
+@pytest.mark.parametrize(
+    ("way", "backend"), [*((way, "eager") for way in WAYS), ("by_a_mask", "inductor")]
+)
+def test_what_cannot_be_captured_runs_itself_between_compiled_parts(way: str, backend: str) -> None:
+    seed()
+    compiled = assert_trains_like_eager(Around(WAYS[way]), *batches(), backend=backend)
+    report, found = compiled.last_report, by_path(compiled)
+    assert [p for p in found if not found[p].ran_eagerly] == ["first", "second"]
+    assert found["first"].num_programs == found["second"].num_programs == 1
+    source, line = inspect.getsourcelines(WAYS[way])
+    if way != "by_pythons_random":  # told after the run
+        lines = [f"test_fallback.py:{line + i} {way}" for i in range(len(source))]
+        assert any(text in found["between"].ran_eagerly for text in lines)
+        assert any(text in str(report) for text in lines)
+    assert "only parts are compiled" in str(report)
+    assert "between (Between): runs itself" in str(report)
+
+
+@pytest.mark.parametrize("way", ["by_a_mask", "by_branching"])
+def test_modes_around_a_call_hold_in_its_parts(way: str) -> None:
+    seed()
+    model = Around(WAYS[way])
+    compiled = lazyinline.compile(model, backend="eager")
+    for (x,) in batches(2):
+        for training in (True, False):
+            model.train(training)
+            for autocast in (False, True):
+                with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                    assert_close(compiled(x), model(x), tolerance=1e-2 if autocast else 1e-5)
+    assert not by_path(compiled)["first"].ran_eagerly
+
+
+def test_errors_are_asked_for_and_options_checked() -> None:
+    compiled = lazyinline.compile(Around(by_a_mask), backend="eager", fallback="error")
+    with pytest.raises(CaptureError, match="by_a_mask"):
+        compiled(*batches()[0])
+    with pytest.raises(PlanError, match="fallback='python' is unknown"):
+        lazyinline.compile(Around(by_a_mask), fallback="python")
+
+
+def test_a_users_own_mistake_fails_as_in_eager_and_is_forgotten() -> None:
+    compiled = lazyinline.compile(Mlp(), backend="eager")
+    with pytest.raises(RuntimeError, match=r"shapes cannot be multiplied"):
+        compiled(torch.ones(3, WIDTH + 1))
+    for _ in range(3):
+        compiled(torch.ones(3, WIDTH))
+    assert not compiled.last_report.ran_eagerly
+
+
+def test_the_slots_of_modules_are_empty_outside_of_a_call() -> None:
+    model = Around(by_a_mask)
+    compiled = lazyinline.compile(model, backend="eager")
+    compiled(*batches()[0])
+    with pytest.raises(RuntimeError):
+        compiled(torch.ones(3, WIDTH + 1))
+    assert not any(vars(m).get(CALL_SLOT) for m in model.modules())
+    copy.deepcopy(model)(*batches()[0])
+
+
+# ---- cost -------------------------------------------------------------------------------------
+
+
+class Experts(nn.Module):
+    """A mixture of experts as people write it."""
+
+    def __init__(self, count: int = 3) -> None:
+        super().__init__()
+        self.gate = nn.Linear(WIDTH, count)
+        self.experts = nn.ModuleList(Mlp() for _ in range(count))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, chosen = self.gate(x).softmax(-1).topk(2, -1)
+        out = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            rows, which = torch.where(chosen == number)
+            out.index_add_(0, rows, expert(x[rows]) * weights[rows, which, None])
+        return out
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp, self.experts, self.norm = Mlp(), Experts(), nn.LayerNorm(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.mlp(x)
+        return x + self.experts(self.norm(x))
+
+
+def experts(num_layers: int) -> nn.Module:
+    seed()
+    return nn.Sequential(*(Layer() for _ in range(num_layers)))
+
+
+def num_lowered(compiled: Any) -> int:
+    return len(compiled._lazyinline_calls._compiler.context.kernels)
+
+
+def test_work_does_not_grow_with_the_number_of_layers() -> None:
+    one, many = (assert_trains_like_eager(experts(n), *batches(2)) for n in (2, 6))
+    found = by_path(many)
+    assert all(not found[f"{i}.mlp"].ran_eagerly for i in range(6))
+    assert all("value of a tensor" in found[f"{i}.experts"].ran_eagerly for i in range(6))
+    shapes = parts.MAX_SHAPES
+    assert num_lowered(many) <= 2 * (1 + shapes) + 2  # forward and backward, for each set of sizes
+    assert num_lowered(one) <= num_lowered(many)
+
+
+def test_parts_whose_sizes_keep_changing_run_themselves_before_long() -> None:
+    compiled = assert_trains_like_eager(experts(1), *batches(12, rows=9))
+    programs = {p: r.num_programs for p, r in by_path(compiled).items() if ".experts.experts." in p}
+    assert all(count <= parts.MAX_SHAPES for count in programs.values())
+    changing = [r.ran_eagerly for p, r in by_path(compiled).items() if ".experts.experts." in p]
+    assert any("keep changing" in reason for reason in changing)
+    lowered = num_lowered(compiled)
+    for (x,) in batches(8, rows=11):
+        compiled(x)
+    assert num_lowered(compiled) <= lowered + 4
+
+
+class Ever(nn.Module):
+    """One part, called with another size at each call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = Mlp()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mlp(x[: int(x.detach().abs().sum() * 0) + len(x)])
+
+
+def test_one_part_learns_sizes_and_then_gives_up() -> None:
+    compiled = assert_trains_like_eager(
+        Ever(), *((torch.randn(rows, WIDTH),) for rows in range(2, 16))
+    )
+    assert by_path(compiled)["mlp"].num_programs <= parts.MAX_PROGRAMS
+    assert "keep changing" in by_path(compiled)["mlp"].ran_eagerly
+
+
+def test_what_is_known_not_to_be_captured_is_not_tried_at_each_call(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = experts(4)
+    compiled = lazyinline.compile(model, backend="eager")
+    seed()
+    x = torch.randn(6, WIDTH)
+    for _ in range(2):
+        compiled(x)
+    monkeypatch.setattr("lazyinline.frontend.compiler.Compiler.compile", None)
+    for _ in range(5):
+        assert_close(compiled(x), model(x))
+
+
+# ---- what users have --------------------------------------------------------------------------
+
+
+class Packed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp, self.rnn = Mlp(), nn.LSTM(WIDTH, WIDTH, batch_first=True)
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        rnn = nn.utils.rnn
+        packed = rnn.pack_padded_sequence(self.mlp(x), lengths, batch_first=True)
+        return rnn.pad_packed_sequence(self.rnn(packed)[0], batch_first=True)[0]
+
+
+def test_packed_sequences_run_between_compiled_parts() -> None:
+    seed()
+    steps = [(torch.randn(2, 3, WIDTH), torch.tensor(n)) for n in ([3, 2], [3, 1], [2, 2])]
+    compiled = assert_trains_like_eager(Packed(), *steps)
+    assert not by_path(compiled)["mlp"].ran_eagerly
+
+
+def changed_by(change: Callable[[nn.Module], Any]) -> nn.Module:
+    seed()
+    model = nn.Sequential(Mlp(), Mlp(), nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()))
+    change(model)
+    return model
+
+
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "pruned": lambda m: prune.l1_unstructured(m[0].up, "weight", amount=0.5),
+    "spectral_norm": lambda m: nn.utils.spectral_norm(m[0].up),
+    "weight_norm": lambda m: nn.utils.weight_norm(m[0].up),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
+@pytest.mark.parametrize("change", CHANGES)
+def test_layers_that_hooks_give_their_weights_run_themselves(change: str) -> None:
+    model = changed_by(CHANGES[change])
+    expected = changed_by(CHANGES[change])  # PyTorch copies no weight that a hook has computed
+    compiled = lazyinline.compile(model, backend="eager")
+    optimizers = [torch.optim.SGD(m.parameters(), 0.1) for m in (model, expected)]
+    for (x,) in batches():
+        for run, optimizer in zip((compiled, expected), optimizers, strict=True):
+            optimizer.zero_grad()
+            run(x).square().sum().backward()
+        assert_same_gradients(model, expected)
+        assert_close(compiled(x), expected(x))
+        for optimizer in optimizers:
+            optimizer.step()
+    assert not by_path(compiled)["1"].ran_eagerly
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_quantized_layers_run_themselves() -> None:
+    if not torch.backends.quantized.supported_engines[1:]:
+        pytest.skip("no engine for quantized layers")
+    quantize = torch.ao.quantization.quantize_dynamic
+    model = changed_by(lambda m: m.__setitem__(1, quantize(m[1], {nn.Linear})))
+    compiled = lazyinline.compile(model, backend="eager")
+    with torch.no_grad():
+        for (x,) in batches():
+            assert_close(compiled(x), model(x))
+    assert not by_path(compiled)["0"].ran_eagerly
+
+
+def test_a_transformer_that_looks_at_its_mask_has_compiled_layers() -> None:
+    seed()
+    model = nn.Transformer(WIDTH, 2, 2, 2, 8, dropout=0.0, batch_first=True)
+    mask = nn.Transformer.generate_square_subsequent_mask(3)
+    expected, x = copy.deepcopy(model), torch.randn(2, 3, WIDTH)
+    compiled = lazyinline.compile(model, backend="eager")
+    for _ in range(2):
+        results = [run(x, x, tgt_mask=mask) for run in (compiled, expected)]
+        assert_close(*results)
+        for result in results:
+            result.square().sum().backward()
+    assert_same_gradients(model, expected)
+    found = by_path(compiled)
+    assert not found["encoder"].ran_eagerly
+    assert not any(found[f"decoder.layers.{i}"].ran_eagerly for i in range(2))
+
+
+def test_gradients_of_gradients_flow_through_what_runs_itself() -> None:
+    class Penalty(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.critic = Mlp()
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = x.detach().requires_grad_()
+            (slope,) = torch.autograd.grad(self.critic(x).sum(), x, create_graph=True)
+            return slope.square().sum(-1)
+
+    seed()
+    assert_trains_like_eager(Penalty(), *batches())
+
+
+def test_what_a_part_returns_can_be_changed_in_place() -> None:
+    class Changing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mlp, self.heads = Mlp(), Heads()
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.mlp(x)
+            y[x.detach()[:, 0] > 0] += 1
+            left, right = self.heads(y)
+            if left.sum() > 1e9:
+                return left
+            return left.mul(2).add_(right)
+
+    class Heads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(WIDTH, 2 * WIDTH)
+
+        def forward(self, x: Tensor) -> Any:
+            return self.linear(x * 2).tanh().chunk(2, -1)
+
+    seed()
+    compiled = assert_trains_like_eager(Changing(), *batches())
+    assert not by_path(compiled)["heads"].ran_eagerly
+
+
+def test_threads_share_a_model_that_runs_itself() -> None:
+    model = Around(by_a_mask)
+    compiled = lazyinline.compile(model, backend="eager")
+    failed: list[BaseException] = []
+
+    def run(number: int) -> None:
+        try:
+            for (x,) in batches(4, rows=4 + number % 2):
+                with torch.no_grad():
+                    assert_close(compiled(x), model(x))
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=run, args=(n,)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failed
+    assert not any(vars(m).get(CALL_SLOT) for m in model.modules())
+
+
+# ---- what a forward does besides computing ----------------------------------------------------
+
+
+class Writer:
+    """As loggers of training runs are: it keeps what it is given."""
+
+    def __init__(self) -> None:
+        self.scalars: list[tuple[str, float]] = []
+
+    def add_scalar(self, name: str, value: Any) -> None:
+        self.scalars.append((name, round(float(value), 4)))
+
+
+def _with(effect: Callable[[Any, Tensor], Any], held: Any) -> tuple[nn.Module, Callable[[], Any]]:
+    def run(module: Any, x: Tensor) -> Tensor:
+        effect(module, x)
+        return x * 2
+
+    return Around(run), lambda: held
+
+
+def appends_to_its_own_list() -> Any:
+    model, _ = _with(lambda module, x: module.cache.append(x.detach()), None)
+    model.between.cache = []
+    return model, lambda: model.between.cache
+
+
+def writes_scalars() -> Any:
+    writer = Writer()
+    return _with(lambda module, x: writer.add_scalar("mean", x.mean()), writer.scalars)
+
+
+def counts_in_a_dictionary() -> Any:
+    counts = {"calls": 0}
+    return _with(lambda module, x: counts.update(calls=counts["calls"] + 1), counts)
+
+
+def logs() -> Any:
+    seen: list[str] = []
+
+    class Handler(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            seen.append(record.getMessage())
+
+    logger = logging.getLogger("lazyinline_tests_fallback")
+    logger.handlers, logger.propagate = [Handler()], False
+    logger.setLevel(logging.INFO)
+    return _with(lambda module, x: logger.info("%s", x.shape), seen)
+
+
+def warns() -> Any:
+    seen: list[str] = []
+
+    def warn(module: Any, x: Tensor) -> None:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            warnings.warn("rows", stacklevel=1)
+        seen.extend(str(w.message) for w in caught)
+
+    return _with(warn, seen)
+
+
+def shows_progress() -> Any:
+    tqdm = pytest.importorskip("tqdm").tqdm
+    seen: list[int] = []
+
+    def run(module: Any, x: Tensor) -> None:
+        for index in tqdm(range(2), disable=True):
+            seen.append(index)
+
+    return _with(run, seen)
+
+
+def measures_time() -> Any:
+    times: list[bool] = []
+
+    def run(module: Any, x: Tensor) -> None:
+        start = time.time()
+        times.append(time.time() >= start)
+
+    return _with(run, times)
+
+
+def hook_in_a_shared_block() -> Any:
+    kept: list[Tensor] = []
+    model = Around(lambda module, x: x * 2)
+    model.second.up.register_forward_hook(lambda m, args, output: kept.append(output.detach()))
+    return model, lambda: kept
+
+
+EFFECTS = (
+    appends_to_its_own_list,
+    writes_scalars,
+    counts_in_a_dictionary,
+    logs,
+    warns,
+    shows_progress,
+    measures_time,
+    hook_in_a_shared_block,
+)
+
+
+@pytest.mark.parametrize("make", EFFECTS, ids=lambda make: make.__name__)
+def test_effects_happen_at_each_call_and_the_other_parts_are_compiled(make: Any) -> None:
+    runs = []
+    for compiles in (True, False):
+        seed()
+        model, held = make()
+        run = lazyinline.compile(model, backend="eager") if compiles else model
+        outputs = [run(x) for (x,) in batches()]
+        runs.append((outputs, held()))
+        if compiles:
+            found = by_path(run)
+            assert not found["first"].ran_eagerly
+            which = "second" if make is hook_in_a_shared_block else "between"
+            assert found[which].ran_eagerly
+    (outputs, held), (expected, wanted) = runs
+    torch.testing.assert_close(outputs, expected)
+    assert plain(held) == plain(wanted)
+
+
+def plain(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        assert type(value) is Tensor
+        return [round(x, 4) for x in value.flatten().tolist()]
+    return [plain(v) for v in value] if isinstance(value, (list, tuple)) else value
+
+
+def test_a_forward_that_fails_half_way_prints_once(capsys: pytest.CaptureFixture[str]) -> None:
+    def run(module: Any, x: Tensor) -> Tensor:
+        print("rows", len(x))
+        return by_an_item(module, x)
+
+    compiled = lazyinline.compile(Around(run), backend="eager")
+    for (x,) in batches():
+        compiled(x)
+        assert capsys.readouterr().out == "rows 6\n"
+
+
+def test_an_iterator_that_a_capture_used_is_an_error() -> None:
+    def run(module: Any, x: Tensor) -> Tensor:
+        return x * next(module.steps) * x.detach().max().item()
+
+    model = Around(run)
+    model.between.steps = iter([1.0, 2.0, 3.0])
+    with pytest.raises(CaptureError, match="may have moved on"):
+        lazyinline.compile(model, backend="eager")(*batches()[0])
