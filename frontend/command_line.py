@@ -18,9 +18,9 @@ from .advise.advise import advise
 from .capture.blocks import REUSE_CHOICES
 from .inspection import INSPECTED, pass_lists, show_after, show_captured
 from .measure.bench import DEFAULT_LAYERS, OWN_MODELS, Plan, bench, title, to_json
-from .measure.large_models import LARGE_MODELS, bench_large, large_to_json
+from .measure.large_models import LARGE_MODELS, bench_large, reports_to_json
 from .measure.page import page
-from .measure.rank_bench import RANK_MODELS, RANKS, bench_rank, ranks_to_json
+from .measure.rank_bench import RANK_MODELS, RANKS, bench_rank
 from .measure.target import FORM, load_target
 from .onnx.export import MIN_OPSET, export_onnx
 from .options import Options
@@ -89,9 +89,9 @@ def _bench_large(options: argparse.Namespace) -> None:
     }
     if options.model in RANK_MODELS:
         sizes["ranks"] = options.rank
-        text = ranks_to_json(bench_rank(options.model, _say, **sizes))
+        text = reports_to_json(bench_rank(options.model, _say, **sizes))
     else:
-        text = large_to_json(bench_large(options.model, _say, **sizes))
+        text = reports_to_json(bench_large(options.model, _say, **sizes))
     if options.json is not None:
         options.json.write_text(text, encoding="utf-8")
 

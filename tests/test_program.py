@@ -19,7 +19,7 @@ import lazyinline
 from lazyinline.autodiff.derivative import Differentiator, Recipe
 from lazyinline.frontend.requests import differentiable_inputs
 from lazyinline.reuse.ir.inline import inline_calls
-from lazyinline.reuse.ir.printer import closure_names, diff_programs, format_program
+from lazyinline.reuse.ir.printer import closure_names, diff_texts, format_program
 from lazyinline.reuse.ir.program import (
     Call,
     Composite,
@@ -298,11 +298,11 @@ def test_count_is_singular_for_one() -> None:
 
 def test_difference_shows_what_a_pass_changed() -> None:
     before, after = chain(THREE, FIVE), chain(THREE, THREE)
-    lines = diff_programs(before, after).splitlines()
+    lines = diff_texts(str(before), str(after)).splitlines()
     assert lines[:2] == ["--- before", "+++ after"]
     assert "-  %y_1 = call @five(%y)" in lines
     assert "+  %y_1 = call @three(%y)" in lines
-    assert diff_programs(before, before) == ""
+    assert diff_texts(str(before), str(before)) == ""
 
 
 def test_depth_adds_one_line_per_layer_and_direction() -> None:

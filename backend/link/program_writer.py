@@ -451,7 +451,7 @@ def bind_native(
     code: GeneratedCode,
     arena: torch.Tensor,
     tensors: Mapping[int, torch.Tensor],
-    native: Callable[[], torch_native.NativeLibrary] = torch_native.native_library,
+    native: Callable[[], torch_native.NativeLibrary],
     region_starts: Mapping[int, int] | None = None,
 ) -> dict[str, Any]:
     """Makes the address table of one lease, or of one run in regions that start at these bytes.

@@ -150,10 +150,6 @@ class CapturedModel:
         )
         return replace(self, program=replace(self.program, sources=sources))
 
-    def reasons(self) -> list[SharingDecision]:
-        """The instances that were traced although an earlier one of their class existed."""
-        return [d for d in self.decisions if not d.shared and d.reason and not d.shares]
-
 
 def shared_call(*operands: Any) -> Any:
     """Target of call nodes in the outer graph. Never run."""

@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 
@@ -22,6 +23,8 @@ from ..marks import lazy_inline
 from ..options import Batching, Options
 from ..report import CompileReport
 from . import models
+
+Report = TypeVar("Report")
 
 GIB = 2**30
 
@@ -148,17 +151,24 @@ def _report(
     )
 
 
-def bench_large(name: str, say: Callable[[str], None], **options: Any) -> tuple[LargeReport, ...]:
+def bench_large(name: str, say: Callable[[str], None], **options: Any) -> list[LargeReport]:
     """Compiles a large model, keeping everything and recomputing everything; says what it took."""
+    return with_and_without_recompute(name, say, partial(compile_large, name, **options))
+
+
+def with_and_without_recompute(
+    what: str, say: Callable[[str], None], compile_with: Callable[..., Report]
+) -> list[Report]:
+    """Compiles twice, ``recompute=None`` and ``"full"``, and says what each took."""
     reports = []
     for recompute in (None, "full"):
         policy = "recompute nothing" if recompute is None else "recompute each block"
-        say(f"compiling {name} on {torch.get_num_threads()} threads, {policy} ...")
-        reports.append(compile_large(name, recompute=recompute, **options))
+        say(f"compiling {what} on {torch.get_num_threads()} threads, {policy} ...")
+        reports.append(compile_with(recompute=recompute))
         say(str(reports[-1]))
-    return tuple(reports)
+    return reports
 
 
-def large_to_json(reports: Sequence[LargeReport]) -> str:
+def reports_to_json(reports: Sequence[Any]) -> str:
     """Returns the numbers of all reports."""
     return json.dumps([asdict(report) for report in reports], indent=2, default=str) + "\n"

@@ -6,9 +6,9 @@ differentiates every stage, and lowers, links and plans its own; so does this, w
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from ...backend.run.rank_program import RankProgram
 from ...pipeline_parallel.schedule.actions import ActionTable
 from ...pipeline_parallel.split.call_costs import CPU_RATES
 from ...pipeline_parallel.stages.stage_derivative import StageDerivative
+from ...recompute.policy import Policy
 from ...reuse.errors import LazyInlineError, PlanError
 from ..compiler import RANK
 from ..marks import lazy_inline
@@ -31,28 +32,22 @@ from ..passes.state import Pass, Subject, run
 from ..report import CompileReport
 from ..training_step import LossModel
 from . import models
+from .large_models import GIB, LargeModel, with_and_without_recompute
 
-GIB = 2**30
 RANKS = ("first", "middle", "last")
 
 
 @dataclass(frozen=True)
-class RankModel:
+class RankModel(LargeModel):
     """A published size, and the pipeline that trains it.
 
     Attributes:
-        layers: number of blocks.
         num_stages: one per rank.
-        micro_batches: how many one step accumulates.
         schedule: of the pipeline.
-        sizes: further fields of :class:`~lazyinline.frontend.measure.models.DecoderConfig`.
     """
 
-    layers: int
-    num_stages: int
-    micro_batches: int
+    num_stages: int = 1
     schedule: str = "1F1B"
-    sizes: dict[str, Any] = field(default_factory=dict)
 
 
 RANK_MODELS = {
@@ -219,20 +214,17 @@ def bench_rank(
     ranks: Sequence[str] = ("middle",),
     backend: BackendName = "inductor",
     **sizes: Any,
-) -> tuple[RankReport, ...]:
+) -> list[RankReport]:
     """Compiles ranks of a large pipeline, keeping everything and recomputing everything."""
-    reports = []
-    for rank in ranks:
-        for recompute in (None, "full"):
-            policy = "recompute nothing" if recompute is None else "recompute each block"
-            threads = torch.get_num_threads()
-            say(f"compiling {name}, rank {rank}, on {threads} threads, {policy} ...")
-            options = Options(backend=backend, recompute=recompute)
-            reports.append(compile_rank(name, options=options, rank=rank, **sizes))
-            say(str(reports[-1]))
-    return tuple(reports)
 
+    def compile_with(rank: str, recompute: Policy) -> RankReport:
+        options = Options(backend=backend, recompute=recompute)
+        return compile_rank(name, options=options, rank=rank, **sizes)
 
-def ranks_to_json(reports: Sequence[RankReport]) -> str:
-    """Returns the numbers of all reports."""
-    return json.dumps([asdict(report) for report in reports], indent=2, default=str) + "\n"
+    return [
+        report
+        for rank in ranks
+        for report in with_and_without_recompute(
+            f"{name}, rank {rank},", say, partial(compile_with, rank)
+        )
+    ]

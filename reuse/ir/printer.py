@@ -80,11 +80,6 @@ def format_closure(closure: Closure) -> str:
     return f"{closure.name}({closure.type})"
 
 
-def diff_programs(before: Program, after: Program) -> str:
-    """Returns what a pass changed, as a unified diff of the two texts."""
-    return diff_texts(format_program(before), format_program(after))
-
-
 def diff_texts(before: str, after: str) -> str:
     """Returns a unified diff of two texts; empty where they are equal."""
     lines = difflib.unified_diff(
