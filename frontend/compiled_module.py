@@ -17,7 +17,7 @@ from .calls.methods import calling
 from .calls.model_calls import ModelCalls
 from .calls.torch_slot import check_asks_slot, fill_slot
 from .capture.blocks import Reuse
-from .capture.capture import refuse_foreign
+from .checks.capturable import refuse_foreign
 from .checks.wrappers import refuse_unknown_wrappers, refuse_wrapper, wrapped_parts
 from .options import Fallback, Options
 from .report import CompileReport

@@ -20,8 +20,8 @@ from ..autodiff.derivative import Derivative, Differentiator
 from ..backend.run.planned import PlannedProgram
 from ..backend.run.runtime import ClosureRuntime, PlannedRuntime
 from ..backend.run.unplanned_step import UnplannedStep
-from .capture.capture import one_at_a_time
 from .capture.regions import CapturedModel
+from .capture.surroundings import one_at_a_time
 from .compiled import CompiledProgram, CompiledStep
 from .options import Batching, Options
 from .passes.context import Context

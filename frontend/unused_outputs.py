@@ -14,7 +14,7 @@ from ..reuse.errors import PlanError
 from ..reuse.ir.leaf import flat_types
 from ..reuse.ir.program import Closure, Composite, Kernels, Program
 from ..reuse.ir.rewrite import map_leaves
-from .capture.capture import one_at_a_time
+from .capture.surroundings import one_at_a_time
 
 
 class UnusedOutputs:

@@ -6,6 +6,7 @@ part_layout      parts that take turns for many flights, laid out once
 lay_out          programs one after the other, and who owns what they return
 placement        where the buffers of a layout lie
 gradient_memory  activations in memory that gradients will fill
+generated_code   a generated function, and how it is bound to memory
 program_writer   the generated function of one part of a layout
 estimate         how much memory a program will need, before its kernels are made
 """

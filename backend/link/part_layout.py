@@ -27,9 +27,10 @@ from ...reuse.ir.types import TensorType, contiguous_stride
 from ..arena.arena import ALIGNMENT, ArenaPlan
 from ..arena.live_ranges import Buffers, lower_bound
 from ..launches.kernel_list import KernelList
+from .generated_code import GeneratedCode
 from .layout import Layout, Part, Placed, buffers_of
 from .link import FlatProgram
-from .program_writer import CodeWriter, GeneratedCode
+from .program_writer import CodeWriter
 
 PlanBuffers = Callable[[Buffers], ArenaPlan]
 

@@ -8,56 +8,23 @@ are locals of the function.
 
 from __future__ import annotations
 
-import ctypes
 import math
-from array import array
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
 import torch
 
 from ...reuse.torch_names import new_cpu_tensor
-from ..launches import native_ops, torch_native
 from ..launches.kernel_list import NativeOp, View
-from ..launches.present_memory import no_address
 from ..launches.torch_profiler import IF_IT_RUNS
 from ..launches.torch_results import as_predicted, check_layout
+from .generated_code import ARENA_SLOT, GeneratedCode, view_of
 from .gradient_memory import Overlay, new_host
 from .layout import Layout, Part, Placed, PlacedLaunch
-
-_ARENA_SLOT = 0
 
 Ranges: TypeAlias = Literal["none", "offered", "shown"]
 """What a profiler sees of a part: nothing; if one runs, the part as written with ranges; or ranges
 for each call of a block and each launch."""
-
-
-@dataclass
-class GeneratedCode:
-    """Source of one part, and what must be bound before it runs.
-
-    Attributes:
-        inputs: which of the part's inputs a run is given, in order; foreign buffers follow.
-        constants: name -> kernel or constant, the same for every binding.
-        arena_views: name -> place in the arena.
-        model_views: name -> view of a model tensor.
-        words: what the native loop runs.
-        slots: instance -> slot of the native address table, for what is bound beforehand.
-        regions: region of the arena -> slot, where a program works in several places at once.
-        num_slots: size of that table; what is known only in a run comes last.
-    """
-
-    source: str = ""
-    inputs: list[int] = field(default_factory=list)
-    constants: dict[str, Any] = field(default_factory=dict)
-    arena_views: dict[str, Placed] = field(default_factory=dict)
-    model_views: dict[str, Placed] = field(default_factory=dict)
-    num_made_per_run: int = 0
-    words: array[int] = field(default_factory=lambda: array("q"))
-    slots: dict[int, int] = field(default_factory=dict)
-    regions: dict[int, int] = field(default_factory=dict)
-    num_slots: int = 1
 
 
 class CodeWriter:
@@ -244,7 +211,7 @@ class CodeWriter:
     def _region_slot(self, instance: int) -> int:
         region = self._regions.get(instance)
         if region is None:
-            return _ARENA_SLOT
+            return ARENA_SLOT
         if region not in self._code.regions:
             self._code.regions[region] = self._new_slot()
         return self._code.regions[region]
@@ -389,7 +356,7 @@ class CodeWriter:
 
     def _local_view(self, name: str, placed: Placed, base: Placed) -> None:
         offset = (placed.offset_bytes - base.offset_bytes) // placed.dtype.itemsize
-        view, dtype = self._constant(_view_of), self._constant(placed.dtype)
+        view, dtype = self._constant(view_of), self._constant(placed.dtype)
         args = f"{self._names[base]}, {placed.shape}, {placed.stride}, {offset}, {dtype}"
         self._lines.append(f"  {name} = {view}({args})")
         self._local_names.setdefault(placed.instance, []).append(name)
@@ -420,21 +387,6 @@ class CodeWriter:
         return result_base(self._layout, part, placed)
 
 
-def _view_of(
-    base: torch.Tensor,
-    shape: tuple[int, ...],
-    stride: tuple[int, ...],
-    offset: int,
-    dtype: torch.dtype,
-) -> torch.Tensor:
-    """Makes a view of a tensor that is known only at run time; ``offset`` counts from its start."""
-    start = base.storage_offset()
-    if base.dtype != dtype:  # `view` knows dense ones only: no single number, no transposed ones
-        start = start * base.element_size() // dtype.itemsize
-        base = torch.empty(0, dtype=dtype, device=base.device).set_(base.untyped_storage())  # type: ignore[call-overload]
-    return torch.as_strided(base, shape, stride, start + offset)
-
-
 def result_base(layout: Layout, part: Part, placed: Placed) -> Placed:
     """Returns the whole buffer of a result: as a part returns it, if that covers it."""
     whole_bytes = layout.instances[placed.instance].num_bytes
@@ -445,69 +397,3 @@ def result_base(layout: Layout, part: Part, placed: Placed) -> Placed:
             return output
     count = whole_bytes // placed.dtype.itemsize
     return Placed(placed.instance, placed.dtype, (count,), (1,), 0)
-
-
-def bind_native(
-    code: GeneratedCode,
-    arena: torch.Tensor,
-    tensors: Mapping[int, torch.Tensor],
-    native: Callable[[], torch_native.NativeLibrary],
-    region_starts: Mapping[int, int] | None = None,
-) -> dict[str, Any]:
-    """Makes the address table of one lease, or of one run in regions that start at these bytes.
-
-    The function that gets these names owns what it is given by address: the table, the words, the
-    arena, and the memory of the model's tensors, which `parameter.data = ...` may take from them.
-    """
-    library = native()
-    addresses = (ctypes.c_int64 * code.num_slots)()
-    addresses[_ARENA_SLOT] = arena.data_ptr()
-    for region, slot in code.regions.items():
-        addresses[slot] = arena.data_ptr() + (region_starts or {})[region]
-    for instance, slot in code.slots.items():
-        addresses[slot] = tensors[instance].data_ptr()
-    return {
-        "run_native": library.run,
-        "words": code.words.buffer_info()[0],
-        "owned": (code.words, arena, [tensors[instance].detach() for instance in code.slots]),
-        "addresses": addresses,
-        "table": ctypes.addressof(addresses),
-        "no_address": no_address,
-        "fail": native_ops.fail,
-    }
-
-
-def bind_arena(
-    views: Mapping[str, Placed], arena: torch.Tensor, offsets: Sequence[int] | Mapping[int, int]
-) -> dict[str, torch.Tensor]:
-    """Makes every arena view once.
-
-    Args:
-        views: name -> place.
-        arena: the bytes, as uint8.
-        offsets: start of each instance in the arena, in bytes (unused for other kinds).
-    """
-    typed: dict[torch.dtype, torch.Tensor] = {}
-    bound = {}
-    for name, placed in views.items():
-        if placed.dtype not in typed:
-            typed[placed.dtype] = arena.view(placed.dtype)
-        start = (offsets[placed.instance] + placed.offset_bytes) // placed.dtype.itemsize
-        bound[name] = typed[placed.dtype].as_strided(placed.shape, placed.stride, start)
-    return bound
-
-
-def bind_model(
-    views: Mapping[str, Placed], tensors: Mapping[int, torch.Tensor]
-) -> dict[str, torch.Tensor]:
-    """Makes every view of a model tensor, by reference to the tensor's memory."""
-    bound = {}
-    for name, placed in views.items():
-        tensor = tensors[placed.instance].detach()
-        offset = placed.offset_bytes // placed.dtype.itemsize
-        same = tuple(tensor.shape) == placed.shape and tensor.stride() == placed.stride
-        if same and not offset and tensor.dtype == placed.dtype:
-            bound[name] = tensor
-        else:
-            bound[name] = _view_of(tensor, placed.shape, placed.stride, offset, placed.dtype)
-    return bound

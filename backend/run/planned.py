@@ -23,6 +23,7 @@ from ..launches import torch_native
 from ..launches.kernel_list import KernelList
 from ..launches.present_memory import check_memory
 from ..launches.torch_profiler import PROFILER, begin_range, end_range
+from ..link.generated_code import GeneratedCode, bind_arena, bind_model, bind_native
 from ..link.gradient_memory import (
     copy_of_host,
     new_host,
@@ -30,14 +31,7 @@ from ..link.gradient_memory import (
 from ..link.lay_out import Results, handed_on, lay_out, outside_bytes
 from ..link.link import FlatProgram
 from ..link.placement import TOOLS, Tools, planned, planned_overlaid
-from ..link.program_writer import (
-    CodeWriter,
-    GeneratedCode,
-    bind_arena,
-    bind_model,
-    bind_native,
-    result_base,
-)
+from ..link.program_writer import CodeWriter, result_base
 
 _MAX_IDLE_ARENAS = 4
 _NUM_SPELLS = 4

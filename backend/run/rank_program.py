@@ -22,8 +22,8 @@ from ..arena.arena import ArenaPlan
 from ..arena.live_ranges import Buffers, lower_bound
 from ..launches.present_memory import check_memory
 from ..launches.torch_native import NativeLibrary
+from ..link.generated_code import bind_arena, bind_model, bind_native
 from ..link.part_layout import Box, UnitLayout, view_of_box
-from ..link.program_writer import bind_arena, bind_model, bind_native
 
 Runner = Callable[[list[Any]], list[Any]]
 

@@ -14,8 +14,9 @@ from torch import nn
 from ...reuse import torch_pytree
 from ...reuse.errors import CaptureError, FinalCaptureError, LazyInlineError
 from ...reuse.evidence.module_state import module_state, own_hooks
-from ..capture.capture import backward_hooked, one_at_a_time
 from ..capture.float_inputs import OpenCapture
+from ..capture.surroundings import one_at_a_time
+from ..checks.capturable import backward_hooked
 from ..checks.plain_inputs import watching_tensor, written_out
 from ..checks.runnable import check_runnable, check_writes
 from ..checks.torch_modes import mode_around

@@ -2,6 +2,7 @@
 
 capture          one run of the model, and the order of attempts
 init_key         the key of a block: its class and what its constructor was given
+surroundings     what stands still around a capture
 recorder         the run itself, and that it leaves everything as it was
 watcher          what the model's Python does meanwhile: noted, replaced, or refused
 recording        what has been recorded so far: the outer graph, its regions, the reads

@@ -9,37 +9,28 @@ into a program of closures.
 from __future__ import annotations
 
 import dataclasses
-import gc
-import os
-import random
-import sys
-import threading
 import traceback
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from functools import wraps
-from typing import Any, TypeVar
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
 
-from ...autodiff.torch_autograd import plain_autograd
 from ...reuse import torch_pytree
 from ...reuse.errors import CaptureError, FinalCaptureError
-from ...reuse.evidence.module_state import has_hooks, module_state, walk_modules
+from ...reuse.evidence.module_state import module_state, walk_modules
 from ...reuse.evidence.root_evidence import RootEvidence
 from ...reuse.evidence.snapshot import refuse_iterators
 from ...reuse.ir.constants import Shared, share_constants
 from ...reuse.ir.printer import format_program
 from ...reuse.ir.program import ModelTensor, Program
 from ...reuse.open_numbers import is_open
+from ..checks.capturable import refuse_backward_hooks, refuse_uncapturable
 from ..checks.runnable import check_memory
-from ..checks.wrappers import is_compiled_by_torch, refuse_wrappers
 from ..effects.effects import EffectError, OnEffects
 from ..effects.outside_changes import find_fake
-from ..marks import is_compiled, is_marked
-from ..tracing.torch_fake_rules import kernels_own_rules
+from ..marks import is_marked
 from ..tracing.torch_tracing import DATA_DEPENDENT_ERRORS, frame_text, user_frame
 from .assemble import ResultTree, assemble
 from .blocks import (
@@ -54,8 +45,12 @@ from .blocks import (
 from .recorder import Recorder, UnsettledError
 from .recording import Recording
 from .regions import CapturedModel, CrossingError, Region, SharingDecision, Sizes, regions_inside
-
-Function = TypeVar("Function", bound=Callable[..., Any])
+from .surroundings import (
+    garbage_collection_paused,
+    generator_not_seeded,
+    no_python_randomness,
+    one_at_a_time,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,31 +66,6 @@ class Arguments:
     def have_open_numbers(self) -> bool:
         """Whether the model is handed a number without its value."""
         return any(map(is_open, torch_pytree.flatten((self.args, self.kwargs))[0]))
-
-
-_OUR_SEED = 0x1A2C1B0D0F5EED
-_LOCK = threading.RLock()
-# A fork waits for a compile of another thread: a child would inherit PyTorch as tracers and builds
-# have changed it for their time, and a lock that nobody opens.
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(
-        before=_LOCK.acquire, after_in_parent=_LOCK.release, after_in_child=_LOCK.release
-    )
-
-
-def one_at_a_time(function: Function) -> Function:
-    """Makes threads wait for each other: PyTorch's tracers are one per process, not per thread.
-
-    What the caller asked of autograd (anomaly checks, hooks on saved tensors) is not meant for
-    tracing, and is off inside.
-    """
-
-    @wraps(function)
-    def alone(*args: Any, **kwargs: Any) -> Any:
-        with _LOCK, plain_autograd(), kernels_own_rules(), _garbage_collection_paused():
-            return function(*args, **kwargs)
-
-    return alone  # type: ignore[return-value]
 
 
 @one_at_a_time
@@ -128,9 +98,9 @@ def capture_model(
         CaptureError: if the model's Python cannot be traced; names the user's line.
         PlanError: if a tensor of the model is more or other than what its memory holds.
     """
-    _refuse_uncapturable(model)
+    refuse_uncapturable(model)
     if train:
-        _refuse_backward_hooks(model)
+        refuse_backward_hooks(model)
     arguments = Arguments(args, kwargs or {}, sizes, effects, opened)
     if reuse == "auto":
         captured = _capture_repeated(model, arguments, RepeatedBlocks, train=train)
@@ -145,7 +115,7 @@ def capture_candidates(
     model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] | None, *, train: bool
 ) -> CapturedModel:
     """Captures as ``reuse="auto"`` does, and keeps the blocks that nearly share as closures."""
-    _refuse_uncapturable(model)
+    refuse_uncapturable(model)
     return _capture_repeated(
         model,
         Arguments(args, kwargs or {}, effects="undo"),
@@ -246,9 +216,9 @@ def _run(recorder: Recorder, arguments: Arguments, *, train: bool) -> tuple[list
     try:
         with (
             torch.set_grad_enabled(train),
-            _garbage_collection_paused(),
-            _no_python_randomness(),
-            _generator_not_seeded(arguments.effects),
+            garbage_collection_paused(),
+            no_python_randomness(),
+            generator_not_seeded(arguments.effects),
         ):
             return recorder.run(arguments.args, arguments.kwargs)
     except (UnsettledError, CrossingError, EffectError):
@@ -383,108 +353,6 @@ def _with_constants(decision: SharingDecision, shared: Shared) -> SharingDecisio
     be = "an input" if len(shared.numbers) == 1 else "inputs"
     text = f"shares @{shared.closure.name} with {noun} {numbers} as {be}"
     return dataclasses.replace(decision, shares=text)
-
-
-def _refuse_uncapturable(model: nn.Module) -> None:
-    refuse_wrappers(model)
-    refuse_foreign(model)
-
-
-def refuse_foreign(model: nn.Module) -> None:
-    """Raises CaptureError if a module is no Python that can be watched and run as a program."""
-    for path, module in walk_modules(model):
-        if is_compiled(module):
-            raise CaptureError(
-                f"{path or 'The model'} is a compiled module already. Compile the outer model with "
-                "the original module in it."
-            )
-        if is_compiled_by_torch(module):
-            raise CaptureError(
-                f"{path or 'The model'} is what torch.compile returned, which is compiled already. "
-                "Compile the module itself: lazyinline.compile(m), where torch.compile(m) was."
-            )
-        if isinstance(module, torch.jit.ScriptModule):
-            raise CaptureError(
-                f"{path or 'The model'} was scripted or traced by torch.jit, which hides its "
-                "Python and its attributes. Put the original module in its place."
-            )
-
-
-def backward_hooked(model: nn.Module) -> str:
-    """Names a module of the tree that has a backward hook, or returns an empty text."""
-    for path, module in walk_modules(model):
-        if has_hooks(module, "backward"):
-            return f"{path or 'The model'} ({type(module).__name__})"
-    return ""
-
-
-def _refuse_backward_hooks(model: nn.Module) -> None:
-    hooked = backward_hooked(model)
-    if hooked:
-        raise CaptureError(
-            f"{hooked} has a backward hook, which a program could not call. Remove it, or put "
-            "hooks on parameters or on the compiled model. (compile() runs such a model itself.)"
-        )
-
-
-@contextmanager
-def _no_python_randomness() -> Iterator[None]:
-    """Raises CaptureError if the forward draws random numbers that are not PyTorch's."""
-    python, numpy = random.getstate(), sys.modules.get("numpy")
-    array = None if numpy is None else numpy.random.get_state()
-    yield
-    drawn = ""
-    if random.getstate() != python:
-        drawn = "Python's random"
-        random.setstate(python)
-    if numpy is not None and array is not None:
-        now = numpy.random.get_state()
-        if now[2:] != array[2:] or now[1].tobytes() != array[1].tobytes():
-            drawn = "numpy.random"
-            numpy.random.set_state(array)
-    if drawn:
-        raise CaptureError(
-            f"The model's forward (or another thread meanwhile) draws from {drawn}, and a "
-            "compiled program would use the same numbers at every call. Draw them with torch "
-            "(torch.rand), or outside the model."
-        )
-
-
-@contextmanager
-def _generator_not_seeded(effects: OnEffects) -> Iterator[None]:
-    """Raises EffectError if the forward seeds PyTorch's generator past the functions of torch.
-
-    A trace draws nothing, and seeding may leave the very state that was there: so the generator
-    has a seed of ours meanwhile, which nobody else sets.
-    """
-    generator = torch.default_generator
-    state = generator.get_state()
-    generator.manual_seed(_OUR_SEED)
-    try:
-        yield
-        seeded = generator.initial_seed() != _OUR_SEED
-    finally:
-        generator.set_state(state)
-    if seeded and effects == "refuse":
-        raise EffectError("The model's forward sets the state of PyTorch's random generator.")
-
-
-@contextmanager
-def _garbage_collection_paused() -> Iterator[None]:
-    """Capture makes many long-lived objects; scanning them repeatedly costs more than it frees.
-
-    Afterwards they count as old, or the next few collections would scan all of them as new.
-    """
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            if not gc.get_freeze_count():  # else this would thaw what somebody froze
-                gc.freeze()
-                gc.unfreeze()
-            gc.enable()
 
 
 def _capture_error(model: nn.Module, error: Exception) -> CaptureError:

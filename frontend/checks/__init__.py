@@ -1,5 +1,6 @@
 """Whether what a user hands in can be compiled at all.
 
+capturable    what no capture can take
 runnable      what must hold before a captured model can be run
 refusals      what a model takes or returns that no call could watch
 plain_inputs  inputs whose memory does not hold their numbers, or that are more than numbers

@@ -20,7 +20,7 @@ from ...reuse.ir.verify import verify as verify_program
 from ..calls.calls import calls_of
 from ..capture.assemble import OutputTree
 from ..capture.blocks import Reuse
-from ..capture.capture import one_at_a_time
+from ..capture.surroundings import one_at_a_time
 from ..compiler import EXPORT
 from ..options import Options
 from ..passes.context import Context

@@ -13,8 +13,8 @@ from ...autodiff.derivative import Derivative, Request
 from ...backend.link.link import FlatProgram, check_flat
 from ...reuse.ir.program import Program
 from ...reuse.ir.verify import ProgramLevel, verify
-from ..capture.capture import one_at_a_time
 from ..capture.regions import CapturedModel, Sizes
+from ..capture.surroundings import one_at_a_time
 from ..effects.effects import OnEffects
 from ..report import CompileReport
 from .context import Context

@@ -16,8 +16,8 @@ from ...backend.run.runtime import ClosureRuntime, PlannedRuntime
 from ...reuse.errors import PlanError
 from ...reuse.ir.program import Closure, Composite, Leaf, Program, walk_closures
 from ...reuse.ir.torch_symbols import SIZE_TYPES, Values, expression_of, value_of
-from ..capture.capture import one_at_a_time
 from ..capture.regions import CapturedModel
+from ..capture.surroundings import one_at_a_time
 from ..compiled import CompiledProgram
 from ..compiler import SHAPE, SIZES, SIZES_BACKWARD, unplanned_of, without_outputs
 from ..options import Options

@@ -1,0 +1,106 @@
+"""What stands still around a capture: other threads, random numbers, garbage collection."""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any, TypeVar
+
+import torch
+
+from ...autodiff.torch_autograd import plain_autograd
+from ...reuse.errors import CaptureError
+from ..effects.effects import EffectError, OnEffects
+from ..tracing.torch_fake_rules import kernels_own_rules
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+_OUR_SEED = 0x1A2C1B0D0F5EED
+_LOCK = threading.RLock()
+# A fork waits for a compile of another thread: a child would inherit PyTorch as tracers and builds
+# have changed it for their time, and a lock that nobody opens.
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(
+        before=_LOCK.acquire, after_in_parent=_LOCK.release, after_in_child=_LOCK.release
+    )
+
+
+def one_at_a_time(function: Function) -> Function:
+    """Makes threads wait for each other: PyTorch's tracers are one per process, not per thread.
+
+    What the caller asked of autograd (anomaly checks, hooks on saved tensors) is not meant for
+    tracing, and is off inside.
+    """
+
+    @wraps(function)
+    def alone(*args: Any, **kwargs: Any) -> Any:
+        with _LOCK, plain_autograd(), kernels_own_rules(), garbage_collection_paused():
+            return function(*args, **kwargs)
+
+    return alone  # type: ignore[return-value]
+
+
+@contextmanager
+def no_python_randomness() -> Iterator[None]:
+    """Raises CaptureError if the forward draws random numbers that are not PyTorch's."""
+    python, numpy = random.getstate(), sys.modules.get("numpy")
+    array = None if numpy is None else numpy.random.get_state()
+    yield
+    drawn = ""
+    if random.getstate() != python:
+        drawn = "Python's random"
+        random.setstate(python)
+    if numpy is not None and array is not None:
+        now = numpy.random.get_state()
+        if now[2:] != array[2:] or now[1].tobytes() != array[1].tobytes():
+            drawn = "numpy.random"
+            numpy.random.set_state(array)
+    if drawn:
+        raise CaptureError(
+            f"The model's forward (or another thread meanwhile) draws from {drawn}, and a "
+            "compiled program would use the same numbers at every call. Draw them with torch "
+            "(torch.rand), or outside the model."
+        )
+
+
+@contextmanager
+def generator_not_seeded(effects: OnEffects) -> Iterator[None]:
+    """Raises EffectError if the forward seeds PyTorch's generator past the functions of torch.
+
+    A trace draws nothing, and seeding may leave the very state that was there: so the generator
+    has a seed of ours meanwhile, which nobody else sets.
+    """
+    generator = torch.default_generator
+    state = generator.get_state()
+    generator.manual_seed(_OUR_SEED)
+    try:
+        yield
+        seeded = generator.initial_seed() != _OUR_SEED
+    finally:
+        generator.set_state(state)
+    if seeded and effects == "refuse":
+        raise EffectError("The model's forward sets the state of PyTorch's random generator.")
+
+
+@contextmanager
+def garbage_collection_paused() -> Iterator[None]:
+    """Capture makes many long-lived objects; scanning them repeatedly costs more than it frees.
+
+    Afterwards they count as old, or the next few collections would scan all of them as new.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            if not gc.get_freeze_count():  # else this would thaw what somebody froze
+                gc.freeze()
+                gc.unfreeze()
+            gc.enable()
