@@ -9,9 +9,11 @@ import hugging_face
 import pytest
 import torch
 from comparing import assert_close, assert_same_gradients
+from test_caches import gpt2, llama
 from torch import Tensor, nn
 from torch._dynamo.source import ConstantSource
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+from transformers import BertConfig, BertForMaskedLM
 
 import lazyinline
 from lazyinline import PlanError, lazy_inline
@@ -246,7 +248,18 @@ def test_inputs_that_share_a_length_share_a_symbol() -> None:
 
     model = Wrapped(lambda h, a, b: (h * a[..., None]).sum(-1) + b)
     found = train_at(model, [(2, 5), (2, 7), (2, 9), (3, 9), (4, 3)], data)
-    assert found == [(1, 0), (2, 0), (2, 1), (3, 1), (3, 2)]
+    assert found == [(1, 0), (2, 0), (2, 1), (2, 2), (2, 3)]
+
+
+def test_a_batch_is_open_once_a_length_varied() -> None:
+    found = train_at(decoder(), [(4, 8), (4, 12), (4, 9), (3, 9), (7, 5)], lambda s: [ids(s)])
+    assert found[-1] == (2, 3)
+
+
+def test_a_batch_that_cannot_be_a_symbol_leaves_lengths_open() -> None:
+    model = Wrapped(lambda h: h * (h.shape[0] * 0.3))  # a float that symbols may compute otherwise
+    found = train_at(model, [(4, 8), (4, 12), (4, 9), (3, 9)], lambda s: [torch.randn(*s, 8)])
+    assert found == [(1, 0), (2, 0), (2, 1), (3, 1)]
 
 
 def test_shapes_that_were_not_used_for_long_are_linked_again(
@@ -351,4 +364,42 @@ def test_hugging_face_models_at_several_shapes(name: str) -> None:
         assert_same_gradients(model, twin)
         model.zero_grad(), twin.zero_grad()
     assert not compiled.last_report.why_static
-    assert counts(compiled) == (3, 3)
+    assert counts(compiled) == (2, 4)
+
+
+def bert() -> nn.Module:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2}
+    return BertForMaskedLM(BertConfig(vocab_size=67, num_hidden_layers=2, **sizes))
+
+
+def epoch(rows: int, lengths: Sequence[int], last: int) -> list[dict[str, Tensor]]:
+    """Batches padded to their longest text; the last one has fewer rows."""
+    found = []
+    for number, length in enumerate(lengths):
+        is_last = number == len(lengths) - 1
+        batch = hugging_face.tokens(last if is_last else rows, length, seed=number)
+        batch["labels"] = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
+        found.append(batch)
+    return found
+
+
+@pytest.mark.parametrize("build", [gpt2, llama, bert], ids=lambda build: build.__name__)
+def test_an_epoch_of_real_batches_costs_two_compiles(build: Callable[[], nn.Module]) -> None:
+    """Models as they are configured by default; the smaller last batch is no third compile."""
+    model = build()
+    expected = copy.deepcopy(model)
+    compiled = lazyinline.compile(model, reuse="auto", backend="eager")
+    optimizers = [torch.optim.SGD(m.parameters(), 0.1) for m in (model, expected)]
+    for batch in epoch(4, [9, 13, *range(4, 20), 24, 11], last=3):
+        results = []
+        for module in (compiled, expected):
+            torch.manual_seed(1)
+            results.append(module(**batch))
+            results[-1].loss.backward()
+        assert_close(*results)
+        assert_same_gradients(model, expected)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert counts(compiled) == (2, 16), compiled.last_report.why_static

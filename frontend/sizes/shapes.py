@@ -149,24 +149,34 @@ class Shapes:
 
     def _compiled(self, alike: Sequence[_Compile], inputs: Inputs) -> Made | None:
         """Compiles with symbols; returns None where the sizes of this call have to be numbers."""
+        for names in self._learned(alike, inputs):
+            try:
+                made = self._compiled_with(names, inputs)
+            except Exception as error:  # the call can be compiled for its sizes alone
+                self._why_static = f"{type(error).__name__}: {error}".splitlines()[0]
+            else:
+                self._why_static = ""
+                return self._counted(made)
+        return None
+
+    def _learned(self, alike: Sequence[_Compile], inputs: Inputs) -> list[Names]:
+        """Returns which dimensions may be symbols, the most first: with a batch, and without."""
         from .torch_input_sizes import learned_names  # brings in sympy
 
-        every = self.dynamic is True
-        growing = torch_pytree.growing_leaves(inputs.tree)
-        earlier = [c.shapes for c in alike]
-        names = learned_names(inputs.leaves, earlier, every=every, growing=growing)
         if self._names and not alike:
-            names = self._names
+            return [self._names]
+        learned = partial(
+            learned_names,
+            inputs.leaves,
+            [c.shapes for c in alike],
+            every=self.dynamic is True,
+            growing=torch_pytree.growing_leaves(inputs.tree),
+        )
+        found = [learned(batch="open"), learned()]
         for compile_ in alike:
             if compile_.symbolic is not None:
-                names = compile_.symbolic[0].sizes.without_fixed(names)
-        if not any(map(any, names)):
-            return None
-        try:
-            return self._counted(self._compiled_with(names, inputs))
-        except Exception as error:  # the call can be compiled for its sizes alone
-            self._why_static = f"{type(error).__name__}: {error}".splitlines()[0]
-            return None
+                found = [compile_.symbolic[0].sizes.without_fixed(names) for names in found]
+        return [names for names in dict.fromkeys(found) if any(map(any, names))]
 
     def _compiled_with(self, names: Names, inputs: Inputs) -> Made:
         from .torch_input_sizes import InputSizes

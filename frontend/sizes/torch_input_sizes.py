@@ -7,7 +7,7 @@ kernel asks of a size is kept by PyTorch's shape environment, and answered again
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -26,6 +26,8 @@ Names = tuple[tuple[str, ...], ...]
 """
 Shapes = tuple[tuple[int, ...], ...]
 """For each flat input its shape; empty for what is no tensor."""
+Batch = Literal["open", "as it varied"]
+"""Whether a batch is a symbol although it did not vary yet: the last one of an epoch is smaller."""
 
 
 def learned_names(
@@ -34,6 +36,7 @@ def learned_names(
     *,
     every: bool,
     growing: Sequence[int | None] = (),
+    batch: Batch = "as it varied",
 ) -> Names:
     """Returns which dimensions are symbols.
 
@@ -46,6 +49,7 @@ def learned_names(
         earlier: the shapes of calls that differ in sizes only.
         every: take every dimension, whether it varied or not.
         growing: for each input the dimension that grows by nature, if one does, or nothing.
+        batch: of inputs of which another dimension varied, the first one.
     """
     history = [*earlier, shapes_of(leaves)]
     first = {id(leaf): i for i, leaf in reversed(list(enumerate(leaves)))}
@@ -63,8 +67,32 @@ def learned_names(
             varies = every or grows or len(set(sizes)) > 1
             varying[-1].append(sizes if varies and size > 1 and _is_contiguous(leaf) else ())
             related.update([sizes] if grows or len(history) > 1 else [])
+    if batch == "open" and earlier:
+        related -= _open_batches(varying, history, leaves)
     symbols = _symbols({sizes for dims in varying for sizes in dims if sizes}, related)
     return tuple(tuple(symbols.get(sizes, "") for sizes in dims) for dims in varying)
+
+
+def _open_batches(
+    varying: Sequence[list[tuple[int, ...]]], history: Sequence[Shapes], leaves: Sequence[Any]
+) -> set[tuple[int, ...]]:
+    """Makes a symbol of the first dimension of inputs that vary, and of all that is as large.
+
+    Returns its sizes, call by call. They were all the same, so a distance from others says nothing.
+    """
+    sizes_of_first = [
+        tuple(shapes[index][0] for shapes in history) if dims else ()
+        for index, dims in enumerate(varying)
+    ]
+    batches = {
+        sizes
+        for sizes, dims in zip(sizes_of_first, varying, strict=True)
+        if any(dims) and not dims[0] and sizes[-1] > 1
+    }
+    for sizes, dims, leaf in zip(sizes_of_first, varying, leaves, strict=True):
+        if sizes in batches and _is_contiguous(leaf):
+            dims[0] = sizes
+    return batches
 
 
 def _grown(history: Sequence[Shapes], growing: Sequence[int | None]) -> set[tuple[int, ...]]:
