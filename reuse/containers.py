@@ -18,8 +18,6 @@ from typing import Any, Literal
 
 import torch
 
-from .transformers_caches import growing_dims
-
 _CONSTANTS = (bool, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 _LEAVES = (torch.Tensor, int, torch.SymInt)
 
@@ -197,8 +195,8 @@ def numbered(objects: Sequence[Any]) -> dict[int, int]:
     return dict(zip(map(id, objects), itertools.count()))
 
 
-def growing(forms: Sequence[Container], number: int, seen: set[int]) -> Iterator[int | None]:
-    """Yields for each leaf of a container which dimension grows from call to call, or None.
+def held(forms: Sequence[Container], number: int, seen: set[int]) -> Iterator[tuple[type, Any]]:
+    """Yields for each leaf of a container the class of what holds it, and its name there.
 
     Args:
         forms: of all containers.
@@ -209,9 +207,8 @@ def growing(forms: Sequence[Container], number: int, seen: set[int]) -> Iterator
         return
     seen.add(number)
     form = forms[number]
-    dims = growing_dims(form.kind)
     for name, (what, value) in zip(form.names or itertools.count(), form.parts, strict=False):
         if what == "leaf":
-            yield dims.get(name)
+            yield form.kind, name
         elif what == "container":
-            yield from growing(forms, value, seen)
+            yield from held(forms, value, seen)

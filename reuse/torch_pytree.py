@@ -8,15 +8,15 @@ tensors and that a model changes in place (the caches of transformers) are taken
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
 from torch.utils import _pytree
 
-from .containers import Apart, Container, Together, growing
-from .transformers_caches import cache_classes
+from .containers import Apart, Container, Together, held
+from .transformers_caches import cache_classes, growing_dims, is_count
 
 _TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
 
@@ -93,11 +93,26 @@ def growing_leaves(spec: TreeSpec) -> list[int | None]:
 
     A structure without containers says so of no leaf, by an empty list.
     """
+    dims = ((None if one is None else growing_dims(one[0]).get(one[1])) for one in _holders(spec))
+    return list(dims)
+
+
+def counting_leaves(spec: TreeSpec) -> frozenset[int]:
+    """Returns which leaves are counts of a container, which vary as sizes do."""
+    holders = enumerate(_holders(spec))
+    return frozenset(index for index, one in holders if one is not None and is_count(*one))
+
+
+def _holders(spec: TreeSpec) -> Iterator[tuple[type, Any] | None]:
+    """Yields for each leaf which class of container holds it, and its name there; None if none."""
     if not isinstance(spec, Nested):
-        return []
+        return
     seen: set[int] = set()
-    parts = ([None] if n < 0 else growing(spec.forms, n, seen) for n in spec.containers)
-    return [dim for part in parts for dim in part]
+    for number in spec.containers:
+        if number < 0:
+            yield None
+        else:
+            yield from held(spec.forms, number, seen)
 
 
 def formless(leaves: Sequence[Any]) -> str:

@@ -13,8 +13,9 @@ from functools import lru_cache
 from typing import Any
 
 _MODULE = "transformers.cache_utils"
-_GROWING = ("DynamicLayer", {"keys": -2, "values": -2})
+_GROWING = ("DynamicLayer", {"keys": -2, "values": -2, "cumulative_length": -1})
 _BASES = ("Cache", "CacheLayerMixin", "LinearAttentionCacheLayerMixin", "DummyLayer")
+_COUNTS = ("cumulative_length", "cumulative_length_int")
 
 
 def cache_classes() -> tuple[type, ...]:
@@ -30,8 +31,19 @@ def _classes_of(module: Any) -> tuple[type, ...]:
 
 
 def growing_dims(kind: type) -> Mapping[str, int]:
-    """Returns the attributes of a container whose tensors grow from call to call, and where."""
+    """Returns the attributes of a container that grow from call to call: tensors, and where.
+
+    A whole number, as layers with a window count what came so far, is one dimension.
+    """
     module = sys.modules.get(_MODULE)
     name, dims = _GROWING
     base = None if module is None else getattr(module, name, None)
     return dims if isinstance(base, type) and issubclass(kind, base) else {}
+
+
+def is_count(kind: type, name: Any) -> bool:
+    """Whether an attribute of a container counts what came so far, if it is a whole number.
+
+    What transformers does with it is known: arithmetic and comparisons.
+    """
+    return name in _COUNTS and issubclass(kind, cache_classes())

@@ -24,7 +24,7 @@ from transformers.cache_utils import Cache, DynamicCache, QuantizedCache, Static
 import lazyinline
 from lazyinline.reuse import torch_pytree
 from lazyinline.reuse.errors import PlanError
-from lazyinline.reuse.transformers_caches import cache_classes
+from lazyinline.reuse.transformers_caches import cache_classes, is_count
 
 VOCABULARY = 67
 DECODER: dict[str, Any] = {
@@ -274,6 +274,18 @@ def test_contract_caches_and_their_layers_derive_from_known_bases() -> None:
     named = [c for c in found if c.__name__.endswith(("Cache", "Layer")) and c in found]
     assert {cache_utils.Cache, cache_utils.DynamicLayer, cache_utils.StaticLayer} <= set(named)
     assert all(issubclass(c, known) for c in named)
+
+
+def test_contract_layers_with_a_window_count_in_a_whole_number() -> None:
+    """The adapter names it; under another name there would be a compile for each token."""
+    dynamic = cache_utils.DynamicSlidingWindowLayer(sliding_window=4)
+    static = cache_utils.StaticSlidingWindowLayer(max_cache_len=8, sliding_window=4)
+    found = [
+        name for layer in (dynamic, static) for name in vars(layer) if is_count(type(layer), name)
+    ]
+    assert {"cumulative_length", "cumulative_length_int"} <= set(found)
+    assert type(dynamic.cumulative_length) is int
+    assert type(static.cumulative_length_int) is int
 
 
 def test_what_a_cache_holds_is_named() -> None:

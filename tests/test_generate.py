@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 from comparing import twin
-from test_caches import compiled, gpt2, llama, t5, tokens
+from test_caches import compiled, gemma2, gpt2, llama, t5, tokens
 from torch import Tensor
 
 import lazyinline
@@ -48,6 +48,22 @@ def test_a_second_prompt_costs_no_compile_per_token() -> None:
         ids = tokens(length, seed=length)
         assert torch.equal(generated(run, ids), generated(expected, ids))
     assert run.last_report.num_compiles <= 3
+
+
+@pytest.mark.parametrize("mode", ["greedy", "static cache"])
+def test_a_window_that_fills_up_costs_no_compile_per_token(mode: str) -> None:
+    """What its layers count is a size: one program below, one for each edge, one beyond."""
+    model = gemma2().eval()  # a window of six
+    expected = twin(model)
+    run = compiled(model)
+    more = {**MODES[mode], "max_new_tokens": 10, "min_new_tokens": 10, "do_sample": False}
+    for _ in range(2):
+        ids = tokens(4)
+        assert torch.equal(run.generate(ids, **more), expected.generate(ids, **more))
+    report = run.last_report
+    assert not report.ran_eagerly
+    assert report.num_compiles == 4, report.why_static
+    assert report.num_links == 6
 
 
 def test_an_encoder_and_its_decoder_generate_eagers_tokens() -> None:

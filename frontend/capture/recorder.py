@@ -141,7 +141,10 @@ class Recorder:
         recording = self.recording
         watcher = ModelWatcher(recording, BlockCalls(recording))
         rest = iter(fakes)
-        filled = [next(rest) if isinstance(x, torch.Tensor) else x for x in leaves]
+        filled = [
+            next(rest) if isinstance(x, torch.Tensor) else self._given(index, x)
+            for index, x in enumerate(leaves)
+        ]
         args, kwargs = torch_pytree.unflatten(filled, spec)
         before = torch_pytree.flatten_outer((args, kwargs))
         known = numbered(torch_pytree.containers((args, kwargs)))
@@ -157,6 +160,13 @@ class Recorder:
         node_of = recording.tensors.node_of
         nodes = [node_of(x) if isinstance(x, torch.Tensor) else x for x in flat]
         return nodes, (tree, bool(given))
+
+    def _given(self, index: int, leaf: Any) -> Any:
+        """Returns what stands in the trace for a flat input that is no tensor."""
+        sizes = self.recording.sizes
+        given = sizes.given(index, leaf) if sizes else leaf
+        self.recording.tracer.track_size(given)
+        return given
 
     def _undo_inside(self) -> _Changes:
         """Puts back what the run changed in the model's attributes and in what they hold."""

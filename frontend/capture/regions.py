@@ -60,6 +60,9 @@ class Sizes(Protocol):
     def fake(self, tensor: torch.Tensor) -> torch.Tensor:
         """Returns a fake of an input."""
 
+    def given(self, index: int, leaf: Any) -> Any:
+        """Returns what the model is given in place of one of its flat inputs that is no tensor."""
+
     def settle(self, root: Region, sources: Any) -> None:
         """Rewrites a recorded run so that no size crosses from one region to another."""
 

@@ -178,5 +178,8 @@ def ambient_modes() -> Any:
 
 
 def shapes_of(leaves: Sequence[Any]) -> tuple[tuple[int, ...], ...]:
-    """Returns the shapes of flat inputs; empty for what is no tensor."""
-    return tuple(tuple(x.shape) if isinstance(x, torch.Tensor) else () for x in leaves)
+    """Returns the shapes of flat inputs; of a whole number itself, of others nothing."""
+    return tuple(
+        tuple(x.shape) if isinstance(x, torch.Tensor) else (x,) if type(x) is int else ()
+        for x in leaves
+    )

@@ -214,11 +214,23 @@ class Guard:
         return guard
 
     def resized(self, leaves: Sequence[Any]) -> Guard | None:
-        """Returns the guard of a program for inputs that differ in sizes only, None for others."""
+        """Returns the guard of a program for inputs that differ in sizes only, None for others.
+
+        What a cache counts is a size, too.
+        """
         layouts = [_layout(x) for x in leaves]
-        if len(layouts) != len(self._layouts) or not all(map(_alike, layouts, self._layouts)):
+        if len(layouts) != len(self._layouts):
             return None
-        return self._at(leaves)
+        differing = {
+            index
+            for index, (layout, own) in enumerate(zip(layouts, self._layouts, strict=True))
+            if not _alike(layout, own)
+        }
+        if not differing:
+            return self._at(leaves)
+        numbers = {i for i in differing if _is_int(layouts[i]) and _is_int(self._layouts[i])}
+        counting = torch_pytree.counting_leaves(self._tree)
+        return self._at(leaves) if differing <= numbers & counting else None
 
     def _set_inputs(self, leaves: Sequence[Any], any_float_at: Collection[int] = ()) -> None:
         self._layouts = [
@@ -287,6 +299,10 @@ def _alike(layout: Any, other: Any) -> bool:
         both = isinstance(layout, _Constant) and isinstance(other, _Constant)
         return both and same_value(layout.value, other.value)
     return len(layout[0]) == len(other[0]) and layout[2:] == other[2:]
+
+
+def _is_int(layout: Any) -> bool:
+    return isinstance(layout, _Constant) and type(layout.value) is int
 
 
 @dataclass(frozen=True)

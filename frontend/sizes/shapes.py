@@ -161,7 +161,7 @@ class Shapes:
 
     def _learned(self, alike: Sequence[_Compile], inputs: Inputs) -> list[Names]:
         """Returns which dimensions may be symbols, the most first: with a batch, and without."""
-        from .torch_input_sizes import learned_names  # brings in sympy
+        from .torch_input_sizes import learned_names, without_numbers  # brings in sympy
 
         if self._names and not alike:
             return [self._names]
@@ -172,11 +172,11 @@ class Shapes:
             every=self.dynamic is True,
             growing=torch_pytree.growing_leaves(inputs.tree),
         )
-        found = [learned(batch="open"), learned()]
-        for compile_ in alike:
-            if compile_.symbolic is not None:
-                found = [compile_.symbolic[0].sizes.without_fixed(names) for names in found]
-        return [names for names in dict.fromkeys(found) if any(map(any, names))]
+        programs = [c.symbolic[0].sizes for c in alike if c.symbolic is not None]
+        varied, with_batch = (
+            without_numbers(names, programs) for names in (learned(), learned(batch="open"))
+        )
+        return list(dict.fromkeys([with_batch, varied])) if any(map(any, varied)) else []
 
     def _compiled_with(self, names: Names, inputs: Inputs) -> Made:
         from .torch_input_sizes import InputSizes

@@ -25,7 +25,7 @@ Names = tuple[tuple[str, ...], ...]
 ``n0+2`` is larger by two than what ``n0`` stands for.
 """
 Shapes = tuple[tuple[int, ...], ...]
-"""For each flat input its shape; empty for what is no tensor."""
+"""For each flat input its shape; a whole number is its own, others have none."""
 Batch = Literal["open", "as it varied"]
 """Whether a batch is a symbol although it did not vary yet: the last one of an epoch is smaller."""
 
@@ -42,7 +42,8 @@ def learned_names(
 
     A dimension is one if it varied. Sizes 0 and 1 stay numbers, because operators treat them in
     ways of their own, and so do sizes of inputs that are not contiguous. One that was always by so
-    much larger than another is that symbol and a number: ``n0+1``.
+    much larger than another is that symbol and a number: ``n0+1``. Whole numbers that varied are
+    sizes like others.
 
     Args:
         leaves: the flat inputs.
@@ -57,15 +58,16 @@ def learned_names(
     varying: list[list[tuple[int, ...]]] = []  # for each dimension its sizes, call by call
     related = set(grown)
     for index, leaf in enumerate(leaves):
-        if first[id(leaf)] != index:  # one tensor passed twice has one shape
+        if isinstance(leaf, torch.Tensor) and first[id(leaf)] != index:  # one tensor passed twice
             varying.append(varying[first[id(leaf)]])
             continue
         varying.append([])
         for dim, size in enumerate(history[-1][index]):
             sizes = tuple(shapes[index][dim] for shapes in history)
             grows = bool(grown) and _grows(sizes, dim, leaf, growing[index], grown, steps)
-            varies = every or grows or len(set(sizes)) > 1
-            varying[-1].append(sizes if varies and size > 1 and _is_contiguous(leaf) else ())
+            every_dim = every and isinstance(leaf, torch.Tensor)
+            varies = every_dim or grows or len(set(sizes)) > 1
+            varying[-1].append(sizes if varies and size > 1 and _may_vary(leaf) else ())
             related.update([sizes] if grows or len(history) > 1 else [])
     if batch == "open" and earlier:
         related -= _open_batches(varying, history, leaves)
@@ -90,7 +92,7 @@ def _open_batches(
         if any(dims) and not dims[0] and sizes[-1] > 1
     }
     for sizes, dims, leaf in zip(sizes_of_first, varying, leaves, strict=True):
-        if sizes in batches and _is_contiguous(leaf):
+        if sizes in batches and isinstance(leaf, torch.Tensor) and _may_vary(leaf):
             dims[0] = sizes
     return batches
 
@@ -111,12 +113,14 @@ def _steps(history: Sequence[Shapes], growing: Sequence[int | None]) -> set[int]
 def _grows(
     sizes: tuple[int, ...],
     dim: int,
-    leaf: torch.Tensor,
+    leaf: Any,
     growing: int | None,
     grown: set[tuple[int, ...]],
     steps: set[int],
 ) -> bool:
     """Whether a dimension grows by nature, or is the last of a mask that grows with one."""
+    if not isinstance(leaf, torch.Tensor):
+        return growing is not None
     if growing is not None:
         return dim == leaf.dim() + growing
     return 0 < dim == leaf.dim() - 1 and any(sizes[-1] - base[-1] in steps for base in grown)
@@ -146,13 +150,37 @@ def _symbols(
     return names
 
 
+def without_numbers(names: Names, programs: Sequence[InputSizes]) -> Names:
+    """Leaves out of names the dimensions that programs so far show to be numbers.
+
+    One program may be right for one size only because that size is an edge, as where a window is
+    just full. Where several are, more would be.
+    """
+    fixed = [program.fixed for program in programs]
+
+    def name_of(index: int, dim: int, name: str) -> str:
+        return "" if sum(numbers[index][dim] for numbers in fixed) >= _EDGES else name
+
+    return tuple(
+        tuple(name_of(index, dim, name) for dim, name in enumerate(dims))
+        for index, dims in enumerate(names)
+    )
+
+
 def offset_of(name: str) -> int:
     """Returns what a dimension is larger by than the symbol that it is named after."""
     return int(name.partition("+")[2] or 0)
 
 
-def _is_contiguous(tensor: torch.Tensor) -> bool:
-    return tuple(tensor.stride()) == contiguous_stride(tuple(tensor.shape))
+def _may_vary(leaf: Any) -> bool:
+    """Whether sizes may be symbols: of a tensor that is not contiguous they stay numbers."""
+    if not isinstance(leaf, torch.Tensor):
+        return True
+    return tuple(leaf.stride()) == contiguous_stride(tuple(leaf.shape))
+
+
+_EDGES = 3
+"""In how many programs a symbol has to turn out to be a number until it is taken for one."""
 
 
 class InputSizes(TracedSizes):
@@ -174,10 +202,19 @@ class InputSizes(TracedSizes):
         self._example = shapes_of(leaves)
         self._moves = hints is not None
         self._symbols: dict[str, Any] = {}
-        for leaf, dims, shape in zip(leaves, names, self._example, strict=True):
+        self._counts: dict[int, Any] = {}  # by place: equal numbers are one object
+        for index, (leaf, dims) in enumerate(zip(leaves, names, strict=True)):
             if any(dims):
-                pairs = zip(dims, shape, strict=True)
-                self._sizes[id(leaf)] = [self._size(name, n) if name else n for name, n in pairs]
+                pairs = zip(dims, self._example[index], strict=True)
+                sizes = [self._size(name, n) if name else n for name, n in pairs]
+                if isinstance(leaf, torch.Tensor):
+                    self._sizes[id(leaf)] = sizes
+                else:
+                    self._counts[index] = sizes[0]
+
+    def given(self, index: int, leaf: Any) -> Any:
+        """Returns what the model is given: a symbol in place of a number that varies."""
+        return self._counts.get(index, leaf)
 
     def _size(self, dim: str, dim_example: int) -> Any:
         name, offset = dim.partition("+")[0], offset_of(dim)
@@ -192,16 +229,12 @@ class InputSizes(TracedSizes):
         """Makes the sizes in a recorded run literals."""
         make_sizes_literal(root)
 
-    def without_fixed(self, names: Names) -> Names:
-        """Leaves out of other names the dimensions whose symbols turned out to be numbers."""
-        fixed = {n for n, s in self._symbols.items() if self._env.replace(s).is_number}
-        pairs = zip(names, self._names, strict=True)
+    @property
+    def fixed(self) -> tuple[tuple[bool, ...], ...]:
+        """Says of each dimension of the inputs whether its symbol turned out to be a number."""
+        numbers = {n for n, s in self._symbols.items() if self._env.replace(s).is_number}
         return tuple(
-            tuple(
-                "" if own.partition("+")[0] in fixed else name
-                for name, own in zip(others, mine, strict=True)
-            )
-            for others, mine in pairs
+            tuple(name.partition("+")[0] in numbers for name in names) for names in self._names
         )
 
     def values(self, leaves: Sequence[Any]) -> Values | None:
@@ -210,11 +243,12 @@ class InputSizes(TracedSizes):
         None if what was compiled is not right for them.
         """
         found = Values()
-        for leaf, names, example in zip(leaves, self._names, self._example, strict=True):
-            if any(names) and not _is_contiguous(leaf):
+        shapes = shapes_of(leaves)
+        for index, (names, example) in enumerate(zip(self._names, self._example, strict=True)):
+            if any(names) and not _may_vary(leaves[index]):
                 return None
             for dim, name in enumerate(names):
-                size = int(leaf.shape[dim])
+                size = int(shapes[index][dim])
                 if not name and size != example[dim]:
                     return None
                 symbol, size = name.partition("+")[0], size - offset_of(name)

@@ -57,6 +57,10 @@ class TracedSizes:
         free = (n for n in (*below, *above) if n not in self._taken and n <= high)
         return next(free, wanted)
 
+    def given(self, index: int, leaf: Any) -> Any:
+        """Returns what the model is given in place of one of its flat inputs that is no tensor."""
+        return leaf
+
     def fake(self, tensor: torch.Tensor) -> torch.Tensor:
         """Returns a fake of an input; dimensions without a symbol keep their size."""
         sizes = self._sizes.get(id(tensor), [])

@@ -34,6 +34,7 @@ from torch.fx.node import _side_effectful_need_to_be_preserved_pre_dispatch
 
 from ...reuse.errors import CaptureError
 from ...reuse.ir.leaf import Stamp, current_autocast, mutated_args
+from ...reuse.ir.torch_symbols import SIZE_TYPES
 from ...reuse.ir.types import TensorType
 from ...reuse.own_code import own_places
 from .torch_mutations import pure_forms
@@ -300,6 +301,13 @@ class Tracer:
         proxy = torch.fx.Proxy(node, self._tracer)
         with self._nodes.renaming():
             track_tensor_tree(tensor, proxy, constant=None, tracer=self._tracer)
+
+    def track_size(self, size: Any) -> None:
+        """Lets a symbol that is no tensor's size stand in operators; its node becomes a literal."""
+        if isinstance(size, SIZE_TYPES):
+            node = self.call(operator.index, ())
+            node.meta["val"] = size
+            self.track(size, node)  # type: ignore[arg-type]
 
     def track_new(self, type_: TensorType, like: torch.Tensor | None, node: torch.fx.Node) -> Any:
         """Returns a new fake tensor that a node stands for.
