@@ -2,8 +2,8 @@
 
 Whoever asks what an object holds goes by this table: freezing, to tell whether another instance
 holds the same (:mod:`.freeze`), and a snapshot, to tell whether the same objects hold it still
-(:mod:`.snapshot`). A kind that one of them knew and the other had forgotten would be a silent
-wrong result.
+(:mod:`.evidence.snapshot`). A kind that one of them knew and the other had forgotten would be a
+silent wrong result.
 
 Three sorts of objects have no row, since they are not looked into here: tensors and modules, whose
 parts the structure of a model compares; classes and Python modules, which are read by name; and

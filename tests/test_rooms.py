@@ -121,3 +121,27 @@ def test_rooms_import_those_that_are_listed_above_them() -> None:
             if rank.get(source, -1) < rank.get(target, -1) and source in rank:
                 against.append(f"{a} imports {b}")
     assert not against
+
+
+REFERENCE = re.compile(r":(?:mod|class|func|meth|attr|data):`~?(\.+)([\w.]+)`")
+
+
+def is_there(path: pathlib.Path, dots: str, name: str) -> bool:
+    """Says whether what a docstring of a file refers to exists, as far as its text tells."""
+    folder, (place, *parts) = path.parents[len(dots) - 1], name.split(".")
+    while parts and (folder / place).is_dir():
+        folder, place, *parts = (folder / place, *parts)
+    file = folder / f"{place}.py"
+    if not parts or not file.is_file():
+        return not parts and (file.is_file() or (folder / place).is_dir())
+    return re.search(rf"\b{parts[0]}\b", file.read_text()) is not None
+
+
+def test_what_docstrings_refer_to_is_there() -> None:
+    missing = [
+        f"{path.relative_to(ROOT)}: {dots}{name}"
+        for path in sources()
+        for dots, name in REFERENCE.findall(path.read_text())
+        if not is_there(path, dots, name)
+    ]
+    assert not missing

@@ -2,9 +2,9 @@
 
 Inductor builds a shared object per CPU kernel, with a Python binding in each. Within
 :func:`deferred_builds` its kernels are collected instead and built many at a time
-(:mod:`.kernel_bundles`), with Inductor's own flags and headers, so that each gives the same
+(:mod:`.bundles`), with Inductor's own flags and headers, so that each gives the same
 numbers. A kernel that is not the one plain function that is expected goes Inductor's own way.
-Either way it is made safe first (:mod:`.kernel_guards`).
+Either way it is made safe first (:mod:`.parallel_regions`).
 """
 
 from __future__ import annotations

@@ -133,7 +133,7 @@ def _foreign_native(library: ctypes.CDLL) -> NativeLibrary:
 
 
 def first_fit(buffers: Buffers, order: IntArray) -> IntArray:
-    """Does what :func:`.packing.first_fit` does, some ten times faster.
+    """Does what :func:`..arena.packing.first_fit` does, some ten times faster.
 
     Raises:
         PlanError: if the library cannot be built.

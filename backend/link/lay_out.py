@@ -25,7 +25,7 @@ def lay_out(
     backward_inputs: Sequence[tuple[str, Any]] = (),
     results: Results = "owned",
 ) -> Layout:
-    """Lays out what a :class:`PlannedProgram` of the same arguments plans."""
+    """Lays out what a :class:`..run.planned.PlannedProgram` of the same arguments plans."""
     layout = Layout()
     first = flats[0]
     layout.add(first, [layout.given(first.slot_types[s]) for s in first.inputs], kernel_lists)

@@ -69,7 +69,7 @@ class Progress:
 
 @dataclass
 class PlannedSteps:
-    """Steps in an arena, where what travels has its place; see :class:`.stage.StageSteps`.
+    """Steps in an arena, where what travels has its place; see :class:`.stage_steps.StageSteps`.
 
     Args:
         derived: the stage and its backward.

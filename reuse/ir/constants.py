@@ -1,10 +1,10 @@
 """Constants as inputs: closures that differ only in Python numbers become one closure.
 
-A pass over a captured program, callees first. Leaves whose graphs are equal but for numbers that an
-operator may take as a tensor (:mod:`.numbers`) share one leaf, with the numbers that differ as
-further inputs. A closure that calls such a leaf passes the numbers, so it gets them as inputs
-itself, and two closures that only differ in them become one as well. At the top each different
-number is an input bound to a 0-d tensor.
+A pass over a captured program, callees first. Leaves whose graphs are equal but for numbers that
+an operator may take as a tensor (:mod:`.scalar_inputs`) share one leaf, with the numbers that
+differ as further inputs. A closure that calls such a leaf passes the numbers, so it gets them as
+inputs itself, and two closures that only differ in them become one as well. At the top each
+different number is an input bound to a 0-d tensor.
 """
 
 from __future__ import annotations
