@@ -1,7 +1,8 @@
 """Cuts of a joint graph: any set of forward values may be the saved ones.
 
 The backward computes again whatever else it needs, each value right before its first use, so that
-recomputed tensors live shortly. Random operators are never among what is computed again.
+recomputed tensors live shortly. Random operators are never among what is computed again: each is
+run in the half where it was traced, in the order of the trace, whoever reads what it draws.
 """
 
 from __future__ import annotations
@@ -33,6 +34,31 @@ def is_draw(node: torch.fx.Node) -> bool:
     return True
 
 
+def early_nodes(joint: torch.fx.GraphModule) -> set[torch.fx.Node]:
+    """Returns what was traced before autograd ran: the nodes up to the last that is noted so.
+
+    What depends on no cotangent is not enough: a backward may draw a mask of its own.
+    """
+    nodes = list(joint.graph.nodes)
+    noted = [i for i, n in enumerate(nodes) if n.meta.get("partitioner_tag") == "is_forward"]
+    return set(nodes[: noted[-1] + 1]) if noted else set(nodes) - backward_nodes(joint)
+
+
+def late_draws(joint: torch.fx.GraphModule) -> list[torch.fx.Node]:
+    """Returns the random operators that autograd ran, in their order."""
+    early = early_nodes(joint)
+    return [n for n in joint.graph.nodes if is_draw(n) and n not in early]
+
+
+def read_by_backward(joint: torch.fx.GraphModule, num_outputs: int) -> frozenset[str]:
+    """Names what autograd itself would save: the forward's values that its nodes read."""
+    early = early_nodes(joint)
+    late = [n for n in joint.graph.nodes if n not in early and n.op != "output"]
+    read = {p for n in late for p in n.all_input_nodes}
+    read.update(n for n in outputs_of(joint)[num_outputs:] if isinstance(n, torch.fx.Node))
+    return frozenset(n.name for n in read if n in early and n.op != "placeholder")
+
+
 def is_tangent(node: torch.fx.Node) -> bool:
     """Whether a joint graph's placeholder is a cotangent."""
     return node.op == "placeholder" and node.name.startswith("tangents_")
@@ -59,9 +85,11 @@ def ancestors(
     return found
 
 
-def backward_nodes(joint: torch.fx.GraphModule) -> set[torch.fx.Node]:
-    """Returns the nodes that depend on a cotangent."""
-    found: set[torch.fx.Node] = set()
+def backward_nodes(
+    joint: torch.fx.GraphModule, late: Iterable[torch.fx.Node] = ()
+) -> set[torch.fx.Node]:
+    """Returns the nodes that depend on a cotangent, or on one of ``late``."""
+    found: set[torch.fx.Node] = set(late)
     for node in joint.graph.nodes:
         if is_tangent(node) or any(n in found for n in node.all_input_nodes):
             found.add(node)
@@ -89,26 +117,30 @@ def cut_joint(
         saved: names of forward nodes.
     """
     outputs = outputs_of(joint)
+    early, late = early_nodes(joint), late_draws(joint)
     keep = [n for n in joint.graph.nodes if n.name in saved]
     assert len(keep) == len(saved), f"not in the graph: {saved - {n.name for n in keep}}"
     entries = input_nodes(joint)
     primals = [n for n in entries if not is_tangent(n)]
     tangents = [n for n in entries if is_tangent(n)]
-    forward = extract(joint, primals, [*outputs[:num_outputs], *keep])
+    drawn = [n for n in joint.graph.nodes if is_draw(n) and n in early]
+    forward = extract(joint, primals, [*outputs[:num_outputs], *keep], also=drawn)
     gradients = outputs[num_outputs:]
     ends = [*primals, *keep, *tangents]
-    reached = ancestors((g for g in gradients if isinstance(g, torch.fx.Node)), ends)
-    in_forward = ancestors(n for n in outputs[:num_outputs] if isinstance(n, torch.fx.Node))
-    twice = [n.name for n in reached - set(ends) if n in in_forward and is_draw(n)]
+    reached = ancestors((n for n in (*gradients, *late) if isinstance(n, torch.fx.Node)), ends)
+    twice = [n.name for n in drawn if n in reached and n not in keep]
     assert not twice, f"{twice} would be drawn twice"
     used = [n for n in (*primals, *keep) if n in reached]
-    return forward, extract(joint, [*used, *tangents], gradients, order="when_needed")
+    backward = extract(joint, [*used, *tangents], gradients, also=late, order="when_needed")
+    return forward, backward
 
 
 def extract(
     module: torch.fx.GraphModule,
     inputs: Sequence[torch.fx.Node],
     outputs: Sequence[Any],
+    *,
+    also: Sequence[torch.fx.Node] = (),
     order: Literal["as_is", "when_needed"] = "as_is",
 ) -> torch.fx.GraphModule:
     """Copies the part of a graph that leads from some of its nodes to others.
@@ -117,14 +149,15 @@ def extract(
         module: the graph.
         inputs: nodes that become placeholders of the same names.
         outputs: nodes (or constants) that are returned.
+        also: nodes that are run whether an output needs them or not.
         order: ``"as_is"`` keeps the graph's order; ``"when_needed"`` moves what does not depend on
-            a cotangent right before its first use.
+            a cotangent, nor on these nodes, right before its first use.
     """
     wanted = [n for n in outputs if isinstance(n, torch.fx.Node)]
-    needed = ancestors(wanted, inputs) - set(inputs)
+    needed = ancestors((*wanted, *also), inputs) - set(inputs)
     nodes = [n for n in module.graph.nodes if n in needed]
     if order == "when_needed":
-        nodes = _just_in_time(nodes, backward_nodes(module))
+        nodes = _just_in_time(nodes, backward_nodes(module, also))
     graph = torch.fx.Graph()
     mapping: dict[torch.fx.Node, torch.fx.Node] = {}
     for node in inputs:

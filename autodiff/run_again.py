@@ -90,7 +90,8 @@ def _rerun_leaf(leaf: Leaf, needed: tuple[int, ...]) -> Rerun:
     entries = leaf.entries
     drawn = _drawn_values([n for n in wanted if isinstance(n, torch.fx.Node)])
     results = [n for group in groups[:count] for n in group]
-    first = extract(leaf.module, entries, [*results, *drawn])
+    moving = [n for n in leaf.nodes if is_draw(n)]  # the generator, read or not
+    first = extract(leaf.module, entries, [*results, *drawn], also=moving)
     struct = StructType(tuple(TensorType.of(n.meta["val"]) for n in drawn))
     types: tuple[Type, ...] = (*leaf.output_types[:count], struct)
     name = leaf.name.removesuffix(".forward")

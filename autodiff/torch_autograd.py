@@ -28,7 +28,7 @@ from ..reuse.ir.torch_symbols import (
     sizes_in,
 )
 from ..reuse.ir.types import TensorType
-from .joint_cut import is_draw, may_draw
+from .joint_cut import cut_joint, is_draw, late_draws, may_draw, read_by_backward
 from .origins import NotingInterpreter
 from .torch_lazy import PLAIN_ZEROS, WRITTEN, drop_copies, drop_pairs, is_lazy, mark_after_strided
 
@@ -351,8 +351,11 @@ def partition(
         joint: placeholders ``primals_*`` and ``tangents_*``; outputs, then gradients.
         num_outputs: how many of the outputs belong to the forward.
         policy: ``"save"`` keeps what autograd would; ``"min_cut"`` recomputes cheap operators to
-            save fewer bytes. Random operators are never run twice.
+            save fewer bytes. Random operators are never run twice. One whose backward draws itself
+            is cut where autograd cuts it.
     """
+    if late_draws(joint):  # both partitioners would draw them in the forward
+        return cut_joint(joint, num_outputs, read_by_backward(joint, num_outputs))
     # Imported late: it brings in Inductor, which inference on eager kernels never needs.
     from torch._functorch.partitioners import (
         default_partition,
@@ -369,16 +372,14 @@ def _drop_second_draws(backward: torch.fx.GraphModule) -> None:
     """Removes random operators that a partitioner copied into the backward.
 
     Nobody reads them there (what they drew is saved), but running them would move the generator on
-    and every later mask would differ from eager's.
+    and every later mask would differ from eager's. One may feed another: all that leads to them
+    goes as well, from the last to the first.
     """
-    backward.graph.eliminate_dead_code()
     for node in reversed(backward.graph.nodes):
-        if may_draw(node) and not node.users:
+        if not node.users and (may_draw(node) or not node.is_impure()):
             backward.graph.erase_node(node)
-        elif is_draw(node):
-            in_forward = node.meta.get("partitioner_tag") == "is_forward"
-            assert not in_forward, f"{node.target} would be drawn twice"
-    backward.graph.eliminate_dead_code()
+        else:
+            assert not is_draw(node), f"{node.target} would be drawn twice"
     backward.recompile()
 
 

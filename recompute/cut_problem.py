@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 import torch.fx
 
-from ..autodiff.joint_cut import ancestors, backward_nodes, is_draw, outputs_of
+from ..autodiff.joint_cut import ancestors, backward_nodes, is_draw, late_draws, outputs_of
 from ..reuse.ir.leaf import is_view, mutated_args
 from ..reuse.ir.types import TensorType
 from ..reuse.torch_names import operator_schema
@@ -81,22 +81,23 @@ class CutProblem:
             costs: what computing and saving values costs.
         """
         outputs = outputs_of(joint)
+        late = set(late_draws(joint))  # they stay in the backward, with all that reads them
         backward = backward_nodes(joint)
         gradients = [g for g in outputs[num_outputs:] if isinstance(g, torch.fx.Node)]
         results = [n for n in outputs[:num_outputs] if isinstance(n, torch.fx.Node)]
-        in_forward = ancestors(results)
-        reached = ancestors(gradients)
+        drawn = [n for n in joint.graph.nodes if is_draw(n) and n not in late]
+        in_forward = ancestors((*results, *drawn))
+        reached = ancestors((*gradients, *late))
         nodes = [
             n
             for n in joint.graph.nodes
             if n in reached and n not in backward and n.op == "call_function"
         ]
         place = {n: i for i, n in enumerate(nodes)}
-        late = {n for n in nodes if is_draw(n) and n not in in_forward}
-        for node in nodes:  # what the backward itself draws stays there, with all that reads it
+        for node in nodes:
             if any(n in late for n in node.all_input_nodes):
                 late.add(node)
-        wanted = {p for n in reached & backward for p in n.all_input_nodes} | set(gradients)
+        wanted = {p for n in reached & backward for p in n.all_input_nodes} | set(gradients) | late
         return cls(
             tuple(
                 _forward_value(n, place, n in in_forward, n in wanted, n in late, costs)
