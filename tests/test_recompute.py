@@ -153,6 +153,75 @@ def test_gradients_equal_eager_on_inductor(policy: Any) -> None:
     assert_steps_equal_eager(model, step, range(2))
 
 
+class NoisyGradient(torch.autograd.Function):
+    """Its backward draws: as the gradient lies, as the input lies, and for nobody."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:  # type: ignore[override]
+        ctx.save_for_backward(x)
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        (x,) = ctx.saved_tensors
+        torch.rand_like(gradient)
+        torch.rand(3)
+        as_input = torch.rand_like(x)
+        return gradient * torch.rand_like(gradient) * as_input
+
+
+class DrawsForNobody(nn.Module):
+    """Draws numbers that no result needs, the last of them from others of that kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.dropout(self.linear(x), 0.2)
+        torch.rand_like(x + torch.rand_like(x))
+        return x
+
+
+class Mean(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.square().mean()
+
+
+@lazy_inline
+class NoisyBlock(DrawsForNobody):
+    def forward(self, x: Tensor) -> Tensor:
+        x = NoisyGradient.apply(super().forward(x))  # type: ignore[no-untyped-call]
+        return x + F.dropout(torch.tanh(x), 0.2)
+
+
+@lazy_inline
+class WastefulBlock(DrawsForNobody):
+    """Returns noise added to what is saved, so that the noise can be drawn from saved values."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        noisy = x + (x + torch.rand_like(x))
+        return noisy + torch.rand_like(noisy)
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=str)
+@pytest.mark.parametrize("block", [NoisyBlock, WastefulBlock])
+@pytest.mark.parametrize("way", [lazyinline.compile, lazyinline.compile_step])
+def test_random_numbers_are_drawn_where_eager_draws_them(
+    way: Callable[..., Any], block: type[DrawsForNobody], policy: Any
+) -> None:
+    model = nn.Sequential(block(), block(), Mean())
+    compiled = way(model, recompute=policy, backend="eager")
+    run = compiled if way is lazyinline.compile_step else module_run(compiled)
+    assert_steps_equal_eager(model, run, range(2))
+
+
+def test_random_numbers_are_drawn_where_eager_draws_them_on_inductor() -> None:
+    model = nn.Sequential(NoisyBlock(), NoisyBlock(), WastefulBlock(), WastefulBlock(), Mean())
+    assert_steps_equal_eager(model, lazyinline.compile_step(model), range(2))
+
+
 def step_of(policy: Any, **sizes: Any) -> lazyinline.TrainingStep:
     step = lazyinline.compile_step(Model(**sizes), recompute=policy, backend="eager")
     step(batch())
