@@ -5,9 +5,12 @@ import builtins
 import collections
 import contextvars
 import functools
+import io
 import logging
+import os
 import queue
 import random
+import time
 import types
 import weakref
 from collections.abc import Callable
@@ -153,7 +156,38 @@ def forward_logs() -> Made:
     return Net(lambda net, hidden: logger.warning("%s rows", len(hidden))), lambda: seen
 
 
+def forward_writes_a_file() -> Made:
+    file = io.StringIO()
+    return Net(lambda net, hidden: file.write("rows\n")), file.getvalue
+
+
+def hook_saves_a_tensor() -> Made:
+    file = io.BytesIO()
+    net, _ = _hooked(lambda module, args, output: torch.save(output.detach(), file), None)
+    return net, file.tell
+
+
+def hook_puts_into_a_queue_of_c() -> Made:
+    kept: Any = queue.SimpleQueue()
+    net, _ = _hooked(lambda module, args, output: kept.put(output.detach()), None)
+    return net, lambda: [kept.get() for _ in range(kept.qsize())]
+
+
+def forward_sets_the_environment() -> Made:
+    name = "LAZYINLINE_TEST_EFFECTS"
+    os.environ.pop(name, None)
+
+    def count(net: nn.Module, hidden: Tensor) -> None:
+        os.environ[name] = os.environ.get(name, "") + "x"
+
+    return Net(count), lambda: os.environ.get(name)
+
+
 EFFECTS = [
+    forward_writes_a_file,
+    hook_saves_a_tensor,
+    hook_puts_into_a_queue_of_c,
+    forward_sets_the_environment,
     hook_fills_a_list,
     hook_of_an_object,
     partial_hook_fills_a_deque,
@@ -251,6 +285,7 @@ def _generator(made: Any, draw: Callable[[Any], Any], state: Callable[[Any], Any
 COUNTERS: dict[str, Callable[[], Counter]] = {
     "a list": lambda: _at([0], 0),
     "a dictionary": lambda: _at({"n": 0}, "n"),
+    "a tensor": lambda: _counter([torch.zeros(3)], lambda t: t[0].add_(1), lambda t: t[0].tolist()),
     "a set": lambda: _counter(set(), lambda s: s.add(len(s)), len),
     "a deque": lambda: _counter(collections.deque(), lambda d: d.append(0), len),
     "a bytearray": lambda: _at(bytearray(1), 0),
@@ -286,6 +321,17 @@ def test_whatever_kind_of_object_counts_has_counted_each_call_once(name: str) ->
         return read(run)
 
     assert count(lambda net: lazyinline.compile(net, backend="eager")) == count(lambda net: net)
+
+
+def test_the_time_is_asked_for_at_each_call() -> None:
+    class Clock(Net):
+        def forward(self, x: Tensor) -> Any:
+            return super().forward(x), time.perf_counter_ns()
+
+    compiled = lazyinline.compile(Clock(), backend="eager")
+    times = [compiled(torch.ones(2, 4))[1] for _ in range(3)]
+    assert len(set(times)) == 3
+    assert "asks for the time" in compiled.last_report.ran_eagerly
 
 
 def _unset_variable() -> Callable[[], Any]:

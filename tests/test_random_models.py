@@ -93,7 +93,7 @@ def check(plan: ModelPlan, tally: Tally) -> None:
     """Compiles the model of a plan, changes it, and compares with eager all the way."""
     ours, theirs = build(plan), None
     theirs = Built(copy.deepcopy(ours.model), ours.scope)
-    compiled = lazyinline.compile(ours.model, backend="eager")
+    compiled = lazyinline.compile(ours.model, backend="eager", fallback="error")
     tally.counts["models"] += 1
     held: list[tuple[Tensor, Tensor]] = []
     handed = itertools.cycle(plan.handed)
@@ -156,7 +156,8 @@ def assert_refused_without_marks(
 ) -> None:
     """A mark never makes a working model fail."""
     try:
-        run(lazyinline.compile(model, backend="eager", reuse="off"), x, handed, grad=grad)
+        plain = lazyinline.compile(model, backend="eager", reuse="off", fallback="error")
+        run(plain, x, handed, grad=grad)
     except CaptureError:
         return
     raise AssertionError(f"refused only because of marks: {error}")

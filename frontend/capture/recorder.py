@@ -18,6 +18,7 @@ from ...reuse.torch_names import own_attributes
 from ..checks.refusals import refuse_hidden_tensors, refuse_read_attributes
 from ..effects.effects import EffectError, OnEffects
 from ..effects.inside_changes import Change, is_plain
+from ..effects.outward_calls import NAMES
 from ..tracing.torch_patches import intercepted
 from ..tracing.torch_tracing import profiled_calls
 from .assemble import ResultTree
@@ -149,7 +150,8 @@ class Recorder:
         before = torch_pytree.flatten_outer((args, kwargs))
         known = numbered(torch_pytree.containers((args, kwargs)))
         given = [leaf for leaf in before[0] if id(leaf) in known]
-        with intercepted(watcher), profiled_calls(recording.function_ran):
+        calls = profiled_calls(recording.function_ran, recording.builtin_called, NAMES)
+        with intercepted(watcher), calls:
             output = self.model(*args, **kwargs)
         recording.effects.check_arguments(before, (args, kwargs))
         result = (output, given) if given else output

@@ -18,6 +18,7 @@ from ...reuse.ir.program import RecomputeMark
 from ..effects.effects import Effects, OnEffects
 from ..effects.inside_changes import InsideChanges
 from ..effects.outside_changes import OutsideChanges
+from ..effects.outward_calls import reach_of
 from ..tracing.torch_tracing import Tracer, is_mode_switch, new_fake_mode, plain_tensor_access
 from .blocks import Blocks
 from .init_key import InitKey
@@ -150,6 +151,12 @@ class Recording:
             reads.function(frame)
             if isinstance(first, nn.Module):
                 self._ran.add((code, type(first)))
+
+    def builtin_called(self, frame: Any, function: Any) -> None:
+        """Refuses what acts outside, before it does."""
+        what = "" if self.quiet else reach_of(function, str(frame.f_globals.get("__name__")))
+        if what:
+            self.effects.refuse(f"{what} ({function.__qualname__})")
 
 
 def _unwrapped(region: Region) -> list[torch.fx.Node | Region]:

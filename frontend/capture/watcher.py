@@ -131,7 +131,12 @@ class ModelWatcher:
     def setting(self, what: str) -> None:
         """Refuses a forward that sets a state of PyTorch."""
         if not self._recording.quiet:
-            self._recording.effects.sets(what)
+            self._recording.effects.refuse(f"sets {what}")
+
+    def saves(self) -> None:
+        """Refuses a forward that writes a file."""
+        if not self._recording.quiet:
+            self._recording.effects.refuse("writes a file (torch.save)")
 
     def gradient_hook(self, doing: str) -> None:
         """Refuses a hook in a backward: it would be put on a fake tensor's and never run."""

@@ -3,4 +3,5 @@
 effects          all that a program would not do at each call
 outside_changes  what a run changes outside the model
 inside_changes   what a run changes in the model's modules
+outward_calls    built-in functions that act outside: noticed before they are called
 """

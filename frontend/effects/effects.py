@@ -71,10 +71,10 @@ class Effects:
             )
             raise self._error
 
-    def sets(self, what: str) -> None:
-        """Refuses to set a state of PyTorch, which a program would neither set nor obey."""
+    def refuse(self, doing: str) -> None:
+        """Refuses what acts outside, or sets a state that a program would neither set nor obey."""
         if self.policy == "refuse":
-            self._error = EffectError(f"The model's forward sets {what} at {user_line()}.")
+            self._error = EffectError(f"The model's forward {doing} at {user_line()}.")
             raise self._error
 
     def check_arguments(self, before: Any, arguments: Any) -> None:

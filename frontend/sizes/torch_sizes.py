@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch._dynamo.source import ConstantSource
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 from ...reuse.ir.torch_symbols import size_in
@@ -31,7 +30,7 @@ class TracedSizes:
     """
 
     def __init__(self, environment: ShapeEnv, taken: Iterable[int] = ()) -> None:
-        self.mode: FakeTensorMode = TracingFakeMode(
+        self.mode = TracingFakeMode(
             allow_non_fake_inputs=True, shape_env=environment, static_shapes=True
         )
         # Its cache of results hardly ever fits where sizes are symbols, and filling it takes

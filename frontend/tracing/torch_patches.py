@@ -80,6 +80,9 @@ class Watcher(Protocol):
     def setting(self, what: str) -> None:
         """Code sets a state of PyTorch: where random numbers begin, the default dtype."""
 
+    def saves(self) -> None:
+        """Code is about to write a file (``torch.save``)."""
+
     def backward(self) -> None:
         """Code is about to run a backward."""
 
@@ -289,8 +292,8 @@ def _patch_texts(watcher: Watcher, thread: int) -> Callable[[], None]:
 
 
 def _patch_output(watcher: Watcher, thread: int) -> Callable[[], None]:
-    """What user code prints, and logs that its loggers would write."""
-    show, handle = builtins.print, logging.Logger.handle
+    """What user code prints and saves, and logs that its loggers would write."""
+    show, handle, save = builtins.print, logging.Logger.handle, torch.save
 
     def print_(*values: Any, **kwargs: Any) -> None:
         if threading.get_ident() == thread and is_user_frame(sys._getframe(1)):
@@ -307,10 +310,17 @@ def _patch_output(watcher: Watcher, thread: int) -> Callable[[], None]:
                 return
         handle(self, record)
 
+    def save_(*args: Any, **kwargs: Any) -> None:
+        if threading.get_ident() == thread:
+            watcher.saves()
+        save(*args, **kwargs)
+
     builtins.print = print_
     logging.Logger.handle = handle_  # type: ignore[method-assign]
+    torch.save = save_
 
     def restore() -> None:
+        torch.save = save
         builtins.print = show
         logging.Logger.handle = handle  # type: ignore[method-assign]
 

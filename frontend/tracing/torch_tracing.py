@@ -43,6 +43,7 @@ _TORCH_FOLDER = os.path.dirname(torch.__file__) + os.sep
 _LIBRARY_FOLDERS = (_TORCH_FOLDER, *own_places())
 
 _GENERATED = "<string>"
+_PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
 _TRANSFORMS = "torch._functorch.predispatch"  # traced as functions, before torch 2.13
 
 # Imported by a first run, by decorators and by loggers; what settings there are live elsewhere (os,
@@ -107,10 +108,19 @@ class TracingFakeMode(FakeTensorMode):
 
     What runs for one of them is PyTorch alone, thousands of calls where sizes are symbols. An
     operator of somebody else may run a user's function, which has to be seen.
+
+    An operator that is given real tensors alone (one in a list of the model's) is run, also one
+    that changes them: what they held is kept, to be put back after the trace.
     """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._changed: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Runs an operator on fake tensors."""
+        if func._schema.is_mutable:
+            self._keep_real((*args, *(kwargs or {}).values()))
         profile: Any = sys.getprofile()
         if func.namespace not in _OWN_NAMESPACES or not callable(profile):
             return super().__torch_dispatch__(func, types, args, kwargs)
@@ -120,8 +130,27 @@ class TracingFakeMode(FakeTensorMode):
         finally:
             sys.setprofile(profile)
 
+    def _keep_real(self, operands: Sequence[Any]) -> None:
+        """Notes what real tensors hold before an operator may change them."""
+        for operand in operands:
+            if isinstance(operand, (list, tuple)):
+                self._keep_real(operand)
+            elif type(operand) in _PLAIN_TENSORS and id(operand) not in self._changed:
+                with torch._C._DisableTorchDispatch():
+                    self._changed[id(operand)] = operand, operand.detach().clone()
 
-def new_fake_mode() -> FakeTensorMode:
+    def put_back(self) -> None:
+        """Gives real tensors what they held before the trace."""
+        changed, self._changed = self._changed, {}
+        for tensor, before in reversed(changed.values()):
+            with torch.inference_mode(tensor.is_inference()), torch.no_grad():
+                if tensor.shape == before.shape:
+                    tensor.copy_(before)
+                else:  # resize_
+                    tensor.data = before
+
+
+def new_fake_mode() -> TracingFakeMode:
     """Returns a fresh fake mode; real tensors that reach an operator become fake."""
     return TracingFakeMode(allow_non_fake_inputs=True)
 
@@ -193,7 +222,9 @@ class Tracer:
             Python data in the forward) or ``"none"``.
     """
 
-    def __init__(self, fake_mode: FakeTensorMode, on_node: Callable[[torch.fx.Node], None]) -> None:
+    def __init__(
+        self, fake_mode: TracingFakeMode, on_node: Callable[[torch.fx.Node], None]
+    ) -> None:
         self.fake_mode = fake_mode
         self.reads = "of literals"
         self._has_sizes = fake_mode.shape_env is not None  # PyTorch then drops dead size operators
@@ -223,10 +254,13 @@ class Tracer:
                 return ()
             raise _Finished  # the graph is all we need; a GraphModule of it takes time per node
 
-        with self.fake_mode, _use_lazy_graph_module(True), suppress(_Finished):
-            readers = {operator_: self._of_fakes_only(operator_) for operator_ in _READERS}
-            table = {**pure_forms(), **readers}
-            make_fx(traced, table, tracing_mode="real", pre_dispatch=True)(list(inputs))
+        try:
+            with self.fake_mode, _use_lazy_graph_module(True), suppress(_Finished):
+                readers = {operator_: self._of_fakes_only(operator_) for operator_ in _READERS}
+                table = {**pure_forms(), **readers}
+                make_fx(traced, table, tracing_mode="real", pre_dispatch=True)(list(inputs))
+        finally:
+            self.fake_mode.put_back()
 
     def _of_fakes_only(self, operator_: Any) -> Callable[..., Any]:
         """Refuses an operator that hands Python the value of a tensor from outside.
@@ -451,13 +485,22 @@ def _top_name(frame: Any) -> str:
 
 
 @contextmanager
-def profiled_calls(on_call: Callable[[Any], None]) -> Iterator[None]:
-    """Calls ``on_call(frame)`` for each call of a user function (not PyTorch's, not ours)."""
+def profiled_calls(
+    on_call: Callable[[Any], None],
+    on_builtin: Callable[[Any, Any], None],
+    builtins: frozenset[str],
+) -> Iterator[None]:
+    """Tells of each call of a user function (not PyTorch's, not ours), and by one.
+
+    Args:
+        on_call: is given the frame of a user function that begins.
+        on_builtin: is given the frame of a user function, and a built-in function that it is about
+            to call.
+        builtins: names of those that are told of.
+    """
     is_user: dict[Any, bool] = {}
 
-    def profile(frame: Any, event: str, argument: Any) -> None:
-        if event != "call":
-            return
+    def is_wanted(frame: Any) -> bool:
         code = frame.f_code
         wanted = is_user.get(code)
         if wanted is None:
@@ -466,8 +509,14 @@ def profiled_calls(on_call: Callable[[Any], None]) -> Iterator[None]:
                 filename = str(scope.get("__file__"))
             machinery = _is_machinery(scope.get("__name__"))
             wanted = is_user[code] = not (machinery or filename.startswith(_LIBRARY_FOLDERS))
-        if wanted and not _served_pytorch(frame):
-            on_call(frame)
+        return wanted and not _served_pytorch(frame)
+
+    def profile(frame: Any, event: str, argument: Any) -> None:
+        if event == "call":
+            if is_wanted(frame):
+                on_call(frame)
+        elif event == "c_call" and argument.__name__ in builtins and is_wanted(frame):
+            on_builtin(frame, argument)
 
     previous: Any = sys.getprofile()
     sys.setprofile(profile)
