@@ -10,14 +10,14 @@ from torch import nn
 from ..backend.kernels.lower import BackendName
 from ..recompute.policy import Policy
 from ..reuse.errors import PlanError
-from ..reuse.evidence.module_state import has_own_hooks
+from ..reuse.evidence.module_state import has_own_hooks, walk_modules
 from ..reuse.torch_names import global_hook_tables
 from .calls.calls import WRAPPED, Calls, calls_of
 from .calls.methods import calling
 from .calls.model_calls import ModelCalls
 from .calls.torch_slot import check_asks_slot, fill_slot
 from .capture.blocks import Reuse
-from .checks.capturable import refuse_foreign
+from .checks.capturable import refuse_compiled, refuse_scripted
 from .checks.wrappers import refuse_unknown_wrappers, refuse_wrapper, wrapped_parts
 from .options import Fallback, Options
 from .report import CompileReport
@@ -83,7 +83,8 @@ def compile(
             new options hold. Copies and saved models are plain.
         fallback: ``"eager"`` runs a module itself that cannot be captured (its Python needs the
             value of a tensor, say), and compiles the modules inside it whose calls can be; the
-            report has the line and the reason. ``"error"`` raises CaptureError.
+            report has the line and the reason. ``"error"`` raises CaptureError; so does a
+            ``recompute``, which would not hold in a module that runs itself.
 
     A forward that does more at each call than compute (a hook that collects activations, a counter
     outside, ``print``) runs itself. While a module has a backward hook, calls that want gradients
@@ -106,7 +107,8 @@ def compile(
     if not isinstance(model, nn.Module):
         raise PlanError(f"compile takes an nn.Module, not {type(model).__name__}.")
     refuse_unknown_wrappers(model)
-    refuse_foreign(model)
+    refuse_compiled(model)
+    refuse_scripted(walk_modules(model) if fallback == "error" else [("", model)])
     options = Options(
         reuse=reuse, backend=backend, recompute=recompute, cache="disk", fallback=fallback
     )

@@ -3,6 +3,7 @@
 import copy
 import inspect
 import logging
+import pathlib
 import threading
 import time
 import warnings
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.utils import prune
 
 import lazyinline
-from lazyinline import CaptureError, PlanError
+from lazyinline import Budget, CaptureError, PlanError
 from lazyinline.frontend.calls import parts
 from lazyinline.reuse.torch_names import CALL_SLOT
 
@@ -78,7 +79,29 @@ def by_pythons_random(module: Any, x: Tensor) -> Tensor:
     return x * float(np.random.rand()) + torch.rand(WIDTH)
 
 
-WAYS = {f.__name__: f for f in (by_a_mask, by_an_item, by_numpy, by_branching, by_pythons_random)}
+def by_pythons_random_and_an_item(module: Any, x: Tensor) -> Tensor:
+    return x * float(np.random.rand()) * x.detach().max().item()
+
+
+def by_vmap(module: Any, x: Tensor) -> Tensor:
+    return torch.vmap(lambda row: row * row.sum())(x) + x
+
+
+def by_a_gradient_hook(module: Any, x: Tensor) -> Tensor:
+    y = module.linear(x)
+    y.register_hook(lambda gradient: gradient * 2)
+    return y
+
+
+LINES = (
+    by_a_mask,
+    by_an_item,
+    by_numpy,
+    by_branching,
+    by_a_gradient_hook,
+    by_pythons_random_and_an_item,
+)
+WAYS = {f.__name__: f for f in (*LINES, by_pythons_random, by_vmap)}
 
 
 def seed() -> None:
@@ -127,7 +150,7 @@ def test_what_cannot_be_captured_runs_itself_between_compiled_parts(way: str, ba
     assert [p for p in found if not found[p].ran_eagerly] == ["first", "second"]
     assert found["first"].num_programs == found["second"].num_programs == 1
     source, line = inspect.getsourcelines(WAYS[way])
-    if way != "by_pythons_random":  # told after the run
+    if WAYS[way] in LINES:  # not told after the run, or where the result is used
         lines = [f"test_fallback.py:{line + i} {way}" for i in range(len(source))]
         assert any(text in found["between"].ran_eagerly for text in lines)
         assert any(text in str(report) for text in lines)
@@ -155,6 +178,73 @@ def test_errors_are_asked_for_and_options_checked() -> None:
         compiled(*batches()[0])
     with pytest.raises(PlanError, match="fallback='python' is unknown"):
         lazyinline.compile(Around(by_a_mask), fallback="python")
+
+
+def test_the_report_is_about_the_newest_call_that_compiled_or_ran_itself() -> None:
+    compiled = lazyinline.compile(Mlp(), backend="eager")
+    (x,) = batches()[0]
+    compiled(x)
+    newest = compiled.last_report
+    torch.vmap(compiled)(x[None])
+    assert "torch.func" in compiled.last_report.ran_eagerly
+    compiled(x)
+    assert compiled.last_report is newest
+
+
+def test_what_was_asked_of_a_program_is_not_silently_left_out() -> None:
+    compiled = lazyinline.compile(Around(by_a_mask), backend="eager", recompute=Budget(fraction=1))
+    with pytest.raises(CaptureError, match=r"by_a_mask.*recompute=Budget.* would not hold there"):
+        compiled(*batches()[0])
+
+
+def test_scripted_modules_run_themselves() -> None:
+    seed()
+    scripted = torch.jit.trace(nn.Linear(WIDTH, WIDTH), torch.randn(2, WIDTH))
+    model = nn.Sequential(Mlp(), scripted)  # a copy of which has parameters that are no leaves
+    compiled = lazyinline.compile(model, backend="eager")
+    for (x,) in batches():
+        gradients = []
+        for run in (compiled, model):
+            model.zero_grad()
+            result = run(x)
+            result.square().sum().backward()
+            gradients.append([result, *(p.grad for p in model.parameters())])
+        assert_close(*gradients)
+    assert "torch.jit" in compiled.last_report.ran_eagerly
+    assert not by_path(compiled)["0"].ran_eagerly
+
+
+def test_tensors_whose_memory_holds_other_numbers_run_what_they_are_in() -> None:
+    seed()
+    model = nn.Sequential(Mlp(), Mlp())
+    weight = model[1].up.weight
+    weight.data = torch._neg_view(weight.data.clone())
+    compiled = lazyinline.compile(model, backend="eager")
+    for (x,) in batches():
+        assert_close(compiled(x), model(x))
+    found = by_path(compiled)
+    assert "lazily negated view" in found["1"].ran_eagerly
+    assert not found["0"].ran_eagerly
+
+
+def test_a_model_in_a_wrapper_runs_itself_around_its_parts(tmp_path: pathlib.Path) -> None:
+    import torch.distributed as dist
+
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("gloo", rank=0, world_size=1, store=store)
+    try:
+        seed()
+        model = Around(by_a_mask)
+        expected = copy.deepcopy(model)
+        wrapped = lazyinline.compile(nn.parallel.DistributedDataParallel(model), backend="eager")
+        for (x,) in batches():
+            for run in (wrapped, expected):
+                run(x).square().sum().backward()
+            assert_same_gradients(model, expected)
+        assert not by_path(wrapped)["first"].ran_eagerly
+        assert "by_a_mask" in wrapped.last_report.ran_eagerly
+    finally:
+        dist.destroy_process_group()
 
 
 def test_a_users_own_mistake_fails_as_in_eager_and_is_forgotten() -> None:

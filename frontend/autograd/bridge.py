@@ -257,7 +257,8 @@ class _NoSecondDerivative(torch.autograd.Function):
     def backward(ctx: Any, *cotangents: Any) -> Any:
         raise PlanError(
             "A compiled module has no second derivative (create_graph=True, as in a gradient "
-            "penalty). Call the model itself where its gradient is differentiated."
+            "penalty). Call the model itself where its gradient is differentiated: "
+            "compile(model) with in_place=False leaves it as it is."
         )
 
 

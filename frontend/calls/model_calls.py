@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from ...reuse import torch_pytree
+from ...reuse.errors import FinalCaptureError, LazyInlineError
 from ..checks.wrappers import way_of, wrapped_parts
 from ..options import Options
 from ..report import CompileReport
@@ -77,6 +78,15 @@ class ModelCalls(Calls):
         if self.look_for_wrappers():
             return Itself("a wrapper for several devices was put into it")
         return super()._compiled(leaves, plain, tree)
+
+    def _may_run_itself(self, error: LazyInlineError) -> bool:
+        may = super()._may_run_itself(error)
+        if may and self.options.recompute is not None:
+            raise FinalCaptureError(
+                f"{error} The model could run itself, but recompute={self.options.recompute!r} "
+                "would not hold there: compile with recompute=None."
+            ) from error
+        return may
 
     def _run_around_wrapped(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with self._to_wrapped.opened():

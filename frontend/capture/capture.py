@@ -95,8 +95,8 @@ def capture_model(
         opened: numbers that become inputs wherever an operator may take one as an input.
 
     Raises:
-        CaptureError: if the model's Python cannot be traced; names the user's line.
-        PlanError: if a tensor of the model is more or other than what its memory holds.
+        CaptureError: if the model's Python cannot be traced, naming the user's line; or if a tensor
+            of the model is more or other than what its memory holds.
     """
     refuse_uncapturable(model)
     if train:

@@ -137,7 +137,8 @@ class OutsideTensors:
         if is_fake(tensor):
             raise CaptureError(
                 f"A {TensorType.of(tensor)} tensor{at} cannot be followed to the operator that "
-                "made it. If it comes from `.data`, use `.detach()`."
+                "made it: `.data` hides that (use `.detach()`), and so do torch.func's transforms "
+                "(vmap, jvp) and other threads."
             )
         resolved = self.outside_node(tensor)
         if feeds_only_lifts(node):

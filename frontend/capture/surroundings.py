@@ -48,19 +48,24 @@ def one_at_a_time(function: Function) -> Function:
 
 @contextmanager
 def no_python_randomness() -> Iterator[None]:
-    """Raises CaptureError if the forward draws random numbers that are not PyTorch's."""
+    """Raises CaptureError if the forward draws random numbers that are not PyTorch's.
+
+    They are drawn again when the model runs itself, also after a capture that failed otherwise.
+    """
     python, numpy = random.getstate(), sys.modules.get("numpy")
     array = None if numpy is None else numpy.random.get_state()
-    yield
     drawn = ""
-    if random.getstate() != python:
-        drawn = "Python's random"
-        random.setstate(python)
-    if numpy is not None and array is not None:
-        now = numpy.random.get_state()
-        if now[2:] != array[2:] or now[1].tobytes() != array[1].tobytes():
-            drawn = "numpy.random"
-            numpy.random.set_state(array)
+    try:
+        yield
+    finally:
+        if random.getstate() != python:
+            drawn = "Python's random"
+            random.setstate(python)
+        if numpy is not None and array is not None:
+            now = numpy.random.get_state()
+            if now[2:] != array[2:] or now[1].tobytes() != array[1].tobytes():
+                drawn = "numpy.random"
+                numpy.random.set_state(array)
     if drawn:
         raise CaptureError(
             f"The model's forward (or another thread meanwhile) draws from {drawn}, and a "

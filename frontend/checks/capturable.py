@@ -6,19 +6,20 @@ import torch
 from torch import nn
 
 from ...reuse.errors import CaptureError
-from ...reuse.evidence.module_state import has_hooks, walk_modules
+from ...reuse.evidence.module_state import Places, has_hooks, walk_modules
 from ..marks import is_compiled
 from .wrappers import is_compiled_by_torch, refuse_wrappers
 
 
 def refuse_uncapturable(model: nn.Module) -> None:
-    """Raises CaptureError for wrappers, and for what :func:`refuse_foreign` refuses."""
+    """Raises CaptureError for wrappers, for what is compiled already, and for what is no Python."""
     refuse_wrappers(model)
-    refuse_foreign(model)
+    refuse_compiled(model)
+    refuse_scripted(walk_modules(model))
 
 
-def refuse_foreign(model: nn.Module) -> None:
-    """Raises CaptureError if a module is no Python that can be watched and run as a program."""
+def refuse_compiled(model: nn.Module) -> None:
+    """Raises CaptureError if a module of the tree is compiled already."""
     for path, module in walk_modules(model):
         if is_compiled(module):
             raise CaptureError(
@@ -30,6 +31,11 @@ def refuse_foreign(model: nn.Module) -> None:
                 f"{path or 'The model'} is what torch.compile returned, which is compiled already. "
                 "Compile the module itself: lazyinline.compile(m), where torch.compile(m) was."
             )
+
+
+def refuse_scripted(places: Places) -> None:
+    """Raises CaptureError if one of some modules is no Python that can be watched."""
+    for path, module in places:
         if isinstance(module, torch.jit.ScriptModule):
             raise CaptureError(
                 f"{path or 'The model'} was scripted or traced by torch.jit, which hides its "

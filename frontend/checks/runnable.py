@@ -22,7 +22,7 @@ def check_runnable(model: nn.Module) -> None:
 
 
 def check_memory(program: Program) -> None:
-    """Raises PlanError if a tensor of the model is more or other than what its memory holds.
+    """Raises CaptureError if a tensor of the model is more or other than what its memory holds.
 
     Found by what the forward used: parameters and buffers, and what lies in attributes and globals.
     """
@@ -32,12 +32,12 @@ def check_memory(program: Program) -> None:
         name, tensor = source.name, source.tensor
         kind = watching_class((tensor,))
         if kind is not None:
-            raise PlanError(
+            raise CaptureError(
                 f"{name} is a {kind.__name__}, whose class sees each operator, and kernels read "
                 "memory past it. Use a plain tensor, or call the model itself."
             )
         if is_lazy(tensor):
-            raise PlanError(
+            raise CaptureError(
                 f"{name} is a lazily {_lazy_kind(tensor)}, whose memory holds other numbers than "
                 f"it does, and kernels read memory. Write the numbers: {name}.data = "
                 f"{name}.data.{_RESOLVE[_lazy_kind(tensor)]}()."
