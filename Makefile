@@ -1,4 +1,6 @@
 # make bench | make test | make lint: each makes its own .venv from nothing first.
+# make integrations: the tests with transformers' Trainer, accelerate, Lightning, TRL and PEFT, which
+# it installs first.
 # make test-versions: contract and smoke tests on every supported PyTorch and Python that can be
 # had, each in an environment of its own; PAIRS="2.15:3.13" names some, PYTHONS=/opt/pythons:... says
 # where interpreters are.
@@ -19,14 +21,18 @@ SHELL := bash
 VENV := .venv
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
+INTEGRATIONS := $(VENV)/.integrations
 
-.PHONY: bench test test-versions lint
+.PHONY: bench test integrations test-versions lint
 
 bench: $(STAMP)
 	@$(VENV)/bin/lazyinline bench $(ARGS)
 
 test: $(STAMP)
 	@$(PY) -m pytest -q --numprocesses $(JOBS) --dist worksteal $(ARGS)
+
+integrations: $(INTEGRATIONS)
+	@$(PY) -m pytest -q --numprocesses $(JOBS) --dist worksteal tests/integrations $(ARGS)
 
 test-versions:
 	@$(PYTHON) tests/run_versions.py $(PAIRS)
@@ -69,4 +75,8 @@ $(STAMP): pyproject.toml
 	fi
 	@$(PY) -c "$$HAS_TORCH" || $(PY) -m pip install -qq --disable-pip-version-check "$(TORCH)"
 	@$(PY) -m pip install -qq --disable-pip-version-check --editable '.[dev]'
+	@touch $@
+
+$(INTEGRATIONS): $(STAMP)
+	@$(PY) -m pip install -qq --disable-pip-version-check --editable '.[dev,integrations]'
 	@touch $@
