@@ -410,7 +410,9 @@ def test_layers_that_hooks_give_their_weights_run_themselves(change: str) -> Non
         assert_close(compiled(x), expected(x))
         for optimizer in optimizers:
             optimizer.step()
-    assert not by_path(compiled)["1"].ran_eagerly
+    found = by_path(compiled)
+    assert not found["1"].ran_eagerly
+    assert "of Linear at test_fallback.py:" in found["0"].ran_eagerly
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -182,7 +182,9 @@ class Recorder:
             recording.put_back_outside()
             contents.refuse_lasting()
         if changes:
-            what = f"attribute {changes[0].name!r} of {type(changes[0].module).__name__}"
+            first, line = changes[0], recording.inside.line_of(changes[0])
+            what = f"attribute {first.name!r} of {type(first.module).__name__}"
+            what = f"{what} at {line}" if line else what
 
         def redo() -> None:
             change_again()

@@ -20,6 +20,7 @@ from ...reuse.evidence.snapshot import Snapshot
 from ...reuse.freeze import Freezer
 from ...reuse.kinds import is_iterator
 from ...reuse.objects import ABSENT
+from ..tracing.torch_tracing import user_line
 from .outside_changes import find_fake
 
 _TABLES = ("_parameters", "_buffers", "_modules", *HOOK_TABLES)
@@ -64,7 +65,7 @@ class InsideChanges:
         self.contents = Snapshot()
         self.met: dict[int, nn.Module] = {}
         self._made: dict[int, nn.Module] = {}
-        self._written: set[tuple[int, Any]] = set()
+        self._written: dict[tuple[int, Any], str] = {}
         self._before: dict[int, tuple[nn.Module, list[tuple[dict[Any, Any], dict[Any, Any]]]]] = {}
         for _, module in walk_modules(model):
             self._note(module)
@@ -81,8 +82,12 @@ class InsideChanges:
 
     def writes(self, module: nn.Module, name: str) -> None:
         """Notes that an attribute is set; a module that has none yet is the run's own."""
-        self._written.add((id(module), name))
+        self._written.setdefault((id(module), name), user_line())
         self.meets(module)
+
+    def line_of(self, change: Change) -> str:
+        """Returns where an attribute was set; "" where that was done past ``nn.Module``."""
+        return self._written.get((id(change.module), change.name), "")
 
     def _note(self, module: nn.Module) -> None:
         state = module_state(module)
