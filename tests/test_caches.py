@@ -102,6 +102,29 @@ def test_training_with_the_default_config_equals_eager_through_the_cache_too(
             optimizer.zero_grad()
 
 
+@pytest.mark.parametrize("build", [gpt2, llama], ids=["gpt2", "llama"])
+@pytest.mark.parametrize("is_dict", [True, False], ids=["dict", "tuple"])
+def test_states_and_attentions_come_beside_the_cache_as_in_eager(
+    build: Callable[[], nn.Module], is_dict: bool
+) -> None:
+    model = build().eval()
+    model.set_attn_implementation("eager")  # the one that has attentions to return
+    expected = twin(model)
+    run = compiled(model)
+    more = {"return_dict": is_dict, "output_hidden_states": True, "output_attentions": True}
+    cache, wanted = DynamicCache(), DynamicCache()
+    for length in (5, 2):
+        ids = tokens(length, seed=length)
+        output = run(ids, labels=ids, past_key_values=cache, **more)
+        want = expected(ids, labels=ids, past_key_values=wanted, **more)
+        assert type(output) is type(want)
+        assert_close(output, want)
+        loss, want_loss = (o["loss"] if is_dict else o[0] for o in (output, want))
+        loss.backward(retain_graph=True), want_loss.backward(retain_graph=True)
+        assert_same_gradients(model, expected)
+    assert not run.last_report.ran_eagerly
+
+
 CACHES: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], Cache]]] = {
     "dynamic": (gpt2, lambda model: DynamicCache()),
     "dynamic, by config": (llama, lambda model: DynamicCache(config=model.config)),

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from comparing import twin
+from comparing import assert_close, twin
 from test_caches import compiled, gemma2, gpt2, llama, t5, tokens
 from torch import Tensor
 
@@ -38,6 +38,33 @@ def test_generate_runs_the_program_and_gives_eagers_tokens(mode: str) -> None:
     assert not report.ran_eagerly
     assert report.num_compiles == 2, report.why_static  # the prompt, and every token after it
     assert report.num_links == (0 if mode == "static cache" else 4)
+
+
+def test_generate_on_a_model_compiled_in_place_runs_the_program() -> None:
+    model = llama().eval()
+    expected = twin(model)
+    assert lazyinline.compile(model, backend="eager", reuse="auto", in_place=True) is model
+    ids = tokens(5)
+    assert torch.equal(generated(model, ids), generated(expected, ids))
+    report = lazyinline.last_report(model)
+    assert not report.ran_eagerly
+    assert (report.num_compiles, report.num_links) == (2, 4)
+
+
+def test_generate_returns_states_attentions_and_cache_as_eager_does() -> None:
+    model = gpt2().eval()
+    model.set_attn_implementation("eager")  # the one that has attentions to return
+    expected = twin(model)
+    run = compiled(model)
+    more = {
+        "return_dict_in_generate": True,
+        "output_hidden_states": True,
+        "output_attentions": True,
+        "output_logits": True,
+    }
+    found, wanted = (generated(m, tokens(4), do_sample=False, **more) for m in (run, expected))
+    assert_close(dict(found), dict(wanted))
+    assert not run.last_report.ran_eagerly
 
 
 def test_a_second_prompt_costs_no_compile_per_token() -> None:
