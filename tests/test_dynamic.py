@@ -17,7 +17,9 @@ from transformers import BertConfig, BertForMaskedLM
 
 import lazyinline
 from lazyinline import PlanError, lazy_inline
+from lazyinline.frontend.calls.calls import Calls
 from lazyinline.frontend.measure import models as own
+from lazyinline.frontend.options import Options
 from lazyinline.reuse.ir.torch_symbols import (
     SizeLiteral,
     symbols_of,
@@ -282,6 +284,16 @@ def test_an_argument_that_is_no_tensor_counts_at_every_shape(numbers: tuple[Any,
         for number in numbers:
             x = torch.randn(2, length, 8)
             assert_close(compiled(x, number), model(x, number))
+
+
+def test_sizes_that_are_named_from_the_start_may_meet_numbers_and_further_shapes() -> None:
+    """As Dynamo names them: of what is no tensor it says nothing."""
+    model = Wrapped(lambda h, number: h * number)
+    options = Options(reuse="off", backend="eager", recompute=None, cache="off")
+    run = Calls(model, options, names=(("s0", "", ""), ()))
+    for batch in (4, 6, 1, 3):
+        x = torch.randn(batch, 2, 8)
+        assert_close(run(x, 3), model(x, 3))
 
 
 def test_one_tensor_passed_twice_has_one_shape() -> None:

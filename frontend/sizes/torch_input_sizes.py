@@ -198,12 +198,13 @@ class InputSizes(TracedSizes):
     ) -> None:
         env = ShapeEnv(allow_dynamic_output_shape_ops=False, allow_scalar_outputs=False)
         super().__init__(env, hints or ())
-        self._names = names
         self._example = shapes_of(leaves)
+        known = zip(names, self._example, strict=True)
+        self._names = tuple(dims or ("",) * len(shape) for dims, shape in known)
         self._moves = hints is not None
         self._symbols: dict[str, Any] = {}
         self._counts: dict[int, Any] = {}  # by place: equal numbers are one object
-        for index, (leaf, dims) in enumerate(zip(leaves, names, strict=True)):
+        for index, (leaf, dims) in enumerate(zip(leaves, self._names, strict=True)):
             if any(dims):
                 pairs = zip(dims, self._example[index], strict=True)
                 sizes = [self._size(name, n) if name else n for name, n in pairs]
