@@ -2,12 +2,13 @@
 
     python benchmarks/families.py                   # the table
     python benchmarks/families.py --only Llama T5   # some rows
-    python benchmarks/families.py --docs            # writes the table into docs/families.md
+    python benchmarks/families.py --docs            # writes these rows into docs/families.md
 
-A row is right where the outputs of an inference, and the loss and every gradient of a training
-step with the configuration's own dropout, equal eager's under one seed, with ``reuse="auto"`` (no
-class is marked anywhere) and then with the layer classes marked from outside. A family that
-cannot be captured is shown with its reason.
+Configurations are small and otherwise the default, so caches are made and returned. A row is right
+where the outputs of an inference, the loss and every gradient of a training step with the
+configuration's own dropout, and the tokens of ``generate`` where the family has it, equal eager's
+under one seed, with nothing marked (``reuse="auto"``). A family that cannot be compiled is shown
+with its reason.
 """
 
 from __future__ import annotations
@@ -16,8 +17,7 @@ import argparse
 import copy
 import math
 import pathlib
-import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,13 +27,21 @@ from torch.utils import _pytree as pytree
 from zoo import ASKED, FURTHER, Family, scalar
 
 import lazyinline
-from lazyinline import CompileReport, LazyInlineError, lazy_inline
+from lazyinline import CompileReport, LazyInlineError
 
 PAGE = pathlib.Path(__file__).resolve().parents[1] / "docs" / "families.md"
 BEGIN, END = "<!-- families: begin -->\n", "<!-- families: end -->\n"
 
-WAYS = ("auto", "marked")
-HEADINGS = ("closures, calls", "nodes held / if inlined")
+COLUMNS = (
+    "family",
+    "inference",
+    "training step",
+    "generate",
+    "closures, calls",
+    "nodes held / if inlined",
+)
+
+NEW_TOKENS = 8
 
 # Kernels are PyTorch's own on both sides; what adds up in another order differs by 1e-6.
 TOLERANCE = 1e-5
@@ -42,50 +50,70 @@ NOISE = 1e-4
 
 
 @dataclass(frozen=True)
-class Side:
-    """One family compiled in one way: the largest errors, or why there are none."""
+class Result:
+    """One family compiled: the largest errors, or why there are none."""
 
     training: CompileReport | None = None
     inference_error: float = math.inf
     training_error: float = math.inf
+    generate: str = ""
     failure: str = ""
 
-    @property
-    def is_right(self) -> bool:
-        """Whether inference and training equal eager."""
-        return not self.failure and max(self.inference_error, self.training_error) <= TOLERANCE
 
-
-def run_side(family: Family, reuse: str, backend: str) -> Side:
-    """Compiles a family for inference and for training and compares with eager."""
+def result_of(family: Family, backend: str) -> Result:
+    """Compiles a family for inference, for ``generate`` and for training; compares with eager."""
     try:
         model, inputs = family.build()
-        inference = inference_error(model, inputs, reuse, backend)
-        training, report = training_error(model, inputs, reuse, backend)
+        inference = inference_error(model, inputs, backend)
+        tokens = generated(model, inputs, backend)
+        training, report = training_error(model, inputs, backend)
     except LazyInlineError as error:
-        return Side(failure=" ".join(str(error).split()))
+        return Result(failure=" ".join(str(error).split()))
     except Exception as error:  # a defect of ours: shown, and the other rows go on
-        return Side(failure=f"{type(error).__name__}: {error}")
-    return Side(report, inference, training)
+        return Result(failure=f"{type(error).__name__}: {error}")
+    return Result(report, inference, training, tokens)
 
 
-def inference_error(model: nn.Module, inputs: Mapping[str, Any], reuse: str, backend: str) -> float:
+def inference_error(model: nn.Module, inputs: Mapping[str, Any], backend: str) -> float:
     """Returns the largest relative error of an output."""
     model.eval()
-    compiled = lazyinline.compile(model, reuse=reuse, backend=backend)
+    compiled = lazyinline.compile(model, reuse="auto", backend=backend)
     with torch.no_grad():
         expected = tensors(model(**inputs))
         found = tensors(compiled(**inputs))
+    check_compiled(compiled)
     return largest_error(found, expected)
 
 
+def check_compiled(compiled: Any) -> None:
+    """Raises LazyInlineError if a model ran itself, and nothing of it was compiled."""
+    if compiled.last_report.ran_eagerly:
+        raise LazyInlineError(f"it runs itself: {compiled.last_report.ran_eagerly}")
+
+
+def generated(model: nn.Module, inputs: Mapping[str, Any], backend: str) -> str:
+    """Says whether ``generate`` gives eager's tokens, and from how many compiles."""
+    if not getattr(model, "can_generate", lambda: False)():
+        return "-"
+    compiled = lazyinline.compile(model, reuse="auto", backend=backend)
+    prompt = {name: value for name, value in inputs.items() if name != "labels"}
+    more = {"max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS, "do_sample": False}
+    expected, found = (module.eval().generate(**prompt, **more) for module in (model, compiled))
+    if not torch.equal(found, expected):
+        return "**differs**"
+    check_compiled(compiled)
+    report = compiled.last_report
+    static = f" ({report.why_static})" if report.why_static else ""
+    return f"equal, {report.num_compiles} compiles{static}"
+
+
 def training_error(
-    model: nn.Module, inputs: Mapping[str, Any], reuse: str, backend: str
+    model: nn.Module, inputs: Mapping[str, Any], backend: str
 ) -> tuple[float, CompileReport]:
     """Returns the largest relative error of the loss, an output and a gradient in two steps."""
     model.train()
     expected = copy.deepcopy(model)
-    compiled = lazyinline.compile(model, reuse=reuse, backend=backend)
+    compiled = lazyinline.compile(model, reuse="auto", backend=backend)
     worst = 0.0
     for seed in (1, 2):
         results = []
@@ -100,6 +128,7 @@ def training_error(
         if grads.keys() != want_grads.keys():
             return math.inf, compiled.last_report
         worst = max(worst, largest_error(have, want), gradient_error(grads, want_grads))
+        check_compiled(compiled)
     return worst, compiled.last_report
 
 
@@ -133,92 +162,49 @@ def relative_error(a: Tensor, b: Tensor, floor: float = 0.0) -> float:
     return math.inf if math.isnan(error) else error
 
 
-def layer_classes(model: nn.Module) -> set[type[nn.Module]]:
-    """Returns the classes that transformers itself names as the layers of a model."""
-    names: set[str] = set()
-    for module in model.modules():
-        names.update(getattr(module, "_no_split_modules", None) or ())
-    return {type(m) for m in model.modules() if type(m).__name__ in names}
+def heading() -> str:
+    """Returns the table's first two lines."""
+    return f"| {' | '.join(COLUMNS)} |\n{'|---' * len(COLUMNS)}|\n"
 
 
-def mark_layers(family: Family) -> str:
-    """Marks a family's layer classes; returns their names."""
-    try:
-        model, _ = family.build()
-    except LazyInlineError:
-        return ""
-    found = layer_classes(model)
-    for cls in found:
-        lazy_inline(cls)
-    return ", ".join(sorted(cls.__name__ for cls in found))
-
-
-def rows(families: Sequence[Family], ways: Sequence[str], backend: str) -> Iterator[str]:
-    """Yields the table's lines; nothing is marked until the last automatic row is done."""
-    sides: dict[Family, list[Side]] = {family: [] for family in families}
-    for reuse in ways:
-        for family in families:
-            if reuse == "marked":
-                mark_layers(family)
-            sides[family].append(run_side(family, reuse, backend))
-            text = summary(sides[family][-1])
-            print(f"{reuse} {family.name}: {text}", file=sys.stderr, flush=True)
-    columns = ["family", "inference", "training step"]
-    columns += [f"{reuse}: {heading}" for reuse in ways for heading in HEADINGS]
-    yield f"| {' | '.join(columns)} |\n{'|---' * len(columns)}|\n"
-    for family in families:
-        yield row(family, sides[family])
-
-
-def summary(side: Side) -> str:
-    """One line for the one who waits."""
-    if side.failure:
-        return side.failure
-    return f"{side.inference_error:.1e} {side.training_error:.1e} {counts(side)}"
-
-
-def row(family: Family, sides: Sequence[Side]) -> str:
+def row(family: Family, result: Result) -> str:
     """Returns one line of the table."""
-    failures = list(dict.fromkeys(side.failure for side in sides if side.failure))
-    if failures:
-        empty = " |" * (1 + len(HEADINGS) * len(sides))
-        return f"| {family.name} | not captured: {'; '.join(failures)} |{empty}\n"
-    verdicts = [
-        verdict([getattr(side, name) for side in sides])
-        for name in ("inference_error", "training_error")
-    ]
-    return f"| {' | '.join([family.name, *verdicts, *map(counts, sides)])} |\n"
+    if result.failure:
+        empty = " |" * (len(COLUMNS) - 2)
+        return f"| {family.name} | not compiled: {result.failure} |{empty}\n"
+    verdicts = map(verdict, (result.inference_error, result.training_error))
+    return f"| {' | '.join([family.name, *verdicts, result.generate, counts(result)])} |\n"
 
 
-def verdict(errors: Sequence[float]) -> str:
-    """Says whether both ways equal eager."""
-    worst = max(errors)
-    return "equal" if worst <= TOLERANCE else f"**differs** ({worst:.0e})"
+def verdict(error: float) -> str:
+    """Says whether a result equals eager's."""
+    return "equal" if error <= TOLERANCE else f"**differs** ({error:.0e})"
 
 
-def counts(side: Side) -> str:
+def counts(result: Result) -> str:
     """Closures and calls of blocks, and nodes."""
-    report = side.training
+    report = result.training
     assert report is not None
-    shared = sum(d.shared for d in report.decisions)
     return (
-        f"{report.num_closures}, {report.num_block_calls} ({shared} shared) | "
+        f"{report.num_closures}, {report.num_block_calls} | "
         f"{report.num_nodes} / {report.num_nodes_if_inlined}"
     )
 
 
-def write_page(table: str) -> None:
-    """Replaces the table in docs/families.md."""
+def write_row(family: Family, line: str) -> None:
+    """Writes a row into the table of docs/families.md; those of other families stay."""
     text = PAGE.read_text(encoding="utf-8")
     before, _, rest = text.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    PAGE.write_text(before + BEGIN + table + END + after, encoding="utf-8")
+    table, _, after = rest.partition(END)
+    known = {row.split("|")[1].strip(): f"{row}\n" for row in table.splitlines()}
+    known[family.name] = line
+    lines = (known[f.name] for f in (*ASKED, *FURTHER) if f.name in known)
+    PAGE.write_text(before + BEGIN + heading() + "".join(lines) + END + after, encoding="utf-8")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="+", metavar="NAME", help="families by name")
-    parser.add_argument("--reuse", nargs="+", choices=WAYS, default=WAYS, help="default both")
     parser.add_argument("--backend", choices=("eager", "inductor"), default="eager")
     parser.add_argument("--docs", action="store_true", help="write the table into docs/families.md")
     options = parser.parse_args()
@@ -227,10 +213,12 @@ def main() -> None:
     if unknown:
         parser.error(f"no such family: {', '.join(sorted(unknown))}; there are {', '.join(known)}")
     families = [known[name] for name in options.only or known]
-    table = "".join(rows(families, sorted(options.reuse), options.backend))
-    print(table, end="")
-    if options.docs:
-        write_page(table)
+    print(heading(), end="")
+    for family in families:
+        result = result_of(family, options.backend)
+        print(row(family, result), end="", flush=True)
+        if options.docs:
+            write_row(family, row(family, result))
 
 
 if __name__ == "__main__":

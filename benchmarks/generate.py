@@ -59,7 +59,7 @@ def main() -> None:
     subjects: dict[str, Any] = {"eager": eager, "lazyinline": ours}
     if not options.no_torch:
         compiled = copy.deepcopy(eager)
-        compiled.compile(dynamic=None if options.cache == "static" else True)
+        compiled.compile()
         subjects["torch.compile"] = compiled
     ids = torch.randint(1, 1000, (1, 16), generator=torch.Generator().manual_seed(0))
     more = {} if options.cache == "dynamic" else {"cache_implementation": "static"}

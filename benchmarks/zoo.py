@@ -24,7 +24,6 @@ SIZES: dict[str, Any] = {
     "max_position_embeddings": 64,
     "image_size": IMAGE,
     "patch_size": 8,
-    "use_cache": False,
     "pad_token_id": 0,
     "bos_token_id": 1,
     "eos_token_id": 2,
@@ -247,8 +246,6 @@ FURTHER = (
             "num_feat_extract_layers": 3,
             "num_conv_pos_embeddings": 8,
             "num_conv_pos_embedding_groups": 2,
-            "apply_spec_augment": False,
-            "layerdrop": 0.0,
         },
     ),
     Family(
