@@ -923,3 +923,141 @@ def test_a_forward_that_seeds_the_generator_itself_draws_as_eager(seed: int) -> 
     torch.manual_seed(0)
     have = [compiled(x) for _ in range(3)]
     assert all(torch.equal(h, model(x)) for h in have)
+
+
+# ---- parameters that are held in two places ------------------------------------------------------
+
+
+def parameter() -> nn.Parameter:
+    return nn.Parameter(torch.rand(4, dtype=torch.float64))
+
+
+@lazy_inline
+class Holding(nn.Module):
+    """Takes a parameter of its own from where ``find`` says; ``hold`` puts it there."""
+
+    def __init__(self, hold: Callable[[Any], None], find: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.a, self.b = parameter(), parameter()
+        self.hold, self.find = hold, find
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(x * self.find(self)) * self.b
+
+
+def hold_in(make: Callable[[Any], Any]) -> Callable[[Any], None]:
+    return lambda block: setattr(block, "held", make(block))
+
+
+def hold_outside(block: Any) -> None:
+    outside = nn.Module()
+    outside.held = [block.a]  # type: ignore[assignment]
+    block.held = [outside]
+
+
+def hold_in_closure(block: Any) -> None:
+    parameter = block.a
+    block.held = lambda: parameter
+
+
+def rebuilt(block: Any) -> Any:
+    block.held = [block.a, block.b]
+    return block.held[0]
+
+
+def refilled(block: Any) -> Any:
+    block.held.clear()
+    block.held.append(block.a)
+    return block.held[0]
+
+
+def nothing(block: Any) -> None:
+    """Holds it nowhere else."""
+
+
+# Where a parameter is held besides its module's table, and how the forward finds it.
+HOLDERS: dict[str, tuple[Callable[[Any], None], Callable[[Any], Any]]] = {
+    "list": (hold_in(lambda block: [block.a]), lambda block: block.held[0]),
+    "tuple": (hold_in(lambda block: (block.a,)), lambda block: block.held[0]),
+    "dict": (hold_in(lambda block: {"a": [block.a]}), lambda block: block.held["a"][0]),
+    "namespace": (
+        hold_in(lambda block: types.SimpleNamespace(a=block.a)),
+        lambda block: block.held.a,
+    ),
+    "closure": (hold_in_closure, lambda block: block.held()),
+    "list of a module outside": (hold_outside, lambda block: block.held[0].held[0]),
+    "list made anew": (nothing, rebuilt),
+    "list filled anew": (hold_in(lambda block: []), refilled),
+    "ParameterList": (
+        hold_in(lambda block: nn.ParameterList([block.a])),
+        lambda block: block.held[:1][0],
+    ),
+}
+
+
+def _replace(block: Any) -> None:
+    block.a = nn.Parameter(torch.full((4,), 3.0, dtype=torch.float64))
+
+
+def _exchange(block: Any) -> None:
+    block.a, block.b = block.b, block.a
+
+
+def _freeze(block: Any) -> None:
+    block.a.requires_grad_(False)
+
+
+@pytest.mark.parametrize("change", [_replace, _exchange, _freeze])
+@pytest.mark.parametrize("holder", HOLDERS)
+def test_a_parameter_that_is_held_twice_is_read_where_eager_reads_it(
+    holder: str, change: Callable[[Any], None]
+) -> None:
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(Holding(*HOLDERS[holder]) for _ in range(3)))
+        for block in model:
+            block.hold(block)
+        models.append(model)
+    ours, theirs = models
+    compiled = lazyinline.compile(ours, backend="eager")
+    # Those that the model lost are trained on, for a list may hold them still.
+    every = [list(model.parameters()) for model in models]
+    for step in range(4):
+        if step == 2:
+            for model, known in zip(models, every, strict=True):
+                change(model[1])
+                known += [p for p in model.parameters() if all(p is not k for k in known)]
+        x = torch.linspace(-1, 1, 8, dtype=torch.float64).view(2, 4) + step
+        results = [run(x) for run in (compiled, theirs)]
+        torch.testing.assert_close(*results)
+        for result in results:
+            result.sum().backward()
+        for mine, other in zip(*every, strict=True):
+            assert (mine.grad is None) == (other.grad is None)
+            if mine.grad is not None:
+                torch.testing.assert_close(mine.grad, other.grad)
+        for known in every:
+            torch.optim.SGD(known, lr=0.1).step()
+            for p in known:
+                p.grad = None
+
+
+def test_a_global_that_is_a_parameter_stays_it_when_the_module_gets_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Reads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = parameter()
+
+        def forward(self, x: Tensor) -> Any:
+            return x * globals()["SHARED"] + self.a.sum()
+
+    model = Reads()
+    monkeypatch.setitem(globals(), "SHARED", model.a)
+    compiled = lazyinline.compile(model, backend="eager")
+    x = torch.ones(4, dtype=torch.float64)
+    for _ in range(2):
+        torch.testing.assert_close(compiled(x), model(x))
+        model.a = parameter()

@@ -83,6 +83,9 @@ class Guard:
         self._owners = [i for i, found in enumerate(places) for _ in found]
         self._placed = self._present()
         self.tensors: list[torch.Tensor] = [table[name] for (table, name), *_ in places]
+        # One that a list or a global holds as well stays there when a module gets another one.
+        held = enumerate(self.tensors)
+        self._held_elsewhere = [(i, t) for i, t in held if self._evidence.holds(t)]
         self._layouts_of_tensors = TensorLayouts(self.tensors)
         self._written = _written_tensors(captured.program)
         self._sharing = self._memories(leaves)
@@ -265,6 +268,8 @@ class Guard:
                 return False  # tensors that were one are two now
             if len(set(map(id, tensors))) < len(tensors):
                 return False  # two are one
+            if any(tensors[i] is not t for i, t in self._held_elsewhere):
+                return False  # what was read in one place may be what another place still holds
             if not all(isinstance(t, torch.Tensor) for t in tensors):
                 return False
         if not self._layouts_of_tensors.same(tensors):

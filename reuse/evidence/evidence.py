@@ -6,6 +6,7 @@ instance's Python read:
 
 * the structure of its module tree: classes, children, parameters and buffers (layout, dtype,
   requires_grad, and which of them are one tensor), train/eval modes, hooks;
+* which ways to a tensor led to one: a list may hold a parameter of the block;
 * every attribute read on a module of the tree, and on modules outside it;
 * globals and closure cells of every function that ran, and of an object or class found there, the
   attributes that the function names;
@@ -15,7 +16,7 @@ instance's Python read:
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cached_property, partial
 from typing import Any, Literal, NamedTuple
 
@@ -41,7 +42,14 @@ from .module_state import (
 )
 from .reads import BlockEvidence, Reads, cell_reads, look_up, outside_name, same_shallow, snapshot
 from .snapshot import Snapshot
-from .structure import TensorPath, module_paths, structure_mismatch, structure_of, tensor_facts
+from .structure import (
+    TensorPath,
+    follow_tensor_path,
+    module_paths,
+    structure_mismatch,
+    structure_of,
+    tensor_facts,
+)
 
 Held = Literal["same", "changed"]
 
@@ -86,6 +94,7 @@ class Evidence:
         self._paths = module_paths(places)
         self._structure = structure_of(places)
         self._tensor_paths: dict[int, TensorPath] = {}
+        self._aliases: list[tuple[TensorPath, TensorPath]] = []  # two ways to one tensor
         self._keep: list[torch.Tensor] = []
         self._attributes: list[_Own] = []
         self._held = Snapshot(WHOLE_FUNCTION)
@@ -114,6 +123,9 @@ class Evidence:
                 )
             else:
                 self._nested.append((path, evidence))
+                for inner in evidence.tensor_ways:
+                    way = (".".join(p for p in (path, inner[0]) if p), *inner[1:])
+                    self._note_way(follow_tensor_path(root, way), way)
         self._seen_outside = self._modules_seen_outside()
         self.side_effect = self.side_effect or self._seen_itself(walk_modules(root))
 
@@ -162,11 +174,21 @@ class Evidence:
                     self._note_tensor(tensor, (path, name))
 
     def _note_tensor(self, tensor: torch.Tensor, keys: TensorPath) -> Any:
-        # No way leads to a member of a set, or to a dictionary's key.
-        if ("key", None) not in keys:
-            self._tensor_paths.setdefault(id(tensor), keys)
+        self._note_way(tensor, keys)
         self._keep.append(tensor)
         return tensor_facts(tensor)
+
+    def _note_way(self, tensor: torch.Tensor, keys: TensorPath) -> None:
+        if ("key", None) in keys:  # no way leads to a member of a set, or to a dictionary's key
+            return
+        first = self._tensor_paths.setdefault(id(tensor), keys)
+        if first != keys:
+            self._aliases.append((first, keys))
+
+    @property
+    def tensor_ways(self) -> Iterable[TensorPath]:
+        """How the traced instance reached its tensors, one way for each."""
+        return self._tensor_paths.values()
 
     def tensor_path(self, tensor: torch.Tensor) -> TensorPath | None:
         """Returns how the traced instance reached one of its own tensors, if it did."""
@@ -215,6 +237,7 @@ class Evidence:
         return (
             structure_mismatch(self._structure, structure_of(places))
             or self._attribute_mismatch(places, modules, held)
+            or self._alias_mismatch(places)
             or self._seen_itself(places)
             or self._outside_mismatch(held)
             or self._nested_mismatch(modules)
@@ -237,6 +260,17 @@ class Evidence:
                 inside, found, expected = narrow(found, expected)
                 where = f"{path}.{name}{inside}" if path else name + inside
                 return f"attribute {where} is {_describe(found)}, not {_describe(expected)}"
+        return ""
+
+    def _alias_mismatch(self, places: Places) -> str:
+        """What was one tensor must be one: a list may hold a parameter's, or another's by now."""
+        root = places[0][1]
+        for first, second in self._aliases:
+            if follow_tensor_path(root, first) is not follow_tensor_path(root, second):
+                ways = " and ".join(
+                    ".".join(str(k) for k in way if k != "") for way in (first, second)
+                )
+                return f"{ways} are two tensors here"
         return ""
 
     def _outside_mismatch(self, held: Held) -> str:

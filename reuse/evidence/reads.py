@@ -68,6 +68,10 @@ class BlockEvidence(Protocol):
     def plain_reads(self) -> tuple[tuple[str, str, Where], ...]:
         """The attributes read in its tree."""
 
+    @property
+    def tensor_ways(self) -> Iterable[tuple[Any, ...]]:
+        """How the traced instance reached its tensors, one way for each."""
+
     def mismatch(self, instance: nn.Module) -> str:
         """Returns why an instance cannot share, or an empty text."""
 

@@ -83,6 +83,10 @@ class RootEvidence:
         """Notes what a further object holds."""
         self._contents.look_into(value)
 
+    def holds(self, value: Any) -> bool:
+        """Whether an object outside the modules' own tables leads to this one: a list, a global."""
+        return self._contents.has_met(value)
+
     # ---- what is looked at -------------------------------------------------------------------
 
     def _add_attribute(self, name: str, read: AttributeRead) -> None:

@@ -86,6 +86,10 @@ class Snapshot:
             shown = is_direct and isinstance(value, _SHOWN)
             todo += [(item, shown) for item in self._note(value)]
 
+    def has_met(self, value: Any) -> bool:
+        """Whether an object was looked into, or is held by one that was."""
+        return id(value) in self._seen
+
     def _note(self, value: Any) -> list[Any]:
         """Keeps what a value holds itself; returns what it leads to."""
         found: list[Any] = []
