@@ -65,9 +65,8 @@ def check_policy(policy: object) -> Policy:
     """
     if policy is None or isinstance(policy, Budget):
         return policy
-    for name in POLICIES:
-        if policy == name:
-            return name
+    if isinstance(policy, str) and policy in POLICIES:
+        return policy
     raise PlanError(
         f"recompute={policy!r} is unknown; give None, {', '.join(map(repr, POLICIES))}, "
         "Budget(saved_bytes=...) or Budget(fraction=...)."
