@@ -218,8 +218,8 @@ def _add_inspect(parser: argparse.ArgumentParser) -> None:
     add(
         "--reuse",
         choices=REUSE_CHOICES,
-        default="marked",
-        help="auto needs no mark, off inlines early",
+        default="auto",
+        help="marked shares marked blocks only, off inlines early",
     )
     add("--train", action="store_true", help="with gradients; shows what is saved and recomputed")
     add("--recompute", choices=POLICIES, help="with --train; default: nothing but marks")
@@ -235,7 +235,7 @@ def _add_export(parser: argparse.ArgumentParser) -> None:
     add("--flat", action="store_true", help="no functions: every call replaced by its nodes")
     add("--train", action="store_true", help="forward and backward; the model returns its loss")
     add("--opset", type=int, default=MIN_OPSET, metavar="N", help=f"default {MIN_OPSET}")
-    add("--reuse", choices=REUSE_CHOICES, default="marked", help="off inlines early")
+    add("--reuse", choices=REUSE_CHOICES, default="auto", help="off inlines early")
     add("--no-verify", action="store_true", help="do not compare onnxruntime with the model")
 
 

@@ -55,7 +55,7 @@ def compile(
 def compile(
     model: nn.Module,
     *,
-    reuse: Reuse = "marked",
+    reuse: Reuse = "auto",
     backend: BackendName = "inductor",
     recompute: Policy = None,
     dynamic: bool | None = None,
@@ -69,7 +69,7 @@ def compile(
     ``DistributedDataParallel`` work as before.
 
     Args:
-        model: any ``nn.Module``; mark its layer class with :func:`lazy_inline`, or use ``"auto"``.
+        model: any ``nn.Module``; its layer class may be marked with :func:`lazy_inline`.
         reuse: ``"auto"`` compiles each different block once: what is marked, and what repeats;
             ``"marked"`` only what is marked; ``"off"`` inlines early.
         backend: ``"inductor"`` (TorchInductor kernels) or ``"eager"`` (PyTorch's own kernels).

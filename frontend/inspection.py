@@ -30,7 +30,7 @@ def capture(
     args: Sequence[Any],
     kwargs: Mapping[str, Any] | None = None,
     *,
-    reuse: Reuse = "marked",
+    reuse: Reuse = "auto",
     train: bool = False,
 ) -> Program:
     """Captures a model as a program of closures and calls; nothing is compiled or run.

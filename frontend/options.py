@@ -19,7 +19,7 @@ FALLBACK_CHOICES: tuple[str, ...] = get_args(Fallback)
 class Options:
     """The options of one compiled module, checked."""
 
-    reuse: Reuse = "marked"
+    reuse: Reuse = "auto"
     backend: BackendName = "inductor"
     recompute: Policy = None
     cache: Literal["off", "disk"] = "off"
@@ -38,7 +38,7 @@ class Options:
         if self.recompute in POLICIES and self.reuse == "off":
             raise PlanError(
                 f"recompute={self.recompute!r} is decided for each block, and reuse='off' leaves "
-                "none: use reuse='marked', or a Budget."
+                "none: leave reuse as it is, or use a Budget."
             )
 
 

@@ -48,7 +48,7 @@ def compile_step(
     micro_batches: int = 1,
     loss_fn: LossFunction | None = None,
     recompute: Policy = None,
-    reuse: Reuse = "marked",
+    reuse: Reuse = "auto",
     backend: BackendName = "inductor",
     order: Order = "forward_first",
 ) -> TrainingStep:

@@ -196,7 +196,22 @@ def test_a_model_that_only_fails_in_blocks_is_compiled_without_them() -> None:
     assert all("nothing is shared" in r and "seen through a view" in r for r in reasons) and reasons
 
 
-# ---- what is told ---------------------------------------------------------------------------
+# ---- the default, and what is told ------------------------------------------------------------
+
+
+def test_what_repeats_is_shared_by_default_in_every_way_in() -> None:
+    model = Stack(*(Layer() for _ in range(3)))
+    x = example()
+    compiled = lazyinline.compile(model, backend="eager")
+    compiled(x)
+    step = lazyinline.compile_step(model, loss_fn=torch.sum, backend="eager")
+    step(x.detach())
+    programs = [lazyinline.capture(model, (x,))]
+    measured = lazyinline.measure(model, (x,), backend="eager", execute=False)
+    reports = [compiled.last_report, step.last_report, measured.late.compiled]
+    assert all(r.num_shared_calls for r in reports)
+    assert all(r.reuse == "auto" and not r.nothing_shared for r in reports)
+    assert all(p.num_nodes() < p.num_nodes_if_inlined() for p in programs)
 
 
 class Counting(Layer):
@@ -229,7 +244,7 @@ def test_a_report_begins_with_what_repeats_where_nothing_is_shared() -> None:
 
 def test_a_compiled_module_says_in_one_line_what_it_is() -> None:
     model = Stack(*(Layer() for _ in range(3)))
-    compiled = lazyinline.compile(model, backend="eager", reuse="auto")
+    compiled = lazyinline.compile(model, backend="eager")
     first, *rest = repr(compiled).splitlines()
     assert first == "CompiledModule(Stack, reuse auto, backend eager, not compiled yet)"
     assert rest == repr(model).splitlines()

@@ -74,7 +74,7 @@ def capture_model(
     args: Sequence[Any],
     kwargs: Mapping[str, Any] | None = None,
     *,
-    reuse: Reuse = "marked",
+    reuse: Reuse = "auto",
     train: bool,
     sizes: Callable[[], Sizes] | None = None,
     effects: OnEffects = "refuse",

@@ -47,7 +47,7 @@ def measure(
     micro_batches: int = 1,
     execute: bool = True,
     backend: BackendName = "inductor",
-    reuse: Reuse = "marked",
+    reuse: Reuse = "auto",
 ) -> MeasureReport:
     """Compiles a model with late and with early inlining and compares both with eager.
 
@@ -60,7 +60,7 @@ def measure(
     stay the model's own. ``.grad``, buffers, inputs and random generators are left as found.
 
     Args:
-        model: any ``nn.Module``; mark its layer class with :func:`lazy_inline` first.
+        model: any ``nn.Module``.
         args: positional inputs of one step.
         kwargs: keyword inputs of one step.
         train: measure a training step; otherwise a forward without gradients.

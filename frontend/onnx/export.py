@@ -99,7 +99,7 @@ def export_onnx(
     path: str | os.PathLike[str],
     *,
     kwargs: Mapping[str, Any] | None = None,
-    reuse: Reuse = "marked",
+    reuse: Reuse = "auto",
     functions: bool = True,
     dynamic_shapes: Any = None,
     opset: int = MIN_OPSET,

@@ -93,7 +93,7 @@ def pipeline(
     loss_fn: LossFunction | None = None,
     recompute: Policy = None,
     memory_bytes_per_rank: int | None = None,
-    reuse: Reuse = "marked",
+    reuse: Reuse = "auto",
     backend: BackendName = "inductor",
     mesh: Any = None,
     gradients: Gradients = "replicated",
