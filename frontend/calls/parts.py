@@ -20,7 +20,7 @@ from ...reuse import torch_pytree
 from ...reuse.errors import CaptureError, FinalCaptureError, LazyInlineError, PlanError
 from ...reuse.evidence.module_state import module_state, walk_modules
 from ..capture.signatures import shapes_of
-from ..checks.refusals import DIFFERENTIATES
+from ..checks.refusals import DIFFERENTIATES, ITERATES
 from ..compiler import Compiler
 from ..options import Options
 from ..passes.state import Compilation, Pass
@@ -85,7 +85,9 @@ class PartCalls(Calls):
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if getattr(self._thread, "is_alone", False):
             return self._run_alone(
-                "what calls it differentiates it inside its forward", args, kwargs
+                "what calls it differentiates it inside its forward, or reads an iterator",
+                args,
+                kwargs,
             )
         return super()._run(args, kwargs)
 
@@ -122,9 +124,9 @@ class PartCalls(Calls):
 
 @contextmanager
 def alone(thread: threading.local, reason: str) -> Iterator[None]:
-    """Within it a module runs whose calls run themselves, too, where it differentiates them."""
+    """Within it a module runs whose parts may have to run themselves, too; the reason says so."""
     before = getattr(thread, "is_alone", False)
-    thread.is_alone = before or DIFFERENTIATES in reason
+    thread.is_alone = before or DIFFERENTIATES in reason or ITERATES in reason
     try:
         yield
     finally:
@@ -136,7 +138,7 @@ class Parts:
 
     Attributes:
         routes: lead their calls to what is compiled for them.
-        thread: notes which threads run a module that differentiates others inside.
+        thread: notes which threads run a module that keeps those inside from being compiled.
     """
 
     def __init__(

@@ -27,6 +27,7 @@ from ...reuse.ir.printer import format_program
 from ...reuse.ir.program import ModelTensor, Program
 from ...reuse.open_numbers import is_open
 from ..checks.capturable import refuse_backward_hooks, refuse_uncapturable
+from ..checks.refusals import ITERATES
 from ..checks.runnable import check_memory
 from ..effects.effects import EffectError, OnEffects
 from ..effects.outside_changes import find_fake
@@ -221,8 +222,10 @@ def _run(recorder: Recorder, arguments: Arguments, *, train: bool) -> tuple[list
             generator_not_seeded(arguments.effects),
         ):
             return recorder.run(arguments.args, arguments.kwargs)
-    except (UnsettledError, CrossingError, EffectError):
+    except (UnsettledError, CrossingError):
         raise
+    except EffectError as effect:
+        raise _with_iterators(str(effect), recorder.recording) from None
     except CaptureError as error:
         _refuse_moved_on(recorder, error)
         raise
@@ -234,12 +237,23 @@ def _run(recorder: Recorder, arguments: Arguments, *, train: bool) -> tuple[list
 
 def _refuse_moved_on(recorder: Recorder, error: CaptureError) -> None:
     """Raises FinalCaptureError if a run that failed was handed an iterator: a use moves it on."""
-    iterators = RootEvidence(recorder.recording.reads, recorder.recording.paths, ()).iterators
+    iterators = _iterators_of(recorder.recording)
     if iterators and not isinstance(error, FinalCaptureError):
         raise FinalCaptureError(
             f"{error} The model cannot run itself instead: its forward reads a "
             f"{type(iterators[0]).__name__} from an attribute or global, which may have moved on."
         ) from None
+
+
+def _with_iterators(reason: str, recording: Recording) -> EffectError:
+    """Returns why the model runs itself; an iterator that it read keeps its parts uncompiled."""
+    found = _iterators_of(recording)
+    also = f" It {ITERATES}, too ({type(found[0]).__name__})." if found else ""
+    return EffectError(reason + also)
+
+
+def _iterators_of(recording: Recording) -> Sequence[Any]:
+    return RootEvidence(recording.reads, recording.paths, ()).iterators
 
 
 def _capture_settled(
@@ -268,10 +282,10 @@ def _capture_settled(
         unsettled.undo()
         if isinstance(again, UnsettledError):
             effects.emit(known=tuple(again.recording.effects.output))
-        raise EffectError(str(unsettled)) from None
+        raise _with_iterators(str(unsettled), unsettled.recording) from None
     if not same:
         unsettled.undo()
-        raise EffectError(str(unsettled)) from None
+        raise _with_iterators(str(unsettled), unsettled.recording) from None
     effects.emit()
     return second
 

@@ -14,6 +14,9 @@ from ...reuse.freeze import Freezer
 
 DIFFERENTIATES = "differentiates inside"
 """In the reason why a forward is refused that runs a backward of its own."""
+ITERATES = "reads an iterator"
+"""In the reason why a forward runs itself whose parts might be handed an iterator: a capture of a
+part would move it on."""
 
 
 def refuse_recurrent(module: nn.Module) -> None:
