@@ -222,8 +222,8 @@ def test_random_numbers_are_drawn_where_eager_draws_them_on_inductor() -> None:
     assert_steps_equal_eager(model, lazyinline.compile_step(model), range(2))
 
 
-def step_of(policy: Any, **sizes: Any) -> lazyinline.TrainingStep:
-    step = lazyinline.compile_step(Model(**sizes), recompute=policy, backend="eager")
+def step_of(policy: Any, reuse: Any = "auto", **sizes: Any) -> lazyinline.TrainingStep:
+    step = lazyinline.compile_step(Model(**sizes), recompute=policy, reuse=reuse, backend="eager")
     step(batch())
     return step
 
@@ -476,7 +476,7 @@ def test_measured_costs_give_the_same_gradients() -> None:
         (lambda: lazyinline.compile(Model(), recompute="full", reuse="off"), "leaves none"),
         (lambda: lazyinline.recompute(nn.GELU(), "some"), "not 'some'"),
         (lambda: lazyinline.recompute(nn.GELU(), Budget(fraction=0.5)), "whole program"),
-        (lambda: step_of("full", block=Block), "the model has none"),
+        (lambda: step_of("full", block=Block, reuse="marked"), "the model has none"),
     ],
 )
 def test_bad_requests_say_what_is_wrong(make: Callable[[], Any], text: str) -> None:

@@ -40,7 +40,7 @@ def drawn_in_order() -> Iterator[None]:
             last = self, draw.get_name()
         return result
 
-    inductors_own = getattr(post_grad, _CHAIN, None)
+    inductors_own = getattr(post_grad, "_chain_random_ops_for_ordering", None)
     GraphLowering.run_node = ordered  # type: ignore[method-assign]
     setattr(post_grad, _CHAIN, lambda graph: None)
     try:

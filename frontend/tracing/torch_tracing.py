@@ -472,12 +472,27 @@ def _is_machinery(module_name: Any) -> bool:
 
 
 def _served_pytorch(frame: Any) -> bool:
-    """Whether Python's own library runs because PyTorch called it (to log, to show a stack)."""
-    while frame is not None and _top_name(frame) in sys.stdlib_module_names:
+    """Whether Python's own library runs because PyTorch called it (to log, to show a stack).
+
+    What somebody's handler does with a record that PyTorch logs is no doing of the model's, either.
+    """
+    while frame is not None:
+        if _top_name(frame) not in sys.stdlib_module_names:
+            frame = _logging_above(frame)
+            continue
         frame = frame.f_back
         if frame is not None and is_library_frame(frame):
             return True
     return False
+
+
+def _logging_above(frame: Any) -> Any:
+    """Returns the nearest caller in ``logging``, or None if PyTorch's code or ours is nearer."""
+    while frame is not None and not is_library_frame(frame):
+        if _top_name(frame) == "logging":
+            return frame
+        frame = frame.f_back
+    return None
 
 
 def _top_name(frame: Any) -> str:
