@@ -52,7 +52,8 @@ def test_what_hooks_give_back_in_another_layout_is_read_right(backend: str) -> N
     model = Mixed()
     expected = twin(model)
     compiled = lazyinline.compile(model, backend=backend)
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, expected)]
+    # Longer steps let rounding grow: eager then is as far from float64 as from any other order.
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.01) for m in (model, expected)]
     for pack, unpack in KEEPING.values():
         inputs = [torch.randn(6, 5).t().requires_grad_() for _ in range(2)]
         inputs[1].data = inputs[0].data.clone(memory_format=torch.preserve_format)
