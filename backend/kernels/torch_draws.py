@@ -21,7 +21,7 @@ _CHAIN = "_chain_random_ops_for_ordering"  # not before torch 2.13
 @contextmanager
 def drawn_in_order() -> Iterator[None]:
     """Lets every draw, within this context, wait for the one before it in its graph."""
-    from torch._inductor.fx_passes import post_grad
+    import torch._inductor.fx_passes.post_grad as post_grad
     from torch._inductor.graph import GraphLowering
 
     run_node = GraphLowering.run_node
