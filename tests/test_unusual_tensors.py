@@ -79,7 +79,7 @@ def numbers(tensor: Tensor) -> Tensor:
 def assert_same_runs(compiled: nn.Module, expected: nn.Module, x: Tensor, **kwargs: Any) -> None:
     """Output and every gradient, that of the input too, in training and in inference."""
     with torch.no_grad():
-        assert torch.equal(compiled(x), expected(x))
+        torch.testing.assert_close(compiled(x), expected(x))
     found = []
     for run in (compiled, expected):
         run.zero_grad()
@@ -135,9 +135,9 @@ def test_inputs_whose_class_sees_operators_run_the_model_itself(kind: str) -> No
             with torch.set_grad_enabled(grad):
                 found, want = compiled(x), expected(x)
             assert type(found) is type(want)
-            assert torch.equal(numbers(found), numbers(want))
+            torch.testing.assert_close(numbers(found), numbers(want))
     assert type(found).__name__ in compiled.last_report.ran_eagerly
-    assert torch.equal(compiled(plain), expected(plain))
+    torch.testing.assert_close(compiled(plain), expected(plain))
 
 
 @pytest.mark.parametrize("kind", WATCHING)
@@ -158,7 +158,7 @@ def test_parameters_whose_class_sees_operators_run_the_model_itself(
     model, x = Scaled(), torch.randn(3, 4)
     compiled = lazyinline.compile(model, backend="eager")
     step = lazyinline.compile_step(nn.Sequential(nn.Linear(4, 4), model), loss_fn=torch.sum)
-    assert torch.equal(compiled(x), model(x))
+    torch.testing.assert_close(compiled(x), model(x))
     scale = WATCHING[kind](torch.full((4,), 3.0))
     if register == "parameter":
         del model.scale
@@ -167,7 +167,7 @@ def test_parameters_whose_class_sees_operators_run_the_model_itself(
         model.scale = scale
     found, want = compiled(x), model(x)
     assert type(found) is type(want)
-    assert torch.equal(numbers(found), numbers(want))
+    torch.testing.assert_close(numbers(found), numbers(want))
     assert "scale is a " in compiled.last_report.ran_eagerly
     with pytest.raises(PlanError, match=r"scale is a .*sees each operator"):
         step(x)
