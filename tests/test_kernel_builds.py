@@ -29,21 +29,35 @@ def text_of(body: str, parameters: str = "const float* in_ptr0, float* out_ptr0,
     return f'\n{HEADER}\nextern "C"  void  kernel({parameters})\n{{\n{body}\n}}\n'
 
 
-def elementwise(expression: str) -> str:
+def has_vectors() -> bool:
+    """Whether Inductor writes kernels for a vector unit here (ATEN_CPU_CAPABILITY may say not)."""
+    from torch._inductor.cpu_vec_isa import pick_vec_isa
+
+    return bool(pick_vec_isa())
+
+
+def elementwise(vectors: str, numbers: str) -> str:
+    """A kernel that makes ``vectors`` of a vector x, or ``numbers`` of a number x."""
+    if not has_vectors():
+        return text_of(f"""
+    for (int64_t i = 0; i < n; i += 1) {{
+        auto x = in_ptr0[i];
+        out_ptr0[i] = {numbers};
+    }}""")
     return text_of(f"""
     using V = at::vec::Vectorized<float>;
     #pragma GCC ivdep
     for (int64_t i = 0; i + V::size() <= n; i += V::size()) {{
         auto x = V::loadu(in_ptr0 + i);
-        auto tmp0 = {expression};
+        auto tmp0 = {vectors};
         tmp0.store(out_ptr0 + i);
     }}""")
 
 
 BODIES = [
-    elementwise("x.exp() * x + V(0.1f)"),
-    elementwise("x.tanh() / (x.abs() + V(3.0f))"),
-    elementwise("at::vec::fmadd(x, x.sin(), V(1.0f) / x)"),
+    elementwise("x.exp() * x + V(0.1f)", "std::exp(x) * x + 0.1f"),
+    elementwise("x.tanh() / (x.abs() + V(3.0f))", "std::tanh(x) / (std::abs(x) + 3.0f)"),
+    elementwise("at::vec::fmadd(x, x.sin(), V(1.0f) / x)", "x * std::sin(x) + 1.0f / x"),
 ]
 
 
