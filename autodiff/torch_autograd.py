@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 
 from ..reuse.errors import CaptureError
-from ..reuse.ir.leaf import ModalInterpreter, is_view, mutated_args, without_autocast
+from ..reuse.ir.leaf import ModalInterpreter, is_view, mutated_args, stamp_of, without_autocast
 from ..reuse.ir.program import input_nodes
 from ..reuse.ir.torch_symbols import (
     SizedInterpreter,
@@ -33,6 +33,9 @@ from .origins import NotingInterpreter
 from .torch_lazy import PLAIN_ZEROS, WRITTEN, drop_copies, drop_pairs, is_lazy, mark_after_strided
 
 Decompositions = Mapping[Any, Callable[..., Any]]
+
+CHANGED_IN_PLACE = "has been modified by an inplace operation"
+"""What PyTorch's autograd says of a saved value that is no longer what was saved."""
 
 
 def new_fake_mode(module: torch.fx.GraphModule | None = None) -> FakeTensorMode:
@@ -138,7 +141,12 @@ class JointTrace:
         tangents = self._find_tangents(mode, primals, wanted_outputs)
         if not self.tangent_outputs:
             return
-        with mode, sizes_kept_open(mode), torch.enable_grad():
+        with (
+            mode,
+            sizes_kept_open(mode),
+            torch.enable_grad(),
+            _changes_of_saved_values_refused(module),
+        ):
             self.graph_module = _traced(
                 lambda p, t: self._joint(p, t, wanted_inputs),
                 [primals, tangents],
@@ -190,6 +198,29 @@ class JointTrace:
         for node in self.graph_module.graph.nodes:
             if node.name in self._forward:
                 node.meta["partitioner_tag"] = "is_forward"
+
+
+@contextmanager
+def _changes_of_saved_values_refused(module: torch.fx.GraphModule) -> Iterator[None]:
+    """Says in our words that a value which the backward reads is changed in place afterwards.
+
+    Eager PyTorch refuses only the backward, and under ``checkpoint`` does not even look: a module
+    that runs itself is right wherever eager is.
+
+    Raises:
+        CaptureError: with the lines that change something in place.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if CHANGED_IN_PLACE not in str(error):
+            raise
+        changing = [node for node in module.graph.nodes if mutated_args(node)]
+        lines = dict.fromkeys(stamp_of(n).source or str(n.target) for n in changing)
+        raise CaptureError(
+            f"A value that the backward reads is changed in place after it was computed (changes "
+            f"in place: {', '.join(lines)}). Make a new tensor instead, such as x = x * 2."
+        ) from error
 
 
 def _flat_signature(module: torch.fx.GraphModule, sizes: Sequence[Any]) -> torch.fx.GraphModule:

@@ -1045,6 +1045,16 @@ def test_tracers_of_python_say_that_they_run(state: Any, is_tracing: Any) -> Non
     assert seen == [(False, False), (True, False), (False, True)]
 
 
+def test_a_saved_value_that_was_changed_in_place_is_refused_in_known_words() -> None:
+    from lazyinline.autodiff.torch_autograd import CHANGED_IN_PLACE
+
+    x = torch.ones(2, requires_grad=True) * 1
+    y = x.sin()
+    x.mul_(2)
+    with pytest.raises(RuntimeError, match=CHANGED_IN_PLACE):
+        y.sum().backward()
+
+
 @contract("torch._C._autograd._top_saved_tensors_default_hooks")
 def test_hooks_on_saved_tensors_are_known_and_the_innermost_count(top: Any) -> None:
     assert top(True) is None

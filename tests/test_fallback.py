@@ -16,6 +16,7 @@ import torch
 from comparing import assert_close, assert_same_gradients
 from torch import Tensor, nn
 from torch.nn.utils import prune
+from torch.utils.checkpoint import checkpoint
 
 import lazyinline
 from lazyinline import Budget, CaptureError, PlanError
@@ -443,6 +444,58 @@ def test_a_transformer_that_looks_at_its_mask_has_compiled_layers() -> None:
     found = by_path(compiled)
     assert not found["encoder"].ran_eagerly
     assert not any(found[f"decoder.layers.{i}"].ran_eagerly for i in range(2))
+
+
+class Halves(nn.Module):
+    """Changes the halves of a tensor in place, one after the other; backward reads both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = Doubling()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(x)
+        return torch.cat([self.part(x[:1]), self.part(x[1:])])
+
+
+class Doubling(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x.mul_(2)
+        return torch.sin(x) + self.linear(x)
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, part: nn.Module) -> None:
+        super().__init__()
+        self.part = part
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + checkpoint(self.part, x, use_reentrant=False)
+
+
+def test_what_eager_cannot_differentiate_runs_itself_and_so_does_what_only_eager_can() -> None:
+    # Both halves share one version counter: eager says so in backward, but not under checkpoint.
+    x = torch.randn(3, WIDTH)
+    model: nn.Module = Halves()
+    compiled = lazyinline.compile(model, backend="eager")
+    assert_close(compiled(x), model(x))
+    assert compiled.last_report is not None
+    line = Doubling.forward.__code__.co_firstlineno + 1
+    assert f"test_fallback.py:{line} Doubling.forward" in compiled.last_report.ran_eagerly
+    model = Checkpointed(Halves())
+    expected = copy.deepcopy(model)
+    compiled = lazyinline.compile(model, backend="eager")
+    for _ in range(2):
+        wanted, found = expected(x), compiled(x)
+        wanted.sum().backward(), found.sum().backward()
+        assert_close(found, wanted)
+        assert_same_gradients(model, expected)
+    with pytest.raises(CaptureError, match="is changed in place after it was computed"):
+        lazyinline.compile_step(model, loss_fn=torch.sum, backend="eager")(x)
 
 
 def test_gradients_of_gradients_flow_through_what_runs_itself() -> None:
