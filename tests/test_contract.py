@@ -409,6 +409,35 @@ def test_a_running_trace_can_be_asked_and_told_which_node_a_tensor_is(
 
 
 @contract(
+    "torch.fx.experimental.proxy_tensor.get_proxy_mode",
+    "torch.utils._python_dispatch._get_current_dispatch_mode",
+)
+def test_each_operator_of_a_trace_goes_through_an_attribute_of_its_mode(
+    get_proxy_mode: Any, get_current_mode: Any
+) -> None:
+    make_fx = resolve("torch.fx.experimental.proxy_tensor.make_fx")
+    mode, seen = fake_mode(), list[Any]()
+
+    def function(x: Tensor) -> Tensor:
+        tracing = get_proxy_mode()
+        dispatch = tracing.__torch_dispatch__
+
+        def noting(func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append((func, set(types), get_current_mode()))
+            return dispatch(func, types, args, kwargs)
+
+        tracing.__torch_dispatch__ = noting
+        return torch.nn.functional.linear(x, x)
+
+    with mode:
+        make_fx(function, tracing_mode="real", pre_dispatch=True)(
+            mode.from_tensor(torch.ones(3, 3))
+        )
+    fake_class = resolve("torch._subclasses.fake_tensor.FakeTensor")
+    assert seen == [(torch.ops.aten.linear.default, {fake_class}, mode)]
+
+
+@contract(
     "torch._C._DisableTorchDispatch",
     "torch.fx.experimental.proxy_tensor.track_tensor",
 )

@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import lazyinline
-from lazyinline import PlanError
+from lazyinline import CaptureError, PlanError
 
 
 @pytest.fixture(params=["eager", "inductor"])
@@ -62,6 +62,28 @@ def test_a_mode_that_sees_operators_sees_the_models_own(mode: Any, backend: str)
             with mode():
                 assert torch.equal(compiled(batch()), expected(batch()))
             torch.testing.assert_close(compiled(batch()), expected(batch()))
+
+
+@pytest.mark.parametrize("mode", [Doubling, DoublingProducts])
+def test_a_mode_that_the_forward_enters_sees_the_operators_inside(mode: Any) -> None:
+    class Entering(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Net()
+
+        def forward(self, x: Tensor) -> Tensor:
+            with mode():
+                return self.inner(x)
+
+    compiled, model, expected = make(Entering, "eager")
+    for _ in range(2):
+        torch.testing.assert_close(compiled(batch()), expected(batch()))
+        for run in (compiled, expected):
+            run(batch()).square().sum().backward()
+    assert_same_gradients(model, expected)
+    if mode is DoublingProducts:
+        with pytest.raises(CaptureError, match=r"enters a TorchDispatchMode \(DoublingProducts\)"):
+            lazyinline.capture(Entering(), (batch(),))
 
 
 def test_the_default_device_is_part_of_what_a_program_was_compiled_for() -> None:

@@ -12,6 +12,7 @@ from torch import nn
 from ...reuse import torch_pytree
 from ...reuse.evidence.evidence import Evidence
 from ...reuse.evidence.module_state import Places, has_hooks, walk_modules
+from ..tracing.torch_tracing import unprofiled
 from .init_key import InitKey
 from .recording import Recording
 from .regions import Region, Template
@@ -54,17 +55,17 @@ def trace_block(
         What other instances can call, or None and why they cannot; and the block's result.
     """
     tensors = recording.tensors
-    before = freeze_arguments(call.arguments)
-    arg_tensors = [(i, x) for i, x in enumerate(call.leaves) if isinstance(x, torch.Tensor)]
-    arg_nodes = {tensors.node_of(x): i for i, x in reversed(arg_tensors)}
-    # An operator that returns its operand takes over its name: for who comes after the block, the
-    # tensor is what it was before.
-    known = [
-        (x, tensors.node_of(x)) for x in (*(x for _, x in arg_tensors), *tensors.fakes.values())
-    ]
+    with unprofiled():
+        before = freeze_arguments(call.arguments)
+        arg_tensors = [(i, x) for i, x in enumerate(call.leaves) if isinstance(x, torch.Tensor)]
+        arg_nodes = {tensors.node_of(x): i for i, x in reversed(arg_tensors)}
+        # An operator that returns its operand takes over its name: for who comes after the block,
+        # the tensor is what it was before.
+        given = [x for _, x in arg_tensors]
+        known = [(x, tensors.node_of(x)) for x in (*given, *tensors.fakes.values())]
     with recording.inside_block(region):
         result = proceed(call.module, *call.args, **call.kwargs)
-    with recording.bookkeeping():
+    with recording.bookkeeping(), unprofiled():
         evidence = Evidence(call.module, region.reads)
         results = torch_pytree.flatten(result)
         nodes = [tensors.node_of(r) if isinstance(r, torch.Tensor) else None for r in results[0]]
@@ -72,7 +73,7 @@ def trace_block(
             region, evidence, call.arguments, arg_nodes, results, nodes
         )
         tensors.restore(known)
-    hindrance = _hindrance(recording, call, evidence, before, results)
+        hindrance = _hindrance(recording, call, evidence, before, results)
     if hindrance:
         template, reason = None, hindrance
     if template is not None:

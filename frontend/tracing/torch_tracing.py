@@ -31,6 +31,7 @@ from torch.fx.experimental.proxy_tensor import (
     track_tensor_tree,
 )
 from torch.fx.node import _side_effectful_need_to_be_preserved_pre_dispatch
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from ...reuse.errors import CaptureError
 from ...reuse.ir.leaf import Stamp, current_autocast, mutated_args
@@ -103,14 +104,28 @@ def _made_of(node: torch.fx.Node) -> list[torch.fx.Node]:
     return list(found)
 
 
-class TracingFakeMode(FakeTensorMode):
-    """A fake mode in which PyTorch's own operators are spared the cost of :func:`profiled_calls`.
+def _spared(dispatch: Callable[..., Any], func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    """Lets a mode run an operator; PyTorch's own are spared the cost of :func:`profiled_calls`.
 
-    What runs for one of them is PyTorch alone, thousands of calls where sizes are symbols. An
-    operator of somebody else may run a user's function, which has to be seen.
+    What runs for one of them is PyTorch alone, thousands of calls. An operator of somebody else, or
+    one on tensors of somebody else's class, may run a user's function, which has to be seen.
+    """
+    profile: Any = sys.getprofile()
+    is_own = func.namespace in _OWN_NAMESPACES and all(kind is FakeTensor for kind in types)
+    if not (is_own and callable(profile)):
+        return dispatch(func, types, args, kwargs)
+    sys.setprofile(None)
+    try:
+        return dispatch(func, types, args, kwargs)
+    finally:
+        sys.setprofile(profile)
+
+
+class TracingFakeMode(FakeTensorMode):
+    """A fake mode that puts back what real tensors held before the trace.
 
     An operator that is given real tensors alone (one in a list of the model's) is run, also one
-    that changes them: what they held is kept, to be put back after the trace.
+    that changes them.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -121,14 +136,7 @@ class TracingFakeMode(FakeTensorMode):
         """Runs an operator on fake tensors."""
         if func._schema.is_mutable:
             self._keep_real((*args, *(kwargs or {}).values()))
-        profile: Any = sys.getprofile()
-        if func.namespace not in _OWN_NAMESPACES or not callable(profile):
-            return super().__torch_dispatch__(func, types, args, kwargs)
-        sys.setprofile(None)
-        try:
-            return super().__torch_dispatch__(func, types, args, kwargs)
-        finally:
-            sys.setprofile(profile)
+        return _spared(super().__torch_dispatch__, func, types, args, kwargs)
 
     def _keep_real(self, operands: Sequence[Any]) -> None:
         """Notes what real tensors hold before an operator may change them."""
@@ -246,6 +254,7 @@ class Tracer:
             self._tracer.tensor_tracker = self._nodes = _NodeTable(self._tracer.tensor_tracker)
             graph = self._tracer.graph
             graph.create_node = self._stamping(graph.create_node)
+            mode.__torch_dispatch__ = self._sparing(mode.__torch_dispatch__)  # type: ignore[method-assign]
             try:
                 function(flat)
             finally:
@@ -261,6 +270,21 @@ class Tracer:
                 make_fx(traced, table, tracing_mode="real", pre_dispatch=True)(list(inputs))
         finally:
             self.fake_mode.put_back()
+
+    def _sparing(self, dispatch: Callable[..., Any]) -> Callable[..., Any]:
+        """Spares what PyTorch runs for its own operators; refuses a mode that would see them."""
+
+        def traced(func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            below = _get_current_dispatch_mode()
+            if below is not self.fake_mode and below is not None:
+                raise CaptureError(
+                    f"The model's forward enters a TorchDispatchMode ({type(below).__name__}), "
+                    f"which sees the operators at {user_line()}, and a compiled program would run "
+                    "them without it. Enter it around the call: the model then runs itself."
+                )
+            return _spared(dispatch, func, types, args, kwargs)
+
+        return traced
 
     def _of_fakes_only(self, operator_: Any) -> Callable[..., Any]:
         """Refuses an operator that hands Python the value of a tensor from outside.
@@ -471,6 +495,14 @@ def _is_machinery(module_name: Any) -> bool:
     return name in _MACHINERY or name.startswith("namedtuple_")
 
 
+def _is_of_user(frame: Any) -> bool:
+    """Whether a frame runs code that steers a model: neither PyTorch's, nor ours, nor machinery."""
+    scope, filename = frame.f_globals, frame.f_code.co_filename
+    if filename == _GENERATED:  # such as what @dataclass makes: it is its module's
+        filename = str(scope.get("__file__"))
+    return not (_is_machinery(scope.get("__name__")) or filename.startswith(_LIBRARY_FOLDERS))
+
+
 def _served_pytorch(frame: Any) -> bool:
     """Whether Python's own library runs because PyTorch called it (to log, to show a stack).
 
@@ -513,24 +545,21 @@ def profiled_calls(
             to call.
         builtins: names of those that are told of.
     """
-    is_user: dict[Any, bool] = {}
-
-    def is_wanted(frame: Any) -> bool:
-        code = frame.f_code
-        wanted = is_user.get(code)
-        if wanted is None:
-            scope, filename = frame.f_globals, code.co_filename
-            if filename == _GENERATED:  # such as what @dataclass makes: it is its module's
-                filename = str(scope.get("__file__"))
-            machinery = _is_machinery(scope.get("__name__"))
-            wanted = is_user[code] = not (machinery or filename.startswith(_LIBRARY_FOLDERS))
-        return wanted and not _served_pytorch(frame)
+    known: dict[int, tuple[bool, Any]] = {}  # by id: to hash a code object takes longer than this
 
     def profile(frame: Any, event: str, argument: Any) -> None:
+        if event != "call" and event != "c_call":
+            return
+        code = frame.f_code
+        found = known.get(id(code))
+        if found is None:
+            found = known[id(code)] = (_is_of_user(frame), code)
+        if not found[0]:
+            return
         if event == "call":
-            if is_wanted(frame):
+            if not _served_pytorch(frame):
                 on_call(frame)
-        elif event == "c_call" and argument.__name__ in builtins and is_wanted(frame):
+        elif argument.__name__ in builtins and not _served_pytorch(frame):
             on_builtin(frame, argument)
 
     previous: Any = sys.getprofile()
