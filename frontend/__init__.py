@@ -1,6 +1,7 @@
 """What users call: the mark, compile, reports. The only folder that sees everything.
 
 lazyinline           the public names
+lazyinline_command   the ``lazyinline`` command, up to where it needs PyTorch
 marks                ``lazy_inline`` and ``recompute``: marks on classes and modules
 compiler             the lists of passes, one for each way in, and who runs them
 options              what a user asks of a compile, checked
@@ -9,13 +10,10 @@ compiled_module      ``compile(model)``
 training_step        ``compile_step(model)``
 report               what a compile did
 reuse_table          the part of a report that shows which blocks share
-progress             a progress bar
+progress             what is seen of a compile that takes long
 requests             what to differentiate, and with respect to what
 unused_outputs       derivatives for losses that leave outputs unused
 inspection           programs as captured, after any pass, and what the pass changed
-command_line         the ``lazyinline`` command
-cache_command        ``lazyinline cache``
-plan_memory_command  ``lazyinline plan-memory``
 checks               whether what a user hands in can be compiled at all
 tracing              how PyTorch is made to show what a model runs
 effects              what a forward does besides computing
@@ -30,4 +28,5 @@ onnx                 ``export_onnx``
 pipeline             ``pipeline(model, args)``
 measure              ``measure`` and ``lazyinline bench``
 advise               ``advise(model)``
+commands             what the commands do
 """

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import lazyinline
 from lazyinline import Advice
-from lazyinline.frontend.command_line import main
+from lazyinline_command.main import main
 
 
 class Layer(nn.Module):

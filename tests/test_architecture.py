@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Iterator
 
 import pytest
-from link_tree import PUBLIC_FACE, ROOT, package_folders
+from link_tree import COMMAND, PUBLIC_FACE, ROOT, package_folders
 
 # Who may import whom: folder -> folders of ours that it may import, besides itself.
 ALLOWED: dict[str, set[str]] = {
@@ -42,8 +42,8 @@ PRIVATE_PART = re.compile(r"_[a-zA-Z]\w*")  # _x, but not __doc__
 def module_name(path: pathlib.Path, root: pathlib.Path = ROOT) -> str:
     """Returns the dotted name under which a file of the tree is imported."""
     relative = path.relative_to(root).with_suffix("")
-    if relative.parts[:2] == ("frontend", "lazyinline"):
-        parts = ("lazyinline", *relative.parts[2:])
+    if relative.parts[:2] in {face.relative_to(ROOT).parts for face in (PUBLIC_FACE, COMMAND)}:
+        parts = relative.parts[1:]
     else:
         parts = ("lazyinline", *relative.parts)
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)

@@ -20,8 +20,8 @@ from lazyinline.backend.arena.proof import check_no_overlap
 from lazyinline.backend.arena.repeats import patterns, splits
 from lazyinline.backend.arena.slots import chains
 from lazyinline.backend.launches import torch_native
-from lazyinline.frontend.command_line import main
 from lazyinline.reuse.errors import PlanError, VerifyError
+from lazyinline_command.main import main
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 DATA = ROOT / "tests" / "data"

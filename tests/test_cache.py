@@ -29,10 +29,10 @@ from lazyinline.backend.cache import results as compile_cache
 from lazyinline.backend.cache.codec import decode_leaf, encode_leaf, encode_value, leaf_content
 from lazyinline.backend.files.disk import DiskCache, default_directory, open_cache
 from lazyinline.backend.launches import torch_facts
-from lazyinline.frontend.command_line import main
 from lazyinline.frontend.report import CompileReport
 from lazyinline.reuse.errors import CacheError, CacheWarning
 from lazyinline.reuse.ir.program import Leaf, walk_closures
+from lazyinline_command.main import main
 
 Files = list[pathlib.Path]
 Damage = Callable[[pathlib.Path], None]

@@ -1,17 +1,34 @@
 """The command: rows, files, programs, and errors without a traceback."""
 
 import functools
+import io
 import json
 import pathlib
+import re
 import subprocess
 import sys
 import textwrap
+from collections.abc import Callable
 
 import pytest
 
-from lazyinline.frontend.command_line import main
+import lazyinline
+from lazyinline.backend.arena import arena
+from lazyinline.backend.files import disk
+from lazyinline.backend.kernels import lower
+from lazyinline.frontend import inspection
+from lazyinline.frontend.capture import blocks
+from lazyinline.frontend.commands import compiling
+from lazyinline.frontend.commands.run import COMMANDS
+from lazyinline.frontend.commands.user_errors import said_of
+from lazyinline.frontend.measure import bench, large_models, rank_bench, workload
 from lazyinline.frontend.measure import models as own
-from lazyinline.frontend.measure import workload
+from lazyinline.frontend.measure import target as target_module
+from lazyinline.frontend.onnx import export
+from lazyinline.recompute import policy
+from lazyinline_command import choices
+from lazyinline_command.main import main
+from lazyinline_command.parser import make_parser
 
 MODELS = """
     import torch
@@ -30,6 +47,13 @@ MODELS = """
         def forward(self, x):
             return x if x.sum() > 0 else -x
 
+    class Failing(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(3, 4)
+        def forward(self, x):
+            return self.linear(x)
+
     def good():
         return nn.Sequential(Block(), Block()), (torch.ones(2, 4),)
     def with_kwargs():
@@ -40,6 +64,8 @@ MODELS = """
         raise ValueError("no weights today")
     def model_only():
         return nn.Linear(2, 2)
+    def fails():
+        return Failing(), (torch.ones(2, 4),)
     def not_a_model():
         return (1, 2)
     def bare_tensor():
@@ -79,7 +105,7 @@ def test_bench_prints_a_row_per_depth(capsys: pytest.CaptureFixture[str]) -> Non
     assert held[1] - held[0] == 1
     assert inlined[1] - inlined[0] > 30
     assert "training, backend eager" in out and "warm-up" in out
-    assert err == ""
+    assert all(line.startswith("lazyinline: ") for line in err.splitlines())
 
 
 def test_bench_writes_files(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -132,6 +158,7 @@ def test_inspect_shows_source(models: str, capsys: pytest.CaptureFixture[str]) -
     ("target", "text"),
     [
         ("nocolon", "is not a target"),
+        ("some/models.py:good", "Write some.models:good."),
         ("module:", "is not a target"),
         ("no_such_module:f", "there is no module no_such_module"),
         ("torch.no_such_part:f", "there is no module torch.no_such_part"),
@@ -169,7 +196,7 @@ def test_bad_bench(
 ) -> None:
     assert main(["bench", "--backend", "eager", *arguments]) == 2
     err = capsys.readouterr().err
-    assert err.startswith("lazyinline: ") and text in err
+    assert err.startswith("lazyinline: ") and text in err and "Traceback" not in err
 
 
 @pytest.mark.parametrize(
@@ -190,12 +217,14 @@ def test_help_lists_what_exists(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(word in out for word in ("advise", "bench", "cache", "export", "inspect"))
 
 
-def test_module_run_in_a_pipe_shows_no_bar(models: str) -> None:
+def test_in_a_pipe_each_pass_is_a_line_and_there_is_no_bar(models: str) -> None:
     arguments = ["bench", "--model", f"{models}:good", "--backend", "eager"]
     command = [sys.executable, "-m", "lazyinline", *arguments]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert done.stderr == ""
+    lines = done.stderr.splitlines()
+    assert lines and all(re.fullmatch(r"lazyinline: \w+ [\d.]+ s", line) for line in lines)
+    assert {"capture", "autodiff", "lower", "link"} <= {line.split()[1] for line in lines}
     assert "\r" not in done.stdout and "it/s" not in done.stdout
 
 
@@ -203,4 +232,138 @@ def test_reader_that_stops_early_is_no_error(models: str) -> None:
     command = f"{sys.executable} -m lazyinline inspect {models}:good | head -n 1"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
     assert done.stdout.startswith("closure @Block")
-    assert done.stderr == ""
+    assert "Traceback" not in done.stderr and "Broken" not in done.stderr
+
+
+# ---- what is answered without PyTorch --------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "text"),
+    [
+        (["--help"], 0, "advise"),
+        (["bench", "--help"], 0, "--micro-batches"),
+        (["--version"], 0, f"lazyinline {lazyinline.__version__}"),
+        (["bnech"], 2, "Did you mean bench?"),
+        (["bench", "--layer", "3"], 2, "Did you mean --layers?"),
+        (["inspect", "a:b", "--reuse", "atuo"], 2, "Did you mean auto?"),
+        (["export"], 2, "TARGET, FILE.onnx"),
+        (["completion", "bash"], 0, "plan-memory"),
+    ],
+)
+def test_help_and_mistakes_are_answered_before_pytorch_is_imported(
+    arguments: list[str], status: int, text: str
+) -> None:
+    code = (
+        "import sys\n"
+        "from lazyinline_command.main import main\n"
+        "try:\n"
+        "    status = main(sys.argv[1:])\n"
+        "finally:\n"
+        "    assert 'torch' not in sys.modules\n"
+        "sys.exit(status)\n"
+    )
+    command = [sys.executable, "-c", code, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == status, done.stderr
+    assert text in done.stdout + done.stderr and "Traceback" not in done.stderr
+
+
+def test_the_parser_offers_what_the_compiler_takes() -> None:
+    places = {
+        arena: ("ALIGNMENT",),
+        bench: ("DEFAULT_LAYERS", "OWN_MODELS"),
+        blocks: ("REUSE_CHOICES",),
+        disk: ("DIRECTORY_VARIABLE", "SIZE_VARIABLE", "SWITCH_VARIABLE"),
+        export: ("MIN_OPSET",),
+        inspection: ("INSPECTED",),
+        large_models: ("LARGE_MODELS",),
+        lower: ("BACKENDS",),
+        policy: ("POLICIES",),
+        rank_bench: ("RANKS", "RANK_MODELS"),
+        target_module: ("FORM",),
+    }
+    compared = {"EFFORT_S", "SHELLS"}  # the command's own
+    for module, names in places.items():
+        for name in names:
+            theirs = getattr(module, name)
+            assert getattr(choices, name) == (tuple(theirs) if isinstance(theirs, dict) else theirs)
+            compared.add(name)
+    assert compared == {name for name in vars(choices) if name.isupper()}
+    assert set(COMMANDS) | {"completion"} == set(make_parser().commands)
+
+
+# ---- what is said on the way and at the end --------------------------------------------------
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_terminal_sees_which_pass_runs_and_how_far_it_is(
+    models: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("LAZYINLINE_PROGRESS", raising=False)
+    monkeypatch.setattr(sys, "stderr", terminal := Terminal())
+    assert main(["inspect", f"{models}:good", "--after", "link", "--train"]) == 0
+    shown = terminal.getvalue()
+    assert all(f"lazyinline: {name} |" in shown for name in ("capture", "autodiff", "lower"))
+    assert re.search(r"\d/\d+ passes", shown) and re.search(r"1/\d+ closures", shown)
+
+
+def test_an_error_of_the_model_is_one_line_and_its_traceback_is_for_the_asking(
+    models: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["bench", "--model", f"{models}:fails", "--backend", "eager"]
+    assert main(arguments) == 2
+    (line,) = [x for x in capsys.readouterr().err.splitlines() if "lazyinline: R" in x]
+    assert f"{models}.py:" in line and "mat1 and mat2" in line and "--debug" in line
+    with pytest.raises(RuntimeError, match="mat1 and mat2"):
+        main([*arguments, "--debug"])
+
+
+def test_an_error_of_ours_keeps_its_traceback() -> None:
+    error = raised_by(lambda: lazyinline.reuse.ir.verify.verify(None, "shared"))  # type: ignore[arg-type]
+    assert said_of(error) is None
+
+
+def raised_by(function: Callable[[], object]) -> Exception:
+    try:
+        function()
+    except Exception as error:
+        return error
+    raise AssertionError("nothing was raised")
+
+
+def test_an_interrupt_ends_in_one_line(
+    models: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(text: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(compiling, "load_target", interrupted)
+    assert main(["inspect", f"{models}:good"]) == 130
+    assert capsys.readouterr().err == "lazyinline: interrupted\n"
+    with pytest.raises(KeyboardInterrupt):
+        main(["inspect", f"{models}:good", "--debug"])
+
+
+@pytest.mark.parametrize("wish", ["", "1"])
+def test_colours_are_for_terminals_that_want_them(
+    wish: str, models: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NO_COLOR", wish)
+    monkeypatch.setenv("LAZYINLINE_PROGRESS", "off")
+    monkeypatch.setattr(sys, "stdout", out := Terminal())
+    monkeypatch.setattr(sys, "stderr", err := Terminal())
+    assert main(["inspect", f"{models}:good", "--after", "autodiff", "--diff", "--train"]) == 0
+    assert main(["inspect", "nocolon"]) == 2
+    assert ("\033[32m+" in out.getvalue()) is not bool(wish)
+    assert ("\033[1;31mlazyinline:" in err.getvalue()) is not bool(wish)
+
+
+def test_what_the_cache_holds_can_be_read_by_a_program(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["cache", "info", "--json"]) == 0
+    held = json.loads(capsys.readouterr().out)
+    assert held["num_entries"] >= 0 and pathlib.Path(held["directory"]).is_absolute()

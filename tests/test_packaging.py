@@ -12,7 +12,7 @@ import sys
 import zipfile
 
 import pytest
-from link_tree import PUBLIC_FACE, ROOT, all_packages, package_folders
+from link_tree import COMMAND, PUBLIC_FACE, ROOT, all_packages, package_folders
 
 import lazyinline
 from lazyinline.reuse import supported
@@ -65,7 +65,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
 
 def test_every_package_folder_is_listed() -> None:
     setup = PYPROJECT["tool"]["setuptools"]
-    folders = {"lazyinline": PUBLIC_FACE.relative_to(ROOT).as_posix()}
+    folders = {face.name: face.relative_to(ROOT).as_posix() for face in (PUBLIC_FACE, COMMAND)}
     folders |= {f"lazyinline.{folder.name}": folder.name for folder in package_folders()}
     assert setup["package-dir"] == folders
     missing = sorted(all_packages().keys() - set(setup["packages"]))
@@ -86,8 +86,9 @@ def test_wheel_has_every_file_and_no_other(wheel: pathlib.Path) -> None:
         expected |= {
             f"lazyinline/{path.relative_to(ROOT).as_posix()}"
             for path in inside
-            if PUBLIC_FACE not in path.parents and "__pycache__" not in path.parts
+            if not {PUBLIC_FACE, COMMAND} & {*path.parents} and "__pycache__" not in path.parts
         }
+    expected |= {f"{COMMAND.name}/{path.name}" for path in COMMAND.glob("*.py")}
     names = zipfile.ZipFile(wheel).namelist()
     info = f"lazyinline-{lazyinline.__version__}.dist-info"
     assert {name for name in names if not name.startswith(f"{info}/")} == expected
@@ -110,14 +111,16 @@ def test_wheel_imports_by_itself(wheel: pathlib.Path, tmp_path: pathlib.Path) ->
     code = (
         "import importlib, pkgutil, lazyinline\n"
         "from lazyinline.reuse.own_code import own_places\n"
+        "import lazyinline_command.main\n"
         "for found in pkgutil.walk_packages(lazyinline.__path__, 'lazyinline.'):\n"
         "    file = importlib.import_module(found.name).__file__\n"
         "    print(found.name, file, file.startswith(own_places()))\n"
     )
     printed = run_python("-c", code, cwd=tmp_path, PYTHONPATH=str(target))
     imported = {line.split()[0]: line.split()[1:] for line in printed.splitlines()}
-    expected = {*all_packages(), "lazyinline.__main__"} - {"lazyinline"}
-    for package, folder in all_packages().items():
+    packages = {name: path for name, path in all_packages().items() if path != COMMAND}
+    expected = {*packages, "lazyinline.__main__"} - {"lazyinline"}
+    for package, folder in packages.items():
         modules = pkgutil.iter_modules([str(folder)])
         expected |= {f"{package}.{m.name}" for m in modules if not m.ispkg}
     assert set(imported) == expected
@@ -143,11 +146,14 @@ def test_tests_run_on_the_checkout(tmp_path: pathlib.Path) -> None:
 
 def test_only_declared_libraries_are_imported() -> None:
     project = PYPROJECT["project"]
+    extras = [r for name in ("completion", "onnx") for r in project["optional-dependencies"][name]]
     declared = {
         re.match(r"[\w.-]+", requirement).group().replace("-", "_")  # type: ignore[union-attr]
-        for requirement in project["dependencies"] + project["optional-dependencies"]["onnx"]
+        for requirement in project["dependencies"] + extras
     }
-    known = declared | set(sys.stdlib_module_names) | {"lazyinline", "__future__"}
+    known = (
+        declared | set(sys.stdlib_module_names) | {"lazyinline", "lazyinline_command", "__future__"}
+    )
     found = {}
     for folder in package_folders():
         for path in folder.rglob("*.py"):

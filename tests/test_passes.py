@@ -12,12 +12,12 @@ from torch import nn
 
 import lazyinline
 from lazyinline import VerifyError, lazy_inline
-from lazyinline.frontend.command_line import main
 from lazyinline.frontend.compiler import MODULE, STEP, Compiler
 from lazyinline.frontend.options import Batching, Options
 from lazyinline.frontend.passes.programs import decompose
 from lazyinline.frontend.passes.state import Compilation, State, Subject, compile_pass, run
 from lazyinline.frontend.report import CompileReport
+from lazyinline_command.main import main
 
 
 @lazy_inline

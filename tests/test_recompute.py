@@ -16,11 +16,11 @@ from torch.utils.checkpoint import checkpoint
 
 import lazyinline
 from lazyinline import Budget, PlanError, ReuseError, lazy_inline
-from lazyinline.frontend.command_line import main
 from lazyinline.recompute.cut_problem import CutProblem, ForwardValue
 from lazyinline.recompute.fit_budget import BudgetFit
 from lazyinline.recompute.solver import Group, fewest_bytes, frontier, spread
 from lazyinline.recompute.solver import _spread as integer_spread
+from lazyinline_command.main import main
 
 WIDTH, HEADS, TOKENS, BATCH = 16, 2, 6, 3
 POLICIES = [None, "full", "selective", Budget(fraction=0.3), Budget(fraction=0.0)]

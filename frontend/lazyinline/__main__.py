@@ -2,7 +2,7 @@
 
 import sys
 
-from lazyinline.frontend.command_line import main
+from lazyinline_command.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -40,6 +40,9 @@ def load_target(text: str) -> Target:
     module_name, colon, function_name = text.partition(":")
     if not (module_name and colon and function_name):
         raise LazyInlineError(f"{text!r} is not a target. A target is {FORM}.")
+    if module_name.endswith(".py"):
+        name = ".".join(module_name.removesuffix(".py").split("/"))
+        raise LazyInlineError(f"{text!r} names a file. Write {name}:{function_name}.")
     function = _function(text, module_name, function_name)
     try:
         result = function()

@@ -27,7 +27,7 @@ from ...reuse.ir.leaf import leaf_key
 from ...reuse.ir.program import Leaf, Program, walk_closures
 from ...reuse.ir.rewrite import map_leaves
 from ..options import Options
-from ..progress import progress
+from ..progress import Progress
 from ..report import CompileReport
 from .recompute_choice import Recompute
 
@@ -45,6 +45,7 @@ class Context:
         tools: what places buffers and runs launches.
         kernels: of each leaf that has one.
         recorded: the launches of each leaf for which they are known.
+        progress: what a user sees of it meanwhile.
     """
 
     def __init__(self, options: Options) -> None:
@@ -57,6 +58,7 @@ class Context:
         self.recompute = Recompute(self.differentiator, options.recompute, options.backend)
         self.kernels: dict[Leaf, Kernel] = {}
         self.recorded: dict[Leaf, KernelList] = {}
+        self.progress = Progress()
         self._leaves: dict[Any, Leaf] = {}
         self._decomposed: dict[Leaf, Leaf] = {}
         self._estimates = Estimates(fuses=options.backend == "inductor")
@@ -138,7 +140,7 @@ class Context:
 
     def _make_kernels(self, leaves: Sequence[Leaf]) -> None:
         new = [leaf for leaf in leaves if leaf not in self.kernels]
-        with progress(len(new), "closures") as advance:
+        with self.progress.parts(len(new), "closures") as advance:
             self.kernels.update(lower_leaves(new, self.backend, advance))
 
 

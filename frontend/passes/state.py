@@ -175,16 +175,17 @@ def run(passes: Sequence[Pass], state: State, watch: Watch = no_watch) -> State:
         VerifyError: if a pass broke a rule of its level.
     """
     everything = os.environ.get(VERIFY_VARIABLE, "0") not in ("", "0")
-    for one in passes:
-        if not one.wanted(state):
-            continue
-        before = state
-        with state.report.timed(one.name) as nodes:
-            state = one(state)
-            if everything or one.verified == "always":
-                check(state, one.level)
-            nodes.count = state.size
-        watch(one, before, state)
+    with state.context.progress.passes([one.name for one in passes]) as followed:
+        for one in passes:
+            if not one.wanted(state):
+                continue
+            before = state
+            with followed(one.name), state.report.timed(one.name) as nodes:
+                state = one(state)
+                if everything or one.verified == "always":
+                    check(state, one.level)
+                nodes.count = state.size
+            watch(one, before, state)
     return state
 
 

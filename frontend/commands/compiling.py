@@ -1,0 +1,151 @@
+"""``lazyinline bench``, ``inspect``, ``export`` and ``advise``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import Any
+
+from ...reuse.errors import LazyInlineError
+from ...reuse.ir.printer import Shown
+from ..advise.advise import advise
+from ..inspection import pass_lists, show_after, show_captured
+from ..measure.bench import DEFAULT_LAYERS, OWN_MODELS, Plan, bench, title, to_json
+from ..measure.large_models import LARGE_MODELS, bench_large, reports_to_json
+from ..measure.page import page
+from ..measure.rank_bench import RANK_MODELS, bench_rank
+from ..measure.target import FORM, load_target
+from ..onnx.export import export_onnx
+from ..options import Options
+from .colours import coloured_diff, has_colours
+
+
+def run_bench(options: argparse.Namespace) -> None:
+    """Runs ``bench``: measures late against early inlining; prints a row per depth.
+
+    Raises:
+        LazyInlineError: if something was asked that cannot be done.
+    """
+    for file in (options.json, options.html):
+        if file is not None and not file.resolve().parent.is_dir():
+            raise LazyInlineError(f"{file} cannot be written: there is no such folder.")
+    if options.model in LARGE_MODELS or options.model in RANK_MODELS:
+        _bench_large(options)
+        return
+    plan = Plan(
+        model=options.model,
+        layers=_layers(options),
+        train=not options.infer,
+        backend=options.backend,
+        micro_batches=options.micro_batches or 1,
+    )
+    reports = bench(plan, _say)
+    if options.json is not None:
+        options.json.write_text(to_json(plan, reports), encoding="utf-8")
+    if options.html is not None:
+        options.html.write_text(page(reports, about=title(plan)), encoding="utf-8")
+
+
+def _bench_large(options: argparse.Namespace) -> None:
+    if (options.layers and len(options.layers) > 1) or options.infer or options.html:
+        raise LazyInlineError(
+            f"{options.model} is compiled and not run: it takes one number of --layers, no --infer "
+            "and no --html."
+        )
+    sizes: dict[str, Any] = {
+        "micro_batches": options.micro_batches,
+        "layers": options.layers[0] if options.layers else None,
+        "backend": options.backend,
+    }
+    if options.model in RANK_MODELS:
+        sizes["ranks"] = options.rank
+        text = reports_to_json(bench_rank(options.model, _say, **sizes))
+    else:
+        text = reports_to_json(bench_large(options.model, _say, **sizes))
+    if options.json is not None:
+        options.json.write_text(text, encoding="utf-8")
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)
+
+
+def _layers(options: argparse.Namespace) -> tuple[int, ...]:
+    if options.model in OWN_MODELS:
+        return tuple(options.layers or DEFAULT_LAYERS)
+    if options.layers:
+        raise LazyInlineError(
+            f"--layers goes with {' and '.join(OWN_MODELS)}; {options.model} decides for itself "
+            "how deep its model is."
+        )
+    return ()
+
+
+def run_inspect(options: argparse.Namespace) -> None:
+    """Runs ``inspect``: prints a model's programs.
+
+    Raises:
+        LazyInlineError: if something was asked that cannot be done.
+    """
+    if options.passes:
+        print(pass_lists(), end="")
+        return
+    if options.target is None:
+        raise LazyInlineError(f"inspect needs a target, or --passes. A target is {FORM}.")
+    if options.diff and options.after is None:
+        raise LazyInlineError("--diff shows what one pass changed: name it with --after PASS.")
+    target = load_target(options.target)
+    settings = Options(reuse=options.reuse, backend=options.backend, recompute=options.recompute)
+    if options.after is None:
+        source: Shown = "show" if options.source else "hide"
+        print(show_captured(target, settings, train=options.train, source=source), end="")
+        return
+    text = show_after(
+        options.after,
+        target,
+        settings,
+        way=options.way,
+        train=options.train,
+        micro_batches=options.micro_batches,
+        diff=options.diff,
+    )
+    print(coloured_diff(text) if options.diff and has_colours(sys.stdout) else text, end="")
+
+
+def run_export(options: argparse.Namespace) -> None:
+    """Runs ``export``: writes an ONNX file.
+
+    Raises:
+        LazyInlineError: if something was asked that cannot be done.
+    """
+    target = load_target(options.target)
+    report = export_onnx(
+        target.model,
+        target.args,
+        options.file,
+        kwargs=target.kwargs,
+        reuse=options.reuse,
+        functions=not options.flat,
+        opset=options.opset,
+        train=options.train,
+        verify=not options.no_verify,
+    )
+    print(report)
+
+
+def run_advise(options: argparse.Namespace) -> None:
+    """Runs ``advise``: prints which classes to mark.
+
+    Raises:
+        LazyInlineError: if something was asked that cannot be done.
+    """
+    target = load_target(options.target)
+    print(
+        advise(
+            target.model,
+            target.args,
+            target.kwargs,
+            train=not options.infer,
+            backend=options.backend,
+        )
+    )

@@ -1,0 +1,77 @@
+"""Runs the command; what an error, an interrupt or a closed pipe ends in."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from .parser import make_parser
+
+INTERRUPTED = 130  # as a shell reports a process that SIGINT ended
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line.
+
+    Args:
+        argv: the arguments; None means those of the process.
+
+    Returns:
+        The exit status: 0; 2 if something was asked that cannot be done, or the user's model
+        failed; 130 if it was interrupted.
+    """
+    parser = make_parser()
+    options = parser.parse_args(argv)
+    if options.command == "completion":
+        return _print_completion(parser, options.shell)
+    try:
+        return _run(options)
+    except KeyboardInterrupt:
+        if options.debug:
+            raise
+        _say_error("interrupted")
+        return INTERRUPTED
+    except BrokenPipeError:  # the reader, say `head`, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def _run(options: argparse.Namespace) -> int:
+    # Only now: this imports PyTorch.
+    from lazyinline.frontend.commands.run import COMMANDS
+    from lazyinline.frontend.commands.user_errors import said_of
+    from lazyinline.frontend.progress import showing
+
+    try:
+        # Whoever watches a log wants to see that something moves; a bar is for terminals.
+        with showing("bar" if sys.stderr.isatty() else "lines"):
+            COMMANDS[options.command](options)
+        sys.stdout.flush()
+    except (KeyboardInterrupt, BrokenPipeError):
+        raise
+    except Exception as error:
+        said = said_of(error)
+        if said is None or options.debug:
+            raise
+        _say_error(said)
+        return 2
+    return 0
+
+
+def _say_error(text: str) -> None:
+    name = "lazyinline:"
+    if sys.stderr.isatty() and not os.environ.get("NO_COLOR"):
+        name = f"\033[1;31m{name}\033[0m"
+    print(f"{name} {text}", file=sys.stderr)
+
+
+def _print_completion(parser: argparse.ArgumentParser, shell: str) -> int:
+    try:
+        import shtab
+    except ModuleNotFoundError:
+        _say_error('completion needs shtab: pip install "lazyinline[completion]"')
+        return 2
+    print(shtab.complete(parser, shell=shell))
+    return 0
