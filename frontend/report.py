@@ -72,6 +72,7 @@ class CompileReport:
         num_closures: different closures in the captured program.
         num_block_calls: calls on marked blocks.
         num_kernels: closures compiled.
+        num_operators: operators in them, which is what the backend had to work on.
         num_launches: kernel launches in one forward (and backward, if training).
         peak_bytes: most bytes that are planned at once; None if memory is not planned. That is the
             arena, and the gradients where activations lie in their memory (in ``compile``, unless a
@@ -104,6 +105,7 @@ class CompileReport:
     num_closures: int = 0
     num_block_calls: int = 0
     num_kernels: int = 0
+    num_operators: int = 0
     num_launches: int = 0
     peak_bytes: int | None = None
     arena_bytes: int | None = None
@@ -168,7 +170,8 @@ class CompileReport:
             f"{kind}, backend {self.backend}, reuse {self.reuse}: "
             f"{self.num_nodes} nodes held, {self.num_nodes_if_inlined} if inlined; "
             f"{self.num_closures} closures, {self.num_block_calls} block calls, "
-            f"{self.num_kernels} compiled, {self.num_launches} launches",
+            f"{self.num_kernels} compiled with {self.num_operators} operators, "
+            f"{self.num_launches} launches",
             f"  {'pass':<12}{'CPU s':>8}{'wall s':>8}{'nodes':>8}",
         ]
         lines += [

@@ -21,7 +21,7 @@ from lazyinline.frontend.capture import blocks
 from lazyinline.frontend.commands import compiling
 from lazyinline.frontend.commands.run import COMMANDS
 from lazyinline.frontend.commands.user_errors import said_of
-from lazyinline.frontend.measure import bench, large_models, rank_bench, workload
+from lazyinline.frontend.measure import bench, large_models, rank_bench, timing
 from lazyinline.frontend.measure import models as own
 from lazyinline.frontend.measure import target as target_module
 from lazyinline.frontend.onnx import export
@@ -77,7 +77,7 @@ QUICK = ("--layers", "1", "2", "--backend", "eager")
 
 @pytest.fixture(autouse=True)
 def small_and_few(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(workload, "MAX_ROUNDS", 3)
+    monkeypatch.setattr(timing, "ROUNDS", timing.Rounds(fewest=3, most=3))
     for name, build in (("llama", own.llama), ("gpt", own.gpt)):
         small = functools.partial(build, hidden=16, num_heads=2, vocab=8, seq=4)
         monkeypatch.setattr(own, name, small)

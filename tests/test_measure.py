@@ -1,6 +1,7 @@
 """measure(): what it reports, what it leaves alone, what it refuses."""
 
 import html.parser
+import itertools
 import json
 import math
 import pathlib
@@ -13,9 +14,10 @@ import torch
 from torch import nn
 
 import lazyinline
-from lazyinline.frontend.measure import workload
+from lazyinline.frontend.measure import timing
 from lazyinline.frontend.measure.page import page
-from lazyinline.frontend.measure.workload import StepResult, Workload, compare, time_steps
+from lazyinline.frontend.measure.timing import Rounds, StepTime, noise, time_steps
+from lazyinline.frontend.measure.workload import StepResult, Workload, compare
 
 ROW_FIELDS = {
     *("model", "layers", "micro_batches", "train", "nodes_held", "nodes_if_inlined"),
@@ -57,7 +59,7 @@ class Net(nn.Module):
 @pytest.fixture(autouse=True, scope="module")
 def few_rounds() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(workload, "MAX_ROUNDS", 5)
+        patch.setattr(timing, "ROUNDS", Rounds(most=5))
         yield
 
 
@@ -331,9 +333,45 @@ def test_rounds_are_interleaved() -> None:
     def step(name: str) -> Callable[[], None]:
         return lambda: order.append(name)
 
-    times = time_steps({name: step(name) for name in "abc"}, set())
+    times = time_steps({name: step(name) for name in "abc"}, set(), Rounds(most=5, settled=0.0))
     assert "".join(order[:9]) == "abcbcacab"
-    assert {t.rounds for t in times.values()} == {5}
+    assert {t.rounds for t in times.steps.values()} == {5}
+
+
+def timed_with(monkeypatch: pytest.MonkeyPatch, seconds: list[float], rounds: Rounds) -> StepTime:
+    """Times a step that takes these seconds, over and over, on a clock that only it moves."""
+    clock, taken = [0.0], itertools.cycle(seconds)
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: clock[0])
+
+    def step() -> None:
+        clock[0] += next(taken)
+
+    return time_steps({"step": step}, set(), rounds).steps["step"]
+
+
+def test_rounds_end_when_they_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = timed_with(monkeypatch, [0.010], Rounds(fewest=5, most=100))
+    assert found == StepTime(pytest.approx(10), pytest.approx(10), pytest.approx(10), 5)
+    assert not found.is_noisy
+
+
+def test_rounds_go_on_while_they_disagree(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = timed_with(monkeypatch, [0.010, 0.030, 0.031], Rounds(most=40, budget_s=100))
+    assert found.rounds == 40
+    assert (found.minimum_ms, found.maximum_ms) == (pytest.approx(10), pytest.approx(31))
+    assert found.is_noisy and found.spread == pytest.approx(3)
+
+
+def test_rounds_end_when_time_is_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = timed_with(monkeypatch, [1.0, 3.0, 3.0], Rounds(fewest=3, most=99, budget_s=10))
+    assert found.rounds == 5  # which take 11 s
+
+
+def test_a_busy_machine_is_named() -> None:
+    quiet, loud = StepTime(10, 10.2, 11, 5), StepTime(10, 31, 90, 12)
+    assert not noise([quiet], 0.05) and not noise([quiet], None)
+    assert "median 3.1 x minimum" in noise([loud, quiet], None)
+    assert "others used 60% of" in noise([quiet], 0.6)
 
 
 def test_inputs_want_gradients_too() -> None:

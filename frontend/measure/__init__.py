@@ -4,7 +4,8 @@ measure       late against early inlining, both against eager
 measurement   the numbers, and what a reader of them should know
 page          measurements as one HTML page
 report        what was measured, as a table, JSON and a page
-workload      one step of a model: run it, compare it with eager, time it
+workload      one step of a model: run it, compare it with eager
+timing        the time of a step, and whether it is to be trusted
 bench         row by row over the number of layers
 large_models  a whole training program compiled, and nothing executed
 rank_bench    one rank's pipeline program compiled, and nothing executed

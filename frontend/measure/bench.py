@@ -153,8 +153,11 @@ def _conclusion(reports: Sequence[MeasureReport]) -> Iterator[str]:
         ]
         yield f"compiling {first.layers} -> {last.layers} layers: {', '.join(growth)}"
     for report in reports:
-        notes = report.notes() if report.layers is None else report.warnings()
-        yield from notes
+        if report.layers is None:
+            yield from report.notes()
+            continue
+        yield from [f"{report.noise} ({report.layers} layers)"] if report.noise else []
+        yield from report.warnings()
     yield "errors are against eager: largest absolute of the output, largest relative of a gradient"
 
 

@@ -27,14 +27,13 @@ from ..report import cpu_seconds
 from ..training_step import LossModel, TrainingStep, compile_step
 from .measurement import Seconds, Side
 from .report import MeasureReport
+from .timing import StepTime, time_steps
 from .workload import (
     StepResult,
-    StepTime,
     Workload,
     compare,
     generators_left_as_found,
     left_as_found,
-    time_steps,
 )
 
 
@@ -53,7 +52,8 @@ def measure(
 
     A small compile goes before, so that neither side pays for imports; the report names it.
     Inductor's cache of whole graphs is off meanwhile, its cache of C++ objects is not. The late
-    side comes first, so what both sides need in C++ is charged to it.
+    side comes first, so what both sides need in C++ is charged to it. Steps are timed in rounds of
+    all three, until rounds agree or time is up; where others used the machine, the report says so.
 
     In training a step is a forward and the gradients of a scalar result or of its ``.loss``; of a
     model with neither, all outputs are differentiated with a fixed cotangent. Train and eval modes
@@ -129,10 +129,12 @@ def compare_sides(workload: Workload, options: Options) -> MeasureReport:
         del expected
         steps = {"eager": model, "late": run_late, "early": run_early}
         timed = {name: partial(workload.step, module) for name, module in steps.items()}
-        times = time_steps(timed, workload.devices())
+        timing = time_steps(timed, workload.devices())
+    times = timing.steps
     late = _timed(late, run_late, times["late"])
     early = _timed(early, run_early, times["early"])
-    return replace(_report(workload, options, late, early), eager=times["eager"])
+    report = _report(workload, options, late, early)
+    return replace(report, eager=times["eager"], others_share=timing.others_share)
 
 
 def compile_sides(workload: Workload, options: Options) -> MeasureReport:

@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 
 from ...backend.kernels.lower import BackendName
 from ..report import CompileReport
-from .workload import Errors, StepTime
+from .timing import StepTime, noise
+from .workload import Errors
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,8 @@ class Measurement:
         micro_batches: parts of the batch that a step runs one after another.
         peak_bytes: of the late program, as its report has it; None where memory is not planned.
         lower_bound_bytes: largest sum of live bytes, which no plan can go below; None likewise.
+        others_share: the part of all cores that other programs used while steps were timed; None
+            where nothing was run, or the system does not tell.
     """
 
     model: str
@@ -65,6 +68,13 @@ class Measurement:
     threads: int = 1
     peak_bytes: int | None = None
     lower_bound_bytes: int | None = None
+    others_share: float | None = None
+
+    @property
+    def noise(self) -> str:
+        """Why the times of steps are not to be trusted; an empty text where they are."""
+        steps = [s for s in (self.eager, self.late.step, self.early.step) if s is not None]
+        return noise(steps, self.others_share)
 
     @property
     def sides(self) -> dict[str, Side]:
@@ -81,8 +91,8 @@ class Measurement:
         return f"{self.model}{depth}: {kind}, backend {self.backend}, {threads}"
 
     def notes(self) -> list[str]:
-        """Says what a reader of the numbers should know: warm-up, C++, and :meth:`warnings`."""
-        notes = []
+        """Says what a reader should know: noise, warm-up, C++, and :meth:`warnings`."""
+        notes = [self.noise] if self.noise else []
         if self.warm_up.wall_s:
             notes.append(
                 f"warm-up, on neither side: {self.warm_up.cpu_s:.1f} CPU s, "
@@ -123,7 +133,7 @@ class Measurement:
             ("graph nodes if inlined", late.num_nodes_if_inlined, early.num_nodes_if_inlined),
             ("closures", late.num_closures, early.num_closures),
             ("block calls", late.num_block_calls, early.num_block_calls),
-            ("kernels compiled", late.num_kernels, early.num_kernels),
+            ("operators compiled", late.num_operators, early.num_operators),
             ("launches in a step", late.num_launches, early.num_launches),
         ]
         if late.peak_bytes is not None and early.peak_bytes is not None:

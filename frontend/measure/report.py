@@ -36,10 +36,14 @@ class MeasureReport(Measurement):
             "compile_wall_s": {name: side.compiled.wall_s for name, side in sides.items()},
             "compile_child_cpu_s": {name: side.child_cpu_s for name, side in sides.items()},
             "passes": {name: _pass_rows(side.compiled) for name, side in sides.items()},
-            "kernels": {name: side.compiled.num_kernels for name, side in sides.items()},
+            "operators": {name: side.compiled.num_operators for name, side in sides.items()},
             "launches": {name: side.compiled.num_launches for name, side in sides.items()},
             "step_ms": {name: step and step.median_ms for name, step in steps.items()},
             "step_min_ms": {name: step and step.minimum_ms for name, step in steps.items()},
+            "step_max_ms": {name: step and step.maximum_ms for name, step in steps.items()},
+            "rounds": self.eager and self.eager.rounds,
+            "others_share": self.others_share,
+            "noise": self.noise,
             "peak_bytes": self.peak_bytes,
             "lower_bound_bytes": self.lower_bound_bytes,
             "max_abs_error": {n: _json_number(e.max_abs_error) for n, e in errors.items()},
@@ -88,8 +92,11 @@ class MeasureReport(Measurement):
         for label, values in (
             (f"  median of {steps[0].rounds}", [s.median_ms for s in steps]),
             ("  minimum", [s.minimum_ms for s in steps]),
+            ("  maximum", [s.maximum_ms for s in steps]),
         ):
             lines.append(f"{label:<24}" + "".join(f"{v:>18.2f}" for v in values))
+        spreads = "".join(f"{f'{s.spread:.2f} x':>18}" for s in steps)
+        lines.append(f"{'  median over minimum':<24}{spreads}")
         errors = (self.late.errors, self.early.errors)
         lines += ["", f"{'largest error':<24}{'':>18}{'late':>18}{'early':>18}"]
         outputs = "".join(f"{error_text(e.max_abs_error):>18}" for e in errors)

@@ -1,4 +1,4 @@
-"""One step of a model under measurement: run it, compare it with eager, time it.
+"""One step of a model under measurement: run it, compare it with eager.
 
 A step is a forward, and in training the gradients of every parameter and input that wants one.
 Gradients are taken with ``torch.autograd.grad``, so no ``.grad`` is touched and no hook that waits
@@ -8,8 +8,6 @@ for one runs. :func:`left_as_found` puts back what a step changes: buffers, inpu
 from __future__ import annotations
 
 import math
-import statistics
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,13 +18,6 @@ from torch import nn
 
 from ...reuse import torch_pytree
 from ...reuse.errors import PlanError
-
-Step = Callable[[], Any]
-"""Runs one step; what it returns is dropped."""
-
-MIN_ROUNDS = 3
-MAX_ROUNDS = 30
-TIMING_BUDGET_S = 4.0
 
 
 @dataclass(frozen=True)
@@ -56,15 +47,6 @@ class Errors:
     max_abs_error: float | None = None
     max_rel_grad_error: float | None = None
     worst_gradient: str = ""
-
-
-@dataclass(frozen=True)
-class StepTime:
-    """Milliseconds of one step over interleaved rounds."""
-
-    minimum_ms: float
-    median_ms: float
-    rounds: int
 
 
 @dataclass(frozen=True)
@@ -325,38 +307,3 @@ def _relative_difference(actual: torch.Tensor | None, expected: torch.Tensor | N
 def _widened(tensor: torch.Tensor) -> torch.Tensor:
     tensor = tensor.detach()
     return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
-
-
-# ---- timing ----------------------------------------------------------------------------------
-
-
-def time_steps(steps: Mapping[str, Step], devices: set[torch.device]) -> dict[str, StepTime]:
-    """Times steps in interleaved rounds, so that a disturbance meets all of them alike."""
-    gpus = [device for device in devices if device.type == "cuda"]
-    taken: dict[str, list[float]] = {name: [] for name in steps}
-    start = time.perf_counter()
-    names = list(steps)
-    for round_ in range(MAX_ROUNDS):
-        if round_ >= MIN_ROUNDS and time.perf_counter() - start > TIMING_BUDGET_S:
-            break
-        for name in _rotated(names, round_):
-            taken[name].append(_seconds(steps[name], gpus))
-    return {
-        name: StepTime(1e3 * min(times), 1e3 * statistics.median(times), len(times))
-        for name, times in taken.items()
-    }
-
-
-def _rotated(names: Sequence[str], by: int) -> list[str]:
-    first = by % len(names)
-    return [*names[first:], *names[:first]]
-
-
-def _seconds(step: Step, gpus: Sequence[torch.device]) -> float:
-    for gpu in gpus:
-        torch.cuda.synchronize(gpu)
-    start = time.perf_counter()
-    step()
-    for gpu in gpus:
-        torch.cuda.synchronize(gpu)
-    return time.perf_counter() - start

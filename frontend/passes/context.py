@@ -94,8 +94,8 @@ class Context:
 
         return map_leaves(program, of_leaf)
 
-    def lower(self, programs: Iterable[Program]) -> int:
-        """Makes what kernels programs need; returns how many leaves were new."""
+    def lower(self, programs: Iterable[Program]) -> list[Leaf]:
+        """Makes what kernels programs need; returns the leaves that were new."""
         leaves = {c: None for p in programs for c in walk_closures(p) if isinstance(c, Leaf)}
         new = [c for c in leaves if c not in self.kernels and c not in self.recorded]
         for leaf in new:
@@ -103,7 +103,7 @@ class Context:
             if launches is not None:
                 self.recorded[leaf] = launches
         self._make_kernels([leaf for leaf in new if leaf not in self.recorded])
-        return len(new)
+        return new
 
     def kernels_of(self, flats: Sequence[FlatProgram]) -> Mapping[Leaf, Kernel]:
         """Returns what to call for each leaf; launches from the cache do not stand for one here."""

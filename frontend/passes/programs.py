@@ -111,7 +111,9 @@ def decompose(state: State) -> State:
 @compile_pass("lower", "aten")
 def lower(state: State) -> State:
     """Kernels are made, once per leaf."""
-    state.report.num_kernels += state.context.lower(state.programs.values())
+    new = state.context.lower(state.programs.values())
+    state.report.num_kernels += len(new)
+    state.report.num_operators += sum(leaf.num_nodes for leaf in new)
     return replace(state, kernels="made")
 
 
