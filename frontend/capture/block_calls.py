@@ -13,7 +13,7 @@ from torch import nn
 from ...reuse import torch_pytree
 from ...reuse.evidence.module_state import Places, module_state, walk_modules
 from ..marks import recompute_mark
-from ..tracing.torch_tracing import is_fake, unprofiled
+from ..tracing.torch_tracing import is_fake
 from .block_trace import BlockCall, trace_block
 from .blocks import dissolve
 from .init_key import InitKey, InitKeys
@@ -49,7 +49,7 @@ class BlockCalls:
         recording = self._recording
         if not self._blocks.wants(module, recording.current):
             return self._run_inline(module, args, kwargs, proceed)
-        with recording.bookkeeping(), unprofiled():
+        with recording.bookkeeping():
             call = self._described(module, args, kwargs)
             plain = not recording.tensors.have_attributes(call.leaves)
             known = self._templates.setdefault(call.key, []) if plain else []

@@ -12,7 +12,6 @@ from torch import nn
 from ...reuse import torch_pytree
 from ...reuse.evidence.evidence import Evidence
 from ...reuse.evidence.module_state import Places, has_hooks, walk_modules
-from ..tracing.torch_tracing import unprofiled
 from .init_key import InitKey
 from .recording import Recording
 from .regions import Region, Template
@@ -55,7 +54,7 @@ def trace_block(
         What other instances can call, or None and why they cannot; and the block's result.
     """
     tensors = recording.tensors
-    with unprofiled():
+    with recording.bookkeeping():
         before = freeze_arguments(call.arguments)
         arg_tensors = [(i, x) for i, x in enumerate(call.leaves) if isinstance(x, torch.Tensor)]
         arg_nodes = {tensors.node_of(x): i for i, x in reversed(arg_tensors)}
@@ -65,7 +64,7 @@ def trace_block(
         known = [(x, tensors.node_of(x)) for x in (*given, *tensors.fakes.values())]
     with recording.inside_block(region):
         result = proceed(call.module, *call.args, **call.kwargs)
-    with recording.bookkeeping(), unprofiled():
+    with recording.bookkeeping():
         evidence = Evidence(call.module, region.reads)
         results = torch_pytree.flatten(result)
         nodes = [tensors.node_of(r) if isinstance(r, torch.Tensor) else None for r in results[0]]

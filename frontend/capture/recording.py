@@ -19,7 +19,13 @@ from ..effects.effects import Effects, OnEffects
 from ..effects.inside_changes import InsideChanges
 from ..effects.outside_changes import OutsideChanges
 from ..effects.outward_calls import reach_of
-from ..tracing.torch_tracing import Tracer, is_mode_switch, new_fake_mode, plain_tensor_access
+from ..tracing.torch_tracing import (
+    Tracer,
+    is_mode_switch,
+    new_fake_mode,
+    plain_tensor_access,
+    unprofiled,
+)
 from .blocks import Blocks
 from .init_key import InitKey
 from .outside_tensors import OutsideTensors
@@ -74,10 +80,10 @@ class Recording:
 
     @contextmanager
     def bookkeeping(self) -> Iterator[None]:
-        """What capture itself reads and writes inside is not the model's doing."""
+        """What capture itself reads, writes and runs inside is not the model's doing."""
         before, self.quiet = self.quiet, True
         try:
-            with plain_tensor_access():
+            with plain_tensor_access(), unprofiled():
                 yield
         finally:
             self.quiet = before

@@ -47,9 +47,11 @@ class ModelWatcher:
         recording = self._recording
         if recording.quiet or module is recording.tracer.root:
             return
-        with recording.bookkeeping():
-            recording.inside.meets(module)
-            recording.current.reads.attribute(module, name)
+        recording.inside.meets(module)
+        reads = recording.current.reads
+        if not reads.knows(module, name):
+            with recording.bookkeeping():
+                reads.attribute(module, name)
 
     def read_all(self, module: nn.Module) -> None:
         """Notes that every attribute of a module was read."""

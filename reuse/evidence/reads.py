@@ -28,8 +28,11 @@ from .telling_apart import way_of, way_through
 
 # State of nn.Module itself, of which the structure of a tree and the guard compare what matters;
 # and what it runs at each call.
-_MODULE_INTERNALS = frozenset(nn.Module().__dict__) - {"training"}
-_CALLED = frozenset({"_call_impl", "_compiled_call_impl", "_slow_forward"})
+_NOT_NOTED = frozenset(nn.Module().__dict__) - {"training"} | {
+    "_call_impl",
+    "_compiled_call_impl",
+    "_slow_forward",
+}
 # What reading os.environ runs; it captures the encoding, which Python fixes when it starts.
 _ENVIRONMENT_CODES = frozenset(
     getattr(os.environ, name).__code__
@@ -110,9 +113,13 @@ class Reads:
         self.unseen = self.unseen or inner.unseen
         self.closures.absorb(inner.closures)
 
+    def knows(self, module: nn.Module, name: str) -> bool:
+        """Whether there is nothing to note where an attribute of a module is read."""
+        return name in _NOT_NOTED or (id(module), name) in self.attributes
+
     def attribute(self, module: nn.Module, name: str) -> None:
         """Notes that an attribute of a module was read; its state is kept as of the first read."""
-        if name in _MODULE_INTERNALS or name in _CALLED or (id(module), name) in self.attributes:
+        if self.knows(module, name):
             return
         where, value = find_attribute(module, name)
         self._attribute(module, name, where, value)
