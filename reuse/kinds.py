@@ -80,12 +80,17 @@ class Kind:
 
 def kinds_of(value: Any) -> Sequence[Kind]:
     """Returns the rows of the table that an object comes under: none, mostly one, or several."""
-    found = _EXACT.get(type(value)) if has_plain_class(value) else None
+    kind = type(value)
+    found = _EXACT.get(kind) if has_plain_class(value) else None
     if found is not None:
         return found
+    # Most objects come under none. One may say that it is of another class: a proxy of a list.
+    is_frank = object.__getattribute__(value, "__class__") is kind
+    if is_frank and not issubclass(kind, _CLASSES):
+        return ()
     if isinstance(value, (*_CLOSED, types.FunctionType)):
         return ()
-    return [kind for kind in KINDS if isinstance(value, kind.classes)]
+    return [row for row in KINDS if isinstance(value, row.classes)]
 
 
 def parts_of(value: Any) -> Sequence[Kind]:

@@ -135,7 +135,7 @@ class RootEvidence:
             self._add_entry(table, name, value)
             self._contents.look_into(value)
 
-    def _add_holders(self, names: Collection[str]) -> None:
+    def _add_holders(self, names: set[str]) -> None:
         """Adds what classes and modules met on the way hold under the names that code speaks of."""
         done: set[int] = set()
         todo = list(self._contents.holders.values())
@@ -149,9 +149,8 @@ class RootEvidence:
             if isinstance(holder, type):
                 todo.append(type(holder))
             used = id(holder) in self._contents.classes
-            for name in (*names, *(_operators(holder) if used else ())):
-                if _is_own(holder, name):
-                    self._add(holder, name)
+            for name in _own_names(holder, names | _operators(holder) if used else names):
+                self._add(holder, name)
             todo += [h for key, h in self._contents.holders.items() if key not in done]
 
     def _add_functions(self, reads: Reads, names: Collection[str]) -> None:
@@ -280,12 +279,17 @@ def _operators(kind: type) -> set[str]:
     }
 
 
-def _is_own(holder: Any, name: str) -> bool:
-    """Whether a module, or a class that is no library's, holds something under a name."""
+def _own_names(holder: Any, names: set[str]) -> Iterator[str]:
+    """Yields the names under which a module, or a class that is no library's, holds something."""
     if isinstance(holder, types.ModuleType):
-        return name in vars(holder)
-    found = next((base for base in holder.__mro__ if name in vars(base)), None)
-    return found is not None and not is_library(found.__module__)
+        yield from names.intersection(vars(holder))
+        return
+    seen: set[str] = set()
+    for base in holder.__mro__:
+        found = names.intersection(vars(base)) - seen
+        seen |= found
+        if not is_library(base.__module__):
+            yield from found
 
 
 def _tables(owner: Any) -> Iterator[Mapping[str, Any]]:
