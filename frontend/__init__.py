@@ -9,7 +9,6 @@ compiled             what a compile gives
 compiled_module      ``compile(model)``
 training_step        ``compile_step(model)``
 report               what a compile did
-reuse_table          the part of a report that shows which blocks share
 progress             what is seen of a compile that takes long
 requests             what to differentiate, and with respect to what
 unused_outputs       derivatives for losses that leave outputs unused
@@ -18,6 +17,8 @@ checks               whether what a user hands in can be compiled at all
 tracing              how PyTorch is made to show what a model runs
 effects              what a forward does besides computing
 capture              from a model to a program
+records              what a compile did and made
+page                 reports as one page
 guards               whether a compiled program still fits
 autograd             compiled programs inside PyTorch's autograd
 passes               the passes, and what runs a list of them

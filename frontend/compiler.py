@@ -26,6 +26,7 @@ from .compiled import CompiledProgram, CompiledStep
 from .options import Batching, Options
 from .passes.context import Context
 from .passes.gradients import add_gradients, require_data
+from .passes.made import made_by
 from .passes.memory import link_module, link_step
 from .passes.parts import PARTS, programs_of
 from .passes.programs import (
@@ -145,6 +146,7 @@ class Compiler:
         with self.context.cached(state.report):
             state = run(MODULE, state, watch)
         note_recompute(state)
+        state.report.made = made_by(state)
         return compiled_program(state, self._relinked), state.report
 
     @one_at_a_time
@@ -169,6 +171,7 @@ class Compiler:
         with self.context.cached(state.report):
             state = run(STEP, state)
         note_recompute(state)
+        state.report.made = made_by(state)
         assert isinstance(state.runs, PlannedProgram | UnplannedStep)
         return CompiledStep(state.captured, state.step, state.runs), state.report
 

@@ -1,11 +1,8 @@
 """measure(): what it reports, what it leaves alone, what it refuses."""
 
-import html.parser
 import itertools
 import json
 import math
-import pathlib
-import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
@@ -15,7 +12,6 @@ from torch import nn
 
 import lazyinline
 from lazyinline.frontend.measure import timing
-from lazyinline.frontend.measure.page import page
 from lazyinline.frontend.measure.timing import Rounds, StepTime, noise, time_steps
 from lazyinline.frontend.measure.workload import StepResult, Workload, compare
 
@@ -147,7 +143,6 @@ def test_micro_batches_are_compared_with_a_loop_over_them(dropout: float) -> Non
     assert found.peak_bytes == late.peak_bytes and late.peak_bytes and early.peak_bytes
     assert found.to_dict()["micro_batches"] == 4
     assert "Net: training of 4 micro-batches" in str(found) and "arena, bytes" in str(found)
-    check(page([found]))
     assert all(torch.equal(t, state[name]) for name, t in net.state_dict().items())
     for name, parameter in net.named_parameters():
         assert parameter.grad is gradients[name][0]
@@ -381,69 +376,3 @@ def test_inputs_want_gradients_too() -> None:
     gradient = work.step(work.model).gradients["input 0.0"]
     assert gradient is not None and gradient.abs().sum() > 0
     assert x.grad is None
-
-
-# ---- the page ----------------------------------------------------------------------------------
-
-
-class Checker(html.parser.HTMLParser):
-    """Notes tags that are not closed, and everything that would be fetched."""
-
-    VOID = frozenset({"meta", "br", "hr", "img", "link", "input"})
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.tags: list[str] = []
-        self.text: list[str] = []
-        self.fetched: list[str] = []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-        self.fetched += [f"{k}={v}" for k, v in attrs if k in ("src", "href", "xlink:href")]
-        if tag not in self.VOID:
-            self.open.append(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open and self.open[-1] == tag, f"</{tag}> closes {self.open[-1:]}"
-        self.open.pop()
-
-    def handle_data(self, data: str) -> None:
-        self.text.append(data)
-
-
-def check(text: str) -> Checker:
-    checker = Checker()
-    checker.feed(text)
-    checker.close()
-    assert not checker.open, f"not closed: {checker.open}"
-    assert not checker.fetched
-    assert not re.search(r"https?://|@import|url\(|<script", text)
-    assert not re.search(r'="(nan|inf|-)', text)
-    return checker
-
-
-def test_page_of_one_report(report: lazyinline.MeasureReport, tmp_path: pathlib.Path) -> None:
-    path = tmp_path / "report.html"
-    report.save_html(path)
-    checker = check(path.read_text(encoding="utf-8"))
-    text = " ".join(checker.text)
-    for word in (*PASSES, "@Block", "blocks.2", "1 traced, 2 shared", "Net: training"):
-        assert word in text
-    assert checker.tags.count("svg") == 1
-    assert checker.tags.count("rect") == 2 * len(PASSES)
-
-
-def test_page_over_layers(report: lazyinline.MeasureReport) -> None:
-    rows = [replace(report, model="<b>&", layers=n) for n in (4, 8)]
-    text = page(rows, about="a < b")
-    checker = check(text)
-    assert checker.tags.count("details") == 2
-    assert checker.tags.count("svg") == 3
-    assert "<b>&:" not in text and "&lt;b&gt;&amp;" in text
-    assert "8 layers" in " ".join(checker.text)
-
-
-def test_page_without_execution() -> None:
-    text = " ".join(check(page([measure_net(execute=False)])).text)
-    assert "One step" not in text

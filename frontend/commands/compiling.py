@@ -12,11 +12,12 @@ from ..advise.advise import advise
 from ..inspection import pass_lists, show_after, show_captured
 from ..measure.bench import DEFAULT_LAYERS, OWN_MODELS, Plan, bench, title, to_json
 from ..measure.large_models import LARGE_MODELS, bench_large, reports_to_json
-from ..measure.page import page
+from ..measure.measure_page import measure_page
 from ..measure.rank_bench import RANK_MODELS, bench_rank
 from ..measure.target import FORM, load_target
 from ..onnx.export import export_onnx
 from ..options import Options
+from ..page.write import write_page
 from .colours import coloured_diff, has_colours
 
 
@@ -43,7 +44,8 @@ def run_bench(options: argparse.Namespace) -> None:
     if options.json is not None:
         options.json.write_text(to_json(plan, reports), encoding="utf-8")
     if options.html is not None:
-        options.html.write_text(page(reports, about=title(plan)), encoding="utf-8")
+        page = write_page(measure_page(reports, title(plan)))
+        options.html.write_text(page, encoding="utf-8")
 
 
 def _bench_large(options: argparse.Namespace) -> None:

@@ -2,7 +2,7 @@
 
 measure       late against early inlining, both against eager
 measurement   the numbers, and what a reader of them should know
-page          measurements as one HTML page
+measure_page  what a page of measurements shows
 report        what was measured, as a table, JSON and a page
 workload      one step of a model: run it, compare it with eager
 timing        the time of a step, and whether it is to be trusted

@@ -9,9 +9,10 @@ import pathlib
 from dataclasses import dataclass
 from typing import Any
 
+from ..page.write import write_page
 from ..report import CompileReport
+from .measure_page import measure_page
 from .measurement import Measurement, error_text
-from .page import page
 
 
 @dataclass(frozen=True)
@@ -58,12 +59,12 @@ class MeasureReport(Measurement):
         return json.dumps(self.to_dict(), indent=2, allow_nan=False)
 
     def save_html(self, path: str | os.PathLike[str]) -> None:
-        """Writes a page that needs nothing else: table, passes, closures and calls.
+        """Writes a page that needs nothing else: verdict, program, passes, steps, the arena.
 
         Args:
             path: the file to write.
         """
-        pathlib.Path(path).write_text(page([self]), encoding="utf-8")
+        pathlib.Path(path).write_text(write_page(measure_page([self])), encoding="utf-8")
 
     def __str__(self) -> str:
         lines = [self.title(), "", *self._size_lines(), "", *self._pass_lines()]

@@ -10,8 +10,8 @@ from ...reuse.errors import PlanError
 from ..capture.capture import capture_model
 from ..checks.runnable import check_batch_is_kept
 from ..options import Batching
+from ..records.reuse_table import nothing_shared
 from ..requests import differentiation, loss_differentiation
-from ..reuse_table import nothing_shared
 from .parts import PARTS, programs_of
 from .state import Compilation, State, compile_pass
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -10,11 +11,12 @@ from ...autodiff.derivative import Differentiator, Request
 from ...backend.kernels.lower import BackendName
 from ...recompute.fit_budget import BudgetFit, Peaks
 from ...recompute.operator_costs import CostModel, Measured, Roofline
-from ...recompute.planner import Planner, policy_of
+from ...recompute.planner import Planner, Variant, policy_of
 from ...recompute.policy import Budget, Policy
 from ...recompute.summary import summarize
 from ...reuse.errors import PlanError
-from ...reuse.ir.program import Composite, RecomputeMark
+from ...reuse.ir.program import Composite, Leaf, RecomputeMark
+from ..records.made import Frontier, FrontierPoint
 from ..report import CompileReport
 
 PeakOf = Callable[[Request], int]
@@ -86,6 +88,18 @@ class Recompute:
         variants = self._planner.frontier(request)
         return [(v.num_bytes, v.extra_s) for v in variants[: 1 if self._policy == "full" else None]]
 
+    def frontiers(self, request: Request) -> list[Frontier]:
+        """Returns, for each block that a request differentiates, what one call could save."""
+        counts = Counter(
+            site.request
+            for site in self._planner.sites(request)
+            if site.call.path and isinstance(site.request.closure, Leaf)
+        )
+        return [
+            Frontier(asked.closure.name, number, tuple(map(_point, self._planner.frontier(asked))))
+            for asked, number in counts.items()
+        ]
+
     def _choice(self, request: Request, peaks: ProgramPeaks, policy: Policy) -> Choice | None:
         if isinstance(policy, Budget):
             of_choice = Peaks(
@@ -100,6 +114,10 @@ class Recompute:
                 "layer class with lazy_inline, or a module with lazyinline.recompute."
             )
         return self._planner.choice(request, policy or "")
+
+
+def _point(variant: Variant) -> FrontierPoint:
+    return FrontierPoint(variant.num_bytes, variant.extra_s, variant.extra_flops)
 
 
 def has_marks(closure: Composite) -> bool:

@@ -16,7 +16,6 @@ from ...pipeline_parallel.schedule.actions import (
     ActionTable,
     schedule_name,
 )
-from ...pipeline_parallel.schedule.plan import PipelinePlan
 from ...pipeline_parallel.split.call_costs import CPU_RATES, CUDA_RATES
 from ...pipeline_parallel.split.cut import Stage
 from ...pipeline_parallel.stages.checkpoint import copy_state, read_parts
@@ -40,6 +39,7 @@ from ..guards.guard import Guard
 from ..marks import STAGE_MARK
 from ..options import Options
 from ..passes.context import Context
+from ..passes.made import made_by
 from ..passes.parts import PARTS
 from ..passes.programs import capture
 from ..passes.rank import RankCompilation, started
@@ -51,6 +51,7 @@ from ..passes.state import Subject, run
 from ..requests import model_name
 from ..training_step import LossFunction, LossModel
 from .batch import Batch
+from .shown_plan import ShownPlan
 
 Gradients: TypeAlias = Literal["replicated", "sharded"]
 GRADIENTS: tuple[Gradients, ...] = get_args(Gradients)
@@ -190,7 +191,8 @@ class Pipeline:
         with ranks.leader_first(context.cache_place), context.cached(self.last_report):
             state = fitted(state)
         state = run((predict,), state)
-        self.plan: PipelinePlan = state.plan
+        self.last_report.made = made_by(state)
+        self.plan = ShownPlan.of(state.plan, self.last_report)
         self._derived = state.own
         self._planned = state.runs if isinstance(state.runs, RankProgram) else None
         self._sum_names = sum_names(self._derived)

@@ -5,5 +5,4 @@ rank_order     one rank's actions in order, and how long transfers stay where th
 simulation     a step of the schedule in time
 plan           the plan of a pipeline
 rank_memory    what a rank holds beside what its micro-batches keep
-schedule_page  the schedule as a picture
 """

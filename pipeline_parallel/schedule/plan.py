@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pathlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -15,7 +14,6 @@ from .actions import (
     Action,
     ActionTable,
 )
-from .schedule_page import page
 from .simulation import Durations, Timeline, simulate
 
 
@@ -59,7 +57,7 @@ class StagePlan:
 
 @dataclass(frozen=True)
 class PipelinePlan:
-    """A pipeline before it runs. ``print(plan)`` shows it; ``save_html`` draws it.
+    """A pipeline before it runs. ``print(plan)`` shows it.
 
     Attributes:
         table: what each rank does, in order.
@@ -117,10 +115,6 @@ class PipelinePlan:
                 f"{megabytes(self.in_flight_bytes(rank))}"
             )
         return "\n".join(lines)
-
-    def save_html(self, path: str | pathlib.Path) -> None:
-        """Writes a page with this table and a picture of the schedule, time by rank."""
-        pathlib.Path(path).write_text(page(str(self), self.timeline), encoding="utf-8")
 
 
 def megabytes(num_bytes: int) -> str:

@@ -139,7 +139,7 @@ def _format_leaf(leaf: Leaf, name: str, note: str, source: Shown, bodies: Shown)
     hints = leaf.input_names if len(leaf.input_names) == len(placeholders) else ()
     for index, node in enumerate(placeholders):
         values[node] = "%" + names.take(hints[index] if hints else f"a{index}")
-    header = ", ".join(f"{values[n]}: {_node_type(n)}" for n in placeholders)
+    header = ", ".join(f"{values[n]}: {node_type(n)}" for n in placeholders)
     lines = [f"closure @{name}({header}) -> {_types(leaf.output_types)}  // {note} {{"]
     for node in leaf.nodes:
         values[node] = "%" + names.take(str(len(values)))
@@ -160,16 +160,18 @@ def _format_node(node: torch.fx.Node, values: dict[torch.fx.Node, str], source: 
     notes += [f"autocast {device} {dtype_name(dtype)}" for device, _, dtype in stamp.autocast]
     notes += [stamp.source] if source == "show" and stamp.source else []
     note = "  // " + ", ".join(notes) if notes else ""
-    return f"  {values[node]}: {_node_type(node)} = {_target(node)}({', '.join(args)}){note}"
+    return f"  {values[node]}: {node_type(node)} = {operator_name(node)}({', '.join(args)}){note}"
 
 
-def _target(node: torch.fx.Node) -> str:
+def operator_name(node: torch.fx.Node) -> str:
+    """Returns what a node does, as printed programs have it."""
     if isinstance(node.target, OPERATOR_TYPES):
         return str(node.target).removeprefix("aten.").removesuffix(".default")
     return getattr(node.target, "__name__", str(node.target))
 
 
-def _node_type(node: torch.fx.Node) -> str:
+def node_type(node: torch.fx.Node) -> str:
+    """Returns the type of a node's value, as printed programs have it."""
     value = node.meta.get("val")
     if isinstance(value, torch.Tensor):
         return f"{dtype_name(value.dtype)}[{','.join(map(str, value.shape))}]"

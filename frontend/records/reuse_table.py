@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from .capture.blocks import Reuse, first_repeated
-from .capture.init_key import text_of_keys
-from .capture.regions import SharingDecision
+from ..capture.blocks import Reuse, first_repeated
+from ..capture.init_key import text_of_keys
+from ..capture.regions import SharingDecision
 
 _HEAD = "block"
 

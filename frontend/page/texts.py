@@ -1,0 +1,44 @@
+"""Numbers as people read them."""
+
+from __future__ import annotations
+
+_EQUAL = 0.02
+"""Ratios this close to one are called equal."""
+
+
+def times_less(late: float, early: float) -> str:
+    """Says how many times less the first is than the second: ``2.4x less``, ``equal``."""
+    if not late or not early:
+        return "equal" if late == early else "-"
+    ratio = early / late
+    if abs(ratio - 1) <= _EQUAL:
+        return "equal"
+    return f"{ratio:.3g}\u00d7 less" if ratio > 1 else f"{1 / ratio:.3g}\u00d7 more"
+
+
+def ratio_range(ratios: list[float]) -> str:
+    """Writes ratios as a range: ``0.9-1.1x``, or ``1.0x`` where they agree."""
+    low, high = (f"{r:.2f}" if r < 10 else f"{r:.0f}" for r in (min(ratios), max(ratios)))
+    return f"{low}\u00d7" if low == high else f"{low}\u2013{high}\u00d7"
+
+
+def bytes_text(num_bytes: float) -> str:
+    """Writes a size: ``31.1 MiB``."""
+    size = float(num_bytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(size) < 1024:
+            return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"
+
+
+def seconds_text(seconds: float) -> str:
+    """Writes a time: ``12.1 ms``, ``4.10 s``."""
+    if seconds < 1e-3:
+        return f"{seconds * 1e6:.1f} \u00b5s"
+    return f"{seconds * 1e3:.1f} ms" if seconds < 1 else f"{seconds:.2f} s"
+
+
+def count_text(number: int, noun: str) -> str:
+    """Writes a number of things: ``1 call``, ``2,000 calls``."""
+    return f"{number:,} {noun}" + ("" if number == 1 else "s")

@@ -1,0 +1,70 @@
+"""What a compile made, kept in its report for a page; nothing of it is looked at before."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+from ...backend.link.gradient_memory import gradients_of
+from ...backend.run.planned import PlannedProgram
+from ...backend.run.runtime import PlannedRuntime
+from ...reuse.ir.program import Call, Composite, Leaf, Program
+from ..records.made import Made, Memory
+from .parts import PARTS
+from .programs import StepCompilation
+from .recompute import is_asked_for
+from .state import Compilation
+
+
+def made_by(state: Compilation) -> Made:
+    """Returns what a finished compile made, without the model's tensors."""
+    forward, backward = _programs(state)
+    planned = state.runs.program if isinstance(state.runs, PlannedRuntime) else state.runs
+    context, request = state.context, state.request
+    asked = request is not None and is_asked_for(state)
+    return Made(
+        captured=_bare(state.captured.program),
+        forward=_bare(forward),
+        backward=None if backward is None else _bare(backward),
+        micro_batches=state.batching.micro_batches if isinstance(state, StepCompilation) else 1,
+        kernels={leaf: context.recorded[leaf] for leaf in _leaves(state) & context.recorded.keys()},
+        memory=_memory(planned) if isinstance(planned, PlannedProgram) else None,
+        frontiers=partial(context.recompute.frontiers, request) if asked and request else tuple,
+    )
+
+
+def _programs(state: Compilation) -> tuple[Program, Program | None]:
+    """The forward and the backward that run; of a step, those of its first micro-batch."""
+    if not isinstance(state, StepCompilation):
+        # A rank of a pipeline has parts of its own: what is shown is the whole model.
+        forward = state.programs.get(PARTS[0], state.captured.program)
+        return forward, state.programs.get(PARTS[1])
+    (step,) = state.programs.values()
+    one, other = _first_calls(step)
+    assert isinstance(one.closure, Composite)
+    assert isinstance(other.closure, Composite)
+    return one.closure.program, other.closure.program
+
+
+def _first_calls(step: Program) -> tuple[Call, Call]:
+    """A step calls one forward closure and one backward closure, each first for one part."""
+    forward = step.calls[0]
+    return forward, next(c for c in step.calls if c.path and c.closure is not forward.closure)
+
+
+def _bare(program: Program) -> Program:
+    """The same without the model's tensors, which a report does not keep alive."""
+    return replace(program, sources=())
+
+
+def _leaves(state: Compilation) -> set[Leaf]:
+    return {launch.leaf for flat in state.linked for launch in flat.launches}
+
+
+def _memory(planned: PlannedProgram) -> Memory:
+    layout, plan = planned.layout, planned.plan
+    hosts = gradients_of(layout) if planned.overlay.hosts else []
+    starts = plan.offsets[len(plan.offsets) - len(hosts) :].tolist()
+    return Memory(
+        layout, planned.offsets, dict(zip(hosts, starts, strict=True)), plan, planned.arena_bytes
+    )

@@ -1,0 +1,87 @@
+"""The plan of a pipeline that shows itself, as text and as a page."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+from dataclasses import dataclass
+
+from ...pipeline_parallel.schedule.plan import PipelinePlan
+from ..page.about import about
+from ..page.compile_page import compile_sections, node_tile
+from ..page.pipeline import Measured, pipeline_section, predicted_section
+from ..page.texts import bytes_text, count_text, seconds_text
+from ..page.write import PageData, write_page
+from ..records.compile_record import CompileRecord
+
+
+@dataclass(frozen=True)
+class ShownPlan(PipelinePlan):
+    """A pipeline before it runs. ``print(plan)`` shows it; ``save_html`` draws it.
+
+    Attributes:
+        compiled: what this rank's compile did; None for a plan alone.
+    """
+
+    compiled: CompileRecord | None = None
+
+    @staticmethod
+    def of(plan: PipelinePlan, compiled: CompileRecord | None = None) -> ShownPlan:
+        """Returns the same plan, able to show itself."""
+        return ShownPlan(plan.table, plan.stages, plan.timeline, compiled)
+
+    def __str__(self) -> str:
+        return PipelinePlan.__str__(self)
+
+    def save_html(self, path: str | os.PathLike[str], measured_s: Measured | None = None) -> None:
+        """Writes a page with the schedule in time, the memory of each rank, and the program.
+
+        Args:
+            path: the file to write.
+            measured_s: what actions took, to be shown beside what was predicted: the result of
+                ``pipe.measured_s()``, which every rank calls.
+
+        Example:
+            >>> pipe.plan.save_html("pipeline.html", pipe.measured_s())
+        """
+        pathlib.Path(path).write_text(write_page(plan_page(self, measured_s)), encoding="utf-8")
+
+
+def plan_page(plan: ShownPlan, measured_s: Measured | None = None) -> PageData:
+    """Returns the data of a pipeline's page."""
+    table, record = plan.table, plan.compiled
+    sections: PageData = {}
+    if record is not None:
+        sections = compile_sections(record, {"this rank": record})
+    peaks = [plan.peak_bytes(rank) for rank in range(len(table.ranks))]
+    tiles = [
+        _tile(
+            "Step, predicted", seconds_text(plan.step_s), f"{table.num_micro_batches} micro-batches"
+        ),
+        _tile("Bubble, predicted", f"{plan.bubble:.1%}", "of all ranks' time they wait"),
+        _tile("Fullest rank", bytes_text(max(peaks)), f"the emptiest has {bytes_text(min(peaks))}"),
+    ]
+    if record is not None:
+        tiles.append(node_tile(record))
+    ranks, stages = count_text(len(table.ranks), "rank"), count_text(table.num_stages, "stage")
+
+    return {
+        "title": f"Pipeline: {table.schedule}",
+        "subtitle": f"{stages} on {ranks}, {table.num_micro_batches} micro-batches",
+        "verdict": {
+            "sentence": (
+                f"A step is predicted to take {seconds_text(plan.step_s)}; ranks wait for "
+                f"{plan.bubble:.1%} of it. The fullest rank holds {bytes_text(max(peaks))}."
+            ),
+            "tiles": tiles,
+            "notes": [],
+        },
+        **sections,
+        "pipeline": pipeline_section(plan),
+        "predicted": predicted_section(plan, measured_s),
+        "about": sections.get("about") or about(),
+    }
+
+
+def _tile(label: str, value: str, note: str) -> dict[str, str]:
+    return {"label": label, "value": value, "note": note, "state": "plain"}

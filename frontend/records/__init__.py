@@ -1,0 +1,6 @@
+"""What a compile did and made: numbers, decisions, and programs to be looked at.
+
+compile_record  the numbers of one compile
+made            the programs and the memory plan that it made
+reuse_table     which blocks share a closure, and where their keys said otherwise
+"""
