@@ -197,7 +197,7 @@ class TrainingStep:
         if not self._lock.acquire(blocking=False):
             raise PlanError("This step is already running in another thread; it owns one arena.")
         try:
-            leaves, tree = torch_pytree.flatten_call(args, kwargs)
+            leaves, tree, _ = torch_pytree.flatten_call(args, kwargs)
             first = self._entries.first
             handed = first.handed if first is not None else None
             entry = self._entries.fitting(leaves, tree)

@@ -19,6 +19,7 @@ from .containers import Apart, Container, Together, held
 from .transformers_caches import cache_classes, growing_dims, is_count
 
 _TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
+_LEAVES = frozenset({*_TENSORS, bool, int, float, str, type(None)})
 
 
 @dataclass(frozen=True)
@@ -46,35 +47,47 @@ def flatten(tree: Any, known: Mapping[int, int] | None = None) -> tuple[list[Any
         tree: the structure.
         known: numbers of containers that a call was given, by ``id``; see :func:`unflatten`.
     """
+    leaves, outer = flatten_outer(tree)
+    leaves, spec, _ = _taken_apart(leaves, outer, known)
+    return leaves, spec
+
+
+def _taken_apart(
+    leaves: list[Any], outer: _pytree.TreeSpec, known: Mapping[int, int] | None = None
+) -> tuple[list[Any], TreeSpec, Sequence[Any]]:
+    """Takes the containers among some leaves apart; returns them, too."""
     classes = cache_classes()
-    if not classes:
-        return _pytree.tree_flatten(tree)
-    leaves, outer = _flatten_outer(tree, classes)
     if not any(isinstance(leaf, classes) for leaf in leaves):
-        return leaves, outer
+        return leaves, outer, ()
     apart = Apart(classes, known)
     numbers = []
     for leaf in leaves:
         numbers.append(apart.add(leaf))
         if numbers[-1] < 0:
             apart.leaves.append(leaf)
-    return apart.leaves, Nested(outer, tuple(numbers), apart.forms)
+    return apart.leaves, Nested(outer, tuple(numbers), apart.forms), apart.objects
 
 
-def flatten_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], TreeSpec]:
-    """Returns what :func:`flatten` returns for ``(args, kwargs)``, at once for tensors alone."""
+def flatten_call(
+    args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[list[Any], TreeSpec, Sequence[Any]]:
+    """Returns what :func:`flatten` returns for ``(args, kwargs)``, and its containers.
+
+    These are what :func:`containers` returns. Where nothing is nested, the registry is not asked.
+    """
     if not kwargs and _TENSORS.issuperset(map(type, args)):
-        return list(args), _tensors_only(len(args))
-    return flatten((args, kwargs))
+        return list(args), _flat_call(len(args), ()), ()
+    leaves, classes = [*args, *kwargs.values()], cache_classes()
+    if all(type(x) in _LEAVES or isinstance(x, classes) for x in leaves):
+        return _taken_apart(leaves, _flat_call(len(args), tuple(kwargs)))
+    return _taken_apart(*flatten_outer((args, kwargs)))
 
 
 def flatten_outer(tree: Any) -> tuple[list[Any], _pytree.TreeSpec]:
     """Returns the leaves of a structure, containers among them, and its shape down to them."""
     classes = cache_classes()
-    return _flatten_outer(tree, classes) if classes else _pytree.tree_flatten(tree)
-
-
-def _flatten_outer(tree: Any, classes: tuple[type, ...]) -> tuple[list[Any], _pytree.TreeSpec]:
+    if not classes:
+        return _pytree.tree_flatten(tree)
     # A user may have registered a class of containers, and would then be handed a copy.
     return _pytree.tree_flatten(tree, is_leaf=lambda value: isinstance(value, classes))
 
@@ -122,9 +135,9 @@ def formless(leaves: Sequence[Any]) -> str:
     return next(found, "")
 
 
-@functools.cache
-def _tensors_only(num_args: int) -> _pytree.TreeSpec:
-    return _pytree.tree_structure(((0,) * num_args, {}))
+@functools.lru_cache(maxsize=256)
+def _flat_call(num_args: int, names: tuple[str, ...]) -> _pytree.TreeSpec:
+    return _pytree.tree_structure(((0,) * num_args, dict.fromkeys(names, 0)))
 
 
 def unflatten(leaves: list[Any], spec: TreeSpec, given: Sequence[Any] = ()) -> Any:

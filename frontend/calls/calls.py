@@ -91,7 +91,7 @@ class Calls:
 
     def prepare(self, *args: Any, **kwargs: Any) -> None:
         """Compiles for the layout of a call, and runs nothing."""
-        leaves, tree = torch_pytree.flatten_call(args, kwargs)
+        leaves, tree, _ = torch_pytree.flatten_call(args, kwargs)
         if not (mode_around() or self._why_itself(leaves)):
             self._compile(leaves, tree)
 
@@ -135,11 +135,11 @@ class Calls:
         if mode:
             reason = f"{mode} is active, which sees or changes every operator"
             return self._run_alone(reason, args, kwargs)
-        leaves, tree = torch_pytree.flatten_call(args, kwargs)
+        leaves, tree, containers = torch_pytree.flatten_call(args, kwargs)
         entry = self.entries.fitting(leaves, tree)
         if entry is not None:
             self._eager = None
-            return entry.run(leaves, args, kwargs)
+            return entry.run(leaves, containers)
         plain = written_out(leaves)
         if plain is not None:
             entry = self.entries.fitting(plain, tree)
@@ -156,7 +156,7 @@ class Calls:
             reason = "an input that it changes or returns is conjugated or negated only in name"
             return self._run_itself(reason, args, kwargs)
         self._eager = None
-        return entry.run(leaves if plain is None else plain, args, kwargs)
+        return entry.run(leaves if plain is None else plain, containers)
 
     def _compiled(
         self, leaves: list[Any], plain: list[Any], tree: torch_pytree.TreeSpec

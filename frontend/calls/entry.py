@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from ...backend.run.runtime import PlannedRuntime
-from ...reuse import torch_pytree
 from ...reuse.ir.program import UserInput
 from ..autograd.bridge import Bridge, picker
 from ..capture.assemble import OutputTree
@@ -56,7 +55,7 @@ class ModuleEntry:
         if self._bridge is not None:
             self._bridge.backwards.rest()
 
-    def run(self, leaves: Sequence[Any], args: Any, kwargs: Any) -> Any:
+    def run(self, leaves: Sequence[Any], containers: Sequence[Any] = ()) -> Any:
         """Runs the program on flat inputs, and brings the containers they came from up to date."""
         if self._numbers:
             leaves = [*leaves, *(number.tensor(leaves) for number in self._numbers)]
@@ -70,8 +69,7 @@ class ModuleEntry:
             with torch.no_grad():
                 for output, target in self._writes:
                     inputs[target].copy_(outputs[output])
-        given = torch_pytree.containers((args, kwargs)) if self._result.updates else ()
-        return self._result.build(outputs, inputs, given)
+        return self._result.build(outputs, inputs, containers if self._result.updates else ())
 
     def _forward(self, inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Runs the program; ``h`` and ``h.detach()``, one tensor in it, are two for the user."""

@@ -70,11 +70,13 @@ AnyEntry = TypeVar("AnyEntry", bound=Entry)
 class KeptPrograms(Generic[AnyEntry]):
     """The programs of one module, the last used first.
 
-    The sequence is replaced, never changed: other threads may be looking through it.
+    The sequence and the table of it by shapes are replaced, never changed: other threads may be
+    looking through them.
     """
 
     def __init__(self) -> None:
         self._entries: tuple[AnyEntry, ...] = ()
+        self._by_shapes: Mapping[Any, tuple[AnyEntry, ...]] = {}
         self._token: object = None
         self._num_compiles = self._num_dropped = 0
         self._differences: list[Difference] = []
@@ -92,14 +94,12 @@ class KeptPrograms(Generic[AnyEntry]):
 
     def fitting(self, leaves: Sequence[Any], tree: torch_pytree.TreeSpec) -> AnyEntry | None:
         """Returns the program that fits a call, and puts it first."""
-        shapes: Any = None
-        for position, entry in enumerate(self._entries):
-            if position:  # the program used last is asked at once; of many others, the shapes tell
-                shapes = shapes or shapes_of(leaves)
-                if entry.guard.shapes != shapes:
-                    continue
+        entries = self._entries
+        if len(entries) > 1:  # of several, the shapes tell which to ask
+            entries = self._by_shapes.get(shapes_of(leaves), ())
+        for entry in entries:
             if entry.guard.accepts(leaves, tree):
-                if position or entry.guard.token is not self._token:
+                if entry is not self.first or entry.guard.token is not self._token:
                     self._put_first(entry)
                 return entry
         return None
@@ -117,6 +117,11 @@ class KeptPrograms(Generic[AnyEntry]):
         surplus = {*map(id, linked[MAX_LINKED:]), *map(id, others[MAX_PROGRAMS:])}
         if surplus:
             self._entries = tuple(e for e in self._entries if id(e) not in surplus)
+            by_shapes: dict[Any, tuple[AnyEntry, ...]] = {}
+            for kept in self._entries:
+                shapes = kept.guard.shapes
+                by_shapes[shapes] = (*by_shapes.get(shapes, ()), kept)
+            self._by_shapes = by_shapes
         self._num_dropped += len(surplus)
         if self._num_dropped < MAX_PROGRAMS:
             return False
@@ -144,6 +149,9 @@ class KeptPrograms(Generic[AnyEntry]):
 
     def _put_first(self, entry: AnyEntry) -> None:
         rest = [other for other in self._entries if other is not entry]
+        shapes = entry.guard.shapes
+        alike = (other for other in self._by_shapes.get(shapes, ()) if other is not entry)
+        self._by_shapes = {**self._by_shapes, shapes: (entry, *alike)}
         self._entries, self._token = (entry, *rest), entry.guard.token
         for other in rest[MAX_WITH_ARENAS - 1 : MAX_WITH_ARENAS]:
             if not other.is_small:

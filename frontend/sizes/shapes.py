@@ -197,14 +197,16 @@ class Shapes:
 
         report, compiler = self._report(), SymbolicCompiler(self._options)
         program = compiler.compile_symbolic(self._model, inputs.args, inputs.kwargs, sizes, report)
-        guard = Guard(self._model, program.captured, inputs.leaves, inputs.tree)
-        program = replace(program, captured=program.captured.without_tensors())
-        compile_ = _Compile(guard, shapes_of(inputs.leaves), symbolic=(program, compiler))
-        made = self._linked(compile_, guard, inputs, report)
-        if made is None:
-            raise PlanError(compile_.why_static or "its questions have other answers here")
-        self._keep(compile_)
-        return made
+        captured = program.captured
+        program = replace(program, captured=captured.without_tensors())
+        values = program.sizes.values(inputs.leaves)
+        if values is None:
+            raise PlanError("its questions have other answers here")
+        compiled = compiler.at(program, values, report)
+        hold = compiled.runtime.hold  # at hand only once something is linked
+        guard = Guard(self._model, captured, inputs.leaves, inputs.tree, hold)
+        self._keep(_Compile(guard, shapes_of(inputs.leaves), symbolic=(program, compiler)))
+        return Made(guard, compiled, report, is_linked=True)
 
 
 def _sizes_of(model: nn.Module, inputs: Inputs) -> frozenset[int]:
