@@ -11,27 +11,32 @@ sees what eager would have left there.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 
 _CONSTANTS = (bool, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 _LEAVES = (torch.Tensor, int, torch.SymInt)
+# Most of what is held is of these very classes, which are told apart at once.
+_USUAL_CONSTANTS = frozenset(_CONSTANTS)
+_USUAL_LEAVES = frozenset({torch.Tensor, int})
 
 Part = tuple[Literal["leaf", "container", "constant"], Any]
 """A leaf; a container by its number; or a constant with its type, as ``1 == True``."""
+
+
+_LEAF: Part = ("leaf", None)
 
 
 class _FormlessError(Exception):
     """A container holds something that is neither leaf, constant nor container."""
 
 
-@dataclass(frozen=True)
-class Container:
-    """The form of one container.
+class Container(NamedTuple):
+    """The form of one container. A tuple, as one is made and compared for each at every call.
 
     Attributes:
         kind: its class.
@@ -87,8 +92,16 @@ class Apart:
         self.objects.append(value)
         kind = type(value)
         names, held = _held_in(value)
-        parts = tuple([self._part(part) for part in held])
-        self._forms[number] = Container(kind, names, parts, self._known.get(id(value)))
+        parts, leaves = list[Part](), self.leaves
+        for part in held:
+            if type(part) in _USUAL_LEAVES:
+                leaves.append(part)
+                parts.append(_LEAF)
+            elif type(part) in _USUAL_CONSTANTS:
+                parts.append(("constant", (type(part), part)))
+            else:
+                parts.append(self._part(part))
+        self._forms[number] = Container(kind, names, tuple(parts), self._known.get(id(value)))
         return number
 
     def names_from(self, first: int, prefix: str) -> list[str]:
@@ -119,7 +132,7 @@ class Apart:
             return ("constant", (type(value), value))
         if isinstance(value, _LEAVES):
             self.leaves.append(value)
-            return ("leaf", None)
+            return _LEAF
         if type(value) in (list, tuple, dict) or isinstance(value, self._classes):
             return ("container", self._add(value))
         if isinstance(value, type):
@@ -128,7 +141,7 @@ class Apart:
 
 
 def _held_in(value: Any) -> tuple[tuple[Any, ...], Iterator[Any] | Sequence[Any]]:
-    kind = type(value)
+    kind: Any = type(value)
     if kind is list or kind is tuple:
         return (), value
     if kind is not dict and (not hasattr(value, "__dict__") or _has_slots(kind)):
@@ -137,6 +150,7 @@ def _held_in(value: Any) -> tuple[tuple[Any, ...], Iterator[Any] | Sequence[Any]
     return tuple(table), table.values()  # type: ignore[return-value]
 
 
+@functools.lru_cache(maxsize=256)
 def _has_slots(kind: type) -> bool:
     return any(vars(base).get("__slots__") for base in kind.__mro__)
 
@@ -178,7 +192,7 @@ class Together:
             made[:] = parts
             return made
         table = made if form.kind is dict else vars(made)
-        if table.keys() - set(form.names):
+        if tuple(table) != form.names and table.keys() - set(form.names):
             table.clear()
         table.update(zip(form.names, parts, strict=True))
         return made

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch.utils import _pytree
@@ -22,9 +21,8 @@ _TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
 _LEAVES = frozenset({*_TENSORS, bool, int, float, str, type(None)})
 
 
-@dataclass(frozen=True)
-class Nested:
-    """The shape of a structure with containers in it.
+class Nested(NamedTuple):
+    """The shape of a structure with containers in it. A tuple, as one is made at every call.
 
     Attributes:
         outer: the structure down to them.

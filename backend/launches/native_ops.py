@@ -133,7 +133,18 @@ def _leading(matrix: View) -> tuple[int, int] | None:
         return ord("N"), row_stride
     if row_stride == 1 and column_stride >= max(1, rows):
         return ord("T"), column_stride
+    if _lies_in_rows(matrix):
+        return ord("N"), columns
     return None
+
+
+def _lies_in_rows(matrix: View) -> bool:
+    """Whether the numbers lie as a contiguous matrix's do, whatever the strides say of one alone.
+
+    PyTorch, which goes by the strides, multiplies a copy of them.
+    """
+    (rows, columns), (row_stride, column_stride) = matrix.shape, matrix.stride
+    return (columns == 1 or column_stride == 1) and (rows == 1 or row_stride == columns)
 
 
 def _add(args: Sequence[Any], kwargs: dict[str, Any]) -> NativeOp | None:

@@ -240,14 +240,19 @@ class Guard:
             _ANY_FLOAT if i in any_float_at else _layout(x) for i, x in enumerate(leaves)
         ]
         self.shapes = shapes_of(leaves)
-        plain = all(type(x) is torch.Tensor for x in leaves)
-        self._plain_inputs = TensorLayouts(leaves if plain else ())
+        plain = [i for i, x in enumerate(leaves) if type(x) is torch.Tensor]
+        self._plain_at = plain
+        self._others_at = [i for i in range(len(leaves)) if i not in plain]
+        self._plain_inputs = TensorLayouts([leaves[i] for i in plain])
 
     def _match(self, leaves: Sequence[Any]) -> bool:
         """Whether arguments are like those that the program was compiled for."""
         if len(leaves) != len(self._layouts):
             return False
-        return self._plain_inputs.surely_same(leaves) or all(map(_matches, leaves, self._layouts))
+        layouts = self._layouts
+        if self._plain_inputs.surely_same([leaves[i] for i in self._plain_at]):
+            return all([_matches(leaves[i], layouts[i]) for i in self._others_at])
+        return all(map(_matches, leaves, layouts))
 
     def _memories(self, leaves: Sequence[Any]) -> list[int]:
         """Which inputs share memory, if the program changes one of its inputs."""

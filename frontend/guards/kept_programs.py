@@ -157,7 +157,8 @@ class KeptPrograms(Generic[AnyEntry]):
             if not other.is_small:
                 other.rest()
         for other in rest:
-            if other.guard.is_bound_to_present():
+            guard = other.guard  # with the token of what fits now, it has those very tensors
+            if guard.token is entry.guard.token or guard.is_bound_to_present():
                 break  # what was used before it was looked at when it was used
             other.guard.let_go()
             other.rest()

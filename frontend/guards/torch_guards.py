@@ -42,15 +42,15 @@ class TensorLayouts:
 
         Under the same grad mode, which the caller compares.
         """
-        return self._grad_mode and self._guards is not None and bool(self._guards.check(*tensors))
+        if self._guards is None or not self._guards.check(*tensors):
+            return False
+        # Without grad mode the check in C++ does not look at requires_grad.
+        return self._grad_mode or list(map(_requires_grad, tensors)) == self._wants_grad
 
     def same(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Whether these tensors, in the same order, have the same layouts."""
-        if self._guards is not None and self._grad_mode == torch.is_grad_enabled():
-            # Without grad mode the check in C++ does not look at requires_grad.
-            wants_grad = self._grad_mode or list(map(_requires_grad, tensors)) == self._wants_grad
-            if wants_grad and self._guards.check(*tensors):
-                return True
+        if self._grad_mode == torch.is_grad_enabled() and self.surely_same(tensors):
+            return True
         # A False is not conclusive: the C++ guard also reacts to the caller's modes (autocast,
         # inference). So compare exactly.
         return bool(_facts(tensors) == self._facts)
