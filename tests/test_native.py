@@ -127,6 +127,21 @@ def test_native_functions_refuse_what_is_no_address(given: tuple[Any, ...]) -> N
 
 
 @needs_blas
+@pytest.mark.parametrize("side", ["a row on the left", "a column on the right"])
+def test_the_stride_of_one_row_or_column_says_nothing(side: str) -> None:
+    torch.manual_seed(0)
+    a, b, out = torch.randn(1, 8), torch.randn(8, 5), torch.empty(1, 5)
+    if side == "a row on the left":
+        a = a.as_strided((1, 8), (0, 1))  # as Inductor has it
+    else:
+        a, b, out = torch.randn(3, 8), torch.randn(8).as_strided((8, 1), (1, 0)), torch.empty(3, 1)
+    bias = torch.randn(out.shape[1])
+    assert_native_equals(aten.mm.out, a, b, out=out, tolerance=product_tolerance(a, b))
+    tolerance = product_tolerance(a, b, bias)
+    assert_native_equals(aten.addmm.out, bias, a, b, out=out, tolerance=tolerance)
+
+
+@needs_blas
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("layouts", list(itertools.product(LAYOUTS, LAYOUTS)), ids="-".join)
 def test_matrix_products_of_any_shape(dtype: torch.dtype, layouts: tuple[str, str]) -> None:
@@ -356,6 +371,34 @@ def test_short_attention_is_plain_and_equals_eager(causal: bool, batch: int) -> 
     torch.testing.assert_close(loss, expected.detach(), rtol=1e-5, atol=1e-6)
     for ours, parameter in zip(found, model.parameters(), strict=True):
         torch.testing.assert_close(ours, parameter.grad, rtol=1e-5, atol=1e-5)
+
+
+class Token(nn.Module):
+    """What a decoder does with a further token: one query, and the keys of those before it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        query = self.linear(x).view(x.shape[0], 1, 2, 8).transpose(1, 2)
+        out = F.scaled_dot_product_attention(query, keys, values)
+        return self.linear(out.transpose(1, 2).reshape(x.shape))
+
+
+def test_attention_of_one_query_is_plain_for_any_number_of_keys() -> None:
+    torch.manual_seed(0)
+    model = Token()
+    run = lazyinline.compile(model)
+    for length in (5, 9, 12, 80):
+        x, keys = torch.randn(2, 1, 16), torch.randn(2, 2, length, 8)
+        values = torch.randn(2, 2, length, 8)
+        with torch.no_grad():
+            torch.testing.assert_close(run(x, keys, values), model(x, keys, values))
+            with torch.profiler.profile() as profile:
+                run(x, keys, values)
+        assert run.last_report.num_compiles <= 2
+        assert not any("attention" in event.key for event in profile.key_averages())
 
 
 @pytest.mark.parametrize("keep", [False, True], ids=["once", "retained"])

@@ -2,7 +2,8 @@
 
 PyTorch's fused attention saves memory and time over long sequences, but costs tens of microseconds
 per launch. Where a row of scores is no longer than a row of the result, the plain form keeps no
-more than the fused one and is several times faster (benchmarks/step_time.py).
+more than the fused one and is several times faster (benchmarks/step_time.py). So is that of a
+single query, a token of ``generate``: its scores are less than the keys, however many those are.
 """
 
 from __future__ import annotations
@@ -37,10 +38,29 @@ def _is_small(node: torch.fx.Node) -> bool:
         return False
     arguments = _arguments(node)
     query, key, value = (arguments[name].meta["val"] for name in ("query", "key", "value"))
-    plain = arguments["attn_mask"] is None and not arguments["dropout_p"]
-    whole = all(isinstance(x, int) for t in (query, key, value) for x in t.shape)
-    short = key.dim() == 4 and key.shape[-2] <= min(_MAX_KEYS, value.shape[-1])
-    return plain and whole and short and _contiguous_order(node.meta["val"]) is not None
+    if arguments["attn_mask"] is not None or arguments["dropout_p"]:
+        return False
+    if any(t.dim() != 4 for t in (query, key, value)):
+        return False
+    single = not arguments["is_causal"] and _has_one_query(query, key, value)
+    small = single or _has_few_keys(query, key, value)
+    return small and _contiguous_order(node.meta["val"]) is not None
+
+
+def _has_one_query(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
+    """Whether a head has one row of scores; the batch and the number of keys may be symbols."""
+    numbers = (*query.shape[1:], key.shape[1], key.shape[3], value.shape[1], value.shape[3])
+    return _are_numbers(*numbers) and query.shape[2] == 1
+
+
+def _has_few_keys(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
+    if not _are_numbers(*query.shape, *key.shape, *value.shape):
+        return False
+    return key.shape[-2] <= min(_MAX_KEYS, value.shape[-1])
+
+
+def _are_numbers(*sizes: int | torch.SymInt) -> bool:
+    return all(isinstance(size, int) for size in sizes)
 
 
 def _arguments(node: torch.fx.Node) -> dict[str, Any]:
