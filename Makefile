@@ -1,4 +1,5 @@
 # make bench | make test | make lint: each makes its own .venv from nothing first.
+# make docs: the documentation as a site in build/docs; a broken link is an error.
 # make integrations: the tests with transformers' Trainer, accelerate, Lightning, TRL and PEFT, which
 # it installs first.
 # make test-versions: contract and smoke tests on every supported PyTorch and Python that can be
@@ -22,8 +23,9 @@ VENV := .venv
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 INTEGRATIONS := $(VENV)/.integrations
+DOCS := $(VENV)/.docs
 
-.PHONY: bench test integrations test-versions lint
+.PHONY: bench test integrations test-versions lint docs
 
 bench: $(STAMP)
 	@$(VENV)/bin/lazyinline bench $(ARGS)
@@ -33,6 +35,10 @@ test: $(STAMP)
 
 integrations: $(INTEGRATIONS)
 	@$(PY) -m pytest -q --numprocesses $(JOBS) --dist worksteal tests/integrations $(ARGS)
+
+docs: $(DOCS)
+	@$(PY) -m sphinx -q --fail-on-warning --keep-going -d build/doctrees docs build/docs
+	@echo "build/docs/index.html"
 
 test-versions:
 	@$(PYTHON) tests/run_versions.py $(PAIRS)
@@ -79,4 +85,8 @@ $(STAMP): pyproject.toml
 
 $(INTEGRATIONS): $(STAMP)
 	@$(PY) -m pip install -qq --disable-pip-version-check --editable '.[dev,integrations]'
+	@touch $@
+
+$(DOCS): $(STAMP)
+	@$(PY) -m pip install -qq --disable-pip-version-check --editable '.[dev,docs]'
 	@touch $@

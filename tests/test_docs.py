@@ -1,0 +1,176 @@
+"""What README and docs/ show runs as it stands, and what they name is there.
+
+The Python blocks of a page run in order in one namespace, in a folder of their own. A block of the
+language `output` is what the Python blocks since the last one print, numbers and paths aside;
+`pytest --update-golden` writes it anew. Blocks of other languages (`console`, `text`) are not run.
+The first block of docs/quickstart.md is the `decoder.py` that other pages import.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import io
+import pathlib
+import re
+import sys
+from collections.abc import Callable
+
+import pytest
+from conftest import ROOT
+from link_tree import package_folders
+from sybil import Document, Example
+from sybil.evaluators.python import PythonEvaluator
+from sybil.parsers.markdown import CodeBlockParser
+
+from lazyinline_command.parser import make_parser
+
+DOCS = ROOT / "docs"
+README = ROOT / "README.md"
+PAGES = [README, ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
+LANGUAGES = {"python", "output", "console", "text", "{eval-rst}", "{include}", "{toctree}"}
+
+FENCE = re.compile(r"^```([^\n`]*)$\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r'\]\(([^)\s]+)\)|(?:src|srcset|href)="([^"]+)"')
+FOLDERS = "|".join((*(folder.name for folder in package_folders()), "tests", "benchmarks", "docs"))
+FILE = re.compile(rf"`((?:{FOLDERS}|examples)/[\w./-]*)`")
+
+
+class Runner:
+    """Runs the blocks of one page and compares what they print, or notes it."""
+
+    def __init__(self, cache: pathlib.Path) -> None:
+        self.cache = str(cache)
+        self.printed = io.StringIO()
+        self.shown: list[str] = []
+        self._run = PythonEvaluator()
+
+    def python(self, example: Example) -> None:
+        with contextlib.redirect_stdout(self.printed):
+            self._run(example)
+
+    def note(self, example: Example) -> None:
+        printed, self.printed = self.printed.getvalue(), io.StringIO()
+        self.shown.append(printed.replace(self.cache, "~/.cache/lazyinline"))
+
+    def compare(self, example: Example) -> None:
+        self.note(example)
+        printed = self.shown[-1]
+        assert skeleton(printed) == skeleton(example.parsed), (
+            f"{example.path}:{example.line} prints something else now; --update-golden writes it\n"
+            f"{printed}"
+        )
+
+    def document(self, page: pathlib.Path, shown: Callable[[Example], None]) -> Document:
+        parsers = (CodeBlockParser("python", self.python), CodeBlockParser("output", shown))
+        return Document.parse(str(page), *parsers)
+
+
+def skeleton(text: str) -> list[list[str]]:
+    """Returns what of a printed text is the same on every machine: its words, line by line."""
+    text = re.sub(r"~?(?:/[\w.\-]+){2,}", "PATH", text)
+    text = re.sub(r"\d[\d.,]*(?:e[+-]?\d+)?", "0", text)
+    return [line.split() for line in text.strip().splitlines()]
+
+
+def rewritten(text: str, shown: list[str]) -> str:
+    """Returns a page with other texts in its `output` blocks."""
+    texts = iter(shown)
+
+    def block(found: re.Match[str]) -> str:
+        if found[1] != "output":
+            return found[0]
+        lines = (line.rstrip() for line in next(texts).strip("\n").splitlines())
+        return "```output\n" + "\n".join(lines) + "\n```"
+
+    return FENCE.sub(block, text)
+
+
+def blocks(page: pathlib.Path, language: str) -> list[str]:
+    text = page.read_text(encoding="utf-8")
+    return [found[2] for found in FENCE.finditer(text) if found[1] == language]
+
+
+def name_of(page: pathlib.Path) -> str:
+    return page.relative_to(ROOT).as_posix()
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    """One cache for all pages: they compile the same blocks."""
+    return tmp_path_factory.mktemp("pages")
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if blocks(p, "python")], ids=name_of)
+def test_a_page_runs_and_prints_what_it_says(
+    page: pathlib.Path,
+    cache: pathlib.Path,
+    tmp_path: pathlib.Path,
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
+) -> None:
+    (tmp_path / "decoder.py").write_text(blocks(DOCS / "quickstart.md", "python")[0])
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("LAZYINLINE_CACHE_DIR", str(cache))
+    for name in ("decoder", *(path.stem for path in tmp_path.glob("*.py"))):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    runner = Runner(cache)
+    update = request.config.getoption("--update-golden")
+    for example in runner.document(page, runner.note if update else runner.compare):
+        example.evaluate()
+    if update:
+        page.write_text(rewritten(page.read_text(encoding="utf-8"), runner.shown))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_what_a_page_names_is_there(page: pathlib.Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    assert {found[1].partition(" ")[0] for found in FENCE.finditer(text)} <= LANGUAGES
+    prose = FENCE.sub("", text)
+    links = {a or b for a, b in LINK.findall(prose)}
+    files = {link.partition("#")[0] for link in links if ":" not in link}
+    missing = {link for link in files if link and not (page.parent / link).exists()}
+    missing |= {file for file in FILE.findall(prose) if not (ROOT / file).exists()}
+    assert not missing
+
+
+def test_the_page_on_the_command_line_has_each_command() -> None:
+    page = (DOCS / "command-line.md").read_text(encoding="utf-8")
+    assert {f"## {name}" for name in make_parser().commands} <= set(page.splitlines())
+
+
+def said(node: ast.AST) -> str:
+    """Returns a text of the code with `…` for each value that is filled in."""
+    if isinstance(node, ast.JoinedStr):
+        return "".join(said(part) for part in node.values)
+    return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else "…"
+
+
+def stands_in(text: str, parts: list[str]) -> bool:
+    """Says whether a text has all parts, in order."""
+    place = 0
+    for part in parts:
+        place = text.find(part, place) + len(part)
+        if place < len(part):
+            return False
+    return True
+
+
+def test_each_message_of_the_troubleshooting_page_is_one_that_the_code_gives() -> None:
+    texts = {
+        said(node)
+        for folder in package_folders()
+        for path in folder.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, (ast.JoinedStr, ast.Constant))
+    }
+    page = (DOCS / "troubleshooting.md").read_text(encoding="utf-8")
+    messages = re.findall(r"^### `(.*)`$", page, re.MULTILINE)
+    assert messages
+    missing = [
+        message
+        for message in messages
+        if not any(stands_in(text, message.split("…")) for text in texts)
+    ]
+    assert not missing
