@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,10 +43,16 @@ class NotingInterpreter(ModalInterpreter):
     Args:
         module: the leaf's body.
         graph: the graph that grows.
+        laid_out: as of ModalInterpreter.
     """
 
-    def __init__(self, module: torch.fx.GraphModule, graph: torch.fx.Graph) -> None:
-        super().__init__(module)
+    def __init__(
+        self,
+        module: torch.fx.GraphModule,
+        graph: torch.fx.Graph,
+        laid_out: Callable[[Any, torch.fx.Node], Any],
+    ) -> None:
+        super().__init__(module, laid_out)
         self._graph = graph
         self._marks: list[tuple[int, Origin]] = []
         self._functions: set[Any] = set()

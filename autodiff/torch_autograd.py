@@ -165,7 +165,7 @@ class JointTrace:
         self, mode: FakeTensorMode, primals: Sequence[torch.Tensor], wanted: Sequence[int]
     ) -> list[torch.Tensor]:
         with mode, sizes_kept_open(mode), torch.enable_grad():
-            outputs = ModalInterpreter(self._module).run_flat(primals)
+            outputs = ModalInterpreter(self._module, _attention_as_traced).run_flat(primals)
         self.num_outputs = len(outputs)
         self.tangent_outputs = tuple(i for i in wanted if outputs[i].requires_grad)
         types = [TensorType.of(outputs[i]).cotangent() for i in self.tangent_outputs]
@@ -176,7 +176,8 @@ class JointTrace:
     ) -> tuple[Any, ...]:
         proxy_mode = get_proxy_mode()
         assert proxy_mode is not None
-        interpreter = NotingInterpreter(self._module, proxy_mode.tracer.graph)
+        graph = proxy_mode.tracer.graph
+        interpreter = NotingInterpreter(self._module, graph, _attention_as_traced)
         outputs = interpreter.run_flat(primals)
         self._forward = {n.name for n in proxy_mode.tracer.graph.nodes}
         gradients = torch.autograd.grad(
@@ -356,6 +357,18 @@ def _lying_as(result: Any, traced: Any) -> Any:
     if not isinstance(traced, torch.Tensor) or traced.layout is not torch.strided:
         return result
     return _with_layout(result, TensorType.of(traced))
+
+
+def _attention_as_traced(result: Any, node: torch.fx.Node) -> Any:
+    """Gives attention the layout that it was traced with, which differs from backend to backend."""
+    traced = node.meta.get("val")
+    if node.target is not torch.ops.aten.scaled_dot_product_attention.default or traced is None:
+        return result
+    stride = TensorType.of(traced).stride
+    if TensorType.of(result).stride == stride or not all(isinstance(n, int) for n in stride):
+        return result
+    order = sorted(range(traced.dim()), key=lambda dim: -stride[dim])
+    return result.permute(order).contiguous().permute([order.index(d) for d in range(len(order))])
 
 
 def _strip_detach(module: torch.fx.GraphModule) -> None:

@@ -17,7 +17,7 @@ from ..backend.launches.torch_native import Move
 from ..backend.run.planned import Lease
 from ..recompute.policy import Policy
 from ..reuse import torch_pytree
-from ..reuse.errors import PlanError
+from ..reuse.errors import CaptureError, PlanError
 from ..reuse.ir.leaf import without_autocast
 from ..reuse.process_lock import ProcessLock
 from ..reuse.torch_names import new_cpu_tensor
@@ -33,6 +33,7 @@ from .checks.torch_modes import autograd_mode_around, mode_around
 from .checks.wrappers import model_inside, refuse_wrappers
 from .compiled import CompiledStep
 from .compiler import Compiler
+from .effects.effects import EffectError
 from .guards.guard import Guard
 from .guards.kept_programs import Inputs, KeptPrograms
 from .guards.varying_floats import VaryingFloats
@@ -246,9 +247,15 @@ class TrainingStep:
     def _entry_with(
         self, first: Inputs, leaves: list[Any], parts: list[Any], opened: OpenCapture
     ) -> _StepEntry:
-        compiled, self._report = self._compiler.compile_step(
-            self._loss_model, first.args, first.kwargs, self._batching, opened.captured
-        )
+        try:
+            compiled, self._report = self._compiler.compile_step(
+                self._loss_model, first.args, first.kwargs, self._batching, opened.captured
+            )
+        except EffectError as effect:
+            raise CaptureError(
+                f"{effect} A step is one program: do that outside of the model, or use "
+                "lazyinline.compile, which lets such a model run itself."
+            ) from effect
         return _StepEntry(self._loss_model, compiled, leaves, parts, first.tree, opened)
 
     def _split(self, leaf: Any) -> Any:
@@ -469,6 +476,11 @@ class LossModel(nn.Module):
             self.__dict__[table] = {}
         self.model = model
         self.__dict__["_loss_fn"] = loss_fn
+
+    @property
+    def lazyinline_name(self) -> str:
+        """What errors call it."""
+        return type(self.model).__name__
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Returns the scalar loss."""

@@ -39,3 +39,16 @@ class CacheWarning(UserWarning):
 
 class VerifyError(LazyInlineError):
     """A program breaks a rule of its level. This is a bug of lazyinline, not of the model."""
+
+
+for _public in (
+    LazyInlineError,
+    CaptureError,
+    ReuseError,
+    PlanError,
+    PipelineError,
+    ExportError,
+    CacheError,
+    VerifyError,
+):
+    _public.__module__ = "lazyinline"  # a traceback shows the name that users catch

@@ -1,6 +1,8 @@
 """Every error that a user can meet by mistake: its class, and that its message says what to do."""
 
 import pathlib
+import pickle
+import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -138,6 +140,109 @@ def test_an_error_of_the_model_itself_names_the_users_line_and_the_cause() -> No
         lazyinline.compile(stack(Raising), backend="eager", fallback="error")(torch.ones(2, 4))
     assert f"{HERE}:{line} Raising.forward" in str(caught.value)
     assert caught.value.__cause__ is not None
+
+
+@lazy_inline
+class Telling(nn.Module):
+    """Does in its forward what no program does."""
+
+    def __init__(self, how: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.linear, self.how = nn.Linear(4, 4), how
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(self.how(x))  # what is told of
+
+
+def by_numpy(x: Tensor) -> Tensor:
+    return x + torch.from_numpy(x.detach().numpy())  # numpy
+
+
+def by_item(x: Tensor) -> Tensor:
+    return x * x.mean().item()  # item
+
+
+def by_random(x: Tensor) -> Tensor:
+    return x * random.uniform(1, 2)  # random
+
+
+def by_print(x: Tensor) -> Tensor:
+    print("a line")  # print
+    return x
+
+
+@pytest.mark.parametrize(
+    ("how", "line", "texts"),
+    [
+        (by_numpy, "# numpy", ["leaves PyTorch", ".numpy()", "torch.library.custom_op"]),
+        (by_item, "# item", ["needs the value", ".item()", "torch.where", "outside"]),
+        (by_random, "# random", ["draws from Python's random", "lazyinline.compile"]),
+        (by_print, "# print", ["prints or logs", "lazyinline.compile"]),
+    ],
+)
+def test_what_no_program_does_is_told_with_the_line_and_what_to_write_instead(
+    how: Callable[[Tensor], Tensor], line: str, texts: list[str]
+) -> None:
+    model = stack(lambda: Telling(how))
+    x = torch.ones(2, 4)
+    with pytest.raises(CaptureError) as caught:
+        lazyinline.compile_step(model, loss_fn=torch.sum, backend="eager")(x)
+    told = str(caught.value)
+    assert f"{HERE}:{line_of(f'  {line}')} {how.__name__}" in told
+    assert all(text in told for text in texts), told
+    assert "LossModel" not in told and "aten." not in told
+    compiled = lazyinline.compile(model, backend="eager")
+    compiled(x)
+    (row,) = [x for x in str(compiled.last_report).splitlines() if "(Telling)" in x]
+    assert row.startswith("  1, 2 (Telling): runs itself")
+
+
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_a_block_of_another_type_is_named_before_anything_runs(backend: str) -> None:
+    model = stack(lambda: nn.Sequential(Mixed()))
+    model[1].bfloat16()
+    line = line_of("# one type only")
+    with pytest.raises(CaptureError) as caught:
+        lazyinline.compile_step(model, loss_fn=torch.sum, backend=backend)(torch.ones(2, 4))
+    assert f"{HERE}:{line} Mixed.forward multiplies" in str(caught.value)
+    assert all(name in str(caught.value) for name in ("float32", "bfloat16", "autocast"))
+    with pytest.raises(RuntimeError, match="dtype"):  # eager's own, from the user's own frame
+        lazyinline.compile(model, backend=backend)(torch.ones(2, 4))
+    with torch.autocast("cpu"):
+        x = torch.ones(2, 4)
+        assert_close(lazyinline.compile(model, backend=backend)(x), model(x))
+
+
+class Mixed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x)  # one type only
+
+
+def test_a_missing_compiler_is_named_with_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._inductor import config, cpp_builder
+
+    cpp_builder.cpp_compiler_search.cache_clear()
+    monkeypatch.setenv("LAZYINLINE_CACHE", "0")
+    try:
+        with config.patch({"cpp.cxx": (None, "no-such-compiler")}):
+            compiled = lazyinline.compile(
+                nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.LayerNorm(4))
+            )
+            with pytest.raises(PlanError, match=r"no-such-compiler.*apt install g\+\+.*eager"):
+                compiled(torch.ones(2, 4))
+    finally:
+        cpp_builder.cpp_compiler_search.cache_clear()
+
+
+def test_errors_show_the_name_by_which_they_are_caught() -> None:
+    for name in lazyinline.__all__:
+        thing = getattr(lazyinline, name)
+        if isinstance(thing, type) and issubclass(thing, Exception):
+            assert thing.__module__ == "lazyinline" and pickle.loads(pickle.dumps(thing)) is thing
 
 
 def test_after_an_error_everything_works_again() -> None:

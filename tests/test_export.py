@@ -136,6 +136,41 @@ def test_training_graph_of_convolutions_gives_every_gradient(path: pathlib.Path)
         assert close(found[f"grad.layers.0.{name}"], parameter.grad, TRAINING_TOLERANCE), name
 
 
+class Attention(nn.Module):
+    """nanoGPT's: the tail is a view, which only PyTorch's own layout of attention allows."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.norm, self.qkv, self.out = nn.LayerNorm(8), nn.Linear(8, 24), nn.Linear(8, 8)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, width = x.shape
+        heads = self.qkv(self.norm(x)).split(width, 2)
+        q, k, v = (t.view(batch, length, 2, width // 2).transpose(1, 2) for t in heads)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        y = y.transpose(1, 2).contiguous().view(batch, length, width)
+        return x + self.dropout(self.out(y))
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.25])
+def test_training_graph_of_attention_norms_and_dropout(dropout: float, path: pathlib.Path) -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(Attention(dropout), Attention(dropout)), torch.randn(2, 4, 8)
+    whole = Around(lambda layers, x: layers[0](x).square().mean(), model)
+    if dropout:
+        with pytest.raises(ExportError, match=r"draws random numbers .* set dropout to 0"):
+            lazyinline.export_onnx(whole, (x,), path, train=True)
+    report = lazyinline.export_onnx(whole, (x,), path, train=True, verify=False)
+    found = dict(zip(report.outputs, run(path, **{report.inputs[0]: x}), strict=True))
+    model(x).square().mean().backward()
+    for name, parameter in model.named_parameters():
+        gradient = found[f"grad.layers.0.{name}"]
+        assert parameter.grad is not None and gradient.shape == parameter.grad.shape
+        assert dropout or close(gradient, parameter.grad, TRAINING_TOLERANCE), name
+        assert np.isfinite(np.asarray(gradient)).all()
+
+
 CASES = [
     (dims, transposed, stride, dilation, groups)
     for dims in (1, 2)

@@ -18,6 +18,7 @@ from ...autodiff.joint_cut import copy_graph
 from ...autodiff.torch_autograd import draw_mask
 from ...reuse.ir.program import input_nodes
 from ...reuse.ir.torch_symbols import sizes_as_literals, symbols_of, with_size_inputs
+from ..launches.torch_native import check_cpp_compiler
 from .torch_builds import deferred_builds, vector_units_probed_here
 from .torch_divisions import quotients_checked
 from .torch_draws import drawn_in_order
@@ -116,6 +117,8 @@ def rewrite_joint(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
         module = with_size_inputs(module, symbols, "last")
     first = input_nodes(module)[0].meta["val"]
     device, context = first.device, TracingContext(first.fake_mode)
+    if device.type == "cpu":
+        check_cpp_compiler()
     layouts = Layouts(module.graph)
     with settings(), vector_units_probed_here(), tracing(context):
         module = _recursive_joint_graph_passes(module, input_device=device)
@@ -140,6 +143,8 @@ def compile_leaves(
     """
     if not modules:  # all from the cache: Inductor need not even be imported
         return []
+    if any(n.meta["val"].device.type == "cpu" for m in modules for n in _tensor_inputs(m)):
+        check_cpp_compiler()
     compiled = []
     probes = vector_units_probed_here()
     way = drawn_in_order(), quotients_checked()
@@ -151,6 +156,10 @@ def compile_leaves(
             on_compiled()
         finish()
     return compiled
+
+
+def _tensor_inputs(module: torch.fx.GraphModule) -> list[torch.fx.Node]:
+    return [n for n in input_nodes(module) if isinstance(n.meta["val"], torch.Tensor)]
 
 
 def _compile(module: torch.fx.GraphModule) -> BoxedCallable:

@@ -59,6 +59,29 @@ class NativeLibrary:
     move: Move
 
 
+def check_cpp_compiler() -> None:
+    """Looks for what builds kernels for a CPU, before anything is prepared for it.
+
+    Raises:
+        PlanError: if there is none; it says what to install.
+    """
+    from torch._inductor import config
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    try:
+        get_cpp_compiler()
+    except InvalidCxxCompiler:
+        wanted = config.cpp.cxx if isinstance(config.cpp.cxx, (list, tuple)) else [config.cpp.cxx]
+        names = " or ".join(str(name) for name in wanted if name)
+        raise PlanError(
+            f"There is no C++ compiler here (looked for {names}), and Inductor needs one for "
+            "kernels on a CPU. Install it (Debian, Ubuntu: apt install g++; Fedora: dnf install "
+            'gcc-c++), name yours in the environment variable CXX, or use backend="eager", which '
+            "generates no code."
+        ) from None
+
+
 @functools.cache
 def _library() -> Any:
     """Builds and loads all of our C++, as one library."""
@@ -74,6 +97,7 @@ def _library() -> Any:
             return ctypes.CDLL(str(sound_object(Path(path))))
 
     own_folder()
+    check_cpp_compiler()
     try:
         try:
             return Sound.load(native_source())

@@ -89,6 +89,7 @@ def exact_decompositions(opset: int) -> Decompositions:
         elif operator is _ATEN.embedding_dense_backward.default:
             table[operator] = decompose  # its translation forgets padding_idx
     table[_ATEN.convolution_backward.default] = convolution_backward
+    table[torch.ops.prims.broadcast_in_dim.default] = _broadcast_in_dim
     return table
 
 
@@ -102,6 +103,14 @@ def keeping_decompositions(opset: int) -> Decompositions:
             table.setdefault(operator, operator.decompose)
     table[_ATTENTION] = _masked_attention
     return table
+
+
+def _broadcast_in_dim(x: Any, shape: Sequence[Any], dims: Sequence[int]) -> Any:
+    """Takes a primitive apart that functionalization does not know (as PyTorch computes it)."""
+    for dim in range(len(shape)):
+        if dim not in dims:
+            x = x.unsqueeze(dim)
+    return x.expand(shape)
 
 
 def batch_norm() -> Decompositions:

@@ -9,7 +9,6 @@ into a program of closures.
 from __future__ import annotations
 
 import dataclasses
-import traceback
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
@@ -27,12 +26,13 @@ from ...reuse.ir.printer import format_program
 from ...reuse.ir.program import ModelTensor, Program
 from ...reuse.open_numbers import is_open
 from ..checks.capturable import refuse_backward_hooks, refuse_uncapturable
+from ..checks.operand_types import check_operand_types
 from ..checks.refusals import ITERATES
 from ..checks.runnable import check_memory
 from ..effects.effects import EffectError, OnEffects
 from ..effects.outside_changes import find_fake
 from ..marks import is_marked
-from ..tracing.torch_tracing import DATA_DEPENDENT_ERRORS, frame_text, user_frame
+from ..tracing.capture_errors import capture_error, model_name
 from .assemble import ResultTree, assemble
 from .blocks import (
     Blocks,
@@ -108,6 +108,7 @@ def capture_model(
     else:
         captured = _capture_chosen(model, arguments, reuse, train=train)
     check_memory(captured.program)
+    check_operand_types(captured.program, model_name(model))
     return captured
 
 
@@ -230,7 +231,7 @@ def _run(recorder: Recorder, arguments: Arguments, *, train: bool) -> tuple[list
         _refuse_moved_on(recorder, error)
         raise
     except Exception as error:
-        made = _capture_error(recorder.model, error)
+        made = capture_error(recorder.model, error)
         _refuse_moved_on(recorder, made)
         raise made from error
 
@@ -367,25 +368,3 @@ def _with_constants(decision: SharingDecision, shared: Shared) -> SharingDecisio
     be = "an input" if len(shared.numbers) == 1 else "inputs"
     text = f"shares @{shared.closure.name} with {noun} {numbers} as {be}"
     return dataclasses.replace(decision, shares=text)
-
-
-def _capture_error(model: nn.Module, error: Exception) -> CaptureError:
-    line = _user_line(error)
-    where = f" at {line}" if line else ""
-    name = type(model).__name__
-    if isinstance(error, DATA_DEPENDENT_ERRORS) or "value out of a tracing tensor" in str(error):
-        return CaptureError(
-            f"{name} cannot be captured: its Python needs the value of a tensor{where} "
-            f"({str(error).splitlines()[0]}). A program cannot branch on data: use torch.where or "
-            "masking, or move the decision out of the model."
-        )
-    return CaptureError(f"{name} cannot be captured{where}: {type(error).__name__}: {error}")
-
-
-def _user_line(error: Exception) -> str:
-    frames = [f for f, _ in traceback.walk_tb(error.__traceback__)]
-    for frame in reversed(frames):
-        found = frame if user_frame(frame) is frame else None
-        if found is not None:
-            return frame_text(found)
-    return ""

@@ -14,6 +14,7 @@ from ...reuse.evidence.module_state import raw_attribute
 from ...reuse.ir.program import RecomputeMark
 from ...reuse.ir.types import TensorType
 from ..checks.refusals import DIFFERENTIATES, refuse_recurrent
+from ..tracing.capture_errors import model_name
 from ..tracing.custom_function import TENSOR, CustomFunction
 from ..tracing.torch_tracing import user_line
 from .block_calls import BlockCalls
@@ -153,7 +154,7 @@ class ModelWatcher:
         """Refuses a forward that runs a backward of its own."""
         if not self._recording.quiet:
             raise CaptureError(
-                f"{type(self._recording.model).__name__} cannot be captured: its forward "
+                f"{model_name(self._recording.model)} cannot be captured: its forward "
                 f"{DIFFERENTIATES} (torch.autograd.grad, torch.func, backward) at {user_line()}, "
                 "which cannot be followed to operators. Run it outside the model."
             )

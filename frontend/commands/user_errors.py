@@ -6,7 +6,7 @@ import traceback
 
 from ...reuse.errors import LazyInlineError
 from ...reuse.own_code import own_places
-from ..tracing.torch_tracing import is_library_frame
+from ..tracing.torch_tracing import is_library_frame, is_standard_frame
 
 
 def said_of(error: Exception) -> str | None:
@@ -23,7 +23,7 @@ def said_of(error: Exception) -> str | None:
         code = frame.f_code
         if code.co_filename.startswith(own_places()):
             where = ""
-        elif not is_library_frame(frame):
+        elif not (is_library_frame(frame) or is_standard_frame(frame)):
             where = f"{code.co_filename}:{line} {getattr(code, 'co_qualname', code.co_name)}"
     if not where:
         return None

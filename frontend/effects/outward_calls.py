@@ -26,6 +26,7 @@ _OUTWARD: dict[str, tuple[str, tuple[str, ...]]] = {
     "_queue": ("uses a queue", ("put", "put_nowait", "get", "get_nowait")),
     "_pickle": ("writes or reads a pickle", ("dump", "load")),
     "_csv": ("writes a table", ("writerow", "writerows")),
+    "_random": ("draws from Python's random", ("random", "getrandbits", "seed", "setstate")),
     "sqlite3": ("uses a database", ("execute", "executemany", "executescript", "commit")),
     "generator": ("hands something to a generator", ("send", "throw")),
     "time": (_TIME, (*_CLOCKS, *(f"{name}_ns" for name in _CLOCKS))),

@@ -50,9 +50,10 @@ class PartRecord:
     ran_eagerly: str = ""
     is_small: bool = False
 
-    def __str__(self) -> str:
-        how = f"runs itself, {self.ran_eagerly}" if self.ran_eagerly else "compiled"
-        return f"{self.path} ({self.class_name}): {how}"
+    @property
+    def how(self) -> str:
+        """What its calls ran."""
+        return f"runs itself, {self.ran_eagerly}" if self.ran_eagerly else "compiled"
 
 
 @dataclass

@@ -42,6 +42,7 @@ from .torch_mutations import pure_forms
 
 _TORCH_FOLDER = os.path.dirname(torch.__file__) + os.sep
 _LIBRARY_FOLDERS = (_TORCH_FOLDER, *own_places())
+_STANDARD_FOLDER = os.path.dirname(os.__file__) + os.sep
 
 _GENERATED = "<string>"
 _PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
@@ -66,6 +67,9 @@ _MACHINERY = frozenset(
         "typing_extensions",
     ]
 )
+
+LEAVES_PYTORCH = ".numpy() is not supported"
+"""What PyTorch says where a fake tensor is asked for an array."""
 
 DATA_DEPENDENT_ERRORS: tuple[type[Exception], ...] = (
     DataDependentOutputException,
@@ -217,9 +221,21 @@ def _qualified_name(frame: Any) -> str:
 
 
 def user_line() -> str:
-    """Returns where the running user code is, such as ``file.py:31 Block.forward``."""
-    frame = user_frame(sys._getframe(1))
-    return "an unknown line" if frame is None else frame_text(frame)
+    """Returns where the running user code is, such as ``file.py:31 Block.forward``.
+
+    What Python's own library does for the user is shown where the user called it.
+    """
+    frame = nearest = user_frame(sys._getframe(1))
+    while frame is not None and is_standard_frame(frame):
+        frame = user_frame(frame.f_back)
+    shown = nearest if frame is None else frame
+    return "an unknown line" if shown is None else frame_text(shown)
+
+
+def is_standard_frame(frame: Any) -> bool:
+    """Whether a frame runs code of Python's own library."""
+    filename = str(frame.f_code.co_filename)
+    return filename.startswith(_STANDARD_FOLDER) and "site-packages" not in filename
 
 
 class Tracer:

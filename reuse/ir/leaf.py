@@ -70,15 +70,28 @@ def without_autocast(function: Callable[..., Any]) -> Callable[..., Any]:
     return wrapper
 
 
+def _as_it_is(result: Any, node: torch.fx.Node) -> Any:
+    return result
+
+
 class ModalInterpreter(SizedInterpreter):
     """Runs a leaf body node by node under the modes in the nodes' stamps.
 
     Autocast is entered anew for each run of nodes with one state, and grad mode can only be
     switched off (``grad_enabled=False`` in a stamp), never on.
+
+    Args:
+        module: the body.
+        laid_out: gives the result of an operator the layout that the node has seen.
     """
 
-    def __init__(self, module: torch.fx.GraphModule) -> None:
+    def __init__(
+        self,
+        module: torch.fx.GraphModule,
+        laid_out: Callable[[Any, torch.fx.Node], Any] = _as_it_is,
+    ) -> None:
         super().__init__(module, garbage_collect_values=True)
+        self._laid_out = laid_out
         self._stack = contextlib.ExitStack()
         self._modes: tuple[bool, tuple[Autocast, ...]] = (True, ())
 
@@ -94,7 +107,7 @@ class ModalInterpreter(SizedInterpreter):
             stamp = stamp_of(n)
             if (stamp.grad_enabled, stamp.autocast) != self._modes:
                 self._switch(stamp)
-        return super().run_node(n)
+        return self._laid_out(super().run_node(n), n)
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         """Calls an operator, or what stands for one whose checks a trace would lose."""

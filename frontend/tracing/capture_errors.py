@@ -1,0 +1,46 @@
+"""What the user is told of an error of their model that met a capture."""
+
+from __future__ import annotations
+
+import traceback
+
+from torch import nn
+
+from ...reuse.errors import CaptureError
+from .torch_tracing import DATA_DEPENDENT_ERRORS, LEAVES_PYTORCH, frame_text, user_frame
+
+_NEEDS_A_VALUE = "value out of a tracing tensor"
+
+
+def model_name(model: nn.Module) -> str:
+    """Returns what the user calls a model: its class, or that of the model in ours around it."""
+    return str(getattr(model, "lazyinline_name", type(model).__name__))
+
+
+def capture_error(model: nn.Module, error: Exception) -> CaptureError:
+    """Returns what to raise for an error of a model's own Python: the line, and what to do."""
+    line = _user_line(error)
+    where = f" at {line}" if line else ""
+    name, text = model_name(model), str(error)
+    if isinstance(error, DATA_DEPENDENT_ERRORS) or _NEEDS_A_VALUE in text:
+        return CaptureError(
+            f"{name} cannot be captured: its Python needs the value of a tensor{where} (.item(), "
+            "if, int() or print do), and a program has no values yet. Compute with the tensor "
+            "itself; decide with torch.where or masking, or outside the model; print outside of it."
+        )
+    if LEAVES_PYTORCH in text:
+        return CaptureError(
+            f"{name} cannot be captured: its forward leaves PyTorch{where} (.numpy()), and what "
+            "NumPy computes is in no program. Use PyTorch's functions, or make it an operator "
+            "with torch.library.custom_op."
+        )
+    return CaptureError(f"{name} cannot be captured{where}: {type(error).__name__}: {text}")
+
+
+def _user_line(error: Exception) -> str:
+    frames = [f for f, _ in traceback.walk_tb(error.__traceback__)]
+    for frame in reversed(frames):
+        found = frame if user_frame(frame) is frame else None
+        if found is not None:
+            return frame_text(found)
+    return ""
