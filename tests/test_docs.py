@@ -140,6 +140,21 @@ def test_the_page_on_the_command_line_has_each_command() -> None:
     assert {f"## {name}" for name in make_parser().commands} <= set(page.splitlines())
 
 
+def anchors(page: pathlib.Path) -> set[str]:
+    """Returns the anchors of a page's headings, as GitHub and the site make them."""
+    text = FENCE.sub("", page.read_text(encoding="utf-8"))
+    headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_what_the_readme_links_to_inside_of_pages_is_there() -> None:
+    prose = FENCE.sub("", README.read_text(encoding="utf-8"))
+    links = [a or b for a, b in LINK.findall(prose)]
+    pairs = [link.split("#") for link in links if "#" in link]
+    assert pairs
+    assert not [(page, name) for page, name in pairs if name not in anchors(ROOT / page)]
+
+
 def said(node: ast.AST) -> str:
     """Returns a text of the code with `…` for each value that is filled in."""
     if isinstance(node, ast.JoinedStr):
