@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from torch import nn
+
 from ..autodiff.derivative import Request
 from ..reuse.ir.program import Composite, ModelTensor, Program
 
@@ -39,6 +41,12 @@ def loss_differentiation(program: Program) -> Request:
 def model_name(name: str) -> str:
     """Returns a tensor's or module's own name in the model: what computes the loss is around it."""
     return name.removeprefix("model.")
+
+
+def class_name_of(model: nn.Module) -> str:
+    """Returns the name of a model's own class: what computes the loss is around it."""
+    is_around = getattr(type(model), "is_around_a_model", False)
+    return type(model.model if is_around else model).__name__
 
 
 def _unbound(name: str, program: Program) -> Composite:

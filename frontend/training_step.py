@@ -470,6 +470,8 @@ def _whole(parts: tuple[torch.Tensor, ...], like: torch.Tensor) -> torch.Tensor:
 class LossModel(nn.Module):
     """A model and its loss as one module with the model's own parameter names."""
 
+    is_around_a_model = True
+
     def __init__(self, model: nn.Module, loss_fn: LossFunction | None) -> None:
         super().__init__()
         for table in ("_parameters", "_buffers"):

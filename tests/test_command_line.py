@@ -125,6 +125,18 @@ def test_bench_of_a_target(models: str, capsys: pytest.CaptureFixture[str]) -> N
     assert len(row.split()) == 12
 
 
+def test_report_prints_numbers_and_writes_a_page(
+    models: str, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = tmp_path / "report.html"
+    command = ["report", f"{models}:good", "--backend", "eager", "--infer", "--html", str(page)]
+    assert main(command) == 0
+    assert "operators compiled" in capsys.readouterr().out
+    assert page.read_text(encoding="utf-8").startswith("<!doctype html>")
+    assert main([*command[:-1], str(tmp_path / "no" / "where.html")]) == 2
+    assert "there is no such folder" in capsys.readouterr().err
+
+
 def test_export_writes_a_file(
     models: str, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -214,7 +226,7 @@ def test_help_lists_what_exists(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["--help"])
     out = capsys.readouterr().out
-    assert all(word in out for word in ("advise", "bench", "cache", "export", "inspect"))
+    assert all(word in out for word in ("advise", "bench", "cache", "export", "inspect", "report"))
 
 
 def test_in_a_pipe_each_pass_is_a_line_and_there_is_no_bar(models: str) -> None:

@@ -264,6 +264,12 @@ def test_a_noisy_step_is_not_praised(measured: lazyinline.MeasureReport) -> None
     assert "median up to 3.0\u00d7 minimum" in step_tile(loud)["note"]
 
 
+def test_the_model_is_named_and_not_what_computes_its_loss(
+    step: lazyinline.CompileReport, measured: lazyinline.MeasureReport
+) -> None:
+    assert compile_page(step)["title"] == measured.late.compiled.model == "Decoder"
+
+
 def test_depth_is_shown_where_several_were_measured(measured: lazyinline.MeasureReport) -> None:
     data = measure_page([replace(measured, layers=n) for n in (4, 8)], "two depths")
     assert data["depth"]["layers"] == [4, 8]

@@ -1,8 +1,9 @@
-"""``lazyinline bench``, ``inspect``, ``export`` and ``advise``."""
+"""``lazyinline bench``, ``inspect``, ``export``, ``advise`` and ``report``."""
 
 from __future__ import annotations
 
 import argparse
+import pathlib
 import sys
 from typing import Any
 
@@ -12,7 +13,8 @@ from ..advise.advise import advise
 from ..inspection import pass_lists, show_after, show_captured
 from ..measure.bench import DEFAULT_LAYERS, OWN_MODELS, Plan, bench, title, to_json
 from ..measure.large_models import LARGE_MODELS, bench_large, reports_to_json
-from ..measure.measure_page import measure_page
+from ..measure.measure import measure
+from ..measure.measure_page import large_page, measure_page
 from ..measure.rank_bench import RANK_MODELS, bench_rank
 from ..measure.target import FORM, load_target
 from ..onnx.export import export_onnx
@@ -27,9 +29,7 @@ def run_bench(options: argparse.Namespace) -> None:
     Raises:
         LazyInlineError: if something was asked that cannot be done.
     """
-    for file in (options.json, options.html):
-        if file is not None and not file.resolve().parent.is_dir():
-            raise LazyInlineError(f"{file} cannot be written: there is no such folder.")
+    _check_folders(options.json, options.html)
     if options.model in LARGE_MODELS or options.model in RANK_MODELS:
         _bench_large(options)
         return
@@ -49,11 +49,12 @@ def run_bench(options: argparse.Namespace) -> None:
 
 
 def _bench_large(options: argparse.Namespace) -> None:
-    if (options.layers and len(options.layers) > 1) or options.infer or options.html:
+    if (options.layers and len(options.layers) > 1) or options.infer:
         raise LazyInlineError(
-            f"{options.model} is compiled and not run: it takes one number of --layers, no --infer "
-            "and no --html."
+            f"{options.model} is compiled and not run: it takes one number of --layers, no --infer."
         )
+    if options.html and options.model in RANK_MODELS:
+        raise LazyInlineError(f"{options.model} has no page: --html goes with other models.")
     sizes: dict[str, Any] = {
         "micro_batches": options.micro_batches,
         "layers": options.layers[0] if options.layers else None,
@@ -63,7 +64,10 @@ def _bench_large(options: argparse.Namespace) -> None:
         sizes["ranks"] = options.rank
         text = reports_to_json(bench_rank(options.model, _say, **sizes))
     else:
-        text = reports_to_json(bench_large(options.model, _say, **sizes))
+        reports = bench_large(options.model, _say, **sizes)
+        text = reports_to_json(reports)
+        if options.html is not None:
+            options.html.write_text(write_page(large_page(reports)), encoding="utf-8")
     if options.json is not None:
         options.json.write_text(text, encoding="utf-8")
 
@@ -133,6 +137,35 @@ def run_export(options: argparse.Namespace) -> None:
         verify=not options.no_verify,
     )
     print(report)
+
+
+def run_report(options: argparse.Namespace) -> None:
+    """Runs ``report``: measures a model, prints what came out, writes a page.
+
+    Raises:
+        LazyInlineError: if something was asked that cannot be done.
+    """
+    _check_folders(options.html)
+    target = load_target(options.target)
+    report = measure(
+        target.model,
+        target.args,
+        target.kwargs,
+        train=not options.infer,
+        micro_batches=options.micro_batches,
+        execute=not any(p.is_meta for p in target.model.parameters()),
+        backend=options.backend,
+    )
+    print(report)
+    if options.html is not None:
+        report.save_html(options.html)
+
+
+def _check_folders(*files: pathlib.Path | None) -> None:
+    """Raises LazyInlineError for a file in no folder, before anything takes long."""
+    for file in files:
+        if file is not None and not file.resolve().parent.is_dir():
+            raise LazyInlineError(f"{file} cannot be written: there is no such folder.")
 
 
 def run_advise(options: argparse.Namespace) -> None:

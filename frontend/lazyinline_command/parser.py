@@ -133,6 +133,21 @@ def _add_advise(parser: argparse.ArgumentParser) -> None:
     add("--backend", choices=choices.BACKENDS, default=choices.BACKENDS[0], help="whose seconds")
 
 
+def _add_report(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Compiles a model with late and with early inlining, compares both with eager, and writes "
+        "one page on it: the program, who shares and why not, passes, steps, memory. The page "
+        "needs nothing else. A model without data (meta device) is compiled and not run."
+    )
+    add = parser.add_argument
+    add("target", metavar="TARGET", help=f"{choices.FORM} or (model, args, kwargs)")
+    help_ = "the page to write; default: only text is printed"
+    add("--html", type=pathlib.Path, metavar="FILE", help=help_)
+    add("--micro-batches", type=_positive, default=1, metavar="Y", help="parts of a training step")
+    add("--infer", action="store_true", help="forward without gradients; default is training")
+    add("--backend", choices=choices.BACKENDS, default=choices.BACKENDS[0])
+
+
 def _add_plan_memory(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Gives each buffer of a file an offset in one arena. The file is CSV with the columns id, "
@@ -178,6 +193,7 @@ _COMMANDS = {
     "inspect": ("print the program of a model", _add_inspect),
     "export": ("write a model as an ONNX file", _add_export),
     "advise": ("which classes to mark, and what is in the way", _add_advise),
+    "report": ("a page on how a model is compiled", _add_report),
     "plan-memory": ("plan the arena of a problem from a file", _add_plan_memory),
     "cache": ("what earlier compiles left on disk", _add_cache),
     "completion": ("complete this command in a shell", _add_completion),

@@ -6,10 +6,18 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from ..page.compile_page import Tile, arena_tile, compile_sections, node_tile, notes
-from ..page.passes import depth_section
+from ..page.compile_page import (
+    Tile,
+    arena_tile,
+    compile_page,
+    compile_sections,
+    node_tile,
+    notes,
+)
+from ..page.passes import depth_section, passes_section
 from ..page.texts import ratio_range, seconds_text, times_less
 from ..page.write import PageData
+from .large_models import LargeReport
 from .measurement import Measurement, error_text
 from .timing import StepTime
 
@@ -45,6 +53,19 @@ def measure_page(reports: Sequence[Measurement], title: str = "") -> PageData:
         "steps": steps_section(deepest),
         **sections,
     }
+
+
+def large_page(reports: Sequence[LargeReport]) -> PageData:
+    """Returns the data of a page on a large model's step, compiled and not run.
+
+    Args:
+        reports: the step without and with recompute; the first is drawn.
+    """
+    first = reports[0]
+    ways = ("recompute nothing", "recompute each block")
+    sides = {way: report.compiled for way, report in zip(ways, reports, strict=True)}
+    title = f"{first.name}: {first.num_parameters / 1e9:.1f}e9 parameters"
+    return compile_page(first.compiled, title) | {"passes": passes_section(sides)}
 
 
 def sentence(report: Measurement) -> str:

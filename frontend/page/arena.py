@@ -17,11 +17,11 @@ from ...backend.arena.live_ranges import lower_bound
 from ...backend.link.layout import Layout, buffers_of
 from ..records.made import Memory
 
-MOST_BOXES = 8000
+MOST_BOXES = 14_000
 MOST_POINTS = 1500
 _BACKWARD = ".backward"
 """In the name of every closure that derivation made of another for its backward."""
-KINDS = ("scratch of one call", "passed on", "saved for backward", "gradient memory")
+KINDS = ("scratch of one call", "passed on", "saved for backward", "gradients and results")
 
 IntArray = npt.NDArray[np.int64]
 
@@ -71,6 +71,7 @@ class _Boxes:
         self.offset = np.array(
             [memory.offsets[i] for i in placed] + [memory.gradients[i] for i in hosts], np.int64
         )
+        self._end = layout.time
         self._is_host = np.arange(len(shown)) >= len(placed)
         self.death[self._is_host] = layout.time
         self._number_launches(layout)
@@ -106,7 +107,7 @@ class _Boxes:
         turns = np.append(is_backward[np.array(self.call_names, np.int64)], True)
         kind = np.where(first == last, 0, 1)
         kind[~turns[first] & turns[last]] = 2
-        kind[self._is_host] = 3
+        kind[self._is_host | (self.death >= self._end)] = 3
         return kind
 
     def _calls(self) -> tuple[IntArray, IntArray]:

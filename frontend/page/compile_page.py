@@ -96,8 +96,7 @@ def arena_tile(record: CompileRecord) -> Tile | None:
 
 
 def _name(record: CompileRecord) -> str:
-    outer = next((d.class_name for d in record.decisions), "")
-    return f"Model of {outer} blocks" if outer else "Compiled model"
+    return record.model or "Compiled model"
 
 
 def _sentence(record: CompileRecord) -> str:

@@ -79,16 +79,16 @@ def _waits(timeline: Timeline, rank: int) -> float:
 
 def _flights(plan: PipelinePlan, rank: int) -> list[tuple[float, int]]:
     """Bytes that micro-batches in flight hold on a rank: from a forward to its last backward."""
-    held, points = 0, [(0.0, 0)]
+    held, points = 0, {0.0: 0}
     sizes = {s.index: s.flight_bytes for s in plan.stages}
     for slot in sorted((s for s in plan.timeline.slots if s.rank == rank), key=lambda s: s.start_s):
         if slot.action.kind == FORWARD:
             held += sizes[slot.action.stage]
-            points.append((slot.start_s, held))
+            points[slot.start_s] = held
         elif slot.action.kind in (BACKWARD, BACKWARD_WEIGHT):
             held -= sizes[slot.action.stage]
-            points.append((slot.end_s, held))
-    return [*points, (plan.step_s, held)]
+            points[slot.end_s] = held
+    return [*points.items(), (plan.step_s, held)]
 
 
 def _stage(stage: StagePlan) -> dict[str, Any]:

@@ -69,9 +69,9 @@ class _Closures:
         """Returns the groups of a program's calls, in order."""
         calls = _shown(program)
         numbers = [self._number(call.closure, twins) for call in calls]
-        counts = Counter(numbers)
-        for number, count in counts.items():
-            self.described[number]["calls"] += count
+        for number, call in zip(numbers, calls, strict=True):
+            self.described[number]["calls"] += 1
+            self.described[number]["is_block"] |= bool(call.path)
         groups = []
         for start, period, times in runs(numbers):
             members = [
@@ -101,6 +101,7 @@ class _Closures:
             "name": closure.name,
             "nodes": closure.num_nodes,
             "calls": 0,
+            "is_block": False,
             "inputs": len(closure.input_types),
             "saved_bytes": sum(
                 t.num_bytes for t in closure.output_types if isinstance(t, StructType)

@@ -11,7 +11,7 @@ from ..capture.capture import capture_model
 from ..checks.runnable import check_batch_is_kept
 from ..options import Batching
 from ..records.reuse_table import nothing_shared
-from ..requests import differentiation, loss_differentiation
+from ..requests import class_name_of, differentiation, loss_differentiation
 from .parts import PARTS, programs_of
 from .state import Compilation, State, compile_pass
 
@@ -51,6 +51,7 @@ def capture(state: State) -> State:
     )
     # Leaves with symbols are no others' equals: a symbol belongs to one capture.
     program = seen.program if subject.sizes else state.context.known(seen.program)
+    state.report.model = class_name_of(subject.model)
     state.report.describe(seen)
     state.report.nothing_shared = nothing_shared(
         subject.model, seen.decisions, state.context.options.reuse

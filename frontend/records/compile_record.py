@@ -61,6 +61,7 @@ class CompileRecord:
     """The numbers of one compile, and what it made.
 
     Attributes:
+        model: its class.
         passes: name, CPU-seconds (child processes included), wall seconds and nodes, in order.
         num_nodes: graph nodes held by the captured program.
         num_nodes_if_inlined: what they would be without sharing.
@@ -96,6 +97,7 @@ class CompileRecord:
     train: bool
     backend: BackendName
     reuse: Reuse
+    model: str = ""
     passes: list[PassRecord] = field(default_factory=list)
     num_nodes: int = 0
     num_nodes_if_inlined: int = 0

@@ -61,8 +61,8 @@
   };
   const table = (head, rows, caption) => {
     // A column is text if its first value is; numbers stand at the right.
-    const text = head.map((_, i) => rows.some((r) => r[i] instanceof Node || (typeof r[i] === "string" && !/^[-+–]?[\d.,]/.test(r[i]))));
-    text[0] = true;
+    const text = head.map((_, i) => rows.some((r) => r[i] instanceof Node || (typeof r[i] === "string" && !/^([-+–]?[\d.,]|–$)/.test(r[i]))));
+    text[0] = head[0] !== "#";
     return el("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": caption }, el("table", {},
       el("thead", {}, el("tr", {}, head.map((h, i) => el("th", { scope: "col", class: text[i] ? "t" : null }, h)))),
       el("tbody", {}, rows.map((row) => el("tr", {}, row.map((cell, i) =>
@@ -84,14 +84,13 @@
     const made = el("figure", {}, el("figcaption", {}, el("h3", {}, title), el("span", { class: "unit" }, unit), button),
       legend || null, canvas);
     parent.append(made);
-    const entry = { chart: null, width: 0, draw() {
+    const entry = { chart: null, draw() {
       if (canvas.hidden || !canvas.clientWidth) return;
       const tall = typeof height === "function" ? height(canvas.clientWidth) : height;
       canvas.style.height = `${tall}px`;
-      if (entry.chart) entry.chart.dispose();
-      entry.chart = echarts.init(canvas, null, { renderer: "canvas" });
-      entry.width = canvas.clientWidth;
-      entry.chart.setOption(withDefaults(option(canvas.clientWidth < 560, canvas.clientWidth), title));
+      entry.chart ??= echarts.init(canvas, null, { renderer: "canvas" });
+      entry.chart.resize();
+      entry.chart.setOption(withDefaults(option(canvas.clientWidth < 560, canvas.clientWidth), title), { notMerge: true });
     } };
     charts.push(entry);
     seen.observe(canvas);
@@ -158,9 +157,9 @@
   };
   const hue = (number, all) => {
     // A closure and its derivative have one colour: what is before the dot names both.
-    const family = all[number].name.split(".")[0];
-    const families = [...new Set(all.map((c) => c.name.split(".")[0]))].filter((f) => !f.startsWith("glue"));
-    return family.startsWith("glue") ? null : families.indexOf(family);
+    const families = [...new Set(all.filter((c) => c.is_block).map((c) => c.name.split(".")[0]))];
+    const found = families.indexOf(all[number].name.split(".")[0]);
+    return found < 0 ? null : found;
   };
   const lane = (lane, all, back) => {
     const place = el("div", {});
@@ -290,7 +289,7 @@
     const at = (b) => a.names[a.calls[b[5]]] || "between";
     figure(made, "The arena", `time in launches, address in ${unit[1]}; above it, live bytes`, (w) => (w < 560 ? 460 : 560), (narrow) => {
       const left = narrow ? 52 : 68, zoom = { xAxisIndex: [0, 1], filterMode: "weakFilter" };
-      const line = css("--card"), lined = a.boxes.length < 2500;
+      const line = css("--card"), lined = a.boxes.length < 500;
       const fills = [color(6), color(3), color(0), color(1)];
       return {
         grid: [{ left, right: 20, top: 14, height: narrow ? 80 : 110 }, { left, right: 20, top: narrow ? 130 : 160, bottom: 78 }],
@@ -309,7 +308,7 @@
             markLine: { symbol: "none", silent: true, data: [
               { yAxis: a.peak_bytes / unit[0], lineStyle: { color: color(1), type: "solid", width: 1.5 }, label: { formatter: `arena ${bytes(a.peak_bytes)}`, position: "insideStartTop", color: css("--soft"), fontSize: 11 } },
               { yAxis: a.lower_bound_bytes / unit[0], lineStyle: { color: css("--ink"), type: "dashed", width: 1 }, label: { formatter: `lower bound ${bytes(a.lower_bound_bytes)}`, position: "insideEndTop", color: css("--soft"), fontSize: 11 } }] } },
-          { type: "custom", xAxisIndex: 1, yAxisIndex: 1, encode: { x: [0, 1], y: [2, 3] }, clip: true, progressive: 2000,
+          { type: "custom", xAxisIndex: 1, yAxisIndex: 1, encode: { x: [0, 1], y: [2, 3] }, clip: true, progressive: 0,
             data: a.boxes.map((b) => [b[0], b[1], b[2] / unit[0], (b[2] + b[3]) / unit[0], b[4]]),
             renderItem: (params, api) => {
               const [x, y] = api.coord([api.value(0), api.value(3)]), [x2, y2] = api.coord([api.value(1), api.value(2)]);
