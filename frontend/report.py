@@ -6,7 +6,7 @@ import os
 import pathlib
 import resource
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -15,12 +15,10 @@ from ..reuse.ir.program import count_calls
 from .capture.regions import CapturedModel
 from .page.compile_page import compile_page
 from .page.write import write_page
-from .records.compile_record import ClosureRecord, CompileRecord, PartRecord, PassRecord
+from .records.compile_record import ClosureRecord, CompileRecord, PartRecord, PassRecord, part_lines
 from .records.reuse_table import reuse_table
 
 __all__ = ["CompileReport", "PartRecord", "PassRecord", "cpu_seconds"]
-
-_MAX_PATHS = 3  # that one line of parts names
 
 
 @dataclass
@@ -43,7 +41,9 @@ class CompileReport(CompileRecord):
             shown = [part for part in self.parts if not part.is_small]
             compiled = any(part.num_programs for part in shown)
             how = "only parts are compiled" if compiled else "not compiled"
-            return "\n".join([f"{kind}: {how}, {self.ran_eagerly}", *_part_lines(shown)])
+            return "\n".join(
+                [f"{kind}: {how}, {self.ran_eagerly}", *(f"  {line}" for line in part_lines(shown))]
+            )
         lines = [self.nothing_shared] if self.nothing_shared else []
         lines += [
             f"{kind}, backend {self.backend}, reuse {self.reuse}: "
@@ -97,17 +97,6 @@ class CompileReport(CompileRecord):
             >>> compiled.last_report.save_html("report.html")
         """
         pathlib.Path(path).write_text(write_page(compile_page(self)), encoding="utf-8")
-
-
-def _part_lines(parts: Iterable[PartRecord]) -> Iterator[str]:
-    """Yields a line for each kind of parts that were run in the same way."""
-    alike: dict[tuple[str, str], list[PartRecord]] = {}
-    for part in parts:
-        alike.setdefault((part.class_name, part.how), []).append(part)
-    for (class_name, how), group in alike.items():
-        paths = ", ".join(part.path for part in group[:_MAX_PATHS])
-        more = f" and {len(group) - _MAX_PATHS} more" if len(group) > _MAX_PATHS else ""
-        yield f"  {paths}{more} ({class_name}): {how}"
 
 
 @dataclass

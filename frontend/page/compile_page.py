@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ..records.compile_record import CompileRecord
+from ..records.compile_record import CompileRecord, part_lines
 from .about import about
 from .arena import arena_section
 from .passes import passes_section
@@ -57,7 +57,7 @@ def notes(record: CompileRecord) -> list[str]:
     found = []
     if record.ran_eagerly:
         found.append(f"The model ran eagerly: {record.ran_eagerly}")
-        found += [str(part) for part in record.parts if not part.is_small]
+        found += part_lines(part for part in record.parts if not part.is_small)
     if record.unplanned:
         found.append(f"Memory is not planned: {record.unplanned}.")
     if record.why_static:

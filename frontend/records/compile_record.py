@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from ...backend.cache.results import CacheUse
@@ -10,6 +11,8 @@ from ...recompute.summary import RecomputeRecord
 from ..capture.blocks import Reuse
 from ..capture.regions import SharingDecision
 from .made import Made
+
+_MAX_PATHS = 3  # that one line of parts names
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +57,17 @@ class PartRecord:
     def how(self) -> str:
         """What its calls ran."""
         return f"runs itself, {self.ran_eagerly}" if self.ran_eagerly else "compiled"
+
+
+def part_lines(parts: Iterable[PartRecord]) -> Iterator[str]:
+    """Yields a line for each kind of parts that were run in the same way."""
+    alike: dict[tuple[str, str], list[PartRecord]] = {}
+    for part in parts:
+        alike.setdefault((part.class_name, part.how), []).append(part)
+    for (class_name, how), group in alike.items():
+        paths = ", ".join(part.path for part in group[:_MAX_PATHS])
+        more = f" and {len(group) - _MAX_PATHS} more" if len(group) > _MAX_PATHS else ""
+        yield f"{paths}{more} ({class_name}): {how}"
 
 
 @dataclass
