@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -477,6 +478,7 @@ class LossModel(nn.Module):
         for table in ("_parameters", "_buffers"):
             self.__dict__[table] = {}
         self.model = model
+        _check_takes_output(loss_fn)
         self.__dict__["_loss_fn"] = loss_fn
 
     @property
@@ -496,6 +498,25 @@ class LossModel(nn.Module):
                 "from the model's output."
             )
         return loss
+
+
+def _check_takes_output(loss_fn: LossFunction | None) -> None:
+    """Raises PlanError if a function of the user's cannot be called with the output alone."""
+    if loss_fn is None:
+        return
+    called = loss_fn.forward if isinstance(loss_fn, nn.Module) else loss_fn
+    try:
+        signature = inspect.signature(called)
+    except (TypeError, ValueError):  # written in C: the call will tell
+        return
+    try:
+        signature.bind(None)
+    except TypeError as error:
+        raise PlanError(
+            f"loss_fn{signature} is called with one argument, the model's output ({error}). Let "
+            "the model return what else the loss needs, as in loss_fn=lambda output: "
+            "cross_entropy(output[0], output[1])."
+        ) from None
 
 
 def _loss_of(output: Any) -> Any:

@@ -238,6 +238,14 @@ def test_a_missing_compiler_is_named_with_its_package(monkeypatch: pytest.Monkey
         cpp_builder.cpp_compiler_search.cache_clear()
 
 
+@pytest.mark.parametrize("loss_fn", [lambda output, target: output, nn.MSELoss()])
+def test_a_loss_of_two_arguments_is_told_before_anything_runs(loss_fn: Any) -> None:
+    with pytest.raises(PlanError, match=r"called with one argument, the model's output"):
+        lazyinline.compile_step(stack(Doubling), loss_fn=loss_fn)
+    with pytest.raises(CaptureError, match=r"^The loss must be a scalar tensor, not \(2, 4\)"):
+        lazyinline.compile_step(stack(Doubling), backend="eager")(torch.ones(2, 4))
+
+
 def test_errors_show_the_name_by_which_they_are_caught() -> None:
     for name in lazyinline.__all__:
         thing = getattr(lazyinline, name)

@@ -6,7 +6,7 @@ import traceback
 
 from torch import nn
 
-from ...reuse.errors import CaptureError
+from ...reuse.errors import CaptureError, LazyInlineError
 from .torch_tracing import DATA_DEPENDENT_ERRORS, LEAVES_PYTORCH, frame_text, user_frame
 
 _NEEDS_A_VALUE = "value out of a tracing tensor"
@@ -22,6 +22,8 @@ def capture_error(model: nn.Module, error: Exception) -> CaptureError:
     line = _user_line(error)
     where = f" at {line}" if line else ""
     name, text = model_name(model), str(error)
+    if isinstance(error, LazyInlineError):  # it says what to do already
+        return CaptureError(text)
     if isinstance(error, DATA_DEPENDENT_ERRORS) or _NEEDS_A_VALUE in text:
         return CaptureError(
             f"{name} cannot be captured: its Python needs the value of a tensor{where} (.item(), "
