@@ -21,10 +21,12 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "integrations.md"
 HEAD = """# What people train with
 
-Written by `python benchmarks/integrations_table.py`, which runs the tests that each row names.
-Those in `tests/integrations` need the extra `integrations`: `make integrations` installs it and
-runs them. All models are tiny and on the CPU. What a row costs is how often something was compiled
-in its tests, and the CPU seconds of that; what processes of their own compile is not counted.
+After this page you know which tools were run with lazyinline, and how to put it under yours. The
+table is written by `python benchmarks/integrations_table.py`, which runs the tests that each row
+names. Those in `tests/integrations` need the extra `integrations`: `make integrations` installs it
+and runs them. All models are tiny and on the CPU. What a row costs is how often something was
+compiled in its tests, and the CPU seconds of that; what processes of their own compile is not
+counted.
 
 accelerate's list of backends is fixed, so `Accelerator(dynamo_backend="lazyinline")` and Trainer's
 `torch_compile_backend="lazyinline"` are a ValueError of accelerate's. The one line that works is

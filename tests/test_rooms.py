@@ -18,10 +18,11 @@ from test_architecture import imported_names, module_name, package_of, sources
 PAGE = ROOT / "docs" / "rooms.md"
 HEAD = """# The rooms
 
-One line for each folder of the package; the `__init__.py` of each has one for each file in it.
-Beside each other they stand in the order of imports: each may import those above it, and a test
-holds that. Top folders: `frontend/` sees all of them; `recompute/`, `pipeline_parallel/` and
-`backend/` import `autodiff/` and `reuse/`, `autodiff/` imports `reuse/`, `reuse/` none.
+After this page you know which folder to open. There is one line for each folder of the package; the
+`__init__.py` of each has one for each file in it. Beside each other they stand in the order of
+imports: each may import those above it, and a test holds that. Top folders: `frontend/` sees all of
+them; `recompute/`, `pipeline_parallel/` and `backend/` import `autodiff/` and `reuse/`, `autodiff/`
+imports `reuse/`, `reuse/` none.
 
 """
 MOST_FILES = 16  # that a folder may hold, its __init__.py included: one screen
