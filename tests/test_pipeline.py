@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import lazyinline
 from lazyinline import Budget, PipelineError, lazy_inline
+from lazyinline.frontend.pipeline.shown_plan import plan_page
 
 MICRO_BATCHES = 4
 BATCH = 8
@@ -155,6 +156,11 @@ def test_marks_decide_the_stage(alone: None) -> None:
     measured = pipe.measured_s()
     assert set(measured) == {(s, k) for s in (0, 1) for k in "FIW"}
     assert pipe.plan.simulated(measured).step_s >= 4 * sum(measured.values()) * 0.99
+    page = plan_page(pipe.plan, measured)
+    assert [row[2] for row in page["predicted"]["rows"]] == [measured[k] for k in sorted(measured)]
+    assert page["program"]["nodes"] == pipe.last_report.num_nodes
+    assert sum(i["count"] for i in page["reuse"]["instances"]) == 4
+    assert all(page[name] for name in ("passes", "pipeline", "about"))
 
 
 @pytest.mark.parametrize("schedule", ["Interleaved1F1B", "ZBVZeroBubble"])

@@ -144,10 +144,10 @@ def _step_tile(report: Measurement) -> Tile | None:
     ratios, eager, late = _against_eager(report), report.eager, report.late.step
     if not ratios or eager is None or late is None:
         return None
-    noisy = bool(report.noise)
+    noisy, worst = bool(report.noise), max(late.spread, eager.spread)
     note = f"{_median(late)} late, {_median(eager)} eager (medians of {late.rounds})"
     if noisy:
-        note = f"noisy: median up to {max(late.spread, eager.spread):.1f}\u00d7 minimum. {note}"
+        note = f"noisy, a median is {worst:.2f}\u00d7 its minimum: {note}"
     return {
         "label": "Step time against eager's",
         "value": ratio_range(ratios),

@@ -1,8 +1,9 @@
 """The section that shows the arena: buffers as boxes over time and address, live bytes above.
 
-A program of many calls has more buffers than a picture can show. Buffers of one call that are live
-in the same calls and lie side by side then become one box, whose time is that of whole calls; what
-is still too much is left out, the smallest first, and counted.
+A program of many calls has more buffers than a picture can show. Buffers that are live in the same
+calls and lie side by side then become one box, whose time is that of whole calls; if need be also
+those that differ in time by less than can be seen. What is still too much is left out, the smallest
+first, and counted.
 """
 
 from __future__ import annotations
@@ -17,8 +18,10 @@ from ...backend.arena.live_ranges import lower_bound
 from ...backend.link.layout import Layout, buffers_of
 from ..records.made import Memory
 
-MOST_BOXES = 14_000
+MOST_BOXES = 5000
 MOST_POINTS = 1500
+_RESOLUTIONS = (1600, 800, 400, 200)
+"""Parts of the whole time to which boxes are drawn where there are too many."""
 _BACKWARD = ".backward"
 """In the name of every closure that derivation made of another for its backward."""
 KINDS = ("scratch of one call", "passed on", "saved for backward", "gradients and results")
@@ -32,8 +35,7 @@ def arena_section(memory: Memory, most_boxes: int = MOST_BOXES) -> dict[str, Any
     if not len(boxes.birth):
         return None
     live = _curve(boxes.birth, boxes.death, boxes.size)
-    exact = len(boxes.birth) <= most_boxes
-    columns, members = boxes.exact() if exact else boxes.merged()
+    columns, members, step = boxes.few(most_boxes)
     area = (columns[:, 1] - columns[:, 0]) * columns[:, 3]
     kept = np.sort(np.argsort(-area, kind="stable")[:most_boxes])
     left = int(members.sum() - members[kept].sum())
@@ -44,7 +46,7 @@ def arena_section(memory: Memory, most_boxes: int = MOST_BOXES) -> dict[str, Any
         "names": boxes.names,
         "launches": boxes.launch_names,
         "num_buffers": len(boxes.birth),
-        "exact": exact,
+        "step": step,
         "left_out": left,
         "num_launches": memory.layout.time,
         "parts": _parts(memory.layout),
@@ -124,38 +126,50 @@ class _Boxes:
         columns = [self.birth, self.death, self.offset, self.size, self.kind, first, made]
         return np.column_stack(columns), np.ones(len(self.birth), np.int64)
 
-    def merged(self) -> tuple[IntArray, IntArray]:
-        """Returns a row for each run of neighbours that live in the same calls."""
+    def merged(self, step: int) -> tuple[IntArray, IntArray]:
+        """Returns a row for each run of neighbours that live in the same calls.
+
+        Args:
+            step: launches by which their times may differ.
+        """
         first, last = self._calls()
-        order = np.lexsort((self.offset, self.kind, last, first))
+        calls_end = len(self._start_of_call) - 1
+        begin = self._start_of_call[np.minimum(first, calls_end)]
+        end = self._start_of_call[np.minimum(last + 1, calls_end)]
+        alike = np.column_stack([begin // step, -(-end // step), self.kind])
+        order = np.lexsort((self.offset, *alike.T))
         same = np.ones(len(order), np.bool_)
         same[0] = False
-        for column in (first, last, self.kind):
-            same[1:] &= column[order][1:] == column[order][:-1]
+        same[1:] = (alike[order][1:] == alike[order][:-1]).all(axis=1)
         # Scratch of one call lies on top of itself: what overlaps or touches is one box.
         ends = (self.offset + self.size)[order]
-        group = _groups(same)
         reach = np.zeros(len(order), np.int64)
-        for start, stop in zip(*_spans(group), strict=True):
+        for start, stop in zip(*_spans(_groups(same)), strict=True):
             reach[start:stop] = np.maximum.accumulate(ends[start:stop])
         same[1:] &= self.offset[order][1:] <= reach[:-1]
         starts, stops = _spans(_groups(same))
-        low = self.offset[order][starts]
-        high = np.maximum.reduceat(ends, starts)
-        calls_end = len(self._start_of_call) - 1
-        begin = self._start_of_call[np.minimum(first[order][starts], calls_end)]
-        end = self._start_of_call[np.minimum(last[order][starts] + 1, calls_end)]
-        made = np.full(len(starts), -1)
+        low, high = self.offset[order][starts], np.maximum.reduceat(ends, starts)
         columns = [
-            begin,
-            end,
+            np.minimum.reduceat(begin[order], starts),
+            np.maximum.reduceat(end[order], starts),
             low,
             high - low,
             self.kind[order][starts],
-            first[order][starts],
-            made,
+            np.minimum.reduceat(first[order], starts),
+            np.full(len(starts), -1),
         ]
         return np.column_stack(columns), stops - starts
+
+    def few(self, most: int) -> tuple[IntArray, IntArray, int]:
+        """Returns rows of buffers, or of ever longer runs of them; and what times may be off."""
+        if len(self.birth) <= most:
+            return *self.exact(), 0
+        for parts in (self._end, *_RESOLUTIONS):
+            step = max(self._end // parts, 1)
+            columns, members = self.merged(step)
+            if len(columns) <= most:
+                break
+        return columns, members, step
 
 
 def _groups(same: npt.NDArray[np.bool_]) -> IntArray:

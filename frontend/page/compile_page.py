@@ -11,7 +11,7 @@ from .passes import passes_section
 from .program import program_section
 from .recompute import recompute_section
 from .reuse import reuse_section
-from .texts import bytes_text, count_text, times_less
+from .texts import bytes_text, count_text, flops_text, times_less
 from .write import PageData
 
 Tile = dict[str, str]
@@ -136,7 +136,7 @@ def _tiles(record: CompileRecord) -> list[Tile]:
     ]
     if record.saved_bytes is not None:
         again = record.recomputed_flops
-        note = f"{again / 1e9:.3g} GFLOP computed again" if again else "nothing computed again"
+        note = f"{flops_text(again)} computed again" if again else "nothing computed again"
         value = bytes_text(record.saved_bytes)
         tiles.append(
             {"label": "Saved for backward", "value": value, "note": note, "state": "plain"}

@@ -32,6 +32,16 @@ def bytes_text(num_bytes: float) -> str:
     return f"{size:.1f} TiB"
 
 
+def flops_text(flops: float) -> str:
+    """Writes an amount of work: ``1.2 GFLOP``."""
+    amount = float(flops)
+    for unit in ("FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP"):
+        if abs(amount) < 1000:
+            return f"{amount:.3g} {unit}"
+        amount /= 1000
+    return f"{amount:.3g} PFLOP"
+
+
 def seconds_text(seconds: float) -> str:
     """Writes a time: ``12.1 ms``, ``4.10 s``."""
     if seconds < 1e-3:

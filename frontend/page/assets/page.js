@@ -30,7 +30,13 @@
     return `${i ? n.toFixed(n < 10 ? 2 : 1) : n} ${units[i]}`;
   };
   const time = (s) => (s === 0 ? "0 s" : s < 1e-3 ? `${digits(s * 1e6)} µs` : s < 1 ? `${digits(s * 1e3)} ms` : `${digits(s)} s`);
-  const percent = (x) => `${(100 * x).toFixed(1)} %`;
+  const flop = (n) => {
+    const units = ["FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP"];
+    let i = 0;
+    while (Math.abs(n) >= 1000 && i < 5) { n /= 1000; i += 1; }
+    return `${digits(n)} ${units[i]}`;
+  };
+  const percent = (x) => `${(100 * x).toFixed(1)}\u00a0%`;
   const escaped = (s) => String(s).replace(/[&<>"]/g, (c) => ({ "&": "&amp;", "<": "&lt;", ">": "&gt;", '"': "&quot;" })[c]);
 
   // Blue and orange first; all of them differ in lightness too (after Okabe and Ito).
@@ -39,10 +45,11 @@
   const color = (i) => (dark() ? DARK : LIGHT)[i % LIGHT.length];
   const STRIPES = { symbol: "rect", dashArrayX: [1, 0], dashArrayY: [3, 5], rotation: -Math.PI / 4, symbolSize: 1 };
   const stripes = () => ({ ...STRIPES, color: dark() ? "rgba(0,0,0,.45)" : "rgba(255,255,255,.65)" });
-  const hatch = (ink) => {
+  const hatch = (ink, ground) => {
     const canvas = document.createElement("canvas");
     canvas.width = canvas.height = 8;
     const pen = canvas.getContext("2d");
+    if (ground) { pen.fillStyle = ground; pen.fillRect(0, 0, 8, 8); }
     pen.strokeStyle = ink; pen.lineWidth = 1.2;
     pen.beginPath();
     for (const x of [-8, 0, 8]) { pen.moveTo(x, 8); pen.lineTo(x + 8, 0); }
@@ -59,11 +66,11 @@
     jumps.append(el("a", { href: `#${id}` }, short));
     return made;
   };
-  const table = (head, rows, caption) => {
+  const table = (head, rows, caption, how = "") => {
     // A column is text if its first value is; numbers stand at the right.
     const text = head.map((_, i) => rows.some((r) => r[i] instanceof Node || (typeof r[i] === "string" && !/^([-+–]?[\d.,]|–$)/.test(r[i]))));
     text[0] = head[0] !== "#";
-    return el("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": caption }, el("table", {},
+    return el("div", { class: `scroll ${how}`, tabindex: "0", role: "region", "aria-label": caption }, el("table", {},
       el("thead", {}, el("tr", {}, head.map((h, i) => el("th", { scope: "col", class: text[i] ? "t" : null }, h)))),
       el("tbody", {}, rows.map((row) => el("tr", {}, row.map((cell, i) =>
         el("td", { class: text[i] ? "t" : "n" }, typeof cell === "number" ? digits(cell, 4) : cell ?? "–")))))));
@@ -215,7 +222,7 @@
       const place = el("div", {});
       const fill = (only) => place.replaceChildren(table(["where", "block", "", "why"], (only ? apart : r.instances).map((i) => [
         el("span", {}, el("code", {}, i.paths.join(", ") || "–"), i.count > 1 ? ` (${num(i.count)})` : ""), i.block,
-        el("span", { class: `badge ${i.state.replace("kept ", "")}` }, i.state), i.why || (i.state === "shared" ? `like ${i.with}` : "the first of its kind")]), "Instances"));
+        el("span", { class: `badge ${i.state.replace("kept ", "")}` }, i.state), i.why || (i.state === "shared" ? `like ${i.with}` : "the first of its kind")]), "Instances", "stacked"));
       const box = el("input", { type: "checkbox", onchange: () => fill(box.checked) });
       box.checked = apart.length > 0;
       made.append(el("label", { class: "switch" }, box, `only what was kept apart (${num(apart.length)} of ${many(r.instances.reduce((n, i) => n + i.count, 0), "instance")})`), place);
@@ -283,14 +290,14 @@
     const a = data.arena;
     const over = a.lower_bound_bytes ? a.peak_bytes / a.lower_bound_bytes - 1 : 0;
     const made = section("arena", "Memory", "Memory", `${num(a.num_buffers)} buffers of ${num(a.num_launches)} launches in ${bytes(a.peak_bytes)}, ${percent(over)} above the largest sum of live bytes, which no plan can go below. ` +
-      (a.exact ? "" : "Neighbours that live in the same calls are one box here. ") + (a.left_out ? `The ${num(a.left_out)} smallest are not drawn. ` : "") + "Drag below the picture to look closer.");
+      (a.step > 1 ? `Neighbours whose times differ by less than ${many(a.step, "launch").replace("launchs", "launches")} are one box here. ` : a.step ? "Neighbours that live in the same calls are one box here. " : "") + (a.left_out ? `The ${num(a.left_out)} smallest are not drawn. ` : "") + "Drag below the picture to look closer.");
     const unit = a.peak_bytes >= 2 ** 30 ? [2 ** 30, "GiB"] : a.peak_bytes >= 2 ** 20 ? [2 ** 20, "MiB"] : [2 ** 10, "KiB"];
     const legend = legendOf(a.kinds.map((k, i) => [i, k]).filter(([i]) => a.boxes.some((b) => b[4] === i)).map(([i, k]) => [[6, 3, 0, 1][i], k, i === 3 ? "stripes" : null]));
     const at = (b) => a.names[a.calls[b[5]]] || "between";
     figure(made, "The arena", `time in launches, address in ${unit[1]}; above it, live bytes`, (w) => (w < 560 ? 460 : 560), (narrow) => {
       const left = narrow ? 52 : 68, zoom = { xAxisIndex: [0, 1], filterMode: "weakFilter" };
       const line = css("--card"), lined = a.boxes.length < 500;
-      const fills = [color(6), color(3), color(0), color(1)];
+      const fills = [color(6), color(3), color(0), hatch(css("--card"), color(1))];
       return {
         grid: [{ left, right: 20, top: 14, height: narrow ? 80 : 110 }, { left, right: 20, top: narrow ? 130 : 160, bottom: 78 }],
         xAxis: [{ type: "value", min: 0, max: a.num_launches, axisLabel: { show: false }, splitLine: { show: false } },
@@ -330,18 +337,18 @@
     const r = data.recompute;
     const made = section("recompute", "Saved and computed again", "Recompute", "What one call of each closure keeps for its backward, and which of its operators the backward runs again.");
     made.append(table(["closure", "choice", "calls", "saved per call", "saved tensors", "computed again per call", "operators again"], r.choices.map((c) => [el("code", {}, `@${c.closure}`), c.choice, num(c.calls), bytes(c.saved_bytes),
-      num(c.num_tensors), c.recomputed_flops ? `${digits(c.recomputed_flops / 1e9)} GFLOP` : "0", c.recomputed.map(([op, n]) => `${n} ${op}`).join(", ") || "nothing"]), "What is saved and computed again"));
+      num(c.num_tensors), flop(c.recomputed_flops), c.recomputed.map(([op, n]) => `${n} ${op}`).join(", ") || "nothing"]), "What is saved and computed again"));
     r.frontiers.filter((f) => f.points.length > 1).forEach((f) => {
       const chosen = r.choices.filter((c) => c.closure === f.closure);
       const scale = Math.max(...f.points.map((p) => p[0])) >= 2 ** 20 ? [2 ** 20, "MiB"] : [2 ** 10, "KiB"];
       figure(made, `What @${f.closure} could save`, `per call: ${scale[1]} saved, against predicted time of computing again`, 290, (narrow) => ({
         grid: { left: narrow ? 60 : 74, right: 30, top: 34, bottom: 46 }, legend: { data: ["possible", "chosen"] },
         xAxis: valueAxis(`saved per call, ${scale[1]}`, narrow, { nameGap: 28 }), yAxis: valueAxis("predicted, ms", narrow, { nameGap: narrow ? 42 : 52, min: 0 }),
-        tooltip: { trigger: "item", formatter: (x) => shownText(x.seriesName, `${digits(x.value[0])} ${scale[1]} saved`, x.value[2] ? `${digits(x.value[2] / 1e9)} GFLOP computed again` : "nothing heavy computed again", `${digits(x.value[1])} ms predicted`) },
+        tooltip: { trigger: "item", formatter: (x) => shownText(x.seriesName, `${digits(x.value[0])} ${scale[1]} saved`, x.value[2] ? `${flop(x.value[2])} computed again` : "nothing heavy computed again", `${digits(x.value[1])} ms predicted`) },
         series: [{ name: "possible", type: "line", step: false, data: f.points.map((p) => [p[0] / scale[0], p[1] * 1e3, p[2]]), symbolSize: 8, lineStyle: { color: color(0), width: 2 }, itemStyle: { color: color(0) } },
           { name: "chosen", type: "scatter", symbol: "diamond", symbolSize: 17, z: 5, itemStyle: { color: color(1), borderColor: css("--card"), borderWidth: 1.5 },
             data: chosen.map((c) => { const p = f.points.find((q) => q[0] === c.saved_bytes); return p ? [p[0] / scale[0], p[1] * 1e3, p[2]] : null; }).filter(Boolean) }],
-      }), () => table(["saved per call", "GFLOP again", "predicted time"], f.points.map((p) => [bytes(p[0]), digits(p[2] / 1e9), time(p[1])]), `Frontier of ${f.closure}`));
+      }), () => table(["saved per call", "computed again", "predicted time"], f.points.map((p) => [bytes(p[0]), flop(p[2]), time(p[1])]), `Frontier of ${f.closure}`));
     });
   }
 
@@ -382,8 +389,8 @@
             const text = p.stages.length > n ? `${s[4]}.${s[5]}` : String(s[5]);
             const own = color(shade[s[3]]);
             return { type: "group", children: [{ type: "rect", shape: { ...shape, r: 3 }, style: { fill: own, stroke: ink, lineWidth: 1 } },
-              shape.width > text.length * 7 + 6 ? { type: "text", silent: true, style: { text, x: shape.x + shape.width / 2, y: shape.y + shape.height / 2, align: "center", verticalAlign: "middle", fontSize: 11.5, fontWeight: 600, fill: dark() ? "#10161d" : "#fff" } } : null,
-              s[3] === "B" || s[3] === "I" ? { type: "rect", silent: true, shape: { x: shape.x, y: shape.y + shape.height - 5, width: shape.width, height: 5 }, style: { fill: striped.fill ??= hatch(dark() ? "#10161d" : "#fff") } } : null].filter(Boolean) };
+              shape.width > text.length * 7 + 6 ? { type: "text", silent: true, style: { text, x: shape.x + shape.width / 2, y: shape.y + shape.height / 2, align: "center", verticalAlign: "middle", fontSize: 11.5, fontWeight: 600, fill: dark() || s[3] !== "F" ? "#10161d" : "#fff" } } : null,
+              s[3] === "B" || s[3] === "I" ? { type: "rect", silent: true, shape: { x: shape.x, y: shape.y + shape.height - 5, width: shape.width, height: 5 }, style: { fill: striped.fill ??= hatch("#10161d") } } : null].filter(Boolean) };
           } }],
       };
     }, () => table(["rank", "action", "stage", "micro-batch", `start, ${unit[1]}`, `end, ${unit[1]}`], p.slots.map((s) => [num(s[0]), p.kinds.find((k) => k[0] === s[3])[1], num(s[4]), num(s[5]), digits(s[1] * unit[0], 4), digits(s[2] * unit[0], 4)]), "The schedule"), null, legend);
@@ -396,8 +403,8 @@
       tooltip: { trigger: "axis", formatter: (found) => shownText(`at ${digits(found[0].value[0])} ${unit[1]}`, ...found.map((f) => `${f.seriesName}: ${digits(f.value[1])} ${scale[1]}`)) },
       series: p.ranks.map((r, i) => ({ name: rows[i], type: "line", step: "end", showSymbol: false, data: r.held.map(([t, b]) => [t * unit[0], b / scale[0]]), lineStyle: { width: 2, color: color(i), type: dashes[Math.floor(i / 2) % 4] }, itemStyle: { color: color(i) } })),
     }), () => table(["rank", "stages", "parameters", "gradients", "peak", "waits"], p.ranks.map((r, i) => [`rank ${i}`, r.stages.join(", "), bytes(r.parameter_bytes), bytes(r.gradient_bytes), bytes(r.peak_bytes), percent(r.bubble)]), "Memory of each rank"));
-    made.append(el("h3", { style: "margin:1.2rem 0 .4rem" }, "Stages"), table(["stage", "rank", "calls", "from", "to", "GFLOP", "forward", "backward", "parameters", "saved per micro-batch", "most in flight"], p.stages.map((s) => [num(s.stage), num(s.rank), num(s.calls),
-      el("code", {}, s.first || "–"), el("code", {}, s.last || "–"), digits(s.flops / 1e9), time(s.forward_s), time(s.backward_s), bytes(s.parameter_bytes), bytes(s.saved_bytes), num(s.in_flight)]), "Stages"));
+    made.append(el("h3", { style: "margin:1.2rem 0 .4rem" }, "Stages"), table(["stage", "rank", "calls", "from", "to", "work", "forward", "backward", "parameters", "saved per micro-batch", "most in flight"], p.stages.map((s) => [num(s.stage), num(s.rank), num(s.calls),
+      el("code", {}, s.first || "–"), el("code", {}, s.last || "–"), flop(s.flops), time(s.forward_s), time(s.backward_s), bytes(s.parameter_bytes), bytes(s.saved_bytes), num(s.in_flight)]), "Stages"));
   }
   if (data.predicted) {
     const p = data.predicted;
