@@ -12,7 +12,8 @@ from torch import nn
 
 import lazyinline
 from lazyinline.frontend.measure import timing
-from lazyinline.frontend.measure.measure_page import measure_page
+from lazyinline.frontend.measure.large_models import compile_large
+from lazyinline.frontend.measure.measure_page import large_page, measure_page
 from lazyinline.frontend.measure.models import DecoderBlock, llama
 from lazyinline.frontend.measure.timing import StepTime
 from lazyinline.frontend.page import arena, write
@@ -219,6 +220,18 @@ def test_merged_boxes_cover_every_buffer(step: lazyinline.CompileReport, most_bo
             assert inside.any()
 
 
+def test_memory_of_gradients_lies_behind_the_arena() -> None:
+    model, args = llama(2, hidden=128, num_heads=2, vocab=64, seq=16)
+    compiled = lazyinline.compile(model)
+    compiled(*args).backward()
+    found = compiled.last_report
+    section = arena_section(memory_of(found))
+    assert section is not None and found.arena_bytes < found.peak_bytes == section["peak_bytes"]
+    behind = [b for b in section["boxes"] if b[2] >= found.arena_bytes]
+    assert {section["kinds"][b[4]] for b in behind} >= {"gradients and results"}
+    assert max(b[2] + b[3] for b in section["boxes"]) <= found.peak_bytes
+
+
 def test_a_thinned_curve_keeps_its_peak(
     step: lazyinline.CompileReport, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -276,6 +289,16 @@ def test_the_model_is_named_and_not_what_computes_its_loss(
     step: lazyinline.CompileReport, measured: lazyinline.MeasureReport
 ) -> None:
     assert compile_page(step)["title"] == measured.late.compiled.model == "Decoder"
+
+
+def test_a_large_model_is_shown_with_and_without_recompute() -> None:
+    sizes = {"layers": 2, "micro_batches": 2, "backend": "eager"}
+    data = large_page([compile_large("llama-13b", recompute=r, **sizes) for r in (None, "full")])
+    assert data["title"].startswith("llama-13b: ")
+    assert [s["name"] for s in data["passes"]["sides"]] == [
+        *("recompute nothing", "recompute each block"),
+    ]
+    assert data["program"]["micro_batches"] == 2
 
 
 def test_depth_is_shown_where_several_were_measured(measured: lazyinline.MeasureReport) -> None:

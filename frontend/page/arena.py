@@ -65,13 +65,14 @@ class _Boxes:
     def __init__(self, memory: Memory) -> None:
         layout = memory.layout
         placed = [i for i, b in enumerate(layout.instances) if b.kind == "arena" and b.num_bytes]
-        hosts = [i for i in memory.gradients if layout.instances[i].num_bytes]
+        gradients = memory.gradients
+        hosts = [i for i in gradients if layout.instances[i].num_bytes]
         shown = [layout.instances[i] for i in (*placed, *hosts)]
         buffers = buffers_of(shown)
         self.birth, self.death = buffers.birth, buffers.death.copy()
         self.size = buffers.aligned(ALIGNMENT).size
         self.offset = np.array(
-            [memory.offsets[i] for i in placed] + [memory.gradients[i] for i in hosts], np.int64
+            [memory.offsets[i] for i in placed] + [gradients[i] for i in hosts], np.int64
         )
         self._end = layout.time
         self._is_host = np.arange(len(shown)) >= len(placed)

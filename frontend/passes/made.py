@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
-from ...backend.link.gradient_memory import gradients_of
 from ...backend.run.planned import PlannedProgram
 from ...backend.run.runtime import PlannedRuntime
-from ...reuse.ir.program import Call, Composite, Leaf, Program
+from ...reuse.ir.program import Call, Composite, Leaf, Program, walk_closures
 from ..records.made import Made, Memory
 from .parts import PARTS
 from .programs import StepCompilation
@@ -58,13 +57,15 @@ def _bare(program: Program) -> Program:
 
 
 def _leaves(state: Compilation) -> set[Leaf]:
-    return {launch.leaf for flat in state.linked for launch in flat.launches}
+    closures = {c for program in state.programs.values() for c in walk_closures(program)}
+    return {closure for closure in closures if isinstance(closure, Leaf)}
 
 
 def _memory(planned: PlannedProgram) -> Memory:
-    layout, plan = planned.layout, planned.plan
-    hosts = gradients_of(layout) if planned.overlay.hosts else []
-    starts = plan.offsets[len(plan.offsets) - len(hosts) :].tolist()
     return Memory(
-        layout, planned.offsets, dict(zip(hosts, starts, strict=True)), plan, planned.arena_bytes
+        planned.layout,
+        planned.offsets,
+        planned.plan,
+        planned.arena_bytes,
+        "gradients" if planned.overlay.hosts else "none",
     )

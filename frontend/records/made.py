@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from ...backend.arena.arena import ArenaPlan
 from ...backend.launches.kernel_list import KernelList
+from ...backend.link.gradient_memory import gradients_of
 from ...backend.link.layout import Layout
 from ...reuse.ir.program import Leaf, Program
 
@@ -21,17 +23,23 @@ class Memory:
     Attributes:
         layout: every buffer and launch, on one timeline.
         offsets: in bytes, for each buffer that the plan places.
-        gradients: buffers of the layout that lie behind the arena, with their offset: memory of the
-            user's gradients in which activations lie until it is written.
         plan: of all of them.
         arena_bytes: the part that is kept from run to run.
+        hosts: whether the user's gradients follow the arena, for activations to lie in them.
     """
 
     layout: Layout
     offsets: Sequence[int]
-    gradients: Mapping[int, int]
     plan: ArenaPlan
     arena_bytes: int
+    hosts: Literal["none", "gradients"] = "none"
+
+    @property
+    def gradients(self) -> dict[int, int]:
+        """Buffers that lie behind the arena, with their offset in bytes."""
+        found = gradients_of(self.layout) if self.hosts == "gradients" else []
+        first = len(self.plan.offsets) - len(found)
+        return dict(zip(found, self.plan.offsets[first:].tolist(), strict=True))
 
 
 @dataclass(frozen=True)
