@@ -14,7 +14,8 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Iterator
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -25,7 +26,12 @@ from .leaf import stamp_of
 from .program import Call, Closure, Composite, Leaf, Pack, Program, Unpack, Value, count_calls
 from .types import Type, dtype_name
 
+WIDTH = 100
+"""Columns of a printed program; what cannot be broken may be longer."""
+
 Shown: TypeAlias = Literal["show", "hide"]
+
+_INDENT = " " * 6  # of what continues a line
 
 
 class UniqueNames:
@@ -107,29 +113,32 @@ def _format_body(
     for index, value in enumerate(program.inputs):
         values[value] = "%" + names.take(value.hint or f"a{index}")
     header = ", ".join(f"{values[v]}: {v.type}" for v in program.inputs)
-    lines = [f"{kind} @{name}({header}) -> {_types(v.type for v in program.outputs)}  // {note} {{"]
+    results = _types(v.type for v in program.outputs)
+    lines = [*_header(f"{kind} @{name}({header}) -> {results}", note)]
     for call in program.calls:
         for value in call.results:
             values[value] = "%" + names.take(value.hint or "v")
-        lines.append(_format_call(call, values, closures))
+        lines += _format_call(call, values, closures)
     outputs = ", ".join(values.get(v, "%undefined") for v in program.outputs)
-    lines.append(f"  return {outputs}")
+    lines += _wrapped(f"  return {outputs}")
     for output, target in program.writes:
         lines.append(f"  write {values[program.inputs[target]]} <- output {output}")
     lines.append("}\n")
     return "\n".join(lines)
 
 
-def _format_call(call: Call, values: dict[Value, str], closures: dict[Closure, str]) -> str:
+def _format_call(
+    call: Call, values: dict[Value, str], closures: dict[Closure, str]
+) -> Iterator[str]:
     args = ", ".join(values.get(v, "%undefined") for v in call.args)
     results = ", ".join(values[v] for v in call.results)
     if _is_structural(call.closure):
-        return f"  {results} = {call.closure.name}({args})"
+        yield from _wrapped(f"  {results} = {call.closure.name}({args})")
+        return
     mark = f"recompute {call.recompute}" if call.recompute else ""
     note = ", ".join(part for part in (call.path, mark) if part)
-    note = f"  // {note}" if note else ""
     head = f"{results} = " if results else ""
-    return f"  {head}call @{closures[call.closure]}({args}){note}"
+    yield from _wrapped(f"  {head}call @{closures[call.closure]}({args})", note)
 
 
 def _format_leaf(leaf: Leaf, name: str, note: str, source: Shown, bodies: Shown) -> str:
@@ -140,27 +149,70 @@ def _format_leaf(leaf: Leaf, name: str, note: str, source: Shown, bodies: Shown)
     for index, node in enumerate(placeholders):
         values[node] = "%" + names.take(hints[index] if hints else f"a{index}")
     header = ", ".join(f"{values[n]}: {node_type(n)}" for n in placeholders)
-    lines = [f"closure @{name}({header}) -> {_types(leaf.output_types)}  // {note} {{"]
+    shared = _shared_modes(leaf)
+    note = ", ".join(part for part in (note, shared) if part)
+    lines = [*_header(f"closure @{name}({header}) -> {_types(leaf.output_types)}", note)]
     for node in leaf.nodes:
         values[node] = "%" + names.take(str(len(values)))
         if bodies == "show":
-            lines.append(_format_node(node, values, source))
+            lines += _format_node(node, values, source, "" if shared else _modes(node))
     outputs = leaf.module.graph.output_node().args[0]
     returned = outputs if isinstance(outputs, (tuple, list)) else [outputs]
-    lines.append("  return " + ", ".join(_operand(o, values) for o in returned))
+    lines += _wrapped("  return " + ", ".join(_operand(o, values) for o in returned))
     lines.append("}\n")
     return "\n".join(lines)
 
 
-def _format_node(node: torch.fx.Node, values: dict[torch.fx.Node, str], source: Shown) -> str:
-    stamp = stamp_of(node)
+def _format_node(
+    node: torch.fx.Node, values: dict[torch.fx.Node, str], source: Shown, modes: str
+) -> Iterator[str]:
     args = [_operand(a, values) for a in node.args]
     args += [f"{k}={_operand(v, values)}" for k, v in sorted(node.kwargs.items())]
+    line = stamp_of(node).source if source == "show" else ""
+    note = ", ".join(part for part in (modes, line) if part)
+    text = f"  {values[node]}: {node_type(node)} = {operator_name(node)}({', '.join(args)})"
+    yield from _wrapped(text, note)
+
+
+def _modes(node: torch.fx.Node) -> str:
+    """What a node ran under, where that is not what is usual."""
+    stamp = stamp_of(node)
     notes = [] if stamp.grad_enabled else ["no_grad"]
     notes += [f"autocast {device} {dtype_name(dtype)}" for device, _, dtype in stamp.autocast]
-    notes += [stamp.source] if source == "show" and stamp.source else []
-    note = "  // " + ", ".join(notes) if notes else ""
-    return f"  {values[node]}: {node_type(node)} = {operator_name(node)}({', '.join(args)}){note}"
+    return ", ".join(notes)
+
+
+def _shared_modes(leaf: Leaf) -> str:
+    """The modes of all nodes, which the header then says once; "" if they differ."""
+    found = {_modes(node) for node in leaf.nodes}
+    return found.pop() if len(found) == 1 else ""
+
+
+def _header(text: str, note: str) -> Iterator[str]:
+    """Yields the lines that open a body."""
+    yield from _wrapped(text, f"{note} {{" if note else "{")
+
+
+def _wrapped(text: str, note: str = "") -> Iterator[str]:
+    """Yields a line in pieces that fit; the note stands behind the last, or on a line of its own.
+
+    It is broken between operands only: no type and no path has a blank.
+    """
+    behind = f"  // {note}" if note else ""
+    if len(text) + len(behind) <= WIDTH:
+        yield text + behind
+        return
+    line, *rest = re.split(r"(?<=,) ", text)
+    for piece in rest:
+        if len(line) + 1 + len(piece) > WIDTH:
+            yield line
+            line = _INDENT + piece
+        else:
+            line = f"{line} {piece}"
+    if len(line) + len(behind) > WIDTH:
+        yield line
+        line, behind = _INDENT, behind.lstrip()
+    yield line + behind
 
 
 def operator_name(node: torch.fx.Node) -> str:
