@@ -1454,6 +1454,20 @@ def test_a_quotient_of_integers_is_written_as_a_division(scalar: Any, vector: An
     assert [kind.__dict__["truncdiv"] for kind in (scalar, vector)] == before
 
 
+@contract(f"{INDUCTOR}.exc.InvalidCxxCompiler", f"{INDUCTOR}.config.cpp.cxx")
+def test_a_compiler_that_is_not_there_is_an_error_of_its_own(error: Any, searched: Any) -> None:
+    from torch._inductor import config, cpp_builder
+
+    names = searched if isinstance(searched, (list, tuple)) else [searched]
+    assert all(name is None or isinstance(name, str) for name in names)
+    cpp_builder.cpp_compiler_search.cache_clear()
+    try:
+        with config.patch({"cpp.cxx": (None, "no-such-compiler")}), pytest.raises(error):
+            cpp_builder.get_cpp_compiler()
+    finally:
+        cpp_builder.cpp_compiler_search.cache_clear()
+
+
 @contract(
     f"{INDUCTOR}.codecache.CppPythonBindingsCodeCache",
     f"{INDUCTOR}.codecache.CppPythonBindingsCodeCache.load_pybinding",
