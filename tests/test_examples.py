@@ -1,0 +1,129 @@
+"""Each example runs as it says, in a process of its own, and prints what shows its point."""
+
+from __future__ import annotations
+
+import ast
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT
+
+EXAMPLES = ROOT / "examples"
+NAMES = sorted(path.name for path in EXAMPLES.glob("*.py") if path.name != "decoder.py")
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    """One cache for all examples: most have the same block."""
+    return tmp_path_factory.mktemp("examples")
+
+
+@pytest.fixture(autouse=True)
+def of_all(cache: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LAZYINLINE_CACHE_DIR", str(cache))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
+def printed(name: str, *arguments: str, ranks: int = 0) -> str:
+    """Runs an example; with ranks, as torchrun does. Returns what it printed."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    command = [sys.executable, *(launcher if ranks else []), str(EXAMPLES / name), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=os.environ)
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr[-4000:]}"
+    return done.stdout
+
+
+def test_a_decoder_learns_the_text_as_in_eager(tmp_path: pathlib.Path) -> None:
+    page = tmp_path / "report.html"
+    said = printed("train_decoder.py", "--steps=8", "--layers=2", f"--html={page}")
+    rows = re.findall(r"^ +\d+  (\d+\.\d{4})  (\d+\.\d{4})  #+$", said, re.MULTILINE)
+    assert len(rows) == 8
+    losses = [(float(eager), float(compiled)) for eager, compiled in rows]
+    assert all(compiled == pytest.approx(eager, abs=2e-3) for eager, compiled in losses)
+    assert losses[-1][1] < losses[0][1]
+    assert page.read_text(encoding="utf-8").startswith("<!doctype html>")
+
+
+def test_a_budget_lies_between_saving_and_computing_again() -> None:
+    said = printed("recompute_budget.py", "--layers=3")
+    rows = [float(peak) for peak in re.findall(r"(\d+\.\d\d) +\d+\.\d  #+$", said, re.MULTILINE)]
+    assert len(rows) == 5 and rows == sorted(rows, reverse=True)
+    assert "all gradients equal eager's" in said
+
+
+def test_lengths_cost_two_compiles() -> None:
+    said = printed("varying_lengths.py", "--lengths=4", "--layers=2", "--backend=eager")
+    assert "4 lengths, 2 compiles; each loss equals eager's" in said
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_example_says_what_it_shows_and_what_it_prints(name: str) -> None:
+    text = ast.get_docstring(ast.parse((EXAMPLES / name).read_text(encoding="utf-8"))) or ""
+    assert f"examples/{name}" in text
+    assert re.search(r"What it\s+prints.*:\n\n {4,}\S", text)
+    assert f"({name})" in (EXAMPLES / "README.md").read_text(encoding="utf-8")
+
+
+def test_a_file_has_one_function_for_all_blocks() -> None:
+    said = printed("export_onnx.py", "--layers=3")
+    assert re.findall(r"^  Block +blocks\.(\d)$", said, re.MULTILINE) == ["0", "1", "2"]
+    assert len(re.findall(r"^  Block +\d+ nodes:", said, re.MULTILINE)) == 1
+    assert "5 x 33: onnxruntime gives the logits of PyTorch" in said
+
+
+def test_a_large_model_is_captured_without_its_weights() -> None:
+    said = printed("plan_13b.py", "--capture-only")
+    assert re.search(r"^ +40 +12\.\d B +\d+ +\d{3} ", said, re.MULTILINE)
+
+
+def test_a_run_that_stopped_goes_on_with_the_same_losses() -> None:
+    said = printed("checkpoint_resume.py", "--layers=2", "--steps=4", "--backend=eager")
+    assert "new process" in said
+    assert "equal to the last bit: True" in said
+
+
+def test_blocks_that_differ_are_mended() -> None:
+    said = printed("when_blocks_differ.py")
+    counts = re.findall(r"^(\w+): (\d+) nodes held, (\d+) if inlined", said, re.MULTILINE)
+    assert [name for name, *_ in counts] == ["Layer", "ShiftAsTensor", "ChoiceAsTensor"]
+    shares = [int(held) / int(inlined) for _, held, inlined in counts]
+    assert shares[0] >= 1 > shares[1] > shares[2]
+    assert said.count("are apart: attribute ") == 2
+
+
+def test_a_second_job_finds_what_the_first_kept() -> None:
+    said = printed("warm_cache.py", "--layers=2")
+    found = re.findall(r"(\d+) of (\d+) results", said)
+    assert [number for number, _ in found[:1]] == ["0"]
+    assert all(number == of for number, of in found[1:2])
+    assert int(found[2][0]) > 0
+
+
+def test_a_llama_as_it_comes_trains_as_in_eager() -> None:
+    said = printed("huggingface_llama.py", "--layers=2", "--backend=eager", "--steps=2")
+    assert said.count("gradients equal") == 2
+
+
+def test_two_processes_average_their_gradients() -> None:
+    said = printed("ddp_train.py", "--layers=2", "--backend=eager", "--steps=2", ranks=2)
+    steps = re.findall(r"^step (\d) rank (\d): loss (\S+), eager (\S+)$", said, re.MULTILINE)
+    assert [step[:2] for step in steps] == [("0", "0"), ("0", "1"), ("1", "0"), ("1", "1")]
+    assert all(float(ours) == pytest.approx(float(eager), abs=1e-3) for *_, ours, eager in steps)
+    assert said.count("weights equal rank 0's: True") == 2
+
+
+def test_two_processes_are_a_pipeline(tmp_path: pathlib.Path) -> None:
+    page = tmp_path / "pipeline.html"
+    said = printed(
+        "pipeline_llama.py",
+        *("--layers=2", "--micro-batches=2", "--backend=eager", "--steps=1", f"--html={page}"),
+        ranks=2,
+    )
+    (loss,) = re.findall(r"^step 0 rank 1: loss (\S+)$", said, re.MULTILINE)
+    assert f"eager's loss before the first step is {loss}" in said
+    assert re.findall(r"^rank (\d) wrote ", said, re.MULTILINE) == ["0", "1"]
+    assert page.exists()
