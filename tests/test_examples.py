@@ -1,8 +1,9 @@
-"""Each example runs as it says, in a process of its own, and prints what shows its point."""
+"""Each example runs as it says, in a process, and prints what shows its point."""
 
 from __future__ import annotations
 
 import ast
+import json
 import os
 import pathlib
 import re
@@ -37,26 +38,62 @@ def printed(name: str, *arguments: str, ranks: int = 0) -> str:
     return done.stdout
 
 
-def test_a_decoder_learns_the_text_as_in_eager(tmp_path: pathlib.Path) -> None:
-    page = tmp_path / "report.html"
-    said = printed("train_decoder.py", "--steps=8", "--layers=2", f"--html={page}")
+SMALL = {
+    "train_decoder.py": ["--steps=8", "--layers=2", "--html=report.html"],
+    "recompute_budget.py": ["--layers=3"],
+    "varying_lengths.py": ["--lengths=4", "--layers=2", "--backend=eager"],
+    "export_onnx.py": ["--layers=3"],
+    "plan_13b.py": ["--capture-only"],
+    "when_blocks_differ.py": [],
+    "huggingface_llama.py": ["--layers=2", "--backend=eager", "--steps=2"],
+}
+ONE_BY_ONE = """
+import contextlib, io, json, os, runpy, sys
+said, folder, examples = {}, sys.argv[1], json.loads(sys.argv[2])
+sys.path.insert(0, folder)
+for name, arguments in examples.items():
+    sys.argv = [name, *arguments]
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        runpy.run_path(os.path.join(folder, name), run_name="__main__")
+    said[name] = printed.getvalue()
+print(json.dumps(said))
+"""
+
+
+@pytest.fixture(scope="module")
+def said_by(tmp_path_factory: pytest.TempPathFactory, cache: pathlib.Path) -> dict[str, str]:
+    """What the small ones print, run in one process: to import PyTorch costs more than they do."""
+    folder = tmp_path_factory.mktemp("small")
+    environment = {**os.environ, "LAZYINLINE_CACHE_DIR": str(cache), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", ONE_BY_ONE, str(EXAMPLES), json.dumps(SMALL)]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=300, env=environment, cwd=folder
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    said: dict[str, str] = json.loads(done.stdout)
+    said["page"] = (folder / "report.html").read_text(encoding="utf-8")
+    return said
+
+
+def test_a_decoder_learns_the_text_as_in_eager(said_by: dict[str, str]) -> None:
+    said = said_by["train_decoder.py"]
     rows = re.findall(r"^ +\d+  (\d+\.\d{4})  (\d+\.\d{4})  #+$", said, re.MULTILINE)
     assert len(rows) == 8
     losses = [(float(eager), float(compiled)) for eager, compiled in rows]
     assert all(compiled == pytest.approx(eager, abs=2e-3) for eager, compiled in losses)
     assert losses[-1][1] < losses[0][1]
-    assert page.read_text(encoding="utf-8").startswith("<!doctype html>")
+    assert said_by["page"].startswith("<!doctype html>")
 
 
-def test_a_budget_lies_between_saving_and_computing_again() -> None:
-    said = printed("recompute_budget.py", "--layers=3")
+def test_a_budget_lies_between_saving_and_computing_again(said_by: dict[str, str]) -> None:
+    said = said_by["recompute_budget.py"]
     rows = [float(peak) for peak in re.findall(r"(\d+\.\d\d) +\d+\.\d  #+$", said, re.MULTILINE)]
     assert len(rows) == 5 and rows == sorted(rows, reverse=True)
     assert "all gradients equal eager's" in said
 
 
-def test_lengths_cost_two_compiles() -> None:
-    said = printed("varying_lengths.py", "--lengths=4", "--layers=2", "--backend=eager")
+def test_lengths_cost_two_compiles(said_by: dict[str, str]) -> None:
+    said = said_by["varying_lengths.py"]
     assert "4 lengths, 2 compiles; each loss equals eager's" in said
 
 
@@ -68,15 +105,15 @@ def test_an_example_says_what_it_shows_and_what_it_prints(name: str) -> None:
     assert f"({name})" in (EXAMPLES / "README.md").read_text(encoding="utf-8")
 
 
-def test_a_file_has_one_function_for_all_blocks() -> None:
-    said = printed("export_onnx.py", "--layers=3")
+def test_a_file_has_one_function_for_all_blocks(said_by: dict[str, str]) -> None:
+    said = said_by["export_onnx.py"]
     assert re.findall(r"^  Block +blocks\.(\d)$", said, re.MULTILINE) == ["0", "1", "2"]
     assert len(re.findall(r"^  Block +\d+ nodes:", said, re.MULTILINE)) == 1
     assert "5 x 33: onnxruntime gives the logits of PyTorch" in said
 
 
-def test_a_large_model_is_captured_without_its_weights() -> None:
-    said = printed("plan_13b.py", "--capture-only")
+def test_a_large_model_is_captured_without_its_weights(said_by: dict[str, str]) -> None:
+    said = said_by["plan_13b.py"]
     assert re.search(r"^ +40 +12\.\d B +\d+ +\d{3} ", said, re.MULTILINE)
 
 
@@ -86,8 +123,8 @@ def test_a_run_that_stopped_goes_on_with_the_same_losses() -> None:
     assert "equal to the last bit: True" in said
 
 
-def test_blocks_that_differ_are_mended() -> None:
-    said = printed("when_blocks_differ.py")
+def test_blocks_that_differ_are_mended(said_by: dict[str, str]) -> None:
+    said = said_by["when_blocks_differ.py"]
     counts = re.findall(r"^(\w+): (\d+) nodes held, (\d+) if inlined", said, re.MULTILINE)
     assert [name for name, *_ in counts] == ["Layer", "ShiftAsTensor", "ChoiceAsTensor"]
     shares = [int(held) / int(inlined) for _, held, inlined in counts]
@@ -103,8 +140,8 @@ def test_a_second_job_finds_what_the_first_kept() -> None:
     assert int(found[2][0]) > 0
 
 
-def test_a_llama_as_it_comes_trains_as_in_eager() -> None:
-    said = printed("huggingface_llama.py", "--layers=2", "--backend=eager", "--steps=2")
+def test_a_llama_as_it_comes_trains_as_in_eager(said_by: dict[str, str]) -> None:
+    said = said_by["huggingface_llama.py"]
     assert said.count("gradients equal") == 2
 
 
