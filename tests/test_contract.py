@@ -12,6 +12,7 @@ import importlib
 import inspect
 import itertools
 import operator
+import subprocess
 import sys
 import threading
 import types
@@ -1452,6 +1453,21 @@ def test_a_quotient_of_integers_is_written_as_a_division(scalar: Any, vector: An
     with quotients_checked():
         assert scalar.truncdiv("a", "b").startswith("a / [](auto divisor)")
     assert [kind.__dict__["truncdiv"] for kind in (scalar, vector)] == before
+
+
+@contract(f"{INDUCTOR}.lowering")
+def test_pooling_is_taken_apart_before_inductor_has_compiled_anything(lowering: Any) -> None:
+    code = (
+        "import torch\n"
+        "from lazyinline.backend.kernels.torch_inductor import decompositions\n"
+        "operator = torch.ops.aten.max_pool2d_with_indices.default\n"
+        "x = torch.randn(1, 1, 4, 4)\n"
+        "found = decompositions()[operator](x, [2, 2])\n"
+        "if found is not NotImplemented:\n"
+        "    assert all(map(torch.equal, found, operator(x, [2, 2])))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 @contract(f"{INDUCTOR}.exc.InvalidCxxCompiler", f"{INDUCTOR}.config.cpp.cxx")

@@ -8,6 +8,7 @@ compiler (:mod:`.torch_builds`).
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -58,12 +59,13 @@ def graph_cache_off() -> Any:
 
 
 def decompositions() -> Mapping[Any, Callable[..., Any]]:
-    """Returns Inductor's decomposition table, with three corrections.
+    """Returns Inductor's decomposition table, with four corrections.
 
     Operators that do not count from the end do not here either. ``cat`` of one tensor and empty
     ones is laid out as PyTorch lays it out. And Inductor lowers ``bernoulli.p`` to an in-place
     draw, and on CPU it may fuse a reader of the mask into a kernel that runs before the draw.
-    ``native_dropout`` draws the same mask out of place.
+    ``native_dropout`` draws the same mask out of place. Those of pooling ask a module of Inductor's
+    that is imported only when Inductor compiles, which is later.
     """
     from torch._inductor.decomposition import select_decomp_table
 
@@ -73,7 +75,26 @@ def decompositions() -> Mapping[Any, Callable[..., Any]]:
     for operator in NOT_FROM_THE_END:
         table[operator] = _without_wrapping(table[operator])
     table[torch.ops.aten.cat.default] = _dense(table[torch.ops.aten.cat.default])
+    for operator in _POOLING:
+        if operator in table:
+            table[operator] = _with_lowerings(table[operator])
     return table
+
+
+_POOLING = (
+    torch.ops.aten.max_pool2d_with_indices.default,
+    torch.ops.aten.max_pool3d_with_indices.default,
+)
+
+
+def _with_lowerings(decomposition: Callable[..., Any]) -> Callable[..., Any]:
+    """Imports what a decomposition of PyTorch takes for imported."""
+
+    def decomposed(*args: Any, **kwargs: Any) -> Any:
+        importlib.import_module("torch._inductor.lowering")
+        return decomposition(*args, **kwargs)
+
+    return decomposed
 
 
 def _dense(cat: Callable[..., Any]) -> Callable[..., Any]:
