@@ -445,23 +445,3 @@ def test_lists_that_live_for_a_call_only_are_no_effect() -> None:
         torch.testing.assert_close(compiled(torch.ones(2, 4)), net(torch.ones(2, 4)))
     assert compiled.last_report.ran_eagerly == ""
     assert compiled.last_report.num_compiles == 1
-
-
-def test_what_pytorch_lets_sympy_do_is_no_doing_of_the_model() -> None:
-    # Asked about a symbolic size, sympy shuffles its rules by random numbers of its own.
-    from sympy.core.random import rng
-
-    def made_in(folder: str, module: str, source: str, **names: Any) -> Callable[[], Any]:
-        scope: dict[str, Any] = {"__name__": module, **names}
-        exec(compile(source, os.path.join(folder, "made.py"), "exec"), scope)
-        return scope["ask"]
-
-    sympys = made_in("/sympy", "sympy.made", "def ask(): rng.shuffle([1, 2, 3])", rng=rng)
-    torchs = made_in(
-        os.path.dirname(torch.__file__), "torch.made", "def ask(): return inner()", inner=sympys
-    )
-    for ask, is_effect in ((torchs, False), (sympys, True)):
-        net = Net(lambda module, hidden, ask=ask: ask())
-        compiled = lazyinline.compile(net, backend="eager")
-        compiled(torch.ones(2, 4))
-        assert bool(compiled.last_report.ran_eagerly) is is_effect

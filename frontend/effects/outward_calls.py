@@ -6,6 +6,7 @@ another at each call. So such a call is noticed before it is made.
 
 from __future__ import annotations
 
+import random
 import sys
 import types
 from typing import Any
@@ -32,6 +33,7 @@ _OUTWARD: dict[str, tuple[str, tuple[str, ...]]] = {
     "time": (_TIME, (*_CLOCKS, *(f"{name}_ns" for name in _CLOCKS))),
     "datetime": (_TIME, ("now", "utcnow", "today")),
 }
+_SHARED = getattr(random.random, "__self__", None)
 NAMES = frozenset(name for _, names in _OUTWARD.values() for name in names)
 """Those of the functions that are looked at."""
 
@@ -43,7 +45,10 @@ def reach_of(function: Any, caller: str) -> str:
         function: written in C.
         caller: the module that calls it; what a lock or a logger of Python's own asks is no effect.
     """
-    for home in _homes(getattr(function, "__self__", None)):
+    owner = getattr(function, "__self__", None)
+    if isinstance(owner, random.Random) and owner is not _SHARED:
+        return ""  # a state like others, of which evidence sees what changed
+    for home in _homes(owner):
         what, names = _OUTWARD.get(home, ("", ()))
         if function.__name__ in names:
             is_pythons = caller.partition(".")[0] in sys.stdlib_module_names
