@@ -19,7 +19,13 @@ import lazyinline
 from lazyinline.autodiff.derivative import Differentiator, Recipe
 from lazyinline.frontend.requests import differentiable_inputs
 from lazyinline.reuse.ir.inline import inline_calls
-from lazyinline.reuse.ir.printer import WIDTH, closure_names, diff_texts, format_program
+from lazyinline.reuse.ir.printer import (
+    WIDTH,
+    closure_names,
+    diff_texts,
+    format_program,
+    text_to_compare,
+)
 from lazyinline.reuse.ir.program import (
     Call,
     Composite,
@@ -375,3 +381,6 @@ def test_a_printed_program_says_once_what_all_its_lines_share_and_fits_a_screen(
     assert "no_grad" not in str(lazyinline.capture(Wide(), (torch.zeros(3, 3),), train=True))
     names = re.findall(r"%layers\.\d\.\w+", text)
     assert len(set(names)) == 18, "every parameter is there"
+    compared = text_to_compare(program)
+    assert compared.split() == text.split()
+    assert max(map(len, compared.splitlines())) > WIDTH, "a name's length breaks no line there"

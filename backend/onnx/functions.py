@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from onnxscript import ir
 
 from ...reuse.ir.leaf import flat_types
-from ...reuse.ir.printer import UniqueNames, closure_names, format_closure
+from ...reuse.ir.printer import UniqueNames, closure_names, closure_to_compare
 from ...reuse.ir.program import (
     Call,
     Closure,
@@ -259,7 +259,7 @@ class _Builder:
 
 def closure_key(closure: Closure) -> str:
     """Returns a digest of what a closure computes, the same in every process."""
-    return hashlib.sha256(format_closure(closure).encode()).hexdigest()[:32]
+    return hashlib.sha256(closure_to_compare(closure).encode()).hexdigest()[:32]
 
 
 def _call_paths(program: Program) -> dict[Closure, list[Call]]:

@@ -22,7 +22,7 @@ from ...reuse.evidence.module_state import module_state, walk_modules
 from ...reuse.evidence.root_evidence import RootEvidence
 from ...reuse.evidence.snapshot import refuse_iterators
 from ...reuse.ir.constants import Shared, share_constants
-from ...reuse.ir.printer import format_program
+from ...reuse.ir.printer import text_to_compare
 from ...reuse.ir.program import ModelTensor, Program
 from ...reuse.open_numbers import is_open
 from ..checks.capturable import refuse_backward_hooks, refuse_uncapturable
@@ -108,8 +108,7 @@ def capture_model(
     else:
         captured = _capture_chosen(model, arguments, reuse, train=train)
     check_memory(captured.program)
-    if not arguments.have_open_numbers():  # an open number is of a type of its own
-        check_operand_types(captured.program, model_name(model))
+    check_operand_types(captured.program, model_name(model))
     return captured
 
 
@@ -276,7 +275,7 @@ def _capture_settled(
     unsettled.redo()
     try:
         second = _capture_once(model, arguments, blocks, train=train)
-        same = format_program(first.program) == format_program(second.program)
+        same = text_to_compare(first.program) == text_to_compare(second.program)
     except CrossingError:
         unsettled.undo()
         raise

@@ -21,7 +21,7 @@ from torch import nn
 from ...reuse import torch_pytree
 from ...reuse.errors import CaptureError
 from ...reuse.freeze import IMMUTABLE
-from ...reuse.ir.printer import format_program
+from ...reuse.ir.printer import text_to_compare
 from ...reuse.ir.program import Leaf, ModelTensor, Program, Source, UserInput, walk_closures
 from ...reuse.open_numbers import Evaluate, Opening
 from ...reuse.torch_names import OPERATOR_TYPES
@@ -155,7 +155,7 @@ class _Facts:
     @classmethod
     def of(cls, program: Program, probes: Collection[float] = ()) -> _Facts:
         """Returns those of a program."""
-        text = format_program(program)
+        text = text_to_compare(program)
         names = {repr(probe): f"number {index}" for index, probe in enumerate(probes)}
         for name, known_as in names.items():
             text = text.replace(f"number_{name}", known_as)

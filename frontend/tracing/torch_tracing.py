@@ -71,9 +71,6 @@ _MACHINERY = frozenset(
 LEAVES_PYTORCH = ".numpy() is not supported"
 """What PyTorch says where a fake tensor is asked for an array."""
 
-# What PyTorch has things done by; sympy draws random numbers when it is asked about a size.
-_SERVANTS = frozenset([*sys.stdlib_module_names, "mpmath", "sympy"])
-
 DATA_DEPENDENT_ERRORS: tuple[type[Exception], ...] = (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -523,12 +520,12 @@ def _is_of_user(frame: Any) -> bool:
 
 
 def _served_pytorch(frame: Any) -> bool:
-    """Whether a library runs because PyTorch called it (to log, to compare symbolic sizes).
+    """Whether Python's own library runs because PyTorch called it (to log, to show a stack).
 
     What somebody's handler does with a record that PyTorch logs is no doing of the model's, either.
     """
     while frame is not None:
-        if _top_name(frame) not in _SERVANTS:
+        if _top_name(frame) not in sys.stdlib_module_names:
             frame = _logging_above(frame)
             continue
         frame = frame.f_back

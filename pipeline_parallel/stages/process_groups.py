@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...reuse.errors import PipelineError
+from ...reuse.ir.printer import text_to_compare
 from ...reuse.ir.program import Program
 from ..schedule.actions import ActionTable
 from .gradient_sums import GradientSums
@@ -71,7 +72,9 @@ class Ranks:
             "schedule": table.schedule,
             "num_stages": table.num_stages,
             "micro_batches": table.num_micro_batches,
-            "model (its captured program)": hashlib.sha256(str(program).encode()).hexdigest()[:12],
+            "model (its captured program)": hashlib.sha256(
+                text_to_compare(program).encode()
+            ).hexdigest()[:12],
         }
         self._compare(own, "Ranks do not agree, so their stages would not fit together")
 

@@ -32,6 +32,7 @@ WIDTH = 100
 Shown: TypeAlias = Literal["show", "hide"]
 
 _INDENT = " " * 6  # of what continues a line
+_NOTE = "  // "  # before what a line says beside what is run
 
 
 class UniqueNames:
@@ -56,13 +57,22 @@ def closure_names(program: Program) -> dict[Closure, str]:
 
 
 def format_program(program: Program, *, source: Shown = "hide", bodies: Shown = "show") -> str:
-    """Returns the text of a program.
+    """Returns the text of a program, for people: it fits a screen.
 
     Args:
         program: the program.
         source: ``"show"`` adds the user's line to each operator.
         bodies: ``"hide"`` leaves out the operators of leaf closures.
     """
+    return _folded(_text(program, source, bodies))
+
+
+def text_to_compare(program: Program) -> str:
+    """Returns the text of a program, a line for each call: a name's length breaks none."""
+    return _text(program, "hide", "show")
+
+
+def _text(program: Program, source: Shown, bodies: Shown) -> str:
     names = closure_names(program)
     counts = count_calls(program)
     parts = []
@@ -77,12 +87,12 @@ def format_program(program: Program, *, source: Shown = "hide", bodies: Shown = 
     return "\n".join(parts)
 
 
-def format_closure(closure: Closure) -> str:
+def closure_to_compare(closure: Closure) -> str:
     """Returns the text of one closure, and of those it calls; call counts are left out."""
     if isinstance(closure, Leaf):
         return _format_leaf(closure, closure.name, "", "hide", "show")
     if isinstance(closure, Composite):
-        return format_program(closure.program)
+        return text_to_compare(closure.program)
     return f"{closure.name}({closure.type})"
 
 
@@ -114,31 +124,28 @@ def _format_body(
         values[value] = "%" + names.take(value.hint or f"a{index}")
     header = ", ".join(f"{values[v]}: {v.type}" for v in program.inputs)
     results = _types(v.type for v in program.outputs)
-    lines = [*_header(f"{kind} @{name}({header}) -> {results}", note)]
+    lines = [_header(f"{kind} @{name}({header}) -> {results}", note)]
     for call in program.calls:
         for value in call.results:
             values[value] = "%" + names.take(value.hint or "v")
-        lines += _format_call(call, values, closures)
+        lines.append(_format_call(call, values, closures))
     outputs = ", ".join(values.get(v, "%undefined") for v in program.outputs)
-    lines += _wrapped(f"  return {outputs}")
+    lines.append(f"  return {outputs}")
     for output, target in program.writes:
         lines.append(f"  write {values[program.inputs[target]]} <- output {output}")
     lines.append("}\n")
     return "\n".join(lines)
 
 
-def _format_call(
-    call: Call, values: dict[Value, str], closures: dict[Closure, str]
-) -> Iterator[str]:
+def _format_call(call: Call, values: dict[Value, str], closures: dict[Closure, str]) -> str:
     args = ", ".join(values.get(v, "%undefined") for v in call.args)
     results = ", ".join(values[v] for v in call.results)
     if _is_structural(call.closure):
-        yield from _wrapped(f"  {results} = {call.closure.name}({args})")
-        return
+        return f"  {results} = {call.closure.name}({args})"
     mark = f"recompute {call.recompute}" if call.recompute else ""
     note = ", ".join(part for part in (call.path, mark) if part)
     head = f"{results} = " if results else ""
-    yield from _wrapped(f"  {head}call @{closures[call.closure]}({args})", note)
+    return _with_note(f"  {head}call @{closures[call.closure]}({args})", note)
 
 
 def _format_leaf(leaf: Leaf, name: str, note: str, source: Shown, bodies: Shown) -> str:
@@ -151,27 +158,27 @@ def _format_leaf(leaf: Leaf, name: str, note: str, source: Shown, bodies: Shown)
     header = ", ".join(f"{values[n]}: {node_type(n)}" for n in placeholders)
     shared = _shared_modes(leaf)
     note = ", ".join(part for part in (note, shared) if part)
-    lines = [*_header(f"closure @{name}({header}) -> {_types(leaf.output_types)}", note)]
+    lines = [_header(f"closure @{name}({header}) -> {_types(leaf.output_types)}", note)]
     for node in leaf.nodes:
         values[node] = "%" + names.take(str(len(values)))
         if bodies == "show":
-            lines += _format_node(node, values, source, "" if shared else _modes(node))
+            lines.append(_format_node(node, values, source, "" if shared else _modes(node)))
     outputs = leaf.module.graph.output_node().args[0]
     returned = outputs if isinstance(outputs, (tuple, list)) else [outputs]
-    lines += _wrapped("  return " + ", ".join(_operand(o, values) for o in returned))
+    lines.append("  return " + ", ".join(_operand(o, values) for o in returned))
     lines.append("}\n")
     return "\n".join(lines)
 
 
 def _format_node(
     node: torch.fx.Node, values: dict[torch.fx.Node, str], source: Shown, modes: str
-) -> Iterator[str]:
+) -> str:
     args = [_operand(a, values) for a in node.args]
     args += [f"{k}={_operand(v, values)}" for k, v in sorted(node.kwargs.items())]
     line = stamp_of(node).source if source == "show" else ""
     note = ", ".join(part for part in (modes, line) if part)
     text = f"  {values[node]}: {node_type(node)} = {operator_name(node)}({', '.join(args)})"
-    yield from _wrapped(text, note)
+    return _with_note(text, note)
 
 
 def _modes(node: torch.fx.Node) -> str:
@@ -188,31 +195,40 @@ def _shared_modes(leaf: Leaf) -> str:
     return found.pop() if len(found) == 1 else ""
 
 
-def _header(text: str, note: str) -> Iterator[str]:
-    """Yields the lines that open a body."""
-    yield from _wrapped(text, f"{note} {{" if note else "{")
+def _header(text: str, note: str) -> str:
+    """Returns the line that opens a body."""
+    return _with_note(text, f"{note} {{" if note else "{")
 
 
-def _wrapped(text: str, note: str = "") -> Iterator[str]:
+def _with_note(text: str, note: str) -> str:
+    return f"{text}{_NOTE}{note}" if note else text
+
+
+def _folded(text: str) -> str:
+    return "\n".join(piece for line in text.split("\n") for piece in _pieces(line))
+
+
+def _pieces(line: str) -> Iterator[str]:
     """Yields a line in pieces that fit; the note stands behind the last, or on a line of its own.
 
     It is broken between operands only: no type and no path has a blank.
     """
-    behind = f"  // {note}" if note else ""
-    if len(text) + len(behind) <= WIDTH:
-        yield text + behind
-        return
-    line, *rest = re.split(r"(?<=,) ", text)
-    for piece in rest:
-        if len(line) + 1 + len(piece) > WIDTH:
-            yield line
-            line = _INDENT + piece
-        else:
-            line = f"{line} {piece}"
-    if len(line) + len(behind) > WIDTH:
+    if len(line) <= WIDTH:
         yield line
-        line, behind = _INDENT, behind.lstrip()
-    yield line + behind
+        return
+    text, mark, note = line.partition(_NOTE)
+    behind = mark + note
+    piece, *rest = re.split(r"(?<=,) ", text)
+    for operand in rest:
+        if len(piece) + 1 + len(operand) > WIDTH:
+            yield piece
+            piece = _INDENT + operand
+        else:
+            piece = f"{piece} {operand}"
+    if len(piece) + len(behind) > WIDTH:
+        yield piece
+        piece, behind = _INDENT, behind.lstrip()
+    yield piece + behind
 
 
 def operator_name(node: torch.fx.Node) -> str:
