@@ -117,6 +117,38 @@ def test_bench_writes_files(tmp_path: pathlib.Path, capsys: pytest.CaptureFixtur
     assert all(row["model"] == "gpt" and not row["train"] for row in content["rows"])
     assert content["about"]["threads"] >= 1
     assert page.read_text().startswith("<!doctype html>")
+    capsys.readouterr()
+
+    again = tmp_path / "again.html"
+    assert main(["report", str(json_file), "--html", str(again)]) == 0
+    from_json = capsys.readouterr().out
+    assert "gpt, 2 layers: inference" in from_json and "PyTorch" in from_json
+    assert main(["report", str(page)]) == 0
+    from_page = capsys.readouterr().out
+    assert main(["report", str(again)]) == 0
+    redrawn = capsys.readouterr().out
+    assert "Graph nodes held" in from_page
+    assert from_page.splitlines()[:-2] == redrawn.splitlines()[:-2]  # before date and machine
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("rows.json", "rows.json cannot be read: No such file or directory. TARGET may be "),
+        ("model.onnx", "model.onnx cannot be read: it is no text. TARGET may be "),
+        ("large.json", "large.json holds no measurement of this version. TARGET may be "),
+        ("page.html", "page.html holds no measurement of this version. TARGET may be "),
+    ],
+)
+def test_report_of_a_file_that_holds_none_says_what_it_takes(
+    name: str, said: str, models: str, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "model.onnx").write_bytes(b"\xff\xfe\x80")
+    (tmp_path / "large.json").write_text("[{}]")
+    (tmp_path / "page.html").write_text("<p>")
+    assert main(["report", name]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert said in line and "package.module:function" in line and "bench --json" in line
 
 
 def test_bench_of_a_target(models: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+import pathlib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
@@ -12,6 +13,7 @@ from torch import nn
 
 import lazyinline
 from lazyinline.frontend.measure import timing
+from lazyinline.frontend.measure.saved import Saved, read_saved
 from lazyinline.frontend.measure.timing import Rounds, StepTime, noise, time_steps
 from lazyinline.frontend.measure.workload import StepResult, Workload, compare
 
@@ -97,6 +99,20 @@ def test_json_has_the_fields(report: lazyinline.MeasureReport) -> None:
         assert row["compile_cpu_s"][side] > 0
     assert row["step_ms"].keys() == {"eager", "late", "early"}
     assert all(row["step_ms"][n] >= row["step_min_ms"][n] > 0 for n in row["step_ms"])
+
+
+def test_a_measurement_read_from_its_json_says_the_same(
+    report: lazyinline.MeasureReport, tmp_path: pathlib.Path
+) -> None:
+    path = tmp_path / "report.json"
+    for one in (report, replace(report, eager=None, late=replace(report.late, step=None))):
+        path.write_text(one.to_json())
+        saved = read_saved(path)
+        assert isinstance(saved, Saved)
+        (found,) = saved.reports
+        assert found.to_dict() == one.to_dict()
+    path.write_text(report.to_json())
+    assert str(read_saved(path)) == str(report)
 
 
 def test_json_of_a_wrong_result_is_valid(report: lazyinline.MeasureReport) -> None:

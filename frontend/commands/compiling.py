@@ -16,6 +16,7 @@ from ..measure.large_models import LARGE_MODELS, bench_large, reports_to_json
 from ..measure.measure import measure
 from ..measure.measure_page import large_page, measure_page
 from ..measure.rank_bench import RANK_MODELS, bench_rank
+from ..measure.saved import Saved, is_file, page_text, read_saved
 from ..measure.target import FORM, load_target
 from ..onnx.export import export_onnx
 from ..options import Options
@@ -140,12 +141,15 @@ def run_export(options: argparse.Namespace) -> None:
 
 
 def run_report(options: argparse.Namespace) -> None:
-    """Runs ``report``: measures a model, prints what came out, writes a page.
+    """Runs ``report``: measures a model, prints what came out, writes a page; or shows a file.
 
     Raises:
         LazyInlineError: if something was asked that cannot be done.
     """
     _check_folders(options.html)
+    if is_file(options.target):
+        _show_saved(pathlib.Path(options.target), options)
+        return
     target = load_target(options.target)
     report = measure(
         target.model,
@@ -159,6 +163,22 @@ def run_report(options: argparse.Namespace) -> None:
     print(report)
     if options.html is not None:
         report.save_html(options.html)
+
+
+def _show_saved(path: pathlib.Path, options: argparse.Namespace) -> None:
+    if options.infer or options.micro_batches > 1:
+        raise LazyInlineError(
+            f"{path} is measured already: --infer and --micro-batches do not fit."
+        )
+    found = read_saved(path)
+    if isinstance(found, Saved):
+        print(found)
+        if options.html is not None:
+            options.html.write_text(found.page(), encoding="utf-8")
+        return
+    if options.html is not None:
+        raise LazyInlineError(f"{path} is a page already: open it in a browser.")
+    print(page_text(found))
 
 
 def _check_folders(*files: pathlib.Path | None) -> None:

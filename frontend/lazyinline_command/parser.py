@@ -137,10 +137,12 @@ def _add_report(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Compiles a model with late and with early inlining, compares both with eager, and writes "
         "one page on it: the program, who shares and why not, passes, steps, memory. The page "
-        "needs nothing else. A model without data (meta device) is compiled and not run."
+        "needs nothing else. A model without data (meta device) is compiled and not run. Of a file "
+        "that was saved, it prints the numbers again; of JSON it writes the page, too."
     )
     add = parser.add_argument
-    add("target", metavar="TARGET", help=f"{choices.FORM} or (model, args, kwargs)")
+    help_ = f"{choices.FORM} or (model, args, kwargs); or a file of --json, to_json or --html"
+    add("target", metavar="TARGET|FILE", help=help_)
     help_ = "the page to write; default: only text is printed"
     add("--html", type=pathlib.Path, metavar="FILE", help=help_)
     add("--micro-batches", type=_positive, default=1, metavar="Y", help="parts of a training step")

@@ -4,6 +4,7 @@ measure       late against early inlining, both against eager
 measurement   the numbers, and what a reader of them should know
 measure_page  what a page of measurements shows
 report        what was measured, as a table, JSON and a page
+saved         what a user saved of a measurement, shown again
 workload      one step of a model: run it, compare it with eager
 timing        the time of a step, and whether it is to be trusted
 bench         row by row over the number of layers

@@ -14,6 +14,7 @@ import torch
 from ...backend.kernels.lower import BackendName
 from ..marks import lazy_inline
 from ..options import Options
+from ..page.about import about
 from . import models
 from .measure import check_micro_batches, compare_sides, compile_sides, measure
 from .measurement import Seconds, error_text
@@ -163,12 +164,13 @@ def _conclusion(reports: Sequence[MeasureReport]) -> Iterator[str]:
 
 def to_json(plan: Plan, reports: Sequence[MeasureReport]) -> str:
     """Returns all rows, and where they were measured."""
-    about = {
+    where = {
         "title": title(plan),
         "torch": torch.__version__,
         "python": platform.python_version(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
+        "machine": about(),
     }
     rows = [report.to_dict() for report in reports]
-    return json.dumps({"about": about, "rows": rows}, indent=2, allow_nan=False) + "\n"
+    return json.dumps({"about": where, "rows": rows}, indent=2, allow_nan=False) + "\n"

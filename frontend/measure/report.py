@@ -14,6 +14,12 @@ from ..report import CompileReport
 from .measure_page import measure_page
 from .measurement import Measurement, error_text
 
+COMPILED = (
+    *("reuse", "num_nodes", "num_nodes_if_inlined", "num_closures", "num_block_calls"),
+    *("peak_bytes", "lower_bound_bytes", "unplanned", "ran_eagerly"),
+)
+"""What is saved of a compile besides what has a place of its own."""
+
 
 @dataclass(frozen=True)
 class MeasureReport(Measurement):
@@ -39,6 +45,7 @@ class MeasureReport(Measurement):
             "passes": {name: _pass_rows(side.compiled) for name, side in sides.items()},
             "operators": {name: side.compiled.num_operators for name, side in sides.items()},
             "launches": {name: side.compiled.num_launches for name, side in sides.items()},
+            "compiled": {name: _compiled(side.compiled) for name, side in sides.items()},
             "step_ms": {name: step and step.median_ms for name, step in steps.items()},
             "step_min_ms": {name: step and step.minimum_ms for name, step in steps.items()},
             "step_max_ms": {name: step and step.maximum_ms for name, step in steps.items()},
@@ -51,7 +58,9 @@ class MeasureReport(Measurement):
             "max_rel_grad_error": {
                 n: _json_number(e.max_rel_grad_error) for n, e in errors.items()
             },
+            "worst_gradient": {name: error.worst_gradient for name, error in errors.items()},
             "warm_up": {"cpu_s": self.warm_up.cpu_s, "wall_s": self.warm_up.wall_s},
+            "notes": self.notes(),
         }
 
     def to_json(self) -> str:
@@ -119,6 +128,10 @@ def _pass_rows(report: CompileReport) -> list[dict[str, Any]]:
         {"name": p.name, "cpu_s": p.cpu_s, "wall_s": p.wall_s, "nodes": p.num_nodes}
         for p in report.passes
     ]
+
+
+def _compiled(report: CompileReport) -> dict[str, Any]:
+    return {name: getattr(report, name) for name in COMPILED}
 
 
 def _json_number(value: float | None) -> float | str | None:

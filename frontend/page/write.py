@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from importlib import resources
 from typing import Any, TypeAlias
 
 PageData: TypeAlias = dict[str, Any]
 """What a page shows: a title, and for each section what it draws. Plain values only."""
 
+_DATA = re.compile(r'<script type="application/json" id="data">(.*?)</script>', re.DOTALL)
 _ASSETS = resources.files(__package__) / "assets"
 
 
@@ -29,6 +31,12 @@ def write_page(data: PageData) -> str:
         before, after = text.split(mark)
         text = before + inserted + after
     return text
+
+
+def page_data(text: str) -> PageData | None:
+    """Returns the data of a page that :func:`write_page` wrote; None of any other."""
+    found = _DATA.search(text)
+    return None if found is None else dict(json.loads(found[1]))
 
 
 def as_json(data: PageData) -> str:

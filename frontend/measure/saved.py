@@ -1,0 +1,168 @@
+"""What a user saved, shown again: the numbers of measurements, and pages."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ...reuse.errors import LazyInlineError
+from ..page.write import PageData, page_data, write_page
+from ..records.compile_record import PassRecord
+from ..report import CompileReport
+from .measure_page import measure_page
+from .measurement import Seconds, Side
+from .report import COMPILED, MeasureReport
+from .target import FORM
+from .timing import StepTime
+from .workload import Errors
+
+SAVED = "the JSON of `bench --json` or of `report.to_json()`, or a page of `--html` or `save_html`"
+_PAGES = (".html", ".htm")
+_PATH = re.compile(r"[/\\]|\.\w+$")
+"""What a module's name has not: a separator, or the end of a file's name."""
+
+
+@dataclass(frozen=True)
+class SavedReport(MeasureReport):
+    """A measurement read from its JSON: every number, and not the program.
+
+    Attributes:
+        said: what it said to its reader.
+    """
+
+    said: tuple[str, ...] = ()
+
+    def notes(self) -> list[str]:
+        """Says what it said when it was made."""
+        return list(self.said)
+
+
+@dataclass(frozen=True)
+class Saved:
+    """The measurements of a file.
+
+    Attributes:
+        reports: one, or one for each number of layers.
+        title: what was measured; empty where the file does not say.
+        about: machine, versions and command; None where the file does not say.
+    """
+
+    reports: Sequence[MeasureReport]
+    title: str
+    about: Mapping[str, Any] | None
+
+    def __str__(self) -> str:
+        where = [] if self.about is None else [_where(self.about)]
+        return "\n\n".join([*map(str, self.reports), *where])
+
+    def page(self) -> str:
+        """Returns a page of them, about the machine that measured."""
+        return write_page(measure_page(self.reports, self.title) | {"about": self.about})
+
+
+def is_file(target: str) -> bool:
+    """Whether a target of the command line is a file rather than a function."""
+    return ":" not in target and (pathlib.Path(target).is_file() or bool(_PATH.search(target)))
+
+
+def read_saved(path: pathlib.Path) -> Saved | PageData:
+    """Reads measurements, or the data of a page.
+
+    Raises:
+        LazyInlineError: if the file holds neither.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is no text"
+        raise LazyInlineError(f"{path} cannot be read: {why}. {_told()}") from error
+    data = page_data(text) if path.suffix.lower() in _PAGES else None
+    if data is not None:
+        return data
+    try:
+        return _saved(json.loads(text))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise LazyInlineError(f"{path} holds no measurement of this version. {_told()}") from error
+
+
+def page_text(data: PageData) -> str:
+    """Returns what a page says before its pictures: verdict, figures, notes, where it was made."""
+    verdict = data["verdict"]
+    tiles = [(t["label"], t["value"], t["note"]) for t in verdict["tiles"]]
+    widths = [max((len(tile[i]) for tile in tiles), default=0) for i in range(2)]
+    lines = [f"{data['title']}: {data['subtitle']}", "", verdict["sentence"], ""]
+    lines += [f"  {a:<{widths[0]}}  {b:<{widths[1]}}  {c}" for a, b, c in tiles]
+    lines += ["", *verdict["notes"]] if verdict["notes"] else []
+    return "\n".join([*lines, "", _where(data["about"])])
+
+
+def _told() -> str:
+    return f"TARGET may be {FORM}; or a file: {SAVED}."
+
+
+def _where(about: Mapping[str, Any]) -> str:
+    machine = ", ".join(f"{name} {value}" for name, value in about["rows"])
+    return f"{about['date']}, by {about['command']}\n{machine}"
+
+
+def _saved(found: Any) -> Saved:
+    if "rows" not in found:
+        return Saved([_report(found)], "", None)
+    about = found["about"]
+    return Saved([_report(row) for row in found["rows"]], about["title"], about.get("machine"))
+
+
+def _report(row: Mapping[str, Any]) -> SavedReport:
+    late, early = (_side(row, name) for name in ("late", "early"))
+    return SavedReport(
+        model=row["model"],
+        train=row["train"],
+        backend=row["backend"],
+        late=late,
+        early=early,
+        eager=_step(row, "eager"),
+        warm_up=Seconds(**row["warm_up"]),
+        micro_batches=row["micro_batches"],
+        layers=row["layers"],
+        threads=row["threads"],
+        peak_bytes=row["peak_bytes"],
+        lower_bound_bytes=row["lower_bound_bytes"],
+        others_share=row["others_share"],
+        said=tuple(row["notes"]),
+    )
+
+
+def _side(row: Mapping[str, Any], name: str) -> Side:
+    numbers = row["compiled"][name]
+    compiled = CompileReport(
+        train=row["train"],
+        backend=row["backend"],
+        model=row["model"],
+        passes=[
+            PassRecord(p["name"], p["cpu_s"], p["wall_s"], p["nodes"]) for p in row["passes"][name]
+        ],
+        num_operators=row["operators"][name],
+        num_launches=row["launches"][name],
+        **{field: numbers[field] for field in COMPILED},
+    )
+    errors = Errors(
+        _number(row["max_abs_error"][name]),
+        _number(row["max_rel_grad_error"][name]),
+        row["worst_gradient"][name],
+    )
+    return Side(compiled, row["compile_child_cpu_s"][name], _step(row, name), errors)
+
+
+def _step(row: Mapping[str, Any], name: str) -> StepTime | None:
+    if row["step_ms"][name] is None:
+        return None
+    times = (row[key][name] for key in ("step_min_ms", "step_ms", "step_max_ms"))
+    return StepTime(*times, rounds=row["rounds"])
+
+
+def _number(value: float | str | None) -> float | None:
+    return None if value is None else float(value)
