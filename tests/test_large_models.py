@@ -1,14 +1,18 @@
 """Models too large to hold are compiled whole, from their layouts alone."""
 
+import json
+
 import pytest
 import torch
 from torch import nn
 
 from lazyinline import LazyInlineError
 from lazyinline.frontend.compiler import RANK, Compiler
-from lazyinline.frontend.measure.large_models import compile_large
+from lazyinline.frontend.measure.large_models import compile_large, reports_to_json
+from lazyinline.frontend.measure.measure_page import rank_page
 from lazyinline.frontend.measure.rank_bench import RankReport, compile_rank, rank_number
 from lazyinline.frontend.options import Options
+from lazyinline.frontend.page.write import write_page
 from lazyinline.frontend.passes.programs import estimate, lower
 
 
@@ -79,6 +83,19 @@ def test_one_rank_of_a_pipeline_is_planned_without_data_or_processes(recompute: 
 def test_recompute_shrinks_the_arena_of_a_rank() -> None:
     kept, again = (rank_report("first", 4, recompute) for recompute in (None, "full"))
     assert again.arena_bytes < kept.arena_bytes
+
+
+def test_the_page_of_a_rank_has_its_arena_and_the_schedule_of_all() -> None:
+    reports = [rank_report("last", 4, recompute) for recompute in (None, "full")]
+    page = rank_page(reports)
+    assert page["title"].startswith("175b: ")
+    names = [side["name"] for side in page["passes"]["sides"]]
+    assert names == ["rank 1, recompute nothing", "rank 1, recompute each block"]
+    assert page["arena"]["num_launches"] == reports[0].num_launches
+    assert page["arena"]["peak_bytes"] <= reports[0].arena_bytes
+    assert {slot[0] for slot in page["pipeline"]["slots"]} == {0, 1}
+    assert "plan" not in json.loads(reports_to_json(reports))[0]
+    assert write_page(page).startswith("<!doctype html>")
 
 
 @pytest.mark.parametrize("rank", ["-1", "2", "best", 2])

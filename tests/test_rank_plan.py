@@ -8,10 +8,12 @@ import torch
 
 from lazyinline import PipelineError, lazy_inline
 from lazyinline.backend.arena.proof import check_no_overlap
+from lazyinline.backend.run.rank_plan import RankPlan
 from lazyinline.backend.run.rank_program import RankProgram
 from lazyinline.frontend.compiler import RANK
 from lazyinline.frontend.measure.models import DecoderBlock, llama
 from lazyinline.frontend.options import Options
+from lazyinline.frontend.page.arena import arena_section
 from lazyinline.frontend.passes.context import Context
 from lazyinline.frontend.passes.programs import estimate, lower
 from lazyinline.frontend.passes.rank import started
@@ -111,7 +113,7 @@ def context() -> Context:
     return Context(Options(backend="inductor"))
 
 
-def planned(context: Context, schedule: str, rank: int, micro_batches: int) -> RankProgram:
+def planned(context: Context, schedule: str, rank: int, micro_batches: int) -> RankPlan:
     """One rank's plan, without processes or kernels and with parameters on the meta device."""
     with torch.device("meta"):
         model, args = llama(8, hidden=32, num_heads=2, vocab=50, seq=8)
@@ -120,7 +122,7 @@ def planned(context: Context, schedule: str, rank: int, micro_batches: int) -> R
     state = started(context, subject, table, rank, Splitting("even", None), CPU_RATES)
     made = run(ESTIMATED, state).runs
     assert isinstance(made, RankProgram)
-    return made
+    return made.plan
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -134,8 +136,25 @@ def test_no_two_live_regions_overlap_and_the_arena_grows_with_depth_alone(
         rows = np.array(list(lives.values()))
         offsets = [made.start_of(key) for key in lives]
         check_no_overlap(rows[:, 0], rows[:, 1], offsets, rows[:, 2])
-        peaks[micro_batches] = made.plan.peak_bytes
-        assert made.plan.peak_bytes <= 1.12 * made.plan.lower_bound_bytes
-        assert made.lower_bound_bytes <= made.plan.peak_bytes
+        peaks[micro_batches] = made.arena.peak_bytes
+        assert made.arena.peak_bytes <= 1.12 * made.arena.lower_bound_bytes
+        assert made.lower_bound_bytes <= made.arena.peak_bytes
     if schedule not in ("GPipe", "LoopedBFS"):  # these run all forwards first
         assert peaks[16] <= 1.02 * peaks[8]
+
+
+@pytest.mark.parametrize("most_boxes", [100_000, 500])
+def test_every_buffer_of_a_rank_is_drawn_at_its_place(context: Context, most_boxes: int) -> None:
+    made = planned(context, "Interleaved1F1B", 1, 4)
+    section = arena_section(made, most_boxes)
+    assert section is not None and len(section["boxes"]) <= most_boxes
+    rows = np.array(section["boxes"])
+    assert rows[:, 7].sum() + section["left_out"] == section["num_buffers"]
+    assert max(rows[:, 2] + rows[:, 3]) <= made.arena.peak_bytes == section["peak_bytes"]
+    assert max(live for _, live in section["live"]) == made.lower_bound_bytes
+    named = [section["names"][section["calls"][number]] for number in rows[:, 5]]
+    assert any("micro-batch 3, stage 1: " in name and "blocks." in name for name in named)
+    used = {section["kinds"][number] for number in rows[:, 4]}
+    assert used >= {"passed on", "saved for backward", "between stages"}
+    if not section["step"]:
+        check_no_overlap(rows[:, 0], rows[:, 1], rows[:, 2], rows[:, 3])

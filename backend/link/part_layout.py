@@ -28,7 +28,7 @@ from ..arena.arena import ALIGNMENT, ArenaPlan
 from ..arena.live_ranges import Buffers, lower_bound
 from ..launches.kernel_list import KernelList
 from .generated_code import GeneratedCode
-from .layout import Layout, Part, Placed, buffers_of
+from .layout import Layout, Part, Placed, PlacedLaunch, buffers_of
 from .link import FlatProgram
 from .program_writer import CodeWriter
 
@@ -120,6 +120,26 @@ class HandOver:
     taken: Sequence[int]
     left: Sequence[int]
     done: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedBuffer:
+    """A buffer that a part makes.
+
+    Attributes:
+        birth: counted from the start of the part that makes it.
+        death: counted from the start of the last part that uses it.
+        last: number of that part.
+        region, offset: where it lies, in bytes from the start of its region.
+        num_bytes: how many.
+    """
+
+    birth: int
+    death: int
+    last: int
+    region: int
+    offset: int
+    num_bytes: int
 
 
 class UnitLayout:
@@ -398,22 +418,26 @@ class UnitLayout:
         used = {placed.instance for placed in self.codes[number].arena_views.values()}
         return {i: starts[self._region_of[i]] + self._offsets[i] for i in used}
 
-    def lives(self, number: int) -> list[tuple[int, int, int, int]]:
-        """For each buffer that a part makes, no boxes: first and last moment, last part, bytes.
-
-        Moments count from the start of the part that they are in.
-        """
+    def placed(self, number: int) -> list[PlacedBuffer]:
+        """Returns the buffers that a part makes, no boxes."""
         found = []
         for index, instance in enumerate(self.layout.instances):
             first, last = self._used[index]
             if instance.kind != "arena" or first != number:
                 continue
-            if self.regions[self._region_of[index]].is_box:
+            region = self._region_of[index]
+            if self.regions[region].is_box:
                 continue
             birth = instance.birth - self._spans[first][0]
-            death = instance.death - self._spans[last][0]
-            found.append((birth, max(death, 1), last, instance.num_bytes))
+            death = max(instance.death - self._spans[last][0], 1)
+            offset = self._offsets[index]
+            found.append(PlacedBuffer(birth, death, last, region, offset, instance.num_bytes))
         return found
+
+    def launches_of(self, number: int) -> list[tuple[int, PlacedLaunch]]:
+        """Returns the launches of a part, each with its moment, counted from the part's start."""
+        start = self._spans[number][0]
+        return [(launch.time - start, launch) for launch in self._parts[number].launches]
 
     @property
     def num_launches(self) -> list[int]:

@@ -5,5 +5,6 @@ planned         a planned program: every buffer has an address
 executable      a flat program as one Python function
 unplanned_step  a training step whose memory is not planned
 cuda_graph      many launches as one CUDA graph
-rank_program    one arena for all that a pipeline rank runs
+rank_plan       where everything lies that a pipeline rank runs
+rank_program    what it runs, over that one arena
 """

@@ -1,97 +1,44 @@
-"""One arena for all that a rank runs: every flight of every unit, in the order of the schedule.
+"""What a rank runs, over one planned arena.
 
-The order is known beforehand, so every region of every run gets its place when the program is
-linked: scratch is shared by all runs, slabs exist as often as flights overlap, and a value on its
-way to or from another rank keeps its place until it has arrived. A run binds the code of its part
-to the places of its regions, once per different set of places.
+A run binds the code of its part to the places of its regions, once per different set of places.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
 from types import CodeType
 from typing import Any
 
-import numpy as np
 import torch
 
 from ...reuse.ir.leaf import without_autocast
-from ..arena.arena import ArenaPlan
-from ..arena.live_ranges import Buffers, lower_bound
 from ..launches.present_memory import check_memory
 from ..launches.torch_native import NativeLibrary
 from ..link.generated_code import bind_arena, bind_model, bind_native
-from ..link.part_layout import Box, UnitLayout, view_of_box
+from ..link.part_layout import Box, view_of_box
+from .rank_plan import RankPlan
 
 Runner = Callable[[list[Any]], list[Any]]
 
 
-@dataclass(frozen=True)
-class Run:
-    """One run of one part of a unit for a flight."""
-
-    unit: int
-    part: str
-    flight: int
-
-
-@dataclass(frozen=True)
-class Schedule:
-    """A rank's runs in order, and when each transferred value arrives and has been delivered.
-
-    Attributes:
-        runs: in order. A part that a unit does not have runs nothing.
-        posted: (unit, way, flight) -> number of the run before which a receive may start.
-        arriving: (unit, way, flight) -> number of the run that has waited for it.
-        delivered: (unit, way, flight) -> number of the run by which a send has arrived.
-        handed: (unit, way, unit): the outbox of one is the inbox of the other.
-    """
-
-    runs: Sequence[Run]
-    posted: Mapping[tuple[int, str, int], int]
-    arriving: Mapping[tuple[int, str, int], int]
-    delivered: Mapping[tuple[int, str, int], int]
-    handed: Sequence[tuple[int, str, int]]
-
-
-Key = tuple[int, int, int]  # unit, region, flight
-
-
 class RankProgram:
-    """What a rank runs, over one planned arena.
+    """What a rank runs.
 
     Args:
-        units: by number.
-        schedule: what runs when.
+        plan: where everything lies.
         tensors_of: for each unit, the numbers of its model tensors and sums among all.
-        plan: places regions.
         native: the native loop.
     """
 
     def __init__(
         self,
-        units: Mapping[int, UnitLayout],
-        schedule: Schedule,
+        plan: RankPlan,
         tensors_of: Mapping[int, Sequence[int]],
-        plan: Callable[[Buffers], ArenaPlan],
         native: Callable[[], NativeLibrary],
     ) -> None:
-        self.units = units
-        self.schedule = schedule
+        self.plan = plan
         self._tensors_of = tensors_of
         self._native = native
-        self._numbers = {run: i for i, run in enumerate(schedule.runs)}
-        self._part_numbers = {
-            unit: {spec.name: i for i, spec in enumerate(layout.specs)}
-            for unit, layout in units.items()
-        }
-        self._times = self._run_times()
-        self._joined = self._join()
-        lives = self.region_lives()
-        self.plan = plan(_buffers(lives))
-        self._starts = dict(zip(lives, self.plan.offsets.tolist(), strict=True))
         self._compiled: dict[tuple[int, int], CodeType] = {}
         self._bound: dict[tuple[int, ...], Runner] = {}  # by unit, part and places of regions
         self._runners: dict[tuple[int, int, int], Runner] = {}  # by unit, part and flight
@@ -100,148 +47,15 @@ class RankProgram:
         self._arena: torch.Tensor | None = None
         self._foreign: dict[tuple[int, int], dict[int, torch.Tensor]] = {}
 
-    # ---- planning ------------------------------------------------------------------------
-
-    def _join(self) -> dict[Key, Key]:
-        """Says which inboxes are outboxes of a unit of the same rank: (unit, region) by flight."""
-        joined: dict[Key, Key] = {}
-        flights = sorted({run.flight for run in self.schedule.runs})
-        for source, way, target in self.schedule.handed:
-            pairs = zip(
-                self.units[source].outboxes.get(way, ()),
-                self.units[target].inboxes.get(way, ()),
-                strict=True,
-            )
-            for out, into in pairs:
-                for flight in flights:
-                    a = _root(joined, (source, out.region, flight))
-                    b = _root(joined, (target, into.region, flight))
-                    if a != b:
-                        joined[b] = a
-        return joined
-
-    def _run_times(self) -> list[int]:
-        """When each run begins: a moment before it, then one for each phase; and the end."""
-        times = [0]
-        for run in self.schedule.runs:
-            part = self._part_numbers[run.unit].get(run.part)
-            phases = 1 if part is None else self.units[run.unit].num_phases(part)
-            times.append(times[-1] + 1 + phases)
-        return times
-
-    def region_lives(self) -> dict[Key, tuple[int, int, int]]:
-        """Birth, death and bytes of every region, in phases."""
-        found: dict[Key, tuple[int, int, int]] = {}
-        times, schedule = self._times, self.schedule
-        for unit, layout in self.units.items():
-            names = [spec.name for spec in layout.specs]
-            inboxes = {b.region: way for way, boxes in layout.inboxes.items() for b in boxes}
-            outboxes = {b.region: way for way, boxes in layout.outboxes.items() for b in boxes}
-            for flight in self._flights_of(unit):
-                begins = [times[self._numbers[Run(unit, name, flight)]] + 1 for name in names]
-                for number, region in enumerate(layout.regions):
-                    birth = begins[region.first] + region.first_phase
-                    death = begins[region.last] + region.last_phase + 1
-                    if number in inboxes:
-                        key = (unit, inboxes[number], flight)
-                        arriving = schedule.arriving[key]
-                        birth = times[schedule.posted.get(key, arriving)]
-                        death = max(death, times[arriving] + 2)
-                    if number in outboxes:
-                        key = (unit, outboxes[number], flight)
-                        death = max(death, times[schedule.delivered.get(key, 0)] + 1)
-                    self._add_life(found, (unit, number, flight), (birth, death, region.num_bytes))
-        return found
-
-    def _add_life(
-        self, found: dict[Key, tuple[int, int, int]], key: Key, life: tuple[int, int, int]
-    ) -> None:
-        root = _root(self._joined, key)
-        birth, death, num_bytes = life
-        if root in found:
-            other = found[root]
-            assert other[2] == num_bytes, "two ends of a hand-over differ"
-            birth, death = min(birth, other[0]), max(death, other[1])
-        found[root] = (birth, death, num_bytes)
-
-    def _flights_of(self, unit: int) -> list[int]:
-        return sorted({run.flight for run in self.schedule.runs if run.unit == unit})
-
-    @property
-    def lower_bound_bytes(self) -> int:
-        """Largest sum of live bytes, every buffer counted on its own. No plan needs less."""
-        starts, phases = [0], list[tuple[int, int]]()
-        for run in self.schedule.runs:
-            part = self._part_numbers[run.unit].get(run.part)
-            cuts = [0, 1] if part is None else self.units[run.unit].phase_moments(part)
-            phases.append((starts[-1], starts[-1]))
-            phases += [(starts[-1] + a, starts[-1] + b) for a, b in pairwise(cuts)]
-            starts.append(starts[-1] + cuts[-1])
-        phases.append((starts[-1], starts[-1]))
-        lives = [life for life in self._buffer_lives(starts, phases) if life[2]]
-        return lower_bound(_buffers(dict(enumerate(lives))))
-
-    def _buffer_lives(
-        self, starts: Sequence[int], phases: Sequence[tuple[int, int]]
-    ) -> list[tuple[int, int, int]]:
-        """Every buffer, in launches.
-
-        Args:
-            starts: when each run starts.
-            phases: begin and end of each phase; equal for the moment before a run.
-        """
-        found = []
-        for (unit, region, _), (birth, death, num_bytes) in self.region_lives().items():
-            if self.units[unit].regions[region].is_box:  # for as long as is certain
-                begin, end = phases[birth], phases[death - 1]
-                born = max(begin[1] - 1, begin[0])
-                dead = end[0] + (end[0] < end[1])
-                found.append((born, max(dead, born + 1), num_bytes))
-        for index, run in enumerate(self.schedule.runs):
-            layout, numbers = self.units[run.unit], self._part_numbers[run.unit]
-            if run.part not in numbers:
-                continue
-            for birth, death, last, num_bytes in layout.lives(numbers[run.part]):
-                end_run = self._numbers[Run(run.unit, layout.specs[last].name, run.flight)]
-                found.append((starts[index] + birth, starts[end_run] + death, num_bytes))
-        return found
-
-    @property
-    def foreign_peak_bytes(self) -> int:
-        """Most bytes at one time in tensors that launches allocate themselves."""
-        lives = []
-        for index, run in enumerate(self.schedule.runs):
-            layout, numbers = self.units[run.unit], self._part_numbers[run.unit]
-            if run.part not in numbers:
-                continue
-            number = numbers[run.part]
-            lives.append((2 * index + 1, 2 * index + 2, layout.foreign_scratch_bytes(number)))
-            for instance in layout.hand_overs[number].left:
-                _, last, num_bytes = layout.foreign_span(instance)
-                end = self._numbers[Run(run.unit, layout.specs[last].name, run.flight)]
-                lives.append((2 * index + 1, 2 * end + 2, num_bytes))
-        return lower_bound(_buffers(dict(enumerate(lives))))
-
-    @property
-    def held_bytes(self) -> int:
-        """Most bytes that a step holds: the arena, and what is outside of it."""
-        return self.plan.peak_bytes + self.foreign_peak_bytes
-
     @property
     def num_launches(self) -> int:
         """Kernel launches of all runs together."""
-        total = 0
-        for run in self.schedule.runs:
-            number = self._part_numbers[run.unit].get(run.part)
-            total += 0 if number is None else self.units[run.unit].num_launches[number]
-        return total
+        return self.plan.num_launches
 
     @property
     def arena_bytes(self) -> int:
         """Bytes of the arena, if there is one already."""
         return 0 if self._arena is None else self._arena.numel()
-
-    # ---- running -------------------------------------------------------------------------
 
     def begin(self, tensors: Sequence[torch.Tensor], names: Sequence[str] = ()) -> None:
         """Binds the model's present tensors and the sums, where that is not done yet.
@@ -258,7 +72,7 @@ class RankProgram:
             self._runners.clear()
         if self._arena is None:
             self._arena = torch.empty(
-                max(self.plan.peak_bytes, 64), dtype=torch.uint8, device="cpu"
+                max(self.plan.arena.peak_bytes, 64), dtype=torch.uint8, device="cpu"
             )
         self._foreign.clear()
 
@@ -267,10 +81,10 @@ class RankProgram:
         self, unit: int, part: str, flight: int, given: Sequence[torch.Tensor]
     ) -> list[torch.Tensor]:
         """Runs a part for a flight; returns what the caller gets, which later runs overwrite."""
-        number = self._part_numbers[unit].get(part)
+        number = self.plan.part_number(unit, part)
         if number is None:
             return []
-        layout = self.units[unit]
+        layout = self.plan.units[unit]
         foreign = self._foreign.setdefault((unit, flight), {})
         between = layout.hand_overs[number]
         inputs = [given[i] for i in between.given]
@@ -284,34 +98,30 @@ class RankProgram:
 
     def inbox(self, unit: int, way: str, flight: int) -> list[torch.Tensor]:
         """Returns where values from another rank go, as contiguous runs of elements."""
-        return self._views(unit, self.units[unit].inboxes.get(way, ()), flight)
+        return self._views(unit, self.plan.units[unit].inboxes.get(way, ()), flight)
 
     def outbox(self, unit: int, way: str, flight: int) -> list[torch.Tensor]:
         """Returns values for another rank, as contiguous runs of elements."""
-        return self._views(unit, self.units[unit].outboxes.get(way, ()), flight)
+        return self._views(unit, self.plan.units[unit].outboxes.get(way, ()), flight)
 
     def _views(self, unit: int, boxes: Sequence[Box], flight: int) -> list[torch.Tensor]:
         assert self._arena is not None
-        starts = [self.start_of((unit, box.region, flight)) for box in boxes]
+        starts = [self.plan.start_of((unit, box.region, flight)) for box in boxes]
         return [view_of_box(b, self._arena, s) for b, s in zip(boxes, starts, strict=True)]
-
-    def start_of(self, key: Key) -> int:
-        """Where a region of a flight starts in the arena, in bytes."""
-        return self._starts[_root(self._joined, key)]
 
     def _runner(self, unit: int, number: int, flight: int) -> Runner:
         known = self._runners.get((unit, number, flight))
         if known is not None:
             return known
-        layout = self.units[unit]
-        starts = {r: self.start_of((unit, r, flight)) for r in layout.used_regions[number]}
+        layout = self.plan.units[unit]
+        starts = {r: self.plan.start_of((unit, r, flight)) for r in layout.used_regions[number]}
         places = (unit, number, *starts.values())
         if places not in self._bound:
             self._bound[places] = self._bind(unit, number, starts)
         return self._runners.setdefault((unit, number, flight), self._bound[places])
 
     def _bind(self, unit: int, number: int, starts: Mapping[int, int]) -> Runner:
-        layout = self.units[unit]
+        layout = self.plan.units[unit]
         code, arena = layout.codes[number], self._arena
         assert arena is not None
         own = self._tensors_of[unit]
@@ -326,14 +136,3 @@ class RankProgram:
         exec(self._compiled[unit, number], scope)
         runner: Runner = scope.pop("program")
         return runner
-
-
-def _root(joined: Mapping[Key, Key], key: Key) -> Key:
-    while key in joined:
-        key = joined[key]
-    return key
-
-
-def _buffers(lives: Mapping[Any, tuple[int, int, int]]) -> Buffers:
-    columns = np.array(list(lives.values()), np.int64).reshape(-1, 3)
-    return Buffers(*columns.T)

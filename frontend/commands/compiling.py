@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import pathlib
 import sys
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from ...reuse.errors import LazyInlineError
@@ -14,13 +16,13 @@ from ..inspection import pass_lists, show_after, show_captured
 from ..measure.bench import DEFAULT_LAYERS, OWN_MODELS, Plan, bench, title, to_json
 from ..measure.large_models import LARGE_MODELS, bench_large, reports_to_json
 from ..measure.measure import measure
-from ..measure.measure_page import large_page, measure_page
+from ..measure.measure_page import large_page, measure_page, rank_page
 from ..measure.rank_bench import RANK_MODELS, bench_rank
 from ..measure.saved import Saved, is_file, page_text, read_saved
 from ..measure.target import FORM, load_target
 from ..onnx.export import export_onnx
 from ..options import Options
-from ..page.write import write_page
+from ..page.write import PageData, write_page
 from .colours import coloured_diff, has_colours
 
 
@@ -54,23 +56,23 @@ def _bench_large(options: argparse.Namespace) -> None:
         raise LazyInlineError(
             f"{options.model} is compiled and not run: it takes one number of --layers, no --infer."
         )
-    if options.html and options.model in RANK_MODELS:
-        raise LazyInlineError(f"{options.model} has no page: --html goes with other models.")
     sizes: dict[str, Any] = {
         "micro_batches": options.micro_batches,
         "layers": options.layers[0] if options.layers else None,
         "backend": options.backend,
     }
+    reports: Sequence[Any]
+    page: Callable[[], PageData]
     if options.model in RANK_MODELS:
-        sizes["ranks"] = options.rank
-        text = reports_to_json(bench_rank(options.model, _say, **sizes))
+        reports = ranks = bench_rank(options.model, _say, ranks=options.rank, **sizes)
+        page = partial(rank_page, ranks)
     else:
-        reports = bench_large(options.model, _say, **sizes)
-        text = reports_to_json(reports)
-        if options.html is not None:
-            options.html.write_text(write_page(large_page(reports)), encoding="utf-8")
+        reports = steps = bench_large(options.model, _say, **sizes)
+        page = partial(large_page, steps)
+    if options.html is not None:
+        options.html.write_text(write_page(page()), encoding="utf-8")
     if options.json is not None:
-        options.json.write_text(text, encoding="utf-8")
+        options.json.write_text(reports_to_json(reports), encoding="utf-8")
 
 
 def _say(line: str) -> None:

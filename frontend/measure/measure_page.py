@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import cycle
 from typing import Any
 
 from ..page.compile_page import (
@@ -17,10 +18,13 @@ from ..page.compile_page import (
 from ..page.passes import depth_section, passes_section
 from ..page.texts import ratio_range, seconds_text, times_less
 from ..page.write import PageData
+from ..pipeline.shown_plan import ShownPlan, plan_page
 from .large_models import LargeReport
 from .measurement import Measurement, error_text
+from .rank_bench import RankReport
 from .timing import StepTime
 
+_WAYS = ("recompute nothing", "recompute each block")
 _EXACT = 1e-4
 """Relative errors above this are not rounding of 32-bit numbers."""
 
@@ -62,10 +66,27 @@ def large_page(reports: Sequence[LargeReport]) -> PageData:
         reports: the step without and with recompute; the first is drawn.
     """
     first = reports[0]
-    ways = ("recompute nothing", "recompute each block")
-    sides = {way: report.compiled for way, report in zip(ways, reports, strict=True)}
-    title = f"{first.name}: {first.num_parameters / 1e9:.1f}e9 parameters"
-    return compile_page(first.compiled, title) | {"passes": passes_section(sides)}
+    sides = {way: report.compiled for way, report in zip(_WAYS, reports, strict=True)}
+    return compile_page(first.compiled, _large_title(first)) | {"passes": passes_section(sides)}
+
+
+def rank_page(reports: Sequence[RankReport]) -> PageData:
+    """Returns the data of a page on ranks of a large pipeline, compiled and not run.
+
+    Args:
+        reports: of each rank, without and with recompute; the first is drawn.
+    """
+    first = reports[0]
+    sides = {
+        f"rank {report.rank}, {way}": report.compiled
+        for report, way in zip(reports, cycle(_WAYS), strict=False)
+    }
+    page = plan_page(ShownPlan.of(first.plan, first.compiled, first.rank))
+    return page | {"title": _large_title(first), "passes": passes_section(sides)}
+
+
+def _large_title(report: LargeReport | RankReport) -> str:
+    return f"{report.name}: {report.num_parameters / 1e9:.1f}e9 parameters"
 
 
 def sentence(report: Measurement) -> str:

@@ -16,6 +16,7 @@ import torch
 from ...backend.kernels.lower import BackendName
 from ...backend.run.rank_program import RankProgram
 from ...pipeline_parallel.schedule.actions import ActionTable
+from ...pipeline_parallel.schedule.plan import PipelinePlan
 from ...pipeline_parallel.split.call_costs import CPU_RATES
 from ...pipeline_parallel.stages.stage_derivative import StageDerivative
 from ...recompute.policy import Policy
@@ -24,6 +25,7 @@ from ..compiler import RANK
 from ..marks import lazy_inline
 from ..options import Options
 from ..passes.context import Context
+from ..passes.made import made_by
 from ..passes.rank import RankCompilation, started
 from ..passes.rank_compile import parts_of
 from ..passes.stage_recompute import owned_bytes
@@ -79,6 +81,7 @@ class RankReport:
         owned_bytes: parameters, and the sums of their gradients.
         bubble: predicted part of all ranks' time in which they wait.
         compiled: seconds and nodes pass by pass.
+        plan: the stages of all ranks, and the predicted step.
     """
 
     name: str
@@ -96,6 +99,7 @@ class RankReport:
     owned_bytes: int
     bubble: float
     compiled: CompileReport
+    plan: PipelinePlan
 
     @property
     def peak_bytes(self) -> int:
@@ -183,6 +187,7 @@ def _report(name: str, num_parameters: int, state: RankCompilation) -> RankRepor
     table, made = state.table, state.runs
     if not isinstance(made, RankProgram):
         raise PlanError(f"The memory of this rank is not planned: {state.report.unplanned}.")
+    state.report.made = made_by(state)
     return RankReport(
         name,
         num_parameters,
@@ -194,11 +199,12 @@ def _report(name: str, num_parameters: int, state: RankCompilation) -> RankRepor
         _inlined_nodes(state.own, table),
         _inlined_nodes(state.derived, table),
         made.num_launches,
-        made.held_bytes,
-        made.lower_bound_bytes,
+        made.plan.held_bytes,
+        made.plan.lower_bound_bytes,
         owned_bytes(state.own),
         state.plan.bubble,
         state.report,
+        state.plan,
     )
 
 

@@ -160,8 +160,9 @@ def _side(row: Mapping[str, Any], name: str) -> Side:
 def _step(row: Mapping[str, Any], name: str) -> StepTime | None:
     if row["step_ms"][name] is None:
         return None
-    times = (row[key][name] for key in ("step_min_ms", "step_ms", "step_max_ms"))
-    return StepTime(*times, rounds=row["rounds"])
+    keys = ("step_min_ms", "step_ms", "step_max_ms")
+    fastest, median, slowest = (row[key][name] for key in keys)
+    return StepTime(fastest, median, slowest, row["rounds"])
 
 
 def _number(value: float | str | None) -> float | None:

@@ -5,7 +5,8 @@ compile_page  the page of one compile
 program       the program as a strip, and its closures
 reuse         which blocks share, and why others do not
 passes        seconds per pass, and over the number of layers
-arena         the memory plan as a picture
+arena         the memory plan as a picture, of a program or of a rank of a pipeline
+boxes         buffers over time and address, and fewer boxes where there are too many
 recompute     what is saved, what is computed again, what else could be
 pipeline      the schedule of a pipeline, memory per rank, predicted beside measured
 about         machine, versions, command

@@ -6,6 +6,8 @@ from dataclasses import replace
 from functools import partial
 
 from ...backend.run.planned import PlannedProgram
+from ...backend.run.rank_plan import RankPlan
+from ...backend.run.rank_program import RankProgram
 from ...backend.run.runtime import PlannedRuntime
 from ...reuse.ir.program import Call, Composite, Leaf, Program, walk_closures
 from ..records.made import Made, Memory
@@ -27,7 +29,7 @@ def made_by(state: Compilation) -> Made:
         backward=None if backward is None else _bare(backward),
         micro_batches=state.batching.micro_batches if isinstance(state, StepCompilation) else 1,
         kernels={leaf: context.recorded[leaf] for leaf in _leaves(state) & context.recorded.keys()},
-        memory=_memory(planned) if isinstance(planned, PlannedProgram) else None,
+        memory=_memory(planned),
         frontiers=partial(context.recompute.frontiers, request) if asked and request else tuple,
     )
 
@@ -61,7 +63,11 @@ def _leaves(state: Compilation) -> set[Leaf]:
     return {closure for closure in closures if isinstance(closure, Leaf)}
 
 
-def _memory(planned: PlannedProgram) -> Memory:
+def _memory(planned: object) -> Memory | RankPlan | None:
+    if isinstance(planned, RankProgram):
+        return planned.plan
+    if not isinstance(planned, PlannedProgram):
+        return None
     return Memory(
         planned.layout,
         planned.offsets,

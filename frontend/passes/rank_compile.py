@@ -11,7 +11,8 @@ from ...backend.link.link import FlatProgram
 from ...backend.link.part_layout import PartSpec, PlanBuffers, Source, UnitLayout
 from ...backend.link.placement import place
 from ...backend.run.executable import Executable
-from ...backend.run.rank_program import RankProgram, Run, Schedule
+from ...backend.run.rank_plan import RankPlan, Run, Schedule
+from ...backend.run.rank_program import RankProgram
 from ...backend.run.runtime import ClosureRuntime
 from ...pipeline_parallel.schedule.actions import (
     BACKWARD,
@@ -65,16 +66,16 @@ def plan_rank(state: RankCompilation) -> RankProgram | Unplanned:
     kernel_lists, tools = launches(state), state.context.tools
     plan_regions = partial(place, tools=tools)
 
-    def planned(num_phases: int) -> RankProgram:
+    def planned(num_phases: int) -> RankPlan:
         units = {
             one.stage.index: unit_of(one, state.flats, kernel_lists, plan_regions, num_phases)
             for one in own
         }
-        places = tensor_places(state.captured.program, own)
-        return RankProgram(units, schedule, places, plan_regions, tools.native)
+        return RankPlan(units, schedule, plan_regions)
 
     tried = [n for n in _PHASES if n == 1 or n * len(state.order.actions) <= _MAX_PHASES]
-    return min(map(planned, tried), key=lambda program: program.held_bytes)
+    best = min(map(planned, tried), key=lambda plan: plan.held_bytes)
+    return RankProgram(best, tensor_places(state.captured.program, own), tools.native)
 
 
 def tensor_places(program: Program, own: Sequence[StageDerivative]) -> dict[int, list[int]]:

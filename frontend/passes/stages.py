@@ -63,8 +63,8 @@ def link_rank(state: RankCompilation) -> RankCompilation:
         report.unplanned = planned.reason
         return replace(state, unplanned=planned)
     report.num_launches = planned.num_launches
-    report.peak_bytes = planned.plan.peak_bytes
-    report.lower_bound_bytes = planned.lower_bound_bytes
+    report.peak_bytes = report.arena_bytes = planned.plan.arena.peak_bytes
+    report.lower_bound_bytes = planned.plan.lower_bound_bytes
     return replace(state, runs=planned)
 
 

@@ -192,7 +192,7 @@ class Pipeline:
             state = fitted(state)
         state = run((predict,), state)
         self.last_report.made = made_by(state)
-        self.plan = ShownPlan.of(state.plan, self.last_report)
+        self.plan = ShownPlan.of(state.plan, self.last_report, ranks.rank)
         self._derived = state.own
         self._planned = state.runs if isinstance(state.runs, RankProgram) else None
         self._sum_names = sum_names(self._derived)
@@ -358,7 +358,7 @@ class Pipeline:
         if self._planned is None:
             why = self.last_report.unplanned
             raise PipelineError(f"The memory of this rank's stages is not planned: {why}.")
-        return self._planned.held_bytes
+        return self._planned.plan.held_bytes
 
     @property
     def arena_bytes(self) -> int:
@@ -441,7 +441,7 @@ def fitted(state: RankCompilation) -> RankCompilation:
     limit, held = rank_limit_bytes(state), 0
     for attempt in range(_ATTEMPTS):
         made = run(RANK_FIT, state)
-        held = made.runs.held_bytes if isinstance(made.runs, RankProgram) else 0
+        held = made.runs.plan.held_bytes if isinstance(made.runs, RankProgram) else 0
         if limit is None or held <= limit:
             return made
         more = (attempt + 1) * (held - limit)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from ...pipeline_parallel.schedule.plan import PipelinePlan
 from ..page.about import about
-from ..page.compile_page import compile_sections, node_tile
+from ..page.compile_page import arena_tile, compile_sections, node_tile, notes
 from ..page.pipeline import Measured, pipeline_section, predicted_section
 from ..page.texts import bytes_text, count_text, seconds_text
 from ..page.write import PageData, write_page
@@ -21,14 +21,18 @@ class ShownPlan(PipelinePlan):
 
     Attributes:
         compiled: what this rank's compile did; None for a plan alone.
+        rank: which one it is; None for a plan alone.
     """
 
     compiled: CompileRecord | None = None
+    rank: int | None = None
 
     @staticmethod
-    def of(plan: PipelinePlan, compiled: CompileRecord | None = None) -> ShownPlan:
+    def of(
+        plan: PipelinePlan, compiled: CompileRecord | None = None, rank: int | None = None
+    ) -> ShownPlan:
         """Returns the same plan, able to show itself."""
-        return ShownPlan(plan.table, plan.stages, plan.timeline, compiled)
+        return ShownPlan(plan.table, plan.stages, plan.timeline, compiled, rank)
 
     def __str__(self) -> str:
         return PipelinePlan.__str__(self)
@@ -52,7 +56,7 @@ def plan_page(plan: ShownPlan, measured_s: Measured | None = None) -> PageData:
     table, record = plan.table, plan.compiled
     sections: PageData = {}
     if record is not None:
-        sections = compile_sections(record, {"this rank": record})
+        sections = compile_sections(record, {f"rank {plan.rank}": record})
     peaks = [plan.peak_bytes(rank) for rank in range(len(table.ranks))]
     tiles = [
         _tile(
@@ -62,7 +66,7 @@ def plan_page(plan: ShownPlan, measured_s: Measured | None = None) -> PageData:
         _tile("Fullest rank", bytes_text(max(peaks)), f"the emptiest has {bytes_text(min(peaks))}"),
     ]
     if record is not None:
-        tiles.append(node_tile(record))
+        tiles += [tile for tile in (node_tile(record), arena_tile(record)) if tile is not None]
     ranks, stages = count_text(len(table.ranks), "rank"), count_text(table.num_stages, "stage")
 
     return {
@@ -74,13 +78,20 @@ def plan_page(plan: ShownPlan, measured_s: Measured | None = None) -> PageData:
                 f"{plan.bubble:.1%} of it. The fullest rank holds {bytes_text(max(peaks))}."
             ),
             "tiles": tiles,
-            "notes": [],
+            "notes": [] if record is None else [*_rank_notes(plan), *notes(record)],
         },
         **sections,
         "pipeline": pipeline_section(plan),
         "predicted": predicted_section(plan, measured_s),
         "about": sections.get("about") or about(),
     }
+
+
+def _rank_notes(plan: ShownPlan) -> list[str]:
+    return [
+        f"Passes and memory are those of rank {plan.rank}. The arena is in the order of its "
+        "schedule; parameters and the sums of their gradients lie outside of it."
+    ]
 
 
 def _tile(label: str, value: str, note: str) -> dict[str, str]:

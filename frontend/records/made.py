@@ -13,6 +13,7 @@ from ...backend.arena.arena import ArenaPlan
 from ...backend.launches.kernel_list import KernelList
 from ...backend.link.gradient_memory import gradients_of
 from ...backend.link.layout import Layout
+from ...backend.run.rank_plan import RankPlan
 from ...reuse.ir.program import Leaf, Program
 
 
@@ -78,7 +79,7 @@ class Made:
     backward: Program | None = None
     micro_batches: int = 1
     kernels: Mapping[Leaf, KernelList] | None = None
-    memory: Memory | None = None
+    memory: Memory | RankPlan | None = None
     frontiers: Callable[[], Sequence[Frontier]] = tuple
 
     def __deepcopy__(self, memo: object) -> Made:

@@ -292,16 +292,16 @@
     const made = section("arena", "Memory", "Memory", `${num(a.num_buffers)} buffers of ${num(a.num_launches)} launches in ${bytes(a.peak_bytes)}, ${percent(over)} above the largest sum of live bytes, which no plan can go below. ` +
       (a.step > 1 ? `Neighbours whose times differ by less than ${many(a.step, "launch").replace("launchs", "launches")} are one box here. ` : a.step ? "Neighbours that live in the same calls are one box here. " : "") + (a.left_out ? `The ${num(a.left_out)} smallest are not drawn. ` : "") + "Drag below the picture to look closer.");
     const unit = a.peak_bytes >= 2 ** 30 ? [2 ** 30, "GiB"] : a.peak_bytes >= 2 ** 20 ? [2 ** 20, "MiB"] : [2 ** 10, "KiB"];
-    const legend = legendOf(a.kinds.map((k, i) => [i, k]).filter(([i]) => a.boxes.some((b) => b[4] === i)).map(([i, k]) => [[6, 3, 0, 1][i], k, i === 3 ? "stripes" : null]));
+    const legend = legendOf(a.kinds.map((k, i) => [i, k]).filter(([i]) => a.boxes.some((b) => b[4] === i)).map(([i, k]) => [[6, 3, 0, 1, 2][i], k, i === 3 ? "stripes" : null]));
     const at = (b) => a.names[a.calls[b[5]]] || "between";
     figure(made, "The arena", `time in launches, address in ${unit[1]}; above it, live bytes`, (w) => (w < 560 ? 460 : 560), (narrow) => {
       const left = narrow ? 52 : 68, zoom = { xAxisIndex: [0, 1], filterMode: "weakFilter" };
       const line = css("--card"), lined = a.boxes.length < 500;
-      const fills = [color(6), color(3), color(0), hatch(css("--card"), color(1))];
+      const fills = [color(6), color(3), color(0), hatch(css("--card"), color(1)), color(2)];
       return {
         grid: [{ left, right: 20, top: 14, height: narrow ? 80 : 110 }, { left, right: 20, top: narrow ? 130 : 160, bottom: 78 }],
-        xAxis: [{ type: "value", min: 0, max: a.num_launches, axisLabel: { show: false }, splitLine: { show: false } },
-          { type: "value", gridIndex: 1, min: 0, max: a.num_launches, name: "launches", nameLocation: "middle", nameGap: 24, splitLine: { show: false } }],
+        xAxis: [{ type: "value", min: 0, max: a.end, axisLabel: { show: false }, splitLine: { show: false } },
+          { type: "value", gridIndex: 1, min: 0, max: a.end, name: "launches", nameLocation: "middle", nameGap: 24, splitLine: { show: false } }],
         yAxis: [{ type: "value", name: "live", nameLocation: "middle", nameGap: narrow ? 36 : 48, min: 0, max: a.peak_bytes * 1.08 / unit[0], splitNumber: 2, axisLabel: { formatter: (v) => digits(v, 3), showMaxLabel: false } },
           { type: "value", gridIndex: 1, name: `address, ${unit[1]}`, nameLocation: "middle", nameGap: narrow ? 36 : 48, min: 0, max: a.peak_bytes / unit[0], axisLabel: { formatter: (v) => digits(v, 3), showMaxLabel: false } }],
         dataZoom: [{ type: "inside", ...zoom, zoomOnMouseWheel: "ctrl", moveOnMouseWheel: false }, { type: "slider", ...zoom, height: 20, bottom: 10, borderColor: css("--line"), textStyle: { color: css("--soft") }, showDetail: false, brushSelect: false }],
