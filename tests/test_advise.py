@@ -85,6 +85,29 @@ def test_a_constant_that_is_a_size_is_named_with_its_line() -> None:
     assert re.search(r"2 and 1 in .*reshape.* at test_advise\.py:\d+", apart.graphs)
 
 
+class Shifted(nn.Module):
+    """Rolls by a number, which Python may also look at."""
+
+    def __init__(self, shift: int = 1, skips: bool = False) -> None:
+        super().__init__()
+        self.a, self.b = linear(), linear()
+        self.shift, self.skips = shift, skips
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x).sin()
+        h = h if self.skips and not self.shift else torch.roll(h, self.shift, 1)
+        return x + self.b(h.exp().cos() * x.tanh())
+
+
+@pytest.mark.parametrize("skips", [False, True])
+def test_a_number_that_is_an_option_is_to_be_equal_or_a_tensor(skips: bool) -> None:
+    layers = [Shifted(shift, skips) for shift in (1, 1, 0)]
+    apart = next(k for k in advise(Stack(*layers)).kept_apart if "shift" in k.cause)
+    assert apart.init_argument == "shift=0, not 1 (of Shifted)"
+    assert apart.change.startswith("give all of them the same shift: ")
+    assert "a tensor in its place" in apart.change and "torch.where" not in apart.change
+
+
 def test_a_number_in_arithmetic_needs_no_change() -> None:
     (apart,) = advise(Stack(Layer(), Layer(), Layer(scale=3.0))).kept_apart
     assert apart.cause == "attribute scale is 3.0, not 1.0"

@@ -30,13 +30,18 @@ _ATTRIBUTE = re.compile(r"(?:(?P<block>\S+): )*attribute (?P<path>[\w.]+)\S* is 
 
 _CHANGES = {
     "none": "nothing: the graphs are equal and compile once; only a trace is lost",
-    "constant": "give all of them the same: it decides a layout or an option of an operator, and "
-    "cannot become an input as a number in arithmetic does",
+    "constant": "give all of them the same {what}: it decides a layout or an option of an "
+    "operator, and cannot become an input as a number in arithmetic does; or pass a tensor in its "
+    "place, where an operator takes one (indices for a shift)",
     "wiring": "nothing known; each compiles once",
     "layout": "give both the same shapes and dtypes",
     "operator": "the branch makes two graphs, which compile once each; to have one, compute both "
     "ways and choose with torch.where, or pass the choice as a tensor",
+    "number": "give all of them the same {what}: Python chooses operators by it, so that each "
+    "value has a graph, which compiles once; or pass a tensor in its place, where an operator "
+    "takes one (indices for a shift)",
 }
+_NUMBERS = re.compile(r" is -?\d+, not -?\d+")
 _CAUSES = (
     ("hooks of", "put the hook on all of them, or on none"),
     ("train/eval mode of", "put all of them in one mode"),
@@ -174,17 +179,18 @@ def _kept_apart(
         graphs = None
         if pair[0] is not None and pair[1] is not None:
             graphs = graph_difference(pair[0], pair[1])
+        argument = _init_argument(model, decision)
         origin, reader = _attribute_lines(_attribute_owner(model, decision.path, decision.reason))
         yield KeptApart(
             class_name=decision.class_name,
             paths=(decision.path, decision.compared_with),
             num_more=alike[kind] - 1,
             cause=decision.reason,
-            init_argument=_init_argument(model, decision),
+            init_argument=argument,
             origin=origin,
             read_at=reader,
             graphs=f"the block {decision.shares}" if decision.shares else _graph_text(graphs),
-            change=_change(decision.reason, graphs),
+            change=_change(decision.reason, graphs, argument),
         )
 
 
@@ -251,10 +257,20 @@ def _graph_text(graphs: GraphDifference | None) -> str:
     return texts[graphs.kind]
 
 
-def _change(reason: str, graphs: GraphDifference | None) -> str:
+def _change(reason: str, graphs: GraphDifference | None, argument: str) -> str:
     if graphs is not None and graphs.kind == "none":
         return _CHANGES["none"]
     for words, change in _CAUSES:
         if words in reason:
             return change
-    return _CHANGES[graphs.kind] if graphs is not None else ""
+    if graphs is None:
+        return ""
+    by_number = graphs.kind == "operator" and _NUMBERS.search(reason)
+    return _CHANGES["number" if by_number else graphs.kind].format(what=_what(reason, argument))
+
+
+def _what(reason: str, argument: str) -> str:
+    """Names what differs: the constructor's argument, else the attribute."""
+    name = re.match(r"\w+", argument)
+    attribute = _ATTRIBUTE.match(reason)
+    return name[0] if name is not None else attribute["path"] if attribute is not None else "value"
