@@ -39,6 +39,7 @@ def assert_close(found: Any, expected: Tensor) -> None:
     assert np.abs(found - wanted).max() <= TOLERANCE * np.abs(wanted).max()
 
 
+@pytest.mark.filterwarnings("error::UserWarning")
 @pytest.mark.parametrize("example", [(2, 16), (8, 8), (2, 2)], ids=str)
 def test_own_decoder_at_three_shapes(example: tuple[int, int], path: pathlib.Path) -> None:
     # (2, 2) is also the number of heads; equal sizes of the example mean nothing.

@@ -29,8 +29,10 @@ def make_sizes_local(root: Region, sources: Mapping[torch.fx.Node, Source]) -> N
     users = [n for n, s in sources.items() if isinstance(s, UserInput)]
     localizer = _Localizer(_places(users))
     localizer.region(root, is_root=True)
+    present = set(localizer.dropped[0].graph.nodes) if localizer.dropped else set()
     for node in reversed(localizer.dropped):
-        node.graph.erase_node(node)
+        if node in present:  # the tracer drops what nobody uses
+            node.graph.erase_node(node)
 
 
 def make_sizes_literal(root: Region) -> None:
