@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from ..autodiff.derivative import Derivative
 from ..autodiff.micro_batches import StepProgram
+from ..backend.launches.torch_native import Hold
 from ..backend.run.runtime import Runtime
 from ..backend.run.unplanned_step import StepRunner
 from .capture.regions import CapturedModel
@@ -30,6 +32,11 @@ class CompiledProgram:
     unused_outputs: UnusedOutputs | None = None
     without: Callable[[CompiledProgram, Sequence[int]], CompiledProgram | None] | None = None
 
+    @property
+    def hold(self) -> Hold | None:
+        """The native comparison of a guard, if it is at hand."""
+        return self.runtime.hold
+
     def without_tensors(self) -> CompiledProgram:
         """Returns the same for one who has the model's tensors from elsewhere."""
         return replace(self, captured=self.captured.without_tensors())
@@ -37,15 +44,25 @@ class CompiledProgram:
 
 @dataclass(frozen=True)
 class CompiledStep:
-    """A training step, and what runs it."""
+    """A training step, and what runs it; a micro-batch's forward saves so many bytes."""
 
     captured: CapturedModel
     step: StepProgram
     runner: StepRunner
+    saved_bytes: int
+
+    @property
+    def hold(self) -> Hold | None:
+        """The native comparison of a guard, if it is at hand."""
+        native = self.runner.native
+        return native.hold if native else None
 
     def without_tensors(self) -> CompiledStep:
         """Returns the same for one who has the model's tensors from elsewhere."""
         model = tuple(tensor.forgotten() for tensor in self.step.model)
-        return CompiledStep(
-            self.captured.without_tensors(), replace(self.step, model=model), self.runner
-        )
+        step = replace(self.step, model=model)
+        return replace(self, captured=self.captured.without_tensors(), step=step)
+
+
+AnyCompiled = TypeVar("AnyCompiled", bound=CompiledProgram | CompiledStep)
+"""What a compile gives, of one kind."""

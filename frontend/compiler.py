@@ -39,7 +39,13 @@ from .passes.programs import (
     repeat_micro_batches,
 )
 from .passes.recompute import choose_recompute, choose_step_recompute
-from .passes.sizes import capture_sizes, differentiate_sizes, link_shape
+from .passes.sizes import (
+    capture_sizes,
+    differentiate_loss_sizes,
+    differentiate_sizes,
+    link_shape,
+    link_step_shape,
+)
 from .passes.stages import (
     choose_stage_recompute,
     differentiate_stages,
@@ -77,6 +83,16 @@ RANK = (capture, *RANK_CUT, *RANK_FIT, predict)
 SIZES = (capture_sizes, differentiate_sizes, decompose, lower)
 SHAPE = (link_shape,)
 
+# lazyinline.compile_step with sizes that vary.
+STEP_SIZES = (
+    capture_sizes,
+    differentiate_loss_sizes,
+    repeat_micro_batches,
+    decompose,
+    lower,
+)
+STEP_SHAPE = (link_step_shape,)
+
 # Another backward of a compiled module, for a loss that leaves outputs unused.
 BACKWARD = (decompose, lower, link_module)
 SIZES_BACKWARD = (decompose, lower)
@@ -89,6 +105,7 @@ WAYS: dict[str, tuple[str, Sequence[Pass]]] = {
     "step": ("a training step of all micro-batches", STEP),
     "rank": ("the stages of one rank of a pipeline", RANK),
     "sizes": ("a module whose sizes vary", (*SIZES, *SHAPE)),
+    "step sizes": ("a training step whose sizes vary", (*STEP_SIZES, *STEP_SHAPE)),
     "backward": ("a backward for fewer outputs", BACKWARD),
     "export": ("an ONNX file", EXPORT),
 }
@@ -172,8 +189,7 @@ class Compiler:
             state = run(STEP, state)
         note_recompute(state)
         state.report.made = made_by(state)
-        assert isinstance(state.runs, PlannedProgram | UnplannedStep)
-        return CompiledStep(state.captured, state.step, state.runs), state.report
+        return compiled_step(state), state.report
 
     def _relinked(
         self, compiled: CompiledProgram, derivative: Derivative, report: CompileReport
@@ -191,6 +207,14 @@ class Compiler:
             state = run(BACKWARD, state)
         assert isinstance(state.runs, PlannedRuntime | ClosureRuntime)
         return replace(compiled, runtime=state.runs, derivative=derivative)
+
+
+def compiled_step(state: StepCompilation) -> CompiledStep:
+    """Returns what a finished compile of a training step made."""
+    assert isinstance(state.runs, PlannedProgram | UnplannedStep)
+    assert state.derivative is not None
+    saved_bytes = state.derivative.saved_type.num_bytes
+    return CompiledStep(state.captured, state.step, state.runs, saved_bytes)
 
 
 Relinked = Callable[[CompiledProgram, Derivative, CompileReport], CompiledProgram | None]

@@ -40,6 +40,7 @@ from .guards.kept_programs import Inputs, KeptPrograms
 from .guards.varying_floats import VaryingFloats
 from .options import Batching, Options
 from .report import CompileReport
+from .sizes.shapes import Made, Shapes, SymbolicCompiling
 
 LossFunction = Callable[[Any], torch.Tensor]
 
@@ -53,6 +54,7 @@ def compile_step(
     reuse: Reuse = "auto",
     backend: BackendName = "inductor",
     order: Order = "forward_first",
+    dynamic: bool | None = None,
 ) -> TrainingStep:
     """Returns a function that runs one training step and fills ``.grad``.
 
@@ -77,6 +79,8 @@ def compile_step(
         backend: ``"inductor"`` or ``"eager"``.
         order: ``"forward_first"`` runs all forwards and then all backwards; ``"one_by_one"`` runs
             each micro-batch's backward right after its forward, which keeps fewer bytes.
+        dynamic: sizes that are symbols, see :func:`compile`: by default those of batches that came
+            in several sizes.
 
     Raises:
         ReuseError, PlanError: for options that do not exist.
@@ -91,7 +95,7 @@ def compile_step(
     if order not in ORDERS:
         raise PlanError(f"order={order!r} is unknown; there are {ORDERS}.")
     options = Options(reuse=reuse, backend=backend, recompute=recompute, cache="disk")
-    return TrainingStep(model, loss_fn, options, Batching(micro_batches, order))
+    return TrainingStep(model, loss_fn, options, Batching(micro_batches, order), dynamic)
 
 
 @dataclass(frozen=True)
@@ -125,9 +129,14 @@ class TrainingStep:
     """Runs one training step. Made by :func:`compile_step`."""
 
     def __init__(
-        self, model: nn.Module, loss_fn: LossFunction | None, options: Options, batching: Batching
+        self,
+        model: nn.Module,
+        loss_fn: LossFunction | None,
+        options: Options,
+        batching: Batching,
+        dynamic: bool | None = None,
     ) -> None:
-        self._made_of = (model, loss_fn, options, batching)
+        self._made_of = (model, loss_fn, options, batching, dynamic)
         inside = model_inside(model)
         if inside is not None:
             check_asks_slot(inside)
@@ -137,6 +146,7 @@ class TrainingStep:
         self._given: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._compiler = Compiler(options)
         self._batching = batching
+        self._shapes = Shapes(self._loss_model, self._for_sizes, dynamic)
         self._entries: KeptPrograms[_StepEntry] = KeptPrograms()
         self._floats = VaryingFloats()
         self._lock = ProcessLock(threading.Lock)
@@ -226,38 +236,50 @@ class TrainingStep:
             )
         refuse_containers(tree, "compile_step")
         check_runnable(self._model)
-        self._entries.warn_if_many(self._model, Inputs.of(leaves, tree))
         parts = [self._split(leaf) for leaf in leaves]
         first = [part[0] if isinstance(part, tuple) else part for part in parts]
-        entry = self._entry(Inputs.of(first, tree), leaves, parts)
+        inputs = Inputs.of(first, tree, given=leaves)
+        made = self._shapes.made(inputs) or self._made_for(inputs)
+        entry = _StepEntry(made, leaves, parts)
+        entry.can_be_linked_again = made.is_linked
         if self._entries.add(entry):
             self._compiler = Compiler(self._compiler.options)
+        self._report = made.report
         return entry
 
-    def _entry(self, first: Inputs, leaves: list[Any], parts: list[Any]) -> _StepEntry:
-        """Compiles for a batch; floats that varied are inputs, if they can be."""
+    def _for_sizes(self) -> SymbolicCompiling[CompiledStep]:
+        from .sizes.symbolic_step import SymbolicStepCompiler  # brings in sympy
+
+        return SymbolicStepCompiler(self._compiler.options, self._batching)
+
+    def _made_for(self, inputs: Inputs) -> Made[CompiledStep]:
+        """Compiles for the sizes of a batch alone; floats that varied are inputs, if they can."""
+        self._entries.warn_if_many(self._model, Inputs.of(inputs.given, inputs.tree))
         model, reuse = self._loss_model, self._compiler.options.reuse
-        opened = self._floats.opened(model, first, reuse=reuse, train=True)
+        opened = self._floats.opened(model, inputs, reuse=reuse, train=True)
+        made: Made[CompiledStep] | None = None
         if opened.places:
             try:
-                return self._entry_with(first, leaves, parts, opened)
+                made = self._made_with(inputs, opened)
             except Exception:  # the call can be compiled for its numbers
-                self._floats.close(first, opened.places)
-        return self._entry_with(first, leaves, parts, OpenCapture())
+                self._floats.close(inputs, opened.places)
+        return self._shapes.note(made or self._made_with(inputs, OpenCapture()), inputs)
 
-    def _entry_with(
-        self, first: Inputs, leaves: list[Any], parts: list[Any], opened: OpenCapture
-    ) -> _StepEntry:
+    def _made_with(self, inputs: Inputs, opened: OpenCapture) -> Made[CompiledStep]:
+        model = self._loss_model
         try:
-            compiled, self._report = self._compiler.compile_step(
-                self._loss_model, first.args, first.kwargs, self._batching, opened.captured
+            compiled, report = self._compiler.compile_step(
+                model, inputs.args, inputs.kwargs, self._batching, opened.captured
             )
         except EffectError as effect:
             raise CaptureError(
                 f"{effect} A step is one program: do that outside of the model, or use "
                 "lazyinline.compile, which lets such a model run itself."
             ) from effect
-        return _StepEntry(self._loss_model, compiled, leaves, parts, first.tree, opened)
+        guard = Guard(
+            model, compiled.captured, inputs.given, inputs.tree, compiled.hold, opened.places
+        )
+        return Made(guard, compiled.without_tensors(), report, numbers=opened.numbers)
 
     def _split(self, leaf: Any) -> Any:
         count = self._batching.micro_batches
@@ -281,22 +303,16 @@ class _StepEntry:
     can_be_linked_again = False
 
     def __init__(
-        self,
-        model: nn.Module,
-        compiled: CompiledStep,
-        leaves: Sequence[Any],
-        parts: Sequence[Any],
-        tree: torch_pytree.TreeSpec,
-        opened: OpenCapture,
+        self, made: Made[CompiledStep], leaves: Sequence[Any], parts: Sequence[Any]
     ) -> None:
+        compiled = made.compiled
         runner = compiled.runner
         native = runner.native
         # No mode of the caller's changes what is copied beside native launches.
         self._move = native.move if native and runner.is_native else None
-        hold = native.hold if native else None
-        self.guard = Guard(model, compiled.captured, leaves, tree, hold, opened.places)
-        self._numbers = [(number, number.tensor(leaves)) for number in opened.numbers]
-        self._compiled = compiled.without_tensors()
+        self.guard = made.guard
+        self._numbers = [(number, number.tensor(leaves)) for number in made.numbers]
+        self._compiled = compiled
         tensors = [(i, p) for i, p in enumerate(parts) if isinstance(p, tuple)]
         self._staging = [
             (i, _Staging(_whole(p, leaves[i]), leaves[i], self._move)) for i, p in tensors
@@ -424,12 +440,11 @@ class _StepEntry:
     def stats(self) -> StepStats:
         """Numbers of the plan."""
         runner = self._compiled.runner
-        forward = self._compiled.step.program.calls[0].closure
         return StepStats(
             runner.num_launches,
             runner.plan.peak_bytes,
             runner.plan.lower_bound_bytes,
-            forward.output_types[-1].num_bytes,
+            self._compiled.saved_bytes,
             runner.num_made_per_run,
             tuple(dict.fromkeys(runner.foreign_launches())),
             runner.outside_bytes + self._loss_bytes,

@@ -352,6 +352,142 @@ def test_dropout_draws_as_eager_does() -> None:
     assert found[-1] == (2, 1)
 
 
+# ---- training steps ---------------------------------------------------------------------------
+
+
+class Reader(nn.Module):
+    """Reads texts with a mean over what came before; counts its calls in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(50, 8)
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
+        self.calls.add_(1)
+        h = self.embed(ids)
+        for layer in self.layers:
+            past = h.cumsum(1) / torch.arange(1, 1 + ids.shape[1])[:, None]
+            h = h + layer(past).tanh()
+        logits = h @ self.embed.weight.T
+        return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def texts(shape: Shape) -> list[Tensor]:
+    """Texts of several lengths, and what comes next; nothing after their ends."""
+    following = ids(shape).roll(-1, dims=1)
+    for row in range(shape[0]):
+        following[row, max(1, shape[1] - row) :] = -100
+    return [ids(shape), following]
+
+
+def step_at(
+    model: nn.Module,
+    shapes: Sequence[Shape],
+    data: Callable[[Shape], list[Tensor]],
+    *,
+    micro_batches: int = 1,
+    **options: Any,
+) -> tuple[Any, list[tuple[int, int]]]:
+    """Trains by compiled steps beside a twin in eager; compares losses, gradients and buffers."""
+    twin = copy.deepcopy(model)
+    options = {"backend": "eager", **options}
+    step = lazyinline.compile_step(model, micro_batches=micro_batches, **options)
+    optimizers = [torch.optim.Adam(m.parameters(), 0.01) for m in (model, twin)]
+    found = []
+    for shape in shapes:
+        batch = data(shape)
+        torch.manual_seed(1)
+        loss = step(*batch)
+        torch.manual_seed(1)
+        optimizers[1].zero_grad()
+        parts = zip(*(tensor.chunk(micro_batches) for tensor in batch), strict=True)
+        results = [twin(*part) for part in parts]
+        loss_fn = options.get("loss_fn", lambda result: result)
+        expected = torch.stack([loss_fn(result) for result in results]).mean()
+        expected.backward()
+        assert_close(loss, expected.detach())
+        assert_same_gradients(model, twin)
+        for optimizer in optimizers:
+            optimizer.step()
+        assert_close(dict(model.named_buffers()), dict(twin.named_buffers()))
+        found.append(counts(step))
+    return step, found
+
+
+@pytest.mark.parametrize(
+    ("micro_batches", "lengths", "rows", "last"),
+    [(1, [9, 13, *range(4, 21), 30], 4, 3), (2, [9, 13, 20, 5], 8, 6)],
+)
+def test_an_epoch_of_steps_costs_two_compiles(
+    micro_batches: int, lengths: list[int], rows: int, last: int
+) -> None:
+    shapes = [*((rows, n) for n in lengths), (last, 11), (rows, 9), (rows, 20)]
+    step, found = step_at(Reader(), shapes, texts, micro_batches=micro_batches)
+    assert found[:3] == [(1, 0), (2, 0), (2, 1)]
+    assert found[-1] == (2, len({*lengths}) - 1), step.last_report.why_static
+    if micro_batches > 1:
+        with pytest.raises(PlanError, match="cannot be split into 2"):
+            step(*texts((5, 11)))
+
+
+def test_micro_batches_of_one_row_are_compiled_for_themselves() -> None:
+    _, found = step_at(Reader(), [(4, 5), (4, 7), (2, 9), (4, 9)], texts, micro_batches=2)
+    assert found[-2:] == [(3, 0), (3, 1)]
+
+
+def test_a_step_that_computes_again_is_compiled_for_each_shape_and_says_why() -> None:
+    shapes = [(2, 8), (2, 12), (2, 8)]
+    step, found = step_at(decoder(), shapes, texts, recompute="full", order="one_by_one")
+    assert found[-1] == (2, 0)
+    assert "recompute" in step.last_report.why_static
+
+
+@pytest.mark.slow
+def test_kernels_of_steps_take_sizes() -> None:
+    shapes = [(4, 8), (4, 12), (6, 16), (4, 33), (4, 12)]
+    _, found = step_at(decoder(), shapes, texts, backend="inductor", micro_batches=2)
+    assert found[-1] == (2, 2)
+
+
+@pytest.mark.parametrize("name", PYTHON)
+def test_python_on_sizes_is_right_in_steps_of_each_shape(name: str) -> None:
+    def loss_fn(result: Any) -> Tensor:
+        return sum((t.float() ** 2).sum() for t in result if torch.is_tensor(t))
+
+    shapes = [(2, n, 8) for n in (6, 10, 16, 17, 1, 9)]
+    model = Wrapped(lambda h: result if isinstance(result := PYTHON[name](h), tuple) else [result])
+    _, found = step_at(model, shapes, lambda s: [torch.randn(s)], loss_fn=loss_fn)
+    assert found[-1][1] >= 2
+
+
+def test_steps_with_one_tensor_for_two_arguments_are_linked_as_others() -> None:
+    class Same(Reader):
+        def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
+            return super().forward(ids, targets.where(targets > 0, -100))
+
+    _, found = step_at(Same(), [(4, n) for n in (5, 7, 9, 9, 5)], lambda s: [ids(s)] * 2)
+    assert found[-1] == (2, 1)
+
+
+def test_a_linked_step_notices_what_the_model_became() -> None:
+    class Scaled(Reader):
+        scale = 2.0
+
+        def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
+            return super().forward(ids, targets) * self.scale
+
+    model = Scaled()
+    step = lazyinline.compile_step(model, backend="eager")
+    for scale in (2.0, 3.0):
+        model.scale = scale
+        for length in (4, 6, 7):
+            batch = texts((2, length))
+            assert_close(step(*batch), model(*batch).detach())
+
+
 # ---- Hugging Face models --------------------------------------------------------------------
 
 

@@ -210,7 +210,7 @@ def test_programs_are_bounded_and_one_warning_names_what_keeps_changing(
     monkeypatch.setattr(kept_programs, "MANY_COMPILES", 4)
     model = Varying()
     compiled: Any = lazyinline.compile(model, backend="eager", dynamic=False)
-    step = lazyinline.compile_step(model, loss_fn=torch.sum, backend="eager")
+    step = lazyinline.compile_step(model, loss_fn=torch.sum, backend="eager", dynamic=False)
     entries = step._entries if way == "step" else vars(compiled)["_lazyinline_calls"].entries
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -21,6 +21,7 @@ from ..checks.plain_inputs import watching_tensor, written_out
 from ..checks.runnable import check_runnable, check_writes
 from ..checks.torch_modes import mode_around
 from ..checks.wrappers import model_inside
+from ..compiled import CompiledProgram
 from ..compiler import Compiler
 from ..effects.effects import EffectError, EffectsSeen
 from ..guards.guard import Guard
@@ -30,7 +31,7 @@ from ..marks import WRAPPED
 from ..options import Options
 from ..passes.state import Compilation, Pass
 from ..report import CompileReport
-from ..sizes.shapes import Made, Shapes
+from ..sizes.shapes import Made, Shapes, SymbolicCompiling
 from .entry import ModuleEntry
 from .refusals import CallKind, Refusals
 from .torch_slot import call_past_slot, in_slot
@@ -78,7 +79,7 @@ class Calls:
         self._report: CompileReport | None = None
         self._eager: CompileReport | None = None
         self._compiler = compiler or Compiler(options)
-        self._shapes = Shapes(model, options, dynamic, names)
+        self._shapes = Shapes(model, self._for_sizes, dynamic, names)
         self._effects = EffectsSeen()
         self._floats = VaryingFloats()
         self._refusals = Refusals()
@@ -234,11 +235,11 @@ class Calls:
         self._report = made.report
         return entry
 
-    def _made_for(self, inputs: Inputs) -> Made:
+    def _made_for(self, inputs: Inputs) -> Made[CompiledProgram]:
         """Compiles for the sizes of a call alone; floats that varied are inputs, if they can be."""
         train, reuse = torch.is_grad_enabled(), self.options.reuse
         opened = self._floats.opened(self.model, inputs, reuse=reuse, train=train)
-        made: Made | None = None
+        made: Made[CompiledProgram] | None = None
         if opened.places:
             try:
                 made = self._made_with(inputs, opened, train=train)
@@ -251,7 +252,14 @@ class Calls:
     def _watch(self, one: Pass, before: Compilation, after: Compilation) -> None:
         """Looks at each pass of a compile, and may raise to end it."""
 
-    def _made_with(self, inputs: Inputs, opened: OpenCapture, *, train: bool) -> Made:
+    def _for_sizes(self) -> SymbolicCompiling[CompiledProgram]:
+        from ..sizes.symbolic_compiler import SymbolicCompiler  # brings in sympy
+
+        return SymbolicCompiler(self.options)
+
+    def _made_with(
+        self, inputs: Inputs, opened: OpenCapture, *, train: bool
+    ) -> Made[CompiledProgram]:
         compiled, report = self._compiler.compile(
             self.model,
             inputs.args,
@@ -260,7 +268,7 @@ class Calls:
             known=opened.captured,
             watch=self._watch,
         )
-        hold, places = compiled.runtime.hold, opened.places
+        hold, places = compiled.hold, opened.places
         guard = Guard(self.model, compiled.captured, inputs.leaves, inputs.tree, hold, places)
         return Made(guard, compiled.without_tensors(), report, numbers=opened.numbers)
 

@@ -21,7 +21,7 @@ class ModuleEntry:
 
     can_be_linked_again = False
 
-    def __init__(self, made: Made, leaves: Sequence[Any]) -> None:
+    def __init__(self, made: Made[CompiledProgram], leaves: Sequence[Any]) -> None:
         compiled = made.compiled
         program = compiled.captured.program
         self._compiled = compiled

@@ -32,18 +32,28 @@ _MAX_NAMED = 3
 
 @dataclass(frozen=True)
 class Inputs:
-    """One call: what it passes, and the same flat."""
+    """One call: what it passes, and the same flat.
+
+    Attributes:
+        args, kwargs: what is passed, or of a training step its first micro-batch.
+        leaves: the same flat.
+        tree: their structure.
+        given: what is passed, flat; only of a step another than ``leaves``.
+    """
 
     args: Sequence[Any]
     kwargs: Mapping[str, Any]
     leaves: list[Any]
     tree: torch_pytree.TreeSpec
+    given: list[Any]
 
     @classmethod
-    def of(cls, leaves: list[Any], tree: torch_pytree.TreeSpec) -> Inputs:
-        """Returns the call that has these flat arguments."""
+    def of(
+        cls, leaves: list[Any], tree: torch_pytree.TreeSpec, given: list[Any] | None = None
+    ) -> Inputs:
+        """Returns the call that has these flat arguments; ``given`` are those of a whole batch."""
         args, kwargs = torch_pytree.unflatten(leaves, tree)
-        return cls(args, kwargs, leaves, tree)
+        return cls(args, kwargs, leaves, tree, leaves if given is None else given)
 
 
 class CompiledRepeatedlyWarning(UserWarning):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import TypeVar
 
 from ...autodiff.derivative import Derivative
 from ...backend.launches.kernel_list import KernelList
@@ -21,6 +22,8 @@ from ..requests import model_name
 from .parts import returned_of
 from .programs import StepCompilation
 from .state import Compilation, State, Unplanned, compile_pass
+
+AnyStep = TypeVar("AnyStep", bound=StepCompilation)
 
 
 @compile_pass("link", "flat")
@@ -47,7 +50,11 @@ def plan_and_run_module(state: State) -> State:
 @compile_pass("link", "flat")
 def link_step(state: StepCompilation) -> StepCompilation:
     """The calls of all micro-batches are laid out, one arena is planned: the deferred inline."""
-    state = linked(state)
+    return plan_and_run_step(linked(state))
+
+
+def plan_and_run_step(state: AnyStep) -> AnyStep:
+    """Plans the memory of a linked step where nothing hinders it; else closures allocate."""
     planned, report = plan_step(state), state.report
     if isinstance(planned, Unplanned):
         report.unplanned = planned.reason

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from ...autodiff.derivative import Derivative
 from ...backend.kernels.lower import kernel_at
@@ -12,10 +13,10 @@ from ...reuse.errors import PlanError
 from ...reuse.ir.program import Closure, Composite, Leaf, Program, Value, walk_closures
 from ...reuse.ir.torch_symbols import Values, refuse_inexact, tensor_type_at, type_at
 from .context import Context
-from .memory import plan_and_run_module
-from .programs import capture, differentiate
+from .memory import plan_and_run_module, plan_and_run_step
+from .programs import StepCompilation, capture, differentiate, differentiate_loss
 from .recompute_choice import has_marks
-from .state import Compilation, compile_pass
+from .state import Compilation, State, compile_pass
 
 _WEIGHS_BYTES = "recompute weighs bytes, which have to be numbers"
 
@@ -29,6 +30,14 @@ class ShapeCompilation(Compilation):
     """
 
     values: Values
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepShapeCompilation(ShapeCompilation, StepCompilation):
+    """The same of a training step."""
+
+
+AnyShape = TypeVar("AnyShape", bound=ShapeCompilation)
 
 
 @compile_pass("capture")
@@ -46,7 +55,17 @@ def capture_sizes(state: Compilation) -> Compilation:
 @compile_pass("autodiff")
 def differentiate_sizes(state: Compilation) -> Compilation:
     """With gradients, a program becomes two; what is saved is not chosen, bytes are symbols."""
-    state = differentiate(state)
+    return _saves_what_it_needs(differentiate(state))
+
+
+@compile_pass("autodiff")
+def differentiate_loss_sizes(state: StepCompilation) -> StepCompilation:
+    """A micro-batch becomes two programs; what is saved is not chosen, bytes are symbols."""
+    return _saves_what_it_needs(differentiate_loss(state))
+
+
+def _saves_what_it_needs(state: State) -> State:
+    """Raises PlanError if a mark wants something computed again."""
     if state.request is not None:
         assert isinstance(state.request.closure, Composite)
         if has_marks(state.request.closure):
@@ -57,10 +76,21 @@ def differentiate_sizes(state: Compilation) -> Compilation:
 @compile_pass("link", "flat")
 def link_shape(state: ShapeCompilation) -> ShapeCompilation:
     """Numbers take the place of symbols, then memory is planned: the deferred inline."""
+    return _at_numbers(state, plan_and_run_module)
+
+
+@compile_pass("link", "flat")
+def link_step_shape(state: StepShapeCompilation) -> StepShapeCompilation:
+    """Numbers take the place of symbols, then one arena is planned: the deferred inline."""
+    return _at_numbers(state, plan_and_run_step)
+
+
+def _at_numbers(state: AnyShape, plan_and_run: Callable[[AnyShape], AnyShape]) -> AnyShape:
+    """Plans what is linked for the numbers of one shape; kernels of it are kept there only."""
     context, lowered = state.context, dict[Leaf, Leaf]()
     flats = {n: _flat_at(context, f, state.values, lowered) for n, f in state.flats.items()}
     derivative = state.derivative and _derivative_at(state.derivative, state.values)
-    state = plan_and_run_module(replace(state, flats=flats, derivative=derivative))
+    state = plan_and_run(replace(state, flats=flats, derivative=derivative))
     for of_symbols, leaf in lowered.items():
         _check_layouts(context.recorded.get(leaf))
         if leaf is not of_symbols:

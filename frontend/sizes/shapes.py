@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
-import torch
 from torch import nn
 
 from ...reuse import torch_pytree
 from ...reuse.errors import LazyInlineError, PlanError
 from ..capture.float_inputs import NumberInput
+from ..capture.regions import CapturedModel
 from ..capture.signatures import shapes_of
-from ..compiled import CompiledProgram
+from ..compiled import AnyCompiled, CompiledProgram, CompiledStep
 from ..guards.guard import Guard
 from ..guards.kept_programs import MAX_PROGRAMS, Inputs
-from ..options import Options
 from ..report import CompileReport
 
 if TYPE_CHECKING:
-    from .symbolic_compiler import SymbolicCompiler, SymbolicProgram
+    from ...reuse.ir.torch_symbols import Values
     from .torch_input_sizes import InputSizes, Names
 
 MAX_SYMBOLIC = 8
@@ -29,19 +28,66 @@ MAX_SYMBOLIC = 8
 DYNAMIC_CHOICES = (None, True, False)
 
 
+class Symbolic(Protocol):
+    """What is compiled with symbols for sizes. Not run itself."""
+
+    @property
+    def captured(self) -> CapturedModel:
+        """What capture saw."""
+
+    @property
+    def sizes(self) -> InputSizes:
+        """The symbols, and what the compile took for granted of them."""
+
+    def without_tensors(self) -> Any:
+        """Returns the same for one who has the model's tensors from elsewhere."""
+
+
+Linked = TypeVar("Linked", bound=CompiledProgram | CompiledStep, covariant=True)
+
+
+class SymbolicCompiling(Protocol[Linked]):
+    """Compiles for any sizes. One for one capture: symbols of two are not the same."""
+
+    def report(self) -> CompileReport:
+        """Returns the report of a compile or a link that is about to begin."""
+
+    def compile_symbolic(
+        self,
+        model: nn.Module,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        sizes: Callable[[], InputSizes],
+        report: CompileReport,
+    ) -> Symbolic:
+        """Runs the passes up to link.
+
+        Raises:
+            CaptureError: if the model cannot be captured with symbolic sizes.
+            PlanError: if an option needs numbers.
+        """
+
+    def at(self, symbolic: Any, values: Values, report: CompileReport) -> Linked:
+        """Links for numbers that the conditions of what is compiled hold for.
+
+        Raises:
+            PlanError: if it cannot be right for them after all.
+        """
+
+
 @dataclass
-class Made:
+class Made(Generic[AnyCompiled]):
     """What runs a call, when it may, and what making it took."""
 
     guard: Guard
-    compiled: CompiledProgram
+    compiled: AnyCompiled
     report: CompileReport
     is_linked: bool = False
     numbers: tuple[NumberInput, ...] = ()
 
 
 @dataclass
-class _Compile:
+class _Compile(Generic[AnyCompiled]):
     """One compile of the past.
 
     Attributes:
@@ -54,15 +100,15 @@ class _Compile:
     guard: Guard
     shapes: tuple[tuple[int, ...], ...]
     why_static: str = ""
-    symbolic: tuple[SymbolicProgram, SymbolicCompiler] | None = None
+    symbolic: tuple[Symbolic, SymbolicCompiling[AnyCompiled]] | None = None
 
 
-class Shapes:
+class Shapes(Generic[AnyCompiled]):
     """The compiles of one module, and what they teach about the next.
 
     Args:
         model: the module.
-        options: how it is compiled.
+        compiler: makes what compiles for any sizes; asked once they are known to vary.
         dynamic: None makes symbols of the dimensions that varied, True of all, False of none.
         names: of dimensions that are known to vary before any did.
 
@@ -71,24 +117,28 @@ class Shapes:
     """
 
     def __init__(
-        self, model: nn.Module, options: Options, dynamic: bool | None, names: Names = ()
+        self,
+        model: nn.Module,
+        compiler: Callable[[], SymbolicCompiling[AnyCompiled]],
+        dynamic: bool | None,
+        names: Names = (),
     ) -> None:
         if dynamic not in DYNAMIC_CHOICES:
             raise PlanError(f"dynamic={dynamic!r} is unknown; there are {DYNAMIC_CHOICES}.")
         self._model = model
-        self._options = options
+        self._compiler = compiler
         self.dynamic = dynamic
         self._names = names if any(map(any, names)) else ()
-        self._compiles: tuple[_Compile, ...] = ()  # the newest last
+        self._compiles: tuple[_Compile[AnyCompiled], ...] = ()  # the newest last
         self._num_compiles = self._num_links = 0
         self._why_static = ""
 
-    def made(self, inputs: Inputs) -> Made | None:
+    def made(self, inputs: Inputs) -> Made[AnyCompiled] | None:
         """Returns a program of symbolic sizes for a call, or None if it gets one of its own."""
         self._why_static = ""
         fitting = self._fitting(inputs)
         for compile_, guard in fitting:
-            made = self._linked(compile_, guard, inputs, self._report())
+            made = self._linked(compile_, guard, inputs)
             if made is not None:
                 self._num_links += 1
                 return self._counted(made)
@@ -103,36 +153,33 @@ class Shapes:
             return None
         return self._compiled(alike, inputs)
 
-    def note(self, made: Made, inputs: Inputs) -> Made:
+    def note(self, made: Made[AnyCompiled], inputs: Inputs) -> Made[AnyCompiled]:
         """Remembers a program that was compiled for the sizes of a call alone."""
         made.report.why_static = self._why_static
-        guard = made.guard.with_values(inputs.leaves)  # a symbolic program has its numbers in it
-        known = _Compile(guard, shapes_of(inputs.leaves), self._why_static)
+        guard = made.guard.with_values(inputs.given)  # a symbolic program has its numbers in it
+        known: _Compile[AnyCompiled] = _Compile(guard, shapes_of(inputs.leaves), self._why_static)
         self._keep(known)
         return self._counted(made)
 
-    def _keep(self, compile_: _Compile) -> None:
+    def _keep(self, compile_: _Compile[AnyCompiled]) -> None:
         self._compiles = (*self._compiles, compile_)[-MAX_PROGRAMS:]
         self._num_compiles += 1
 
-    def _counted(self, made: Made) -> Made:
+    def _counted(self, made: Made[AnyCompiled]) -> Made[AnyCompiled]:
         made.report.num_compiles, made.report.num_links = self._num_compiles, self._num_links
         return made
 
-    def _report(self) -> CompileReport:
-        return CompileReport(torch.is_grad_enabled(), self._options.backend, self._options.reuse)
-
-    def _fitting(self, inputs: Inputs) -> list[tuple[_Compile, Guard]]:
+    def _fitting(self, inputs: Inputs) -> list[tuple[_Compile[AnyCompiled], Guard]]:
         """Returns the compiles of calls that differ in sizes only, each with a guard for these."""
         if self.dynamic is False:
             return []
-        resized = ((c, c.guard.resized(inputs.leaves)) for c in self._compiles)
+        resized = ((c, c.guard.resized(inputs.given)) for c in self._compiles)
         pairs = [(c, g) for c, g in resized if g is not None]
-        return [(c, g) for c, g in pairs if g.accepts(inputs.leaves, inputs.tree)]
+        return [(c, g) for c, g in pairs if g.accepts(inputs.given, inputs.tree)]
 
     def _linked(
-        self, compile_: _Compile, guard: Guard, inputs: Inputs, report: CompileReport
-    ) -> Made | None:
+        self, compile_: _Compile[AnyCompiled], guard: Guard, inputs: Inputs
+    ) -> Made[AnyCompiled] | None:
         """Links a program of symbolic sizes for a call, if it is right for its sizes."""
         if compile_.symbolic is None:
             return None
@@ -140,6 +187,7 @@ class Shapes:
         values = program.sizes.values(inputs.leaves)
         if values is None:
             return None
+        report = compiler.report()
         try:
             compiled = compiler.at(program, values, report)
         except LazyInlineError as error:
@@ -147,7 +195,9 @@ class Shapes:
             return None
         return Made(guard, compiled, report, is_linked=True)
 
-    def _compiled(self, alike: Sequence[_Compile], inputs: Inputs) -> Made | None:
+    def _compiled(
+        self, alike: Sequence[_Compile[AnyCompiled]], inputs: Inputs
+    ) -> Made[AnyCompiled] | None:
         """Compiles with symbols; returns None where the sizes of this call have to be numbers."""
         for names in self._learned(alike, inputs):
             try:
@@ -159,7 +209,7 @@ class Shapes:
                 return self._counted(made)
         return None
 
-    def _learned(self, alike: Sequence[_Compile], inputs: Inputs) -> list[Names]:
+    def _learned(self, alike: Sequence[_Compile[AnyCompiled]], inputs: Inputs) -> list[Names]:
         """Returns which dimensions may be symbols, the most first: with a batch, and without."""
         from .torch_input_sizes import learned_names, without_numbers  # brings in sympy
 
@@ -178,7 +228,7 @@ class Shapes:
         )
         return list(dict.fromkeys([with_batch, varied])) if any(map(any, varied)) else []
 
-    def _compiled_with(self, names: Names, inputs: Inputs) -> Made:
+    def _compiled_with(self, names: Names, inputs: Inputs) -> Made[AnyCompiled]:
         from .torch_input_sizes import InputSizes
 
         hints: frozenset[int] | None = _sizes_of(self._model, inputs)
@@ -192,19 +242,18 @@ class Shapes:
                     raise
                 hints = None
 
-    def _compiled_once(self, sizes: Callable[[], InputSizes], inputs: Inputs) -> Made:
-        from .symbolic_compiler import SymbolicCompiler
-
-        report, compiler = self._report(), SymbolicCompiler(self._options)
+    def _compiled_once(self, sizes: Callable[[], InputSizes], inputs: Inputs) -> Made[AnyCompiled]:
+        compiler = self._compiler()
+        report = compiler.report()
         program = compiler.compile_symbolic(self._model, inputs.args, inputs.kwargs, sizes, report)
         captured = program.captured
-        program = replace(program, captured=captured.without_tensors())
+        program = program.without_tensors()
         values = program.sizes.values(inputs.leaves)
         if values is None:
             raise PlanError("its questions have other answers here")
         compiled = compiler.at(program, values, report)
-        hold = compiled.runtime.hold  # at hand only once something is linked
-        guard = Guard(self._model, captured, inputs.leaves, inputs.tree, hold)
+        hold = compiled.hold  # at hand only once something is linked
+        guard = Guard(self._model, captured, inputs.given, inputs.tree, hold)
         self._keep(_Compile(guard, shapes_of(inputs.leaves), symbolic=(program, compiler)))
         return Made(guard, compiled, report, is_linked=True)
 

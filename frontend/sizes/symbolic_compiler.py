@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
 from ...autodiff.aliasing import saved_inputs
@@ -48,6 +49,10 @@ class SymbolicProgram:
     unused_outputs: UnusedOutputs | None
     settled: tuple[Any, ...]
 
+    def without_tensors(self) -> SymbolicProgram:
+        """Returns the same for one who has the model's tensors from elsewhere."""
+        return replace(self, captured=self.captured.without_tensors())
+
 
 class SymbolicCompiler:
     """Compiles for any sizes. One compiler for one capture: symbols of two are not the same.
@@ -58,6 +63,10 @@ class SymbolicCompiler:
     def __init__(self, options: Options) -> None:
         self._context = Context(replace(options, cache="off"))
         self._variants: dict[Closure, SymbolicProgram] = {}
+
+    def report(self) -> CompileReport:
+        """Returns the report of a compile or a link that is about to begin."""
+        return self._context.report(train=torch.is_grad_enabled())
 
     @one_at_a_time
     def compile_symbolic(
