@@ -11,6 +11,8 @@ import torch
 from torch import nn
 
 import lazyinline
+from lazyinline.frontend.capture.init_key import InitKeys
+from lazyinline.frontend.capture.regions import SharingDecision
 from lazyinline.frontend.measure import timing
 from lazyinline.frontend.measure.large_models import compile_large
 from lazyinline.frontend.measure.measure_page import large_page, measure_page
@@ -30,6 +32,7 @@ from lazyinline.frontend.page.texts import (
 )
 from lazyinline.frontend.page.write import as_json, write_page
 from lazyinline.frontend.records.made import Memory
+from lazyinline.frontend.records.reuse_table import reuse_table
 
 lazyinline.lazy_inline(DecoderBlock)
 ASSETS = pathlib.Path(write.__file__).parent / "assets"
@@ -188,6 +191,34 @@ def test_every_instance_is_in_the_table_with_its_reason() -> None:
     reasons = {d.path: d.reason for d in found.not_shared()}
     assert {i["paths"][0]: i["why"] for i in apart} == reasons
     assert reuse_section([], "") is None
+
+
+class Layer(nn.Module):
+    def __init__(self, number: int, hidden: int, dropout: float, act: str, bias: bool) -> None:
+        super().__init__()
+        self.number, self.hidden, self.dropout = number, hidden, dropout
+        self.act, self.bias = act, bias
+
+
+def test_a_table_of_long_keys_fits_a_screen() -> None:
+    settings = (4096, 0.125, "an activation with a long name", True)
+    first, second = (InitKeys().key(Layer(number, *settings)) for number in range(2))
+    decisions = [
+        SharingDecision("layers.0", "Layer", False, key=first),
+        SharingDecision("layers.1", "Layer", True, compared_with="layers.0", key=second),
+    ]
+    head, *lines, note = reuse_table(decisions)
+    assert max(map(len, (head, *lines, note))) <= 98
+    assert head.endswith("  calls") and lines[0].endswith("  2")
+    assert "".join(lines).count("=") == 5
+    assert note == "    one closure although number differs"
+
+
+def test_a_step_shows_the_users_own_paths(step: lazyinline.CompileReport) -> None:
+    assert [d.path for d in step.decisions if d.class_name == "DecoderBlock"] == [
+        f"blocks.{i}" for i in range(5)
+    ]
+    assert "model.blocks" not in as_json(compile_page(step))
 
 
 # ---- memory ------------------------------------------------------------------------------------

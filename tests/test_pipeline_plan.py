@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -122,6 +123,22 @@ def test_one_forward_one_backward_keeps_fewer_in_flight() -> None:
 def test_the_plan_names_layers() -> None:
     text = str(plan("ZBVZeroBubble"))
     assert "blocks.0" in text and "blocks.5" in text and "bubble" in text
+
+
+def test_the_plan_fits_a_screen_with_long_names_and_large_numbers() -> None:
+    found = plan("ZBVZeroBubble")
+    large = {"flops": 10**16, "forward_s": 1.25, "backward_s": 3.1, "parameter_bytes": 2**36}
+    far = ".".join(["language_model_of_the_whole"] * 4)
+    names = (
+        {"first": "model.h.0", "last": "model.h.11"},
+        {"first": f"{far}.0", "last": f"x.{far}"},
+    )
+    for name in names:
+        stages = tuple(replace(s, **large, **name) for s in found.stages)
+        text = str(replace(found, stages=stages))
+        assert max(map(len, text.splitlines())) <= 100
+        assert "10000000.00" in text and "3100.00 ms" in text
+        assert ("model.h.0 .. 11" in text) == (name is names[0])
 
 
 @pytest.mark.parametrize("schedule", ["1F1B", "ZBVZeroBubble"])

@@ -19,6 +19,7 @@ from ..effects.effects import Effects, OnEffects
 from ..effects.inside_changes import InsideChanges
 from ..effects.outside_changes import OutsideChanges
 from ..effects.outward_calls import reach_of
+from ..tracing.capture_errors import user_path
 from ..tracing.torch_tracing import (
     Tracer,
     is_mode_switch,
@@ -51,7 +52,7 @@ class Recording:
         self.blocks = blocks
         self.sizes = sizes
         places = walk_modules(model)
-        self.paths = {id(module): path for path, module in reversed(places)}
+        self.paths = {id(module): user_path(model, path) for path, module in reversed(places)}
         self.inside = InsideChanges(model)
         self.effects = Effects(OutsideChanges(model), effects)
         self.reads = Reads(self.inside.contents, self.effects.changes.found, is_root=True)

@@ -15,6 +15,7 @@ from ...pipeline_parallel.split.cut import Colors
 from ...reuse.errors import PipelineError
 from ...reuse.ir.program import Program
 from ..marks import STAGE_MARK
+from ..tracing.capture_errors import WHOLE, user_path
 
 Split: TypeAlias = Literal["auto", "even", "marked"]
 SPLITS: tuple[Split, ...] = get_args(Split)
@@ -36,11 +37,7 @@ def colors_of(
     costs: CostModel,
 ) -> Colors:
     """Returns the stage of each call: by marks if there are any, else as asked."""
-    marks = {
-        path: module.__dict__[STAGE_MARK]
-        for path, module in model.named_modules()
-        if STAGE_MARK in module.__dict__
-    }
+    marks = _marks(model, program)
     if marks:
         return color_by_marks(program, marks, table.num_stages)
     if splitting.split == "marked":
@@ -48,3 +45,13 @@ def colors_of(
     if splitting.split == "even":
         return color_evenly(program, table.num_stages)
     return color_balanced(program, costs, table, splitting.memory_bytes_per_rank)
+
+
+def _marks(model: nn.Module, program: Program) -> dict[str, int]:
+    """Returns the user's marks by the paths that calls have."""
+    modules = dict(model.named_modules())
+    marks = {p: m.__dict__[STAGE_MARK] for p, m in modules.items() if STAGE_MARK in m.__dict__}
+    # Where the whole model is one block, its calls are inside of that block's path.
+    if f"{WHOLE}.{WHOLE}" not in modules and any(call.path == WHOLE for call in program.calls):
+        return marks
+    return {"" if p == WHOLE else user_path(model, p): stage for p, stage in marks.items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -12,6 +13,10 @@ from ..capture.init_key import text_of_keys
 from ..capture.regions import SharingDecision
 
 _HEAD = "block"
+_CALLS = 7
+_WIDTH = 98
+"""Of the table: a report indents it by two."""
+_INDENT = "  "
 
 
 @dataclass(frozen=True)
@@ -50,12 +55,20 @@ def reuse_table(decisions: Sequence[SharingDecision]) -> list[str]:
     rows = reuse_rows(decisions)
     if not rows:
         return []
-    width = max(len(_HEAD), *(len(row.key) for row in rows))
-    lines = [
-        f"{_HEAD:<{width}}  calls",
-        *(f"{r.key:<{width}}{r.num_calls:>7}  {r.note}" for r in rows),
-    ]
-    return [line.rstrip() for line in lines]
+    room = _WIDTH - _CALLS
+    keys = [textwrap.wrap(row.key, room, subsequent_indent=_INDENT) or [""] for row in rows]
+    width = max(len(_HEAD), *(len(line) for key in keys for line in key))
+    lines = [f"{_HEAD:<{width}}{'calls':>{_CALLS}}"]
+    for key, row in zip(keys, rows, strict=True):
+        first = f"{key[0]:<{width}}{row.num_calls:>{_CALLS}}"
+        fits = len(first) + len(_INDENT) + len(row.note) <= _WIDTH and len(key) == 1
+        lines += [f"{first}{_INDENT}{row.note}".rstrip() if fits else first, *key[1:]]
+        if not fits:
+            indent = 2 * _INDENT
+            lines += textwrap.wrap(
+                row.note, _WIDTH, initial_indent=indent, subsequent_indent=indent
+            )
+    return lines
 
 
 def nothing_shared(model: nn.Module, decisions: Sequence[SharingDecision], reuse: Reuse) -> str:

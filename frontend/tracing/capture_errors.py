@@ -9,12 +9,23 @@ from torch import nn
 from ...reuse.errors import CaptureError, LazyInlineError
 from .torch_tracing import DATA_DEPENDENT_ERRORS, LEAVES_PYTORCH, frame_text, user_frame
 
+WHOLE = "model"
+"""The path of a model in what computes its loss."""
 _NEEDS_A_VALUE = "value out of a tracing tensor"
 
 
 def model_name(model: nn.Module) -> str:
     """Returns what the user calls a model: its class, or that of the model in ours around it."""
     return str(getattr(model, "lazyinline_name", type(model).__name__))
+
+
+def user_path(model: nn.Module, path: str) -> str:
+    """Returns a module's path in the user's model, where what computes the loss is around it.
+
+    The user's model itself is then at :data:`WHOLE`: an empty path is the module around it.
+    """
+    is_around = getattr(type(model), "is_around_a_model", False)
+    return path.removeprefix(f"{WHOLE}.") if is_around else path
 
 
 def capture_error(model: nn.Module, error: Exception) -> CaptureError:

@@ -98,23 +98,62 @@ class PipelinePlan:
         lines = [
             f"{table.schedule}: {table.num_stages} stages on {len(table.ranks)} rank(s), "
             f"{table.num_micro_batches} micro-batches; predicted bubble {self.bubble:.1%}",
-            f"{'stage':>5} {'rank':>4} {'calls':>5} {'GFLOP':>8} {'forward':>9} {'backward':>9} "
-            f"{'params':>9} {'saved':>9} {'in flight':>9}  layers",
         ]
-        for s in self.stages:
-            span = s.first if s.first == s.last else f"{s.first} .. {s.last}"
-            lines.append(
-                f"{s.index:>5} {s.rank:>4} {s.num_blocks:>5} {s.flops / 1e9:>8.2f} "
-                f"{s.forward_s * 1e3:>6.2f} ms {s.backward_s * 1e3:>6.2f} ms "
-                f"{megabytes(s.parameter_bytes):>9} {megabytes(s.saved_bytes):>9} "
-                f"{s.in_flight:>9}  {span}"
-            )
+        lines += _table(self.stages)
         for rank in range(len(table.ranks)):
             lines.append(
                 f"rank {rank}: peak {megabytes(self.peak_bytes(rank))}, of it in flight "
                 f"{megabytes(self.in_flight_bytes(rank))}"
             )
         return "\n".join(lines)
+
+
+_HEAD = ("stage", "rank", "calls", "GFLOP", "forward", "backward", "params", "saved", "in flight")
+_WIDTH = 100
+
+
+def _table(stages: Sequence[StagePlan]) -> list[str]:
+    """A line for each stage, no wider than a screen: names of layers are cut, numbers never."""
+    rows = [
+        (
+            *(str(n) for n in (s.index, s.rank, s.num_blocks)),
+            f"{s.flops / 1e9:.2f}",
+            f"{s.forward_s * 1e3:.2f} ms",
+            f"{s.backward_s * 1e3:.2f} ms",
+            megabytes(s.parameter_bytes),
+            megabytes(s.saved_bytes),
+            str(s.in_flight),
+        )
+        for s in stages
+    ]
+    widths = [max(map(len, column)) for column in zip(_HEAD, *rows, strict=True)]
+    lines = [
+        " ".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True))
+        for row in (_HEAD, *rows)
+    ]
+    left = _WIDTH - len(lines[0]) - 2
+    return [
+        f"{line}  {span}".rstrip()
+        for line, span in zip(lines, ("layers", *(_span(s, left) for s in stages)), strict=True)
+    ]
+
+
+def _span(stage: StagePlan, width: int) -> str:
+    """The first and the last layer; what both begin with is said once, and cut if need be."""
+    first, last = stage.first, stage.last
+    if first == last:
+        return _end_of(first, width)
+    parent = first.rpartition(".")[0]
+    if parent and last.startswith(f"{parent}."):
+        last = last.removeprefix(f"{parent}.")
+    text = f"{first} .. {last}"
+    half = (width - len(" .. ")) // 2
+    return text if len(text) <= width else f"{_end_of(first, half)} .. {_end_of(last, half)}"
+
+
+def _end_of(path: str, width: int) -> str:
+    """A path, or the end of one that is too long."""
+    return path if len(path) <= width else f"...{path[-max(width - 3, 1) :]}"
 
 
 def megabytes(num_bytes: int) -> str:

@@ -48,7 +48,7 @@ def _stage(
     for program in derived.backward:
         seconds, more = (0.0, 0) if program is None else costs.program(program)
         backward_s, flops = backward_s + seconds, flops + more
-    paths = [p.removeprefix("model.") for p in stage.paths] or [""]
+    paths = stage.paths or ("",)
     owned = {id(s.tensor): s.tensor for s in stage.model_tensors}
     return StagePlan(
         stage.index,
