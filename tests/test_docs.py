@@ -10,19 +10,28 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import functools
 import io
 import pathlib
 import re
 import sys
+import types
 from collections.abc import Callable
+from typing import Any
 
 import pytest
+import torch
 from conftest import ROOT
 from link_tree import package_folders
+from ranks import run_ranks
 from sybil import Document, Example
 from sybil.evaluators.python import PythonEvaluator
 from sybil.parsers.markdown import CodeBlockParser
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
+import lazyinline
 from lazyinline_command.parser import make_parser
 
 DOCS = ROOT / "docs"
@@ -121,6 +130,77 @@ def test_a_page_runs_and_prints_what_it_says(
         example.evaluate()
     if update:
         page.write_text(rewritten(page.read_text(encoding="utf-8"), runner.shown))
+
+
+# ---- blocks that need several processes --------------------------------------------------------
+
+
+@lazyinline.lazy_inline
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x).tanh()
+
+
+class Net(nn.Module):
+    """A model whose result is its loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(Layer() for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+def parallel_blocks() -> list[str]:
+    """The blocks on several devices, each alternative on its own."""
+    found = [
+        block for name in ("devices.md", "pipeline.md") for block in blocks(DOCS / name, "text")
+    ]
+    return [one for block in found for one in block.strip().split("\n\n")]
+
+
+def runs_parallel_blocks(rank: int, folder: pathlib.Path) -> list[tuple[str, float, float]]:
+    """Runs each on one rank: returns it with the loss, its own and eager's, where it has one."""
+    options = {"backend": "eager"}  # where there are no kernels to build, these take a second
+    names = ("compile", "compile_step", "pipeline")
+    here = {name: functools.partial(getattr(lazyinline, name), **options) for name in names}
+    x = torch.arange(32.0).reshape(8, 4) / 32
+    expected = Net()(x).item()
+    found = []
+    for code in parallel_blocks():
+        scope: dict[str, Any] = {"lazyinline": types.SimpleNamespace(**here), "torch": torch}
+        scope |= {
+            "DDP": DistributedDataParallel,
+            "fully_shard": fully_shard,
+            "args": (x,),
+            "batch": (x,),
+        }
+        scope["model"] = Net()
+        exec(code, scope)
+        loss = scope["loss"] if "loss" in scope else scope.get("step", scope["model"])(x)
+        if loss is not None:
+            if loss.requires_grad:
+                loss.backward()
+            found.append((code, loss.item(), expected))
+    return found
+
+
+def test_blocks_for_several_processes_run_and_give_eagers_loss(
+    tmp_path: pathlib.Path, cache: pathlib.Path
+) -> None:
+    first, last = run_ranks(tmp_path, "test_docs.runs_parallel_blocks", cache=cache)
+    assert len(last) == len(parallel_blocks()) == 4
+    assert len(first) == len(last) - 1  # a pipeline's loss is on its last rank
+    for code, loss, expected in (*first, *last):
+        assert loss == pytest.approx(expected, rel=1e-5), code
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
