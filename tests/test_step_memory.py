@@ -160,6 +160,18 @@ def test_step_of_placed_launches_allocates_its_loss_only(memory_events: ModuleTy
     assert use.peak_bytes == 4
 
 
+def test_gradients_are_added_as_they_are_made() -> None:
+    """What a second micro-batch adds is a block's gradients, not another set of all."""
+    peaks = {}
+    for micro_batches in (1, 2):
+        step, args = decoder_step(8, micro_batches, "eager", 1, hidden=64)
+        step(*args)
+        peaks[micro_batches] = step.stats.peak_bytes
+    model, _ = llama(num_layers=8, **{**SIZES, "hidden": 64})
+    num_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
+    assert peaks[2] - peaks[1] < num_bytes / 2
+
+
 def test_an_arena_is_gone_before_another_one_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     model, x = torch.nn.Linear(4, 4), torch.randn(6, 4)
     step = compile_step(model, loss_fn=lambda y: (y * y).mean(), backend="inductor")

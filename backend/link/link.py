@@ -7,8 +7,11 @@ last use; it hands PyTorch's allocator every buffer. A memory plan replaces ``Fr
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+import torch
 
 from ...reuse.errors import VerifyError
 from ...reuse.ir.leaf import flat_types
@@ -67,7 +70,7 @@ def link(program: Program) -> FlatProgram:
     inputs = tuple(slot for value in program.inputs for slot in env[value])
     layout.body(program, env, "")
     outputs = tuple(slot for value in program.outputs for slot in env[value])
-    launches = _with_frees(layout.launches, inputs, outputs)
+    launches = _with_frees(_summed_at_once(layout.launches), inputs, outputs)
     return FlatProgram(inputs, launches, outputs, tuple(layout.types))
 
 
@@ -144,6 +147,38 @@ def _split(slots: Slots, values: Sequence[Value]) -> dict[Value, Slots]:
         parts[value] = slots[position : position + size]
         position += size
     return parts
+
+
+def _summed_at_once(launches: Sequence[Launch]) -> Sequence[Launch]:
+    """Moves each sum of two values that nobody else reads to where the later of them is made.
+
+    A backward returns the gradients of a whole micro-batch, and they are added to those before:
+    all of them would be there twice.
+    """
+    sums = {leaf for leaf in dict.fromkeys(one.leaf for one in launches) if _is_sum(leaf)}
+    if not sums:
+        return launches
+    uses = Counter(slot for launch in launches for slot in launch.operands)
+    made_at: dict[int, int] = {}
+    moved: dict[int, list[Launch]] = {}
+    stay: list[tuple[int, Launch]] = []
+    for index, launch in enumerate(launches):
+        at = index
+        if launch.leaf in sums and all(uses[slot] == 1 for slot in launch.operands):
+            at = max(made_at.get(slot, -1) for slot in launch.operands)
+        if at in (-1, index):
+            at = index
+            stay.append((index, launch))
+        else:
+            moved.setdefault(at, []).append(launch)
+        made_at.update(dict.fromkeys(launch.results, at))
+    return [one for index, launch in stay for one in (launch, *moved.get(index, ()))]
+
+
+def _is_sum(leaf: Leaf) -> bool:
+    if leaf.num_nodes != 1 or leaf.nodes[0].target is not torch.ops.aten.add.Tensor:
+        return False
+    return leaf.nodes[0].args == tuple(leaf.entries) and not leaf.nodes[0].kwargs
 
 
 def _with_frees(launches: Sequence[Launch], inputs: Slots, outputs: Slots) -> tuple[Launch, ...]:
