@@ -1,9 +1,10 @@
 """Writes docs/integrations.md: what people train with, whether it works, and whether it is eager's.
 
-    python benchmarks/integrations_table.py
+    python benchmarks/integrations_table.py [INTEGRATION ...]
 
 Each row names the tests that show it, and they are run. A row works if all of them pass, and is
-equal to eager by the tolerance that they ask for. What it costs is what was compiled in them.
+equal to eager by the tolerance that they ask for. What it costs is what was compiled in them. With
+names of integrations only their rows are run; the others stay as they are on the page.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ counted.
 accelerate's list of backends is fixed, so `Accelerator(dynamo_backend="lazyinline")` and Trainer's
 `torch_compile_backend="lazyinline"` are a ValueError of accelerate's. The one line that works is
 `model.compile(backend="lazyinline")`, or `lazyinline.compile(model, in_place=True)`, before
-`prepare` or `Trainer`. `generate()` of PEFT's model calls the base: compile that one, before or
-after the adapter is put in (`lazyinline.compile(peft.get_base_model(), in_place=True)`).
+`prepare` or `Trainer`. `generate()` of PEFT's model calls the base past it: the base is compiled
+for that with the model, and `lazyinline.last_report(peft.get_base_model())` says what it cost.
 
 | integration | what | works | equal to eager | what it costs | shown by |
 |---|---|---|---|---|---|
@@ -197,9 +198,18 @@ ROWS = (
     ),
     _row(
         "PEFT",
-        "generate of the compiled base",
-        "tokens",
-        "integrations/test_peft.py::test_generate_of_a_compiled_base_gives_eagers_tokens",
+        "generate, compiled in place or wrapped, or only the base; between steps of training",
+        "tokens; losses, 1e-5",
+        "integrations/test_peft.py::test_generate_gives_eagers_tokens",
+        "integrations/test_peft.py::test_training_and_generating_take_turns",
+        "integrations/test_peft.py::test_generate_with_a_learned_prompt_gives_eagers_tokens",
+    ),
+    _row(
+        "lengths that vary",
+        "an epoch of padded batches, the last one smaller: two compiles",
+        "losses and gradients, 1e-5",
+        "test_dynamic.py::test_an_epoch_of_real_batches_costs_two_compiles",
+        "test_dynamic.py::test_an_epoch_of_steps_costs_two_compiles",
     ),
     _row(
         "what cannot be captured",
@@ -229,10 +239,13 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     """Notes how often the test compiles, and for how long: in each process that runs tests."""
     from lazyinline.frontend.compiler import Compiler
     from lazyinline.frontend.sizes.symbolic_compiler import SymbolicCompiler
+    from lazyinline.frontend.sizes.symbolic_step import SymbolicStepCompiler
 
+    ways = [(Compiler, "compile"), (Compiler, "compile_step")]
+    ways += [(kind, "compile_symbolic") for kind in (SymbolicCompiler, SymbolicStepCompiler)]
     spent: list[float] = []
     with pytest.MonkeyPatch.context() as patched:
-        for owner, name in ((Compiler, "compile"), (SymbolicCompiler, "compile_symbolic")):
+        for owner, name in ways:
             patched.setattr(owner, name, _timed(getattr(owner, name), spent))
         yield
     item.user_properties.append(("compiles", (len(spent), sum(spent))))
@@ -280,15 +293,28 @@ def line(row: Row, outcomes: Sequence[Outcome]) -> str:
     return f"| {row.integration} | {row.what} | {' | '.join(verdict)} | {cost} | {tests} |"
 
 
-def main() -> int:
+def known_lines() -> dict[str, str]:
+    """Returns the rows of the page as it is, by what comes before the verdict."""
+    lines = PAGE.read_text(encoding="utf-8").splitlines() if PAGE.exists() else []
+    return {key(line): line for line in lines if line.startswith("| ")}
+
+
+def key(line: str) -> str:
+    return "|".join(line.split("|")[:3])
+
+
+def main(*wanted: str) -> int:
+    known = known_lines() if wanted else {}
     outcomes = Outcomes()
-    tests = dict.fromkeys(str(ROOT / test) for row in ROWS for test in row.tests)
+    rows = [row for row in ROWS if not wanted or row.integration in wanted]
+    tests = dict.fromkeys(str(ROOT / test) for row in rows for test in row.tests)
     settings = ["-q", "-p", "integrations_table", "-n", "2", "--rootdir", str(ROOT)]
     status = pytest.main([*settings, *tests], plugins=[outcomes])
-    lines = [line(row, outcomes.of(row)) for row in ROWS]
+    known |= {key(new): new for new in (line(row, outcomes.of(row)) for row in rows)}
+    lines = [known[key(line(row, []))] for row in ROWS]
     PAGE.write_text(HEAD + "\n".join(lines) + "\n", encoding="utf-8")
     return int(status)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(*sys.argv[1:]))

@@ -12,7 +12,7 @@ from ..recompute.policy import Policy
 from ..reuse.errors import PlanError
 from ..reuse.evidence.module_state import has_own_hooks, walk_modules
 from ..reuse.torch_names import global_hook_tables
-from .calls.calls import WRAPPED, Calls, calls_of
+from .calls.calls import WRAPPED, calls_of
 from .calls.methods import calling
 from .calls.model_calls import ModelCalls
 from .calls.torch_slot import check_asks_slot, fill_slot
@@ -119,7 +119,7 @@ def compile(
     check_asks_slot(model)
     calls = ModelCalls(model, options, dynamic)
     fill_slot(model, calls)
-    for inside in calls.look_for_wrappers():  # also where it is called past its wrapper
+    for inside in calls.called_past():
         fill_slot(inside.model, inside)
     return model
 
@@ -161,7 +161,7 @@ class CompiledModule(nn.Module):
     ``state_dict`` are the model's.
     """
 
-    _lazyinline_calls: Calls
+    _lazyinline_calls: ModelCalls
 
     def __init__(self, model: nn.Module, options: Options, dynamic: bool | None = None) -> None:
         super().__init__()
@@ -216,8 +216,8 @@ class CompiledModule(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            model = self._lazyinline_calls.model
-            return calling(self, model, getattr(model, name))
+            calls = self._lazyinline_calls
+            return calling(self, calls, getattr(calls.model, name))
 
     def __setattr__(self, name: str, value: Any) -> None:
         calls = self.__dict__.get(WRAPPED)

@@ -7,5 +7,6 @@ routes       the way of calls while a model runs itself
 refusals     which calls run a module itself
 entry        one compiled program: its inputs, and the result it builds
 methods      a model's own methods, which call the compiled one in its place
+peft_models  which model generates for PEFT's
 torch_slot   where a module's own calls look first for something compiled
 """

@@ -9,19 +9,21 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from torch import nn
 
 from ...reuse.evidence.module_state import module_state
+from .model_calls import ModelCalls
 from .torch_slot import asks_slot, empty_slot, fill_slot, in_slot
 
 _OWN_COMPILER = "get_compiled_call"  # transformers' generate asks it, for the caches that it knows
 
 
-def calling(compiled: nn.Module, model: nn.Module, found: Any) -> Any:
+def calling(compiled: nn.Module, calls: ModelCalls, found: Any) -> Any:
     """Returns what was found on a model; a method of it calls the compiled model inside."""
+    model = calls.model
     if not isinstance(found, types.MethodType) or found.__self__ is not model:
         return found
     if not asks_slot(model):
@@ -29,7 +31,11 @@ def calling(compiled: nn.Module, model: nn.Module, found: Any) -> Any:
 
     @functools.wraps(found)
     def method(*args: Any, **kwargs: Any) -> Any:
-        with _routed(model, compiled):
+        generating = calls.look_for_generating()
+        with ExitStack() as routes:
+            routes.enter_context(_routed(model, compiled))
+            if generating is not None:
+                routes.enter_context(_routed(generating.model, generating))
             return found(*args, **kwargs)
 
     return method

@@ -15,8 +15,9 @@ from ..report import CompileReport
 from .calls import Calls, Itself
 from .entry import ModuleEntry
 from .parts import Parts, alone
+from .peft_models import model_that_generates
 from .routes import Routes
-from .torch_slot import call_past_slot, call_with_hooks_around
+from .torch_slot import asks_slot, call_past_slot, call_with_hooks_around
 
 
 class ModelCalls(Calls):
@@ -34,12 +35,18 @@ class ModelCalls(Calls):
         self._wrapped: tuple[ModelCalls, ...] = ()
         self._to_wrapped = Routes(lambda: self._wrapped)
         self._parts: Parts | None = None
+        self._generating: ModelCalls | None = None
 
     @property
     def last_report(self) -> CompileReport | None:
-        """That of the newest compile of what wrappers stand around, or with what parts became."""
+        """That of the newest compile of what wrappers stand around, or with what parts became.
+
+        Before the first call, that of the model inside that generates.
+        """
         reports = [inside.last_report for inside in self._wrapped]
         known = next((r for r in reversed(reports) if r is not None), super().last_report)
+        if known is None and self._generating is not None:
+            return self._generating.last_report
         if known is self._eager and known is not None and self._parts is not None:
             known.parts = self._parts.records()
         return known
@@ -59,6 +66,21 @@ class ModelCalls(Calls):
         if list(map(id, inside)) != [id(known.model) for known in self._wrapped]:
             self._wrapped = tuple(ModelCalls(m, self.options, self.dynamic) for m in inside)
         return self._wrapped
+
+    def called_past(self) -> tuple[ModelCalls, ...]:
+        """Returns what runs the calls of models inside that are not only called by this one."""
+        inside = self.look_for_wrappers()
+        generating = [known.look_for_generating() for known in (self, *inside)]
+        return (*inside, *(known for known in generating if known is not None))
+
+    def look_for_generating(self) -> ModelCalls | None:
+        """Returns what runs the calls of the model that generates, if this one only calls that."""
+        inside = model_that_generates(self.model)
+        if inside is None or not asks_slot(inside):
+            return None
+        if self._generating is None or self._generating.model is not inside:
+            self._generating = ModelCalls(inside, self.options, self.dynamic)
+        return self._generating
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if type(self.model) is not self._class:  # fully_shard changes it

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from comparing import assert_close, gradients
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
 from tiny_gpt2 import gpt2, in_place, token_ids
 from torch import Tensor, nn
 
@@ -152,16 +152,44 @@ def base_after() -> Any:
     return peft
 
 
-@pytest.mark.parametrize("make", [after, base_after], ids=lambda make: make.__name__)
-def test_generate_of_a_compiled_base_gives_eagers_tokens(make: Callable[[], Any]) -> None:
-    ours, theirs = make().eval(), adapted(gpt2()).eval()
+def generated(model: Any, **settings: Any) -> Tensor:
     ids = token_ids(2, 4)
-    settings = {"attention_mask": torch.ones_like(ids), "pad_token_id": 0, "do_sample": False}
-    tokens = [
-        model.generate(input_ids=ids, min_new_tokens=6, max_new_tokens=6, **settings)
-        for model in (ours, theirs)
-    ]
-    assert torch.equal(*tokens)
-    report = lazyinline.last_report(ours.get_base_model())
+    mask = {"attention_mask": torch.ones_like(ids), "pad_token_id": 0}
+    lengths = {"min_new_tokens": 6, "max_new_tokens": 6}
+    return model.generate(input_ids=ids, do_sample=False, **mask, **lengths, **settings)
+
+
+@pytest.mark.parametrize(
+    "make", [after, base_after, before, wrapped], ids=lambda make: make.__name__
+)
+def test_generate_gives_eagers_tokens(make: Callable[[], Any]) -> None:
+    ours, theirs = make().eval(), adapted(gpt2()).eval()
+    assert torch.equal(generated(ours), generated(theirs))
+    report = lazyinline.last_report(ours if make is wrapped else ours.get_base_model())
     assert report is not None and not report.ran_eagerly
     assert report.num_compiles == 2  # the prompt, and every token after it
+    with theirs.disable_adapter():
+        plain = generated(theirs)
+    with ours.disable_adapter():
+        assert torch.equal(generated(ours), plain)
+
+
+@pytest.mark.parametrize("make", [before, wrapped], ids=lambda make: make.__name__)
+def test_training_and_generating_take_turns(make: Callable[[], Any], compiles: Reports) -> None:
+    ours, theirs = make(), adapted(gpt2())
+    for turn in range(2):
+        assert trained(ours, 2) == pytest.approx(trained(theirs, 2), rel=1e-5)
+        assert torch.equal(generated(ours.eval()), generated(theirs.eval()))
+        if not turn:
+            first = len(compiles)
+    assert len(compiles) == first
+
+
+@pytest.mark.parametrize("make", [in_place, lazyinline.compile], ids=["in place", "wrapped"])
+def test_generate_with_a_learned_prompt_gives_eagers_tokens(make: Callable[..., Any]) -> None:
+    config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    theirs, base = (adapted(gpt2(), config).eval() for _ in range(2))
+    ours = make(base, backend="eager")
+    assert torch.equal(generated(ours), generated(theirs))
+    report = lazyinline.last_report(base.get_base_model() if ours is base else ours)
+    assert report is not None and not report.ran_eagerly
