@@ -26,7 +26,7 @@ from .autograd.bridge import picker
 from .autograd.handed_gradients import HandedGradients
 from .calls.torch_slot import check_asks_slot, slot_filled
 from .capture.blocks import Reuse
-from .capture.float_inputs import OpenCapture
+from .capture.float_inputs import NumberInput, OpenCapture
 from .checks.plain_inputs import watching_tensor, written_out
 from .checks.refusals import refuse_containers
 from .checks.runnable import check_runnable
@@ -236,11 +236,11 @@ class TrainingStep:
             )
         refuse_containers(tree, "compile_step")
         check_runnable(self._model)
-        parts = [self._split(leaf) for leaf in leaves]
+        parts = [_split(leaf, self._batching.micro_batches) for leaf in leaves]
         first = [part[0] if isinstance(part, tuple) else part for part in parts]
         inputs = Inputs.of(first, tree, given=leaves)
         made = self._shapes.made(inputs) or self._made_for(inputs)
-        entry = _StepEntry(made, leaves, parts)
+        entry = _StepEntry(made)
         entry.can_be_linked_again = made.is_linked
         if self._entries.add(entry):
             self._compiler = Compiler(self._compiler.options)
@@ -281,49 +281,25 @@ class TrainingStep:
         )
         return Made(guard, compiled.without_tensors(), report, numbers=opened.numbers)
 
-    def _split(self, leaf: Any) -> Any:
-        count = self._batching.micro_batches
-        if not isinstance(leaf, torch.Tensor):
-            return leaf
-        if leaf.requires_grad:
-            raise PlanError("compile_step takes inputs that do not require grad.")
-        if count > 1 and (leaf.dim() == 0 or leaf.shape[0] % count):
-            raise PlanError(
-                f"A batch tensor of shape {tuple(leaf.shape)} cannot be split into {count} equal "
-                "micro-batches along dimension 0. Change micro_batches or the batch size."
-            )
-        return (
-            torch.empty_like(leaf).tensor_split(count) if count > 1 else (torch.empty_like(leaf),)
-        )
-
 
 class _StepEntry:
     """One compiled step: bound to its own copy of the batch, to the model, and to an arena."""
 
     can_be_linked_again = False
 
-    def __init__(
-        self, made: Made[CompiledStep], leaves: Sequence[Any], parts: Sequence[Any]
-    ) -> None:
+    def __init__(self, made: Made[CompiledStep]) -> None:
         compiled = made.compiled
         runner = compiled.runner
         native = runner.native
         # No mode of the caller's changes what is copied beside native launches.
         self._move = native.move if native and runner.is_native else None
         self.guard = made.guard
-        self._numbers = [(number, number.tensor(leaves)) for number in made.numbers]
         self._compiled = compiled
-        tensors = [(i, p) for i, p in enumerate(parts) if isinstance(p, tuple)]
-        self._staging = [
-            (i, _Staging(_whole(p, leaves[i]), leaves[i], self._move)) for i, p in tensors
-        ]
+        self._made_of_numbers = made.numbers
+        self._numbers: list[tuple[NumberInput, torch.Tensor]] = []
+        self._staging: list[tuple[int, _Staging]] = []
+        self._batch: list[torch.Tensor] = []
         count = len(compiled.step.batch)
-        tensors += [(-1, (tensor,) * count) for _, tensor in self._numbers]
-        self._batch = [
-            tensors[user][1][number].detach()
-            for number, users in enumerate(compiled.step.batch)
-            for user in users
-        ]
         self._num_losses = count
         self._num_writes = len(compiled.step.writes)
         self._loss_bytes = Batching(count).loss_bytes
@@ -351,6 +327,8 @@ class _StepEntry:
     def run_to_graph(self, leaves: Sequence[Any]) -> torch.Tensor:
         """The same, but that a backward of the loss hands out the gradients."""
         with torch.no_grad():
+            if not self._batch:
+                self._stage(leaves)
             self._take(leaves)
             loss, outputs = self._computed(self._leased())
             handed = self._handed_of(outputs)
@@ -363,11 +341,28 @@ class _StepEntry:
 
     def _run(self, leaves: Sequence[Any]) -> torch.Tensor:
         left = self._lease_as_left()
+        if left is None and not self._batch:
+            self._stage(leaves)
         self._take(leaves)
         loss, outputs = self._computed(left or self._leased())
         if left is None:
             self._handed_of(outputs).hand_out()
         return loss
+
+    def _stage(self, leaves: Sequence[Any]) -> None:
+        """Makes our own copy of the batch; any that is taken is laid out like this one."""
+        parts = [_split(leaf, self._num_losses) for leaf in leaves]
+        tensors = [(i, p) for i, p in enumerate(parts) if isinstance(p, tuple)]
+        self._staging = [
+            (i, _Staging(_whole(p, leaves[i]), leaves[i], self._move)) for i, p in tensors
+        ]
+        self._numbers = [(number, number.tensor(leaves)) for number in self._made_of_numbers]
+        tensors += [(-1, (tensor,) * self._num_losses) for _, tensor in self._numbers]
+        self._batch = [
+            tensors[user][1][number].detach()
+            for number, users in enumerate(self._compiled.step.batch)
+            for user in users
+        ]
 
     def _take(self, leaves: Sequence[Any]) -> None:
         """Copies the batch in. Before a lease: the capture of a graph runs the program once."""
@@ -389,6 +384,7 @@ class _StepEntry:
     def rest(self) -> None:
         """See :class:`kept_programs.Entry`. Gradients stay the user's, on the memory they are."""
         self._handed = self._lease = self._token = None
+        self._staging, self._numbers, self._batch = [], [], []
         self._compiled.runner.rest()
 
     def _lease_as_left(self) -> Lease | None:
@@ -450,6 +446,20 @@ class _StepEntry:
             runner.outside_bytes + self._loss_bytes,
             runner.why_no_graph,
         )
+
+
+def _split(leaf: Any, count: int) -> Any:
+    """Returns memory for the micro-batches of a tensor of the batch; what is none as it is."""
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    if leaf.requires_grad:
+        raise PlanError("compile_step takes inputs that do not require grad.")
+    if count > 1 and (leaf.dim() == 0 or leaf.shape[0] % count):
+        raise PlanError(
+            f"A batch tensor of shape {tuple(leaf.shape)} cannot be split into {count} equal "
+            "micro-batches along dimension 0. Change micro_batches or the batch size."
+        )
+    return torch.empty_like(leaf).tensor_split(count) if count > 1 else (torch.empty_like(leaf),)
 
 
 class _Staging:

@@ -472,6 +472,13 @@ def test_steps_with_one_tensor_for_two_arguments_are_linked_as_others() -> None:
     assert found[-1] == (2, 1)
 
 
+def test_a_linked_step_draws_as_eager_does() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 8))
+    shapes = [(4, 8), (6, 8), (9, 8)]
+    _, found = step_at(model, shapes, lambda s: [torch.randn(s)], loss_fn=torch.sum)
+    assert found[-1] == (2, 1)
+
+
 def test_a_linked_step_notices_what_the_model_became() -> None:
     class Scaled(Reader):
         scale = 2.0

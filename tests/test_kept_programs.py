@@ -234,3 +234,4 @@ def test_programs_are_bounded_and_one_warning_names_what_keeps_changing(
     assert entries._num_compiles == 7  # the last three calls found theirs
     if way == "step":
         assert sum(entry._lease is not None for entry in entries) == 2
+        assert sum(bool(entry._batch) for entry in entries) == 2  # our copies of batches
