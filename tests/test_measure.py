@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+import os
 import pathlib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -15,6 +16,7 @@ import lazyinline
 from lazyinline.frontend.measure import timing
 from lazyinline.frontend.measure.saved import Saved, read_saved
 from lazyinline.frontend.measure.timing import Rounds, StepTime, noise, time_steps
+from lazyinline.frontend.measure.torch_memory import taken_bytes
 from lazyinline.frontend.measure.workload import StepResult, Workload, compare
 
 ROW_FIELDS = {
@@ -119,6 +121,37 @@ def test_json_of_a_wrong_result_is_valid(report: lazyinline.MeasureReport) -> No
     errors = replace(report.late.errors, max_abs_error=math.inf)
     wrong = replace(report, late=replace(report.late, errors=errors))
     assert json.loads(wrong.to_json())["max_abs_error"]["late"] == "inf"
+
+
+class Small(nn.Module):
+    """A loss of a few operators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(self.linear(x).tanh()).square().mean()
+
+
+def test_a_planned_step_holds_what_was_predicted() -> None:
+    for micro_batches in (1, 2):
+        x = torch.randn(32, 64)
+        found = lazyinline.measure(Small(), (x,), micro_batches=micro_batches)
+        for side in found.sides.values():
+            assert side.held_bytes == pytest.approx(side.compiled.held_bytes, rel=0.01, abs=512)
+        assert found.eager_held_bytes is not None and found.eager_held_bytes > 0
+
+
+def test_the_profiler_that_measures_memory_is_not_heard(capfd: pytest.CaptureFixture[str]) -> None:
+    def run() -> torch.Tensor:
+        torch.empty(5000)
+        os.write(2, b"the user's own line\n")
+        return torch.empty(1000)
+
+    assert taken_bytes(run, {torch.device("cpu")}) == 4 * 5000
+    assert capfd.readouterr().err == "the user's own line\n"
+    assert taken_bytes(run, {torch.device("meta")}) is None
 
 
 def test_second_compile_is_told(report: lazyinline.MeasureReport) -> None:

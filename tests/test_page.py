@@ -289,7 +289,7 @@ def test_a_measurement_shows_both_sides(measured: lazyinline.MeasureReport) -> N
     data = measure_page([measured])
     assert list(data) == [
         *("title", "subtitle", "verdict", "program", "reuse", "passes", "depth", "steps", "arena"),
-        *("recompute", "about"),
+        *("recompute", "predicted", "about"),
     ]
     late, early = data["passes"]["sides"]
     assert (late["cpu_s"], early["cpu_s"]) == (
@@ -300,6 +300,23 @@ def test_a_measurement_shows_both_sides(measured: lazyinline.MeasureReport) -> N
     assert [row[0] for row in data["steps"]["rows"]] == ["eager", "late", "early"]
     assert data["depth"] is None and data["arena"] is None  # eager kernels are not planned
     assert any("Memory is not planned" in note for note in data["verdict"]["notes"])
+
+
+def test_what_was_not_measured_is_said_to_be_not_measured(
+    step: lazyinline.CompileReport, measured: lazyinline.MeasureReport
+) -> None:
+    what, unit, predicted, held = compile_page(step)["predicted"]["rows"][0]
+    assert (what, unit, held) == ("memory held by a step", "bytes", None)
+    assert predicted == step.held_bytes >= step.peak_bytes
+    _, seconds_unit, again, timed = compile_page(step)["predicted"]["rows"][1]
+    assert seconds_unit == "s" and again > 0 and timed is None
+
+    rows = measure_page([measured])["predicted"]["rows"]
+    assert [row[0].rpartition(" ")[2] for row in rows] == ["late", "early", "eager"]
+    assert all(predicted is None for _, _, predicted, _ in rows)  # eager kernels are not planned
+    assert all(row[3] > 0 for row in rows)
+    quiet = replace(measured, eager_held_bytes=None)
+    assert len(measure_page([quiet])["predicted"]["rows"]) == 2
 
 
 def test_a_noisy_step_is_not_praised(measured: lazyinline.MeasureReport) -> None:

@@ -12,12 +12,13 @@ import pytest
 import torch
 from browser import Browser, Tab, chromium
 from link_tree import ROOT
+from test_large_models import rank_report
 from test_pipeline_plan import plan
 
 import lazyinline
 from lazyinline.frontend.measure import timing
 from lazyinline.frontend.measure.large_models import compile_large
-from lazyinline.frontend.measure.measure_page import measure_page
+from lazyinline.frontend.measure.measure_page import measure_page, rank_page
 from lazyinline.frontend.measure.models import DecoderBlock, llama
 from lazyinline.frontend.page.write import write_page
 from lazyinline.frontend.pipeline.shown_plan import ShownPlan
@@ -75,7 +76,13 @@ def pipeline(path: pathlib.Path) -> None:
     ShownPlan.of(found).save_html(path, measured)
 
 
-PAGES = {"decoder": decoder, "t5": t5, "pipeline": pipeline, "large": large}
+def rank(path: pathlib.Path) -> None:
+    """One rank of a pipeline, with its own arena; compiled and not run."""
+    reports = [rank_report("first", 4, recompute) for recompute in (None, "full")]
+    path.write_text(write_page(rank_page(reports)), encoding="utf-8")
+
+
+PAGES = {"decoder": decoder, "t5": t5, "pipeline": pipeline, "rank": rank, "large": large}
 
 
 @pytest.mark.parametrize("name", [*list(PAGES)[:-1], pytest.param("large", marks=pytest.mark.slow)])
@@ -91,17 +98,17 @@ def test_pages_are_drawn_without_errors(browser: Browser, name: str) -> None:
         assert tab.evaluate(OVERFLOW) <= 0, f"{name} is wider than {width} pixels"
         assert tab.evaluate("document.documentElement.dataset.theme") == scheme
         if name != "pipeline":
-            closures_open(tab)
+            closures_open(tab, fewest=3 if name == "rank" else 4)  # a rank shows the forward
         charts_are_told(tab)
         assert not tab.problems()
         assert tab.evaluate(OVERFLOW) <= 0, f"{name}, opened, is wider than {width} pixels"
         tab.close()
 
 
-def closures_open(tab: Tab) -> None:
+def closures_open(tab: Tab, fewest: int) -> None:
     """A click on any box opens its closure, and the keyboard does, too; another one closes it."""
     boxes = tab.evaluate("document.querySelectorAll('.lane .call').length")
-    assert boxes >= 4
+    assert boxes >= fewest
     for number in range(min(boxes, 6)):
         box = f"document.querySelectorAll('#program > div > .lane .call')[{number}]"
         if not tab.evaluate(f"!!{box}"):

@@ -26,6 +26,7 @@ from ..launches.torch_profiler import PROFILER, begin_range, end_range
 from ..link.generated_code import GeneratedCode, bind_arena, bind_model, bind_native
 from ..link.gradient_memory import (
     copy_of_host,
+    gradients_of,
     new_host,
 )
 from ..link.lay_out import Results, handed_on, lay_out, outside_bytes
@@ -154,6 +155,13 @@ class PlannedProgram:
     def held_bytes(self) -> int:
         """Most bytes that a run holds: the arena, and what is outside of it."""
         return self.plan.peak_bytes + self.outside_bytes
+
+    @property
+    def result_bytes(self) -> int:
+        """Bytes of what the user receives, but for gradients that the plan places."""
+        planned = set(gradients_of(self.layout)) if self.overlay.hosts else set()
+        instances = enumerate(self.layout.instances)
+        return sum(b.num_bytes for i, b in instances if b.kind == "result" and i not in planned)
 
     @property
     def num_made_per_run(self) -> int:

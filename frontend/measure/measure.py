@@ -28,6 +28,7 @@ from ..training_step import LossModel, TrainingStep, compile_step
 from .measurement import Seconds, Side
 from .report import MeasureReport
 from .timing import StepTime, time_steps
+from .torch_memory import taken_bytes
 from .workload import (
     StepResult,
     Workload,
@@ -130,11 +131,17 @@ def compare_sides(workload: Workload, options: Options) -> MeasureReport:
         steps = {"eager": model, "late": run_late, "early": run_early}
         timed = {name: partial(workload.step, module) for name, module in steps.items()}
         timing = time_steps(timed, workload.devices())
+        taken = {name: taken_bytes(step, workload.devices()) for name, step in timed.items()}
     times = timing.steps
-    late = _timed(late, run_late, times["late"])
-    early = _timed(early, run_early, times["early"])
+    late = _timed(late, run_late, times["late"], taken["late"])
+    early = _timed(early, run_early, times["early"], taken["early"])
     report = _report(workload, options, late, early)
-    return replace(report, eager=times["eager"], others_share=timing.others_share)
+    return replace(
+        report,
+        eager=times["eager"],
+        others_share=timing.others_share,
+        eager_held_bytes=taken["eager"],
+    )
 
 
 def compile_sides(workload: Workload, options: Options) -> MeasureReport:
@@ -193,8 +200,12 @@ def _to_compile(workload: Workload, options: Options) -> CompiledModule | Traini
     )
 
 
-def _timed(side: Side, module: CompiledModule | TrainingStep, step: StepTime) -> Side:
-    return replace(side, step=step, compiled_again=module.last_report is not side.compiled)
+def _timed(
+    side: Side, module: CompiledModule | TrainingStep, step: StepTime, taken: int | None
+) -> Side:
+    held = None if taken is None else taken + (side.compiled.arena_bytes or 0)
+    again = module.last_report is not side.compiled
+    return replace(side, step=step, held_bytes=held, compiled_again=again)
 
 
 def _compile_side(workload: Workload, options: Options) -> Side:

@@ -16,6 +16,7 @@ from ..page.compile_page import (
     notes,
 )
 from ..page.passes import depth_section, passes_section
+from ..page.predicted import Row, predicted_section, recompute_rows
 from ..page.texts import ratio_range, seconds_text, times_less
 from ..page.write import PageData
 from ..pipeline.shown_plan import ShownPlan, plan_page
@@ -56,6 +57,7 @@ def measure_page(reports: Sequence[Measurement], title: str = "") -> PageData:
         "depth": depth_section(rows),
         "steps": steps_section(deepest),
         **sections,
+        "predicted": predicted_section(_memory_rows(deepest)),
     }
 
 
@@ -151,6 +153,17 @@ def steps_section(report: Measurement) -> dict[str, Any] | None:
         ],
         "noise": report.noise,
     }
+
+
+def _memory_rows(report: Measurement) -> list[Row]:
+    """What steps were predicted to hold, and what they held."""
+    what = "memory held by a step"
+    rows: list[Row] = [
+        (f"{what}, {name}", "bytes", side.compiled.held_bytes, side.held_bytes)
+        for name, side in report.sides.items()
+    ]
+    eager: Row = (f"{what}, eager", "bytes", None, report.eager_held_bytes)
+    return [*rows, eager, *recompute_rows(report.late.compiled)]
 
 
 def _against_eager(report: Measurement) -> list[float]:

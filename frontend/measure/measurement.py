@@ -27,6 +27,8 @@ class Side:
         child_cpu_s: the part of its CPU-seconds that child processes, the C++ compiler, spent.
         step: time of one step; None if nothing was run.
         errors: against eager.
+        held_bytes: most bytes that one step held: the arena, and what it took from PyTorch's
+            allocator; None where that was not measured.
         compiled_again: a step with the same inputs did not find the program: a bug of ours, and
             the time of a step is then worthless.
     """
@@ -35,6 +37,7 @@ class Side:
     child_cpu_s: float
     step: StepTime | None = None
     errors: Errors = field(default_factory=Errors)
+    held_bytes: int | None = None
     compiled_again: bool = False
 
 
@@ -54,6 +57,7 @@ class Measurement:
         lower_bound_bytes: largest sum of live bytes, which no plan can go below; None likewise.
         others_share: the part of all cores that other programs used while steps were timed; None
             where nothing was run, or the system does not tell.
+        eager_held_bytes: most bytes that a step of eager took; None where not measured.
     """
 
     model: str
@@ -69,6 +73,7 @@ class Measurement:
     peak_bytes: int | None = None
     lower_bound_bytes: int | None = None
     others_share: float | None = None
+    eager_held_bytes: int | None = None
 
     @property
     def noise(self) -> str:

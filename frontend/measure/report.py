@@ -16,7 +16,7 @@ from .measurement import Measurement, error_text
 
 COMPILED = (
     *("reuse", "num_nodes", "num_nodes_if_inlined", "num_closures", "num_block_calls"),
-    *("peak_bytes", "lower_bound_bytes", "unplanned", "ran_eagerly"),
+    *("peak_bytes", "lower_bound_bytes", "held_bytes", "unplanned", "ran_eagerly"),
 )
 """What is saved of a compile besides what has a place of its own."""
 
@@ -54,6 +54,8 @@ class MeasureReport(Measurement):
             "noise": self.noise,
             "peak_bytes": self.peak_bytes,
             "lower_bound_bytes": self.lower_bound_bytes,
+            "held_bytes": {"eager": self.eager_held_bytes}
+            | {name: side.held_bytes for name, side in sides.items()},
             "max_abs_error": {n: _json_number(e.max_abs_error) for n, e in errors.items()},
             "max_rel_grad_error": {
                 n: _json_number(e.max_rel_grad_error) for n, e in errors.items()

@@ -132,6 +132,7 @@ def _report(row: Mapping[str, Any]) -> SavedReport:
         peak_bytes=row["peak_bytes"],
         lower_bound_bytes=row["lower_bound_bytes"],
         others_share=row["others_share"],
+        eager_held_bytes=row["held_bytes"]["eager"],
         said=tuple(row["notes"]),
     )
 
@@ -154,7 +155,8 @@ def _side(row: Mapping[str, Any], name: str) -> Side:
         _number(row["max_rel_grad_error"][name]),
         row["worst_gradient"][name],
     )
-    return Side(compiled, row["compile_child_cpu_s"][name], _step(row, name), errors)
+    child_cpu_s, held = row["compile_child_cpu_s"][name], row["held_bytes"][name]
+    return Side(compiled, child_cpu_s, _step(row, name), errors, held)
 
 
 def _step(row: Mapping[str, Any], name: str) -> StepTime | None:

@@ -8,7 +8,8 @@ passes        seconds per pass, and over the number of layers
 arena         the memory plan as a picture, of a program or of a rank of a pipeline
 boxes         buffers over time and address, and fewer boxes where there are too many
 recompute     what is saved, what is computed again, what else could be
-pipeline      the schedule of a pipeline, memory per rank, predicted beside measured
+pipeline      the schedule of a pipeline, memory per rank
+predicted     what was predicted beside what was measured
 about         machine, versions, command
 texts         numbers as people read them
 """

@@ -8,6 +8,7 @@ from ..records.compile_record import CompileRecord, part_lines
 from .about import about
 from .arena import arena_section
 from .passes import passes_section
+from .predicted import compile_rows, predicted_section
 from .program import program_section
 from .recompute import recompute_section
 from .reuse import reuse_section
@@ -48,6 +49,7 @@ def compile_sections(record: CompileRecord, sides: Mapping[str, CompileRecord]) 
         "passes": passes_section(sides),
         "arena": arena_section(memory) if memory is not None else None,
         "recompute": recompute_section(record.recompute, made.frontiers() if made else ()),
+        "predicted": predicted_section([*compile_rows(record)]),
         "about": about(),
     }
 

@@ -1,8 +1,8 @@
-"""The sections on a pipeline: the schedule in time, memory per rank, predicted beside measured."""
+"""The section on a pipeline: the schedule in time, memory per rank; what is predicted of it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ...pipeline_parallel.schedule.actions import (
@@ -14,6 +14,7 @@ from ...pipeline_parallel.schedule.actions import (
 )
 from ...pipeline_parallel.schedule.plan import PipelinePlan, StagePlan
 from ...pipeline_parallel.schedule.simulation import Timeline
+from .predicted import Row
 
 Measured = Mapping[tuple[int, str], float]
 """Seconds of (stage, kind of action), as ``pipe.measured_s()`` returns them."""
@@ -37,20 +38,14 @@ def pipeline_section(plan: PipelinePlan) -> dict[str, Any]:
     }
 
 
-def predicted_section(plan: PipelinePlan, measured_s: Measured | None) -> dict[str, Any] | None:
-    """Returns predicted beside measured seconds; None if nothing was measured."""
-    if not measured_s:
-        return None
-    rows = [
-        [f"stage {stage}, {ACTION_TEXT[kind]}", _predicted(plan.stages[stage], kind), seconds]
-        for (stage, kind), seconds in sorted(measured_s.items())
-    ]
-    as_measured = plan.simulated(dict(measured_s))
-    return {
-        "rows": rows,
-        "step_s": [plan.step_s, as_measured.step_s],
-        "bubble": [plan.bubble, as_measured.bubble],
-    }
+def plan_rows(plan: PipelinePlan, measured_s: Measured | None) -> Iterator[Row]:
+    """Yields predicted beside measured seconds of actions, and of the step that they make."""
+    for (stage, kind), seconds in sorted((measured_s or {}).items()):
+        what = f"stage {stage}, {ACTION_TEXT[kind]}"
+        yield what, "s", _predicted(plan.stages[stage], kind), seconds
+    found = plan.simulated(dict(measured_s)) if measured_s else None
+    yield "step", "s", plan.step_s, None if found is None else found.step_s
+    yield "bubble", "share", plan.bubble, None if found is None else found.bubble
 
 
 def _predicted(stage: StagePlan, kind: str) -> float:

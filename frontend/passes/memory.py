@@ -40,6 +40,7 @@ def plan_and_run_module(state: State) -> State:
         return _launched(replace(state, unplanned=planned, runs=_closures_run(state)))
     report.peak_bytes = planned.plan.peak_bytes
     report.arena_bytes = planned.arena_bytes
+    report.held_bytes = planned.held_bytes + planned.result_bytes
     report.lower_bound_bytes = planned.plan.lower_bound_bytes
     derivative = state.derivative
     num_saved = len(flat_types([derivative.saved_type])) if derivative is not None else 0
@@ -60,6 +61,7 @@ def plan_and_run_step(state: AnyStep) -> AnyStep:
         report.unplanned = planned.reason
         return _launched(replace(state, unplanned=planned, runs=_unplanned_step(state)))
     report.peak_bytes = report.arena_bytes = planned.plan.peak_bytes
+    report.held_bytes = planned.held_bytes
     report.lower_bound_bytes = planned.plan.lower_bound_bytes
     return _launched(replace(state, runs=planned))
 

@@ -65,6 +65,7 @@ def link_rank(state: RankCompilation) -> RankCompilation:
     report.num_launches = planned.num_launches
     report.peak_bytes = report.arena_bytes = planned.plan.arena.peak_bytes
     report.lower_bound_bytes = planned.plan.lower_bound_bytes
+    report.held_bytes = planned.plan.held_bytes
     return replace(state, runs=planned)
 
 

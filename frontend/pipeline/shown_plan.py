@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import os
 import pathlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ...pipeline_parallel.schedule.plan import PipelinePlan
 from ..page.about import about
 from ..page.compile_page import arena_tile, compile_sections, node_tile, notes
-from ..page.pipeline import Measured, pipeline_section, predicted_section
+from ..page.pipeline import Measured, pipeline_section, plan_rows
+from ..page.predicted import Row, predicted_section, recompute_rows
 from ..page.texts import bytes_text, count_text, seconds_text
 from ..page.write import PageData, write_page
 from ..records.compile_record import CompileRecord
+
+_LEAD = (
+    "Measured is the mean of all steps so far; step and bubble put these times into the schedule. "
+    "Memory held is the arena, and what launches allocate themselves."
+)
 
 
 @dataclass(frozen=True)
@@ -82,9 +89,17 @@ def plan_page(plan: ShownPlan, measured_s: Measured | None = None) -> PageData:
         },
         **sections,
         "pipeline": pipeline_section(plan),
-        "predicted": predicted_section(plan, measured_s),
+        "predicted": predicted_section(
+            [*plan_rows(plan, measured_s), *(_memory_rows(plan.rank, record) if record else ())],
+            _LEAD,
+        ),
         "about": sections.get("about") or about(),
     }
+
+
+def _memory_rows(rank: int | None, record: CompileRecord) -> Iterator[Row]:
+    yield f"memory held by a step of rank {rank}", "bytes", record.held_bytes, None
+    yield from recompute_rows(record)
 
 
 def _rank_notes(plan: ShownPlan) -> list[str]:

@@ -89,6 +89,8 @@ class CompileRecord:
             budget was given; in ``compile_step`` the arena holds the gradients).
         arena_bytes: the part of them that is kept from run to run.
         lower_bound_bytes: largest sum of live bytes, which no plan can go below.
+        held_bytes: most bytes that a run holds, as predicted: what is planned, results that the
+            user receives, and what launches allocate themselves; None if memory is not planned.
         unplanned: why memory is not planned, if it is not.
         saved_bytes: what one forward saves for its backward, in training.
         recomputed_flops: FLOPs that one backward spends on computing forward values again.
@@ -123,6 +125,7 @@ class CompileRecord:
     peak_bytes: int | None = None
     arena_bytes: int | None = None
     lower_bound_bytes: int | None = None
+    held_bytes: int | None = None
     unplanned: str = ""
     saved_bytes: int | None = None
     recomputed_flops: int = 0

@@ -408,9 +408,10 @@
   }
   if (data.predicted) {
     const p = data.predicted;
-    const made = section("predicted", "Predicted and measured", "Measured", "Measured is the mean of all steps so far; the last two rows put the measured times into the schedule.");
-    made.append(table(["", "predicted", "measured", "measured over predicted"], [...p.rows.map(([what, a, b]) => [what, time(a), time(b), a ? `${digits(b / a)}×` : "–"]),
-      ["step", time(p.step_s[0]), time(p.step_s[1]), `${digits(p.step_s[1] / p.step_s[0])}×`], ["bubble", percent(p.bubble[0]), percent(p.bubble[1]), "–"]], "Predicted and measured"));
+    const made = section("predicted", "Predicted and measured", "Measured", p.lead);
+    const shown = { s: time, bytes, share: percent };
+    made.append(table(["", "predicted", "measured", "measured over predicted"], p.rows.map(([what, unit, a, b]) => [what, a === null ? "not predicted" : shown[unit](a),
+      b === null ? "not measured" : shown[unit](b), a && b && unit !== "share" ? `${digits(b / a)}×` : "–"]), "Predicted and measured"));
   }
 
   // ---- about ----------------------------------------------------------------------------------
