@@ -8,8 +8,8 @@ prints:
 
     1F1B: 2 stages on 2 rank(s), 4 micro-batches; predicted bubble 25.9%
     stage rank calls GFLOP forward backward  params   saved in flight  layers
-        0    0     2  0.03 0.64 ms  1.41 ms 0.34 MB 0.46 MB         2  model.layers.0 .. 1
-        1    1     2  0.03 0.78 ms  1.72 ms 0.34 MB 0.54 MB         1  model.layers.2 .. 3
+        0    0     2  0.03 0.64 ms  1.41 ms 0.34 MB 0.46 MB         2  model.layers.0 ...
+        1    1     2  0.03 0.78 ms  1.72 ms 0.34 MB 0.54 MB         1  model.layers.2 ...
     rank 0: peak 1.60 MB, of it in flight 0.91 MB
     rank 1: peak 1.25 MB, of it in flight 0.56 MB
     step 0 rank 0: has no last stage

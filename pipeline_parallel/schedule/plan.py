@@ -139,16 +139,16 @@ def _table(stages: Sequence[StagePlan]) -> list[str]:
 
 
 def _span(stage: StagePlan, width: int) -> str:
-    """The first and the last layer; what both begin with is said once, and cut if need be."""
+    """The first and the last layer; where that is too long, what both begin with is said once."""
     first, last = stage.first, stage.last
     if first == last:
         return _end_of(first, width)
     parent = first.rpartition(".")[0]
-    if parent and last.startswith(f"{parent}."):
-        last = last.removeprefix(f"{parent}.")
-    text = f"{first} .. {last}"
+    short = last.removeprefix(f"{parent}.") if parent else last
     half = (width - len(" .. ")) // 2
-    return text if len(text) <= width else f"{_end_of(first, half)} .. {_end_of(last, half)}"
+    texts = (f"{first} .. {last}", f"{first} .. {short}")
+    cut = f"{_end_of(first, half)} .. {_end_of(short, half)}"
+    return next((text for text in texts if len(text) <= width), cut)
 
 
 def _end_of(path: str, width: int) -> str:
