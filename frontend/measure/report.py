@@ -109,6 +109,9 @@ class MeasureReport(Measurement):
             lines.append(f"{label:<24}" + "".join(f"{v:>18.2f}" for v in values))
         spreads = "".join(f"{f'{s.spread:.2f} x':>18}" for s in steps)
         lines.append(f"{'  median over minimum':<24}{spreads}")
+        held = (self.eager_held_bytes, self.late.held_bytes, self.early.held_bytes)
+        shown = "".join(f"{'not measured' if n is None else n:>18}" for n in held)
+        lines.append(f"{'memory held, bytes':<24}{shown}")
         errors = (self.late.errors, self.early.errors)
         lines += ["", f"{'largest error':<24}{'':>18}{'late':>18}{'early':>18}"]
         outputs = "".join(f"{error_text(e.max_abs_error):>18}" for e in errors)
