@@ -1,6 +1,7 @@
 """Draws the pictures of README and docs: `python docs/figures/draw.py`, with the extra `docs`.
 
-The seconds are those of the first table in docs/performance.md, which names their command.
+The seconds are those of the first table in docs/performance.md, which names their command; the
+picture says of the machine what that page says.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ HERE = pathlib.Path(__file__).resolve().parent
 PAGE = HERE.parent / "performance.md"
 WAYS = (  # of the table's columns: label, colour, marker, dashes; told apart without colour, too
     ("torch.compile", "orange", "o", "-"),
-    ("nested_compile_region", "grey", "s", ":"),
-    ("torch.compile per block", "grey", "^", "--"),
+    ("nested regions (wrong gradients)", "grey", "s", ":"),
+    ("torch.compile per part", "grey", "^", "--"),
     ("lazyinline", "blue", "D", "-"),
 )
 
@@ -93,6 +94,14 @@ def measured() -> list[tuple[float, ...]]:
     return list(zip(*rows, strict=True))
 
 
+def machine() -> str:
+    """Returns what the page says of the machine that the table is from."""
+    text = PAGE.read_text(encoding="utf-8").partition("## Compile time")[2].partition("\n|")[0]
+    found = re.search(r"`;\s+([^)]+)\)", text)
+    assert found is not None, "the page names no machine"
+    return " ".join(found[1].split())
+
+
 def curves(axes: Axes, look: Look) -> None:
     """CPU-seconds of compile over layers, as measured."""
     layers, *ways = measured()
@@ -101,7 +110,7 @@ def curves(axes: Axes, look: Look) -> None:
         axes.plot(layers, seconds, color=shown, marker=marker, ls=dashes, lw=2, ms=5, label=label)
     title = "CPU-seconds to compile a training step"
     axes.set_title(title, color=look.ink, fontsize=10, loc="left")
-    axes.set_xlabel("layers", color=look.ink, fontsize=10)
+    axes.set_xlabel(f"layers\n({machine()})", color=look.ink, fontsize=9)
     axes.set_xticks(layers)
     axes.set_ylim(bottom=0)
     axes.tick_params(colors=look.ink, labelsize=9)
