@@ -1,19 +1,22 @@
 """Models too large to hold are compiled whole, from their layouts alone."""
 
 import json
+import pathlib
 
 import pytest
 import torch
 from torch import nn
 
 from lazyinline import LazyInlineError
+from lazyinline.frontend.commands import compiling
 from lazyinline.frontend.compiler import RANK, Compiler
-from lazyinline.frontend.measure.large_models import compile_large, reports_to_json
+from lazyinline.frontend.measure.large_models import compile_large
 from lazyinline.frontend.measure.measure_page import rank_page
 from lazyinline.frontend.measure.rank_bench import RankReport, compile_rank, rank_number
 from lazyinline.frontend.options import Options
-from lazyinline.frontend.page.write import write_page
+from lazyinline.frontend.page.write import page_data
 from lazyinline.frontend.passes.programs import estimate, lower
+from lazyinline_command.main import main
 
 
 def test_kernels_are_built_and_planned_for_a_model_without_data() -> None:
@@ -85,7 +88,9 @@ def test_recompute_shrinks_the_arena_of_a_rank() -> None:
     assert again.arena_bytes < kept.arena_bytes
 
 
-def test_the_page_of_a_rank_has_its_arena_and_the_schedule_of_all() -> None:
+def test_the_page_of_a_rank_has_its_arena_and_the_schedule_of_all(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     reports = [rank_report("last", 4, recompute) for recompute in (None, "full")]
     page = rank_page(reports)
     assert page["title"].startswith("175b: ")
@@ -94,8 +99,11 @@ def test_the_page_of_a_rank_has_its_arena_and_the_schedule_of_all() -> None:
     assert page["arena"]["num_launches"] == reports[0].num_launches
     assert page["arena"]["peak_bytes"] <= reports[0].arena_bytes
     assert {slot[0] for slot in page["pipeline"]["slots"]} == {0, 1}
-    assert "plan" not in json.loads(reports_to_json(reports))[0]
-    assert write_page(page).startswith("<!doctype html>")
+    monkeypatch.setattr(compiling, "bench_rank", lambda *_, **options: reports)
+    written, numbers = tmp_path / "page.html", tmp_path / "numbers.json"
+    assert main(["bench", "--model", "175b", "--html", str(written), "--json", str(numbers)]) == 0
+    assert page_data(written.read_text(encoding="utf-8")) is not None
+    assert "plan" not in json.loads(numbers.read_text())[0]
 
 
 @pytest.mark.parametrize("rank", ["-1", "2", "best", 2])
