@@ -61,6 +61,7 @@ def compile(
     dynamic: bool | None = None,
     in_place: bool = False,
     fallback: Fallback = "eager",
+    target: str | None = None,
 ) -> nn.Module:
     """Returns a drop-in replacement for a model that runs a compiled program.
 
@@ -85,6 +86,8 @@ def compile(
             value of a tensor, say), and compiles the modules inside it whose calls can be; the
             report has the line and the reason. ``"error"`` raises CaptureError; so does a
             ``recompute``, which would not hold in a module that runs itself.
+        target: ``"cuda:sm_90"`` and the like compile for a GPU that need not be here, for the
+            shapes of each call: the report has the plan, and the call itself raises PlanError.
 
     A forward that does more at each call than compute (a hook that collects activations, a counter
     outside, ``print``) runs itself. While a module has a backward hook, calls that want gradients
@@ -109,8 +112,15 @@ def compile(
     refuse_unknown_wrappers(model)
     refuse_compiled(model)
     refuse_scripted(walk_modules(model) if fallback == "error" else [("", model)])
+    if target is not None:  # there is nothing to run itself, and nothing to run again
+        fallback, dynamic = "error", False
     options = Options(
-        reuse=reuse, backend=backend, recompute=recompute, cache="disk", fallback=fallback
+        reuse=reuse,
+        backend=backend,
+        recompute=recompute,
+        cache="disk",
+        fallback=fallback,
+        target=target,
     )
     if not in_place:
         for _, part in wrapped_parts(model):

@@ -27,7 +27,7 @@ from .options import Batching, Options
 from .passes.context import Context
 from .passes.gradients import add_gradients, require_data
 from .passes.made import made_by
-from .passes.memory import link_module, link_step
+from .passes.memory import describe_gpu, link_module, link_step
 from .passes.parts import PARTS, programs_of
 from .passes.programs import (
     StepCompilation,
@@ -60,7 +60,7 @@ from .unused_outputs import UnusedOutputs
 # ---- the lists -------------------------------------------------------------------------------
 
 # lazyinline.compile: a module that is called, in training with its backward.
-MODULE = (capture, differentiate, choose_recompute, decompose, lower, link_module)
+MODULE = (capture, differentiate, choose_recompute, decompose, lower, link_module, describe_gpu)
 
 # lazyinline.compile_step: forward and backward of all micro-batches as one program.
 STEP = (
@@ -71,6 +71,7 @@ STEP = (
     decompose,
     lower,
     link_step,
+    describe_gpu,
 )
 
 # lazyinline.pipeline: one rank's stages. After capture the ranks compare what they saw; what

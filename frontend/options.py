@@ -28,13 +28,16 @@ class Options:
     fallback: Fallback = "eager"
     """``"eager"`` runs itself what cannot be captured, between what can."""
 
+    target: str | None = None
+    """A GPU that need not be here; None for the device that a model is on."""
+
     def __post_init__(self) -> None:
         if self.fallback not in FALLBACK_CHOICES:
             raise PlanError(f"fallback={self.fallback!r} is unknown; there are {FALLBACK_CHOICES}.")
         check_policy(self.recompute)
         if self.reuse not in REUSE_CHOICES:
             raise ReuseError(f"reuse={self.reuse!r} is unknown; there are {REUSE_CHOICES}.")
-        backend_named(self.backend)
+        backend_named(self.backend, self.target)
         if self.recompute in POLICIES and self.reuse == "off":
             raise PlanError(
                 f"recompute={self.recompute!r} is decided for each block, and reuse='off' leaves "

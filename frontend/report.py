@@ -57,6 +57,7 @@ class CompileReport(CompileRecord):
             f"  {p.name:<12}{p.cpu_s:>8.2f}{p.wall_s:>8.2f}{p.num_nodes:>8}" for p in self.passes
         ]
         lines.append(f"  {'total':<12}{self.cpu_s:>8.2f}{self.wall_s:>8.2f}")
+        lines += [f"  {line}" for line in self.gpu.lines()] if self.gpu else []
         if self.cache.directory:
             lines.append("  " + str(self.cache).replace("\n", "\n  "))
         if self.num_links or self.num_compiles > 1:

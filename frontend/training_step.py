@@ -55,6 +55,7 @@ def compile_step(
     backend: BackendName = "inductor",
     order: Order = "forward_first",
     dynamic: bool | None = None,
+    target: str | None = None,
 ) -> TrainingStep:
     """Returns a function that runs one training step and fills ``.grad``.
 
@@ -81,6 +82,8 @@ def compile_step(
             each micro-batch's backward right after its forward, which keeps fewer bytes.
         dynamic: sizes that are symbols, see :func:`compile`: by default those of batches that came
             in several sizes.
+        target: ``"cuda:sm_90"`` and the like compile for a GPU that need not be here: the report
+            has the plan, and the step itself raises PlanError.
 
     Raises:
         ReuseError, PlanError: for options that do not exist.
@@ -94,7 +97,11 @@ def compile_step(
         raise PlanError(f"micro_batches={micro_batches}: there must be at least one.")
     if order not in ORDERS:
         raise PlanError(f"order={order!r} is unknown; there are {ORDERS}.")
-    options = Options(reuse=reuse, backend=backend, recompute=recompute, cache="disk")
+    if target is not None:  # there is nothing to link again
+        dynamic = False
+    options = Options(
+        reuse=reuse, backend=backend, recompute=recompute, cache="disk", target=target
+    )
     return TrainingStep(model, loss_fn, options, Batching(micro_batches, order), dynamic)
 
 

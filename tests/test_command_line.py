@@ -15,6 +15,7 @@ import pytest
 import lazyinline
 from lazyinline.backend.arena import arena
 from lazyinline.backend.files import disk
+from lazyinline.backend.gpu import targets
 from lazyinline.backend.kernels import lower
 from lazyinline.frontend import inspection
 from lazyinline.frontend.capture import blocks
@@ -328,6 +329,8 @@ def test_the_parser_offers_what_the_compiler_takes() -> None:
         target_module: ("FORM",),
     }
     compared = {"EFFORT_S", "SHELLS"}  # the command's own
+    assert tuple(target.name for target in targets.TARGETS) == choices.TARGETS
+    compared.add("TARGETS")
     for module, names in places.items():
         for name in names:
             theirs = getattr(module, name)

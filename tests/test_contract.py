@@ -36,6 +36,8 @@ from test_architecture import (
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from lazyinline.backend.gpu.targets import TARGETS
+from lazyinline.backend.gpu.torch_gpu import _answers, _device_properties, gpu_described
 from lazyinline.backend.kernels.torch_builds import (
     _loads_here as loads_here,
 )
@@ -1973,3 +1975,84 @@ def test_a_transform_of_torch_func_shows_in_the_homes_of_operators(*_: Any) -> N
     ((module, _),) = graphs_of(forward, torch.ones(2))
     homes = [str(getattr(n.target, "__module__", "")) for n in module.graph.nodes]
     assert any(home.startswith(("torch._functorch", "torch._C._functorch")) for home in homes)
+
+
+# ---- a GPU that is not here -------------------------------------------------------------------
+
+
+@contract(
+    "torch.utils._triton",
+    "torch.utils._triton.has_triton_package",
+    "torch._inductor.runtime.hints.DeviceProperties",
+    "torch._inductor.runtime.hints.DeviceProperties._fields",
+    "torch._C",
+)
+def test_inductor_asks_these_facts_of_a_gpu(
+    triton: Any, has_package: Any, properties: Any, fields: Any, _: Any
+) -> None:
+    assert callable(triton.triton_hash_with_backend)
+    assert isinstance(has_package(), bool)
+    assert callable(properties.create)
+    for target in TARGETS:
+        facts = _device_properties(target)
+        assert facts._fields == fields
+        assert facts.cc == int(target.name.removeprefix("cuda:sm_"))
+    for name in _answers(TARGETS[0]):
+        assert callable(getattr(torch.cuda, name)), name
+
+
+def test_answers_for_a_gpu_end_with_their_context() -> None:
+    if not resolve("torch.utils._triton.has_triton_package")():
+        return
+    before = torch.cuda.is_available(), torch.cuda.device_count()
+    with gpu_described(TARGETS[0]):
+        assert torch.cuda.get_device_properties(0).total_memory == TARGETS[0].memory_bytes
+    assert (torch.cuda.is_available(), torch.cuda.device_count()) == before
+
+
+@contract(
+    "torch._inductor.async_compile.AsyncCompile",
+    "torch._inductor.codecache.PyCodeCache",
+    "torch._inductor.codecache.PyCodeCache.load",
+    "torch._inductor.runtime.triton_helpers",
+    "torch._inductor.runtime.triton_heuristics",
+    "torch._inductor.runtime.triton_heuristics.StaticTritonCompileResult",
+    "attribute _precompile_config",
+)
+def test_inductor_hands_over_kernels_as_text_and_compiles_them_one_by_one(
+    compiler: Any, modules: Any, load: Any, helpers: Any, heuristics: Any, static: Any
+) -> None:
+    assert list(inspect.signature(compiler.triton).parameters)[:3] == [
+        "self",
+        "kernel_name",
+        "source_code",
+    ]
+    assert inspect.ismethod(load) and load.__self__ is modules
+    assert callable(helpers.set_driver_to_gpu)
+    assert callable(static.can_statically_launch)
+    one = inspect.signature(heuristics.CachingAutotuner._precompile_config)
+    assert list(one.parameters)[:2] == ["self", "cfg"]
+
+
+@contract("optional torch._C._cuda_getCurrentRawStream")
+def test_a_pytorch_with_cuda_tells_its_stream(stream: Any) -> None:
+    assert stream is None or callable(stream)
+
+
+@contract(
+    "attribute _scaled_dot_product_flash_attention",
+    "attribute _scaled_dot_product_efficient_attention",
+    "attribute _scaled_dot_product_attention_math",
+)
+def test_attention_of_a_gpu_can_be_differentiated_on_fake_tensors_of_a_cpu() -> None:
+    with fake_mode():
+        operands = [torch.empty(2, 3, 16, 8, requires_grad=True) for _ in range(3)]
+        for attention, options in (
+            (torch.ops.aten._scaled_dot_product_flash_attention.default, (0.1, True, False)),
+            (torch.ops.aten._scaled_dot_product_efficient_attention.default, (None, True, 0.1)),
+            (torch.ops.aten._scaled_dot_product_attention_math.default, ()),
+        ):
+            result, *_ = attention(*operands, *options)
+            assert result.shape == (2, 3, 16, 8)
+            gradients = torch.autograd.grad(result.sum(), operands)
+            assert [g.shape for g in gradients] == [t.shape for t in operands]

@@ -22,6 +22,12 @@ from ...reuse.errors import PlanError
 from ...reuse.ir.leaf import flat_types, without_autocast
 from ...reuse.ir.program import Leaf
 from ...reuse.ir.torch_symbols import Values, module_at, symbols_of, type_at
+from ..gpu.moved_leaf import moved_leaf
+from ..gpu.targets import Target, target_named
+from ..gpu.torch_gpu import gpu_described
+from ..gpu.torch_gpu_attention import as_on_a_gpu
+from ..gpu.torch_triton import MachineCode, is_interpreting, machine_code
+from ..gpu.triton_kernel import TritonKernel
 from ..launches.kernel_list import KernelList
 from . import torch_inductor, torch_recorder
 from .eager_kernel import eager_function
@@ -54,13 +60,15 @@ class Kernel:
     """A leaf ready to be launched.
 
     ``function`` takes the flat operands as one list, which it may empty (``convention="boxed"``),
-    or as positional arguments (``convention="plain"``); it returns the flat results.
+    or as positional arguments (``convention="plain"``); it returns the flat results. ``launches``
+    are what it does where that is recorded already: of a GPU that is not here, in its place.
     """
 
     function: Callable[..., Sequence[Any]]
     convention: Literal["boxed", "plain"]
     source: BackendName  # which backend made it
     sizes: tuple[int, ...] = ()  # come before the operands
+    launches: KernelList | None = None
 
 
 class Backend(Protocol):
@@ -128,12 +136,83 @@ class InductorBackend:
         return kernels
 
 
-def backend_named(name: BackendName) -> Backend:
+class GpuBackend:
+    """TorchInductor kernels for a GPU that need not be here: written, recorded, never run here.
+
+    Args:
+        target: the GPU.
+
+    Attributes:
+        built: machine code, by the contents of kernels.
+    """
+
+    name: BackendName = "inductor"
+
+    def __init__(self, target: Target) -> None:
+        self.target = target
+        self._recipe: Recipe | None = None
+        self.built: dict[str, MachineCode] = {}
+
+    def recipe(self, leaf: Leaf) -> Recipe:
+        """As for a CPU, but for the attention that the GPU runs."""
+        if self._recipe is None:
+            self._recipe = Recipe(
+                torch_inductor.decompositions(),
+                "min_cut",
+                torch_inductor.rewrite_joint,
+                rewrite=as_on_a_gpu,
+            )
+        return self._recipe
+
+    def lower(self, leaves: Sequence[Leaf], on_done: Callable[[], None]) -> list[Kernel]:
+        """Writes the kernels of each leaf, and records what launches them."""
+        moved = [moved_leaf(leaf, self.target.device) for leaf in leaves]
+        written = [leaf for leaf in moved if leaf.num_nodes > 0]
+        with gpu_described(self.target):
+            modules = [leaf.module for leaf in written]
+            wrappers = dict(
+                zip(written, torch_inductor.write_gpu_leaves(modules, on_done), strict=True)
+            )
+            kernels = [_written_kernel(leaf, wrappers.get(leaf)) for leaf in moved]
+            if not is_interpreting():
+                self.built.update(machine_code(triton_kernels(k.launches for k in kernels)))
+            return kernels
+
+
+def _written_kernel(leaf: Leaf, wrapper: Callable[..., Any] | None) -> Kernel:
+    if wrapper is None:
+        return Kernel(_not_here, "plain", "inductor", launches=torch_recorder.record_graph(leaf))
+    if not torch_recorder.can_record(wrapper):
+        raise PlanError(f"The kernels of @{leaf.name} are not a plain list of launches.")
+    return Kernel(
+        _not_here, "boxed", "inductor", launches=torch_recorder.record_wrapper(leaf, wrapper)
+    )
+
+
+def triton_kernels(lists: Iterable[KernelList | None]) -> list[TritonKernel]:
+    """Returns each different Triton kernel that is launched."""
+    launched = (x.function for kernels in lists if kernels for x in kernels.launches)
+    return list(dict.fromkeys(f for f in launched if isinstance(f, TritonKernel)))
+
+
+def _not_here(*args: Any) -> Sequence[Any]:
+    raise PlanError("This was compiled for a GPU that is not here.")
+
+
+def backend_named(name: BackendName, target: str | None = None) -> Backend:
     """Returns a backend by name.
 
+    Args:
+        name: of the backend.
+        target: the GPU that it makes kernels for, if not for the device of a model.
+
     Raises:
-        PlanError: if there is no such backend.
+        PlanError: if there is no such backend, or target.
     """
+    if target is not None:
+        if name != "inductor":
+            raise PlanError(f"target={target!r} needs backend='inductor', not {name!r}.")
+        return GpuBackend(target_named(target))
     if name == "inductor":
         return InductorBackend()
     if name == "eager":
@@ -173,11 +252,15 @@ def lower_leaves(
 
 def can_record(kernel: Kernel) -> bool:
     """Whether a kernel's launches can be told apart, so that their memory can be planned."""
-    return kernel.convention == "plain" or torch_recorder.can_record(kernel.function)
+    if kernel.launches is not None or kernel.convention == "plain":
+        return True
+    return torch_recorder.can_record(kernel.function)
 
 
 def kernel_list(leaf: Leaf, kernel: Kernel) -> KernelList:
     """Returns the launches of a lowered leaf."""
+    if kernel.launches is not None:
+        return kernel.launches
     if kernel.convention == "plain":
         return torch_recorder.record_graph(leaf)
     return torch_recorder.record_wrapper(leaf, kernel.function, kernel.sizes)

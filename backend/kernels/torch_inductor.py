@@ -19,6 +19,7 @@ from ...autodiff.joint_cut import copy_graph
 from ...autodiff.torch_autograd import draw_mask
 from ...reuse.ir.program import input_nodes
 from ...reuse.ir.torch_symbols import sizes_as_literals, symbols_of, with_size_inputs
+from ..gpu.torch_gpu import gpu_codegen_settings, kernels_as_text
 from ..launches.torch_native import check_cpp_compiler
 from .torch_builds import deferred_builds, vector_units_probed_here
 from .torch_divisions import quotients_checked
@@ -177,6 +178,24 @@ def compile_leaves(
             on_compiled()
         finish()
     return compiled
+
+
+def write_gpu_leaves(
+    modules: Sequence[torch.fx.GraphModule], on_written: Callable[[], None]
+) -> list[BoxedCallable]:
+    """Writes the code of ATen graphs on a GPU; what it launches is text.
+
+    Within :func:`..gpu.torch_gpu.gpu_described` that GPU need not be here.
+    """
+    import torch._inductor.config as config
+
+    written = []
+    way = drawn_in_order(), polynomials_expanded()
+    with settings(), config.patch(gpu_codegen_settings()), kernels_as_text(), way[0], way[1]:
+        for module in modules:
+            written.append(_compile(copy_graph(module)))  # its passes change what they get
+            on_written()
+    return written
 
 
 def _tensor_inputs(module: torch.fx.GraphModule) -> list[torch.fx.Node]:

@@ -22,6 +22,7 @@ from ...reuse.ir.leaf import flat_types
 from ...reuse.ir.program import Leaf
 from ...reuse.ir.types import TensorType, strides_that_matter
 from ...reuse.torch_names import is_lazy, memory_id
+from ..gpu.triton_kernel import TritonKernel
 from ..launches.kernel_list import (
     BufferInfo,
     ClosureBuffer,
@@ -75,7 +76,13 @@ def record_wrapper(
             scope[name] = _ignore
         elif name.startswith("cpp_fused"):
             scope[name] = recorder.launching(name, kept(scope[name]), "addresses")
+        elif isinstance(scope[name], TritonKernel):
+            scope[name] = _Launched(scope[name], recorder)
     scope["reinterpret_tensor"] = recorder.reinterpret
+    scope["copy_if_misaligned"] = (
+        _as_it_is  # what the plan places is aligned, and it checks the rest
+    )
+    scope["get_raw_stream"] = _no_stream
     scope["extern_kernels"] = _ExternKernels(scope["extern_kernels"], recorder)
     code = types.FunctionType(function.__code__, scope, function.__name__)
     with recorder.mode, recorder:
@@ -105,6 +112,26 @@ def _function_of(wrapper: Callable[..., Any]) -> tuple[Any, Any]:
 
 def _ignore(*args: Any, **kwargs: Any) -> None:
     """Stands for a check of what the plan places, or of a result that is checked as it is made."""
+
+
+def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+def _no_stream(device: int) -> int:
+    """Stands for the stream of a launch, which is known when it is run."""
+    return 0
+
+
+class _Launched:
+    """Records ``triton_poi_fused_0.run(a, b, 128, stream=s)``."""
+
+    def __init__(self, kernel: TritonKernel, recorder: _Recorder) -> None:
+        self._launch = recorder.launching(kernel.name, kernel, "addresses")
+
+    def run(self, *args: Any, stream: int) -> None:
+        """Notes a launch."""
+        self._launch(*args)
 
 
 class _ExternKernels:
@@ -137,6 +164,7 @@ class _Recorder(TorchDispatchMode):
         self._bytes: list[int] = []
         self._keep: list[torch.Tensor] = []
         self._launches: list[Launch] = []
+        self._is_on_gpu = any(t.device.type == "cuda" for t in self._types)
         self.inputs = [self._new(t.shape, t.stride, t.dtype, t.device) for t in self._types]
         for tensor in self.inputs:
             self._add_buffer(tensor, "input")
@@ -158,8 +186,10 @@ class _Recorder(TorchDispatchMode):
         self, tensor: torch.Tensor, size: Sequence[int], stride: Sequence[int], offset: int = 0
     ) -> torch.Tensor:
         """Stands for Inductor's way to view memory."""
-        with torch._C._DisableTorchDispatch():
-            view = torch.as_strided(tensor, size, stride, tensor.storage_offset() + offset)
+        start = tensor.storage_offset() + offset
+        with torch._C._DisableTorchDispatch():  # a PyTorch without CUDA has no views of it
+            view = torch.empty(0, dtype=tensor.dtype, device="meta")
+            view.set_(tensor.untyped_storage(), start, size, stride)  # type: ignore[call-overload]
         return FakeTensor(self.mode, view, tensor.device)
 
     def _new(self, size: Any, stride: Any, dtype: torch.dtype, device: torch.device) -> Any:
@@ -192,7 +222,7 @@ class _Recorder(TorchDispatchMode):
         given = tuple(tree_map(self._operand, tuple(args)))
         named = tuple((k, tree_map(self._operand, v)) for k, v in kwargs.items())
         launch = Launch(name, function, given, named, results, returns, operands)
-        self._launches.append(with_native(launch))
+        self._launches.append(launch if self._is_on_gpu else with_native(launch))
 
     def _launch_native(
         self, name: str, func: Any, args: Any, kwargs: dict[str, Any], result: torch.Tensor
@@ -260,7 +290,11 @@ class _Recorder(TorchDispatchMode):
             self._add_buffer(new[0], "private")
             self._launch(name, _OUT_FORMS[func], args, {**kwargs, "out": new[0]})
             return
-        if func in _NATIVE_OUT_FORMS and self._launch_native(name, func, args, kwargs, new[0]):
+        if (
+            func in _NATIVE_OUT_FORMS
+            and not self._is_on_gpu
+            and self._launch_native(name, func, args, kwargs, new[0])
+        ):
             return
         if (
             func is torch.ops.aten.empty.memory_format

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.machinery import ExtensionFileLoader
 from importlib.util import module_from_spec, spec_from_file_location
@@ -85,6 +85,20 @@ def check_cpp_compiler() -> None:
 @functools.cache
 def _library() -> Any:
     """Builds and loads all of our C++, as one library."""
+    return built_library(native_source(), _SOURCES)
+
+
+def built_library(source: str, files: Sequence[Path], libraries: Sequence[str] = ()) -> Any:
+    """Builds C++ and loads it; what was built before is loaded.
+
+    Args:
+        source: its text.
+        files: where it stands, for an error.
+        libraries: of PyTorch, that it calls by name.
+
+    Raises:
+        PlanError: if it cannot be built.
+    """
     from torch._inductor.codecache import CppCodeCache
 
     class Sound(CppCodeCache):
@@ -98,13 +112,15 @@ def _library() -> Any:
 
     own_folder()
     check_cpp_compiler()
+    place = Path(torch.__file__).with_name("lib")
+    flags = [f"-L{place}", *(f"-l{name}" for name in libraries)] if libraries else []
     try:
         try:
-            return Sound.load(native_source())
+            return Sound.load(source, extra_flags=flags)
         except DamagedObjectError:  # it is gone now
-            return Sound.load(native_source())
+            return Sound.load(source, extra_flags=flags)
     except Exception as error:
-        raise PlanError(f"{[str(s) for s in _SOURCES]} cannot be built: {error}") from error
+        raise PlanError(f"{[str(file) for file in files]} cannot be built: {error}") from error
 
 
 def native_library() -> NativeLibrary:

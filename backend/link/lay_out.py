@@ -24,9 +24,10 @@ def lay_out(
     num_results: Sequence[int],
     backward_inputs: Sequence[tuple[str, Any]] = (),
     results: Results = "owned",
+    runs: Literal["native", "python"] = "native",
 ) -> Layout:
     """Lays out what a :class:`..run.planned.PlannedProgram` of the same arguments plans."""
-    layout = Layout()
+    layout = Layout(runs=runs)
     first = flats[0]
     layout.add(first, [layout.given(first.slot_types[s]) for s in first.inputs], kernel_lists)
     forward = layout.parts[0]

@@ -97,13 +97,15 @@ class Layout:
     """Every buffer instance and launch of the flat programs added so far.
 
     ``scratch`` is what launches allocate and free while they run, each alive for its launch: no
-    plan places it and nothing refers to it, but it is memory too.
+    plan places it and nothing refers to it, but it is memory too. ``runs`` says who may run the
+    launches that are added here.
     """
 
     instances: list[Instance] = field(default_factory=list)
     parts: list[Part] = field(default_factory=list)
     time: int = 0
     scratch: list[Instance] = field(default_factory=list)
+    runs: Literal["native", "python"] = "native"
 
     def given(self, type_: TensorType) -> Placed:
         """Adds a buffer that the caller provides."""
@@ -182,7 +184,8 @@ class Layout:
             instance = self.instances[placed.instance]
             instance.death = max(instance.death, self.time + 1)
         self.time += 1
-        return PlacedLaunch(with_native(launch), bases, self.time - 1)
+        launch = with_native(launch) if self.runs == "native" else launch
+        return PlacedLaunch(launch, bases, self.time - 1)
 
     def _taken_over(
         self,

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from ..arena.arena import ArenaPlan, plan
+from ..arena.arena import ALIGNMENT, ArenaPlan, plan
 from ..arena.live_ranges import Buffers
+from ..gpu.triton_kernel import HERE, Place
 from ..launches import torch_native
 from ..launches.torch_native import first_fit
 from .gradient_memory import (
@@ -31,12 +32,16 @@ class Tools:
     Attributes:
         plan: places buffers, or remembers where they were placed when the same was asked.
         native: builds the native loop, or remembers it.
+        alignment: what every offset is a multiple of, in bytes.
+        place: where programs run.
     """
 
     plan: Callable[[Buffers, Sequence[int], Callable[[], ArenaPlan]], ArenaPlan] = (
         lambda _, asked, make: make()
     )
     native: Callable[[], torch_native.NativeLibrary] = torch_native.native_library
+    alignment: int = ALIGNMENT
+    place: Place = HERE
 
 
 TOOLS = Tools()
@@ -86,5 +91,11 @@ def place(buffers: Buffers, tools: Tools) -> ArenaPlan:
     return tools.plan(
         buffers,
         (),
-        lambda: plan(buffers, effort_s=_PLAN_EFFORT_S, enough=_ENOUGH, fit=first_fit),
+        lambda: plan(
+            buffers,
+            alignment=tools.alignment,
+            effort_s=_PLAN_EFFORT_S,
+            enough=_ENOUGH,
+            fit=first_fit,
+        ),
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
 from types import CodeType
@@ -19,10 +19,12 @@ import torch
 
 from ...reuse.ir.program import Leaf
 from ...reuse.process_lock import ProcessLock
+from ..gpu.triton_kernel import Place, TritonKernel
 from ..launches import torch_native
 from ..launches.kernel_list import KernelList
 from ..launches.present_memory import check_memory
 from ..launches.torch_profiler import PROFILER, begin_range, end_range
+from ..link.aligned import check_aligned
 from ..link.generated_code import GeneratedCode, bind_arena, bind_model, bind_native
 from ..link.gradient_memory import (
     copy_of_host,
@@ -73,13 +75,16 @@ class PlannedProgram:
         names: Sequence[str] = (),
     ) -> None:
         self._names = names
-        self.layout = lay_out(flats, kernel_lists, num_results, backward_inputs, results)
+        self.layout = lay_out(
+            flats, kernel_lists, num_results, backward_inputs, results, tools.place.launches
+        )
+        check_aligned(self.layout)
         given = self.layout.parts[0].inputs
         self.model_instances = {i: given[i].instance for i in model_inputs}
         found = planned_overlaid(self.layout, tools) if gradients == "overlaid" else None
         found = found or planned(self.layout, tools)
         self.offsets, self.plan, self.arena_bytes, self.overlay = found
-        self._native = tools.native
+        self._tools = tools
         self._handed_on = handed_on(self.layout)
         handed = (*self._handed_on, *self.overlay.hosts)
         self._writers = [
@@ -108,7 +113,7 @@ class PlannedProgram:
     @property
     def native(self) -> torch_native.NativeLibrary | None:
         """The native library, if this program needs it anyway."""
-        return self._native() if any(code.words for code in self._codes) else None
+        return self._tools.native() if any(code.words for code in self._codes) else None
 
     @property
     def why_no_graph(self) -> str:
@@ -175,6 +180,7 @@ class PlannedProgram:
 
     def lease(self, tensors: list[torch.Tensor]) -> Lease:
         """Returns an arena to run in, with the model's present tensors bound."""
+        self._tools.place.check_is_here()
         # What is bound keeps its memory alive, so an address stands for one memory. The tensor
         # object would not: `parameter.data = ...` gives it another.
         addresses = list(map(_address_of, tensors))
@@ -214,11 +220,19 @@ class PlannedProgram:
     def _bound(self, tensors: list[torch.Tensor]) -> Lease:
         try:
             size = max(self.arena_bytes, 64)
-            return self._bind(tensors, torch.empty(size, dtype=torch.uint8, device="cpu"))
+            return self._bind(tensors, self._new_arena(size))
         except BaseException:
             with self._lock:
                 self._use.end()
             raise
+
+    def move_to(self, place: Place) -> None:
+        """Runs it somewhere else from now on: a GPU program on CPU memory, kernel by kernel."""
+        self.rest()
+        self._tools = replace(self._tools, place=place)
+
+    def _new_arena(self, num_bytes: int) -> torch.Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8, device=self._tools.place.device)
 
     def rest(self) -> None:
         """Gives back the arenas that nobody runs in, and the model's tensors bound in them."""
@@ -279,7 +293,7 @@ class PlannedProgram:
             arena,
             self.offsets,
             dict(zip(self.model_instances.values(), held, strict=True)),
-            self._native,
+            self._tools,
         )
         runners = [
             memory.runner(code, compiled, profiled=ProfiledPart(writer, memory))
@@ -297,15 +311,19 @@ class _Memory:
     arena: torch.Tensor
     offsets: Sequence[int]
     tensors: Mapping[int, torch.Tensor]
-    native: Callable[[], torch_native.NativeLibrary]
+    tools: Tools
 
     def runner(self, code: GeneratedCode, compiled: CodeType, **names: Any) -> Runner:
         """Returns a part's function over this memory; ``names`` are seen in it, too."""
-        scope: dict[str, Any] = dict(code.constants)
+        load = self.tools.place.load
+        scope: dict[str, Any] = {
+            name: load(value) if isinstance(value, TritonKernel) else value
+            for name, value in code.constants.items()
+        }
         scope.update(bind_arena(code.arena_views, self.arena, self.offsets))
         scope.update(bind_model(code.model_views, self.tensors))
         if code.words:
-            scope.update(bind_native(code, self.arena, self.tensors, self.native))
+            scope.update(bind_native(code, self.arena, self.tensors, self.tools.native))
         scope.update(names, profiler=PROFILER)
         exec(compiled, scope)
         # Popped: a cycle would keep the arena until garbage is collected.

@@ -33,6 +33,11 @@ def run_bench(options: argparse.Namespace) -> None:
         LazyInlineError: if something was asked that cannot be done.
     """
     _check_folders(options.json, options.html)
+    if options.target is not None and options.model not in LARGE_MODELS:
+        raise LazyInlineError(
+            f"--target goes with {' and '.join(LARGE_MODELS)}. For a model of your own: "
+            f"lazyinline.compile_step(model, target={options.target!r}), and its last_report."
+        )
     if options.model in LARGE_MODELS or options.model in RANK_MODELS:
         _bench_large(options)
         return
@@ -67,7 +72,7 @@ def _bench_large(options: argparse.Namespace) -> None:
         reports = ranks = bench_rank(options.model, _say, ranks=options.rank, **sizes)
         page = partial(rank_page, ranks)
     else:
-        reports = steps = bench_large(options.model, _say, **sizes)
+        reports = steps = bench_large(options.model, _say, target=options.target, **sizes)
         page = partial(large_page, steps)
     if options.html is not None:
         options.html.write_text(write_page(page()), encoding="utf-8")

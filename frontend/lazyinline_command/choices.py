@@ -11,6 +11,7 @@ INSPECTED = ("compile", "step")
 OWN_MODELS = ("llama", "gpt")
 LARGE_MODELS = ("llama-13b",)
 RANK_MODELS = ("175b",)
+TARGETS = ("cuda:sm_80", "cuda:sm_90", "cuda:sm_100")
 RANKS = ("first", "middle", "last")
 DEFAULT_LAYERS = (4, 8, 16)
 MIN_OPSET = 18

@@ -82,6 +82,8 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
     add("--rank", nargs="+", default=["middle"], metavar=ranks, help=help_)
     add("--infer", action="store_true", help="forward without gradients; default is training")
     add("--backend", choices=choices.BACKENDS, default=choices.BACKENDS[0])
+    help_ = f"with {', '.join(choices.LARGE_MODELS)}: compile for a GPU that need not be here"
+    add("--target", choices=choices.TARGETS, help=help_)
     add("--json", type=pathlib.Path, metavar="FILE", help="write the numbers")
     add("--html", type=pathlib.Path, metavar="FILE", help="write a page")
 

@@ -16,7 +16,7 @@ import torch
 
 from ...autodiff.micro_batches import Order
 from ...backend.kernels.lower import BackendName
-from ...recompute.policy import Policy
+from ...recompute.policy import Budget, Policy
 from ..compiled import CompiledStep
 from ..compiler import Compiler
 from ..marks import lazy_inline
@@ -108,6 +108,7 @@ def compile_large(
     layers: int | None = None,
     micro_batches: int | None = None,
     recompute: Policy = None,
+    target: str | None = None,
 ) -> LargeReport:
     """Compiles the training step of a large model, from capture to the linked, planned program.
 
@@ -118,13 +119,16 @@ def compile_large(
         layers: instead of the model's own number.
         micro_batches: instead of the model's own number.
         recompute: what is computed again in the backward, see :func:`lazyinline.compile_step`.
+        target: a GPU; the model is then in bfloat16, as such models are trained there.
     """
     large = LARGE_MODELS[name]
     lazy_inline(models.DecoderBlock)
     with torch.device("meta"):
         model, args = models.llama(layers or large.layers, **large.sizes)
+    if target is not None:
+        model = model.to(torch.bfloat16)
     batching = Batching(micro_batches or large.micro_batches, order)
-    compiler = Compiler(Options(backend=backend, recompute=recompute))
+    compiler = Compiler(Options(backend=backend, recompute=recompute, target=target))
     compiled, report = compiler.compile_step(model, args, {}, batching)
     return _report(name, sum(p.numel() for p in model.parameters()), batching, compiled, report)
 
@@ -152,21 +156,37 @@ def _report(
 
 
 def bench_large(name: str, say: Callable[[str], None], **options: Any) -> list[LargeReport]:
-    """Compiles a large model, keeping everything and recomputing everything; says what it took."""
-    return with_and_without_recompute(name, say, partial(compile_large, name, **options))
+    """Compiles a large model twice, and says what it took.
+
+    Once keeping everything; once recomputing each block, or for a GPU as little as fits into it.
+    """
+    compile_with = partial(compile_large, name, **options)
+    if options.get("target") is None:
+        return with_and_without_recompute(name, say, compile_with)
+    whole = _compiled(name, say, compile_with, None)
+    gpu = whole.compiled.gpu
+    assert gpu is not None
+    return [whole, _compiled(name, say, compile_with, Budget(saved_bytes=gpu.budget_bytes))]
 
 
 def with_and_without_recompute(
     what: str, say: Callable[[str], None], compile_with: Callable[..., Report]
 ) -> list[Report]:
     """Compiles twice, ``recompute=None`` and ``"full"``, and says what each took."""
-    reports = []
-    for recompute in (None, "full"):
+    return [_compiled(what, say, compile_with, recompute) for recompute in (None, "full")]
+
+
+def _compiled(
+    what: str, say: Callable[[str], None], compile_with: Callable[..., Report], recompute: Policy
+) -> Report:
+    if isinstance(recompute, Budget):
+        policy = f"recompute what does not fit into {(recompute.saved_bytes or 0) / GIB:.1f} GiB"
+    else:
         policy = "recompute nothing" if recompute is None else "recompute each block"
-        say(f"compiling {what} on {torch.get_num_threads()} threads, {policy} ...")
-        reports.append(compile_with(recompute=recompute))
-        say(str(reports[-1]))
-    return reports
+    say(f"compiling {what} on {torch.get_num_threads()} threads, {policy} ...")
+    report = compile_with(recompute=recompute)
+    say(str(report))
+    return report
 
 
 def reports_to_json(reports: Sequence[Any]) -> str:

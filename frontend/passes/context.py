@@ -5,11 +5,14 @@ from __future__ import annotations
 import platform
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from ...autodiff.derivative import Differentiator
 from ...backend.cache.results import CompileCache
+from ...backend.gpu.targets import ALIGNMENT_BYTES
+from ...backend.gpu.triton_kernel import Place
 from ...backend.kernels.lower import (
     Backend,
     Kernel,
@@ -50,10 +53,11 @@ class Context:
 
     def __init__(self, options: Options) -> None:
         self.options = options
-        self.backend: Backend = backend_named(options.backend)
-        found = CompileCache.of_user(options.backend) if options.cache == "disk" else None
+        self.backend: Backend = backend_named(options.backend, options.target)
+        is_kept = options.cache == "disk" and options.target is None
+        found = CompileCache.of_user(options.backend) if is_kept else None
         self._cache = found or CompileCache(None, options.backend)
-        self.tools = Tools(self._cache.plan, self._cache.native)
+        self.tools = self._tools()
         self.differentiator = Differentiator(self.backend.recipe, self._cache.derivative)
         self.recompute = Recompute(self.differentiator, options.recompute, options.backend)
         self.kernels: dict[Leaf, Kernel] = {}
@@ -62,6 +66,12 @@ class Context:
         self._leaves: dict[Any, Leaf] = {}
         self._decomposed: dict[Leaf, Leaf] = {}
         self._estimates = Estimates(fuses=options.backend == "inductor")
+
+    def _tools(self) -> Tools:
+        tools = Tools(self._cache.plan, self._cache.native)
+        if self.options.target is None:
+            return tools
+        return replace(tools, alignment=ALIGNMENT_BYTES, place=Place(missing=self.options.target))
 
     def report(self, *, train: bool) -> CompileReport:
         """Returns the report of a compile that is about to begin."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from ...autodiff.derivative import Derivative
+from ...backend.kernels.lower import GpuBackend
 from ...backend.launches.kernel_list import KernelList
 from ...backend.link.lay_out import lay_out, least_bytes
 from ...backend.link.link import FlatProgram, link
@@ -16,8 +18,10 @@ from ...backend.run.planned import PlannedProgram
 from ...backend.run.runtime import ClosureRuntime, PlannedRuntime
 from ...backend.run.unplanned_step import UnplannedStep, live_bytes
 from ...recompute.policy import Budget
+from ...reuse.errors import PlanError
 from ...reuse.ir.leaf import flat_types
 from ...reuse.ir.program import Leaf, ModelTensor, Program
+from ..records.gpu_record import gpu_record
 from ..requests import model_name
 from .parts import returned_of
 from .programs import StepCompilation
@@ -69,6 +73,25 @@ def plan_and_run_step(state: AnyStep) -> AnyStep:
 def linked(state: State) -> State:
     """Lays out the calls of each part."""
     return replace(state, flats={name: link(p) for name, p in state.programs.items()})
+
+
+def _has_target(state: Any) -> bool:
+    return state.context.options.target is not None
+
+
+@compile_pass("predict", "flat", wanted=_has_target)
+def describe_gpu(state: State) -> State:
+    """For a GPU that is not here: what a run will hold and take, by the plan and the roofline."""
+    runs, backend = state.runs, state.context.backend
+    program = runs.program if isinstance(runs, PlannedRuntime) else runs
+    if not isinstance(program, PlannedProgram):
+        why = state.report.unplanned
+        raise PlanError(f"A program for a GPU needs a memory plan, and there is none: {why}.")
+    assert isinstance(backend, GpuBackend)
+    calls = Counter(launch.leaf for flat in state.linked for launch in flat.launches)
+    lists = [(state.context.recorded[leaf], count) for leaf, count in calls.items()]
+    state.report.gpu = gpu_record(program, lists, backend)
+    return state
 
 
 def _launched(state: State) -> State:

@@ -10,6 +10,7 @@ from ...backend.kernels.lower import BackendName
 from ...recompute.summary import RecomputeRecord
 from ..capture.blocks import Reuse
 from ..capture.regions import SharingDecision
+from .gpu_record import GpuRecord
 from .made import Made
 
 _MAX_PATHS = 3  # that one line of parts names
@@ -106,6 +107,7 @@ class CompileRecord:
         cache: what came from the on-disk cache, and why a closure cannot be kept there.
         nothing_shared: what repeats although nothing is shared, and what to do; else empty.
         decisions: for each block instance, whether it shares, and if not, why.
+        gpu: what is known of a program for a GPU that is not here.
         made: what the compile made, for a page that draws it; no field, so that what lists the
             numbers does not list programs.
     """
@@ -140,6 +142,7 @@ class CompileRecord:
     closures: list[ClosureRecord] = field(default_factory=list)
     nothing_shared: str = ""
     decisions: list[SharingDecision] = field(default_factory=list)
+    gpu: GpuRecord | None = None
 
     def __post_init__(self) -> None:
         self.made: Made | None = None

@@ -1,0 +1,10 @@
+"""GPU programs, made with or without a GPU at hand.
+
+targets              what is known of each GPU that programs are compiled for
+triton_kernel        one Triton kernel, as text
+torch_gpu            adapter: what Inductor asks of a GPU, answered for one that is not here
+torch_triton         adapter: Triton kernels as machine code, and as something to launch
+roofline             how long a GPU will need at least
+moved_leaf           a leaf for another device than it was traced on
+torch_gpu_attention  adapter: which attention a GPU runs
+"""

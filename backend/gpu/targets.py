@@ -1,0 +1,123 @@
+"""What is known of each GPU that programs are compiled for: one small table, with its sources.
+
+The numbers are those of the SXM boards. Of the throughputs the dense ones are given: data sheets
+also print those with structured sparsity, which are twice as high.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ...reuse.errors import PlanError
+
+GIB = 2**30
+ALIGNMENT_BYTES = 256
+"""What the addresses of buffers on a GPU are multiples of: its wide loads and TMA need up to 128,
+and PyTorch's own allocator gives no less."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """A GPU that programs are compiled for.
+
+    Attributes:
+        name: as users write it.
+        board: the board that the numbers are of.
+        capability: its compute capability, major and minor.
+        num_multiprocessors: streaming multiprocessors.
+        memory_bytes: of its memory, as PyTorch reports it.
+        bandwidth_bytes_per_s: of its memory.
+        half_flops_per_s: operations per second of matrix products in float16 and bfloat16.
+        single_flops_per_s: the same in float32.
+        tf32_flops_per_s: the same in float32 where a user allows products to be less exact.
+        shared_memory_bytes: most that one block may ask for.
+        l2_bytes: its second-level cache.
+        workspace_bytes: what PyTorch gives cuBLAS to work in, for each stream.
+        source: where the numbers are from.
+    """
+
+    name: str
+    board: str
+    capability: tuple[int, int]
+    num_multiprocessors: int
+    memory_bytes: int
+    bandwidth_bytes_per_s: float
+    half_flops_per_s: float
+    single_flops_per_s: float
+    tf32_flops_per_s: float
+    shared_memory_bytes: int
+    l2_bytes: int
+    workspace_bytes: int
+    source: str
+
+    @property
+    def device(self) -> torch.device:
+        """The device that its programs run on."""
+        return torch.device("cuda", 0)
+
+
+TARGETS = (
+    Target(
+        name="cuda:sm_80",
+        board="NVIDIA A100 SXM 80GB",
+        capability=(8, 0),
+        num_multiprocessors=108,
+        memory_bytes=80 * GIB,
+        bandwidth_bytes_per_s=2.039e12,
+        half_flops_per_s=312e12,
+        single_flops_per_s=19.5e12,
+        tf32_flops_per_s=156e12,
+        shared_memory_bytes=166912,
+        l2_bytes=40 * 2**20,
+        workspace_bytes=8519680,
+        source="NVIDIA A100 Tensor Core GPU data sheet, June 2021",
+    ),
+    Target(
+        name="cuda:sm_90",
+        board="NVIDIA H100 SXM",
+        capability=(9, 0),
+        num_multiprocessors=132,
+        memory_bytes=80 * GIB,
+        bandwidth_bytes_per_s=3.35e12,
+        half_flops_per_s=989.4e12,
+        single_flops_per_s=66.9e12,
+        tf32_flops_per_s=494.7e12,
+        shared_memory_bytes=232448,
+        l2_bytes=50 * 2**20,
+        workspace_bytes=32 * 2**20,
+        source="NVIDIA H100 Tensor Core GPU Architecture white paper, table 2",
+    ),
+    Target(
+        name="cuda:sm_100",
+        board="NVIDIA B200 SXM",
+        capability=(10, 0),
+        num_multiprocessors=148,
+        memory_bytes=180 * GIB,
+        bandwidth_bytes_per_s=8e12,
+        half_flops_per_s=2250e12,
+        single_flops_per_s=75e12,
+        tf32_flops_per_s=1125e12,
+        shared_memory_bytes=232448,
+        l2_bytes=126 * 2**20,
+        workspace_bytes=32 * 2**20,
+        source="NVIDIA DGX B200 data sheet, per GPU",
+    ),
+)
+
+
+def target_named(name: str) -> Target:
+    """Returns a target by its name.
+
+    Raises:
+        PlanError: if there is none of this name.
+    """
+    for target in TARGETS:
+        if target.name == name:
+            return target
+    names = ", ".join(target.name for target in TARGETS)
+    raise PlanError(
+        f"target={name!r} is unknown; there are {names}. Without a target a model is compiled for "
+        "the device that its parameters are on."
+    )

@@ -1,0 +1,145 @@
+"""Adapter: what PyTorch, Inductor and Triton ask of a GPU, answered for one that is not here.
+
+Inductor writes Triton kernels from a few facts of the device. Within :func:`gpu_described` those
+come from the table of targets, and a kernel that Inductor would have compiled becomes text.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch.utils import _triton
+
+from ...reuse.errors import PlanError
+from ..launches.torch_native import built_library
+from .targets import Target
+from .triton_kernel import TritonKernel
+
+_NUM_REGISTERS = 65536
+_NUM_THREADS = 2048
+_NUM_THREADS_OF_A_BLOCK = 1024
+_WARP = 32
+
+
+@contextmanager
+def gpu_described(target: Target) -> Iterator[None]:
+    """Answers for a GPU within it; nothing can run on that.
+
+    Raises:
+        PlanError: if Triton is not installed.
+    """
+    check_triton()
+    _fake_tensors_on_cuda()
+    from torch._inductor.runtime.hints import DeviceProperties
+
+    facts = _device_properties(target)
+    with ExitStack() as stack:
+        for name, answer in _answers(target).items():
+            stack.enter_context(mock.patch.object(torch.cuda, name, answer))
+        described = classmethod(lambda cls, device: facts)
+        stack.enter_context(mock.patch.object(DeviceProperties, "create", described))
+        # Inductor puts into each kernel what would compile it; there is no driver to ask.
+        hashed = mock.patch.object(_triton, "triton_hash_with_backend", lambda: target.name)
+        stack.enter_context(hashed)
+        # Generated code imports it; a PyTorch without CUDA does not have it.
+        stream = mock.patch.object(torch._C, "_cuda_getCurrentRawStream", _no_stream, create=True)
+        stack.enter_context(stream)
+        yield
+
+
+@contextmanager
+def kernels_as_text() -> Iterator[None]:
+    """Lets Inductor's generated code hold the texts of its Triton kernels in place of kernels."""
+    from torch._inductor.async_compile import AsyncCompile
+
+    def text(
+        self: Any, kernel_name: str, source_code: str, *args: Any, **kwargs: Any
+    ) -> TritonKernel:
+        return TritonKernel(kernel_name, source_code)
+
+    with mock.patch.object(AsyncCompile, "triton", text):
+        yield
+
+
+@functools.cache
+def _fake_tensors_on_cuda() -> None:
+    """Lets a PyTorch without CUDA run every operator on fake tensors of it, for good."""
+    if torch.version.cuda is None:
+        file = Path(__file__).with_name("native_device_guard.cpp")
+        built_library(file.read_text(), [file], ["c10"])
+
+
+def check_triton() -> None:
+    """Raises PlanError if Triton is not installed."""
+    if not _triton.has_triton_package():
+        raise PlanError(
+            "Programs for a GPU need Triton, which this PyTorch came without: pip install triton "
+            "(Linux)."
+        )
+
+
+def gpu_codegen_settings() -> dict[str, Any]:
+    """Returns the settings of Inductor that make its code a plain list of launches."""
+    return {"compile_threads": 1, "triton.autotune_at_compile_time": False}
+
+
+def _answers(target: Target) -> dict[str, Callable[..., Any]]:
+    """What functions of ``torch.cuda`` return."""
+    properties = types.SimpleNamespace(
+        name=target.board,
+        major=target.capability[0],
+        minor=target.capability[1],
+        multi_processor_count=target.num_multiprocessors,
+        max_threads_per_multi_processor=_NUM_THREADS,
+        max_threads_per_block=_NUM_THREADS_OF_A_BLOCK,
+        regs_per_multiprocessor=_NUM_REGISTERS,
+        warp_size=_WARP,
+        total_memory=target.memory_bytes,
+        shared_memory_per_block=48 * 1024,
+        shared_memory_per_block_optin=target.shared_memory_bytes,
+        L2_cache_size=target.l2_bytes,
+        gcnArchName="",
+    )
+    state = torch.zeros(16, dtype=torch.uint8, device="cpu")
+    return {
+        "get_device_properties": lambda device=None: properties,
+        "get_device_capability": lambda device=None: target.capability,
+        "is_available": lambda: True,
+        "current_device": lambda: 0,
+        "device_count": lambda: 1,
+        "synchronize": lambda device=None: None,
+        "set_device": lambda device: None,
+        "_exchange_device": lambda device: 0,
+        "_maybe_exchange_device": lambda device: 0,
+        "_lazy_init": lambda: None,
+        "get_rng_state": lambda device="cuda": state,
+        "set_rng_state": lambda state, device="cuda": None,
+    }
+
+
+def _device_properties(target: Target) -> Any:
+    from torch._inductor.runtime.hints import DeviceProperties
+
+    known = {
+        "type": "cuda",
+        "index": 0,
+        "multi_processor_count": target.num_multiprocessors,
+        "cc": target.capability[0] * 10 + target.capability[1],
+        "major": target.capability[0],
+        "regs_per_multiprocessor": _NUM_REGISTERS,
+        "max_threads_per_multi_processor": _NUM_THREADS,
+        "max_threads_per_block": _NUM_THREADS_OF_A_BLOCK,
+        "warp_size": _WARP,
+    }
+    return DeviceProperties(**{name: known[name] for name in DeviceProperties._fields})
+
+
+def _no_stream(device: int) -> int:
+    return 0

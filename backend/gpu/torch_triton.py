@@ -1,0 +1,98 @@
+"""Adapter: Triton kernels as machine code, and as something to launch."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+
+from ...reuse.errors import PlanError
+from .triton_kernel import TritonKernel
+
+
+@dataclass(frozen=True)
+class MachineCode:
+    """What Triton's compiler made of a kernel.
+
+    Attributes:
+        num_bytes: of the code.
+        shared_memory_bytes: that one block of threads takes.
+        num_warps: that one block has.
+    """
+
+    num_bytes: int
+    shared_memory_bytes: int
+    num_warps: int
+
+
+def is_interpreting() -> bool:
+    """Whether this process interprets kernels; Triton's compiler is off then."""
+    return os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+
+def machine_code(kernels: Iterable[TritonKernel]) -> dict[str, MachineCode]:
+    """Compiles each different kernel for the GPU that it was written for, several at a time.
+
+    A kernel that Triton has compiled before comes from its cache on disk. Of several ways to launch
+    one, the first of Inductor's is compiled: to choose among them takes the device.
+
+    Returns:
+        What was made, by the kernels' contents.
+
+    Raises:
+        PlanError: if Triton cannot compile one.
+    """
+    different = {kernel.content: kernel for kernel in kernels}
+    with _compiling_without_driver(), ThreadPoolExecutor(os.cpu_count()) as pool:
+        return dict(zip(different, pool.map(_compiled, different.values()), strict=True))
+
+
+@contextmanager
+def _compiling_without_driver() -> Iterator[None]:
+    """Keeps Triton and Inductor from asking the driver for a GPU."""
+    from torch._inductor.runtime import triton_helpers, triton_heuristics
+
+    static = triton_heuristics.StaticTritonCompileResult
+    with ExitStack() as stack:
+        no_driver = mock.patch.object(triton_helpers, "set_driver_to_gpu", _nothing)
+        stack.enter_context(no_driver)
+        # Its launcher is loaded onto the device, and keeps no machine code.
+        stack.enter_context(mock.patch.object(static, "can_statically_launch", _nothing))
+        yield
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    return None
+
+
+def _compiled(kernel: TritonKernel) -> MachineCode:
+    tuner = _autotuner(kernel)
+    try:
+        made = tuner._precompile_config(tuner.configs[0]).kernel
+    except Exception as error:
+        raise PlanError(f"Triton cannot compile {kernel.name}: {error}") from error
+    return MachineCode(len(made.asm["cubin"]), made.metadata.shared, made.metadata.num_warps)
+
+
+def _autotuner(kernel: TritonKernel) -> Any:
+    from torch._inductor.codecache import PyCodeCache
+
+    return getattr(PyCodeCache.load(kernel.source), kernel.name)
+
+
+def launcher_of(kernel: TritonKernel) -> Callable[..., None]:
+    """Returns what launches a kernel on the present CUDA stream. Its first launch tunes it."""
+    tuner = _autotuner(kernel)
+    stream_of = torch._C._cuda_getCurrentRawStream  # type: ignore[attr-defined]
+    device = torch.cuda.current_device()
+
+    def launch(*args: Any) -> None:
+        tuner.run(*args, stream=stream_of(device))
+
+    return launch

@@ -1,0 +1,157 @@
+"""Runs in a process of its own, with TRITON_INTERPRET=1: GPU programs on CPU memory, beside eager.
+
+Prints a line of JSON for each case: the largest relative errors, and the arena's ratio.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import triton_on_cpu
+from hugging_face import VOCABULARY
+from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+import lazyinline
+from lazyinline import lazy_inline
+from lazyinline.backend.arena.proof import check_no_overlap
+from lazyinline.backend.run.planned import PlannedProgram
+from lazyinline.frontend.measure import models
+
+TARGET = "cuda:sm_90"
+SMALL = {"hidden": 32, "num_heads": 2, "vocab": VOCABULARY, "seq": 16, "batch": 2}
+Made = tuple[nn.Module, dict[str, torch.Tensor]]
+
+
+def own_decoder() -> Made:
+    model, (ids, targets) = models.llama(2, **SMALL)
+    return model, {"ids_BT": ids, "targets_BT": targets}
+
+
+def llama() -> Made:
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
+    return LlamaForCausalLM(config), tokens()
+
+
+def gpt2(dropout: float) -> Callable[[], Made]:
+    def make() -> Made:
+        rates = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), dropout)
+        config = GPT2Config(
+            vocab_size=VOCABULARY, n_embd=64, n_layer=2, n_head=4, n_positions=32, **rates
+        )
+        return GPT2LMHeadModel(config), tokens()
+
+    return make
+
+
+def tokens() -> dict[str, torch.Tensor]:
+    ids = torch.randint(VOCABULARY, (2, 16), generator=torch.Generator().manual_seed(0))
+    return {"input_ids": ids, "labels": ids}
+
+
+CASES: dict[str, Callable[[], Made]] = {
+    "own decoder": own_decoder,
+    "llama": llama,
+    "gpt2": gpt2(0.0),
+    "gpt2 with dropout": gpt2(0.1),
+}
+
+
+def main() -> None:
+    lazy_inline(models.DecoderBlock)
+    library = triton_on_cpu.with_operators_of_a_gpu()
+    for name, make in CASES.items():
+        torch.manual_seed(0)
+        model, kwargs = make()
+        begin = time.process_time()
+        for how, run in (("training", trained), ("inference", inferred)):
+            print(json.dumps({"case": name, "how": how, **run(model, kwargs)}), flush=True)
+        print(f"{name}: {time.process_time() - begin:.1f} CPU-s", flush=True)
+    del library
+
+
+def trained(model: nn.Module, kwargs: dict[str, torch.Tensor]) -> dict[str, float]:
+    """Two steps of both, with an update between."""
+    model, reference = copy.deepcopy(model).train(), copy.deepcopy(model).train()
+    step = lazyinline.compile_step(model, target=TARGET)
+    program = compiled_for_nothing(
+        lambda: step(**kwargs), lambda: step._entries.first._compiled.runner
+    )
+    errors = []
+    for seed in range(2):
+        triton_on_cpu.GENERATOR.manual_seed(seed)
+        loss = step(**kwargs)
+        triton_on_cpu.GENERATOR.manual_seed(seed)
+        reference.zero_grad()
+        with triton_on_cpu.AsOnAGpu():
+            expected = loss_of(reference(**kwargs))
+        expected.backward()
+        pairs = zip(model.parameters(), reference.parameters(), strict=True)
+        errors.append(error(loss, expected.detach()))
+        errors += [error(p.grad, q.grad) for p, q in pairs]
+        with torch.no_grad():
+            for parameter in (*model.parameters(), *reference.parameters()):
+                parameter -= 0.1 * parameter.grad
+    return {"error": max(errors), **memory(program)}
+
+
+def inferred(model: nn.Module, kwargs: dict[str, torch.Tensor]) -> dict[str, float]:
+    model.eval()
+    compiled = lazyinline.compile(model, target=TARGET)
+    with torch.no_grad():
+        program = compiled_for_nothing(
+            lambda: compiled(**kwargs),
+            lambda: compiled.__dict__["_lazyinline_calls"].entries.first._compiled.runtime.program,
+        )
+        found, expected = loss_of(compiled(**kwargs)), loss_of(model(**kwargs))
+    return {"error": error(found, expected), **memory(program)}
+
+
+def compiled_for_nothing(
+    call: Callable[[], Any], made: Callable[[], PlannedProgram]
+) -> PlannedProgram:
+    """Compiles, which ends in an error, for the GPU is not here; then has it run on CPU memory."""
+    try:
+        call()
+    except lazyinline.PlanError as refused:
+        assert TARGET in str(refused), refused
+    else:
+        raise AssertionError("a program for a GPU ran without one")
+    program = made()
+    program.move_to(triton_on_cpu.ON_CPU_MEMORY)
+    return program
+
+
+def memory(program: PlannedProgram) -> dict[str, float]:
+    placed = [i for i, b in enumerate(program.layout.instances) if b.kind == "arena"]
+    columns = [
+        (b.birth, b.death, program.offsets[i], b.num_bytes)
+        for i, b in ((i, program.layout.instances[i]) for i in placed)
+    ]
+    check_no_overlap(*zip(*columns, strict=True))
+    assert all(program.offsets[i] % 256 == 0 for i in placed)
+    return {"arena": program.plan.ratio, "launches": program.num_launches}
+
+
+def loss_of(output: Any) -> torch.Tensor:
+    return output if isinstance(output, torch.Tensor) else output.loss
+
+
+def error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return ((found - expected).norm() / expected.norm().clamp(min=1e-30)).item()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,171 @@
+"""Programs for a GPU that is not here: compiled, planned, and run on CPU memory by interpreters."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from conftest import ROOT
+from torch import nn
+
+import lazyinline
+from lazyinline.backend.gpu.targets import TARGETS
+from lazyinline.frontend.measure import models
+from lazyinline.frontend.measure.large_models import compile_large
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="Triton is not installed"
+)
+SMALL = {"hidden": 32, "num_heads": 2, "vocab": 67, "seq": 16, "batch": 2}
+
+
+@pytest.fixture(scope="module")
+def cases(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[tuple[str, str], Any]]:
+    """All cases by one process: Triton is told to interpret before it is imported."""
+    variables = {
+        "TRITON_INTERPRET": "1",
+        "PYTHONPATH": os.pathsep.join([str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]),
+        "LAZYINLINE_CACHE_DIR": str(tmp_path_factory.mktemp("cache")),
+    }
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "tests" / "gpu_cases.py")],
+        env={**os.environ, **variables},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    yield {(one["case"], one["how"]): one for one in found}
+
+
+@pytest.mark.parametrize("how", ["training", "inference"])
+@pytest.mark.parametrize("case", ["own decoder", "llama", "gpt2", "gpt2 with dropout"])
+def test_a_gpu_program_on_cpu_memory_equals_eager(cases: Any, case: str, how: str) -> None:
+    """Two steps with an update between: loss and gradients; with dropout, a GPU's masks."""
+    found = cases[case, how]
+    assert found["error"] < 1e-5
+    assert found["arena"] <= 1.01
+
+
+def small_step(**options: Any) -> tuple[lazyinline.TrainingStep, tuple[Any, ...]]:
+    lazyinline.lazy_inline(models.DecoderBlock)
+    model, args = models.llama(2, **SMALL)
+    return lazyinline.compile_step(model, **options), args
+
+
+def compiled_for_nothing(step: Any, *args: Any) -> lazyinline.CompileReport:
+    with pytest.raises(lazyinline.PlanError, match="which is not here, so nothing was run"):
+        step(*args)
+    report = lazyinline.last_report(step)
+    assert report is not None
+    return report
+
+
+@pytest.mark.parametrize("target", [target.name for target in TARGETS])
+def test_every_kernel_becomes_machine_code_of_the_target(target: str) -> None:
+    step, args = small_step(target=target)
+    gpu = compiled_for_nothing(step, *args).gpu
+    assert gpu is not None
+    assert gpu.num_built == gpu.num_kernels > 10
+    assert gpu.code_bytes > 1000 * gpu.num_kernels
+    assert gpu.fits
+    assert f"for {target}" in str(step.last_report)
+
+
+def test_a_block_launches_what_the_whole_model_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counted for one more layer: at most one launch more than when all is inlined first."""
+    from lazyinline.backend.kernels import lower
+
+    # Launches are counted: that takes no machine code.
+    monkeypatch.setattr(lower, "is_interpreting", lambda: True)
+
+    @functools.cache
+    def launches(layers: int, reuse: str) -> int:
+        lazyinline.lazy_inline(models.DecoderBlock)
+        model, args = models.llama(layers, **SMALL)
+        step = lazyinline.compile_step(model, target="cuda:sm_90", reuse=reuse)
+        return compiled_for_nothing(step, *args).num_launches
+
+    late, early = (launches(3, reuse) - launches(2, reuse) for reuse in ("auto", "off"))
+    assert late <= early + 1
+
+
+def test_a_large_model_is_compiled_for_a_gpu_as_fast_as_for_a_cpu() -> None:
+    report = compile_large("llama-13b", target="cuda:sm_90", layers=3, micro_batches=2)
+    gpu = report.compiled.gpu
+    assert gpu is not None
+    assert gpu.num_built == gpu.num_kernels
+    assert report.num_nodes < 700
+    # More micro-batches hold more, and launch more of the same kernels.
+    more = compile_large("llama-13b", target="cuda:sm_90", layers=3, micro_batches=4)
+    assert more.compiled.gpu is not None
+    assert more.compiled.gpu.num_kernels == gpu.num_kernels
+    assert more.compiled.gpu.peak_bytes > gpu.peak_bytes
+
+
+def test_the_memory_of_a_gpu_program_is_in_its_report() -> None:
+    step, args = small_step(target="cuda:sm_90")
+    report = compiled_for_nothing(step, *args)
+    gpu, model = report.gpu, models.llama(2, **SMALL)[0]
+    assert gpu is not None
+    held = [*model.parameters(), *model.buffers(), *args]
+    # The seed of the backward, and places of 256 bytes.
+    given = sum(t.numel() * t.element_size() for t in held)
+    assert given <= gpu.given_bytes <= given + 64
+    assert gpu.arena_bytes == report.peak_bytes
+    assert report.peak_bytes % 256 == 0
+    assert gpu.peak_bytes >= gpu.given_bytes + gpu.arena_bytes + gpu.outside_bytes
+    assert any("attention" in name for name in gpu.allocating)
+
+
+def test_mixed_precision_is_planned_in_its_own_types() -> None:
+    lazyinline.lazy_inline(models.DecoderBlock)
+    found = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        model, args = models.llama(2, **SMALL)
+        step = lazyinline.compile_step(model.to(dtype), target="cuda:sm_90")
+        found[dtype] = compiled_for_nothing(step, *args).gpu
+    single, half = found.values()
+    assert half.arena_bytes < 0.7 * single.arena_bytes
+    assert any("flash" in name for name in half.allocating), "which takes half precision only"
+    assert not any("flash" in name for name in single.allocating)
+
+
+def test_what_a_target_cannot_be_is_told() -> None:
+    model = nn.Linear(4, 4)
+    with pytest.raises(lazyinline.PlanError, match="there are cuda:sm_80, cuda:sm_90, cuda:sm_100"):
+        lazyinline.compile(model, target="cuda:sm_70")
+    with pytest.raises(lazyinline.PlanError, match="needs backend='inductor'"):
+        lazyinline.compile(model, target="cuda:sm_90", backend="eager")
+
+
+def test_a_kernel_is_not_handed_a_view_that_it_was_not_compiled_for() -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(6, 6)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.tanh(self.linear(x) * x.sigmoid()) + x.exp()
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(Block() for _ in range(2))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            wide = torch.tanh(x)
+            return self.blocks[1](self.blocks[0](wide[1:]))
+
+    compiled = lazyinline.compile(Net().eval(), target="cuda:sm_90")
+    with pytest.raises(lazyinline.PlanError, match=r"begins at byte 24 .* \.contiguous\(\)"):
+        compiled(torch.randn(3, 6))
