@@ -361,17 +361,14 @@ class Reader(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.embed = nn.Embedding(50, 8)
-        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+        self.embed, self.inner = nn.Embedding(50, 8), nn.Linear(8, 8)
         self.register_buffer("calls", torch.zeros(()))
 
     def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
         self.calls.add_(1)
         h = self.embed(ids)
-        for layer in self.layers:
-            past = h.cumsum(1) / torch.arange(1, 1 + ids.shape[1])[:, None]
-            h = h + layer(past).tanh()
-        logits = h @ self.embed.weight.T
+        past = h.cumsum(1) / torch.arange(1, 1 + ids.shape[1])[:, None]
+        logits = self.inner(past).tanh() @ self.embed.weight.T
         return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
