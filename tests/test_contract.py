@@ -1981,6 +1981,7 @@ def test_a_transform_of_torch_func_shows_in_the_homes_of_operators(*_: Any) -> N
 
 
 @contract(
+    "torch._inductor.utils",
     "torch.utils._triton",
     "torch.utils._triton.has_triton_package",
     "torch._inductor.runtime.hints.DeviceProperties",
@@ -1988,9 +1989,10 @@ def test_a_transform_of_torch_func_shows_in_the_homes_of_operators(*_: Any) -> N
     "torch._C",
 )
 def test_inductor_asks_these_facts_of_a_gpu(
-    triton: Any, has_package: Any, properties: Any, fields: Any, _: Any
+    utilities: Any, triton: Any, has_package: Any, properties: Any, fields: Any, _: Any
 ) -> None:
     assert callable(triton.triton_hash_with_backend)
+    assert any(hasattr(value, "cache_clear") for value in vars(utilities).values())
     assert isinstance(has_package(), bool)
     assert callable(properties.create)
     for target in TARGETS:
@@ -2004,10 +2006,12 @@ def test_inductor_asks_these_facts_of_a_gpu(
 def test_answers_for_a_gpu_end_with_their_context() -> None:
     if not resolve("torch.utils._triton.has_triton_package")():
         return
-    before = torch.cuda.is_available(), torch.cuda.device_count()
+    has_triton = resolve("torch.utils._triton.has_triton")
+    before = torch.cuda.is_available(), torch.cuda.device_count(), has_triton()
     with gpu_described(TARGETS[0]):
+        assert has_triton(), "it remembers its answer"
         assert torch.cuda.get_device_properties(0).total_memory == TARGETS[0].memory_bytes
-    assert (torch.cuda.is_available(), torch.cuda.device_count()) == before
+    assert (torch.cuda.is_available(), torch.cuda.device_count(), has_triton()) == before
 
 
 @contract(

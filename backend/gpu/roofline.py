@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils.flop_counter import flop_registry
 
 from ...reuse.torch_names import matmul_precision
 from ..launches.kernel_list import KernelList, Launch, View
@@ -105,6 +104,8 @@ def _rate(dtype: torch.dtype, target: Target) -> float:
 
 
 def _flops_of(launch: Launch) -> int:
+    from torch.utils.flop_counter import flop_registry  # it imports Triton
+
     function = launch.function
     operator = _PRODUCTS.get(function, function)
     formula = flop_registry.get(getattr(operator, "overloadpacket", operator))

@@ -40,7 +40,9 @@ def gpu_described(target: Target) -> Iterator[None]:
     from torch._inductor.runtime.hints import DeviceProperties
 
     facts = _device_properties(target)
+    _forget_gpus()
     with ExitStack() as stack:
+        stack.callback(_forget_gpus)
         for name, answer in _answers(target).items():
             stack.enter_context(mock.patch.object(torch.cuda, name, answer))
         described = classmethod(lambda cls, device: facts)
@@ -66,6 +68,16 @@ def kernels_as_text() -> Iterator[None]:
 
     with mock.patch.object(AsyncCompile, "triton", text):
         yield
+
+
+def _forget_gpus() -> None:
+    """Lets PyTorch ask again what it remembers: whether there is a GPU, and which."""
+    from torch._inductor import utils
+
+    for module in (_triton, utils):
+        for value in list(vars(module).values()):
+            if clear := getattr(value, "cache_clear", None):
+                clear()
 
 
 @functools.cache
