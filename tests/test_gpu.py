@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import importlib.util
 import json
@@ -15,9 +16,13 @@ import pytest
 import torch
 from conftest import ROOT
 from torch import nn
+from torch._inductor.runtime import triton_heuristics
 
 import lazyinline
 from lazyinline.backend.gpu.targets import TARGETS
+from lazyinline.backend.gpu.torch_triton import triton_kernel
+from lazyinline.backend.gpu.triton_kernel import Place
+from lazyinline.backend.link.aligned import check_tensors_aligned
 from lazyinline.frontend.measure import models
 from lazyinline.frontend.measure.large_models import compile_large
 
@@ -169,3 +174,82 @@ def test_a_kernel_is_not_handed_a_view_that_it_was_not_compiled_for() -> None:
     compiled = lazyinline.compile(Net().eval(), target="cuda:sm_90")
     with pytest.raises(lazyinline.PlanError, match=r"begins at byte 24 .* \.contiguous\(\)"):
         compiled(torch.randn(3, 6))
+
+
+def test_parameters_that_a_gpu_cannot_load_are_named() -> None:
+    flat = torch.zeros(9)
+    check_tensors_aligned([flat, flat[4:]], ["weight", "bias"])
+    with pytest.raises(lazyinline.PlanError, match="bias begins at an address"):
+        check_tensors_aligned([flat, flat[1:]], ["weight", "bias"])
+
+
+def test_a_planned_step_is_captured_once_and_replayed() -> None:
+    """A graph stood in for by what runs the launches again: captured at the first step."""
+    lazyinline.lazy_inline(models.DecoderBlock)
+    model, args = models.llama(2, **SMALL)
+    reference = copy.deepcopy(model)
+    step = lazyinline.compile_step(model, backend="eager")
+    step(*args)
+    program = step._entries.first._compiled.runner
+    calls = []
+
+    def capture(run: Any, device: torch.device) -> Any:
+        calls.append("warm-up")
+        results = run()
+        return lambda: (calls.append("replay"), run()), results
+
+    program.move_to(Place(graphs="captured"))
+    program._capture = capture
+    step._entries.first.rest()
+    for _ in range(3):
+        loss = step(*args)
+        reference.zero_grad()
+        expected = reference(*args)
+        expected.backward()
+        torch.testing.assert_close(loss, expected.detach())
+        pairs = list(zip(model.parameters(), reference.parameters(), strict=True))
+        for parameter, other in pairs:
+            torch.testing.assert_close(parameter.grad, other.grad)
+        with torch.no_grad():
+            for parameter, other in pairs:
+                parameter -= 0.1 * parameter.grad
+                other -= 0.1 * other.grad
+    assert calls == ["warm-up", "replay", "replay", "replay"]
+    assert step.stats.why_no_graph == ""
+
+
+def test_a_step_that_cannot_be_captured_runs_its_launches_and_says_why() -> None:
+    step, args = small_step(backend="eager")
+    expected = step(*args).clone()
+    entry = step._entries.first
+    entry._compiled.runner.move_to(Place(graphs="captured"))
+
+    def capture(run: Any, device: torch.device) -> Any:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    entry._compiled.runner._capture = capture
+    entry.rest()
+    torch.testing.assert_close(step(*args), expected)
+    assert "not permitted" in step.stats.why_no_graph
+
+
+def test_kernels_of_a_gpu_that_is_here_are_launched_on_its_stream(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With a stand-in for Inductor's tuner, and for the stream."""
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 7, raising=False)
+    launched = []
+
+    class Tuner(triton_heuristics.CachingAutotuner):
+        def __init__(self) -> None:
+            """Nothing of Inductor's."""
+
+        def run(self, *args: Any, stream: int) -> None:
+            launched.append((args, stream))
+
+    kernel = triton_kernel(Tuner())
+    assert kernel is not None
+    tensor = torch.zeros(3)
+    kernel(tensor, 3)
+    assert launched == [((tensor, 3), 7)]
+    assert triton_kernel(len) is None

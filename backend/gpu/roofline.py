@@ -19,6 +19,7 @@ import torch
 from ...reuse.torch_names import matmul_precision
 from ..launches.kernel_list import KernelList, Launch, View
 from .targets import Target
+from .torch_triton import LoadedKernel
 from .triton_kernel import TritonKernel
 
 _LEAST_S = 2e-6  # from one launch in a CUDA graph to the next
@@ -92,7 +93,7 @@ def _of_launch(launch: Launch, target: Target) -> Prediction:
         flops,
         moved,
         1,
-        int(isinstance(launch.function, TritonKernel)),
+        int(isinstance(launch.function, (TritonKernel, LoadedKernel))),
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -86,13 +87,30 @@ def _autotuner(kernel: TritonKernel) -> Any:
     return getattr(PyCodeCache.load(kernel.source), kernel.name)
 
 
-def launcher_of(kernel: TritonKernel) -> Callable[..., None]:
-    """Returns what launches a kernel on the present CUDA stream. Its first launch tunes it."""
-    tuner = _autotuner(kernel)
-    stream_of = torch._C._cuda_getCurrentRawStream  # type: ignore[attr-defined]
-    device = torch.cuda.current_device()
+def triton_kernel(value: Any) -> Callable[..., None] | None:
+    """Returns what generated code launches, if it is a Triton kernel: text, or loaded already."""
+    if isinstance(value, TritonKernel):
+        return value
+    heuristics = sys.modules.get("torch._inductor.runtime.triton_heuristics")
+    if heuristics is not None and isinstance(value, heuristics.CachingAutotuner):
+        return LoadedKernel(value)
+    return None
 
-    def launch(*args: Any) -> None:
-        tuner.run(*args, stream=stream_of(device))
 
-    return launch
+class LoadedKernel:
+    """A Triton kernel on a GPU that is here, launched on the present stream.
+
+    Its first launch chooses among ways to launch it, as Inductor does.
+
+    Args:
+        tuner: Inductor's.
+    """
+
+    def __init__(self, tuner: Any) -> None:
+        self._tuner = tuner
+        self._stream_of = torch._C._cuda_getCurrentRawStream  # type: ignore[attr-defined]
+
+    def __call__(self, *args: Any) -> None:
+        """Launches it on the device of its first tensor."""
+        device = next(a for a in args if isinstance(a, torch.Tensor)).device
+        self._tuner.run(*args, stream=self._stream_of(device.index))

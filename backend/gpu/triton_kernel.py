@@ -44,11 +44,13 @@ class Place:
     Attributes:
         device: of the memory.
         load: makes GPU kernels something to launch.
+        graphs: whether a step is captured as one CUDA graph, or its launches run one by one.
         missing: the device that it is not, where a program only is compiled for that; or "".
     """
 
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     load: Loader = lambda kernel: kernel
+    graphs: Literal["captured", "none"] = "none"
     missing: str = ""
 
     @property

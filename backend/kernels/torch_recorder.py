@@ -22,7 +22,7 @@ from ...reuse.ir.leaf import flat_types
 from ...reuse.ir.program import Leaf
 from ...reuse.ir.types import TensorType, strides_that_matter
 from ...reuse.torch_names import is_lazy, memory_id
-from ..gpu.triton_kernel import TritonKernel
+from ..gpu.torch_triton import triton_kernel
 from ..launches.kernel_list import (
     BufferInfo,
     ClosureBuffer,
@@ -76,8 +76,8 @@ def record_wrapper(
             scope[name] = _ignore
         elif name.startswith("cpp_fused"):
             scope[name] = recorder.launching(name, kept(scope[name]), "addresses")
-        elif isinstance(scope[name], TritonKernel):
-            scope[name] = _Launched(scope[name], recorder)
+        elif (kernel := triton_kernel(scope[name])) is not None:
+            scope[name] = _Launched(name, kernel, recorder)
     scope["reinterpret_tensor"] = recorder.reinterpret
     scope["copy_if_misaligned"] = (
         _as_it_is  # what the plan places is aligned, and it checks the rest
@@ -126,8 +126,8 @@ def _no_stream(device: int) -> int:
 class _Launched:
     """Records ``triton_poi_fused_0.run(a, b, 128, stream=s)``."""
 
-    def __init__(self, kernel: TritonKernel, recorder: _Recorder) -> None:
-        self._launch = recorder.launching(kernel.name, kernel, "addresses")
+    def __init__(self, name: str, kernel: Callable[..., None], recorder: _Recorder) -> None:
+        self._launch = recorder.launching(name, kernel, "addresses")
 
     def run(self, *args: Any, stream: int) -> None:
         """Notes a launch."""

@@ -19,22 +19,29 @@ check_layout = torch._C._dynamo.guards.assert_size_stride
 
 
 def as_predicted(
-    result: Any, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype, operator: str
+    result: Any,
+    shape: Sequence[int],
+    stride: Sequence[int],
+    dtype: torch.dtype,
+    operator: str,
+    *,
+    device: torch.device,
 ) -> torch.Tensor:
     """Returns a result in the layout in which later launches read it.
 
     Raises:
         PlanError: if it holds something else than was predicted.
     """
-    predicted = TensorType(dtype, tuple(shape), tuple(stride), torch.device("cpu"))
+    predicted = TensorType(dtype, tuple(shape), tuple(stride), device)
     if not isinstance(result, torch.Tensor):
         found = f"a {type(result).__name__}"
-    elif (result.dtype, tuple(result.shape), result.device.type) != (dtype, tuple(shape), "cpu"):
+    elif (result.dtype, tuple(result.shape), result.device) != (dtype, tuple(shape), device):
         found = f"{TensorType.of(result)} on {result.device}"
     else:
         with torch.no_grad():
-            return torch.empty_strided(shape, stride, dtype=dtype, device="cpu").copy_(result)
+            return torch.empty_strided(shape, stride, dtype=dtype, device=device).copy_(result)
     raise PlanError(
-        f"The operator {operator} returned {found}, and its fake kernel says {predicted} on cpu. "
+        f"The operator {operator} returned {found}, and its fake kernel says {predicted} on "
+        f"{device}. "
         "Programs are laid out by the fake kernel: mend it (torch.library.register_fake)."
     )

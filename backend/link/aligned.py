@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import torch
+
 from ...reuse.errors import PlanError
+from ..gpu.torch_triton import LoadedKernel
 from ..gpu.triton_kernel import TritonKernel
 from ..launches.kernel_list import View
 from .layout import Layout, PlacedLaunch
@@ -19,8 +24,24 @@ def check_aligned(layout: Layout) -> None:
     """
     for part in layout.parts:
         for placed in part.launches:
-            if isinstance(placed.launch.function, TritonKernel):
+            if isinstance(placed.launch.function, (TritonKernel, LoadedKernel)):
                 _check(placed)
+
+
+def check_tensors_aligned(tensors: Sequence[torch.Tensor], names: Sequence[str]) -> None:
+    """Checks where the model's own tensors begin.
+
+    Raises:
+        PlanError: if one begins where GPU kernels cannot load it.
+    """
+    for index, tensor in enumerate(tensors):
+        if tensor.data_ptr() % WIDEST_LOAD_BYTES:
+            name = names[index] if index < len(names) and names[index] else "an input"
+            raise PlanError(
+                f"{name} begins at an address that is no multiple of {WIDEST_LOAD_BYTES} bytes, "
+                "which GPU kernels are compiled for: is it a view into another tensor? Give it "
+                "memory of its own: tensor.data = tensor.clone()."
+            )
 
 
 def _check(placed: PlacedLaunch) -> None:

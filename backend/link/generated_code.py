@@ -6,12 +6,15 @@ import ctypes
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 
+from ...reuse.torch_names import new_cpu_tensor
 from ..launches import native_ops, torch_native
 from ..launches.present_memory import no_address
+from ..launches.torch_results import as_predicted
 from .layout import Placed
 
 ARENA_SLOT = 0
@@ -72,6 +75,18 @@ def bind_native(
         "no_address": no_address,
         "fail": native_ops.fail,
     }
+
+
+def bind_device(device: torch.device) -> dict[str, Any]:
+    """Returns what makes tensors in a run, on the device that it runs on."""
+    new = new_cpu_tensor if device.type == "cpu" else partial(_new_tensor, device)
+    return {"new_tensor": new, "as_predicted": partial(as_predicted, device=device)}
+
+
+def _new_tensor(
+    device: torch.device, shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype
+) -> torch.Tensor:
+    return torch.empty_strided(shape, stride, dtype=dtype, device=device)
 
 
 def bind_arena(

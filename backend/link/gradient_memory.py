@@ -182,7 +182,7 @@ def overlay_of(
 def new_host(
     shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, num_bytes: int
 ) -> torch.Tensor:
-    """Makes a gradient in more memory than it needs."""
+    """Makes a gradient in more memory than it needs. Only programs on CPU have such."""
     memory = torch.empty(num_bytes // dtype.itemsize, dtype=dtype, device="cpu")
     return memory.as_strided(shape, stride)
 

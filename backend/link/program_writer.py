@@ -14,10 +14,9 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 
-from ...reuse.torch_names import new_cpu_tensor
 from ..launches.kernel_list import NativeOp, View
 from ..launches.torch_profiler import IF_IT_RUNS
-from ..launches.torch_results import as_predicted, check_layout
+from ..launches.torch_results import check_layout
 from .generated_code import ARENA_SLOT, GeneratedCode, view_of
 from .gradient_memory import Overlay, new_host
 from .layout import Layout, Part, Placed, PlacedLaunch
@@ -263,9 +262,11 @@ class CodeWriter:
 
     def _check(self, target: str, view: View, operator: str) -> None:
         """Writes what puts a result that a launch allocated into the layout that is read."""
-        check, fit = self._constant(check_layout), self._constant(as_predicted)
+        check = self._constant(check_layout)
         dtype = self._constant(view.dtype)
-        fitted = f"{target} = {fit}({target}, {view.shape}, {view.stride}, {dtype}, {operator!r})"
+        fitted = (
+            f"{target} = as_predicted({target}, {view.shape}, {view.stride}, {dtype}, {operator!r})"
+        )
         self._lines += [
             "  try:",
             f"    {check}({target}, {view.shape}, {view.stride})",
@@ -369,8 +370,7 @@ class CodeWriter:
         name, dtype = f"r{instance}", self._constant(base.dtype)
         num_bytes = self._overlay.hosts.get(instance, found.num_bytes)
         if num_bytes == found.num_bytes:
-            make = self._constant(new_cpu_tensor)
-            call = f"{make}({base.shape}, {base.stride}, {dtype})"
+            call = f"new_tensor({base.shape}, {base.stride}, {dtype})"
         else:
             make = self._constant(new_host)
             call = f"{make}({base.shape}, {base.stride}, {dtype}, {num_bytes})"

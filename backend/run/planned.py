@@ -24,8 +24,8 @@ from ..launches import torch_native
 from ..launches.kernel_list import KernelList
 from ..launches.present_memory import check_memory
 from ..launches.torch_profiler import PROFILER, begin_range, end_range
-from ..link.aligned import check_aligned
-from ..link.generated_code import GeneratedCode, bind_arena, bind_model, bind_native
+from ..link.aligned import check_aligned, check_tensors_aligned
+from ..link.generated_code import GeneratedCode, bind_arena, bind_device, bind_model, bind_native
 from ..link.gradient_memory import (
     copy_of_host,
     gradients_of,
@@ -35,6 +35,7 @@ from ..link.lay_out import Results, handed_on, lay_out, outside_bytes
 from ..link.link import FlatProgram
 from ..link.placement import TOOLS, Tools, planned, planned_overlaid
 from ..link.program_writer import CodeWriter, result_base
+from . import cuda_graph
 
 _MAX_IDLE_ARENAS = 4
 _NUM_SPELLS = 4
@@ -46,6 +47,8 @@ Runner = Callable[[list[Any]], list[Any]]
 
 class PlannedProgram:
     """One or two flat programs (a forward, and its backward) over one planned arena.
+
+    On a GPU a program of pinned results is one CUDA graph; ``why_no_graph`` says why it is not.
 
     Args:
         flats: the flat programs, in the order they run.
@@ -85,6 +88,9 @@ class PlannedProgram:
         found = found or planned(self.layout, tools)
         self.offsets, self.plan, self.arena_bytes, self.overlay = found
         self._tools = tools
+        self._results = results
+        self._capture: cuda_graph.Capture = cuda_graph.capture
+        self.why_no_graph = ""
         self._handed_on = handed_on(self.layout)
         handed = (*self._handed_on, *self.overlay.hosts)
         self._writers = [
@@ -114,11 +120,6 @@ class PlannedProgram:
     def native(self) -> torch_native.NativeLibrary | None:
         """The native library, if this program needs it anyway."""
         return self._tools.native() if any(code.words for code in self._codes) else None
-
-    @property
-    def why_no_graph(self) -> str:
-        """Nothing: a program on CPU needs no CUDA graph."""
-        return ""
 
     def inputs_of(self, part: int) -> list[int]:
         """Which inputs of a part its runner is given (the others are bound, or in the arena)."""
@@ -187,6 +188,8 @@ class PlannedProgram:
         with self._lock:
             if addresses != self._addresses:
                 check_memory(tensors, self._names)
+                if self._tools.place.device.type == "cuda":
+                    check_tensors_aligned(tensors, self._names)
                 self._addresses = addresses
                 self._pool.clear()
             lease = self._pool.pop() if self._pool else None
@@ -301,7 +304,34 @@ class PlannedProgram:
                 self._writers, self._codes, self._compiled, strict=True
             )
         ]
+        if self._tools.place.graphs == "captured" and self._results == "pinned":
+            runners = [self._as_graph(runner) for runner in runners]
         return Lease(arena, tuple(runners), held, list(map(_address_of, tensors)), None)
+
+    def _as_graph(self, runner: Runner) -> Runner:
+        """Returns what captures a part at its first run, and replays it then: all has its place."""
+        graph: list[Callable[[], list[Any]]] = []
+
+        def run(inputs: list[Any]) -> list[Any]:
+            if not graph:
+                graph.append(self._captured(runner))
+            return graph[0]()
+
+        return run
+
+    def _captured(self, runner: Runner) -> Callable[[], list[Any]]:
+        try:
+            replay, results = self._capture(lambda: runner([]), self._tools.place.device)
+        except RuntimeError as error:
+            self.why_no_graph = str(error)
+            return lambda: runner([])
+        self.why_no_graph = ""
+
+        def again() -> list[Any]:
+            replay()
+            return results
+
+        return again
 
 
 @dataclass(frozen=True)
@@ -320,6 +350,7 @@ class _Memory:
             name: load(value) if isinstance(value, TritonKernel) else value
             for name, value in code.constants.items()
         }
+        scope.update(bind_device(self.arena.device))
         scope.update(bind_arena(code.arena_views, self.arena, self.offsets))
         scope.update(bind_model(code.model_views, self.tensors))
         if code.words:

@@ -14,7 +14,7 @@ import torch
 from ...reuse.ir.leaf import without_autocast
 from ..launches.present_memory import check_memory
 from ..launches.torch_native import NativeLibrary
-from ..link.generated_code import bind_arena, bind_model, bind_native
+from ..link.generated_code import bind_arena, bind_device, bind_model, bind_native
 from ..link.part_layout import Box, view_of_box
 from .rank_plan import RankPlan
 
@@ -126,7 +126,7 @@ class RankProgram:
         assert arena is not None
         own = self._tensors_of[unit]
         tensors = {instance: self._tensors[own[i]] for instance, i in layout.fixed.items()}
-        scope: dict[str, Any] = dict(code.constants)
+        scope: dict[str, Any] = {**code.constants, **bind_device(arena.device)}
         scope.update(bind_arena(code.arena_views, arena, layout.offsets_from(number, starts)))
         scope.update(bind_model(code.model_views, tensors))
         if code.words:

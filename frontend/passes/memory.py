@@ -9,10 +9,13 @@ from functools import partial
 from typing import Any, TypeVar
 
 from ...autodiff.derivative import Derivative
+from ...backend.gpu.targets import ALIGNMENT_BYTES
+from ...backend.gpu.triton_kernel import Place
 from ...backend.kernels.lower import GpuBackend
 from ...backend.launches.kernel_list import KernelList
 from ...backend.link.lay_out import lay_out, least_bytes
 from ...backend.link.link import FlatProgram, link
+from ...backend.link.placement import Tools
 from ...backend.run.executable import Executable
 from ...backend.run.planned import PlannedProgram
 from ...backend.run.runtime import ClosureRuntime, PlannedRuntime
@@ -117,11 +120,23 @@ def step_hindrance(state: Compilation) -> Unplanned | None:
 
 
 def other_devices(flats: Sequence[FlatProgram]) -> Unplanned | None:
-    """Memory has one kind of address."""
-    devices = {t.device.type for flat in flats for t in flat.slot_types}
-    if devices <= {"cpu"}:
+    """Memory has one kind of address: the CPU's, or that of one GPU."""
+    devices = {t.device for flat in flats for t in flat.slot_types}
+    if len(devices) <= 1 and {device.type for device in devices} <= {"cpu", "cuda"}:
         return None
-    return Unplanned(f"memory is planned on cpu only, and the program uses {sorted(devices)}")
+    names = ", ".join(sorted(map(str, devices)))
+    return Unplanned(f"memory is planned on one device, and the program uses {names}")
+
+
+def tools_of(state: Compilation) -> Tools:
+    """Returns what places buffers and runs launches, on the device of a linked program."""
+    tools = state.context.tools
+    devices = {t.device for flat in state.linked for t in flat.slot_types}
+    gpu = next((device for device in devices if device.type == "cuda"), None)
+    if gpu is None:
+        return tools
+    place = Place(device=gpu, graphs="captured")  # never run on one by us: docs/gpu.md
+    return replace(tools, alignment=ALIGNMENT_BYTES, place=place)
 
 
 def _unrecordable(state: Compilation) -> Unplanned | None:
@@ -158,7 +173,7 @@ def plan_module(state: Compilation) -> PlannedProgram | Unplanned:
         list(own),
         num_returned,
         sources,
-        tools=state.context.tools,
+        tools=tools_of(state),
         gradients="apart" if has_budget else "overlaid",
         names=list(own.values()),
     )
@@ -205,7 +220,7 @@ def plan_step(state: StepCompilation) -> PlannedProgram | Unplanned:
         range(len(flat.inputs)),
         [len(flat.outputs)],
         results="pinned",
-        tools=state.context.tools,
+        tools=tools_of(state),
         names=[*own_copies, *(model_name(s.name) for s in state.step.model)],
     )
 
