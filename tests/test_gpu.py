@@ -25,6 +25,7 @@ from lazyinline.backend.gpu.triton_kernel import Place
 from lazyinline.backend.link.aligned import check_tensors_aligned
 from lazyinline.frontend.measure import models
 from lazyinline.frontend.measure.large_models import compile_large
+from lazyinline.frontend.measure.measure_page import large_page
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="Triton is not installed"
@@ -130,6 +131,21 @@ def test_the_memory_of_a_gpu_program_is_in_its_report() -> None:
     assert report.peak_bytes % 256 == 0
     assert gpu.peak_bytes >= gpu.given_bytes + gpu.arena_bytes + gpu.outside_bytes
     assert any("attention" in name for name in gpu.allocating)
+
+
+def test_a_page_shows_what_a_gpu_will_hold() -> None:
+    reports = [
+        compile_large("llama-13b", target="cuda:sm_90", layers=2, micro_batches=2, recompute=how)
+        for how in (None, "full")
+    ]
+    page = large_page(reports)
+    labels = [tile["label"] for tile in page["verdict"]["tiles"]]
+    assert "Memory on cuda:sm_90" in labels
+    assert "Memory on cuda:sm_90, recompute what does not fit" in labels
+    gpu = reports[0].compiled.gpu
+    rows = {row[0]: row[2:] for row in page["predicted"]["rows"]}
+    assert rows["time on cuda:sm_90, at least"] == [gpu.prediction.seconds, None]
+    assert rows["all memory on cuda:sm_90, parameters too"] == [gpu.peak_bytes, None]
 
 
 def test_mixed_precision_is_planned_in_its_own_types() -> None:

@@ -15,6 +15,7 @@ from ..page.compile_page import (
     node_tile,
     notes,
 )
+from ..page.gpu import gpu_tiles
 from ..page.passes import depth_section, passes_section
 from ..page.predicted import Row, predicted_section, recompute_rows
 from ..page.texts import ratio_range, seconds_text, times_less
@@ -67,9 +68,13 @@ def large_page(reports: Sequence[LargeReport]) -> PageData:
     Args:
         reports: the step without and with recompute; the first is drawn.
     """
-    first = reports[0]
-    sides = {way: report.compiled for way, report in zip(_WAYS, reports, strict=True)}
-    return compile_page(first.compiled, _large_title(first)) | {"passes": passes_section(sides)}
+    first, second = reports
+    on_gpu = second.compiled.gpu is not None
+    ways = (_WAYS[0], "recompute what does not fit") if on_gpu else _WAYS
+    sides = {way: report.compiled for way, report in zip(ways, reports, strict=True)}
+    page = compile_page(first.compiled, _large_title(first))
+    page["verdict"]["tiles"] += gpu_tiles(second.compiled.gpu, ways[1])
+    return page | {"passes": passes_section(sides)}
 
 
 def rank_page(reports: Sequence[RankReport]) -> PageData:

@@ -9,6 +9,7 @@ arena         the memory plan as a picture, of a program or of a rank of a pipel
 boxes         buffers over time and address, and fewer boxes where there are too many
 recompute     what is saved, what is computed again, what else could be
 pipeline      the schedule of a pipeline, memory per rank
+gpu           a program for a GPU that is not here
 predicted     what was predicted beside what was measured
 about         machine, versions, command
 texts         numbers as people read them

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from ..records.compile_record import CompileRecord, part_lines
 from .about import about
 from .arena import arena_section
+from .gpu import gpu_tiles
 from .passes import passes_section
 from .predicted import compile_rows, predicted_section
 from .program import program_section
@@ -143,4 +144,4 @@ def _tiles(record: CompileRecord) -> list[Tile]:
         tiles.append(
             {"label": "Saved for backward", "value": value, "note": note, "state": "plain"}
         )
-    return [tile for tile in tiles if tile is not None]
+    return [*(tile for tile in tiles if tile is not None), *gpu_tiles(record.gpu)]

@@ -33,6 +33,10 @@ def compile_rows(record: CompileRecord) -> Iterator[Row]:
     """Yields what a compile predicts; nothing of it was measured."""
     what = "memory held by a step" if record.train else "memory held by a run"
     yield what, "bytes", record.held_bytes, None
+    if record.gpu is not None:
+        name = record.gpu.target.name
+        yield f"all memory on {name}, parameters too", "bytes", record.gpu.peak_bytes, None
+        yield f"time on {name}, at least", "s", record.gpu.prediction.seconds, None
     yield from recompute_rows(record)
 
 
