@@ -80,7 +80,7 @@ def trained(net: nn.Module, run: Any, args: Sequence[Any]) -> list[Any]:
     """Runs a model or a step; returns what it gives and the gradients."""
     net.zero_grad()
     result = run(*args)
-    if not isinstance(run, lazyinline.TrainingStep):
+    if not isinstance(run, lazyinline.TrainingStep) and result.requires_grad:
         (result.sum() if not result.is_complex() else result.real.sum()).backward()
     return [result.detach().clone(), *(p.grad for p in net.parameters())]
 
@@ -341,12 +341,17 @@ HOSTILE: dict[str, Callable[..., Any]] = {
 }
 
 
-@pytest.mark.parametrize("use", HOSTILE.values(), ids=HOSTILE)
-def test_a_float_that_does_anything_else_gets_a_program_per_value(use: Any) -> None:
+# What a number decides it decides without a derivative too; these have one that uses it.
+DERIVED = ("custom function", "object in a custom function", "in place", "power", "where")
+
+
+@pytest.mark.parametrize("what", HOSTILE)
+def test_a_float_that_does_anything_else_gets_a_program_per_value(what: str) -> None:
     torch.manual_seed(0)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        net, calls = Small(use), [(torch.randn(4, 3), value) for value in FEW]
+        net, calls = Small(HOSTILE[what]), [(torch.randn(4, 3), value) for value in FEW]
+        net.requires_grad_(what in DERIVED)
         assert compare(net, "compile", "eager", calls) in (0, len(FEW))  # 0: it runs itself
     assert net.last is None or type(net.last) is float
 
@@ -355,6 +360,7 @@ def test_a_float_that_does_anything_else_gets_a_program_per_value(use: Any) -> N
     "dtype", [*(torch.float16, torch.bfloat16, torch.float64), torch.int64, torch.bool]
 )
 @pytest.mark.parametrize("scalar", ["vector", "0-d"])
+@torch.no_grad()
 def test_a_number_enters_each_dtype_with_the_bits_of_eager(dtype: torch.dtype, scalar: str) -> None:
     uses: list[Callable[..., Any]] = [
         lambda x, s, net: (s * net.other, net.other * (s * 0.3), net.other / s, s / net.other),
@@ -397,9 +403,6 @@ def test_a_forward_in_flight_keeps_its_number() -> None:
     (found,) = torch.autograd.grad(losses[1], [net.blocks[0].linear.weight])
     (expected,) = torch.autograd.grad(net(x, 0.1).sum(), [net.blocks[0].linear.weight])
     torch.testing.assert_close(found, expected)
-
-
-RECOMPUTED = [{"recompute": "full"}, {"recompute": "selective"}]
 
 
 class Averaging(nn.Module):
@@ -465,8 +468,16 @@ def as_it_runs(net: nn.Module, way: str, **options: Any) -> Any:
     return lazyinline.compile(net, backend="eager", **options)
 
 
-@pytest.mark.parametrize("way", ["compile", "step"])
-@pytest.mark.parametrize("options", [*RECOMPUTED, {"reuse": "auto"}, {"reuse": "off"}], ids=str)
+@pytest.mark.parametrize(
+    ("way", "options"),
+    [
+        ("compile", {"recompute": "selective"}),
+        ("compile", {"reuse": "off"}),
+        ("step", {"recompute": "full"}),
+        ("step", {"reuse": "auto"}),
+    ],
+    ids=str,
+)
 def test_numbers_are_inputs_with_every_option(way: str, options: Any) -> None:
     torch.manual_seed(0)
     net, x = Averaging(), torch.randn(4, 3)
@@ -502,8 +513,8 @@ def test_numbers_and_sizes_that_both_vary_give_the_bits_of_eager(dynamic: bool |
     torch.manual_seed(0)
     net = Averaging()
     ref, run = copy.deepcopy(net), as_it_runs(net, "compile", dynamic=dynamic)
-    xs = [torch.randn(size, 3) for size in (4, 5, 7)]
-    values = (0.5, 0.1, 0.3, -0.7)
+    xs = [torch.randn(size, 3) for size in ((4, 5) if dynamic is False else (4, 5, 7))]
+    values = (0.5, 0.1, -0.7)
     like_eager(run, net, ref, [(x, value) for value in values for x in xs])
 
 
@@ -535,7 +546,7 @@ def test_only_floats_are_taken_for_floats() -> None:
     net, x = Small(lambda x, s, net: x * s + (1 - s)), torch.randn(4, 3)
     run = as_it_runs(net, "compile")
     kinds: tuple[Callable[[float], Any], ...] = (float, int, bool, Derived, np.float64, np.float32)
-    for value in (2.0, 0.5, 1.0, 0.0, 0.3):
+    for value in (2.0, 0.5, 0.0):
         for kind in kinds:
             given = (x, kind(value))
             assert all(map(same, trained(net, run, given), trained(net, net, given))), given

@@ -4,7 +4,7 @@ import ctypes
 import os
 import pathlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -99,16 +99,18 @@ def test_kernels_are_right_with_more_threads_than_they_were_compiled_for() -> No
 # ---- indices ---------------------------------------------------------------------------------
 
 
-def picked(pick: Callable[[Tensor, Tensor], Tensor]) -> type[nn.Module]:
-    class Picking(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.rand(SHAPE))
+class Picking(nn.Module):
+    """Picks in several ways out of one weight, each by an index of its own."""
 
-        def forward(self, index: Tensor) -> Tensor:
-            return pick(self.weight.sin(), index).exp().sum()
+    def __init__(self, ways: Sequence[str]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(SHAPE))
+        self.picks = [PICKS[way] for way in ways]
 
-    return Picking
+    def forward(self, *indices: Tensor) -> Tensor:
+        sine = self.weight.sin()
+        picked = [pick(sine, index) for pick, index in zip(self.picks, indices, strict=True)]
+        return torch.stack([one.exp().sum() for one in picked]).sum()
 
 
 def rows(index: Tensor) -> Tensor:
@@ -141,30 +143,41 @@ PICKS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 STEPS = ("index", "cross_entropy")
+TOGETHER = 7  # ways to pick in one model: one compile for all
 
 
 def wrong_indices() -> None:
     torch.manual_seed(0)
+    ways = list(PICKS)
     wrong = []
-    for what, pick in PICKS.items():
-        model = picked(pick)()
-        runs = compiled_both_ways(model) if what in STEPS else [lazyinline.compile(model)]
-        index = torch.stack([torch.randperm(SHAPE[0]) for _ in range(SHAPE[1])], 1)
-        assert_right(model, runs, index)
+    for first in range(0, len(ways), TOGETHER):
+        wrong += wrongly_taken(ways[first : first + TOGETHER], lazyinline.compile)
+    wrong += wrongly_taken(STEPS, lazyinline.compile_step)
+    assert not wrong, wrong
+    zero_divisors()
+
+
+def wrongly_taken(ways: Sequence[str], compiled: Callable[..., Any]) -> list[tuple[Any, ...]]:
+    """Returns what is neither eager's number nor an error, with one index wrong at a time."""
+    model = Picking(ways)
+    run = compiled(model)
+    index = torch.stack([torch.randperm(SHAPE[0]) for _ in range(SHAPE[1])], 1)
+    right = [index.clone() for _ in ways]
+    assert_right(model, [run], *right)
+    wrong = []
+    for place, way in enumerate(ways):
         for value in (-1, SHAPE[0], 2**40):
             bad = index.clone()
             bad[-2, 0] = value
-            expected = outcome(model, bad)
-            for run in runs:
-                found = outcome(run, bad)
-                same = type(found) is type(expected)
-                if same and isinstance(found, Tensor):
-                    same = torch.allclose(found, expected)
-                if not same and not isinstance(found, IndexError):
-                    wrong.append((what, value, found, expected))
-        assert_right(model, runs, index)
-    assert not wrong, wrong
-    zero_divisors()
+            args = [*right[:place], bad, *right[place + 1 :]]
+            expected, found = outcome(model, *args), outcome(run, *args)
+            same = type(found) is type(expected)
+            if same and isinstance(found, Tensor):
+                same = torch.allclose(found, expected)
+            if not same and not isinstance(found, IndexError):
+                wrong.append((way, value, found, expected))
+        assert_right(model, [run], *right)
+    return wrong
 
 
 def outcome(run: Callable[..., Tensor], *args: Tensor) -> Any:
@@ -191,28 +204,31 @@ NOTICED = [*DIVISIONS] if torch.__version__ >= "2.13" else ["truncate"]
 
 
 class Divided(nn.Module):
-    def __init__(self, divide: Callable[[Tensor, Tensor], Tensor]) -> None:
-        super().__init__()
-        self.divide = divide
+    """Divides in several ways, each by numbers of its own."""
 
-    def forward(self, a: Tensor, b: Tensor) -> Tensor:
-        return self.divide(a * 3, b * 1).double().sin() + 1
+    def __init__(self, ways: Sequence[str]) -> None:
+        super().__init__()
+        self.divisions = [DIVISIONS[way] for way in ways]
+
+    def forward(self, a: Tensor, *divisors: Tensor) -> Tensor:
+        pairs = zip(self.divisions, divisors, strict=True)
+        return torch.stack([divide(a * 3, b * 1).double().sin() + 1 for divide, b in pairs])
 
 
 def zero_divisors() -> None:
-    for what in NOTICED:
-        for dtype in (torch.int64, torch.uint8)[: 1 + (what == "truncate")]:
-            model = Divided(DIVISIONS[what])
-            compiled = lazyinline.compile(model)
-            a = torch.arange(64 * 67).reshape(64, 67).to(dtype)
-            b = a % 7 + 1
-            assert_close(compiled(a, b), model(a, b))
+    for dtype, ways in ((torch.int64, NOTICED), (torch.uint8, ["truncate"])):
+        model = Divided(ways)
+        compiled = lazyinline.compile(model)
+        a = torch.arange(64 * 67).reshape(64, 67).to(dtype)
+        divisors = [a % 7 + 1 for _ in ways]
+        assert_close(compiled(a, *divisors), model(a, *divisors))
+        for b in divisors:
             b[-2, 3] = 0
             for run in (model, compiled):
                 with pytest.raises(RuntimeError, match="ZeroDivisionError"):
-                    run(a, b)
+                    run(a, *divisors)
             b[-2, 3] = 2
-            assert_close(compiled(a, b), model(a, b))
+            assert_close(compiled(a, *divisors), model(a, *divisors))
 
 
 # ---- the text --------------------------------------------------------------------------------
