@@ -172,9 +172,18 @@ class Pair:
 
 @pytest.mark.parametrize("hooks", HOOKS)
 def test_hooks_run_as_in_eager_put_on_before_or_after_and_removed(
-    hooks: Callable[[Net, list[Any]], list[Remove]], backend: str
+    hooks: Callable[[Net, list[Any]], list[Remove]],
 ) -> None:
-    pair = Pair(backend)
+    assert_come_and_go(Pair("eager"), hooks)
+
+
+def test_hooks_of_all_kinds_run_one_after_another_as_in_eager_on_generated_kernels() -> None:
+    pair = Pair("inductor")
+    for hooks in HOOKS:
+        assert_come_and_go(pair, hooks)
+
+
+def assert_come_and_go(pair: Pair, hooks: Callable[[Net, list[Any]], list[Remove]]) -> None:
     remove = pair.put(hooks)
     for _ in range(2):
         pair.run()
