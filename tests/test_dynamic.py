@@ -543,7 +543,7 @@ def test_an_epoch_of_real_batches_costs_two_compiles(build: Callable[[], nn.Modu
     expected = copy.deepcopy(model)
     compiled = lazyinline.compile(model, reuse="auto", backend="eager")
     optimizers = [torch.optim.SGD(m.parameters(), 0.1) for m in (model, expected)]
-    for batch in epoch(4, [9, 13, *range(4, 20), 24, 11], last=3):
+    for batch in epoch(4, [9, 13, *range(4, 20, 3), 24, 11], last=3):
         results = []
         for module in (compiled, expected):
             torch.manual_seed(1)
@@ -554,4 +554,4 @@ def test_an_epoch_of_real_batches_costs_two_compiles(build: Callable[[], nn.Modu
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-    assert counts(compiled) == (2, 16), compiled.last_report.why_static
+    assert counts(compiled) == (2, 7), compiled.last_report.why_static
