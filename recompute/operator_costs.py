@@ -73,12 +73,14 @@ class Roofline:
 
     Attributes:
         flops_per_s: arithmetic of matrix products.
+        half_flops_per_s: the same in half precision, where that is faster.
         bytes_per_s: memory traffic.
         fused: whether elementwise operators are fused into what reads them, and then move no
             bytes of their own.
     """
 
     flops_per_s: float = 5e10
+    half_flops_per_s: float = 0.0
     bytes_per_s: float = 1e10
     fused: bool = True
 
@@ -90,10 +92,16 @@ class Roofline:
         read = sum(value_bytes(n) for n in node.all_input_nodes)
         traffic = (read + written) / self.bytes_per_s
         if is_heavy(node):
-            return max(flops(node) / self.flops_per_s, traffic)
+            return max(flops(node) / self._rate(node), traffic)
         if self.fused and is_elementwise(node):
             return written / self.bytes_per_s / 4
         return traffic
+
+    def _rate(self, node: torch.fx.Node) -> float:
+        value = node.meta["val"]
+        first = value[0] if isinstance(value, (tuple, list)) else value
+        is_half = first.dtype in (torch.float16, torch.bfloat16)
+        return max(self.flops_per_s, self.half_flops_per_s if is_half else 0.0)
 
     def save_s(self, node: torch.fx.Node) -> float:
         """See :class:`CostModel`."""

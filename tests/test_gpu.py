@@ -167,6 +167,9 @@ def test_what_a_target_cannot_be_is_told() -> None:
         lazyinline.compile(model, target="cuda:sm_70")
     with pytest.raises(lazyinline.PlanError, match="needs backend='inductor'"):
         lazyinline.compile(model, target="cuda:sm_90", backend="eager")
+    measured = lazyinline.Budget(fraction=0.5, costs="measured")
+    with pytest.raises(lazyinline.PlanError, match="runs operators here"):
+        lazyinline.compile(model, target="cuda:sm_90", recompute=measured)
 
 
 def test_a_kernel_is_not_handed_a_view_that_it_was_not_compiled_for() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from ...autodiff.derivative import Differentiator
 from ...backend.cache.results import CompileCache
-from ...backend.gpu.targets import ALIGNMENT_BYTES
+from ...backend.gpu.targets import ALIGNMENT_BYTES, target_named
 from ...backend.gpu.triton_kernel import Place
 from ...backend.kernels.lower import (
     Backend,
@@ -59,7 +59,8 @@ class Context:
         self._cache = found or CompileCache(None, options.backend)
         self.tools = self._tools()
         self.differentiator = Differentiator(self.backend.recipe, self._cache.derivative)
-        self.recompute = Recompute(self.differentiator, options.recompute, options.backend)
+        target = target_named(options.target) if options.target is not None else None
+        self.recompute = Recompute(self.differentiator, options.recompute, options.backend, target)
         self.kernels: dict[Leaf, Kernel] = {}
         self.recorded: dict[Leaf, KernelList] = {}
         self.progress = Progress()

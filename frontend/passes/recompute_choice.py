@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from ...autodiff.choices import Choice
 from ...autodiff.derivative import Differentiator, Request
+from ...backend.gpu.targets import Target
 from ...backend.kernels.lower import BackendName
 from ...recompute.fit_budget import BudgetFit, Peaks
 from ...recompute.operator_costs import CostModel, Measured, Roofline
@@ -42,14 +43,25 @@ class Recompute:
         differentiator: makes the derivatives.
         policy: what the user asked for.
         backend: whose kernels run; it decides what operators cost.
+        target: the GPU that they run on, if not the device of a model.
     """
 
     def __init__(
-        self, differentiator: Differentiator, policy: Policy, backend: BackendName
+        self,
+        differentiator: Differentiator,
+        policy: Policy,
+        backend: BackendName,
+        target: Target | None = None,
     ) -> None:
         self._make = differentiator
         self._policy = policy
         costs: CostModel = Roofline(fused=backend != "eager")
+        if target is not None:
+            costs = Roofline(
+                target.single_flops_per_s,
+                target.half_flops_per_s,
+                target.bandwidth_bytes_per_s,
+            )
         if isinstance(policy, Budget) and policy.costs == "measured":
             costs = Measured(costs)
         self._planner = Planner(differentiator, costs)
