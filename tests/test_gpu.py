@@ -19,9 +19,9 @@ from torch import nn
 from torch._inductor.runtime import triton_heuristics
 
 import lazyinline
+from lazyinline.backend.gpu.place import Place
 from lazyinline.backend.gpu.targets import TARGETS
 from lazyinline.backend.gpu.torch_triton import triton_kernel
-from lazyinline.backend.gpu.triton_kernel import Place
 from lazyinline.backend.link.aligned import check_tensors_aligned
 from lazyinline.frontend.measure import models
 from lazyinline.frontend.measure.large_models import compile_large

@@ -1,6 +1,7 @@
 """GPU programs, made with or without a GPU at hand.
 
 targets              what is known of each GPU that programs are compiled for
+place                where a program runs, and who launches its kernels
 triton_kernel        one Triton kernel, as text
 torch_gpu            adapter: what Inductor asks of a GPU, answered for one that is not here
 torch_triton         adapter: Triton kernels as machine code, and as something to launch

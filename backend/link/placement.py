@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ..arena.arena import ALIGNMENT, ArenaPlan, plan
 from ..arena.live_ranges import Buffers
-from ..gpu.triton_kernel import HERE, Place
+from ..gpu.place import HERE, Place
 from ..launches import torch_native
 from ..launches.torch_native import first_fit
 from .gradient_memory import (

@@ -19,7 +19,8 @@ import torch
 
 from ...reuse.ir.program import Leaf
 from ...reuse.process_lock import ProcessLock
-from ..gpu.triton_kernel import Place, TritonKernel
+from ..gpu.place import Place
+from ..gpu.triton_kernel import TritonKernel
 from ..launches import torch_native
 from ..launches.kernel_list import KernelList
 from ..launches.present_memory import check_memory

@@ -11,8 +11,8 @@ from typing import Any
 
 from ...autodiff.derivative import Differentiator
 from ...backend.cache.results import CompileCache
+from ...backend.gpu.place import Place
 from ...backend.gpu.targets import ALIGNMENT_BYTES, target_named
-from ...backend.gpu.triton_kernel import Place
 from ...backend.kernels.lower import (
     Backend,
     Kernel,

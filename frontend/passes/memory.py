@@ -9,8 +9,8 @@ from functools import partial
 from typing import Any, TypeVar
 
 from ...autodiff.derivative import Derivative
+from ...backend.gpu.place import Place
 from ...backend.gpu.targets import ALIGNMENT_BYTES
-from ...backend.gpu.triton_kernel import Place
 from ...backend.kernels.lower import GpuBackend
 from ...backend.launches.kernel_list import KernelList
 from ...backend.link.lay_out import lay_out, least_bytes
