@@ -22,6 +22,7 @@ import lazyinline
 from lazyinline.backend.gpu.place import Place
 from lazyinline.backend.gpu.targets import TARGETS
 from lazyinline.backend.gpu.torch_triton import triton_kernel
+from lazyinline.backend.kernels import torch_recorder
 from lazyinline.backend.link.aligned import check_tensors_aligned
 from lazyinline.frontend.measure import models
 from lazyinline.frontend.measure.large_models import compile_large
@@ -250,6 +251,18 @@ def test_a_step_that_cannot_be_captured_runs_its_launches_and_says_why() -> None
     entry.rest()
     torch.testing.assert_close(step(*args), expected)
     assert "not permitted" in step.stats.why_no_graph
+
+
+def test_what_copies_misaligned_inputs_is_seen_through() -> None:
+    from torch._inductor.utils import align_inputs_from_check_idxs
+
+    def generated(inputs: list[Any]) -> list[Any]:
+        return inputs
+
+    aligned = align_inputs_from_check_idxs(generated, [0], set())
+    assert aligned is not generated
+    assert torch_recorder._function_of(aligned) == (None, generated)
+    assert not torch_recorder.can_record(lambda inputs: generated(inputs))
 
 
 def test_kernels_of_a_gpu_that_is_here_are_launched_on_its_stream(

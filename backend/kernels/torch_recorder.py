@@ -8,6 +8,7 @@ same way, operator by operator, through ``out=`` forms where PyTorch has real on
 
 from __future__ import annotations
 
+import inspect
 import types
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -83,7 +84,8 @@ def record_wrapper(
         _as_it_is  # what the plan places is aligned, and it checks the rest
     )
     scope["get_raw_stream"] = _no_stream
-    scope["extern_kernels"] = _ExternKernels(scope["extern_kernels"], recorder)
+    if "extern_kernels" in scope:  # code that calls none does not always have it
+        scope["extern_kernels"] = _ExternKernels(scope["extern_kernels"], recorder)
     code = types.FunctionType(function.__code__, scope, function.__name__)
     with recorder.mode, recorder:
         boxed = [*sizes, *recorder.inputs]
@@ -107,7 +109,14 @@ def can_record(wrapper: Callable[..., Any]) -> bool:
 def _function_of(wrapper: Callable[..., Any]) -> tuple[Any, Any]:
     function = getattr(wrapper, "__func__", wrapper)
     bound_self = getattr(wrapper, "__self__", None)
-    return bound_self, function if isinstance(function, types.FunctionType) else None
+    if not isinstance(function, types.FunctionType):
+        return bound_self, None
+    if function.__closure__ is None:
+        return bound_self, function
+    # What copies inputs that lie where a GPU kernel cannot load them (PyTorch 2.11): of a planned
+    # program that is checked, of any other it is called.
+    inner = inspect.getclosurevars(function).nonlocals.get("model")
+    return (None, None) if inner is None else _function_of(inner)
 
 
 def _ignore(*args: Any, **kwargs: Any) -> None:
