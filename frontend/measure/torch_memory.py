@@ -21,7 +21,10 @@ import torch
 from ...backend.launches.torch_profiler import profiler_runs
 
 _STDERR = 2
-_OWN_LINE = re.compile(rb"(?:USDT|STAGE):\d{4}-\d\d-\d\d ")
+_OWN_LINE = re.compile(
+    rb"(?:USDT|STAGE):\d{4}-\d\d-\d\d "
+    rb"|\[W[^]]*CPUAllocator\.cpp:\d+\] Memory block of unknown size"  # from before the run
+)
 _EVENT, _ADDRESS, _BYTES = "[memory]", "Addr", "Bytes"
 
 
@@ -44,10 +47,9 @@ def taken_bytes(run: Callable[[], object], devices: set[torch.device]) -> int | 
     profile = torch.profiler.profile(activities=activities, profile_memory=True)
     with _unsaid():
         profile.start()
-    try:
-        result = run()
-    finally:
-        with _unsaid():
+        try:
+            result = run()
+        finally:
             profile.stop()
     del result
     with tempfile.TemporaryDirectory() as folder:
