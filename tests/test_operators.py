@@ -29,3 +29,9 @@ def test_generated_kernels_on_conjugates(operators: Any) -> None:
     chosen = {name: operators.ANY[name] for name in operators.CORE[:10]} | operators.COMPLEX
     layouts = [operators.LAYOUTS["conjugate"]]
     assert not operators.wrong_operators(chosen, layouts, "complex", "inductor")
+
+
+def test_generated_kernels_put_elements_into_a_copy_of_what_is_expanded(operators: Any) -> None:
+    chosen = {name: operators.ANY[name] for name in ("index_put", "index_add")}
+    layouts = [operators.LAYOUTS["expanded"]]
+    assert not operators.wrong_operators(chosen, layouts, "real", "inductor")

@@ -19,6 +19,7 @@ from ...autodiff.joint_cut import copy_graph
 from ...autodiff.torch_autograd import draw_mask
 from ...reuse.ir.program import input_nodes
 from ...reuse.ir.torch_symbols import sizes_as_literals, symbols_of, with_size_inputs
+from ...reuse.ir.types import TensorType
 from ..gpu.torch_gpu import gpu_codegen_settings, kernels_as_text
 from ..launches.torch_native import check_cpp_compiler
 from .torch_builds import deferred_builds, vector_units_probed_here
@@ -60,13 +61,14 @@ def graph_cache_off() -> Any:
 
 
 def decompositions() -> Mapping[Any, Callable[..., Any]]:
-    """Returns Inductor's decomposition table, with four corrections.
+    """Returns Inductor's decomposition table, with five corrections.
 
     Operators that do not count from the end do not here either. ``cat`` of one tensor and empty
     ones is laid out as PyTorch lays it out. And Inductor lowers ``bernoulli.p`` to an in-place
     draw, and on CPU it may fuse a reader of the mask into a kernel that runs before the draw.
     ``native_dropout`` draws the same mask out of place. Those of pooling ask a module of Inductor's
-    that is imported only when Inductor compiles, which is later.
+    that is imported only when Inductor compiles, which is later. And elements are put into a copy
+    where those of a tensor share memory: Inductor would put them into that memory.
     """
     from torch._inductor.decomposition import select_decomp_table
 
@@ -79,6 +81,7 @@ def decompositions() -> Mapping[Any, Callable[..., Any]]:
     for operator in _POOLING:
         if operator in table:
             table[operator] = _with_lowerings(table[operator])
+    table |= {operator: _into_a_copy(operator) for operator in _PUTTING}
     return table
 
 
@@ -86,6 +89,17 @@ _POOLING = (
     torch.ops.aten.max_pool2d_with_indices.default,
     torch.ops.aten.max_pool3d_with_indices.default,
 )
+
+_PUTTING = (torch.ops.aten.index_put.default, torch.ops.aten._unsafe_index_put.default)
+
+
+def _into_a_copy(operator: Any) -> Callable[..., Any]:
+    """Keeps an operator from a tensor that has gaps, or one place for several elements."""
+
+    def decomposition(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return NotImplemented if TensorType.of(x).is_dense else operator(x.clone(), *args, **kwargs)
+
+    return decomposition
 
 
 def _with_lowerings(decomposition: Callable[..., Any]) -> Callable[..., Any]:
