@@ -93,6 +93,7 @@ HEAVY = [
     "networkx",
     "scipy",
     "transformers",
+    "triton",
 ]
 
 

@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch.utils.flop_counter import FlopCounterMode
 
 from ...autodiff.derivative import Differentiator, Request
 from ...autodiff.torch_autograd import fake_tensor, new_fake_mode
@@ -162,6 +161,8 @@ class CostModel:
 def leaf_flops(leaf: Leaf) -> int:
     """Returns the FLOPs of a leaf, counted by PyTorch on fake tensors."""
     mode = new_fake_mode()
+    from torch.utils.flop_counter import FlopCounterMode  # it imports Triton
+
     inputs = [fake_tensor(mode, t) for t in flat_types(leaf.input_types)]
     counter = FlopCounterMode(display=False)
     with mode, torch.no_grad(), counter:
