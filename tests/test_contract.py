@@ -50,7 +50,11 @@ from lazyinline.backend.kernels.torch_builds import (
 )
 from lazyinline.backend.kernels.torch_divisions import quotients_checked
 from lazyinline.backend.kernels.torch_draws import draws
-from lazyinline.backend.kernels.torch_index import home_of_strides, polynomials_expanded
+from lazyinline.backend.kernels.torch_index import (
+    home_of_strides,
+    offsets_added_once,
+    polynomials_expanded,
+)
 from lazyinline.backend.kernels.torch_inductor import (
     NOT_FROM_THE_END,
     compile_leaves,
@@ -65,6 +69,7 @@ from lazyinline.frontend.tracing import torch_tracing
 from lazyinline.frontend.tracing.torch_fake_rules import kernels_own_rules
 from lazyinline.frontend.tracing.torch_mutations import pure_forms
 from lazyinline.reuse import torch_names
+from lazyinline.reuse.own_code import package_digest
 
 pytestmark = pytest.mark.smoke
 
@@ -1222,6 +1227,38 @@ def test_functionalizing_a_trace_takes_in_place_operators_out() -> None:
 # ---- Inductor ---------------------------------------------------------------------------------
 
 
+INDUCTOR = "torch._inductor"
+
+
+@contract(
+    f"{INDUCTOR}.codegen.cpp.CppVecKernel",
+    f"{INDUCTOR}.codegen.cpp.CppVecKernel.store",
+    f"{INDUCTOR}.codegen.cpp.CppTile2DKernel",
+    f"{INDUCTOR}.codegen.cpp.CppTile2DKernel.store",
+    f"{INDUCTOR}.config.cpp.dynamic_threads",
+)
+def test_a_kernel_of_tiles_stores_through_one_of_vectors(
+    vector: Any, _: Any, tile: Any, before: Any, *rest: Any
+) -> None:
+    assert callable(tile.need_vec_transpose)
+    told: list[Any] = []
+
+    class Kernel(tile):  # type: ignore[misc]
+        num_threads = 2
+
+        def __init__(self) -> None:
+            pass
+
+        def need_vec_transpose(self, index: Any) -> bool:
+            return False
+
+    with pytest.MonkeyPatch.context() as patch, offsets_added_once():
+        patch.setattr(vector, "store", lambda *args: told.append(args))
+        Kernel().store("buf0", "index", "value", "atomic_add")
+    assert [args[1:] for args in told] == [("buf0", "index", "value", "atomic_add")]
+    assert tile.store is before
+
+
 @contract(
     "torch._inductor.sizevars",
     "optional torch._inductor.sizevars.stride_at_vec_range",
@@ -1288,8 +1325,14 @@ def test_inductor_draws_in_the_order_of_the_graph(lowering: Any, run_node: Any, 
         torch.testing.assert_close(ours, theirs)
 
 
-@contract("torch._inductor.config", "torch._inductor.config.patch")
+@contract(
+    "torch._inductor.config",
+    "torch._inductor.config.patch",
+)
 def test_inductor_settings_exist_and_are_put_back(config: Any, patch: Any) -> None:
+    from torch._inductor.codecache import FxGraphHashDetails
+
+    tag = torch.compiler.config.cache_key_tag
     names = {
         "fallback_random": True,
         "size_asserts": False,
@@ -1303,6 +1346,17 @@ def test_inductor_settings_exist_and_are_put_back(config: Any, patch: Any) -> No
     assert {name: getattr(config, name) for name in names} == before
     with settings():
         assert config.fallback_random is True
+        assert torch.compiler.config.cache_key_tag == f"{tag} lazyinline {package_digest()}"
+    assert "cache_key_tag" in inspect.getsource(FxGraphHashDetails)
+    assert torch.compiler.config.cache_key_tag == tag
+
+
+@contract("torch.ops.aten._unsafe_index_put.default")
+def test_elements_are_put_into_a_copy_of_what_has_one_place_for_several(put: Any) -> None:
+    x, index, row = torch.zeros(1, 3).expand(4, 3), torch.tensor([2]), torch.ones(1, 3)
+    copied = decompositions()[put]
+    assert copied(x.clone(), (index,), row) is NotImplemented
+    assert torch.equal(copied(x, (index,), row), x.clone().index_put((index,), row))
 
 
 @contract("torch._inductor.decomposition.select_decomp_table")
@@ -1426,9 +1480,6 @@ def test_building_waits_in_one_method_that_takes_the_scope(async_compile: Any, w
     finally:
         async_compile.wait = original
     assert calls, "the module of the generated code no longer waits there"
-
-
-INDUCTOR = "torch._inductor"
 
 
 @contract(

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 
 BENCHMARKS = pathlib.Path(__file__).resolve().parents[1] / "benchmarks"
 
@@ -35,3 +36,21 @@ def test_generated_kernels_put_elements_into_a_copy_of_what_is_expanded(operator
     chosen = {name: operators.ANY[name] for name in ("index_put", "index_add")}
     layouts = [operators.LAYOUTS["expanded"]]
     assert not operators.wrong_operators(chosen, layouts, "real", "inductor")
+
+
+def test_generated_kernels_of_several_threads_add_where_they_are_told_to(operators: Any) -> None:
+    names = (
+        "index",
+        "index_select",
+        "contiguous",
+        "in place",
+        "in place through a view",
+        "copy_",
+    )
+    chosen, layouts = {n: operators.ANY[n] for n in names}, [operators.LAYOUTS["unaligned"]]
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        assert not operators.wrong_operators(chosen, layouts, "real", "inductor")
+    finally:
+        torch.set_num_threads(num_threads)

@@ -10,7 +10,7 @@ source            the text of Inductor's C++ kernels
 parallel_regions  parallel regions of kernels, made safe for whatever happens in them
 torch_divisions   adapter: integers divided by zero
 torch_draws       adapter: random operators are drawn in the order of the graph
-torch_index       adapter: how Inductor simplifies indices
+torch_index       adapter: the indices of Inductor's kernels
 torch_layouts     adapter: the layouts of a graph, kept through Inductor's passes
 torch_recorder    adapter: the kernel list of a closure, recorded in one run on fake tensors
 torch_attention   adapter: small attentions as plain products

@@ -1,8 +1,12 @@
-"""Adapter: how Inductor simplifies the indices of its kernels. Its private names live here.
+"""Adapter: the indices of Inductor's kernels. Its private names live here.
 
 To choose tiles it asks of each index how far it moves with a variable, and ``sympy.simplify`` tries
 a dozen ways on it, which took a fifth of the time of writing kernels. Most indices are sums of
 products of numbers and variables, and for the difference of two of those expanding is enough.
+
+And where a kernel that several threads run adds to memory from tiles of two axes, it moves the
+index to the place within the tile twice before torch 2.15 (pytorch/pytorch#191837): it adds to
+other memory, also past the end.
 """
 
 from __future__ import annotations
@@ -30,6 +34,27 @@ def polynomials_expanded() -> Iterator[None]:
         yield
     finally:
         home.sympy = original
+
+
+@contextmanager
+def offsets_added_once() -> Iterator[None]:
+    """Lets kernels that are written within this context add where they are told to."""
+    from torch._inductor import config
+    from torch._inductor.codegen.cpp import CppTile2DKernel, CppVecKernel
+
+    original = CppTile2DKernel.store
+
+    def store(self: Any, name: str, index: Any, value: Any, mode: Any = None) -> None:
+        by_threads = self.num_threads > 1 or config.cpp.dynamic_threads
+        if mode != "atomic_add" or not by_threads or self.need_vec_transpose(index):
+            return original(self, name, index, value, mode)
+        CppVecKernel.store(self, name, index, value, mode)  # it finds the place within the tile
+
+    CppTile2DKernel.store = store  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        CppTile2DKernel.store = original  # type: ignore[method-assign]
 
 
 class _Sympy:

@@ -9,7 +9,8 @@ compiler (:mod:`.torch_builds`).
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -20,12 +21,13 @@ from ...autodiff.torch_autograd import draw_mask
 from ...reuse.ir.program import input_nodes
 from ...reuse.ir.torch_symbols import sizes_as_literals, symbols_of, with_size_inputs
 from ...reuse.ir.types import TensorType
+from ...reuse.own_code import package_digest
 from ..gpu.torch_gpu import gpu_codegen_settings, kernels_as_text
 from ..launches.torch_native import check_cpp_compiler
 from .torch_builds import deferred_builds, vector_units_probed_here
 from .torch_divisions import quotients_checked
 from .torch_draws import drawn_in_order
-from .torch_index import polynomials_expanded
+from .torch_index import offsets_added_once, polynomials_expanded
 from .torch_layouts import Layouts
 
 NOT_FROM_THE_END = (
@@ -39,15 +41,21 @@ NOT_FROM_THE_END = (
 BoxedCallable = Callable[[list[Any]], Sequence[Any]]
 
 
-def settings() -> Any:
-    """Returns a context manager with the Inductor settings that lazyinline relies on.
+@contextmanager
+def settings() -> Iterator[None]:
+    """Holds the Inductor settings that lazyinline relies on.
 
     Random operators keep PyTorch's generator, so that masks equal eager's under one seed. Layouts
-    are proved by the linker, not asserted in every kernel call.
+    are proved by the linker, not asserted in every kernel call. And what Inductor keeps on disk of
+    a graph was written with the same corrections: another version's, or none, find none of it.
     """
     import torch._inductor.config as config
 
-    return config.patch(fallback_random=True, size_asserts=False, alignment_asserts=False)
+    compiler_config: Any = importlib.import_module("torch.compiler.config")
+    own = {"fallback_random": True, "size_asserts": False, "alignment_asserts": False}
+    tag = f"{compiler_config.cache_key_tag} lazyinline {package_digest()}"
+    with config.patch(own), compiler_config.patch(cache_key_tag=tag):
+        yield
 
 
 def graph_cache_off() -> Any:
@@ -183,8 +191,7 @@ def compile_leaves(
         check_cpp_compiler()
     compiled = []
     probes = vector_units_probed_here()
-    way = drawn_in_order(), quotients_checked()
-    with settings(), probes, polynomials_expanded(), way[0], way[1], deferred_builds() as finish:
+    with settings(), probes, _corrections(), deferred_builds() as finish:
         for module in modules:
             symbols = symbols_of(module)
             copy = with_size_inputs(module, symbols, "first") if symbols else copy_graph(module)
@@ -192,6 +199,13 @@ def compile_leaves(
             on_compiled()
         finish()
     return compiled
+
+
+@contextmanager
+def _corrections() -> Iterator[None]:
+    """Holds what is not left to Inductor while it writes C++ kernels."""
+    with polynomials_expanded(), offsets_added_once(), drawn_in_order(), quotients_checked():
+        yield
 
 
 def write_gpu_leaves(
