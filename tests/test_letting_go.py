@@ -138,15 +138,16 @@ def test_weights_of_before_a_conversion_are_not_held(kind: str) -> None:
     model = Net()
     run = compiled_by(kind, model)
     run(torch.randn(5, 4))
+    before: list[StorageWeakRef] = []
     for way, dtype in (("to", torch.float64), ("assign", torch.float32), ("assign", torch.float32)):
-        before = watched(model)
+        before += watched(model)
         CONVERSIONS[way](model, dtype)
         for mode in (True, False, True):
             model.train(mode)
             run(torch.randn(5, 4).to(dtype))
-        gc.collect()
-        present = {memory.cdata for memory in watched(model)}
-        assert [m for m in before if not m.expired() and m.cdata not in present] == []
+    gc.collect()  # once: in a process that ran many tests it takes seconds
+    present = {memory.cdata for memory in watched(model)}
+    assert [m for m in before if not m.expired() and m.cdata not in present] == []
     assert_as_eager(kind, run, model, torch.float32)
 
 
