@@ -1,4 +1,6 @@
 # make bench | make test | make lint: each makes its own .venv from nothing first.
+# make test ARGS=--sweep: all tests; without it those marked `sweep` are left out, which show the
+# same behaviours over many more models, backends and layouts.
 # make docs: the documentation as a site in build/docs; a broken link is an error.
 # make integrations: the tests with transformers' Trainer, accelerate, Lightning, TRL and PEFT, which
 # it installs first.

@@ -50,6 +50,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="write the golden texts in tests/golden instead of comparing with them",
     )
+    parser.addoption(
+        "--sweep",
+        action="store_true",
+        help="run the tests marked `sweep` too: many more models, backends and layouts",
+    )
 
 
 def pytest_report_header(config: pytest.Config) -> str:
@@ -58,7 +63,51 @@ def pytest_report_header(config: pytest.Config) -> str:
     return f"lazyinline under test: {pathlib.Path(spec.origin).resolve().parent}"
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def is_swept(item: pytest.Item) -> bool:
+    """Says whether a test is left to `--sweep`; what the command line names by itself is not.
+
+    `mark.sweep` leaves all of a function, `mark.sweep(keep="eager")` all but the cases that have
+    this in their brackets. keep may be a list.
+    """
+    marker = item.get_closest_marker("sweep")
+    if marker is None or any("::" in name for name in item.config.args):
+        return False
+    keep = marker.kwargs.get("keep", ())
+    case = "".join(item.name.partition("[")[1:])  # "[eager-2]"
+    return not any(text in case for text in ([keep] if isinstance(keep, str) else keep))
+
+
+@pytest.hookimpl(tryfirst=True)  # before -k takes cases out: each `keep` must keep one
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    skip_without_gpu(items)
+    if config.getoption("--sweep"):
+        return
+    swept = [item for item in items if is_swept(item)]
+    items[:] = [item for item in items if not is_swept(item)]
+    config.hook.pytest_deselected(items=swept)
+    kept = {item.nodeid.split("[")[0] for item in items}
+    for item in swept:
+        function = item.nodeid.split("[")[0]
+        if item.get_closest_marker("sweep").kwargs and function not in kept:
+            raise pytest.UsageError(f"{function}: its mark `sweep` keeps no case")
+
+
+def selected(request: pytest.FixtureRequest, argument: str) -> list[str]:
+    """Returns the values of an argument in the tests of a module that will run.
+
+    For a fixture that does the work of all of them at once, to leave out what nobody looks at.
+    """
+    cases = [
+        item.callspec.params
+        for item in request.session.items
+        if isinstance(item, pytest.Function)
+        and item.path == request.path
+        and hasattr(item, "callspec")
+    ]
+    return list(dict.fromkeys(case[argument] for case in cases if argument in case))
+
+
+def skip_without_gpu(items: list[pytest.Item]) -> None:
     on_gpu = [item for item in items if item.get_closest_marker("gpu")]
     if not on_gpu:
         return

@@ -104,6 +104,7 @@ def test_training_with_the_default_config_equals_eager_through_the_cache_too(
 
 @pytest.mark.parametrize("build", [gpt2, llama], ids=["gpt2", "llama"])
 @pytest.mark.parametrize("is_dict", [True, False], ids=["dict", "tuple"])
+@pytest.mark.sweep(keep="dict-gpt2")
 def test_states_and_attentions_come_beside_the_cache_as_in_eager(
     build: Callable[[], nn.Module], is_dict: bool
 ) -> None:
@@ -135,6 +136,7 @@ CACHES: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], Cache]]] 
 
 
 @pytest.mark.parametrize("kind", CACHES)
+@pytest.mark.sweep(keep=["[dynamic]", "[static]"])
 def test_a_cache_is_filled_in_place_as_in_eager(kind: str) -> None:
     """The caller's own objects, down to the layers, are what eager would leave."""
     build, make = CACHES[kind]

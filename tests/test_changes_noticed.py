@@ -1009,6 +1009,9 @@ def _freeze(block: Any) -> None:
 
 @pytest.mark.parametrize("change", [_replace, _exchange, _freeze])
 @pytest.mark.parametrize("holder", HOLDERS)
+@pytest.mark.sweep(
+    keep=["[list-", "closure-_freeze", "list made anew-_replace", "ParameterList-_exchange"]
+)
 def test_a_parameter_that_is_held_twice_is_read_where_eager_reads_it(
     holder: str, change: Callable[[Any], None]
 ) -> None:

@@ -163,6 +163,7 @@ def assert_same_training(
 # float64 at a hundred times that lr, where nothing hides a wrong gradient.
 @pytest.mark.parametrize("build", [llama, gpt])
 @pytest.mark.smoke
+@pytest.mark.sweep(keep=["eager", "inductor-gpt"])
 def test_loss_and_gradients_equal_eager_after_1_and_5_adamw_steps(
     backend: str, build: Callable[..., Any]
 ) -> None:
@@ -170,12 +171,14 @@ def test_loss_and_gradients_equal_eager_after_1_and_5_adamw_steps(
     assert_same_training(model, args, backend, lr=1e-4, tolerance=1e-5)
 
 
+@pytest.mark.sweep(keep="eager")
 def test_training_in_float64_equals_eager_to_rounding(backend: str) -> None:
     build = gpt if backend == "eager" else llama
     model, args = build(3, **SIZES)
     assert_same_training(model.double(), args, backend, lr=1e-2, tolerance=1e-9)
 
 
+@pytest.mark.sweep(keep="eager")
 def test_dropout_masks_equal_eager_under_one_seed_and_the_generator_moves_as_far(
     backend: str,
 ) -> None:
@@ -194,6 +197,7 @@ def test_dropout_masks_equal_eager_under_one_seed_and_the_generator_moves_as_far
 
 
 @pytest.mark.smoke
+@pytest.mark.sweep(keep="eager")
 def test_inference_equals_eager(backend: str) -> None:
     model, (ids, targets) = llama(3, **SIZES)
     compiled = lazyinline.compile(model.eval(), backend=backend)
@@ -218,6 +222,7 @@ def test_blocks_are_compiled_once() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.sweep(keep=["eager", "inductor-dtype0"])
 def test_model_in_another_dtype(backend: str, dtype: torch.dtype) -> None:
     compiled, model, expected = make(Net, backend)
     wide = twin(model).double()
@@ -239,6 +244,7 @@ def test_model_in_another_dtype(backend: str, dtype: torch.dtype) -> None:
         assert relative_error(parameter.grad, truth) <= max(2 * eager_error, 1e-2), name
 
 
+@pytest.mark.sweep(keep="eager")
 def test_autocast_around_the_call(backend: str) -> None:
     compiled, model, expected = make(Net, backend)
     exact, x = twin(model), batch()
@@ -257,6 +263,7 @@ def test_autocast_around_the_call(backend: str) -> None:
     assert compiled(x).dtype is torch.float32  # without autocast: another program
 
 
+@pytest.mark.sweep(keep="eager")
 def test_batch_norm_keeps_running_statistics(backend: str) -> None:
     class Normalized(nn.Module):
         def __init__(self) -> None:
@@ -825,6 +832,7 @@ def test_an_index_out_of_range_is_an_error_and_the_next_call_works(backend: str)
 # ---- memory and threads -----------------------------------------------------------------------
 
 
+@pytest.mark.sweep(keep="eager")
 def test_a_dropped_forward_frees_what_it_kept(backend: str) -> None:
     compiled, _, _ = make(Net, backend)
     compiled(batch()).sum().backward()
@@ -848,6 +856,7 @@ def test_a_dropped_forward_frees_what_it_kept(backend: str) -> None:
         gc.enable()
 
 
+@pytest.mark.sweep(keep="eager")
 def test_many_dropped_forwards_do_not_grow_memory(backend: str) -> None:
     compiled, _, _ = make(Net, backend)
     x = batch(8192)  # a forward keeps about 5 MB for its backward

@@ -117,6 +117,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 
 
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.sweep(keep=["eager", "inductor-rotary"])
 def test_complex_models_train_as_in_eager(name: str, backend: str) -> None:
     build, shape = MODELS[name]
     torch.manual_seed(0)
@@ -155,6 +156,7 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.sweep(keep=["one column", "adjoint", "two marks"])
 def test_conjugates_of_any_layout_leave_a_block(name: str) -> None:
     @lazy_inline
     class Block(nn.Module):

@@ -242,6 +242,7 @@ SCALES = (0.1, 0.3, 0.7)
 
 
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
+@pytest.mark.sweep(keep="eager")
 def test_training_and_inference_equal_eager(backend: str) -> None:
     make = block(lambda self, x: x + (self.linear(x) * self.value).tanh() / (1 + self.value))
     model = Regression(*(make(value=v) for v in SCALES))

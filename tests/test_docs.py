@@ -111,6 +111,20 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
 
 
 @pytest.mark.parametrize("page", [p for p in PAGES if blocks(p, "python")], ids=name_of)
+@pytest.mark.sweep(
+    keep=[
+        "README",
+        "command-line",
+        "concepts",
+        "extending",
+        "fallback",
+        "install",
+        "large-models",
+        "quickstart",
+        "sharing",
+        "sizes",
+    ]
+)
 def test_a_page_runs_and_prints_what_it_says(
     page: pathlib.Path,
     cache: pathlib.Path,
@@ -193,6 +207,7 @@ def runs_parallel_blocks(rank: int, folder: pathlib.Path) -> list[tuple[str, flo
     return found
 
 
+@pytest.mark.sweep
 def test_blocks_for_several_processes_run_and_give_eagers_loss(
     tmp_path: pathlib.Path, cache: pathlib.Path
 ) -> None:

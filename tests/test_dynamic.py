@@ -99,6 +99,7 @@ def test_batch_and_length_vary_and_may_coincide_with_each_other_and_with_the_mod
 
 
 @pytest.mark.parametrize("second", [(4, 4), (8, 8), (32, 32)], ids=str)
+@pytest.mark.sweep(keep="(4, 4)")
 def test_sizes_that_coincide_while_compiling_mean_nothing(second: Shape) -> None:
     found = train_at(decoder(), [(2, 16), second, (3, 5), (7, 2)], lambda s: [ids(s)])
     assert found[-1] == (2, 2)
@@ -155,6 +156,7 @@ def test_inference_and_training_learn_apart() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.sweep
 def test_planned_inductor_kernels_take_sizes() -> None:
     shapes = [(2, 8), (2, 12), (2, 16), (2, 33)]
     found = train_at(decoder(), shapes, lambda s: [ids(s)], backend="inductor")
@@ -214,6 +216,7 @@ def test_quotients_of_sizes_and_their_roundings_can_be_computed_by_a_graph(of: A
 
 
 @pytest.mark.parametrize("name", PYTHON)
+@pytest.mark.sweep(keep=["branch", "arithmetic"])
 def test_python_on_sizes_is_right_at_each_shape(name: str) -> None:
     shapes = [(2, n, 8) for n in (6, 10, 16, 17, 30, 12, 8, 2, 1, 9, 13)]
     found = train_at(Wrapped(PYTHON[name]), shapes, lambda s: [torch.randn(s)])
@@ -418,6 +421,7 @@ def step_at(
     ("micro_batches", "lengths", "rows", "last"),
     [(1, [9, 13, *range(4, 21), 30], 4, 3), (2, [9, 13, 20, 5], 8, 6)],
 )
+@pytest.mark.sweep(keep="[2-")
 def test_an_epoch_of_steps_costs_two_compiles(
     micro_batches: int, lengths: list[int], rows: int, last: int
 ) -> None:
@@ -450,6 +454,7 @@ def test_kernels_of_steps_take_sizes() -> None:
 
 
 @pytest.mark.parametrize("name", PYTHON)
+@pytest.mark.sweep(keep=["branch", "arithmetic"])
 def test_python_on_sizes_is_right_in_steps_of_each_shape(name: str) -> None:
     def loss_fn(result: Any) -> Tensor:
         return sum((t.float() ** 2).sum() for t in result if torch.is_tensor(t))
@@ -496,6 +501,7 @@ def test_a_linked_step_notices_what_the_model_became() -> None:
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
+@pytest.mark.sweep(keep="gpt2")
 def test_hugging_face_models_at_several_shapes(name: str) -> None:
     model, _ = hugging_face.example(name, layers=2)
     twin = copy.deepcopy(model)
@@ -537,6 +543,7 @@ def epoch(rows: int, lengths: Sequence[int], last: int) -> list[dict[str, Tensor
 
 
 @pytest.mark.parametrize("build", [gpt2, llama, bert], ids=lambda build: build.__name__)
+@pytest.mark.sweep
 def test_an_epoch_of_real_batches_costs_two_compiles(build: Callable[[], nn.Module]) -> None:
     """Models as they are configured by default; the smaller last batch is no third compile."""
     model = build()

@@ -170,6 +170,7 @@ def test_inference_is_like_eager(mode: Callable[[], Any]) -> None:
     assert any(d.shared for d in compiled.reports[0].decisions)
 
 
+@pytest.mark.sweep
 def test_gpt2_with_its_defaults_is_like_eager() -> None:
     config = GPT2Config(vocab_size=67, n_positions=32, n_embd=32, n_layer=3, n_head=4)
     model = GPT2LMHeadModel(config)

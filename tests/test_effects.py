@@ -221,6 +221,9 @@ def _plain(value: Any) -> Any:
 
 
 @pytest.mark.parametrize("make", EFFECTS, ids=lambda make: make.__name__)
+@pytest.mark.sweep(
+    keep=["writes_a_file", "hook_counts", "forward_fills_a_global", "hook_keeps", "queue_of_c"]
+)
 def test_what_a_forward_does_outside_happens_at_each_call(make: Callable[[], Made]) -> None:
     expected, wanted, _ = _after(make, lambda net: net)
     outputs, found, run = _after(make, lambda net: lazyinline.compile(net, backend="eager"))
@@ -312,6 +315,9 @@ COUNTERS: dict[str, Callable[[], Counter]] = {
 
 
 @pytest.mark.parametrize("name", COUNTERS)
+@pytest.mark.sweep(
+    keep=["[a list", "a tensor", "a memoryview]", "[a slot", "a weak", "a generator of Python"]
+)
 def test_whatever_kind_of_object_counts_has_counted_each_call_once(name: str) -> None:
     def count(wrap: Callable[[Net], Any]) -> Any:
         add, read = COUNTERS[name]()

@@ -38,11 +38,13 @@ def printed(name: str, *arguments: str, ranks: int = 0) -> str:
     return done.stdout
 
 
-SMALL = {
+GENERATING = {  # kernels, which takes the time
     "train_decoder.py": ["--steps=8", "--layers=2", "--html=report.html"],
     "recompute_budget.py": ["--layers=3"],
-    "varying_lengths.py": ["--lengths=4", "--layers=2", "--backend=eager"],
     "export_onnx.py": ["--layers=3"],
+}
+QUICK = {
+    "varying_lengths.py": ["--lengths=4", "--layers=2", "--backend=eager"],
     "plan_13b.py": ["--capture-only"],
     "when_blocks_differ.py": [],
     "huggingface_llama.py": ["--layers=2", "--backend=eager", "--steps=2"],
@@ -60,33 +62,50 @@ print(json.dumps(said))
 """
 
 
-@pytest.fixture(scope="module")
-def said_by(tmp_path_factory: pytest.TempPathFactory, cache: pathlib.Path) -> dict[str, str]:
-    """What the small ones print, run in one process: to import PyTorch costs more than they do."""
-    folder = tmp_path_factory.mktemp("small")
+def said_one_by_one(
+    examples: dict[str, list[str]], folder: pathlib.Path, cache: pathlib.Path
+) -> dict[str, str]:
+    """What examples print, run in one process: to import PyTorch costs more than they do."""
+    command = [sys.executable, "-c", ONE_BY_ONE, str(EXAMPLES), json.dumps(examples)]
     environment = {**os.environ, "LAZYINLINE_CACHE_DIR": str(cache), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", ONE_BY_ONE, str(EXAMPLES), json.dumps(SMALL)]
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=300, env=environment, cwd=folder
     )
     assert done.returncode == 0, done.stderr[-4000:]
     said: dict[str, str] = json.loads(done.stdout)
-    said["page"] = (folder / "report.html").read_text(encoding="utf-8")
     return said
 
 
-def test_a_decoder_learns_the_text_as_in_eager(said_by: dict[str, str]) -> None:
-    said = said_by["train_decoder.py"]
+@pytest.fixture(scope="module")
+def said_by(tmp_path_factory: pytest.TempPathFactory, cache: pathlib.Path) -> dict[str, str]:
+    return said_one_by_one(QUICK, tmp_path_factory.mktemp("quick"), cache)
+
+
+@pytest.fixture(scope="module")
+def said_with_kernels(
+    tmp_path_factory: pytest.TempPathFactory, cache: pathlib.Path
+) -> dict[str, str]:
+    folder = tmp_path_factory.mktemp("generating")
+    said = said_one_by_one(GENERATING, folder, cache)
+    return said | {"page": (folder / "report.html").read_text(encoding="utf-8")}
+
+
+@pytest.mark.sweep
+def test_a_decoder_learns_the_text_as_in_eager(said_with_kernels: dict[str, str]) -> None:
+    said = said_with_kernels["train_decoder.py"]
     rows = re.findall(r"^ +\d+  (\d+\.\d{4})  (\d+\.\d{4})  #+$", said, re.MULTILINE)
     assert len(rows) == 8
     losses = [(float(eager), float(compiled)) for eager, compiled in rows]
     assert all(compiled == pytest.approx(eager, abs=2e-3) for eager, compiled in losses)
     assert losses[-1][1] < losses[0][1]
-    assert said_by["page"].startswith("<!doctype html>")
+    assert said_with_kernels["page"].startswith("<!doctype html>")
 
 
-def test_a_budget_lies_between_saving_and_computing_again(said_by: dict[str, str]) -> None:
-    said = said_by["recompute_budget.py"]
+@pytest.mark.sweep
+def test_a_budget_lies_between_saving_and_computing_again(
+    said_with_kernels: dict[str, str],
+) -> None:
+    said = said_with_kernels["recompute_budget.py"]
     rows = [float(peak) for peak in re.findall(r"(\d+\.\d\d) +\d+\.\d  #+$", said, re.MULTILINE)]
     assert len(rows) == 5 and rows == sorted(rows, reverse=True)
     assert "all gradients equal eager's" in said
@@ -105,8 +124,9 @@ def test_an_example_says_what_it_shows_and_what_it_prints(name: str) -> None:
     assert f"({name})" in (EXAMPLES / "README.md").read_text(encoding="utf-8")
 
 
-def test_a_file_has_one_function_for_all_blocks(said_by: dict[str, str]) -> None:
-    said = said_by["export_onnx.py"]
+@pytest.mark.sweep
+def test_a_file_has_one_function_for_all_blocks(said_with_kernels: dict[str, str]) -> None:
+    said = said_with_kernels["export_onnx.py"]
     assert re.findall(r"^  Block +blocks\.(\d)$", said, re.MULTILINE) == ["0", "1", "2"]
     assert len(re.findall(r"^  Block +\d+ nodes:", said, re.MULTILINE)) == 1
     assert "5 x 33: onnxruntime gives the logits of PyTorch" in said
@@ -117,6 +137,7 @@ def test_a_large_model_is_captured_without_its_weights(said_by: dict[str, str]) 
     assert re.search(r"^ +40 +12\.\d B +\d+ +\d{3} ", said, re.MULTILINE)
 
 
+@pytest.mark.sweep
 def test_a_run_that_stopped_goes_on_with_the_same_losses() -> None:
     said = printed("checkpoint_resume.py", "--layers=2", "--steps=4", "--backend=eager")
     assert "new process" in said
@@ -132,6 +153,7 @@ def test_blocks_that_differ_are_mended(said_by: dict[str, str]) -> None:
     assert said.count("are apart: attribute ") == 2
 
 
+@pytest.mark.sweep
 def test_a_second_job_finds_what_the_first_kept() -> None:
     said = printed("warm_cache.py", "--layers=2")
     found = re.findall(r"(\d+) of (\d+) results", said)
@@ -145,6 +167,7 @@ def test_a_llama_as_it_comes_trains_as_in_eager(said_by: dict[str, str]) -> None
     assert said.count("gradients equal") == 2
 
 
+@pytest.mark.sweep
 def test_two_processes_average_their_gradients() -> None:
     said = printed("ddp_train.py", "--layers=2", "--backend=eager", "--steps=2", ranks=2)
     steps = re.findall(r"^step (\d) rank (\d): loss (\S+), eager (\S+)$", said, re.MULTILINE)
@@ -153,6 +176,7 @@ def test_two_processes_average_their_gradients() -> None:
     assert said.count("weights equal rank 0's: True") == 2
 
 
+@pytest.mark.sweep
 def test_two_processes_are_a_pipeline(tmp_path: pathlib.Path) -> None:
     page = tmp_path / "pipeline.html"
     said = printed(

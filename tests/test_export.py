@@ -59,6 +59,7 @@ def nodes_of(path: pathlib.Path) -> dict[str, int]:
 
 @pytest.mark.parametrize("name", hugging_face.NAMES)
 @pytest.mark.parametrize("functions", [True, False], ids=["functions", "flat"])
+@pytest.mark.sweep(keep=["functions-llama", "flat-gpt2"])
 def test_hugging_face_models_equal_eager(name: str, functions: bool, path: pathlib.Path) -> None:
     model, inputs = hugging_face.example(name)
     report = lazyinline.export_onnx(model, (), path, kwargs=inputs, functions=functions)
@@ -79,6 +80,7 @@ def test_hugging_face_models_equal_eager(name: str, functions: bool, path: pathl
 @pytest.mark.parametrize("make", [own.llama, own.gpt])
 @pytest.mark.parametrize("functions", [True, False], ids=["functions", "flat"])
 @pytest.mark.smoke
+@pytest.mark.sweep(keep=["flat-gpt"])
 def test_own_models_equal_eager(
     make: Callable[..., Any], functions: bool, path: pathlib.Path
 ) -> None:
@@ -89,6 +91,7 @@ def test_own_models_equal_eager(
 
 
 @pytest.mark.parametrize("name", ["own decoder", "gpt2"])
+@pytest.mark.sweep(keep="own")
 def test_training_graph_gives_loss_and_every_gradient(name: str, path: pathlib.Path) -> None:
     if name == "gpt2":
         model, inputs = hugging_face.example(name)
@@ -154,6 +157,7 @@ class Attention(nn.Module):
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.25])
+@pytest.mark.sweep(keep="0.0")
 def test_training_graph_of_attention_norms_and_dropout(dropout: float, path: pathlib.Path) -> None:
     torch.manual_seed(0)
     model, x = nn.Sequential(Attention(dropout), Attention(dropout)), torch.randn(2, 4, 8)

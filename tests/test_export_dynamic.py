@@ -41,6 +41,7 @@ def assert_close(found: Any, expected: Tensor) -> None:
 
 @pytest.mark.filterwarnings("error::UserWarning")
 @pytest.mark.parametrize("example", [(2, 16), (8, 8), (2, 2)], ids=str)
+@pytest.mark.sweep(keep="(2, 16)")
 def test_own_decoder_at_three_shapes(example: tuple[int, int], path: pathlib.Path) -> None:
     # (2, 2) is also the number of heads; equal sizes of the example mean nothing.
     model, _ = own.llama(2, hidden=32, num_heads=2, vocab=50, seq=32)
@@ -60,6 +61,7 @@ def test_own_decoder_at_three_shapes(example: tuple[int, int], path: pathlib.Pat
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", hugging_face.NAMES)
+@pytest.mark.sweep(keep="bert")
 def test_hugging_face_models_at_three_shapes(name: str, path: pathlib.Path) -> None:
     model, inputs = hugging_face.example(name, layers=2)
     make: Any = hugging_face.tokens

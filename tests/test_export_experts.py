@@ -75,6 +75,7 @@ def mixtral() -> MixtralForCausalLM:
     return MixtralForCausalLM(config)
 
 
+@pytest.mark.sweep
 def test_a_mixture_of_experts_runs_at_every_length(tmp_path: pathlib.Path) -> None:
     path, model = tmp_path / "model.onnx", mixtral().eval()
     ids = torch.randint(1, hugging_face.VOCABULARY, (2, 12))

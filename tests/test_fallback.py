@@ -144,6 +144,7 @@ def by_path(compiled: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("way", "backend"), [*((way, "eager") for way in WAYS), ("by_a_mask", "inductor")]
 )
+@pytest.mark.sweep(keep=["by_a_mask-eager", "by_pythons_random_and"])
 def test_what_cannot_be_captured_runs_itself_between_compiled_parts(way: str, backend: str) -> None:
     seed()
     compiled = assert_trains_like_eager(Around(WAYS[way]), *batches(), backend=backend)
@@ -397,6 +398,7 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
 @pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.sweep(keep="spectral")
 def test_layers_that_hooks_give_their_weights_run_themselves(change: str) -> None:
     model = changed_by(CHANGES[change])
     expected = changed_by(CHANGES[change])  # PyTorch copies no weight that a hook has computed
@@ -664,6 +666,7 @@ EFFECTS = (
 
 
 @pytest.mark.parametrize("make", EFFECTS, ids=lambda make: make.__name__)
+@pytest.mark.sweep(keep=["appends", "counts_in", "hook_in"])
 def test_effects_happen_at_each_call_and_the_other_parts_are_compiled(make: Any) -> None:
     runs = []
     for compiles in (True, False):

@@ -134,6 +134,7 @@ def checked(net: Net, x: torch.Tensor, scale: float, more: Any) -> torch.Tensor:
 
 @pytest.mark.parametrize("use", [through_blocks, nested, checked], ids=lambda use: use.__name__)
 @pytest.mark.parametrize("way", ["compile", "step"])
+@pytest.mark.sweep(keep=["compile-through", "step-checked"])
 def test_a_float_that_varies_becomes_an_input(way: str, use: Any) -> None:
     torch.manual_seed(0)
     net, x = Net(use), torch.randn(4, 3)
@@ -142,6 +143,7 @@ def test_a_float_that_varies_becomes_an_input(way: str, use: Any) -> None:
 
 
 @pytest.mark.parametrize("way", ["compile", "step"])
+@pytest.mark.sweep(keep="compile")
 def test_generated_code_gives_the_same_bits_with_the_float_as_an_input(way: str) -> None:
     torch.manual_seed(0)
     net, x = Net(nested), torch.randn(4, 3)
@@ -346,6 +348,19 @@ DERIVED = ("custom function", "object in a custom function", "in place", "power"
 
 
 @pytest.mark.parametrize("what", HOSTILE)
+@pytest.mark.sweep(
+    keep=[
+        "[comparison",
+        "[dictionary",
+        "[cache",
+        "[text",
+        "[numpy product",
+        "[type alone",
+        "[literal times it equal",
+        "[value told by a thread",
+        "[kept by",
+    ]
+)
 def test_a_float_that_does_anything_else_gets_a_program_per_value(what: str) -> None:
     torch.manual_seed(0)
     with warnings.catch_warnings():
@@ -361,6 +376,7 @@ def test_a_float_that_does_anything_else_gets_a_program_per_value(what: str) -> 
 )
 @pytest.mark.parametrize("scalar", ["vector", "0-d"])
 @torch.no_grad()
+@pytest.mark.sweep(keep=["0-d-dtype1", "vector-dtype4"])
 def test_a_number_enters_each_dtype_with_the_bits_of_eager(dtype: torch.dtype, scalar: str) -> None:
     uses: list[Callable[..., Any]] = [
         lambda x, s, net: (s * net.other, net.other * (s * 0.3), net.other / s, s / net.other),
@@ -478,6 +494,7 @@ def as_it_runs(net: nn.Module, way: str, **options: Any) -> Any:
     ],
     ids=str,
 )
+@pytest.mark.sweep(keep="step-{'recompute'")
 def test_numbers_are_inputs_with_every_option(way: str, options: Any) -> None:
     torch.manual_seed(0)
     net, x = Averaging(), torch.randn(4, 3)
@@ -488,6 +505,7 @@ def test_numbers_are_inputs_with_every_option(way: str, options: Any) -> None:
 
 
 @pytest.mark.parametrize("order", ["forward_first", "one_by_one"])
+@pytest.mark.sweep(keep="forward_first")
 def test_all_micro_batches_get_the_number(order: str) -> None:
     torch.manual_seed(0)
     net, x = Averaging(), torch.randn(4, 3)
@@ -497,6 +515,7 @@ def test_all_micro_batches_get_the_number(order: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.sweep(keep="dtype0")
 def test_gradients_of_each_dtype_have_the_bits_of_eager(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     net, x = Small(lambda x, s, net: torch.tanh(x * s) * (0.3 * s) / s).to(dtype), torch.randn(4, 3)
@@ -509,6 +528,7 @@ def test_gradients_of_each_dtype_have_the_bits_of_eager(dtype: torch.dtype) -> N
 
 
 @pytest.mark.parametrize("dynamic", [None, True, False])
+@pytest.mark.sweep(keep="True")
 def test_numbers_and_sizes_that_both_vary_give_the_bits_of_eager(dynamic: bool | None) -> None:
     torch.manual_seed(0)
     net = Averaging()

@@ -25,6 +25,7 @@ def generated(module: Any, ids: Tensor, **options: Any) -> Tensor:
 
 
 @pytest.mark.parametrize("mode", MODES)
+@pytest.mark.sweep(keep="greedy")
 def test_generate_runs_the_program_and_gives_eagers_tokens(mode: str) -> None:
     model = gpt2().eval()
     expected = twin(model)
@@ -78,6 +79,7 @@ def test_a_second_prompt_costs_no_compile_per_token() -> None:
 
 
 @pytest.mark.parametrize("mode", ["greedy", "static cache"])
+@pytest.mark.sweep
 def test_a_window_that_fills_up_costs_no_compile_per_token(mode: str) -> None:
     """What its layers count is a size: one program below, one for each edge, one beyond."""
     model = gemma2().eval()  # a window of six
@@ -93,6 +95,7 @@ def test_a_window_that_fills_up_costs_no_compile_per_token(mode: str) -> None:
     assert report.num_links == 6
 
 
+@pytest.mark.sweep
 def test_an_encoder_and_its_decoder_generate_eagers_tokens() -> None:
     model = t5().eval()
     expected = twin(model)
@@ -112,6 +115,7 @@ def test_methods_of_the_model_leave_nothing_behind_in_it() -> None:
     assert set(vars(model)) == before
 
 
+@pytest.mark.sweep
 def test_lengths_of_a_text_keep_their_small_arenas() -> None:
     model = gpt2().eval()
     run = lazyinline.compile(model, reuse="auto")

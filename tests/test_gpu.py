@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, selected
 from torch import nn
 from torch._inductor.runtime import triton_heuristics
 
@@ -35,15 +35,17 @@ SMALL = {"hidden": 32, "num_heads": 2, "vocab": 67, "seq": 16, "batch": 2}
 
 
 @pytest.fixture(scope="module")
-def cases(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[tuple[str, str], Any]]:
-    """All cases by one process: Triton is told to interpret before it is imported."""
+def cases(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[tuple[str, str], Any]]:
+    """The cases by one process: Triton is told to interpret before it is imported."""
     variables = {
         "TRITON_INTERPRET": "1",
         "PYTHONPATH": os.pathsep.join([str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]),
         "LAZYINLINE_CACHE_DIR": str(tmp_path_factory.mktemp("cache")),
     }
     done = subprocess.run(
-        [sys.executable, str(ROOT / "tests" / "gpu_cases.py")],
+        [sys.executable, str(ROOT / "tests" / "gpu_cases.py"), *selected(request, "case")],
         env={**os.environ, **variables},
         capture_output=True,
         text=True,
@@ -56,6 +58,7 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[tuple[str, 
 
 @pytest.mark.parametrize("how", ["training", "inference"])
 @pytest.mark.parametrize("case", ["own decoder", "llama", "gpt2", "gpt2 with dropout"])
+@pytest.mark.sweep(keep="own decoder")
 def test_a_gpu_program_on_cpu_memory_equals_eager(cases: Any, case: str, how: str) -> None:
     """Two steps with an update between: loss and gradients; with dropout, a GPU's masks."""
     found = cases[case, how]
@@ -78,6 +81,7 @@ def compiled_for_nothing(step: Any, *args: Any) -> lazyinline.CompileReport:
 
 
 @pytest.mark.parametrize("target", [target.name for target in TARGETS])
+@pytest.mark.sweep(keep="sm_90")
 def test_every_kernel_becomes_machine_code_of_the_target(target: str) -> None:
     step, args = small_step(target=target)
     gpu = compiled_for_nothing(step, *args).gpu
@@ -88,6 +92,7 @@ def test_every_kernel_becomes_machine_code_of_the_target(target: str) -> None:
     assert f"for {target}" in str(step.last_report)
 
 
+@pytest.mark.sweep
 def test_a_block_launches_what_the_whole_model_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Counted for one more layer: at most one launch more than when all is inlined first."""
     from lazyinline.backend.kernels import lower
@@ -106,6 +111,7 @@ def test_a_block_launches_what_the_whole_model_launches(monkeypatch: pytest.Monk
     assert late <= early + 1
 
 
+@pytest.mark.sweep
 def test_a_large_model_is_compiled_for_a_gpu_as_fast_as_for_a_cpu() -> None:
     report = compile_large("llama-13b", target="cuda:sm_90", layers=3, micro_batches=2)
     gpu = report.compiled.gpu
@@ -134,6 +140,7 @@ def test_the_memory_of_a_gpu_program_is_in_its_report() -> None:
     assert any("attention" in name for name in gpu.allocating)
 
 
+@pytest.mark.sweep
 def test_a_page_shows_what_a_gpu_will_hold() -> None:
     reports = [
         compile_large("llama-13b", target="cuda:sm_90", layers=2, micro_batches=2, recompute=how)
@@ -149,6 +156,7 @@ def test_a_page_shows_what_a_gpu_will_hold() -> None:
     assert rows["all memory on cuda:sm_90, parameters too"] == [gpu.peak_bytes, None]
 
 
+@pytest.mark.sweep
 def test_mixed_precision_is_planned_in_its_own_types() -> None:
     lazyinline.lazy_inline(models.DecoderBlock)
     found = {}

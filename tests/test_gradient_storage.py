@@ -99,6 +99,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("dtype", "backend", "hooked"), CASES, ids=str)
+@pytest.mark.sweep(keep="eager")
 def test_gradients_are_saved_and_copied_without_the_arena(
     dtype: torch.dtype, backend: str, hooked: str
 ) -> None:

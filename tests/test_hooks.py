@@ -171,6 +171,7 @@ class Pair:
 
 
 @pytest.mark.parametrize("hooks", HOOKS)
+@pytest.mark.sweep(keep=["masked", "changed_in_place", "over_several"])
 def test_hooks_run_as_in_eager_put_on_before_or_after_and_removed(
     hooks: Callable[[Net, list[Any]], list[Remove]],
 ) -> None:
@@ -225,6 +226,7 @@ def test_a_step_after_an_eager_backward_still_asks_nothing_per_parameter() -> No
     del kept
 
 
+@pytest.mark.sweep(keep="eager")
 def test_an_error_in_a_hook_reaches_the_caller_and_the_next_step_is_right(backend: str) -> None:
     pair = Pair(backend)
     pair.run()
@@ -319,6 +321,7 @@ class Branching(nn.Module):
 
 
 @pytest.mark.parametrize("hooked", [False, True])
+@pytest.mark.sweep(keep="eager")
 def test_a_gradient_of_another_variant_is_taken_back(backend: str, hooked: bool) -> None:
     torch.manual_seed(0)
     net = Branching()

@@ -54,12 +54,9 @@ class Sums(nn.Module):
         return (x * self.scale).exp().sum() / (x + self.scale).square().sum()
 
 
-def with_more_threads() -> None:
-    # Inductor writes other text where there are as many threads as processors.
-    for num_threads in {os.cpu_count() or 1, 4}:
-        torch.set_num_threads(num_threads)
-        torch.compiler.reset()
-        more_threads_than(num_threads)
+def with_more_threads(num_threads: str) -> None:
+    torch.set_num_threads(int(num_threads))
+    more_threads_than(int(num_threads))
 
 
 def more_threads_than(compiled_for: int) -> None:
@@ -92,8 +89,13 @@ def loaded_openmp() -> str:
     return next(line.split()[-1] for line in lines if "libgomp" in line or "libiomp" in line)
 
 
-def test_kernels_are_right_with_more_threads_than_they_were_compiled_for() -> None:
-    run_apart(with_more_threads)
+# Inductor writes other text where there are as many threads as processors.
+@pytest.mark.sweep(keep="processors")
+@pytest.mark.parametrize(
+    "num_threads", [pytest.param(os.cpu_count() or 1, id="processors"), pytest.param(4, id="four")]
+)
+def test_kernels_are_right_with_more_threads_than_they_were_compiled_for(num_threads: int) -> None:
+    run_apart(with_more_threads, str(num_threads))
 
 
 # ---- indices ---------------------------------------------------------------------------------
@@ -142,19 +144,20 @@ PICKS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
-STEPS = ("index", "cross_entropy")
+PAIR = ("index", "cross_entropy")
 TOGETHER = 7  # ways to pick in one model: one compile for all
+GROUPS = {"pair": PAIR, "pair in a step": PAIR}
+GROUPS |= {
+    f"from {list(PICKS)[first]}": tuple(PICKS)[first : first + TOGETHER]
+    for first in range(0, len(PICKS), TOGETHER)
+}
 
 
-def wrong_indices() -> None:
+def wrong_indices(group: str) -> None:
     torch.manual_seed(0)
-    ways = list(PICKS)
-    wrong = []
-    for first in range(0, len(ways), TOGETHER):
-        wrong += wrongly_taken(ways[first : first + TOGETHER], lazyinline.compile)
-    wrong += wrongly_taken(STEPS, lazyinline.compile_step)
+    compiled = lazyinline.compile_step if "step" in group else lazyinline.compile
+    wrong = wrongly_taken(GROUPS[group], compiled)
     assert not wrong, wrong
-    zero_divisors()
 
 
 def wrongly_taken(ways: Sequence[str], compiled: Callable[..., Any]) -> list[tuple[Any, ...]]:
@@ -187,8 +190,10 @@ def outcome(run: Callable[..., Tensor], *args: Tensor) -> Any:
         return error
 
 
-def test_a_wrong_index_or_divisor_is_an_error_and_leaves_all_usable() -> None:
-    run_apart(wrong_indices, OMP_NUM_THREADS="4")
+@pytest.mark.sweep(keep="[pair]")
+@pytest.mark.parametrize("group", GROUPS)
+def test_a_wrong_index_is_an_error_and_leaves_all_usable(group: str) -> None:
+    run_apart(wrong_indices, group, OMP_NUM_THREADS="4")
 
 
 # ---- divisions -------------------------------------------------------------------------------
@@ -215,20 +220,26 @@ class Divided(nn.Module):
         return torch.stack([divide(a * 3, b * 1).double().sin() + 1 for divide, b in pairs])
 
 
-def zero_divisors() -> None:
-    for dtype, ways in ((torch.int64, NOTICED), (torch.uint8, ["truncate"])):
-        model = Divided(ways)
-        compiled = lazyinline.compile(model)
-        a = torch.arange(64 * 67).reshape(64, 67).to(dtype)
-        divisors = [a % 7 + 1 for _ in ways]
+def zero_divisors(dtype: str) -> None:
+    ways = NOTICED if dtype == "int64" else ["truncate"]
+    model = Divided(ways)
+    compiled = lazyinline.compile(model)
+    a = torch.arange(64 * 67).reshape(64, 67).to(getattr(torch, dtype))
+    divisors = [a % 7 + 1 for _ in ways]
+    assert_close(compiled(a, *divisors), model(a, *divisors))
+    for b in divisors:
+        b[-2, 3] = 0
+        for run in (model, compiled):
+            with pytest.raises(RuntimeError, match="ZeroDivisionError"):
+                run(a, *divisors)
+        b[-2, 3] = 2
         assert_close(compiled(a, *divisors), model(a, *divisors))
-        for b in divisors:
-            b[-2, 3] = 0
-            for run in (model, compiled):
-                with pytest.raises(RuntimeError, match="ZeroDivisionError"):
-                    run(a, *divisors)
-            b[-2, 3] = 2
-            assert_close(compiled(a, *divisors), model(a, *divisors))
+
+
+@pytest.mark.sweep(keep="int64")
+@pytest.mark.parametrize("dtype", ["int64", "uint8"])
+def test_a_wrong_divisor_is_an_error_and_leaves_all_usable(dtype: str) -> None:
+    run_apart(zero_divisors, dtype, OMP_NUM_THREADS="4")
 
 
 # ---- the text --------------------------------------------------------------------------------

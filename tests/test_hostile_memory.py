@@ -17,6 +17,9 @@ from lazyinline import lazy_inline
 from lazyinline.reuse import own_code
 
 WIDTH = 64
+BACKENDS = pytest.mark.parametrize(
+    "backend", ["eager", pytest.param("inductor", marks=pytest.mark.sweep)]
+)
 
 
 @lazy_inline
@@ -79,11 +82,6 @@ def assert_right(
     assert_same_gradients(model, expected)
 
 
-def memory_taken_away() -> None:
-    for backend in ("inductor", "eager"):
-        memory_taken_from(backend)
-
-
 def memory_taken_from(backend: str) -> None:
     model, x = made()
     compiled = lazyinline.compile(model, backend=backend)
@@ -112,8 +110,9 @@ def memory_taken_from(backend: str) -> None:
     gradients_not_shrunk(model, step, x)
 
 
-def test_freed_memory_is_an_error_and_gradients_of_a_step_cannot_be_shrunk() -> None:
-    run_apart(memory_taken_away)
+@BACKENDS
+def test_freed_memory_is_an_error_and_gradients_of_a_step_cannot_be_shrunk(backend: str) -> None:
+    run_apart(memory_taken_from, backend)
 
 
 def gradients_not_shrunk(model: nn.Module, step: Callable[..., Tensor], x: Tensor) -> None:
@@ -145,11 +144,6 @@ class Made(nn.Module):
         return self.inner(x) * 2.5, torch.ones(3)
 
 
-def other_default_devices() -> None:
-    for backend in ("inductor", "eager"):
-        other_default_device(backend)
-
-
 def other_default_device(backend: str) -> None:
     model, x = made()
     compiled = lazyinline.compile(model, backend=backend)
@@ -169,8 +163,9 @@ def other_default_device(backend: str) -> None:
                     assert_close(found, want)
 
 
-def test_another_default_device_changes_nothing_but_what_the_forward_makes() -> None:
-    run_apart(other_default_devices)
+@BACKENDS
+def test_another_default_device_changes_nothing_but_what_the_forward_makes(backend: str) -> None:
+    run_apart(other_default_device, backend)
 
 
 MAKING = re.compile(

@@ -319,6 +319,7 @@ def test_what_raises_an_error_does_not_hold_but_an_interruption_ends_the_call(
         unchanged()
 
 
+@pytest.mark.sweep(keep="native")
 def test_checks_kept_by_what_they_check_go_with_it(function: Function) -> None:
     holder, checks = Holder(), IdentityChecks()
     checks.held_in(holder, Holder, vars(holder))

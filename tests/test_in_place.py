@@ -84,6 +84,7 @@ def assert_trains_like(model: nn.Module, expected: nn.Module, steps: int = 3) ->
 
 @pytest.mark.smoke
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
+@pytest.mark.sweep(keep="eager")
 def test_a_model_compiled_in_place_is_the_users_object_and_trains_as_before(backend: str) -> None:
     torch.manual_seed(0)
     model = Net()
@@ -149,6 +150,7 @@ def through_a_file(model: nn.Module, folder: pathlib.Path) -> nn.Module:
         through_a_file,
     ],
 )
+@pytest.mark.sweep(keep=["<lambda>0-Net", "through_a_file-OwnState"])
 def test_copies_of_it_are_plain_models(
     kind: type[nn.Module], copied: Callable[..., Any], tmp_path: pathlib.Path
 ) -> None:
@@ -265,6 +267,9 @@ HOOKS = [
 
 @pytest.mark.parametrize("hook", HOOKS)
 @pytest.mark.parametrize("compiled_before", [False, True])
+@pytest.mark.sweep(
+    keep=["False-on_forward_of", "True-that_collects", "False-on_backward", "True-with_keywords"]
+)
 def test_hooks_run_at_each_call_as_in_eager(
     hook: Callable[[Any, Log], Any], compiled_before: bool
 ) -> None:
@@ -387,6 +392,7 @@ def test_parameters_swapped_for_a_call_are_the_ones_that_count() -> None:
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
+@pytest.mark.sweep(keep="gpt2")
 def test_a_model_of_hugging_face_stays_what_it_is(name: str, tmp_path: pathlib.Path) -> None:
     model, inputs = hugging_face.example(name)
     expected = twin(model)
@@ -430,6 +436,7 @@ def test_a_module_that_torch_compile_returned_is_refused_with_what_to_do() -> No
 
 
 @pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.sweep(keep="True")
 def test_another_dtype_is_another_program(in_place: Any) -> None:
     model = Net().eval()
     expected = twin(model)
@@ -442,6 +449,7 @@ def test_another_dtype_is_another_program(in_place: Any) -> None:
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda step: pickle.loads(pickle.dumps(step))])
+@pytest.mark.sweep(keep="deepcopy")
 def test_a_step_that_ran_is_copied_and_compiles_anew(copied: Callable[..., Any]) -> None:
     model = Net().eval()
     step = lazyinline.compile_step(model, loss_fn=torch.sum, backend="eager")

@@ -159,6 +159,7 @@ LIMIT: Any = 0
 
 @pytest.mark.parametrize("name", CONTAINERS)
 @pytest.mark.parametrize("place", ["attribute", "global"])
+@pytest.mark.sweep(keep="attribute-")
 def test_an_equal_container_in_a_containers_place_is_as_good_until_it_changes(
     name: str, place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -201,6 +202,7 @@ class Varying(nn.Module):
 
 @pytest.mark.parametrize("what", ["argument", "attribute", "length"])
 @pytest.mark.parametrize("way", ["compile", "step"])
+@pytest.mark.sweep(keep=["compile-argument", "step-length"])
 def test_programs_are_bounded_and_one_warning_names_what_keeps_changing(
     way: str, what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -282,6 +282,7 @@ main()
 """
 
 
+@pytest.mark.sweep
 def test_two_processes_at_once_build_each_kernel_once(folder: pathlib.Path) -> None:
     here = str(pathlib.Path(__file__).parent)
     processes = []
@@ -355,6 +356,7 @@ def empty(entry: pathlib.Path, shared_object: pathlib.Path) -> None:
 
 
 @pytest.mark.parametrize("damage", [truncate, remove, garble, empty])
+@pytest.mark.sweep(keep=["garble", "empty"])
 def test_what_is_damaged_is_built_again(
     damage: Callable[[pathlib.Path, pathlib.Path], None], folder: pathlib.Path
 ) -> None:

@@ -66,6 +66,7 @@ def rank_report(rank: str, micro_batches: int, recompute: str | None) -> RankRep
 
 
 @pytest.mark.parametrize("recompute", [None, "full"])
+@pytest.mark.sweep(keep="None")
 def test_one_rank_of_a_pipeline_is_planned_without_data_or_processes(recompute: str | None) -> None:
     first, longer, last = (
         rank_report(rank, micro_batches, recompute)

@@ -68,6 +68,7 @@ def swapping() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("swapping")
+@pytest.mark.sweep(keep=["eager"])
 def test_the_users_tensors_can_be_swapped_and_the_program_sees_what_they_are_then(
     kind: str,
 ) -> None:
@@ -134,6 +135,7 @@ def watched(model: nn.Module) -> list[StorageWeakRef]:
 
 
 @pytest.mark.parametrize("kind", ["compile/inductor", "step/inductor", "compile/eager"])
+@pytest.mark.sweep(keep="compile/eager")
 def test_weights_of_before_a_conversion_are_not_held(kind: str) -> None:
     model = Net()
     run = compiled_by(kind, model)

@@ -179,6 +179,7 @@ def test_inference() -> None:
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
+@pytest.mark.sweep(keep="0.5")
 def test_micro_batches_are_compared_with_a_loop_over_them(dropout: float) -> None:
     net, x = Net(dropout=dropout), torch.randn(8, 8)
     net(x).backward()

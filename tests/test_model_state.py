@@ -381,6 +381,7 @@ def test_a_change_after_compiling_counts_at_the_next_call(change: Callable[[Net]
 
 
 @pytest.mark.parametrize("change", ON_MEMORY, ids=lambda change: change.__name__)
+@pytest.mark.sweep(keep=["replace_parameter", "replace_data", "swap_data", "set_storage"])
 def test_a_change_of_memory_counts_with_bound_memory(change: Callable[[Net], None]) -> None:
     assert_noticed("inductor", change)
 

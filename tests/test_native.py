@@ -144,6 +144,9 @@ def test_the_stride_of_one_row_or_column_says_nothing(side: str) -> None:
 @needs_blas
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("layouts", list(itertools.product(LAYOUTS, LAYOUTS)), ids="-".join)
+@pytest.mark.sweep(
+    keep=["plain-plain-dtype0", "transposed-padded-dtype1", "padded-transposed-dtype0"]
+)
 def test_matrix_products_of_any_shape(dtype: torch.dtype, layouts: tuple[str, str]) -> None:
     torch.manual_seed(0)
     for rows, inner, columns in itertools.product(SIZES, SIZES, SIZES):
@@ -358,6 +361,7 @@ class Attention(nn.Module):
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.sweep(keep="1-True")
 def test_short_attention_is_plain_and_equals_eager(causal: bool, batch: int) -> None:
     torch.manual_seed(0)
     model, x = Attention(causal=causal), torch.randn(batch, 8, 16, requires_grad=True)

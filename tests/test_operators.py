@@ -19,6 +19,7 @@ def operators() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("kind", ["real", "complex"])
+@pytest.mark.sweep(keep="real")
 def test_operators_in_all_layouts_in_turn(kind: str, operators: Any) -> None:
     chosen = {name: operators.ANY[name] for name in operators.CORE}
     chosen |= operators.COMPLEX if kind == "complex" else {}
@@ -26,6 +27,7 @@ def test_operators_in_all_layouts_in_turn(kind: str, operators: Any) -> None:
     assert not operators.wrong_operators(chosen, layouts, kind, "eager")
 
 
+@pytest.mark.sweep
 def test_generated_kernels_on_conjugates(operators: Any) -> None:
     chosen = {name: operators.ANY[name] for name in operators.CORE[:10]} | operators.COMPLEX
     layouts = [operators.LAYOUTS["conjugate"]]

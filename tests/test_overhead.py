@@ -52,6 +52,7 @@ def ready(layers: int, backend: str) -> tuple[Callable[[], Any], Callable[[], An
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
 @pytest.mark.parametrize("train", [True, False], ids=["training", "inference"])
 @pytest.mark.smoke
+@pytest.mark.sweep(keep=["training-eager", "inference-inductor"])
 def test_a_forward_adds_few_calls_to_its_kernels_and_few_per_layer(
     train: bool, backend: str
 ) -> None:
@@ -87,6 +88,7 @@ def test_programs_grow_by_one_call_per_layer_and_direction() -> None:
 
 
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
+@pytest.mark.sweep(keep="eager")
 def test_kernels_are_as_many_for_six_layers_as_for_two(backend: str) -> None:
     counts = []
     for layers in (2, 6):

@@ -86,6 +86,7 @@ PAGES = {"decoder": decoder, "t5": t5, "pipeline": pipeline, "rank": rank, "larg
 
 
 @pytest.mark.parametrize("name", [*list(PAGES)[:-1], pytest.param("large", marks=pytest.mark.slow)])
+@pytest.mark.sweep(keep="pipeline")
 def test_pages_are_drawn_without_errors(browser: Browser, name: str) -> None:
     PICTURES.mkdir(parents=True, exist_ok=True)
     path = PICTURES / f"{name}.html"

@@ -180,6 +180,7 @@ def test_what_is_computed_again_is_not_saved(alone: None, schedule: str) -> None
 @pytest.mark.parametrize(
     "schedule", ["Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble"]
 )
+@pytest.mark.sweep(keep="LoopedBFS")
 def test_a_step_holds_what_its_plan_says(
     alone: None, monkeypatch: pytest.MonkeyPatch, schedule: str
 ) -> None:

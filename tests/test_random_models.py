@@ -22,7 +22,6 @@ import lazyinline
 from lazyinline import CaptureError, CompiledModule
 
 _EXAMPLES = int(os.environ.get("LAZYINLINE_EXAMPLES", "0"))
-_FEW = 24
 
 
 @dataclass
@@ -170,11 +169,14 @@ def assert_unchanged(model: nn.Module, before: nn.Module) -> None:
 
 # Eager warns about hooks and layouts of random models; that is not what is compared.
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_random_models_equal_eager_before_and_after_random_changes() -> None:
+@pytest.mark.sweep(keep="few")
+@pytest.mark.parametrize("num_models", [pytest.param(8, id="few"), pytest.param(24, id="many")])
+def test_random_models_equal_eager_before_and_after_random_changes(num_models: int) -> None:
+    num_models = _EXAMPLES or num_models
     tally = Tally()
 
     @settings(
-        max_examples=_EXAMPLES or _FEW,
+        max_examples=num_models,
         derandomize=not _EXAMPLES,
         database=None,
         deadline=None,
@@ -186,7 +188,7 @@ def test_random_models_equal_eager_before_and_after_random_changes() -> None:
 
     each()
     print(tally)
-    assert tally.counts["models"] >= (_EXAMPLES or _FEW)
+    assert tally.counts["models"] >= num_models
     assert tally.share("hostile") > 0.5
     assert tally.share("shared") > 0.2
     assert tally.share("noticed", of="changed and compiled") > 0.5

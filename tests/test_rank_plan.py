@@ -126,6 +126,7 @@ def planned(context: Context, schedule: str, rank: int, micro_batches: int) -> R
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.sweep(keep=["[1F1B", "LoopedBFS"])
 def test_no_two_live_regions_overlap_and_the_arena_grows_with_depth_alone(
     context: Context, schedule: str
 ) -> None:

@@ -131,6 +131,7 @@ def module_run(compiled: nn.Module) -> Callable[[Tensor], Tensor]:
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=str)
+@pytest.mark.sweep(keep=["full", "0.3"])
 def test_gradients_equal_eager_with_dropout_in_a_step(policy: Any) -> None:
     model = Model(ComposedBlock)
     step = lazyinline.compile_step(model, recompute=policy, backend="eager")
@@ -138,6 +139,7 @@ def test_gradients_equal_eager_with_dropout_in_a_step(policy: Any) -> None:
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=str)
+@pytest.mark.sweep(keep=["selective"])
 def test_gradients_equal_eager_with_dropout_in_a_module(policy: Any) -> None:
     model = Model(FlatBlock)
     compiled = lazyinline.compile(model, recompute=policy, backend="eager")
@@ -145,6 +147,7 @@ def test_gradients_equal_eager_with_dropout_in_a_module(policy: Any) -> None:
 
 
 @pytest.mark.parametrize("policy", ["full", Budget(fraction=0.4)], ids=str)
+@pytest.mark.sweep
 def test_gradients_equal_eager_on_inductor(policy: Any) -> None:
     model = Model(ComposedBlock, num_layers=2)
     step = lazyinline.compile_step(model, recompute=policy)
@@ -205,6 +208,7 @@ class WastefulBlock(DrawsForNobody):
 
 @pytest.mark.parametrize("policy", POLICIES, ids=str)
 @pytest.mark.parametrize("way", [lazyinline.compile, lazyinline.compile_step])
+@pytest.mark.sweep(keep=["compile-full", "compile_step-Budget(saved_bytes=None, fraction=0.3"])
 def test_random_numbers_are_drawn_where_eager_draws_them(
     way: Callable[..., Any], policy: Any
 ) -> None:
@@ -226,6 +230,7 @@ def step_of(policy: Any, reuse: Any = "auto", **sizes: Any) -> lazyinline.Traini
 
 
 @pytest.mark.parametrize("block", [FlatBlock, ComposedBlock])
+@pytest.mark.sweep(keep="Flat")
 def test_policies_trade_bytes_for_work(block: type[Block]) -> None:
     none, selective, full = (
         step_of(p, block=block, num_layers=4) for p in (None, "selective", "full")
@@ -392,6 +397,7 @@ class Mixed(Model):
 
 
 @pytest.mark.parametrize("policy", [Budget(fraction=0.0), Budget(fraction=0.5)], ids=str)
+@pytest.mark.sweep(keep="0.5")
 def test_budget_over_different_closures(policy: Budget) -> None:
     model = Mixed()
     step = lazyinline.compile_step(model, recompute=policy, backend="eager")
@@ -432,6 +438,7 @@ lazy_inline(NormedBlock)
     [("full", 1), ("full", 3), *((Budget(fraction=f), 3) for f in (0.0, 0.3, 0.6))],
     ids=str,
 )
+@pytest.mark.sweep(keep=["full-1", "0.3"])
 def test_running_statistics_are_updated_once(policy: Any, micro_batches: int) -> None:
     model = Model()
     model.layers = nn.ModuleList(NormedBlock() for _ in range(4))

@@ -36,6 +36,7 @@ def leaves(result: Any) -> list[Tensor]:
     ],
     ids=str,
 )
+@pytest.mark.sweep(keep=["proj_size"])
 def test_a_recurrent_network_trains_like_eager(kind: Any, options: dict[str, Any]) -> None:
     torch.manual_seed(0)
     model = Tagger(kind, **options)

@@ -558,6 +558,7 @@ OUTSIDE: dict[str, tuple[Callable[[], Any], Callable[[Any], None]]] = {
 
 @pytest.mark.parametrize("name", OUTSIDE)
 @pytest.mark.parametrize("where", ["block", "model"])
+@pytest.mark.sweep(keep=["block", "model-a global"])
 def test_outside_value_changed_after_compiling_counts_at_the_next_call(
     name: str, where: str, compiles: list[CompileReport]
 ) -> None:

@@ -52,6 +52,7 @@ def operators(names: Iterable[str]) -> set[str]:
 
 
 @pytest.mark.parametrize("seq", [8, 80], ids=["short", "fused"])
+@pytest.mark.sweep
 def test_only_launches_that_cannot_be_placed_allocate(memory_events: ModuleType, seq: int) -> None:
     """Attention over short rows is placed; PyTorch's fused one allocates its results."""
     step, args = decoder_step(2, 2, "inductor", seq=seq)
@@ -80,6 +81,7 @@ def without_onednn() -> Iterator[None]:
 @pytest.mark.parametrize(
     ("micro_batches", "dtype"), [(1, torch.bfloat16), (2, torch.float32)], ids=str
 )
+@pytest.mark.sweep(keep="2-torch.float32")
 def test_reported_peak_is_what_the_profiler_measures(
     memory_events: ModuleType, micro_batches: int, dtype: torch.dtype
 ) -> None:
@@ -240,6 +242,7 @@ class Work:
 
 
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
+@pytest.mark.sweep(keep="eager")
 def test_artifacts_are_built_once_per_closure_whatever_layers_and_micro_batches(
     backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

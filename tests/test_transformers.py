@@ -138,6 +138,7 @@ def assert_same_training(model: nn.Module, backend: str, layer_class: str) -> Co
 @pytest.mark.parametrize(
     ("model", "layer_class"), [(gpt2(), "GPT2Block"), (llama(), "LlamaDecoderLayer")]
 )
+@pytest.mark.sweep(keep="eager-model0")
 def test_training_equals_eager_after_1_and_5_adamw_steps(
     model: nn.Module, layer_class: str, backend: str
 ) -> None:
@@ -146,6 +147,7 @@ def test_training_equals_eager_after_1_and_5_adamw_steps(
     assert_same_training(twin(model), backend, layer_class)
 
 
+@pytest.mark.sweep(keep="eager")
 def test_gpt2_with_dropout_draws_eagers_masks_under_one_seed(backend: str) -> None:
     assert_same_training(gpt2(dropout=0.1), backend, "GPT2Block")
 
@@ -168,6 +170,7 @@ def test_attention_dropout_of_one_block_equals_eager_with_generated_kernels() ->
     ("build", "output_class"),
     [(gpt2, CausalLMOutputWithCrossAttentions), (llama, CausalLMOutputWithPast)],
 )
+@pytest.mark.sweep(keep="eager-llama")
 def test_inference_keeps_the_output_class_and_equals_eager(
     build: Callable[[], nn.Module], output_class: type, backend: str
 ) -> None:
@@ -211,6 +214,7 @@ def test_gradient_checkpointing_changes_no_number() -> None:
 
 
 @pytest.mark.parametrize("build", [gpt2, llama])
+@pytest.mark.sweep(keep="gpt2")
 def test_generation_goes_on_working_and_agrees(build: Callable[[], nn.Module]) -> None:
     model: Any = build().eval()
     compiled: Any = lazyinline.compile(model, backend="eager")
@@ -258,6 +262,7 @@ def t5() -> tuple[nn.Module, dict[str, Tensor]]:
 
 
 @pytest.mark.parametrize(("build", "layer_class"), [(bert, "BertLayer"), (t5, "T5Block")])
+@pytest.mark.sweep(keep="bert")
 def test_encoders_train_as_in_eager(
     build: Callable[[], tuple[nn.Module, dict[str, Tensor]]], layer_class: str
 ) -> None:
@@ -328,6 +333,7 @@ def albert() -> nn.Module:
 
 
 @pytest.mark.parametrize("build", [gemma2, mixtral, albert, llama4])
+@pytest.mark.sweep(keep="mixtral")
 def test_families_train_as_in_eager_without_a_mark(build: Callable[[], nn.Module]) -> None:
     """Alternating windows, products of experts, a layer that runs repeatedly, complex numbers."""
     torch.manual_seed(0)

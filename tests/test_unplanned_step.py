@@ -91,6 +91,7 @@ def assert_step_is_eager(
     ("backend", "order", "micro_batches"),
     [("eager", "forward_first", 1), ("eager", "one_by_one", 2), ("inductor", "one_by_one", 2)],
 )
+@pytest.mark.sweep(keep=["plain-eager-one", "[graph-eager-one"])
 def test_an_unplanned_step_trains_as_eager_does(
     graphs: Graphs, backend: str, order: str, micro_batches: int
 ) -> None:
@@ -109,6 +110,7 @@ def test_an_unplanned_step_trains_as_eager_does(
     assert step.last_report.peak_bytes is None
 
 
+@pytest.mark.sweep(keep="[graph")
 def test_a_graph_is_captured_once_and_replayed_at_every_step(graphs: Graphs) -> None:
     model, args = decoder()
     step = lazyinline.compile_step(model, backend="eager")
@@ -127,6 +129,7 @@ def test_the_reason_for_no_graph_is_told(monkeypatch: pytest.MonkeyPatch) -> Non
     assert step.stats.why_no_graph == "a graph is for one GPU, and the program uses cpu"
 
 
+@pytest.mark.sweep(keep="[graph")
 def test_a_moved_parameter_is_read_where_it_is_now(graphs: Graphs) -> None:
     model, args = decoder()
     twin = copy.deepcopy(model)
@@ -195,6 +198,7 @@ def test_only_a_program_of_one_gpu_becomes_a_graph() -> None:
 
 @pytest.mark.parametrize("device", DEVICES, ids=str)
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
+@pytest.mark.sweep(keep="eager")
 def test_a_step_trains_as_eager_does_where_the_model_is(device: torch.device, backend: str) -> None:
     model, args = decoder()
     model, args = model.to(device), tuple(a.to(device) for a in args)

@@ -80,6 +80,7 @@ FEW_USES = [["loss"], ["loss"], ["logits", "half"], ["own"], ["loss"], ALL, ["lo
 @pytest.mark.parametrize(
     ("backend", "size", "uses"), [("eager", 8, USES), ("inductor", 160, FEW_USES)]
 )
+@pytest.mark.sweep(keep="eager")
 def test_gradients_equal_eager_whatever_a_loss_uses(
     backend: str, size: int, uses: list[list[str]]
 ) -> None:
@@ -105,6 +106,7 @@ def test_gradients_equal_eager_whatever_a_loss_uses(
 
 
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
+@pytest.mark.sweep(keep="eager")
 def test_a_kept_graph_takes_one_loss_after_another(backend: str) -> None:
     torch.manual_seed(0)
     model = Net()
@@ -225,6 +227,7 @@ def test_gradients_that_are_zero_in_eager_are_zero() -> None:
 @pytest.mark.parametrize(
     ("backend", "dynamic"), [("eager", None), ("eager", True), ("inductor", True)]
 )
+@pytest.mark.sweep(keep="eager-True")
 def test_gradients_equal_eager_at_every_length(backend: str, dynamic: bool | None) -> None:
     torch.manual_seed(0)
     model = Net()
@@ -294,6 +297,7 @@ class Parts(nn.Module):
 @pytest.mark.parametrize(
     ("backend", "dynamic"), [("eager", None), ("eager", False), ("inductor", True)]
 )
+@pytest.mark.sweep(keep="eager")
 def test_zeros_of_any_layout_stand_for_parts_that_are_unused(
     backend: str, dynamic: bool | None
 ) -> None:

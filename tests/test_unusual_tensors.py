@@ -93,6 +93,7 @@ def assert_same_runs(compiled: nn.Module, expected: nn.Module, x: Tensor, **kwar
 
 
 @pytest.mark.parametrize("kind", LAZY)
+@pytest.mark.sweep(keep=["eager", "inductor-imaginary"])
 def test_inputs_whose_memory_holds_other_numbers(kind: str, backend: str) -> None:
     compiled, expected = make(backend)
     plain = torch.randn(3, 4)
@@ -102,6 +103,7 @@ def test_inputs_whose_memory_holds_other_numbers(kind: str, backend: str) -> Non
 
 
 @pytest.mark.parametrize("kind", LAZY)
+@pytest.mark.sweep(keep="eager")
 def test_cotangents_whose_memory_holds_other_numbers(kind: str, backend: str) -> None:
     compiled, expected = make(backend)
     cotangent = LAZY[kind](torch.randn(3, 4))
@@ -173,6 +175,7 @@ def test_parameters_whose_class_sees_operators_run_the_model_itself(
         step(x)
 
 
+@pytest.mark.sweep(keep="eager")
 def test_an_input_that_is_changed_or_returned_stays_the_callers(backend: str) -> None:
     class Changing(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
@@ -212,6 +215,7 @@ def test_what_an_attribute_or_a_global_holds_is_refused_if_its_memory_holds_othe
 
 
 @pytest.mark.parametrize("kind", [*LAZY, *WATCHING])
+@pytest.mark.sweep(keep="eager")
 def test_batches_of_steps_and_pipelines(kind: str, backend: str) -> None:
     torch.manual_seed(0)
     model = Net()
@@ -237,6 +241,7 @@ def test_batches_of_steps_and_pipelines(kind: str, backend: str) -> None:
         assert torch.equal(torch.cat(parts), x) and not any(p.is_neg() for p in parts)
 
 
+@pytest.mark.sweep(keep="eager")
 def test_a_loss_that_is_negated_only_in_name(backend: str) -> None:
     class Imaginary(nn.Module):
         def __init__(self) -> None:
