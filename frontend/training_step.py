@@ -155,7 +155,7 @@ class TrainingStep:
         self._batching = batching
         self._shapes = Shapes(self._loss_model, self._for_sizes, dynamic)
         self._entries: KeptPrograms[_StepEntry] = KeptPrograms()
-        self._floats = VaryingFloats()
+        self._floats = VaryingFloats(for_gpu=options.target is not None)
         self._lock = ProcessLock(threading.Lock)
         self._report: CompileReport | None = None
 

@@ -34,6 +34,23 @@ def own_decoder() -> Made:
     return model, {"ids_BT": ids, "targets_BT": targets}
 
 
+class InAutocast(nn.Module):
+    """A model as mixed precision has it; eager runs it in float32 where tensors are on the CPU."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, **kwargs: torch.Tensor) -> Any:
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            return self.model(**kwargs)
+
+
+def in_autocast() -> Made:
+    model, kwargs = own_decoder()
+    return InAutocast(model), kwargs
+
+
 def llama() -> Made:
     config = LlamaConfig(
         vocab_size=VOCABULARY,
@@ -64,6 +81,7 @@ def tokens() -> dict[str, torch.Tensor]:
 
 CASES: dict[str, Callable[[], Made]] = {
     "own decoder": own_decoder,
+    "own decoder in autocast": in_autocast,
     "llama": llama,
     "gpt2": gpt2(0.0),
     "gpt2 with dropout": gpt2(0.1),

@@ -34,7 +34,8 @@ from test_architecture import (
     sources,
 )
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lazyinline.backend.gpu.targets import TARGETS
 from lazyinline.backend.gpu.torch_gpu import _answers, _device_properties, gpu_described
@@ -195,7 +196,6 @@ def test_sizes_stay_open_without_the_cache_of_results(
 
 
 def test_a_kernel_list_sees_one_memory_through_views() -> None:
-    from torch._subclasses.fake_tensor import FakeTensor
 
     mode = fake_mode()
     with torch._C._DisableTorchDispatch():
@@ -1222,6 +1222,32 @@ def test_functionalizing_a_trace_takes_in_place_operators_out() -> None:
     module = make_fx(torch.func.functionalize(function, remove="mutations"))(inputs)
     assert not any(t._schema.is_mutable for t in targets(module) if hasattr(t, "_schema"))
     assert torch.equal(module(inputs)[0], torch.tensor([[2.0, 2.0], [1.0, 1.0]]))
+
+
+@contract("torch._C._dispatch_has_kernel_for_dispatch_key", "torch.ops.aten._to_copy.default")
+def test_a_gpus_autocast_is_known_without_a_gpu(has_kernel: Any, cast: Any) -> None:
+    assert has_kernel("aten::mm", "AutocastCUDA") and not has_kernel("aten::sin", "AutocastCUDA")
+    assert has_kernel("aten::cross_entropy_loss", "CompositeImplicitAutograd")
+    seen: list[Any] = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            seen.append((func, (kwargs or {}).get("dtype")))
+            return func(*args, **(kwargs or {}))
+
+    mode = fake_mode()
+    with mode:
+        x = FakeTensor(mode, torch.empty(4, 4, device="meta"), torch.device("cuda", 0))
+    dtype = torch.get_autocast_dtype("cuda")
+    torch.set_autocast_enabled("cuda", True)
+    try:
+        with torch.no_grad(), mode, Watch():
+            assert torch.mm(x, x).dtype == dtype
+    finally:
+        torch.set_autocast_enabled("cuda", False)
+    assert (cast, dtype) in seen
 
 
 # ---- Inductor ---------------------------------------------------------------------------------

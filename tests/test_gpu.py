@@ -57,6 +57,13 @@ def cases(
 
 
 @pytest.mark.parametrize("how", ["training", "inference"])
+def test_autocast_of_a_gpu_is_within_half_precision_of_eager(cases: Any, how: str) -> None:
+    found = cases["own decoder in autocast", how]
+    assert 1e-4 < found["error"] < 5e-2  # it does round to bfloat16
+    assert found["arena"] <= 1.05
+
+
+@pytest.mark.parametrize("how", ["training", "inference"])
 @pytest.mark.parametrize("case", ["own decoder", "llama", "gpt2", "gpt2 with dropout"])
 @pytest.mark.sweep(keep="own decoder")
 def test_a_gpu_program_on_cpu_memory_equals_eager(cases: Any, case: str, how: str) -> None:

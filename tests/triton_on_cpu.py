@@ -276,10 +276,50 @@ def _efficient_backward(
     return (*made, of_scores if bias is not None and wanted[3] else None)
 
 
+def _flash(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    return_debug_mask: bool = False,
+    *,
+    scale: float | None = None,
+) -> tuple[Any, ...]:
+    """As a GPU has it: of half precision, computed in single precision."""
+    assert not dropout_p and not return_debug_mask
+    wide = [t.float() for t in (query, key, value)]
+    chances, sums = attention(wide[0], wide[1], wide[2], None, scale, causal=is_causal)
+    drawn = torch.zeros(2, dtype=torch.uint64), torch.zeros((), dtype=torch.uint64)
+    result = _laid_out((chances @ wide[2]).to(query.dtype))
+    lengths = query.shape[2], key.shape[2]
+    return (result, sums, None, None, *lengths, *drawn, query.new_empty(0))
+
+
+def _flash_backward(
+    grad: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor,
+    logsumexp: torch.Tensor,
+    *others: Any,
+    scale: float | None = None,
+) -> tuple[torch.Tensor, ...]:
+    is_causal = others[5]
+    wide = [t.float() for t in (grad, query, key, value)]
+    none = torch.zeros(0)
+    unread = (None, none, none, none, none)
+    made = _efficient_backward(*wide, *unread, 0.0, (True,) * 4, is_causal, scale=scale)
+    return tuple(g.to(query.dtype) for g in made[:3] if g is not None)
+
+
 def with_operators_of_a_gpu() -> torch.library.Library:
     """Gives operators that only a GPU has a form for CPU memory, as long as the result is kept."""
     library = torch.library.Library("aten", "IMPL")
     library.impl("_scaled_dot_product_efficient_attention", _efficient, "CPU")
     library.impl("_scaled_dot_product_efficient_attention_backward", _efficient_backward, "CPU")
+    library.impl("_scaled_dot_product_flash_attention", _flash, "CPU")
+    library.impl("_scaled_dot_product_flash_attention_backward", _flash_backward, "CPU")
     library.impl("native_dropout", _native_dropout, "CPU", allow_override=True)
     return library

@@ -81,7 +81,7 @@ class Calls:
         self._compiler = compiler or Compiler(options)
         self._shapes = Shapes(model, self._for_sizes, dynamic, names)
         self._effects = EffectsSeen()
-        self._floats = VaryingFloats()
+        self._floats = VaryingFloats(for_gpu=options.target is not None)
         self._refusals = Refusals()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -33,6 +34,7 @@ from ..effects.effects import EffectError, OnEffects
 from ..effects.outside_changes import find_fake
 from ..marks import is_marked
 from ..tracing.capture_errors import capture_error, model_name
+from ..tracing.torch_gpu_autocast import GpuCasts, autocast_as_on_a_gpu
 from .assemble import ResultTree, assemble
 from .blocks import (
     Blocks,
@@ -63,6 +65,7 @@ class Arguments:
     sizes: Callable[[], Sizes] | None = None
     effects: OnEffects = "refuse"
     opened: Collection[float] = ()
+    for_gpu: bool = False
 
     def have_open_numbers(self) -> bool:
         """Whether the model is handed a number without its value."""
@@ -80,6 +83,7 @@ def capture_model(
     sizes: Callable[[], Sizes] | None = None,
     effects: OnEffects = "refuse",
     opened: Collection[float] = (),
+    for_gpu: bool = False,
 ) -> CapturedModel:
     """Captures a model as a program of closures and calls.
 
@@ -94,6 +98,7 @@ def capture_model(
         effects: ``"refuse"`` a forward that does more at each call than compute; ``"undo"`` what
             it did, for who does not run the program in its place.
         opened: numbers that become inputs wherever an operator may take one as an input.
+        for_gpu: capture for a GPU that need not be here: its autocast is made with operators.
 
     Raises:
         CaptureError: if the model's Python cannot be traced, naming the user's line; or if a tensor
@@ -102,7 +107,7 @@ def capture_model(
     refuse_uncapturable(model)
     if train:
         refuse_backward_hooks(model)
-    arguments = Arguments(args, kwargs or {}, sizes, effects, opened)
+    arguments = Arguments(args, kwargs or {}, sizes, effects, opened, for_gpu)
     if reuse == "auto":
         captured = _capture_repeated(model, arguments, RepeatedBlocks, train=train)
     else:
@@ -202,6 +207,8 @@ def _capture_once(
     recorder = Recorder(model, blocks, sizes, arguments.effects)
     if arguments.have_open_numbers():
         recorder.recording.tracer.reads = "none"  # a literal times such a number would tell it
+    if arguments.for_gpu:
+        recorder.recording.tracer.casts = GpuCasts(recorder.recording.tracer.fake_mode)
     is_settled = True
     try:
         results, tree = _run(recorder, arguments, train=train)
@@ -221,6 +228,7 @@ def _run(recorder: Recorder, arguments: Arguments, *, train: bool) -> tuple[list
             garbage_collection_paused(),
             no_python_randomness(),
             generator_not_seeded(arguments.effects),
+            autocast_as_on_a_gpu() if arguments.for_gpu else nullcontext(),
         ):
             return recorder.run(arguments.args, arguments.kwargs)
     except (UnsettledError, CrossingError):

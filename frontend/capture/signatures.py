@@ -166,11 +166,10 @@ def forward_signature(module: nn.Module) -> inspect.Signature | None:
 
 def ambient_modes() -> Any:
     """Returns the global modes that a forward's operators run under."""
-    devices = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
     return (
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
-        current_autocast(devices),
+        current_autocast(("cpu", "cuda")),
         torch.get_default_dtype(),
         torch.are_deterministic_algorithms_enabled(),
         default_device(),

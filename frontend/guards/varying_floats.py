@@ -33,9 +33,14 @@ class _Seen:
 
 
 class VaryingFloats:
-    """Which Python floats among a module's arguments varied so far, and may be inputs."""
+    """Which Python floats among a module's arguments varied so far, and may be inputs.
 
-    def __init__(self) -> None:
+    Args:
+        for_gpu: whether programs are for a GPU that is not here, and run with no value at all.
+    """
+
+    def __init__(self, *, for_gpu: bool) -> None:
+        self._for_gpu = for_gpu
         self._seen: list[_Seen] = []
 
     def opened(self, model: nn.Module, inputs: Inputs, *, reuse: Reuse, train: bool) -> OpenCapture:
@@ -52,7 +57,7 @@ class VaryingFloats:
             except Exception:  # the call can be compiled for its numbers
                 return OpenCapture()
 
-        places = self._varied(inputs)
+        places = frozenset[int]() if self._for_gpu else self._varied(inputs)
         found = tried(places) if places else OpenCapture()
         if found.places or not places:
             return found

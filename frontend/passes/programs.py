@@ -48,6 +48,7 @@ def capture(state: State) -> State:
         train=subject.train,
         sizes=subject.sizes,
         effects=subject.effects,
+        for_gpu=state.context.options.target is not None,
     )
     # Leaves with symbols are no others' equals: a symbol belongs to one capture.
     program = seen.program if subject.sizes else state.context.known(seen.program)

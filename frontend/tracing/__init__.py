@@ -5,6 +5,7 @@ torch_patches     the temporary patches that let capture watch a model run
 custom_function   a user's ``torch.autograd.Function`` as one operator
 torch_mutations   operators of others that change their operands, as pure ones
 torch_fake_rules  operators that take more than PyTorch's rule for fake tensors allows
+torch_gpu_autocast  autocast as on a GPU, for a model that is traced on the CPU
 capture_errors    what the user is told of an error of their model
 python_path       the instructions that a model's Python ran, to compare two runs
 """

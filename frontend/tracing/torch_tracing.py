@@ -38,6 +38,7 @@ from ...reuse.ir.leaf import Stamp, current_autocast, mutated_args
 from ...reuse.ir.torch_symbols import SIZE_TYPES
 from ...reuse.ir.types import TensorType
 from ...reuse.own_code import own_places
+from .torch_gpu_autocast import GpuCasts
 from .torch_mutations import pure_forms
 
 _TORCH_FOLDER = os.path.dirname(torch.__file__) + os.sep
@@ -244,6 +245,7 @@ class Tracer:
     Attributes:
         reads: the tensors whose values Python may ask for: ``"of literals"`` (those computed from
             Python data in the forward) or ``"none"``.
+        casts: what makes the casts of autocast, where PyTorch does not: for a GPU that is not here.
     """
 
     def __init__(
@@ -256,7 +258,7 @@ class Tracer:
         self._tracer: Any = None
         self._num_inputs = 0
         self._nodes = _NodeTable({})
-        self._autocast_devices = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
+        self.casts: GpuCasts | None = None
 
     def run(
         self, function: Callable[[Sequence[Any]], None], inputs: Sequence[torch.Tensor]
@@ -270,7 +272,10 @@ class Tracer:
             self._tracer.tensor_tracker = self._nodes = _NodeTable(self._tracer.tensor_tracker)
             graph = self._tracer.graph
             graph.create_node = self._stamping(graph.create_node)
-            mode.__torch_dispatch__ = self._sparing(mode.__torch_dispatch__)  # type: ignore[method-assign]
+            dispatch = self._sparing(mode.__torch_dispatch__)
+            if self.casts is not None:
+                dispatch = self.casts.around(dispatch, mode)
+            mode.__torch_dispatch__ = dispatch  # type: ignore[method-assign]
             try:
                 function(flat)
             finally:
@@ -338,7 +343,7 @@ class Tracer:
                 )
             node.meta["stamp"] = Stamp(
                 torch.is_grad_enabled(),
-                current_autocast(self._autocast_devices),
+                current_autocast(("cpu", "cuda") if self.casts is None else ()),
                 "" if frame is None else frame_text(frame),
             )
             self._on_node(node)

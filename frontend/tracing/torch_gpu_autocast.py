@@ -1,0 +1,201 @@
+"""Adapter: autocast as on a GPU, for a model that is traced on the CPU.
+
+A program for a GPU that is not here is traced with tensors of the CPU. PyTorch's autocast for CUDA
+casts none of those, and where there is no CUDA its regions turn themselves off. So what it would
+cast is asked of PyTorch: its rule for an operator runs on fake tensors of a GPU, and the casts that
+it makes become operators of the program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.node import map_aggregate
+from torch.utils._python_dispatch import TorchDispatchMode
+
+_AS_ON_A_GPU = ("cpu", "cuda")
+"""A model that asks its tensors for their device is told the first, and means the second."""
+
+_GPU = torch.device("cuda", 0)
+_LOW = (torch.float16, torch.bfloat16)
+
+
+@contextmanager
+def autocast_as_on_a_gpu() -> Iterator[None]:
+    """Lets regions of autocast within this context, and one around it, be those of a GPU."""
+    original = torch.autocast.__init__
+
+    def init(
+        self: Any,
+        device_type: str,
+        dtype: torch.dtype | None = None,
+        enabled: bool = True,
+        cache_enabled: bool | None = None,
+    ) -> None:
+        moved = device_type in _AS_ON_A_GPU
+        device = "cuda" if moved else device_type
+        original(self, device, dtype, enabled and not moved, cache_enabled)
+        if moved:
+            self._enabled = enabled
+
+    on_cpu = torch.is_autocast_enabled("cpu")
+    dtype_on_gpu = torch.get_autocast_dtype("cuda")
+    torch.autocast.__init__ = init  # type: ignore[method-assign]
+    try:
+        with (
+            _switched("cpu", on=False),
+            _switched("cuda", on=on_cpu or torch.is_autocast_enabled("cuda")),
+        ):
+            if on_cpu:
+                torch.set_autocast_dtype("cuda", torch.get_autocast_dtype("cpu"))
+            yield
+    finally:
+        torch.set_autocast_dtype("cuda", dtype_on_gpu)
+        torch.autocast.__init__ = original  # type: ignore[method-assign]
+
+
+@contextmanager
+def _switched(device: str, *, on: bool) -> Iterator[None]:
+    before = torch.is_autocast_enabled(device)
+    torch.set_autocast_enabled(device, on)
+    try:
+        yield
+    finally:
+        torch.set_autocast_enabled(device, before)
+
+
+class GpuCasts:
+    """What a GPU's autocast does to an operator, done by operators that are traced.
+
+    Args:
+        mode: the fake mode of the trace.
+    """
+
+    def __init__(self, mode: FakeTensorMode) -> None:
+        self._mode = mode
+
+    def around(self, dispatch: Callable[..., Any], tracing: Any) -> Callable[..., Any]:
+        """Returns what traces an operator with its casts.
+
+        Args:
+            dispatch: what traces an operator.
+            tracing: the mode that it is a part of.
+        """
+
+        def traced(func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            kwargs = kwargs or {}
+            if not torch.is_autocast_enabled("cuda") or not (
+                _has_rule(func) or _is_composite(func)
+            ):
+                return dispatch(func, types, args, kwargs)
+            rule = self._rule(func, args, kwargs)
+            if rule.casts_inside and not _has_rule(func):
+                with tracing:
+                    return func.decompose(*args, **kwargs)
+
+            def cast(value: Any) -> Any:
+                wanted = rule.casts.get(id(value))
+                if wanted is None:
+                    return value
+                return dispatch(torch.ops.aten.to.dtype, (FakeTensor,), (value, wanted), {})
+
+            operands = map_aggregate((tuple(args), {**kwargs, **rule.options}), cast)
+            return dispatch(func, types, *operands)  # type: ignore[misc]
+
+        return traced
+
+    def _rule(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> _Rule:
+        """Runs PyTorch's rule for an operator on fake tensors of a GPU."""
+        twins: dict[int, torch.Tensor] = {}
+
+        def twin(value: Any) -> Any:
+            if isinstance(value, torch.Tensor) and value.device.type in _AS_ON_A_GPU:
+                return twins.setdefault(id(value), self._on_the_gpu(value))
+            return value
+
+        on_gpu = map_aggregate((tuple(args), dict(kwargs)), twin)
+        found, result = self._watched(func, on_gpu)
+        plain = self._own_casts(func, on_gpu, found) if found else {}
+        if not _has_rule(func):  # what it is made of may have one
+            return _Rule(casts_inside=len(found) > len(plain))
+        own = {key: found.get(id(t)) for key, t in twins.items() if id(t) not in plain}
+        casts = {key: dtype for key, dtype in own.items() if dtype is not None}
+        low = [key for key, t in twins.items() if t.dtype in _LOW]
+        if casts or not low or not isinstance(result, torch.Tensor) or result.dtype in _LOW:
+            return _Rule(casts)
+        if any(argument.name == "dtype" for argument in func._schema.arguments):
+            return _Rule(options={"dtype": result.dtype})
+        return _Rule(dict.fromkeys(low, result.dtype))
+
+    def _own_casts(
+        self, func: Any, operands: Any, found: Mapping[int, torch.dtype]
+    ) -> Mapping[int, torch.dtype]:
+        """Returns those of the casts that an operator makes without autocast, too."""
+        try:
+            with _switched("cuda", on=False):
+                return self._watched(func, operands)[0]
+        except RuntimeError:  # operands of several dtypes: the rule makes them one, mostly this one
+            low = torch.get_autocast_dtype("cuda")
+            return {k: d for k, d in found.items() if low in found.values() and d != low}
+
+    def _watched(self, func: Any, operands: Any) -> tuple[dict[int, torch.dtype], Any]:
+        """Runs an operator; returns what each tensor is cast to, by its id, and the result."""
+        cached = torch.is_autocast_cache_enabled()
+        torch.set_autocast_cache_enabled(False)  # a cast that was made before would not be seen
+        try:
+            with torch.no_grad(), self._mode, _Watch() as watch:
+                result = func(*operands[0], **operands[1])
+            return watch.casts, result
+        finally:
+            torch.set_autocast_cache_enabled(cached)
+
+    def _on_the_gpu(self, value: torch.Tensor) -> torch.Tensor:
+        with torch._C._DisableTorchDispatch():
+            memory = torch.empty_strided(
+                value.shape, value.stride(), dtype=value.dtype, device="meta"
+            )
+        return FakeTensor(self._mode, memory, _GPU)
+
+
+@dataclass(frozen=True)
+class _Rule:
+    """What autocast does to one call of an operator.
+
+    Attributes:
+        casts: the dtype that each operand is cast to, by the operand's id.
+        options: what the operator is told besides.
+        casts_inside: whether it casts for an operator that this one is made of.
+    """
+
+    casts: Mapping[int, torch.dtype] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
+    casts_inside: bool = False
+
+
+class _Watch(TorchDispatchMode):
+    """Notes which tensors are cast, and to what."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.casts: dict[int, torch.dtype] = {}
+        self._cast: list[Any] = []  # so that an id stays that of one tensor
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._to_copy.default and (kwargs or {}).get("dtype"):
+            self.casts.setdefault(id(args[0]), kwargs["dtype"])
+            self._cast.append(args[0])
+        return func(*args, **(kwargs or {}))
+
+
+def _has_rule(func: Any) -> bool:
+    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "AutocastCUDA")
+
+
+def _is_composite(func: Any) -> bool:
+    key = "CompositeImplicitAutograd"
+    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key)
