@@ -22,7 +22,7 @@ from ...backend.launches.torch_profiler import profiler_runs
 
 _STDERR = 2
 _OWN_LINE = re.compile(
-    rb"(?:USDT|STAGE):\d{4}-\d\d-\d\d "
+    rb"[A-Z]+:\d{4}-\d\d-\d\d [\d:]+ "
     rb"|\[W[^]]*CPUAllocator\.cpp:\d+\] Memory block of unknown size"  # from before the run
 )
 _EVENT, _ADDRESS, _BYTES = "[memory]", "Addr", "Bytes"
