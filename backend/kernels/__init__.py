@@ -6,6 +6,7 @@ torch_inductor    adapter: TorchInductor as a kernel maker for one ATen graph
 torch_builds      adapter: how Inductor has its C++ built
 bundles           many C++ kernels, built by one run of the compiler
 built_index       which kernels are built already, by content
+scatters          complex numbers written into a part of a tensor
 source            the text of Inductor's C++ kernels
 parallel_regions  parallel regions of kernels, made safe for whatever happens in them
 torch_divisions   adapter: integers divided by zero

@@ -24,6 +24,7 @@ from ...reuse.ir.types import TensorType
 from ...reuse.own_code import package_digest
 from ..gpu.torch_gpu import gpu_codegen_settings, kernels_as_text
 from ..launches.torch_native import check_cpp_compiler
+from .scatters import scatters_of_pairs
 from .torch_builds import deferred_builds, vector_units_probed_here
 from .torch_divisions import quotients_checked
 from .torch_draws import drawn_in_order
@@ -69,14 +70,15 @@ def graph_cache_off() -> Any:
 
 
 def decompositions() -> Mapping[Any, Callable[..., Any]]:
-    """Returns Inductor's decomposition table, with five corrections.
+    """Returns Inductor's decomposition table, with six corrections.
 
     Operators that do not count from the end do not here either. ``cat`` of one tensor and empty
     ones is laid out as PyTorch lays it out. And Inductor lowers ``bernoulli.p`` to an in-place
     draw, and on CPU it may fuse a reader of the mask into a kernel that runs before the draw.
     ``native_dropout`` draws the same mask out of place. Those of pooling ask a module of Inductor's
     that is imported only when Inductor compiles, which is later. And elements are put into a copy
-    where those of a tensor share memory: Inductor would put them into that memory.
+    where those of a tensor share memory: Inductor would put them into that memory. Parts of complex
+    tensors are written as pairs of real numbers.
     """
     from torch._inductor.decomposition import select_decomp_table
 
@@ -90,6 +92,7 @@ def decompositions() -> Mapping[Any, Callable[..., Any]]:
         if operator in table:
             table[operator] = _with_lowerings(table[operator])
     table |= {operator: _into_a_copy(operator) for operator in _PUTTING}
+    table |= scatters_of_pairs()
     return table
 
 
