@@ -147,6 +147,7 @@ def test_adapters_are_saved_and_loaded_into_another_compiled_model(tmp_path: pat
     assert num_compiles(two) == 1
 
 
+@pytest.mark.sweep
 def test_programs_of_many_adapters_are_bounded_and_one_warning_names_what_changes() -> None:
     names = tuple(f"n{i}" for i in range(MAX_PROGRAMS + 2))
     model = nn.Sequential(Lora(nn.Linear(2, 2), names))

@@ -163,6 +163,7 @@ def test_bad_input_is_refused() -> None:
         lazyinline.advise(Layer(), example())  # type: ignore[arg-type]
 
 
+@pytest.mark.sweep
 def test_the_command_prints_it(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -276,6 +276,7 @@ def test_a_large_training_step_is_planned_in_as_many_calls_as_a_small_one(
 # Published problems and files.
 
 
+@pytest.mark.sweep
 def test_resnet50() -> None:
     buffers = read_problem_csv(DATA / "resnet50.csv").buffers
     found = plan(buffers)
@@ -283,6 +284,7 @@ def test_resnet50() -> None:
     assert found.ratio <= 1.002
 
 
+@pytest.mark.sweep
 def test_pangu(tmp_path: pathlib.Path) -> None:
     path = tmp_path / "pangu.csv"
     path.write_bytes(lzma.decompress((DATA / "pangu_2.6B.csv.xz").read_bytes()))

@@ -469,6 +469,7 @@ SILENT: dict[str, Damage] = {
 
 
 @pytest.mark.parametrize("fault", [*FAULTS, *SILENT])
+@pytest.mark.sweep(keep=["[truncated]", "a bit flipped]", "writable by others]", "objects swapped"])
 def test_what_is_damaged_is_made_anew(fault: str, directory: pathlib.Path) -> None:
     again = compiled_anew if fault in TRAINED else inferred_anew
     damage = FAULTS.get(fault) or SILENT[fault]
@@ -635,6 +636,7 @@ def writer(directory: pathlib.Path, how: str) -> "subprocess.Popen[str]":
     )
 
 
+@pytest.mark.sweep
 def test_processes_may_write_read_and_clear_at_once(tmp_path: pathlib.Path) -> None:
     for process in [writer(tmp_path, "live") for _ in range(2)]:
         _, errors = process.communicate(timeout=120)
@@ -658,6 +660,7 @@ def test_a_clear_while_an_entry_is_written_is_no_fault(
     assert cache.read("key") == 2
 
 
+@pytest.mark.sweep
 def test_a_killed_writer_leaves_no_entry_and_its_leftover_goes(tmp_path: pathlib.Path) -> None:
     process = writer(tmp_path, "die")
     process.communicate(timeout=120)

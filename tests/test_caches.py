@@ -104,7 +104,7 @@ def test_training_with_the_default_config_equals_eager_through_the_cache_too(
 
 @pytest.mark.parametrize("build", [gpt2, llama], ids=["gpt2", "llama"])
 @pytest.mark.parametrize("is_dict", [True, False], ids=["dict", "tuple"])
-@pytest.mark.sweep(keep="dict-gpt2")
+@pytest.mark.sweep
 def test_states_and_attentions_come_beside_the_cache_as_in_eager(
     build: Callable[[], nn.Module], is_dict: bool
 ) -> None:
@@ -136,7 +136,7 @@ CACHES: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], Cache]]] 
 
 
 @pytest.mark.parametrize("kind", CACHES)
-@pytest.mark.sweep(keep=["[dynamic]", "[static]"])
+@pytest.mark.sweep(keep="[dynamic]")
 def test_a_cache_is_filled_in_place_as_in_eager(kind: str) -> None:
     """The caller's own objects, down to the layers, are what eager would leave."""
     build, make = CACHES[kind]
@@ -191,6 +191,7 @@ def test_caches_of_encoder_and_decoder_are_filled_as_in_eager() -> None:
     assert not run.last_report.ran_eagerly
 
 
+@pytest.mark.sweep
 def test_gradients_flow_into_the_tensors_of_a_cache_that_is_passed() -> None:
     model = gpt2().eval()
     expected = twin(model)
@@ -219,6 +220,7 @@ def test_a_cache_that_is_more_than_tensors_and_numbers_runs_the_model_itself() -
     assert "DynamicCache" in run.last_report.ran_eagerly
 
 
+@pytest.mark.sweep
 def test_a_quantized_cache_is_filled_as_in_eager() -> None:
     model = llama().eval()
     expected = twin(model)

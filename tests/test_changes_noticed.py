@@ -514,6 +514,7 @@ class Plain(nn.Module):
 
 @pytest.mark.parametrize("is_native", [True, False], ids=["native", "generated"])
 @pytest.mark.parametrize("name", TABLES)
+@pytest.mark.sweep(keep="native")
 def test_another_table_in_a_module_is_noticed(
     name: str, is_native: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -715,6 +716,7 @@ READS: dict[str, Callable[[Tensor], Any]] = {
 
 @pytest.mark.parametrize("read", READS)
 @pytest.mark.parametrize("wrapped", WRAPPED)
+@pytest.mark.sweep(keep=["list-", "object-item", "distribution-alpha"])
 def test_the_number_in_a_tensor_that_is_no_attribute_is_not_taken_for_a_constant(
     wrapped: str, read: str
 ) -> None:

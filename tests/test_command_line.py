@@ -95,6 +95,7 @@ def models(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return name
 
 
+@pytest.mark.sweep
 def test_bench_prints_a_row_per_depth(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", *QUICK]) == 0
     out, err = capsys.readouterr()
@@ -170,6 +171,7 @@ def test_report_prints_numbers_and_writes_a_page(
     assert "there is no such folder" in capsys.readouterr().err
 
 
+@pytest.mark.sweep
 def test_export_writes_a_file(
     models: str, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -274,6 +276,7 @@ def test_in_a_pipe_each_pass_is_a_line_and_there_is_no_bar(models: str) -> None:
     assert "\r" not in done.stdout and "it/s" not in done.stdout
 
 
+@pytest.mark.sweep
 def test_reader_that_stops_early_is_no_error(models: str) -> None:
     command = f"{sys.executable} -m lazyinline inspect {models}:good | head -n 1"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)

@@ -1535,6 +1535,7 @@ def test_a_quotient_of_integers_is_written_as_a_division(scalar: Any, vector: An
 
 
 @contract(f"{INDUCTOR}.lowering")
+@pytest.mark.sweep
 def test_pooling_is_taken_apart_before_inductor_has_compiled_anything(lowering: Any) -> None:
     code = (
         "import torch\n"

@@ -117,12 +117,10 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
         "command-line",
         "concepts",
         "extending",
-        "fallback",
         "install",
         "large-models",
         "quickstart",
         "sharing",
-        "sizes",
     ]
 )
 def test_a_page_runs_and_prints_what_it_says(

@@ -99,7 +99,7 @@ def test_batch_and_length_vary_and_may_coincide_with_each_other_and_with_the_mod
 
 
 @pytest.mark.parametrize("second", [(4, 4), (8, 8), (32, 32)], ids=str)
-@pytest.mark.sweep(keep="(4, 4)")
+@pytest.mark.sweep
 def test_sizes_that_coincide_while_compiling_mean_nothing(second: Shape) -> None:
     found = train_at(decoder(), [(2, 16), second, (3, 5), (7, 2)], lambda s: [ids(s)])
     assert found[-1] == (2, 2)
@@ -111,11 +111,13 @@ def test_size_one_is_compiled_for_itself() -> None:
     assert found[1] == (2, 0) and found[4][1] == found[3][1] + 1
 
 
+@pytest.mark.sweep
 def test_dimensions_that_were_equal_and_no_longer_are_get_symbols_of_their_own() -> None:
     found = train_at(decoder(), [(4, 4), (6, 6), (4, 6), (7, 5), (9, 9)], lambda s: [ids(s)])
     assert found == [(1, 0), (2, 0), (3, 0), (3, 1), (3, 2)]
 
 
+@pytest.mark.sweep
 def test_a_mark_for_recompute_is_honoured_at_every_length() -> None:
     model = decoder()
     lazyinline.recompute(model.blocks[0], "full")
@@ -145,6 +147,7 @@ def test_another_value_of_dynamic_is_refused() -> None:
         lazyinline.compile(decoder(), dynamic="yes")  # type: ignore[arg-type]
 
 
+@pytest.mark.sweep
 def test_inference_and_training_learn_apart() -> None:
     model = decoder()
     compiled = lazyinline.compile(model, backend="eager")
@@ -256,6 +259,7 @@ def test_inputs_that_share_a_length_share_a_symbol() -> None:
     assert found == [(1, 0), (2, 0), (2, 1), (2, 2), (2, 3)]
 
 
+@pytest.mark.sweep
 def test_a_batch_is_open_once_a_length_varied() -> None:
     found = train_at(decoder(), [(4, 8), (4, 12), (4, 9), (3, 9), (7, 5)], lambda s: [ids(s)])
     assert found[-1] == (2, 3)

@@ -122,6 +122,7 @@ def test_layers_of_a_flat_graph_share_a_closure_and_train_like_eager() -> None:
     assert report.decisions[-1].path == "layers.3"
 
 
+@pytest.mark.sweep
 def test_work_does_not_grow_with_depth() -> None:
     held = []
     for count in (4, 12):
@@ -217,6 +218,7 @@ def test_a_length_that_varies_is_compiled_once_and_linked() -> None:
     assert (report.num_compiles, report.num_links, report.why_static) == (1, 2, "")
 
 
+@pytest.mark.sweep
 def test_a_size_in_arithmetic_is_asked_of_the_tensor() -> None:
     def shifted(x: Tensor) -> Tensor:
         return x + torch.arange(x.shape[1], dtype=x.dtype)[:, None] / x.shape[1]
@@ -259,6 +261,7 @@ def test_modes_in_the_graph_hold_for_what_they_surround() -> None:
     assert any(d.shared for d in compiled.reports[0].decisions)
 
 
+@pytest.mark.sweep
 def test_autocast_around_the_call_is_that_of_the_call() -> None:
     net = Net(*layers(4))
     expected, x = twin(net), batch()
@@ -282,6 +285,7 @@ def test_a_mode_that_is_left_switched_is_handed_on() -> None:
     assert not out.requires_grad
 
 
+@pytest.mark.sweep
 def test_buffers_that_the_forward_changes_are_changed() -> None:
     class Norm(nn.Module):
         def __init__(self) -> None:
@@ -347,6 +351,7 @@ def test_a_checkpoint_is_computed_again_and_shared() -> None:
     assert sum(d.shared for d in report.decisions) >= 2
 
 
+@pytest.mark.sweep
 def test_recompute_is_an_option() -> None:
     compiled = assert_trains_like_eager(Net(*layers(4)), batch(), options={"recompute": "full"})
     plain = Compiled(Net(*layers(4)))

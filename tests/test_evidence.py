@@ -735,6 +735,7 @@ def ran_itself(outcome: Outcome) -> bool:
 
 @pytest.mark.parametrize("name", OUTSIDE)
 @pytest.mark.smoke
+@pytest.mark.sweep(keep=["the global FACTOR", "an object's __call__", "a context variable"])
 def test_outside_value_changed_between_calls_keeps_blocks_apart(name: str) -> None:
     get, put, what = OUTSIDE[name]
     kind = block(lambda self, x: torch.tanh(self.linear(x)) * get())
@@ -762,6 +763,7 @@ def test_outside_value_that_stays_does_not_keep_blocks_apart(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", OUTSIDE)
+@pytest.mark.sweep(keep=["the global FACTOR", "an object's __call__", "a context variable"])
 def test_outside_value_that_forward_changes_keeps_blocks_apart(name: str) -> None:
     get, put, what = OUTSIDE[name]
 

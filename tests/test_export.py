@@ -304,6 +304,7 @@ def test_flat_nodes_keep_the_module_path(path: pathlib.Path) -> None:
         assert sum(n.startswith(f"blocks.{layer}/") for n in names) > 40
 
 
+@pytest.mark.sweep
 def test_the_same_model_gives_the_same_bytes(path: pathlib.Path) -> None:
     contents = []
     for _ in range(2):

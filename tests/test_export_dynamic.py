@@ -113,6 +113,7 @@ def decode_inputs(batch: int, past: int) -> dict[str, Any]:
     }
 
 
+@pytest.mark.sweep
 def test_llama_decodes_with_a_cache_of_any_length(path: pathlib.Path) -> None:
     model, _ = hugging_face.example("llama", layers=2)
     step = DecodeStep(model).eval()

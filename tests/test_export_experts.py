@@ -87,6 +87,7 @@ def test_a_mixture_of_experts_runs_at_every_length(tmp_path: pathlib.Path) -> No
         assert_close(run(path, ids)[0], model(ids).logits)
 
 
+@pytest.mark.sweep
 def test_a_mixture_of_experts_gives_every_gradient(tmp_path: pathlib.Path) -> None:
     path, model = tmp_path / "model.onnx", mixtral().train()
     ids = torch.randint(1, hugging_face.VOCABULARY, (2, 12))

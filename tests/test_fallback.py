@@ -144,7 +144,7 @@ def by_path(compiled: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("way", "backend"), [*((way, "eager") for way in WAYS), ("by_a_mask", "inductor")]
 )
-@pytest.mark.sweep(keep=["by_a_mask-eager", "by_pythons_random_and"])
+@pytest.mark.sweep(keep="by_a_mask-eager")
 def test_what_cannot_be_captured_runs_itself_between_compiled_parts(way: str, backend: str) -> None:
     seed()
     compiled = assert_trains_like_eager(Around(WAYS[way]), *batches(), backend=backend)
@@ -228,6 +228,7 @@ def test_tensors_whose_memory_holds_other_numbers_run_what_they_are_in() -> None
     assert not found["0"].ran_eagerly
 
 
+@pytest.mark.sweep
 def test_a_model_in_a_wrapper_runs_itself_around_its_parts(tmp_path: pathlib.Path) -> None:
     import torch.distributed as dist
 
@@ -257,6 +258,7 @@ def test_a_users_own_mistake_fails_as_in_eager_and_is_forgotten() -> None:
     assert not compiled.last_report.ran_eagerly
 
 
+@pytest.mark.sweep
 def test_the_slots_of_modules_are_empty_outside_of_a_call() -> None:
     model = Around(by_a_mask)
     compiled = lazyinline.compile(model, backend="eager")
@@ -306,6 +308,7 @@ def num_lowered(compiled: Any) -> int:
     return len(compiled._lazyinline_calls._compiler.context.kernels)
 
 
+@pytest.mark.sweep
 def test_work_does_not_grow_with_the_number_of_layers() -> None:
     one, many = (assert_trains_like_eager(experts(n), *batches(2)) for n in (1, 3))
     found = by_path(many)
@@ -316,6 +319,7 @@ def test_work_does_not_grow_with_the_number_of_layers() -> None:
     assert num_lowered(one) <= num_lowered(many)
 
 
+@pytest.mark.sweep
 def test_parts_whose_sizes_keep_changing_run_themselves_before_long() -> None:
     compiled = assert_trains_like_eager(experts(1), *batches(12, rows=9))
     programs = {p: r.num_programs for p, r in by_path(compiled).items() if ".experts.experts." in p}
@@ -339,6 +343,7 @@ class Ever(nn.Module):
         return self.mlp(x[: int(x.detach().abs().sum() * 0) + len(x)])
 
 
+@pytest.mark.sweep
 def test_one_part_learns_sizes_and_then_gives_up() -> None:
     compiled = assert_trains_like_eager(
         Ever(), *((torch.randn(rows, WIDTH),) for rows in range(2, 16))
@@ -347,6 +352,7 @@ def test_one_part_learns_sizes_and_then_gives_up() -> None:
     assert "keep changing" in by_path(compiled)["mlp"].ran_eagerly
 
 
+@pytest.mark.sweep
 def test_what_is_known_not_to_be_captured_is_not_tried_at_each_call(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -375,6 +381,7 @@ class Packed(nn.Module):
         return rnn.pad_packed_sequence(self.rnn(packed)[0], batch_first=True)[0]
 
 
+@pytest.mark.sweep
 def test_packed_sequences_run_between_compiled_parts() -> None:
     seed()
     steps = [(torch.randn(2, 3, WIDTH), torch.tensor(n)) for n in ([3, 2], [3, 1], [2, 2])]
@@ -418,6 +425,7 @@ def test_layers_that_hooks_give_their_weights_run_themselves(change: str) -> Non
 
 
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.sweep
 def test_quantized_layers_run_themselves() -> None:
     if not torch.backends.quantized.supported_engines[1:]:
         pytest.skip("no engine for quantized layers")
@@ -430,6 +438,7 @@ def test_quantized_layers_run_themselves() -> None:
     assert not by_path(compiled)["0"].ran_eagerly
 
 
+@pytest.mark.sweep
 def test_a_transformer_that_looks_at_its_mask_has_compiled_layers() -> None:
     seed()
     model = nn.Transformer(WIDTH, 2, 2, 2, 8, dropout=0.0, batch_first=True)
@@ -541,6 +550,7 @@ def test_what_a_part_returns_can_be_changed_in_place() -> None:
     assert not by_path(compiled)["heads"].ran_eagerly
 
 
+@pytest.mark.sweep
 def test_threads_share_a_model_that_runs_itself() -> None:
     model = Around(by_a_mask)
     compiled = lazyinline.compile(model, backend="eager")
@@ -666,7 +676,7 @@ EFFECTS = (
 
 
 @pytest.mark.parametrize("make", EFFECTS, ids=lambda make: make.__name__)
-@pytest.mark.sweep(keep=["appends", "counts_in", "hook_in"])
+@pytest.mark.sweep(keep="hook_in_a_shared_block")
 def test_effects_happen_at_each_call_and_the_other_parts_are_compiled(make: Any) -> None:
     runs = []
     for compiles in (True, False):
@@ -692,6 +702,7 @@ def plain(value: Any) -> Any:
     return [plain(v) for v in value] if isinstance(value, (list, tuple)) else value
 
 
+@pytest.mark.sweep
 def test_a_forward_that_fails_half_way_prints_once(capsys: pytest.CaptureFixture[str]) -> None:
     def run(module: Any, x: Tensor) -> Tensor:
         print("rows", len(x))

@@ -86,7 +86,7 @@ def test_a_result_of_another_shape_or_type_names_its_operator(kernel: Any, found
 
 
 @pytest.mark.parametrize("one", ["number", "tensor"])
-@pytest.mark.sweep(keep="number")
+@pytest.mark.sweep
 def test_a_factor_of_one_leaves_a_spread_cotangent_as_it_was_traced(one: str) -> None:
     """Inductor drops the factor, so that the cotangent is one number, read as many."""
 

@@ -324,6 +324,7 @@ def test_cycles_end() -> None:
     assert freeze(loop) == freeze(loop)
 
 
+@pytest.mark.sweep
 def test_deep_and_huge_values_cost_little() -> None:
     """Cut off below a depth and a number of items, where only the same object is equal."""
     deep, wide = nested(100_000, 1), [[i] for i in range(20_000)]

@@ -41,6 +41,7 @@ def test_generate_runs_the_program_and_gives_eagers_tokens(mode: str) -> None:
     assert report.num_links == (0 if mode == "static cache" else 4)
 
 
+@pytest.mark.sweep
 def test_generate_on_a_model_compiled_in_place_runs_the_program() -> None:
     model = llama().eval()
     expected = twin(model)
@@ -52,6 +53,7 @@ def test_generate_on_a_model_compiled_in_place_runs_the_program() -> None:
     assert (report.num_compiles, report.num_links) == (2, 4)
 
 
+@pytest.mark.sweep
 def test_generate_returns_states_attentions_and_cache_as_eager_does() -> None:
     model = gpt2().eval()
     model.set_attn_implementation("eager")  # the one that has attentions to return

@@ -133,6 +133,7 @@ def test_gradients_are_saved_and_copied_without_the_arena(
         expected.load_state_dict(model.state_dict())  # rounding must not add up
 
 
+@pytest.mark.sweep
 def test_a_gradient_outlives_its_step() -> None:
     model, expected, step, x = trained(torch.float32, "eager")
     step(x)

@@ -197,6 +197,7 @@ def assert_come_and_go(pair: Pair, hooks: Callable[[Net, list[Any]], list[Remove
     remove()
 
 
+@pytest.mark.sweep
 def test_hooks_run_from_the_last_parameter_to_the_first_once_per_step() -> None:
     pair = Pair("inductor", micro_batches=2)
     names: tuple[list[str], list[str]] = ([], [])
@@ -209,6 +210,7 @@ def test_hooks_run_from_the_last_parameter_to_the_first_once_per_step() -> None:
     assert len(names[0]) == 2 * 8  # those that the loss depends on
 
 
+@pytest.mark.sweep
 def test_a_step_after_an_eager_backward_still_asks_nothing_per_parameter() -> None:
     pair = Pair("inductor")
     for _ in range(3):
@@ -241,6 +243,7 @@ def test_an_error_in_a_hook_reaches_the_caller_and_the_next_step_is_right(backen
     pair.run()
 
 
+@pytest.mark.sweep
 def test_gradients_given_by_the_engine_lie_in_the_arena_too() -> None:
     net = new_net()
     step = lazyinline.compile_step(net, backend="inductor")

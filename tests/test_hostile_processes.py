@@ -94,6 +94,7 @@ def forks() -> None:
     holding.join()
 
 
+@pytest.mark.sweep
 def test_a_child_forked_while_another_thread_compiles_can_compile() -> None:
     run_apart(forks)
 

@@ -319,7 +319,7 @@ def test_what_raises_an_error_does_not_hold_but_an_interruption_ends_the_call(
         unchanged()
 
 
-@pytest.mark.sweep(keep="native")
+@pytest.mark.sweep
 def test_checks_kept_by_what_they_check_go_with_it(function: Function) -> None:
     holder, checks = Holder(), IdentityChecks()
     checks.held_in(holder, Holder, vars(holder))
@@ -342,6 +342,7 @@ def test_no_check_at_all_holds(function: Function) -> None:
     assert function(IdentityChecks())()
 
 
+@pytest.mark.sweep
 def test_an_equal_number_in_a_new_object_is_no_new_compile() -> None:
     model, args = llama(2, hidden=32, num_heads=4, vocab=50, seq=8)
     for block in model.modules():

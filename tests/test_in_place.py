@@ -166,6 +166,7 @@ def test_copies_of_it_are_plain_models(
     assert report(model).num_compiles == 1
 
 
+@pytest.mark.sweep
 def test_compiled_again_the_new_options_hold() -> None:
     model, _ = pair(reuse="off")
     model(batch())
@@ -176,6 +177,7 @@ def test_compiled_again_the_new_options_hold() -> None:
     assert report(model).num_block_calls == 3
 
 
+@pytest.mark.sweep
 def test_what_was_not_compiled_has_no_report() -> None:
     with pytest.raises(PlanError, match="This Net was not compiled by lazyinline"):
         lazyinline.last_report(Net())
@@ -267,9 +269,7 @@ HOOKS = [
 
 @pytest.mark.parametrize("hook", HOOKS)
 @pytest.mark.parametrize("compiled_before", [False, True])
-@pytest.mark.sweep(
-    keep=["False-on_forward_of", "True-that_collects", "False-on_backward", "True-with_keywords"]
-)
+@pytest.mark.sweep(keep=["False-on_backward", "True-that_collects"])
 def test_hooks_run_at_each_call_as_in_eager(
     hook: Callable[[Any, Log], Any], compiled_before: bool
 ) -> None:
@@ -329,6 +329,7 @@ def test_blocks_compiled_one_by_one_train_as_before() -> None:
     assert all(report(layer).ran_eagerly == "" for layer in model.layers)
 
 
+@pytest.mark.sweep
 def test_other_ways_in_take_it_as_the_model_that_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timing, "ROUNDS", timing.Rounds(fewest=2, most=2))
     model, expected = pair()
@@ -354,6 +355,7 @@ def test_what_torch_compile_holds_in_the_same_place_is_captured_through() -> Non
     assert compiled.last_report.num_block_calls == 3
 
 
+@pytest.mark.sweep
 def test_what_traces_or_sees_operators_sees_the_models_own() -> None:
     model, expected = pair()
     model.eval(), expected.eval()

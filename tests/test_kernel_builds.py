@@ -96,6 +96,7 @@ def folder(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.P
 # ---- the same numbers ------------------------------------------------------------------------
 
 
+@pytest.mark.sweep
 def test_kernels_of_one_file_give_the_bits_of_kernels_built_alone() -> None:
     from torch._inductor.codecache import CppPythonBindingsCodeCache
 
@@ -229,6 +230,7 @@ def test_what_inductor_writes_today_shares_files(
 # ---- calls -----------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep
 def test_a_kernel_checks_its_arguments_and_throws_as_python(folder: pathlib.Path) -> None:
     bundles = bundles_in(folder, [])
     promise = bundles.ask(source_of(text_of('throw std::runtime_error("no such thing");')))
@@ -244,6 +246,7 @@ def test_a_kernel_checks_its_arguments_and_throws_as_python(folder: pathlib.Path
 # ---- built once ------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep
 def test_a_second_compile_builds_nothing(folder: pathlib.Path) -> None:
     built: list[str] = []
     for _ in range(2):
@@ -256,6 +259,7 @@ def test_a_second_compile_builds_nothing(folder: pathlib.Path) -> None:
     assert built[0].count('extern "C" void') == len(BODIES)
 
 
+@pytest.mark.sweep
 def test_another_setting_builds_anew(folder: pathlib.Path) -> None:
     source = source_of(BODIES[0])
     index = KernelIndex(folder, "these flags")
@@ -305,6 +309,7 @@ def test_two_processes_at_once_build_each_kernel_once(folder: pathlib.Path) -> N
 # ---- damage ----------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep
 def test_a_kernel_that_cannot_be_built_is_named_and_the_others_are_there(
     folder: pathlib.Path,
 ) -> None:
@@ -326,6 +331,7 @@ def test_a_kernel_that_cannot_be_built_is_named_and_the_others_are_there(
         kept(scope["bad"])
 
 
+@pytest.mark.sweep
 def test_a_compile_that_is_given_up_leaves_kernels_that_can_be_made(folder: pathlib.Path) -> None:
     from torch._inductor.async_compile import AsyncCompile
 
@@ -356,7 +362,7 @@ def empty(entry: pathlib.Path, shared_object: pathlib.Path) -> None:
 
 
 @pytest.mark.parametrize("damage", [truncate, remove, garble, empty])
-@pytest.mark.sweep(keep=["garble", "empty"])
+@pytest.mark.sweep(keep="garble")
 def test_what_is_damaged_is_built_again(
     damage: Callable[[pathlib.Path, pathlib.Path], None], folder: pathlib.Path
 ) -> None:

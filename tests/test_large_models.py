@@ -66,7 +66,7 @@ def rank_report(rank: str, micro_batches: int, recompute: str | None) -> RankRep
 
 
 @pytest.mark.parametrize("recompute", [None, "full"])
-@pytest.mark.sweep(keep="None")
+@pytest.mark.sweep
 def test_one_rank_of_a_pipeline_is_planned_without_data_or_processes(recompute: str | None) -> None:
     first, longer, last = (
         rank_report(rank, micro_batches, recompute)
@@ -84,6 +84,7 @@ def test_one_rank_of_a_pipeline_is_planned_without_data_or_processes(recompute: 
     assert "rank 0 of 2, 1F1B, 4 micro-batches; nothing executed" in str(first)
 
 
+@pytest.mark.sweep
 def test_recompute_shrinks_the_arena_of_a_rank() -> None:
     kept, again = (rank_report("first", 4, recompute) for recompute in (None, "full"))
     assert again.arena_bytes < kept.arena_bytes

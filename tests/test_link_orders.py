@@ -157,6 +157,7 @@ def run_pinned(flat: FlatProgram, given: list[Any], what: str) -> list[list[Any]
 
 
 @pytest.mark.parametrize("start", range(0, 50, BATCH))
+@pytest.mark.sweep(keep="[0]")
 def test_forward_and_backward_in_any_order_share_one_arena(start: int) -> None:
     for seed in range(start, start + BATCH):
         program, derivative = differentiated(seed)

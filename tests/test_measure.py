@@ -202,6 +202,7 @@ def test_micro_batches_are_compared_with_a_loop_over_them(dropout: float) -> Non
         assert torch.equal(parameter.grad, gradients[name][1])
 
 
+@pytest.mark.sweep
 def test_micro_batches_of_a_model_without_data_are_compiled() -> None:
     with torch.device("meta"):
         net, x = Net(2, 4096), torch.empty(8, 4096)
@@ -218,6 +219,7 @@ def test_micro_batches_need_a_loss() -> None:
         )
 
 
+@pytest.mark.sweep
 def test_a_wrong_gradient_of_micro_batches_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     from lazyinline.frontend.training_step import TrainingStep
 
@@ -254,6 +256,7 @@ def test_large_model_without_data() -> None:
         lazyinline.measure(net, (x,), backend="eager")
 
 
+@pytest.mark.sweep
 def test_model_is_left_as_found() -> None:
     torch.manual_seed(1)
     net, x = Net(dropout=0.5), torch.randn(4, 8, requires_grad=True)
@@ -271,6 +274,7 @@ def test_model_is_left_as_found() -> None:
     assert net.training
 
 
+@pytest.mark.sweep
 def test_dropout_is_compared_under_one_seed() -> None:
     found = measure_net(Net(dropout=0.5))
     for side in found.sides.values():
@@ -278,6 +282,7 @@ def test_dropout_is_compared_under_one_seed() -> None:
         assert side.errors.max_rel_grad_error < 1e-5
 
 
+@pytest.mark.sweep
 def test_model_without_a_loss_has_gradients() -> None:
     torch.manual_seed(0)
     found = lazyinline.measure(Net(), (torch.randn(4, 8),), {"loss": False}, backend="eager")
@@ -290,6 +295,7 @@ def test_unmarked_model_is_told_so() -> None:
     assert any("no block is marked" in note for note in found.notes())
 
 
+@pytest.mark.sweep
 def test_blocks_that_are_not_shared_are_named() -> None:
     net = Net()
     net.blocks[1].scale = 3  # not read by forward

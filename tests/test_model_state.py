@@ -376,6 +376,20 @@ def assert_noticed(backend: str, change: Callable[[Net], None]) -> None:
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+@pytest.mark.sweep(
+    keep=[
+        "replace_parameter",
+        "to_bfloat16_and_back",
+        "[untie]",
+        "replace_block",
+        "drop_bias",
+        "change_number]",
+        "change_config",
+        "override_forward",
+        "add_forward_hook",
+        "parametrize",
+    ]
+)
 def test_a_change_after_compiling_counts_at_the_next_call(change: Callable[[Net], None]) -> None:
     assert_noticed("eager", change)
 

@@ -390,6 +390,7 @@ class Token(nn.Module):
         return self.linear(out.transpose(1, 2).reshape(x.shape))
 
 
+@pytest.mark.sweep
 def test_attention_of_one_query_is_plain_for_any_number_of_keys() -> None:
     torch.manual_seed(0)
     model = Token()

@@ -85,6 +85,7 @@ def counts(program: Any) -> Counter[str]:
 
 
 @pytest.mark.parametrize(("num_layers", "num_experts"), [(2, 4), (32, 64)])
+@pytest.mark.sweep(keep="[2-4]")
 def test_each_level_is_traced_once_and_called_where_it_stands(
     num_layers: int, num_experts: int
 ) -> None:

@@ -161,6 +161,7 @@ def assert_close(ours: Grads, theirs: Grads, factor: float = 1.0) -> None:
         torch.testing.assert_close(a, factor * b, rtol=2e-4, atol=2e-6)
 
 
+@pytest.mark.sweep
 def test_most_of_the_arena_lies_in_gradients(subject: Subject) -> None:
     planned = subject.planned
     check_guests(planned)

@@ -130,6 +130,7 @@ def test_wheel_imports_by_itself(wheel: pathlib.Path, tmp_path: pathlib.Path) ->
     assert not foreign, f"taken for code of the user: {foreign}"
 
 
+@pytest.mark.sweep
 def test_tests_run_on_the_checkout(tmp_path: pathlib.Path) -> None:
     # In this process, and in one that is started elsewhere, as pipeline ranks are.
     assert lazyinline.__file__ is not None

@@ -251,6 +251,7 @@ def test_merged_boxes_cover_every_buffer(step: lazyinline.CompileReport, most_bo
             assert inside.any()
 
 
+@pytest.mark.sweep
 def test_memory_of_gradients_lies_behind_the_arena() -> None:
     model, args = llama(2, hidden=128, num_heads=2, vocab=64, seq=16)
     compiled = lazyinline.compile(model)
@@ -285,6 +286,7 @@ def test_what_is_chosen_lies_on_the_frontier(step: lazyinline.CompileReport) -> 
 # ---- measurements ------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep
 def test_a_measurement_shows_both_sides(measured: lazyinline.MeasureReport) -> None:
     data = measure_page([measured])
     assert list(data) == [
@@ -339,6 +341,7 @@ def test_the_model_is_named_and_not_what_computes_its_loss(
     assert compile_page(step)["title"] == measured.late.compiled.model == "Decoder"
 
 
+@pytest.mark.sweep
 def test_a_large_model_is_shown_with_and_without_recompute() -> None:
     sizes = {"layers": 2, "micro_batches": 2, "backend": "eager"}
     data = large_page([compile_large("llama-13b", recompute=r, **sizes) for r in (None, "full")])

@@ -211,6 +211,7 @@ def assert_holds_its_plan(pipe: Any, args: tuple[Tensor, ...]) -> None:
     assert abs(pipe.step_peak_bytes / measured - 1) <= 0.02, (pipe.step_peak_bytes, measured)
 
 
+@pytest.mark.sweep
 def test_a_memory_limit_decides_what_is_computed_again(alone: None) -> None:
     """On the eager backend memory is what is saved; parameters and their sums count too."""
     model, args = net_and_batch()

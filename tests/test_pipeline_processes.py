@@ -172,6 +172,7 @@ def train_until_killed(rank: int, folder: pathlib.Path) -> None:
         pipe.step(*args)
 
 
+@pytest.mark.sweep
 def test_a_killed_rank_ends_the_other_with_an_error_that_says_where(
     tmp_path: pathlib.Path,
 ) -> None:

@@ -218,6 +218,7 @@ def test_random_numbers_are_drawn_where_eager_draws_them(
     assert_steps_equal_eager(model, run, range(2))
 
 
+@pytest.mark.sweep
 def test_random_numbers_are_drawn_where_eager_draws_them_on_inductor() -> None:
     model = nn.Sequential(NoisyBlock(), NoisyBlock(), WastefulBlock(), WastefulBlock(), Mean())
     assert_steps_equal_eager(model, lazyinline.compile_step(model), range(2))
@@ -313,6 +314,7 @@ def test_checkpoint_in_the_model_is_honoured(use_reentrant: bool) -> None:
     assert records_of(Model(run=run))["FlatBlock", "cut"] == 3
 
 
+@pytest.mark.sweep
 def test_checkpoint_of_several_blocks_saves_the_first_input_only() -> None:
     def pair(first: nn.Module, second: nn.Module, x: Tensor) -> Tensor:
         return second(first(x))
@@ -357,6 +359,7 @@ def test_budget_is_kept_by_the_linked_peak_and_more_bytes_mean_less_work() -> No
     assert work[0] > work[-1]
 
 
+@pytest.mark.sweep
 def test_guessed_peaks_are_close_to_linked_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     pairs: list[tuple[int, int]] = []
     linked = BudgetFit._linked
@@ -397,7 +400,7 @@ class Mixed(Model):
 
 
 @pytest.mark.parametrize("policy", [Budget(fraction=0.0), Budget(fraction=0.5)], ids=str)
-@pytest.mark.sweep(keep="0.5")
+@pytest.mark.sweep
 def test_budget_over_different_closures(policy: Budget) -> None:
     model = Mixed()
     step = lazyinline.compile_step(model, recompute=policy, backend="eager")
@@ -456,6 +459,7 @@ def test_running_statistics_are_updated_once(policy: Any, micro_batches: int) ->
             torch.testing.assert_close(ours, theirs)
 
 
+@pytest.mark.sweep
 def test_measured_costs_give_the_same_gradients() -> None:
     model = Model()
     budget = Budget(fraction=0.4, costs="measured")

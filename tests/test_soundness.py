@@ -84,6 +84,9 @@ HOOKS: dict[str, tuple[str, Callable[..., Any]]] = {
 
 @pytest.mark.parametrize("name", HOOKS)
 @pytest.mark.parametrize("place", ["layers.1", "layers.1.linear", ""])
+@pytest.mark.sweep(
+    keep=["layers.1-full backward]", "layers.1.linear-old backward", "-full backward, before"]
+)
 def test_backward_hook_runs_and_the_reason_is_reported(name: str, place: str) -> None:
     register, hook = HOOKS[name]
     model = stack(3)
@@ -437,6 +440,7 @@ def test_copies_of_marked_modules_and_subclasses_share(way: Callable[[Any], Any]
 # ---- the cost of noticing --------------------------------------------------------------------
 
 
+@pytest.mark.sweep
 def test_noticing_takes_few_lines_of_python_per_block() -> None:
     """Of a Hugging Face Llama block: 13 modules, 9 tensors, 16 attributes read.
 
@@ -558,7 +562,9 @@ OUTSIDE: dict[str, tuple[Callable[[], Any], Callable[[Any], None]]] = {
 
 @pytest.mark.parametrize("name", OUTSIDE)
 @pytest.mark.parametrize("where", ["block", "model"])
-@pytest.mark.sweep(keep=["block", "model-a global"])
+@pytest.mark.sweep(
+    keep=["block-a global number", "block-an attribute of a class", "model-a global function"]
+)
 def test_outside_value_changed_after_compiling_counts_at_the_next_call(
     name: str, where: str, compiles: list[CompileReport]
 ) -> None:
@@ -578,6 +584,7 @@ def test_outside_value_changed_after_compiling_counts_at_the_next_call(
         write(4.0 if isinstance(before, Tensor) else 1.0)
 
 
+@pytest.mark.sweep
 def test_captured_variable_is_watched_where_the_garbage_collector_sees_nothing() -> None:
     shift = 1.0
     kind = block(lambda self, x: self.linear(x) + shift)
@@ -627,6 +634,7 @@ class ReadsAll(nn.Module):
 
 
 @pytest.mark.parametrize("reuse", ["marked", "off"])
+@pytest.mark.sweep(keep="marked")
 def test_a_name_that_appears_in_a_dictionary_read_as_a_whole(reuse: str) -> None:
     lazyinline.lazy_inline(ReadsAll)
     model = nn.Sequential(*(ReadsAll() for _ in range(4)))

@@ -202,6 +202,9 @@ ADDRESS_OF = id
 
 
 @pytest.mark.parametrize("way", WAYS)
+@pytest.mark.sweep(
+    keep=["[id]", "[a dictionary by module]", "[hash]", "[a weak set]", "[pickle]", "[a frame]"]
+)
 def test_instances_that_python_tells_apart_are_not_confused(way: str) -> None:
     mark, read = WAYS[way]
     model = nn.Sequential(*(Block(value, mark, read) for value in (1.0, 1.0, 2.0, 1.0, 2.0)))

@@ -147,11 +147,12 @@ def test_training_equals_eager_after_1_and_5_adamw_steps(
     assert_same_training(twin(model), backend, layer_class)
 
 
-@pytest.mark.sweep(keep="eager")
+@pytest.mark.sweep
 def test_gpt2_with_dropout_draws_eagers_masks_under_one_seed(backend: str) -> None:
     assert_same_training(gpt2(dropout=0.1), backend, "GPT2Block")
 
 
+@pytest.mark.sweep
 def test_attention_dropout_of_one_block_equals_eager_with_generated_kernels() -> None:
     """Inductor once fused a reader of a mask, drawn in place, into a kernel before the draw."""
     model = gpt2(dropout=0.3, layers=1).transformer.h[0]
@@ -188,6 +189,7 @@ def test_inference_keeps_the_output_class_and_equals_eager(
         assert type(compiled(ids, return_dict=False)) is tuple
 
 
+@pytest.mark.sweep
 def test_options_of_the_configuration_count_at_the_next_call() -> None:
     model = gpt2().eval()
     compiled = lazyinline.compile(model, backend="eager")
@@ -203,6 +205,7 @@ def test_options_of_the_configuration_count_at_the_next_call() -> None:
         assert hidden is None
 
 
+@pytest.mark.sweep
 def test_gradient_checkpointing_changes_no_number() -> None:
     model = llama()
     expected = twin(model)
@@ -214,7 +217,7 @@ def test_gradient_checkpointing_changes_no_number() -> None:
 
 
 @pytest.mark.parametrize("build", [gpt2, llama])
-@pytest.mark.sweep(keep="gpt2")
+@pytest.mark.sweep
 def test_generation_goes_on_working_and_agrees(build: Callable[[], nn.Module]) -> None:
     model: Any = build().eval()
     compiled: Any = lazyinline.compile(model, backend="eager")
@@ -286,6 +289,7 @@ def test_encoders_train_as_in_eager(
     assert len(layers) <= (1 if build is bert else 4)
 
 
+@pytest.mark.sweep
 def test_reuse_off_gives_the_same_numbers() -> None:
     models = [llama() for _ in range(2)]
     for model, reuse in zip(models, ("marked", "off"), strict=True):

@@ -172,6 +172,7 @@ def test_buffers_that_the_forward_changes_are_changed(graphs: Graphs) -> None:
     assert model[1].num_batches_tracked == 3
 
 
+@pytest.mark.sweep
 def test_a_budget_counts_what_closures_give_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     unplanned(monkeypatch)
     held = []

@@ -227,7 +227,7 @@ def test_gradients_that_are_zero_in_eager_are_zero() -> None:
 @pytest.mark.parametrize(
     ("backend", "dynamic"), [("eager", None), ("eager", True), ("inductor", True)]
 )
-@pytest.mark.sweep(keep="eager-True")
+@pytest.mark.sweep
 def test_gradients_equal_eager_at_every_length(backend: str, dynamic: bool | None) -> None:
     torch.manual_seed(0)
     model = Net()
@@ -264,6 +264,7 @@ def test_kept_graphs_of_two_lengths_take_losses_in_turns() -> None:
     assert_same_gradients(model, expected)
 
 
+@pytest.mark.sweep
 def test_outputs_that_share_nothing_can_follow_one_another_at_every_length() -> None:
     torch.manual_seed(0)
     model = Towers()
@@ -316,6 +317,7 @@ def test_zeros_of_any_layout_stand_for_parts_that_are_unused(
         assert compiled.last_report.num_backwards == 3
 
 
+@pytest.mark.sweep
 def test_kernels_are_pytorchs_where_a_backward_is_not_right_for_a_length(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -1,8 +1,8 @@
 """Writing into a part of a complex tensor, for Inductor: as into one of pairs of real numbers.
 
 Inductor makes these operators a write in place through a view. It orders what reads the tensor
-after the write only where the view is its own, and the views of complex numbers are PyTorch's:
-of the product after one, it read the operand too early.
+after the write only where the view is its own, and the views of complex numbers are PyTorch's: a
+product after the write could run before it.
 """
 
 from __future__ import annotations
