@@ -11,6 +11,7 @@ from ..backend.kernels.lower import BackendName
 from ..recompute.policy import Policy
 from ..reuse.errors import PlanError
 from ..reuse.evidence.module_state import has_own_hooks, walk_modules
+from ..reuse.folding import folded
 from ..reuse.torch_names import global_hook_tables
 from .calls.calls import WRAPPED, calls_of
 from .calls.methods import calling
@@ -216,7 +217,7 @@ class CompiledModule(nn.Module):
     def __repr__(self) -> str:
         """One line about the compiled module, and the model's own text."""
         calls = self._lazyinline_calls
-        return f"CompiledModule({calls.summary()})\n{calls.model!r}"
+        return f"{folded(f'CompiledModule({calls.summary()})')}\n{calls.model!r}"
 
     # ---- the model's own state -----------------------------------------------------------
 

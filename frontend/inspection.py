@@ -8,6 +8,7 @@ from typing import Any, Literal, get_args
 from torch import nn
 
 from ..reuse.errors import LazyInlineError
+from ..reuse.folding import WIDTH, folded
 from ..reuse.ir.printer import Shown, diff_texts, format_program
 from ..reuse.ir.program import Program
 from ..reuse.ir.verify import verify
@@ -65,7 +66,7 @@ def pass_lists() -> str:
         lines.append(f"{name}: {what}")
         lines += [f"  {one.name:<14}{one.level:<8}{one.summary}" for one in passes]
         lines.append("")
-    return "\n".join(lines)
+    return folded("\n".join(lines), indent=24)
 
 
 def show_captured(target: Target, options: Options, *, train: bool, source: Shown = "hide") -> str:
@@ -79,7 +80,7 @@ def show_captured(target: Target, options: Options, *, train: bool, source: Show
     state = run(until("recompute", MODULE)[1:], state)
     note_recompute(state)
     lines = ["saved for the backward, and computed again in it, per closure:"]
-    return "\n".join([text, *lines, *map(str, state.report.recompute), ""])
+    return "\n".join([text, folded("\n".join([*lines, *map(str, state.report.recompute)])), ""])
 
 
 def show_after(
@@ -126,16 +127,17 @@ def _shown(name: str, passes: Sequence[Pass], state: State, *, diff: bool) -> st
         return f"{name} does not run here: nothing asks for it.\n"
     after = run((one,), before)
     check(after, one.level)
-    texts = _texts(after)
+    width = WIDTH - 1 if diff else WIDTH  # a diff puts a sign before each line
+    texts = _texts(after, width)
     if not diff:
         return "\n".join(f"// {part}, after {name}\n{text}" for part, text in texts.items())
-    old = _texts(before)
+    old = _texts(before, width)
     parts = {part: None for part in (*old, *texts)}
     changes = {p: diff_texts(old.get(p, ""), texts.get(p, "")) for p in parts}
     return "\n".join(f"// {p}, by {name}\n{d or '(unchanged)'}\n" for p, d in changes.items())
 
 
-def _texts(state: Compilation) -> dict[str, str]:
+def _texts(state: Compilation, width: int) -> dict[str, str]:
     """Returns each part as text: as a program of calls, or as launches once it is linked."""
-    programs = {name: format_program(program) for name, program in state.programs.items()}
-    return programs | {name: f"{flat}\n" for name, flat in state.flats.items()}
+    programs = {part: format_program(one, width=width) for part, one in state.programs.items()}
+    return programs | {part: folded(f"{flat}\n", width=width) for part, flat in state.flats.items()}

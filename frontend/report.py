@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from ..reuse.folding import folded
 from ..reuse.ir.printer import closure_names
 from ..reuse.ir.program import count_calls
 from .capture.regions import CapturedModel
@@ -41,18 +42,21 @@ class CompileReport(CompileRecord):
             shown = [part for part in self.parts if not part.is_small]
             compiled = any(part.num_programs for part in shown)
             how = "only parts are compiled" if compiled else "not compiled"
-            return "\n".join(
-                [f"{kind}: {how}, {self.ran_eagerly}", *(f"  {line}" for line in part_lines(shown))]
-            )
+            head = [f"{kind}: {how}, {self.ran_eagerly}"]
+            return folded("\n".join([*head, *(f"  {line}" for line in part_lines(shown))]))
         lines = [self.nothing_shared] if self.nothing_shared else []
         lines += [
             f"{kind}, backend {self.backend}, reuse {self.reuse}: "
-            f"{self.num_nodes} nodes held, {self.num_nodes_if_inlined} if inlined; "
-            f"{self.num_closures} closures, {self.num_block_calls} block calls, "
+            f"{self.num_nodes} nodes held, {self.num_nodes_if_inlined} if inlined",
+            f"  {self.num_closures} closures, {self.num_block_calls} block calls; "
             f"{self.num_kernels} compiled with {self.num_operators} operators, "
             f"{self.num_launches} launches",
-            f"  {'pass':<12}{'CPU s':>8}{'wall s':>8}{'nodes':>8}",
         ]
+        return "\n".join([folded("\n".join(lines)), self.details()])
+
+    def details(self) -> str:
+        """Returns what is said below the first lines: passes, cache, who shares and why not."""
+        lines = [f"  {'pass':<12}{'CPU s':>8}{'wall s':>8}{'nodes':>8}"]
         lines += [
             f"  {p.name:<12}{p.cpu_s:>8.2f}{p.wall_s:>8.2f}{p.num_nodes:>8}" for p in self.passes
         ]
@@ -72,7 +76,7 @@ class CompileReport(CompileRecord):
             f"  {d.path or d.class_name}: {d.shares} (traced because {d.reason})"
             for d in self.shared_with_constants()
         ]
-        return "\n".join(lines)
+        return folded("\n".join(lines))
 
     def describe(self, captured: CapturedModel) -> None:
         """Notes what was captured."""

@@ -4,6 +4,7 @@ ir            programs: closures, calls on them, values, types; printed, verifie
 evidence      what Python read, and whether another instance agrees or the same one still does
 containers    objects that hold tensors and are changed in place, such as caches
 errors        the exceptions a user can meet
+folding       text that fits a screen, for all that is printed
 freeze        what Python code read, as a value that can be compared later
 kinds         the one table of kinds of objects: how each is read, reached and put back
 objects       what an object is and holds by itself, read past any code of its class

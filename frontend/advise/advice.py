@@ -5,6 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ...backend.kernels.lower import BackendName
+from ...reuse.folding import folded
+
+_TOLD = 15
+"""The column where what is told of blocks that were kept apart begins."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +84,8 @@ class KeptApart:
             ("graphs", self.graphs),
             ("change", self.change),
         )
-        return "\n".join(lines + [f"      {name:<8} {text}" for name, text in rows if text])
+        told = [f"      {name:<8} {text}" for name, text in rows if text]
+        return "\n".join([*lines, *(folded(line, indent=_TOLD) for line in told)])
 
 
 @dataclass(frozen=True)
@@ -126,4 +131,4 @@ class Advice:
             lines.append("  nothing repeats that would pay as a closure")
         if self.kept_apart:
             lines += ["", "kept apart", *map(str, self.kept_apart)]
-        return "\n".join(lines)
+        return folded("\n".join(lines))

@@ -9,6 +9,7 @@ import pathlib
 from dataclasses import dataclass
 from typing import Any
 
+from ...reuse.folding import folded
 from ..page.write import write_page
 from ..report import CompileReport
 from .measure_page import measure_page
@@ -82,7 +83,7 @@ class MeasureReport(Measurement):
         if self.eager is not None:
             lines += ["", *self._step_lines()]
         lines += ["", *self.notes()]
-        return "\n".join(lines)
+        return folded("\n".join(lines))
 
     def _size_lines(self) -> list[str]:
         lines = [f"{'':<24}{'late':>18}{'early':>18}"]

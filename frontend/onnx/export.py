@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from ...reuse.errors import CaptureError, ExportError
+from ...reuse.folding import folded
 from ...reuse.ir.program import ModelTensor, Program, UserInput
 from ...reuse.ir.verify import verify as verify_program
 from ..calls.calls import calls_of
@@ -75,7 +76,7 @@ class ExportReport:
         checked = "not compared with eager"
         if self.max_relative_error is not None:
             checked = f"onnxruntime and eager differ by {self.max_relative_error:.1e} (relative)"
-        return (
+        return folded(
             f"{self.path}: {self.main_nodes} nodes and {len(self.functions)} functions of "
             f"{sum(self.functions.values())} nodes; {self.graph_bytes / 1e3:.1f} kB file, "
             f"{self.weight_bytes / 1e6:.1f} MB weights; {checked}"

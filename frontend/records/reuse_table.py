@@ -8,15 +8,16 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from ...reuse.folding import WIDTH
 from ..capture.blocks import Reuse, first_repeated
 from ..capture.init_key import text_of_keys
 from ..capture.regions import SharingDecision
 
 _HEAD = "block"
 _CALLS = 7
-_WIDTH = 98
-"""Of the table: a report indents it by two."""
 _INDENT = "  "
+_WIDTH = WIDTH - len(_INDENT)
+"""Of the table: a report indents it."""
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ...reuse.folding import WIDTH
 from .actions import (
     BACKWARD,
     BACKWARD_INPUT,
@@ -109,7 +110,6 @@ class PipelinePlan:
 
 
 _HEAD = ("stage", "rank", "calls", "GFLOP", "forward", "backward", "params", "saved", "in flight")
-_WIDTH = 100
 
 
 def _table(stages: Sequence[StagePlan]) -> list[str]:
@@ -131,7 +131,7 @@ def _table(stages: Sequence[StagePlan]) -> list[str]:
         " ".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True))
         for row in (_HEAD, *rows)
     ]
-    left = _WIDTH - len(lines[0]) - 2
+    left = WIDTH - len(lines[0]) - 2
     return [
         f"{line}  {span}".rstrip()
         for line, span in zip(lines, ("layers", *(_span(s, left) for s in stages)), strict=True)

@@ -21,13 +21,11 @@ from typing import Any, Literal, TypeAlias
 import torch
 import torch.fx
 
+from ..folding import WIDTH
 from ..torch_names import OPERATOR_TYPES
 from .leaf import stamp_of
 from .program import Call, Closure, Composite, Leaf, Pack, Program, Unpack, Value, count_calls
 from .types import Type, dtype_name
-
-WIDTH = 100
-"""Columns of a printed program; what cannot be broken may be longer."""
 
 Shown: TypeAlias = Literal["show", "hide"]
 
@@ -56,15 +54,19 @@ def closure_names(program: Program) -> dict[Closure, str]:
     return {c: names.take(c.name) for c in program.closures if not _is_structural(c)}
 
 
-def format_program(program: Program, *, source: Shown = "hide", bodies: Shown = "show") -> str:
+def format_program(
+    program: Program, *, source: Shown = "hide", bodies: Shown = "show", width: int = WIDTH
+) -> str:
     """Returns the text of a program, for people: it fits a screen.
 
     Args:
         program: the program.
         source: ``"show"`` adds the user's line to each operator.
         bodies: ``"hide"`` leaves out the operators of leaf closures.
+        width: columns that it may take; what cannot be broken may be longer.
     """
-    return _folded(_text(program, source, bodies))
+    text = _text(program, source, bodies)
+    return "\n".join(piece for line in text.split("\n") for piece in _pieces(line, width))
 
 
 def text_to_compare(program: Program) -> str:
@@ -204,28 +206,24 @@ def _with_note(text: str, note: str) -> str:
     return f"{text}{_NOTE}{note}" if note else text
 
 
-def _folded(text: str) -> str:
-    return "\n".join(piece for line in text.split("\n") for piece in _pieces(line))
-
-
-def _pieces(line: str) -> Iterator[str]:
+def _pieces(line: str, width: int) -> Iterator[str]:
     """Yields a line in pieces that fit; the note stands behind the last, or on a line of its own.
 
     It is broken between operands only: no type and no path has a blank.
     """
-    if len(line) <= WIDTH:
+    if len(line) <= width:
         yield line
         return
     text, mark, note = line.partition(_NOTE)
     behind = mark + note
     piece, *rest = re.split(r"(?<=,) ", text)
     for operand in rest:
-        if len(piece) + 1 + len(operand) > WIDTH:
+        if len(piece) + 1 + len(operand) > width:
             yield piece
             piece = _INDENT + operand
         else:
             piece = f"{piece} {operand}"
-    if len(piece) + len(behind) > WIDTH:
+    if len(piece) + len(behind) > width:
         yield piece
         piece, behind = _INDENT, behind.lstrip()
     yield piece + behind

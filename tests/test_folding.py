@@ -1,0 +1,62 @@
+"""What is printed fits 100 columns: long lines go on below, with every word, and none is cut."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from printed import too_long, unfolded
+from torch import nn
+
+import lazyinline
+from lazyinline.backend.cache.results import CacheUse
+from lazyinline.frontend.capture.regions import SharingDecision
+from lazyinline.frontend.records.compile_record import PartRecord
+from lazyinline.frontend.report import CompileReport
+from lazyinline.reuse.folding import WIDTH, folded
+
+WORDS = st.text(st.characters(categories=("L", "N", "P")), min_size=1, max_size=30)
+LINES = st.tuples(st.integers(0, 20), st.lists(WORDS, max_size=30))
+
+
+@given(st.lists(LINES, max_size=4), st.sampled_from([None, 15]))
+def test_a_folded_text_has_every_word_in_lines_that_fit(
+    lines: list[tuple[int, list[str]]], indent: int | None
+) -> None:
+    text = "\n".join(" " * blanks + " ".join(words) for blanks, words in lines)
+    shown = folded(text, indent=indent)
+    assert shown.split() == text.split()
+    assert max(map(len, shown.split("\n"))) <= WIDTH
+    if max(map(len, text.split("\n"))) <= WIDTH:
+        assert shown == text
+
+
+def test_what_goes_on_below_stands_further_in_and_a_long_word_stays_whole() -> None:
+    path = "/".join(["a folder".replace(" ", "_")] * 20)
+    first, second, third = folded(f"  {'word ' * 18}{path} end").split("\n")
+    assert first.startswith("  word") and second == f"      {path}" and third == "      end"
+
+
+LONG = "attribute " + ", ".join(f"setting_{n} is {n}, not {n + 1}" for n in range(12))
+
+
+@pytest.mark.parametrize("name", ["compiled", "in parts", "nothing shared"])
+def test_a_report_of_any_numbers_and_reasons_fits(name: str) -> None:
+    report = CompileReport(train=True, backend="inductor", reuse="marked")
+    for number in ("nodes", "nodes_if_inlined", "closures", "block_calls", "kernels", "operators"):
+        setattr(report, f"num_{number}", 123_456_789)
+    report.num_launches, report.num_links, report.why_static = 10**9, 3, LONG
+    report.cache = CacheUse("/home/somebody/.cache/lazyinline", 3, 4, [LONG])
+    report.decisions = [SharingDecision(f"layers.{n}", "Layer", False, LONG) for n in range(3)]
+    if name == "in parts":
+        report.ran_eagerly = LONG
+        report.parts = [PartRecord(f"layers.{n}", "Layer", 1, LONG) for n in range(3)]
+    if name == "nothing shared":
+        report.nothing_shared = LONG
+    assert too_long(str(report)) == []
+    assert unfolded(report).count(LONG) >= 2
+
+
+def test_the_first_line_of_a_compiled_model_fits() -> None:
+    compiled = lazyinline.compile(nn.Linear(2, 2))
+    compiled._lazyinline_calls._eager = CompileReport(True, "eager", "auto", ran_eagerly=LONG)
+    assert too_long(repr(compiled)) == []
+    assert LONG in unfolded(repr(compiled))
