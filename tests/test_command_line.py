@@ -11,6 +11,7 @@ import textwrap
 from collections.abc import Callable
 
 import pytest
+from printed import too_long
 
 import lazyinline
 from lazyinline.backend.arena import arena
@@ -48,6 +49,16 @@ MODELS = """
         def forward(self, x):
             return x if x.sum() > 0 else -x
 
+    class Uneven(nn.Module):
+        def __init__(self, heads, causal):
+            super().__init__()
+            self.heads, self.causal = heads, causal
+            self.first, self.second = nn.Linear(12, 12), nn.Linear(12, 12)
+        def forward(self, x):
+            parts = self.first(x).view(x.shape[0], self.heads, -1).softmax(-1)
+            parts = parts.tril() if self.causal else parts.exp()
+            return x + self.second(parts.flatten(1)).sin() * self.heads
+
     class Failing(nn.Module):
         def __init__(self):
             super().__init__()
@@ -57,6 +68,9 @@ MODELS = """
 
     def good():
         return nn.Sequential(Block(), Block()), (torch.ones(2, 4),)
+    def uneven():
+        blocks = [Uneven(heads, heads != 3) for heads in (2, 2, 2, 3, 4, 6, 2)]
+        return nn.Sequential(*blocks), (torch.ones(4, 12),)
     def with_kwargs():
         return nn.Sequential(Block(), Block()), (), {"input": torch.ones(2, 4)}
     def branching():
@@ -274,6 +288,42 @@ def test_in_a_pipe_each_pass_is_a_line_and_there_is_no_bar(models: str) -> None:
     assert [line for line in lines if not re.fullmatch(r"lazyinline: \w+ [\d.]+ s", line)] == []
     assert {"capture", "autodiff", "lower", "link"} <= {line.split()[1] for line in lines}
     assert "\r" not in done.stdout and "it/s" not in done.stdout
+
+
+AFTER = ("autodiff", "link")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("bench", *QUICK, "--json", "rows.json"),
+        ("bench", "--model", "TARGET", "--infer", "--backend", "eager"),
+        ("bench", "--model", "llama-13b", "--layers", "2", "--backend", "eager"),
+        ("advise", "TARGET", "--backend", "eager"),
+        ("report", "TARGET", "--backend", "eager", "--html", "page.html"),
+        ("inspect", "--passes"),
+        ("inspect", "TARGET", "--source"),
+        ("inspect", "TARGET", "--train", "--recompute", "full"),
+        *(("inspect", "TARGET", "--train", "--after", name) for name in AFTER),
+        *(("inspect", "TARGET", "--train", "--after", name, "--diff") for name in AFTER),
+    ],
+    ids=" ".join,
+)
+@pytest.mark.sweep(
+    keep=[
+        "report TARGET --backend eager --html page.html",
+        "inspect --passes",
+        "inspect TARGET --train --after autodiff --diff",
+    ]
+)
+def test_what_is_printed_fits_100_columns(
+    arguments: tuple[str, ...], models: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([x.replace("TARGET", f"{models}:uneven") for x in arguments]) == 0
+    for file in {"rows.json", "page.html"} & set(arguments):
+        assert main(["report", file]) == 0
+    out, err = capsys.readouterr()
+    assert out and too_long(out) == [] and too_long(err) == []
 
 
 @pytest.mark.sweep

@@ -14,7 +14,7 @@ from lazyinline.frontend.measure.large_models import compile_large
 from lazyinline.frontend.measure.measure_page import rank_page
 from lazyinline.frontend.measure.rank_bench import RankReport, compile_rank, rank_number
 from lazyinline.frontend.options import Options
-from lazyinline.frontend.page.write import page_data
+from lazyinline.frontend.page.write import PageData, page_data
 from lazyinline.frontend.passes.programs import estimate, lower
 from lazyinline_command.main import main
 
@@ -104,8 +104,34 @@ def test_the_page_of_a_rank_has_its_arena_and_the_schedule_of_all(
     monkeypatch.setattr(compiling, "bench_rank", lambda *_, **options: reports)
     written, numbers = tmp_path / "page.html", tmp_path / "numbers.json"
     assert main(["bench", "--model", "175b", "--html", str(written), "--json", str(numbers)]) == 0
-    assert page_data(written.read_text(encoding="utf-8")) is not None
-    assert "plan" not in json.loads(numbers.read_text())[0]
+    saved = json.loads(numbers.read_text())
+    assert "plan" not in saved["rows"][0]
+    assert saved["rows"][0]["arena_bytes"] == reports[0].arena_bytes
+    assert same_page(tmp_path, numbers) == page_data(written.read_text(encoding="utf-8"))
+
+
+def same_page(folder: pathlib.Path, numbers: pathlib.Path) -> PageData | None:
+    """The page that `report` draws of a file of numbers."""
+    again = folder / "again.html"
+    assert main(["report", str(numbers), "--html", str(again)]) == 0
+    return page_data(again.read_text(encoding="utf-8"))
+
+
+def test_the_numbers_of_a_large_model_hold_its_page(
+    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page, numbers = tmp_path / "page.html", tmp_path / "numbers.json"
+    command = ["bench", "--model", "llama-13b", "--layers", "2", "--micro-batches", "2"]
+    files = ["--html", str(page), "--json", str(numbers)]
+    assert main([*command, "--backend", "eager", *files]) == 0
+    rows = json.loads(numbers.read_text())["rows"]
+    assert [row["name"] for row in rows] == ["llama-13b"] * 2 and rows[0]["num_nodes"] > 0
+    capsys.readouterr()
+    redrawn = same_page(tmp_path, numbers)
+    assert redrawn is not None and redrawn["arena"]["boxes"] and redrawn["program"]["lanes"]
+    assert redrawn == page_data(page.read_text(encoding="utf-8"))
+    printed = capsys.readouterr().out
+    assert "llama-13b: " in printed and "Planned memory" in printed and "PyTorch" in printed
 
 
 @pytest.mark.parametrize("rank", ["-1", "2", "best", 2])

@@ -10,15 +10,16 @@ from functools import partial
 from typing import Any
 
 from ...reuse.errors import LazyInlineError
+from ...reuse.folding import folded
 from ...reuse.ir.printer import Shown
 from ..advise.advise import advise
 from ..inspection import pass_lists, show_after, show_captured
 from ..measure.bench import DEFAULT_LAYERS, OWN_MODELS, Plan, bench, title, to_json
-from ..measure.large_models import LARGE_MODELS, bench_large, reports_to_json
+from ..measure.large_models import LARGE_MODELS, bench_large, large_json
 from ..measure.measure import measure
 from ..measure.measure_page import large_page, measure_page, rank_page
 from ..measure.rank_bench import RANK_MODELS, bench_rank
-from ..measure.saved import Saved, is_file, page_text, read_saved
+from ..measure.saved import is_file, is_page, read_saved
 from ..measure.target import FORM, load_target
 from ..onnx.export import export_onnx
 from ..options import Options
@@ -67,21 +68,24 @@ def _bench_large(options: argparse.Namespace) -> None:
         "backend": options.backend,
     }
     reports: Sequence[Any]
-    page: Callable[[], PageData]
+    make_page: Callable[[], PageData]
     if options.model in RANK_MODELS:
         reports = ranks = bench_rank(options.model, _say, ranks=options.rank, **sizes)
-        page = partial(rank_page, ranks)
+        make_page = partial(rank_page, ranks)
     else:
         reports = steps = bench_large(options.model, _say, target=options.target, **sizes)
-        page = partial(large_page, steps)
+        make_page = partial(large_page, steps)
+    if options.html is None and options.json is None:
+        return
+    page = make_page()
     if options.html is not None:
-        options.html.write_text(write_page(page()), encoding="utf-8")
+        options.html.write_text(write_page(page), encoding="utf-8")
     if options.json is not None:
-        options.json.write_text(reports_to_json(reports), encoding="utf-8")
+        options.json.write_text(large_json(reports, page), encoding="utf-8")
 
 
 def _say(line: str) -> None:
-    print(line, flush=True)
+    print(folded(line), flush=True)
 
 
 def _layers(options: argparse.Namespace) -> tuple[int, ...]:
@@ -178,14 +182,11 @@ def _show_saved(path: pathlib.Path, options: argparse.Namespace) -> None:
             f"{path} is measured already: --infer and --micro-batches do not fit."
         )
     found = read_saved(path)
-    if isinstance(found, Saved):
-        print(found)
-        if options.html is not None:
-            options.html.write_text(found.page(), encoding="utf-8")
-        return
-    if options.html is not None:
+    if options.html is not None and is_page(path):
         raise LazyInlineError(f"{path} is a page already: open it in a browser.")
-    print(page_text(found))
+    print(found)
+    if options.html is not None:
+        options.html.write_text(found.page(), encoding="utf-8")
 
 
 def _check_folders(*files: pathlib.Path | None) -> None:

@@ -21,6 +21,7 @@ from ..compiled import CompiledStep
 from ..compiler import Compiler
 from ..marks import lazy_inline
 from ..options import Batching, Options
+from ..page.write import PageData
 from ..report import CompileReport
 from . import models
 
@@ -97,7 +98,7 @@ class LargeReport:
             f"  arena {self.peak_bytes / GIB:.1f} GiB, "
             f"{self.peak_bytes / self.lower_bound_bytes:.4f} of the lower bound",
         ]
-        return "\n".join([*lines, *str(self.compiled).splitlines()[1:]])
+        return "\n".join([*lines, self.compiled.details()])
 
 
 def compile_large(
@@ -189,9 +190,14 @@ def _compiled(
     return report
 
 
-def reports_to_json(reports: Sequence[Any]) -> str:
-    """Returns the numbers of all reports; the plan of a pipeline is not among them."""
+def large_json(reports: Sequence[Any], page: PageData) -> str:
+    """Returns the numbers of all reports, and the page that is drawn of them.
+
+    The plan of a pipeline is in the page, not among the numbers.
+    """
     rows = [asdict(report) for report in reports]
     for row in rows:
         row.pop("plan", None)
-    return json.dumps(rows, indent=2, default=str) + "\n"
+    about = {"title": page["title"], "machine": page["about"]}
+    saved = {"about": about, "rows": rows, "page": page}
+    return json.dumps(saved, default=str) + "\n"

@@ -118,7 +118,7 @@ class RankReport:
             f"({self.arena_bytes / self.lower_bound_bytes:.4f} of the lower bound)",
             f"  predicted bubble {self.bubble:.1%}",
         ]
-        return "\n".join([*lines, *str(self.compiled).splitlines()[1:]])
+        return "\n".join([*lines, self.compiled.details()])
 
 
 def compile_rank(

@@ -1,4 +1,8 @@
-"""What a user saved, shown again: the numbers of measurements, and pages."""
+"""What a user saved, shown again: the numbers of measurements, and pages.
+
+The JSON of a model that is compiled and not run holds its page: that has the arena and the program,
+which no numbers give back. A measurement's JSON holds numbers, and its page is drawn of them.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...reuse.errors import LazyInlineError
+from ...reuse.folding import folded
 from ..page.write import PageData, page_data, write_page
 from ..records.compile_record import PassRecord
 from ..report import CompileReport
@@ -57,11 +62,36 @@ class Saved:
 
     def __str__(self) -> str:
         where = [] if self.about is None else [_where(self.about)]
-        return "\n\n".join([*map(str, self.reports), *where])
+        return folded("\n\n".join([*map(str, self.reports), *where]))
 
     def page(self) -> str:
         """Returns a page of them, about the machine that measured."""
         return write_page(measure_page(self.reports, self.title) | {"about": self.about})
+
+
+@dataclass(frozen=True)
+class SavedPage:
+    """A page, of its own file or of the JSON that holds it.
+
+    Attributes:
+        data: what it shows.
+    """
+
+    data: PageData
+
+    def __str__(self) -> str:
+        """What it says before its pictures: verdict, figures, notes, where it was made."""
+        verdict = self.data["verdict"]
+        tiles = [(t["label"], t["value"], t["note"]) for t in verdict["tiles"]]
+        widths = [max((len(tile[i]) for tile in tiles), default=0) for i in range(2)]
+        lines = [f"{self.data['title']}: {self.data['subtitle']}", "", verdict["sentence"], ""]
+        lines += [f"  {a:<{widths[0]}}  {b:<{widths[1]}}  {c}" for a, b, c in tiles]
+        lines += ["", *verdict["notes"]] if verdict["notes"] else []
+        return folded("\n".join([*lines, "", _where(self.data["about"])]))
+
+    def page(self) -> str:
+        """Returns it, drawn again."""
+        return write_page(self.data)
 
 
 def is_file(target: str) -> bool:
@@ -69,8 +99,13 @@ def is_file(target: str) -> bool:
     return ":" not in target and (pathlib.Path(target).is_file() or bool(_PATH.search(target)))
 
 
-def read_saved(path: pathlib.Path) -> Saved | PageData:
-    """Reads measurements, or the data of a page.
+def is_page(path: pathlib.Path) -> bool:
+    """Whether a file is named as a page is."""
+    return path.suffix.lower() in _PAGES
+
+
+def read_saved(path: pathlib.Path) -> Saved | SavedPage:
+    """Reads measurements, or a page: the page itself, or the JSON that holds it.
 
     Raises:
         LazyInlineError: if the file holds neither.
@@ -80,24 +115,13 @@ def read_saved(path: pathlib.Path) -> Saved | PageData:
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is no text"
         raise LazyInlineError(f"{path} cannot be read: {why}. {_told()}") from error
-    data = page_data(text) if path.suffix.lower() in _PAGES else None
-    if data is not None:
-        return data
     try:
-        return _saved(json.loads(text))
+        data = page_data(text) if is_page(path) else None
+        found = _found(json.loads(text) if data is None else {"page": data})
+        str(found)  # where a number is missing, this is where it shows
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise LazyInlineError(f"{path} holds no measurement of this version. {_told()}") from error
-
-
-def page_text(data: PageData) -> str:
-    """Returns what a page says before its pictures: verdict, figures, notes, where it was made."""
-    verdict = data["verdict"]
-    tiles = [(t["label"], t["value"], t["note"]) for t in verdict["tiles"]]
-    widths = [max((len(tile[i]) for tile in tiles), default=0) for i in range(2)]
-    lines = [f"{data['title']}: {data['subtitle']}", "", verdict["sentence"], ""]
-    lines += [f"  {a:<{widths[0]}}  {b:<{widths[1]}}  {c}" for a, b, c in tiles]
-    lines += ["", *verdict["notes"]] if verdict["notes"] else []
-    return "\n".join([*lines, "", _where(data["about"])])
+    return found
 
 
 def _told() -> str:
@@ -109,7 +133,9 @@ def _where(about: Mapping[str, Any]) -> str:
     return f"{about['date']}, by {about['command']}\n{machine}"
 
 
-def _saved(found: Any) -> Saved:
+def _found(found: Any) -> Saved | SavedPage:
+    if "page" in found:
+        return SavedPage(found["page"])
     if "rows" not in found:
         return Saved([_report(found)], "", None)
     about = found["about"]
