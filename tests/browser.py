@@ -134,6 +134,20 @@ class Tab:
             assert time.monotonic() < end, f"never true: {code}"
             time.sleep(0.05)
 
+    def accessible(self) -> list[dict[str, Any]]:
+        """Returns what a screen reader gets: role, name, description and properties, in order.
+
+        ``level`` is a heading's, ``focusable`` says where the keyboard stops.
+        """
+        found = self._ask("Accessibility.getFullAXTree")["nodes"]
+        nodes = {node["nodeId"]: node for node in found}
+        waiting, said = [found[0]["nodeId"]], []
+        while waiting:
+            node = nodes[waiting.pop()]
+            waiting += [child for child in reversed(node["childIds"]) if child in nodes]
+            said += [] if node["ignored"] else [_said(node)]
+        return said
+
     def press(self, key: str) -> None:
         """Presses a key where the focus is."""
         codes = {"Enter": 13, "Tab": 9}
@@ -190,3 +204,10 @@ class Tab:
 
     def _ask(self, method: str, **params: Any) -> dict[str, Any]:
         return self._browser.ask(method, self._session, **params)
+
+
+def _said(node: dict[str, Any]) -> dict[str, Any]:
+    """One node of the tree of accessibility, in plain values."""
+    values = {key: node.get(key, {}).get("value", "") for key in ("role", "name", "description")}
+    properties = {one["name"]: one["value"].get("value") for one in node.get("properties", ())}
+    return values | {key: properties.get(key) for key in ("level", "focusable", "expanded")}

@@ -4,7 +4,9 @@ Needs Chromium (Debian: `apt install chromium`); skipped where there is none. Th
 takes are left in `build/pages`, to be looked at.
 """
 
+import itertools
 import pathlib
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -101,6 +103,8 @@ def test_pages_are_drawn_without_errors(browser: Browser, name: str) -> None:
         if name != "pipeline":
             closures_open(tab, fewest=3 if name == "rank" else 4)  # a rank shows the forward
         charts_are_told(tab)
+        if scheme == "light":  # colours are not read aloud
+            page_is_read_aloud(tab)
         assert not tab.problems()
         assert tab.evaluate(OVERFLOW) <= 0, f"{name}, opened, is wider than {width} pixels"
         tab.close()
@@ -138,6 +142,45 @@ def charts_are_told(tab: Tab) -> None:
     for one in found:
         assert all(one["told"]) and one["role"] == "img", one
         assert one["rows"] and one["hidden"] and one["back"], one
+
+
+LANDMARKS = ("banner", "navigation", "main", "contentinfo")
+CONTROLS = ("button", "link", "checkbox", "combobox", "textbox", "slider")
+HEADERS = ("columnheader", "rowheader")
+
+
+def page_is_read_aloud(tab: Tab) -> None:
+    """A screen reader gets a name for what it can stop at, and the numbers of each chart."""
+    tab.evaluate("""[...document.querySelectorAll('.lane .call[aria-expanded=false]')]
+        .slice(0, 1).forEach(box => box.click())""")
+    for shown in ("charts", "tables"):
+        said = tab.accessible()
+        roles = [one["role"] for one in said]
+        assert [roles.count(role) for role in LANDMARKS] == [1] * len(LANDMARKS)
+        controls = [one for one in said if one["role"] in CONTROLS]
+        assert [one for one in controls if not one["name"].strip()] == []
+        unnamed = [one for one in said if one["focusable"] and not one["name"].strip()]
+        assert [one["role"] for one in unnamed if one["role"] != "main"] == []
+        names = [one["name"] for one in controls if one["name"].startswith(("Table", "Chart"))]
+        assert len(names) == len(set(names)) and all(": " in name for name in names)
+
+        levels = [one["level"] for one in said if one["role"] == "heading"]
+        assert levels[0] == 1 and levels.count(1) == 1
+        assert all(below - above <= 1 for above, below in itertools.pairwise(levels)), levels
+
+        tables = [one for one in said if one["role"] == "table"]
+        assert all(one["name"] for one in tables)
+        assert [one for one in said if one["role"] in HEADERS and not one["name"].strip()] == []
+
+        charts = [one for one in said if one["role"] == "image"]
+        if shown == "charts":
+            assert charts
+            for one in charts:
+                assert re.search(r"\w+\. \w", one["name"]), one  # title and unit
+                assert len(re.findall(r"\d", one["description"])) >= 3, one
+        else:
+            assert not charts
+        tab.evaluate("document.querySelectorAll('figcaption button').forEach(b => b.click())")
 
 
 def test_the_theme_is_switched_by_a_button(browser: Browser, tmp_path: pathlib.Path) -> None:

@@ -70,26 +70,39 @@
     // A column is text if its first value is; numbers stand at the right.
     const text = head.map((_, i) => rows.some((r) => r[i] instanceof Node || (typeof r[i] === "string" && !/^([-+–]?[\d.,]|–$)/.test(r[i]))));
     text[0] = head[0] !== "#";
-    return el("div", { class: `scroll ${how}`, tabindex: "0", role: "region", "aria-label": caption }, el("table", {},
+    return el("div", { class: `scroll ${how}`, tabindex: "0", role: "group", "aria-label": `${caption}, may scroll` }, el("table", { "aria-label": caption },
       el("thead", {}, el("tr", {}, head.map((h, i) => el("th", { scope: "col", class: text[i] ? "t" : null }, h)))),
       el("tbody", {}, rows.map((row) => el("tr", {}, row.map((cell, i) =>
-        el("td", { class: text[i] ? "t" : "n" }, typeof cell === "number" ? digits(cell, 4) : cell ?? "–")))))));
+        el(i ? "td" : "th", { class: text[i] ? "t" : "n", scope: i ? null : "row" }, typeof cell === "number" ? digits(cell, 4) : cell ?? "–")))))));
   };
-  /** A chart with its title, unit and label, and the same numbers as a table. */
-  const figure = (parent, title, unit, height, option, tableOf, note, legend) => {
-    const canvas = el("div", { class: "chart", role: "img", "aria-label": `${title}. ${unit}.${note ? ` ${note}` : ""} The button Table shows the numbers.` });
-    let shown = null;
-    const button = el("button", { type: "button", "aria-pressed": "false", onclick: () => {
-      const on = button.getAttribute("aria-pressed") === "false";
-      button.setAttribute("aria-pressed", String(on));
-      button.textContent = on ? "Chart" : "Table";
-      if (on && !shown) { shown = tableOf(); made.append(shown); }
-      if (shown) shown.hidden = !on;
+  /** The first rows of a table in words, for those who do not see the chart of it. */
+  const told = (shown, most) => {
+    const head = [...shown.querySelectorAll("thead th")].map((h) => h.textContent);
+    const rows = [...shown.querySelectorAll("tbody tr")];
+    const said = rows.slice(0, most).map((row) => {
+      const [first, ...rest] = [...row.children].map((cell) => cell.textContent);
+      return `${first.startsWith(head[0]) ? "" : `${head[0]} `}${first}: ${rest.map((cell, i) => `${head[i + 1]} ${cell}`).join("; ")}.`;
+    });
+    return [...said, rows.length > most ? `${many(rows.length - most, "row")} more in the table.` : ""].join(" ");
+  };
+  let figures = 0;
+  /** A chart with its title, unit and label, and the same numbers as a table and in words. */
+  const figure = (parent, title, unit, height, option, shown, { note, legend, rows = 12 } = {}) => {
+    const id = `figure-${figures += 1}-numbers`;
+    const numbers = el("p", { id, hidden: true }, [note, told(shown, rows)].filter(Boolean).join(" "));
+    const canvas = el("div", { class: "chart", role: "img", "aria-label": `${title}. ${unit}.`, "aria-describedby": id });
+    shown.hidden = true;
+    const name = (on) => { button.textContent = on ? "Chart" : "Table"; button.setAttribute("aria-label", `${button.textContent}: ${title}`); };
+    const button = el("button", { type: "button", onclick: () => {
+      const on = shown.hidden;
+      name(on);
+      shown.hidden = !on;
       canvas.hidden = on;
       if (!on) entry.draw();
-    } }, "Table");
-    const made = el("figure", {}, el("figcaption", {}, el("h3", {}, title), el("span", { class: "unit" }, unit), button),
-      legend || null, canvas);
+    } });
+    name(false);
+    const made = el("figure", { "aria-label": title }, el("figcaption", {}, el("h3", {}, title), el("span", { class: "unit" }, unit), button),
+      legend || null, canvas, numbers, shown);
     parent.append(made);
     const entry = { chart: null, draw() {
       if (canvas.hidden || !canvas.clientWidth) return;
@@ -97,7 +110,7 @@
       canvas.style.height = `${tall}px`;
       entry.chart ??= echarts.init(canvas, null, { renderer: "canvas" });
       entry.chart.resize();
-      entry.chart.setOption(withDefaults(option(canvas.clientWidth < 560, canvas.clientWidth), title), { notMerge: true });
+      entry.chart.setOption(withDefaults(option(canvas.clientWidth < 560, canvas.clientWidth)), { notMerge: true });
     } };
     charts.push(entry);
     seen.observe(canvas);
@@ -108,14 +121,14 @@
     for (const one of found) if (one.isIntersecting) { seen.unobserve(one.target); one.target.entry.draw(); }
   }, { rootMargin: "400px" });
 
-  const withDefaults = (option, title) => {
+  const withDefaults = (option) => {
     const ink = css("--ink"), soft = css("--soft"), line = css("--line"), card = css("--card");
     const axis = (a) => ({ ...a, nameTextStyle: { color: soft, fontSize: 12, ...a.nameTextStyle },
       axisLabel: { color: soft, fontSize: 12, hideOverlap: true, ...a.axisLabel }, axisLine: { lineStyle: { color: line }, ...a.axisLine },
       axisTick: { lineStyle: { color: line }, ...a.axisTick }, splitLine: { lineStyle: { color: line, opacity: .7 }, ...a.splitLine } });
     const all = (x) => (x === undefined ? x : Array.isArray(x) ? x.map(axis) : axis(x));
     return { animation: false, textStyle: { fontFamily: getComputedStyle(document.body).fontFamily, color: ink },
-      aria: { enabled: true, label: { description: title } }, ...option,
+      aria: { enabled: true, label: { enabled: false } }, ...option,
       xAxis: all(option.xAxis), yAxis: all(option.yAxis),
       legend: option.legend ? { top: 0, left: 0, itemGap: 16, textStyle: { color: soft, fontSize: 12.5 }, itemWidth: 16, itemHeight: 12, ...option.legend } : undefined,
       tooltip: { confine: true, backgroundColor: card, borderColor: line, textStyle: { color: ink, fontSize: 12.5 }, ...option.tooltip } };
@@ -179,7 +192,7 @@
       open = button;
       button.setAttribute("aria-expanded", "true");
       const closure = all[number], own = hue(number, all);
-      const close = el("button", { type: "button", onclick: () => { show(button, number, member, times); button.focus(); } }, "Close");
+      const close = el("button", { type: "button", onclick: () => { show(button, number, member, times); button.focus(); }, "aria-label": `Close ${closure.name}` }, "Close");
       const at = member.paths.filter(Boolean).join(", ");
       const panel = el("div", { class: "closure", "data-hue": own ?? "" }, el("header", {}, el("h3", {}, el("code", {}, `@${closure.name}`)),
         el("span", { class: "unit", style: "color:var(--soft)" }, at ? `called at ${at}` : ""), close), describe(closure, all));
@@ -220,7 +233,7 @@
     if (r.keys.length) made.append(table(["block", "calls", "note"], r.keys.map((k) => [el("code", {}, k.key), k.calls, k.note || "one closure"]), "Blocks by key"));
     if (r.instances.length) {
       const place = el("div", {});
-      const fill = (only) => place.replaceChildren(table(["where", "block", "", "why"], (only ? apart : r.instances).map((i) => [
+      const fill = (only) => place.replaceChildren(table(["where", "block", "shared", "why"], (only ? apart : r.instances).map((i) => [
         el("span", {}, el("code", {}, i.paths.join(", ") || "–"), i.count > 1 ? ` (${num(i.count)})` : ""), i.block,
         el("span", { class: `badge ${i.state.replace("kept ", "")}` }, i.state), i.why || (i.state === "shared" ? `like ${i.with}` : "the first of its kind")]), "Instances", "stacked"));
       const box = el("input", { type: "checkbox", onchange: () => fill(box.checked) });
@@ -246,7 +259,7 @@
       })) },
       series: p.sides.map((s, i) => ({ name: s.name, type: "bar", barMaxWidth: 18, barGap: "15%", data: s.rows.map((r) => r.cpu_s), ...sideStyle(i),
         label: { show: true, position: "right", color: css("--soft"), fontSize: 11.5, formatter: (x) => (x.value < .005 ? "" : digits(x.value, 3)) } })),
-    }), () => table(["pass", ...p.sides.flatMap((s) => [`${s.name}, CPU s`, `${s.name}, s on the clock`, `${s.name}, nodes after`])],
+    }), table(["pass", ...p.sides.flatMap((s) => [`${s.name}, CPU s`, `${s.name}, s on the clock`, `${s.name}, nodes after`])],
       p.passes.map((name, i) => [name, ...p.sides.flatMap((s) => [digits(s.rows[i].cpu_s), digits(s.rows[i].wall_s), num(s.rows[i].nodes)])]), "Seconds per pass"));
   }
   if (data.depth) {
@@ -260,9 +273,9 @@
         lineStyle: { width: 2.5, type: i ? "dashed" : "solid", color: color(i) }, itemStyle: { color: color(i) } })),
     });
     figure(made, "Compile time over layers", "CPU seconds, lower is better", 300, lines("cpu_s", "CPU s"),
-      () => table(["layers", ...d.sides.flatMap((s) => [`${s.name}, CPU s`, `${s.name}, s on the clock`])], d.layers.map((l, i) => [num(l), ...d.sides.flatMap((s) => [digits(s.cpu_s[i]), digits(s.wall_s[i])])]), "Compile time over layers"));
+      table(["layers", ...d.sides.flatMap((s) => [`${s.name}, CPU s`, `${s.name}, s on the clock`])], d.layers.map((l, i) => [num(l), ...d.sides.flatMap((s) => [digits(s.cpu_s[i]), digits(s.wall_s[i])])]), "Compile time over layers"));
     figure(made, "Operators compiled over layers", "operators handed to the backend", 300, lines("operators", "operators"),
-      () => table(["layers", ...d.sides.flatMap((s) => [`${s.name}, operators`, `${s.name}, nodes held`])], d.layers.map((l, i) => [num(l), ...d.sides.flatMap((s) => [num(s.operators[i]), num(s.nodes[i])])]), "Operators over layers"));
+      table(["layers", ...d.sides.flatMap((s) => [`${s.name}, operators`, `${s.name}, nodes held`])], d.layers.map((l, i) => [num(l), ...d.sides.flatMap((s) => [num(s.operators[i]), num(s.nodes[i])])]), "Operators over layers"));
   }
   if (data.steps) {
     const s = data.steps;
@@ -280,8 +293,8 @@
         const line = (x1, y1, x2, y2) => ({ type: "line", shape: { x1, y1, x2, y2 }, style: { stroke, lineWidth: 1.5 } });
         return { type: "group", children: [{ type: "text", style: { text: `${digits(s.rows[api.value(2)][2])} ms`, x: b + 8, y, verticalAlign: "middle", fill: css("--soft"), fontSize: 12 } }, line(a, y, b, y), line(a, y - 6, a, y + 6), line(b, y - 6, b, y + 6)] };
       }, encode: { x: [0, 1], y: 2 }, data: s.rows.map((r, i) => [r[1], r[3], i]), silent: true, z: 5 }],
-    }), () => table(["", "fastest, ms", "median, ms", "slowest, ms", "rounds"], s.rows.map((r) => [r[0], digits(r[1], 4), digits(r[2], 4), digits(r[3], 4), num(r[4])]), "Time of a step"));
-    made.append(el("h3", { style: "margin:1.2rem 0 .4rem" }, "Difference from eager"), table(["", "largest output error, absolute", "largest gradient error, relative", "which is of"],
+    }), table(["way", "fastest, ms", "median, ms", "slowest, ms", "rounds"], s.rows.map((r) => [r[0], digits(r[1], 4), digits(r[2], 4), digits(r[3], 4), num(r[4])]), "Time of a step"));
+    made.append(el("h3", { style: "margin:1.2rem 0 .4rem" }, "Difference from eager"), table(["way", "largest output error, absolute", "largest gradient error, relative", "which is of"],
       s.errors.map(([name, output, gradient, worst]) => [name, output, gradient, worst ? el("code", {}, worst) : "–"]), "Difference from eager"));
   }
 
@@ -327,8 +340,8 @@
               data: [...a.parts.slice(1).map((p) => ({ xAxis: p.start, label: { formatter: `${p.name} →`, position: "end", distance: 4, rotate: 0, align: "left" } })),
                 ...(a.arena_bytes < a.peak_bytes ? [{ yAxis: a.arena_bytes / unit[0], label: { formatter: "above: memory of gradients", position: "insideStartTop" } }] : [])] } }],
       };
-    }, () => table(["call", "kind", "made by", "bytes", "address", "first launch", "last launch"], [...a.boxes].sort((p, q) => q[3] - p[3]).slice(0, 300).map((b) => [at(b), a.kinds[b[4]],
-      b[7] > 1 ? many(b[7], "buffer") : el("code", {}, a.launches[b[6]]), bytes(b[3]), bytes(b[2]), num(b[0]), num(b[1] - 1)]), "The largest 300 buffers"), `Peak ${bytes(a.peak_bytes)}, lower bound ${bytes(a.lower_bound_bytes)}.`, legend);
+    }, table(["call", "kind", "made by", "bytes", "address", "first launch", "last launch"], [...a.boxes].sort((p, q) => q[3] - p[3]).slice(0, 300).map((b) => [at(b), a.kinds[b[4]],
+      b[7] > 1 ? many(b[7], "buffer") : el("code", {}, a.launches[b[6]]), bytes(b[3]), bytes(b[2]), num(b[0]), num(b[1] - 1)]), "The largest 300 buffers"), { note: `Peak ${bytes(a.peak_bytes)}, lower bound ${bytes(a.lower_bound_bytes)}. The largest buffers:`, legend, rows: 5 });
     if (a.outside.length) made.append(el("h3", { style: "margin:1.2rem 0 .4rem" }, "Outside the plan"), table(["what", "how many", "most at once"], a.outside.map(([what, n, most]) => [what, num(n), bytes(most)]), "Outside the plan"));
   }
 
@@ -348,7 +361,7 @@
         series: [{ name: "possible", type: "line", step: false, data: f.points.map((p) => [p[0] / scale[0], p[1] * 1e3, p[2]]), symbolSize: 8, lineStyle: { color: color(0), width: 2 }, itemStyle: { color: color(0) } },
           { name: "chosen", type: "scatter", symbol: "diamond", symbolSize: 17, z: 5, itemStyle: { color: color(1), borderColor: css("--card"), borderWidth: 1.5 },
             data: chosen.map((c) => { const p = f.points.find((q) => q[0] === c.saved_bytes); return p ? [p[0] / scale[0], p[1] * 1e3, p[2]] : null; }).filter(Boolean) }],
-      }), () => table(["saved per call", "computed again", "predicted time"], f.points.map((p) => [bytes(p[0]), flop(p[2]), time(p[1])]), `Frontier of ${f.closure}`));
+      }), table(["saved per call", "computed again", "predicted time"], f.points.map((p) => [bytes(p[0]), flop(p[2]), time(p[1])]), `Frontier of ${f.closure}`));
     });
   }
 
@@ -393,7 +406,7 @@
               s[3] === "B" || s[3] === "I" ? { type: "rect", silent: true, shape: { x: shape.x, y: shape.y + shape.height - 5, width: shape.width, height: 5 }, style: { fill: striped.fill ??= hatch("#10161d") } } : null].filter(Boolean) };
           } }],
       };
-    }, () => table(["rank", "action", "stage", "micro-batch", `start, ${unit[1]}`, `end, ${unit[1]}`], p.slots.map((s) => [num(s[0]), p.kinds.find((k) => k[0] === s[3])[1], num(s[4]), num(s[5]), digits(s[1] * unit[0], 4), digits(s[2] * unit[0], 4)]), "The schedule"), null, legend);
+    }, table(["rank", "action", "stage", "micro-batch", `start, ${unit[1]}`, `end, ${unit[1]}`], p.slots.map((s) => [num(s[0]), p.kinds.find((k) => k[0] === s[3])[1], num(s[4]), num(s[5]), digits(s[1] * unit[0], 4), digits(s[2] * unit[0], 4)]), "The schedule"), { note: `${p.ranks.map((r, i) => `Rank ${i} waits ${percent(r.bubble)}`).join(", ")}. The first actions:`, legend, rows: 5 });
     const top = Math.max(...p.ranks.map((r) => r.peak_bytes)), scale = top >= 2 ** 30 ? [2 ** 30, "GiB"] : top >= 2 ** 20 ? [2 ** 20, "MiB"] : [2 ** 10, "KiB"];
     const dashes = ["solid", "dashed", "dotted", [10, 3, 2, 3]];
     figure(made, "Memory of each rank", `${scale[1]} over time: parameters, gradients and micro-batches in flight, as predicted`, 260 + (n > 6 ? 40 : 0), (narrow) => ({
@@ -402,7 +415,7 @@
       yAxis: valueAxis(scale[1], narrow, { nameGap: narrow ? 40 : 50, min: 0 }),
       tooltip: { trigger: "axis", formatter: (found) => shownText(`at ${digits(found[0].value[0])} ${unit[1]}`, ...found.map((f) => `${f.seriesName}: ${digits(f.value[1])} ${scale[1]}`)) },
       series: p.ranks.map((r, i) => ({ name: rows[i], type: "line", step: "end", showSymbol: false, data: r.held.map(([t, b]) => [t * unit[0], b / scale[0]]), lineStyle: { width: 2, color: color(i), type: dashes[Math.floor(i / 2) % 4] }, itemStyle: { color: color(i) } })),
-    }), () => table(["rank", "stages", "parameters", "gradients", "peak", "waits"], p.ranks.map((r, i) => [`rank ${i}`, r.stages.join(", "), bytes(r.parameter_bytes), bytes(r.gradient_bytes), bytes(r.peak_bytes), percent(r.bubble)]), "Memory of each rank"));
+    }), table(["rank", "stages", "parameters", "gradients", "peak", "waits"], p.ranks.map((r, i) => [`rank ${i}`, r.stages.join(", "), bytes(r.parameter_bytes), bytes(r.gradient_bytes), bytes(r.peak_bytes), percent(r.bubble)]), "Memory of each rank"));
     made.append(el("h3", { style: "margin:1.2rem 0 .4rem" }, "Stages"), table(["stage", "rank", "calls", "from", "to", "work", "forward", "backward", "parameters", "saved per micro-batch", "most in flight"], p.stages.map((s) => [num(s.stage), num(s.rank), num(s.calls),
       el("code", {}, s.first || "–"), el("code", {}, s.last || "–"), flop(s.flops), time(s.forward_s), time(s.backward_s), bytes(s.parameter_bytes), bytes(s.saved_bytes), num(s.in_flight)]), "Stages"));
   }
@@ -410,7 +423,7 @@
     const p = data.predicted;
     const made = section("predicted", "Predicted and measured", "Measured", p.lead);
     const shown = { s: time, bytes, share: percent };
-    made.append(table(["", "predicted", "measured", "measured over predicted"], p.rows.map(([what, unit, a, b]) => [what, a === null ? "not predicted" : shown[unit](a),
+    made.append(table(["what", "predicted", "measured", "measured over predicted"], p.rows.map(([what, unit, a, b]) => [what, a === null ? "not predicted" : shown[unit](a),
       b === null ? "not measured" : shown[unit](b), a && b && unit !== "share" ? `${digits(b / a)}×` : "–"]), "Predicted and measured"));
   }
 
