@@ -116,9 +116,9 @@ class StepStats:
         saved_bytes: what one micro-batch's forward keeps for its backward.
         allocations_per_step: results that launches allocate themselves, outside the plan.
         unplaced_launches: the names of those launches, each once.
-        outside_bytes: most bytes at one time in those results, in scratch that launches allocate
-            and in the losses; a recompute budget counts them too (neither counts what oneDNN takes
-            for itself inside a product, which depends on the CPU).
+        outside_bytes: most bytes at one time in those results, in scratch that launches allocate,
+            in what cuBLAS works in and in the losses; a recompute budget counts them too (neither
+            counts what oneDNN takes for itself inside a product, which depends on the CPU).
         why_no_graph: why a step on a GPU is not one CUDA graph; empty if it is, and on CPU.
     """
 

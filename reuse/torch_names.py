@@ -49,7 +49,12 @@ def new_cpu_tensor(
 
 def operator_schema(node: torch.fx.Node) -> Any:
     """Returns the schema of the operator a node calls, or None if it is not an operator."""
-    return getattr(node.target, "_schema", None)
+    return schema_of(node.target)
+
+
+def schema_of(function: object) -> Any:
+    """Returns the schema of an operator, or None if it is not one."""
+    return getattr(function, "_schema", None)
 
 
 def version_of(tensor: torch.Tensor) -> int:

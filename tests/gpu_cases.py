@@ -10,17 +10,24 @@ import json
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+import pytest
 import torch
 import triton_on_cpu
 from hugging_face import VOCABULARY
+from stream_orders import an_order, assert_unordered_uses_share_nothing, reordered, traced
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 import lazyinline
 from lazyinline import lazy_inline
 from lazyinline.backend.arena.proof import check_no_overlap
+from lazyinline.backend.gpu.streams import may_move, on_two_streams
+from lazyinline.backend.gpu.triton_kernel import TritonKernel
+from lazyinline.backend.launches.kernel_list import KernelList, View
+from lazyinline.backend.run import planned
 from lazyinline.backend.run.planned import PlannedProgram
 from lazyinline.frontend.measure import models
 
@@ -95,7 +102,8 @@ def main() -> None:
         torch.manual_seed(0)
         model, kwargs = CASES[name]()
         begin = time.process_time()
-        for how, run in (("training", trained), ("inference", inferred)):
+        train = trained_on_two_streams if name == "own decoder" else trained
+        for how, run in (("training", train), ("inference", inferred)):
             print(json.dumps({"case": name, "how": how, **run(model, kwargs)}), flush=True)
         print(f"{name}: {time.process_time() - begin:.1f} CPU-s", flush=True)
     del library
@@ -108,22 +116,71 @@ def trained(model: nn.Module, kwargs: dict[str, torch.Tensor]) -> dict[str, floa
     program = compiled_for_nothing(
         lambda: step(**kwargs), lambda: step._entries.first._compiled.runner
     )
-    errors = []
-    for seed in range(2):
-        triton_on_cpu.GENERATOR.manual_seed(seed)
-        loss = step(**kwargs)
-        triton_on_cpu.GENERATOR.manual_seed(seed)
-        reference.zero_grad()
-        with triton_on_cpu.AsOnAGpu():
-            expected = loss_of(reference(**kwargs))
-        expected.backward()
-        pairs = zip(model.parameters(), reference.parameters(), strict=True)
-        errors.append(error(loss, expected.detach()))
-        errors += [error(p.grad, q.grad) for p, q in pairs]
-        with torch.no_grad():
-            for parameter in (*model.parameters(), *reference.parameters()):
-                parameter -= 0.1 * parameter.grad
+    errors = [
+        step_error(lambda: step(**kwargs), model, reference, kwargs, seed) for seed in range(2)
+    ]
     return {"error": max(errors), **memory(program)}
+
+
+def step_error(
+    step: Callable[[], torch.Tensor],
+    model: nn.Module,
+    reference: nn.Module,
+    kwargs: dict[str, torch.Tensor],
+    seed: int,
+) -> float:
+    """Runs a step of both, then updates both."""
+    triton_on_cpu.GENERATOR.manual_seed(seed)
+    loss = step()
+    triton_on_cpu.GENERATOR.manual_seed(seed)
+    reference.zero_grad()
+    with triton_on_cpu.AsOnAGpu():
+        expected = loss_of(reference(**kwargs))
+    expected.backward()
+    pairs = zip(model.parameters(), reference.parameters(), strict=True)
+    errors = [error(loss, expected.detach())]
+    errors += [error(p.grad, q.grad) for p, q in pairs]
+    with torch.no_grad():
+        for parameter in (*model.parameters(), *reference.parameters()):
+            parameter -= 0.1 * parameter.grad
+    return max(errors)
+
+
+def trained_on_two_streams(model: nn.Module, kwargs: dict[str, torch.Tensor]) -> dict[str, float]:
+    """Two steps, in the two extreme orders that the events allow, with an update between."""
+    model, reference = copy.deepcopy(model).train(), copy.deepcopy(model).train()
+    patch = pytest.MonkeyPatch()
+    patch.setattr(planned, "with_streams", lambda kernels, target: every_other(kernels))
+    step = lazyinline.compile_step(model, target=TARGET)
+    program = compiled_for_nothing(
+        lambda: step(**kwargs), lambda: step._entries.first._compiled.runner
+    )
+    (part,) = program.layout.parts
+    streams = [placed.launch.stream for placed in part.launches]
+    as_planned = list(part.launches)
+    errors: list[float] = []
+    moved: list[int] = []
+
+    def rested(call: Callable[[], Any]) -> Any:
+        step._entries.first.rest()
+        return call()
+
+    # What the events promise is found without computing anything.
+    before, _ = traced(program, lambda: rested(lambda: step(**kwargs)), patch, does="allocations")
+    assert_unordered_uses_share_nothing(program, before, "own decoder")
+    for seed, prefer in enumerate(("main", "second")):
+        part.launches[:] = as_planned
+        order = an_order(before, streams, prefer)
+        moved.append(sum(place != number for place, number in enumerate(order)))
+        reordered(program, order)
+        run = partial(step_error, lambda: step(**kwargs), model, reference, kwargs, seed)
+        errors.append(rested(run))
+    beside = streams.count("second")
+    return {"error": max(errors), "beside": beside, "moved": min(moved), **memory(program)}
+
+
+def every_other(kernels: KernelList) -> KernelList:
+    return on_two_streams(kernels, may_move(kernels)[::2])
 
 
 def inferred(model: nn.Module, kwargs: dict[str, torch.Tensor]) -> dict[str, float]:
@@ -161,6 +218,11 @@ def memory(program: PlannedProgram) -> dict[str, float]:
     ]
     check_no_overlap(*zip(*columns, strict=True))
     assert all(program.offsets[i] % 256 == 0 for i in placed)
+    for part in program.layout.parts:
+        for launch in (one.launch for one in part.launches):
+            if isinstance(launch.function, TritonKernel):  # Inductor's names say what is written
+                names = zip(launch.function.argument_names, launch.args, strict=False)
+                assert all("_ptr" in name for name, value in names if isinstance(value, View))
     return {"arena": program.plan.ratio, "launches": program.num_launches}
 
 

@@ -63,6 +63,12 @@ class Prediction:
         )
 
 
+def is_product(launch: Launch) -> bool:
+    """Whether cuBLAS computes it."""
+    operator = _PRODUCTS.get(launch.function, launch.function)
+    return getattr(operator, "overloadpacket", operator) in _PRODUCTS.values()
+
+
 def predict(lists: Iterable[tuple[KernelList, int]], target: Target) -> Prediction:
     """Predicts a program: each closure once, times its calls.
 
@@ -77,6 +83,11 @@ def predict(lists: Iterable[tuple[KernelList, int]], target: Target) -> Predicti
             once = once.plus(_of_launch(launch, target))
         total = total.plus(once, num_calls)
     return total
+
+
+def launch_seconds(launch: Launch, target: Target) -> float:
+    """Returns how long one launch takes at least."""
+    return _of_launch(launch, target).seconds
 
 
 def _of_launch(launch: Launch, target: Target) -> Prediction:

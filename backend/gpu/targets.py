@@ -34,7 +34,7 @@ class Target:
         tf32_flops_per_s: the same in float32 where a user allows products to be less exact.
         shared_memory_bytes: most that one block may ask for.
         l2_bytes: its second-level cache.
-        workspace_bytes: what PyTorch gives cuBLAS to work in, for each stream.
+        workspace_bytes: what PyTorch gives cuBLAS to work in, for each stream that runs products.
         source: where the numbers are from.
     """
 
@@ -105,6 +105,11 @@ TARGETS = (
         source="NVIDIA DGX B200 data sheet, per GPU",
     ),
 )
+
+
+def target_like(capability: tuple[int, int]) -> Target | None:
+    """Returns the target of a compute capability, if there is one."""
+    return next((target for target in TARGETS if target.capability == capability), None)
 
 
 def target_named(name: str) -> Target:

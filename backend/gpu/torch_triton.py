@@ -97,6 +97,17 @@ def triton_kernel(value: Any) -> Callable[..., None] | None:
     return None
 
 
+def read_only_arguments(function: object) -> frozenset[int]:
+    """Returns which arguments a Triton kernel of Inductor's only reads: none, of anything else.
+
+    Inductor calls those ``in_ptr0`` and so on; what is written is ``out_ptr0`` or ``in_out_ptr0``.
+    """
+    if not isinstance(function, (TritonKernel, LoadedKernel)):
+        return frozenset()
+    names = enumerate(function.argument_names)
+    return frozenset(position for position, name in names if name.startswith("in_ptr"))
+
+
 class LoadedKernel:
     """A Triton kernel on a GPU that is here, launched on the present stream.
 
@@ -109,6 +120,11 @@ class LoadedKernel:
     def __init__(self, tuner: Any) -> None:
         self._tuner = tuner
         self._stream_of = torch._C._cuda_getCurrentRawStream  # type: ignore[attr-defined]
+
+    @property
+    def argument_names(self) -> list[str]:
+        """The names of its parameters, in order."""
+        return list(getattr(getattr(self._tuner, "fn", None), "arg_names", ()))
 
     def __call__(self, *args: Any) -> None:
         """Launches it on the device of its first tensor."""

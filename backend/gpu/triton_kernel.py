@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -23,6 +24,13 @@ class TritonKernel:
     def __call__(self, *args: Any) -> NoReturn:
         """Is what a launch of it holds; what runs a program loads it first."""
         raise PlanError(f"The GPU kernel {self.name} was compiled, and is not loaded here.")
+
+    @property
+    def argument_names(self) -> list[str]:
+        """The names of its parameters, in order; what Inductor calls them says what they are."""
+        found = re.search(rf"\bdef {re.escape(self.name)}\(([^)]*)\)", self.source)
+        names = found.group(1).split(",") if found else []
+        return [name.split(":")[0].split("=")[0].strip() for name in names]
 
     @property
     def content(self) -> str:

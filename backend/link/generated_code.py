@@ -32,6 +32,7 @@ class GeneratedCode:
         words: what the native loop runs.
         slots: instance -> slot of the native address table, for what is bound beforehand.
         regions: region of the arena -> slot, where a program works in several places at once.
+        num_beside: launches on the second stream.
         num_slots: size of that table; what is known only in a run comes last.
     """
 
@@ -45,6 +46,7 @@ class GeneratedCode:
     slots: dict[int, int] = field(default_factory=dict)
     regions: dict[int, int] = field(default_factory=dict)
     num_slots: int = 1
+    num_beside: int = 0
 
 
 def bind_native(

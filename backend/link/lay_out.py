@@ -10,6 +10,8 @@ import torch
 from ...reuse.ir.program import Leaf
 from ...reuse.ir.types import TensorType, contiguous_stride
 from ..arena.live_ranges import lower_bound
+from ..gpu.roofline import is_product
+from ..gpu.targets import Target
 from ..launches.kernel_list import KernelList
 from .layout import BufferKind, Instance, Layout, Part, Placed, buffers_of
 from .link import FlatProgram
@@ -56,8 +58,21 @@ def least_bytes(layout: Layout) -> int:
 
 def outside_bytes(layout: Layout) -> int:
     """Returns what launches allocate for themselves, at most, at one time."""
-    outside = [b for b in layout.instances if b.kind == "foreign"] + layout.scratch
+    outside = [b for b in layout.instances if b.kind == "foreign"]
+    outside += layout.scratch + layout.workspaces
     return lower_bound(buffers_of(outside)) if outside else 0
+
+
+def add_workspaces(layout: Layout, target: Target) -> None:
+    """Adds what cuBLAS works in: one place for each stream with products, as long as it runs.
+
+    PyTorch hands it out, and no public interface of PyTorch takes memory of ours for it: the plan
+    knows its size and its life, and not its address.
+    """
+    launches = [placed.launch for part in layout.parts for placed in part.launches]
+    for _ in dict.fromkeys(launch.stream for launch in launches if is_product(launch)):
+        whole = Instance("workspace", target.workspace_bytes, 0, max(layout.time, 1), 0)
+        layout.workspaces.append(whole)
 
 
 def handed_on(layout: Layout) -> list[int]:

@@ -36,7 +36,9 @@ class Placed:
     offset_bytes: int
 
 
-BufferKind: TypeAlias = Literal["arena", "given", "result", "foreign", "unused", "scratch"]
+BufferKind: TypeAlias = Literal[
+    "arena", "given", "result", "foreign", "unused", "scratch", "workspace"
+]
 
 
 @dataclass(slots=True)
@@ -45,7 +47,8 @@ class Instance:
 
     ``kind``: ``"arena"`` (the plan places it), ``"given"`` (the caller's tensor, or the model's),
     ``"result"`` (handed to the user, so made anew in each run), ``"foreign"`` (made by a launch),
-    ``"unused"`` (its value is made in another buffer), ``"scratch"`` (inside one launch).
+    ``"unused"`` (its value is made in another buffer), ``"scratch"`` (inside one launch),
+    ``"workspace"`` (what a library works in, at one place from run to run).
     Lives in ``[birth, death)``, in launches.
     """
 
@@ -69,13 +72,15 @@ def buffers_of(instances: Sequence[Instance]) -> Buffers:
 class PlacedLaunch:
     """One launch of one call: the closure's launch, and where its buffers are.
 
-    ``block`` says for people which call that is: its place in the model, and its closure.
+    ``block`` says for people which call that is: its place in the model, and its closure. ``call``
+    is the moment at which that begins: what the launch waits for counts from there.
     """
 
     launch: Launch
     bases: tuple[tuple[int, int], ...]  # per buffer: instance, offset in bytes
     time: int
     block: str = ""
+    call: int = 0
 
     def place(self, view: View) -> Placed:
         """Returns where one of the launch's views is in the whole program."""
@@ -97,14 +102,16 @@ class Layout:
     """Every buffer instance and launch of the flat programs added so far.
 
     ``scratch`` is what launches allocate and free while they run, each alive for its launch: no
-    plan places it and nothing refers to it, but it is memory too. ``runs`` says who may run the
-    launches that are added here.
+    plan places it and nothing refers to it, but it is memory too. ``workspaces`` are what cuBLAS
+    has besides, one for each stream that runs products. ``runs`` says who may run the launches that
+    are added here.
     """
 
     instances: list[Instance] = field(default_factory=list)
     parts: list[Part] = field(default_factory=list)
     time: int = 0
     scratch: list[Instance] = field(default_factory=list)
+    workspaces: list[Instance] = field(default_factory=list)
     runs: Literal["native", "python"] = "native"
 
     def given(self, type_: TensorType) -> Placed:
@@ -147,9 +154,9 @@ class Layout:
                 self.scratch.append(Instance("scratch", num_bytes, at, at + 1, len(self.parts)))
             bases = self._bases(kernels, [slots[s] for s in call.operands])
             bases = self._taken_over(kernels, bases, call.operands, call.frees, live)
-            block = call.block
+            block, start = call.block, self.time
             for index, launch in enumerate(kernels.launches):
-                launches.append(PlacedLaunch(launch, bases, self.time + index, block))
+                launches.append(PlacedLaunch(launch, bases, start + index, block, start))
             self.time += len(kernels.launches)
             for slot, view in zip(call.results, kernels.outputs, strict=True):
                 instance, offset = bases[view.buffer]
@@ -185,7 +192,7 @@ class Layout:
             instance.death = max(instance.death, self.time + 1)
         self.time += 1
         launch = with_native(launch) if self.runs == "native" else launch
-        return PlacedLaunch(launch, bases, self.time - 1)
+        return PlacedLaunch(launch, bases, self.time - 1, call=self.time - 1)
 
     def _taken_over(
         self,

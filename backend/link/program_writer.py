@@ -17,6 +17,7 @@ import torch
 from ..launches.kernel_list import NativeOp, View
 from ..launches.torch_profiler import IF_IT_RUNS
 from ..launches.torch_results import check_layout
+from .events import BESIDE, Events
 from .generated_code import ARENA_SLOT, GeneratedCode, view_of
 from .gradient_memory import Overlay, new_host
 from .layout import Layout, Part, Placed, PlacedLaunch
@@ -76,6 +77,7 @@ class CodeWriter:
         self._native_start = 0
         self._num_native = 0
         self._freed: list[str] = []
+        self._events = Events(part.launches)
 
     def write(self) -> GeneratedCode:
         """Returns the code."""
@@ -83,14 +85,18 @@ class CodeWriter:
         if self._ranges == "offered":
             self._lines.append(f"  if {IF_IT_RUNS}: return profiled(inputs)")
         self._take_inputs()
+        self._lines += self._events.begin()
         last_use = self._last_uses()
         for launch in self._part.launches:
+            self._write_events(self._events.before(launch))
             if self._ranges == "shown":
                 self._shown(launch)
             else:
                 self._add(launch)
+            self._write_events(self._events.after(launch))
             if launch.time in last_use:
                 self._free(last_use[launch.time])
+        self._write_events(self._events.end())
         self._flush()
         self._enter("")
         outputs = [self._name(p) for p in self._returned]
@@ -98,6 +104,12 @@ class CodeWriter:
         self._lines.append(f"  return [{', '.join(outputs)}]")
         self._code.source = "\n".join(self._lines) + "\n"
         return self._code
+
+    def _write_events(self, lines: Sequence[str]) -> None:
+        if lines:
+            self._flush()
+            self._lines += lines
+            self._drop_freed()
 
     def _add(self, launch: PlacedLaunch) -> None:
         if launch.launch.native is None:
@@ -177,7 +189,8 @@ class CodeWriter:
             self._drop_freed()
 
     def _drop_freed(self) -> None:
-        if self._freed:
+        # Memory goes back to the main stream, so not while the second may use it.
+        if self._freed and not self._events.is_open:
             self._lines.append(f"  del {', '.join(self._freed)}")
             self._freed.clear()
 
@@ -250,7 +263,9 @@ class CodeWriter:
         args += [f"{k}={self._operand(v, placed)}" for k, v in launch.kwargs]
         call = f"{self._constant(launch.function)}({', '.join(args)})"
         if not launch.results:
-            self._lines.append(f"  {call}")
+            is_beside = launch.stream == "second"
+            self._code.num_beside += is_beside
+            self._lines.append(f"  {BESIDE if is_beside else ''}{call}")
             return
         targets = [self._new_local(v, placed) for v in launch.results]
         self._code.num_made_per_run += sum(t != "_" for t in targets)

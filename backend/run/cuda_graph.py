@@ -5,6 +5,7 @@ Source: https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 
 import torch
@@ -22,18 +23,19 @@ def capture(run: Run, device: torch.device) -> tuple[Callable[[], None], list[to
 
     It must launch on this device alone, and read nothing back. What PyTorch and its libraries set
     up at a first call happens in one before, which leaves the device's random numbers as they were.
+    Both are on one stream, the same for all captures: for each PyTorch keeps memory for cuBLAS.
 
     Raises:
         RuntimeError: if it does what a graph cannot hold.
     """
     with torch.cuda.device(device):
-        stream = torch.cuda.Stream()
+        stream = _capture_stream(device)
         stream.wait_stream(torch.cuda.current_stream())
         with torch.random.fork_rng([device]), torch.cuda.stream(stream):
             run()
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph, stream=stream):
             results = run()
 
     def replay() -> None:
@@ -41,6 +43,11 @@ def capture(run: Run, device: torch.device) -> tuple[Callable[[], None], list[to
             graph.replay()
 
     return replay, results
+
+
+@functools.cache
+def _capture_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
 
 
 def device_of(flat: FlatProgram) -> torch.device:

@@ -19,7 +19,8 @@ import torch
 
 from ...reuse.ir.program import Leaf
 from ...reuse.process_lock import ProcessLock
-from ..gpu.place import Place
+from ..gpu.beside import with_streams
+from ..gpu.place import Place, streams_on
 from ..gpu.triton_kernel import TritonKernel
 from ..launches import torch_native
 from ..launches.kernel_list import KernelList
@@ -32,7 +33,7 @@ from ..link.gradient_memory import (
     gradients_of,
     new_host,
 )
-from ..link.lay_out import Results, handed_on, lay_out, outside_bytes
+from ..link.lay_out import Results, add_workspaces, handed_on, lay_out, outside_bytes
 from ..link.link import FlatProgram
 from ..link.placement import TOOLS, Tools, planned, planned_overlaid
 from ..link.program_writer import CodeWriter, result_base
@@ -79,10 +80,16 @@ class PlannedProgram:
         names: Sequence[str] = (),
     ) -> None:
         self._names = names
+        target = tools.place.target
+        if target is not None:
+            leaves = dict.fromkeys(launch.leaf for flat in flats for launch in flat.launches)
+            kernel_lists = {leaf: with_streams(kernel_lists[leaf], target) for leaf in leaves}
         self.layout = lay_out(
             flats, kernel_lists, num_results, backward_inputs, results, tools.place.launches
         )
         check_aligned(self.layout)
+        if target is not None:
+            add_workspaces(self.layout, target)
         given = self.layout.parts[0].inputs
         self.model_instances = {i: given[i].instance for i in model_inputs}
         found = planned_overlaid(self.layout, tools) if gradients == "overlaid" else None
@@ -149,14 +156,24 @@ class PlannedProgram:
         return sum(len(part.launches) for part in self.layout.parts)
 
     @property
+    def num_beside(self) -> int:
+        """Those of them that are on a second stream."""
+        return sum(p.launch.stream == "second" for x in self.layout.parts for p in x.launches)
+
+    @property
     def is_native(self) -> bool:
         """Whether no launch runs from Python, where the caller's modes would reach it."""
         return all(p.launch.native is not None for part in self.layout.parts for p in part.launches)
 
     @property
     def outside_bytes(self) -> int:
-        """Most bytes at one time in what launches allocate themselves, results and scratch."""
+        """Most bytes at one time that launches allocate: results, scratch, what cuBLAS works in."""
         return outside_bytes(self.layout)
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Those of them that cuBLAS works in, all the time."""
+        return sum(b.num_bytes for b in self.layout.workspaces)
 
     @property
     def held_bytes(self) -> int:
@@ -352,6 +369,8 @@ class _Memory:
             for name, value in code.constants.items()
         }
         scope.update(bind_device(self.arena.device))
+        if code.num_beside:
+            scope.update(streams_on(self.arena.device))
         scope.update(bind_arena(code.arena_views, self.arena, self.offsets))
         scope.update(bind_model(code.model_views, self.tensors))
         if code.words:

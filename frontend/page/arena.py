@@ -98,6 +98,9 @@ def _outside(layout: Layout) -> list[list[Any]]:
     if layout.scratch:
         most = lower_bound(buffers_of(layout.scratch))
         rows.append(["scratch inside one launch", len(layout.scratch), most])
+    if layout.workspaces:
+        most = sum(b.num_bytes for b in layout.workspaces)
+        rows.append(["what cuBLAS works in, per stream", len(layout.workspaces), most])
     return rows
 
 

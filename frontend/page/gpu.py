@@ -18,7 +18,7 @@ def gpu_tiles(gpu: GpuRecord | None, what: str = "") -> list[Tile]:
     if gpu is None:
         return []
     name, suffix = gpu.target.name, f", {what}" if what else ""
-    outside = gpu.outside_bytes + gpu.target.workspace_bytes
+    outside = gpu.outside_bytes + gpu.workspace_bytes
     total = bytes_text(gpu.target.memory_bytes)
     return [
         {

@@ -59,8 +59,9 @@ class Context:
         self._cache = found or CompileCache(None, options.backend)
         self.tools = self._tools()
         self.differentiator = Differentiator(self.backend.recipe, self._cache.derivative)
-        target = target_named(options.target) if options.target is not None else None
-        self.recompute = Recompute(self.differentiator, options.recompute, options.backend, target)
+        self.recompute = Recompute(
+            self.differentiator, options.recompute, options.backend, self.tools.place.target
+        )
         self.kernels: dict[Leaf, Kernel] = {}
         self.recorded: dict[Leaf, KernelList] = {}
         self.progress = Progress()
@@ -72,7 +73,9 @@ class Context:
         tools = Tools(self._cache.plan, self._cache.native)
         if self.options.target is None:
             return tools
-        return replace(tools, alignment=ALIGNMENT_BYTES, place=Place(missing=self.options.target))
+        target = target_named(self.options.target)
+        place = Place(missing=target.name, target=target)
+        return replace(tools, alignment=ALIGNMENT_BYTES, place=place)
 
     def report(self, *, train: bool) -> CompileReport:
         """Returns the report of a compile that is about to begin."""

@@ -8,9 +8,11 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
+import torch
+
 from ...autodiff.derivative import Derivative
 from ...backend.gpu.place import Place
-from ...backend.gpu.targets import ALIGNMENT_BYTES
+from ...backend.gpu.targets import ALIGNMENT_BYTES, target_like
 from ...backend.kernels.lower import GpuBackend
 from ...backend.launches.kernel_list import KernelList
 from ...backend.link.lay_out import lay_out, least_bytes
@@ -135,7 +137,10 @@ def tools_of(state: Compilation) -> Tools:
     gpu = next((device for device in devices if device.type == "cuda"), None)
     if gpu is None:
         return tools
-    place = Place(device=gpu, graphs="captured")  # never run on one by us: docs/gpu.md
+    is_here = torch.cuda.is_available()
+    target = target_like(torch.cuda.get_device_capability(gpu)) if is_here else None
+    # Never run on one by us: docs/gpu.md
+    place = Place(device=gpu, graphs="captured", target=target)
     return replace(tools, alignment=ALIGNMENT_BYTES, place=place)
 
 

@@ -24,7 +24,9 @@ class GpuRecord:
         given_bytes: parameters, buffers and inputs, which are the user's.
         arena_bytes: activations, gradients and scratch, as planned.
         outside_bytes: most bytes at one time in what launches allocate themselves.
+        workspace_bytes: what cuBLAS works in: one place for each stream with products.
         allocating: names of those launches, each once.
+        num_beside: launches on a second stream.
         prediction: of one run.
     """
 
@@ -35,19 +37,21 @@ class GpuRecord:
     given_bytes: int
     arena_bytes: int
     outside_bytes: int
+    workspace_bytes: int
     allocating: Sequence[str]
+    num_beside: int
     prediction: Prediction
 
     @property
     def peak_bytes(self) -> int:
         """What a run holds of the GPU's memory, at most: all of it, the optimizer's state not."""
-        held = self.given_bytes + self.arena_bytes + self.outside_bytes
-        return held + self.target.workspace_bytes
+        held = self.given_bytes + self.arena_bytes
+        return held + self.outside_bytes + self.workspace_bytes
 
     @property
     def budget_bytes(self) -> int:
-        """What the GPU leaves for activations, gradients and scratch."""
-        return max(self.target.memory_bytes - self.given_bytes - self.target.workspace_bytes, 0)
+        """What the GPU leaves for activations, gradients, scratch and cuBLAS."""
+        return max(self.target.memory_bytes - self.given_bytes, 0)
 
     @property
     def fits(self) -> bool:
@@ -64,12 +68,14 @@ class GpuRecord:
             f"  {predicted.num_launches} launches: {predicted.num_triton} of {self.num_kernels} "
             f"Triton kernels, {others} of PyTorch's"
         )
+        if self.num_beside:
+            yield f"  {self.num_beside} launches on a second stream, beside others"
         yield f"  {built} kernels compiled to machine code, {self.code_bytes / 2**10:.0f} KiB"
         verdict = "fits in" if self.fits else "does NOT fit in"
         yield f"  memory {_gib(self.peak_bytes)}, {verdict} {_gib(target.memory_bytes)}:"
         yield (
             f"    parameters and inputs {_gib(self.given_bytes)}, arena {_gib(self.arena_bytes)}, "
-            f"cuBLAS {_gib(target.workspace_bytes)}"
+            f"cuBLAS {_gib(self.workspace_bytes)}"
         )
         if self.allocating:
             yield (
@@ -103,8 +109,10 @@ def gpu_record(
         code_bytes=sum(code.num_bytes for code in built),
         given_bytes=sum(b.num_bytes for b in given),
         arena_bytes=program.plan.peak_bytes,
-        outside_bytes=program.outside_bytes,
+        outside_bytes=program.outside_bytes - program.workspace_bytes,
+        workspace_bytes=program.workspace_bytes,
         allocating=tuple(dict.fromkeys(program.foreign_launches())),
+        num_beside=program.num_beside,
         prediction=predict(lists, backend.target),
     )
 
