@@ -3,8 +3,8 @@
 arena     the static memory planner
 files     files and folders that several processes share
 launches  kernel launches, and how they run natively
-cache     what compiles keep on disk
 gpu       GPU programs, made with or without a GPU at hand
+cache     what compiles keep on disk
 kernels   kernels for one leaf closure
 link      the deferred inline: calls laid out, memory placed, programs written
 run       linked programs, run

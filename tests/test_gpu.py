@@ -111,6 +111,31 @@ def test_every_kernel_becomes_machine_code_of_the_target(target: str) -> None:
     assert f"for {target}" in str(step.last_report)
 
 
+def test_a_second_compile_for_a_gpu_takes_kernels_and_plan_from_the_disk(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def compiled() -> lazyinline.CompileReport:
+        step, args = small_step(target="cuda:sm_90")
+        return compiled_for_nothing(step, *args)
+
+    def unexpected(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("a warm start does not come here")
+
+    first = compiled()
+    for where in (
+        "lazyinline.autodiff.derivative.JointTrace",
+        "lazyinline.backend.gpu.torch_triton._compiled",
+        "lazyinline.backend.kernels.torch_inductor._compile",
+        "lazyinline.backend.link.placement.plan",
+    ):
+        monkeypatch.setattr(where, unexpected)
+    second = compiled()
+    assert second.cache.num_made == 0 < second.cache.num_loaded
+    assert not second.cache.not_kept
+    assert second.gpu == first.gpu
+    assert second.peak_bytes == first.peak_bytes
+
+
 @pytest.mark.sweep
 def test_a_block_launches_what_the_whole_model_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Counted for one more layer: at most one launch more than when all is inlined first."""

@@ -7,9 +7,10 @@ cache. Decoding builds known constructs only, so that no entry can make anything
 
 from __future__ import annotations
 
+import base64
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal, cast
 
 import torch
 import torch.fx
@@ -19,6 +20,8 @@ from ...reuse.ir.leaf import DEFAULT_STAMP, Stamp, stamp_of
 from ...reuse.ir.program import Leaf
 from ...reuse.ir.types import StructType, TensorType, Type
 from ...reuse.torch_names import memory_id
+from ..gpu.torch_triton import MachineCode
+from ..gpu.triton_kernel import TritonKernel
 from ..launches import torch_facts
 from ..launches.kernel_list import BufferInfo, KernelList, Launch, View
 from ..launches.native_ops import with_native
@@ -122,6 +125,11 @@ def decode_type(data: Any) -> Type:
 def _layout_of(dtype: torch.dtype, shape: Any, stride: Any, device: Any) -> list[Any]:
     if torch.device(device).type != "cpu":
         raise NotCacheableError(f"a tensor on {device}")
+    return _layout(TensorType(dtype, shape, stride, device))
+
+
+def _layout(type_: TensorType) -> list[Any]:
+    dtype, shape, stride, device = type_.dtype, type_.shape, type_.stride, type_.device
     sizes = (*shape, *stride)
     if not all(type(size) is int for size in sizes):
         raise NotCacheableError("a symbolic size")
@@ -290,25 +298,28 @@ def encode_kernels(kernels: KernelList, object_of: ObjectOf) -> Any:
         "buffers": [[b.kind, b.num_bytes, b.first, b.last, b.is_returned] for b in kernels.buffers],
         "launches": [_encode_launch(launch, object_of) for launch in kernels.launches],
         "outputs": [_encode_view(view) for view in kernels.outputs],
-        "output_types": [encode_type(t) for t in kernels.output_types],
+        "output_types": [_layout(t) for t in kernels.output_types],
         "in_place": [list(pair) for pair in kernels.in_place],
     }
 
 
-def decode_kernels(data: Any, name: str, kernel_of: KernelOf) -> KernelList:
+def decode_kernels(
+    data: Any, name: str, kernel_of: KernelOf, runs: Literal["native", "python"] = "native"
+) -> KernelList:
     """Rebuilds the launches of a leaf.
 
     Args:
         data: from :func:`encode_kernels`.
         name: of the leaf.
         kernel_of: loads a compiled kernel by what ``object_of`` returned.
+        runs: who may run the launches.
     """
     types = [decode_type(t) for t in data["output_types"]]
     return KernelList(
         name,
         data["num_inputs"],
         tuple(BufferInfo(*info) for info in data["buffers"]),
-        tuple(_decode_launch(launch, kernel_of) for launch in data["launches"]),
+        tuple(_decode_launch(launch, kernel_of, runs) for launch in data["launches"]),
         tuple(_decode_view(view) for view in data["outputs"]),
         tuple(t for t in types if isinstance(t, TensorType)),
         tuple((first, second) for first, second in data["in_place"]),
@@ -319,7 +330,9 @@ def _encode_launch(launch: Launch, object_of: ObjectOf) -> Any:
     def wire(value: Any) -> Any:
         return {"view": _encode_view(value)} if isinstance(value, View) else None
 
-    if launch.operands == "addresses":
+    if isinstance(launch.function, TritonKernel):
+        function: dict[str, Any] = {"triton": [launch.function.name, launch.function.source]}
+    elif launch.operands == "addresses":
         reference = object_of(launch.function)
         if reference is None:
             raise NotCacheableError(f"the kernel {launch.name}, whose object was not kept")
@@ -340,7 +353,7 @@ def _encode_launch(launch: Launch, object_of: ObjectOf) -> Any:
     ]
 
 
-def _decode_launch(data: Any, kernel_of: KernelOf) -> Launch:
+def _decode_launch(data: Any, kernel_of: KernelOf, runs: Literal["native", "python"]) -> Launch:
     def unwire(kind: str, inner: Any) -> Any:
         if kind != "view":
             raise MalformedError(f"{kind} is not an operand of a launch")
@@ -350,14 +363,35 @@ def _decode_launch(data: Any, kernel_of: KernelOf) -> Launch:
     ((kind, which),) = function.items()
     launch = Launch(
         name,
-        kernel_of(which) if kind == "kernel" else torch_facts.function_named(which),
+        _decode_function(kind, which, kernel_of),
         decode_value(args, unwire),
         tuple(decode_value(kwargs, unwire).items()),
         decode_value(results, unwire),
         returns,
         operands,
     )
-    return with_native(launch)
+    return with_native(launch) if runs == "native" else launch
+
+
+def _decode_function(kind: str, which: Any, kernel_of: KernelOf) -> Callable[..., Any]:
+    if kind == "triton":
+        name, source = which
+        if not isinstance(name, str) or not isinstance(source, str):
+            raise MalformedError("the text of a kernel")
+        return TritonKernel(name, source)
+    function = kernel_of(which) if kind == "kernel" else torch_facts.function_named(which)
+    return cast("Callable[..., Any]", function)
+
+
+def encode_code(made: MachineCode) -> Any:
+    """Encodes a kernel's machine code."""
+    return [base64.b64encode(made.code).decode(), made.shared_memory_bytes, made.num_warps]
+
+
+def decode_code(data: Any) -> MachineCode:
+    """Reads what :func:`encode_code` wrote."""
+    code, shared_memory_bytes, num_warps = data
+    return MachineCode(base64.b64decode(code, validate=True), shared_memory_bytes, num_warps)
 
 
 def _encode_view(view: View) -> Any:

@@ -11,10 +11,11 @@ from __future__ import annotations
 import hashlib
 import json
 import pathlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from importlib.machinery import EXTENSION_SUFFIXES
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -24,15 +25,19 @@ from ...reuse.own_code import package_digest
 from ..arena.arena import ArenaPlan
 from ..arena.live_ranges import Buffers
 from ..files.disk import DiskCache, open_cache
+from ..gpu.torch_triton import MachineCode, triton_version
+from ..gpu.triton_kernel import TritonKernel
 from ..launches import torch_facts, torch_native
 from ..launches.built_kernel import BuiltKernel, loaded_kernel
 from ..launches.kernel_list import KernelList
 from .codec import (
     MalformedError,
     NotCacheableError,
+    decode_code,
     decode_derivative,
     decode_kernels,
     decode_leaf,
+    encode_code,
     encode_derivative,
     encode_kernels,
     encode_leaf,
@@ -81,20 +86,22 @@ class CompileCache:
     Args:
         disk: the directory; None keeps nothing.
         backend: name of the backend that makes the results.
+        target: name of the GPU that they are for, if it need not be here; or "".
     """
 
-    def __init__(self, disk: DiskCache | None, backend: str) -> None:
+    def __init__(self, disk: DiskCache | None, backend: str, target: str = "") -> None:
         self._disk = disk
         self._use = CacheUse(str(disk.directory) if disk else "")
         self._backend = backend
+        self._target = target
         self._facts: str | None = None
         self._contents: dict[Leaf, str | None] = {}
         self._native: torch_native.NativeLibrary | None = None
 
     @classmethod
-    def of_user(cls, backend: str) -> CompileCache:
+    def of_user(cls, backend: str, target: str = "") -> CompileCache:
         """Opens the user's cache; the eager backend has nothing that is worth keeping."""
-        return cls(open_cache() if backend == "inductor" else None, backend)
+        return cls(open_cache() if backend == "inductor" else None, backend, target)
 
     @property
     def directory(self) -> str:
@@ -111,7 +118,9 @@ class CompileCache:
             self._facts = None
             self._use.not_kept.append("a setting of Inductor holds code, which nothing stands for")
             return
-        own = {"package": package_digest(), "python": EXTENSION_SUFFIXES[0]}
+        own: dict[str, Any] = {"package": package_digest(), "python": EXTENSION_SUFFIXES[0]}
+        if self._target:
+            own["target"] = [self._target, triton_version()]
         self._facts = _digest({**facts, **own, "backend": self._backend})
 
     def finish(self) -> CacheUse:
@@ -152,8 +161,25 @@ class CompileCache:
     def kernels(self, leaf: Leaf) -> KernelList | None:
         """Returns the launches of an ATen leaf, if they are there."""
         key = self._key("kernels", leaf)
-        found = self._load(key, lambda data: decode_kernels(data, leaf.name, self._kernel))
+        runs: Literal["native", "python"] = "python" if self._target else "native"
+        found = self._load(key, lambda data: decode_kernels(data, leaf.name, self._kernel, runs))
         return found[0] if found else None
+
+    def machine_code(
+        self,
+        kernels: Sequence[TritonKernel],
+        make: Callable[[Iterable[TritonKernel]], dict[str, MachineCode]],
+    ) -> dict[str, MachineCode]:
+        """Returns the machine code of Triton kernels, by their contents; makes what is missing."""
+        keys = {
+            k.content: self._facts and _digest(["code", self._facts, k.content]) for k in kernels
+        }
+        loaded = {content: self._load(key, decode_code) for content, key in keys.items()}
+        missing = {k.content: k for k in kernels if loaded[k.content] is None}
+        made = make(missing.values()) if missing else {}
+        for content, code in made.items():
+            self._store(keys[content], partial(encode_code, code))
+        return {content: found[0] for content, found in loaded.items() if found} | made
 
     def keep_kernels(self, leaf: Leaf, kernels: KernelList) -> None:
         """Stores the launches of an ATen leaf."""

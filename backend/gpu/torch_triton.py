@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
@@ -22,14 +23,22 @@ class MachineCode:
     """What Triton's compiler made of a kernel.
 
     Attributes:
-        num_bytes: of the code.
+        code: for the GPU that it was compiled for.
         shared_memory_bytes: that one block of threads takes.
         num_warps: that one block has.
     """
 
-    num_bytes: int
+    code: bytes = field(repr=False)
     shared_memory_bytes: int
     num_warps: int
+
+
+def triton_version() -> str:
+    """Returns which Triton is installed; "" without one."""
+    try:
+        return importlib.metadata.version("triton")
+    except importlib.metadata.PackageNotFoundError:
+        return ""
 
 
 def is_interpreting() -> bool:
@@ -78,7 +87,7 @@ def _compiled(kernel: TritonKernel) -> MachineCode:
         made = tuner._precompile_config(tuner.configs[0]).kernel
     except Exception as error:
         raise PlanError(f"Triton cannot compile {kernel.name}: {error}") from error
-    return MachineCode(len(made.asm["cubin"]), made.metadata.shared, made.metadata.num_warps)
+    return MachineCode(made.asm["cubin"], made.metadata.shared, made.metadata.num_warps)
 
 
 def _autotuner(kernel: TritonKernel) -> Any:

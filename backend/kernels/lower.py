@@ -71,6 +71,13 @@ class Kernel:
     launches: KernelList | None = None
 
 
+KeptCode: TypeAlias = Callable[
+    [Sequence[TritonKernel], Callable[[Iterable[TritonKernel]], dict[str, MachineCode]]],
+    dict[str, MachineCode],
+]
+"""Machine code of kernels by their contents, of those that are not kept by the function given."""
+
+
 class Backend(Protocol):
     """What the compiler asks of a backend."""
 
@@ -173,10 +180,19 @@ class GpuBackend:
             wrappers = dict(
                 zip(written, torch_inductor.write_gpu_leaves(modules, on_done), strict=True)
             )
-            kernels = [_written_kernel(leaf, wrappers.get(leaf)) for leaf in moved]
-            if not is_interpreting():
-                self.built.update(machine_code(triton_kernels(k.launches for k in kernels)))
-            return kernels
+            return [_written_kernel(leaf, wrappers.get(leaf)) for leaf in moved]
+
+    def build(self, lists: Iterable[KernelList | None], kept: KeptCode) -> None:
+        """Compiles the Triton kernels that are launched to machine code, if they are not yet.
+
+        Args:
+            lists: the launches.
+            kept: returns what was compiled before, and keeps what is compiled now.
+        """
+        kernels = [k for k in triton_kernels(lists) if k.content not in self.built]
+        if kernels and not is_interpreting():
+            with gpu_described(self.target):
+                self.built.update(kept(kernels, machine_code))
 
 
 def _written_kernel(leaf: Leaf, wrapper: Callable[..., Any] | None) -> Kernel:

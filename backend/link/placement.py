@@ -90,7 +90,7 @@ def place(buffers: Buffers, tools: Tools) -> ArenaPlan:
     """Places buffers in an arena as well as a program's are placed."""
     return tools.plan(
         buffers,
-        (),
+        (tools.alignment,),
         lambda: plan(
             buffers,
             alignment=tools.alignment,

@@ -15,6 +15,7 @@ from ...backend.gpu.place import Place
 from ...backend.gpu.targets import ALIGNMENT_BYTES, target_named
 from ...backend.kernels.lower import (
     Backend,
+    GpuBackend,
     Kernel,
     backend_named,
     can_record,
@@ -54,8 +55,8 @@ class Context:
     def __init__(self, options: Options) -> None:
         self.options = options
         self.backend: Backend = backend_named(options.backend, options.target)
-        is_kept = options.cache == "disk" and options.target is None
-        found = CompileCache.of_user(options.backend) if is_kept else None
+        target = options.target or ""
+        found = CompileCache.of_user(options.backend, target) if options.cache == "disk" else None
         self._cache = found or CompileCache(None, options.backend)
         self.tools = self._tools()
         self.differentiator = Differentiator(self.backend.recipe, self._cache.derivative)
@@ -117,6 +118,9 @@ class Context:
             if launches is not None:
                 self.recorded[leaf] = launches
         self._make_kernels([leaf for leaf in new if leaf not in self.recorded])
+        if isinstance(self.backend, GpuBackend):
+            lists = [self.recorded.get(c) or self.kernels[c].launches for c in new]
+            self.backend.build(lists, self._cache.machine_code)
         return new
 
     def kernels_of(self, flats: Sequence[FlatProgram]) -> Mapping[Leaf, Kernel]:

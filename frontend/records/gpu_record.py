@@ -106,7 +106,7 @@ def gpu_record(
         target=backend.target,
         num_kernels=len(kernels),
         num_built=len(built),
-        code_bytes=sum(code.num_bytes for code in built),
+        code_bytes=sum(len(made.code) for made in built),
         given_bytes=sum(b.num_bytes for b in given),
         arena_bytes=program.plan.peak_bytes,
         outside_bytes=program.outside_bytes - program.workspace_bytes,
