@@ -13,6 +13,7 @@ from ..reuse.ir.printer import Shown, diff_texts, format_program
 from ..reuse.ir.program import Program
 from ..reuse.ir.verify import verify
 from .capture.blocks import Reuse
+from .checks.example_inputs import check_example
 from .compiler import MODULE, STEP, WAYS, Compiler, note_recompute
 from .measure.target import Target
 from .options import Batching, Options
@@ -49,10 +50,12 @@ def capture(
 
     Raises:
         CaptureError: if the model's Python cannot be traced.
+        PlanError: if ``model`` or ``args`` are something else.
 
     Example:
         >>> print(lazyinline.capture(model, (ids,)))
     """
+    check_example("capture", model, args)
     compiler = Compiler(Options(reuse=reuse, backend="eager"))
     subject = Subject(model, args, dict(kwargs or {}), train, effects="undo")
     state = run((capture_pass,), compiler.started(subject))

@@ -6,6 +6,7 @@ The mark is a wish, never a promise: capture shares two instances only on eviden
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Callable
 from typing import Any, TypeVar, overload
 
@@ -61,9 +62,20 @@ def lazy_inline(target: Any) -> Any:
         setattr(target, _MARK, True)
         return target
     raise ReuseError(
-        f"lazy_inline marks a subclass of nn.Module or its __init__, not {target!r}. "
+        f"lazy_inline marks a subclass of nn.Module or its __init__, not {_told(target)}. "
         "Put it above the class, above def __init__, or call lazy_inline(TheLayerClass)."
     )
+
+
+def _told(target: Any) -> str:
+    """Says what was marked, and in which line: as a reader knows it."""
+    if inspect.isfunction(target):
+        code = target.__code__
+        place = f"{os.path.basename(code.co_filename)}:{code.co_firstlineno}"
+        return f"the function {target.__qualname__} ({place})"
+    if isinstance(target, type):
+        return f"the class {target.__qualname__}"
+    return f"a {type(target).__name__}"
 
 
 Target = TypeVar("Target", bound=Any)

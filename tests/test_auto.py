@@ -240,6 +240,11 @@ def test_a_report_begins_with_what_repeats_where_nothing_is_shared() -> None:
         "nothing is shared: layers.1 (Counting) is not like layers.0: attribute scale is 2.0, not "
     )
     assert report_of(different, "off").startswith("training, backend eager")
+    small = Stack(*(nn.Sequential(linear(), nn.ReLU()) for _ in range(3)))
+    assert report_of(small, "auto").startswith(
+        "nothing is shared: Sequential occurs 3 times, and what it runs is too little to pay as a "
+        "block. training, backend eager"
+    )
     assert report_of(Stack(linear()), "auto").startswith("training, backend eager")
 
 

@@ -3,6 +3,7 @@
 import pathlib
 import pickle
 import random
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -79,8 +80,28 @@ def a_function() -> None:
     ids=lambda thing: type(thing).__name__,
 )
 def test_marking_a_wrong_thing(thing: Any) -> None:
-    with pytest.raises(ReuseError, match=r"lazy_inline marks a subclass of nn\.Module"):
+    with pytest.raises(ReuseError, match=r"lazy_inline marks a subclass of nn\.Module") as caught:
         lazy_inline(thing)
+    assert " at 0x" not in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_mark_on_forward_names_the_line() -> None:
+    with pytest.raises(ReuseError) as caught:
+
+        class Marked(nn.Module):
+            @lazy_inline
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                return x
+
+    assert re.search(r"Marked\.forward \(test_errors\.py:\d+\)\. Put", str(caught.value))
+
+
+@pytest.mark.parametrize("function", [lazyinline.capture, lazyinline.advise, lazyinline.measure])
+def test_one_input_wants_a_tuple_around_it(function: Any) -> None:
+    with pytest.raises(PlanError, match=r"not Tensor; write \(x,\) for one input"):
+        function(nn.Linear(2, 2), torch.ones(3, 2))
+    with pytest.raises(PlanError, match=r"takes an nn\.Module, not type"):
+        function(nn.Linear, (torch.ones(3, 2),))
 
 
 def test_a_mark_leaves_constructor_errors_alone() -> None:

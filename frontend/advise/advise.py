@@ -11,12 +11,12 @@ import torch
 from torch import nn
 
 from ...backend.kernels.lower import BackendName
-from ...reuse.errors import PlanError
 from ...reuse.evidence.module_state import module_state
 from ...reuse.ir.program import Closure, Composite, Leaf, Program, count_calls, walk_closures
 from ..capture.capture import capture_candidates
 from ..capture.init_key import InitKeys
 from ..capture.regions import SharingDecision
+from ..checks.example_inputs import check_example
 from ..compiler import Compiler
 from ..marks import is_marked
 from ..measure.measure import warm_up_compiler
@@ -82,13 +82,7 @@ def advise(
     Example:
         >>> print(lazyinline.advise(model, (ids,)))
     """
-    if not isinstance(model, nn.Module):
-        raise PlanError(f"advise takes an nn.Module, not {type(model).__name__}.")
-    if not isinstance(args, (tuple, list)):
-        raise PlanError(
-            f"args is a tuple of the model's positional inputs, not {type(args).__name__}; "
-            "write (x,) for one input."
-        )
+    check_example("advise", model, args)
     options = Options(reuse="auto", backend=backend)
     warm_up_compiler(backend=backend, train=train)
     with generators_left_as_found(), torch.set_grad_enabled(train):

@@ -19,6 +19,7 @@ from ...backend.kernels.lower import BackendName
 from ...reuse.errors import PlanError
 from ..calls.torch_slot import slots_empty
 from ..capture.blocks import Reuse
+from ..checks.example_inputs import check_example
 from ..checks.runnable import check_runnable
 from ..compiled_module import CompiledModule
 from ..compiler import Compiler
@@ -97,13 +98,7 @@ def _workload(
     train: bool,
     micro_batches: int,
 ) -> Workload:
-    if not isinstance(model, nn.Module):
-        raise PlanError(f"measure takes an nn.Module, not {type(model).__name__}.")
-    if not isinstance(args, (tuple, list)):
-        raise PlanError(
-            f"args is a tuple of the model's positional inputs, not {type(args).__name__}; "
-            "write (x,) for one input."
-        )
+    check_example("measure", model, args)
     check_micro_batches(micro_batches, train=train)
     return Workload(model, tuple(args), dict(kwargs or {}), train, micro_batches)
 

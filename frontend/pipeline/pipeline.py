@@ -33,6 +33,7 @@ from ...reuse.ir.leaf import without_autocast
 from ...reuse.ir.program import ModelTensor
 from ..autograd.torch_hooks import have_hooks, pass_through_autograd
 from ..capture.blocks import Reuse
+from ..checks.example_inputs import check_example
 from ..checks.runnable import check_runnable
 from ..compiler import RANK_CUT, RANK_FIT
 from ..guards.guard import Guard
@@ -139,6 +140,7 @@ def pipeline(
         >>> loss = pipe.step(ids, targets)
         >>> optimizer.step()
     """
+    check_example("pipeline", model, args)
     if split not in SPLITS:
         raise PipelineError(f"split={split!r} is unknown; there are {SPLITS}.")
     if gradients not in GRADIENTS:

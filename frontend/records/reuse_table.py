@@ -83,10 +83,15 @@ def nothing_shared(model: nn.Module, decisions: Sequence[SharingDecision], reuse
             f"{apart.compared_with or 'others'}: {apart.reason}. "
             "lazyinline.advise(model, args) says what to change."
         )
-    repeated = first_repeated(model) if reuse == "marked" else None
-    if repeated is None:
+    repeated = first_repeated(model)
+    if repeated is None or (reuse == "auto" and decisions):
         return ""
     name, count = repeated
+    if reuse == "auto":
+        return (
+            f"nothing is shared: {name} occurs {count} times, and what it runs is too little to "
+            "pay as a block."
+        )
     return (
         f"nothing is shared: {name} occurs {count} times and is not marked. Use reuse='auto', or "
         f"lazy_inline({name})."
