@@ -132,6 +132,7 @@ def compile(
     fill_slot(model, calls)
     for inside in calls.called_past():
         fill_slot(inside.model, inside)
+    calls.warn_if_generate_is_eager()
     return model
 
 

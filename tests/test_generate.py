@@ -7,6 +7,7 @@ import torch
 from comparing import assert_close, twin
 from test_caches import compiled, gemma2, gpt2, llama, t5, tokens
 from torch import Tensor
+from transformers import GPT2LMHeadModel
 
 import lazyinline
 
@@ -103,6 +104,26 @@ def test_an_encoder_and_its_decoder_generate_eagers_tokens() -> None:
     expected = twin(model)
     run = compiled(model)
     assert torch.equal(generated(run, tokens(6)), generated(expected, tokens(6)))
+
+
+class Called(GPT2LMHeadModel):
+    """Does something of its own around each call."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return super().__call__(*args, **kwargs)
+
+
+def test_a_model_whose_calls_go_past_what_is_compiled_generates_as_in_eager_and_says_so() -> None:
+    model = gpt2().eval()
+    model.__class__ = Called
+    run = compiled(model)
+    with pytest.warns(UserWarning, match=r"runs Called itself.*__call__ of its own") as warned:
+        found = [generated(run, tokens(4)) for _ in range(2)]
+    assert torch.equal(found[0], generated(twin(model), tokens(4)))
+    assert len(warned) == 1 and torch.equal(*found)
+    assert "Called has a __call__ of its own" in run.last_report.ran_eagerly
+    run(tokens(4))
+    assert not run.last_report.ran_eagerly
 
 
 def test_methods_of_the_model_leave_nothing_behind_in_it() -> None:

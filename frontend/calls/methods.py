@@ -26,14 +26,18 @@ def calling(compiled: nn.Module, calls: ModelCalls, found: Any) -> Any:
     model = calls.model
     if not isinstance(found, types.MethodType) or found.__self__ is not model:
         return found
-    if not asks_slot(model):
+    is_generate = found.__name__ == "generate"
+    if not asks_slot(model) and not is_generate:
         return found
 
     @functools.wraps(found)
     def method(*args: Any, **kwargs: Any) -> Any:
+        if is_generate:
+            calls.note_generate()
         generating = calls.look_for_generating()
         with ExitStack() as routes:
-            routes.enter_context(_routed(model, compiled))
+            if asks_slot(model):
+                routes.enter_context(_routed(model, compiled))
             if generating is not None:
                 routes.enter_context(_routed(generating.model, generating))
             return found(*args, **kwargs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from contextlib import ExitStack
 from typing import Any
 
@@ -36,6 +37,7 @@ class ModelCalls(Calls):
         self._to_wrapped = Routes(lambda: self._wrapped)
         self._parts: Parts | None = None
         self._generating: ModelCalls | None = None
+        self._has_warned = False
 
     @property
     def last_report(self) -> CompileReport | None:
@@ -81,6 +83,36 @@ class ModelCalls(Calls):
         if self._generating is None or self._generating.model is not inside:
             self._generating = ModelCalls(inside, self.options, self.dynamic)
         return self._generating
+
+    def warn_if_generate_is_eager(self, stacklevel: int = 3) -> str:
+        """Warns, once, where calls that ``generate`` makes do not come to what is compiled.
+
+        Args:
+            stacklevel: of the user's line, as ``warnings.warn`` counts.
+
+        Returns:
+            Why they do not; "" where they do.
+        """
+        inside = model_that_generates(self.model) or self.model
+        if asks_slot(inside) or not hasattr(inside, "generate"):
+            return ""
+        name = type(inside).__name__
+        reason = f"generate() goes past it: {name} has a __call__ of its own"
+        if not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"generate() of what was compiled runs {name} itself, since that has a __call__ of "
+                "its own, which nothing compiled is behind. Put what it does into forward; then "
+                "generate() runs compiled programs.",
+                stacklevel=stacklevel,
+            )
+        return reason
+
+    def note_generate(self) -> None:
+        """Says, before ``generate`` runs, where it will run the model itself."""
+        reason = self.warn_if_generate_is_eager(stacklevel=4)
+        if reason:
+            self._report_eager(reason)
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if type(self.model) is not self._class:  # fully_shard changes it

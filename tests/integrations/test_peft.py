@@ -10,6 +10,7 @@ from comparing import assert_close, gradients
 from peft import LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
 from tiny_gpt2 import gpt2, in_place, token_ids
 from torch import Tensor, nn
+from transformers import GPT2LMHeadModel
 
 import lazyinline
 from lazyinline import CompileReport
@@ -172,6 +173,23 @@ def test_generate_gives_eagers_tokens(make: Callable[[], Any]) -> None:
         plain = generated(theirs)
     with ours.disable_adapter():
         assert torch.equal(generated(ours), plain)
+
+
+class Called(GPT2LMHeadModel):
+    """Does something of its own around each call."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return super().__call__(*args, **kwargs)
+
+
+@pytest.mark.parametrize("make", [in_place, lazyinline.compile], ids=["in place", "wrapped"])
+def test_a_base_whose_calls_go_past_what_is_compiled_says_so(make: Callable[..., Any]) -> None:
+    base = gpt2()
+    base.__class__ = Called
+    peft = adapted(base).eval()
+    expected = generated(adapted(gpt2()).eval())
+    with pytest.warns(UserWarning, match=r"runs Called itself.*__call__ of its own"):
+        assert torch.equal(generated(make(peft, backend="eager")), expected)
 
 
 @pytest.mark.parametrize("make", [before, wrapped], ids=lambda make: make.__name__)
