@@ -16,6 +16,7 @@ supported     which PyTorch and which Python this package was made for
 torch_names   adapter: the few private PyTorch names that the core needs
 torch_pytree  adapter: nested arguments and results, flattened
 transformers_caches  which objects are caches of keys and values, as transformers names them
+transformers_outputs  which set holds all its classes of outputs, as transformers names it
 
 It imports nothing else of lazyinline.
 """

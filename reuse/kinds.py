@@ -174,15 +174,14 @@ def _put_cell(cell: types.CellType, items: Sequence[Any]) -> None:
         del cell.cell_contents
 
 
-def _attributes_of(function: Any) -> dict[str, Any]:
-    """The attributes of a function, but for what others note there."""
-    held = vars(function)
-    return {name: held[name] for name in held if not name.startswith(_NO_STATE)}
+def _attributes_of(function: Any) -> list[str]:
+    """The names of a function's attributes, but for what others note there."""
+    return [name for name in vars(function) if not name.startswith(_NO_STATE)]
 
 
 def _read_function(function: Any) -> Sequence[Any]:
-    held = _attributes_of(function)
-    return [*held, *held.values()]
+    held, names = vars(function), _attributes_of(function)
+    return [*names, *map(held.__getitem__, names)]
 
 
 def _put_function(function: Any, items: Sequence[Any]) -> None:

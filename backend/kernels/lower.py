@@ -4,7 +4,7 @@ Backends:
 
 * ``eager``: PyTorch's own kernels, operator by operator. Needs no compiler; the reference.
 * ``inductor``: TorchInductor kernels. A leaf of one or two operators stays on the eager kernels,
-  where compiling could not pay.
+  where compiling could not pay, unless one is a layer norm.
 """
 
 from __future__ import annotations
@@ -38,6 +38,9 @@ BackendName: TypeAlias = Literal["inductor", "eager"]
 BACKENDS: tuple[BackendName, ...] = get_args(BackendName)
 
 _TINY_NODES = 2
+_LAYER_NORMS = frozenset(
+    {torch.ops.aten.layer_norm.default, torch.ops.aten.native_layer_norm.default}
+)
 _FREE_TARGETS = frozenset(
     {
         torch.ops.aten.view.default,
@@ -237,8 +240,13 @@ def backend_named(name: BackendName, target: str | None = None) -> Backend:
 
 
 def is_tiny(leaf: Leaf) -> bool:
-    """Whether a leaf has at most two operators that compute (views cost nothing)."""
-    return sum(node.target not in _FREE_TARGETS for node in leaf.nodes) <= _TINY_NODES
+    """Whether a leaf has at most two operators that compute (views cost nothing).
+
+    A layer norm counts as many: as PyTorch's kernel it is three results, made and looked at from
+    Python at each run, which takes several times its work on one row.
+    """
+    targets = [node.target for node in leaf.nodes if node.target not in _FREE_TARGETS]
+    return len(targets) <= _TINY_NODES and _LAYER_NORMS.isdisjoint(targets)
 
 
 def _wants_compiler(leaf: Leaf) -> bool:

@@ -29,12 +29,14 @@ from ..kinds import (
     parts_of,
 )
 from ..objects import has_plain_class, is_library, is_looked_into, own_table, slots_of
+from ..transformers_outputs import is_set_of_outputs
 
 _ATOMS = frozenset(IMMUTABLE)
 _SCALARS = (bool, int, str, bytes, range, torch.device, torch.Size)
 _SHOWN = (list, tuple, dict)  # code that reads one of these directly reads what is in it
 _MAX_OBJECTS = 2**20
 _MAX_VOUCHED = 4096
+_END = object()  # of what one object holds
 
 
 class Snapshot:
@@ -61,6 +63,7 @@ class Snapshot:
         self._function = functions
         self._seen: dict[int, Any] = {}
         self._noted: list[tuple[Any, Kind, Sequence[Any]]] = []
+        self._held: list[Any] = []  # by all that was noted, one after another
 
     def look_into(self, value: Any) -> None:
         """Notes what a value holds, unless that was done before.
@@ -98,7 +101,8 @@ class Snapshot:
             held = list(kind.read(value))
             if not kind.is_fixed:
                 self._noted.append((value, kind, held))
-            found += [] if kind.is_state else held
+                self._held += (*held, _END)
+            found += [] if kind.is_state or is_set_of_outputs(value) else held
         if isinstance(value, types.FunctionType):
             self.functions[id(value)] = value
             found += [value.__defaults__, value.__kwdefaults__]
@@ -118,6 +122,12 @@ class Snapshot:
 
     def same(self) -> bool:
         """Whether all of them hold the same objects still (or equal numbers and texts)."""
+        held: list[Any] = []
+        for value, kind, _ in self._noted:
+            held += kind.read(value)
+            held.append(_END)
+        if len(held) == len(self._held) and all(map(operator.is_, held, self._held)):
+            return True
         return all(_same(kind.read(value), before) for value, kind, before in self._noted)
 
     def vouches_for(self, value: Any) -> bool:
