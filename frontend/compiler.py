@@ -38,11 +38,12 @@ from .passes.programs import (
     lower,
     repeat_micro_batches,
 )
-from .passes.recompute import choose_recompute, choose_step_recompute
+from .passes.recompute import choose_recompute, choose_step_recompute, is_asked_for
 from .passes.sizes import (
+    ShapeCompilation,
     capture_sizes,
-    differentiate_loss_sizes,
-    differentiate_sizes,
+    choose_recompute_sizes,
+    choose_step_recompute_sizes,
     link_shape,
     link_step_shape,
 )
@@ -81,13 +82,14 @@ RANK_FIT = (choose_stage_recompute, decompose, lower, link_rank)
 RANK = (capture, *RANK_CUT, *RANK_FIT, predict)
 
 # lazyinline.compile with sizes that vary: kernels once, for symbols; a link for each shape.
-SIZES = (capture_sizes, differentiate_sizes, decompose, lower)
+SIZES = (capture_sizes, differentiate, choose_recompute_sizes, decompose, lower)
 SHAPE = (link_shape,)
 
 # lazyinline.compile_step with sizes that vary.
 STEP_SIZES = (
     capture_sizes,
-    differentiate_loss_sizes,
+    differentiate_loss,
+    choose_step_recompute_sizes,
     repeat_micro_batches,
     decompose,
     lower,
@@ -259,6 +261,13 @@ def note_recompute(state: Compilation) -> None:
     """Says in the report what is saved and what is computed again, where there is a backward."""
     if state.request is not None and state.derivative is not None:
         state.context.recompute.note([state.request], state.report)
+
+
+def note_recompute_at(state: ShapeCompilation) -> None:
+    """The same for numbers in place of symbols, and for which it was chosen (where asked for)."""
+    if state.request is not None and is_asked_for(state):
+        state.context.recompute.at(state.values).note([state.request], state.report)
+        state.report.recompute_chosen_for = state.captured.sizes.shapes
 
 
 def unplanned_of(report: CompileReport) -> Unplanned | None:

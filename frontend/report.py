@@ -70,6 +70,8 @@ class CompileReport(CompileRecord):
             lines.append(f"  {self.num_backwards} backwards: losses used only some of the outputs")
         if self.why_static:
             lines.append(f"  sizes are numbers, because {self.why_static}")
+        if self.recompute_chosen_for:
+            lines.append(f"  recompute was chosen for inputs of {self.recompute_shapes}")
         lines += [f"  {line}" for line in reuse_table(self.decisions)]
         lines += [f"  {d.path or d.class_name}: not shared, {d.reason}" for d in self.not_shared()]
         lines += [

@@ -13,6 +13,7 @@ from ..reuse.ir.leaf import is_view, mutated_args
 from ..reuse.ir.types import TensorType
 from ..reuse.torch_names import operator_schema
 from .operator_costs import CostModel, flops, is_heavy, value_bytes
+from .sizes_at import SizesAt
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,13 +73,20 @@ class CutProblem:
     values: tuple[ForwardValue, ...]
 
     @classmethod
-    def of(cls, joint: torch.fx.GraphModule, num_outputs: int, costs: CostModel) -> CutProblem:
+    def of(
+        cls,
+        joint: torch.fx.GraphModule,
+        num_outputs: int,
+        costs: CostModel,
+        sizes: SizesAt,
+    ) -> CutProblem:
         """Reads the problem from a joint graph.
 
         Args:
             joint: placeholders ``primals_*`` and ``tangents_*``; outputs, then gradients.
             num_outputs: how many of the outputs belong to the forward.
             costs: what computing and saving values costs.
+            sizes: at which it costs that.
         """
         outputs = outputs_of(joint)
         late = set(late_draws(joint))  # they stay in the backward, with all that reads them
@@ -98,9 +106,12 @@ class CutProblem:
             if any(n in late for n in node.all_input_nodes):
                 late.add(node)
         wanted = {p for n in reached & backward for p in n.all_input_nodes} | set(gradients) | late
+        numbered = dict(zip(joint.graph.nodes, sizes.module(joint).graph.nodes, strict=True))
         return cls(
             tuple(
-                _forward_value(n, place, n in in_forward, n in wanted, n in late, costs)
+                _forward_value(
+                    n, numbered[n], place, n in in_forward, n in wanted, n in late, costs
+                )
                 for n in nodes
             )
         )
@@ -138,28 +149,31 @@ class CutProblem:
 
 def _forward_value(
     node: torch.fx.Node,
+    numbered: torch.fx.Node,
     place: dict[torch.fx.Node, int],
     in_forward: bool,
     is_wanted: bool,
     is_late: bool,
     costs: CostModel,
 ) -> ForwardValue:
+    """Describes a node; ``numbered`` is the same with numbers for sizes."""
     value = node.meta.get("val")
     source = node.all_input_nodes[0] if node.all_input_nodes else node
     picks = operator_schema(node) is None
     shares = is_view(node) or (picks and is_view(source))
     dense = isinstance(value, torch.Tensor) and TensorType.of(value).is_dense
-    work = costs.redo_s(node) if in_forward else 0.0  # what only the backward computes is not extra
+    # What only the backward computes is not extra.
+    work = costs.redo_s(numbered) if in_forward else 0.0
     return ForwardValue(
         node.name,
-        value_bytes(node),
+        value_bytes(numbered),
         work,
-        flops(node) if in_forward else 0,
-        costs.save_s(node),
+        flops(numbered) if in_forward else 0,
+        costs.save_s(numbered),
         tuple(place[n] for n in node.all_input_nodes if n in place),
         dense and not shares and not is_late,
         not (is_draw(node) and in_forward),
-        in_forward and is_heavy(node),
+        in_forward and is_heavy(numbered),
         is_wanted,
         tuple(place[n] for n in mutated_args(node) if n in place),
     )

@@ -14,6 +14,7 @@ from ..reuse.ir.program import Call, Composite, Leaf, RecomputeMark, input_nodes
 from . import solver
 from .cut_problem import CutPoint, CutProblem
 from .operator_costs import CostModel
+from .sizes_at import SizesAt
 
 _NUM_POINTS = 16  # budgets solved for per leaf
 _NUM_INNER_POINTS = 8  # and per composite
@@ -51,11 +52,15 @@ class Planner:
     Args:
         differentiator: makes the joint graphs and derivatives.
         costs: what operators cost.
+        sizes: at which all is weighed.
     """
 
-    def __init__(self, differentiator: Differentiator, costs: CostModel) -> None:
+    def __init__(
+        self, differentiator: Differentiator, costs: CostModel, sizes: SizesAt | None = None
+    ) -> None:
         self._make = differentiator
         self._costs = costs
+        self._sizes = sizes or SizesAt()
         self._problems: dict[Request, CutProblem] = {}
         self._frontiers: dict[Request, tuple[Variant, ...]] = {}
 
@@ -168,7 +173,7 @@ class Planner:
         """Returns the variant that saves what the backend's recipe saves."""
         derivative = self._make.of(request)
         assert derivative is not None
-        num_bytes = derivative.saved_type.num_bytes
+        num_bytes = self._sizes.num_bytes(derivative.saved_type)
         if not isinstance(request.closure, Leaf):
             inner = [self.as_it_is(s.request) for s in self.sites(request)]
             return Variant(
@@ -235,14 +240,14 @@ class Planner:
     def _saved_bytes(self, request: Request, choice: Choice | None) -> int:
         derivative = self._make.of(replace(request, choice=choice))
         assert derivative is not None
-        return derivative.saved_type.num_bytes
+        return self._sizes.num_bytes(derivative.saved_type)
 
     def _problem(self, request: Request) -> CutProblem:
         if request not in self._problems:
             joint = self._make.joint(request)
             assert joint is not None, "a site has a gradient"
             self._problems[request] = CutProblem.of(
-                joint.graph_module, joint.num_outputs, self._costs
+                joint.graph_module, joint.num_outputs, self._costs, self._sizes
             )
         return self._problems[request]
 

@@ -16,6 +16,7 @@ from ..reuse.ir.program import Closure, Composite, Leaf
 from ..reuse.ir.types import TensorType
 from ..reuse.torch_names import RESHAPES
 from .operator_costs import flops, is_free, is_heavy
+from .sizes_at import SizesAt
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,9 @@ class RecomputeRecord:
         )
 
 
-def summarize(differentiator: Differentiator, request: Request) -> list[RecomputeRecord]:
+def summarize(
+    differentiator: Differentiator, request: Request, sizes: SizesAt
+) -> list[RecomputeRecord]:
     """Returns a record for each closure and choice below a program, in order of first call."""
     counts: Counter[Request] = Counter()
     _count(differentiator, request, 1, counts)
@@ -69,7 +72,7 @@ def summarize(differentiator: Differentiator, request: Request) -> list[Recomput
     for asked, num_calls in counts.items():
         derivative = differentiator.of(asked)
         if derivative is not None:
-            records.append(_record(asked, derivative, num_calls))
+            records.append(_record(asked, derivative, num_calls, sizes))
     return records
 
 
@@ -83,25 +86,27 @@ def _count(make: Differentiator, request: Request, times: int, counts: Counter[R
         _count(make, asked, times * number, counts)
 
 
-def _record(request: Request, derivative: Derivative, num_calls: int) -> RecomputeRecord:
+def _record(
+    request: Request, derivative: Derivative, num_calls: int, sizes: SizesAt
+) -> RecomputeRecord:
     choice = "as the backend saves"
     if request.choice is not None:
         choice = "cut" if isinstance(request.choice, (Cut, PerCall)) else "called again"
-    again = list(_computed_again(derivative))
+    again = list(_computed_again(derivative, sizes))
     names = Counter(_operator_name(n) for n in again if not (is_free(n) or n.target in RESHAPES))
     return RecomputeRecord(
         request.closure.name,
         choice,
         num_calls,
-        tuple(_saved(derivative)),
-        derivative.saved_type.num_bytes,
+        tuple(_saved(derivative, sizes)),
+        sizes.num_bytes(derivative.saved_type),
         tuple(names.most_common()),
         sum(flops(n) for n in again if is_heavy(n)),
     )
 
 
-def _saved(derivative: Derivative) -> Iterator[SavedTensor]:
-    types = flat_types([derivative.saved_type])
+def _saved(derivative: Derivative, sizes: SizesAt) -> Iterator[SavedTensor]:
+    types = flat_types([sizes.type(derivative.saved_type)])
     if not isinstance(derivative.forward, Leaf):
         yield from (SavedTensor(f"draw{i}", t) for i, t in enumerate(types))
         return
@@ -110,11 +115,11 @@ def _saved(derivative: Derivative) -> Iterator[SavedTensor]:
         yield SavedTensor(node.name, type_)
 
 
-def _computed_again(derivative: Derivative) -> Iterator[torch.fx.Node]:
+def _computed_again(derivative: Derivative, sizes: SizesAt) -> Iterator[torch.fx.Node]:
     """Operators of the backward that the forward's results already needed."""
     if isinstance(derivative.backward, Composite):
         first = derivative.backward.program.calls[0]
-        yield from _operators(first.closure)
+        yield from _operators(first.closure, sizes)
         return
     assert isinstance(derivative.backward, Leaf)
     assert isinstance(derivative.forward, Leaf)
@@ -122,17 +127,17 @@ def _computed_again(derivative: Derivative) -> Iterator[torch.fx.Node]:
     results = outputs_of(derivative.forward.module)[:count]
     reached = ancestors(n for n in results if isinstance(n, torch.fx.Node))
     known = {n.name: n.target for n in reached}
-    for node in derivative.backward.nodes:
+    for node in sizes.leaf(derivative.backward).nodes:
         if known.get(node.name) == node.target:
             yield node
 
 
-def _operators(closure: Closure) -> Iterator[torch.fx.Node]:
+def _operators(closure: Closure, sizes: SizesAt) -> Iterator[torch.fx.Node]:
     if isinstance(closure, Leaf):
-        yield from closure.nodes
+        yield from sizes.leaf(closure).nodes
     elif isinstance(closure, Composite):
         for call in closure.program.calls:
-            yield from _operators(call.closure)
+            yield from _operators(call.closure, sizes)
 
 
 def _operator_name(node: torch.fx.Node) -> str:

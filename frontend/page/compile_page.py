@@ -65,6 +65,8 @@ def notes(record: CompileRecord) -> list[str]:
         found.append(f"Memory is not planned: {record.unplanned}.")
     if record.why_static:
         found.append(f"Sizes are numbers, because {record.why_static}.")
+    if record.recompute_chosen_for:
+        found.append(f"Recompute was chosen for inputs of {record.recompute_shapes}.")
     if record.num_links or record.num_compiles > 1:
         found.append(f"{record.num_compiles} compiles and {record.num_links} links so far.")
     if record.num_backwards > 1:

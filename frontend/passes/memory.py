@@ -187,6 +187,8 @@ def plan_module(state: Compilation) -> PlannedProgram | Unplanned:
 def module_bytes(state: Compilation) -> int:
     """Returns what a linked program holds at its peak: as planned, at least, or saved."""
     assert state.derivative is not None
+    if isinstance(state.runs, PlannedRuntime):
+        return state.runs.program.held_bytes
     if _module_hindrance(state) is not None:
         return state.derivative.saved_type.num_bytes
     if state.kernels == "made":
@@ -239,7 +241,9 @@ def _unplanned_step(state: StepCompilation) -> UnplannedStep:
 def step_bytes(state: StepCompilation) -> int:
     """Returns what a linked step holds at its peak: as planned, or at least."""
     (flat,) = state.linked
-    if step_hindrance(state) is not None:
+    if isinstance(state.runs, PlannedProgram):
+        held = state.runs.held_bytes
+    elif step_hindrance(state) is not None:
         held = live_bytes(flat)
     elif state.kernels == "made":
         planned = plan_step(state)

@@ -15,7 +15,7 @@ from .programs import (
     repeat_micro_batches,
     with_request,
 )
-from .recompute_choice import ProgramPeaks, has_marks
+from .recompute_choice import ProgramPeaks, Recompute, has_marks
 from .state import Compilation, Pass, State, apply, compile_pass
 
 
@@ -31,18 +31,20 @@ def is_asked_for(state: Compilation) -> bool:
 @compile_pass("recompute", wanted=is_asked_for)
 def choose_recompute(state: State) -> State:
     """Per call, what the forward saves and what the backward computes again (where asked for)."""
-    return _chosen(state, peaks(state, (), module_bytes))
+    return chosen(state, state.context.recompute, peaks(state, (), module_bytes))
 
 
 @compile_pass("recompute", wanted=is_asked_for)
 def choose_step_recompute(state: StepCompilation) -> StepCompilation:
     """Per call, what the forward saves and what the backward computes again (where asked for)."""
-    return _chosen(state, peaks(state, (repeat_micro_batches,), step_bytes))
+    held = peaks(state, (repeat_micro_batches,), step_bytes)
+    return chosen(state, state.context.recompute, held)
 
 
-def _chosen(state: State, peaks: ProgramPeaks) -> State:
+def chosen(state: State, recompute: Recompute, peaks: ProgramPeaks) -> State:
+    """Returns the state with what was chosen."""
     assert state.request is not None
-    return with_request(state, state.context.recompute.chosen(state.request, peaks))
+    return with_request(state, recompute.chosen(state.request, peaks))
 
 
 def peaks(state: State, before: Sequence[Pass], held_bytes: Callable[[State], int]) -> ProgramPeaks:

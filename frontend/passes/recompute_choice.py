@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from ...autodiff.choices import Choice
 from ...autodiff.derivative import Differentiator, Request
@@ -14,9 +15,11 @@ from ...recompute.fit_budget import BudgetFit, Peaks
 from ...recompute.operator_costs import CostModel, Measured, Roofline
 from ...recompute.planner import Planner, Variant, policy_of
 from ...recompute.policy import Budget, Policy
+from ...recompute.sizes_at import SizesAt
 from ...recompute.summary import summarize
 from ...reuse.errors import PlanError
 from ...reuse.ir.program import Composite, Leaf, RecomputeMark
+from ...reuse.ir.torch_symbols import Values
 from ..records.made import Frontier, FrontierPoint
 from ..report import CompileReport
 
@@ -44,6 +47,7 @@ class Recompute:
         policy: what the user asked for.
         backend: whose kernels run; it decides what operators cost.
         target: the GPU that they run on, if not the device of a model.
+        sizes: at which it is weighed.
     """
 
     def __init__(
@@ -52,9 +56,11 @@ class Recompute:
         policy: Policy,
         backend: BackendName,
         target: Target | None = None,
+        sizes: SizesAt | None = None,
     ) -> None:
         self._make = differentiator
         self._policy = policy
+        self._sizes = sizes or SizesAt()
         costs: CostModel = Roofline(fused=backend != "eager")
         if target is not None:
             costs = Roofline(
@@ -64,7 +70,12 @@ class Recompute:
             )
         if isinstance(policy, Budget) and policy.costs == "measured":
             costs = Measured(costs)
-        self._planner = Planner(differentiator, costs)
+        self._planner = Planner(differentiator, costs, self._sizes)
+        self._again = partial(Recompute, differentiator, policy, backend, target)
+
+    def at(self, values: Values) -> Recompute:
+        """Returns what chooses by the same policy where sizes are symbols, for these numbers."""
+        return self._again(SizesAt(values))
 
     def chosen(self, request: Request, peaks: ProgramPeaks, policy: Policy = None) -> Request:
         """Returns the request with a choice, as the policy and the marks in the program want it.
@@ -86,10 +97,12 @@ class Recompute:
 
     def note(self, requests: Sequence[Request], report: CompileReport) -> None:
         """Says in a report what is saved under requests, and what is computed again."""
-        report.recompute = [record for r in requests for record in summarize(self._make, r)]
+        found = (summarize(self._make, request, self._sizes) for request in requests)
+        report.recompute = [record for records in found for record in records]
         report.recomputed_flops = sum(r.num_calls * r.recomputed_flops for r in report.recompute)
         derivatives = [self._make.of(request) for request in requests]
-        report.saved_bytes = sum(d.saved_type.num_bytes for d in derivatives if d is not None)
+        types = [d.saved_type for d in derivatives if d is not None]
+        report.saved_bytes = sum(map(self._sizes.num_bytes, types))
 
     def trade_offs(self, request: Request) -> list[tuple[int, float]]:
         """Returns what one call may save under the policy, in bytes, and the seconds of redoing."""

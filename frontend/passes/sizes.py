@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from ...autodiff.derivative import Derivative
 from ...backend.kernels.lower import kernel_at
 from ...backend.link.link import FlatProgram, Launch
+from ...recompute.policy import Budget
+from ...recompute.sizes_at import SizesAt
 from ...reuse.errors import PlanError
 from ...reuse.ir.program import Closure, Composite, Leaf, Program, Value, walk_closures
 from ...reuse.ir.torch_symbols import Values, refuse_inexact, tensor_type_at, type_at
-from .context import Context
-from .memory import plan_and_run_module, plan_and_run_step
-from .programs import StepCompilation, capture, differentiate, differentiate_loss
-from .recompute_choice import has_marks
-from .state import Compilation, State, compile_pass
+from .context import Context, leaves_of
+from .memory import module_bytes, plan_and_run_module, plan_and_run_step, step_bytes
+from .programs import StepCompilation, capture, repeat_micro_batches
+from .recompute import chosen, is_asked_for, peaks
+from .state import Compilation, Pass, State, compile_pass
 
-_WEIGHS_BYTES = "recompute weighs bytes, which have to be numbers"
+
+class OverBudgetError(PlanError):
+    """A program whose recompute was chosen for other sizes does not keep the budget at these."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,8 +47,6 @@ AnyShape = TypeVar("AnyShape", bound=ShapeCompilation)
 @compile_pass("capture")
 def capture_sizes(state: Compilation) -> Compilation:
     """As any capture, with a symbol for each size that varies; one that rounds is refused."""
-    if state.context.options.recompute is not None:
-        raise PlanError(_WEIGHS_BYTES)
     state = capture(state)
     for closure in walk_closures(state.captured.program):
         if isinstance(closure, Leaf):
@@ -52,25 +54,36 @@ def capture_sizes(state: Compilation) -> Compilation:
     return state
 
 
-@compile_pass("autodiff")
-def differentiate_sizes(state: Compilation) -> Compilation:
-    """With gradients, a program becomes two; what is saved is not chosen, bytes are symbols."""
-    return _saves_what_it_needs(differentiate(state))
+@compile_pass("recompute", wanted=is_asked_for)
+def choose_recompute_sizes(state: Compilation) -> Compilation:
+    """As without symbols, weighed at the sizes of the call at hand (where asked for)."""
+    return _chosen(state, (), module_bytes)
 
 
-@compile_pass("autodiff")
-def differentiate_loss_sizes(state: StepCompilation) -> StepCompilation:
-    """A micro-batch becomes two programs; what is saved is not chosen, bytes are symbols."""
-    return _saves_what_it_needs(differentiate_loss(state))
+@compile_pass("recompute", wanted=is_asked_for)
+def choose_step_recompute_sizes(state: StepCompilation) -> StepCompilation:
+    """As without symbols, weighed at the sizes of the batch at hand (where asked for)."""
+    return _chosen(state, (repeat_micro_batches,), step_bytes)
 
 
-def _saves_what_it_needs(state: State) -> State:
-    """Raises PlanError if a mark wants something computed again."""
-    if state.request is not None:
-        assert isinstance(state.request.closure, Composite)
-        if has_marks(state.request.closure):
-            raise PlanError(_WEIGHS_BYTES)
-    return state
+def _chosen(state: State, before: Sequence[Pass], held_bytes: Callable[[State], int]) -> State:
+    values, context = state.captured.sizes.example, state.context
+    guessed, made = dict[Leaf, Leaf](), dict[Leaf, Leaf]()
+
+    def held(linked: State) -> int:
+        known = made if linked.kernels == "made" else guessed
+        for leaf in leaves_of(linked.linked):
+            if leaf not in known:
+                known[leaf] = (
+                    _kernel_at(context, leaf, values) if known is made else sizes.leaf(leaf)
+                )
+        return held_bytes(_with_numbers(linked, values, known))
+
+    sizes = SizesAt(values)
+    try:
+        return chosen(state, context.recompute.at(values), peaks(state, before, held))
+    finally:
+        _forget(context, made)
 
 
 @compile_pass("link", "flat")
@@ -87,28 +100,51 @@ def link_step_shape(state: StepShapeCompilation) -> StepShapeCompilation:
 
 def _at_numbers(state: AnyShape, plan_and_run: Callable[[AnyShape], AnyShape]) -> AnyShape:
     """Plans what is linked for the numbers of one shape; kernels of it are kept there only."""
-    context, lowered = state.context, dict[Leaf, Leaf]()
-    flats = {n: _flat_at(context, f, state.values, lowered) for n, f in state.flats.items()}
-    derivative = state.derivative and _derivative_at(state.derivative, state.values)
-    state = plan_and_run(replace(state, flats=flats, derivative=derivative))
-    for of_symbols, leaf in lowered.items():
+    context, values = state.context, state.values
+    leaves = {leaf: _kernel_at(context, leaf, values) for leaf in leaves_of(state.linked)}
+    state = plan_and_run(_with_numbers(state, values, leaves))
+    for leaf in leaves.values():
         _check_layouts(context.recorded.get(leaf))
-        if leaf is not of_symbols:
-            context.forget(leaf)
+    _forget(context, leaves)
     return state
 
 
-def _flat_at(
-    context: Context, flat: FlatProgram, values: Values, lowered: dict[Leaf, Leaf]
-) -> FlatProgram:
+def check_budget(state: AnyShape, held_bytes: Callable[[AnyShape], int]) -> None:
+    """Raises OverBudgetError if what was chosen for other sizes holds too much at these."""
+    policy = state.context.options.recompute
+    limit = policy.saved_bytes if isinstance(policy, Budget) else None
+    if limit is None or state.request is None or state.derivative is None:
+        return
+    held = held_bytes(state)
+    if held > limit:
+        raise OverBudgetError(f"{held} bytes are held, and the budget is {limit}")
+
+
+def _kernel_at(context: Context, leaf: Leaf, values: Values) -> Leaf:
+    """Makes the kernel of a leaf for numbers; returns the leaf that has it."""
+    found, kernel = kernel_at(leaf, context.kernels[leaf], values)
+    context.kernels[found] = kernel
+    return found
+
+
+def _forget(context: Context, leaves: Mapping[Leaf, Leaf]) -> None:
+    """Drops the kernels of one shape."""
+    for of_symbols, leaf in leaves.items():
+        if leaf is not of_symbols:
+            context.forget(leaf)
+
+
+def _with_numbers(state: State, values: Values, leaves: Mapping[Leaf, Leaf]) -> State:
+    """Returns a linked state with numbers for symbols, given its leaves for them."""
+    flats = {name: _flat_at(flat, values, leaves) for name, flat in state.flats.items()}
+    derivative = state.derivative and _derivative_at(state.derivative, values)
+    return replace(state, flats=flats, derivative=derivative)
+
+
+def _flat_at(flat: FlatProgram, values: Values, leaves: Mapping[Leaf, Leaf]) -> FlatProgram:
     types = {t: tensor_type_at(t, values) for t in set(flat.slot_types)}
-    for leaf in (launch.leaf for launch in flat.launches):
-        if leaf not in lowered:
-            made, kernel = kernel_at(leaf, context.kernels[leaf], values)
-            lowered[leaf] = made
-            context.kernels[made] = kernel
     launches = tuple(
-        Launch(lowered[one.leaf], one.operands, one.results, one.frees, one.path)
+        Launch(leaves[one.leaf], one.operands, one.results, one.frees, one.path)
         for one in flat.launches
     )
     slot_types = tuple(types[t] for t in flat.slot_types)

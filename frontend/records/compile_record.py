@@ -96,6 +96,7 @@ class CompileRecord:
         saved_bytes: what one forward saves for its backward, in training.
         recomputed_flops: FLOPs that one backward spends on computing forward values again.
         recompute: per closure and variant, what is saved and what is computed again.
+        recompute_chosen_for: where sizes are symbols, the shapes of inputs that it was chosen for.
         ran_eagerly: why the model itself ran, if so.
         parts: how the modules in a model that ran itself were run by then.
         num_compiles: compiles of the module so far, this one included.
@@ -132,6 +133,7 @@ class CompileRecord:
     saved_bytes: int | None = None
     recomputed_flops: int = 0
     recompute: list[RecomputeRecord] = field(default_factory=list)
+    recompute_chosen_for: tuple[tuple[int, ...], ...] = ()
     ran_eagerly: str = ""
     parts: list[PartRecord] = field(default_factory=list)
     cache: CacheUse = field(default_factory=CacheUse)
@@ -161,6 +163,11 @@ class CompileRecord:
     def num_shared_calls(self) -> int:
         """Instances whose Python did not run, or whose graph turned out to be another's."""
         return sum(d.shared or bool(d.shares) for d in self.decisions)
+
+    @property
+    def recompute_shapes(self) -> str:
+        """The shapes that recompute was chosen for, in words."""
+        return ", ".join(str(shape) for shape in dict.fromkeys(self.recompute_chosen_for) if shape)
 
     def not_shared(self) -> list[SharingDecision]:
         """Instances that were traced although an earlier one of their class was known."""

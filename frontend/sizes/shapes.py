@@ -17,6 +17,7 @@ from ..capture.signatures import shapes_of
 from ..compiled import AnyCompiled, CompiledProgram, CompiledStep
 from ..guards.guard import Guard
 from ..guards.kept_programs import MAX_PROGRAMS, Inputs
+from ..passes.sizes import OverBudgetError
 from ..report import CompileReport
 
 if TYPE_CHECKING:
@@ -190,6 +191,8 @@ class Shapes(Generic[AnyCompiled]):
         report = compiler.report()
         try:
             compiled = compiler.at(program, values, report)
+        except OverBudgetError:
+            return None  # another may keep it, and this one will for other sizes
         except LazyInlineError as error:
             compile_.symbolic, compile_.why_static = None, str(error)
             return None

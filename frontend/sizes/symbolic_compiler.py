@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ...autodiff.aliasing import saved_inputs
-from ...autodiff.derivative import Derivative
+from ...autodiff.derivative import Derivative, Request
 from ...backend.link.link import FlatProgram
 from ...backend.run.runtime import ClosureRuntime, PlannedRuntime
 from ...reuse.errors import PlanError
@@ -20,12 +20,19 @@ from ...reuse.ir.torch_symbols import SIZE_TYPES, Values, expression_of, value_o
 from ..capture.regions import CapturedModel
 from ..capture.surroundings import one_at_a_time
 from ..compiled import CompiledProgram
-from ..compiler import SHAPE, SIZES, SIZES_BACKWARD, unplanned_of, without_outputs
+from ..compiler import (
+    SHAPE,
+    SIZES,
+    SIZES_BACKWARD,
+    note_recompute_at,
+    unplanned_of,
+    without_outputs,
+)
 from ..options import Options
 from ..passes.context import Context
-from ..passes.memory import linked
+from ..passes.memory import linked, module_bytes
 from ..passes.parts import PARTS, programs_of
-from ..passes.sizes import ShapeCompilation
+from ..passes.sizes import ShapeCompilation, check_budget
 from ..passes.state import Compilation, Subject, run
 from ..report import CompileReport
 from ..unused_outputs import UnusedOutputs
@@ -38,12 +45,15 @@ if TYPE_CHECKING:
 class SymbolicProgram:
     """A compiled program whose sizes are symbols. Not run itself.
 
-    ``settled`` says which symbols had turned out to be others, or numbers, when it was compiled.
+    Attributes:
+        request: the derivative that was asked for, with what was chosen.
+        settled: which symbols had turned out to be others, or numbers, when it was compiled.
     """
 
     captured: CapturedModel
     sizes: InputSizes
     flats: Mapping[str, FlatProgram]
+    request: Request | None
     derivative: Derivative | None
     watched_inputs: tuple[int, ...]
     unused_outputs: UnusedOutputs | None
@@ -91,6 +101,7 @@ class SymbolicCompiler:
             captured,
             captured.sizes,
             state.flats,
+            state.request,
             derivative,
             saved_inputs(state.programs[PARTS[0]]) if derivative is not None else (),
             UnusedOutputs(derivative) if derivative is not None else None,
@@ -104,6 +115,7 @@ class SymbolicCompiler:
         """Links the program for numbers that its conditions hold for.
 
         Raises:
+            OverBudgetError: if what was chosen for other sizes holds more than the budget at these.
             PlanError: if a kernel lays a result out in another way than the program says, or what
                 was compiled later settled sizes that this program has open.
         """
@@ -113,12 +125,15 @@ class SymbolicCompiler:
             context=self._context,
             report=report,
             seen=symbolic.captured,
+            request=symbolic.request,
             derivative=symbolic.derivative,
             flats=symbolic.flats,
             unplanned=unplanned_of(report),
             values=values,
         )
         state = run(SHAPE, state)
+        check_budget(state, module_bytes)
+        note_recompute_at(state)
         report.describe(symbolic.captured)
         assert isinstance(state.runs, PlannedRuntime | ClosureRuntime)
         captured = symbolic.captured
@@ -156,7 +171,7 @@ class SymbolicCompiler:
         programs = programs_of(derivative)
         state = Compilation(context=self._context, report=report, programs=programs)
         flats = linked(run(SIZES_BACKWARD, state)).flats
-        return replace(symbolic, flats=flats, derivative=derivative)
+        return replace(symbolic, flats=flats, request=None, derivative=derivative)
 
 
 def _is_compiled(closure: Closure) -> bool:

@@ -8,19 +8,19 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from ...autodiff.derivative import Derivative
+from ...autodiff.derivative import Derivative, Request
 from ...autodiff.micro_batches import StepProgram
 from ...backend.link.link import FlatProgram
 from ...reuse.ir.torch_symbols import Values
 from ..capture.regions import CapturedModel
 from ..capture.surroundings import one_at_a_time
 from ..compiled import CompiledStep
-from ..compiler import STEP_SHAPE, STEP_SIZES, compiled_step
+from ..compiler import STEP_SHAPE, STEP_SIZES, compiled_step, note_recompute_at
 from ..options import Batching, Options
 from ..passes.context import Context
-from ..passes.memory import linked
+from ..passes.memory import linked, step_bytes
 from ..passes.programs import StepCompilation
-from ..passes.sizes import StepShapeCompilation
+from ..passes.sizes import StepShapeCompilation, check_budget
 from ..passes.state import Subject, run
 from ..report import CompileReport
 
@@ -35,6 +35,7 @@ class SymbolicStep:
     captured: CapturedModel
     sizes: InputSizes
     flats: Mapping[str, FlatProgram]
+    request: Request | None
     derivative: Derivative
     step: StepProgram
 
@@ -85,19 +86,22 @@ class SymbolicStepCompiler:
         state = linked(run(STEP_SIZES, state))
         captured, derivative = state.captured, state.derivative
         assert derivative is not None
-        return SymbolicStep(captured, captured.sizes, state.flats, derivative, state.step)
+        flats, request = state.flats, state.request
+        return SymbolicStep(captured, captured.sizes, flats, request, derivative, state.step)
 
     @one_at_a_time
     def at(self, symbolic: SymbolicStep, values: Values, report: CompileReport) -> CompiledStep:
         """Links the step for numbers that its conditions hold for.
 
         Raises:
+            OverBudgetError: if what was chosen for other sizes holds more than the budget at these.
             PlanError: if a kernel lays a result out in another way than the program says.
         """
         state = StepShapeCompilation(
             context=self._context,
             report=report,
             seen=symbolic.captured,
+            request=symbolic.request,
             derivative=symbolic.derivative,
             flats=symbolic.flats,
             values=values,
@@ -105,5 +109,7 @@ class SymbolicStepCompiler:
             composed=symbolic.step,
         )
         state = run(STEP_SHAPE, state)
+        check_budget(state, step_bytes)
+        note_recompute_at(state)
         report.describe(symbolic.captured)
         return compiled_step(state)

@@ -258,6 +258,22 @@ class InputSizes(TracedSizes):
         return found if self.are_right(found) else None
 
     @property
+    def shapes(self) -> Shapes:
+        """The shapes of the inputs of the call that is captured."""
+        return self._example
+
+    @property
+    def example(self) -> Values:
+        """The number of each symbol in the call that is captured."""
+        found = Values()
+        for names, sizes in zip(self._names, self._example, strict=True):
+            for name, size in zip(names, sizes, strict=True):
+                if name:
+                    symbol = name.partition("+")[0]
+                    found[self._symbols[symbol]] = int(size) - offset_of(name)
+        return found
+
+    @property
     def settled(self) -> tuple[Any, ...]:
         """What each symbol turned out to be by now: itself, another one, or a number."""
         return tuple(map(self._env.replace, self._symbols.values()))
