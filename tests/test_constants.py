@@ -20,7 +20,7 @@ from lazyinline.frontend.capture.capture import capture_model
 from lazyinline.frontend.training_step import compile_step
 from lazyinline.reuse.ir.constants import share_constants
 from lazyinline.reuse.ir.interpreter import interpret
-from lazyinline.reuse.ir.leaf import cut_leaf
+from lazyinline.reuse.ir.leaf import cut_leaf, frozen_operands
 from lazyinline.reuse.ir.program import (
     Call,
     Closure,
@@ -404,3 +404,36 @@ def test_random_programs_share_what_they_should() -> None:
     assert isinstance(closure, Composite)
     shared, _ = share_constants(closure.program)
     assert [c.name for c in shared.closures] == ["leaf", "composite"]
+
+
+def _told_apart() -> list[tuple[Any, Any]]:
+    graph = torch.fx.Graph()
+    x, y = graph.placeholder("x"), graph.placeholder("y")
+    return [
+        (x, y),
+        (x, 0),
+        (x, ("node", 0)),
+        ([x, y], [y, x]),
+        ((x, (y,)), ((x,), y)),
+        (1, True),
+        (1, 1.0),
+        (0.0, -0.0),
+        ((1, 2), [1, 2]),
+        (slice(0, 1), slice(0, 2)),
+        (slice(0, x), slice(x, 0)),
+        ({"a": x}, {"b": x}),
+        ({"a": x}, {"a": y}),
+        ({"a": 1}, (("a", 1),)),
+        (torch.float32, torch.float64),
+    ]
+
+
+@pytest.mark.parametrize("one, other", _told_apart())
+def test_operands_are_equal_only_if_an_operator_is_given_the_same(one: Any, other: Any) -> None:
+    def frozen(operands: Any) -> Any:
+        nodes: dict[torch.fx.Node, int] = {}
+        torch.fx.node.map_arg((one, other), lambda node: nodes.setdefault(node, len(nodes)))
+        return frozen_operands(operands, nodes)
+
+    assert frozen(one) == frozen(one)
+    assert frozen(one) != frozen(other)

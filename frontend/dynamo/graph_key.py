@@ -6,10 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch.fx
-from torch.fx.node import map_arg
 
-from ...reuse.freeze import Freezer, Identity
-from ...reuse.ir.leaf import FullKey, Wire
+from ...reuse.freeze import Identity
+from ...reuse.ir.leaf import FullKey, frozen_operands
 
 
 def region_key(
@@ -42,15 +41,10 @@ def held(root: torch.nn.Module, node: torch.fx.Node) -> Any:
 def _rows(
     root: torch.nn.Module, nodes: Sequence[torch.fx.Node], number: Mapping[torch.fx.Node, int]
 ) -> list[Any]:
-    freezer, rows = Freezer(), []
-
-    def wire(node: torch.fx.Node) -> Any:
-        return Wire(number[node])
-
-    for node in nodes:
-        wired = map_arg((node.args, dict(node.kwargs)), wire)
-        rows.append((node.op, _target(root, node), freezer.freeze(wired)))
-    return rows
+    return [
+        (node.op, _target(root, node), frozen_operands((node.args, node.kwargs), number))
+        for node in nodes
+    ]
 
 
 def _target(root: torch.nn.Module, node: torch.fx.Node) -> Any:
