@@ -8,8 +8,14 @@ from comparing import assert_close, twin
 from test_caches import compiled, gemma2, gpt2, llama, t5, tokens
 from torch import Tensor
 from transformers import GPT2LMHeadModel
+from transformers.modeling_outputs import (
+    BaseModelOutputWithNoAttention,
+    CausalLMOutputWithCrossAttentions,
+)
+from transformers.utils import generic
 
 import lazyinline
+from lazyinline.reuse.transformers_outputs import is_set_of_outputs
 
 MODES: dict[str, dict[str, Any]] = {
     "greedy": {},
@@ -149,4 +155,16 @@ def test_lengths_of_a_text_keep_their_small_arenas() -> None:
     entries = vars(run)["_lazyinline_calls"].entries
     assert len(entries) == 14
     assert all(entry.is_small for entry in entries)
-    assert all(entry._compiled.runtime.program._pool for entry in entries)
+    programs = [entry._compiled.runtime.program for entry in entries]
+    assert all(program._pool for program in programs)
+    assert not any("native_layer_norm" in program.foreign_launches() for program in programs)
+
+
+def test_classes_of_outputs_of_other_models_are_not_looked_into() -> None:
+    assert is_set_of_outputs(generic._registered_model_output_types)
+    run = compiled(gpt2().eval())
+    with torch.no_grad():
+        run(tokens(4))
+    contents = vars(run)["_lazyinline_calls"].entries.first.guard._evidence._contents
+    assert contents.has_met(CausalLMOutputWithCrossAttentions)
+    assert not contents.has_met(BaseModelOutputWithNoAttention)
