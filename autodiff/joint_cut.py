@@ -14,6 +14,7 @@ import torch
 import torch.fx
 
 from ..reuse.ir.program import input_nodes
+from ..reuse.ir.torch_graphs import module_of
 from ..reuse.torch_names import operator_schema
 
 
@@ -103,7 +104,7 @@ def copy_graph(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
     mapping: dict[torch.fx.Node, torch.fx.Node] = {}
     outputs = graph.graph_copy(module.graph, mapping)
     graph.output(outputs)
-    return torch.fx.GraphModule(module, graph)
+    return module_of(graph, module)
 
 
 def cut_joint(
@@ -167,7 +168,7 @@ def extract(
         assert node.op != "placeholder", f"{node.name} is not among the inputs"
         mapping[node] = graph.node_copy(node, mapping.__getitem__)
     graph.output(tuple(mapping[n] if isinstance(n, torch.fx.Node) else n for n in outputs))
-    return torch.fx.GraphModule(module, graph)
+    return module_of(graph, module)
 
 
 def _just_in_time(

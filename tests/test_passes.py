@@ -4,6 +4,7 @@ import itertools
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -195,3 +196,19 @@ def test_a_pass_leaves_the_state_before_it_as_it_is() -> None:
     wanted = [p.name for p in MODULE if p.name not in ("recompute", "predict")]
     assert [name for name, _, _ in seen] == wanted
     assert all(a is b for (_, _, a), (_, b, _) in itertools.pairwise(seen))
+
+
+def test_only_graphs_that_run_are_written_as_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To write a graph as Python and compile that takes as long as to make it."""
+    written: list[torch.fx.GraphModule] = []
+    write = torch.fx.GraphModule.recompile
+
+    def noted(self: torch.fx.GraphModule) -> Any:
+        written.append(self)
+        return write(self)
+
+    monkeypatch.setattr(torch.fx.GraphModule, "recompile", noted)
+    compiled = lazyinline.compile(Net(), backend="eager")
+    compiled(torch.randn(2, 4)).backward()
+    assert written
+    assert len(written) <= compiled.last_report.num_kernels

@@ -18,6 +18,7 @@ import torch.fx
 from ...autodiff.leaf_derivative import Derivative
 from ...reuse.ir.leaf import DEFAULT_STAMP, Stamp, stamp_of
 from ...reuse.ir.program import Leaf
+from ...reuse.ir.torch_graphs import module_of
 from ...reuse.ir.types import StructType, TensorType, Type
 from ...reuse.torch_names import memory_id
 from ..gpu.torch_triton import MachineCode
@@ -195,7 +196,7 @@ def decode_leaf(data: Any, name: str, input_names: tuple[str, ...]) -> Leaf:
             node.meta["val"] = value
     return Leaf(
         name,
-        torch_facts.module_of(graph),
+        module_of(graph),
         tuple(map(decode_type, data["inputs"])),
         tuple(map(decode_type, data["outputs"])),
         input_names,

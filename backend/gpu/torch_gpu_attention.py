@@ -19,6 +19,8 @@ from typing import Any
 import torch
 import torch.fx
 
+from ...reuse.ir.torch_graphs import module_of
+
 aten = torch.ops.aten
 FUSED = aten.scaled_dot_product_attention.default
 _FLASH = aten._scaled_dot_product_flash_attention.default
@@ -42,7 +44,7 @@ def as_on_a_gpu(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
             copies[node] = _native_dropout(graph, node, copies)
         else:
             copies[node] = graph.node_copy(node, copies.__getitem__)
-    return torch.fx.GraphModule(module, graph)
+    return module_of(graph, module)
 
 
 def _drops(node: torch.fx.Node) -> bool:

@@ -21,11 +21,11 @@ _STRIDED = (_aten.as_strided.default,)
 
 def eager_function(module: torch.fx.GraphModule) -> Callable[..., Any]:
     """Returns what runs a leaf's operators, right for whatever layout a kernel chooses."""
-    if any(node.target in (*RESHAPES, *_STRIDED) for node in module.graph.nodes):
-        module = torch.fx.GraphModule(module, _of_any_layout(module.graph))
-    else:
-        module.recompile()
-    forward: Callable[..., Any] = module.forward
+    graph = module.graph
+    if any(node.target in (*RESHAPES, *_STRIDED) for node in graph.nodes):
+        graph = _of_any_layout(graph)
+    # Not a lazy one, whose function would look at each call whether it is compiled.
+    forward: Callable[..., Any] = torch.fx.GraphModule(module, graph).forward
     return forward
 
 

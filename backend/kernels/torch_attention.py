@@ -14,6 +14,8 @@ from typing import Any
 import torch
 import torch.fx
 
+from ...reuse.ir.torch_graphs import module_of
+
 _FUSED = torch.ops.aten.scaled_dot_product_attention.default
 _PLAIN = torch.ops.aten._scaled_dot_product_attention_math.default
 _MAX_KEYS = 64
@@ -30,7 +32,7 @@ def with_plain_attention(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
             copies[node] = _plain(graph, node, copies)
         else:
             copies[node] = graph.node_copy(node, copies.__getitem__)
-    return torch.fx.GraphModule(module, graph)
+    return module_of(graph, module)
 
 
 def _is_small(node: torch.fx.Node) -> bool:

@@ -20,7 +20,6 @@ from typing import Any
 import torch
 import torch.fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.fx._lazy_graph_module import _LazyGraphModule
 
 from ...reuse.ir.types import TensorType, Type
 from ...reuse.torch_names import OPERATOR_TYPES, matmul_precision
@@ -104,11 +103,6 @@ def function_named(name: str) -> Any:
 
 
 # ---- graphs ------------------------------------------------------------------------------------
-
-
-def module_of(graph: torch.fx.Graph) -> torch.fx.GraphModule:
-    """Wraps a graph; its Python code is made when somebody calls it."""
-    return _LazyGraphModule(torch.nn.Module(), graph)
 
 
 def fake_values(layouts: Sequence[Layout | None]) -> list[torch.Tensor | None]:

@@ -12,6 +12,7 @@ from torch import nn
 from ...autodiff.derivative import Derivative, Request
 from ...backend.link.link import FlatProgram, check_flat
 from ...reuse.ir.program import Program
+from ...reuse.ir.torch_graphs import lazy_modules
 from ...reuse.ir.verify import ProgramLevel, verify
 from ..capture.regions import CapturedModel, Sizes
 from ..capture.surroundings import one_at_a_time
@@ -175,7 +176,8 @@ def run(passes: Sequence[Pass], state: State, watch: Watch = no_watch) -> State:
         VerifyError: if a pass broke a rule of its level.
     """
     everything = os.environ.get(VERIFY_VARIABLE, "0") not in ("", "0")
-    with state.context.progress.passes([one.name for one in passes]) as followed:
+    names = [one.name for one in passes]
+    with lazy_modules(), state.context.progress.passes(names) as followed:
         for one in passes:
             if not one.wanted(state):
                 continue

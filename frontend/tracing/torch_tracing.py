@@ -22,7 +22,6 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
 )
-from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import (
     disable_proxy_modes_tracing,
     get_proxy_mode,
@@ -35,6 +34,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from ...reuse.errors import CaptureError
 from ...reuse.ir.leaf import Stamp, current_autocast, mutated_args
+from ...reuse.ir.torch_graphs import lazy_modules
 from ...reuse.ir.torch_symbols import SIZE_TYPES
 from ...reuse.ir.types import TensorType
 from ...reuse.own_code import own_places
@@ -285,7 +285,7 @@ class Tracer:
             raise _Finished  # the graph is all we need; a GraphModule of it takes time per node
 
         try:
-            with self.fake_mode, _use_lazy_graph_module(True), suppress(_Finished):
+            with self.fake_mode, lazy_modules(), suppress(_Finished):
                 readers = {operator_: self._of_fakes_only(operator_) for operator_ in _READERS}
                 table = {**pure_forms(), **readers}
                 make_fx(traced, table, tracing_mode="real", pre_dispatch=True)(list(inputs))

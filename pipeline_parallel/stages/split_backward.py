@@ -16,6 +16,7 @@ import torch.fx
 
 from ...reuse.ir.leaf import is_view, mutated_args
 from ...reuse.ir.program import Call, Closure, Composite, Leaf, Pack, Program, Unpack, Value
+from ...reuse.ir.torch_graphs import module_of
 from ...reuse.ir.types import StructType, TensorType, Type, flatten_type
 
 Positions = tuple[int, ...]
@@ -322,7 +323,7 @@ class _LeafHalf:
         ]
         return Leaf(
             f"{leaf.name}.{suffix}",
-            torch.fx.GraphModule(torch.nn.Module(), graph),
+            module_of(graph),
             (*struct_types, *(leaf.input_types[i] for i in inputs)),
             tuple(output_types),
             level=leaf.level,

@@ -10,6 +10,7 @@ inline            the early inliner: calls replaced by bodies
 interpreter       the reference interpreter
 constants         closures that differ in Python numbers only become one closure
 scalar_inputs     which operators take a 0-d tensor for a number, with the same bits
+torch_graphs      adapter: graphs whose Python code is written when somebody runs it
 torch_size_nodes  adapter: sizes computed by the nodes of a graph
 torch_symbols     adapter: sizes that are expressions of symbols
 transfer          how one tensor travels between ranks

@@ -19,6 +19,7 @@ import torch.fx
 from .leaf import FullKey, leaf_key
 from .program import Call, Closure, Composite, Leaf, ModelTensor, Program, Value, walk_closures
 from .scalar_inputs import Number, Slot, replace, slot_of
+from .torch_graphs import module_of
 
 Item = TypeVar("Item")
 
@@ -173,7 +174,7 @@ def _leaf_with_inputs(member: _OpenLeaf, columns: _Columns) -> Leaf:
         elif node.op != "placeholder":
             new[node] = graph.node_copy(node, new.__getitem__)
     names = (*old.input_names, *(e.name for e in entries)) if old.input_names else ()
-    module = torch.fx.GraphModule(torch.nn.Module(), graph)
+    module = module_of(graph)
     return Leaf(old.name, module, (*old.input_types, *types), old.output_types, names)
 
 

@@ -20,6 +20,7 @@ from torch.fx.node import map_arg
 from ..freeze import Freezer
 from ..torch_names import memory_id, operator_schema
 from .program import Leaf
+from .torch_graphs import module_of
 from .torch_symbols import SizedInterpreter
 from .types import TensorType, Type, flatten_type
 
@@ -186,7 +187,7 @@ def cut_leaf(
     returned = [*outputs, *(inputs[i] for i in sorted(cloned_inputs))]
     return Leaf(
         name,
-        torch.fx.GraphModule(torch.nn.Module(), graph),
+        module_of(graph),
         tuple(node_type(n) for n in inputs),
         tuple(node_type(n) for n in returned),
         tuple(n.name for n in inputs),
@@ -376,5 +377,5 @@ def make_leaf(name: str, function: Callable[..., Any], type_: TensorType) -> Lea
             n.meta["val"] = torch.empty_strided(
                 type_.shape, type_.stride, dtype=type_.dtype, device="meta"
             )
-    module = torch.fx.GraphModule(torch.nn.Module(), graph)
+    module = module_of(graph)
     return Leaf(name, module, (type_, type_), (type_,), level="aten", kernels="eager")

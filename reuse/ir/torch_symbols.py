@@ -16,6 +16,7 @@ import torch.fx
 from torch.fx.node import map_aggregate, map_arg
 
 from ..errors import CaptureError
+from .torch_graphs import module_of
 from .types import StructType, TensorType, Type
 
 SIZE_TYPES: tuple[type, ...] = (torch.SymInt, torch.SymFloat, torch.SymBool)
@@ -258,7 +259,7 @@ def _with_sizes(
             copies[node].meta.update(node.meta)
         else:
             copies[node] = graph.node_copy(node, copies.__getitem__)
-    return torch.fx.GraphModule(module, graph)
+    return module_of(graph, module)
 
 
 def tensor_type_at(type_: TensorType, values: Values) -> TensorType:
