@@ -21,7 +21,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 
-from measurement import MODELS, MODES, Measurement
+from measurement import MODELS, MODES, Measurement, kept_environment
 from tqdm import tqdm
 
 HERE = pathlib.Path(__file__).resolve().parent
@@ -108,7 +108,7 @@ def environment(directory: pathlib.Path, cold: bool) -> dict[str, str]:
         settings["LAZYINLINE_CACHE"] = "0"
         settings["TORCHINDUCTOR_FX_GRAPH_CACHE"] = "0"
         settings["TORCHINDUCTOR_AUTOGRAD_CACHE"] = "0"
-    return os.environ | settings
+    return kept_environment() | settings
 
 
 def measure_all(plan: Plan) -> list[Measurement]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import resource
 import time
 from collections.abc import Iterator
@@ -13,6 +14,14 @@ from typing import Any
 
 MODES = ("eager", "full", "nested", "per-part", "per-block", "lazyinline")
 MODELS = ("own", "own-gpt", "hf-llama", "hf-gpt2")
+
+
+def kept_environment() -> dict[str, str]:
+    """Returns this environment with bytecode of a checkout kept, as that of what is installed is.
+
+    Otherwise each process would compile our own source anew, and PyTorch's not.
+    """
+    return {n: value for n, value in os.environ.items() if n != "PYTHONDONTWRITEBYTECODE"}
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,6 @@ import argparse
 import dataclasses
 import importlib
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -19,7 +18,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from measurement import Stopwatch
+from measurement import Stopwatch, kept_environment
 from tqdm import tqdm
 
 MODES = ("lazyinline", "torch.compile")
@@ -92,7 +91,7 @@ def start(mode: str, directory: str, options: argparse.Namespace) -> Start:
         "MKL_NUM_THREADS": "1",
     }
     done = subprocess.run(
-        command, env=os.environ | settings, capture_output=True, text=True, check=False
+        command, env=kept_environment() | settings, capture_output=True, text=True, check=False
     )
     if done.returncode:
         raise SystemExit(done.stderr)
