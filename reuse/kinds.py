@@ -174,18 +174,18 @@ def _put_cell(cell: types.CellType, items: Sequence[Any]) -> None:
         del cell.cell_contents
 
 
-def _attributes_of(function: Any) -> list[str]:
+def _attribute_names(function: Any) -> list[str]:
     """The names of a function's attributes, but for what others note there."""
     return [name for name in vars(function) if not name.startswith(_NO_STATE)]
 
 
 def _read_function(function: Any) -> Sequence[Any]:
-    held, names = vars(function), _attributes_of(function)
+    held, names = vars(function), _attribute_names(function)
     return [*names, *map(held.__getitem__, names)]
 
 
 def _put_function(function: Any, items: Sequence[Any]) -> None:
-    for name in _attributes_of(function):
+    for name in _attribute_names(function):
         del vars(function)[name]
     _add_entries(vars(function), items)
 
@@ -399,7 +399,7 @@ def function_parts(function: types.FunctionType) -> list[tuple[Any, Any]]:
         *((("cell", i), cell_contents(cell)) for i, cell in enumerate(cells)),
         (("part", "__defaults__"), function.__defaults__),
         (("part", "__kwdefaults__"), function.__kwdefaults__),
-        (("part", "__dict__"), _attributes_of(function)),
+        (("part", "__dict__"), {n: vars(function)[n] for n in _attribute_names(function)}),
     ]
 
 

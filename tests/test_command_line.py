@@ -113,7 +113,7 @@ def models(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> str:
 def test_bench_prints_a_row_per_depth(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", *QUICK]) == 0
     out, err = capsys.readouterr()
-    rows = [line.split() for line in out.splitlines() if line.strip()[:1].isdigit()]
+    rows = [row for row in map(str.split, out.splitlines()) if row and row[0].isdigit()]
     assert [row[0] for row in rows] == ["1", "2"]
     assert all(len(row) == 12 for row in rows)
     held = [int(row[1]) for row in rows]
