@@ -10,6 +10,8 @@ run_again         a forward run again in the backward, without drawing random nu
 undefined         the derivative without some cotangents
 micro_batches     one training step: forward and backward, called per micro-batch
 training_program  forward and backward as one program
+higher_order      derivatives of derivatives: the gradients of a program as a program
+stops             where the user's code lets no gradient through
 aliasing          which inputs share memory with what is saved
 dependence        which inputs a gradient can come back to
 origins           where the operators of a joint graph come from

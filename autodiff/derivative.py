@@ -31,7 +31,14 @@ from .choices import Choice, Cut, PerCall, Whole
 from .joint_cut import copy_graph, cut_joint
 from .leaf_derivative import Derivative, cotangent_type, hand_over_views, make_pair
 from .run_again import Rerunner, run_again
-from .torch_autograd import Decompositions, JointTrace, PartitionPolicy, partition
+from .torch_autograd import (
+    Decompositions,
+    Gradients,
+    JointTrace,
+    PartitionPolicy,
+    partition,
+    stop_what_has_no_gradient,
+)
 
 
 @dataclass(frozen=True)
@@ -68,6 +75,7 @@ class Recipe:
         joint_pass: a backend's rewrite of the joint graph before it is split.
         kernels: which kernels the results get, ``"backend"`` or ``"eager"``.
         rewrite: a backend's choice between forms of composite operators, before anything else.
+        gradients: ``"differentiated"`` makes halves that have a derivative in their turn.
     """
 
     decompositions: Decompositions = field(default_factory=dict)
@@ -75,6 +83,7 @@ class Recipe:
     joint_pass: Callable[[torch.fx.GraphModule], torch.fx.GraphModule] | None = None
     kernels: Kernels = "backend"
     rewrite: Callable[[torch.fx.GraphModule], torch.fx.GraphModule] = _unchanged
+    gradients: Gradients = "final"
 
 
 class Differentiator:
@@ -155,7 +164,12 @@ class Differentiator:
             types, recipe = flat_types(leaf.input_types), self._recipe_for(leaf)
             module = recipe.rewrite(leaf.module)
             joint = JointTrace(
-                module, types, request.inputs, request.outputs, recipe.decompositions
+                module,
+                types,
+                request.inputs,
+                request.outputs,
+                recipe.decompositions,
+                recipe.gradients,
             )
             if recipe.joint_pass is not None and joint.tangent_outputs and joint.grad_inputs:
                 joint.graph_module = recipe.joint_pass(joint.graph_module)
@@ -173,7 +187,11 @@ class Differentiator:
         else:
             forward, backward = partition(copy_graph(graph), number, recipe.policy)
         hand_over_views(forward, backward)
-        return make_pair(leaf, forward, backward, joint, recipe.kernels)
+        if recipe.gradients == "final":
+            return make_pair(leaf, forward, backward, joint, recipe.kernels)
+        pair = make_pair(leaf, forward, backward, joint, recipe.kernels, "composite")
+        stop_what_has_no_gradient(forward, flat_types(leaf.input_types), request.inputs)
+        return pair
 
     # ---- programs ------------------------------------------------------------------------
 

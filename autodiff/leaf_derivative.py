@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch.fx
 
 from ..reuse.ir.leaf import is_view
-from ..reuse.ir.program import Closure, Kernels, Leaf, input_nodes
+from ..reuse.ir.program import Closure, Kernels, Leaf, Level, input_nodes
 from ..reuse.ir.types import StructType, TensorType
 from .joint_cut import outputs_of
 from .torch_autograd import JointTrace
@@ -49,6 +49,7 @@ def make_pair(
     backward: torch.fx.GraphModule,
     joint: JointTrace,
     kernels: Kernels,
+    level: Level = "aten",
 ) -> Derivative:
     """Reads the boundary of a partitioned leaf: what is saved, and what is handed over."""
     primals = [n.name for n in input_nodes(forward)]
@@ -72,7 +73,7 @@ def make_pair(
         leaf.input_types,
         (*leaf.output_types, saved_type),
         leaf.input_names,
-        "aten",
+        level,
         kernels,
     )
     kept = [leaf.input_types[i] for i in kept_inputs] + [leaf.output_types[i] for i in kept_outputs]
@@ -81,7 +82,7 @@ def make_pair(
         backward,
         (saved_type, *kept, *(cotangent_type(leaf.output_types[i]) for i in cotangents)),
         tuple(cotangent_type(leaf.input_types[i]) for i in joint.grad_inputs),
-        level="aten",
+        level=level,
         kernels=kernels,
     )
     return Derivative(

@@ -15,6 +15,7 @@ import torch.fx
 from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..reuse.errors import CaptureError
 from ..reuse.ir.leaf import ModalInterpreter, is_view, mutated_args, stamp_of, without_autocast
@@ -28,11 +29,15 @@ from ..reuse.ir.torch_symbols import (
     sizes_in,
 )
 from ..reuse.ir.types import TensorType
-from .joint_cut import cut_joint, is_draw, late_draws, may_draw, read_by_backward
+from .joint_cut import cut_joint, is_draw, late_draws, may_draw, outputs_of, read_by_backward
 from .origins import NotingInterpreter
+from .stops import StoppingInterpreter, is_stop
 from .torch_lazy import PLAIN_ZEROS, WRITTEN, drop_copies, drop_pairs, is_lazy, mark_after_strided
 
 Decompositions = Mapping[Any, Callable[..., Any]]
+
+Gradients: TypeAlias = Literal["final", "differentiated"]
+"""What becomes of gradients: whether they are differentiated in their turn."""
 
 CHANGED_IN_PLACE = "has been modified by an inplace operation"
 """What PyTorch's autograd says of a saved value that is no longer what was saved."""
@@ -116,6 +121,9 @@ class JointTrace:
 
     ``grad_inputs`` lists the flat inputs that get a gradient, ``tangent_outputs`` the flat outputs
     that take a cotangent: both may be fewer than asked, where autograd says nothing flows.
+
+    Gradients that will be differentiated are traced with ``create_graph``: each operator's
+    derivative is then itself made of operators that have one. So is attention, in plain form.
     """
 
     @without_autocast
@@ -126,7 +134,9 @@ class JointTrace:
         wanted_inputs: Sequence[int],
         wanted_outputs: Sequence[int],
         decompositions: Decompositions,
+        gradients: Gradients = "final",
     ) -> None:
+        self._gradients: Gradients = gradients
         self.grad_inputs: tuple[int, ...] = ()
         self.tangent_outputs: tuple[int, ...] = ()
         self.num_outputs = 0
@@ -138,11 +148,13 @@ class JointTrace:
         primals = [fake_tensor(mode, t) for t in input_types]
         for index in wanted_inputs:
             primals[index].requires_grad_()
-        tangents = self._find_tangents(mode, primals, wanted_outputs)
+        with self._attention():
+            tangents = self._find_tangents(mode, primals, wanted_outputs)
         if not self.tangent_outputs:
             return
         with (
             mode,
+            self._attention(),
             sizes_kept_open(mode),
             torch.enable_grad(),
             _changes_of_saved_values_refused(module),
@@ -158,8 +170,16 @@ class JointTrace:
             detached = [p.detach() for p in primals]
             inputs = [*detached, *tangents]
             self.graph_module = _of_pure_memory(
-                self.graph_module, inputs, decompositions, sizes, names
+                self.graph_module, inputs, decompositions, sizes, names, gradients=gradients
             )
+
+    def _attention(self) -> AbstractContextManager[Any]:
+        """Fused attention has one derivative only."""
+        return sdpa_kernel(SDPBackend.MATH) if self._is_differentiated else nullcontext()
+
+    @property
+    def _is_differentiated(self) -> bool:
+        return self._gradients == "differentiated"
 
     def _find_tangents(
         self, mode: FakeTensorMode, primals: Sequence[torch.Tensor], wanted: Sequence[int]
@@ -177,7 +197,8 @@ class JointTrace:
         proxy_mode = get_proxy_mode()
         assert proxy_mode is not None
         graph = proxy_mode.tracer.graph
-        interpreter = NotingInterpreter(self._module, graph, _attention_as_traced)
+        interpreter_class = StoppingInterpreter if self._is_differentiated else NotingInterpreter
+        interpreter = interpreter_class(self._module, graph, _attention_as_traced)
         outputs = interpreter.run_flat(primals)
         self._forward = {n.name for n in proxy_mode.tracer.graph.nodes}
         gradients = torch.autograd.grad(
@@ -185,6 +206,7 @@ class JointTrace:
             [primals[i] for i in wanted],
             tangents,
             allow_unused=True,
+            create_graph=self._is_differentiated,
         )
         interpreter.write()
         pairs = [(i, g) for i, g in zip(wanted, gradients, strict=True) if g is not None]
@@ -199,6 +221,36 @@ class JointTrace:
         for node in self.graph_module.graph.nodes:
             if node.name in self._forward:
                 node.meta["partitioner_tag"] = "is_forward"
+
+
+@without_autocast
+def stop_what_has_no_gradient(
+    module: torch.fx.GraphModule, types: Sequence[TensorType], active: Sequence[int]
+) -> None:
+    """Detaches those results of a graph that autograd gives no gradient (a norm's statistics).
+
+    Where they are operands of another graph, no gradient of theirs must be asked for.
+
+    Args:
+        module: a forward, functional; it is changed.
+        types: of its inputs.
+        active: positions of the inputs that want a gradient.
+    """
+    mode = new_fake_mode(module)
+    inputs = [fake_tensor(mode, t) for t in types]
+    for index in active:
+        inputs[index].requires_grad_()
+    with mode, sizes_kept_open(mode), torch.enable_grad():
+        results = ModalInterpreter(module).run_flat(inputs)
+    output = module.graph.output_node()
+    new = list(outputs_of(module))
+    with module.graph.inserting_before(output):
+        for index, (node, result) in enumerate(zip(new, results, strict=True)):
+            if isinstance(result, torch.Tensor) and not result.requires_grad:
+                new[index] = module.graph.call_function(torch.ops.aten.detach.default, (node,))
+                new[index].meta["val"] = node.meta["val"]
+    output.args = (tuple(new),)
+    module.recompile()
 
 
 @contextmanager
@@ -258,6 +310,19 @@ def _copied(tensor: torch.Tensor, shape: Sequence[Any], stride: Sequence[Any]) -
     return torch.ops.aten.copy.default(target, tensor)
 
 
+def _differentiable_copy(target: torch.Tensor, source: torch.Tensor, _: bool = False) -> Any:
+    """Decomposes ``copy``, which has no derivative, into operators that lay out as it does."""
+    value = source.to(target.dtype).expand(target.shape)
+    strides = target.stride()
+    order = sorted(range(target.dim()), key=lambda d: (-strides[d], d))
+    dense = value.permute(order).clone(memory_format=torch.contiguous_format)
+    return dense.permute([order.index(d) for d in range(target.dim())])
+
+
+DIFFERENTIABLE: Decompositions = {torch.ops.aten.copy.default: _differentiable_copy}
+"""Operators that have no derivative, made of those that have one."""
+
+
 def _renameinput_nodes(module: torch.fx.GraphModule, num_primals: int) -> list[str]:
     """Gives placeholders the names that the partitioners know."""
     names = []
@@ -276,6 +341,8 @@ def _of_pure_memory(
     decompositions: Decompositions,
     sizes: Sequence[Any],
     names: Sequence[str] = (),
+    *,
+    gradients: Gradients = "final",
 ) -> torch.fx.GraphModule:
     """Rewrites operators that memory alone does not show: in place on temporaries, or lazy."""
     _strip_detach(module)
@@ -311,7 +378,8 @@ def _of_pure_memory(
     drop_copies(functional)
     for node, name in zip(input_nodes(functional), names, strict=False):
         node.name = node.target = name
-    _strip_detach(functional)
+    if gradients == "final":  # else what is left of them stops a gradient
+        _strip_detach(functional)
     return functional
 
 
@@ -372,9 +440,9 @@ def _attention_as_traced(result: Any, node: torch.fx.Node) -> Any:
 
 
 def _strip_detach(module: torch.fx.GraphModule) -> None:
-    """Removes detach: below autograd it is the identity."""
+    """Removes detach: below autograd it is the identity. One that stops a gradient stays."""
     for node in list(module.graph.nodes):
-        if node.target is torch.ops.aten.detach.default:
+        if node.target is torch.ops.aten.detach.default and not is_stop(node):
             operand = node.args[0]
             assert isinstance(operand, torch.fx.Node)
             node.replace_all_uses_with(operand)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from ..autodiff.derivative import Derivative
+from ..autodiff.higher_order.gradient_program import GradientProgram
 from ..autodiff.micro_batches import StepProgram
 from ..backend.launches.torch_native import Hold
 from ..backend.run.runtime import Runtime
@@ -16,13 +17,27 @@ from .unused_outputs import UnusedOutputs
 
 
 @dataclass(frozen=True)
+class GradientRequest:
+    """Which gradients are to be differentiated.
+
+    Attributes:
+        outputs: of the program, those that have a cotangent.
+        moving: of these, those whose cotangent wants a gradient itself.
+    """
+
+    outputs: tuple[int, ...]
+    moving: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class CompiledProgram:
     """A captured program and what runs it.
 
     ``derivative`` is there when training: what the forward saves and hands over, and what the
     backward takes. ``watched_inputs`` share memory with what is saved, so that they must not change
     in between. ``without`` makes the same program with a backward for some outputs unused, of which
-    ``unused_outputs`` knows the graphs.
+    ``unused_outputs`` knows the graphs. ``gradients`` compiles its gradients as a program of their
+    own, with a backward, for ``create_graph=True``.
     """
 
     captured: CapturedModel
@@ -31,6 +46,7 @@ class CompiledProgram:
     watched_inputs: tuple[int, ...] = ()
     unused_outputs: UnusedOutputs | None = None
     without: Callable[[CompiledProgram, Sequence[int]], CompiledProgram | None] | None = None
+    gradients: Callable[[GradientRequest], CompiledGradients] | None = None
 
     @property
     def hold(self) -> Hold | None:
@@ -40,6 +56,14 @@ class CompiledProgram:
     def without_tensors(self) -> CompiledProgram:
         """Returns the same for one who has the model's tensors from elsewhere."""
         return replace(self, captured=self.captured.without_tensors())
+
+
+@dataclass(frozen=True)
+class CompiledGradients:
+    """The gradients of a program, compiled, and where its inputs and results belong."""
+
+    compiled: CompiledProgram
+    gradients: GradientProgram
 
 
 @dataclass(frozen=True)

@@ -22,10 +22,16 @@ from ..backend.run.runtime import ClosureRuntime, PlannedRuntime
 from ..backend.run.unplanned_step import UnplannedStep
 from .capture.regions import CapturedModel
 from .capture.surroundings import one_at_a_time
-from .compiled import CompiledProgram, CompiledStep
+from .compiled import CompiledGradients, CompiledProgram, CompiledStep, GradientRequest
 from .options import Batching, Options
 from .passes.context import Context
-from .passes.gradients import add_gradients, require_data
+from .passes.gradients import (
+    GradientCompilation,
+    add_gradients,
+    differentiate_gradients,
+    require_data,
+    take_gradients,
+)
 from .passes.made import made_by
 from .passes.memory import describe_gpu, link_module, link_step
 from .passes.parts import PARTS, programs_of
@@ -100,6 +106,9 @@ STEP_SHAPE = (link_step_shape,)
 BACKWARD = (decompose, lower, link_module)
 SIZES_BACKWARD = (decompose, lower)
 
+# create_graph=True: the gradients of a compiled module as a program, with a backward.
+GRADIENTS = (take_gradients, differentiate_gradients, decompose, lower, link_module)
+
 # lazyinline.export_onnx: what is translated, leaf by leaf.
 EXPORT = (capture, require_data, add_gradients)
 
@@ -110,6 +119,7 @@ WAYS: dict[str, tuple[str, Sequence[Pass]]] = {
     "sizes": ("a module whose sizes vary", (*SIZES, *SHAPE)),
     "step sizes": ("a training step whose sizes vary", (*STEP_SIZES, *STEP_SHAPE)),
     "backward": ("a backward for fewer outputs", BACKWARD),
+    "gradients": ("the gradients of a module, to be differentiated", GRADIENTS),
     "export": ("an ONNX file", EXPORT),
 }
 """Every way in, for people: what it makes, and its passes."""
@@ -167,7 +177,7 @@ class Compiler:
             state = run(MODULE, state, watch)
         note_recompute(state)
         state.report.made = made_by(state)
-        return compiled_program(state, self._relinked), state.report
+        return self._with_gradients(state), state.report
 
     @one_at_a_time
     def compile_step(
@@ -193,6 +203,32 @@ class Compiler:
         note_recompute(state)
         state.report.made = made_by(state)
         return compiled_step(state), state.report
+
+    @one_at_a_time
+    def compile_gradients(
+        self, captured: CapturedModel, request: GradientRequest
+    ) -> CompiledGradients:
+        """Compiles the gradients of a captured program as a program, with a backward.
+
+        Raises:
+            PlanError: if they have none.
+        """
+        state = GradientCompilation(
+            context=self.context,
+            report=self.context.report(train=True),
+            seen=captured,
+            outputs=request.outputs,
+            moving=request.moving,
+        )
+        with self.context.cached(state.report):
+            state = run(GRADIENTS, state)
+        assert state.gradients is not None
+        return CompiledGradients(self._with_gradients(state), state.gradients)
+
+    def _with_gradients(self, state: Compilation) -> CompiledProgram:
+        made = compiled_program(state, self._relinked)
+        seen = made.captured.without_tensors()
+        return replace(made, gradients=partial(self.compile_gradients, seen))
 
     def _relinked(
         self, compiled: CompiledProgram, derivative: Derivative, report: CompileReport

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Iterable
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -60,6 +62,14 @@ def schema_of(function: object) -> Any:
 def version_of(tensor: torch.Tensor) -> int:
     """Returns how often a tensor has been changed in place."""
     return int(tensor._version)
+
+
+def versions_of(tensors: Iterable[torch.Tensor]) -> list[int]:
+    """Returns the same for each of some tensors, without Python between them."""
+    return list(map(_VERSION, tensors))
+
+
+_VERSION = operator.attrgetter("_version")
 
 
 def matmul_precision() -> tuple[str, str]:

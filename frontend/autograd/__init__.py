@@ -2,6 +2,7 @@
 
 bridge            forward and backward as one node of the autograd graph
 backwards         one backward for each set of outputs that a loss used
+second            gradients that are differentiated in their turn (create_graph=True)
 saved_tensors     what autograd gives back of saved tensors
 handed_gradients  the gradients that parameters of a compiled step have
 torch_hooks       adapter: hooks that the engine runs where a gradient arrives

@@ -12,14 +12,14 @@ import torch
 from ...autodiff.dependence import Dependence
 from ...autodiff.torch_autograd import graph_is_kept
 from ...backend.run.runtime import Graph, unchanged
-from ...reuse.errors import PlanError
 from ...reuse.ir.types import TensorType
-from ...reuse.torch_names import is_lazy, memory_id, version_of
+from ...reuse.torch_names import is_lazy, memory_id, version_of, versions_of
 from ..checks.torch_modes import plain_cotangent
 from ..compiled import CompiledProgram
 from ..unused_outputs import refuse_no_numbers
 from .backwards import Backward, Backwards
 from .saved_tensors import SavedTensors
+from .second import FirstBackward, Gradients
 
 
 @dataclass
@@ -101,6 +101,14 @@ class Bridge:
         self.saved = SavedTensors(types[1 : self.num_kept + 1])  # type: ignore[arg-type]
         self.gradient_types = derivative.backward.output_types
         outputs = range(len(compiled.captured.program.outputs))
+        self.gradients = Gradients(compiled, lambda made: Bridge(made, frozenset()).run)
+        # What the backward does not need, but a derivative of the backward may: what the forward
+        # overwrites (a program of gradients never reads it) behind what must stay as it is.
+        needed = set(derivative.kept_inputs)
+        rest = [i for i in range(len(self.program.inputs)) if i not in needed]
+        self.others = [i for i in rest if i not in written] + [i for i in rest if i in written]
+        self.pick_others = picker(self.others)
+        self.num_unwritten = sum(i not in written for i in rest)
         self.constant_outputs = [i for i in outputs if i not in derivative.cotangent_outputs]
 
     def run(self, inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
@@ -129,8 +137,28 @@ class Step:
     prepared: Backward
     flight: Any = None
     used: tuple[int, ...] = ()
+    others: Sequence[torch.Tensor] = ()
+    _others_versions: Sequence[int] = ()
     _left: Sequence[torch.Tensor] = ()
     _versions: Sequence[int] = ()
+
+    def hold_others(self) -> None:
+        """Keeps the inputs that the backward does not need, as they are."""
+        self.others = self.bridge.pick_others(self.inputs)
+        self._others_versions = versions_of(self.others[: self.bridge.num_unwritten])
+
+    def inputs_again(self, ctx: Any) -> list[torch.Tensor]:
+        """Returns all inputs, for a backward that will be differentiated.
+
+        Raises:
+            RuntimeError: if one was changed in place, or let go of, since the forward.
+        """
+        places = self.bridge.derivative.kept_inputs
+        found = dict(zip(places, ctx.saved_tensors[: len(places)], strict=True))
+        for tensor, version in zip(self.others, self._others_versions, strict=False):
+            unchanged(tensor, version)
+        found.update(zip(self.bridge.others, self.others, strict=True))
+        return [found[i] for i in range(len(found))]
 
     def taken(self, ctx: Any, unused: Sequence[int]) -> tuple[Sequence[torch.Tensor], Any, Graph]:
         """Returns what was saved, the flight, and what is to become of it.
@@ -162,7 +190,7 @@ class Step:
             self.used, self._left = used, [tensor.detach() for tensor in kept]
             self._versions = list(map(version_of, kept))
             return kept, flight, "keep"
-        self.flight, self._left = None, ()
+        self.flight, self._left, self.others = None, (), ()
         return kept, flight, "free"
 
 
@@ -172,6 +200,7 @@ class _CompiledFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, step: Step, *wanted: torch.Tensor) -> tuple[torch.Tensor, ...]:
         bridge, inputs = step.bridge, step.inputs
+        step.hold_others()
         step.inputs = ()
         aliases = bridge.aliases
         outputs, step.flight = step.prepared.runtime.forward(inputs)
@@ -199,13 +228,26 @@ class _CompiledFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *cotangents: torch.Tensor | None) -> tuple[Any, ...]:
+        if not torch.is_grad_enabled():
+            return tuple(_CompiledFunction._gradients(ctx, cotangents))
+        return _CompiledFunction._differentiable(ctx, cotangents)  # `create_graph=True`
+
+    @staticmethod
+    def _differentiable(ctx: Any, cotangents: Sequence[torch.Tensor | None]) -> tuple[Any, ...]:
+        inputs = ctx.step.inputs_again(ctx)
+        bridge, wanted = ctx.step.bridge, ctx.step.bridge.derivative.gradient_inputs
+        outputs = bridge.derivative.cotangent_outputs
+        first = FirstBackward(
+            bridge.gradients, tuple(i for i in outputs if cotangents[i] is not None), _cotangent
+        )
+        given = [c for c in (cotangents[i] for i in outputs) if c is not None]
+        if bridge.gradients.were_differentiated and len(given) == len(outputs):
+            found = first.run(inputs, given)  # once, in place of a backward and this again
+            return (None, *(found.get(index) for index in wanted))
         with torch.no_grad():
             results = _CompiledFunction._gradients(ctx, cotangents)
-        if not torch.is_grad_enabled():
-            return tuple(results)
-        # `create_graph=True`: whoever differentiates these must not get zero for an answer.
         places = [i for i, x in enumerate(results) if x is not None]
-        marked = _NoSecondDerivative.apply(_wanting_gradient(), *(results[i] for i in places))
+        marked = first.differentiable({wanted[i - 1]: results[i] for i in places}, inputs, given)
         for place, gradient in zip(places, marked, strict=True):
             results[place] = gradient
         return tuple(results)
@@ -240,30 +282,6 @@ class _CompiledFunction(torch.autograd.Function):
             if any(output in unused for output in backward.outputs):
                 refuse_no_numbers(bridge.program, unused, [g for g in results if g is not None])
         return results
-
-
-class _NoSecondDerivative(torch.autograd.Function):
-    """Says at a second differentiation that there is none.
-
-    ``once_differentiable`` says it only where a cotangent wants a gradient: not for
-    ``grad(f(x).sum(), x, create_graph=True)``, as in a gradient penalty.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, wanting: torch.Tensor, *gradients: torch.Tensor) -> Any:
-        return tuple(g.view_as(g) for g in gradients)
-
-    @staticmethod
-    def backward(ctx: Any, *cotangents: Any) -> Any:
-        raise PlanError(
-            "A compiled module has no second derivative (create_graph=True, as in a gradient "
-            "penalty). Call the model itself where its gradient is differentiated: "
-            "compile(model) with in_place=False leaves it as it is."
-        )
-
-
-def _wanting_gradient() -> torch.Tensor:
-    return torch.empty(0, requires_grad=True, device="cpu")
 
 
 def _cotangent(gradient: torch.Tensor | None, type_: TensorType) -> torch.Tensor:

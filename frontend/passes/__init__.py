@@ -9,7 +9,7 @@ recompute         what is saved, for a program that is called and for a step
 recompute_choice  what is saved, by policy, budget or mark
 parts             a program and its derivative, as they are linked
 sizes             with symbols in place of sizes, and numbers in place of symbols
-gradients         for a file: what has data, and the gradients beside the loss
+gradients         beside the loss in a file; and as programs, to be differentiated
 rank              the compile of one rank of a pipeline, between two passes
 stages            split, derivatives and recompute of stages, link of one rank, predict
 stage_split       where a model is cut into stages

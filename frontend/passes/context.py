@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 from ...autodiff.derivative import Differentiator
+from ...autodiff.higher_order.gradient_program import GradientPrograms
 from ...backend.cache.results import CompileCache
 from ...backend.gpu.place import Place
 from ...backend.gpu.targets import ALIGNMENT_BYTES, target_named
@@ -45,6 +46,7 @@ class Context:
     Attributes:
         backend: makes kernels.
         differentiator: makes derivatives as the backend wants them, each once.
+        gradient_programs: makes gradients into programs, to be differentiated again.
         recompute: picks what a derivative saves.
         tools: what places buffers and runs launches.
         kernels: of each leaf that has one.
@@ -60,6 +62,7 @@ class Context:
         self._cache = found or CompileCache(None, options.backend)
         self.tools = self._tools()
         self.differentiator = Differentiator(self.backend.recipe, self._cache.derivative)
+        self.gradient_programs = GradientPrograms()
         self.recompute = Recompute(
             self.differentiator, options.recompute, options.backend, self.tools.place.target
         )

@@ -1,4 +1,4 @@
-"""Passes for a file: what has data to write, and the gradients beside the loss."""
+"""Passes for gradients: in a file beside the loss; and as programs, to be differentiated."""
 
 from __future__ import annotations
 
@@ -7,14 +7,16 @@ from dataclasses import dataclass, replace
 import torch
 
 from ...autodiff.derivative import Differentiator, Recipe
+from ...autodiff.higher_order.gradient_program import GradientProgram, drawing_leaf, own_derivative
 from ...autodiff.training_program import training_program
-from ...reuse.errors import ExportError
+from ...reuse.errors import ExportError, PlanError
 from ...reuse.ir.leaf import Leaf
-from ...reuse.ir.program import Composite, ModelTensor, Program
+from ...reuse.ir.program import Composite, ModelTensor, Program, UserInput
 from ...reuse.ir.types import TensorType
 from ..capture.assemble import OutputTree
-from ..requests import differentiable_inputs
+from ..requests import differentiable_inputs, differentiation
 from .parts import PARTS
+from .programs import with_request
 from .state import Compilation, compile_pass
 
 
@@ -77,7 +79,7 @@ def add_gradients(state: ExportCompilation) -> ExportCompilation:
     type_ = program.outputs[loss].type
     assert isinstance(type_, TensorType)
     seed = ModelTensor("loss.seed", torch.ones(type_.shape, dtype=type_.dtype, device=type_.device))
-    programs = {PARTS[0]: training_program(program, derivative, seed)}
+    programs = {PARTS[0]: training_program(program, derivative, [seed])}
     return replace(state, programs=programs, gradients=derivative.gradient_inputs)
 
 
@@ -105,3 +107,67 @@ def _item_bytes(program: Program, output: int) -> int:
     type_ = program.outputs[output].type
     assert isinstance(type_, TensorType)
     return type_.dtype.itemsize
+
+
+# ---- create_graph=True: gradients as a program, with a backward -------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class GradientCompilation(Compilation):
+    """The gradients of a captured program on their way to something that runs.
+
+    Attributes:
+        outputs: of the program, those that have a cotangent.
+        moving: of these, those whose cotangent wants a gradient itself.
+        gradients: the program of gradients, once it is made.
+    """
+
+    outputs: tuple[int, ...]
+    moving: tuple[int, ...]
+    gradients: GradientProgram | None = None
+
+
+@compile_pass("gradients")
+def take_gradients(state: GradientCompilation) -> GradientCompilation:
+    """A program becomes that of its gradients, once per different closure."""
+    program = state.captured.program
+    function = own_derivative(program)
+    if function:
+        raise PlanError(
+            f"There is no second derivative of a program with {function}, which has a derivative "
+            "of its own (torch.autograd.Function). Call the model itself where its gradient is "
+            "differentiated."
+        )
+    wanted = differentiable_inputs(program)
+    sources = [
+        UserInput(i, f"input_{i}", requires_grad=i in wanted) for i in range(len(program.inputs))
+    ]
+    sources += [
+        UserInput(len(sources), f"cotangent_{o}", requires_grad=o in state.moving)
+        for o in state.outputs
+    ]
+    made = state.context.gradient_programs.of(program, wanted, state.outputs, sources)
+    if made is None:
+        raise PlanError("No gradient flows to an input or a parameter that requires grad.")
+    drawing = drawing_leaf(made.program)
+    if drawing is not None:
+        raise PlanError(
+            f"There is no second derivative of a model that draws random numbers (@{drawing.name} "
+            "does): they would be drawn anew. Call model.eval() or set its dropout to 0; or call "
+            "the model itself where its gradient is differentiated."
+        )
+    read = {value for call in made.program.calls for value in call.args}
+    if any(made.program.inputs[target] in read for _, target in program.writes):
+        raise PlanError(
+            "There is no second derivative of a forward that changes a buffer it reads (running "
+            "statistics): the gradient would be taken from what it is now. Call model.eval(), or "
+            "call the model itself where its gradient is differentiated."
+        )
+    seen = replace(state.captured, program=made.program)
+    return replace(state, seen=seen, gradients=made, programs={PARTS[0]: made.program})
+
+
+@compile_pass("autodiff")
+def differentiate_gradients(state: GradientCompilation) -> GradientCompilation:
+    """The program of gradients becomes two: a forward, and a backward with the calls reversed."""
+    return with_request(state, differentiation(state.programs[PARTS[0]]))

@@ -19,11 +19,12 @@ from ...reuse.ir.program import Closure, Composite, Leaf, Program, walk_closures
 from ...reuse.ir.torch_symbols import SIZE_TYPES, Values, expression_of, value_of
 from ..capture.regions import CapturedModel
 from ..capture.surroundings import one_at_a_time
-from ..compiled import CompiledProgram
+from ..compiled import CompiledGradients, CompiledProgram, GradientRequest
 from ..compiler import (
     SHAPE,
     SIZES,
     SIZES_BACKWARD,
+    Compiler,
     note_recompute_at,
     unplanned_of,
     without_outputs,
@@ -36,6 +37,7 @@ from ..passes.sizes import ShapeCompilation, check_budget
 from ..passes.state import Compilation, Subject, run
 from ..report import CompileReport
 from ..unused_outputs import UnusedOutputs
+from .at_numbers import AtNumbers
 
 if TYPE_CHECKING:
     from .torch_input_sizes import InputSizes
@@ -141,7 +143,18 @@ class SymbolicCompiler:
         relinked = partial(self._relinked_at, symbolic, values)
         without = partial(without_outputs, relinked=relinked, report=report)
         watched, unused = symbolic.watched_inputs, symbolic.unused_outputs
-        return CompiledProgram(captured, state.runs, state.derivative, watched, unused, without)
+        gradients = partial(self._gradients_at, symbolic.captured.without_tensors(), values)
+        return CompiledProgram(
+            captured, state.runs, state.derivative, watched, unused, without, gradients
+        )
+
+    def _gradients_at(
+        self, captured: CapturedModel, values: Values, request: GradientRequest
+    ) -> CompiledGradients:
+        """Compiles gradients that are differentiated, for these sizes alone."""
+        program = AtNumbers(values).program(captured.program)
+        options = replace(self._context.options, cache="off")
+        return Compiler(options).compile_gradients(replace(captured, program=program), request)
 
     def _relinked_at(
         self,

@@ -1,0 +1,262 @@
+"""`create_graph=True` through a compiled module: gradients of gradients, to any order."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import lazyinline
+from lazyinline import PlanError, lazy_inline
+from lazyinline.autodiff.higher_order.gradient_program import GradientPrograms
+from lazyinline.frontend.compiler import Compiler
+from lazyinline.frontend.measure import models
+
+WIDTH = 8
+
+
+@lazy_inline
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.linear(self.norm(x)).tanh()
+
+
+class Net(nn.Module):
+    def __init__(self, num_layers: int = 3, block: type[nn.Module] = Residual) -> None:
+        super().__init__()
+        self.first = nn.Linear(2, WIDTH)
+        self.layers = nn.ModuleList(block() for _ in range(num_layers))
+        self.head = nn.Linear(WIDTH, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        for layer in self.layers:
+            h = layer(h)
+        y: Tensor = self.head(h)
+        return y
+
+
+def pair(model: nn.Module, backend: str = "eager", **options: Any) -> tuple[Any, nn.Module]:
+    """Returns a model, compiled, and a twin that is eager."""
+    return lazyinline.compile(model.double(), backend=backend, **options), copy.deepcopy(model)
+
+
+def points(num: int = 5, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(num, 2, dtype=torch.float64, generator=generator)
+
+
+def gradient(y: Tensor, x: Tensor) -> Tensor:
+    (found,) = torch.autograd.grad(y, x, create_graph=True)
+    return found
+
+
+def penalty(model: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    x = x.requires_grad_()
+    y = model(x)
+    slope = gradient(y.sum(), x)
+    return y.square().mean() + (slope.norm(dim=1) - 1).square().mean()
+
+
+def third_order(model: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    x = x.requires_grad_()
+    first = gradient(model(x).sin().sum(), x)
+    second = gradient(first.pow(2).sum(), x)
+    return gradient(second.pow(3).sum(), x).sum()
+
+
+def assert_same(
+    compiled: Any, expected: nn.Module, loss: Callable[..., Tensor], *args: Any
+) -> None:
+    """Compares a loss, the gradients of all parameters and those of the input."""
+    found = []
+    for model in (compiled, expected):
+        model.zero_grad()
+        inputs = [a.clone() for a in args]
+        value = loss(model, *inputs)
+        value.backward()
+        gradients = [p.grad for p in model.parameters()]
+        found.append([value.detach(), *gradients, *(x.grad for x in inputs)])
+    for one, other in zip(*found, strict=True):
+        assert (one is None) == (other is None)
+        if one is not None:
+            torch.testing.assert_close(one, other, rtol=1e-8, atol=1e-10)
+
+
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@pytest.mark.parametrize("loss", [penalty, third_order])
+@pytest.mark.sweep(keep=["penalty-inductor", "third_order-eager"])
+def test_gradients_of_gradients_equal_eager(loss: Any, backend: str) -> None:
+    compiled, expected = pair(Net(), backend)
+    assert_same(compiled, expected, loss, points())
+
+
+def test_a_penalty_trains_as_in_eager_over_several_steps_of_any_size() -> None:
+    compiled, expected = pair(Net())
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (compiled, expected)]
+    for step, num in enumerate((5, 5, 7, 6)):
+        assert_same(compiled, expected, penalty, points(num, step))
+        for optimizer in optimizers:
+            optimizer.step()
+
+
+def test_a_hessian_vector_product_of_a_decoder_equals_eager() -> None:
+    model, args = models.llama(2, hidden=16, num_heads=2, vocab=13, seq=6, batch=2)
+    compiled, expected = pair(model)
+    products = []
+    for one in (compiled, expected):
+        parameters = list(one.parameters())
+        with sdpa_kernel(SDPBackend.MATH):  # the only one with a second derivative in eager
+            gradients = torch.autograd.grad(one(*args), parameters, create_graph=True)
+            along = sum(g.sum() for g in gradients)
+            products.append([*gradients, *torch.autograd.grad(along, parameters)])
+    for found, wanted in zip(*products, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-8, atol=1e-10)
+
+
+def stops_a_value(self: Any, x: Tensor) -> Tensor:
+    return self.linear(x) * x.detach() + x.square()
+
+
+def stops_a_region(self: Any, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        scale = self.linear(x).exp()
+    return x.square() * scale
+
+
+def changes_in_place(self: Any, x: Tensor) -> Tensor:
+    y = self.linear(x) * 2
+    y[:, 0] = x[:, 1].detach().square()
+    return y.add_(x).tanh_()
+
+
+def returns_two_of_which_one_is_used(self: Any, x: Tensor) -> Tensor:
+    values, _ = self.linear(x).sort(-1)
+    return values.sigmoid() * x
+
+
+@pytest.mark.parametrize(
+    "forward",
+    [stops_a_value, stops_a_region, changes_in_place, returns_two_of_which_one_is_used],
+)
+@pytest.mark.parametrize("loss", [penalty, third_order])
+def test_what_stops_a_gradient_stops_it_at_every_order(forward: Any, loss: Any) -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(WIDTH, WIDTH)
+
+    Block.forward = forward  # type: ignore[method-assign]
+    compiled, expected = pair(Net(2, lazy_inline(Block)))
+    assert_same(compiled, expected, loss, points())
+
+
+def test_a_cotangent_that_is_a_function_gets_its_gradient() -> None:
+    def loss(model: Any, x: Tensor) -> Tensor:
+        x = x.requires_grad_()
+        return gradient(model(x).exp().prod(), x).square().sum()
+
+    compiled, expected = pair(Net())
+    assert_same(compiled, expected, loss, points())
+
+
+def test_frozen_parameters_and_inputs_without_a_gradient() -> None:
+    def loss(model: Any, x: Tensor) -> Tensor:
+        trained = [p for p in model.parameters() if p.requires_grad]
+        slopes = torch.autograd.grad(model(x).square().sum(), trained, create_graph=True)
+        return torch.stack([s.square().sum() for s in slopes]).sum()
+
+    model = Net()
+    model.first.requires_grad_(False)
+    compiled, expected = pair(model)
+    assert_same(compiled, expected, loss, points())
+
+
+def test_each_different_closure_is_differentiated_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    nodes = []
+    original = Compiler.compile_gradients
+
+    def counted(self: Compiler, *args: Any) -> Any:
+        made = original(self, *args)
+        nodes.append(len(made.gradients.program.closures))
+        return made
+
+    monkeypatch.setattr(Compiler, "compile_gradients", counted)
+    for num_layers in (3, 6):
+        compiled, _ = pair(Net(num_layers))
+        penalty(compiled, points()).backward()
+    assert nodes[0] == nodes[1]
+
+
+def test_a_module_whose_gradient_nobody_differentiates_makes_no_program_of_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(GradientPrograms, "of", None)
+    compiled, expected = pair(Net())
+    x = points().requires_grad_()
+    (found,) = torch.autograd.grad(compiled(x).sum(), x, create_graph=True)
+    (wanted,) = torch.autograd.grad(expected(x).sum(), x, create_graph=True)
+    torch.testing.assert_close(found, wanted)
+
+
+class Rounded(torch.autograd.Function):
+    """A step that lets its gradient through."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.round()
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: Tensor) -> Tensor:
+        return cotangent
+
+
+def test_what_would_not_be_the_same_again_is_refused_with_the_reason() -> None:
+    @lazy_inline
+    class Dropping(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return nn.functional.dropout(x, 0.5, self.training)
+
+    @lazy_inline
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.BatchNorm1d(WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.norm(x)
+            return y
+
+    @lazy_inline
+    class Own(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = Rounded.apply(x) if self.training else x
+            return y
+
+    refused = {Dropping: "draws random numbers", Counting: "changes a buffer", Own: "Rounded"}
+    for block, reason in refused.items():
+        compiled, _ = pair(Net(2, block))
+        with pytest.raises(PlanError, match=reason):
+            penalty(compiled, points()).backward()
+        compiled, expected = pair(Net(2, block).eval())
+        assert_same(compiled, expected, penalty, points())
+
+
+def test_a_parameter_changed_before_the_backward_is_noticed() -> None:
+    compiled, _ = pair(Net())
+    x = points().requires_grad_()
+    y = compiled(x)
+    with torch.no_grad():
+        compiled.first.bias.add_(1)  # which no first derivative needs
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad(y.sum(), x, create_graph=True)
