@@ -170,6 +170,42 @@ def test_a_cotangent_that_is_a_function_gets_its_gradient() -> None:
     assert_same(compiled, expected, loss, points())
 
 
+def test_gradients_that_are_constants_are_there_at_every_call() -> None:
+    class Shift(nn.Module):
+        def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+            return x + 1, (x * y).sin()
+
+    compiled, expected = pair(Shift())
+    for _ in range(2):
+        for place in (1, 0):
+            found = []
+            for model in (compiled, expected):
+                x, y = points().requires_grad_(), points(seed=2).requires_grad_()
+                first = torch.autograd.grad(
+                    model(x, y)[place].sum(), (x, y), create_graph=True, allow_unused=True
+                )
+                found.append(first[0])
+                if place:
+                    found += torch.autograd.grad(first[0].square().sum(), (x, y))
+            half = len(found) // 2
+            for one, other in zip(found[:half], found[half:], strict=True):
+                torch.testing.assert_close(one, other)
+
+
+def test_an_input_of_inference_mode_that_no_derivative_needs_is_taken_as_in_eager() -> None:
+    class Sum(nn.Module):
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return (x + y).sin() * x
+
+    compiled, expected = pair(Sum())
+    with torch.inference_mode():
+        shift = points(seed=1)
+    x, twin = (points().requires_grad_() for _ in range(2))
+    compiled(x, shift).sum().backward()
+    expected(twin, shift).sum().backward()
+    torch.testing.assert_close(x.grad, twin.grad)
+
+
 def test_frozen_parameters_and_inputs_without_a_gradient() -> None:
     def loss(model: Any, x: Tensor) -> Tensor:
         trained = [p for p in model.parameters() if p.requires_grad]

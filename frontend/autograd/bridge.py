@@ -138,14 +138,19 @@ class Step:
     flight: Any = None
     used: tuple[int, ...] = ()
     others: Sequence[torch.Tensor] = ()
-    _others_versions: Sequence[int] = ()
+    _others_versions: Sequence[int | None] = ()
     _left: Sequence[torch.Tensor] = ()
     _versions: Sequence[int] = ()
 
     def hold_others(self) -> None:
         """Keeps the inputs that the backward does not need, as they are."""
         self.others = self.bridge.pick_others(self.inputs)
-        self._others_versions = versions_of(self.others[: self.bridge.num_unwritten])
+        unwritten = self.others[: self.bridge.num_unwritten]
+        try:
+            self._others_versions = versions_of(unwritten)
+        except RuntimeError:  # one of inference mode, which counts no changes
+            counted = [None if t.is_inference() else version_of(t) for t in unwritten]
+            self._others_versions = counted
 
     def inputs_again(self, ctx: Any) -> list[torch.Tensor]:
         """Returns all inputs, for a backward that will be differentiated.
@@ -156,7 +161,8 @@ class Step:
         places = self.bridge.derivative.kept_inputs
         found = dict(zip(places, ctx.saved_tensors[: len(places)], strict=True))
         for tensor, version in zip(self.others, self._others_versions, strict=False):
-            unchanged(tensor, version)
+            if version is not None:
+                unchanged(tensor, version)
         found.update(zip(self.bridge.others, self.others, strict=True))
         return [found[i] for i in range(len(found))]
 
@@ -243,7 +249,8 @@ class _CompiledFunction(torch.autograd.Function):
         given = [c for c in (cotangents[i] for i in outputs) if c is not None]
         if bridge.gradients.were_differentiated and len(given) == len(outputs):
             found = first.run(inputs, given)  # once, in place of a backward and this again
-            return (None, *(found.get(index) for index in wanted))
+            if found is not None and found.keys() >= set(wanted):
+                return (None, *(found[index] for index in wanted))
         with torch.no_grad():
             results = _CompiledFunction._gradients(ctx, cotangents)
         places = [i for i, x in enumerate(results) if x is not None]

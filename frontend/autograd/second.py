@@ -71,15 +71,16 @@ class FirstBackward:
 
     def run(
         self, inputs: Sequence[torch.Tensor], cotangents: Sequence[torch.Tensor]
-    ) -> Mapping[int, torch.Tensor]:
+    ) -> Mapping[int, torch.Tensor] | None:
         """Returns the gradient of each input that has one, as functions of what they are made of.
 
-        Runs the program of gradients, which is made where it is not there.
+        Runs the program of gradients, which is made where it is not there. None if its results are
+        functions of nothing that wants a gradient.
         """
         moving = tuple(o for o, c in zip(self.outputs, cotangents, strict=True) if c.requires_grad)
         made, run = self.gradients.of(GradientRequest(self.outputs, moving))
-        if run is None:  # constants
-            return {}
+        if run is None:
+            return None
         program = made.gradients
         types = made.compiled.captured.program.inputs[len(inputs) :]
         seeded = zip(self.outputs, cotangents, strict=True)
@@ -118,7 +119,7 @@ class FirstBackward:
             # Names of their own: a cotangent may be a function of an input, and what is wanted
             # here is the derivative with respect to each alone.
             operands = [x.view_as(x) if x.requires_grad else x for x in (*inputs, *cotangents)]
-        gradients = self.run(operands[: len(inputs)], operands[len(inputs) :])
+        gradients = self.run(operands[: len(inputs)], operands[len(inputs) :]) or {}
         flowing = [
             (gradients[index], seed)
             for index, seed in seeds.items()
