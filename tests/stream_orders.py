@@ -73,12 +73,13 @@ def traced(
     run: Callable[[], Any],
     monkeypatch: pytest.MonkeyPatch,
     does: Literal["all", "allocations"] = "all",
+    which: int = 0,
 ) -> tuple[list[set[int]], Any]:
-    """Runs a program of one part; returns what ended before each launch, and what ``run`` gave.
+    """Runs a program; returns what ended before each launch of a part, and what ``run`` gave.
 
     With ``does="allocations"`` launches do nothing unless others use what they allocate.
     """
-    trace, (part,) = Trace(), program.layout.parts
+    trace, part = Trace(), program.layout.parts[which]
     as_they_were = list(part.launches)
     for number, placed in enumerate(as_they_were):
         skips = does == "allocations" and not placed.launch.results
@@ -123,21 +124,21 @@ def reordered(program: PlannedProgram, order: Sequence[int]) -> None:
     (part,) = program.layout.parts
     launches = [part.launches[number] for number in order]
     part.launches[:] = [
-        replace(placed, launch=replace(placed.launch, stream="main", waits_for=()))
+        replace(placed, launch=replace(placed.launch, stream="main"), waits_for=())
         for placed in launches
     ]
     rewritten(program)
 
 
 def assert_unordered_uses_share_nothing(
-    program: PlannedProgram, before: Sequence[set[int]], what: str
+    program: PlannedProgram, before: Sequence[set[int]], what: str, which: int = 0
 ) -> None:
     """All pairs: two buffers share bytes only if all that uses one ended before all of the other.
 
-    What the program returns is in use to its end.
+    What the part returns is in use to its end.
     """
     layout = program.layout
-    (part,) = layout.parts
+    part = layout.parts[which]
     uses: dict[int, set[int]] = {}
     for number, placed in enumerate(part.launches):
         for view in placed.launch.views():

@@ -43,6 +43,42 @@ def decoder_step(
     return compile_step(model, micro_batches=micro_batches, backend=backend), args
 
 
+# ---- what is saved ------------------------------------------------------------------------------
+
+
+SAVING = (
+    "log_softmax",
+    "softmax",
+    "cross_entropy",
+    "layer_norm",
+    "batch_norm",
+    "rms_norm",
+    "gelu",
+    "silu gate",
+    "gate operator",
+    "ResNet-50",
+    "Llama block",
+)
+
+
+@pytest.fixture(scope="module")
+def saved_bytes() -> ModuleType:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT / "benchmarks"))
+        return importlib.import_module("saved_bytes")
+
+
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@pytest.mark.parametrize("case", SAVING)
+def test_no_more_is_saved_than_eager_saves(
+    saved_bytes: ModuleType, case: str, backend: str
+) -> None:
+    found = saved_bytes.kept(saved_bytes.cases(scale=16)[case], backend)
+    assert found.ours <= found.eager
+    if case != "rms_norm":  # which PyTorch takes apart itself on a CPU
+        assert found.early > found.ours
+
+
 # ---- allocations -------------------------------------------------------------------------------
 
 

@@ -171,6 +171,15 @@ def test_a_launch_of_which_nothing_is_known_may_change_what_it_is_given() -> Non
     assert (known.reads, known.writes) == ({3}, {5})
 
 
+def test_a_kernel_that_changes_a_buffer_in_place_may_move() -> None:
+    kernels = linear_backward(8, 8, 8)
+    changes = TritonKernel("triton_poi_fused_1", "def triton_poi_fused_1(in_out_ptr0, xnumel):")
+    last = replace(kernels.launches[2], function=changes, args=(kernels.outputs[1], 64))
+    kernels = replace(kernels, launches=(*kernels.launches, last))
+    assert may_move(kernels) == [0, 1, 2, 3]
+    assert (accesses(kernels)[3].reads, accesses(kernels)[3].writes) == (set(), {5})
+
+
 def test_inputs_may_share_memory_where_one_is_changed() -> None:
     kernels = linear_backward(8, 8, 8)
     changes = Launch("add_", torch.ops.aten.add_.Tensor, (kernels.launches[1].args[0],) * 2, ())

@@ -13,9 +13,10 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from ...reuse.torch_names import schema_of
-from ..launches.kernel_list import ENTRY, BufferInfo, KernelList, Launch, views_in
+from ..launches.kernel_list import ENTRY, BufferInfo, KernelList, Launch, Stream, views_in
 from .roofline import is_product
-from .torch_triton import read_only_arguments
+from .torch_triton import LoadedKernel, read_only_arguments
+from .triton_kernel import TritonKernel
 
 _INPUTS = -1  # stands for any input, where one is changed: two of them may share memory
 
@@ -35,10 +36,16 @@ class Access:
 def accesses(kernels: KernelList) -> list[Access]:
     """Returns what each launch of a closure reads and writes."""
     found = [_access(launch) for launch in kernels.launches]
-    inputs = frozenset(range(kernels.num_inputs))
-    if not any(access.writes & inputs for access in found):
+    if not changes_inputs(kernels):
         return found
+    inputs = frozenset(range(kernels.num_inputs))
     return [Access(_as_one(a.reads, inputs), _as_one(a.writes, inputs)) for a in found]
+
+
+def changes_inputs(kernels: KernelList) -> bool:
+    """Whether a closure's launches may write to what it is given."""
+    inputs = frozenset(range(kernels.num_inputs))
+    return any(_access(launch).writes & inputs for launch in kernels.launches)
 
 
 def _as_one(buffers: frozenset[int], inputs: frozenset[int]) -> frozenset[int]:
@@ -153,11 +160,28 @@ def may_move(kernels: KernelList) -> list[int]:
     """
     if kernels.in_place:
         return []
+    return _free(kernels)
+
+
+def may_move_whole(kernels: KernelList) -> bool:
+    """Whether all of a closure can be on the second stream, as a call beside others."""
+    whole = bool(kernels.launches) and len(_free(kernels)) == len(kernels.launches)
+    return whole and not changes_inputs(kernels)
+
+
+def wholly_on(kernels: KernelList, stream: Stream) -> KernelList:
+    """Returns a closure's launches, all on one stream."""
+    launches = tuple(replace(launch, stream=stream) for launch in kernels.launches)
+    return replace(kernels, launches=launches)
+
+
+def _free(kernels: KernelList) -> list[int]:
+    """Launches that allocate nothing, and of which it is known what they write."""
     foreign = set(kernels.foreign)
     return [
         number
         for number, launch in enumerate(kernels.launches)
         if not launch.results
         and foreign.isdisjoint(view.buffer for view in launch.views())
-        and (is_product(launch) or read_only_arguments(launch.function))
+        and (is_product(launch) or isinstance(launch.function, (TritonKernel, LoadedKernel)))
     ]

@@ -9,7 +9,7 @@ backward), so that one plan covers both.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
@@ -23,6 +23,7 @@ from ..launches.kernel_list import KernelList, Launch, View
 from ..launches.native_ops import with_native
 from ..launches.torch_attention_scratch import scratch_bytes
 from .link import FlatProgram
+from .turns import Turn
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +74,8 @@ class PlacedLaunch:
     """One launch of one call: the closure's launch, and where its buffers are.
 
     ``block`` says for people which call that is: its place in the model, and its closure. ``call``
-    is the moment at which that begins: what the launch waits for counts from there.
+    is the moment at which that begins, or a stretch of calls beside each other: ``waits_for``, the
+    launches of the other stream that end before this one begins, counts from there.
     """
 
     launch: Launch
@@ -81,6 +83,7 @@ class PlacedLaunch:
     time: int
     block: str = ""
     call: int = 0
+    waits_for: tuple[int, ...] = ()
 
     def place(self, view: View) -> Placed:
         """Returns where one of the launch's views is in the whole program."""
@@ -129,6 +132,7 @@ class Layout:
         inputs: Sequence[Placed],
         kernel_lists: Mapping[Leaf, KernelList],
         sinks: Mapping[int, Sequence[Placed]] | None = None,
+        turns: Mapping[int, Turn] | None = None,
     ) -> Part:
         """Lays a flat program out after what is there; returns its part.
 
@@ -137,7 +141,11 @@ class Layout:
             inputs: where its inputs are.
             kernel_lists: of its leaves.
             sinks: slots that are added to something as soon as they are there.
+            turns: calls beside others, by number; not together with sinks.
         """
+        turns = turns or {}
+        assert not (turns and sinks)
+        begin = self.time
         slots: dict[int, Placed] = dict(zip(flat.inputs, inputs, strict=True))
         launches: list[PlacedLaunch] = []
         sinks = sinks or {}
@@ -145,18 +153,19 @@ class Layout:
         live = Counter(placed.instance for placed in slots.values())
         leaves = dict.fromkeys(call.leaf for call in flat.launches)
         scratch = {leaf: _scratch_of(kernel_lists[leaf]) for leaf in leaves}
-        for call in flat.launches:
+        for number, call in enumerate(flat.launches):
             # The late inline: the closure's launches are used as they are, and only a table from
             # its buffers to buffers of the whole program is made for this call.
-            kernels = kernel_lists[call.leaf]
+            turn = turns.get(number)
+            kernels = turn.kernels if turn else kernel_lists[call.leaf]
             for index, num_bytes in scratch[call.leaf]:
                 at = self.time + index
                 self.scratch.append(Instance("scratch", num_bytes, at, at + 1, len(self.parts)))
-            bases = self._bases(kernels, [slots[s] for s in call.operands])
-            bases = self._taken_over(kernels, bases, call.operands, call.frees, live)
-            block, start = call.block, self.time
-            for index, launch in enumerate(kernels.launches):
-                launches.append(PlacedLaunch(launch, bases, start + index, block, start))
+            span = (begin + turn.begin, begin + turn.end) if turn and turn.is_second else None
+            bases = self._bases(kernels, [slots[s] for s in call.operands], span)
+            if not (turn and turn.beside):
+                bases = self._taken_over(kernels, bases, call.operands, call.frees, live)
+            launches += _relocated(kernels, bases, self.time, call.block, begin, turn)
             self.time += len(kernels.launches)
             for slot, view in zip(call.results, kernels.outputs, strict=True):
                 instance, offset = bases[view.buffer]
@@ -177,8 +186,17 @@ class Layout:
         for slot in flat.outputs:
             if slot not in sinks:
                 self.instances[slots[slot].instance].death = self.time
+        self._keep_foreign(begin, turns.values())
         self.parts.append(part)
         return part
+
+    def _keep_foreign(self, begin: int, turns: Iterable[Turn]) -> None:
+        """Lets what launches allocate live to the end of a stretch, as generated code has it."""
+        stretches = [(begin + a, begin + b) for a, b in {(t.start, t.stop) for t in turns}]
+        for instance in self.instances if stretches else ():
+            if instance.kind == "foreign":
+                ends = (stop for start, stop in stretches if start < instance.death < stop)
+                instance.death = max(instance.death, *ends, 0)
 
     def apply(self, name: str, target: Placed, source: Placed) -> PlacedLaunch:
         """Makes a launch, now, of a method of tensors that changes one by another."""
@@ -219,22 +237,41 @@ class Layout:
         return len(self.instances) - 1
 
     def _bases(
-        self, kernels: KernelList, operands: Sequence[Placed]
+        self, kernels: KernelList, operands: Sequence[Placed], span: tuple[int, int] | None
     ) -> tuple[tuple[int, int], ...]:
+        """Gives a call its buffers; with a span, all are in use from when till when it may run."""
         bases = []
         for index, info in enumerate(kernels.buffers):
             if index < kernels.num_inputs:
                 operand = operands[index]
                 instance = self.instances[operand.instance]
-                instance.death = max(instance.death, self.time + info.last + 1)
+                end = span[1] if span else self.time + info.last + 1
+                instance.death = max(instance.death, end)
                 bases.append((operand.instance, operand.offset_bytes))
                 continue
             # A buffer lives for one launch at least, or the planner would let others overlap it.
             birth, death = self.time + max(info.first, 0), self.time + info.last + 1
+            birth, death = span or (birth, death)
             kind: BufferKind = "foreign" if info.kind == "foreign" else "arena"
             new = Instance(kind, info.num_bytes, birth, max(death, birth + 1), len(self.parts))
             bases.append((self._add(new), 0))
         return tuple(bases)
+
+
+def _relocated(
+    kernels: KernelList,
+    bases: tuple[tuple[int, int], ...],
+    time: int,
+    block: str,
+    begin: int,
+    turn: Turn | None,
+) -> Iterator[PlacedLaunch]:
+    """Yields the launches of a call that begins at a time, in a program that began before."""
+    for index, launch in enumerate(kernels.launches):
+        waits_for, call = launch.waits_for, time
+        if turn is not None:
+            waits_for, call = turn.waits_for if index == 0 else (), begin + turn.start
+        yield PlacedLaunch(launch, bases, time + index, block, call, waits_for)
 
 
 def _scratch_of(kernels: KernelList) -> list[tuple[int, int]]:

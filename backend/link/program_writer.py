@@ -156,6 +156,18 @@ class CodeWriter:
         for instance_index in self._extra[1]:
             if instance_index in self._overlay.hosts:
                 self._make_result(instance_index, self._handed_base(instance_index))
+        self._make_results_of_second()
+
+    def _make_results_of_second(self) -> None:
+        """Allocates first what launches on the second stream make for the user.
+
+        Later, PyTorch might hand out memory that the main stream still works in.
+        """
+        for launch in self._part.launches:
+            for view in launch.launch.views() if launch.launch.stream == "second" else ():
+                placed = launch.place(view)
+                if self._layout.instances[placed.instance].kind == "result":
+                    self._base(placed)
 
     def _handed_base(self, instance_index: int) -> Placed:
         if instance_index in self._overlay.hosts:

@@ -103,6 +103,9 @@ class CompileRecord:
         num_links: further shapes that only cost a link.
         num_backwards: backwards that there are by now: one for each set of outputs that a loss
             used, where it left some unused (their cotangents are undefined, which is not zero).
+        num_gradients: programs of gradients by now, made for gradients that were differentiated.
+        nested_forward: operators that have no rule in Taylor mode, with the user's lines: forward
+            mode was nested for them.
         why_static: why this shape was compiled on its own although others had come.
         closures: each different closure, callees first, with its calls.
         cache: what came from the on-disk cache, and why a closure cannot be kept there.
@@ -140,6 +143,8 @@ class CompileRecord:
     num_compiles: int = 1
     num_links: int = 0
     num_backwards: int = 1
+    num_gradients: int = 0
+    nested_forward: list[str] = field(default_factory=list)
     why_static: str = ""
     closures: list[ClosureRecord] = field(default_factory=list)
     nothing_shared: str = ""
