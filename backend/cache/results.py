@@ -20,6 +20,7 @@ from typing import Any, Literal
 import numpy as np
 
 from ...autodiff.derivative import Derivative, Request
+from ...autodiff.rules.torch_rules import rules_in
 from ...reuse.ir.program import Leaf
 from ...reuse.own_code import package_digest
 from ..arena.arena import ArenaPlan
@@ -43,6 +44,9 @@ from .codec import (
     encode_leaf,
     leaf_content,
 )
+from .rule_traces import derivative_traced, forward_traced
+
+Trace = Callable[[], tuple[Leaf, Any]]
 
 # What decoding an entry raises if it does not say what it should.
 _BAD_ENTRY = (
@@ -138,7 +142,8 @@ class CompileCache:
         leaf = request.closure
         assert isinstance(leaf, Leaf)
         asked = [list(request.inputs), list(request.outputs)]
-        key = self._key("derivative", leaf, asked) if request.choice is None else None
+        trace = partial(derivative_traced, leaf, request)
+        key = self._key("derivative", leaf, asked, trace) if request.choice is None else None
 
         def decode(data: Any) -> Derivative | None:
             return decode_derivative(data, leaf) if data != "none" else None
@@ -156,7 +161,8 @@ class CompileCache:
         def decode(data: Any) -> Leaf:
             return decode_leaf(data, leaf.name, leaf.input_names)
 
-        return self._of(self._key("decomposed", leaf), decode, make, encode_leaf)
+        key = self._key("decomposed", leaf, None, partial(forward_traced, leaf))
+        return self._of(key, decode, make, encode_leaf)
 
     def kernels(self, leaf: Leaf) -> KernelList | None:
         """Returns the launches of an ATen leaf, if they are there."""
@@ -236,17 +242,37 @@ class CompileCache:
 
     # ---- keys, entries, objects ----------------------------------------------------------
 
-    def _key(self, kind: str, leaf: Leaf, asked: Any = None) -> str | None:
+    def _key(
+        self, kind: str, leaf: Leaf, asked: Any = None, trace: Trace | None = None
+    ) -> str | None:
+        """Returns what a result is kept under, or None.
+
+        Args:
+            kind: of the result.
+            leaf: whose it is.
+            asked: what was asked of the leaf.
+            trace: how the leaf is traced if it has operators with rules.
+        """
         if self._disk is None or self._facts is None:
             return None
-        if leaf not in self._contents:
-            try:
-                self._contents[leaf] = _digest(leaf_content(leaf))
-            except NotCacheableError as reason:
-                self._contents[leaf] = None
-                self._use.not_kept.append(f"@{leaf.name} has {reason}")
-        content = self._contents[leaf]
+        content = self._content(leaf, trace if rules_in(leaf.nodes) else None)
         return None if content is None else _digest([kind, self._facts, content, asked])
+
+    def _content(self, leaf: Leaf, trace: Trace | None) -> str | None:
+        if trace is None and leaf in self._contents:
+            return self._contents[leaf]
+        content = None
+        try:
+            if trace is None:
+                content = _digest(leaf_content(leaf))
+            else:
+                traced, more = trace()
+                content = _digest([leaf_content(traced), more])
+        except NotCacheableError as reason:
+            self._use.not_kept.append(f"@{leaf.name} has {reason}")
+        if trace is None:
+            self._contents[leaf] = content
+        return content
 
     def _of(
         self,

@@ -17,6 +17,7 @@ import torch
 import torch.fx
 
 from ...autodiff.derivative import Recipe
+from ...autodiff.rules.torch_rules import rules_in
 from ...autodiff.torch_autograd import trace_forward
 from ...reuse.errors import PlanError
 from ...reuse.ir.leaf import flat_types, without_autocast
@@ -243,8 +244,11 @@ def is_tiny(leaf: Leaf) -> bool:
     """Whether a leaf has at most two operators that compute (views cost nothing).
 
     A layer norm counts as many: as PyTorch's kernel it is three results, made and looked at from
-    Python at each run, which takes several times its work on one row.
+    Python at each run, which takes several times its work on one row. So does an operator that a
+    rule takes apart.
     """
+    if rules_in(leaf.nodes):
+        return False
     targets = [node.target for node in leaf.nodes if node.target not in _FREE_TARGETS]
     return len(targets) <= _TINY_NODES and _LAYER_NORMS.isdisjoint(targets)
 

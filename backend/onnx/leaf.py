@@ -10,6 +10,7 @@ import torch.fx
 from onnxscript import ir, optimizer, version_converter
 
 from ...autodiff.origins import origin_of
+from ...autodiff.rules.torch_rules import rules_in
 from ...autodiff.torch_autograd import (
     fake_tensor,
     new_fake_mode,
@@ -72,7 +73,8 @@ def _traced(leaf: Leaf, opset: int) -> torch.fx.GraphModule:
         node.meta["stack_trace"] = stamp_of(node).source
     module, table = leaf.module, torch_onnx.keeping_decompositions(opset)
     inputs, mode = _fake_inputs(leaf)
-    if any(mutated_args(n) or stamp_of(n).autocast for n in leaf.nodes):
+    changing = any(mutated_args(n) or stamp_of(n).autocast for n in leaf.nodes)
+    if changing or rules_in(leaf.nodes):  # what a rule does inside is not known
         with torch_onnx.exact_attention(), sizes_kept_open(mode):
             module = trace_forward_on(module, inputs, mode, torch_onnx.batch_norm())
         table = torch_onnx.exact_decompositions(opset)

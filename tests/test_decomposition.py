@@ -1,0 +1,574 @@
+"""`@lazyinline.decomposition(operator)`: one rule makes an operator of the user's PyTorch's own.
+
+Eager PyTorch is the measure, with the operator itself; where that has no derivative, with the rule
+in its place.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from comparing import assert_close, assert_same_gradients
+from torch import Tensor, nn
+
+import lazyinline
+from lazyinline import DecompositionError, lazy_inline
+from lazyinline.autodiff.rules.torch_rules import RULES
+
+WIDTH = 8
+Operator = Any
+
+
+def gate(x: Tensor, y: Tensor, scale: float = 2.0) -> Tensor:
+    return torch.sigmoid(x) * y * scale
+
+
+def gate_backward(g: Tensor, x: Tensor, y: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    p = torch.sigmoid(x)
+    return g * y * scale * p * (1 - p), g * p * scale
+
+
+def new_operator(name: str, kernel: Callable[..., Any] = gate, **options: Any) -> Operator:
+    """An operator whose kernel PyTorch cannot look into, without a derivative."""
+    made = torch.library.custom_op(f"lazyinline_rules::{name}", kernel, mutates_args=(), **options)
+    if "schema" not in options:
+        made.register_fake(lambda x, *rest, **named: torch.empty_like(x))
+    return made
+
+
+def with_derivative(name: str, *, rules: bool = True) -> Operator:
+    """The gate, its derivative another operator; both with rules."""
+    made = new_operator(name)
+    backward = new_operator(f"{name}_backward", gate_backward)
+    backward.register_fake(lambda g, x, y, scale: (torch.empty_like(x), torch.empty_like(y)))
+
+    def setup(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(*inputs[:2])
+        ctx.scale = inputs[2]
+
+    def differentiate(context: Any, gradient: Tensor) -> Any:
+        return (*backward(gradient, *context.saved_tensors, context.scale), None)
+
+    made.register_autograd(differentiate, setup_context=setup)
+    if rules:
+        lazyinline.decomposition(made)(gate)
+        lazyinline.decomposition(backward)(gate_backward)
+    return made
+
+
+def without_derivative(name: str) -> Operator:
+    made = new_operator(name)
+    lazyinline.decomposition(made)(gate)
+    return made
+
+
+MADE = {"own derivative": with_derivative, "none": without_derivative}
+both = pytest.mark.parametrize("derivative", MADE)
+
+
+@lazy_inline
+class Block(nn.Module):
+    def __init__(self, operator: Operator) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.operator = operator
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.tanh(self.operator(self.first(x), self.second(x), scale=1.5))
+        return x + y
+
+
+class Net(nn.Module):
+    def __init__(self, operator: Operator, depth: int = 3) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.Sequential(*(Block(operator) for _ in range(depth)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.blocks(x)
+        return (y.square() + y.cos()).mean()
+
+
+def using(operator: Operator, model: nn.Module) -> nn.Module:
+    """Returns a copy of a model that calls another operator in its blocks."""
+    made = type(model)(operator)  # type: ignore[call-arg]
+    made.load_state_dict(model.state_dict())
+    return made
+
+
+def points(rows: int = 4) -> Tensor:
+    return torch.linspace(-1, 1, rows * WIDTH).reshape(rows, WIDTH)
+
+
+# ---- training and inference --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@both
+def test_a_model_trains_as_in_eager(derivative: str, backend: str) -> None:
+    model = Net(MADE[derivative](f"trains_{backend}"))
+    expected = using(gate, model)
+    compiled = lazyinline.compile(model, backend=backend)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, expected)]
+    for _ in range(3):
+        for optimizer, one in zip(optimizers, (compiled, expected), strict=True):
+            optimizer.zero_grad()
+            loss = one(points())
+            loss.backward()
+            optimizer.step()
+    assert_same_gradients(model, expected)
+    with torch.no_grad():
+        assert_close(compiled(points()), expected(points()))
+
+
+@both
+def test_a_rule_is_fused_and_planned(derivative: str) -> None:
+    whole = lazyinline.compile_step(Net(with_derivative("whole", rules=False)))
+    whole(points())
+    assert "lazyinline_rules.whole" in whole.stats.unplaced_launches
+    assert whole.stats.allocations_per_step > 0
+    model = Net(MADE[derivative]("fused"))
+    step = lazyinline.compile_step(model)
+    loss = step(points())
+    assert step.stats.unplaced_launches == ()
+    assert step.stats.allocations_per_step == 0
+    assert step.stats.kernels < whole.stats.kernels
+    expected = using(gate, model)
+    assert_close(loss, expected(points()).detach())
+
+
+@both
+def test_blocks_that_call_it_are_shared(derivative: str) -> None:
+    program = lazyinline.capture(Net(MADE[derivative]("shared"), depth=4), (points(),), train=True)
+    assert len([c for c in program.closures if "Block" in c.name]) == 1
+
+
+def test_dynamo_hands_it_on() -> None:
+    model = Net(without_derivative("dynamo"))
+    expected = using(gate, model)
+    compiled = torch.compile(model, backend="lazyinline")
+    with torch.no_grad():
+        assert_close(compiled(points()), expected(points()))
+
+
+def test_autocast_does_not_reach_into_a_rule() -> None:
+    def product(x: Tensor, y: Tensor) -> Tensor:
+        with torch.autocast("cpu", enabled=False):  # what a kernel in C++ does: it just computes
+            return x @ y
+
+    operator = new_operator("uncast", product)
+    operator.register_fake(lambda x, y: x.new_empty(x.shape[0], y.shape[1]))
+    lazyinline.decomposition(operator)(lambda x, y: x @ y)
+
+    class Model(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.autocast("cpu"):
+                return operator(x, x)
+
+    x = torch.randn(WIDTH, WIDTH)
+    compiled = lazyinline.compile(Model(), backend="eager")
+    with torch.no_grad():
+        assert_close(compiled(x), Model()(x))
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_an_operator_may_have_several_results(own: bool) -> None:
+    def both_ways(x: Tensor) -> tuple[Tensor, Tensor]:
+        return x.sin(), x.cos()
+
+    operator = new_operator(f"several_{own}", both_ways)
+    operator.register_fake(lambda x: (torch.empty_like(x), torch.empty_like(x)))
+    if own:
+
+        def setup(ctx: Any, inputs: Any, output: Any) -> None:
+            ctx.save_for_backward(*output)
+
+        def differentiate(ctx: Any, first: Tensor, second: Tensor) -> Tensor:
+            sin, cos = ctx.saved_tensors
+            return first * cos - second * sin
+
+        operator.register_autograd(differentiate, setup_context=setup)
+
+    @lazyinline.decomposition(operator)
+    def in_a_list(x: Tensor) -> list[Tensor]:
+        return [x.sin(), x.cos()]
+
+    class Model(nn.Module):
+        def __init__(self, function: Callable[..., Any]) -> None:
+            super().__init__()
+            self.function = function
+
+        def forward(self, x: Tensor) -> Tensor:
+            first, second = self.function(x)
+            return (first * second.exp()).sum()
+
+    x, y = (points().requires_grad_() for _ in range(2))
+    lazyinline.compile(Model(operator), backend="eager")(x).backward()
+    Model(both_ways)(y).backward()
+    assert x.grad is not None
+    assert y.grad is not None
+    torch.testing.assert_close(x.grad, y.grad)
+
+
+# ---- derivatives -------------------------------------------------------------------------------
+
+
+def straight_through(name: str) -> Operator:
+    def rounded(x: Tensor) -> Tensor:
+        return x.round()
+
+    operator = new_operator(name, rounded)
+    operator.register_autograd(lambda context, gradient: gradient)
+    lazyinline.decomposition(operator, check="values")(rounded)
+    return operator
+
+
+class Rounding(nn.Module):
+    def __init__(self, operator: Operator) -> None:
+        super().__init__()
+        self.operator, self.linear = operator, nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.operator(4 * self.linear(x)) * x).square().sum()
+
+
+def penalty(model: nn.Module, x: Tensor) -> tuple[Tensor, ...]:
+    """Gradients of the norm of a gradient."""
+    x = x.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(model(x), x, create_graph=True)
+    return torch.autograd.grad(gradient.square().sum(), list(model.parameters()), allow_unused=True)
+
+
+@pytest.mark.parametrize("order", [1, 2])
+def test_a_derivative_of_its_own_is_kept(order: int) -> None:
+    operator = straight_through(f"straight_{order}")
+    model, other = Rounding(operator), Rounding(operator)
+    other.load_state_dict(model.state_dict())
+    compiled = lazyinline.compile(other, backend="eager")
+    if order == 1:
+        compiled(points()).backward()
+        model(points()).backward()
+        assert_same_gradients(compiled, model)
+        assert model.linear.weight.grad is not None
+        assert model.linear.weight.grad.any()
+    else:
+        for own, other in zip(penalty(compiled, points()), penalty(model, points()), strict=True):
+            assert_close(own, other)
+
+
+@both
+def test_second_derivatives_go_through_rules(derivative: str) -> None:
+    # The backward's own operator has no derivative, so that eager has no second one here.
+    model = Net(MADE[derivative]("second"))
+    expected = using(gate, model)
+    compiled = lazyinline.compile(model, backend="eager")
+    for own, other in zip(penalty(compiled, points()), penalty(expected, points()), strict=True):
+        torch.testing.assert_close(own, other)
+
+
+# ---- elsewhere ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("train", [False, True])
+@both
+def test_it_is_written_as_onnx(derivative: str, train: bool, tmp_path: Any) -> None:
+    model = Net(MADE[derivative](f"onnx_{train}"))
+    report = lazyinline.export_onnx(model, (points(),), tmp_path / "model.onnx", train=train)
+    assert report.max_relative_error is not None
+    assert report.max_relative_error < 1e-4
+
+
+@both
+def test_it_is_kept_on_disk_and_not_mistaken_for_a_changed_rule(derivative: str) -> None:
+    def losses(factor: float) -> tuple[Tensor, Any]:
+        def rule(x: Tensor, y: Tensor, scale: float) -> Tensor:
+            return gate(x, y, scale) * factor
+
+        operator = new_operator("kept", rule)
+        if derivative == "own derivative":
+            operator.register_autograd(lambda context, gradient: (gradient * factor, None, None))
+        lazyinline.decomposition(operator, check="values")(rule)
+        model = Net(operator)
+        compiled = lazyinline.compile(model, backend="inductor")
+        compiled(points()).backward()
+        weight = model.get_parameter("blocks.0.first.weight")
+        assert weight.grad is not None
+        return weight.grad, compiled.last_report.cache
+
+    first, cold = losses(1.0)
+    assert not cold.not_kept
+    again, warm = losses(1.0)
+    assert warm.num_made == 0
+    assert warm.num_loaded == cold.num_made + cold.num_loaded
+    assert torch.equal(again, first)
+    other, changed = losses(0.5)
+    assert changed.num_made > 0
+    assert not torch.allclose(other, first)
+
+
+@pytest.mark.slow
+def test_it_is_compiled_for_a_gpu_that_is_not_here() -> None:
+    pytest.importorskip("triton")
+    step = lazyinline.compile_step(Net(with_derivative("gpu")), target="cuda:sm_90")
+    with pytest.raises(lazyinline.PlanError, match="which is not here"):
+        step(points())
+    gpu = lazyinline.last_report(step).gpu  # type: ignore[union-attr]
+    assert gpu is not None
+    assert gpu.num_built == gpu.num_kernels
+    assert gpu.allocating == ()
+
+
+# ---- what a rule may do ------------------------------------------------------------------------
+
+
+class Adding(nn.Module):
+    def __init__(self, operator: Operator) -> None:
+        super().__init__()
+        self.operator = operator
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.operator(x)
+        y.add_(1)
+        return x * y + self.operator(x).t().reshape(-1)[:1]
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_a_result_that_is_the_operand_is_new_memory(own: bool) -> None:
+    def contiguous(x: Tensor) -> Tensor:
+        return x.clone(memory_format=torch.contiguous_format)
+
+    operator = new_operator(f"same_{own}", contiguous)
+    operator.register_fake(lambda x: x.new_empty(x.shape))
+    if own:
+        operator.register_autograd(lambda context, gradient: gradient)
+    lazyinline.decomposition(operator)(lambda x: x.contiguous())
+    x = points()
+    compiled = lazyinline.compile(Adding(operator), backend="eager")
+    with torch.no_grad():
+        assert_close(compiled(x), Adding(operator)(x))
+    assert torch.equal(x, points())
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_results_are_laid_out_as_the_operator_lays_them_out(own: bool) -> None:
+    operator = new_operator(f"laid_{own}", torch.exp, schema="(Tensor x) -> Tensor")
+    operator.register_fake(torch.empty_like)
+    if own:
+        operator.register_autograd(lambda context, gradient: gradient)
+
+    @lazyinline.decomposition(operator, check=False)
+    def transposed(x: Tensor) -> Tensor:
+        return x.t().contiguous().exp().t()
+
+    compiled = lazyinline.compile(Adding(operator), backend="eager")
+    with torch.no_grad():
+        assert_close(compiled(points()), Adding(operator)(points()))
+
+
+def test_a_rule_that_gives_another_shape_leaves_the_model_to_eager() -> None:
+    operator = new_operator("shape", torch.exp, schema="(Tensor x) -> Tensor")
+    operator.register_fake(torch.empty_like)
+    lazyinline.decomposition(operator, check=False)(lambda x: x.exp()[:1])
+    compiled = lazyinline.compile(Adding(operator), backend="eager")
+    with torch.no_grad():
+        assert_close(compiled(points()), Adding(operator)(points()))
+    with pytest.raises(lazyinline.CaptureError, match=r"gives f32\[1,8\].*f32\[4,8\]"):
+        lazyinline.capture(Adding(operator), (points(),))
+
+
+OUTSIDE = torch.tensor([0.5])
+
+
+def of_literals(x: Tensor) -> Tensor:
+    return x * torch.tensor([2.0])
+
+
+def of_another_tensor(x: Tensor) -> Tensor:
+    return x * OUTSIDE
+
+
+def by_value(x: Tensor) -> Tensor:
+    return x * 2 if x.sum() > 0 else x * 3
+
+
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("rule", [of_literals, of_another_tensor, by_value])
+def test_a_rule_of_more_than_its_operands_runs_as_in_eager(
+    rule: Callable[..., Tensor], own: bool
+) -> None:
+    operator = new_operator(f"{rule.__name__}_{own}", rule)
+    if own:
+        operator.register_autograd(lambda context, gradient: gradient)
+    lazyinline.decomposition(operator, check="values")(rule)
+    compiled = lazyinline.compile(Adding(operator), backend="eager")
+    for x in (points(), -points() - 1):
+        with torch.no_grad():
+            assert_close(compiled(x), Adding(operator)(x))
+    if own:
+        x = points().requires_grad_()
+        compiled(x).sum().backward()
+        said = " ".join(str(compiled.last_report).split())
+        assert re.search(rf"The rule of .*test_decomposition\.py:\d+ {rule.__name__}", said)
+        assert "While executing" not in said
+
+
+# ---- a rule that is wrong is found -------------------------------------------------------------
+
+
+def other_values(x: Tensor, y: Tensor, scale: float = 2.0) -> Tensor:
+    return torch.sigmoid(x) * y * scale * 1.001
+
+
+def default_only(x: Tensor, y: Tensor, scale: float = 2.0) -> Tensor:
+    return torch.sigmoid(x) * y * 2.0
+
+
+def other_strides(x: Tensor, y: Tensor, scale: float = 2.0) -> Tensor:
+    made = gate(x, y, scale)
+    return made.transpose(0, -1).contiguous().transpose(0, -1) if made.dim() else made
+
+
+def other_type(x: Tensor, y: Tensor, scale: float = 2.0) -> Tensor:
+    return gate(x, y, scale) * torch.ones(1)
+
+
+def other_shape(x: Tensor, y: Tensor, scale: float = 2.0) -> Tensor:
+    return gate(x, y, scale).flatten()
+
+
+def changing(x: Tensor, y: Tensor, scale: float = 2.0) -> Tensor:
+    return x.sigmoid_() * y * scale
+
+
+def raising(x: Tensor, y: Tensor, scale: float = 2.0) -> Tensor:
+    raise ValueError("not so")
+
+
+def in_a_tuple(x: Tensor, y: Tensor, scale: float = 2.0) -> Any:
+    return (gate(x, y, scale),)
+
+
+def no_gradient(x: Tensor, y: Tensor, scale: float = 2.0) -> Tensor:
+    return gate(x, y.detach(), scale)
+
+
+WRONG: list[tuple[Callable[..., Any], str]] = [
+    (other_values, r"gives another result.*Greatest absolute difference: 0\.00\d+.*x=float32\[3"),
+    (default_only, r"gives another result.*scale=1\.75"),
+    (other_strides, r"strides \(1, 3\), the operator with \(4, 1\)"),
+    (other_type, "gives a result f32.* the operator bf16"),
+    (other_shape, r"gives a result f32\[12\], the operator f32\[3,4\]"),
+    (changing, "changes an operand in place"),
+    (raising, r"raises ValueError \(not so\)"),
+    (in_a_tuple, "gives several results, the operator a tensor"),
+    (no_gradient, "another gradient of operand 1.*say check='values'"),
+]
+
+
+@pytest.mark.parametrize(("rule", "said"), WRONG, ids=lambda case: getattr(case, "__name__", ""))
+def test_a_wrong_rule_is_refused(rule: Callable[..., Any], said: str) -> None:
+    operator = with_derivative(f"wrong_{rule.__name__}", rules=False)
+    with pytest.raises(DecompositionError, match=said) as raised:
+        lazyinline.decomposition(operator)(rule)
+    assert re.search(rf"test_decomposition\.py:\d+ {rule.__name__}", str(raised.value))
+    assert RULES.of(operator._opoverload) is None
+
+
+def test_examples_are_what_a_rule_is_checked_on() -> None:
+    def product(x: Tensor, y: Tensor, places: list[int]) -> Tensor:
+        return (x @ y)[places]
+
+    operator = new_operator("examples", product)
+    with pytest.raises(DecompositionError, match=r"nothing is made for places .*examples="):
+        lazyinline.decomposition(operator)(product)
+    x, y = torch.randn(3, 5), torch.randn(5, 2)
+
+    def first(x: Tensor, y: Tensor, places: list[int]) -> Tensor:
+        return product(x, y, [0])
+
+    lazyinline.decomposition(operator, examples=[(x, y, [0])])(first)
+    operator = new_operator("examples", product)
+    with pytest.raises(DecompositionError, match=r"x=float32\[3, 5\].*places=\[1\]"):
+        lazyinline.decomposition(operator, examples=[{"x": x, "y": y, "places": [1]}])(first)
+    with pytest.raises(DecompositionError, match=r"raises RuntimeError on the example"):
+        lazyinline.decomposition(operator, examples=[(y, y, [1])])(first)
+    with pytest.raises(DecompositionError, match=r"examples=\[\(x,\)\]"):
+        lazyinline.decomposition(operator, examples=[x])(first)
+
+
+def test_an_operator_that_takes_nothing_that_can_be_made_asks_for_examples() -> None:
+    def picky(x: Tensor) -> Tensor:
+        raise ValueError("only on Tuesdays")
+
+    with pytest.raises(DecompositionError, match=r"only on Tuesdays.*examples="):
+        lazyinline.decomposition(new_operator("picky", picky))(picky)
+
+
+def test_random_numbers_are_drawn_alike() -> None:
+    def noisy(x: Tensor) -> Tensor:
+        return x + torch.rand_like(x)
+
+    state = torch.get_rng_state()
+    lazyinline.decomposition(new_operator("noisy", noisy))(noisy)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+# ---- what is no rule ---------------------------------------------------------------------------
+
+
+def test_a_rule_takes_what_the_operator_takes() -> None:
+    operator = new_operator("signature")
+    for rule in (
+        lambda x, y: x,
+        lambda y, x, scale=2.0: x,
+        lambda x, y, *, scale=2.0: x,
+        lambda *args: args[0],
+    ):
+        with pytest.raises(DecompositionError, match=r"does not take what .* float scale=2"):
+            lazyinline.decomposition(operator)(rule)
+
+
+def test_only_an_operator_has_a_rule() -> None:
+    for target, said in (
+        (gate, "'gate' is no operator"),
+        ("aten::add", "'str' is no operator"),
+        (torch.ops.aten.add, r"has \d+ overloads .*torch|aten.*name one"),
+        (torch.ops.aten.add.Tensor, "is PyTorch's"),
+    ):
+        with pytest.raises(DecompositionError, match=said):
+            lazyinline.decomposition(target)
+    with pytest.raises(DecompositionError, match="check='gradients' is unknown"):
+        lazyinline.decomposition(new_operator("choice"), check="gradients")  # type: ignore[arg-type]
+
+
+def test_an_operator_that_changes_its_operands_has_none() -> None:
+    def bump(x: Tensor) -> None:
+        x.add_(1)
+
+    operator = torch.library.custom_op("lazyinline_rules::bump", bump, mutates_args=("x",))
+    with pytest.raises(DecompositionError, match="changes what it is given"):
+        lazyinline.decomposition(operator)
+
+
+def test_a_second_rule_is_refused_and_the_first_run_again_is_not() -> None:
+    operator = new_operator("twice")
+
+    def defined(factor: float) -> Callable[..., Tensor]:
+        def rule(x: Tensor, y: Tensor, scale: float = 2.0) -> Tensor:
+            return gate(x, y, scale) * factor
+
+        return rule
+
+    lazyinline.decomposition(operator)(defined(1.0))
+    again = defined(1.0)
+    lazyinline.decomposition(torch.ops.lazyinline_rules.twice)(again)
+    held = RULES.of(torch.ops.lazyinline_rules.twice.default)
+    assert held is not None
+    assert held.function is again
+    with pytest.raises(DecompositionError, match=r"has a rule already \(test_decomposition\.py:\d"):
+        lazyinline.decomposition(operator)(gate)
+    assert RULES.of(new_operator("twice")._opoverload) is None  # the operator's cell, run again
