@@ -11,10 +11,10 @@ from ..reuse.errors import LazyInlineError
 from ..reuse.folding import WIDTH, folded
 from ..reuse.ir.printer import Shown, diff_texts, format_program
 from ..reuse.ir.program import Program
-from ..reuse.ir.verify import verify
+from ..reuse.ir.verify import not_primitive, operators_of, verify
 from .capture.blocks import Reuse
 from .checks.example_inputs import check_example
-from .compiler import MODULE, STEP, WAYS, Compiler, note_recompute
+from .compiler import MODULE, PRIMITIVES, STEP, WAYS, Compiler, note_recompute
 from .measure.target import Target
 from .options import Batching, Options
 from .passes.parts import PARTS
@@ -25,6 +25,9 @@ from .training_step import LossModel
 Way = Literal["compile", "step"]
 INSPECTED: tuple[Way, ...] = get_args(Way)
 """The ways in that a model with example inputs is enough for."""
+ShownLevel = Literal["shared", "primitive"]
+SHOWN_LEVELS: tuple[ShownLevel, ...] = get_args(ShownLevel)
+"""As captured, or reduced to the stated set of operators."""
 
 
 def capture(
@@ -84,6 +87,54 @@ def show_captured(target: Target, options: Options, *, train: bool, source: Show
     note_recompute(state)
     lines = ["saved for the backward, and computed again in it, per closure:"]
     return "\n".join([text, folded("\n".join([*lines, *map(str, state.report.recompute)])), ""])
+
+
+def reduced(
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None = None,
+    options: Options | None = None,
+    *,
+    train: bool = False,
+) -> Mapping[str, Program]:
+    """Reduces a model to the stated set of operators: its forward; in training its backward, too.
+
+    Operators that no rule takes apart stay; :func:`not_primitive` names them. What is reduced is to
+    be looked at, checked and counted: what runs is made of the operators as they were.
+
+    Args:
+        model: any ``nn.Module``.
+        args: example positional inputs; only layouts matter.
+        kwargs: example keyword inputs.
+        options: how it is captured.
+        train: with gradients.
+    """
+    compiler = Compiler(options or Options(reuse="auto", backend="eager"))
+    return run(
+        PRIMITIVES, compiler.started(Subject(model, args, dict(kwargs or {}), train))
+    ).programs
+
+
+def show_primitives(
+    target: Target, options: Options, *, train: bool, source: Shown = "hide"
+) -> str:
+    """Returns a model's programs, reduced, and what of them is not of the stated set."""
+    programs = reduced(target.model, target.args, target.kwargs, options, train=train)
+    texts = [
+        f"// {part}, as primitives\n{format_program(program, source=source)}"
+        for part, program in programs.items()
+    ]
+    return "\n".join([*texts, folded(_reduction(programs))])
+
+
+def _reduction(programs: Mapping[str, Program]) -> str:
+    """Says how many different primitives there are, and what is none."""
+    operators = {name for program in programs.values() for name in operators_of(program)}
+    whole = dict.fromkeys(one for p in programs.values() for one in not_primitive(p))
+    said = f"{len(operators - {one.operator for one in whole})} different primitives"
+    if not whole:
+        return f"{said}, and nothing else.\n"
+    return "\n".join([f"{said}; no rule takes these apart:", *(f"  {one}" for one in whole), ""])
 
 
 def show_after(

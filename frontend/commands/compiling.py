@@ -13,7 +13,7 @@ from ...reuse.errors import LazyInlineError
 from ...reuse.folding import folded
 from ...reuse.ir.printer import Shown
 from ..advise.advise import advise
-from ..inspection import pass_lists, show_after, show_captured
+from ..inspection import pass_lists, show_after, show_captured, show_primitives
 from ..measure.bench import DEFAULT_LAYERS, OWN_MODELS, Plan, bench, title, to_json
 from ..measure.large_models import LARGE_MODELS, bench_large, large_json
 from ..measure.measure import measure
@@ -112,10 +112,18 @@ def run_inspect(options: argparse.Namespace) -> None:
         raise LazyInlineError(f"inspect needs a target, or --passes. A target is {FORM}.")
     if options.diff and options.after is None:
         raise LazyInlineError("--diff shows what one pass changed: name it with --after PASS.")
+    if options.level == "primitive" and (options.after or options.recompute):
+        raise LazyInlineError(
+            "--level primitive shows a model before any choice of a backend: it goes with no "
+            "--after and no --recompute."
+        )
     target = load_target(options.target)
     settings = Options(reuse=options.reuse, backend=options.backend, recompute=options.recompute)
+    source: Shown = "show" if options.source else "hide"
+    if options.level == "primitive":
+        print(show_primitives(target, settings, train=options.train, source=source), end="")
+        return
     if options.after is None:
-        source: Shown = "show" if options.source else "hide"
         print(show_captured(target, settings, train=options.train, source=source), end="")
         return
     text = show_after(

@@ -109,6 +109,8 @@ def _add_inspect(parser: argparse.ArgumentParser) -> None:
     add("--recompute", choices=choices.POLICIES, help=help_)
     add("--backend", choices=choices.BACKENDS, default="eager", help="whose graphs to show")
     add("--source", action="store_true", help="show the line of Python behind each operator")
+    help_ = "primitive: every operator taken apart into lazyinline.primitives()"
+    add("--level", choices=choices.SHOWN_LEVELS, default=choices.SHOWN_LEVELS[0], help=help_)
 
 
 def _add_export(parser: argparse.ArgumentParser) -> None:

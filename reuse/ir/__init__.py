@@ -3,8 +3,9 @@
 program           closures, calls on them, and the values that flow between
 types             types of program values: tensors with a layout, and structs of them
 leaf              leaf bodies: building ATen graphs, comparing them, running them
+primitives        the stated set of operators that programs reduce to, as data
 printer           programs as text: the same bytes for the same program
-verify            whether a program keeps the rules of its level
+verify            whether a program keeps the rules of its level; which operators it holds
 rewrite           rewriting the leaves of a program, each different one once
 inline            the early inliner: calls replaced by bodies
 interpreter       the reference interpreter

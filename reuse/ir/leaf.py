@@ -71,7 +71,12 @@ def without_autocast(function: Callable[..., Any]) -> Callable[..., Any]:
     return wrapper
 
 
-def _as_it_is(result: Any, node: torch.fx.Node) -> Any:
+LaidOut = Callable[[Any, torch.fx.Node], Any]
+"""Gives the result of an operator the layout that its node has seen."""
+
+
+def as_it_is(result: Any, node: torch.fx.Node) -> Any:
+    """Leaves a result laid out as it is."""
     return result
 
 
@@ -89,9 +94,10 @@ class ModalInterpreter(SizedInterpreter):
     def __init__(
         self,
         module: torch.fx.GraphModule,
-        laid_out: Callable[[Any, torch.fx.Node], Any] = _as_it_is,
+        laid_out: LaidOut = as_it_is,
     ) -> None:
         super().__init__(module, garbage_collect_values=True)
+        self.extra_traceback = False  # it would go into messages of ours, which name the line
         self._laid_out = laid_out
         self._stack = contextlib.ExitStack()
         self._modes: tuple[bool, tuple[Autocast, ...]] = (True, ())

@@ -74,6 +74,11 @@ def expression_of(size: Any) -> Any:
     return size.node.expr  # type: ignore[attr-defined]
 
 
+def is_certain(relation: Any) -> bool:
+    """Returns whether a comparison of sizes holds for all of them, as far as is known."""
+    return bool(relation == True)  # noqa: E712  (one that is left open has no truth value)
+
+
 def is_size(node: torch.fx.Node) -> bool:
     """Whether a node stands for a size, not a tensor."""
     return isinstance(node.meta.get("val"), SIZE_TYPES)

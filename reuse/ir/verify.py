@@ -5,21 +5,27 @@ Levels, from capture to link:
 * ``shared``: closures, calls, and struct values made by autodiff; leaf bodies are pure.
 * ``aten``: besides, every leaf is taken apart into operators that kernels are made of.
 * ``flat``: every call is on a leaf (what early inlining gives, and what link lays out).
+* ``primitive``: every leaf holds only operators of the stated set (to be looked at and counted).
 """
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Literal, get_args
 
 import torch
 import torch.fx
 
 from ..errors import VerifyError
-from .leaf import flat_types, memory_of, mutated_args
+from ..torch_names import schema_of
+from .leaf import flat_types, memory_of, mutated_args, stamp_of
+from .primitives import is_primitive, takes_one_of_several
 from .printer import format_program
 from .program import Call, Closure, Composite, Leaf, Pack, Program, Unpack, Value, walk_closures
 
-ProgramLevel = Literal["shared", "aten", "flat"]
+ProgramLevel = Literal["shared", "aten", "flat", "primitive"]
 LEVELS: tuple[ProgramLevel, ...] = get_args(ProgramLevel)
 
 
@@ -34,6 +40,55 @@ def verify(program: Program, level: ProgramLevel = "shared") -> Program:
     except _BrokenRuleError as broken:
         raise VerifyError(f"{broken} (level {level!r})\n\n{format_program(program)}") from None
     return program
+
+
+def operators_of(program: Program) -> Counter[str]:
+    """Counts the operators of a program by name, each different closure's once."""
+    return Counter(
+        name_of(node) for _, node in _nodes(program) if not takes_one_of_several(node.target)
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class NotPrimitive:
+    """An operator that is not of the stated set, in a leaf of a program.
+
+    Attributes:
+        operator: its name.
+        closure: the leaf's name.
+        source: the user's line that it comes from; empty if unknown.
+    """
+
+    operator: str
+    closure: str
+    source: str
+
+    def __str__(self) -> str:
+        place = f"@{self.closure}, from {self.source}" if self.source else f"@{self.closure}"
+        return f"{self.operator} ({place})"
+
+
+def not_primitive(program: Program) -> list[NotPrimitive]:
+    """Returns the operators of a program that are not of the stated set, each place once."""
+    found = (
+        NotPrimitive(name_of(node), leaf.name, stamp_of(node).source)
+        for leaf, node in _nodes(program)
+        if not is_primitive(node.target)
+    )
+    return list(dict.fromkeys(found))
+
+
+def name_of(node: torch.fx.Node) -> str:
+    """Returns the full name of what a node calls."""
+    if schema_of(node.target):
+        return str(node.target)
+    return str(getattr(node.target, "__name__", node.target))
+
+
+def _nodes(program: Program) -> Iterator[tuple[Leaf, torch.fx.Node]]:
+    for closure in walk_closures(program):
+        if isinstance(closure, Leaf):
+            yield from ((closure, node) for node in closure.nodes)
 
 
 class _BrokenRuleError(Exception):
@@ -55,6 +110,11 @@ def _check(program: Program, level: ProgramLevel) -> None:
                 raise _BrokenRuleError(f"@{closure.name} is a composite closure")
             _check_body(closure.program, f"@{closure.name}")
     _check_body(program, "@main")
+    foreign = not_primitive(program) if level == "primitive" else []
+    if foreign:
+        raise _BrokenRuleError(
+            f"operators that are not of the stated set: {', '.join(map(str, foreign))}"
+        )
     for output, target in program.writes:
         if program.outputs[output].type != program.inputs[target].type:
             raise _BrokenRuleError(f"write of output {output} into input {target} changes the type")

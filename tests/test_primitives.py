@@ -1,0 +1,381 @@
+"""The stated set of primitives: the list, the level, and that what is reduced computes the same."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import importlib
+import itertools
+import pathlib
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import hugging_face
+import pytest
+import torch
+from conftest import ROOT
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+import lazyinline
+from lazyinline import Primitive, VerifyError, lazy_inline
+from lazyinline.autodiff.derivative import Derivative
+from lazyinline.autodiff.primitives.reduction import Reducer
+from lazyinline.frontend.capture.surroundings import one_at_a_time
+from lazyinline.frontend.inspection import reduced
+from lazyinline.frontend.measure import models
+from lazyinline.frontend.passes.parts import programs_of
+from lazyinline.frontend.requests import differentiation
+from lazyinline.reuse.ir.interpreter import interpret
+from lazyinline.reuse.ir.program import Leaf, ModelTensor, Program, walk_closures
+from lazyinline.reuse.ir.verify import not_primitive, verify
+from lazyinline_command.main import main
+
+PAGE = ROOT / "docs" / "primitives.md"
+SMALL = {"hidden": 16, "num_heads": 2, "seq": 6, "vocab": 20}
+TOLERANCE = 1e-5
+
+
+# ---- the list --------------------------------------------------------------------------------
+
+
+def test_the_list_is_short_and_says_what_each_operator_does() -> None:
+    listed = lazyinline.primitives()
+    assert 0 < len(listed) <= 200
+    assert len({one.name for one in listed}) == len(listed)
+    for one in listed:
+        assert one.what.endswith(".") and "\n" not in one.what and one.what[0].isupper(), one
+        assert len(one.what) <= 80, one
+
+
+def test_the_list_cannot_be_changed() -> None:
+    (first, *_) = lazyinline.primitives()
+    assert isinstance(lazyinline.primitives(), tuple)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        first.name = "aten.other"  # type: ignore[misc]
+
+
+def test_operators_stand_by_group_and_name() -> None:
+    groups = [name for name, _ in itertools.groupby(p.group for p in lazyinline.primitives())]
+    assert len(groups) == len(set(groups))
+    for _, members in itertools.groupby(lazyinline.primitives(), key=lambda p: p.group):
+        names = [one.name for one in members]
+        assert names == sorted(names)
+
+
+# ---- the level -------------------------------------------------------------------------------
+
+
+@lazy_inline
+class Block(nn.Module):
+    def __init__(self, body: Callable[..., Tensor], width: int = 4) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+        self.body = body
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(self.linear(x))
+
+
+class Stack(nn.Module):
+    """Equal blocks, one after another."""
+
+    def __init__(self, body: Callable[..., Tensor], number: int = 3) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*(Block(body) for _ in range(number)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.blocks(x).square().mean()
+
+
+def example() -> Tensor:
+    return torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
+
+
+@torch.library.custom_op("lazyinline_tests::tripled", mutates_args=())
+def tripled(x: Tensor) -> Tensor:
+    return 3 * x
+
+
+@tripled.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+tripled.register_autograd(lambda context, gradient: tripled(gradient))
+
+
+@pytest.mark.parametrize("train", [False, True], ids=["inference", "training"])
+@pytest.mark.parametrize("make", [models.gpt, models.llama], ids=["gpt", "llama"])
+def test_a_decoder_is_reduced_once_per_different_closure(make: Any, train: bool) -> None:
+    model, args = make(3, **SMALL)
+    programs = reduced(model, args, train=train)
+    assert list(programs) == (["forward", "backward"] if train else ["forward"])
+    captured = lazyinline.capture(model, args, train=train)
+    for program in programs.values():
+        verify(program, "primitive")
+        assert not not_primitive(program)
+        blocks = [c for c in walk_closures(program) if "Block" in c.name]
+        assert len(blocks) == 1, "three equal blocks are one closure"
+    assert len(programs["forward"].calls) >= len(captured.calls)
+
+
+def test_the_verifier_names_operator_closure_and_line() -> None:
+    def body(x: Tensor) -> Tensor:
+        return torch.nn.functional.gelu(x)
+
+    captured = lazyinline.capture(Stack(body), (example(),))
+    with pytest.raises(
+        VerifyError, match=r"aten\.gelu\.default \(@Block, from test_primitives\.py:"
+    ):
+        verify(captured, "primitive")
+    verify(Reducer().of(captured), "primitive")
+
+
+def test_a_custom_operator_stays_whole_and_is_named_at_its_line() -> None:
+    programs = reduced(Stack(lambda x: tripled(x).relu()), (example(),), train=True)
+    for part, program in programs.items():
+        (found,) = not_primitive(program)
+        assert found.operator == "lazyinline_tests.tripled.default"
+        assert found.closure.startswith("Block") and found.closure.endswith(part)
+        assert found.source.startswith("test_primitives.py:")
+        with pytest.raises(VerifyError, match="tripled"):
+            verify(program, "primitive")
+
+
+def test_a_rule_of_the_users_reduces_a_custom_operator() -> None:
+    @torch.library.custom_op("lazyinline_tests::halved", mutates_args=())
+    def halved(x: Tensor) -> Tensor:
+        return x / 2
+
+    halved.register_fake(torch.empty_like)
+    halved.register_autograd(lambda context, gradient: halved(gradient))
+    lazyinline.decomposition(torch.ops.lazyinline_tests.halved)(lambda x: x / 2)
+    programs = reduced(Stack(lambda x: halved(x).relu()), (example(),), train=True)
+    for program in programs.values():
+        verify(program, "primitive")
+
+
+def test_what_is_reduced_knows_the_lines_it_comes_from() -> None:
+    programs = reduced(Stack(torch.nn.functional.gelu), (example(),), train=True)
+    for program in programs.values():
+        for leaf in walk_closures(program):
+            if isinstance(leaf, Leaf) and leaf.name != "add":
+                assert all(node.meta["stamp"].source for node in leaf.nodes), leaf.name
+
+
+# ---- numbers ---------------------------------------------------------------------------------
+
+
+@one_at_a_time
+def halves(captured: Program) -> tuple[Derivative, Program, Program]:
+    """The derivative of a program's first output, and its halves as primitives."""
+    request, reducer = differentiation(captured), Reducer()
+    derivative = reducer.derivative(replace(request, outputs=request.outputs[:1]))
+    assert derivative is not None
+    programs = programs_of(derivative).values()
+    forward, backward = (verify(reducer.of(one), "primitive") for one in programs)
+    return derivative, forward, backward
+
+
+def assert_reduced_equals_eager(
+    model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any] | None = None
+) -> None:
+    """Loss, written buffers and every gradient of the primitives, run one by one, are eager's."""
+    kwargs = kwargs or {}
+    twin = copy.deepcopy(model)
+    captured = lazyinline.capture(model, args, kwargs, train=True)
+    derivative, forward, backward = halves(captured)
+    flat = pytree.tree_leaves((tuple(args), kwargs))
+    operands = [
+        s.tensor.detach().clone() if isinstance(s, ModelTensor) else flat[s.index]
+        for s in captured.sources
+    ]
+    torch.manual_seed(5)
+    *results, saved = interpret(forward, operands)
+    kept = [operands[i] for i in derivative.kept_inputs]
+    kept += [results[i] for i in derivative.kept_outputs]
+    gradients = interpret(backward, [saved, *kept, torch.ones_like(results[0])])
+    torch.manual_seed(5)
+    expected = twin(*args, **kwargs)
+    expected = expected if isinstance(expected, Tensor) else expected[0]
+    expected.backward()
+    torch.testing.assert_close(results[0], expected.detach(), rtol=TOLERANCE, atol=TOLERANCE)
+    parameters = dict(twin.named_parameters(remove_duplicate=False))
+    found = {
+        captured.sources[i].name: g
+        for i, g in zip(derivative.gradient_inputs, gradients, strict=True)
+    }
+    wanted = {n for n, p in parameters.items() if p.grad is not None and p.grad.any()}
+    names = {n for n in wanted for m in found if parameters[m] is parameters[n]}
+    assert names == wanted, "a gradient is missing"
+    for name, gradient in found.items():
+        torch.testing.assert_close(
+            gradient,
+            parameters[name].grad,
+            rtol=TOLERANCE,
+            atol=TOLERANCE,
+            msg=partial("{}: {}".format, name),
+        )
+    buffers = {id(b): after for b, after in zip(model.buffers(), twin.buffers(), strict=True)}
+    for output, target in captured.writes:
+        after = buffers.get(id(captured.sources[target].tensor))
+        if after is not None:
+            torch.testing.assert_close(results[output], after)
+
+
+@pytest.mark.parametrize("make", [models.gpt, models.llama], ids=["gpt", "llama"])
+def test_a_decoder_of_primitives_computes_what_eager_does(make: Any) -> None:
+    assert_reduced_equals_eager(*make(2, **SMALL))
+
+
+def test_dropout_draws_the_masks_of_eager() -> None:
+    assert_reduced_equals_eager(*models.gpt(2, dropout=0.3, **SMALL))
+
+
+class Image(nn.Module):
+    """Convolutions, norms that write their statistics, pooling, resizing, padding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(1, 4, 3, padding=1, padding_mode="replicate")
+        self.norm = nn.BatchNorm2d(4)
+        self.group = nn.GroupNorm(2, 4)
+        self.up = nn.ConvTranspose2d(4, 2, 2, stride=2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = nn.functional.gelu(self.norm(self.first(x)))
+        x = nn.functional.max_pool2d(self.group(x), 2)
+        x = nn.functional.interpolate(self.up(x), size=5, mode="bilinear")
+        x = nn.functional.adaptive_avg_pool2d(nn.functional.elu(x), 3)
+        return nn.functional.cross_entropy(x.flatten(1), torch.tensor([1, 4]))
+
+
+class Written(nn.Module):
+    """Writes in place, through views and at indices, and takes attention with a mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(-1, 1, 36).reshape(6, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x @ self.weight
+        y[0].mul_(2)
+        y.t()[1].add_(x[:, 0])
+        z = y.clone().index_put_((torch.tensor([0, 0]),), x[:2], accumulate=True)
+        q = z.reshape(1, 2, 3, 6)
+        mask = torch.tensor([True, False, True]).expand(3, 3)
+        h = nn.functional.scaled_dot_product_attention(q, q * 2, q.tanh(), attn_mask=mask)
+        return h.logsumexp(-1).sum() + z.masked_fill(z > 1, 0).cumsum(0).std()
+
+
+class Turned(nn.Module):
+    """Complex numbers: a rotation written as polar, a spectrum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(-1, 1, 16).reshape(4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        turn = torch.polar(torch.ones(2), torch.tensor([0.3, 0.7]))
+        z = torch.view_as_complex((x @ self.weight).reshape(-1, 2, 2)) * turn
+        return (
+            torch.view_as_real(z.conj().resolve_conj() * z).sum()
+            + torch.fft.rfft(x * self.weight[0]).abs().sum()
+        )
+
+
+class Choosing(nn.Module):
+    """A product of each group of rows with a matrix of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, 8, 4, generator=torch.Generator().manual_seed(1)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        ends = torch.tensor([2, 2, 6], dtype=torch.int32)
+        return torch._grouped_mm(x, self.weight, offs=ends).sin().sum()
+
+
+@pytest.mark.parametrize(
+    ("make", "shape"),
+    [(Image, (2, 1, 6, 6)), (Written, (6, 6)), (Turned, (4, 4)), (Choosing, (6, 8))],
+    ids=["image", "written", "turned", "choosing"],
+)
+def test_models_of_primitives_compute_what_eager_does(
+    make: Callable[[], nn.Module], shape: tuple[int, ...]
+) -> None:
+    torch.manual_seed(0)
+    model = make()
+    assert_reduced_equals_eager(model, (torch.randn(shape),))
+
+
+WITHOUT_A_RULE = {"median"}
+
+
+@pytest.mark.parametrize("kind", ["real", "complex"])
+@pytest.mark.sweep
+def test_operators_in_all_layouts_in_turn(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    operators: Any = importlib.import_module("operators")
+    chosen = {n: f for n, f in operators.operators_of(kind).items() if n not in WITHOUT_A_RULE}
+    layouts = list(operators.layouts_of(kind).values())
+    assert_reduced_equals_eager(
+        operators.Sweep(list(chosen.values()), layouts, kind), (torch.ones(()),)
+    )
+
+
+@pytest.mark.parametrize("name", hugging_face.NAMES)
+@pytest.mark.sweep(keep=["vit"])
+def test_a_family_of_primitives_computes_what_eager_does(name: str) -> None:
+    model, inputs = hugging_face.example(name, layers=2)
+
+    class Loss(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = model.train()
+
+        def forward(self, **inputs: Any) -> Tensor:
+            return self.model(**inputs)[0].square().mean()
+
+    assert_reduced_equals_eager(Loss(), (), inputs)
+
+
+# ---- looking at it -----------------------------------------------------------------------------
+
+
+def test_inspect_prints_the_level(
+    capsys: pytest.CaptureFixture[str], tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "own_model.py").write_text(
+        "from lazyinline.frontend.measure import models\n"
+        f"def make():\n    return models.gpt(2, **{SMALL})\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    assert main(["inspect", "own_model:make", "--train", "--level", "primitive"]) == 0
+    out = capsys.readouterr().out
+    assert "// forward, as primitives" in out and "// backward, as primitives" in out
+    assert "rsqrt" in out and "layer_norm" not in out
+    assert re.search(r"^\d+ different primitives, and nothing else\.$", out, re.MULTILINE)
+    assert main(["inspect", "own_model:make", "--level", "primitive", "--after", "lower"]) == 2
+    assert "--level primitive" in capsys.readouterr().err
+
+
+# ---- the page ----------------------------------------------------------------------------------
+
+
+def test_the_page_has_the_list() -> None:
+    assert page_list(lazyinline.primitives()) in PAGE.read_text(encoding="utf-8")
+
+
+def page_list(listed: Sequence[Primitive]) -> str:
+    """The list as docs/primitives.md has it."""
+    lines = []
+    for group, members in itertools.groupby(listed, key=lambda p: p.group):
+        lines += [f"### {group.capitalize()}", "", "| operator | what it computes |", "|---|---|"]
+        lines += [f"| `{one.name}` | {one.what} |" for one in members]
+        lines.append("")
+    return "\n".join(lines)
