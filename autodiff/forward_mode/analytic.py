@@ -1,0 +1,270 @@
+"""Taylor coefficients of functions of one variable: ``f(x + h) = f_0 + f_1 h + f_2 h^2 + ...``.
+
+Each function here is given a point, the function's value there and an order, and returns the
+coefficients up to that order, by the differential equation that the function solves. None is zero.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from .polynomials import Coefficient, composed, plus, scaled, square_term, times
+
+TaylorCoefficients: TypeAlias = Callable[..., list[Coefficient]]
+
+
+def tanh(x: Tensor, y: Tensor, order: int) -> list[Coefficient]:
+    """``y' = 1 - y^2``."""
+    found: list[Coefficient] = [y, 1 - y * y]
+    while len(found) <= order:
+        k = len(found) - 1
+        found.append(scaled(square_term(found, k), -1 / (k + 1)))
+    return found[: order + 1]
+
+
+def tan(x: Tensor, y: Tensor, order: int) -> list[Coefficient]:
+    """``y' = 1 + y^2``."""
+    found: list[Coefficient] = [y, 1 + y * y]
+    while len(found) <= order:
+        k = len(found) - 1
+        found.append(scaled(square_term(found, k), 1 / (k + 1)))
+    return found[: order + 1]
+
+
+def sigmoid(x: Tensor, y: Tensor, order: int) -> list[Coefficient]:
+    """``y' = y - y^2``."""
+    found: list[Coefficient] = [y, y * (1 - y)]
+    while len(found) <= order:
+        k = len(found) - 1
+        found.append(scaled(found[k] - square_term(found, k), 1 / (k + 1)))
+    return found[: order + 1]
+
+
+def silu(x: Tensor, y: Tensor, order: int) -> list[Coefficient]:
+    """``x sigmoid(x)``."""
+    gate = sigmoid(x, torch.sigmoid(x), order)
+    return [y, *(x * gate[k] + gate[k - 1] for k in range(1, order + 1))]
+
+
+def exp(x: Tensor, y: Tensor, order: int) -> list[Coefficient]:
+    """``y' = y``."""
+    return [y, *(scaled(y, 1 / math.factorial(k)) for k in range(1, order + 1))]
+
+
+def expm1(x: Tensor, y: Tensor, order: int) -> list[Coefficient]:
+    """``exp(x) - 1``."""
+    return [y, *exp(x, y + 1, order)[1:]]
+
+
+def base_to_the(x: Tensor, y: Tensor, order: int, base: float) -> list[Coefficient]:
+    """``base ** x``."""
+    rate = math.log(base)
+    return [y, *(scaled(y, rate**k / math.factorial(k)) for k in range(1, order + 1))]
+
+
+def sin(x: Tensor, y: Tensor, order: int) -> list[Coefficient]:
+    """Of sine."""
+    return _turning(y, torch.cos(x), order)
+
+
+def cos(x: Tensor, y: Tensor, order: int) -> list[Coefficient]:
+    """Of cosine."""
+    return _turning(y, -torch.sin(x), order)
+
+
+def _turning(y: Tensor, slope: Tensor, order: int) -> list[Coefficient]:
+    signs = (1, 1, -1, -1)
+    return [scaled((y, slope)[k % 2], signs[k % 4] / math.factorial(k)) for k in range(order + 1)]
+
+
+def sinh(x: Tensor, y: Tensor, order: int) -> list[Coefficient]:
+    """Of the hyperbolic sine."""
+    pair = (y, torch.cosh(x))
+    return [scaled(pair[k % 2], 1 / math.factorial(k)) for k in range(order + 1)]
+
+
+def cosh(x: Tensor, y: Tensor, order: int) -> list[Coefficient]:
+    """Of the hyperbolic cosine."""
+    pair = (y, torch.sinh(x))
+    return [scaled(pair[k % 2], 1 / math.factorial(k)) for k in range(order + 1)]
+
+
+def log(x: Tensor, y: Tensor, order: int) -> list[Coefficient]:
+    """Of the natural logarithm."""
+    return [y, *_integrated(reciprocal(x, torch.reciprocal(x), order - 1))]
+
+
+def log1p(x: Tensor, y: Tensor, order: int) -> list[Coefficient]:
+    """``log(1 + x)``."""
+    return log(1 + x, y, order)
+
+
+def _integrated(slopes: list[Coefficient]) -> list[Coefficient]:
+    """Returns the coefficients from order 1 on of what has these for its derivative."""
+    return [scaled(slope, 1 / (k + 1)) for k, slope in enumerate(slopes)]
+
+
+def reciprocal(x: Tensor, y: Tensor, order: int) -> list[Coefficient]:
+    """``1 / x``."""
+    found: list[Coefficient] = [y]
+    for _ in range(order):
+        found.append(-(found[-1] * y))
+    return found
+
+
+def power(x: Tensor, y: Tensor, order: int, exponent: float) -> list[Coefficient]:
+    """``x ** exponent``."""
+    found: list[Coefficient] = [y]
+    factor = 1.0
+    for k in range(1, order + 1):
+        factor *= (exponent - k + 1) / k
+        left = exponent - k
+        if factor == 0:
+            found.append(None)
+        elif left == 0:
+            found.append(factor)
+        else:
+            found.append(scaled(x if left == 1 else x**left, factor))
+    return found
+
+
+def square(x: Tensor, y: Tensor, order: int) -> list[Coefficient]:
+    """``x ** 2``."""
+    return power(x, y, order, 2)
+
+
+def sqrt(x: Tensor, y: Tensor, order: int) -> list[Coefficient]:
+    """Of the square root."""
+    return _root(x, y, order, 0.5)
+
+
+def rsqrt(x: Tensor, y: Tensor, order: int) -> list[Coefficient]:
+    """``1 / sqrt(x)``."""
+    return _root(x, y, order, -0.5)
+
+
+def _root(x: Tensor, y: Tensor, order: int, exponent: float) -> list[Coefficient]:
+    """Of a power, by products with ``1 / x``: no further root."""
+    inverse = torch.reciprocal(x)
+    found: list[Coefficient] = [y]
+    for k in range(1, order + 1):
+        found.append(scaled(found[-1] * inverse, (exponent - k + 1) / k))
+    return found
+
+
+def erf(x: Tensor, y: Tensor, order: int) -> list[Coefficient]:
+    """Of the error function."""
+    bell = torch.exp(-x * x) * (2 / math.sqrt(math.pi))
+    return [y, *_integrated(_bell(x, bell, order - 1, 2))]
+
+
+def _bell(x: Tensor, bell: Tensor, order: int, rate: float) -> list[Coefficient]:
+    """Of a function with ``f' = -rate x f``."""
+    found: list[Coefficient] = [bell]
+    for k in range(order):
+        before = found[k - 1] if k else None
+        found.append(scaled(plus(x * found[k], before), -rate / (k + 1)))
+    return found
+
+
+def gelu(x: Tensor, y: Tensor, order: int, *, approximate: str = "none") -> list[Coefficient]:
+    """Of both forms of GELU: ``x`` times a step that is an error function, or a tanh."""
+    step = _error_step(x, order) if approximate == "none" else _tanh_step(x, order)
+    return [y, *(plus(times(step[k], x), step[k - 1]) for k in range(1, order + 1))]
+
+
+def _error_step(x: Tensor, order: int) -> list[Coefficient]:
+    value = 0.5 * (1 + torch.erf(x * math.sqrt(0.5)))
+    bell = torch.exp(-0.5 * x * x) * (1 / math.sqrt(2 * math.pi))
+    return [value, *_integrated(_bell(x, bell, order - 1, 1))]
+
+
+def _tanh_step(x: Tensor, order: int) -> list[Coefficient]:
+    rate, cubic = math.sqrt(2 / math.pi), 0.044715 * math.sqrt(2 / math.pi)
+    squared = x * x
+    inner = x * (rate + cubic * squared)
+    slopes = [rate + 3 * cubic * squared, 3 * cubic * x, cubic]
+    slopes = [*slopes[:order], *[None] * (order - 3)]
+    outer = tanh(inner, torch.tanh(inner), order)
+    return [0.5 * (1 + outer[0]), *(scaled(c, 0.5) for c in composed(outer, slopes))]
+
+
+def softplus(
+    x: Tensor, y: Tensor, order: int, beta: float = 1, threshold: float = 20
+) -> list[Coefficient]:
+    """``log(1 + exp(beta x)) / beta``, and ``x`` itself beyond the threshold."""
+    steep = scaled(x, beta)
+    beyond = steep > threshold
+    gate = sigmoid(steep, torch.sigmoid(steep), order - 1)
+    inside = [scaled(c, beta**k / (k + 1)) for k, c in enumerate(gate)]
+    return [y, *(torch.where(beyond, 1.0 if k == 0 else 0.0, c) for k, c in enumerate(inside))]
+
+
+def elu(
+    x: Tensor,
+    y: Tensor,
+    order: int,
+    alpha: float = 1,
+    scale: float = 1,
+    input_scale: float = 1,
+) -> list[Coefficient]:
+    """A line above zero and an exponential below."""
+    value = scaled(torch.exp(scaled(x, input_scale)), alpha * scale)
+    found: list[Coefficient] = [y]
+    for k in range(1, order + 1):
+        below = scaled(value, input_scale**k / math.factorial(k))
+        below = torch.zeros_like(x) if below is None else below
+        found.append(torch.where(x > 0, float(scale) if k == 1 else 0.0, below))
+    return found
+
+
+def relu(x: Tensor, y: Tensor, order: int) -> list[Coefficient]:
+    """A line above zero."""
+    return _bent(y, (x > 0).to(y.dtype), order)
+
+
+def leaky_relu(x: Tensor, y: Tensor, order: int, negative_slope: float = 0.01) -> list[Coefficient]:
+    """A line above zero and another below."""
+    return _bent(y, torch.where(x > 0, torch.ones_like(y), float(negative_slope)), order)
+
+
+def absolute(x: Tensor, y: Tensor, order: int) -> list[Coefficient]:
+    """``|x|``."""
+    return _bent(y, torch.sign(x), order)
+
+
+def hardtanh(
+    x: Tensor, y: Tensor, order: int, min_val: float = -1, max_val: float = 1
+) -> list[Coefficient]:
+    """``x`` between two bounds."""
+    return _bent(y, ((x > min_val) & (x < max_val)).to(y.dtype), order)
+
+
+def clamp(x: Tensor, y: Tensor, order: int, low: Any = None, high: Any = None) -> list[Coefficient]:
+    """``x`` between two bounds of which one may be missing, bounds included."""
+    inside = torch.ones_like(x, dtype=torch.bool)
+    if low is not None:
+        inside = inside & (x >= low)
+    if high is not None:
+        inside = inside & (x <= high)
+    return _bent(y, inside.to(y.dtype), order)
+
+
+def clamp_min(x: Tensor, y: Tensor, order: int, low: float) -> list[Coefficient]:
+    """``x``, but no less than a bound."""
+    return clamp(x, y, order, low)
+
+
+def clamp_max(x: Tensor, y: Tensor, order: int, high: float) -> list[Coefficient]:
+    """``x``, but no more than a bound."""
+    return clamp(x, y, order, None, high)
+
+
+def _bent(y: Tensor, slope: Tensor, order: int) -> list[Coefficient]:
+    """Of a function that is made of lines."""
+    return [y, slope, *[None] * (order - 1)]

@@ -1,0 +1,204 @@
+"""Values with their series, and how operators act on them.
+
+A *lane* is what is computed at once: one direction where they are few, and all of them, as a
+leading dimension, where they are many. A rule is written for one direction; many go through
+``torch.vmap``. What is collapsed is linear in its top coefficient: the lanes are pushed without it,
+their top results are summed, and the sum of the operands' top ones is pushed once, as a tangent.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from .polynomials import Coefficient, plus
+from .series import Series
+
+UNROLLED = 4
+"""As many directions as are written out one by one, to be fused with the value itself."""
+
+Coefficients: TypeAlias = Mapping[int, tuple[Tensor, ...]]
+"""By order: a tensor for each lane, or the sum of all. What is missing is zero."""
+
+Push: TypeAlias = Callable[..., Sequence[Sequence[Coefficient]]]
+"""From the coefficients of each operand, from order 1 on, to those of each result."""
+
+
+@dataclass(frozen=True, eq=False)
+class Jet:
+    """A value and what flows beside it."""
+
+    primal: Tensor
+    coefficients: Coefficients
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All coefficients, in a fixed order."""
+        return [t for _, lanes in sorted(self.coefficients.items()) for t in lanes]
+
+
+class Lanes:
+    """How the coefficients of a series are computed."""
+
+    def __init__(self, series: Series) -> None:
+        self.series = series
+        self.are_batched = series.directions > UNROLLED
+        self.count = 1 if self.are_batched else series.directions
+
+    @property
+    def order(self) -> int:
+        """The highest order."""
+        return self.series.order
+
+    # ---- from and to the boundary --------------------------------------------------------
+
+    def taken(self, primal: Tensor, given: Mapping[int, Tensor]) -> Tensor | Jet:
+        """Returns a value with the coefficients that a closure is given for it."""
+        if not given:
+            return primal
+        return Jet(primal, {order: self._split(t, order) for order, t in given.items()})
+
+    def _split(self, tensor: Tensor, order: int) -> tuple[Tensor, ...]:
+        if self.series.is_sum(order) or self.are_batched:
+            return (tensor,)
+        return tensor.unbind(0)
+
+    def joined(self, jet: Jet, order: int) -> Tensor:
+        """Returns the coefficients of an order as a closure returns them."""
+        lanes = jet.coefficients[order]
+        is_one = self.series.is_sum(order) or self.are_batched
+        return lanes[0] if is_one else torch.stack(lanes)
+
+    # ---- how operators act ---------------------------------------------------------------
+
+    def along(self, push: Push, *jets: Jet | Tensor) -> list[Coefficients]:
+        """Returns the coefficients of each result of an operator.
+
+        Args:
+            push: computes them for one direction; linear in the highest.
+            jets: the operands; one that is a tensor has no coefficients.
+        """
+        pushed = [self._pushed(push, [self._of(j, n) for j in jets]) for n in range(self.count)]
+        found = [self._gathered([lane[i] for lane in pushed]) for i in range(len(pushed[0]))]
+        sums = [self._sum_of(jet) for jet in jets]
+        if self.series.collapsed and any(s is not None for s in sums):
+            for coefficients, (top,) in zip(found, push(*([s] for s in sums)), strict=True):
+                before = coefficients.get(self.order)
+                total = plus(None if before is None else before[0], top)
+                if total is not None:
+                    coefficients[self.order] = (total,)
+        return [*found]
+
+    def _of(self, jet: Jet | Tensor, lane: int) -> list[Coefficient]:
+        if isinstance(jet, Tensor):
+            return [None] * self.order
+        return [
+            jet.coefficients[k][lane]
+            if k in jet.coefficients and not self.series.is_sum(k)
+            else None
+            for k in self.series.orders
+        ]
+
+    def _sum_of(self, jet: Jet | Tensor) -> Coefficient:
+        if isinstance(jet, Tensor) or not self.series.collapsed:
+            return None
+        return jet.coefficients.get(self.order, (None,))[0]
+
+    def _gathered(self, lanes: list[Sequence[Coefficient]]) -> dict[int, tuple[Tensor, ...]]:
+        found = {}
+        for order in self.series.orders:
+            tensors = tuple(lane[order - 1] for lane in lanes)
+            if tensors[0] is None:
+                continue
+            if self.series.is_sum(order):
+                many = self.are_batched
+                tensors = (tensors[0].sum(0) if many else functools.reduce(operator.add, tensors),)
+            found[order] = tensors
+        return found
+
+    def _pushed(
+        self, push: Push, operands: list[list[Coefficient]]
+    ) -> Sequence[Sequence[Coefficient]]:
+        given = [t for series in operands for t in series if t is not None]
+        if not self.are_batched or not given:
+            return push(*operands)
+        pattern: list[list[bool]] = []
+
+        def for_one(*tensors: Tensor) -> tuple[Tensor, ...]:
+            rest = iter(tensors)
+            filled = [[None if t is None else next(rest) for t in s] for s in operands]
+            results = push(*filled)
+            pattern[:] = [[t is not None for t in series] for series in results]
+            return tuple(t for series in results for t in series if t is not None)
+
+        rest = iter(torch.vmap(for_one)(*given))
+        return [[next(rest) if there else None for there in series] for series in pattern]
+
+    def each(self, function: Callable[[Tensor], Any], jet: Jet) -> list[Coefficients]:
+        """Returns the coefficients of each result of a function that is linear: one by one."""
+        found: list[dict[int, tuple[Tensor, ...]]] = []
+        for order, lanes in jet.coefficients.items():
+            many = self.are_batched and not self.series.is_sum(order)
+            apply = torch.vmap(function) if many else function
+            results = [apply(t) for t in lanes]
+            rows = [r if isinstance(r, (tuple, list)) else (r,) for r in results]
+            for place, lane in enumerate(zip(*rows, strict=True)):
+                if place == len(found):
+                    found.append({})
+                found[place][order] = lane
+        return [*found]
+
+    def at_once(self, function: Callable[[Tensor], Tensor], jet: Jet, dim: int) -> Jet:
+        """Applies a linear function to a value and all its coefficients, laid end to end.
+
+        Args:
+            function: treats each place along ``dim`` by itself, and keeps their order.
+            jet: what it is applied to.
+            dim: -1 or -2.
+        """
+        rows, many = [jet.primal], []
+        for order, lanes in sorted(jet.coefficients.items()):
+            is_many = self.are_batched and not self.series.is_sum(order)
+            rows += [t.movedim(0, dim - 1).flatten(dim - 1, dim) if is_many else t for t in lanes]
+            many += [is_many] * len(lanes)
+        sizes = [row.shape[dim] for row in rows]
+        primal, *parts = function(torch.cat(rows, dim)).split(sizes, dim)
+        size = (self.series.directions, sizes[0])
+        parts = [
+            part.unflatten(dim, size).movedim(dim - 1, 0) if is_many else part
+            for part, is_many in zip(parts, many, strict=True)
+        ]
+        return Jet(primal, like(jet.coefficients, parts))
+
+    def conformed(self, primal: Tensor, coefficients: Coefficients) -> Tensor | Jet:
+        """Returns a result, its coefficients as it is: of its shape and number type."""
+        found = {}
+        for order, lanes in coefficients.items():
+            many = self.are_batched and not self.series.is_sum(order)
+            shape = (self.series.directions, *primal.shape) if many else tuple(primal.shape)
+            found[order] = tuple(_conformed(t, shape, primal.dtype, many) for t in lanes)
+        return Jet(primal, found) if found else primal
+
+
+def _conformed(tensor: Tensor, shape: tuple[Any, ...], dtype: torch.dtype, many: bool) -> Tensor:
+    tensor = tensor.to(dtype) if tensor.dtype != dtype else tensor
+    if tuple(tensor.shape) == shape:
+        return tensor
+    missing = len(shape) - tensor.dim()
+    if many and missing:
+        tensor = tensor.reshape(tensor.shape[0], *[1] * missing, *tensor.shape[1:])
+    return tensor.expand(shape)
+
+
+def like(coefficients: Coefficients, tensors: Sequence[Tensor]) -> dict[int, tuple[Tensor, ...]]:
+    """Returns tensors, in the order of :attr:`Jet.tensors`, as coefficients."""
+    rest = iter(tensors)
+    return {
+        order: tuple(next(rest) for _ in lanes) for order, lanes in sorted(coefficients.items())
+    }

@@ -1,0 +1,107 @@
+"""An operator without a rule of its own: forward mode inside forward mode.
+
+Wasteful: the value and its lower derivatives are computed again at each order. And not done where
+it would be wrong without a word: PyTorch's formula of a tangent may read what the operator returns
+beside its result (factors of a matrix, statistics of a norm), which to PyTorch are constants, so
+that the formula's own tangent lacks a part.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .jets import Lanes
+from .operands import Operands, results_of
+from .polynomials import Coefficient, scaled
+from .torch_rules import is_wrong_nested
+
+Place = tuple[int, int]  # an order, and which operand
+
+
+def by_nesting(lanes: Lanes, target: Any, operands: Operands) -> Any:
+    """Returns the results of any operator that has forward mode, with their series."""
+    results = operands.call(target)
+    flat = list(results) if isinstance(results, (list, tuple)) else [results]
+    moving = _differentiable(target, operands)
+    real = [i for i, r in enumerate(flat) if _is_real(r)]
+    if not moving:
+        if real:
+            raise NotImplementedError("PyTorch knows no derivative of it.")
+        return results
+    if lanes.order > 1 and not set(real) <= set(moving):
+        raise NotImplementedError("Its tangent is made of results that are constants to PyTorch.")
+    if is_wrong_nested(target):
+        raise NotImplementedError("PyTorch's own, nested, is wrong.")
+
+    def values(*tensors: Tensor) -> tuple[Tensor, ...]:
+        found = operands.call(target, tensors)
+        rows = list(found) if isinstance(found, (list, tuple)) else [found]
+        return tuple(rows[i] for i in moving)
+
+    def push(*series: Sequence[Coefficient]) -> list[list[Coefficient]]:
+        given: dict[Place, Tensor] = {}
+        for operand, coefficients in enumerate(series):
+            given[0, operand] = operands.jets[operand].primal
+            for k, coefficient in enumerate(coefficients, start=1):
+                if coefficient is not None:
+                    # With a memory of its own: PyTorch wants a tangent to lie as its value does.
+                    given[k, operand] = coefficient * math.factorial(k)
+        order = len(series[0])
+        rows = _derivatives(values, given, len(series), order)
+        width = len(moving)
+        return [
+            [
+                None if rows[k] is None else scaled(rows[k][i], 1 / math.factorial(k))
+                for k in range(1, order + 1)
+            ]
+            for i in range(width)
+        ]
+
+    found: list[Mapping[int, tuple[Tensor, ...]]] = [{} for _ in flat]
+    for place, coefficients in zip(moving, lanes.along(push, *operands.jets), strict=True):
+        found[place] = coefficients
+    return results_of(lanes, results, found)
+
+
+def _is_real(result: Any) -> bool:
+    return isinstance(result, Tensor) and (result.is_floating_point() or result.is_complex())
+
+
+def _differentiable(target: Any, operands: Operands) -> list[int]:
+    """Returns which results PyTorch gives a derivative; where it knows none, a tangent is lost."""
+    with torch.enable_grad():
+        watched = [jet.primal.detach().requires_grad_() for jet in operands.jets]
+        results = operands.call(target, watched)
+    rows = results if isinstance(results, (list, tuple)) else [results]
+    return [i for i, r in enumerate(rows) if isinstance(r, Tensor) and r.requires_grad]
+
+
+def _derivatives(values: Any, given: Mapping[Place, Tensor], width: int, order: int) -> list[Any]:
+    """Returns the results and their derivatives up to an order; None is zero."""
+    if order == 0:
+        return [values(*(given[0, operand] for operand in range(width)))]
+    moving = [(k, i) for k, i in given if k < order and (k + 1, i) in given]
+    if not moving:
+        return [*_derivatives(values, given, width, order - 1), None]
+    there: list[bool] = []
+
+    def lower(*tensors: Tensor) -> tuple[Tensor, ...]:
+        moved = {**given, **dict(zip(moving, tensors, strict=True))}
+        rows = _derivatives(values, moved, width, order - 1)
+        there[:] = [row is not None for row in rows]
+        return tuple(t for row in rows if row is not None for t in row)
+
+    at = tuple(given[place] for place in moving)
+    along = tuple(given[k + 1, i] for k, i in moving)
+    primal, tangent = torch.func.jvp(lower, at, along)
+    size = len(primal) // sum(there)
+    rest = iter(primal[i : i + size] for i in range(0, len(primal), size))
+    rows: list[Any] = [next(rest) if row else None for row in there]
+    # The derivative of the highest derivative that there is; one that is zero stays so.
+    rows.append(tangent[-size:] if there[-1] else None)
+    return rows

@@ -1,0 +1,175 @@
+"""Adapter: which rule an operator has, by the name that PyTorch gives it.
+
+Names, not attributes: a release of PyTorch that lacks an operator has no graph that holds it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import analytic, function_rules, linear_rules, product_rules
+from .operands import Rule
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(text.split())
+
+
+_ONE_VARIABLE: Mapping[str, analytic.TaylorCoefficients] = {
+    "abs": analytic.absolute,
+    "clamp": analytic.clamp,
+    "clamp_max": analytic.clamp_max,
+    "clamp_min": analytic.clamp_min,
+    "cos": analytic.cos,
+    "cosh": analytic.cosh,
+    "elu": analytic.elu,
+    "erf": analytic.erf,
+    "exp": analytic.exp,
+    "expm1": analytic.expm1,
+    "gelu": analytic.gelu,
+    "hardtanh": analytic.hardtanh,
+    "leaky_relu": analytic.leaky_relu,
+    "log": analytic.log,
+    "log1p": analytic.log1p,
+    "pow.Tensor_Scalar": analytic.power,
+    "reciprocal": analytic.reciprocal,
+    "relu": analytic.relu,
+    "rsqrt": analytic.rsqrt,
+    "sigmoid": analytic.sigmoid,
+    "silu": analytic.silu,
+    "sin": analytic.sin,
+    "sinh": analytic.sinh,
+    "softplus": analytic.softplus,
+    "sqrt": analytic.sqrt,
+    "square": analytic.square,
+    "tan": analytic.tan,
+    "tanh": analytic.tanh,
+}
+
+_LINEAR_IN_THE_FIRST = _names("""
+    _conj _conj_physical _neg_view _reshape_alias _to_copy _unsafe_view alias chunk clone contiguous
+    cumsum detach_copy diagonal expand expand_copy flip gather imag index.Tensor index_select
+    lift_fresh mean movedim narrow neg permute permute_copy positive real repeat reshape roll
+    select.int select_copy slice.Tensor slice_copy split split_with_sizes squeeze squeeze_copy sum t
+    t_copy trace transpose transpose_copy tril triu unbind unsafe_split unsafe_split_with_sizes
+    unsqueeze unsqueeze_copy view view_as_complex view_as_real view_copy
+    _fft_c2c _fft_r2c _fft_c2r avg_pool1d _adaptive_avg_pool2d avg_pool2d upsample_nearest2d
+    embedding
+""")
+
+_LINEAR_TOGETHER: Mapping[str, tuple[int, ...]] = {
+    "cat": (0,),
+    "complex": (0, 1),
+    "copy": (0, 1),
+    "diagonal_scatter": (0, 1),
+    "index_add": (0, 3),
+    "index_put": (0, 2),
+    "scatter.src": (0, 3),
+    "scatter_add": (0, 3),
+    "select_scatter": (0, 1),
+    "slice_scatter": (0, 1),
+    "stack": (0,),
+    "where.ScalarOther": (1, 2),
+    "where.ScalarSelf": (1, 2),
+    "where.self": (1, 2),
+}
+
+_CONSTANT = _names("""
+    argmax argmin bernoulli bitwise_not ceil empty_like eq.Scalar eq.Tensor floor full_like
+    ge.Scalar ge.Tensor gt.Scalar gt.Tensor heaviside isfinite isinf isnan le.Scalar le.Tensor
+    logical_and logical_not logical_or lt.Scalar lt.Tensor ne.Scalar ne.Tensor new_empty
+    new_empty_strided new_full new_ones new_zeros ones_like rand_like randint_like randn_like round
+    sign signbit sgn trunc zeros_like is_same_size
+""")
+
+RULES: Mapping[str, Rule] = {
+    **{name: function_rules.of_one_variable(taylor) for name, taylor in _ONE_VARIABLE.items()},
+    **dict.fromkeys(_LINEAR_IN_THE_FIRST, linear_rules.first_operand),
+    **{name: linear_rules.jointly(*places) for name, places in _LINEAR_TOGETHER.items()},
+    **dict.fromkeys(_CONSTANT, function_rules.of_constant),
+    "_log_softmax": function_rules.log_softmax,
+    "_safe_softmax": function_rules.softmax,
+    "_softmax": function_rules.softmax,
+    "add": linear_rules.add,
+    "addmm": product_rules.matrices_plus,
+    "baddbmm": product_rules.matrices_plus,
+    "bmm": product_rules.matrices,
+    "constant_pad_nd": linear_rules.padded,
+    "div": product_rules.divide,
+    "dot": product_rules.pairwise,
+    "logsumexp": function_rules.logsumexp,
+    "masked_fill.Scalar": linear_rules.masked_fill,
+    "mm": product_rules.matrices,
+    "mul": product_rules.multiply,
+    "mv": product_rules.pairwise,
+    "native_dropout": product_rules.dropout,
+    "sub": linear_rules.subtract,
+}
+"""By the name of an operator, or of one overload of it."""
+
+_TAKEN_APART = _names("""
+    _batch_norm_with_update_functional _native_batch_norm_legit
+    _native_batch_norm_legit_functional _native_batch_norm_legit_no_training
+    addcdiv addcmul addmv binary_cross_entropy elu_backward gelu_backward glu
+    hardsigmoid hardswish hardtanh_backward huber_loss leaky_relu_backward lerp
+    log_sigmoid_forward mish mse_loss native_batch_norm native_dropout_backward native_group_norm
+    native_layer_norm nll_loss_forward rsub sigmoid_backward silu_backward
+    smooth_l1_loss softplus_backward tanh_backward threshold threshold_backward
+    _softmax_backward_data _log_softmax_backward_data
+""")
+
+
+_WRONG_NESTED = _names("cholesky_inverse linalg_householder_product")
+
+
+def is_wrong_nested(target: Any) -> bool:
+    """Whether forward mode of an operator, or forward mode inside it, gives wrong numbers."""
+    return str(target).removeprefix("aten.").partition(".")[0] in _WRONG_NESTED
+
+
+def rule_of(target: Any) -> Rule | None:
+    """Returns the rule of an operator."""
+    namespace, _, name = str(target).partition(".")
+    if namespace != "aten":
+        return None
+    return RULES.get(name) or RULES.get(name.partition(".")[0])
+
+
+def _variance(x: Tensor, dim: Any = None, *, correction: Any = None, keepdim: bool = False) -> Any:
+    return _variance_and_mean(x, dim, correction=correction, keepdim=keepdim)[0]
+
+
+def _variance_and_mean(
+    x: Tensor, dim: Any = None, *, correction: Any = None, keepdim: bool = False
+) -> Any:
+    if x.is_complex():
+        return NotImplemented
+    dims = dim or [*range(x.dim())]
+    count = math.prod(x.shape[d] for d in dims)
+    mean = x.mean(dims, keepdim=True)
+    rest = x - mean
+    free = max(count - (1 if correction is None else correction), 0)
+    variance = (rest * rest).sum(dims, keepdim=keepdim) / free
+    return variance, mean if keepdim else x.mean(dims)
+
+
+def taken_apart() -> dict[Any, Callable[..., Any]]:
+    """Returns how operators are made of those that have rules, with the same derivatives."""
+    table = torch._decomp.decomposition_table
+    aten = torch.ops.aten
+    found: dict[Any, Callable[..., Any]] = {
+        aten.var.correction: _variance,
+        aten.var_mean.correction: _variance_and_mean,
+    }
+    for name in _TAKEN_APART:
+        packet = getattr(torch.ops.aten, name, None)
+        for overload in () if packet is None else packet.overloads():
+            operator = getattr(packet, overload)
+            if operator in table:
+                found[operator] = table[operator]
+    return found

@@ -1,0 +1,524 @@
+"""Forward and Taylor mode of closures: against forward mode inside forward mode, in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from forward_cases import (
+    Wrapped,
+    assert_series,
+    captured,
+    closure_of,
+    compare,
+    curves_for,
+    one_call,
+    random_like,
+    run_series,
+)
+from programs import random_arguments, random_program
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from lazyinline import PlanError, lazy_inline
+from lazyinline.autodiff.derivative import Differentiator, Recipe
+from lazyinline.autodiff.forward_mode.forward_derivative import ForwardDerivatives
+from lazyinline.autodiff.forward_mode.series import Series
+from lazyinline.autodiff.torch_autograd import DIFFERENTIABLE
+from lazyinline.frontend.compiler import Compiler
+from lazyinline.frontend.options import Options
+from lazyinline.frontend.passes.programs import capture as capture_pass
+from lazyinline.frontend.passes.state import Subject, run
+from lazyinline.frontend.sizes.torch_input_sizes import InputSizes
+from lazyinline.reuse.ir.inline import inline_calls
+from lazyinline.reuse.ir.interpreter import interpret
+from lazyinline.reuse.ir.program import (
+    Closure,
+    Composite,
+    Leaf,
+    ModelTensor,
+    Program,
+    walk_closures,
+)
+from lazyinline.reuse.ir.torch_symbols import Values, module_at, type_at
+from lazyinline.reuse.ir.types import TensorType
+from lazyinline.reuse.ir.verify import verify
+
+KINDS = [Series(4, 1), Series(2, 2, collapsed=True), Series(3, 6), Series(2, 6, collapsed=True)]
+
+
+def matrix(*shape: int, seed: int = 0) -> Tensor:
+    return random_like(torch.empty(shape, dtype=torch.float64), seed=seed)
+
+
+X, Y = matrix(3, 4), matrix(3, 4, seed=1)
+POSITIVE = X.abs() + 0.5
+CUBE = matrix(2, 3, 4, seed=2)
+
+UNARY: dict[str, Callable[[Tensor], Any]] = {
+    "abs": torch.abs,
+    "cat": lambda x: torch.cat([x, x.sin(), Y], 1),
+    "chunk": lambda x: x.chunk(2, 1)[1] * x.chunk(2, 1)[0],
+    "clamp": lambda x: x.clamp(-0.5, 0.5) * x.clamp(min=0),
+    "cos": torch.cos,
+    "cosh": torch.cosh,
+    "cross_entropy": lambda x: F.cross_entropy(x, torch.tensor([0, 2, 1])),
+    "cumsum": lambda x: x.cumsum(1).sin(),
+    "diagonal": lambda x: x.diagonal().exp(),
+    "div": lambda x: x / 3 + 2 / (x * x + 1),
+    "elu": lambda x: F.elu(x, 1.5),
+    "erf": torch.erf,
+    "exp": torch.exp,
+    "expand": lambda x: x[:1].expand(3, 4) * x,
+    "expm1": torch.expm1,
+    "flip": lambda x: x.flip(0) * x,
+    "gather": lambda x: x.gather(1, torch.tensor([[0], [2], [1]])).square(),
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "glu": lambda x: x[:, :2] * x[:, 2:].sigmoid(),
+    "group_norm": lambda x: F.group_norm(x, 2),
+    "hardtanh": F.hardtanh,
+    "index": lambda x: x[torch.tensor([2, 0])] * 2,
+    "leaky_relu": F.leaky_relu,
+    "log_softmax": lambda x: F.log_softmax(x, 1),
+    "logsumexp": lambda x: x.logsumexp(1) + x.logsumexp(0, keepdim=True).sum(),
+    "masked_fill": lambda x: x.masked_fill(Y > 0, 2.0).exp(),
+    "mean": lambda x: x.mean(1, keepdim=True) * x,
+    "mse": lambda x: F.mse_loss(x.sin(), Y),
+    "neg": lambda x: -x * x,
+    "pad": lambda x: F.pad(x, (1, 0), value=3.0).square(),
+    "pow2": lambda x: x**2,
+    "pow3": lambda x: x.pow(3),
+    "relu": F.relu,
+    "reshape": lambda x: x.reshape(2, 6).t().sin(),
+    "rms_norm": lambda x: x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6),
+    "scatter": lambda x: torch.zeros(3, 4).double().scatter(1, torch.tensor([[1]] * 3), x.sin()),
+    "select": lambda x: x[1] * x[:, 2:].sum(),
+    "selu": F.selu,
+    "sigmoid": torch.sigmoid,
+    "silu": F.silu,
+    "sin": torch.sin,
+    "sinh": torch.sinh,
+    "softmax": lambda x: x.softmax(1),
+    "softplus": lambda x: F.softplus(x, 2, 1),
+    "split": lambda x: x.split([1, 3], 1)[1].tanh(),
+    "stack": lambda x: torch.stack([x, Y, x * x], 1),
+    "sum": lambda x: x.sum() * x,
+    "tan": lambda x: torch.tan(x / 3),
+    "tanh": torch.tanh,
+    "tril": lambda x: x.tril().exp(),
+    "unbind": lambda x: x.unbind(1)[2] * x.unbind(1)[0],
+    "var": lambda x: x.var(1),
+    "where": lambda x: torch.where(Y > 0, x.sin(), Y) + torch.where(Y > 0, 1.0, x.square()),
+    # without a rule
+    "amax": lambda x: x.amax(1),
+    "atan": torch.atan,
+    "cumprod": lambda x: x.cumprod(1),
+    "max": lambda x: x.max(1, keepdim=True)[0] * x,
+    "norm": lambda x: torch.linalg.vector_norm(x, dim=1),
+    "prod": lambda x: x.prod(1),
+    "sort": lambda x: x.sort(1)[0].sin(),
+    "std": lambda x: x.std(1),
+}
+
+POSITIVE_ONLY: dict[str, Callable[[Tensor], Any]] = {
+    "log": torch.log,
+    "log1p": torch.log1p,
+    "pow": lambda x: x**1.7,
+    "pow_negative": lambda x: x**-2,
+    "reciprocal": torch.reciprocal,
+    "rsqrt": torch.rsqrt,
+    "sqrt": torch.sqrt,
+    "pow_of_number": lambda x: 2.0**x,
+    "pow_tensor": lambda x: x.pow(x),
+}
+
+BINARY: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "add": lambda x, y: torch.add(x, y[0], alpha=3),
+    "addcmul": lambda x, y: torch.addcmul(x, x, y, value=2),
+    "baddbmm": lambda x, y: torch.baddbmm(CUBE[:, :, :3], CUBE * x, (CUBE * y).mT, alpha=2),
+    "bmm": lambda x, y: (CUBE * x) @ (CUBE * y).mT,
+    "div": lambda x, y: x / (y * y + 1),
+    "dot": lambda x, y: torch.dot(x[0], y[1]),
+    "lerp": lambda x, y: torch.lerp(x, y, 0.3),
+    "linear": lambda x, y: F.linear(CUBE * x, y, y.sum(1)),
+    "maximum": torch.maximum,
+    "mm": lambda x, y: x @ y.T,
+    "mul": lambda x, y: x * y[:, :1],
+    "mv": lambda x, y: x @ y[0],
+    "outer": lambda x, y: torch.outer(x[0], y[1]),
+    "rsub": lambda x, y: torch.rsub(x, y, alpha=2),
+    "sub": lambda x, y: x.sum(0) - y,
+    "einsum": lambda x, y: torch.einsum("ab,cb->ac", x, y),
+}
+
+
+@pytest.mark.parametrize("series", KINDS, ids=str)
+@pytest.mark.parametrize("name", UNARY)
+@pytest.mark.sweep(keep=[f"gelu-{KINDS[1]}"])
+def test_the_series_of_an_operator(name: str, series: Series) -> None:
+    assert_series(UNARY[name], [X], series)
+
+
+@pytest.mark.parametrize("series", KINDS, ids=str)
+@pytest.mark.parametrize("name", POSITIVE_ONLY)
+@pytest.mark.sweep(keep=[f"rsqrt-{KINDS[0]}"])
+def test_the_series_of_an_operator_on_positive_numbers(name: str, series: Series) -> None:
+    assert_series(POSITIVE_ONLY[name], [POSITIVE], series)
+
+
+@pytest.mark.parametrize("active", [(True, True), (True, False), (False, True)], ids=str)
+@pytest.mark.parametrize("series", KINDS, ids=str)
+@pytest.mark.parametrize("name", BINARY)
+@pytest.mark.sweep(keep=[f"bmm-{KINDS[1]}-(True, True)"])
+def test_the_series_of_an_operator_of_two(
+    name: str, series: Series, active: tuple[bool, bool]
+) -> None:
+    assert_series(BINARY[name], [X, Y], series, active=active)
+
+
+def layer_norm_by_hand(x: Tensor) -> Tensor:
+    rest = x - x.mean(-1, keepdim=True)
+    return rest * torch.rsqrt(rest.square().mean(-1, keepdim=True) + 1e-5) * Y[0] + Y[1]
+
+
+@pytest.mark.parametrize("series", KINDS, ids=str)
+@pytest.mark.sweep(keep=[str(KINDS[1])])
+def test_the_series_of_layer_norm_is_right_where_forward_mode_of_pytorch_is_not(
+    series: Series,
+) -> None:
+    assert_series(
+        lambda x: F.layer_norm(x, (4,), Y[0], Y[1]), [X], series, reference=layer_norm_by_hand
+    )
+
+
+def everything(x: Tensor, y: Tensor) -> Tensor:
+    """Has an operator of each kind, so that each kind is met where the sweeps are left out."""
+    h = F.gelu(x @ y.T).softmax(-1) * torch.tanh(x[:, :3])
+    h = torch.where(h > 0, h.exp(), h / (y[:, :3].square() + 1)) - x.mean(1, keepdim=True)
+    z = torch.atan(h).sigmoid()
+    return torch.cat([h, z], 1).sum(0).rsqrt().log()
+
+
+@pytest.mark.parametrize("entry", ["curves", "lines"])
+@pytest.mark.parametrize("series", [Series(1, 2), *KINDS[1:]], ids=str)
+@pytest.mark.sweep(keep=[f"{KINDS[1]}-curves", f"{KINDS[3]}-lines"])
+def test_the_series_of_a_function(series: Series, entry: Any) -> None:
+    derivative = assert_series(everything, [X, Y], series, entry=entry)
+    assert [f.operator for f in derivative.fallbacks] == ["aten.atan.default"]
+    assert "everything" in derivative.fallbacks[0].source
+
+
+# ---- what stops tangents, changes in place, draws ---------------------------------------------
+
+
+def stops_a_value(x: Tensor) -> Tensor:
+    return x.sin() * x.detach() + x.square()
+
+
+def stops_a_region(x: Tensor) -> Tensor:
+    with torch.no_grad():
+        scale = x.exp()
+    return x.square() * scale
+
+
+def changes_in_place(x: Tensor) -> Tensor:
+    y = x * 2
+    y[:, 0] = x[:, 1].detach().square()
+    return y.add_(x).tanh_()
+
+
+def rounds(x: Tensor) -> Tensor:
+    return x * (x > 0).to(x.dtype) + x.round() * torch.ones_like(x)
+
+
+def adds_into_a_view(x: Tensor) -> Tensor:
+    y = torch.zeros_like(x)
+    y.view(-1)[2:5] += x.reshape(-1)[:3].exp()
+    return y * x
+
+
+@pytest.mark.parametrize("series", [KINDS[1]], ids=str)
+@pytest.mark.parametrize("function", [stops_a_value, changes_in_place, rounds, adds_into_a_view])
+def test_what_stops_tangents_and_what_changes_in_place(function: Any, series: Series) -> None:
+    assert_series(function, [X], series)
+
+
+def test_no_grad_stops_tangents_as_it_stops_gradients() -> None:
+    def reference(x: Tensor) -> Tensor:  # torch.func.jvp goes through no_grad, and not detach
+        return x.square() * x.detach().exp()
+
+    assert_series(stops_a_region, [X], KINDS[1], reference=reference)
+
+
+def test_one_mask_is_drawn_for_a_value_and_its_series() -> None:
+    series = Series(2, 2)
+    program, values = captured(nn.Dropout(0.5), [torch.ones(64, 4).double()])
+    derivative = ForwardDerivatives().of(closure_of(program), (True,), series)
+    rows = [matrix(2, 64, 4, seed=k) for k in (1, 2)]
+    torch.manual_seed(3)
+    (found,) = run_series(derivative, derivative.closure, values, [rows], series)
+    torch.manual_seed(3)
+    mask = F.dropout(values[0])
+    for actual, wanted in zip(found, [mask, rows[0] * mask, rows[1] * mask], strict=True):
+        torch.testing.assert_close(actual, wanted)
+
+
+class Twice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * 3
+
+
+def test_a_function_with_a_derivative_of_its_own_is_refused_with_its_line() -> None:
+    with pytest.raises(PlanError, match=r"Twice at test_forward_mode.py:\d+"):
+        assert_series(lambda x: Twice.apply(x), [X], Series(1, 1))
+
+
+def draws(x: Tensor) -> Tensor:
+    return torch.rrelu(x, training=True)
+
+
+def test_an_operator_that_draws_is_refused_with_its_line() -> None:
+    with pytest.raises(PlanError, match=r"rrelu.* at test_forward_mode.py:\d+"):
+        assert_series(draws, [X], Series(1, 1))
+
+
+# ---- programs ---------------------------------------------------------------------------------
+
+
+class Attention(nn.Module):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (
+            t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1)
+        )
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        z: Tensor = self.out(y.transpose(1, 2).flatten(-2))
+        return z
+
+
+@lazy_inline
+class Block(nn.Module):
+    def __init__(self, width: int = 4, heads: int = 2) -> None:
+        super().__init__()
+        self.norm, self.attention = nn.RMSNorm(width), Attention(width, heads)
+        self.mlp = nn.Sequential(nn.Linear(width, 8), nn.GELU(), nn.Linear(8, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.norm(x))
+        y: Tensor = x + self.mlp(x)
+        return y
+
+
+@pytest.mark.parametrize("series", KINDS, ids=str)
+@pytest.mark.sweep(keep=[str(KINDS[1])])
+def test_the_series_of_marked_transformer_blocks(series: Series) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Block() for _ in range(3))).double()
+    with sdpa_kernel(SDPBackend.MATH):  # the only one with forward mode in eager
+        derivative = assert_series(None, [CUBE], series, model=model)
+    assert not derivative.fallbacks
+    assert isinstance(derivative.closure, Composite)
+
+
+def leaves_of(closure: Composite) -> int:
+    return sum(isinstance(c, Leaf) for c in walk_closures(closure.program))
+
+
+def test_equal_blocks_have_one_derived_closure() -> None:
+    counts = []
+    for num in (3, 9):
+        program, _ = captured(nn.Sequential(*(Block() for _ in range(num))).double(), [CUBE])
+        active = tuple(not isinstance(source, ModelTensor) for source in program.sources)
+        derivative = ForwardDerivatives().of(closure_of(program), active, KINDS[1])
+        assert isinstance(derivative.closure, Composite)
+        counts.append(leaves_of(derivative.closure))
+    assert counts[0] == counts[1]
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("series", [Series(3, 1), Series(2, 2, collapsed=True)], ids=str)
+@pytest.mark.sweep(keep=[f"{Series(3, 1)}-{seed}" for seed in (1, 2)])
+def test_random_programs_have_the_same_series_late_and_early(series: Series, seed: int) -> None:
+    program = random_program(seed, structs=False)
+    active = tuple(bool((seed + i) % 3) for i in range(len(program.inputs)))
+    values = random_arguments(program, seed)
+    points = [v for v, flag in zip(values, active, strict=True) if flag]
+    curves = iter(curves_for(points, series, "curves"))
+    given = [next(curves) if flag else None for flag in active]
+    found = []
+    for one in (program, inline_calls(program)):
+        closure = Composite("main", one)
+        derivative = ForwardDerivatives().of(closure, active, series)
+        found.append(run_series(derivative, closure, values, given, series))
+    for late, early in zip(*found, strict=True):
+        for a, b in zip(late, early, strict=True):
+            assert (a is None) == (b is None)
+            if a is not None:
+                torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
+
+    def function(*moved: Tensor) -> tuple[Tensor, ...]:
+        rest = iter(moved)
+        args = [next(rest) if f else v for v, f in zip(values, active, strict=True)]
+        return tuple(interpret(program, args))
+
+    if points:
+        rows = [row for row in given if row is not None]
+        compare(found[0], function, points, rows, series)
+
+
+# ---- derivatives of what was derived ------------------------------------------------------------
+
+
+def network(depth: int = 3, width: int = 6) -> nn.Sequential:
+    layers: list[nn.Module] = [nn.Linear(2, width), nn.Tanh()]
+    for _ in range(depth - 1):
+        layers += [nn.Linear(width, width), nn.Tanh()]
+    return nn.Sequential(*layers, nn.Linear(width, 1)).double()
+
+
+def test_a_forward_laplacian_has_the_gradients_of_eager() -> None:
+    torch.manual_seed(0)
+    model, x = network(), matrix(5, 2)
+    program, values = captured(model, [x])
+    series = Series(2, 2, collapsed=True)
+    active = tuple(not isinstance(source, ModelTensor) for source in program.sources)
+    derivative = ForwardDerivatives().of(closure_of(program), active, series, "lines")
+    assert derivative.outputs == ((1, 2),)
+    lines = torch.eye(2).double()[:, None].expand(2, 5, 2).contiguous()
+
+    x = x.requires_grad_()
+    (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    second = [torch.autograd.grad(slope[:, i].sum(), x, create_graph=True)[0][:, i] for i in (0, 1)]
+    laplacian = second[0] + second[1]
+    wanted = torch.autograd.grad((laplacian**2).sum(), list(model.parameters()), allow_unused=True)
+
+    names = [source.name for source in program.sources]
+    trained = [i for i, source in enumerate(program.sources) if isinstance(source, ModelTensor)]
+    results, gradients = reversed_through(
+        derivative.closure, [*values, lines], trained, 2, lambda second: 2 * (2 * second) * 2
+    )
+    torch.testing.assert_close(2 * results[2][:, 0], laplacian.detach())
+    by_name = dict(zip((n for n, _ in model.named_parameters()), wanted, strict=True))
+    for index, gradient in gradients.items():
+        torch.testing.assert_close(gradient, by_name.pop(names[index]))
+    assert all(left is None for left in by_name.values())
+
+
+def reversed_through(
+    closure: Closure,
+    values: list[Tensor],
+    wanted: list[int],
+    output: int,
+    cotangent: Callable[[Tensor], Tensor],
+) -> tuple[list[Tensor], dict[int, Tensor]]:
+    """Differentiates a derived closure in reverse; returns its results, and gradients by input."""
+    recipe = Recipe(DIFFERENTIABLE, gradients="differentiated")
+    made = Differentiator(lambda leaf: recipe).vjp(closure, wanted, [output])
+    assert made is not None
+    results = interpret(program_of(made.forward), values)
+    kept = [values[i] for i in made.kept_inputs] + [results[i] for i in made.kept_outputs]
+    seeds = [cotangent(results[output])]
+    gradients = interpret(program_of(made.backward), [results[-1], *kept, *seeds])
+    return results, dict(zip(made.gradient_inputs, gradients, strict=True))
+
+
+def program_of(closure: Closure) -> Program:
+    return closure.program if isinstance(closure, Composite) else one_call(closure)
+
+
+@pytest.mark.parametrize("function", [stops_a_value, changes_in_place])
+def test_what_stops_a_tangent_stops_the_gradient_of_a_series_too(function: Any) -> None:
+    series = Series(2, 1)
+    program, values = captured(Wrapped(function), [X])
+    derivative = ForwardDerivatives().of(closure_of(program), (True,), series, "lines")
+    line = matrix(1, 3, 4, seed=5)
+    place = len(derivative.outputs) + 1
+    _, gradients = reversed_through(
+        derivative.closure, [*values, line], [0, 1], place, torch.ones_like
+    )
+
+    def second(x: Tensor, along: Tensor) -> Tensor:
+        def first(y: Tensor) -> Tensor:
+            slope: Tensor = torch.func.jvp(function, (y,), (along,))[1]
+            return slope
+
+        return torch.func.jvp(first, (x,), (along,))[1].sum() / 2
+
+    wanted = torch.func.grad(second, (0, 1))(X, line[0])
+    torch.testing.assert_close(gradients[0], wanted[0])
+    torch.testing.assert_close(gradients[1][0], wanted[1])
+
+
+@pytest.mark.parametrize("order", [1, 2, 3, 4, 5])
+def test_derivatives_of_a_network_along_a_line(order: int) -> None:
+    torch.manual_seed(1)
+    assert_series(None, [matrix(4, 2)], Series(order, 1), model=network(2), entry="lines")
+
+
+@pytest.mark.parametrize("function", [torch.linalg.det, torch.linalg.inv], ids=["det", "inv"])
+def test_forward_mode_of_pytorch_is_not_nested_where_that_is_wrong(function: Any) -> None:
+    def of_square(x: Tensor) -> Any:
+        return function(x @ x.T + torch.eye(3).double())
+
+    assert_series(of_square, [X], Series(1, 2))
+    if function is torch.linalg.inv:
+        assert_series(of_square, [X], Series(2, 1))
+        return
+    with pytest.raises(PlanError, match=r"_linalg_det.* at test_forward_mode.py:\d+ .*of_square"):
+        assert_series(of_square, [X], Series(2, 1))
+
+
+def test_tangents_that_are_parts_of_a_larger_memory_are_nested_too() -> None:
+    assert_series(UNARY["prod"], [X], Series(3, 2))
+
+
+# ---- sizes that vary, running statistics -------------------------------------------------------
+
+
+def test_sizes_may_be_symbols() -> None:
+    torch.manual_seed(0)
+    model, x, series = network(2), matrix(7, 2), Series(2, 6, collapsed=True)
+    sizes = partial(InputSizes, [x], [("n", "")])
+    compiler = Compiler(Options(backend="eager", cache="off"))
+    subject = Subject(model, (x,), {}, train=True, sizes=sizes)
+    program = run((capture_pass,), compiler.started(subject)).captured.program
+    assert program.inputs[0].type.is_symbolic  # type: ignore[union-attr]
+    active = tuple(not isinstance(source, ModelTensor) for source in program.sources)
+    derivative = ForwardDerivatives().of(closure_of(program), active, series, "lines")
+    derived = program_of(derivative.closure)
+    (call,) = verify(derived).calls
+    assert isinstance(call.closure, Leaf)
+    numbers = Values({program.inputs[0].type.shape[0]: 7})  # type: ignore[union-attr]
+    values = [s.tensor.detach() if isinstance(s, ModelTensor) else x for s in program.sources]
+    curves = curves_for([x], series, "lines")
+    results = module_at(call.closure.module, numbers)(*values, curves[0][0])
+    types = [type_at(type_, numbers) for type_ in call.closure.output_types]
+    assert [TensorType.of(t) for t in results] == types
+    compare([list(results)], model, [x], curves, series)
+
+
+def test_statistics_of_a_batch_move_and_running_ones_are_written() -> None:
+    def reference(x: Tensor) -> Tensor:
+        rest = x - x.mean(0)
+        return rest * torch.rsqrt(rest.square().mean(0) + 1e-5)
+
+    model = nn.BatchNorm1d(4, affine=False).double()
+    derivative = assert_series(None, [X], KINDS[1], model=model, reference=reference)
+    assert isinstance(derivative.closure, Composite)
+    assert derivative.closure.program.writes
+    assert derivative.active_outputs == (True, False, False, False)
