@@ -1,5 +1,6 @@
 """Derivative closures: ``vjp`` of a leaf by PyTorch's autograd, of a program by reversal.
 
+rules             rules of users that take an operator of theirs apart
 derivative        ``vjp``: a pair of closures, made once per closure
 leaf_derivative   the two halves of a leaf's derivative, and the boundary between them
 torch_autograd    adapter: PyTorch's autograd and partitioners, traced on fake tensors
@@ -10,7 +11,9 @@ run_again         a forward run again in the backward, without drawing random nu
 undefined         the derivative without some cotangents
 micro_batches     one training step: forward and backward, called per micro-batch
 training_program  forward and backward as one program
+forward_mode      forward and Taylor mode: derivatives along curves, beside the results
 higher_order      derivatives of derivatives: the gradients of a program as a program
+primitives        programs reduced to the stated set of primitives, to be looked at
 stops             where the user's code lets no gradient through
 aliasing          which inputs share memory with what is saved
 dependence        which inputs a gradient can come back to

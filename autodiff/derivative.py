@@ -29,7 +29,13 @@ from ..reuse.ir.program import (
 from ..reuse.ir.types import StructType, TensorType, flatten_type
 from .choices import Choice, Cut, PerCall, Whole
 from .joint_cut import copy_graph, cut_joint
-from .leaf_derivative import Derivative, cotangent_type, hand_over_views, make_pair
+from .leaf_derivative import (
+    Derivative,
+    cotangent_type,
+    hand_over_views,
+    make_pair,
+    save_memory_once,
+)
 from .run_again import Rerunner, run_again
 from .torch_autograd import (
     Decompositions,
@@ -186,6 +192,8 @@ class Differentiator:
             forward, backward = cut_joint(graph, number, request.choice.saved)
         else:
             forward, backward = partition(copy_graph(graph), number, recipe.policy)
+            if recipe.policy == "save" and recipe.gradients == "final":
+                save_memory_once(forward, backward)
         hand_over_views(forward, backward)
         if recipe.gradients == "final":
             return make_pair(leaf, forward, backward, joint, recipe.kernels)

@@ -6,13 +6,14 @@ and saved in one struct value otherwise.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch.fx
 
-from ..reuse.ir.leaf import is_view
+from ..reuse.ir.leaf import is_view, node_type
 from ..reuse.ir.program import Closure, Kernels, Leaf, Level, input_nodes
+from ..reuse.ir.torch_symbols import is_certain
 from ..reuse.ir.types import StructType, TensorType
 from .joint_cut import outputs_of
 from .torch_autograd import JointTrace
@@ -134,16 +135,50 @@ def hand_over_views(forward: torch.fx.GraphModule, backward: torch.fx.GraphModul
     change between forward and backward would go unnoticed.
     """
     by_name = {n.name: n for n in forward.graph.nodes}
+    needed = [n.name for n in input_nodes(backward) if n.name in by_name]
+    chains = {name: _view_chain(by_name[name]) for name in needed}
+    _take_views(backward, {n: c for n, c in chains.items() if c and _is_input(_source_of(c))})
+
+
+def save_memory_once(forward: torch.fx.GraphModule, backward: torch.fx.GraphModule) -> None:
+    """Saves a value in place of several views of it, which the backward takes itself."""
+    by_name = {n.name: n for n in forward.graph.nodes}
+    needed = [n.name for n in input_nodes(backward) if n.name in by_name]
+    chains = {name: _view_chain(by_name[name]) for name in needed}
+    groups: dict[torch.fx.Node, list[str]] = {}
+    for name, chain in chains.items():
+        groups.setdefault(_source_of(chain) if chain else by_name[name], []).append(name)
+    own = {n.name for n in backward.graph.nodes if n.op != "placeholder"}
+    for source, names in groups.items():
+        if len(names) == 1 or _is_input(source) or source.name in own:
+            continue
+        views = [node_type(by_name[n]).num_bytes for n in names]
+        if _are_fewer(node_type(source).num_bytes, views):
+            _take_views(backward, {n: chains[n] for n in names if chains[n]})
+
+
+def _are_fewer(num_bytes: int, others: Sequence[int]) -> bool:
+    """Returns whether bytes are fewer than several others together, for all sizes.
+
+    A comparison of symbols is often left open, even of one number with its double; that another is
+    as large is seen without one.
+    """
+    return num_bytes in others or is_certain(num_bytes < sum(others))
+
+
+def _take_views(
+    backward: torch.fx.GraphModule, chains: Mapping[str, Sequence[torch.fx.Node]]
+) -> None:
+    """Lets a backward take some of its operands itself, each by views of a forward's value."""
     entry: dict[str, torch.fx.Node] = {n.name: n for n in input_nodes(backward)}
     first = next(n for n in backward.graph.nodes if n.op != "placeholder")
-    for name, placeholder in list(entry.items()):
-        chain = _view_chain(by_name[name]) if name in by_name else []
-        if not chain:
-            continue
-        source = chain[0].all_input_nodes[0]
+    for name, chain in chains.items():
+        placeholder, source = entry[name], _source_of(chain)
         if source.name not in entry:
             with backward.graph.inserting_before(placeholder):
                 entry[source.name] = backward.graph.placeholder(source.name)
+            # Values are known by their names in the joint graph; a fresh one would get another.
+            entry[source.name].name = entry[source.name].target = source.name
             entry[source.name].meta.update(source.meta)
         value = entry[source.name]
         with backward.graph.inserting_before(first):
@@ -156,9 +191,17 @@ def hand_over_views(forward: torch.fx.GraphModule, backward: torch.fx.GraphModul
 
 
 def _view_chain(node: torch.fx.Node) -> list[torch.fx.Node]:
-    """Returns the views that lead from an input to a node, or nothing if it is not such a view."""
+    """Returns the views that lead to a node from what is no view itself."""
     chain: list[torch.fx.Node] = []
     while is_view(node) and len(node.all_input_nodes) == 1:
         chain.append(node)
         node = node.all_input_nodes[0]
-    return chain[::-1] if node.op == "placeholder" else []
+    return chain[::-1]
+
+
+def _source_of(chain: Sequence[torch.fx.Node]) -> torch.fx.Node:
+    return chain[0].all_input_nodes[0]
+
+
+def _is_input(node: torch.fx.Node) -> bool:
+    return node.op == "placeholder"

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.fx
 
-from ..reuse.ir.leaf import ModalInterpreter, stamp_of
+from ..reuse.ir.leaf import LaidOut, ModalInterpreter, as_it_is, stamp_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class NotingInterpreter(ModalInterpreter):
         self,
         module: torch.fx.GraphModule,
         graph: torch.fx.Graph,
-        laid_out: Callable[[Any, torch.fx.Node], Any],
+        laid_out: LaidOut = as_it_is,
     ) -> None:
         super().__init__(module, laid_out)
         self._graph = graph
@@ -62,14 +62,15 @@ class NotingInterpreter(ModalInterpreter):
         if n.op != "call_function":
             return super().run_node(n)
         stamp = stamp_of(n)
-        operator, source = str(n.target), stamp.source
-        self._mark(Origin(operator, source, is_backward=False))
+        # One that was traced before is still what it was traced for then.
+        origin = origin_of(n) or Origin(str(n.target), stamp.source, is_backward=False)
+        self._mark(origin)
         result = super().run_node(n)
         if not stamp.grad_enabled:  # no backward; asking a view for its function may be an error
             return result
         results = result if isinstance(result, (tuple, list)) else (result,)
         functions = (r.grad_fn for r in results if isinstance(r, torch.Tensor))
-        self._watch(functions, Origin(operator, source, is_backward=True))
+        self._watch(functions, replace(origin, is_backward=True))
         return result
 
     def _mark(self, origin: Origin) -> None:

@@ -14,6 +14,7 @@ import torch.fx
 
 from ..reuse.ir.leaf import flat_types
 from ..reuse.ir.program import Call, Closure, Composite, Leaf, Pack, Program, Unpack, Value
+from ..reuse.ir.torch_symbols import is_certain
 from ..reuse.ir.types import StructType, TensorType, Type
 from .joint_cut import ancestors, extract, is_draw, outputs_of
 from .leaf_derivative import Derivative, cotangent_type
@@ -151,7 +152,8 @@ def _smallest(node: torch.fx.Node, reached: set[torch.fx.Node]) -> torch.fx.Node
         value = users[0].meta.get("val")
         if not isinstance(value, torch.Tensor):
             return node
-        if TensorType.of(value).num_bytes >= TensorType.of(node.meta["val"]).num_bytes:
+        drawn = TensorType.of(node.meta["val"])
+        if not is_certain(TensorType.of(value).num_bytes < drawn.num_bytes):
             return node
         node = users[0]
 

@@ -31,14 +31,16 @@ class StoppingInterpreter(NotingInterpreter):
         if n.op != "call_function":
             return result
         if n.target is torch.ops.aten.detach.default or not stamp_of(n).grad_enabled:
-            return self._stopped(result)
+            return stopped(result, self._graph)
         return result
 
-    def _stopped(self, result: Any) -> Any:
-        if isinstance(result, (tuple, list)):
-            return type(result)(map(self._stopped, result))
-        if not isinstance(result, torch.Tensor):
-            return result
-        stopped = result.detach()
-        next(reversed(self._graph.nodes)).meta[_STOP] = True
-        return stopped
+
+def stopped(result: Any, graph: torch.fx.Graph) -> Any:
+    """Detaches what an operator returned, and marks that in the graph that grows."""
+    if isinstance(result, (tuple, list)):
+        return type(result)(stopped(part, graph) for part in result)
+    if not isinstance(result, torch.Tensor):
+        return result
+    detached = result.detach()
+    next(reversed(graph.nodes)).meta[_STOP] = True
+    return detached

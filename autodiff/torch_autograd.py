@@ -6,7 +6,9 @@ Every private name that differentiation needs is used here and nowhere else.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import itertools
+import operator
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal, TypeAlias
 
@@ -31,7 +33,8 @@ from ..reuse.ir.torch_symbols import (
 from ..reuse.ir.types import TensorType
 from .joint_cut import cut_joint, is_draw, late_draws, may_draw, outputs_of, read_by_backward
 from .origins import NotingInterpreter
-from .stops import StoppingInterpreter, is_stop
+from .rules.in_traces import rules_above_autograd, rules_beneath_autograd
+from .stops import StoppingInterpreter, is_stop, stopped
 from .torch_lazy import PLAIN_ZEROS, WRITTEN, drop_copies, drop_pairs, is_lazy, mark_after_strided
 
 Decompositions = Mapping[Any, Callable[..., Any]]
@@ -109,11 +112,73 @@ def trace_forward_on(
     """
 
     def forward(flat: list[torch.Tensor]) -> tuple[Any, ...]:
-        return ModalInterpreter(module).run_flat(flat)
+        interpreter = NotingInterpreter(module, growing_graph())
+        results = interpreter.run_flat(flat)
+        interpreter.write()
+        return results
 
+    decompositions = {**decompositions, **rules_beneath_autograd()}
     with mode, torch.no_grad():
         traced = _flat_signature(_traced(forward, [inputs], sizes, decompositions), sizes)
-        return _of_pure_memory(traced, inputs, decompositions, sizes)
+        return of_pure_memory(traced, inputs, decompositions, sizes)
+
+
+@without_autocast
+def trace_taken_apart(
+    module: torch.fx.GraphModule, types: Sequence[TensorType], decompositions: Decompositions
+) -> torch.fx.GraphModule:
+    """Does :func:`trace_forward` for rules of derivatives: what stops a gradient stays, marked.
+
+    Attention is in plain form: the fused one has neither forward mode nor a second derivative.
+    """
+    mode = new_fake_mode(module)
+    inputs, sizes = [fake_tensor(mode, t) for t in types], sizes_in(module)
+    # A derivative of an operator's own goes backwards only: no rule stands for it here.
+    decompositions = {**decompositions, **rules_above_autograd()}
+
+    def forward(flat: list[torch.Tensor]) -> tuple[Any, ...]:
+        interpreter = StoppingInterpreter(module, growing_graph(), _attention_as_traced)
+        outputs = interpreter.run_flat(flat)
+        interpreter.write()
+        return outputs
+
+    with mode, torch.no_grad(), sizes_kept_open(mode), sdpa_kernel(SDPBackend.MATH):
+        traced = _flat_signature(_traced(forward, [inputs], sizes, decompositions), sizes)
+        return of_pure_memory(traced, inputs, decompositions, sizes, gradients="differentiated")
+
+
+@without_autocast
+def trace_function(
+    function: Callable[[list[torch.Tensor]], tuple[Any, ...]],
+    types: Sequence[TensorType],
+    module: torch.fx.GraphModule,
+) -> torch.fx.GraphModule:
+    """Traces a function of tensors into a graph that has derivatives of its own.
+
+    Args:
+        function: takes its inputs as one list. What it detaches by :func:`stop_in_trace` stays.
+        types: of the inputs.
+        module: what it runs; sizes are those of its shape environment.
+    """
+    mode = new_fake_mode(module)
+    inputs, sizes = [fake_tensor(mode, t) for t in types], sizes_in(module)
+    with mode, torch.no_grad(), sizes_kept_open(mode):
+        traced = _flat_signature(_traced(function, [inputs], sizes, DIFFERENTIABLE), sizes)
+    _strip_detach(traced)
+    return traced
+
+
+def growing_graph() -> torch.fx.Graph:
+    """Returns the graph of the trace that is under way."""
+    proxy_mode = get_proxy_mode()
+    assert proxy_mode is not None
+    graph: torch.fx.Graph = proxy_mode.tracer.graph
+    return graph
+
+
+def stop_in_trace(tensor: torch.Tensor) -> torch.Tensor:
+    """Detaches a tensor while it is traced, for good."""
+    return stopped(tensor, growing_graph())
 
 
 class JointTrace:
@@ -136,6 +201,9 @@ class JointTrace:
         decompositions: Decompositions,
         gradients: Gradients = "final",
     ) -> None:
+        # One that has a derivative of its own keeps it for the next derivative.
+        rules = rules_beneath_autograd() if gradients == "final" else rules_above_autograd()
+        decompositions = {**decompositions, **rules}
         self._gradients: Gradients = gradients
         self.grad_inputs: tuple[int, ...] = ()
         self.tangent_outputs: tuple[int, ...] = ()
@@ -169,7 +237,7 @@ class JointTrace:
             names = _renameinput_nodes(_flat_signature(self.graph_module, sizes), len(primals))
             detached = [p.detach() for p in primals]
             inputs = [*detached, *tangents]
-            self.graph_module = _of_pure_memory(
+            self.graph_module = of_pure_memory(
                 self.graph_module, inputs, decompositions, sizes, names, gradients=gradients
             )
 
@@ -194,13 +262,11 @@ class JointTrace:
     def _joint(
         self, primals: list[torch.Tensor], tangents: list[torch.Tensor], wanted: Sequence[int]
     ) -> tuple[Any, ...]:
-        proxy_mode = get_proxy_mode()
-        assert proxy_mode is not None
-        graph = proxy_mode.tracer.graph
+        graph = growing_graph()
         interpreter_class = StoppingInterpreter if self._is_differentiated else NotingInterpreter
         interpreter = interpreter_class(self._module, graph, _attention_as_traced)
         outputs = interpreter.run_flat(primals)
-        self._forward = {n.name for n in proxy_mode.tracer.graph.nodes}
+        self._forward = {n.name for n in graph.nodes}
         gradients = torch.autograd.grad(
             [outputs[i] for i in self.tangent_outputs],
             [primals[i] for i in wanted],
@@ -213,7 +279,7 @@ class JointTrace:
         self.grad_inputs = tuple(i for i, _ in pairs)
         return (
             *outputs,
-            *(_with_layout(g, TensorType.of(primals[i]).cotangent()) for i, g in pairs),
+            *(laid_out_as(g, TensorType.of(primals[i]).cotangent()) for i, g in pairs),
         )
 
     def _tag_forward(self) -> None:
@@ -221,6 +287,9 @@ class JointTrace:
         for node in self.graph_module.graph.nodes:
             if node.name in self._forward:
                 node.meta["partitioner_tag"] = "is_forward"
+
+
+NOT_DIFFERENTIABLE = "is not differentiable with respect to argument"
 
 
 @without_autocast
@@ -234,23 +303,47 @@ def stop_what_has_no_gradient(
     Args:
         module: a forward, functional; it is changed.
         types: of its inputs.
-        active: positions of the inputs that want a gradient.
+        active: positions of the inputs that want a gradient now. Others may at another order.
     """
-    mode = new_fake_mode(module)
-    inputs = [fake_tensor(mode, t) for t in types]
-    for index in active:
-        inputs[index].requires_grad_()
-    with mode, sizes_kept_open(mode), torch.enable_grad():
-        results = ModalInterpreter(module).run_flat(inputs)
+    flags = _with_gradients(module, types, active)
     output = module.graph.output_node()
     new = list(outputs_of(module))
     with module.graph.inserting_before(output):
-        for index, (node, result) in enumerate(zip(new, results, strict=True)):
-            if isinstance(result, torch.Tensor) and not result.requires_grad:
+        for index, (node, has_gradient) in enumerate(zip(new, flags, strict=True)):
+            if not has_gradient:
                 new[index] = module.graph.call_function(torch.ops.aten.detach.default, (node,))
                 new[index].meta["val"] = node.meta["val"]
     output.args = (tuple(new),)
     module.recompile()
+
+
+def _with_gradients(
+    module: torch.fx.GraphModule, types: Sequence[TensorType], active: Sequence[int]
+) -> list[bool]:
+    """Says of each result whether autograd gives it a gradient if every input wants one.
+
+    Some inputs cannot (a norm's running statistics): PyTorch says so where one does.
+    """
+    mode = new_fake_mode(module)
+
+    def run(wanting: Collection[int]) -> list[bool]:
+        inputs = [fake_tensor(mode, t).requires_grad_(i in wanting) for i, t in enumerate(types)]
+        with mode, sizes_kept_open(mode), torch.enable_grad():
+            results = ModalInterpreter(module).run_flat(inputs)
+        return [not isinstance(x, torch.Tensor) or x.requires_grad for x in results]
+
+    wanting = {i for i, type_ in enumerate(types) if type_.is_differentiable}
+    try:
+        return run(wanting)
+    except RuntimeError as error:
+        if NOT_DIFFERENTIABLE not in str(error):
+            raise
+    for index in wanting - set(active):
+        try:
+            run({*active, index})
+        except RuntimeError:
+            wanting.discard(index)
+    return run(wanting)
 
 
 @contextmanager
@@ -285,7 +378,7 @@ def _flat_signature(module: torch.fx.GraphModule, sizes: Sequence[Any]) -> torch
     return module
 
 
-def _with_layout(gradient: torch.Tensor, type_: TensorType) -> torch.Tensor:
+def laid_out_as(gradient: torch.Tensor, type_: TensorType) -> torch.Tensor:
     """Gives a gradient its primal's layout, so that one backward serves every caller."""
     if gradient.layout is not torch.strided:
         raise CaptureError(
@@ -335,7 +428,7 @@ def _renameinput_nodes(module: torch.fx.GraphModule, num_primals: int) -> list[s
     return names
 
 
-def _of_pure_memory(
+def of_pure_memory(
     module: torch.fx.GraphModule,
     inputs: Sequence[torch.Tensor],
     decompositions: Decompositions,
@@ -365,7 +458,7 @@ def _of_pure_memory(
         results = _Boundary(module, last, forward).run(*flat)
         # An out-of-place operator may lay its result out in another way (masked_fill).
         pairs = zip(results, layouts, strict=True)
-        return tuple(r if t is None else _with_layout(r, t) for r, t in pairs)
+        return tuple(r if t is None else laid_out_as(r, t) for r, t in pairs)
 
     table = {torch.ops.aten.bernoulli.p: draw_mask, **decompositions, **WRITTEN}
     functionalized = torch.func.functionalize(run, remove="mutations")
@@ -405,14 +498,22 @@ class _Boundary(SizedInterpreter):
         self._forward = forward
 
     def run_node(self, n: torch.fx.Node) -> Any:
-        result = super().run_node(n)
-        if n.op == "call_function" and not (is_view(n) or mutated_args(n)):
-            result = _lying_as(result, n.meta.get("val"))
+        graph = growing_graph()
+        last = next(reversed(graph.nodes), None)
+        result = lying_as_traced(super().run_node(n), n)
+        if "origin" in n.meta:
+            for new in itertools.takewhile(lambda node: node is not last, reversed(graph.nodes)):
+                new.meta["origin"] = n.meta["origin"]
         if n.name in self._last:
-            mode = get_proxy_mode()
-            assert mode is not None
-            self._forward.update(n.name for n in mode.tracer.graph.nodes)
+            self._forward.update(n.name for n in growing_graph().nodes)
         return result
+
+
+def lying_as_traced(result: Any, node: torch.fx.Node) -> Any:
+    """Gives a result the layout that its node was traced with, unless it is somebody's memory."""
+    if node.op != "call_function" or is_view(node) or mutated_args(node):
+        return result
+    return _lying_as(result, node.meta.get("val"))
 
 
 def _lying_as(result: Any, traced: Any) -> Any:
@@ -424,7 +525,7 @@ def _lying_as(result: Any, traced: Any) -> Any:
         return type(traced)(map(_lying_as, result, traced))
     if not isinstance(traced, torch.Tensor) or traced.layout is not torch.strided:
         return result
-    return _with_layout(result, TensorType.of(traced))
+    return laid_out_as(result, TensorType.of(traced))
 
 
 def _attention_as_traced(result: Any, node: torch.fx.Node) -> Any:
@@ -474,10 +575,18 @@ def partition(
         min_cut_rematerialization_partition,
     )
 
+    _drop_unread_picks(joint)
     split = default_partition if policy == "save" else min_cut_rematerialization_partition
     forward, backward = split(joint, (), num_fwd_outputs=num_outputs)
     _drop_second_draws(backward)
     return forward, backward
+
+
+def _drop_unread_picks(joint: torch.fx.GraphModule) -> None:
+    """Removes picks that nobody reads: a gradient that was not asked for is no tensor."""
+    for node in reversed(joint.graph.nodes):
+        if node.target is operator.getitem and not node.users:
+            joint.graph.erase_node(node)
 
 
 def _drop_second_draws(backward: torch.fx.GraphModule) -> None:

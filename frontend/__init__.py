@@ -14,6 +14,7 @@ requests             what to differentiate, and with respect to what
 unused_outputs       derivatives for losses that leave outputs unused
 inspection           programs as captured, after any pass, and what the pass changed
 checks               whether what a user hands in can be compiled at all
+operators            rules that take an operator of the user's apart
 tracing              how PyTorch is made to show what a model runs
 effects              what a forward does besides computing
 capture              from a model to a program
@@ -24,6 +25,7 @@ autograd             compiled programs inside PyTorch's autograd
 passes               the passes, and what runs a list of them
 sizes                sizes that vary
 calls                what runs a model's calls
+func                 ``lazyinline.func``: derivatives to any order
 dynamo               ``torch.compile(model, backend="lazyinline")``
 onnx                 ``export_onnx``
 pipeline             ``pipeline(model, args)``

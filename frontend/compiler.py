@@ -39,9 +39,12 @@ from .passes.programs import (
     StepCompilation,
     capture,
     decompose,
+    derive,
     differentiate,
     differentiate_loss,
+    differentiate_whole,
     lower,
+    reduce_to_primitives,
     repeat_micro_batches,
 )
 from .passes.recompute import choose_recompute, choose_step_recompute, is_asked_for
@@ -67,11 +70,21 @@ from .unused_outputs import UnusedOutputs
 # ---- the lists -------------------------------------------------------------------------------
 
 # lazyinline.compile: a module that is called, in training with its backward.
-MODULE = (capture, differentiate, choose_recompute, decompose, lower, link_module, describe_gpu)
+MODULE = (
+    capture,
+    derive,
+    differentiate,
+    choose_recompute,
+    decompose,
+    lower,
+    link_module,
+    describe_gpu,
+)
 
 # lazyinline.compile_step: forward and backward of all micro-batches as one program.
 STEP = (
     capture,
+    derive,
     differentiate_loss,
     choose_step_recompute,
     repeat_micro_batches,
@@ -85,15 +98,16 @@ STEP = (
 # follows the cut is run again, with less to save, until the plan fits the rank's memory.
 RANK_CUT = (split, differentiate_stages)
 RANK_FIT = (choose_stage_recompute, decompose, lower, link_rank)
-RANK = (capture, *RANK_CUT, *RANK_FIT, predict)
+RANK = (capture, derive, *RANK_CUT, *RANK_FIT, predict)
 
 # lazyinline.compile with sizes that vary: kernels once, for symbols; a link for each shape.
-SIZES = (capture_sizes, differentiate, choose_recompute_sizes, decompose, lower)
+SIZES = (capture_sizes, derive, differentiate, choose_recompute_sizes, decompose, lower)
 SHAPE = (link_shape,)
 
 # lazyinline.compile_step with sizes that vary.
 STEP_SIZES = (
     capture_sizes,
+    derive,
     differentiate_loss,
     choose_step_recompute_sizes,
     repeat_micro_batches,
@@ -110,7 +124,10 @@ SIZES_BACKWARD = (decompose, lower)
 GRADIENTS = (take_gradients, differentiate_gradients, decompose, lower, link_module)
 
 # lazyinline.export_onnx: what is translated, leaf by leaf.
-EXPORT = (capture, require_data, add_gradients)
+EXPORT = (capture, derive, require_data, add_gradients)
+
+# lazyinline inspect --level primitive: what is looked at, checked and counted; nothing runs it.
+PRIMITIVES = (capture, derive, differentiate_whole, reduce_to_primitives)
 
 WAYS: dict[str, tuple[str, Sequence[Pass]]] = {
     "compile": ("a module that is called", MODULE),
@@ -121,6 +138,7 @@ WAYS: dict[str, tuple[str, Sequence[Pass]]] = {
     "backward": ("a backward for fewer outputs", BACKWARD),
     "gradients": ("the gradients of a module, to be differentiated", GRADIENTS),
     "export": ("an ONNX file", EXPORT),
+    "primitives": ("a model as primitives, to be looked at", PRIMITIVES),
 }
 """Every way in, for people: what it makes, and its passes."""
 
@@ -177,7 +195,7 @@ class Compiler:
             state = run(MODULE, state, watch)
         note_recompute(state)
         state.report.made = made_by(state)
-        return self._with_gradients(state), state.report
+        return self._with_gradients(state, state.report), state.report
 
     @one_at_a_time
     def compile_step(
@@ -206,9 +224,11 @@ class Compiler:
 
     @one_at_a_time
     def compile_gradients(
-        self, captured: CapturedModel, request: GradientRequest
+        self, captured: CapturedModel, counted: CompileReport, request: GradientRequest
     ) -> CompiledGradients:
         """Compiles the gradients of a captured program as a program, with a backward.
+
+        ``counted`` is the report of the model that they belong to.
 
         Raises:
             PlanError: if they have none.
@@ -223,12 +243,13 @@ class Compiler:
         with self.context.cached(state.report):
             state = run(GRADIENTS, state)
         assert state.gradients is not None
-        return CompiledGradients(self._with_gradients(state), state.gradients)
+        counted.num_gradients += 1
+        return CompiledGradients(self._with_gradients(state, counted), state.gradients)
 
-    def _with_gradients(self, state: Compilation) -> CompiledProgram:
+    def _with_gradients(self, state: Compilation, counted: CompileReport) -> CompiledProgram:
         made = compiled_program(state, self._relinked)
         seen = made.captured.without_tensors()
-        return replace(made, gradients=partial(self.compile_gradients, seen))
+        return replace(made, gradients=partial(self.compile_gradients, seen, counted))
 
     def _relinked(
         self, compiled: CompiledProgram, derivative: Derivative, report: CompileReport

@@ -68,6 +68,9 @@ class CompileReport(CompileRecord):
             lines.append(f"  {self.num_compiles} compiles and {self.num_links} links so far")
         if self.num_backwards > 1:
             lines.append(f"  {self.num_backwards} backwards: losses used only some of the outputs")
+        if self.num_gradients:
+            lines.append(f"  gradients compiled, for derivatives of them: {self.num_gradients}")
+        lines += [f"  no Taylor rule, forward mode nested: {one}" for one in self.nested_forward]
         if self.why_static:
             lines.append(f"  sizes are numbers, because {self.why_static}")
         if self.recompute_chosen_for:

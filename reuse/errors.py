@@ -17,6 +17,10 @@ class ReuseError(LazyInlineError):
     """A mark or an option about sharing blocks is wrong."""
 
 
+class DecompositionError(LazyInlineError):
+    """A rule that takes an operator apart is wrong, or cannot be the operator's."""
+
+
 class PlanError(LazyInlineError):
     """A program cannot be laid out or run as asked."""
 
@@ -45,6 +49,7 @@ for _public in (
     LazyInlineError,
     CaptureError,
     ReuseError,
+    DecompositionError,
     PlanError,
     PipelineError,
     ExportError,

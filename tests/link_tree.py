@@ -34,7 +34,7 @@ def make_link_tree(root: pathlib.Path = ROOT) -> pathlib.Path:
     tree = root / "build" / "lint"
     package = tree / "lazyinline"
     package.mkdir(parents=True, exist_ok=True)
-    names = ("__init__.py", "__main__.py", "py.typed")
+    names = ("__init__.py", "__main__.py", "func.py", "py.typed")
     face = [root / "frontend" / "lazyinline" / name for name in names]
     wanted = {path.name: path for path in (*package_folders(root), *face)}
     for link in package.iterdir():

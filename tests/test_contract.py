@@ -37,6 +37,12 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import lazyinline
+from lazyinline.autodiff.rules.torch_rules import (
+    arguments_in_full,
+    casts_under_autocast,
+    has_own_derivative,
+)
 from lazyinline.backend.gpu.targets import TARGETS
 from lazyinline.backend.gpu.torch_gpu import _answers, _device_properties, gpu_described
 from lazyinline.backend.kernels.torch_builds import (
@@ -579,10 +585,15 @@ def test_a_module_keeps_its_state_in_known_tables() -> None:
     assert callable(nn.Module._load_from_state_dict)
 
 
-def test_apply_of_custom_functions_is_a_class_method_that_can_be_replaced() -> None:
-    function = torch.autograd.Function
-    original = function.__dict__["apply"]
-    assert isinstance(original, (classmethod, types.ClassMethodDescriptorType))
+@contract("torch.autograd.function._SingleLevelFunction")
+def test_apply_of_custom_functions_is_a_class_method_that_can_be_replaced(single: Any) -> None:
+    """Where it is Python's, all of them end in the class above, also one that was kept."""
+    function: Any = torch.autograd.Function
+    assert issubclass(function, single) and "apply" not in vars(single)
+    is_of_c = isinstance(vars(function)["apply"], types.ClassMethodDescriptorType)
+    assert is_of_c or isinstance(vars(function)["apply"], classmethod)
+    base = function if is_of_c else single
+    before = vars(base).get("apply")
     seen = []
 
     class Double(torch.autograd.Function):
@@ -596,14 +607,19 @@ def test_apply_of_custom_functions_is_a_class_method_that_can_be_replaced() -> N
 
     def apply(cls: type, *args: Any) -> Any:
         seen.append(cls)
-        return original.__get__(None, cls)(*args)
+        return super(base, cls).apply(*args)  # type: ignore[misc]
 
-    function.apply = classmethod(apply)  # type: ignore[method-assign,assignment]
+    kept = Double.apply
+    base.apply = classmethod(apply)
     try:
         Double.apply(torch.ones(2))
+        kept(torch.ones(2))
     finally:
-        function.apply = original
-    assert seen == [Double]
+        if before is None:
+            del base.apply
+        else:
+            base.apply = before
+    assert seen == ([Double] if is_of_c else [Double, Double])
 
 
 def test_reentrant_checkpoints_pass_the_function_first_and_the_inputs_third() -> None:
@@ -965,7 +981,7 @@ def test_every_backward_passes_one_function_of_autograd(engine: Any) -> None:
     module: Any = torch.autograd
     x, seen = torch.ones(2, requires_grad=True), []
     module._engine_run_backward = lambda *args, **kwargs: (
-        seen.append(args) or engine(*args, **kwargs)
+        seen.append((len(args), *kwargs)) or engine(*args, **kwargs)
     )
     try:
         (x * 2).sum().backward()
@@ -973,7 +989,16 @@ def test_every_backward_passes_one_function_of_autograd(engine: Any) -> None:
         torch.autograd.grad((x * 2).sum(), x)
     finally:
         module._engine_run_backward = engine
-    assert len(seen) == 3
+    of_backward = (5, "allow_unreachable", "accumulate_grad")
+    assert seen == [of_backward, of_backward, (6, "accumulate_grad")]
+
+
+def test_pytorch_says_which_argument_no_gradient_can_be_asked_for() -> None:
+    from lazyinline.autodiff.torch_autograd import NOT_DIFFERENTIABLE
+
+    x, statistics = torch.randn(3, 2), torch.ones(2, requires_grad=True)
+    with pytest.raises(RuntimeError, match=NOT_DIFFERENTIABLE):
+        torch.batch_norm(x, None, None, statistics, statistics, False, 0.1, 1e-5, False)
 
 
 @contract("torch._functorch.predispatch")
@@ -1065,6 +1090,100 @@ def test_operators_are_listed_by_name(names: Any) -> None:
     assert listed._opoverload._schema.arguments[0].alias_info.is_write
     assert listed._opoverload in pure_forms()
     assert torch.ops.aten.add_.Tensor not in pure_forms()
+
+
+@contract(
+    "torch._library.custom_ops.OPDEFS",
+    "torch._library.custom_ops.OPDEFS.get",
+    "torch._C._dispatch_has_kernel_for_dispatch_key",
+    "attribute _opoverload",
+    "attribute _backward_fn",
+)
+def test_an_operator_tells_whether_it_has_a_derivative(
+    known: Any, get: Any, has_kernel: Any
+) -> None:
+    @torch.library.custom_op("lazyinline_tests::told", mutates_args=())
+    def told(x: Tensor, scale: float = 2.0) -> Tensor:
+        return x * scale
+
+    operator = torch.ops.lazyinline_tests.told.default
+    assert told._opoverload is operator
+    assert known["lazyinline_tests::told"] is get("lazyinline_tests::told") is told
+    assert told._backward_fn is None
+    assert not has_own_derivative(operator)
+    assert has_kernel("lazyinline_tests::told", "Autograd")  # of each: it raises in a backward
+    told.register_autograd(lambda context, gradient: (gradient, None))
+    assert has_own_derivative(operator)
+    with torch.library._scoped_library("lazyinline_tests", "FRAGMENT") as library:
+        library.define("plain(Tensor x) -> Tensor")
+        plain = torch.ops.lazyinline_tests.plain.default
+        assert not has_own_derivative(plain)
+        assert not casts_under_autocast(plain)
+        library.impl("plain", torch.clone, "AutogradCPU")
+        library.impl("plain", torch.clone, "AutocastCPU")
+        assert has_own_derivative(plain)
+        assert casts_under_autocast(plain)
+
+
+@contract()
+def test_the_dispatcher_leaves_out_arguments_that_are_as_the_schema_says() -> None:
+    seen = []
+
+    def rule(*args: Any, **kwargs: Any) -> Tensor:
+        seen.append((len(args), kwargs))
+        return args[0] * 2
+
+    @torch.library.custom_op("lazyinline_tests::full", mutates_args=())
+    def full(x: Tensor, scale: float = 2.0, *, shift: float = 0.0) -> Tensor:
+        return x * scale + shift
+
+    operator = torch.ops.lazyinline_tests.full.default
+    x = torch.ones(2)
+    traced(lambda x: operator(x, scale=2.0, shift=1.0), x, table={operator: rule})
+    assert seen == [(1, {"shift": 1.0})]
+    given, named = arguments_in_full(operator, (x,), {"shift": 1.0})
+    assert given[1:] == [2.0]
+    assert named == {"shift": 1.0}
+    assert arguments_in_full(operator, (), {"x": x, "scale": 3.0}) == ([x, 3.0], {"shift": 0.0})
+
+
+def test_every_primitive_is_an_operator_of_pytorch() -> None:
+    listed = [one.name for one in lazyinline.primitives()]
+    moved = [name for name in listed if not hasattr_chain(torch.ops, name)]
+    assert not moved, f"not in torch {torch.__version__} under this name: {', '.join(moved)}"
+
+
+def hasattr_chain(owner: Any, dotted: str) -> bool:
+    """Whether an attribute of an attribute is there."""
+    first, _, rest = dotted.partition(".")
+    return hasattr(owner, first) and (not rest or hasattr_chain(getattr(owner, first), rest))
+
+
+def test_no_primitive_is_one_that_a_trace_takes_apart() -> None:
+    has_kernel: Any = resolve("torch._C._dispatch_has_kernel_for_dispatch_key")
+    for one in lazyinline.primitives():
+        operator_ = functools.reduce(getattr, one.name.split("."), torch.ops)
+        assert not has_kernel(operator_.name(), "CompositeImplicitAutograd"), one.name
+
+
+@contract(
+    "torch._decomp.core_aten_decompositions",
+    "torch._decomp.decomposition_table",
+)
+def test_rules_take_operators_apart_and_those_of_core_come_without_prims(
+    core: Any, table: Any
+) -> None:
+    aten = torch.ops.aten
+    x = torch.randn(3, 4)
+    rules = {**table, **core()}
+    for operator_, args in (
+        (aten.native_layer_norm.default, (x, [4], None, None, 1e-5)),
+        (aten._softmax.default, (x, 1, False)),
+        (aten.gelu_backward.default, (x, x)),
+    ):
+        found, expected = rules[operator_](*args), operator_(*args)
+        torch.testing.assert_close(found, expected)
+    assert aten.gelu_backward.default in core()
 
 
 @contract("torch._C._get_tracing_state", "torch.fx._symbolic_trace.is_fx_symbolic_tracing")

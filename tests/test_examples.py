@@ -46,6 +46,7 @@ GENERATING = {  # kernels, which takes the time
 QUICK = {
     "varying_lengths.py": ["--lengths=4", "--layers=2", "--backend=eager"],
     "plan_13b.py": ["--capture-only"],
+    "pinn.py": ["--steps=60", "--width=8", "--depth=2", "--backend=eager"],
     "when_blocks_differ.py": [],
     "huggingface_llama.py": ["--layers=2", "--backend=eager", "--steps=2"],
 }
@@ -130,6 +131,13 @@ def test_a_file_has_one_function_for_all_blocks(said_with_kernels: dict[str, str
     assert re.findall(r"^  Block +blocks\.(\d)$", said, re.MULTILINE) == ["0", "1", "2"]
     assert len(re.findall(r"^  Block +\d+ nodes:", said, re.MULTILINE)) == 1
     assert "5 x 33: onnxruntime gives the logits of PyTorch" in said
+
+
+def test_a_network_comes_nearer_to_the_solution(said_by: dict[str, str]) -> None:
+    said = said_by["pinn.py"]
+    off = [float(percent) for percent in re.findall(r"off by (\d+\.\d\d) percent", said)]
+    assert len(off) == 10 and off[-1] < off[0]
+    assert "exact" in said and "wrote pinn.svg" in said
 
 
 def test_a_large_model_is_captured_without_its_weights(said_by: dict[str, str]) -> None:

@@ -509,6 +509,42 @@ def test_what_eager_cannot_differentiate_runs_itself_and_so_does_what_only_eager
         lazyinline.compile_step(model, loss_fn=torch.sum, backend="eager")(x)
 
 
+class Straight(torch.autograd.Function):
+    """Rounds, and lets five times the gradient through."""
+
+    @staticmethod
+    def forward(x: Tensor, digits: int = 0) -> Tensor:
+        return x.round(decimals=digits)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        return None
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return 5 * gradient, None
+
+
+kept = Straight.apply
+
+
+@pytest.mark.parametrize(
+    "rounded", [kept, Straight.apply, lambda x: Straight.apply(x, 1), lambda x: kept(x, digits=1)]
+)
+def test_a_function_of_autograd_keeps_its_derivative_however_it_is_applied(rounded: Any) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mlp, self.rounded = Mlp(), rounded
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.rounded(self.mlp(x)) + kept(self.mlp(x) * 3)
+            return y
+
+    seed()
+    assert_trains_like_eager(Model(), *batches())
+
+
 def test_gradients_of_gradients_flow_through_what_runs_itself() -> None:
     class Penalty(nn.Module):
         def __init__(self) -> None:
@@ -518,6 +554,7 @@ def test_gradients_of_gradients_flow_through_what_runs_itself() -> None:
         def forward(self, x: Tensor) -> Tensor:
             x = x.detach().requires_grad_()
             (slope,) = torch.autograd.grad(self.critic(x).sum(), x, create_graph=True)
+            assert slope.sum() < 1e9
             return slope.square().sum(-1)
 
     seed()

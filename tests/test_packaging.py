@@ -80,7 +80,7 @@ def test_every_folder_with_code_is_a_package() -> None:
 
 
 def test_wheel_has_every_file_and_no_other(wheel: pathlib.Path) -> None:
-    expected = {f"lazyinline/{name}" for name in ("__init__.py", "__main__.py", "py.typed")}
+    expected = {f"lazyinline/{path.name}" for path in PUBLIC_FACE.iterdir() if path.is_file()}
     for folder in package_folders():
         inside = (path for path in folder.rglob("*") if path.is_file())
         expected |= {

@@ -314,7 +314,17 @@ def go_through_complex_numbers(self: Any, x: Tensor) -> Any:
     return torch.fft.irfft(spectrum), spectrum.abs()
 
 
+def differentiate_inside(self: Any, x: Tensor) -> Tensor:
+    with torch.enable_grad():
+        x = x.detach().requires_grad_()
+        energy = self.first(x).exp().sum()
+        (force,) = torch.autograd.grad(energy, x, create_graph=True)
+    result: Tensor = energy + force.square().sum()
+    return result
+
+
 EQUAL: list[Forward] = [
+    differentiate_inside,
     assign_to_a_slice,
     write_through_a_view,
     read_through_a_view_made_before,
@@ -451,15 +461,6 @@ def hook_a_gradient(self: Any, x: Tensor) -> Tensor:
     return y
 
 
-def differentiate_inside(self: Any, x: Tensor) -> Tensor:
-    with torch.enable_grad():
-        x = x.detach().requires_grad_()
-        energy = self.first(x).exp().sum()
-        (force,) = torch.autograd.grad(energy, x, create_graph=True)
-    result: Tensor = energy + force.square().sum()
-    return result
-
-
 def transform_inside(self: Any, x: Tensor) -> Tensor:
     y: Tensor = torch.func.grad(lambda t: self.first(t).exp().sum())(x)
     return y + self.second(x)
@@ -543,7 +544,6 @@ REFUSED: list[tuple[Forward, str]] = [
     (use_data, "detach"),
     (change_data, "detach"),
     (hook_a_gradient, "hook"),
-    (differentiate_inside, "cannot be followed"),
     (transform_inside, "cannot be captured"),
     (map_inside, "cannot be followed"),
     (draw_in_python, "random"),

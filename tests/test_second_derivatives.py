@@ -231,6 +231,8 @@ def test_each_different_closure_is_differentiated_once(monkeypatch: pytest.Monke
     for num_layers in (3, 6):
         compiled, _ = pair(Net(num_layers))
         penalty(compiled, points()).backward()
+        report = compiled.last_report
+        assert report.num_gradients == 1 and "derivatives of them: 1" in str(report)
     assert nodes[0] == nodes[1]
 
 
@@ -243,6 +245,7 @@ def test_a_module_whose_gradient_nobody_differentiates_makes_no_program_of_it(
     (found,) = torch.autograd.grad(compiled(x).sum(), x, create_graph=True)
     (wanted,) = torch.autograd.grad(expected(x).sum(), x, create_graph=True)
     torch.testing.assert_close(found, wanted)
+    assert compiled.last_report.num_gradients == 0
 
 
 class Rounded(torch.autograd.Function):

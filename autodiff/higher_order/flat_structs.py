@@ -50,7 +50,7 @@ class FlatStructs:
             else:
                 parts.update((value, _parts(value)) for value in call.results)
                 args, results = taken(call.args), taken(call.results)
-                calls.append(Call(self._closure(call.closure), args, results, call.path))
+                calls.append(Call(self.closure(call.closure), args, results, call.path))
         return replace(
             program,
             inputs=taken(program.inputs),
@@ -58,7 +58,8 @@ class FlatStructs:
             outputs=taken(program.outputs),
         )
 
-    def _closure(self, closure: Closure) -> Closure:
+    def closure(self, closure: Closure) -> Closure:
+        """Returns the closure without struct values, the same one each time."""
         if closure not in self._closures:
             self._closures[closure] = self._made(closure)
         return self._closures[closure]

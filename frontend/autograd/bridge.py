@@ -12,12 +12,11 @@ import torch
 from ...autodiff.dependence import Dependence
 from ...autodiff.torch_autograd import graph_is_kept
 from ...backend.run.runtime import Graph, unchanged
-from ...reuse.ir.types import TensorType
-from ...reuse.torch_names import is_lazy, memory_id, version_of, versions_of
-from ..checks.torch_modes import plain_cotangent
+from ...reuse.torch_names import memory_id, version_of, versions_of
 from ..compiled import CompiledProgram
 from ..unused_outputs import refuse_no_numbers
 from .backwards import Backward, Backwards
+from .cotangents import cotangent_like
 from .saved_tensors import SavedTensors
 from .second import FirstBackward, Gradients
 
@@ -244,7 +243,7 @@ class _CompiledFunction(torch.autograd.Function):
         bridge, wanted = ctx.step.bridge, ctx.step.bridge.derivative.gradient_inputs
         outputs = bridge.derivative.cotangent_outputs
         first = FirstBackward(
-            bridge.gradients, tuple(i for i in outputs if cotangents[i] is not None), _cotangent
+            bridge.gradients, tuple(i for i in outputs if cotangents[i] is not None)
         )
         given = [c for c in (cotangents[i] for i in outputs) if c is not None]
         if bridge.gradients.were_differentiated and len(given) == len(outputs):
@@ -273,7 +272,7 @@ class _CompiledFunction(torch.autograd.Function):
             flight = backward.runtime.taken_over(step.prepared.runtime, flight)
             graph = "free"
         seeds = [
-            _cotangent(cotangents[i], t)
+            cotangent_like(t, cotangents[i])
             for i, t in zip(backward.outputs, backward.types, strict=True)
         ]
         gradients = backward.gradients(flight, kept, seeds, graph)
@@ -285,21 +284,7 @@ class _CompiledFunction(torch.autograd.Function):
                 if place in absent:
                     results[place + 1] = None
                 elif results[place + 1] is None:
-                    results[place + 1] = _cotangent(None, type_)  # type: ignore[arg-type]
+                    results[place + 1] = cotangent_like(type_)
             if any(output in unused for output in backward.outputs):
                 refuse_no_numbers(bridge.program, unused, [g for g in results if g is not None])
         return results
-
-
-def _cotangent(gradient: torch.Tensor | None, type_: TensorType) -> torch.Tensor:
-    """Gives a cotangent the layout the backward was compiled for."""
-    if gradient is None:
-        return torch.empty_strided(
-            type_.shape, type_.stride, dtype=type_.dtype, device=type_.device
-        ).zero_()
-    gradient = plain_cotangent(gradient)
-    same = gradient.stride() == type_.stride and gradient.dtype == type_.dtype
-    if same and not is_lazy(gradient):
-        return gradient
-    target = torch.empty_strided(type_.shape, type_.stride, dtype=type_.dtype, device=type_.device)
-    return target.copy_(gradient)

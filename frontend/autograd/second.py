@@ -12,11 +12,10 @@ from typing import Any
 
 import torch
 
-from ...reuse.ir.types import TensorType
 from ..compiled import CompiledGradients, CompiledProgram, GradientRequest
+from .cotangents import cotangent_like
 
 Run = Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]
-Laid = Callable[[torch.Tensor, TensorType], torch.Tensor]
 
 
 class Gradients:
@@ -62,12 +61,10 @@ class FirstBackward:
     Attributes:
         gradients: of the program.
         outputs: those that had a cotangent.
-        lay: gives a cotangent the layout of a type, differentiably.
     """
 
     gradients: Gradients
     outputs: tuple[int, ...]
-    lay: Laid
 
     def run(
         self, inputs: Sequence[torch.Tensor], cotangents: Sequence[torch.Tensor]
@@ -86,7 +83,7 @@ class FirstBackward:
         seeded = zip(self.outputs, cotangents, strict=True)
         used = [cotangent for output, cotangent in seeded if output in program.outputs]
         with torch.enable_grad():
-            laid = [self.lay(c, v.type) for c, v in zip(used, types, strict=True)]  # type: ignore[arg-type]
+            laid = [cotangent_like(v.type, c) for v, c in zip(types, used, strict=True)]
             results = run([*inputs, *laid])
         return dict(zip(program.inputs, results, strict=True))
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.fx
 
+from ...autodiff.higher_order.derivation import Derivation, Expansion
 from ...reuse import torch_pytree
 from ...reuse.ir.leaf import FullKey, cut_leaf, leaf_key, mutated_args, node_type, stamp_of
 from ...reuse.ir.program import (
@@ -31,7 +32,7 @@ from ...reuse.ir.program import (
 )
 from ...reuse.torch_names import memory_id
 from ..tracing.torch_tracing import is_mode_switch
-from .regions import CallSite, CrossingError, Region, regions_inside
+from .regions import DIFFERENTIATED, CallSite, CrossingError, Region, regions_inside
 
 ResultTree = tuple[torch_pytree.TreeSpec, bool]
 """The ``spec`` and ``updates`` of an :class:`OutputTree`."""
@@ -180,7 +181,7 @@ class Assembler:
         outputs = tuple(region.outputs) + _leaked(region, nodes, further)
         inputs, names = _region_inputs(region, nodes)
         operators = [n for n in nodes if not is_mode_switch(n)]
-        if all(isinstance(i, torch.fx.Node) and "call" not in i.meta for i in region.items):
+        if not any(map(_stands_apart, region.items)):
             changed = _changed_inputs(operators, inputs, region.name)
             leaf = cut_leaf(region.name, operators, inputs, outputs, frozenset(changed))
             leaf = Leaf(leaf.name, leaf.module, leaf.input_types, leaf.output_types, names)
@@ -257,10 +258,24 @@ class Assembler:
         return _Body(self._shared(leaf), tuple(inputs), tuple(results), changed), results
 
 
+def _stands_apart(item: torch.fx.Node | Region) -> bool:
+    """Whether an item is a call of its own, or will be."""
+    return (
+        isinstance(item, Region)
+        or "call" in item.meta
+        or isinstance(item.target, Derivation | Expansion)
+    )
+
+
 def _units(items: Sequence[torch.fx.Node | Region]) -> list[_Unit]:
-    """Groups items: a region or a call alone (with the picks of its results), glue together."""
+    """Groups items: a region or a call alone (with the picks of its results), glue together.
+
+    Glue ends at what a gradient is taken with respect to: there it is cut.
+    """
     units: list[_Unit] = []
     calls: dict[torch.fx.Node, _Unit] = {}
+    gradients: dict[torch.fx.Node, _Unit] = {}
+    is_open = False  # whether the last unit is glue that goes on
     for item in items:
         if isinstance(item, Region):
             units.append(_Unit([], region=item))
@@ -269,10 +284,17 @@ def _units(items: Sequence[torch.fx.Node | Region]) -> list[_Unit]:
             units.append(calls[item])
         elif item.target is operator.getitem and item.args[0] in calls:
             calls[item.args[0]].nodes.append(item)  # type: ignore[index]
+        elif item.target is operator.getitem and item.args[0] in gradients:
+            gradients[item.args[0]].nodes.append(item)  # type: ignore[index]
+        elif isinstance(item.target, Derivation | Expansion):
+            gradients[item] = _Unit([item])
+            units.append(gradients[item])
+            is_open = False
         elif not is_mode_switch(item):
-            if not units or units[-1].region is not None or units[-1].site is not None:
+            if not is_open or units[-1].region is not None or units[-1].site is not None:
                 units.append(_Unit([]))
             units[-1].nodes.append(item)
+            is_open = not item.meta.get(DIFFERENTIATED, False)
     return units
 
 

@@ -28,7 +28,7 @@ from ...reuse.ir.program import ModelTensor, Program
 from ...reuse.open_numbers import is_open
 from ..checks.capturable import refuse_backward_hooks, refuse_uncapturable
 from ..checks.operand_types import check_operand_types
-from ..checks.refusals import ITERATES
+from ..checks.refusals import DIFFERENTIATES, ITERATES
 from ..checks.runnable import check_memory
 from ..effects.effects import EffectError, OnEffects
 from ..effects.outside_changes import find_fake
@@ -234,14 +234,22 @@ def _run(recorder: Recorder, arguments: Arguments, *, train: bool) -> tuple[list
     except (UnsettledError, CrossingError):
         raise
     except EffectError as effect:
-        raise _with_iterators(str(effect), recorder.recording) from None
+        effect = _with_iterators(str(effect), recorder.recording)
+        raise _also_differentiates(effect, recorder.recording) from None
     except CaptureError as error:
         _refuse_moved_on(recorder, error)
-        raise
+        raise _also_differentiates(error, recorder.recording) from error.__cause__
     except Exception as error:
         made = capture_error(recorder.model, error)
         _refuse_moved_on(recorder, made)
-        raise made from error
+        raise _also_differentiates(made, recorder.recording) from error
+
+
+def _also_differentiates(error: CaptureError, recording: Recording) -> CaptureError:
+    """Returns why the model runs itself; one that takes gradients keeps its parts uncompiled."""
+    if not recording.differentiates or DIFFERENTIATES in str(error):
+        return error
+    return type(error)(f"{error} It {DIFFERENTIATES}, too.")
 
 
 def _refuse_moved_on(recorder: Recorder, error: CaptureError) -> None:

@@ -141,6 +141,7 @@ class Recorder:
         """
         recording = self.recording
         watcher = ModelWatcher(recording, BlockCalls(recording))
+        recording.tracer.let_follow(watcher)
         rest = iter(fakes)
         filled = [
             next(rest) if isinstance(x, torch.Tensor) else self._given(index, x)

@@ -11,6 +11,7 @@ import torch
 import torch.fx
 from torch import nn
 
+from ...reuse.errors import CaptureError
 from ...reuse.evidence.evidence import Evidence
 from ...reuse.evidence.module_state import walk_modules
 from ...reuse.evidence.reads import Reads
@@ -22,7 +23,10 @@ from ..effects.outward_calls import reach_of
 from ..tracing.capture_errors import user_path
 from ..tracing.torch_tracing import (
     Tracer,
+    frame_text,
+    is_context,
     is_mode_switch,
+    is_user_frame,
     new_fake_mode,
     plain_tensor_access,
     unprofiled,
@@ -42,6 +46,7 @@ class Recording:
         decisions: whether each block's Python ran, in the order of calls.
         decided: for each decision the region, if one was traced.
         num_nodes: of the outer graph so far.
+        differentiates: whether the forward has taken a derivative.
         quiet: whether what runs is capture's own doing, not the model's.
     """
 
@@ -62,6 +67,8 @@ class Recording:
         self.decisions: list[SharingDecision] = []
         self.decided: list[Region | None] = []
         self.num_nodes = 0
+        self.differentiates = False
+        self._applies = False
         self.quiet = False
         self._ran: set[tuple[Any, type]] = set()
 
@@ -97,6 +104,15 @@ class Recording:
     def _add_node(self, node: torch.fx.Node) -> None:
         self.current.items.append(node)
         self.num_nodes += 1
+
+    @contextmanager
+    def applying(self) -> Iterator[None]:
+        """What runs inside is a ``torch.autograd.Function``, applied in a way that is seen."""
+        before, self._applies = self._applies, True
+        try:
+            yield
+        finally:
+            self._applies = before
 
     # ---- regions -------------------------------------------------------------------------
 
@@ -151,6 +167,12 @@ class Recording:
         code = frame.f_code
         self.effects.changes.began(frame)
         first = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
+        if is_context(first) and not self._applies and not self.quiet and is_user_frame(frame):
+            raise CaptureError(
+                f"The model's forward applies {frame_text(frame).rpartition('.')[0]} in a way that "
+                "is not seen: its apply was kept before (f = Function.apply), or is given "
+                "keywords. Write Function.apply(...) where it is called, without keywords."
+            )
         reads = self.current.reads
         if reads is not self.reads:
             reads.function(frame)

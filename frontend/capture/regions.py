@@ -154,6 +154,10 @@ class CapturedModel:
         return replace(self, program=replace(self.program, sources=sources))
 
 
+DIFFERENTIATED = "differentiated"
+"""What marks a node, in ``meta``, that a gradient is taken with respect to in the forward."""
+
+
 def shared_call(*operands: Any) -> Any:
     """Target of call nodes in the outer graph. Never run."""
     raise AssertionError("a call node of the outer graph was executed")

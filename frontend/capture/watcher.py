@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 
+from ...autodiff.forward_mode.series import Series
+from ...autodiff.higher_order.derivation import Derivation, Expansion
 from ...reuse.errors import CaptureError
 from ...reuse.evidence.module_state import raw_attribute
 from ...reuse.ir.program import RecomputeMark
@@ -16,9 +18,10 @@ from ...reuse.ir.types import TensorType
 from ..checks.refusals import DIFFERENTIATES, refuse_recurrent
 from ..tracing.capture_errors import model_name
 from ..tracing.custom_function import TENSOR, CustomFunction
-from ..tracing.torch_tracing import user_line
+from ..tracing.torch_tracing import is_fake, made_of, user_line
 from .block_calls import BlockCalls
 from .recording import Recording
+from .regions import DIFFERENTIATED
 
 _REENTRANT_CHECKPOINT = ("torch.utils.checkpoint", "CheckpointFunction")
 
@@ -87,7 +90,8 @@ class ModelWatcher:
         """Records the application of a custom autograd function as one operator."""
         tensors = [a for a in args if isinstance(a, torch.Tensor)]
         if self._recording.quiet or not tensors or _module_of(function).startswith("torch._"):
-            return proceed(*args)
+            with self._recording.applying():
+                return proceed(*args)
         if (_module_of(function), function.__name__) == _REENTRANT_CHECKPOINT:
             run_function, _, *inputs = args
             with self.checkpoint("full"):
@@ -99,7 +103,7 @@ class ModelWatcher:
         args = [self._recording.fake_of(a) if isinstance(a, torch.Tensor) else a for a in args]
         layout = tuple(TENSOR if isinstance(a, torch.Tensor) else a for a in args)
         operands = [tensors.node_of(a) for a in args if isinstance(a, torch.Tensor)]
-        with tracer.untraced():
+        with tracer.untraced(), self._recording.applying():
             result = proceed(*args)
         node = tracer.call(CustomFunction(function, layout), operands)
         if isinstance(result, torch.Tensor):
@@ -158,6 +162,74 @@ class ModelWatcher:
                 f"{DIFFERENTIATES} (torch.autograd.grad, torch.func, backward) at {user_line()}, "
                 "which cannot be followed to operators. Run it outside the model."
             )
+
+    def gradient(
+        self,
+        outputs: Sequence[torch.Tensor],
+        inputs: Sequence[torch.Tensor],
+        seeds: Sequence[torch.Tensor | None],
+        *,
+        allow_unused: bool,
+    ) -> tuple[torch.Tensor | None, ...] | None:
+        """Records ``torch.autograd.grad``; a pass makes the calls that compute the gradients.
+
+        An output that autograd gives no cotangent leads nowhere; nor does one to an input from
+        which no operator leads to it, whose gradient is None where that is allowed.
+        """
+        if self._recording.quiet:
+            return None
+        self._recording.differentiates = True
+        given = [*outputs, *(seed for seed in seeds if seed is not None)]
+        if not all(map(is_fake, given)) or not all(isinstance(x, torch.Tensor) for x in inputs):
+            self.backward()  # torch.func's transforms wrap their tensors; edges of a graph are none
+        tracer, tensors = self._recording.tracer, self._recording.tensors
+        with self._recording.bookkeeping():
+            fakes = [self._recording.fake_of(x) for x in inputs]
+            pairs = [(tensors.node_of(x), s) for x, s in zip(outputs, seeds, strict=True)]
+            ends = [tensors.node_of(x) for x in fakes]
+        leading = made_of(*(node for node, seed in pairs if seed is not None))
+        used = [(x, end) for x, end in zip(fakes, ends, strict=True) if end in leading]
+        if len(used) < len(fakes) and not allow_unused:
+            self.backward()
+        flowing = [(node, tensors.node_of(seed)) for node, seed in pairs if seed is not None]
+        for _, end in used:
+            end.meta[DIFFERENTIATED] = True
+        operands = [n for n, _ in flowing] + [end for _, end in used] + [s for _, s in flowing]
+        node = tracer.call(Derivation(len(flowing), len(used)), operands)
+        made = {
+            end: tracer.track_new(TensorType.of(x).cotangent(), outputs[0], tracer.item(node, i))
+            for i, (x, end) in enumerate(used)
+        }
+        return tuple(made.get(end) for end in ends)
+
+    def series(
+        self,
+        outputs: Sequence[torch.Tensor],
+        inputs: Sequence[torch.Tensor],
+        directions: Sequence[torch.Tensor],
+        series: Series,
+    ) -> list[list[torch.Tensor]]:
+        """Records Taylor coefficients of outputs, by order, where inputs move along lines.
+
+        A pass makes the calls that compute them.
+        """
+        self._recording.differentiates = True
+        tracer, tensors = self._recording.tracer, self._recording.tensors
+        operands = [tensors.node_of(x) for x in (*outputs, *inputs, *directions)]
+        for node in operands[len(outputs) : len(outputs) + len(inputs)]:
+            node.meta[DIFFERENTIATED] = True
+        node = tracer.call(Expansion(len(outputs), len(inputs), series), operands)
+        places = [(y, order) for y in outputs for order in series.orders]
+        made = [
+            tracer.track_new(
+                series.coefficient_type(TensorType.of(y), order),
+                y if y.requires_grad else None,
+                tracer.item(node, index),
+            )
+            for index, (y, order) in enumerate(places)
+        ]
+        size = series.order
+        return [made[i * size : (i + 1) * size] for i in range(len(outputs))]
 
     def run_state(self, tensor: torch.Tensor, name: str) -> None:
         """Refuses to take what a tensor says of this run for what it says in every run."""

@@ -15,6 +15,7 @@ from lazyinline.reuse.supported import check_supported
 
 check_supported()  # first: what follows names what only some versions of PyTorch have
 
+import lazyinline.func as func
 from lazyinline.frontend.advise.advice import Advice
 from lazyinline.frontend.advise.advise import advise
 from lazyinline.frontend.compiled_module import CompiledModule, compile, last_report
@@ -23,6 +24,7 @@ from lazyinline.frontend.marks import lazy_inline, recompute
 from lazyinline.frontend.measure.measure import measure
 from lazyinline.frontend.measure.report import MeasureReport
 from lazyinline.frontend.onnx.export import ExportReport, export_onnx
+from lazyinline.frontend.operators.decomposition import decomposition
 from lazyinline.frontend.pipeline.pipeline import Pipeline, pipeline, stage
 from lazyinline.frontend.report import CompileReport
 from lazyinline.frontend.training_step import StepStats, TrainingStep, compile_step
@@ -30,6 +32,7 @@ from lazyinline.recompute.policy import Budget
 from lazyinline.reuse.errors import (
     CacheError,
     CaptureError,
+    DecompositionError,
     ExportError,
     LazyInlineError,
     PipelineError,
@@ -37,6 +40,7 @@ from lazyinline.reuse.errors import (
     ReuseError,
     VerifyError,
 )
+from lazyinline.reuse.ir.primitives import Primitive, primitives
 from lazyinline.reuse.ir.program import Program
 
 __version__ = "0.1.0"
@@ -48,6 +52,7 @@ __all__ = [
     "CaptureError",
     "CompileReport",
     "CompiledModule",
+    "DecompositionError",
     "ExportError",
     "ExportReport",
     "LazyInlineError",
@@ -55,6 +60,7 @@ __all__ = [
     "Pipeline",
     "PipelineError",
     "PlanError",
+    "Primitive",
     "Program",
     "ReuseError",
     "StepStats",
@@ -64,11 +70,14 @@ __all__ = [
     "capture",
     "compile",
     "compile_step",
+    "decomposition",
     "export_onnx",
+    "func",
     "last_report",
     "lazy_inline",
     "measure",
     "pipeline",
+    "primitives",
     "recompute",
     "stage",
 ]

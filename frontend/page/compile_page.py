@@ -71,6 +71,9 @@ def notes(record: CompileRecord) -> list[str]:
         found.append(f"{record.num_compiles} compiles and {record.num_links} links so far.")
     if record.num_backwards > 1:
         found.append(f"{record.num_backwards} backwards: losses used only some of the outputs.")
+    if record.num_gradients:
+        found.append(f"Gradients compiled, for derivatives of them: {record.num_gradients}.")
+    found += [f"No Taylor rule, forward mode nested: {one}." for one in record.nested_forward]
     if record.cache.directory:
         found.append(" ".join(str(record.cache).split()))
     return found

@@ -2,7 +2,7 @@
 
 state             what is known of one compile between two passes; a pass; what runs a list of them
 context           what a compiler keeps per closure, from compile to compile
-programs          capture, autodiff, repeat, decompose, lower
+programs          capture, autodiff, repeat, decompose, lower; reduce to primitives
 memory            link, and the plan of a program's or a step's memory, or why there is none
 made              what a compile made, kept for a page
 recompute         what is saved, for a program that is called and for a step

@@ -10,7 +10,10 @@ from functools import partial
 from typing import Any
 
 from ...autodiff.derivative import Differentiator
+from ...autodiff.higher_order.derive import Derive
 from ...autodiff.higher_order.gradient_program import GradientPrograms
+from ...autodiff.primitives.reduction import Reducer
+from ...autodiff.rules.torch_rules import rules_in
 from ...backend.cache.results import CompileCache
 from ...backend.gpu.place import Place
 from ...backend.gpu.targets import ALIGNMENT_BYTES, target_named
@@ -47,6 +50,8 @@ class Context:
         backend: makes kernels.
         differentiator: makes derivatives as the backend wants them, each once.
         gradient_programs: makes gradients into programs, to be differentiated again.
+        derive: makes the gradients that a forward itself takes.
+        reducer: reduces programs to the stated set of primitives, to be looked at.
         recompute: picks what a derivative saves.
         tools: what places buffers and runs launches.
         kernels: of each leaf that has one.
@@ -63,6 +68,8 @@ class Context:
         self.tools = self._tools()
         self.differentiator = Differentiator(self.backend.recipe, self._cache.derivative)
         self.gradient_programs = GradientPrograms()
+        self.derive = Derive()
+        self.reducer = Reducer()
         self.recompute = Recompute(
             self.differentiator, options.recompute, options.backend, self.tools.place.target
         )
@@ -174,7 +181,7 @@ class _LeafKey:
     """A leaf as a dictionary key, equal to every leaf that computes the same."""
 
     def __init__(self, leaf: Leaf) -> None:
-        self._key = leaf_key(leaf)
+        self._key = (*leaf_key(leaf), rules_in(leaf.nodes))
 
     def __hash__(self) -> int:
         return hash((len(self._key), self._key[0], self._key[1]))

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from ...autodiff.derivative import Request
+from ...autodiff.derivative import Derivative, Request
+from ...autodiff.higher_order.derivation import takes_gradients
 from ...autodiff.micro_batches import StepProgram, step_program
-from ...reuse.errors import PlanError
+from ...reuse.errors import CaptureError, PlanError
 from ..capture.capture import capture_model
+from ..checks.refusals import DIFFERENTIATES
 from ..checks.runnable import check_batch_is_kept
 from ..options import Batching
 from ..records.reuse_table import nothing_shared
@@ -60,6 +62,24 @@ def capture(state: State) -> State:
     return replace(state, seen=seen, programs={PARTS[0]: program})
 
 
+def _takes_gradients(state: Compilation) -> bool:
+    return takes_gradients(state.programs[PARTS[0]])
+
+
+@compile_pass("derive", wanted=_takes_gradients)
+def derive(state: State) -> State:
+    """Gradients that the forward itself takes become calls of derivatives, once per closure."""
+    try:
+        program = state.context.derive.program(state.programs[PARTS[0]])
+    except Exception as error:  # what PyTorch cannot trace of it, too: the model itself can run
+        raise CaptureError(
+            f"{state.report.model} {DIFFERENTIATES} in a way that cannot be followed: {error}"
+        ) from error
+    state.report.nested_forward = list(map(str, state.context.derive.fallbacks))
+    seen = replace(state.captured, program=program)
+    return replace(state, seen=seen, programs={PARTS[0]: program})
+
+
 @compile_pass("autodiff")
 def differentiate(state: State) -> State:
     """With gradients, a program becomes two: a forward, and a backward with the calls reversed."""
@@ -82,7 +102,11 @@ def differentiate_loss(state: StepCompilation) -> StepCompilation:
 
 def with_request(state: State, request: Request) -> State:
     """Returns the state with another derivative of the captured program."""
-    derivative = state.context.differentiator.of(request)
+    return with_derivative(state, request, state.context.differentiator.of(request))
+
+
+def with_derivative(state: State, request: Request, derivative: Derivative | None) -> State:
+    """Returns the state with the derivative that was made for a request; None if none flows."""
     if derivative is None:
         return replace(state, request=request)
     programs = programs_of(derivative)
@@ -123,3 +147,23 @@ def lower(state: State) -> State:
 def estimate(state: State) -> State:
     """In place of kernels, what they will likely hold: nothing of it can run."""
     return replace(state, kernels="estimated")
+
+
+# ---- the level `primitive`: looked at, checked and counted, not run ---------------------------
+
+
+@compile_pass("autodiff")
+def differentiate_whole(state: State) -> State:
+    """With gradients, a program becomes two; each operator keeps the derivative it has."""
+    assert state.subject is not None
+    if not state.subject.train:
+        return state
+    request = differentiation(state.programs[PARTS[0]])
+    return with_derivative(state, request, state.context.reducer.derivative(request))
+
+
+@compile_pass("reduce", "aten")
+def reduce_to_primitives(state: State) -> State:
+    """Operators are taken apart into primitives, once per leaf, as far as rules are known."""
+    programs = {n: state.context.reducer.of(p) for n, p in state.programs.items()}
+    return replace(state, programs=programs)

@@ -42,7 +42,7 @@ from ..options import Options
 from ..passes.context import Context
 from ..passes.made import made_by
 from ..passes.parts import PARTS
-from ..passes.programs import capture
+from ..passes.programs import capture, derive
 from ..passes.rank import RankCompilation, started
 from ..passes.rank_compile import model_places, stage_runtimes, sum_names
 from ..passes.stage_recompute import rank_limit_bytes
@@ -183,7 +183,7 @@ class Pipeline:
         subject = Subject(model, args, kwargs, train=True)
         state = started(context, subject, table, ranks.rank, splitting, rates)
         self.last_report = state.report
-        state = run((capture,), state)
+        state = run((capture, derive), state)
         program = state.programs[PARTS[0]]
         ranks.check_same(program, table)
         self._guard = Guard(model, state.captured, *torch_pytree.flatten((args, kwargs)))

@@ -9,9 +9,10 @@ import torch
 import torch.fx
 
 from ...autodiff.torch_autograd import fake_tensor, new_fake_mode
+from ...recompute.sizes_at import SizesAt
 from ...reuse.ir.leaf import ModalInterpreter, flat_types, without_autocast
 from ...reuse.ir.program import Call, Closure, Composite, Leaf, Program, Value
-from ...reuse.ir.torch_symbols import Values, module_at, type_at
+from ...reuse.ir.torch_symbols import Values
 
 
 class AtNumbers:
@@ -22,7 +23,7 @@ class AtNumbers:
     """
 
     def __init__(self, values: Values) -> None:
-        self._values = values
+        self._sizes = SizesAt(values)
         self._closures: dict[Closure, Closure] = {}
 
     def program(self, program: Program) -> Program:
@@ -32,7 +33,7 @@ class AtNumbers:
         def of(values: tuple[Value, ...]) -> tuple[Value, ...]:
             for value in values:
                 if value not in new:
-                    new[value] = Value(type_at(value.type, self._values), value.hint)
+                    new[value] = Value(self._sizes.type(value.type), value.hint)
             return tuple(new[value] for value in values)
 
         inputs = of(program.inputs)
@@ -54,17 +55,17 @@ class AtNumbers:
 
     @without_autocast
     def _leaf(self, leaf: Leaf) -> Leaf:
-        inputs = tuple(type_at(t, self._values) for t in leaf.input_types)
-        outputs = tuple(type_at(t, self._values) for t in leaf.output_types)
-        module = module_at(leaf.module, self._values)
-        mode = new_fake_mode()
-        with mode, torch.no_grad():
-            _Refreshing(module).run_flat([fake_tensor(mode, t) for t in flat_types(inputs)])
-        return replace(leaf, module=module, input_types=inputs, output_types=outputs)
+        made = self._sizes.leaf(leaf)
+        if made is not leaf:
+            mode = new_fake_mode()
+            inputs = [fake_tensor(mode, t) for t in flat_types(made.input_types)]
+            with mode, torch.no_grad():
+                _Refreshing(made.module).run_flat(inputs)
+        return made
 
 
 class _Refreshing(ModalInterpreter):
-    """Notes on each operator what it gives for these sizes."""
+    """Notes on each operator what it gives, so that views share the memory they are of."""
 
     def run_node(self, n: torch.fx.Node) -> Any:
         result = super().run_node(n)

@@ -143,18 +143,24 @@ class SymbolicCompiler:
         relinked = partial(self._relinked_at, symbolic, values)
         without = partial(without_outputs, relinked=relinked, report=report)
         watched, unused = symbolic.watched_inputs, symbolic.unused_outputs
-        gradients = partial(self._gradients_at, symbolic.captured.without_tensors(), values)
+        gradients = partial(self._gradients_at, symbolic.captured.without_tensors(), values, report)
         return CompiledProgram(
             captured, state.runs, state.derivative, watched, unused, without, gradients
         )
 
     def _gradients_at(
-        self, captured: CapturedModel, values: Values, request: GradientRequest
+        self,
+        captured: CapturedModel,
+        values: Values,
+        counted: CompileReport,
+        request: GradientRequest,
     ) -> CompiledGradients:
         """Compiles gradients that are differentiated, for these sizes alone."""
         program = AtNumbers(values).program(captured.program)
         options = replace(self._context.options, cache="off")
-        return Compiler(options).compile_gradients(replace(captured, program=program), request)
+        return Compiler(options).compile_gradients(
+            replace(captured, program=program), counted, request
+        )
 
     def _relinked_at(
         self,

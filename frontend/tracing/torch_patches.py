@@ -15,13 +15,15 @@ import inspect
 import logging
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
 import torch
 import torch.utils.checkpoint
 from torch import nn
+from torch.autograd.function import _SingleLevelFunction
 
 from ...reuse.ir.program import RecomputeMark
 from ...reuse.torch_names import CALL_SLOT
@@ -85,6 +87,16 @@ class Watcher(Protocol):
 
     def backward(self) -> None:
         """Code is about to run a backward."""
+
+    def gradient(
+        self,
+        outputs: Sequence[torch.Tensor],
+        inputs: Sequence[torch.Tensor],
+        seeds: Sequence[torch.Tensor | None],
+        *,
+        allow_unused: bool,
+    ) -> tuple[torch.Tensor | None, ...] | None:
+        """Takes ``torch.autograd.grad``; returns None for PyTorch to compute it."""
 
     def gradient_hook(self, doing: str) -> None:
         """User code puts a hook on a gradient, on what is saved, or gets where it can."""
@@ -189,19 +201,28 @@ def _patch_writes(watcher: Watcher, thread: int) -> Callable[[], None]:
 
 
 def _patch_functions(watcher: Watcher, thread: int) -> Callable[[], None]:
-    function = torch.autograd.Function
-    original = function.__dict__["apply"]
+    """What ``apply`` of every function ends in.
+
+    Before torch 2.15 also that of one that was kept (``act = Act.apply``); since then it is C's
+    own, and :func:`is_context` tells that one runs.
+    """
+    is_of_c = isinstance(vars(torch.autograd.Function)["apply"], types.ClassMethodDescriptorType)
+    base: Any = torch.autograd.Function if is_of_c else _SingleLevelFunction
+    before = vars(base).get("apply")
 
     def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
-        bound = original.__get__(None, cls)
+        bound = super(base, cls).apply
         if threading.get_ident() != thread or kwargs:
             return bound(*args, **kwargs)
         return watcher.custom_function(cls, args, bound)
 
-    function.apply = classmethod(apply)  # type: ignore[method-assign,assignment]
+    base.apply = classmethod(apply)
 
     def restore() -> None:
-        function.apply = original  # type: ignore[method-assign]
+        if before is None:
+            del base.apply
+        else:
+            base.apply = before
 
     return restore
 
@@ -376,12 +397,28 @@ def _patch_backward(watcher: Watcher, thread: int) -> Callable[[], None]:
     """What ``torch.autograd.grad`` and every ``backward`` end in, however they were imported."""
     engine: Any = torch.autograd._engine_run_backward
 
-    def run(*args: Any, **kwargs: Any) -> Any:
-        if threading.get_ident() == thread:
+    def run(
+        outputs: Sequence[torch.Tensor],
+        seeds: Sequence[torch.Tensor | None],
+        retain_graph: bool,
+        create_graph: bool,
+        inputs: Sequence[torch.Tensor] = (),
+        allow_unreachable: bool = False,
+        accumulate_grad: bool = True,
+    ) -> Any:
+        found = None
+        if threading.get_ident() == thread and accumulate_grad:
             watcher.backward()
-        return engine(*args, **kwargs)
+        elif threading.get_ident() == thread:
+            found = watcher.gradient(outputs, inputs, seeds, allow_unused=allow_unreachable)
+        if found is None:
+            more = (inputs, allow_unreachable, accumulate_grad)
+            return engine(outputs, seeds, retain_graph, create_graph, *more)
+        if create_graph:
+            return found
+        return tuple(None if g is None else g.detach() for g in found)
 
-    torch.autograd._engine_run_backward = run
+    torch.autograd._engine_run_backward = run  # type: ignore[assignment]
 
     def restore() -> None:
         torch.autograd._engine_run_backward = engine

@@ -9,7 +9,7 @@ from __future__ import annotations
 import operator
 import os
 import sys
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterator, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import cached_property
 from typing import Any
@@ -22,6 +22,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
 )
+from torch.autograd.function import FunctionCtx, _SingleLevelFunction
 from torch.fx.experimental.proxy_tensor import (
     disable_proxy_modes_tracing,
     get_proxy_mode,
@@ -32,6 +33,7 @@ from torch.fx.experimental.proxy_tensor import (
 from torch.fx.node import _side_effectful_need_to_be_preserved_pre_dispatch
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
+from ...autodiff.rules.in_traces import rules_above_autograd
 from ...reuse.errors import CaptureError
 from ...reuse.ir.leaf import Stamp, current_autocast, mutated_args
 from ...reuse.ir.torch_graphs import lazy_modules
@@ -92,21 +94,27 @@ def is_mode_switch(node: torch.fx.Node) -> bool:
     return node.target in _side_effectful_need_to_be_preserved_pre_dispatch
 
 
+def follower() -> Any:
+    """Returns who follows the trace that is running, if it is one of ours."""
+    mode = get_proxy_mode()
+    return None if mode is None else getattr(mode.tracer, "lazyinline_follower", None)
+
+
 def feeds_only_lifts(node: torch.fx.Node) -> bool:
     """Whether a constant was made from Python data inside the forward (``torch.tensor(...)``)."""
     users = list(node.users)
     return bool(users) and all(u.target is torch.ops.aten.lift_fresh_copy.default for u in users)
 
 
-def _made_of(node: torch.fx.Node) -> list[torch.fx.Node]:
-    """Returns a node and all that it was made of."""
-    found = {node: None}
-    pending = [node]
+def made_of(*nodes: torch.fx.Node) -> Collection[torch.fx.Node]:
+    """Returns some nodes and all that they were made of."""
+    found = dict.fromkeys(nodes)
+    pending = list(nodes)
     while pending:
         new = [n for n in pending.pop().all_input_nodes if n not in found]
         found.update(dict.fromkeys(new))
         pending += new
-    return list(found)
+    return found
 
 
 def _spared(dispatch: Callable[..., Any], func: Any, types: Any, args: Any, kwargs: Any) -> Any:
@@ -233,6 +241,11 @@ def user_line() -> str:
     return "an unknown line" if shown is None else frame_text(shown)
 
 
+def is_context(value: Any) -> bool:
+    """Whether a value is the context of a ``torch.autograd.Function`` that is being applied."""
+    return isinstance(value, FunctionCtx)
+
+
 def is_standard_frame(frame: Any) -> bool:
     """Whether a frame runs code of Python's own library."""
     filename = str(frame.f_code.co_filename)
@@ -287,7 +300,7 @@ class Tracer:
         try:
             with self.fake_mode, lazy_modules(), suppress(_Finished):
                 readers = {operator_: self._of_fakes_only(operator_) for operator_ in _READERS}
-                table = {**pure_forms(), **readers}
+                table = {**pure_forms(), **rules_above_autograd(), **readers}
                 make_fx(traced, table, tracing_mode="real", pre_dispatch=True)(list(inputs))
         finally:
             self.fake_mode.put_back()
@@ -328,7 +341,7 @@ class Tracer:
         if node is None:
             tracked = (getattr(proxy, "constant", None) for proxy in self._nodes.values())
             return any(constant is tensor for constant in tracked)
-        return all(n.op == "call_function" or feeds_only_lifts(n) for n in _made_of(node))
+        return all(n.op == "call_function" or feeds_only_lifts(n) for n in made_of(node))
 
     def _stamping(self, create: Callable[..., torch.fx.Node]) -> Callable[..., torch.fx.Node]:
         def create_node(*args: Any, **kwargs: Any) -> torch.fx.Node:
@@ -350,6 +363,10 @@ class Tracer:
             return node
 
         return create_node
+
+    def let_follow(self, follower: Any) -> None:
+        """Lets what runs in this trace find who follows it; see :func:`follower`."""
+        self._tracer.lazyinline_follower = follower
 
     @property
     def root(self) -> torch.nn.Module:
@@ -407,7 +424,7 @@ class Tracer:
         node.meta["val"] = FakeTensor(self.fake_mode, memory, type_.device)
         if like is not None:
             with torch.enable_grad():
-                fake = super(torch.autograd.Function, _History).apply(like, [fake])
+                fake = super(_SingleLevelFunction, _History).apply(like, [fake])
         proxy = torch.fx.Proxy(node, self._tracer)
         track_tensor(fake, proxy, constant=None, tracer=self._tracer)
         return fake

@@ -1,0 +1,215 @@
+"""Gradients that a forward takes (``torch.autograd.grad`` inside it), made once per closure.
+
+The calls between what is differentiated and with respect to what become forwards that save, as in
+any reversal, and their backwards stand where the gradient was asked for. All of it is again a
+program that can be differentiated: in training it is, and a gradient of a gradient is one more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+
+from ...reuse.errors import CaptureError
+from ...reuse.ir.leaf import flat_types
+from ...reuse.ir.program import (
+    Call,
+    Closure,
+    Composite,
+    Pack,
+    Program,
+    UserInput,
+    Value,
+)
+from ...reuse.ir.types import StructType
+from ..derivative import Derivative, Differentiator, Recipe, Request
+from ..forward_mode.forward_derivative import ForwardDerivatives
+from ..forward_mode.jet_interpreter import Fallback
+from ..torch_autograd import DIFFERENTIABLE
+from ..training_program import backward_calls
+from .derivation import Asked, asked_by
+from .expand import expanded
+from .flat_structs import FlatStructs
+from .gradient_program import own_derivative
+from .paths import calls_between, refuse_hidden_paths
+from .repeats import Repeats
+
+
+class Derive:
+    """Puts gradients in the place of what stands for them."""
+
+    def __init__(self) -> None:
+        recipe = Recipe(DIFFERENTIABLE, gradients="differentiated")
+        self._differentiator = Differentiator(lambda leaf: recipe)
+        self._flat = FlatStructs()
+        self._forward = ForwardDerivatives()
+        self._repeats = Repeats()
+        self._fallbacks: dict[Fallback, None] = {}
+        self._closures: dict[Closure, Closure] = {}
+        self._originals: dict[Closure, Closure] = {}
+
+    def program(self, program: Program) -> Program:
+        """Returns the entry program with its gradients; the same one if it asks for none.
+
+        Raises:
+            CaptureError: if a gradient is asked for that cannot be followed.
+        """
+        given = zip(program.inputs, program.sources, strict=True)
+        may_depend = {v for v, s in given if isinstance(s, UserInput) and s.requires_grad}
+        return self._made(self._repeats.program(program), may_depend)
+
+    @property
+    def fallbacks(self) -> tuple[Fallback, ...]:
+        """The operators, so far, that had no rule in Taylor mode."""
+        return tuple(self._fallbacks)
+
+    def _made(self, program: Program, may_depend: Collection[Value]) -> Program:
+        """``may_depend``: inputs that may be functions of other inputs."""
+        closures = [self._closure(call.closure) for call in program.calls]
+        if any(new is not c.closure for new, c in zip(closures, program.calls, strict=True)):
+            pairs = zip(program.calls, closures, strict=True)
+            program = replace(program, calls=tuple(replace(c, closure=new) for c, new in pairs))
+        while True:
+            found = ((i, asked_by(call)) for i, call in enumerate(program.calls))
+            place, asked = next(((i, a) for i, a in found if a is not None), (-1, None))
+            if asked is None:
+                return program
+            refuse_hidden_paths(program.calls[:place], program.inputs, asked, may_depend)
+            if isinstance(asked, Asked):
+                program = self._flat.program(self._derived(program, place, asked))
+            else:
+                program, found_none = expanded(program, place, asked, self._forward)
+                self._fallbacks.update(dict.fromkeys(found_none))
+
+    def _closure(self, closure: Closure) -> Closure:
+        if not isinstance(closure, Composite):
+            return closure
+        if closure not in self._closures:
+            program = self._made(closure.program, closure.program.inputs)
+            is_same = program is closure.program
+            self._closures[closure] = closure if is_same else replace(closure, program=program)
+        return self._closures[closure]
+
+    def _derived(self, program: Program, place: int, asked: Asked) -> Program:
+        """Returns the program with the gradients that one call asks for."""
+        calls = calls_between(program.calls[:place], asked.inputs, asked.outputs)
+        read = {a for call in calls for a in call.args} | set(asked.outputs)
+        kept = {c for c in calls if c.closure in self._originals and not self._saved(c) & read}
+        while True:
+            between = Between(program, asked, calls, {c: self._original(c) for c in kept})
+            derivative = self._differentiator.of(between.request)
+            between.check(derivative)
+            if derivative is None:
+                remaining = (*program.calls[:place], *program.calls[place + 1 :])
+                return replace(program, calls=remaining)
+            assert isinstance(derivative.forward, Composite)
+            forwards = dict(zip(calls, derivative.forward.program.calls[:-1], strict=True))
+            others = {c for c in kept if self._flat.closure(forwards[c].closure) is not c.closure}
+            if not others:
+                break
+            kept -= others
+        for call, forward in forwards.items():
+            if call not in kept and forward.closure is not call.closure:
+                self._originals[self._flat.closure(forward.closure)] = call.closure
+        replaced = {c: [f] if c not in kept else _saved_already(c, f) for c, f in forwards.items()}
+        return between.spliced(place, derivative, replaced)
+
+    def _saved(self, call: Call) -> set[Value]:
+        """Returns what a call gives besides what the original does.
+
+        Where what is differentiated reads any of it, the gradient comes back through it too.
+        """
+        return set(call.results[len(self._originals[call.closure].output_types) :])
+
+    def _original(self, call: Call) -> Call:
+        """Returns the call whose forward that saves a call is."""
+        original = self._originals[call.closure]
+        return replace(call, closure=original, results=call.results[: len(original.output_types)])
+
+
+def _saved_already(call: Call, forward: Call) -> list[Call]:
+    """Returns a forward that has run for another gradient, and what it saved under a new name."""
+    saved = forward.results[-1]
+    assert isinstance(saved.type, StructType)
+    num_saved = len(flat_types([saved.type]))
+    parts = call.results[len(call.results) - num_saved :] if num_saved else ()
+    return [call, Call(Pack(saved.type), parts, (saved,))]
+
+
+@dataclass(frozen=True)
+class Between:
+    """The calls between what a gradient is of and what it is with respect to.
+
+    Attributes:
+        program: that they are in.
+        asked: the gradient.
+        calls: in their order.
+        originals: for some of the calls, what is differentiated in their place.
+    """
+
+    program: Program
+    asked: Asked
+    calls: Sequence[Call]
+    originals: dict[Call, Call]
+
+    @property
+    def wanted(self) -> list[Value]:
+        """With respect to what."""
+        return list(dict.fromkeys(self.asked.inputs))
+
+    @property
+    def seeded(self) -> list[Value]:
+        """What has a cotangent, and depends on what is wanted."""
+        made = {*self.wanted, *(result for call in self.calls for result in call.results)}
+        return [v for v in dict.fromkeys(self.asked.outputs) if v in made]
+
+    @property
+    def request(self) -> Request:
+        """The calls as a closure, and what is asked of it."""
+        calls = tuple(self.originals.get(call, call) for call in self.calls)
+        made = {result for call in calls for result in call.results}
+        taken = dict.fromkeys(a for call in calls for a in call.args if a not in made)
+        inputs = tuple(dict.fromkeys([*self.wanted, *taken]))
+        used = {a for c in self.program.calls if c not in set(self.calls) for a in c.args}
+        used |= set(self.program.outputs)
+        others = [v for call in calls for v in call.results if v in used and v not in self.seeded]
+        body = Program(inputs, calls, (*self.seeded, *others))
+        function = own_derivative(body)
+        if function:
+            raise CaptureError(
+                f"torch.autograd.grad at {self.asked.source} goes through {function}, which has a "
+                "derivative of its own (torch.autograd.Function), and cannot be followed."
+            )
+        closure = Composite("differentiated", body)
+        return Request(closure, tuple(range(len(self.wanted))), tuple(range(len(self.seeded))))
+
+    def check(self, derivative: Derivative | None) -> None:
+        """Raises CaptureError if what is asked for does not exist."""
+        found = () if derivative is None else derivative.gradient_inputs
+        if any(self.wanted.index(self.asked.inputs[i]) not in found for i, _ in self.asked.results):
+            raise CaptureError(
+                f"No gradient comes back to what torch.autograd.grad at {self.asked.source} is "
+                "asked for: nothing in the forward leads from there to the output, differentiably."
+            )
+
+    def spliced(
+        self, place: int, derivative: Derivative, replaced: dict[Call, list[Call]]
+    ) -> Program:
+        """Puts forwards in the place of the calls, and the backward where it was asked for."""
+        assert isinstance(derivative.forward, Composite)
+        asked, program, forward = self.asked, self.program, derivative.forward.program
+        seed_of = dict(zip(asked.outputs, asked.seeds, strict=True))
+        seeds = [seed_of[self.seeded[i]] for i in derivative.cotangent_outputs]
+        backward, gradients = backward_calls(derivative, forward, seeds)
+        before = [new for call in program.calls[:place] for new in replaced.get(call, [call])]
+        found = dict(zip(derivative.gradient_inputs, gradients, strict=True))
+        new = {v: found[self.wanted.index(asked.inputs[i])] for i, v in asked.results}
+        after = [
+            replace(call, args=tuple(new.get(a, a) for a in call.args))
+            for call in program.calls[place + 1 :]
+        ]
+        return replace(
+            program,
+            calls=(*before, forward.calls[-1], *backward, *after),
+            outputs=tuple(new.get(v, v) for v in program.outputs),
+        )

@@ -1,0 +1,206 @@
+"""``laplacian`` and ``derivative``: by the coordinates of points.
+
+Points are a tensor whose last dimension holds coordinates; all others count points. Along a
+coordinate all points move together: where each result depends on its own point alone, as in a
+network that is given a batch, that is the partial derivative at each point.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import nn
+
+from ...autodiff.forward_mode.series import Series
+from ...reuse.errors import PlanError
+from .arguments import Function, renamed
+from .lines import Mode, is_taylor, taylor
+from .transforms import compiled, gradients
+
+
+def laplacian(func: Function, *, mode: Mode = "auto") -> nn.Module:
+    """Returns a function that computes the Laplacian of one of points.
+
+    Args:
+        func: a function or a module; it takes points ``[..., d]`` and returns ``[..., m]``, or one
+            number for each point, ``[...]``. A result may depend on its own point only.
+        mode: ``"taylor"`` passes once, with the collapsed Taylor series along all coordinates
+            (Dangel et al., arXiv 2505.13644); ``"reverse"`` differentiates twice. ``"auto"`` is
+            the first wherever it is compiled.
+
+    Returns:
+        A module that takes points and returns the sum of the second derivatives by each
+        coordinate, in the shape of what ``func`` returns. It is compiled at its first call; inside
+        a model it becomes a part of that.
+
+    Example:
+        >>> class Residual(nn.Module):
+        ...     def forward(self, points):
+        ...         return laplacian(self.net)(points).square().mean()
+    """
+    return compiled(_Laplacian(func, mode))
+
+
+class _Laplacian(nn.Module):
+    def __init__(self, func: Function, mode: Mode) -> None:
+        super().__init__()
+        self.func = func
+        self._mode: Mode = mode
+
+    def forward(self, points: torch.Tensor) -> torch.Tensor:
+        """Returns the sum of the second derivatives."""
+        goes_on = torch.is_grad_enabled()
+        with torch.enable_grad():
+            if is_taylor(self._mode):
+                return _ended(self._taylor(points), goes_on=goes_on)
+            (given,), _ = renamed((points,))
+            result = _result_of(self.func, given)
+            columns = [_reverse_laplacian(c, given, goes_on) for c in _columns(result, given)]
+            return torch.stack(columns, -1).reshape(result.shape)
+
+    def _taylor(self, points: torch.Tensor) -> torch.Tensor:
+        num = points.shape[-1]
+        units = [[float(i == k) for i in range(num)] for k in range(num)]
+        directions = _everywhere(units, points)
+        (given,), _ = renamed((points,))
+        result = _result_of(self.func, given)
+        return taylor(result, given, directions, Series(2, num, collapsed=True))
+
+
+def _ended(found: torch.Tensor, *, goes_on: bool) -> torch.Tensor:
+    return found if goes_on else found.detach()
+
+
+def _reverse_laplacian(column: torch.Tensor, points: torch.Tensor, goes_on: bool) -> torch.Tensor:
+    (first,) = gradients([column.sum()], [points], None, goes_on=True)
+    second = [_by(first[..., i], points, i, goes_on) for i in range(points.shape[-1])]
+    return torch.stack(second).sum(0)
+
+
+def _by(column: torch.Tensor, points: torch.Tensor, place: int, goes_on: bool) -> torch.Tensor:
+    """Returns the derivative of each point's number by one of its coordinates."""
+    (found,) = gradients([column.sum()], [points], None, goes_on=goes_on)
+    return found[..., place]
+
+
+def derivative(
+    func: Function,
+    points: torch.Tensor,
+    by: str,
+    *,
+    coordinates: str = "xyzt",
+    mode: Mode = "auto",
+) -> torch.Tensor:
+    """Returns a partial derivative of a function of points, of any order.
+
+    It runs at once: inside a model that is compiled it becomes a part of that. In Taylor mode a
+    mixed derivative is a sum over directions: of the order n they hold, for each letter, between 0
+    and as many steps along its coordinate as the letter has places.
+
+    Args:
+        func: as :func:`laplacian` takes it.
+        points: ``[..., d]``.
+        by: a letter for each derivative: ``"xxy"`` is the third, twice by x and once by y.
+        coordinates: the names of the d coordinates, in their order.
+        mode: as for :func:`laplacian`.
+
+    Returns:
+        It, in the shape of what ``func`` returns.
+
+    Raises:
+        PlanError: if a letter names no coordinate.
+
+    Example:
+        >>> class Beam(nn.Module):
+        ...     def forward(self, x):
+        ...         return derivative(self.net, x, "xxxx").square().mean()
+    """
+    places = _places(by, coordinates, points.shape[-1])
+    goes_on = torch.is_grad_enabled()
+    with torch.enable_grad():
+        if is_taylor(mode):
+            return _ended(_taylor_derivative(func, points, places), goes_on=goes_on)
+        (given,), _ = renamed((points,))
+        result = _result_of(func, given)
+        columns = []
+        for column in _columns(result, given):
+            for number, place in enumerate(places, start=1):
+                column = _by(column, given, place, goes_on or number < len(places))
+            columns.append(column)
+        return torch.stack(columns, -1).reshape(result.shape)
+
+
+def _taylor_derivative(func: Function, points: torch.Tensor, places: Sequence[int]) -> torch.Tensor:
+    weights, steps = zip(*_polarized(places, points.shape[-1]), strict=True)
+    directions = _everywhere(steps, points)
+    (given,), _ = renamed((points,))
+    result = _result_of(func, given)
+    along = taylor(result, given, directions, Series(len(places), len(steps)))
+    scale = math.factorial(len(places))
+    terms = [along[k] * (weight / scale) for k, weight in enumerate(weights)]
+    return torch.stack(terms).sum(0)
+
+
+def _polarized(places: Sequence[int], num: int) -> Iterator[tuple[float, list[float]]]:
+    """Yields weights and directions: a mixed derivative as a sum of those along lines.
+
+    With ``n`` derivatives, ``a_i`` of them by coordinate i, it is the sum over all ``b <= a`` but
+    zero of ``(-1)^(n - |b|) prod C(a_i, b_i) / n!`` times the n-th derivative along ``b``: the
+    polarization identity, equal terms taken together.
+    """
+    wanted = Counter(places)
+    if len(wanted) == 1:
+        ((place, order),) = wanted.items()
+        yield float(math.factorial(order)), [float(i == place) for i in range(num)]
+        return
+    for chosen in itertools.product(*(range(n + 1) for n in wanted.values())):
+        if any(chosen):
+            weight = (-1.0) ** (len(places) - sum(chosen))
+            for of, order in zip(chosen, wanted.values(), strict=True):
+                weight *= math.comb(order, of)
+            steps = dict(zip(wanted, chosen, strict=True))
+            yield weight, [float(steps.get(i, 0)) for i in range(num)]
+
+
+def _everywhere(directions: Sequence[Sequence[float]], points: torch.Tensor) -> torch.Tensor:
+    """Returns the same directions at every point, ``[K, *points.shape]``.
+
+    They are made before what is differentiated runs: the series then take its place.
+    """
+    rows = torch.tensor(directions, dtype=points.dtype, device=points.device)
+    num, size = rows.shape
+    whole = rows.reshape(num, *[1] * (points.dim() - 1), size)
+    return whole.expand(num, *points.shape).contiguous()
+
+
+def _places(by: str, coordinates: str, num: int) -> Sequence[int]:
+    known = coordinates[:num]
+    unknown = [letter for letter in by if letter not in known]
+    if unknown or not by:
+        raise PlanError(
+            f"derivative by {by!r}: the {num} coordinates of these points are named "
+            f'{", ".join(known)}. Pass coordinates=, such as "xt", to name others.'
+        )
+    return [known.index(letter) for letter in by]
+
+
+def _result_of(func: Function, points: torch.Tensor) -> torch.Tensor:
+    result = func(points)
+    per_point = points.shape[:-1]
+    if not isinstance(result, torch.Tensor) or result.shape[: len(per_point)] != per_point:
+        shape = f"{tuple(result.shape)}" if isinstance(result, torch.Tensor) else type(result)
+        raise PlanError(
+            f"A function of points {tuple(points.shape)} has to return numbers for each of them, "
+            f"[{', '.join(map(str, (*per_point, '...')))}], not {shape}."
+        )
+    return result
+
+
+def _columns(result: torch.Tensor, points: torch.Tensor) -> Sequence[torch.Tensor]:
+    """Returns the results one number of each point at a time."""
+    per_point = points.shape[:-1]
+    return result.reshape(*per_point, -1).unbind(-1)

@@ -1,0 +1,252 @@
+"""``grad``, ``vjp``, ``jvp`` and ``hvp``: as in ``torch.func``, compiled, and to any order.
+
+Each is written with ``torch.autograd.grad``, which a capture follows: inside a model, or inside one
+another, they become calls of derivatives that each different block has once.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...autodiff.forward_mode.series import Series
+from ...reuse.errors import PlanError
+from ..compiled_module import compile
+from ..tracing.torch_tracing import follower
+from .arguments import Argnums, Function, chosen, like, renamed, tensors_in, with_chosen
+
+
+def grad(func: Function, argnums: Argnums = 0, has_aux: bool = False) -> nn.Module:
+    """Returns a function that computes the gradient of one that returns a scalar.
+
+    The signature is that of ``torch.func.grad``. The result is compiled at its first call, as a
+    module by :func:`lazyinline.compile` is; inside a model, or inside another derivative, it
+    becomes a part of that.
+
+    Args:
+        func: a function or a module; its result is a scalar.
+        argnums: with respect to which arguments, one or several.
+        has_aux: ``func`` returns ``(scalar, more)``, and the result is ``(gradient, more)``.
+
+    Returns:
+        A module that takes what ``func`` takes. Its parameters are those of ``func``.
+
+    Raises:
+        PlanError: at a call, if what ``func`` returns is no scalar.
+
+    Example:
+        >>> slope = lazyinline.func.grad(lambda x: (x.sin() ** 2).sum())
+        >>> curvature = lazyinline.func.grad(lambda x: slope(x).sum())
+    """
+    return compiled(Gradient(func, argnums, has_aux=has_aux))
+
+
+def compiled(module: nn.Module) -> nn.Module:
+    """Returns a module whose calls run a compiled program."""
+    return compile(module, in_place=True)
+
+
+class Gradient(nn.Module):
+    """The gradient of a function with a scalar result; see :func:`grad`."""
+
+    def __init__(self, func: Function, argnums: Argnums, *, has_aux: bool) -> None:
+        super().__init__()
+        self.func = func
+        self._argnums = argnums
+        self._has_aux = has_aux
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Returns the gradient, in the nesting of the arguments."""
+        goes_on = torch.is_grad_enabled()
+        with torch.enable_grad():
+            given, inputs = renamed(chosen(args, self._argnums))
+            result = self.func(*with_chosen(args, self._argnums, given), **kwargs)
+            value, more = result if self._has_aux else (result, None)
+            if not isinstance(value, torch.Tensor) or value.numel() != 1:
+                shape = f"{tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value)
+                raise PlanError(f"grad takes a function that returns a scalar, not {shape}.")
+            found = gradients([value], inputs, None, goes_on=goes_on)
+        whole = _in_place_of(given, inputs, found)
+        result = whole if isinstance(self._argnums, tuple) else whole[0]
+        return (result, more) if self._has_aux else result
+
+
+def gradients(
+    outputs: list[torch.Tensor],
+    inputs: list[torch.Tensor],
+    seeds: list[torch.Tensor] | None,
+    *,
+    goes_on: bool,
+) -> list[torch.Tensor]:
+    """Returns the gradient for each input, zeros where nothing leads to it.
+
+    Args:
+        outputs: what is differentiated.
+        inputs: with respect to what.
+        seeds: a cotangent for each output; None for a scalar.
+        goes_on: whether the gradients can be differentiated in their turn.
+    """
+    given: list[torch.Tensor | None] = [None] * len(outputs)
+    given = given if seeds is None else list(seeds)
+    pairs = zip(outputs, given, strict=True)
+    flowing = [(y, seed) for y, seed in pairs if y.requires_grad]
+    if not flowing:
+        return [torch.zeros_like(x) for x in inputs]
+    return list(
+        torch.autograd.grad(
+            [y for y, _ in flowing],
+            inputs,
+            [seed for _, seed in flowing],
+            create_graph=goes_on,
+            retain_graph=True,
+            allow_unused=True,
+            materialize_grads=True,
+        )
+    )
+
+
+def _in_place_of(tree: Any, inputs: list[torch.Tensor], found: list[torch.Tensor]) -> Any:
+    """Returns gradients in the nesting of what they are of; zeros where there can be none."""
+    made = {id(x): g for x, g in zip(inputs, found, strict=True)}
+    leaves = [made.get(id(x)) for x in tensors_in(tree, "what is differentiated")]
+    zeros = (torch.zeros_like(x) for x in tensors_in(tree, "what is differentiated"))
+    return like(tree, [z if g is None else g for g, z in zip(leaves, zeros, strict=True)])
+
+
+def vjp(func: Function, *primals: Any, has_aux: bool = False) -> tuple[Any, ...]:
+    """Returns a function's result, and what takes a cotangent of it to one of each argument.
+
+    The signature is that of ``torch.func.vjp``. It runs ``func`` at once, as it is given: a
+    compiled module, or inside something that is compiled, compiled.
+
+    Args:
+        func: a function or a module.
+        primals: its arguments, of tensors.
+        has_aux: ``func`` returns ``(result, more)``; the result is then
+            ``(result, vjp_fn, more)``.
+
+    Example:
+        >>> value, back = lazyinline.func.vjp(compiled, x)
+        >>> (slope,) = back(torch.ones_like(value))
+    """
+    goes_on = torch.is_grad_enabled()
+    with torch.enable_grad():
+        given, inputs = renamed(primals)
+        result = func(*given)
+    value, more = result if has_aux else (result, None)
+    outputs = tensors_in(value, "the result of vjp's function")
+
+    def back(*cotangents: Any) -> tuple[Any, ...]:
+        seeds = tensors_in(cotangents if len(cotangents) > 1 else cotangents[0], "a cotangent")
+        with torch.enable_grad():
+            found = gradients(outputs, inputs, seeds, goes_on=goes_on or torch.is_grad_enabled())
+        return tuple(_in_place_of(given, inputs, found))
+
+    shown = value if goes_on else like(value, [y.detach() for y in outputs])
+    return (shown, back, more) if has_aux else (shown, back)
+
+
+def jvp(
+    func: Function, primals: tuple[Any, ...], tangents: tuple[Any, ...], *, has_aux: bool = False
+) -> tuple[Any, ...]:
+    """Returns a function's result, and its derivative along tangents.
+
+    The signature is that of ``torch.func.jvp``. It runs at once; see :func:`vjp`. Inside what is
+    compiled the tangents pass through once, beside the values; else what is computed is two
+    reverse derivatives: the second is of the first, which is linear in its cotangent.
+
+    Args:
+        func: a function or a module.
+        primals: its arguments, of tensors.
+        tangents: one for each, in the same nesting.
+        has_aux: ``func`` returns ``(result, more)``; the result is then
+            ``(result, derivative, more)``.
+    """
+    goes_on = torch.is_grad_enabled()
+    directions = _matching(primals, tangents)
+    with torch.enable_grad():
+        rows = [direction.unsqueeze(0) for direction in directions]  # before: see `tangents_of`
+        given, inputs = renamed(primals)
+        result = func(*given)
+        value, more = result if has_aux else (result, None)
+        outputs = tensors_in(value, "the result of jvp's function")
+        found = tangents_of(outputs, inputs, _directions_of(given, inputs, rows))
+    found = found if goes_on else [tangent.detach() for tangent in found]
+    derivative = like(value, found)
+    shown = value if goes_on else like(value, [y.detach() for y in outputs])
+    return (shown, derivative, more) if has_aux else (shown, derivative)
+
+
+def tangents_of(
+    outputs: list[torch.Tensor], inputs: list[torch.Tensor], rows: list[torch.Tensor]
+) -> list[torch.Tensor]:
+    """Returns the derivative of each output along a direction of the inputs.
+
+    Args:
+        outputs: what is differentiated.
+        inputs: what they were computed from.
+        rows: of each input the direction, ``[1, *input.shape]``. Where it was made before the
+            outputs were computed, a capture computes these once, with their tangents.
+    """
+    watcher = follower()
+    if watcher is not None:
+        series = watcher.series(outputs, inputs, rows, Series(1, 1))
+        return [tangent.squeeze(0) for (tangent,) in series]
+    seeds = [torch.zeros_like(y).requires_grad_() for y in outputs]
+    linear = gradients(outputs, inputs, seeds, goes_on=True)
+    return gradients(linear, seeds, [row.squeeze(0) for row in rows], goes_on=True)
+
+
+def hvp(func: Function, inputs: Any, v: Any) -> tuple[torch.Tensor, Any]:
+    """Returns a function's scalar result, and the product of its Hessian with a vector.
+
+    The signature is that of ``torch.autograd.functional.hvp``. It runs at once; see :func:`vjp`.
+
+    Args:
+        func: a function or a module with a scalar result.
+        inputs: its argument, or a tuple of several, of tensors.
+        v: the vector, in the same nesting.
+
+    Example:
+        >>> class Product(nn.Module):
+        ...     def forward(self, x, v):
+        ...         return lazyinline.func.hvp(model, x, v)[1]
+        >>> product = lazyinline.compile(Product())
+    """
+    primals = inputs if isinstance(inputs, tuple) else (inputs,)
+    directions = _matching(primals, v if isinstance(v, tuple) else (v,))
+    goes_on = torch.is_grad_enabled()
+    with torch.enable_grad():
+        given, names = renamed(primals)
+        value = func(*given)
+        if not isinstance(value, torch.Tensor) or value.numel() != 1:
+            raise PlanError("hvp takes a function that returns a scalar.")
+        first = gradients([value], names, None, goes_on=True)
+        along = _directions_of(given, names, directions)
+        found = _in_place_of(given, names, gradients(first, names, along, goes_on=goes_on))
+    shown = value if goes_on else value.detach()
+    return shown, found if isinstance(inputs, tuple) else found[0]
+
+
+def _matching(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> list[torch.Tensor]:
+    """Returns the tangents, flat.
+
+    Raises:
+        PlanError: if they are not as the primals are.
+    """
+    points, directions = tensors_in(primals, "primals"), tensors_in(tangents, "tangents")
+    shapes, others = [tuple(p.shape) for p in points], [tuple(d.shape) for d in directions]
+    if shapes != others:
+        raise PlanError(f"There has to be a tangent for each primal: {shapes}, not {others}.")
+    return directions
+
+
+def _directions_of(
+    tree: Any, inputs: list[torch.Tensor], directions: list[torch.Tensor]
+) -> list[torch.Tensor]:
+    """Returns the directions of those leaves that are differentiated with respect to."""
+    leaves = tensors_in(tree, "primals")
+    found = {id(x): d for x, d in zip(leaves, directions, strict=True)}
+    return [found[id(x)] for x in inputs]

@@ -1,0 +1,639 @@
+"""Derivatives inside a forward, and `lazyinline.func`: equal PyTorch's, to any order."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+import lazyinline
+from lazyinline import PlanError, func, lazy_inline
+
+WIDTH = 8
+
+
+def tensor(*shape: int, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, dtype=torch.float64, generator=generator)
+
+
+def network(num_layers: int = 3, results: int = 1) -> nn.Sequential:
+    torch.manual_seed(0)
+    layers: list[nn.Module] = [nn.Linear(2, WIDTH), nn.Tanh()]
+    for _ in range(num_layers - 1):
+        layers += [nn.Linear(WIDTH, WIDTH), nn.Tanh()]
+    return nn.Sequential(*layers, nn.Linear(WIDTH, results)).double()
+
+
+def of_forward(forward: Callable[..., Any], net: nn.Module) -> nn.Module:
+    """Returns a model whose forward is a function of itself and its input."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = net
+
+    Model.forward = forward  # type: ignore[method-assign,assignment]
+    return Model()
+
+
+def assert_trains_like_eager(
+    model: nn.Module, *inputs: Tensor, backend: Any = "eager", steps: int = 3
+) -> Any:
+    """Compares losses and every gradient over some steps; returns the compiled model."""
+    expected = copy.deepcopy(model)
+    compiled = lazyinline.compile(model, backend=backend, fallback="error")
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.05) for m in (model, expected)]
+    for _ in range(steps):
+        losses = []
+        for one, optimizer in zip((compiled, expected), optimizers, strict=True):
+            optimizer.zero_grad()
+            losses.append(one(*inputs))
+            losses[-1].backward()
+        torch.testing.assert_close(losses[0], losses[1])
+        for (name, found), wanted in zip(
+            model.named_parameters(), expected.parameters(), strict=True
+        ):
+            assert (found.grad is None) == (wanted.grad is None), name
+            if wanted.grad is not None:
+                torch.testing.assert_close(found.grad, wanted.grad)
+        for optimizer in optimizers:
+            optimizer.step()
+    return compiled
+
+
+# ---- torch.autograd.grad in a forward --------------------------------------------------------
+
+
+def laplace(self: Any, x: Tensor) -> Tensor:
+    x = x.detach().requires_grad_()
+    (g,) = torch.autograd.grad(self.net(x).sum(), x, create_graph=True)
+    (xx,) = torch.autograd.grad(g[:, 0].sum(), x, create_graph=True)
+    (yy,) = torch.autograd.grad(g[:, 1].sum(), x, create_graph=True)
+    return (xx[:, 0] + yy[:, 1]).square().mean()
+
+
+def sobolev(self: Any, x: Tensor) -> Tensor:
+    x = x.view_as(x).requires_grad_()
+    u = self.net(x)
+    (g,) = torch.autograd.grad(u, x, torch.ones_like(u), create_graph=True)
+    return (u.square().sum() + (g - x).square().sum()) / len(x)
+
+
+def penalty(self: Any, x: Tensor) -> Tensor:
+    mixed = (0.3 * x + 0.7 * x.flip(0)).requires_grad_()
+    (slope,) = torch.autograd.grad(self.net(mixed).sum(), mixed, create_graph=True)
+    return self.net(x).mean() + 10 * (slope.norm(dim=-1) - 1).square().mean()
+
+
+def detached(self: Any, x: Tensor) -> Tensor:
+    x = x.view_as(x).requires_grad_()
+    u = self.net(x)
+    (g,) = torch.autograd.grad(u.sum(), x, retain_graph=True)
+    assert not g.requires_grad
+    return (u * g.sum(-1, keepdim=True)).sum()
+
+
+def one_step(self: Any, x: Tensor) -> Tensor:
+    """An inner step of MAML: the loss of the parameters after it."""
+    names, parameters = zip(*self.net.named_parameters(), strict=True)
+    loss = self.net(x).square().mean()
+    slopes = torch.autograd.grad(loss, parameters, create_graph=True)
+    new = [p - 0.1 * g for p, g in zip(parameters, slopes, strict=True)]
+    result = functional_call(self.net, dict(zip(names, new, strict=True)), (x.flip(0),))
+    return result.square().mean()
+
+
+def unused(self: Any, x: Tensor) -> Tensor:
+    x, other = x.view_as(x).requires_grad_(), (x * 2).requires_grad_()
+    u = self.net(x)
+    g, nothing = torch.autograd.grad(u.sum(), (x, other), create_graph=True, allow_unused=True)
+    assert nothing is None
+    return g.square().sum()
+
+
+def of_an_intermediate(self: Any, x: Tensor) -> Tensor:
+    h = self.net[:2](x)
+    y = self.net[2:](h).sum() + h.sum()
+    (g,) = torch.autograd.grad(y, h, create_graph=True)
+    return (g.square() * h).sum()
+
+
+def third(self: Any, x: Tensor) -> Tensor:
+    x = x.view_as(x).requires_grad_()
+    found = self.net(x)
+    for _ in range(3):
+        (found,) = torch.autograd.grad(found.sum(), x, create_graph=True)
+    return found.square().sum()
+
+
+FORWARDS = [
+    laplace,
+    sobolev,
+    penalty,
+    detached,
+    one_step,
+    unused,
+    of_an_intermediate,
+    third,
+]
+
+
+@pytest.mark.parametrize("forward", FORWARDS, ids=lambda f: f.__name__)
+def test_a_forward_that_differentiates_trains_like_eager(forward: Any) -> None:
+    assert_trains_like_eager(of_forward(forward, network()), tensor(5, 2))
+
+
+def test_a_forward_that_differentiates_has_generated_kernels() -> None:
+    assert_trains_like_eager(of_forward(laplace, network()), tensor(5, 2), backend="inductor")
+
+
+def test_a_forward_that_differentiates_runs_without_gradients_too() -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            (force,) = torch.autograd.grad(self.net(x).sum(), x)
+        return force
+
+    model = of_forward(forward, network())
+    compiled = lazyinline.compile(model, backend="eager", fallback="error")
+    with torch.no_grad():
+        found = compiled(tensor(5, 2))
+    torch.testing.assert_close(found, model(tensor(5, 2)))
+    assert not found.requires_grad
+
+
+@lazy_inline
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.linear(x).tanh()
+
+
+def residual_network(num_layers: int) -> nn.Module:
+    torch.manual_seed(0)
+    layers = [Residual() for _ in range(num_layers)]
+    return nn.Sequential(nn.Linear(2, WIDTH), *layers, nn.Linear(WIDTH, 1)).double()
+
+
+def test_each_different_block_is_differentiated_once_at_each_order() -> None:
+    closures = []
+    for num_layers in (4, 8):
+        model = of_forward(laplace, residual_network(num_layers))
+        compiled = assert_trains_like_eager(model, tensor(5, 2), steps=1)
+        closures.append(compiled.last_report.num_closures)
+    assert closures[0] == closures[1]
+
+
+def test_a_step_of_micro_batches_differentiates_inside() -> None:
+    model, expected = (of_forward(laplace, network()) for _ in range(2))
+    x = tensor(6, 2)
+    step = lazyinline.compile_step(model, backend="eager", micro_batches=2)
+    loss = step(x)
+    wanted = torch.stack([expected(part) for part in x.chunk(2)]).mean()
+    wanted.backward()
+    torch.testing.assert_close(loss, wanted.detach())
+    for found, want in zip(model.parameters(), expected.parameters(), strict=True):
+        if want.grad is not None:
+            torch.testing.assert_close(found.grad, want.grad)
+
+
+def test_a_path_that_no_call_shows_is_never_left_out() -> None:
+    """What two arguments have in common before the call is not in the program: eager knows."""
+
+    def forward(self: Any, x: Tensor, y: Tensor) -> Tensor:
+        (g,) = torch.autograd.grad((self.net(x).sum() * y.sum()), x, create_graph=True)
+        return g.square().sum()
+
+    model = of_forward(forward, network())
+    compiled = lazyinline.compile(model, backend="eager")
+    x = tensor(5, 2).requires_grad_()
+    torch.testing.assert_close(compiled(x, x * x), model(x, x * x))
+
+    @lazy_inline
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(2, 2)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            h = self.linear(x)
+            return h, h.exp()
+
+    def through(self: Any, x: Tensor) -> Tensor:
+        total = x.new_zeros(())
+        for block in self.net:
+            h, e = block(x)
+            (g,) = torch.autograd.grad((h * e).sum(), h, create_graph=True)
+            total = total + g.square().sum()
+        return total
+
+    model = of_forward(through, nn.ModuleList([Both(), Both()]).double())
+    expected = copy.deepcopy(model)
+    compiled = lazyinline.compile(model, backend="eager")
+    compiled(tensor(5, 2)).backward(), expected(tensor(5, 2)).backward()
+    for found, want in zip(model.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(found.grad, want.grad)
+
+
+def test_blocks_that_differentiate_share_a_closure() -> None:
+    @lazy_inline
+    class Energy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(2, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            given = x.view_as(x)
+            (g,) = torch.autograd.grad(self.linear(given).exp().sum(), given, create_graph=True)
+            return x - 0.1 * g
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        return self.net(x.requires_grad_()).square().sum()
+
+    model = of_forward(forward, nn.Sequential(Energy(), Energy(), Energy()).double())
+    compiled = assert_trains_like_eager(model, tensor(5, 2))
+    assert compiled.last_report.num_block_calls == 3
+
+
+# ---- random programs -------------------------------------------------------------------------
+
+UNARY: list[Callable[[Tensor], Tensor]] = [
+    torch.sin,
+    torch.tanh,
+    lambda x: x * x,
+    lambda x: x.flip(0) + 1,
+    lambda x: x - x.mean(),
+    lambda x: torch.softmax(x, -1),
+    lambda x: x.t() @ x if x.shape[0] != x.shape[1] else x @ x.t(),
+    torch.sigmoid,
+    lambda x: x.cumsum(0) / 3,
+]
+
+
+def random_function(seed: int) -> Callable[[Tensor], Tensor]:
+    """Returns a function that takes gradients of what it has computed, in between."""
+
+    def function(x: Tensor) -> Tensor:
+        draw = random.Random(seed)
+        values = [x]
+        for _ in range(draw.randint(4, 8)):
+            kind = draw.random()
+            value = draw.choice(values)
+            if kind < 0.6:
+                values.append(draw.choice(UNARY)(value))
+            elif kind < 0.8:
+                other = draw.choice([v for v in values if v.shape == value.shape])
+                values.append(value * other if draw.random() < 0.5 else value + other)
+            else:
+                start = draw.choice(values).view_as(x) if draw.random() < 0.2 else x.view_as(x)
+                inner = draw.choice(UNARY)(draw.choice(UNARY)(start))
+                goal = (inner.sum() * value.sum()).sin() + inner.square().sum()
+                (g,) = torch.autograd.grad(goal, start, create_graph=True)
+                values.append(g)
+        return sum((v.square().mean() for v in values), x.new_zeros(()))
+
+    return function
+
+
+@pytest.mark.parametrize(
+    "seed",
+    [*range(12), *(pytest.param(s, marks=pytest.mark.sweep) for s in range(12, 120))],
+)
+def test_random_forwards_that_differentiate_equal_eager(seed: int) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(tensor(3, 3, seed=seed))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return function(x @ self.weight)
+
+    function = random_function(seed)
+    model = Model()
+    expected, x = copy.deepcopy(model), tensor(3, 3, seed=seed + 1)
+    compiled = lazyinline.compile(model, backend="eager")
+    try:
+        wanted = expected(x)
+        wanted.backward()
+    except RuntimeError:
+        return  # asks for a gradient that eager does not have
+    found = compiled(x)
+    found.backward()
+    torch.testing.assert_close(found, wanted)
+    torch.testing.assert_close(model.weight.grad, expected.weight.grad)
+
+
+# ---- lazyinline.func -------------------------------------------------------------------------
+
+
+def cubic(x: Tensor) -> Tensor:
+    return (x.sin() * x.roll(1) ** 3).sum()
+
+
+def eager_backend(module: nn.Module) -> nn.Module:
+    return lazyinline.compile(module, backend="eager", in_place=True)
+
+
+def test_gradients_nest_to_the_fifth_order() -> None:
+    ours: Any = lambda x: x.sin().sum()  # noqa: E731
+    x = tensor(4)
+    for wanted in (x.cos(), -x.sin(), -x.cos(), x.sin(), x.cos()):
+        derivative = eager_backend(func.grad(ours))
+        torch.testing.assert_close(derivative(x), wanted)
+        ours = lambda x, inner=derivative: inner(x).sum()  # noqa: E731
+
+
+def test_gradients_with_respect_to_several_arguments() -> None:
+    def function(x: Tensor, pair: dict[str, Tensor], scale: float = 2.0) -> tuple[Tensor, Tensor]:
+        return scale * (x * pair["a"]).sum() + pair["b"].exp().sum(), x.sin()
+
+    args = tensor(3), {"a": tensor(3, seed=1), "b": tensor(3, seed=2)}
+    found = eager_backend(func.grad(function, argnums=(0, 1), has_aux=True))(*args, scale=3.0)
+    wanted = torch.func.grad(function, argnums=(0, 1), has_aux=True)(*args, scale=3.0)
+    torch.testing.assert_close(found, wanted)
+
+
+def test_what_the_function_reads_elsewhere_is_not_differentiated() -> None:
+    x = tensor(3)
+    found = eager_backend(func.grad(lambda y: (y * x).sum()))(x)
+    torch.testing.assert_close(found, x)
+
+
+def test_parameters_of_what_is_differentiated_train() -> None:
+    net = network()
+    expected = copy.deepcopy(net)
+    slope = eager_backend(func.grad(lambda x: net(x).sum()))
+    slope(tensor(5, 2)).square().sum().backward()
+    torch.func.grad(lambda x: expected(x).sum())(tensor(5, 2)).square().sum().backward()
+    for found, wanted in zip(net.parameters(), expected.parameters(), strict=True):
+        if wanted.grad is not None:
+            torch.testing.assert_close(found.grad, wanted.grad)
+
+
+def test_vjp_jvp_and_hvp_are_as_in_pytorch() -> None:
+    net, x, v = network(results=2), tensor(5, 2), tensor(5, 2, seed=1)
+
+    class All(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = net
+
+        def forward(self, x: Tensor, v: Tensor) -> Any:
+            value, back = func.vjp(self.net, x)
+            along = func.jvp(self.net, (x,), (v,))
+            product = func.hvp(lambda x: self.net(x).sin().sum(), x, v)
+            return value, back(v), along, product
+
+    _, back = torch.func.vjp(net, x)
+    wanted = (
+        net(x),
+        back(v),
+        torch.func.jvp(net, (x,), (v,)),
+        torch.autograd.functional.hvp(lambda x: net(x).sin().sum(), x, v),
+    )
+    compiled = lazyinline.compile(All(), backend="eager", fallback="error")
+    torch.testing.assert_close(compiled(x, v), wanted)
+    torch.testing.assert_close(All()(x, v), wanted)
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(x, v), wanted)
+
+
+def test_a_hessian_computes_the_rows_it_is_asked_for_once() -> None:
+    x, v = tensor(6), tensor(6, seed=1)
+    hessian = func.hessian(cubic)(x)
+    wanted = torch.func.hessian(cubic)(x)
+    torch.testing.assert_close(hessian[2], wanted[2])
+    torch.testing.assert_close(hessian[2, 3], wanted[2, 3])
+    torch.testing.assert_close(hessian @ v, wanted @ v)
+    assert set(hessian._rows) == {2}
+    torch.testing.assert_close(hessian[1:3, ::2], wanted[1:3, ::2])
+    torch.testing.assert_close(hessian.diagonal(), wanted.diagonal())
+    torch.testing.assert_close(hessian.dense(), wanted)
+    assert hessian[2] is not None and hessian._at(2) is hessian._at(2)
+
+
+def test_a_jacobian_of_any_shape() -> None:
+    weight, x, v = tensor(4, 6), tensor(6, seed=1), tensor(6, seed=2)
+
+    def function(x: Tensor) -> Tensor:
+        return torch.tanh(weight @ x).reshape(2, 2)
+
+    jacobian, wanted = func.jacobian(function)(x), torch.func.jacrev(function)(x)
+    assert jacobian.shape == wanted.shape
+    torch.testing.assert_close(jacobian[1], wanted[1])
+    torch.testing.assert_close(jacobian[-1, :, 2:4], wanted[-1, :, 2:4])
+    torch.testing.assert_close(jacobian @ v, wanted @ v)
+    torch.testing.assert_close(
+        tensor(2, 2) @ jacobian, torch.einsum("ab,abi", tensor(2, 2), wanted)
+    )
+    torch.testing.assert_close(jacobian.dense(), wanted)
+    with pytest.raises(PlanError, match="square"):
+        jacobian.diagonal()
+    with pytest.raises(PlanError, match=r"shape \(6,\), not \(2,\)"):
+        jacobian @ tensor(2)
+
+
+def test_laplacian_and_derivatives_by_coordinates() -> None:
+    net, points = network(results=2), tensor(7, 2)
+
+    def at(point: Tensor, by: list[int]) -> Tensor:
+        function: Any = net
+        for _ in by:
+            function = torch.func.jacrev(function)
+        found: Tensor = function(point)
+        return found[(slice(None), *by)]
+
+    wanted = torch.stack([at(p, [0, 0]) + at(p, [1, 1]) for p in points])
+    torch.testing.assert_close(eager_backend(func.laplacian(net))(points), wanted)
+    mixed = torch.stack([at(p, [0, 0, 1]) for p in points])
+    torch.testing.assert_close(func.derivative(net, points, "xxy"), mixed)
+    named = func.derivative(net, points, "xxt", coordinates="xt")
+    torch.testing.assert_close(named, mixed)
+    one = eager_backend(func.laplacian(lambda x: x.square().sum(-1)))
+    torch.testing.assert_close(one(points), torch.full((7,), 4.0, dtype=torch.float64))
+
+
+def test_mistakes_are_told_with_what_to_do() -> None:
+    x = tensor(3, 2)
+    with pytest.raises(PlanError, match=r"scalar, not \(3, 2\)"):
+        func.grad(torch.sin)(x)
+    with pytest.raises(PlanError, match="argument 2 of 1"):
+        func.grad(cubic, argnums=2)(x)
+    with pytest.raises(PlanError, match="named x, y"):
+        func.derivative(torch.sin, x, "xt")
+    with pytest.raises(PlanError, match="numbers for each of them"):
+        func.laplacian(lambda x: x.sum())(x)
+    with pytest.raises(PlanError, match="a tangent for each primal"):
+        func.jvp(torch.sin, (x,), (x[0],))
+
+
+# ---- Taylor mode -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["taylor", "reverse"])
+def test_both_modes_of_a_laplacian_train_like_eager(mode: Any) -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        return (func.laplacian(self.net, mode=mode)(x) + self.net(x)).square().mean()
+
+    model = of_forward(forward, network(results=2))
+    compiled = assert_trains_like_eager(model, tensor(5, 2))
+    assert compiled.last_report.num_closures
+
+
+@pytest.mark.parametrize("by", ["x", "xx", "xy", "xxxx", "xxyy", "xyzz"])
+def test_derivatives_by_coordinates_train_like_eager(by: str) -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        return func.derivative(self.net, x, by).square().mean()
+
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 6), nn.SiLU(), nn.Linear(6, 1))
+    assert_trains_like_eager(of_forward(forward, net.double()), tensor(4, 3))
+
+
+def test_taylor_and_reverse_mode_nest_in_either_order() -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        bent = func.grad(lambda y: func.laplacian(self.net)(y).sum())(x)
+        smooth = func.laplacian(func.grad(lambda y: self.net(y).sum()))(x)
+        return (bent - 2 * smooth).square().sum() + bent.square().sum()
+
+    assert_trains_like_eager(of_forward(forward, network(2)), tensor(3, 2))
+
+
+def test_a_direction_may_depend_on_what_moves() -> None:
+    """The series cannot take the place of the plain calls then: both run."""
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        u = self.net(x)
+        shift = func.derivative(lambda y: self.net(y) * u, x, "x")
+        return (shift + u).square().sum()
+
+    assert_trains_like_eager(of_forward(forward, network()), tensor(4, 2))
+
+
+def test_the_report_names_what_has_no_rule_in_taylor_mode() -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        return func.laplacian(lambda y: torch.special.i0(self.net(y)))(x).square().mean()
+
+    compiled = assert_trains_like_eager(of_forward(forward, network()), tensor(4, 2))
+    (named,) = compiled.last_report.nested_forward
+    assert "i0" in named and "test_func.py" in named
+    assert "no Taylor rule, forward mode nested" in str(compiled.last_report)
+
+
+def test_what_does_not_move_has_zero_series() -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        return func.laplacian(lambda y: y + 0 * self.net(x))(x).sum() + self.net(x).sum()
+
+    model = of_forward(forward, network())
+    compiled = lazyinline.compile(model, backend="eager", fallback="error")
+    torch.testing.assert_close(compiled(tensor(4, 2)), model(tensor(4, 2)))
+
+
+def test_a_model_that_draws_between_runs_itself() -> None:
+    """Also where it cannot be captured for another reason, and its parts could be compiled."""
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        return func.laplacian(self.net)(x).sum()
+
+    def branching(self: Any, x: Tensor) -> Tensor:
+        x = x.view_as(x).requires_grad_()
+        (g,) = torch.autograd.grad(self.net(x).sum(), x, create_graph=True)
+        return g.square().sum() if g.sum() < 1e9 else g.sum()
+
+    net = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Dropout(0.5), nn.Linear(4, 1)).double()
+    for of, reason in ((forward, "draws random numbers"), (branching, "value of a tensor")):
+        model = of_forward(of, net)
+        compiled = lazyinline.compile(model, backend="eager")
+        found = []
+        for one in (compiled, model):
+            torch.manual_seed(3)
+            model.zero_grad()
+            found.append(one(tensor(4, 2)))
+            found[-1].backward()
+            found += [p.grad for p in model.parameters() if p.grad is not None]
+        half = len(found) // 2
+        torch.testing.assert_close(found[:half], found[half:])
+        assert reason in compiled.last_report.ran_eagerly
+
+
+# ---- equal layers that nobody marked ---------------------------------------------------------
+
+
+def test_equal_layers_are_found_where_a_forward_takes_derivatives() -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        return func.laplacian(self.net)(x).square().mean()
+
+    kernels = []
+    for num_layers in (4, 9):
+        model = of_forward(forward, network(num_layers))
+        compiled = assert_trains_like_eager(model, tensor(5, 2), steps=1)
+        kernels.append((compiled.last_report.num_kernels, compiled.last_report.num_operators))
+    assert kernels[0] == kernels[1]
+
+
+def fourier(self: Any, x: Tensor) -> Tensor:
+    frequencies = torch.arange(1, 5, dtype=x.dtype)
+    angles = x.unsqueeze(-1) * frequencies
+    return self.net(torch.cat([angles.sin(), angles.cos()], -1).flatten(-2)[..., :2])
+
+
+def operator_network(self: Any, x: Tensor) -> Tensor:
+    branch = self.net[:2](torch.ones_like(x) * 0.3)
+    trunk = self.net[:2](x)
+    return (branch * trunk).sum(-1, keepdim=True)
+
+
+@pytest.mark.parametrize("inner", [fourier, operator_network], ids=lambda f: f.__name__)
+def test_networks_of_other_shapes(inner: Any) -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        return func.laplacian(lambda y: inner(self, y))(x).square().mean()
+
+    assert_trains_like_eager(of_forward(forward, network()), tensor(4, 2))
+
+
+LAYERS: dict[str, Callable[[], list[nn.Module]]] = {
+    "dropout": lambda: [nn.Dropout(0.4)],
+    "batch norm": lambda: [nn.BatchNorm1d(WIDTH)],
+    "layer norm": lambda: [nn.LayerNorm(WIDTH), nn.GELU()],
+    "rms norm": lambda: [nn.RMSNorm(WIDTH), nn.SiLU(), nn.Softplus()],
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_gradients_through_norms_and_dropout_train_like_eager(name: str) -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        x = x.view_as(x).requires_grad_()
+        u = self.net(x)
+        (g,) = torch.autograd.grad(u.sum(), x, create_graph=True)
+        total: Tensor = u.square().mean() + g.square().sum()
+        if name == "batch norm":  # which PyTorch differentiates no third time
+            return total
+        (h,) = torch.autograd.grad(g.square().sum(), x, create_graph=True)
+        return total + h.square().sum()
+
+    torch.manual_seed(0)
+    make = LAYERS[name]
+    net = nn.Sequential(nn.Linear(2, WIDTH), nn.Tanh(), *make(), nn.Linear(WIDTH, WIDTH), *make())
+    model = of_forward(forward, net.append(nn.Linear(WIDTH, 1)).double())
+    expected = copy.deepcopy(model)
+    compiled = lazyinline.compile(model, backend="eager", fallback="error")
+    for step in range(2):
+        found = []
+        for one, of in ((compiled, model), (expected, expected)):
+            torch.manual_seed(step)
+            of.zero_grad()
+            loss = one(tensor(6, 2))
+            loss.backward()
+            gradients = [p.grad for p in of.parameters() if p.grad is not None]
+            found.append([loss.detach(), *gradients, *of.buffers()])
+        torch.testing.assert_close(*found)
