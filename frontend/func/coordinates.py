@@ -59,8 +59,9 @@ class _Laplacian(nn.Module):
                 return _ended(self._taylor(points), goes_on=goes_on)
             (given,), _ = renamed((points,))
             result = _result_of(self.func, given)
-            columns = [_reverse_laplacian(c, given, goes_on) for c in _columns(result, given)]
-            return torch.stack(columns, -1).reshape(result.shape)
+            columns = _columns(result, given)
+            found = [_reverse_laplacian(c, given, goes_on=goes_on) for c in columns]
+            return torch.stack(found, -1).reshape(result.shape)
 
     def _taylor(self, points: torch.Tensor) -> torch.Tensor:
         num = points.shape[-1]
@@ -75,13 +76,15 @@ def _ended(found: torch.Tensor, *, goes_on: bool) -> torch.Tensor:
     return found if goes_on else found.detach()
 
 
-def _reverse_laplacian(column: torch.Tensor, points: torch.Tensor, goes_on: bool) -> torch.Tensor:
+def _reverse_laplacian(
+    column: torch.Tensor, points: torch.Tensor, *, goes_on: bool
+) -> torch.Tensor:
     (first,) = gradients([column.sum()], [points], None, goes_on=True)
-    second = [_by(first[..., i], points, i, goes_on) for i in range(points.shape[-1])]
+    second = [_by(first[..., i], points, i, goes_on=goes_on) for i in range(points.shape[-1])]
     return torch.stack(second).sum(0)
 
 
-def _by(column: torch.Tensor, points: torch.Tensor, place: int, goes_on: bool) -> torch.Tensor:
+def _by(column: torch.Tensor, points: torch.Tensor, place: int, *, goes_on: bool) -> torch.Tensor:
     """Returns the derivative of each point's number by one of its coordinates."""
     (found,) = gradients([column.sum()], [points], None, goes_on=goes_on)
     return found[..., place]
@@ -129,7 +132,8 @@ def derivative(
         columns = []
         for column in _columns(result, given):
             for number, place in enumerate(places, start=1):
-                column = _by(column, given, place, goes_on or number < len(places))
+                is_last = number == len(places)
+                column = _by(column, given, place, goes_on=goes_on or not is_last)
             columns.append(column)
         return torch.stack(columns, -1).reshape(result.shape)
 

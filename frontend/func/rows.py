@@ -62,6 +62,7 @@ def hessian(func: Function, argnums: int = 0) -> Callable[..., Jacobian]:
         >>> H = lazyinline.func.hessian(lambda x: (x**4).sum())(x)
         >>> H[3], H.diagonal(), H @ v
     """
+    # Only the whole is compiled: the gradient inside becomes a part of it.
     rows = compiled(_Rows(Gradient(func, argnums, has_aux=False), argnums))
 
     def at(*args: Any, **kwargs: Any) -> Jacobian:

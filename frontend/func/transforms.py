@@ -64,13 +64,17 @@ class Gradient(nn.Module):
             given, inputs = renamed(chosen(args, self._argnums))
             result = self.func(*with_chosen(args, self._argnums, given), **kwargs)
             value, more = result if self._has_aux else (result, None)
-            if not isinstance(value, torch.Tensor) or value.numel() != 1:
-                shape = f"{tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value)
-                raise PlanError(f"grad takes a function that returns a scalar, not {shape}.")
-            found = gradients([value], inputs, None, goes_on=goes_on)
+            found = gradients([_scalar(value, "grad")], inputs, None, goes_on=goes_on)
         whole = _in_place_of(given, inputs, found)
         result = whole if isinstance(self._argnums, tuple) else whole[0]
         return (result, more) if self._has_aux else result
+
+
+def _scalar(value: Any, taker: str) -> torch.Tensor:
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        return value
+    shape = f"{tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value)
+    raise PlanError(f"{taker} takes a function that returns a scalar, not {shape}.")
 
 
 def gradients(
@@ -110,9 +114,8 @@ def gradients(
 def _in_place_of(tree: Any, inputs: list[torch.Tensor], found: list[torch.Tensor]) -> Any:
     """Returns gradients in the nesting of what they are of; zeros where there can be none."""
     made = {id(x): g for x, g in zip(inputs, found, strict=True)}
-    leaves = [made.get(id(x)) for x in tensors_in(tree, "what is differentiated")]
-    zeros = (torch.zeros_like(x) for x in tensors_in(tree, "what is differentiated"))
-    return like(tree, [z if g is None else g for g, z in zip(leaves, zeros, strict=True)])
+    leaves = tensors_in(tree, "what is differentiated")
+    return like(tree, [made[id(x)] if id(x) in made else torch.zeros_like(x) for x in leaves])
 
 
 def vjp(func: Function, *primals: Any, has_aux: bool = False) -> tuple[Any, ...]:
@@ -220,9 +223,7 @@ def hvp(func: Function, inputs: Any, v: Any) -> tuple[torch.Tensor, Any]:
     goes_on = torch.is_grad_enabled()
     with torch.enable_grad():
         given, names = renamed(primals)
-        value = func(*given)
-        if not isinstance(value, torch.Tensor) or value.numel() != 1:
-            raise PlanError("hvp takes a function that returns a scalar.")
+        value = _scalar(func(*given), "hvp")
         first = gradients([value], names, None, goes_on=True)
         along = _directions_of(given, names, directions)
         found = _in_place_of(given, names, gradients(first, names, along, goes_on=goes_on))
