@@ -61,12 +61,6 @@ def expm1(x: Tensor, y: Tensor, order: int) -> list[Coefficient]:
     return [y, *exp(x, y + 1, order)[1:]]
 
 
-def base_to_the(x: Tensor, y: Tensor, order: int, base: float) -> list[Coefficient]:
-    """``base ** x``."""
-    rate = math.log(base)
-    return [y, *(scaled(y, rate**k / math.factorial(k)) for k in range(1, order + 1))]
-
-
 def sin(x: Tensor, y: Tensor, order: int) -> list[Coefficient]:
     """Of sine."""
     return _turning(y, torch.cos(x), order)

@@ -90,10 +90,11 @@ class JetInterpreter(SizedInterpreter):
             )
         try:
             found = by_nesting(self._lanes, target, operands)
-        except (NotImplementedError, RuntimeError) as error:
+        except (PlanError, RuntimeError) as error:  # PyTorch's, where it has no formula
+            reason = next(iter(str(error).splitlines()), type(error).__name__)
             raise PlanError(
                 f"There is no forward derivative of order {self._lanes.order} of {fallback}: "
-                f"{str(error).splitlines()[0]} Take it in reverse."
+                f"{reason} Take it in reverse."
             ) from error
         self.fallbacks.append(fallback)
         return found

@@ -9,63 +9,82 @@ that the formula's own tangent lacks a part.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
+from ...reuse.errors import PlanError
 from .jets import Lanes
 from .operands import Operands, results_of
 from .polynomials import Coefficient, scaled
 from .torch_rules import is_wrong_nested
 
-Place = tuple[int, int]  # an order, and which operand
+Place: TypeAlias = tuple[int, int]
+"""An order, and which operand."""
 
 
 def by_nesting(lanes: Lanes, target: Any, operands: Operands) -> Any:
-    """Returns the results of any operator that has forward mode, with their series."""
+    """Returns the results of any operator that has forward mode, with their series.
+
+    Raises:
+        PlanError: with the reason, if PyTorch has none, or a wrong one.
+    """
     results = operands.call(target)
-    flat = list(results) if isinstance(results, (list, tuple)) else [results]
+    flat = _listed(results)
     moving = _differentiable(target, operands)
-    real = [i for i, r in enumerate(flat) if _is_real(r)]
+    _refuse_wrong(target, flat, moving, lanes.order)
     if not moving:
-        if real:
-            raise NotImplementedError("PyTorch knows no derivative of it.")
         return results
-    if lanes.order > 1 and not set(real) <= set(moving):
-        raise NotImplementedError("Its tangent is made of results that are constants to PyTorch.")
-    if is_wrong_nested(target):
-        raise NotImplementedError("PyTorch's own, nested, is wrong.")
 
     def values(*tensors: Tensor) -> tuple[Tensor, ...]:
-        found = operands.call(target, tensors)
-        rows = list(found) if isinstance(found, (list, tuple)) else [found]
-        return tuple(rows[i] for i in moving)
+        found = _listed(operands.call(target, tensors))
+        return tuple(found[i] for i in moving)
 
     def push(*series: Sequence[Coefficient]) -> list[list[Coefficient]]:
-        given: dict[Place, Tensor] = {}
-        for operand, coefficients in enumerate(series):
-            given[0, operand] = operands.jets[operand].primal
-            for k, coefficient in enumerate(coefficients, start=1):
-                if coefficient is not None:
-                    # With a memory of its own: PyTorch wants a tangent to lie as its value does.
-                    given[k, operand] = coefficient * math.factorial(k)
-        order = len(series[0])
-        rows = _derivatives(values, given, len(series), order)
-        width = len(moving)
+        given = _derivatives_of(operands, series)
+        _, *orders = _derivatives(values, given, len(series), len(series[0]))
         return [
             [
-                None if rows[k] is None else scaled(rows[k][i], 1 / math.factorial(k))
-                for k in range(1, order + 1)
+                None if row is None else scaled(row[i], 1 / math.factorial(k))
+                for k, row in enumerate(orders, start=1)
             ]
-            for i in range(width)
+            for i in range(len(moving))
         ]
 
     found: list[Mapping[int, tuple[Tensor, ...]]] = [{} for _ in flat]
     for place, coefficients in zip(moving, lanes.along(push, *operands.jets), strict=True):
         found[place] = coefficients
     return results_of(lanes, results, found)
+
+
+def _refuse_wrong(target: Any, results: list[Any], moving: Sequence[int], order: int) -> None:
+    real = {i for i, result in enumerate(results) if _is_real(result)}
+    if real and not moving:
+        raise PlanError("PyTorch knows no derivative of it.")
+    if moving and order > 1 and not real <= set(moving):
+        raise PlanError("Its tangent is made of results that are constants to PyTorch.")
+    if moving and is_wrong_nested(target):
+        raise PlanError("PyTorch's own, nested, is wrong.")
+
+
+def _listed(results: Any) -> list[Any]:
+    return list(results) if isinstance(results, (list, tuple)) else [results]
+
+
+def _derivatives_of(
+    operands: Operands, series: Sequence[Sequence[Coefficient]]
+) -> dict[Place, Tensor]:
+    """Returns the operands and their derivatives, those that are not zero."""
+    given: dict[Place, Tensor] = {}
+    for operand, coefficients in enumerate(series):
+        given[0, operand] = operands.jets[operand].primal
+        for k, coefficient in enumerate(coefficients, start=1):
+            if coefficient is not None:
+                # With a memory of its own: PyTorch wants a tangent to lie as its value does.
+                given[k, operand] = coefficient * math.factorial(k)
+    return given
 
 
 def _is_real(result: Any) -> bool:
@@ -76,13 +95,24 @@ def _differentiable(target: Any, operands: Operands) -> list[int]:
     """Returns which results PyTorch gives a derivative; where it knows none, a tangent is lost."""
     with torch.enable_grad():
         watched = [jet.primal.detach().requires_grad_() for jet in operands.jets]
-        results = operands.call(target, watched)
-    rows = results if isinstance(results, (list, tuple)) else [results]
-    return [i for i, r in enumerate(rows) if isinstance(r, Tensor) and r.requires_grad]
+        results = _listed(operands.call(target, watched))
+    return [i for i, r in enumerate(results) if isinstance(r, Tensor) and r.requires_grad]
 
 
-def _derivatives(values: Any, given: Mapping[Place, Tensor], width: int, order: int) -> list[Any]:
-    """Returns the results and their derivatives up to an order; None is zero."""
+def _derivatives(
+    values: Callable[..., tuple[Tensor, ...]],
+    given: Mapping[Place, Tensor],
+    width: int,
+    order: int,
+) -> list[tuple[Tensor, ...] | None]:
+    """Returns the results and their derivatives up to an order; None is zero.
+
+    Args:
+        values: the operator, of its operands alone.
+        given: the operands and their derivatives.
+        width: how many operands there are.
+        order: of the highest derivative.
+    """
     if order == 0:
         return [values(*(given[0, operand] for operand in range(width)))]
     moving = [(k, i) for k, i in given if k < order and (k + 1, i) in given]
@@ -101,7 +131,6 @@ def _derivatives(values: Any, given: Mapping[Place, Tensor], width: int, order: 
     primal, tangent = torch.func.jvp(lower, at, along)
     size = len(primal) // sum(there)
     rest = iter(primal[i : i + size] for i in range(0, len(primal), size))
-    rows: list[Any] = [next(rest) if row else None for row in there]
+    found = [next(rest) if row else None for row in there]
     # The derivative of the highest derivative that there is; one that is zero stays so.
-    rows.append(tangent[-size:] if there[-1] else None)
-    return rows
+    return [*found, tangent[-size:] if there[-1] else None]
