@@ -1,11 +1,10 @@
 """Derivative closures: ``vjp`` of a leaf by PyTorch's autograd, of a program by reversal.
 
 rules             rules of users that take an operator of theirs apart
+traces            leaves traced: forwards taken apart, or forward and backward as one graph
 derivative        ``vjp``: a pair of closures, made once per closure
 leaf_derivative   the two halves of a leaf's derivative, and the boundary between them
-torch_autograd    adapter: PyTorch's autograd and partitioners, traced on fake tensors
-torch_lazy        adapter: operators whose result is a mark on memory
-joint_cut         cuts of a joint graph: any set of forward values may be the saved ones
+torch_autograd    adapter: the state of PyTorch's autograd around a call
 choices           which of a call's forward values are saved
 run_again         a forward run again in the backward, without drawing random numbers again
 undefined         the derivative without some cotangents
@@ -14,10 +13,8 @@ training_program  forward and backward as one program
 forward_mode      forward and Taylor mode: derivatives along curves, beside the results
 higher_order      derivatives of derivatives: the gradients of a program as a program
 primitives        programs reduced to the stated set of primitives, to be looked at
-stops             where the user's code lets no gradient through
 aliasing          which inputs share memory with what is saved
 dependence        which inputs a gradient can come back to
-origins           where the operators of a joint graph come from
 
 It imports ``reuse`` only.
 """

@@ -28,7 +28,6 @@ from ..reuse.ir.program import (
 )
 from ..reuse.ir.types import StructType, TensorType, flatten_type
 from .choices import Choice, Cut, PerCall, Whole
-from .joint_cut import copy_graph, cut_joint
 from .leaf_derivative import (
     Derivative,
     cotangent_type,
@@ -37,14 +36,12 @@ from .leaf_derivative import (
     save_memory_once,
 )
 from .run_again import Rerunner, run_again
-from .torch_autograd import (
-    Decompositions,
-    Gradients,
-    JointTrace,
-    PartitionPolicy,
-    partition,
-    stop_what_has_no_gradient,
-)
+from .traces.differentiable import Gradients
+from .traces.joint_cut import copy_graph, cut_joint
+from .traces.joint_trace import JointTrace
+from .traces.no_gradient import stop_what_has_no_gradient
+from .traces.torch_make_fx import Decompositions
+from .traces.torch_partition import PartitionPolicy, partition
 
 
 @dataclass(frozen=True)

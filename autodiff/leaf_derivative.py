@@ -15,8 +15,8 @@ from ..reuse.ir.leaf import is_view, node_type
 from ..reuse.ir.program import Closure, Kernels, Leaf, Level, input_nodes
 from ..reuse.ir.torch_symbols import is_certain
 from ..reuse.ir.types import StructType, TensorType
-from .joint_cut import outputs_of
-from .torch_autograd import JointTrace
+from .traces.joint_cut import outputs_of
+from .traces.joint_trace import JointTrace
 
 
 @dataclass(frozen=True, eq=False)

@@ -16,8 +16,8 @@ from ..reuse.ir.leaf import flat_types
 from ..reuse.ir.program import Call, Closure, Composite, Leaf, Pack, Program, Unpack, Value
 from ..reuse.ir.torch_symbols import is_certain
 from ..reuse.ir.types import StructType, TensorType, Type
-from .joint_cut import ancestors, extract, is_draw, outputs_of
 from .leaf_derivative import Derivative, cotangent_type
+from .traces.joint_cut import ancestors, extract, is_draw, outputs_of
 
 
 @dataclass(frozen=True, eq=False)

@@ -20,7 +20,7 @@ from ..reuse.ir.program import Call, Closure, Composite, Leaf, Program, Value
 from ..reuse.ir.torch_symbols import as_literal
 from ..reuse.ir.types import TensorType, contiguous_stride, flatten_type
 from .derivative import Derivative
-from .joint_cut import copy_graph, outputs_of
+from .traces.joint_cut import copy_graph, outputs_of
 
 _ADD = torch.ops.aten.add.Tensor
 

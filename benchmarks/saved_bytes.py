@@ -30,7 +30,7 @@ from torch._decomp import decomposition_table
 
 import lazyinline
 from lazyinline.autodiff.derivative import saved_bytes
-from lazyinline.autodiff.torch_autograd import trace_forward
+from lazyinline.autodiff.traces.forwards import trace_forward
 from lazyinline.backend.kernels.lower import BackendName
 from lazyinline.frontend.compiler import MODULE, Compiler
 from lazyinline.frontend.options import Options

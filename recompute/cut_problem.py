@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 import torch.fx
 
-from ..autodiff.joint_cut import ancestors, backward_nodes, is_draw, late_draws, outputs_of
+from ..autodiff.traces.joint_cut import ancestors, backward_nodes, is_draw, late_draws, outputs_of
 from ..reuse.ir.leaf import is_view, mutated_args
 from ..reuse.ir.types import TensorType
 from ..reuse.torch_names import operator_schema

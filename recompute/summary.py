@@ -10,7 +10,7 @@ import torch.fx
 
 from ..autodiff.choices import Cut, PerCall, Whole
 from ..autodiff.derivative import Derivative, Differentiator, Request
-from ..autodiff.joint_cut import ancestors, outputs_of
+from ..autodiff.traces.joint_cut import ancestors, outputs_of
 from ..reuse.ir.leaf import flat_types
 from ..reuse.ir.program import Closure, Composite, Leaf
 from ..reuse.ir.types import TensorType

@@ -1026,7 +1026,7 @@ def test_every_backward_passes_one_function_of_autograd(engine: Any) -> None:
 
 
 def test_pytorch_says_which_argument_no_gradient_can_be_asked_for() -> None:
-    from lazyinline.autodiff.torch_autograd import NOT_DIFFERENTIABLE
+    from lazyinline.autodiff.traces.no_gradient import NOT_DIFFERENTIABLE
 
     x, statistics = torch.randn(3, 2), torch.ones(2, requires_grad=True)
     with pytest.raises(RuntimeError, match=NOT_DIFFERENTIABLE):
@@ -1234,7 +1234,7 @@ def test_tracers_of_python_say_that_they_run(state: Any, is_tracing: Any) -> Non
 
 
 def test_a_saved_value_that_was_changed_in_place_is_refused_in_known_words() -> None:
-    from lazyinline.autodiff.torch_autograd import CHANGED_IN_PLACE
+    from lazyinline.autodiff.traces.joint_trace import CHANGED_IN_PLACE
 
     x = torch.ones(2, requires_grad=True) * 1
     y = x.sin()

@@ -14,8 +14,8 @@ from ...reuse.errors import PlanError
 from ...reuse.ir.leaf import mutated_args
 from ...reuse.ir.torch_symbols import SizedInterpreter
 from ...reuse.torch_names import OPERATOR_TYPES
-from ..joint_cut import is_draw
-from ..origins import origin_of
+from ..traces.joint_cut import is_draw
+from ..traces.origins import origin_of
 from .jets import Lanes
 from .nested_forward import by_nesting
 from .operands import Operands

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ...reuse.ir.program import Leaf, Program
 from ...reuse.ir.rewrite import map_leaves
 from ..derivative import Derivative, Differentiator, Recipe, Request
-from ..torch_autograd import Decompositions
+from ..traces.torch_make_fx import Decompositions
 from .torch_leaves import as_primitives, attention_as_products, primitive_decompositions
 
 

@@ -15,19 +15,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from ...reuse.ir.leaf import Stamp, flat_types, mutated_args, without_autocast
 from ...reuse.ir.primitives import is_primitive
 from ...reuse.ir.program import Leaf
-from ..joint_cut import is_draw
-from ..origins import NotingInterpreter, origin_of
 from ..rules.in_traces import rules_beneath_autograd
-from ..torch_autograd import (
-    Decompositions,
-    fake_tensor,
-    growing_graph,
-    laid_out_as,
-    lying_as_traced,
-    new_fake_mode,
-    of_pure_memory,
-    trace_forward,
-)
+from ..traces.forwards import trace_forward
+from ..traces.joint_cut import is_draw
+from ..traces.layouts import laid_out_as, lying_as_traced
+from ..traces.origins import NotingInterpreter, origin_of
+from ..traces.pure_memory import of_pure_memory
+from ..traces.torch_fake_inputs import fake_tensor, new_fake_mode
+from ..traces.torch_make_fx import Decompositions, growing_graph
 from .torch_rules import BACKWARDS, RULES
 
 

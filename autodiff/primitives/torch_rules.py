@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch._decomp import decomposition_table
 
-from ..torch_autograd import draw_mask
+from ..traces.pure_memory import draw_mask
 
 _ATEN, _PRIMS = torch.ops.aten, torch.ops.prims
 

@@ -10,8 +10,9 @@ from dataclasses import replace
 from typing import Any
 
 from ...autodiff.derivative import Request
-from ...autodiff.joint_cut import outputs_of
-from ...autodiff.torch_autograd import JointTrace, trace_forward
+from ...autodiff.traces.forwards import trace_forward
+from ...autodiff.traces.joint_cut import outputs_of
+from ...autodiff.traces.joint_trace import JointTrace
 from ...reuse.ir.leaf import flat_types, node_type
 from ...reuse.ir.program import Leaf, input_nodes
 

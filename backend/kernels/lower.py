@@ -18,7 +18,7 @@ import torch.fx
 
 from ...autodiff.derivative import Recipe
 from ...autodiff.rules.torch_rules import rules_in
-from ...autodiff.torch_autograd import trace_forward
+from ...autodiff.traces.forwards import trace_forward
 from ...reuse.errors import PlanError
 from ...reuse.ir.leaf import flat_types, without_autocast
 from ...reuse.ir.program import Leaf

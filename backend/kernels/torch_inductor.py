@@ -16,8 +16,8 @@ from typing import Any
 import torch
 import torch.fx
 
-from ...autodiff.joint_cut import copy_graph
-from ...autodiff.torch_autograd import draw_mask
+from ...autodiff.traces.joint_cut import copy_graph
+from ...autodiff.traces.pure_memory import draw_mask
 from ...reuse.ir.program import input_nodes
 from ...reuse.ir.torch_symbols import sizes_as_literals, symbols_of, with_size_inputs
 from ...reuse.ir.types import TensorType

@@ -9,14 +9,10 @@ import torch
 import torch.fx
 from onnxscript import ir, optimizer, version_converter
 
-from ...autodiff.origins import origin_of
 from ...autodiff.rules.torch_rules import rules_in
-from ...autodiff.torch_autograd import (
-    fake_tensor,
-    new_fake_mode,
-    sizes_kept_open,
-    trace_forward_on,
-)
+from ...autodiff.traces.forwards import trace_forward_on
+from ...autodiff.traces.origins import origin_of
+from ...autodiff.traces.torch_fake_inputs import fake_tensor, new_fake_mode, sizes_kept_open
 from ...reuse.errors import ExportError
 from ...reuse.ir.leaf import flat_types, mutated_args, stamp_of
 from ...reuse.ir.program import Leaf

@@ -31,7 +31,7 @@ from torch.onnx._internal.exporter import (
     _registration,
 )
 
-from ...autodiff.torch_autograd import Decompositions
+from ...autodiff.traces.torch_make_fx import Decompositions
 from ...reuse.ir.leaf import without_autocast
 from ...reuse.ir.program import input_nodes
 from .convolution import convolution_backward

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from ...autodiff.derivative import Differentiator, Request
-from ...autodiff.torch_autograd import fake_tensor, new_fake_mode
+from ...autodiff.traces.torch_fake_inputs import fake_tensor, new_fake_mode
 from ...reuse.ir.leaf import ModalInterpreter, flat_types, is_view
 from ...reuse.ir.program import Call, Closure, Composite, Leaf, ModelTensor, Program, Value
 

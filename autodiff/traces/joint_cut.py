@@ -13,9 +13,9 @@ from typing import Any, Literal
 import torch
 import torch.fx
 
-from ..reuse.ir.program import input_nodes
-from ..reuse.ir.torch_graphs import module_of
-from ..reuse.torch_names import operator_schema
+from ...reuse.ir.program import input_nodes
+from ...reuse.ir.torch_graphs import module_of
+from ...reuse.torch_names import operator_schema
 
 
 def may_draw(node: torch.fx.Node) -> bool:

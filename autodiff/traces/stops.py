@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.fx
 
-from ..reuse.ir.leaf import stamp_of
+from ...reuse.ir.leaf import stamp_of
 from .origins import NotingInterpreter
 
 _STOP = "stops a gradient"

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.fx
 
-from ..reuse.ir.leaf import LaidOut, ModalInterpreter, as_it_is, stamp_of
+from ...reuse.ir.leaf import LaidOut, ModalInterpreter, as_it_is, stamp_of
 
 
 @dataclass(frozen=True, slots=True)

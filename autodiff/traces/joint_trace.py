@@ -1,0 +1,170 @@
+"""``JointTrace``: forward and backward of a leaf as one graph."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.fx
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from ...reuse.errors import CaptureError
+from ...reuse.ir.leaf import ModalInterpreter, mutated_args, stamp_of, without_autocast
+from ...reuse.ir.program import input_nodes
+from ...reuse.ir.torch_symbols import sizes_in
+from ...reuse.ir.types import TensorType
+from ..rules.in_traces import rules_above_autograd, rules_beneath_autograd
+from .differentiable import Gradients
+from .layouts import attention_as_traced, laid_out_as
+from .origins import NotingInterpreter
+from .pure_memory import of_pure_memory
+from .stops import StoppingInterpreter
+from .torch_fake_inputs import FakeTensorMode, fake_tensor, new_fake_mode, sizes_kept_open
+from .torch_make_fx import Decompositions, growing_graph, traced
+
+CHANGED_IN_PLACE = "has been modified by an inplace operation"
+"""What PyTorch's autograd says of a saved value that is no longer what was saved."""
+
+
+class JointTrace:
+    """Forward and backward of a leaf as one graph.
+
+    ``grad_inputs`` lists the flat inputs that get a gradient, ``tangent_outputs`` the flat outputs
+    that take a cotangent: both may be fewer than asked, where autograd says nothing flows.
+
+    Gradients that will be differentiated are traced with ``create_graph``: each operator's
+    derivative is then itself made of operators that have one. So is attention, in plain form.
+    """
+
+    @without_autocast
+    def __init__(
+        self,
+        module: torch.fx.GraphModule,
+        input_types: Sequence[TensorType],
+        wanted_inputs: Sequence[int],
+        wanted_outputs: Sequence[int],
+        decompositions: Decompositions,
+        gradients: Gradients = "final",
+    ) -> None:
+        # One that has a derivative of its own keeps it for the next derivative.
+        rules = rules_beneath_autograd() if gradients == "final" else rules_above_autograd()
+        decompositions = {**decompositions, **rules}
+        self._gradients: Gradients = gradients
+        self.grad_inputs: tuple[int, ...] = ()
+        self.tangent_outputs: tuple[int, ...] = ()
+        self.num_outputs = 0
+        self.graph_module = module
+        self._forward: set[str] = set()
+        self._module = module
+        mode = new_fake_mode(module)
+        primals = [fake_tensor(mode, t) for t in input_types]
+        for index in wanted_inputs:
+            primals[index].requires_grad_()
+        with self._attention():
+            tangents = self._find_tangents(mode, primals, wanted_outputs)
+        if self.tangent_outputs:
+            with mode, self._attention(), sizes_kept_open(mode), torch.enable_grad():
+                self._trace(primals, tangents, wanted_inputs, decompositions)
+
+    def _trace(
+        self,
+        primals: list[torch.Tensor],
+        tangents: list[torch.Tensor],
+        wanted: Sequence[int],
+        decompositions: Decompositions,
+    ) -> None:
+        sizes = sizes_in(self._module)
+        with _changes_of_saved_values_refused(self._module):
+            joint = traced(
+                lambda p, t: self._joint(p, t, wanted), [primals, tangents], sizes, decompositions
+            )
+            self._tag_forward(joint)
+            names = _rename_inputs(joint, len(primals))
+            inputs = [*(p.detach() for p in primals), *tangents]
+            self.graph_module = of_pure_memory(
+                joint, inputs, decompositions, sizes, names, gradients=self._gradients
+            )
+
+    def _attention(self) -> AbstractContextManager[Any]:
+        """Fused attention has one derivative only."""
+        return sdpa_kernel(SDPBackend.MATH) if self._is_differentiated else nullcontext()
+
+    @property
+    def _is_differentiated(self) -> bool:
+        return self._gradients == "differentiated"
+
+    def _find_tangents(
+        self, mode: FakeTensorMode, primals: Sequence[torch.Tensor], wanted: Sequence[int]
+    ) -> list[torch.Tensor]:
+        with mode, sizes_kept_open(mode), torch.enable_grad():
+            outputs = ModalInterpreter(self._module, attention_as_traced).run_flat(primals)
+        self.num_outputs = len(outputs)
+        self.tangent_outputs = tuple(i for i in wanted if outputs[i].requires_grad)
+        types = [TensorType.of(outputs[i]).cotangent() for i in self.tangent_outputs]
+        return [fake_tensor(mode, t) for t in types]
+
+    def _joint(
+        self, primals: list[torch.Tensor], tangents: list[torch.Tensor], wanted: Sequence[int]
+    ) -> tuple[Any, ...]:
+        graph = growing_graph()
+        interpreter_class = StoppingInterpreter if self._is_differentiated else NotingInterpreter
+        interpreter = interpreter_class(self._module, graph, attention_as_traced)
+        outputs = interpreter.run_flat(primals)
+        self._forward = {n.name for n in graph.nodes}
+        gradients = torch.autograd.grad(
+            [outputs[i] for i in self.tangent_outputs],
+            [primals[i] for i in wanted],
+            tangents,
+            allow_unused=True,
+            create_graph=self._is_differentiated,
+        )
+        interpreter.write()
+        pairs = [(i, g) for i, g in zip(wanted, gradients, strict=True) if g is not None]
+        self.grad_inputs = tuple(i for i, _ in pairs)
+        return (
+            *outputs,
+            *(laid_out_as(g, TensorType.of(primals[i]).cotangent()) for i, g in pairs),
+        )
+
+    def _tag_forward(self, joint: torch.fx.GraphModule) -> None:
+        """Tells the default partitioner where the forward ends."""
+        for node in joint.graph.nodes:
+            if node.name in self._forward:
+                node.meta["partitioner_tag"] = "is_forward"
+
+
+def _rename_inputs(module: torch.fx.GraphModule, num_primals: int) -> list[str]:
+    """Gives placeholders the names that the partitioners know."""
+    names = []
+    placeholders = input_nodes(module)
+    for index, node in enumerate(placeholders):
+        is_primal = index < num_primals
+        name = f"primals_{index + 1}" if is_primal else f"tangents_{index - num_primals + 1}"
+        node.name = node.target = name
+        names.append(name)
+    return names
+
+
+@contextmanager
+def _changes_of_saved_values_refused(module: torch.fx.GraphModule) -> Iterator[None]:
+    """Says in our words that a value which the backward reads is changed in place afterwards.
+
+    Eager PyTorch refuses only the backward, and under ``checkpoint`` does not even look: a module
+    that runs itself is right wherever eager is.
+
+    Raises:
+        CaptureError: with the lines that change something in place.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if CHANGED_IN_PLACE not in str(error):
+            raise
+        changing = [node for node in module.graph.nodes if mutated_args(node)]
+        lines = dict.fromkeys(stamp_of(n).source or str(n.target) for n in changing)
+        raise CaptureError(
+            f"A value that the backward reads is changed in place after it was computed (changes "
+            f"in place: {', '.join(lines)}). Make a new tensor instead, such as x = x * 2."
+        ) from error

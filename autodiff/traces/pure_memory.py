@@ -1,0 +1,119 @@
+"""Graphs whose operators do nothing but compute: none writes in place, none marks memory."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.fx
+
+from ...reuse.ir.leaf import mutated_args
+from ...reuse.ir.program import input_nodes
+from ...reuse.ir.torch_symbols import SizedInterpreter, sizes_in
+from ...reuse.ir.types import TensorType
+from .differentiable import Gradients
+from .joint_cut import outputs_of
+from .layouts import laid_out_as, lying_as_traced
+from .stops import is_stop
+from .torch_lazy import WRITTEN, drop_copies, drop_pairs, is_lazy, mark_after_strided
+from .torch_make_fx import Decompositions, growing_graph, traced
+
+
+def of_pure_memory(
+    module: torch.fx.GraphModule,
+    inputs: Sequence[torch.Tensor],
+    decompositions: Decompositions,
+    sizes: Sequence[Any],
+    names: Sequence[str] = (),
+    *,
+    gradients: Gradients = "final",
+) -> torch.fx.GraphModule:
+    """Rewrites operators that memory alone does not show: in place on temporaries, or lazy."""
+    strip_detach(module)
+    drop_pairs(module)
+    mark_after_strided(module)
+    if not any(mutated_args(n) or is_lazy(n) for n in module.graph.nodes):
+        return module
+    table = {torch.ops.aten.bernoulli.p: draw_mask, **decompositions, **WRITTEN}
+    functional = _functionalized(module, inputs, table, sizes_in(module) if sizes else ())
+    drop_copies(functional)
+    for node, name in zip(input_nodes(functional), names, strict=False):
+        node.name = node.target = name
+    if gradients == "final":  # else what is left of them stops a gradient
+        strip_detach(functional)
+    return functional
+
+
+def _functionalized(
+    module: torch.fx.GraphModule,
+    inputs: Sequence[torch.Tensor],
+    decompositions: Decompositions,
+    sizes: Sequence[Any],
+) -> torch.fx.GraphModule:
+    """Traces a graph once more, without what changes something in place; its forward stays one."""
+    last = [n.name for n in module.graph.nodes if "partitioner_tag" in n.meta][-1:]
+    forward: set[str] = set()
+    layouts = [
+        TensorType.of(n.meta["val"]) if isinstance(n, torch.fx.Node) else None
+        for n in outputs_of(module)
+    ]
+
+    def run(flat: list[torch.Tensor]) -> tuple[Any, ...]:
+        results = _Boundary(module, last, forward).run(*flat)
+        # An out-of-place operator may lay its result out in another way (masked_fill).
+        pairs = zip(results, layouts, strict=True)
+        return tuple(r if t is None else laid_out_as(r, t) for r, t in pairs)
+
+    without_changes = torch.func.functionalize(run, remove="mutations")
+    functional = traced(without_changes, [list(inputs)], sizes, decompositions)
+    for node in functional.graph.nodes:
+        if node.name in forward:
+            node.meta["partitioner_tag"] = "is_forward"
+    return functional
+
+
+def draw_mask(tensor: torch.Tensor, p: float = 0.5, generator: Any = None) -> torch.Tensor:
+    """Decomposes ``bernoulli.p`` into an operator that draws what ``bernoulli_`` draws in place.
+
+    ``bernoulli.p`` itself draws in the order of a contiguous tensor, whatever the layout.
+    """
+    if generator is not None or not tensor.is_floating_point():
+        return NotImplemented
+    _, mask = torch.ops.aten.native_dropout.default(tensor, 1.0 - p, True)
+    return mask.to(tensor.dtype)
+
+
+class _Boundary(SizedInterpreter):
+    """Runs a graph and notes what the new trace holds when its forward part ends."""
+
+    def __init__(
+        self, module: torch.fx.GraphModule, last: Sequence[str], forward: set[str]
+    ) -> None:
+        super().__init__(module)
+        self._last = set(last)
+        self._forward = forward
+
+    def run_node(self, n: torch.fx.Node) -> Any:
+        graph = growing_graph()
+        last = next(reversed(graph.nodes), None)
+        result = lying_as_traced(super().run_node(n), n)
+        if "origin" in n.meta:
+            for new in itertools.takewhile(lambda node: node is not last, reversed(graph.nodes)):
+                new.meta["origin"] = n.meta["origin"]
+        if n.name in self._last:
+            self._forward.update(n.name for n in growing_graph().nodes)
+        return result
+
+
+def strip_detach(module: torch.fx.GraphModule) -> None:
+    """Removes detach: below autograd it is the identity. One that stops a gradient stays."""
+    for node in list(module.graph.nodes):
+        if node.target is torch.ops.aten.detach.default and not is_stop(node):
+            operand = node.args[0]
+            assert isinstance(operand, torch.fx.Node)
+            node.replace_all_uses_with(operand)
+            module.graph.erase_node(node)
+    module.graph.eliminate_dead_code()
+    module.recompile()
