@@ -22,7 +22,9 @@ import lazyinline
 from lazyinline.backend.gpu.place import Place
 from lazyinline.backend.gpu.targets import TARGETS
 from lazyinline.backend.gpu.torch_triton import triton_kernel
+from lazyinline.backend.gpu.triton_kernel import TritonKernel
 from lazyinline.backend.kernels import torch_recorder
+from lazyinline.backend.launches.kernel_list import View
 from lazyinline.backend.link.aligned import check_tensors_aligned
 from lazyinline.frontend.measure import models
 from lazyinline.frontend.measure.large_models import compile_large
@@ -130,6 +132,7 @@ def test_a_second_compile_for_a_gpu_takes_kernels_and_plan_from_the_disk(
         raise AssertionError("a warm start does not come here")
 
     first = compiled()
+    assert not first.cache.not_kept
     for where in (
         "lazyinline.autodiff.derivative.JointTrace",
         "lazyinline.backend.gpu.torch_triton._compiled",
@@ -237,7 +240,7 @@ def test_what_a_target_cannot_be_is_told() -> None:
         lazyinline.compile(model, target="cuda:sm_90", recompute=measured)
 
 
-def test_a_kernel_is_not_handed_a_view_that_it_was_not_compiled_for() -> None:
+def test_a_kernel_that_is_handed_a_view_from_anywhere_is_compiled_for_that() -> None:
     class Block(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -255,9 +258,22 @@ def test_a_kernel_is_not_handed_a_view_that_it_was_not_compiled_for() -> None:
             wide = torch.tanh(x)
             return self.blocks[1](self.blocks[0](wide[1:]))
 
-    compiled = lazyinline.compile(Net().eval(), target="cuda:sm_90")
-    with pytest.raises(lazyinline.PlanError, match=r"begins at byte 24 .* \.contiguous\(\)"):
-        compiled(torch.randn(3, 6))
+    for is_warm in (False, True):
+        compiled = lazyinline.compile(Net().eval(), target="cuda:sm_90")
+        with pytest.raises(lazyinline.PlanError, match="which is not here, so nothing was run"):
+            compiled(torch.randn(3, 6))
+        assert (compiled.last_report.cache.num_made == 0) == is_warm
+        program = compiled.__dict__["_lazyinline_calls"].entries.first._compiled.runtime.program
+        handed = [
+            (position in placed.launch.function.aligned_arguments, placed.place(arg).offset_bytes)
+            for part in program.layout.parts
+            for placed in part.launches
+            if isinstance(placed.launch.function, TritonKernel)
+            for position, arg in enumerate(placed.launch.args)
+            if isinstance(arg, View)
+        ]
+        assert (False, 24) in handed and (True, 0) in handed
+        assert not any(aligned and offset % 16 for aligned, offset in handed)
 
 
 def test_parameters_that_a_gpu_cannot_load_are_named() -> None:

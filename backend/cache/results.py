@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import pathlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from importlib.machinery import EXTENSION_SUFFIXES
@@ -164,9 +164,14 @@ class CompileCache:
         key = self._key("decomposed", leaf, None, partial(forward_traced, leaf))
         return self._of(key, decode, make, encode_leaf)
 
-    def kernels(self, leaf: Leaf) -> KernelList | None:
-        """Returns the launches of an ATen leaf, if they are there."""
-        key = self._key("kernels", leaf)
+    def kernels(self, leaf: Leaf, anywhere: Collection[int] = ()) -> KernelList | None:
+        """Returns the launches of an ATen leaf, if they are there.
+
+        Args:
+            leaf: at the ATen level.
+            anywhere: inputs that begin where a GPU kernel cannot load several elements at once.
+        """
+        key = self._key("kernels", leaf, sorted(anywhere))
         runs: Literal["native", "python"] = "python" if self._target else "native"
         found = self._load(key, lambda data: decode_kernels(data, leaf.name, self._kernel, runs))
         return found[0] if found else None
@@ -187,9 +192,9 @@ class CompileCache:
             self._store(keys[content], partial(encode_code, code))
         return {content: found[0] for content, found in loaded.items() if found} | made
 
-    def keep_kernels(self, leaf: Leaf, kernels: KernelList) -> None:
+    def keep_kernels(self, leaf: Leaf, kernels: KernelList, anywhere: Collection[int] = ()) -> None:
         """Stores the launches of an ATen leaf."""
-        key = self._key("kernels", leaf)
+        key = self._key("kernels", leaf, sorted(anywhere))
         self._store(key, lambda: encode_kernels(kernels, self._object))
 
     def plan(

@@ -117,6 +117,16 @@ def read_only_arguments(function: object) -> frozenset[int]:
     return frozenset(position for position, name in names if name.startswith("in_ptr"))
 
 
+def aligned_arguments(function: object) -> frozenset[int]:
+    """Returns which arguments a Triton kernel loads several elements of at once: none, otherwise.
+
+    Inductor notes with a kernel which of them are multiples of 16, addresses or numbers.
+    """
+    if not isinstance(function, (TritonKernel, LoadedKernel)):
+        return frozenset()
+    return function.aligned_arguments
+
+
 class LoadedKernel:
     """A Triton kernel on a GPU that is here, launched on the present stream.
 
@@ -134,6 +144,15 @@ class LoadedKernel:
     def argument_names(self) -> list[str]:
         """The names of its parameters, in order."""
         return list(getattr(getattr(self._tuner, "fn", None), "arg_names", ()))
+
+    @property
+    def aligned_arguments(self) -> frozenset[int]:
+        """Which parameters it is compiled for at multiples of 16; all, if that is not known."""
+        meta = getattr(self._tuner, "triton_meta", {})
+        known = meta.get("configs")
+        if not known:
+            return frozenset(range(len(self.argument_names)))
+        return frozenset(position for (position,) in known[0])
 
     def __call__(self, *args: Any) -> None:
         """Launches it on the device of its first tensor."""

@@ -33,6 +33,14 @@ class TritonKernel:
         return [name.split(":")[0].split("=")[0].strip() for name in names]
 
     @property
+    def aligned_arguments(self) -> frozenset[int]:
+        """Which parameters it is compiled for at multiples of 16; all, if that is not known."""
+        known = re.search(r"'configs': \[\{(.*?)\}\]", self.source)
+        if known is None:
+            return frozenset(range(len(self.argument_names)))
+        return frozenset(int(n) for n in re.findall(r"\((\d+),\): ", known.group(1)))
+
+    @property
     def content(self) -> str:
         """Its text without its name, which tells only where in a closure it stood."""
         return self.source.replace(self.name, "triton_")

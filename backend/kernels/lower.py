@@ -9,7 +9,7 @@ Backends:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol, TypeAlias, get_args
 
@@ -271,11 +271,30 @@ def decompose_leaf(leaf: Leaf, backend: Backend) -> Leaf:
 
 @without_autocast
 def lower_leaves(
-    leaves: Iterable[Leaf], backend: Backend, on_done: Callable[[], None]
+    leaves: Iterable[Leaf],
+    backend: Backend,
+    on_done: Callable[[], None],
+    anywhere: Mapping[Leaf, Collection[int]] | None = None,
 ) -> dict[Leaf, Kernel]:
-    """Makes a kernel for each different leaf."""
+    """Makes a kernel for each different leaf.
+
+    Args:
+        leaves: at the ATen level.
+        backend: who makes them.
+        on_done: called after each leaf.
+        anywhere: by leaf, its inputs that begin at any address; others, on a GPU, at one that
+            allows to load several elements at once.
+    """
     different = list(dict.fromkeys(leaves))
-    return dict(zip(different, backend.lower(different, on_done), strict=True))
+    begun = [_begun(leaf, (anywhere or {}).get(leaf, ())) for leaf in different]
+    return dict(zip(different, backend.lower(begun, on_done), strict=True))
+
+
+def _begun(leaf: Leaf, anywhere: Collection[int]) -> Leaf:
+    if not anywhere:
+        return leaf
+    module = torch_inductor.with_inputs_anywhere(leaf.module, anywhere)
+    return replace(leaf, module=module)
 
 
 def can_record(kernel: Kernel) -> bool:

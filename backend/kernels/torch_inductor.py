@@ -9,7 +9,7 @@ compiler (:mod:`.torch_builds`).
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -229,6 +229,30 @@ def write_gpu_leaves(
     return written
 
 
+def with_inputs_anywhere(
+    module: torch.fx.GraphModule, positions: Collection[int]
+) -> torch.fx.GraphModule:
+    """Returns a graph whose kernels take some inputs at any address.
+
+    Inductor believes of an input what the offset of its fake tensor says: one that is no multiple
+    of 16 bytes is not loaded several elements at once.
+    """
+    copied = copy_graph(module)
+    for position in positions:
+        input_nodes(copied)[position].meta["anywhere"] = True
+    return copied
+
+
+def _example(node: torch.fx.Node) -> Any:
+    value = node.meta["val"]
+    if not node.meta.get("anywhere"):
+        return value
+    with value.fake_mode:
+        size = value.untyped_storage().nbytes() // value.element_size()
+        whole = torch.empty(size + 1, dtype=value.dtype, device=value.device)
+        return whole.as_strided(value.shape, value.stride(), 1)
+
+
 def _tensor_inputs(module: torch.fx.GraphModule) -> list[torch.fx.Node]:
     return [n for n in input_nodes(module) if isinstance(n.meta["val"], torch.Tensor)]
 
@@ -241,6 +265,8 @@ def _compile(module: torch.fx.GraphModule) -> BoxedCallable:
     assert isinstance(results, (tuple, list))
     # All results keep the layout that the program's types promise, saved tensors too.
     output.meta["user_visible_output_idxs"] = list(range(len(results)))
+    for node in input_nodes(module):
+        node.meta["val"] = _example(node)
     inputs = [n.meta["val"] for n in input_nodes(module)]
     artifact = compile_fx_inner(module, inputs)
     function = getattr(artifact, "current_callable", None)

@@ -23,6 +23,7 @@ from ..launches.kernel_list import KernelList, Launch, View
 from ..launches.native_ops import with_native
 from ..launches.torch_attention_scratch import scratch_bytes
 from .link import FlatProgram
+from .link import Launch as ClosureCall
 from .turns import Turn
 
 
@@ -73,17 +74,22 @@ def buffers_of(instances: Sequence[Instance]) -> Buffers:
 class PlacedLaunch:
     """One launch of one call: the closure's launch, and where its buffers are.
 
-    ``block`` says for people which call that is: its place in the model, and its closure. ``call``
-    is the moment at which that begins, or a stretch of calls beside each other: ``waits_for``, the
-    launches of the other stream that end before this one begins, counts from there.
+    ``of`` is that call; none where the link itself adds a launch. ``call`` is the moment at which
+    it begins, or a stretch of calls beside each other: ``waits_for``, the launches of the other
+    stream that end before this one begins, counts from there.
     """
 
     launch: Launch
     bases: tuple[tuple[int, int], ...]  # per buffer: instance, offset in bytes
     time: int
-    block: str = ""
+    of: ClosureCall | None = None
     call: int = 0
     waits_for: tuple[int, ...] = ()
+
+    @property
+    def block(self) -> str:
+        """For people: the call's place in the model, and its closure."""
+        return self.of.block if self.of is not None else ""
 
     def place(self, view: View) -> Placed:
         """Returns where one of the launch's views is in the whole program."""
@@ -165,7 +171,7 @@ class Layout:
             bases = self._bases(kernels, [slots[s] for s in call.operands], span)
             if not (turn and turn.beside):
                 bases = self._taken_over(kernels, bases, call.operands, call.frees, live)
-            launches += _relocated(kernels, bases, self.time, call.block, begin, turn)
+            launches += _relocated(kernels, bases, self.time, call, begin, turn)
             self.time += len(kernels.launches)
             for slot, view in zip(call.results, kernels.outputs, strict=True):
                 instance, offset = bases[view.buffer]
@@ -262,7 +268,7 @@ def _relocated(
     kernels: KernelList,
     bases: tuple[tuple[int, int], ...],
     time: int,
-    block: str,
+    of: ClosureCall,
     begin: int,
     turn: Turn | None,
 ) -> Iterator[PlacedLaunch]:
@@ -271,7 +277,7 @@ def _relocated(
         waits_for, call = launch.waits_for, time
         if turn is not None:
             waits_for, call = turn.waits_for if index == 0 else (), begin + turn.start
-        yield PlacedLaunch(launch, bases, time + index, block, call, waits_for)
+        yield PlacedLaunch(launch, bases, time + index, of, call, waits_for)
 
 
 def _scratch_of(kernels: KernelList) -> list[tuple[int, int]]:

@@ -95,7 +95,7 @@ class PlannedProgram:
         self.layout = lay_out(
             flats, kernel_lists, num_results, backward_inputs, results, tools.place.launches, beside
         )
-        check_aligned(self.layout)
+        check_aligned(self.layout, kernel_lists)
         if target is not None:
             add_workspaces(self.layout, target)
         given = self.layout.parts[0].inputs

@@ -78,6 +78,7 @@ class Context:
         self.progress = Progress()
         self._leaves: dict[Any, Leaf] = {}
         self._decomposed: dict[Leaf, Leaf] = {}
+        self._anywhere: dict[Leaf, frozenset[int]] = {}
         self._estimates = Estimates(fuses=options.backend == "inductor")
 
     def _tools(self) -> Tools:
@@ -123,15 +124,33 @@ class Context:
         """Makes what kernels programs need; returns the leaves that were new."""
         leaves = {c: None for p in programs for c in walk_closures(p) if isinstance(c, Leaf)}
         new = [c for c in leaves if c not in self.kernels and c not in self.recorded]
+        self._lower_leaves(new)
+        return new
+
+    def _lower_leaves(self, new: Sequence[Leaf]) -> None:
         for leaf in new:
-            launches = self._cache.kernels(leaf)
+            launches = self._cache.kernels(leaf, self._anywhere.get(leaf, ()))
             if launches is not None:
                 self.recorded[leaf] = launches
         self._make_kernels([leaf for leaf in new if leaf not in self.recorded])
         if isinstance(self.backend, GpuBackend):
             lists = [self.recorded.get(c) or self.kernels[c].launches for c in new]
             self.backend.build(lists, self._cache.machine_code)
-        return new
+
+    def lower_for_anywhere(self, inputs: Mapping[Leaf, frozenset[int]]) -> bool:
+        """Makes the kernels of leaves anew, for inputs that begin at any address.
+
+        Returns:
+            Whether that can help: each leaf has kernels, and none that allow it already.
+        """
+        known = {**self.kernels, **self.recorded}
+        if any(c not in known or n <= self._anywhere.get(c, n - n) for c, n in inputs.items()):
+            return False
+        for leaf, positions in inputs.items():
+            self._anywhere[leaf] = self._anywhere.get(leaf, frozenset()) | positions
+            self.forget(leaf)
+        self._lower_leaves(list(inputs))
+        return True
 
     def kernels_of(self, flats: Sequence[FlatProgram]) -> Mapping[Leaf, Kernel]:
         """Returns what to call for each leaf; launches from the cache do not stand for one here."""
@@ -143,7 +162,7 @@ class Context:
         for leaf in leaves_of(flats):
             if leaf not in self.recorded:
                 self.recorded[leaf] = made = kernel_list(leaf, self.kernels[leaf])
-                self._cache.keep_kernels(leaf, made)
+                self._cache.keep_kernels(leaf, made, self._anywhere.get(leaf, ()))
         return self.recorded
 
     def likely_launches_of(self, flats: Sequence[FlatProgram]) -> Mapping[Leaf, KernelList]:
@@ -169,7 +188,7 @@ class Context:
     def _make_kernels(self, leaves: Sequence[Leaf]) -> None:
         new = [leaf for leaf in leaves if leaf not in self.kernels]
         with self.progress.parts(len(new), "closures") as advance:
-            self.kernels.update(lower_leaves(new, self.backend, advance))
+            self.kernels.update(lower_leaves(new, self.backend, advance, self._anywhere))
 
 
 def leaves_of(flats: Sequence[FlatProgram]) -> list[Leaf]:

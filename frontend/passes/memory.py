@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -15,6 +15,7 @@ from ...backend.gpu.place import Place
 from ...backend.gpu.targets import ALIGNMENT_BYTES, target_like
 from ...backend.kernels.lower import GpuBackend
 from ...backend.launches.kernel_list import KernelList
+from ...backend.link.aligned import UnalignedError
 from ...backend.link.lay_out import lay_out, least_bytes
 from ...backend.link.link import FlatProgram, link
 from ...backend.link.placement import Tools
@@ -172,16 +173,29 @@ def plan_module(state: Compilation) -> PlannedProgram | Unplanned:
     num_returned, sources = returned_of(program, state.derivative)
     # A budget bounds what a forward in flight holds, which is less without gradients.
     has_budget = isinstance(state.context.options.recompute, Budget)
-    return PlannedProgram(
-        state.linked,
-        launches(state),
-        list(own),
-        num_returned,
-        sources,
-        tools=tools_of(state),
-        gradients="apart" if has_budget else "overlaid",
-        names=list(own.values()),
+    return _aligned(
+        state,
+        lambda: PlannedProgram(
+            state.linked,
+            launches(state),
+            list(own),
+            num_returned,
+            sources,
+            tools=tools_of(state),
+            gradients="apart" if has_budget else "overlaid",
+            names=list(own.values()),
+        ),
     )
+
+
+def _aligned(state: Compilation, plan: Callable[[], PlannedProgram]) -> PlannedProgram:
+    """Plans; kernels of a GPU that do not allow where an operand begins are made anew."""
+    while True:
+        try:
+            return plan()
+        except UnalignedError as found:
+            if not state.context.lower_for_anywhere(found.inputs):
+                raise
 
 
 def module_bytes(state: Compilation) -> int:
@@ -221,14 +235,17 @@ def plan_step(state: StepCompilation) -> PlannedProgram | Unplanned:
     if why is not None:
         return why
     own_copies = [""] * sum(map(len, state.step.batch))
-    return PlannedProgram(
-        [flat],
-        launches(state),
-        range(len(flat.inputs)),
-        [len(flat.outputs)],
-        results="pinned",
-        tools=tools_of(state),
-        names=[*own_copies, *(model_name(s.name) for s in state.step.model)],
+    return _aligned(
+        state,
+        lambda: PlannedProgram(
+            [flat],
+            launches(state),
+            range(len(flat.inputs)),
+            [len(flat.outputs)],
+            results="pinned",
+            tools=tools_of(state),
+            names=[*own_copies, *(model_name(s.name) for s in state.step.model)],
+        ),
     )
 
 
