@@ -1001,6 +1001,27 @@ def test_forward_mode_that_is_wrong_nested_is_still_so() -> None:
         assert not torch.allclose(nested, reversed_twice), name
 
 
+@contract("torch.ops.aten._linalg_det.default", "torch.ops.aten._linalg_slogdet.default")
+def test_the_traced_derivative_of_a_determinant_has_a_wrong_one(det: Any, logarithm: Any) -> None:
+    """Once it is right, no other operators need stand for it where gradients are differentiated."""
+
+    def second(operator: Callable[[Tensor], Tensor]) -> Tensor:
+        def run(x: Tensor) -> Tensor:
+            x = x.detach().requires_grad_()
+            (first,) = torch.autograd.grad(operator(x), x, create_graph=True)
+            return torch.autograd.grad(first.square().sum(), x)[0]
+
+        graph: Any = traced(run, torch.eye(3))
+        found: Tensor = graph(torch.eye(3))
+        return found
+
+    assert second(lambda x: det(x)[0]).isnan().any()
+    assert second(lambda x: logarithm(x)[1]).isfinite().all()
+    x = torch.randn(2, 3, 3)
+    (value, *factors), (sign, log, *others) = det(x), logarithm(x)
+    torch.testing.assert_close((value, *factors), (sign * log.exp(), *others))
+
+
 @contract("torch.ops.aten._unsafe_view.default")
 def test_a_view_of_what_nobody_else_holds_is_a_reshape(unsafe_view: Any) -> None:
     x = torch.randn(2, 3, 4)

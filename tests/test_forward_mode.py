@@ -28,7 +28,7 @@ from lazyinline import PlanError, lazy_inline
 from lazyinline.autodiff.derivative import Differentiator, Recipe
 from lazyinline.autodiff.forward_mode.forward_derivative import ForwardDerivatives
 from lazyinline.autodiff.forward_mode.series import Series
-from lazyinline.autodiff.traces.differentiable import DIFFERENTIABLE
+from lazyinline.autodiff.traces.torch_differentiable import DIFFERENTIABLE
 from lazyinline.frontend.compiler import Compiler
 from lazyinline.frontend.options import Options
 from lazyinline.frontend.passes.programs import capture as capture_pass

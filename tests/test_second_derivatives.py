@@ -161,6 +161,32 @@ def test_what_stops_a_gradient_stops_it_at_every_order(forward: Any, loss: Any) 
     assert_same(compiled, expected, loss, points())
 
 
+class Determinant(nn.Module):
+    def __init__(self, det: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.det = det
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.det(x @ x.mT + torch.eye(3, dtype=x.dtype)).sum()
+
+
+@pytest.mark.parametrize("det", [torch.det, torch.linalg.det], ids=["det", "linalg.det"])
+def test_a_determinant_has_a_second_derivative_where_singular_values_are_equal(
+    det: Callable[[Tensor], Tensor],
+) -> None:
+    matrices = torch.eye(3).double().repeat(2, 1, 1)
+    matrices[1] += torch.arange(9.0).reshape(3, 3) / 9
+
+    def second(model: nn.Module) -> tuple[Tensor, Tensor]:
+        x = matrices.clone().requires_grad_()
+        (first,) = torch.autograd.grad(model(x), x, create_graph=True)
+        (found,) = torch.autograd.grad(first.square().sum(), x)
+        return first.detach(), found
+
+    compiled = lazyinline.compile(Determinant(det), backend="eager", fallback="error")
+    torch.testing.assert_close(second(compiled), second(Determinant(det)))
+
+
 def test_a_cotangent_that_is_a_function_gets_its_gradient() -> None:
     def loss(model: Any, x: Tensor) -> Tensor:
         x = x.requires_grad_()

@@ -25,7 +25,7 @@ from ...reuse.ir.types import StructType
 from ..derivative import Derivative, Differentiator, Recipe, Request
 from ..forward_mode.forward_derivative import ForwardDerivatives
 from ..forward_mode.jet_interpreter import Fallback
-from ..traces.differentiable import DIFFERENTIABLE
+from ..traces.torch_differentiable import DIFFERENTIABLE
 from ..training_program import backward_calls
 from .derivation import Asked, asked_by
 from .expand import expanded

@@ -14,8 +14,8 @@ from types import BuiltinFunctionType
 from ...reuse.ir.program import Call, Composite, Leaf, Program, Source, Value, walk_closures
 from ...reuse.torch_names import OPERATOR_TYPES
 from ..derivative import Differentiator, Recipe, Request
-from ..traces.differentiable import DIFFERENTIABLE
 from ..traces.joint_cut import is_draw
+from ..traces.torch_differentiable import DIFFERENTIABLE
 from ..training_program import training_program
 from .flat_structs import FlatStructs
 

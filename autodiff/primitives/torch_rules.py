@@ -10,17 +10,9 @@ import torch
 from torch._decomp import decomposition_table
 
 from ..traces.pure_memory import draw_mask
+from ..traces.torch_differentiable import copied
 
 _ATEN, _PRIMS = torch.ops.aten, torch.ops.prims
-
-
-def _copy(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> Any:
-    """Decomposes ``copy`` into operators that lay out as it does."""
-    value = source.to(target.dtype).expand(target.shape)
-    strides = target.stride()
-    order = sorted(range(target.dim()), key=lambda d: (-strides[d], d))
-    dense = value.permute(order).clone(memory_format=torch.contiguous_format)
-    return dense.permute([order.index(d) for d in range(target.dim())])
 
 
 def _broadcast_in_dim(x: torch.Tensor, shape: Sequence[int], dims: Sequence[int]) -> torch.Tensor:
@@ -164,7 +156,7 @@ RULES: Mapping[Any, Callable[..., Any]] = {
     **_where_there_is("_grouped_mm", _grouped_mm),
     **_where_there_is("_weight_norm_interface_backward", _weight_norm_backward),
     _ATEN.bernoulli.p: draw_mask,
-    _ATEN.copy.default: _copy,
+    _ATEN.copy.default: copied,
     _ATEN.empty.memory_format: _empty,
     _ATEN.empty_permuted.default: _empty_permuted,
     _ATEN.empty_strided.default: _empty_strided,

@@ -139,12 +139,13 @@ def _laid_out(rule: Rule, made: torch.Tensor, type_: TensorType) -> torch.Tensor
         return made
     if (found.dtype, found.shape, found.device) != (type_.dtype, type_.shape, type_.device):
         raise _unlike(rule, str(found), str(type_))
-    return made if found.stride == type_.stride or not type_.is_dense else dense_as(made, type_)
+    if found.stride == type_.stride or not type_.is_dense:
+        return made
+    return dense_as(made, type_.stride)
 
 
-def dense_as(value: torch.Tensor, type_: TensorType) -> torch.Tensor:
-    """Returns a tensor laid out as a dense type is, by operators that have a derivative."""
-    strides = type_.stride
+def dense_as(value: torch.Tensor, strides: Sequence[Any]) -> torch.Tensor:
+    """Returns a tensor laid out densely, in the order of strides, by differentiable operators."""
     order = sorted(range(value.dim()), key=lambda d: (-strides[d], d))
     dense = value.permute(order).clone(memory_format=torch.contiguous_format)
     return dense.permute([order.index(d) for d in range(value.dim())])

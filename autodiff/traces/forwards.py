@@ -13,11 +13,11 @@ from ...reuse.ir.leaf import without_autocast
 from ...reuse.ir.torch_symbols import sizes_in
 from ...reuse.ir.types import TensorType
 from ..rules.in_traces import rules_above_autograd, rules_beneath_autograd
-from .differentiable import DIFFERENTIABLE
 from .layouts import attention_as_traced
 from .origins import NotingInterpreter
 from .pure_memory import of_pure_memory, strip_detach
 from .stops import StoppingInterpreter
+from .torch_differentiable import DIFFERENTIABLE
 from .torch_fake_inputs import FakeTensorMode, fake_tensor, new_fake_mode, sizes_kept_open
 from .torch_make_fx import Decompositions, growing_graph, traced
 

@@ -16,11 +16,10 @@ from ...reuse.ir.program import input_nodes
 from ...reuse.ir.torch_symbols import sizes_in
 from ...reuse.ir.types import TensorType
 from ..rules.in_traces import rules_above_autograd, rules_beneath_autograd
-from .differentiable import Gradients
 from .layouts import attention_as_traced, laid_out_as
 from .origins import NotingInterpreter
 from .pure_memory import of_pure_memory
-from .stops import StoppingInterpreter
+from .torch_differentiable import DifferentiableInterpreter, Gradients
 from .torch_fake_inputs import FakeTensorMode, fake_tensor, new_fake_mode, sizes_kept_open
 from .torch_make_fx import Decompositions, growing_graph, traced
 
@@ -109,8 +108,8 @@ class JointTrace:
         self, primals: list[torch.Tensor], tangents: list[torch.Tensor], wanted: Sequence[int]
     ) -> tuple[Any, ...]:
         graph = growing_graph()
-        interpreter_class = StoppingInterpreter if self._is_differentiated else NotingInterpreter
-        interpreter = interpreter_class(self._module, graph, attention_as_traced)
+        kind = DifferentiableInterpreter if self._is_differentiated else NotingInterpreter
+        interpreter = kind(self._module, graph, attention_as_traced)
         outputs = interpreter.run_flat(primals)
         self._forward = {n.name for n in graph.nodes}
         gradients = torch.autograd.grad(

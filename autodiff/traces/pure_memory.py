@@ -13,10 +13,10 @@ from ...reuse.ir.leaf import mutated_args
 from ...reuse.ir.program import input_nodes
 from ...reuse.ir.torch_symbols import SizedInterpreter, sizes_in
 from ...reuse.ir.types import TensorType
-from .differentiable import Gradients
 from .joint_cut import outputs_of
 from .layouts import laid_out_as, lying_as_traced
 from .stops import is_stop
+from .torch_differentiable import Gradients
 from .torch_lazy import WRITTEN, drop_copies, drop_pairs, is_lazy, mark_after_strided
 from .torch_make_fx import Decompositions, growing_graph, traced
 

@@ -1,0 +1,51 @@
+"""Adapter: operators in graphs whose gradients are differentiated in their turn."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, TypeAlias
+
+import torch
+
+from ..rules.in_traces import dense_as
+from .stops import StoppingInterpreter
+from .torch_make_fx import Decompositions
+
+Gradients: TypeAlias = Literal["final", "differentiated"]
+"""What becomes of gradients: whether they are differentiated in their turn."""
+
+
+def copied(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> Any:
+    """Decomposes ``copy``, which has no derivative, into operators that lay out as it does."""
+    return dense_as(source.to(target.dtype).expand(target.shape), target.stride())
+
+
+DIFFERENTIABLE: Decompositions = {torch.ops.aten.copy.default: copied}
+"""Operators that have no derivative, made of those that have one."""
+
+
+def _determinant(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Computes a determinant by its logarithm.
+
+    PyTorch chooses the derivative of ``det`` by the numbers in the matrix. A trace has none and
+    takes the one for singular matrices, whose own derivative is no number where singular values are
+    equal. By the logarithm a singular matrix is an error.
+    """
+    sign, logarithm, factors, pivots = torch.ops.aten._linalg_slogdet.default(matrix)
+    return sign * logarithm.exp(), factors, pivots
+
+
+_FORMS: Mapping[Any, Callable[..., Any]] = {
+    torch.ops.aten._linalg_det.default: _determinant,
+    torch.ops.aten.linalg_det.default: lambda matrix: _determinant(matrix)[0],
+    torch.ops.aten.det.default: lambda matrix: _determinant(matrix)[0],
+}
+"""Operators whose traced derivative has a wrong one, made of others."""
+
+
+class DifferentiableInterpreter(StoppingInterpreter):
+    """Runs a leaf body by operators whose derivatives can be differentiated."""
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        """Calls an operator, or what it is made of."""
+        return super().call_function(_FORMS.get(target, target), args, kwargs)
