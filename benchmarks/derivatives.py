@@ -12,28 +12,38 @@ is a problem, the depth and the width of a tanh network. The sides:
     reverse     the same model through `lazyinline.compile`
     ours        `lazyinline.func.laplacian` and `derivative`, compiled
 
-``step`` is in CPU milliseconds, minima over rounds in which the sides take turns, one thread.
-``first`` is the first call in a process of its own with empty caches, in CPU-seconds with those of
-the C++ compiler; imports are not counted. ``error`` is the largest difference of a gradient from
-eager's in float64, relative to the largest number in it. With JAX installed, a step of the same
-network under `jax.jit` (reverse over reverse) is one more side.
+    jax ...     the same network under `jax.jit`, where JAX is installed, in each of its ways to a
+                derivative (:mod:`jax_forms`); the last row is the best of them
+
+``step`` is in CPU milliseconds, minima over rounds in which the sides take turns, one thread;
+``wall`` is the same step by the clock: more than ``step`` where the machine does other work beside,
+less where a side had a second thread. ``first`` is the first call in a process of its own with
+empty caches, in CPU-seconds with those of the C++ compiler; imports are not counted. ``ours /`` is
+ours over that side's, and in brackets what is asked. ``differs`` is how far loss and gradients are
+from ours in float32: the largest of the tensors' relative norms. The last line of a case is ours
+beside eager in float64: the largest difference of a gradient, relative to the largest number in it.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.util
+import multiprocessing
 import os
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 os.environ["LAZYINLINE_CACHE"] = "0"
 
+import jax_forms
+import numpy
 import torch
+from jax_forms import Turn
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -43,6 +53,13 @@ from lazyinline import func
 
 CASES = ("laplace 5 50", "laplace 5 256", "laplace 9 20", "beam 4 32")
 SIDES = ("eager", "traced", "reverse", "ours")
+BEST_JAX = "jax, best"
+# Ours over a side's, at most: steps of each problem, and first calls.
+STEP_ASKED = {
+    "laplace": {"eager": 0.65, "traced": 0.85, BEST_JAX: 0.6},
+    "beam": {"eager": 0.3},
+}
+FIRST_ASKED = {"laplace": {"traced": 0.3}}
 
 
 def network(num_inputs: int, depth: int, width: int) -> nn.Sequential:
@@ -150,39 +167,42 @@ def traced(model: nn.Module, args: tuple[Tensor, ...]) -> Callable[[], list[Tens
     return step
 
 
-def jax_step_of(case: str) -> Callable[[], Any]:
-    """Returns a step of the same network under `jax.jit`.
+def timed(step: Callable[[], list[Tensor]]) -> Turn:
+    """Runs a step once."""
+    cpu_s, wall_s = time.process_time(), time.perf_counter()
+    found = step()
+    cpu_s, wall_s = time.process_time() - cpu_s, time.perf_counter() - wall_s
+    return Turn(cpu_s, wall_s, [f.detach().numpy().copy() for f in found])
 
-    Raises:
-        ImportError: without JAX.
-    """
-    import jax
-    import jax.numpy as np
 
+@contextlib.contextmanager
+def jax_turns(case: str) -> Iterator[dict[str, Callable[[], Turn]]]:
+    """Yields what runs a step of each form of JAX, in a process that waits between the turns."""
+    if importlib.util.find_spec("jax") is None:
+        yield {}
+        return
     model, args = model_of(case, by_reverse=True)
-    given = [p.detach().numpy() for p in model.parameters()]
-    points, edge, values = (np.asarray(a.numpy()) for a in args)
+    problem = jax_forms.Problem(
+        case.split()[0],
+        [p.detach().numpy() for p in model.parameters()],
+        [a.numpy() for a in args],
+    )
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=jax_forms.serve, args=(theirs, problem), daemon=True)
+    process.start()
+    theirs.close()
 
-    def net(parameters: Any, x: Any) -> Any:
-        for weight, bias in zip(parameters[:-2:2], parameters[1:-2:2], strict=True):
-            x = np.tanh(weight @ x + bias)
-        return (parameters[-2] @ x + parameters[-1])[0]
+    def turn(form: str) -> Turn:
+        ours.send(form)
+        found: Turn = ours.recv()
+        return found
 
-    def residual(parameters: Any, x: Any) -> Any:
-        if case.startswith("laplace"):
-            return np.trace(jax.hessian(net, argnums=1)(parameters, x))
-        bent = lambda s: net(parameters, s[None])  # noqa: E731
-        for _ in range(4):
-            bent = jax.grad(bent)
-        return bent(x[0]) - 1
-
-    def loss(parameters: Any) -> Any:
-        inside = jax.vmap(lambda x: residual(parameters, x))(points)
-        outside = jax.vmap(lambda x: net(parameters, x))(edge) - values
-        return (inside**2).mean() + (outside**2).mean()
-
-    compiled = jax.jit(jax.value_and_grad(loss))
-    return lambda: jax.block_until_ready(compiled(given))
+    try:
+        yield {f"jax {form}": lambda form=form: turn(form) for form in jax_forms.FORMS}
+    finally:
+        ours.close()
+        process.join()
 
 
 def cpu_seconds(function: Callable[[], Any]) -> float:
@@ -216,45 +236,75 @@ def errors_of(case: str) -> float:
     return max(((a - b).abs().max() / b.abs().max()).item() for a, b in zip(*found, strict=True))
 
 
+def difference(found: Turn, wanted: Turn) -> float:
+    """Returns the largest relative norm of a tensor's difference."""
+    norm = numpy.linalg.norm
+    pairs = zip(found.found, wanted.found, strict=True)
+    return max(float(norm(f - w) / norm(w)) for f, w in pairs)
+
+
+def best_turns(turns: Mapping[str, Callable[[], Turn]], num_rounds: int) -> dict[str, Turn]:
+    """Returns the step of each side that took the least CPU time, the sides in turns."""
+    best: dict[str, Turn] = {}
+    for number in range(num_rounds + 1):
+        for side, turn in turns.items():
+            done = turn()
+            if number and (side not in best or done.cpu_s < best[side].cpu_s):
+                best[side] = done
+    by_jax = [turn for side, turn in best.items() if side.startswith("jax ")]
+    return best | ({BEST_JAX: min(by_jax, key=lambda turn: turn.cpu_s)} if by_jax else {})
+
+
+def ratio(ours: float, other: float, asked: float | None) -> str:
+    """Returns ours over another number, with the most that is asked."""
+    return f"{ours / other:.2f}" + ("" if asked is None else f" ({asked})")
+
+
+def rows(case: str, sides: Sequence[str], num_rounds: int, *, with_first: bool) -> Iterator[str]:
+    """Measures a case; yields a row for each side."""
+    problem = case.split()[0]
+    with jax_turns(case) as by_jax:
+        steps = {side: step_of(side, case) for side in sides}
+        best = best_turns(
+            {s: lambda step=step: timed(step) for s, step in steps.items()} | by_jax, num_rounds
+        )
+    firsts = {side: first_call(side, case) for side in sides} if with_first else {}
+    ours = best["ours"]
+    for side, turn in best.items():
+        asked = STEP_ASKED[problem].get(side)
+        row = f"{case:<15}{side:<17}{turn.cpu_s * 1e3:>9.1f}{turn.wall_s * 1e3:>9.1f}"
+        row += f"{ratio(ours.cpu_s, turn.cpu_s, asked):>13}{difference(turn, ours):>9.0e}"
+        if side in firsts:
+            asked = FIRST_ASKED.get(problem, {}).get(side)
+            row += f"{firsts[side]:>9.1f}{ratio(firsts['ours'], firsts[side], asked):>12}"
+        yield row
+    if not by_jax:
+        yield f"{case:<15}{'jax':<17}{'not installed':>18}"
+    yield f"{case:<15}float64: ours differs from eager by {errors_of(case):.1e}"
+
+
 def main() -> None:
     """Prints a row for each case and side."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--cases", nargs="+", default=CASES)
     parser.add_argument("--sides", nargs="+", default=SIDES, choices=SIDES)
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--first", choices=(*SIDES, "jax"), help=argparse.SUPPRESS)
+    parser.add_argument("--first", choices=SIDES, help=argparse.SUPPRESS)
     parser.add_argument("--no-first", action="store_true", help="leave the first calls out")
     options = parser.parse_args()
     torch.set_num_threads(1)
     if options.first:
-        step = step_of(options.first, options.cases[0])
-        print(cpu_seconds(step))
+        print(cpu_seconds(step_of(options.first, options.cases[0])))
         return
+    sides = [side for side in SIDES if side in {*options.sides, "ours"}]
     print(f"torch {torch.__version__}, one thread, {options.rounds} rounds")
-    print(f"{'case':<16}{'side':<10}{'step ms':>9}{'/ eager':>9}{'first s':>9}{'/ traced':>9}")
+    print(
+        f"{'case':<15}{'side':<17}{'step ms':>9}{'wall ms':>9}{'ours / (most)':>13}{'differs':>9}"
+        f"{'first s':>9}{'ours /':>12}"
+    )
     for case in options.cases:
-        steps = {side: step_of(side, case) for side in options.sides}
-        with contextlib.suppress(ImportError):
-            steps["jax"] = jax_step_of(case)
-        for step in steps.values():
-            step()
-        best: dict[str, float] = {}
-        for _ in range(options.rounds):
-            for side, step in steps.items():
-                begun = time.process_time()
-                step()
-                seconds = time.process_time() - begun
-                best[side] = min(best.get(side, seconds), seconds)
-        sides = () if options.no_first else options.sides
-        firsts = {side: first_call(side, case) for side in sides}
-        for side in steps:
-            row = f"{case:<16}{side:<10}{best[side] * 1e3:>9.1f}{best[side] / best['eager']:>9.2f}"
-            if side in firsts:
-                row += f"{firsts[side]:>9.1f}"
-            if side in firsts and "traced" in firsts:
-                row += f"{firsts[side] / firsts['traced']:>9.2f}"
+        for row in rows(case, sides, options.rounds, with_first=not options.no_first):
             print(row, flush=True)
-        print(f"{case:<16}{'error':<10}{errors_of(case):>9.1e}", flush=True)
 
 
 if __name__ == "__main__":
