@@ -12,6 +12,7 @@ import importlib
 import inspect
 import itertools
 import operator
+import os
 import subprocess
 import sys
 import threading
@@ -1793,6 +1794,41 @@ def test_unasked_inductor_takes_the_first_good_instruction_set(
     with vector_units_probed_here():
         assert module.pick_vec_isa() == taken
     assert module.valid_vec_isa_list is listed
+
+
+@contract(
+    f"{INDUCTOR}.codecache",
+    f"{INDUCTOR}.codecache.pick_vec_isa",
+    f"{INDUCTOR}.cpp_builder.CppBuilder",
+    "optional torch._inductor.cpu_vec_isa.VecISA._probe_load",
+    f"{INDUCTOR}.config.cpp_cache_precompile_headers",
+)
+def test_vector_units_are_probed_with_the_flags_and_the_header_of_kernels(
+    cache: Any, pick: Any, builder: Any, probe: Any, precompiles: Any
+) -> None:
+    isa = pick()
+    if probe is None or not (isa and precompiles):
+        return
+    code = isa._avx_code
+    assert "at::vec::" in code, "the probe is built for no instruction set"
+    commands: list[str] = []
+    command = builder.get_command_line
+
+    def noted(self: Any) -> str:
+        commands.append(command(self))
+        return commands[-1]
+
+    never_built = f"{code}\n// {os.urandom(8).hex()}"
+    builder.get_command_line = noted
+    try:
+        with vector_units_probed_here():
+            assert isa.check_build(never_built)
+            assert not isa.check_build(f"{never_built}\n#error no such vectors")
+    finally:
+        builder.get_command_line = command
+    assert any(line in build_setting() for line in commands), "the flags are not those of kernels"
+    assert any("-include " in line for line in commands), "the header was read again"
+    assert cache.pick_vec_isa is pick
 
 
 @contract(

@@ -28,7 +28,7 @@ from ..launches.torch_native import native_library
 from .built_index import KernelIndex
 from .bundles import Bundles, Promise, kept
 from .parallel_regions import guarded
-from .source import kernel_source
+from .source import HEADER, kernel_source
 
 _FOLDER = "lazyinline_kernels"
 _FORMAT = 1
@@ -140,10 +140,10 @@ def vector_units_probed_here() -> Iterator[None]:
 
     Inductor builds an object per instruction set that the CPU has and starts a Python process for
     each to see whether it loads, and then takes the best. Here the sets are tried from the best
-    on, until one is good; and the question is whether its object loads into this process, where
-    kernels built like it are loaded a moment later. An object that is not whole (its writer was
-    killed) is built again. Versions of PyTorch that do not ask in a function of their own go on as
-    they are.
+    on, until one is good; and the question is whether an object built as kernels are, with their
+    precompiled header, loads into this process, where they are loaded a moment later. An object
+    that is not whole (its writer was killed) is built again. Versions of PyTorch that do not ask in
+    a function of their own go on as they are.
     """
     from torch._inductor import config, cpu_vec_isa
 
@@ -152,7 +152,7 @@ def vector_units_probed_here() -> Iterator[None]:
     listed = cpu_vec_isa.valid_vec_isa_list
     if probe is not None:
         cpu_vec_isa.VecISA._probe_load = _loads_here  # type: ignore[method-assign]
-        cpu_vec_isa.VecISA.check_build = _built_again(build)  # type: ignore[method-assign]
+        cpu_vec_isa.VecISA.check_build = _built_as_kernels(build)  # type: ignore[method-assign]
     if takes_the_first(config.cpp.simdlen):
         cpu_vec_isa.valid_vec_isa_list = best_vector_units  # type: ignore[assignment]
     try:
@@ -193,11 +193,42 @@ def _loads_here(isa: Any, path: str) -> bool:
     return True
 
 
-def _built_again(check_build: Callable[[Any, str], bool]) -> Callable[[Any, str], bool]:
+def _built_as_kernels(check_build: Callable[[Any, str], bool]) -> Callable[[Any, str], bool]:
     def check(isa: Any, code: str) -> bool:
         for _ in range(2):
             with contextlib.suppress(DamagedObjectError):
-                return check_build(isa, code)
+                return _builds(isa, code) if _shares_the_header(code) else check_build(isa, code)
         return False
 
     return check
+
+
+def _shares_the_header(code: str) -> bool:
+    """Whether a probe costs less with the header of kernels, which is precompiled, before it.
+
+    Without vectors in it Inductor builds a file for no instruction set.
+    """
+    from torch._inductor import config
+
+    return config.cpp_cache_precompile_headers and "at::vec::" in code
+
+
+def _builds(isa: Any, code: str) -> bool:
+    """Whether a kernel for an instruction set can be built, and loads into this process.
+
+    Raises:
+        DamagedObjectError: if what was built before must not be loaded; it is gone then.
+    """
+    from torch._inductor import codecache
+
+    pick = codecache.pick_vec_isa
+    codecache.pick_vec_isa = lambda: isa
+    try:
+        build_file(f"{HEADER}\n{for_this_cpu(code)}")
+    except DamagedObjectError:
+        raise
+    except Exception:  # what the compiler says, or the loader: not this one, then
+        return False
+    finally:
+        codecache.pick_vec_isa = pick
+    return True
