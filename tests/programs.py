@@ -225,6 +225,13 @@ def random_program(seed: int, *, structs: bool = True) -> Program:
     return ProgramGenerator(random.Random(seed), structs=structs).program()
 
 
+def assert_same(ours: Sequence[Any], theirs: Sequence[Any], what: str) -> None:
+    """Asserts that two runs gave the same bits."""
+    assert len(ours) == len(theirs), what
+    for index, (a, b) in enumerate(zip(ours, theirs, strict=True)):
+        assert torch.equal(a, b), f"{what}: output {index} differs"
+
+
 def random_arguments(program: Program, seed: int) -> list[Any]:
     """Returns values for a program's inputs; nested tuples for structs."""
     generator = torch.Generator().manual_seed(seed)

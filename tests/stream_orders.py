@@ -19,6 +19,7 @@ from lazyinline.backend.run import planned
 from lazyinline.backend.run.planned import PlannedProgram
 
 Prefer = Literal["main", "second", "any"]
+PREFERENCES: tuple[Prefer, ...] = ("main", "second", "any")
 
 
 @dataclass

@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 import torch
-from programs import MATRIX, random_arguments, random_value, unary_leaf
-from stream_orders import an_order, assert_unordered_uses_share_nothing, reordered, traced
+from halves import Halves, differentiated
+from programs import MATRIX, assert_same, unary_leaf
+from stream_orders import assert_unordered_uses_share_nothing, traced
 from test_link_orders import ADD as SUM
-from test_link_orders import assert_same, subject
-from test_planned import differentiated
-from test_streams import H100, at_random, linear_backward, streams_of
+from test_link_orders import subject
+from test_streams import H100, assert_every_order_gives, at_random, linear_backward, streams_of
 from torch import nn
 
 from lazyinline.backend.gpu.beside import worth_moving
@@ -35,7 +35,6 @@ from lazyinline.backend.run import planned
 from lazyinline.backend.run.planned import PlannedProgram
 from lazyinline.backend.run.runtime import PlannedRuntime
 from lazyinline.reuse.ir.interpreter import flatten_value, interpret
-from lazyinline.reuse.ir.leaf import flat_types
 from lazyinline.reuse.ir.program import Call, Closure, Composite, Program, Value
 
 # ---- whatever order the events leave open ----------------------------------------------------
@@ -108,23 +107,9 @@ def test_calls_beside_calls_give_the_interpreters_bits_in_every_order_that_event
         given = flatten_value(tuple(args))
         inside = partial(at_random, rng=rng)
         runs = planned_with([link(program)], AtRandom(rng), monkeypatch, inside, results="pinned")
-        on = streams_of(runs)
-        num_beside += on.count("second")
-
-        def run(runs: PlannedProgram = runs, given: Any = given) -> list[torch.Tensor]:
-            return [t.clone() for t in runs.lease(list(given)).runners[0]([])]
-
-        before, results = traced(runs, run, monkeypatch)
-        assert_same(results, expected, f"seed {seed}")
-        assert_unordered_uses_share_nothing(runs, before, f"seed {seed}")
-        (part,) = runs.layout.parts
-        as_planned = list(part.launches)
-        for prefer in ("main", "second", "any"):
-            order = an_order(before, on, prefer, rng)
-            num_orders += order != sorted(order)
-            part.launches[:] = as_planned
-            reordered(runs, order)
-            assert_same(run(), expected, f"seed {seed}, {prefer} first")
+        num_beside += streams_of(runs).count("second")
+        what = f"seed {seed}"
+        num_orders += assert_every_order_gives(runs, given, expected, rng, monkeypatch, what)
     assert num_beside > 200
     assert num_orders > 50, "the events left nothing open"
 
@@ -135,44 +120,28 @@ def test_a_backward_on_two_streams_keeps_what_the_forward_left(
     """Two parts over one arena; what is returned is the user's."""
     num_beside = 0
     for seed in range(30):
-        program, derivative = differentiated(seed)
+        halves = differentiated(seed)
         rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
-        forward, backward = derivative.forward.program, derivative.backward.program
-        num_results = len(program.outputs)
-        num_saved = len(flat_types([derivative.saved_type]))
-        cotangents = derivative.backward.input_types[-len(derivative.cotangent_outputs) :]
-        sources = [("output", num_results + i) for i in range(num_saved)]
-        sources += [("input", i) for i in derivative.kept_inputs]
-        sources += [("output", i) for i in derivative.kept_outputs]
-        sources += [("new", t) for t in cotangents]
         runs = planned_with(
-            [link(forward), link(backward)],
+            [link(half) for half in halves.programs],
             AtRandom(rng),
             monkeypatch,
             partial(at_random, rng=rng),
             results="owned",
-            num_results=[num_results, len(derivative.gradient_inputs)],
-            backward_inputs=sources,
+            **halves.options,
         )
-        runtime = PlannedRuntime(runs, num_results, num_saved)
-        args = random_arguments(program, seed)
-        seeds = [random_value(t, generator) for t in cotangents]
-        *primal, saved = interpret(forward, args)
-        kept = [args[i] for i in derivative.kept_inputs]
-        expected = interpret(
-            backward, [saved, *kept, *(primal[i] for i in derivative.kept_outputs), *seeds]
-        )
+        runtime = halves.runtime(runs)
+        args, seeds = halves.arguments(seed, generator)
+        _, expected = halves.interpreted(args, seeds)
 
         def run(
+            halves: Halves = halves,
             runtime: PlannedRuntime = runtime,
             args: Any = args,
-            kept: Any = kept,
             seeds: Any = seeds,
-            derivative: Any = derivative,
         ) -> Any:
             results, flight = runtime.forward(list(args))
-            given = [*kept, *(results[i] for i in derivative.kept_outputs), *seeds]
-            return runtime.backward(flight, given, "free")
+            return runtime.backward(flight, halves.handed(args, results, seeds), "free")
 
         for which in (0, 1):
             before, gradients = traced(runs, run, monkeypatch, which=which)

@@ -13,15 +13,14 @@ from typing import Any
 
 import pytest
 import torch
-from programs import MATRIX, binary_leaf, random_arguments, random_program, random_value
-from test_planned import differentiated
+from halves import differentiated
+from programs import MATRIX, assert_same, binary_leaf, random_arguments, random_program
 
 from lazyinline.backend.kernels.torch_recorder import record_graph
 from lazyinline.backend.link.link import FlatProgram, link
 from lazyinline.backend.run.planned import PlannedProgram
 from lazyinline.backend.run.runtime import PlannedRuntime
 from lazyinline.reuse.ir.interpreter import flatten_value, interpret
-from lazyinline.reuse.ir.leaf import flat_types
 from lazyinline.reuse.ir.program import Call, Leaf, Program, Value
 
 SEEDS = range(300)
@@ -107,12 +106,6 @@ def assert_no_clash(planned: PlannedProgram, what: str) -> None:
         assert offset >= 0 and offset + size <= planned.plan.peak_bytes, f"{what}: outside"
 
 
-def assert_same(ours: Sequence[Any], theirs: Sequence[Any], what: str) -> None:
-    assert len(ours) == len(theirs), what
-    for index, (a, b) in enumerate(zip(ours, theirs, strict=True)):
-        assert torch.equal(a, b), f"{what}: output {index} differs"
-
-
 def subject(seed: int) -> tuple[Program, list[Any], random.Random]:
     rng = random.Random(seed)
     program = with_sums(random_program(seed), rng)
@@ -160,34 +153,18 @@ def run_pinned(flat: FlatProgram, given: list[Any], what: str) -> list[list[Any]
 @pytest.mark.sweep(keep="[0]")
 def test_forward_and_backward_in_any_order_share_one_arena(start: int) -> None:
     for seed in range(start, start + BATCH):
-        program, derivative = differentiated(seed)
+        halves = differentiated(seed)
         rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
-        forward, backward = derivative.forward.program, derivative.backward.program
-        num_results = len(program.outputs)
-        num_saved = len(flat_types([derivative.saved_type]))
-        cotangents = derivative.backward.input_types[-len(derivative.cotangent_outputs) :]
-        sources = [("output", num_results + i) for i in range(num_saved)]
-        sources += [("input", i) for i in derivative.kept_inputs]
-        sources += [("output", i) for i in derivative.kept_outputs]
-        sources += [("new", t) for t in cotangents]
-        planned = planned_program(
-            [in_random_order(link(p), rng) for p in (forward, backward)],
-            model_inputs=[],
-            num_results=[num_results, len(derivative.gradient_inputs)],
-            backward_inputs=sources,
-        )
+        flats = [in_random_order(link(p), rng) for p in halves.programs]
+        planned = planned_program(flats, model_inputs=[], **halves.options)
         assert_no_clash(planned, f"seed {seed}")
-        runtime = PlannedRuntime(planned, num_results, num_saved)
-        args = random_arguments(program, seed)
-        seeds = [random_value(t, generator) for t in cotangents]
+        runtime = halves.runtime(planned)
+        args, seeds = halves.arguments(seed, generator)
         results, flight = runtime.forward(list(args))
-        *primal, saved = interpret(forward, args)
-        kept = [args[i] for i in derivative.kept_inputs]
-        ours = [*kept, *(results[i] for i in derivative.kept_outputs), *seeds]
-        theirs = [*kept, *(primal[i] for i in derivative.kept_outputs), *seeds]
-        gradients = runtime.backward(flight, ours, "free")
+        primal, expected = halves.interpreted(args, seeds)
+        gradients = runtime.backward(flight, halves.handed(args, results, seeds), "free")
         assert_same(results, primal, f"seed {seed}, forward")
-        assert_same(gradients, interpret(backward, [saved, *theirs]), f"seed {seed}, backward")
+        assert_same(gradients, expected, f"seed {seed}, backward")
 
 
 def test_orders_and_programs_cover_what_they_should() -> None:

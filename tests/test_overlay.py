@@ -9,18 +9,16 @@ from types import ModuleType
 import pytest
 import torch
 from conftest import ROOT
-from programs import random_arguments, random_value
-from test_planned import assert_same, check_arena, differentiated, plan
+from halves import differentiated
+from programs import assert_same
+from test_planned import check_arena, plan
 
 import lazyinline
 from lazyinline.backend.arena.proof import check_no_overlap
 from lazyinline.backend.link import gradient_memory
 from lazyinline.backend.run.planned import PlannedProgram
-from lazyinline.backend.run.runtime import PlannedRuntime
 from lazyinline.frontend.measure.models import DecoderBlock, llama
 from lazyinline.recompute.policy import Budget
-from lazyinline.reuse.ir.interpreter import interpret
-from lazyinline.reuse.ir.leaf import flat_types
 
 Grads = list[torch.Tensor]
 
@@ -48,41 +46,22 @@ def test_random_programs_in_the_memory_of_their_gradients(monkeypatch: pytest.Mo
     monkeypatch.setattr(gradient_memory, "ALIGNMENT", 4)
     num_guests = 0
     for seed in range(30):
-        program, derivative = differentiated(seed)
-        forward, backward = derivative.forward.program, derivative.backward.program
-        num_results = len(program.outputs)
-        num_saved = len(flat_types([derivative.saved_type]))
-        cotangents = derivative.backward.input_types[-len(derivative.cotangent_outputs) :]
-        planned = plan(
-            [forward, backward],
-            model_inputs=[],
-            num_results=[num_results, len(derivative.gradient_inputs)],
-            backward_inputs=[
-                *(("output", num_results + i) for i in range(num_saved)),
-                *(("input", i) for i in derivative.kept_inputs),
-                *(("output", i) for i in derivative.kept_outputs),
-                *(("new", t) for t in cotangents),
-            ],
-            gradients="overlaid",
-        )
+        halves = differentiated(seed)
+        planned = plan(halves.programs, model_inputs=[], **halves.options, gradients="overlaid")
         num_guests += len(planned.overlay.guests)
         check_arena(planned)
         check_guests(planned)
-        runtime = PlannedRuntime(planned, num_results, num_saved)
+        runtime = halves.runtime(planned)
         generator = torch.Generator().manual_seed(seed)
         flights = []
         for number in range(2):
-            args = random_arguments(program, seed + number)
-            seeds = [random_value(t, generator) for t in cotangents]
+            args, seeds = halves.arguments(seed + number, generator)
             flights.append((args, seeds, *runtime.forward(list(args))))
         received = []
         for graph in ("keep", "free"):
             for args, seeds, results, flight in flights:
-                *primal, saved = interpret(forward, args)
-                kept = [args[i] for i in derivative.kept_inputs]
-                ours = [*kept, *(results[i] for i in derivative.kept_outputs), *seeds]
-                theirs = [*kept, *(primal[i] for i in derivative.kept_outputs), *seeds]
-                expected = interpret(backward, [saved, *theirs])
+                _, expected = halves.interpreted(args, seeds)
+                ours = halves.handed(args, results, seeds)
                 received.append((runtime.backward(flight, ours, graph), expected))
         for gradients, expected in received:  # after all runs: nobody wrote to them since
             assert_same(gradients, expected, f"seed {seed}")

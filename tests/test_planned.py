@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from programs import random_arguments, random_program, random_value
+from halves import differentiated
+from programs import assert_same, random_arguments, random_program
 
-from lazyinline.autodiff.derivative import Derivative, Differentiator, Recipe
 from lazyinline.backend.arena.proof import check_no_overlap
 from lazyinline.backend.kernels.torch_recorder import record_graph
 from lazyinline.backend.link.link import link
@@ -16,7 +16,7 @@ from lazyinline.backend.run.planned import PlannedProgram
 from lazyinline.backend.run.runtime import PlannedRuntime
 from lazyinline.reuse.ir.interpreter import flatten_value, interpret
 from lazyinline.reuse.ir.leaf import flat_types
-from lazyinline.reuse.ir.program import Composite, Leaf, Program, walk_closures
+from lazyinline.reuse.ir.program import Leaf, Program, walk_closures
 
 SEEDS = range(120)
 
@@ -36,12 +36,6 @@ def check_arena(planned: PlannedProgram) -> None:
         [planned.offsets[i] for i in placed],
         [instances[i].num_bytes for i in placed],
     )
-
-
-def assert_same(ours: Sequence[Any], theirs: Sequence[Any], what: str) -> None:
-    assert len(ours) == len(theirs), what
-    for index, (a, b) in enumerate(zip(ours, theirs, strict=True)):
-        assert torch.equal(a, b), f"{what}: output {index} differs"
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -80,55 +74,22 @@ def test_results_pinned_in_the_arena_equal_the_interpreter(seed: int) -> None:
     assert len(set(places)) == len(places), "two pinned results share memory"
 
 
-def differentiated(seed: int) -> tuple[Program, Derivative]:
-    """Returns the first program from a seed on in which a gradient flows."""
-    for candidate in range(seed, seed + 20_000, 1000):
-        program = random_program(candidate, structs=False)
-        wanted = [i for i, v in enumerate(program.inputs) if v.type.is_differentiable]
-        outputs = list(range(len(program.outputs)))
-        derivative = Differentiator(lambda leaf: Recipe()).vjp(
-            Composite("main", program), wanted, outputs
-        )
-        if derivative is not None:
-            return program, derivative
-    raise AssertionError("no gradient flows in twenty programs")
-
-
 @pytest.mark.parametrize("seed", SEEDS[:40])
 def test_forward_and_backward_share_one_arena(seed: int) -> None:
-    program, derivative = differentiated(seed)
-    forward, backward = derivative.forward.program, derivative.backward.program
-    num_results = len(program.outputs)
-    num_saved = len(flat_types([derivative.saved_type]))
-    cotangents = derivative.backward.input_types[-len(derivative.cotangent_outputs) :]
-    sources = [("output", num_results + i) for i in range(num_saved)]
-    sources += [("input", i) for i in derivative.kept_inputs]
-    sources += [("output", i) for i in derivative.kept_outputs]
-    sources += [("new", t) for t in cotangents]
-    planned = plan(
-        [forward, backward],
-        model_inputs=[],
-        num_results=[num_results, len(derivative.gradient_inputs)],
-        backward_inputs=sources,
-    )
+    halves = differentiated(seed)
+    planned = plan(halves.programs, model_inputs=[], **halves.options)
     check_arena(planned)
-    runtime = PlannedRuntime(planned, num_results, num_saved)
+    runtime = halves.runtime(planned)
     generator = torch.Generator().manual_seed(seed)
     flights = []
     for number in range(2):  # two forwards in flight before the first backward
-        args = random_arguments(program, seed + number)
-        seeds = [random_value(t, generator) for t in cotangents]
-        results, flight = runtime.forward(list(args))
-        flights.append((args, seeds, results, flight))
+        args, seeds = halves.arguments(seed + number, generator)
+        flights.append((args, seeds, *runtime.forward(list(args))))
     for graph in ("keep", "free"):
         for args, seeds, results, flight in flights:
-            *primal, saved = interpret(forward, args)
-            kept = [args[i] for i in derivative.kept_inputs]
-            ours = [*kept, *(results[i] for i in derivative.kept_outputs), *seeds]
-            theirs = [*kept, *(primal[i] for i in derivative.kept_outputs), *seeds]
-            gradients = runtime.backward(flight, ours, graph)
+            primal, expected = halves.interpreted(args, seeds)
+            gradients = runtime.backward(flight, halves.handed(args, results, seeds), graph)
             assert_same(results, primal, f"seed {seed}, forward")
-            expected = interpret(backward, [saved, *theirs])
             assert_same(gradients, expected, f"seed {seed}, {graph} backward")
 
 

@@ -7,13 +7,21 @@ that note what its events promise (:mod:`stream_orders`), then in the worst orde
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from stream_orders import an_order, assert_unordered_uses_share_nothing, reordered, traced
-from test_link_orders import assert_same, subject
+from programs import assert_same
+from stream_orders import (
+    PREFERENCES,
+    an_order,
+    assert_unordered_uses_share_nothing,
+    reordered,
+    traced,
+)
+from test_link_orders import subject
 
 from lazyinline.backend.gpu import beside, streams
 from lazyinline.backend.gpu.place import Place
@@ -65,6 +73,35 @@ def streams_of(program: PlannedProgram) -> list[str]:
     return [placed.launch.stream for placed in part.launches]
 
 
+def assert_every_order_gives(
+    runs: PlannedProgram,
+    given: Sequence[Any],
+    expected: Sequence[Any],
+    rng: random.Random,
+    monkeypatch: pytest.MonkeyPatch,
+    what: str,
+) -> int:
+    """Runs a program in orders that its events allow; returns how many were not the planned one."""
+
+    def run() -> list[torch.Tensor]:
+        return [t.clone() for t in runs.lease(list(given)).runners[0]([])]
+
+    on = streams_of(runs)
+    before, results = traced(runs, run, monkeypatch)
+    assert_same(results, expected, what)
+    assert_unordered_uses_share_nothing(runs, before, what)
+    (part,) = runs.layout.parts
+    as_planned = list(part.launches)
+    num_others = 0
+    for prefer in PREFERENCES:
+        order = an_order(before, on, prefer, rng)
+        num_others += order != sorted(order)
+        part.launches[:] = as_planned
+        reordered(runs, order)
+        assert_same(run(), expected, f"{what}, {prefer} first")
+    return num_others
+
+
 def test_every_order_that_events_allow_gives_the_interpreters_bits(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -74,23 +111,9 @@ def test_every_order_that_events_allow_gives_the_interpreters_bits(
         expected = flatten_value(interpret(program, args))
         given = flatten_value(tuple(args))
         runs = planned_on_two_streams(link(program), rng)
-        on = streams_of(runs)
-        num_beside += on.count("second")
-
-        def run(runs: PlannedProgram = runs, given: Any = given) -> list[torch.Tensor]:
-            return [t.clone() for t in runs.lease(list(given)).runners[0]([])]
-
-        before, results = traced(runs, run, monkeypatch)
-        assert_same(results, expected, f"seed {seed}")
-        assert_unordered_uses_share_nothing(runs, before, f"seed {seed}")
-        (part,) = runs.layout.parts
-        as_planned = list(part.launches)
-        for prefer in ("main", "second", "any"):
-            order = an_order(before, on, prefer, rng)
-            num_orders += order != sorted(order)
-            part.launches[:] = as_planned
-            reordered(runs, order)
-            assert_same(run(), expected, f"seed {seed}, {prefer} first")
+        num_beside += streams_of(runs).count("second")
+        what = f"seed {seed}"
+        num_orders += assert_every_order_gives(runs, given, expected, rng, monkeypatch, what)
     assert num_beside > 100
     assert num_orders > 50, "the events left nothing open"
 
