@@ -18,6 +18,7 @@ from ...reuse.ir.types import TensorType
 from ..checks.refusals import DIFFERENTIATES, refuse_recurrent
 from ..tracing.capture_errors import model_name
 from ..tracing.custom_function import TENSOR, CustomFunction
+from ..tracing.torch_patches import GradientCall
 from ..tracing.torch_tracing import is_fake, made_of, user_line
 from .block_calls import BlockCalls
 from .recording import Recording
@@ -163,22 +164,16 @@ class ModelWatcher:
                 "which cannot be followed to operators. Run it outside the model."
             )
 
-    def gradient(
-        self,
-        outputs: Sequence[torch.Tensor],
-        inputs: Sequence[torch.Tensor],
-        seeds: Sequence[torch.Tensor | None],
-        *,
-        allow_unused: bool,
-    ) -> tuple[torch.Tensor | None, ...] | None:
+    def gradient(self, asked: GradientCall) -> tuple[torch.Tensor | None, ...] | None:
         """Records ``torch.autograd.grad``; a pass makes the calls that compute the gradients.
 
-        An output that autograd gives no cotangent leads nowhere; nor does one to an input from
-        which no operator leads to it, whose gradient is None where that is allowed.
+        An output without a cotangent does not count. An input from which no operator leads to one
+        that counts has no gradient: None, where that is allowed.
         """
         if self._recording.quiet:
             return None
         self._recording.differentiates = True
+        outputs, inputs, seeds = asked.outputs, asked.inputs, asked.seeds
         given = [*outputs, *(seed for seed in seeds if seed is not None)]
         if not all(map(is_fake, given)) or not all(isinstance(x, torch.Tensor) for x in inputs):
             self.backward()  # torch.func's transforms wrap their tensors; edges of a graph are none
@@ -189,7 +184,7 @@ class ModelWatcher:
             ends = [tensors.node_of(x) for x in fakes]
         leading = made_of(*(node for node, seed in pairs if seed is not None))
         used = [(x, end) for x, end in zip(fakes, ends, strict=True) if end in leading]
-        if len(used) < len(fakes) and not allow_unused:
+        if len(used) < len(fakes) and not asked.allow_unused:
             self.backward()
         flowing = [(node, tensors.node_of(seed)) for node, seed in pairs if seed is not None]
         for _, end in used:

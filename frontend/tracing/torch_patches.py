@@ -18,6 +18,7 @@ import threading
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -44,6 +45,23 @@ _CHECKPOINT_GENERATORS = (
     "_checkpoint_without_reentrant_generator",
 )
 _MODULE_FILE = sys.modules[nn.Module.__module__].__file__
+
+
+@dataclass(frozen=True)
+class GradientCall:
+    """A call of ``torch.autograd.grad``.
+
+    Attributes:
+        outputs: what is differentiated.
+        inputs: with respect to what.
+        seeds: a cotangent for each output.
+        allow_unused: whether an input may have no gradient.
+    """
+
+    outputs: Sequence[torch.Tensor]
+    inputs: Sequence[torch.Tensor]
+    seeds: Sequence[torch.Tensor | None]
+    allow_unused: bool
 
 
 class Watcher(Protocol):
@@ -88,14 +106,7 @@ class Watcher(Protocol):
     def backward(self) -> None:
         """Code is about to run a backward."""
 
-    def gradient(
-        self,
-        outputs: Sequence[torch.Tensor],
-        inputs: Sequence[torch.Tensor],
-        seeds: Sequence[torch.Tensor | None],
-        *,
-        allow_unused: bool,
-    ) -> tuple[torch.Tensor | None, ...] | None:
+    def gradient(self, asked: GradientCall) -> tuple[torch.Tensor | None, ...] | None:
         """Takes ``torch.autograd.grad``; returns None for PyTorch to compute it."""
 
     def gradient_hook(self, doing: str) -> None:
@@ -410,7 +421,7 @@ def _patch_backward(watcher: Watcher, thread: int) -> Callable[[], None]:
         if threading.get_ident() == thread and accumulate_grad:
             watcher.backward()
         elif threading.get_ident() == thread:
-            found = watcher.gradient(outputs, inputs, seeds, allow_unused=allow_unreachable)
+            found = watcher.gradient(GradientCall(outputs, inputs, seeds, allow_unreachable))
         if found is None:
             more = (inputs, allow_unreachable, accumulate_grad)
             return engine(outputs, seeds, retain_graph, create_graph, *more)
