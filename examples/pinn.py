@@ -104,21 +104,11 @@ def svg_of(panels: dict[str, Tensor], num: int) -> str:
     )
 
 
-def main() -> None:
-    """Trains, prints and draws."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--steps", type=int, default=2000)
-    parser.add_argument("--width", type=int, default=32)
-    parser.add_argument("--depth", type=int, default=4)
-    parser.add_argument("--backend", default="inductor", choices=("inductor", "eager"))
-    parser.add_argument("--svg", default="pinn.svg")
-    options = parser.parse_args()
-    torch.manual_seed(0)
-    model = Loss(options.width, options.depth)
-    compiled = lazyinline.compile(model, backend=options.backend)
+def train(model: Loss, compiled: nn.Module, steps: int) -> None:
+    """Takes some steps; prints ten lines on the way."""
     optimizer = torch.optim.Adam(model.parameters(), lr=5e-3, fused=True)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, options.steps)
-    for step in range(1, options.steps + 1):
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+    for step in range(1, steps + 1):
         inside, edge = torch.rand(512, 2), edge_points(32)
         loss = compiled(inside, edge, exact(edge))
         optimizer.zero_grad()
@@ -131,21 +121,39 @@ def main() -> None:
                 f"compiled: {report.num_nodes} nodes held, {report.num_nodes_if_inlined} if "
                 "inlined; equation and boundary as one program"
             )
-        if step % max(options.steps // 10, 1) == 0:
+        if step % max(steps // 10, 1) == 0:
             off = error_percent(model.net)
             print(f"step {step:>5}  loss {loss.item():.2e}  off by {off:.2f} percent")
+
+
+@torch.no_grad()
+def draw(net: nn.Module, svg: str) -> None:
+    """Draws the solution beside the network, as text and into a file."""
     points = torch.cartesian_prod(torch.linspace(1, 0, 12), torch.linspace(0, 1, 24)).flip(-1)
-    with torch.no_grad():
-        pictures = text_of(exact(points), 12, 24), text_of(model.net(points)[:, 0], 12, 24)
+    pictures = text_of(exact(points), 12, 24), text_of(net(points)[:, 0], 12, 24)
     print(f"    {'exact':<26}network")
     for left, right in zip(*pictures, strict=True):
         print(f"    {left}  {right}")
     points = grid(48)
-    with torch.no_grad():
-        found = model.net(points)[:, 0]
+    found = net(points)[:, 0]
     panels = {"exact": exact(points), "network": found, "difference": found - exact(points)}
-    pathlib.Path(options.svg).write_text(svg_of(panels, 48))
-    print(f"wrote {options.svg}")
+    pathlib.Path(svg).write_text(svg_of(panels, 48))
+    print(f"wrote {svg}")
+
+
+def main() -> None:
+    """Trains, prints and draws."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--width", type=int, default=32)
+    parser.add_argument("--depth", type=int, default=4)
+    parser.add_argument("--backend", default="inductor", choices=("inductor", "eager"))
+    parser.add_argument("--svg", default="pinn.svg")
+    options = parser.parse_args()
+    torch.manual_seed(0)
+    model = Loss(options.width, options.depth)
+    train(model, lazyinline.compile(model, backend=options.backend), options.steps)
+    draw(model.net, options.svg)
 
 
 if __name__ == "__main__":

@@ -56,6 +56,10 @@ class Lanes:
         """The highest order."""
         return self.series.order
 
+    def _has_rows(self, order: int) -> bool:
+        """Whether a tensor of this order has a row for each direction."""
+        return self.are_batched and not self.series.is_sum(order)
+
     # ---- from and to the boundary --------------------------------------------------------
 
     def taken(self, primal: Tensor, given: Mapping[int, Tensor]) -> Tensor | Jet:
@@ -144,8 +148,7 @@ class Lanes:
         """Returns the coefficients of each result of a function that is linear: one by one."""
         found: list[dict[int, tuple[Tensor, ...]]] = []
         for order, lanes in jet.coefficients.items():
-            many = self.are_batched and not self.series.is_sum(order)
-            apply = torch.vmap(function) if many else function
+            apply = torch.vmap(function) if self._has_rows(order) else function
             results = [apply(t) for t in lanes]
             rows = [r if isinstance(r, (tuple, list)) else (r,) for r in results]
             for place, lane in enumerate(zip(*rows, strict=True)):
@@ -164,7 +167,7 @@ class Lanes:
         """
         rows, many = [jet.primal], []
         for order, lanes in sorted(jet.coefficients.items()):
-            is_many = self.are_batched and not self.series.is_sum(order)
+            is_many = self._has_rows(order)
             rows += [t.movedim(0, dim - 1).flatten(dim - 1, dim) if is_many else t for t in lanes]
             many += [is_many] * len(lanes)
         sizes = [row.shape[dim] for row in rows]
@@ -180,7 +183,7 @@ class Lanes:
         """Returns a result, its coefficients as it is: of its shape and number type."""
         found = {}
         for order, lanes in coefficients.items():
-            many = self.are_batched and not self.series.is_sum(order)
+            many = self._has_rows(order)
             shape = (self.series.directions, *primal.shape) if many else tuple(primal.shape)
             found[order] = tuple(_conformed(t, shape, primal.dtype, many) for t in lanes)
         return Jet(primal, found) if found else primal

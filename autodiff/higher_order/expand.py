@@ -6,8 +6,8 @@ beside their results; see :mod:`..forward_mode`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -43,39 +43,59 @@ def expanded(
     """
     before, after = program.calls[:place], program.calls[place + 1 :]
     between = calls_between(before, asked.inputs, asked.outputs)
-    made = {result for call in between for result in call.results}
-    taken = dict.fromkeys(a for call in between for a in call.args if a not in made)
-    inputs = tuple(dict.fromkeys([*asked.inputs, *taken]))
-    outputs = tuple(v for v in dict.fromkeys(asked.outputs) if v in made or v in asked.inputs)
-    found: dict[tuple[Value, int], Value] = {}
-    calls: tuple[Call, ...] = ()
-    fallbacks: tuple[Fallback, ...] = ()
-    if outputs:
-        closure = Composite("along", Program(inputs, tuple(between), outputs))
-        _refuse_draws(closure.program, asked)
-        active = tuple(v in asked.inputs for v in inputs)
-        try:
-            derivative = derivatives.of(closure, active, asked.series, "lines")
-        except PlanError as error:
-            raise CaptureError(f"{error} (asked for at {asked.source})") from None
-        assert isinstance(derivative.closure, Composite)
-        fallbacks = derivative.fallbacks
-        body = derivative.closure.program
-        if _is_made_between(asked.directions, before, between):
-            body = _renamed(body, made)
-        calls, found = _called(derivative, body, inputs, outputs, asked)
-    zeros = [
-        _zeros(result) for output, order, result in asked.results if (output, order) not in found
-    ]
-    new = {
-        result: found[output, order]
-        for output, order, result in asked.results
-        if (output, order) in found
-    }
+    made = _beside(before, between, asked, derivatives)
+    zeros, new = [], {}
+    for output, order, result in asked.results:
+        if (output, order) in made.coefficients:
+            new[result] = made.coefficients[output, order]
+        else:
+            zeros.append(_zeros(result))
     rest = [replace(call, args=tuple(new.get(a, a) for a in call.args)) for call in after]
-    placed = _placed(before, between, calls, asked)
+    placed = _placed(before, between, made.calls, asked)
     results = tuple(new.get(v, v) for v in program.outputs)
-    return replace(program, calls=(*placed, *zeros, *rest), outputs=results), fallbacks
+    return replace(program, calls=(*placed, *zeros, *rest), outputs=results), made.fallbacks
+
+
+@dataclass(frozen=True)
+class _Beside:
+    """What computes coefficients beside values.
+
+    Attributes:
+        calls: those between, with the series beside their results.
+        coefficients: of each output, by order, those that there are.
+        fallbacks: operators that had no rule.
+    """
+
+    calls: tuple[Call, ...] = ()
+    coefficients: Mapping[tuple[Value, int], Value] = field(default_factory=dict)
+    fallbacks: tuple[Fallback, ...] = ()
+
+
+def _beside(
+    before: Sequence[Call],
+    between: Sequence[Call],
+    asked: AskedSeries,
+    derivatives: ForwardDerivatives,
+) -> _Beside:
+    results = {result for call in between for result in call.results}
+    taken = (a for call in between for a in call.args if a not in results)
+    inputs = tuple(dict.fromkeys([*asked.inputs, *taken]))
+    outputs = [v for v in dict.fromkeys(asked.outputs) if v in results or v in asked.inputs]
+    if not outputs:
+        return _Beside()
+    closure = Composite("along", Program(inputs, tuple(between), tuple(outputs)))
+    _refuse_draws(closure.program, asked)
+    active = tuple(v in asked.inputs for v in inputs)
+    try:
+        derivative = derivatives.of(closure, active, asked.series, "lines")
+    except PlanError as error:
+        raise CaptureError(f"{error} (asked for at {asked.source})") from None
+    assert isinstance(derivative.closure, Composite)
+    body = derivative.closure.program
+    if _is_made_between(asked.directions, before, between):
+        body = _renamed(body, results)
+    calls, coefficients = _called(derivative, body, inputs, outputs, asked)
+    return _Beside(calls, coefficients, derivative.fallbacks)
 
 
 def _called(

@@ -173,20 +173,14 @@ class Layout:
                 bases = self._taken_over(kernels, bases, call.operands, call.frees, live)
             launches += _relocated(kernels, bases, self.time, call, begin, turn)
             self.time += len(kernels.launches)
-            for slot, view in zip(call.results, kernels.outputs, strict=True):
-                instance, offset = bases[view.buffer]
-                slots[slot] = Placed(
-                    instance, view.dtype, view.shape, view.stride, offset + view.offset_bytes
-                )
-                live[instance] += 1
+            slots.update(zip(call.results, _results(kernels, bases), strict=True))
+            live.update(slots[s].instance for s in call.results)
             # Added up at once: a gradient that waited for the end would be live until then.
             waiting += [s for s in call.results if s in sinks]
-            for slot in waiting:
-                launches += [self.apply("add_", target, slots[slot]) for target in sinks[slot]]
+            launches += self._added(waiting, sinks, slots)
             waiting.clear()
             live.subtract(slots[s].instance for s in call.frees)
-        for slot in waiting:
-            launches += [self.apply("add_", target, slots[slot]) for target in sinks[slot]]
+        launches += self._added(waiting, sinks, slots)
         # An output outlives the part. What went into a sink does not: the sum is what is kept.
         part = Part(list(inputs), launches, [slots[s] for s in flat.outputs])
         for slot in flat.outputs:
@@ -195,6 +189,14 @@ class Layout:
         self._keep_foreign(begin, turns.values())
         self.parts.append(part)
         return part
+
+    def _added(
+        self,
+        waiting: Iterable[int],
+        sinks: Mapping[int, Sequence[Placed]],
+        slots: Mapping[int, Placed],
+    ) -> list[PlacedLaunch]:
+        return [self.apply("add_", sink, slots[slot]) for slot in waiting for sink in sinks[slot]]
 
     def _keep_foreign(self, begin: int, turns: Iterable[Turn]) -> None:
         """Lets what launches allocate live to the end of a stretch, as generated code has it."""
@@ -262,6 +264,13 @@ class Layout:
             new = Instance(kind, info.num_bytes, birth, max(death, birth + 1), len(self.parts))
             bases.append((self._add(new), 0))
         return tuple(bases)
+
+
+def _results(kernels: KernelList, bases: Sequence[tuple[int, int]]) -> Iterator[Placed]:
+    """Yields where the results of a call are, by its table of buffers."""
+    for view in kernels.outputs:
+        instance, offset = bases[view.buffer]
+        yield Placed(instance, view.dtype, view.shape, view.stride, offset + view.offset_bytes)
 
 
 def _relocated(
