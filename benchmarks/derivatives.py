@@ -227,8 +227,8 @@ def first_call(side: str, case: str) -> float:
 def error_of(case: str) -> float:
     """Returns the largest relative difference of a gradient, ours from eager's, in float64.
 
-    The values on the boundary are those that the network gives: what its gradient is of is then
-    the equation alone, and no boundary's hides it.
+    The values on the boundary are the network's own. That term then has no gradient, which would
+    hide an error in the equation's.
     """
     found = []
     for by_reverse in (False, True):
