@@ -530,6 +530,21 @@ def test_the_report_names_what_has_no_rule_in_taylor_mode() -> None:
     assert "no Taylor rule, forward mode nested" in str(compiled.last_report)
 
 
+def determinants(points: Tensor) -> Tensor:
+    size = points.shape[-1]
+    eye = torch.eye(size, dtype=points.dtype)
+    return torch.linalg.det(points.unsqueeze(-1) * points.unsqueeze(-2) + eye)
+
+
+def test_a_laplacian_of_what_forward_mode_is_wrong_for_runs_itself_and_names_it() -> None:
+    x = tensor(4, 3)
+    laplacian = func.laplacian(determinants, mode="taylor")
+    # det(I + x x^T) is 1 + |x|^2
+    torch.testing.assert_close(laplacian(x), torch.full((4,), 6.0, dtype=x.dtype))
+    why = str(lazyinline.last_report(laplacian).ran_eagerly)  # type: ignore[union-attr]
+    assert "_linalg_det" in why and "test_func.py" in why and "determinants" in why
+
+
 def test_what_does_not_move_has_zero_series() -> None:
     def forward(self: Any, x: Tensor) -> Tensor:
         return func.laplacian(lambda y: y + 0 * self.net(x))(x).sum() + self.net(x).sum()
