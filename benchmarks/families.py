@@ -25,7 +25,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
-from zoo import ASKED, FURTHER, Family, scalar
+from zoo import ASKED, FURTHER, Family, add_families, chosen_families, scalar
 
 import lazyinline
 from lazyinline import CompileReport, LazyInlineError
@@ -214,15 +214,11 @@ def write_row(family: Family, line: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", nargs="+", metavar="NAME", help="families by name")
+    add_families(parser)
     parser.add_argument("--backend", choices=("eager", "inductor"), default="eager")
     parser.add_argument("--docs", action="store_true", help="write the table into docs/families.md")
     options = parser.parse_args()
-    known = {family.name: family for family in (*ASKED, *FURTHER)}
-    unknown = set(options.only or ()) - known.keys()
-    if unknown:
-        parser.error(f"no such family: {', '.join(sorted(unknown))}; there are {', '.join(known)}")
-    families = [known[name] for name in options.only or known]
+    families = chosen_families(parser, options)
     print(heading(), end="")
     for family in families:
         result = result_of(family, options.backend)

@@ -24,7 +24,7 @@ from typing import Any
 
 import transformers
 from torch import nn
-from zoo import ASKED, FURTHER, Family, scalar
+from zoo import ASKED, FURTHER, Family, add_families, chosen_families, scalar
 
 import lazyinline
 from lazyinline import CaptureError
@@ -146,22 +146,20 @@ def with_rows(rows: Mapping[str, str], old: str) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", nargs="+", metavar="NAME", help="families by name")
+    add_families(parser)
     parser.add_argument("--docs", action="store_true", help="write list and table into the page")
     options = parser.parse_args()
-    known = {family.name: family for family in (*ASKED, *FURTHER)}
-    unknown = set(options.only or ()) - known.keys()
-    if unknown:
-        parser.error(f"no such family: {', '.join(sorted(unknown))}; there are {', '.join(known)}")
+    families = chosen_families(parser, options)
     if options.docs:
         write("list", lambda _: f"\n{listed()}\n")
     rows: dict[str, str] = {}
     used: set[str] = set()
     failed = []
     print(table({}), end="")
-    for name in options.only or known:
+    for family in families:
+        name = family.name
         try:
-            found = reduction_of(known[name])
+            found = reduction_of(family)
         except Exception as error:  # a defect of ours: shown, and the other rows go on
             failed.append(name)
             print(
@@ -172,7 +170,7 @@ def main() -> int:
         if found.whole:
             failed.append(name)
         used |= found.reduced.keys()
-        rows[name] = row(known[name], found)
+        rows[name] = row(family, found)
         print(rows[name], end="", flush=True)
         for one in found.whole:
             print(f"  {one}")

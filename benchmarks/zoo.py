@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -278,6 +279,20 @@ FURTHER = (
         {"text_config": TEXT_TOWER, "vision_config": VISION_TOWER},
     ),
 )
+
+
+def add_families(parser: argparse.ArgumentParser) -> None:
+    """Lets a command take the names of families."""
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="families by name")
+
+
+def chosen_families(parser: argparse.ArgumentParser, options: argparse.Namespace) -> list[Family]:
+    """Returns the families that were named, or all; an unknown name ends the command."""
+    known = {family.name: family for family in (*ASKED, *FURTHER)}
+    unknown = set(options.only or ()) - known.keys()
+    if unknown:
+        parser.error(f"no such family: {', '.join(sorted(unknown))}; there are {', '.join(known)}")
+    return [known[name] for name in options.only or known]
 
 
 def scalar(output: Any) -> Tensor:
