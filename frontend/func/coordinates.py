@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
@@ -101,8 +101,8 @@ def derivative(
     """Returns a partial derivative of a function of points, of any order.
 
     It runs at once: inside a model that is compiled it becomes a part of that. In Taylor mode a
-    mixed derivative is a sum over directions: of the order n they hold, for each letter, between 0
-    and as many steps along its coordinate as the letter has places.
+    mixed derivative is a weighted sum of those along some directions: ``"xy"`` of those along
+    ``x + y`` and ``x - y``.
 
     Args:
         func: as :func:`laplacian` takes it.
@@ -139,35 +139,37 @@ def derivative(
 
 
 def _taylor_derivative(func: Function, points: torch.Tensor, places: Sequence[int]) -> torch.Tensor:
-    weights, steps = zip(*_polarized(places, points.shape[-1]), strict=True)
-    directions = _everywhere(steps, points)
+    weights = _polarized(places, points.shape[-1])
+    directions = _everywhere(list(weights), points)
     (given,), _ = renamed((points,))
     result = _result_of(func, given)
-    along = taylor(result, given, directions, Series(len(places), len(steps)))
+    along = taylor(result, given, directions, Series(len(places), len(weights)))
     scale = math.factorial(len(places))
-    terms = [along[k] * (weight / scale) for k, weight in enumerate(weights)]
+    terms = [along[k] * (weight / scale) for k, weight in enumerate(weights.values())]
     return torch.stack(terms).sum(0)
 
 
-def _polarized(places: Sequence[int], num: int) -> Iterator[tuple[float, list[float]]]:
-    """Yields weights and directions: a mixed derivative as a sum of those along lines.
+def _polarized(places: Sequence[int], num: int) -> Mapping[tuple[float, ...], float]:
+    """Returns directions and their weights: a mixed derivative as a sum of those along lines.
 
-    With ``n`` derivatives, ``a_i`` of them by coordinate i, it is the sum over all ``b <= a`` but
-    zero of ``(-1)^(n - |b|) prod C(a_i, b_i) / n!`` times the n-th derivative along ``b``: the
-    polarization identity, equal terms taken together.
+    With ``n`` derivatives, ``a_i`` of them by coordinate i, it is the sum over all ``b <= a`` of
+    ``(-1)^|b| prod C(a_i, b_i) / (2^n n!)`` times the n-th derivative along ``a - 2 b``: the
+    polarization identity, centred. Directions on one line are one.
     """
     wanted = Counter(places)
-    if len(wanted) == 1:
-        ((place, order),) = wanted.items()
-        yield float(math.factorial(order)), [float(i == place) for i in range(num)]
-        return
-    for chosen in itertools.product(*(range(n + 1) for n in wanted.values())):
-        if any(chosen):
-            weight = (-1.0) ** (len(places) - sum(chosen))
-            for of, order in zip(chosen, wanted.values(), strict=True):
-                weight *= math.comb(order, of)
-            steps = dict(zip(wanted, chosen, strict=True))
-            yield weight, [float(steps.get(i, 0)) for i in range(num)]
+    found: dict[tuple[float, ...], float] = {}
+    for below in itertools.product(*(range(n + 1) for n in wanted.values())):
+        steps = [n - 2 * b for n, b in zip(wanted.values(), below, strict=True)]
+        longest = math.gcd(*steps)
+        if not longest or next(step for step in steps if step) < 0:
+            continue  # the opposite direction gives the same
+        weight = 2.0 * (-1) ** sum(below) * (longest / 2) ** len(places)
+        for b, order in zip(below, wanted.values(), strict=True):
+            weight *= math.comb(order, b)
+        along = dict(zip(wanted, steps, strict=True))
+        direction = tuple(float(along.get(i, 0) // longest) for i in range(num))
+        found[direction] = found.get(direction, 0.0) + weight
+    return found
 
 
 def _everywhere(directions: Sequence[Sequence[float]], points: torch.Tensor) -> torch.Tensor:
