@@ -70,6 +70,7 @@ class CompileReport(CompileRecord):
             lines.append(f"  {self.num_backwards} backwards: losses used only some of the outputs")
         if self.num_gradients:
             lines.append(f"  gradients compiled, for derivatives of them: {self.num_gradients}")
+        lines += [f"  {choice}" for choice in self.modes]
         lines += [f"  no Taylor rule, forward mode nested: {one}" for one in self.nested_forward]
         if self.why_static:
             lines.append(f"  sizes are numbers, because {self.why_static}")

@@ -2,6 +2,7 @@
 
 policy          what a user asks for
 operator_costs  what operators cost
+program_costs   what a program costs, for whoever has to choose between two
 cut_problem     one leaf's forward values, and what saving some of them means
 sizes_at        where sizes are symbols: the numbers that all this is weighed at
 solver          exact cuts of one closure; exact spread over the calls of any number

@@ -558,7 +558,7 @@ def test_a_model_that_draws_between_runs_itself() -> None:
     """Also where it cannot be captured for another reason, and its parts could be compiled."""
 
     def forward(self: Any, x: Tensor) -> Tensor:
-        return func.laplacian(self.net)(x).sum()
+        return func.laplacian(self.net, mode="taylor")(x).sum()
 
     def branching(self: Any, x: Tensor) -> Tensor:
         x = x.view_as(x).requires_grad_()

@@ -43,6 +43,12 @@ class Series:
         """Every order there is."""
         return tuple(range(1, self.order + 1))
 
+    @property
+    def num_coefficients(self) -> int:
+        """How many tensors of its shape flow beside a value."""
+        lower = (self.order - 1) * self.directions
+        return lower + (1 if self.collapsed else self.directions)
+
     def is_sum(self, order: int) -> bool:
         """Whether of this order only the sum over the directions is kept."""
         return self.collapsed and order == self.order

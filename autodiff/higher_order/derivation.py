@@ -16,6 +16,7 @@ import torch.fx
 from ...reuse.ir.leaf import stamp_of
 from ...reuse.ir.program import Call, Leaf, Program, Value, walk_closures
 from ..forward_mode.series import Series
+from .modes import Way
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,27 @@ class Expansion:
     def __call__(self, *operands: Any) -> Any:
         """Raises AssertionError."""
         raise AssertionError("a series that a forward takes was not made")
+
+
+@dataclass(frozen=True)
+class Alternatives:
+    """The one operator of a leaf: takes the same derivative, computed in several ways.
+
+    It gives the one of the cheapest way, and is never run.
+    """
+
+    what: str
+    order: int
+    ways: tuple[Way, ...]
+    __name__ = "cheapest"
+
+    def __call__(self, *operands: Any) -> Any:
+        """Raises AssertionError."""
+        raise AssertionError("the mode of a derivative was not chosen")
+
+
+Asking = Derivation | Expansion | Alternatives
+"""What stands for a derivative, until it is made."""
 
 
 @dataclass(frozen=True)
@@ -91,27 +113,46 @@ class AskedSeries:
     source: str
 
 
+@dataclass(frozen=True)
+class AskedMode:
+    """What a call of such a leaf asks for.
+
+    Attributes:
+        alternatives: the ways.
+        values: what each computes.
+        result: the value that one of them has to become.
+        source: the user's line.
+    """
+
+    alternatives: Alternatives
+    values: tuple[Value, ...]
+    result: Value
+    source: str
+
+
 def takes_gradients(program: Program) -> bool:
     """Whether a forward takes a gradient, anywhere in it."""
     leaves = (c for c in walk_closures(program) if isinstance(c, Leaf))
     return any(_derivation(leaf) is not None for leaf in leaves)
 
 
-def asked_by(call: Call) -> Asked | AskedSeries | None:
+def asked_by(call: Call) -> Asked | AskedSeries | AskedMode | None:
     """Returns what a call asks for, if its closure stands for a derivative."""
     node = _derivation(call.closure) if isinstance(call.closure, Leaf) else None
     if node is None:
         return None
     assert isinstance(call.closure, Leaf)
     target = node.target
-    assert isinstance(target, Derivation | Expansion)
+    assert isinstance(target, Asking)
     env = dict(zip(call.closure.entries, call.args, strict=True))
     operands = tuple(env[n] for n in node.args)  # type: ignore[index]
+    source = stamp_of(node).source
+    if isinstance(target, Alternatives):
+        return AskedMode(target, operands, call.results[0], source)
     first, second = target.num_outputs, target.num_outputs + target.num_inputs
     outputs, inputs, more = operands[:first], operands[first:second], operands[second:]
     picked = [int(n.args[1]) for n in _returned(call.closure)]  # type: ignore[arg-type]
     results = list(zip(picked, call.results, strict=True))
-    source = stamp_of(node).source
     if isinstance(target, Derivation):
         return Asked(outputs, inputs, more, tuple(results), source)
     orders = target.series.orders
@@ -120,8 +161,7 @@ def asked_by(call: Call) -> Asked | AskedSeries | None:
 
 
 def _derivation(leaf: Leaf) -> torch.fx.Node | None:
-    kinds = (Derivation, Expansion)
-    return next((n for n in leaf.nodes if isinstance(n.target, kinds)), None)
+    return next((n for n in leaf.nodes if isinstance(n.target, Asking)), None)
 
 
 def _returned(leaf: Leaf) -> list[torch.fx.Node]:

@@ -7,8 +7,9 @@ program that can be differentiated: in training it is, and a gradient of a gradi
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TypeAlias
 
 from ...reuse.errors import CaptureError
 from ...reuse.ir.leaf import flat_types
@@ -27,12 +28,34 @@ from ..forward_mode.forward_derivative import ForwardDerivatives
 from ..forward_mode.jet_interpreter import Fallback
 from ..traces.torch_differentiable import DIFFERENTIABLE
 from ..training_program import backward_calls
-from .derivation import Asked, asked_by
+from .derivation import Asked, AskedMode, asked_by
 from .expand import expanded
 from .flat_structs import FlatStructs
-from .gradient_program import own_derivative
+from .gradient_program import needed_calls, own_derivative
+from .modes import Cost, ModeChoice, Trial, weighed
 from .paths import calls_between, refuse_hidden_paths
 from .repeats import Repeats
+
+Count: TypeAlias = Callable[[Program, Collection[Call]], Cost]
+"""Of a program what it costs, less some of its calls."""
+
+
+@dataclass
+class Notes:
+    """What is to be told of derivatives that were made; each once.
+
+    Attributes:
+        fallbacks: the operators that had no rule in Taylor mode.
+        choices: where there were several ways.
+    """
+
+    fallbacks: dict[Fallback, None] = field(default_factory=dict)
+    choices: dict[ModeChoice, None] = field(default_factory=dict)
+
+    def add(self, other: Notes) -> None:
+        """Takes those of a part."""
+        self.fallbacks.update(other.fallbacks)
+        self.choices.update(other.choices)
 
 
 class Derive:
@@ -44,51 +67,91 @@ class Derive:
         self._flat = FlatStructs()
         self._forward = ForwardDerivatives()
         self._repeats = Repeats()
-        self._fallbacks: dict[Fallback, None] = {}
-        self._closures: dict[Closure, Closure] = {}
+        self._closures: dict[Closure, tuple[Closure, Notes]] = {}
         self._originals: dict[Closure, Closure] = {}
 
-    def program(self, program: Program) -> Program:
+    def program(self, program: Program, count: Count) -> tuple[Program, Notes]:
         """Returns the entry program with its gradients; the same one if it asks for none.
+
+        Args:
+            program: as captured.
+            count: weighs the ways to a derivative, where there are several. A block that other
+                programs have as well keeps the way that was chosen first.
 
         Raises:
             CaptureError: if a gradient is asked for that cannot be followed.
         """
         given = zip(program.inputs, program.sources, strict=True)
         may_depend = {v for v, s in given if isinstance(s, UserInput) and s.requires_grad}
-        return self._made(self._repeats.program(program), may_depend)
+        notes = Notes()
+        made = self._made(self._repeats.program(program), may_depend, count, notes)
+        return made, notes
 
-    @property
-    def fallbacks(self) -> tuple[Fallback, ...]:
-        """The operators, so far, that had no rule in Taylor mode."""
-        return tuple(self._fallbacks)
-
-    def _made(self, program: Program, may_depend: Collection[Value]) -> Program:
+    def _made(
+        self, program: Program, may_depend: Collection[Value], count: Count, notes: Notes
+    ) -> Program:
         """``may_depend``: inputs that may be functions of other inputs."""
-        closures = [self._closure(call.closure) for call in program.calls]
+        closures = [self._closure(call.closure, count, notes) for call in program.calls]
         if any(new is not c.closure for new, c in zip(closures, program.calls, strict=True)):
             pairs = zip(program.calls, closures, strict=True)
             program = replace(program, calls=tuple(replace(c, closure=new) for c, new in pairs))
         while True:
-            found = ((i, asked_by(call)) for i, call in enumerate(program.calls))
-            place, asked = next(((i, a) for i, a in found if a is not None), (-1, None))
-            if asked is None:
+            asked = [(i, a) for i, call in enumerate(program.calls) if (a := asked_by(call))]
+            if not asked:
                 return program
-            refuse_hidden_paths(program.calls[:place], program.inputs, asked, may_depend)
-            if isinstance(asked, Asked):
-                program = self._flat.program(self._derived(program, place, asked))
+            # What the ways to a derivative ask for is made once one of them is chosen.
+            modes = ((i, a) for i, a in asked if isinstance(a, AskedMode))
+            place, one = next(modes, asked[0])
+            if isinstance(one, AskedMode):
+                program = self._chosen(program, place, one, may_depend, count, notes)
+                continue
+            refuse_hidden_paths(program.calls[:place], program.inputs, one, may_depend)
+            if isinstance(one, Asked):
+                program = self._flat.program(self._derived(program, place, one))
             else:
-                program, found_none = expanded(program, place, asked, self._forward)
-                self._fallbacks.update(dict.fromkeys(found_none))
+                program, found_none = expanded(program, place, one, self._forward)
+                notes.fallbacks.update(dict.fromkeys(found_none))
 
-    def _closure(self, closure: Closure) -> Closure:
+    def _closure(self, closure: Closure, count: Count, notes: Notes) -> Closure:
         if not isinstance(closure, Composite):
             return closure
         if closure not in self._closures:
-            program = self._made(closure.program, closure.program.inputs)
+            own = Notes()
+            program = self._made(closure.program, closure.program.inputs, count, own)
             is_same = program is closure.program
-            self._closures[closure] = closure if is_same else replace(closure, program=program)
-        return self._closures[closure]
+            self._closures[closure] = (
+                closure if is_same else replace(closure, program=program),
+                own,
+            )
+        made, own = self._closures[closure]
+        notes.add(own)
+        return made
+
+    def _chosen(
+        self,
+        program: Program,
+        place: int,
+        asked: AskedMode,
+        may_depend: Collection[Value],
+        count: Count,
+        notes: Notes,
+    ) -> Program:
+        """Returns the program with one of the ways to a derivative, and without the others."""
+
+        def alone(number: int) -> Program:
+            value = asked.values[number]
+            calls = needed_calls(program.calls[:place], [value])
+            return replace(program, calls=calls, outputs=(value,), writes=())
+
+        def trial(number: int) -> Trial:
+            before, own = alone(number), Notes()
+            made = self._made(before, may_depend, count, own)
+            return Trial(count(made, before.calls), bool(own.fallbacks))
+
+        of = asked.alternatives
+        taken, choice = weighed(of.what, asked.source, of.order, of.ways, trial)
+        notes.choices[choice] = None
+        return _with_value(program, place, asked.result, asked.values[taken])
 
     def _derived(self, program: Program, place: int, asked: Asked) -> Program:
         """Returns the program with the gradients that one call asks for."""
@@ -125,6 +188,24 @@ class Derive:
         """Returns the call whose forward that saves a call is."""
         original = self._originals[call.closure]
         return replace(call, closure=original, results=call.results[: len(original.output_types)])
+
+
+def _with_value(program: Program, place: int, result: Value, value: Value) -> Program:
+    """Returns a program with a value in the place of a call's result.
+
+    What only that call had a use for is left out.
+    """
+
+    def named(values: tuple[Value, ...]) -> tuple[Value, ...]:
+        return tuple(value if v is result else v for v in values)
+
+    used = {*needed_calls(program.calls, program.outputs)}
+    calls = [replace(c, args=named(c.args)) if result in c.args else c for c in program.calls]
+    del calls[place]
+    outputs = named(program.outputs)
+    still = {*needed_calls(calls, outputs)}
+    kept = tuple(c for c in calls if c in still or c not in used)
+    return replace(program, calls=kept, outputs=outputs)
 
 
 def _saved_already(call: Call, forward: Call) -> list[Call]:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ...autodiff.forward_mode.series import Series
-from ...autodiff.higher_order.derivation import Derivation, Expansion
+from ...autodiff.higher_order.derivation import Alternatives, Derivation, Expansion
 from ...reuse.errors import CaptureError
 from ...reuse.evidence.module_state import raw_attribute
 from ...reuse.ir.program import RecomputeMark
@@ -225,6 +225,23 @@ class ModelWatcher:
         ]
         size = series.order
         return [made[i * size : (i + 1) * size] for i in range(len(outputs))]
+
+    def apart(self, tensor: torch.Tensor) -> None:
+        """Has what follows be calls of its own: a way to a derivative can then be left out."""
+        self._recording.tensors.node_of(tensor).meta[DIFFERENTIATED] = True
+
+    def cheapest(self, alternatives: Alternatives, found: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Records a derivative that was computed in several ways, of one layout.
+
+        A pass chooses one, and leaves the others out.
+        """
+        tracer, tensors = self._recording.tracer, self._recording.tensors
+        node = tracer.call(alternatives, [tensors.node_of(x) for x in found])
+        history = next((x for x in found if x.requires_grad), None)
+        made: torch.Tensor = tracer.track_new(
+            TensorType.of(found[0]), history, tracer.item(node, 0)
+        )
+        return made
 
     def run_state(self, tensor: torch.Tensor, name: str) -> None:
         """Refuses to take what a tensor says of this run for what it says in every run."""

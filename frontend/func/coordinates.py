@@ -10,7 +10,9 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -18,7 +20,7 @@ from torch import nn
 from ...autodiff.forward_mode.series import Series
 from ...reuse.errors import PlanError
 from .arguments import Function, renamed
-from .lines import Mode, is_taylor, taylor
+from .lines import Mode, Ways, may_follow, taylor
 from .transforms import compiled, gradients
 
 
@@ -30,7 +32,8 @@ def laplacian(func: Function, *, mode: Mode = "auto") -> nn.Module:
             number for each point, ``[...]``. A result may depend on its own point only.
         mode: ``"taylor"`` passes once, with the collapsed Taylor series along all coordinates
             (Dangel et al., arXiv 2505.13644); ``"reverse"`` differentiates twice. ``"auto"`` is
-            the first wherever it is compiled.
+            whichever of them costs less, as counted when it is compiled; the report says which.
+            Where PyTorch itself runs, it is always reverse mode.
 
     Returns:
         A module that takes points and returns the sum of the second derivatives by each
@@ -53,27 +56,64 @@ class _Laplacian(nn.Module):
 
     def forward(self, points: torch.Tensor) -> torch.Tensor:
         """Returns the sum of the second derivatives."""
-        goes_on = torch.is_grad_enabled()
-        with torch.enable_grad():
-            if is_taylor(self._mode):
-                return _ended(self._taylor(points), goes_on=goes_on)
-            (given,), _ = renamed((points,))
-            result = _result_of(self.func, given)
-            columns = _columns(result, given)
-            found = [_reverse_laplacian(c, given, goes_on=goes_on) for c in columns]
-            return torch.stack(found, -1).reshape(result.shape)
-
-    def _taylor(self, points: torch.Tensor) -> torch.Tensor:
         num = points.shape[-1]
         units = [[float(i == k) for i in range(num)] for k in range(num)]
-        directions = _everywhere(units, points)
-        (given,), _ = renamed((points,))
-        result = _result_of(self.func, given)
-        return taylor(result, given, directions, Series(2, num, collapsed=True))
+        series = Series(2, num, collapsed=True)
+        asked = _Asked("laplacian", units, series, lambda x: x, _reverse_laplacian, 1 + 2 * num)
+        return asked.of(self.func, points, self._mode)
 
 
-def _ended(found: torch.Tensor, *, goes_on: bool) -> torch.Tensor:
-    return found if goes_on else found.detach()
+class _InReverse(Protocol):
+    def __call__(
+        self, column: torch.Tensor, points: torch.Tensor, /, *, goes_on: bool
+    ) -> torch.Tensor:
+        """Returns a derivative of one number at each point."""
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """A derivative by coordinates.
+
+    Attributes:
+        what: it is, in words.
+        directions: of the lines that it is taken along in Taylor mode.
+        series: along them.
+        from_lines: makes it of the highest derivatives along them.
+        in_reverse: makes it, of one number at each point.
+        passes_back: how often that runs the linear maps of what is differentiated.
+    """
+
+    what: str
+    directions: Sequence[Sequence[float]]
+    series: Series
+    from_lines: Callable[[torch.Tensor], torch.Tensor]
+    in_reverse: _InReverse
+    passes_back: int
+
+    def of(self, func: Function, points: torch.Tensor, mode: Mode) -> torch.Tensor:
+        """Returns it, of a function at some points."""
+        goes_on = torch.is_grad_enabled()
+        with torch.enable_grad():
+            # Made before what is differentiated runs: the series then take its place.
+            lines = _everywhere(self.directions, points) if may_follow(mode) else points
+            (given,), _ = renamed((points,))
+            result = _result_of(func, given)
+
+            def in_reverse() -> torch.Tensor:
+                columns = _columns(result, given)
+                found = [self.in_reverse(column, given, goes_on=goes_on) for column in columns]
+                return torch.stack(found, -1).reshape(result.shape)
+
+            ways = Ways(
+                self.what,
+                self.series.order,
+                1 + self.series.num_coefficients,
+                1 + self.passes_back * (result.numel() // max(1, points[..., 0].numel())),
+                lambda: self.from_lines(taylor(result, given, lines, self.series)),
+                in_reverse,
+            )
+            found = ways.taken(mode, result, given)
+        return found if goes_on else found.detach()
 
 
 def _reverse_laplacian(
@@ -123,30 +163,22 @@ def derivative(
         ...         return derivative(self.net, x, "xxxx").square().mean()
     """
     places = _places(by, coordinates, points.shape[-1])
-    goes_on = torch.is_grad_enabled()
-    with torch.enable_grad():
-        if is_taylor(mode):
-            return _ended(_taylor_derivative(func, points, places), goes_on=goes_on)
-        (given,), _ = renamed((points,))
-        result = _result_of(func, given)
-        columns = []
-        for column in _columns(result, given):
-            for number, place in enumerate(places, start=1):
-                is_last = number == len(places)
-                column = _by(column, given, place, goes_on=goes_on or not is_last)
-            columns.append(column)
-        return torch.stack(columns, -1).reshape(result.shape)
+    order, weights = len(places), _polarized(places, points.shape[-1])
 
+    def from_lines(along: torch.Tensor) -> torch.Tensor:
+        scale = math.factorial(order)
+        terms = [along[k] * (weight / scale) for k, weight in enumerate(weights.values())]
+        return torch.stack(terms).sum(0)
 
-def _taylor_derivative(func: Function, points: torch.Tensor, places: Sequence[int]) -> torch.Tensor:
-    weights = _polarized(places, points.shape[-1])
-    directions = _everywhere(list(weights), points)
-    (given,), _ = renamed((points,))
-    result = _result_of(func, given)
-    along = taylor(result, given, directions, Series(len(places), len(weights)))
-    scale = math.factorial(len(places))
-    terms = [along[k] * (weight / scale) for k, weight in enumerate(weights.values())]
-    return torch.stack(terms).sum(0)
+    def in_reverse(column: torch.Tensor, given: torch.Tensor, *, goes_on: bool) -> torch.Tensor:
+        for number, place in enumerate(places, start=1):
+            column = _by(column, given, place, goes_on=goes_on or number < order)
+        return column
+
+    series, passes_back = Series(order, len(weights)), 2**order - 1
+    what = f"derivative by {by!r}"
+    asked = _Asked(what, list(weights), series, from_lines, in_reverse, passes_back)
+    return asked.of(func, points, mode)
 
 
 def _polarized(places: Sequence[int], num: int) -> Mapping[tuple[float, ...], float]:
@@ -173,10 +205,7 @@ def _polarized(places: Sequence[int], num: int) -> Mapping[tuple[float, ...], fl
 
 
 def _everywhere(directions: Sequence[Sequence[float]], points: torch.Tensor) -> torch.Tensor:
-    """Returns the same directions at every point, ``[K, *points.shape]``.
-
-    They are made before what is differentiated runs: the series then take its place.
-    """
+    """Returns the same directions at every point, ``[K, *points.shape]``."""
     rows = torch.tensor(directions, dtype=points.dtype, device=points.device)
     num, size = rows.shape
     whole = rows.reshape(num, *[1] * (points.dim() - 1), size)

@@ -73,6 +73,7 @@ def notes(record: CompileRecord) -> list[str]:
         found.append(f"{record.num_backwards} backwards: losses used only some of the outputs.")
     if record.num_gradients:
         found.append(f"Gradients compiled, for derivatives of them: {record.num_gradients}.")
+    found += [f"{one}." for one in map(str, record.modes)]
     found += [f"No Taylor rule, forward mode nested: {one}." for one in record.nested_forward]
     if record.cache.directory:
         found.append(" ".join(str(record.cache).split()))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 
 from ...autodiff.derivative import Derivative, Request
 from ...autodiff.higher_order.derivation import takes_gradients
@@ -13,7 +14,12 @@ from ..checks.refusals import DIFFERENTIATES
 from ..checks.runnable import check_batch_is_kept
 from ..options import Batching
 from ..records.reuse_table import nothing_shared
-from ..requests import class_name_of, differentiation, loss_differentiation
+from ..requests import (
+    class_name_of,
+    differentiable_inputs,
+    differentiation,
+    loss_differentiation,
+)
 from .parts import PARTS, programs_of
 from .state import Compilation, State, compile_pass
 
@@ -69,13 +75,20 @@ def _takes_gradients(state: Compilation) -> bool:
 @compile_pass("derive", wanted=_takes_gradients)
 def derive(state: State) -> State:
     """Gradients that the forward itself takes become calls of derivatives, once per closure."""
+    assert state.subject is not None
+    program = state.programs[PARTS[0]]
+    recompute, sizes = state.context.recompute, state.captured.sizes
+    costs = (recompute if sizes is None else recompute.at(sizes.example)).program_costs()
+    trained = differentiable_inputs(program) if state.subject.train else ()
+    count = partial(costs.added, active=[program.inputs[i] for i in trained])
     try:
-        program = state.context.derive.program(state.programs[PARTS[0]])
+        program, notes = state.context.derive.program(program, count)
     except Exception as error:  # what PyTorch cannot trace of it, too: the model itself can run
         raise CaptureError(
             f"{state.report.model} {DIFFERENTIATES} in a way that cannot be followed: {error}"
         ) from error
-    state.report.nested_forward = list(map(str, state.context.derive.fallbacks))
+    state.report.nested_forward = list(map(str, notes.fallbacks))
+    state.report.modes = list(notes.choices)
     seen = replace(state.captured, program=program)
     return replace(state, seen=seen, programs={PARTS[0]: program})
 

@@ -15,6 +15,7 @@ from ...recompute.fit_budget import BudgetFit, Peaks
 from ...recompute.operator_costs import CostModel, Measured, Roofline
 from ...recompute.planner import Planner, Variant, policy_of
 from ...recompute.policy import Budget, Policy
+from ...recompute.program_costs import ProgramCosts
 from ...recompute.sizes_at import SizesAt
 from ...recompute.summary import summarize
 from ...reuse.errors import PlanError
@@ -61,21 +62,27 @@ class Recompute:
         self._make = differentiator
         self._policy = policy
         self._sizes = sizes or SizesAt()
-        costs: CostModel = Roofline(fused=backend != "eager")
+        roofline = Roofline(fused=backend != "eager")
         if target is not None:
-            costs = Roofline(
+            roofline = Roofline(
                 target.single_flops_per_s,
                 target.half_flops_per_s,
                 target.bandwidth_bytes_per_s,
             )
+        costs: CostModel = roofline
         if isinstance(policy, Budget) and policy.costs == "measured":
-            costs = Measured(costs)
+            costs = Measured(roofline)
+        self._roofline = roofline
         self._planner = Planner(differentiator, costs, self._sizes)
         self._again = partial(Recompute, differentiator, policy, backend, target)
 
     def at(self, values: Values) -> Recompute:
         """Returns what chooses by the same policy where sizes are symbols, for these numbers."""
         return self._again(SizesAt(values))
+
+    def program_costs(self) -> ProgramCosts:
+        """Returns what counts programs, by the same roofline."""
+        return ProgramCosts(self._roofline, self._sizes)
 
     def chosen(self, request: Request, peaks: ProgramPeaks, policy: Policy = None) -> Request:
         """Returns the request with a choice, as the policy and the marks in the program want it.

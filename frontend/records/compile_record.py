@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
+from ...autodiff.higher_order.modes import ModeChoice
 from ...backend.cache.results import CacheUse
 from ...backend.kernels.lower import BackendName
 from ...recompute.summary import RecomputeRecord
@@ -104,6 +105,8 @@ class CompileRecord:
         num_backwards: backwards that there are by now: one for each set of outputs that a loss
             used, where it left some unused (their cotangents are undefined, which is not zero).
         num_gradients: programs of gradients by now, made for gradients that were differentiated.
+        modes: where a derivative in the forward had several modes, which one was taken, what each
+            costs and why.
         nested_forward: operators that have no rule in Taylor mode, with the user's lines: forward
             mode was nested for them.
         why_static: why this shape was compiled on its own although others had come.
@@ -144,6 +147,7 @@ class CompileRecord:
     num_links: int = 0
     num_backwards: int = 1
     num_gradients: int = 0
+    modes: list[ModeChoice] = field(default_factory=list)
     nested_forward: list[str] = field(default_factory=list)
     why_static: str = ""
     closures: list[ClosureRecord] = field(default_factory=list)

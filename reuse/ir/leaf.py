@@ -328,6 +328,13 @@ def is_active(leaf: Leaf, active_inputs: Sequence[bool]) -> tuple[bool, ...]:
 
     May say yes where autograd says no, never the other way.
     """
+    outputs = leaf.module.graph.output_node().args[0]
+    assert isinstance(outputs, (tuple, list))
+    return tuple(map(carries_gradient(leaf, active_inputs), outputs))
+
+
+def carries_gradient(leaf: Leaf, active_inputs: Sequence[bool]) -> Callable[[object], bool]:
+    """Returns what says of a node whether it can; see :func:`is_active`."""
     active: set[Any] = set()  # nodes, and memory that something active was written to
     placeholders = leaf.entries
     active.update(n for n, flag in zip(placeholders, active_inputs, strict=True) if flag)
@@ -342,9 +349,7 @@ def is_active(leaf: Leaf, active_inputs: Sequence[bool]) -> tuple[bool, ...]:
             active.add(node)
             if node.target not in _WRITES_STATISTICS:
                 active.update(map(memory_of, mutated_args(node)))
-    outputs = leaf.module.graph.output_node().args[0]
-    assert isinstance(outputs, (tuple, list))
-    return tuple(map(carries, outputs))
+    return carries
 
 
 def memory_of(node: torch.fx.Node) -> Any:
