@@ -29,7 +29,7 @@ def _determinant(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torc
 
     PyTorch chooses the derivative of ``det`` by the numbers in the matrix. A trace has none and
     takes the one for singular matrices, whose own derivative is no number where singular values are
-    equal. By the logarithm a singular matrix is an error.
+    equal (from 2.15 it takes both, and picks). By the logarithm a singular matrix is an error.
     """
     sign, logarithm, factors, pivots = torch.ops.aten._linalg_slogdet.default(matrix)
     return sign * logarithm.exp(), factors, pivots
