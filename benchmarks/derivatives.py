@@ -38,8 +38,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-os.environ["LAZYINLINE_CACHE"] = "0"
-
 import jax_forms
 import numpy
 import torch
@@ -295,6 +293,7 @@ def rows(case: str, sides: Sequence[str], num_rounds: int, *, with_first: bool) 
 
 def main() -> None:
     """Prints a row for each case and side."""
+    os.environ["LAZYINLINE_CACHE"] = "0"  # or a compile of an earlier run is taken from disk
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--cases", nargs="+", default=CASES)
     parser.add_argument("--sides", nargs="+", default=SIDES, choices=SIDES)

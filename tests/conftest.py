@@ -124,6 +124,7 @@ def cache_of_its_own(
 ) -> Iterator[None]:
     """Each test, and the processes it starts, begins with an empty cache."""
     directory = tmp_path_factory.mktemp("cache")
+    monkeypatch.setenv("LAZYINLINE_CACHE", "1")  # whatever a test before it has imported
     monkeypatch.setenv("LAZYINLINE_CACHE_DIR", str(directory))
     yield
     shutil.rmtree(directory, ignore_errors=True)

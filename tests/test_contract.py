@@ -1713,8 +1713,8 @@ def test_a_quotient_of_integers_is_written_as_a_division(scalar: Any, vector: An
     assert [kind.__dict__["truncdiv"] for kind in (scalar, vector)] == before
 
 
-@contract(f"{INDUCTOR}.lowering")
 @pytest.mark.sweep
+@contract(f"{INDUCTOR}.lowering")
 def test_pooling_is_taken_apart_before_inductor_has_compiled_anything(lowering: Any) -> None:
     code = (
         "import torch\n"

@@ -352,7 +352,7 @@ def test_equal_blocks_have_one_derived_closure() -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 @pytest.mark.parametrize("series", [Series(3, 1), Series(2, 2, collapsed=True)], ids=str)
-@pytest.mark.sweep(keep=[f"{Series(3, 1)}-{seed}" for seed in (1, 2)])
+@pytest.mark.sweep(keep=[f"{Series(3, 1)}-{seed}]" for seed in (1, 2)])
 def test_random_programs_have_the_same_series_late_and_early(series: Series, seed: int) -> None:
     program = random_program(seed, structs=False)
     active = tuple(bool((seed + i) % 3) for i in range(len(program.inputs)))

@@ -150,6 +150,7 @@ def returns_two_of_which_one_is_used(self: Any, x: Tensor) -> Tensor:
     [stops_a_value, stops_a_region, changes_in_place, returns_two_of_which_one_is_used],
 )
 @pytest.mark.parametrize("loss", [penalty, third_order])
+@pytest.mark.sweep(keep="penalty")
 def test_what_stops_a_gradient_stops_it_at_every_order(forward: Any, loss: Any) -> None:
     class Block(nn.Module):
         def __init__(self) -> None:
