@@ -54,9 +54,10 @@ class Expansion:
 
 @dataclass(frozen=True)
 class Alternatives:
-    """The one operator of a leaf: takes the same derivative, computed in several ways.
+    """The one operator of a leaf: takes the same derivatives, computed in several ways.
 
-    It gives the one of the cheapest way, and is never run.
+    Its operands are all those of the first way, then of the next. It gives those of the cheapest
+    way, and is never run.
     """
 
     what: str
@@ -119,15 +120,19 @@ class AskedMode:
 
     Attributes:
         alternatives: the ways.
-        values: what each computes.
-        result: the value that one of them has to become.
+        values: by the way, what it computes.
+        results: of each derivative its place, and the value that it has to become.
         source: the user's line.
     """
 
     alternatives: Alternatives
-    values: tuple[Value, ...]
-    result: Value
+    values: tuple[tuple[Value, ...], ...]
+    results: tuple[tuple[int, Value], ...]
     source: str
+
+    def of(self, way: int) -> dict[Value, Value]:
+        """Returns what each result is in one way."""
+        return {result: self.values[way][place] for place, result in self.results}
 
 
 def takes_gradients(program: Program) -> bool:
@@ -147,12 +152,14 @@ def asked_by(call: Call) -> Asked | AskedSeries | AskedMode | None:
     env = dict(zip(call.closure.entries, call.args, strict=True))
     operands = tuple(env[n] for n in node.args)  # type: ignore[index]
     source = stamp_of(node).source
-    if isinstance(target, Alternatives):
-        return AskedMode(target, operands, call.results[0], source)
-    first, second = target.num_outputs, target.num_outputs + target.num_inputs
-    outputs, inputs, more = operands[:first], operands[first:second], operands[second:]
     picked = [int(n.args[1]) for n in _returned(call.closure)]  # type: ignore[arg-type]
     results = list(zip(picked, call.results, strict=True))
+    if isinstance(target, Alternatives):
+        size = len(operands) // len(target.ways)
+        values = tuple(operands[i : i + size] for i in range(0, len(operands), size))
+        return AskedMode(target, values, tuple(results), source)
+    first, second = target.num_outputs, target.num_outputs + target.num_inputs
+    outputs, inputs, more = operands[:first], operands[first:second], operands[second:]
     if isinstance(target, Derivation):
         return Asked(outputs, inputs, more, tuple(results), source)
     orders = target.series.orders

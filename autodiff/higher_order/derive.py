@@ -7,7 +7,7 @@ program that can be differentiated: in training it is, and a gradient of a gradi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
@@ -136,12 +136,12 @@ class Derive:
         count: Count,
         notes: Notes,
     ) -> Program:
-        """Returns the program with one of the ways to a derivative, and without the others."""
+        """Returns the program with one of the ways to derivatives, and without the others."""
 
         def alone(number: int) -> Program:
-            value = asked.values[number]
-            calls = needed_calls(program.calls[:place], [value])
-            return replace(program, calls=calls, outputs=(value,), writes=())
+            values = tuple(asked.of(number).values())
+            calls = needed_calls(program.calls[:place], values)
+            return replace(program, calls=calls, outputs=values, writes=())
 
         def trial(number: int) -> Trial:
             before, own = alone(number), Notes()
@@ -151,7 +151,7 @@ class Derive:
         of = asked.alternatives
         taken, choice = weighed(of.what, asked.source, of.order, of.ways, trial)
         notes.choices[choice] = None
-        return _with_value(program, place, asked.result, asked.values[taken])
+        return _with_values(program, place, asked.of(taken))
 
     def _derived(self, program: Program, place: int, asked: Asked) -> Program:
         """Returns the program with the gradients that one call asks for."""
@@ -190,22 +190,26 @@ class Derive:
         return replace(call, closure=original, results=call.results[: len(original.output_types)])
 
 
-def _with_value(program: Program, place: int, result: Value, value: Value) -> Program:
-    """Returns a program with a value in the place of a call's result.
+def _with_values(program: Program, place: int, given: Mapping[Value, Value]) -> Program:
+    """Returns a program with other values in the place of a call's results.
 
     What only that call had a use for is left out.
     """
 
     def named(values: tuple[Value, ...]) -> tuple[Value, ...]:
-        return tuple(value if v is result else v for v in values)
+        return tuple(given.get(v, v) for v in values)
 
     used = {*needed_calls(program.calls, program.outputs)}
-    calls = [replace(c, args=named(c.args)) if result in c.args else c for c in program.calls]
+    calls = [c if given.keys().isdisjoint(c.args) else _renamed(c, named) for c in program.calls]
     del calls[place]
     outputs = named(program.outputs)
     still = {*needed_calls(calls, outputs)}
     kept = tuple(c for c in calls if c in still or c not in used)
     return replace(program, calls=kept, outputs=outputs)
+
+
+def _renamed(call: Call, named: Callable[[tuple[Value, ...]], tuple[Value, ...]]) -> Call:
+    return replace(call, args=named(call.args))
 
 
 def _saved_already(call: Call, forward: Call) -> list[Call]:

@@ -14,7 +14,7 @@ from typing import Literal
 
 from ...reuse.errors import CaptureError
 
-Mode = Literal["taylor", "reverse"]
+Mode = Literal["taylor", "forward", "reverse"]
 
 _CLEAR = 1.6
 """With so many times the passes of another way one is not made to be counted."""

@@ -230,18 +230,23 @@ class ModelWatcher:
         """Has what follows be calls of its own: a way to a derivative can then be left out."""
         self._recording.tensors.node_of(tensor).meta[DIFFERENTIATED] = True
 
-    def cheapest(self, alternatives: Alternatives, found: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Records a derivative that was computed in several ways, of one layout.
+    def cheapest(
+        self, alternatives: Alternatives, found: Sequence[Sequence[torch.Tensor]]
+    ) -> list[torch.Tensor]:
+        """Records derivatives that were computed in several ways, in the same layouts.
 
-        A pass chooses one, and leaves the others out.
+        A pass chooses one way, and leaves the others out.
         """
         tracer, tensors = self._recording.tracer, self._recording.tensors
-        node = tracer.call(alternatives, [tensors.node_of(x) for x in found])
-        history = next((x for x in found if x.requires_grad), None)
-        made: torch.Tensor = tracer.track_new(
-            TensorType.of(found[0]), history, tracer.item(node, 0)
-        )
-        return made
+        node = tracer.call(alternatives, [tensors.node_of(x) for way in found for x in way])
+        return [
+            tracer.track_new(
+                TensorType.of(same[0]),
+                next((x for x in same if x.requires_grad), None),
+                tracer.item(node, i),
+            )
+            for i, same in enumerate(zip(*found, strict=True))
+        ]
 
     def run_state(self, tensor: torch.Tensor, name: str) -> None:
         """Refuses to take what a tensor says of this run for what it says in every run."""

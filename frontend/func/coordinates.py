@@ -18,13 +18,14 @@ import torch
 from torch import nn
 
 from ...autodiff.forward_mode.series import Series
+from ...autodiff.higher_order.modes import Way
 from ...reuse.errors import PlanError
 from .arguments import Function, renamed
-from .lines import Mode, Ways, may_follow, taylor
+from .lines import TaylorMode, Ways, may_follow, taylor
 from .transforms import compiled, gradients
 
 
-def laplacian(func: Function, *, mode: Mode = "auto") -> nn.Module:
+def laplacian(func: Function, *, mode: TaylorMode = "auto") -> nn.Module:
     """Returns a function that computes the Laplacian of one of points.
 
     Args:
@@ -49,10 +50,10 @@ def laplacian(func: Function, *, mode: Mode = "auto") -> nn.Module:
 
 
 class _Laplacian(nn.Module):
-    def __init__(self, func: Function, mode: Mode) -> None:
+    def __init__(self, func: Function, mode: TaylorMode) -> None:
         super().__init__()
         self.func = func
-        self._mode: Mode = mode
+        self._mode: TaylorMode = mode
 
     def forward(self, points: torch.Tensor) -> torch.Tensor:
         """Returns the sum of the second derivatives."""
@@ -90,7 +91,7 @@ class _Asked:
     in_reverse: _InReverse
     passes_back: int
 
-    def of(self, func: Function, points: torch.Tensor, mode: Mode) -> torch.Tensor:
+    def of(self, func: Function, points: torch.Tensor, mode: TaylorMode) -> torch.Tensor:
         """Returns it, of a function at some points."""
         goes_on = torch.is_grad_enabled()
         with torch.enable_grad():
@@ -104,15 +105,16 @@ class _Asked:
                 found = [self.in_reverse(column, given, goes_on=goes_on) for column in columns]
                 return torch.stack(found, -1).reshape(result.shape)
 
+            num_columns = result.numel() // max(1, points[..., 0].numel())
             ways = Ways(
                 self.what,
                 self.series.order,
-                1 + self.series.num_coefficients,
-                1 + self.passes_back * (result.numel() // max(1, points[..., 0].numel())),
-                lambda: self.from_lines(taylor(result, given, lines, self.series)),
-                in_reverse,
+                Way("taylor", 1 + self.series.num_coefficients),
+                Way("reverse", 1 + self.passes_back * num_columns),
+                lambda: [self.from_lines(taylor(result, given, lines, self.series))],
+                lambda: [in_reverse()],
             )
-            found = ways.taken(mode, result, given)
+            (found,) = ways.taken(mode, [result], [given])
         return found if goes_on else found.detach()
 
 
@@ -136,7 +138,7 @@ def derivative(
     by: str,
     *,
     coordinates: str = "xyzt",
-    mode: Mode = "auto",
+    mode: TaylorMode = "auto",
 ) -> torch.Tensor:
     """Returns a partial derivative of a function of points, of any order.
 

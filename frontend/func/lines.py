@@ -1,14 +1,14 @@
-"""Derivatives in Taylor mode, in reverse mode, or in both for the compiler to choose.
+"""Derivatives in Taylor or forward mode, in reverse mode, or in both for the compiler to choose.
 
 Both give the same numbers. Taylor mode passes through the function once, with all coefficients of
-all directions; reverse mode differentiates once more for each order. Only a capture can follow the
-first; where PyTorch itself runs it is the second.
+all directions, and forward mode is the first order of it; reverse mode differentiates once more for
+each order. Only a capture can follow the first two; where PyTorch itself runs it is the last.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -17,65 +17,79 @@ import torch
 from ...autodiff.forward_mode.series import Series
 from ...autodiff.higher_order.derivation import Alternatives
 from ...autodiff.higher_order.modes import Way
+from ...reuse.errors import PlanError
 from ..tracing.torch_tracing import follower
 
-Mode = Literal["auto", "taylor", "reverse"]
+TaylorMode = Literal["auto", "taylor", "reverse"]
+ForwardMode = Literal["auto", "forward", "reverse"]
+Mode = TaylorMode | ForwardMode
 
 _MOST_PASSES = 32
-"""Reverse mode with more passes than these is not weighed where Taylor mode has fewer."""
+"""Reverse mode with more passes than these is not weighed where the other has fewer."""
 
 
 @dataclass(frozen=True)
 class Ways:
-    """A derivative in either mode.
+    """Derivatives in either mode.
 
     Attributes:
-        what: it is, in words.
-        order: of it.
-        passes: of Taylor mode: how often the linear maps of what is differentiated run.
-        reverse_passes: the same of reverse mode.
-        taylor: computes it so; only a capture can follow.
-        reverse: computes it so.
+        what: they are, in words.
+        order: of them.
+        along: the way along lines: its mode, and how often it runs the linear maps of what is
+            differentiated.
+        back: the same of reverse mode.
+        in_along: computes them along lines; only a capture can follow.
+        in_back: computes them in reverse mode.
     """
 
     what: str
     order: int
-    passes: int
-    reverse_passes: int
-    taylor: Callable[[], torch.Tensor]
-    reverse: Callable[[], torch.Tensor]
+    along: Way
+    back: Way
+    in_along: Callable[[], list[torch.Tensor]]
+    in_back: Callable[[], list[torch.Tensor]]
 
-    def taken(self, mode: Mode, result: torch.Tensor, points: torch.Tensor) -> torch.Tensor:
-        """Computes it: in a mode, or in both for the compiler to choose.
+    def taken(
+        self, mode: Mode, results: Sequence[torch.Tensor], points: Sequence[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        """Computes them: in a mode, or in both for the compiler to choose.
 
         Args:
             mode: which one.
-            result: what is differentiated.
+            results: what is differentiated.
             points: by what.
+
+        Raises:
+            PlanError: if there is no such mode.
         """
+        known = "auto", self.along.mode, self.back.mode
+        if mode not in known:
+            raise PlanError(f"{self.what}: mode {mode!r} is none of {', '.join(known)}.")
         watcher: Any = follower()
         if not may_follow(mode):
-            return self.reverse()
-        is_one_type = result.dtype == points.dtype  # else each mode computes in another
-        if mode == "taylor" or not is_one_type or self._reverse_is_much_more:
-            return self.taylor()
-        watcher.apart(result)
-        one = self.taylor()
-        watcher.apart(one)
-        other = self.reverse()
-        if one.stride() != other.stride():
-            one, other = one.contiguous(), other.contiguous()
-        found: torch.Tensor = watcher.cheapest(self._alternatives, [one, other])
+            return self.in_back()
+        is_one_type = len({x.dtype for x in (*results, *points)}) == 1
+        if mode == self.along.mode or not is_one_type or self._back_is_much_more:
+            return self.in_along()  # of several types each mode computes in another
+        for result in results:
+            watcher.apart(result)
+        one = self.in_along()
+        for tensor in one:
+            watcher.apart(tensor)
+        pairs = [_of_one_layout(*pair) for pair in zip(one, self.in_back(), strict=True)]
+        alternatives = Alternatives(self.what, self.order, (self.along, self.back))
+        found: list[torch.Tensor] = watcher.cheapest(alternatives, list(zip(*pairs, strict=True)))
         return found
 
     @property
-    def _reverse_is_much_more(self) -> bool:
-        return self.reverse_passes > max(_MOST_PASSES, self.passes)
+    def _back_is_much_more(self) -> bool:
+        return self.back.passes > max(_MOST_PASSES, self.along.passes)
 
-    @property
-    def _alternatives(self) -> Alternatives:
-        ways = Way("taylor", self.passes), Way("reverse", self.reverse_passes)
-        return Alternatives(self.what, self.order, ways)
+
+def _of_one_layout(one: torch.Tensor, other: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    if one.stride() == other.stride():
+        return one, other
+    return one.contiguous(), other.contiguous()
 
 
 def may_follow(mode: Mode) -> bool:

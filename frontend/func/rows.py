@@ -2,18 +2,79 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
+from ...autodiff.forward_mode.series import Series
 from ...reuse.errors import PlanError
 from .arguments import Function, chosen, renamed, with_chosen
-from .transforms import Gradient, compiled, gradients, tangents_of
+from .lines import ForwardMode, may_follow, taylor
+from .transforms import Gradient, compiled, gradients, hvp, scalar, tangents_of
 
 Index = int | slice
+
+_MOST_AT_ONCE = 64
+"""So many directions pass through a function together: each takes memory for what it computes."""
+
+_WORTH = 4
+"""All columns of a group cost no more than one in so many of its rows, one by one."""
+
+_BACK = 3
+"""A row of a Jacobian costs about as much as so many columns."""
+
+
+@dataclass(frozen=True)
+class _Given:
+    """The arguments at one point."""
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+    def to(self, function: Callable[..., torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
+        """Returns a function of what comes before them."""
+        return lambda first: function(first, *self.args, **self.kwargs)
+
+
+class _AtOnce:
+    """A function of several directions: one program for each number of them."""
+
+    def __init__(self, make: Callable[[], nn.Module]) -> None:
+        self._make = make
+        self._made: dict[int, nn.Module] = {}
+
+    def __call__(self, directions: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        num = len(directions)
+        if num not in self._made:
+            self._made[num] = self._make()
+        found: torch.Tensor = self._made[num](directions, *args, **kwargs)
+        return found
+
+
+@dataclass(frozen=True)
+class _Products:
+    """What a Jacobian at one point is computed by.
+
+    Attributes:
+        row: a cotangent times it.
+        along: it times a tangent.
+        rows: several cotangents times it, ``[K, *result]`` to ``[K, *input]``, if they can pass
+            at once.
+        columns: it times several tangents, ``[K, *input]`` to ``[K, *result]``.
+        curvatures: of a Hessian the second derivatives along directions, ``[K, *input]`` to
+            ``[K]``.
+    """
+
+    row: Callable[[torch.Tensor], torch.Tensor]
+    along: Callable[[torch.Tensor], torch.Tensor]
+    rows: Callable[[torch.Tensor], torch.Tensor] | None = None
+    columns: Callable[[torch.Tensor], torch.Tensor] | None = None
+    curvatures: Callable[[torch.Tensor], torch.Tensor] | None = None
 
 
 def jacobian(func: Function, argnums: int = 0) -> Callable[..., Jacobian]:
@@ -30,50 +91,56 @@ def jacobian(func: Function, argnums: int = 0) -> Callable[..., Jacobian]:
         >>> J = lazyinline.func.jacobian(model)(x)
         >>> J[0], J[0, 1], J @ v, J.dense()
     """
-    rows = compiled(_Rows(func, argnums))
-    along = compiled(_Along(func, argnums))
+    row = compiled(_Rows(func, argnums))
+    along = _AtOnce(lambda: compiled(_Along(func, argnums)))
 
     def at(*args: Any, **kwargs: Any) -> Jacobian:
         (point,) = chosen(args, argnums)
         with torch.no_grad():
             shape = func(*args, **kwargs).shape
-        return Jacobian(
-            lambda cotangent: rows(cotangent, *args, **kwargs),
-            lambda tangent: along(tangent, *args, **kwargs),
-            tuple(shape),
-            tuple(point.shape),
-            like=point,
+        given = _Given(args, kwargs)
+        columns = given.to(along)
+        products = _Products(
+            given.to(row), lambda tangent: columns(tangent.unsqueeze(0)).squeeze(0), None, columns
         )
+        return Jacobian(products, tuple(shape), tuple(point.shape), like=point)
 
     return at
 
 
-def hessian(func: Function, argnums: int = 0) -> Callable[..., Jacobian]:
+def hessian(
+    func: Function, argnums: int = 0, *, mode: ForwardMode = "auto"
+) -> Callable[..., Jacobian]:
     """Returns a function that gives the Hessian of one with a scalar result, lazily.
 
     The signature is that of ``torch.func.hessian``; for what comes back see :class:`Jacobian`. A
-    row, and the product with a vector, cost two derivatives, whatever the number of rows.
+    row, and the product with a vector, cost two derivatives, whatever the number of rows; many rows
+    are computed at once.
 
     Args:
         func: a function or a module that returns a scalar.
         argnums: with respect to which argument, a tensor.
+        mode: of a product, as for :func:`lazyinline.func.hvp`. In reverse mode rows and diagonal
+            are computed one by one.
 
     Example:
         >>> H = lazyinline.func.hessian(lambda x: (x**4).sum())(x)
         >>> H[3], H.diagonal(), H @ v
     """
     # Only the whole is compiled: the gradient inside becomes a part of it.
-    rows = compiled(_Rows(Gradient(func, argnums, has_aux=False), argnums))
+    product = compiled(_Product(func, argnums, mode))
+    rows = _AtOnce(lambda: compiled(_Along(Gradient(func, argnums, has_aux=False), argnums)))
+    curvatures = _AtOnce(lambda: compiled(_Curvatures(func, argnums)))
 
     def at(*args: Any, **kwargs: Any) -> Jacobian:
         (point,) = chosen(args, argnums)
         shape = tuple(point.shape)
-
-        def product(vector: torch.Tensor) -> torch.Tensor:
-            found: torch.Tensor = rows(vector, *args, **kwargs)
-            return found
-
-        return Jacobian(product, product, shape, shape, like=point)
+        given = _Given(args, kwargs)
+        one = given.to(product)
+        if mode == "reverse":
+            return Jacobian(_Products(one, one), shape, shape, like=point)
+        all_at_once = _Products(one, one, given.to(rows), given.to(rows), given.to(curvatures))
+        return Jacobian(all_at_once, shape, shape, like=point)
 
     return at
 
@@ -83,8 +150,10 @@ class Jacobian:
 
     ``J[i]`` is the row of result ``i``, ``J[i, j]`` an entry of it, and indices may be slices;
     ``J @ v`` is the product with a tensor of the input's shape, ``v @ J`` that with one of the
-    result's, neither of which computes a row; ``J.diagonal()`` computes all rows once;
-    ``J.dense()`` is the whole, of shape ``(*result, *input)``.
+    result's, neither of which computes a row; ``J.diagonal()`` computes all rows, and of a
+    Hessian none: it is the second derivatives along each coordinate; ``J.dense()`` is the whole, of
+    shape ``(*result, *input)``. Many rows are computed at once, up to 64: memory for what the
+    function computes so many times.
 
     Attributes:
         shape: of the whole.
@@ -92,15 +161,13 @@ class Jacobian:
 
     def __init__(
         self,
-        row: Callable[[torch.Tensor], torch.Tensor],
-        along: Callable[[torch.Tensor], torch.Tensor],
+        products: _Products,
         result_shape: tuple[int, ...],
         input_shape: tuple[int, ...],
         *,
         like: torch.Tensor,
     ) -> None:
-        self._row = row
-        self._along = along
+        self._products = products
         self._result_shape = result_shape
         self._input_shape = input_shape
         self._like = like
@@ -129,10 +196,9 @@ class Jacobian:
             raise IndexError(f"{len(places)} indices for a Jacobian of shape {tuple(self.shape)}.")
         of_result = places[: len(self._result_shape)]
         of_input = places[len(self._result_shape) :]
-        numbers = torch.arange(self.num_rows, device="cpu").reshape(self._result_shape)[of_result]
-        rows = self._stacked(numbers.flatten().tolist())
-        part = rows.reshape(*numbers.shape, *self._input_shape)
-        return part[(*[slice(None)] * numbers.dim(), *of_input)]
+        numbers, sizes = _picked(self._result_shape, of_result)
+        part = self._stacked(numbers).reshape(*sizes, *self._input_shape)
+        return part[(*[slice(None)] * len(sizes), *of_input)] if of_input else part
 
     def __matmul__(self, vector: torch.Tensor) -> torch.Tensor:
         """Returns the product with a tensor of the input's shape: the derivative along it.
@@ -141,7 +207,7 @@ class Jacobian:
             PlanError: if the shape is another one.
         """
         self._check(vector, self._input_shape, "J @ v")
-        return self._along(vector)
+        return self._products.along(vector)
 
     def __rmatmul__(self, vector: torch.Tensor) -> torch.Tensor:
         """Returns the product of a tensor of the result's shape with this.
@@ -150,7 +216,7 @@ class Jacobian:
             PlanError: if the shape is another one.
         """
         self._check(vector, self._result_shape, "v @ J")
-        return self._row(vector)
+        return self._products.row(vector)
 
     def diagonal(self) -> torch.Tensor:
         """Returns the derivative of each result by the input at its place.
@@ -163,7 +229,14 @@ class Jacobian:
                 f"Only a square Jacobian has a diagonal; this is {self._result_shape} by "
                 f"{self._input_shape}."
             )
-        entries = [self._at(i).flatten()[i] for i in range(self.num_rows)]
+        everything = range(self.num_rows)
+        curvatures = self._products.curvatures
+        if curvatures is not None and len(self._rows) < self.num_rows:
+            return self._by_units(curvatures, everything, self._input_shape).reshape(
+                self._result_shape
+            )
+        self._compute(everything)
+        entries = [self._rows[i].flatten()[i] for i in everything]
         return torch.stack(entries).reshape(self._result_shape)
 
     def dense(self) -> torch.Tensor:
@@ -173,15 +246,46 @@ class Jacobian:
     def _stacked(self, numbers: Sequence[int]) -> torch.Tensor:
         if not numbers:
             return self._like.new_empty((0, *self._input_shape))
-        return torch.stack([self._at(number) for number in numbers])
+        self._compute(numbers)
+        return torch.stack([self._rows[number] for number in numbers])
 
-    def _at(self, number: int) -> torch.Tensor:
-        """Returns one row, computed at its first use."""
-        if number not in self._rows:
-            unit = self._like.new_zeros(self.num_rows)
-            unit[number] = 1
-            self._rows[number] = self._row(unit.reshape(self._result_shape))
-        return self._rows[number]
+    def _compute(self, numbers: Sequence[int]) -> None:
+        """Computes the rows that are not there yet: at once, by columns, or one by one."""
+        missing = [number for number in dict.fromkeys(numbers) if number not in self._rows]
+        num_columns, products = math.prod(self._input_shape), self._products
+        is_worth_a_group = _WORTH * len(missing) >= _group_size(self.num_rows)
+        found: Iterable[torch.Tensor]
+        if products.rows is not None and len(missing) > 1 and is_worth_a_group:
+            found = self._by_units(products.rows, missing, self._result_shape)
+        elif products.columns and len(missing) > 1 and num_columns <= _BACK * len(missing):
+            columns = self._by_units(products.columns, range(num_columns), self._input_shape)
+            missing = list(range(self.num_rows))
+            found = columns.reshape(num_columns, -1).t().reshape(-1, *self._input_shape)
+        else:
+            found = [products.row(self._units([i], self._result_shape)[0]) for i in missing]
+        self._rows.update(zip(missing, found, strict=True))
+
+    def _by_units(
+        self,
+        function: Callable[[torch.Tensor], torch.Tensor],
+        places: Sequence[int],
+        shape: tuple[int, ...],
+    ) -> torch.Tensor:
+        """Returns what a function of several directions is along units, in equal groups."""
+        size = _group_size(math.prod(shape))
+        groups = [places[i : i + size] for i in range(0, len(places), size)]
+        found = [function(self._units(group, shape, size))[: len(group)] for group in groups]
+        return torch.cat(found)
+
+    def _units(
+        self, places: Sequence[int], shape: tuple[int, ...], num: int | None = None
+    ) -> torch.Tensor:
+        """Returns tensors that are one at a place each and else zero; ``num`` of them."""
+        size = math.prod(shape)
+        units = self._like.new_zeros(num or len(places), *shape)
+        ones = [row * size + place for row, place in enumerate(places)]
+        units.view(-1).index_fill_(0, torch.tensor(ones, device=units.device), 1)
+        return units
 
     @staticmethod
     def _check(vector: torch.Tensor, shape: tuple[int, ...], what: str) -> None:
@@ -208,19 +312,92 @@ class _Rows(nn.Module):
 
 
 class _Along(nn.Module):
-    """The Jacobian times a tangent."""
+    """The Jacobian times tangents."""
 
     def __init__(self, func: Function, argnums: int) -> None:
         super().__init__()
         self.func = func
         self._argnums = argnums
 
-    def forward(self, tangent: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Returns it, in the result's shape."""
+    def forward(self, tangents: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Returns it, ``[K, *result]`` of ``[K, *input]``."""
         goes_on = torch.is_grad_enabled()
         with torch.enable_grad():
-            row = tangent.unsqueeze(0)
+            rows = tangents.clone()  # before what is differentiated runs: see `tangents_of`
             given, inputs = renamed(chosen(args, self._argnums))
             result = self.func(*with_chosen(args, self._argnums, given), **kwargs)
-            (found,) = tangents_of([result], inputs, [row])
+            (found,) = tangents_of([result], inputs, [rows])
         return found if goes_on else found.detach()
+
+
+class _Product(nn.Module):
+    """The Hessian of a function with a scalar result, times a vector."""
+
+    def __init__(self, func: Function, argnums: int, mode: ForwardMode) -> None:
+        super().__init__()
+        self.func = func
+        self._argnums = argnums
+        self._mode: ForwardMode = mode
+
+    def forward(self, vector: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Returns it, in the input's shape."""
+
+        def of_one(x: torch.Tensor) -> torch.Tensor:
+            result: torch.Tensor = self.func(*with_chosen(args, self._argnums, [x]), **kwargs)
+            return result
+
+        (point,) = chosen(args, self._argnums)
+        found: torch.Tensor = hvp(of_one, point, vector, mode=self._mode)[1]
+        return found
+
+
+class _Curvatures(nn.Module):
+    """The second derivatives of a function with a scalar result, along lines."""
+
+    def __init__(self, func: Function, argnums: int) -> None:
+        super().__init__()
+        self.func = func
+        self._argnums = argnums
+
+    def forward(self, directions: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Returns them, ``[K]`` of ``[K, *input]``."""
+        goes_on = torch.is_grad_enabled()
+        with torch.enable_grad():
+            rows = directions.clone()  # before what is differentiated runs: see `tangents_of`
+            given, (point,) = renamed(chosen(args, self._argnums))
+            result = self.func(*with_chosen(args, self._argnums, given), **kwargs)
+            value, series = scalar(result, "hessian").reshape(()), Series(2, len(rows))
+            if may_follow("auto"):
+                found = taylor(value, point, rows, series)
+            else:
+                found = torch.stack([_curvature(value, point, row) for row in rows])
+        return found if goes_on else found.detach()
+
+
+def _curvature(value: torch.Tensor, point: torch.Tensor, direction: torch.Tensor) -> torch.Tensor:
+    (first,) = gradients([value], [point], None, goes_on=True)
+    (second,) = gradients([first], [point], [direction], goes_on=True)
+    return (second * direction).sum()
+
+
+def _picked(
+    shape: tuple[int, ...], places: Sequence[Index]
+) -> tuple[Sequence[int], tuple[int, ...]]:
+    """Returns the numbers of the elements that an index picks, in a row, and their sizes."""
+    numbers, sizes = [0], []
+    for place, size in itertools.zip_longest(places, shape, fillvalue=slice(None)):
+        assert isinstance(size, int)
+        if isinstance(place, int) and not -size <= place < size:
+            raise IndexError(f"row {place} of {size}")
+        axis = range(size)[place]
+        if isinstance(axis, range):
+            sizes.append(len(axis))
+        numbers = [
+            n * size + i for n in numbers for i in (axis if isinstance(axis, range) else [axis])
+        ]
+    return numbers, tuple(sizes)
+
+
+def _group_size(num: int) -> int:
+    """Returns how many of some directions pass at once: they are parted evenly."""
+    return math.ceil(num / math.ceil(num / _MOST_AT_ONCE))

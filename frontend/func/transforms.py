@@ -12,10 +12,15 @@ import torch
 from torch import nn
 
 from ...autodiff.forward_mode.series import Series
+from ...autodiff.higher_order.modes import Way
 from ...reuse.errors import PlanError
 from ..compiled_module import compile
 from ..tracing.torch_tracing import follower
 from .arguments import Argnums, Function, chosen, like, renamed, tensors_in, with_chosen
+from .lines import ForwardMode, Ways
+
+_PASSES_OF_PRODUCT = 4
+"""The function, its gradient, and once more each: of tangents, or back."""
 
 
 def grad(func: Function, argnums: Argnums = 0, has_aux: bool = False) -> nn.Module:
@@ -64,13 +69,18 @@ class Gradient(nn.Module):
             given, inputs = renamed(chosen(args, self._argnums))
             result = self.func(*with_chosen(args, self._argnums, given), **kwargs)
             value, more = result if self._has_aux else (result, None)
-            found = gradients([_scalar(value, "grad")], inputs, None, goes_on=goes_on)
+            found = gradients([scalar(value, "grad")], inputs, None, goes_on=goes_on)
         whole = _in_place_of(given, inputs, found)
         result = whole if isinstance(self._argnums, tuple) else whole[0]
         return (result, more) if self._has_aux else result
 
 
-def _scalar(value: Any, taker: str) -> torch.Tensor:
+def scalar(value: Any, taker: str) -> torch.Tensor:
+    """Returns what a function gave, which has to be one number.
+
+    Raises:
+        PlanError: if it is not.
+    """
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         return value
     shape = f"{tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value)
@@ -175,7 +185,7 @@ def jvp(
         result = func(*given)
         value, more = result if has_aux else (result, None)
         outputs = tensors_in(value, "the result of jvp's function")
-        found = tangents_of(outputs, inputs, _directions_of(given, inputs, rows))
+        found = [t.squeeze(0) for t in tangents_of(outputs, inputs, _of(given, inputs, rows))]
     found = found if goes_on else [tangent.detach() for tangent in found]
     derivative = like(value, found)
     shown = value if goes_on else like(value, [y.detach() for y in outputs])
@@ -185,24 +195,30 @@ def jvp(
 def tangents_of(
     outputs: list[torch.Tensor], inputs: list[torch.Tensor], rows: list[torch.Tensor]
 ) -> list[torch.Tensor]:
-    """Returns the derivative of each output along a direction of the inputs.
+    """Returns the derivative of each output along K directions of the inputs.
 
     Args:
         outputs: what is differentiated.
         inputs: what they were computed from.
-        rows: of each input the direction, ``[1, *input.shape]``. Where it was made before the
+        rows: of each input the directions, ``[K, *input.shape]``. Where they were made before the
             outputs were computed, a capture computes these once, with their tangents.
+
+    Returns:
+        Of each output ``[K, *output.shape]``.
     """
     watcher = follower()
     if watcher is not None:
-        series = watcher.series(outputs, inputs, rows, Series(1, 1))
-        return [tangent.squeeze(0) for (tangent,) in series]
+        series = watcher.series(outputs, inputs, rows, Series(1, len(rows[0])))
+        return [tangents for (tangents,) in series]
     seeds = [torch.zeros_like(y).requires_grad_() for y in outputs]
     linear = gradients(outputs, inputs, seeds, goes_on=True)
-    return gradients(linear, seeds, [row.squeeze(0) for row in rows], goes_on=True)
+    along = [gradients(linear, seeds, list(row), goes_on=True) for row in zip(*rows, strict=True)]
+    return [torch.stack(tangents) for tangents in zip(*along, strict=True)]
 
 
-def hvp(func: Function, inputs: Any, v: Any) -> tuple[torch.Tensor, Any]:
+def hvp(
+    func: Function, inputs: Any, v: Any, *, mode: ForwardMode = "auto"
+) -> tuple[torch.Tensor, Any]:
     """Returns a function's scalar result, and the product of its Hessian with a vector.
 
     The signature is that of ``torch.autograd.functional.hvp``. It runs at once; see :func:`vjp`.
@@ -211,6 +227,12 @@ def hvp(func: Function, inputs: Any, v: Any) -> tuple[torch.Tensor, Any]:
         func: a function or a module with a scalar result.
         inputs: its argument, or a tuple of several, of tensors.
         v: the vector, in the same nesting.
+        mode: ``"forward"`` takes the tangent of the gradient, ``"reverse"`` the gradient of the
+            gradient; ``"auto"`` is whichever of them costs less, as counted when it is compiled.
+            Where PyTorch itself runs, it is always reverse mode.
+
+    Raises:
+        PlanError: if what ``func`` returns is no scalar, or ``v`` is not as ``inputs`` are.
 
     Example:
         >>> class Product(nn.Module):
@@ -222,11 +244,20 @@ def hvp(func: Function, inputs: Any, v: Any) -> tuple[torch.Tensor, Any]:
     directions = _matching(primals, v if isinstance(v, tuple) else (v,))
     goes_on = torch.is_grad_enabled()
     with torch.enable_grad():
+        rows = [direction.unsqueeze(0) for direction in directions]  # before: see `tangents_of`
         given, names = renamed(primals)
-        value = _scalar(func(*given), "hvp")
+        value = scalar(func(*given), "hvp")
         first = gradients([value], names, None, goes_on=True)
-        along = _directions_of(given, names, directions)
-        found = _in_place_of(given, names, gradients(first, names, along, goes_on=goes_on))
+        ways = Ways(
+            "product with a Hessian",
+            2,
+            Way("forward", _PASSES_OF_PRODUCT),
+            Way("reverse", _PASSES_OF_PRODUCT),
+            lambda: [t.squeeze(0) for t in tangents_of(first, names, _of(given, names, rows))],
+            lambda: gradients(first, names, _of(given, names, directions), goes_on=goes_on),
+        )
+        products = ways.taken(mode, first, names)
+        found = _in_place_of(given, names, [p if goes_on else p.detach() for p in products])
     shown = value if goes_on else value.detach()
     return shown, found if isinstance(inputs, tuple) else found[0]
 
@@ -244,7 +275,7 @@ def _matching(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> list[torch
     return directions
 
 
-def _directions_of(
+def _of(
     tree: Any, inputs: list[torch.Tensor], directions: list[torch.Tensor]
 ) -> list[torch.Tensor]:
     """Returns the directions of those leaves that are differentiated with respect to."""
