@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ from lazyinline import PlanError, lazy_inline
 from lazyinline.autodiff.higher_order.gradient_program import GradientPrograms
 from lazyinline.frontend.compiler import Compiler
 from lazyinline.frontend.measure import models
+from lazyinline.frontend.passes.gradients import _require_same_draws
 
 WIDTH = 8
 
@@ -289,11 +292,6 @@ class Rounded(torch.autograd.Function):
 
 def test_what_would_not_be_the_same_again_is_refused_with_the_reason() -> None:
     @lazy_inline
-    class Dropping(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return nn.functional.dropout(x, 0.5, self.training)
-
-    @lazy_inline
     class Counting(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -309,13 +307,60 @@ def test_what_would_not_be_the_same_again_is_refused_with_the_reason() -> None:
             y: Tensor = Rounded.apply(x) if self.training else x
             return y
 
-    refused = {Dropping: "draws random numbers", Counting: "changes a buffer", Own: "Rounded"}
+    refused = {Counting: "changes a buffer", Own: "Rounded"}
     for block, reason in refused.items():
         compiled, _ = pair(Net(2, block))
         with pytest.raises(PlanError, match=reason):
             penalty(compiled, points()).backward()
         compiled, expected = pair(Net(2, block).eval())
         assert_same(compiled, expected, penalty, points())
+
+
+@lazy_inline
+class Dropping(nn.Module):
+    """Draws three masks, of which one is never read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        nn.functional.dropout(x, 0.3, self.training)
+        x = nn.functional.dropout(x, 0.4, self.training)
+        return x + nn.functional.dropout(self.linear(x).tanh(), 0.2, self.training)
+
+
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@pytest.mark.parametrize("loss", [penalty, third_order])
+@pytest.mark.sweep(keep=["penalty-eager", "third_order-eager"])
+def test_masks_are_those_of_the_forward_at_every_order(loss: Any, backend: str) -> None:
+    compiled, expected = pair(Net(2, Dropping), backend)
+    for seed in range(2):
+        found = []
+        for model in (compiled, expected):
+            torch.manual_seed(seed)
+
+            def drawing_between(x: Tensor, model: Any = model) -> Tensor:
+                y: Tensor = model(x)
+                torch.rand(3)
+                return y
+
+            value = loss(drawing_between, points())
+            model.zero_grad()
+            value.backward()
+            gradients = [p.grad for p in model.parameters() if p.grad is not None]
+            found.append([value, *gradients, torch.rand(2)])
+        torch.testing.assert_close(*found)
+
+
+def test_what_a_gradient_would_draw_otherwise_is_refused() -> None:
+    program = SimpleNamespace(calls=[])
+    draws = iter([Counter(cpu=2), Counter(cpu=1), Counter(cuda=1), Counter(cuda=1)])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lazyinline.frontend.passes.gradients.draws", lambda calls: next(draws))
+        for counts in ("2 on cpu and 1 on cpu", "1 on cuda and 1 on cuda"):
+            with pytest.raises(PlanError, match=f"random numbers.* draw {counts}"):
+                _require_same_draws(program, program)  # type: ignore[arg-type]
 
 
 def test_a_parameter_changed_before_the_backward_is_noticed() -> None:

@@ -7,11 +7,23 @@ any order: the gradients of this program are again such a program.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from types import BuiltinFunctionType
 
-from ...reuse.ir.program import Call, Composite, Leaf, Program, Source, Value, walk_closures
+import torch.fx
+
+from ...reuse.ir.program import (
+    Call,
+    Closure,
+    Composite,
+    Leaf,
+    Program,
+    Source,
+    Value,
+    walk_closures,
+)
 from ...reuse.torch_names import OPERATOR_TYPES
 from ..derivative import Differentiator, Recipe, Request
 from ..traces.joint_cut import is_draw
@@ -68,7 +80,10 @@ class GradientPrograms:
         used = [seed for output, seed in zip(outputs, seeds, strict=True) if output in seeded]
         both = training_program(replace(program, sources=tuple(own)), derivative, used)
         gradients = both.outputs[len(program.outputs) :]
-        alone = Program(both.inputs, needed_calls(both.calls, gradients), gradients, both.sources)
+        # Whoever reads what they draw: those behind them draw what comes next.
+        drawn = [v for call in both.calls if draws([call]) for v in call.results]
+        calls = needed_calls(both.calls, (*gradients, *drawn))
+        alone = Program(both.inputs, calls, gradients, both.sources)
         flat = self._flat.program(alone)
         return GradientProgram(flat, seeded, derivative.gradient_inputs)
 
@@ -92,6 +107,31 @@ def own_derivative(program: Program) -> str:
     targets = (node.target for leaf in leaves for node in leaf.nodes)
     own = (t for t in targets if not isinstance(t, (*OPERATOR_TYPES, BuiltinFunctionType)))
     return next((str(getattr(target, "__name__", target)) for target in own), "")
+
+
+def draws(calls: Sequence[Call]) -> Counter[str]:
+    """Returns how often calls draw random numbers, by device; looks once at each closure."""
+    known: dict[Closure, Counter[str]] = {}
+
+    def of(closure: Closure) -> Counter[str]:
+        if closure not in known:
+            nodes = closure.nodes if isinstance(closure, Leaf) else ()
+            found = Counter(_device_of(node) for node in nodes if is_draw(node))
+            for call in closure.program.calls if isinstance(closure, Composite) else ():
+                found.update(of(call.closure))
+            known[closure] = found
+        return known[closure]
+
+    total: Counter[str] = Counter()
+    for call in calls:
+        total.update(of(call.closure))
+    return total
+
+
+def _device_of(node: torch.fx.Node) -> str:
+    value = node.meta["val"]
+    first = next(iter(value)) if isinstance(value, (tuple, list)) else value
+    return str(first.device.type)
 
 
 def drawing_leaf(program: Program) -> Leaf | None:

@@ -33,6 +33,7 @@ def partition(
     )
 
     _drop_unread_picks(joint)
+    _pick_of_unread(joint)
     split = default_partition if policy == "save" else min_cut_rematerialization_partition
     forward, backward = split(joint, (), num_fwd_outputs=num_outputs)
     _drop_second_draws(backward)
@@ -44,6 +45,20 @@ def _drop_unread_picks(joint: torch.fx.GraphModule) -> None:
     for node in reversed(joint.graph.nodes):
         if node.target is operator.getitem and not node.users:
             joint.graph.erase_node(node)
+
+
+def _pick_of_unread(joint: torch.fx.GraphModule) -> None:
+    """Picks one result of each operator that gives several and whose results nobody reads.
+
+    A mask that is drawn and not used is one. By its picks a partitioner knows that it is no tensor.
+    """
+    for node in list(joint.graph.nodes):
+        value = node.meta.get("val")
+        if node.users or not isinstance(value, (tuple, list)) or not value:
+            continue
+        with joint.graph.inserting_after(node):
+            pick = joint.graph.call_function(operator.getitem, (node, 0))
+        pick.meta.update({**node.meta, "val": value[0]})
 
 
 def _drop_second_draws(backward: torch.fx.GraphModule) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from ...autodiff.dependence import Dependence
+from ...autodiff.higher_order.gradient_program import draws
 from ...autodiff.torch_autograd import graph_is_kept
 from ...backend.run.runtime import Graph, unchanged
 from ...reuse.torch_names import memory_id, version_of, versions_of
@@ -108,6 +109,8 @@ class Bridge:
         self.others = [i for i in rest if i not in written] + [i for i in rest if i in written]
         self.pick_others = picker(self.others)
         self.num_unwritten = sum(i not in written for i in rest)
+        # A program of gradients draws what the forward drew.
+        self.draws = bool(draws(self.program.calls))
         self.constant_outputs = [i for i in outputs if i not in derivative.cotangent_outputs]
 
     def run(self, inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
@@ -135,6 +138,7 @@ class Step:
     inputs: Sequence[torch.Tensor]
     prepared: Backward
     flight: Any = None
+    drawn_from: torch.Tensor | None = None
     used: tuple[int, ...] = ()
     others: Sequence[torch.Tensor] = ()
     _others_versions: Sequence[int | None] = ()
@@ -208,6 +212,8 @@ class _CompiledFunction(torch.autograd.Function):
         step.hold_others()
         step.inputs = ()
         aliases = bridge.aliases
+        if bridge.draws:
+            step.drawn_from = torch.get_rng_state()
         outputs, step.flight = step.prepared.runtime.forward(inputs)
         if aliases.owned is None:
             saved = step.flight if isinstance(step.flight, list) else []
@@ -243,7 +249,9 @@ class _CompiledFunction(torch.autograd.Function):
         bridge, wanted = ctx.step.bridge, ctx.step.bridge.derivative.gradient_inputs
         outputs = bridge.derivative.cotangent_outputs
         first = FirstBackward(
-            bridge.gradients, tuple(i for i in outputs if cotangents[i] is not None)
+            bridge.gradients,
+            tuple(i for i in outputs if cotangents[i] is not None),
+            ctx.step.drawn_from,
         )
         given = [c for c in (cotangents[i] for i in outputs) if c is not None]
         if bridge.gradients.were_differentiated and len(given) == len(outputs):

@@ -6,7 +6,8 @@ their own, and compiled, only where that node is differentiated: who never asks 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,10 +62,12 @@ class FirstBackward:
     Attributes:
         gradients: of the program.
         outputs: those that had a cotangent.
+        drawn_from: the state of the random generator where the forward began, if it drew.
     """
 
     gradients: Gradients
     outputs: tuple[int, ...]
+    drawn_from: torch.Tensor | None
 
     def run(
         self, inputs: Sequence[torch.Tensor], cotangents: Sequence[torch.Tensor]
@@ -82,7 +85,7 @@ class FirstBackward:
         types = made.compiled.captured.program.inputs[len(inputs) :]
         seeded = zip(self.outputs, cotangents, strict=True)
         used = [cotangent for output, cotangent in seeded if output in program.outputs]
-        with torch.enable_grad():
+        with torch.enable_grad(), _drawing_from(self.drawn_from):
             laid = [cotangent_like(v.type, c) for v, c in zip(types, used, strict=True)]
             results = run([*inputs, *laid])
         return dict(zip(program.inputs, results, strict=True))
@@ -135,6 +138,20 @@ class FirstBackward:
             )
         )
         return [next(found) if x.requires_grad else None for x in operands]
+
+
+@contextlib.contextmanager
+def _drawing_from(state: torch.Tensor | None) -> Iterator[None]:
+    """Has the random numbers of a forward be drawn once more, and the next ones be as without."""
+    if state is None:
+        yield
+        return
+    before = torch.get_rng_state()
+    torch.set_rng_state(state)
+    try:
+        yield
+    finally:
+        torch.set_rng_state(before)
 
 
 class _Gradients(torch.autograd.Function):

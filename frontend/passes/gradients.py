@@ -7,7 +7,11 @@ from dataclasses import dataclass, replace
 import torch
 
 from ...autodiff.derivative import Differentiator, Recipe
-from ...autodiff.higher_order.gradient_program import GradientProgram, drawing_leaf, own_derivative
+from ...autodiff.higher_order.gradient_program import (
+    GradientProgram,
+    draws,
+    own_derivative,
+)
 from ...autodiff.training_program import training_program
 from ...reuse.errors import ExportError, PlanError
 from ...reuse.ir.leaf import Leaf
@@ -149,13 +153,7 @@ def take_gradients(state: GradientCompilation) -> GradientCompilation:
     made = state.context.gradient_programs.of(program, wanted, state.outputs, sources)
     if made is None:
         raise PlanError("No gradient flows to an input or a parameter that requires grad.")
-    drawing = drawing_leaf(made.program)
-    if drawing is not None:
-        raise PlanError(
-            f"There is no second derivative of a model that draws random numbers (@{drawing.name} "
-            "does): they would be drawn anew. Call model.eval() or set its dropout to 0; or call "
-            "the model itself where its gradient is differentiated."
-        )
+    _require_same_draws(program, made.program)
     read = {value for call in made.program.calls for value in call.args}
     if any(made.program.inputs[target] in read for _, target in program.writes):
         raise PlanError(
@@ -165,6 +163,27 @@ def take_gradients(state: GradientCompilation) -> GradientCompilation:
         )
     seen = replace(state.captured, program=made.program)
     return replace(state, seen=seen, gradients=made, programs={PARTS[0]: made.program})
+
+
+def _require_same_draws(program: Program, gradients: Program) -> None:
+    """The program of gradients runs the forward again, from where its random numbers began.
+
+    Raises:
+        PlanError: if it would draw others.
+    """
+    first, again = draws(program.calls), draws(gradients.calls)
+    if first == again and first.keys() <= {"cpu"}:
+        return
+    counts = " and ".join(
+        ", ".join(f"{number} on {device}" for device, number in counts.items()) or "none"
+        for counts in (first, again)
+    )
+    raise PlanError(
+        "There is no second derivative of a model that draws random numbers, unless its gradient "
+        f"can draw the same again: on a CPU, and as many. Forward and gradient draw {counts}. Call "
+        "model.eval() or set its dropout to 0; or call the model itself where its gradient is "
+        "differentiated."
+    )
 
 
 @compile_pass("autodiff")
