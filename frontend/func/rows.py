@@ -262,7 +262,7 @@ class Jacobian:
             missing = list(range(self.num_rows))
             found = columns.reshape(num_columns, -1).t().reshape(-1, *self._input_shape)
         else:
-            found = [products.row(self._units([i], self._result_shape)[0]) for i in missing]
+            found = [products.row(self._unit(number)) for number in missing]
         self._rows.update(zip(missing, found, strict=True))
 
     def _by_units(
@@ -277,12 +277,16 @@ class Jacobian:
         found = [function(self._units(group, shape, size))[: len(group)] for group in groups]
         return torch.cat(found)
 
-    def _units(
-        self, places: Sequence[int], shape: tuple[int, ...], num: int | None = None
-    ) -> torch.Tensor:
-        """Returns tensors that are one at a place each and else zero; ``num`` of them."""
+    def _unit(self, number: int) -> torch.Tensor:
+        """Returns the cotangent of one row; no view, which a call would have to look into."""
+        unit = self._like.new_zeros(self._result_shape)
+        unit.view(-1)[number] = 1
+        return unit
+
+    def _units(self, places: Sequence[int], shape: tuple[int, ...], num: int) -> torch.Tensor:
+        """Returns ``num`` tensors: each is one at a place and else zero, and the rest are zero."""
         size = math.prod(shape)
-        units = self._like.new_zeros(num or len(places), *shape)
+        units = self._like.new_zeros(num, *shape)
         ones = [row * size + place for row, place in enumerate(places)]
         units.view(-1).index_fill_(0, torch.tensor(ones, device=units.device), 1)
         return units
