@@ -103,7 +103,7 @@ class Bridge:
         outputs = range(len(compiled.captured.program.outputs))
         self.gradients = Gradients(compiled, lambda made: Bridge(made, frozenset()).run)
         # What the backward does not need, but a derivative of the backward may: what the forward
-        # overwrites (a program of gradients never reads it) behind what must stay as it is.
+        # overwrites (no gradient is computed from it) behind what must stay as it is.
         needed = set(derivative.kept_inputs)
         rest = [i for i in range(len(self.program.inputs)) if i not in needed]
         self.others = [i for i in rest if i not in written] + [i for i in rest if i in written]
@@ -166,7 +166,10 @@ class Step:
         for tensor, version in zip(self.others, self._others_versions, strict=False):
             if version is not None:
                 unchanged(tensor, version)
-        found.update(zip(self.bridge.others, self.others, strict=True))
+        # What the forward overwrites is not used, but autograd would watch it for changes.
+        num = self.bridge.num_unwritten
+        others = [*self.others[:num], *(tensor.clone() for tensor in self.others[num:])]
+        found.update(zip(self.bridge.others, others, strict=True))
         return [found[i] for i in range(len(found))]
 
     def taken(self, ctx: Any, unused: Sequence[int]) -> tuple[Sequence[torch.Tensor], Any, Graph]:

@@ -12,6 +12,7 @@ from ...autodiff.higher_order.gradient_program import (
     draws,
     own_derivative,
 )
+from ...autodiff.higher_order.used_inputs import used_inputs
 from ...autodiff.training_program import training_program
 from ...reuse.errors import ExportError, PlanError
 from ...reuse.ir.leaf import Leaf
@@ -154,12 +155,11 @@ def take_gradients(state: GradientCompilation) -> GradientCompilation:
     if made is None:
         raise PlanError("No gradient flows to an input or a parameter that requires grad.")
     _require_same_draws(program, made.program)
-    read = {value for call in made.program.calls for value in call.args}
-    if any(made.program.inputs[target] in read for _, target in program.writes):
+    if not used_inputs(made.program).isdisjoint(target for _, target in program.writes):
         raise PlanError(
-            "There is no second derivative of a forward that changes a buffer it reads (running "
-            "statistics): the gradient would be taken from what it is now. Call model.eval(), or "
-            "call the model itself where its gradient is differentiated."
+            "There is no second derivative of a forward that changes a buffer it computes with: "
+            "the gradient would be taken from what it is now. Call model.eval(), or call the model "
+            "itself where its gradient is differentiated."
         )
     seen = replace(state.captured, program=made.program)
     return replace(state, seen=seen, gradients=made, programs={PARTS[0]: made.program})

@@ -283,6 +283,12 @@ _WRITES_STATISTICS = frozenset(
 )
 
 
+def changes_in_place(node: torch.fx.Node) -> bool:
+    """Whether an operator changes an operand in place; running statistics do not count."""
+    schema = operator_schema(node)
+    return schema is not None and bool(schema.is_mutable)
+
+
 def mutated_args(node: torch.fx.Node) -> list[torch.fx.Node]:
     """Returns the operands that an operator changes in place."""
     schema = operator_schema(node)
