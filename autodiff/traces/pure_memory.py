@@ -97,7 +97,7 @@ class _Boundary(SizedInterpreter):
 
     def run_node(self, n: torch.fx.Node) -> Any:
         graph = growing_graph()
-        last = next(reversed(graph.nodes), None)
+        last = next(iter(reversed(graph.nodes)), None)
         result = lying_as_traced(super().run_node(n), n)
         if "origin" in n.meta:
             for new in itertools.takewhile(lambda node: node is not last, reversed(graph.nodes)):

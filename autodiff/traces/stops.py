@@ -42,5 +42,5 @@ def stopped(result: Any, graph: torch.fx.Graph) -> Any:
     if not isinstance(result, torch.Tensor):
         return result
     detached = result.detach()
-    next(reversed(graph.nodes)).meta[_STOP] = True
+    next(iter(reversed(graph.nodes))).meta[_STOP] = True
     return detached
