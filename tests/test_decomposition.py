@@ -175,6 +175,7 @@ def test_autocast_does_not_reach_into_a_rule() -> None:
         assert_close(compiled(x), Model()(x))
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("own", [False, True])
 def test_an_operator_may_have_several_results(own: bool) -> None:
     def both_ways(x: Tensor) -> tuple[Tensor, Tensor]:

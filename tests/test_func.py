@@ -392,6 +392,7 @@ def test_parameters_of_what_is_differentiated_train() -> None:
             torch.testing.assert_close(found.grad, wanted.grad)
 
 
+@pytest.mark.smoke
 def test_vjp_jvp_and_hvp_are_as_in_pytorch() -> None:
     net, x, v = network(results=2), tensor(5, 2), tensor(5, 2, seed=1)
 
@@ -420,6 +421,7 @@ def test_vjp_jvp_and_hvp_are_as_in_pytorch() -> None:
         torch.testing.assert_close(compiled(x, v), wanted)
 
 
+@pytest.mark.smoke
 def test_a_hessian_computes_the_rows_it_is_asked_for_once() -> None:
     x, v = tensor(6), tensor(6, seed=1)
     hessian = func.hessian(cubic)(x)
@@ -530,6 +532,7 @@ def test_a_jacobian_of_any_shape() -> None:
         jacobian @ tensor(2)
 
 
+@pytest.mark.smoke
 def test_laplacian_and_derivatives_by_coordinates() -> None:
     net, points = network(results=2), tensor(7, 2)
 

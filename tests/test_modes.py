@@ -172,6 +172,7 @@ def test_where_one_mode_cannot_follow_the_other_is_taken() -> None:
     assert "taylor cannot be made" in str(report) and "draws random numbers" in str(report)
 
 
+@pytest.mark.smoke
 def test_derivatives_of_derivatives_choose_each_for_itself() -> None:
     class Twice(Field):
         def derived(self, x: Tensor) -> Tensor:

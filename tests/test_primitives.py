@@ -123,6 +123,7 @@ def test_a_decoder_is_reduced_once_per_different_closure(make: Any, train: bool)
     assert len(programs["forward"].calls) >= len(captured.calls)
 
 
+@pytest.mark.smoke
 def test_the_verifier_names_operator_closure_and_line() -> None:
     def body(x: Tensor) -> Tensor:
         return torch.nn.functional.gelu(x)

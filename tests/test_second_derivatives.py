@@ -317,6 +317,7 @@ def test_what_would_not_be_the_same_again_is_refused_with_the_reason() -> None:
         assert_same(compiled, expected, penalty, points())
 
 
+@pytest.mark.smoke
 def test_batch_norm_trains_by_its_gradients_gradient_as_in_eager() -> None:
     """Running statistics move on between a forward and what is differentiated: nobody uses them."""
 
