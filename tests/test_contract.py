@@ -1029,6 +1029,16 @@ def test_the_traced_derivative_of_a_determinant_is_by_singular_values(
     torch.testing.assert_close((value, *factors), (sign * log.exp(), *others))
 
 
+@contract("torch.ops.aten.rrelu_with_noise_functional.default")
+def test_the_functional_random_relu_has_a_derivative_of_the_wrong_slopes(functional: Any) -> None:
+    """Once it has that of the slopes that it drew, no product needs to stand for it."""
+    x = torch.tensor([-1.0, 2.0], requires_grad=True)
+    result, slopes = functional(x, torch.full_like(x, 7.0), 0.1, 0.3, True)
+    (found,) = torch.autograd.grad(result.sum(), x)
+    torch.testing.assert_close(result, x * slopes)
+    assert not slopes.requires_grad and not torch.allclose(found, slopes)
+
+
 @contract("torch.ops.aten._unsafe_view.default")
 def test_a_view_of_what_nobody_else_holds_is_a_reshape(unsafe_view: Any) -> None:
     x = torch.randn(2, 3, 4)

@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import lazyinline
 from lazyinline import PlanError, lazy_inline
-from lazyinline.autodiff.higher_order.gradient_program import GradientPrograms
+from lazyinline.autodiff.higher_order.gradient_program import Draws, GradientPrograms
 from lazyinline.frontend.compiler import Compiler
 from lazyinline.frontend.measure import models
 from lazyinline.frontend.passes.gradients import _require_same_draws
@@ -348,7 +348,7 @@ def test_batch_norm_trains_by_its_gradients_gradient_as_in_eager() -> None:
 
 @lazy_inline
 class Dropping(nn.Module):
-    """Draws three masks, of which one is never read."""
+    """Draws three masks, of which one is never read, and slopes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -357,6 +357,8 @@ class Dropping(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         nn.functional.dropout(x, 0.3, self.training)
         x = nn.functional.dropout(x, 0.4, self.training)
+        x = x * nn.functional.rrelu(x, training=self.training)
+        x = nn.functional.rrelu(x * 1, training=self.training, inplace=True)
         return x + nn.functional.dropout(self.linear(x).tanh(), 0.2, self.training)
 
 
@@ -385,9 +387,9 @@ def test_masks_are_those_of_the_forward_at_every_order(loss: Any, backend: str) 
 
 def test_what_a_gradient_would_draw_otherwise_is_refused() -> None:
     program = SimpleNamespace(calls=[])
-    draws = iter([Counter(cpu=2), Counter(cpu=1), Counter(cuda=1), Counter(cuda=1)])
+    counted = iter([Counter(cpu=2), Counter(cpu=1), Counter(cuda=1), Counter(cuda=1)])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("lazyinline.frontend.passes.gradients.draws", lambda calls: next(draws))
+        patch.setattr(Draws, "of", lambda self, calls: next(counted))
         for counts in ("2 on cpu and 1 on cpu", "1 on cuda and 1 on cuda"):
             with pytest.raises(PlanError, match=f"random numbers.* draw {counts}"):
                 _require_same_draws(program, program)  # type: ignore[arg-type]

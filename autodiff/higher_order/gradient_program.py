@@ -8,7 +8,7 @@ any order: the gradients of this program are again such a program.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from types import BuiltinFunctionType
 
@@ -81,7 +81,9 @@ class GradientPrograms:
         both = training_program(replace(program, sources=tuple(own)), derivative, used)
         gradients = both.outputs[len(program.outputs) :]
         # Whoever reads what they draw: those behind them draw what comes next.
-        drawn = [v for call in both.calls if draws([call]) for v in call.results]
+        draws = Draws()
+        drawing = [call for call in both.calls if draws.of_closure(call.closure)]
+        drawn = [value for call in drawing for value in call.results]
         calls = needed_calls(both.calls, (*gradients, *drawn))
         alone = Program(both.inputs, calls, gradients, both.sources)
         flat = self._flat.program(alone)
@@ -109,23 +111,27 @@ def own_derivative(program: Program) -> str:
     return next((str(getattr(target, "__name__", target)) for target in own), "")
 
 
-def draws(calls: Sequence[Call]) -> Counter[str]:
-    """Returns how often calls draw random numbers, by device; looks once at each closure."""
-    known: dict[Closure, Counter[str]] = {}
+class Draws:
+    """How often closures draw random numbers, by device; looks at each different one once."""
 
-    def of(closure: Closure) -> Counter[str]:
-        if closure not in known:
+    def __init__(self) -> None:
+        self._closures: dict[Closure, Counter[str]] = {}
+
+    def of(self, calls: Iterable[Call]) -> Counter[str]:
+        """Returns how often some calls do."""
+        total: Counter[str] = Counter()
+        for call in calls:
+            total.update(self.of_closure(call.closure))
+        return total
+
+    def of_closure(self, closure: Closure) -> Counter[str]:
+        """Returns how often one call of a closure does."""
+        if closure not in self._closures:
             nodes = closure.nodes if isinstance(closure, Leaf) else ()
-            found = Counter(_device_of(node) for node in nodes if is_draw(node))
-            for call in closure.program.calls if isinstance(closure, Composite) else ():
-                found.update(of(call.closure))
-            known[closure] = found
-        return known[closure]
-
-    total: Counter[str] = Counter()
-    for call in calls:
-        total.update(of(call.closure))
-    return total
+            inside = closure.program.calls if isinstance(closure, Composite) else ()
+            own = Counter(_device_of(node) for node in nodes if is_draw(node))
+            self._closures[closure] = own + self.of(inside)
+        return self._closures[closure]
 
 
 def _device_of(node: torch.fx.Node) -> str:

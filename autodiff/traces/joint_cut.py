@@ -29,9 +29,12 @@ def is_draw(node: torch.fx.Node) -> bool:
         return False
     schema = operator_schema(node)
     for index, argument in enumerate(schema.arguments if schema is not None else ()):
+        given = node.args[index] if index < len(node.args) else argument.default_value
+        given = node.kwargs.get(argument.name, given)
         if argument.name == "dropout_p":
-            given = node.args[index] if index < len(node.args) else argument.default_value
-            return bool(node.kwargs.get(argument.name, given) != 0.0)
+            return bool(given != 0.0)
+        if argument.name in ("train", "training") and given is False:
+            return False
     return True
 
 

@@ -35,10 +35,32 @@ def _determinant(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torc
     return sign * logarithm.exp(), factors, pivots
 
 
+def _random_relu(
+    x: torch.Tensor,
+    lower: float = 1 / 8,
+    upper: float = 1 / 3,
+    training: bool = False,
+    generator: Any = None,
+) -> torch.Tensor:
+    """Computes ``rrelu`` as a product with the slopes that it draws.
+
+    A trace holds its functional variant, whose derivative reads the memory that the slopes would
+    have been written to, and not the slopes: what it gives is no number that anybody computed.
+    """
+    if not training:
+        return torch.ops.aten.leaky_relu.default(x, (lower + upper) / 2)
+    _, slopes = torch.ops.aten.rrelu_with_noise_functional.default(
+        x, torch.ones_like(x), lower, upper, training, generator
+    )
+    return x * slopes
+
+
 _FORMS: Mapping[Any, Callable[..., Any]] = {
     torch.ops.aten._linalg_det.default: _determinant,
     torch.ops.aten.linalg_det.default: lambda matrix: _determinant(matrix)[0],
     torch.ops.aten.det.default: lambda matrix: _determinant(matrix)[0],
+    torch.ops.aten.rrelu.default: _random_relu,
+    torch.ops.aten.rrelu_.default: lambda x, *more: x.copy_(_random_relu(x, *more)),
 }
 """Operators whose traced derivative has a wrong one, made of others."""
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ...autodiff.dependence import Dependence
-from ...autodiff.higher_order.gradient_program import draws
+from ...autodiff.higher_order.gradient_program import Draws
 from ...autodiff.torch_autograd import graph_is_kept
 from ...backend.run.runtime import Graph, unchanged
 from ...reuse.torch_names import memory_id, version_of, versions_of
@@ -110,7 +110,7 @@ class Bridge:
         self.pick_others = picker(self.others)
         self.num_unwritten = sum(i not in written for i in rest)
         # A program of gradients draws what the forward drew.
-        self.draws = bool(draws(self.program.calls))
+        self.draws = bool(Draws().of(self.program.calls))
         self.constant_outputs = [i for i in outputs if i not in derivative.cotangent_outputs]
 
     def run(self, inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:

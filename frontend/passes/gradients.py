@@ -8,8 +8,8 @@ import torch
 
 from ...autodiff.derivative import Differentiator, Recipe
 from ...autodiff.higher_order.gradient_program import (
+    Draws,
     GradientProgram,
-    draws,
     own_derivative,
 )
 from ...autodiff.higher_order.used_inputs import used_inputs
@@ -171,7 +171,7 @@ def _require_same_draws(program: Program, gradients: Program) -> None:
     Raises:
         PlanError: if it would draw others.
     """
-    first, again = draws(program.calls), draws(gradients.calls)
+    first, again = Draws().of(program.calls), Draws().of(gradients.calls)
     if first == again and first.keys() <= {"cpu"}:
         return
     counts = " and ".join(
