@@ -1029,9 +1029,9 @@ def test_the_traced_derivative_of_a_determinant_is_by_singular_values(
     torch.testing.assert_close((value, *factors), (sign * log.exp(), *others))
 
 
-@contract("torch.ops.aten.rrelu_with_noise_functional.default")
-def test_the_functional_random_relu_has_a_derivative_of_the_wrong_slopes(functional: Any) -> None:
+def test_the_functional_random_relu_has_a_derivative_of_the_wrong_slopes() -> None:
     """Once it has that of the slopes that it drew, no product needs to stand for it."""
+    functional = torch.ops.aten.rrelu_with_noise_functional.default
     x = torch.tensor([-1.0, 2.0], requires_grad=True)
     result, slopes = functional(x, torch.full_like(x, 7.0), 0.1, 0.3, True)
     (found,) = torch.autograd.grad(result.sum(), x)
