@@ -6,6 +6,7 @@ derivative        ``vjp``: a pair of closures, made once per closure
 leaf_derivative   the two halves of a leaf's derivative, and the boundary between them
 torch_autograd    adapter: the state of PyTorch's autograd around a call
 choices           which of a call's forward values are saved
+draws             which closures draw random numbers, and how often
 run_again         a forward run again in the backward, without drawing random numbers again
 undefined         the derivative without some cotangents
 micro_batches     one training step: forward and backward, called per micro-batch

@@ -16,6 +16,7 @@ from ..reuse.ir.leaf import flat_types
 from ..reuse.ir.program import Call, Closure, Composite, Leaf, Pack, Program, Unpack, Value
 from ..reuse.ir.torch_symbols import is_certain
 from ..reuse.ir.types import StructType, TensorType, Type
+from .draws import Draws
 from .leaf_derivative import Derivative, cotangent_type
 from .traces.joint_cut import ancestors, extract, is_draw, outputs_of
 
@@ -47,6 +48,7 @@ class Rerunner:
     """Makes reruns and remembers them by closure."""
 
     def __init__(self) -> None:
+        self._draws = Draws()
         self._made: dict[tuple[Closure, tuple[int, ...]], Rerun] = {}
 
     def rerun(self, closure: Closure, needed: Sequence[int]) -> Rerun:
@@ -66,19 +68,14 @@ class Rerunner:
                 self._made[key] = _ProgramRerun(self, closure, key[1]).rerun()
         return self._made[key]
 
+    def draws(self, closure: Closure) -> bool:
+        """Whether running a closure moves a random generator on."""
+        return bool(self._draws.of_closure(closure))
+
 
 def num_results(closure: Closure) -> int:
     """Number of outputs that are the primal's results: all but a saved struct."""
     return sum(isinstance(t, TensorType) for t in closure.output_types)
-
-
-def draws_at_random(closure: Closure) -> bool:
-    """Whether running a closure moves a random generator on."""
-    if isinstance(closure, Leaf):
-        return any(is_draw(n) for n in closure.nodes)
-    if isinstance(closure, Composite):
-        return any(draws_at_random(call.closure) for call in closure.program.calls)
-    return False
 
 
 # ---- leaves ------------------------------------------------------------------------------
@@ -196,7 +193,7 @@ class _ProgramRerun:
                 wanted.update(call.args)
             return None
         if num_results(closure) == len(call.results):  # not differentiated
-            if positions and not draws_at_random(closure):
+            if positions and not self._rerunner.draws(closure):
                 wanted.update(call.args)
             return None
         rerun = self._rerunner.rerun(closure, positions)
@@ -212,7 +209,7 @@ class _ProgramRerun:
                 self._repeat(call)
             return None
         if rerun is None:
-            if needed and draws_at_random(closure):
+            if needed and self._rerunner.draws(closure):
                 self._kept.extend(needed)
                 for value in needed:
                     self._stand(value)

@@ -15,7 +15,8 @@ from torch.func import functional_call
 
 import lazyinline
 from lazyinline import PlanError, func, lazy_inline
-from lazyinline.frontend.func.rows import Jacobian, _Products
+from lazyinline.frontend.func.products import Products
+from lazyinline.frontend.func.rows import Jacobian
 
 WIDTH = 8
 
@@ -483,7 +484,7 @@ def matrix_calls(matrix: Tensor, **more: Any) -> tuple[Jacobian, list[str]]:
         return product
 
     given = {name: noted(name, function) for name, function in more.items()}
-    products = _Products(
+    products = Products(
         noted("row", lambda v: v @ matrix), noted("along", lambda v: matrix @ v), **given
     )
     shape = matrix.shape

@@ -15,7 +15,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import lazyinline
 from lazyinline import PlanError, lazy_inline
-from lazyinline.autodiff.higher_order.gradient_program import Draws, GradientPrograms
+from lazyinline.autodiff.draws import Draws
+from lazyinline.autodiff.higher_order.gradient_program import GradientPrograms
 from lazyinline.frontend.compiler import Compiler
 from lazyinline.frontend.measure import models
 from lazyinline.frontend.passes.gradients import _require_same_draws

@@ -17,10 +17,10 @@ from ...reuse.errors import CaptureError, PlanError
 from ...reuse.ir.program import Call, Composite, Leaf, Program, Value
 from ...reuse.ir.torch_graphs import module_of
 from ...reuse.ir.types import TensorType
+from ..draws import drawing_leaf
 from ..forward_mode.forward_derivative import ForwardDerivative, ForwardDerivatives
 from ..forward_mode.jet_interpreter import Fallback
 from .derivation import AskedSeries
-from .gradient_program import drawing_leaf
 from .paths import calls_between
 
 

@@ -7,26 +7,14 @@ any order: the gradients of this program are again such a program.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from types import BuiltinFunctionType
 
-import torch.fx
-
-from ...reuse.ir.program import (
-    Call,
-    Closure,
-    Composite,
-    Leaf,
-    Program,
-    Source,
-    Value,
-    walk_closures,
-)
+from ...reuse.ir.program import Call, Composite, Leaf, Program, Source, Value, walk_closures
 from ...reuse.torch_names import OPERATOR_TYPES
 from ..derivative import Differentiator, Recipe, Request
-from ..traces.joint_cut import is_draw
+from ..draws import Draws
 from ..traces.torch_differentiable import DIFFERENTIABLE
 from ..training_program import training_program
 from .flat_structs import FlatStructs
@@ -109,38 +97,3 @@ def own_derivative(program: Program) -> str:
     targets = (node.target for leaf in leaves for node in leaf.nodes)
     own = (t for t in targets if not isinstance(t, (*OPERATOR_TYPES, BuiltinFunctionType)))
     return next((str(getattr(target, "__name__", target)) for target in own), "")
-
-
-class Draws:
-    """How often closures draw random numbers, by device; looks at each different one once."""
-
-    def __init__(self) -> None:
-        self._closures: dict[Closure, Counter[str]] = {}
-
-    def of(self, calls: Iterable[Call]) -> Counter[str]:
-        """Returns how often some calls do."""
-        total: Counter[str] = Counter()
-        for call in calls:
-            total.update(self.of_closure(call.closure))
-        return total
-
-    def of_closure(self, closure: Closure) -> Counter[str]:
-        """Returns how often one call of a closure does."""
-        if closure not in self._closures:
-            nodes = closure.nodes if isinstance(closure, Leaf) else ()
-            inside = closure.program.calls if isinstance(closure, Composite) else ()
-            own = Counter(_device_of(node) for node in nodes if is_draw(node))
-            self._closures[closure] = own + self.of(inside)
-        return self._closures[closure]
-
-
-def _device_of(node: torch.fx.Node) -> str:
-    value = node.meta["val"]
-    first = next(iter(value)) if isinstance(value, (tuple, list)) else value
-    return str(first.device.type)
-
-
-def drawing_leaf(program: Program) -> Leaf | None:
-    """Returns a leaf that draws random numbers, if a program has one."""
-    leaves = (c for c in walk_closures(program) if isinstance(c, Leaf))
-    return next((leaf for leaf in leaves if any(map(is_draw, leaf.nodes))), None)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ...autodiff.dependence import Dependence
-from ...autodiff.higher_order.gradient_program import Draws
+from ...autodiff.draws import Draws
 from ...autodiff.torch_autograd import graph_is_kept
 from ...backend.run.runtime import Graph, unchanged
 from ...reuse.torch_names import memory_id, version_of, versions_of

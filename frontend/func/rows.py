@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
 
-from ...autodiff.forward_mode.series import Series
 from ...reuse.errors import PlanError
-from .arguments import Function, chosen, renamed, with_chosen
-from .lines import ForwardMode, may_follow, taylor
-from .transforms import Gradient, compiled, gradients, hvp, scalar, tangents_of
+from .arguments import Function, chosen
+from .lines import ForwardMode
+from .products import (
+    AtOnce,
+    CotangentProduct,
+    Curvatures,
+    Given,
+    HessianProduct,
+    Products,
+    TangentProducts,
+)
+from .transforms import Gradient, compiled
 
 Index = int | slice
 
@@ -27,54 +33,6 @@ _WORTH = 4
 
 _BACK = 3
 """A row of a Jacobian costs about as much as so many columns."""
-
-
-@dataclass(frozen=True)
-class _Given:
-    """The arguments at one point."""
-
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
-
-    def to(self, function: Callable[..., torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
-        """Returns a function of what comes before them."""
-        return lambda first: function(first, *self.args, **self.kwargs)
-
-
-class _AtOnce:
-    """A function of several directions: one program for each number of them."""
-
-    def __init__(self, make: Callable[[], nn.Module]) -> None:
-        self._make = make
-        self._made: dict[int, nn.Module] = {}
-
-    def __call__(self, directions: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        num = len(directions)
-        if num not in self._made:
-            self._made[num] = self._make()
-        found: torch.Tensor = self._made[num](directions, *args, **kwargs)
-        return found
-
-
-@dataclass(frozen=True)
-class _Products:
-    """What a Jacobian at one point is computed by.
-
-    Attributes:
-        row: a cotangent times it.
-        along: it times a tangent.
-        rows: several cotangents times it, ``[K, *result]`` to ``[K, *input]``, if they can pass
-            at once.
-        columns: it times several tangents, ``[K, *input]`` to ``[K, *result]``.
-        curvatures: of a Hessian the second derivatives along directions, ``[K, *input]`` to
-            ``[K]``.
-    """
-
-    row: Callable[[torch.Tensor], torch.Tensor]
-    along: Callable[[torch.Tensor], torch.Tensor]
-    rows: Callable[[torch.Tensor], torch.Tensor] | None = None
-    columns: Callable[[torch.Tensor], torch.Tensor] | None = None
-    curvatures: Callable[[torch.Tensor], torch.Tensor] | None = None
 
 
 def jacobian(func: Function, argnums: int = 0) -> Callable[..., Jacobian]:
@@ -91,16 +49,16 @@ def jacobian(func: Function, argnums: int = 0) -> Callable[..., Jacobian]:
         >>> J = lazyinline.func.jacobian(model)(x)
         >>> J[0], J[0, 1], J @ v, J.dense()
     """
-    row = compiled(_Rows(func, argnums))
-    along = _AtOnce(lambda: compiled(_Along(func, argnums)))
+    row = compiled(CotangentProduct(func, argnums))
+    along = AtOnce(lambda: compiled(TangentProducts(func, argnums)))
 
     def at(*args: Any, **kwargs: Any) -> Jacobian:
         (point,) = chosen(args, argnums)
         with torch.no_grad():
             shape = func(*args, **kwargs).shape
-        given = _Given(args, kwargs)
+        given = Given(args, kwargs)
         columns = given.to(along)
-        products = _Products(
+        products = Products(
             given.to(row), lambda tangent: columns(tangent.unsqueeze(0)).squeeze(0), None, columns
         )
         return Jacobian(products, tuple(shape), tuple(point.shape), like=point)
@@ -128,18 +86,20 @@ def hessian(
         >>> H[3], H.diagonal(), H @ v
     """
     # Only the whole is compiled: the gradient inside becomes a part of it.
-    product = compiled(_Product(func, argnums, mode))
-    rows = _AtOnce(lambda: compiled(_Along(Gradient(func, argnums, has_aux=False), argnums)))
-    curvatures = _AtOnce(lambda: compiled(_Curvatures(func, argnums)))
+    product = compiled(HessianProduct(func, argnums, mode))
+    rows = AtOnce(
+        lambda: compiled(TangentProducts(Gradient(func, argnums, has_aux=False), argnums))
+    )
+    curvatures = AtOnce(lambda: compiled(Curvatures(func, argnums)))
 
     def at(*args: Any, **kwargs: Any) -> Jacobian:
         (point,) = chosen(args, argnums)
         shape = tuple(point.shape)
-        given = _Given(args, kwargs)
+        given = Given(args, kwargs)
         one = given.to(product)
         if mode == "reverse":
-            return Jacobian(_Products(one, one), shape, shape, like=point)
-        all_at_once = _Products(one, one, given.to(rows), given.to(rows), given.to(curvatures))
+            return Jacobian(Products(one, one), shape, shape, like=point)
+        all_at_once = Products(one, one, given.to(rows), given.to(rows), given.to(curvatures))
         return Jacobian(all_at_once, shape, shape, like=point)
 
     return at
@@ -161,7 +121,7 @@ class Jacobian:
 
     def __init__(
         self,
-        products: _Products,
+        products: Products,
         result_shape: tuple[int, ...],
         input_shape: tuple[int, ...],
         *,
@@ -295,93 +255,6 @@ class Jacobian:
     def _check(vector: torch.Tensor, shape: tuple[int, ...], what: str) -> None:
         if tuple(vector.shape) != shape:
             raise PlanError(f"{what} takes a vector of shape {shape}, not {tuple(vector.shape)}.")
-
-
-class _Rows(nn.Module):
-    """A cotangent times the Jacobian."""
-
-    def __init__(self, func: Function, argnums: int) -> None:
-        super().__init__()
-        self.func = func
-        self._argnums = argnums
-
-    def forward(self, cotangent: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Returns it, in the input's shape."""
-        goes_on = torch.is_grad_enabled()
-        with torch.enable_grad():
-            given, inputs = renamed(chosen(args, self._argnums))
-            result = self.func(*with_chosen(args, self._argnums, given), **kwargs)
-            (found,) = gradients([result], inputs, [cotangent], goes_on=goes_on)
-        return found
-
-
-class _Along(nn.Module):
-    """The Jacobian times tangents."""
-
-    def __init__(self, func: Function, argnums: int) -> None:
-        super().__init__()
-        self.func = func
-        self._argnums = argnums
-
-    def forward(self, tangents: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Returns it, ``[K, *result]`` of ``[K, *input]``."""
-        goes_on = torch.is_grad_enabled()
-        with torch.enable_grad():
-            rows = tangents.clone()  # before what is differentiated runs: see `tangents_of`
-            given, inputs = renamed(chosen(args, self._argnums))
-            result = self.func(*with_chosen(args, self._argnums, given), **kwargs)
-            (found,) = tangents_of([result], inputs, [rows])
-        return found if goes_on else found.detach()
-
-
-class _Product(nn.Module):
-    """The Hessian of a function with a scalar result, times a vector."""
-
-    def __init__(self, func: Function, argnums: int, mode: ForwardMode) -> None:
-        super().__init__()
-        self.func = func
-        self._argnums = argnums
-        self._mode: ForwardMode = mode
-
-    def forward(self, vector: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Returns it, in the input's shape."""
-
-        def of_one(x: torch.Tensor) -> torch.Tensor:
-            result: torch.Tensor = self.func(*with_chosen(args, self._argnums, [x]), **kwargs)
-            return result
-
-        (point,) = chosen(args, self._argnums)
-        found: torch.Tensor = hvp(of_one, point, vector, mode=self._mode)[1]
-        return found
-
-
-class _Curvatures(nn.Module):
-    """The second derivatives of a function with a scalar result, along lines."""
-
-    def __init__(self, func: Function, argnums: int) -> None:
-        super().__init__()
-        self.func = func
-        self._argnums = argnums
-
-    def forward(self, directions: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Returns them, ``[K]`` of ``[K, *input]``."""
-        goes_on = torch.is_grad_enabled()
-        with torch.enable_grad():
-            rows = directions.clone()  # before what is differentiated runs: see `tangents_of`
-            given, (point,) = renamed(chosen(args, self._argnums))
-            result = self.func(*with_chosen(args, self._argnums, given), **kwargs)
-            value, series = scalar(result, "hessian").reshape(()), Series(2, len(rows))
-            if may_follow("auto"):
-                found = taylor(value, point, rows, series)
-            else:
-                found = torch.stack([_curvature(value, point, row) for row in rows])
-        return found if goes_on else found.detach()
-
-
-def _curvature(value: torch.Tensor, point: torch.Tensor, direction: torch.Tensor) -> torch.Tensor:
-    (first,) = gradients([value], [point], None, goes_on=True)
-    (second,) = gradients([first], [point], [direction], goes_on=True)
-    return (second * direction).sum()
 
 
 def _picked(

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from ...autodiff.derivative import Differentiator, Recipe
+from ...autodiff.draws import Draws
 from ...autodiff.higher_order.gradient_program import (
-    Draws,
     GradientProgram,
     own_derivative,
 )
