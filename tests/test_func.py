@@ -743,3 +743,46 @@ def test_gradients_through_norms_and_dropout_train_like_eager(name: str) -> None
             gradients = [p.grad for p in of.parameters() if p.grad is not None]
             found.append([loss.detach(), *gradients, *of.buffers()])
         torch.testing.assert_close(*found)
+
+
+class Parts(nn.Module):
+    """A Jacobian and a Hessian by parts, each asked for in another way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.4), nn.Tanh(), nn.Linear(4, 3))
+        self.net.double()
+
+    def energy(self, x: Tensor) -> Tensor:
+        result: Tensor = self.net(x).pow(3).sum()
+        return result
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        unit = torch.eye(4, dtype=x.dtype)
+        jacobian, hessian = func.jacobian(self.net)(x), func.hessian(self.energy)(x)
+        of_jacobian = (jacobian[0], jacobian @ unit[1], unit[2, :3] @ jacobian, jacobian.dense())
+        return (
+            *of_jacobian,
+            *(hessian[1], hessian @ unit[2], hessian.diagonal(), hessian.dense()),
+        )
+
+
+@pytest.mark.parametrize("is_captured", [False, True])
+def test_all_parts_of_a_jacobian_are_of_the_random_numbers_that_one_run_draws(
+    *, is_captured: bool
+) -> None:
+    model, x = Parts(), tensor(4)
+    torch.manual_seed(0)
+    found = (lazyinline.compile(model) if is_captured else model)(x)
+    after = torch.rand(3)
+
+    torch.manual_seed(0)
+    inputs = x.clone().requires_grad_()
+    result = model.net(inputs)
+    jacobian = torch.stack([torch.autograd.grad(y, inputs, retain_graph=True)[0] for y in result])
+    (slope,) = torch.autograd.grad(model.energy(inputs), inputs, create_graph=True)
+    hessian = torch.stack([torch.autograd.grad(s, inputs, retain_graph=True)[0] for s in slope])
+    assert torch.equal(after, torch.rand(3))
+    of_jacobian = (jacobian[0], jacobian[:, 1], jacobian[2], jacobian)
+    wanted = (*of_jacobian, hessian[1], hessian[2], hessian.diagonal(), hessian)
+    torch.testing.assert_close(found, wanted)

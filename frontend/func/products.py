@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -12,7 +13,10 @@ from torch import nn
 from ...autodiff.forward_mode.series import Series
 from .arguments import Function, chosen, renamed, with_chosen
 from .lines import ForwardMode, may_follow, taylor
-from .transforms import gradients, hvp, scalar, tangents_of
+from .transforms import along_gradients, gradients, scalar, tangents_of
+
+Linear = Callable[[torch.Tensor], torch.Tensor]
+"""Takes directions to their product with a derivative."""
 
 
 @dataclass(frozen=True)
@@ -22,7 +26,7 @@ class Given:
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
 
-    def to(self, function: Callable[..., torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
+    def to(self, function: Callable[..., torch.Tensor]) -> Linear:
         """Returns a function of what comes before them."""
         return lambda first: function(first, *self.args, **self.kwargs)
 
@@ -57,87 +61,159 @@ class Products:
             ``[K]``.
     """
 
-    row: Callable[[torch.Tensor], torch.Tensor]
-    along: Callable[[torch.Tensor], torch.Tensor]
-    rows: Callable[[torch.Tensor], torch.Tensor] | None = None
-    columns: Callable[[torch.Tensor], torch.Tensor] | None = None
-    curvatures: Callable[[torch.Tensor], torch.Tensor] | None = None
+    row: Linear
+    along: Linear
+    rows: Linear | None = None
+    columns: Linear | None = None
+    curvatures: Linear | None = None
 
 
-class _OfFunction(nn.Module):
-    """What is computed of a function, with respect to one of its arguments."""
+@dataclass(frozen=True)
+class Computed:
+    """A function's result, and the point that it was computed at.
 
-    def __init__(self, func: Function, argnums: int) -> None:
+    Attributes:
+        result: with a graph that leads to the point.
+        point: what is differentiated with respect to.
+        goes_on: whether derivatives can be differentiated in their turn.
+    """
+
+    result: torch.Tensor
+    point: torch.Tensor
+    goes_on: bool
+
+    @cached_property
+    def gradient(self) -> torch.Tensor:
+        """That of a result which is a scalar, to be differentiated on."""
+        value = scalar(self.result, "hessian")
+        (found,) = gradients([value], [self.point], None, goes_on=True)
+        return found
+
+    def to(self, derive: Derive) -> Linear:
+        """Returns a product with what was computed; it can be differentiated if this can."""
+
+        def product(directions: torch.Tensor) -> torch.Tensor:
+            with torch.enable_grad():
+                found = derive(self, directions)
+            return found if self.goes_on else found.detach()
+
+        return product
+
+
+Derive = Callable[[Computed, torch.Tensor], torch.Tensor]
+"""Computes a product from a function's result and directions."""
+
+
+def computed(
+    func: Function, argnums: int, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Computed:
+    """Runs a function, to be differentiated with respect to one of its arguments."""
+    goes_on = torch.is_grad_enabled()
+    with torch.enable_grad():
+        given, (point,) = renamed(chosen(args, argnums))
+        return Computed(func(*with_chosen(args, argnums, given), **kwargs), point, goes_on)
+
+
+class Product(nn.Module):
+    """A product with the Jacobian of a function, which it runs.
+
+    Args:
+        func: the function.
+        argnums: with respect to which of its arguments.
+        derive: computes the product.
+        prepare: makes what that takes of the directions before the function runs: see
+            :func:`tangents_of`.
+    """
+
+    def __init__(
+        self,
+        func: Function,
+        argnums: int,
+        derive: Derive,
+        prepare: Callable[[torch.Tensor], torch.Tensor] = torch.clone,
+    ) -> None:
         super().__init__()
         self.func = func
         self._argnums = argnums
-
-
-class CotangentProduct(_OfFunction):
-    """A cotangent times the Jacobian."""
-
-    def forward(self, cotangent: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Returns it, in the input's shape."""
-        goes_on = torch.is_grad_enabled()
-        with torch.enable_grad():
-            given, inputs = renamed(chosen(args, self._argnums))
-            result = self.func(*with_chosen(args, self._argnums, given), **kwargs)
-            (found,) = gradients([result], inputs, [cotangent], goes_on=goes_on)
-        return found
-
-
-class TangentProducts(_OfFunction):
-    """The Jacobian times tangents."""
-
-    def forward(self, tangents: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Returns it, ``[K, *result]`` of ``[K, *input]``."""
-        goes_on = torch.is_grad_enabled()
-        with torch.enable_grad():
-            rows = tangents.clone()  # before what is differentiated runs: see `tangents_of`
-            given, inputs = renamed(chosen(args, self._argnums))
-            result = self.func(*with_chosen(args, self._argnums, given), **kwargs)
-            (found,) = tangents_of([result], inputs, [rows])
-        return found if goes_on else found.detach()
-
-
-class HessianProduct(_OfFunction):
-    """The Hessian of a function with a scalar result, times a vector."""
-
-    def __init__(self, func: Function, argnums: int, mode: ForwardMode) -> None:
-        super().__init__(func, argnums)
-        self._mode: ForwardMode = mode
-
-    def forward(self, vector: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Returns it, in the input's shape."""
-
-        def of_one(x: torch.Tensor) -> torch.Tensor:
-            result: torch.Tensor = self.func(*with_chosen(args, self._argnums, [x]), **kwargs)
-            return result
-
-        (point,) = chosen(args, self._argnums)
-        found: torch.Tensor = hvp(of_one, point, vector, mode=self._mode)[1]
-        return found
-
-
-class Curvatures(_OfFunction):
-    """The second derivatives of a function with a scalar result, along lines."""
+        self._derive = derive
+        self._prepare = prepare
 
     def forward(self, directions: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Returns them, ``[K]`` of ``[K, *input]``."""
-        goes_on = torch.is_grad_enabled()
-        with torch.enable_grad():
-            rows = directions.clone()  # before what is differentiated runs: see `tangents_of`
-            given, (point,) = renamed(chosen(args, self._argnums))
-            result = self.func(*with_chosen(args, self._argnums, given), **kwargs)
-            value, series = scalar(result, "hessian").reshape(()), Series(2, len(rows))
-            if may_follow("auto"):
-                found = taylor(value, point, rows, series)
-            else:
-                found = torch.stack([_curvature(value, point, row) for row in rows])
-        return found if goes_on else found.detach()
+        """Returns the product."""
+        given = self._prepare(directions)
+        return computed(self.func, self._argnums, args, kwargs).to(self._derive)(given)
 
 
-def _curvature(value: torch.Tensor, point: torch.Tensor, direction: torch.Tensor) -> torch.Tensor:
-    (first,) = gradients([value], [point], None, goes_on=True)
-    (second,) = gradients([first], [point], [direction], goes_on=True)
+def cotangent_product(at: Computed, cotangent: torch.Tensor) -> torch.Tensor:
+    """Returns a cotangent times the Jacobian, in the input's shape."""
+    (found,) = gradients([at.result], [at.point], [cotangent], goes_on=at.goes_on)
+    return found
+
+
+def tangent_products(at: Computed, tangents: torch.Tensor) -> torch.Tensor:
+    """Returns the Jacobian times tangents: ``[K, *result]`` of ``[K, *input]``."""
+    (found,) = tangents_of([at.result], [at.point], [tangents])
+    return found
+
+
+def hessian_products(at: Computed, tangents: torch.Tensor) -> torch.Tensor:
+    """Returns the Hessian times tangents: ``[K, *input]`` of as much."""
+    (found,) = tangents_of([at.gradient], [at.point], [tangents])
+    return found
+
+
+def hessian_product(at: Computed, tangent: torch.Tensor, *, mode: ForwardMode) -> torch.Tensor:
+    """Returns the Hessian times a tangent: ``[*input]`` of ``[1, *input]``."""
+    (found,) = along_gradients([at.gradient], [at.point], [tangent], mode, goes_on=at.goes_on)
+    return found.squeeze(0)
+
+
+def curvatures(at: Computed, directions: torch.Tensor) -> torch.Tensor:
+    """Returns the second derivatives of a scalar along lines: ``[K]`` of ``[K, *input]``."""
+    value = scalar(at.result, "hessian").reshape(())
+    if may_follow("auto"):
+        return taylor(value, at.point, directions, Series(2, len(directions)))
+    return torch.stack([_curvature(at, direction) for direction in directions])
+
+
+def _curvature(at: Computed, direction: torch.Tensor) -> torch.Tensor:
+    (second,) = gradients([at.gradient], [at.point], [direction], goes_on=True)
     return (second * direction).sum()
+
+
+class SameDraws:
+    """Makes all products at one point draw the same random numbers: they are of one function.
+
+    The first that runs draws what comes next. The others begin where it began, and leave the
+    generators as they found them.
+
+    Args:
+        device: where the function runs; random numbers may be drawn there and on the CPU.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.devices = [device] if device.type == "cuda" else []
+        self._start: list[torch.Tensor] | None = None
+        self._has_drawn = False
+
+    def among(self, product: Linear) -> Linear:
+        """Returns a product that draws as the others do."""
+        return lambda directions: self._run(product, directions)
+
+    def _run(self, product: Linear, directions: torch.Tensor) -> torch.Tensor:
+        if self._start is None:
+            self._start = self._states()
+            found = product(directions)
+            pairs = zip(self._start, self._states(), strict=True)
+            self._has_drawn = not all(torch.equal(one, other) for one, other in pairs)
+            return found
+        if not self._has_drawn:
+            return product(directions)
+        with torch.random.fork_rng(self.devices):
+            torch.set_rng_state(self._start[0])
+            for device, state in zip(self.devices, self._start[1:], strict=True):
+                torch.cuda.set_rng_state(state, device)
+            return product(directions)
+
+    def _states(self) -> list[torch.Tensor]:
+        return [torch.get_rng_state(), *map(torch.cuda.get_rng_state, self.devices)]

@@ -5,23 +5,30 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
 from ...reuse.errors import PlanError
+from ..tracing.torch_tracing import follower
 from .arguments import Function, chosen
 from .lines import ForwardMode
 from .products import (
     AtOnce,
-    CotangentProduct,
-    Curvatures,
     Given,
-    HessianProduct,
+    Linear,
+    Product,
     Products,
-    TangentProducts,
+    SameDraws,
+    computed,
+    cotangent_product,
+    curvatures,
+    hessian_product,
+    hessian_products,
+    tangent_products,
 )
-from .transforms import Gradient, compiled
+from .transforms import compiled
 
 Index = int | slice
 
@@ -49,18 +56,19 @@ def jacobian(func: Function, argnums: int = 0) -> Callable[..., Jacobian]:
         >>> J = lazyinline.func.jacobian(model)(x)
         >>> J[0], J[0, 1], J @ v, J.dense()
     """
-    row = compiled(CotangentProduct(func, argnums))
-    along = AtOnce(lambda: compiled(TangentProducts(func, argnums)))
+    row = compiled(Product(func, argnums, cotangent_product, prepare=_as_it_is))
+    columns = AtOnce(lambda: compiled(Product(func, argnums, tangent_products)))
 
     def at(*args: Any, **kwargs: Any) -> Jacobian:
         (point,) = chosen(args, argnums)
-        with torch.no_grad():
+        if follower() is not None:
+            one = computed(func, argnums, args, kwargs)
+            products = _of_jacobian(one.to(cotangent_product), one.to(tangent_products))
+            return Jacobian(products, tuple(one.result.shape), tuple(point.shape), like=point)
+        given, same = Given(args, kwargs), SameDraws(point.device)
+        with torch.no_grad(), torch.random.fork_rng(same.devices):
             shape = func(*args, **kwargs).shape
-        given = Given(args, kwargs)
-        columns = given.to(along)
-        products = Products(
-            given.to(row), lambda tangent: columns(tangent.unsqueeze(0)).squeeze(0), None, columns
-        )
+        products = _of_jacobian(same.among(given.to(row)), same.among(given.to(columns)))
         return Jacobian(products, tuple(shape), tuple(point.shape), like=point)
 
     return at
@@ -86,21 +94,23 @@ def hessian(
         >>> H[3], H.diagonal(), H @ v
     """
     # Only the whole is compiled: the gradient inside becomes a part of it.
-    product = compiled(HessianProduct(func, argnums, mode))
-    rows = AtOnce(
-        lambda: compiled(TangentProducts(Gradient(func, argnums, has_aux=False), argnums))
-    )
-    curvatures = AtOnce(lambda: compiled(Curvatures(func, argnums)))
+    one_product = partial(hessian_product, mode=mode)
+    product = compiled(Product(func, argnums, one_product, prepare=_as_a_row))
+    rows = AtOnce(lambda: compiled(Product(func, argnums, hessian_products)))
+    lines = AtOnce(lambda: compiled(Product(func, argnums, curvatures)))
 
     def at(*args: Any, **kwargs: Any) -> Jacobian:
         (point,) = chosen(args, argnums)
         shape = tuple(point.shape)
-        given = Given(args, kwargs)
-        one = given.to(product)
-        if mode == "reverse":
-            return Jacobian(Products(one, one), shape, shape, like=point)
-        all_at_once = Products(one, one, given.to(rows), given.to(rows), given.to(curvatures))
-        return Jacobian(all_at_once, shape, shape, like=point)
+        if follower() is not None:
+            one = computed(func, argnums, args, kwargs)
+            row, *many = (one.to(f) for f in (one_product, hessian_products, curvatures))
+            products = _of_hessian(lambda v: row(_as_a_row(v)), *many, mode=mode)
+        else:
+            given, same = Given(args, kwargs), SameDraws(point.device)
+            found = (same.among(given.to(f)) for f in (product, rows, lines))
+            products = _of_hessian(*found, mode=mode)
+        return Jacobian(products, shape, shape, like=point)
 
     return at
 
@@ -113,7 +123,7 @@ class Jacobian:
     result's, neither of which computes a row; ``J.diagonal()`` computes all rows, and of a
     Hessian none: it is the second derivatives along each coordinate; ``J.dense()`` is the whole, of
     shape ``(*result, *input)``. Many rows are computed at once, up to 64: memory for what the
-    function computes so many times.
+    function computes so many times. Where that draws random numbers, all parts are of the same.
 
     Attributes:
         shape: of the whole.
@@ -255,6 +265,22 @@ class Jacobian:
     def _check(vector: torch.Tensor, shape: tuple[int, ...], what: str) -> None:
         if tuple(vector.shape) != shape:
             raise PlanError(f"{what} takes a vector of shape {shape}, not {tuple(vector.shape)}.")
+
+
+def _of_jacobian(row: Linear, columns: Linear) -> Products:
+    return Products(row, lambda v: columns(_as_a_row(v)).squeeze(0), None, columns)
+
+
+def _of_hessian(one: Linear, many: Linear, lines: Linear, *, mode: ForwardMode) -> Products:
+    return Products(one, one) if mode == "reverse" else Products(one, one, many, many, lines)
+
+
+def _as_it_is(cotangent: torch.Tensor) -> torch.Tensor:
+    return cotangent
+
+
+def _as_a_row(tangent: torch.Tensor) -> torch.Tensor:
+    return tangent.unsqueeze(0)
 
 
 def _picked(

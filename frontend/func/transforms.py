@@ -248,18 +248,50 @@ def hvp(
         given, names = renamed(primals)
         value = scalar(func(*given), "hvp")
         first = gradients([value], names, None, goes_on=True)
-        ways = Ways(
-            "product with a Hessian",
-            2,
-            Way("forward", _PASSES_OF_PRODUCT),
-            Way("reverse", _PASSES_OF_PRODUCT),
-            lambda: [t.squeeze(0) for t in tangents_of(first, names, _of(given, names, rows))],
-            lambda: gradients(first, names, _of(given, names, directions), goes_on=goes_on),
-        )
-        products = ways.taken(mode, first, names)
+        along = _of(given, names, rows)
+        products = [
+            p.squeeze(0) for p in along_gradients(first, names, along, mode, goes_on=goes_on)
+        ]
         found = _in_place_of(given, names, [p if goes_on else p.detach() for p in products])
     shown = value if goes_on else value.detach()
     return shown, found if isinstance(inputs, tuple) else found[0]
+
+
+def along_gradients(
+    first: list[torch.Tensor],
+    inputs: list[torch.Tensor],
+    rows: list[torch.Tensor],
+    mode: ForwardMode,
+    *,
+    goes_on: bool,
+) -> list[torch.Tensor]:
+    """Returns the derivative of gradients along one direction: the product with a Hessian.
+
+    Args:
+        first: the gradient for each input.
+        inputs: what they are of.
+        rows: the direction of each input, ``[1, *input.shape]``, made before: see
+            :func:`tangents_of`.
+        mode: as for :func:`hvp`.
+        goes_on: whether the products can be differentiated in their turn.
+
+    Returns:
+        Of each input ``[1, *input.shape]``.
+    """
+
+    def in_reverse() -> list[torch.Tensor]:
+        directions = [row.squeeze(0) for row in rows]
+        return [p.unsqueeze(0) for p in gradients(first, inputs, directions, goes_on=goes_on)]
+
+    ways = Ways(
+        "product with a Hessian",
+        2,
+        Way("forward", _PASSES_OF_PRODUCT),
+        Way("reverse", _PASSES_OF_PRODUCT),
+        lambda: tangents_of(first, inputs, rows),
+        in_reverse,
+    )
+    return ways.taken(mode, first, inputs)
 
 
 def _matching(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> list[torch.Tensor]:
