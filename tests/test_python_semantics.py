@@ -201,6 +201,17 @@ def drop_in_another_layout(self: Any, x: Tensor) -> Tensor:
     return F.dropout(h.t(), 0.3, inplace=True)
 
 
+def draw_in_another_type_or_layout(self: Any, x: Tensor) -> Tensor:
+    h = self.first(x)
+    odds = h.detach().t().double().sigmoid()
+    mask = torch.bernoulli(odds) + torch.bernoulli(
+        odds * 2, p=0.3
+    )  # in a contiguous tensor's order
+    mask = mask + torch.empty(4, 8).t().bernoulli_(0.4) + torch.empty(4, 8).t().random_(1, 5)
+    result: Tensor = h * mask.t()
+    return result
+
+
 def draw_for_gumbel_and_alpha(self: Any, x: Tensor) -> Tensor:
     h = F.gumbel_softmax(self.first(x), hard=True) + F.rrelu(self.second(x), training=True)
     return F.alpha_dropout(h, 0.3, training=True)
@@ -342,6 +353,7 @@ EQUAL: list[Forward] = [
     draw_early_and_use_late,
     draw_in_place,
     drop_in_another_layout,
+    draw_in_another_type_or_layout,
     draw_for_gumbel_and_alpha,
     attend_with_dropout,
     round_straight_through,
@@ -369,6 +381,7 @@ INDUCTOR: list[Forward] = [
     draw_what_nobody_reads,
     draw_early_and_use_late,
     drop_in_another_layout,
+    draw_in_another_type_or_layout,
     attend_with_dropout,
     round_straight_through,
     return_a_tensor_and_its_detached_self,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -36,7 +36,7 @@ def of_pure_memory(
     mark_after_strided(module)
     if not any(mutated_args(n) or is_lazy(n) for n in module.graph.nodes):
         return module
-    table = {torch.ops.aten.bernoulli.p: draw_mask, **decompositions, **WRITTEN}
+    table = {**decompositions, **WRITTEN}
     functional = _functionalized(module, inputs, table, sizes_in(module) if sizes else ())
     drop_copies(functional)
     for node, name in zip(input_nodes(functional), names, strict=False):
@@ -75,14 +75,41 @@ def _functionalized(
 
 
 def draw_mask(tensor: torch.Tensor, p: float = 0.5, generator: Any = None) -> torch.Tensor:
-    """Decomposes ``bernoulli.p`` into an operator that draws what ``bernoulli_`` draws in place.
-
-    ``bernoulli.p`` itself draws in the order of a contiguous tensor, whatever the layout.
-    """
+    """Decomposes ``bernoulli.p``: in the order of a contiguous tensor, whatever the layout."""
     if generator is not None or not tensor.is_floating_point():
         return NotImplemented
-    _, mask = torch.ops.aten.native_dropout.default(tensor, 1.0 - p, True)
-    return mask.to(tensor.dtype)
+    return _mask(torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device), p)
+
+
+def _mask(layout: torch.Tensor, p: float) -> torch.Tensor:
+    """Draws what ``bernoulli_`` draws, in the order of the memory, and in its layout."""
+    _, mask = torch.ops.aten.native_dropout.default(layout, 1.0 - p, True)
+    return mask.to(layout.dtype)
+
+
+def _draw_mask_into(tensor: torch.Tensor, p: float = 0.5, *, generator: Any = None) -> torch.Tensor:
+    if generator is not None or not tensor.is_floating_point():
+        return tensor.bernoulli_(p, generator=generator)
+    return tensor.copy_(_mask(tensor, p))
+
+
+def _draw_integers_into(
+    tensor: torch.Tensor, low: int, high: int | None, *, generator: Any = None
+) -> torch.Tensor:
+    if generator is not None or high is None:
+        return torch.ops.aten.random_(tensor, low, high, generator=generator)  # type: ignore[no-any-return]
+    return tensor.copy_(torch.randint_like(tensor, low, high))
+
+
+_DRAWN: Mapping[Any, Callable[..., torch.Tensor]] = {
+    torch.ops.aten.bernoulli_.float: _draw_mask_into,
+    getattr(torch.ops.aten.random_, "from"): _draw_integers_into,
+}
+"""Draws into memory whose form without memory loses something.
+
+``bernoulli`` has another order than ``bernoulli_``; the name of ``random.from`` is a keyword of
+Python, and Inductor writes it.
+"""
 
 
 class _Boundary(SizedInterpreter):
@@ -94,6 +121,9 @@ class _Boundary(SizedInterpreter):
         super().__init__(module)
         self._last = set(last)
         self._forward = forward
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        return super().call_function(_DRAWN.get(target, target), args, kwargs)
 
     def run_node(self, n: torch.fx.Node) -> Any:
         graph = growing_graph()

@@ -70,21 +70,23 @@ def graph_cache_off() -> Any:
 
 
 def decompositions() -> Mapping[Any, Callable[..., Any]]:
-    """Returns Inductor's decomposition table, with six corrections.
+    """Returns Inductor's decomposition table, with seven corrections.
 
     Operators that do not count from the end do not here either. ``cat`` of one tensor and empty
     ones is laid out as PyTorch lays it out. And Inductor lowers ``bernoulli.p`` to an in-place
     draw, and on CPU it may fuse a reader of the mask into a kernel that runs before the draw.
-    ``native_dropout`` draws the same mask out of place. Those of pooling ask a module of Inductor's
-    that is imported only when Inductor compiles, which is later. And elements are put into a copy
-    where those of a tensor share memory: Inductor would put them into that memory. Parts of complex
-    tensors are written as pairs of real numbers.
+    ``native_dropout`` draws the same mask out of place. ``bernoulli`` of probabilities in double
+    precision draws numbers of double precision, as the operator itself does. Those of pooling ask a
+    module of Inductor's that is imported only when Inductor compiles, which is later. And elements
+    are put into a copy where those of a tensor share memory: Inductor would put them into that
+    memory. Parts of complex tensors are written as pairs of real numbers.
     """
     from torch._inductor.decomposition import select_decomp_table
 
     with settings():
         table = dict(select_decomp_table())
     table[torch.ops.aten.bernoulli.p] = draw_mask
+    table[torch.ops.aten.bernoulli.default] = _below_probabilities
     for operator in NOT_FROM_THE_END:
         table[operator] = _without_wrapping(table[operator])
     table[torch.ops.aten.cat.default] = _dense(table[torch.ops.aten.cat.default])
@@ -94,6 +96,19 @@ def decompositions() -> Mapping[Any, Callable[..., Any]]:
     table |= {operator: _into_a_copy(operator) for operator in _PUTTING}
     table |= scatters_of_pairs()
     return table
+
+
+def _below_probabilities(probabilities: torch.Tensor, generator: Any = None) -> Any:
+    """Decomposes ``bernoulli`` into the comparison that PyTorch's kernel for a CPU makes."""
+    if generator is not None or not probabilities.is_floating_point():
+        return NotImplemented
+    is_double = probabilities.dtype is torch.float64
+    numbers = torch.rand(
+        probabilities.shape,
+        dtype=torch.float64 if is_double else torch.float32,
+        device=probabilities.device,
+    )
+    return (numbers < probabilities).to(probabilities.dtype)
 
 
 _POOLING = (
