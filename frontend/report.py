@@ -72,6 +72,7 @@ class CompileReport(CompileRecord):
             lines.append(f"  gradients compiled, for derivatives of them: {self.num_gradients}")
         lines += [f"  {choice}" for choice in self.modes]
         lines += [f"  no Taylor rule, forward mode nested: {one}" for one in self.nested_forward]
+        lines += [f"  run operator by operator, {one}" for one in self.eager_kernels]
         if self.why_static:
             lines.append(f"  sizes are numbers, because {self.why_static}")
         if self.recompute_chosen_for:

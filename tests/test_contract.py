@@ -65,6 +65,7 @@ from lazyinline.backend.kernels.torch_index import (
 )
 from lazyinline.backend.kernels.torch_inductor import (
     NOT_FROM_THE_END,
+    NotCompiled,
     compile_leaves,
     decompositions,
     rewrite_joint,
@@ -1532,6 +1533,7 @@ def test_inductor_draws_in_the_order_of_the_graph(lowering: Any, run_node: Any, 
         graph = traced(draw, mode.from_tensor(x), table=decompositions())
     assert sum(map(draws, graph.graph.nodes)) == 5
     (compiled,) = compile_leaves([graph], lambda: None)
+    assert not isinstance(compiled, NotCompiled)
     assert lowering.run_node is run_node
     torch.manual_seed(0)
     found = compiled([x])
@@ -1585,6 +1587,21 @@ def test_inductors_decompositions_leave_random_numbers_to_pytorch(select: Any) -
     mask = table[torch.ops.aten.bernoulli.p](torch.empty(50), 0.3)
     torch.manual_seed(0)
     assert torch.equal(mask, torch.empty(50).bernoulli_(0.3))
+
+
+@contract("torch._inductor.exc.InductorError")
+def test_what_inductor_fails_at_is_told_from_other_errors(error: Any) -> None:
+    def failing(self: Any, node: torch.fx.Node) -> Any:
+        raise ZeroDivisionError(node.name)
+
+    with fake_mode() as mode:
+        module = traced(lambda x: (x.tanh() * 2,), mode.from_tensor(torch.randn(4)))
+    lowering = resolve("torch._inductor.graph.GraphLowering")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lowering, "run_node", failing)
+        (made,) = compile_leaves([module], lambda: None)
+    assert isinstance(made, NotCompiled) and "ZeroDivisionError: " in made.reason
+    assert issubclass(error, Exception)
 
 
 @contract("torch._inductor.compile_fx._recursive_joint_graph_passes")

@@ -16,11 +16,13 @@ import torch
 from comparing import assert_close, assert_same_gradients
 from printed import unfolded
 from torch import Tensor, nn
+from torch._inductor.exc import InductorError
 from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
 import lazyinline
 from lazyinline import Budget, CaptureError, PlanError
+from lazyinline.backend.kernels import torch_inductor
 from lazyinline.frontend.calls import parts
 from lazyinline.reuse.torch_names import CALL_SLOT
 
@@ -760,3 +762,28 @@ def test_an_iterator_that_a_capture_used_is_an_error() -> None:
     model.between.steps = iter([1.0, 2.0, 3.0])
     with pytest.raises(CaptureError, match="may have moved on"):
         lazyinline.compile(model, backend="eager")(*batches()[0])
+
+
+def test_a_closure_that_the_backend_fails_at_is_run_by_pytorch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    compile_leaf = torch_inductor._compile
+
+    def failing(module: torch.fx.GraphModule) -> Any:
+        if any(node.target is torch.ops.aten.tanh.default for node in module.graph.nodes):
+            raise InductorError(SyntaxError("invalid syntax"), None)
+        return compile_leaf(module)
+
+    monkeypatch.setattr(torch_inductor, "_compile", failing)
+    model = nn.Sequential(Mlp(), Mlp(), nn.Linear(WIDTH, WIDTH), nn.SiLU(), nn.Tanh())
+    expected, x = copy.deepcopy(model), torch.randn(3, WIDTH)
+    compiled = lazyinline.compile(model)
+    with pytest.warns(UserWarning, match="PyTorch runs the operators.*SyntaxError: invalid syntax"):
+        found = compiled(x)
+    assert_close(found, expected(x))
+    for result in (found, expected(x)):
+        result.square().sum().backward()
+    assert_same_gradients(model, expected)
+    report = compiled.last_report
+    assert 0 < len(report.eager_kernels) < report.num_kernels
+    assert "run operator by operator, @" in str(report)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.fx
 
+from ...reuse.errors import CaptureError
 from ...reuse.ir.leaf import mutated_args
 from ...reuse.ir.program import input_nodes
 from ...reuse.ir.torch_symbols import SizedInterpreter, sizes_in
@@ -96,9 +97,16 @@ def _draw_mask_into(tensor: torch.Tensor, p: float = 0.5, *, generator: Any = No
 def _draw_integers_into(
     tensor: torch.Tensor, low: int, high: int | None, *, generator: Any = None
 ) -> torch.Tensor:
-    if generator is not None or high is None:
-        return torch.ops.aten.random_(tensor, low, high, generator=generator)  # type: ignore[no-any-return]
+    high = _end_of(tensor.dtype) if high is None else high
+    if generator is not None or high > torch.iinfo(torch.int64).max:
+        raise CaptureError("random_ of all integers, or from a generator, has no form to compile.")
     return tensor.copy_(torch.randint_like(tensor, low, high))
+
+
+def _end_of(dtype: torch.dtype) -> int:
+    """Returns where ``random_`` ends without an upper bound: all integers below are exact."""
+    last = round(2 / torch.finfo(dtype).eps) if dtype.is_floating_point else torch.iinfo(dtype).max
+    return last + 1
 
 
 _DRAWN: Mapping[Any, Callable[..., torch.Tensor]] = {

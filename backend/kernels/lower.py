@@ -66,6 +66,7 @@ class Kernel:
     ``function`` takes the flat operands as one list, which it may empty (``convention="boxed"``),
     or as positional arguments (``convention="plain"``); it returns the flat results. ``launches``
     are what it does where that is recorded already: of a GPU that is not here, in its place.
+    ``why_eager`` says why the backend has none for the leaf, so that PyTorch's own take its place.
     """
 
     function: Callable[..., Sequence[Any]]
@@ -73,6 +74,7 @@ class Kernel:
     source: BackendName  # which backend made it
     sizes: tuple[int, ...] = ()  # come before the operands
     launches: KernelList | None = None
+    why_eager: str = ""
 
 
 KeptCode: TypeAlias = Callable[
@@ -140,11 +142,16 @@ class InductorBackend:
         kernels = []
         for leaf in leaves:
             if _wants_compiler(leaf):
-                kernels.append(Kernel(next(functions), "boxed", self.name))
+                kernels.append(self._kernel(leaf, next(functions)))
             else:
                 kernels.append(_eager_kernel(leaf))
                 on_done()
         return kernels
+
+    def _kernel(self, leaf: Leaf, made: Callable[..., Any] | torch_inductor.NotCompiled) -> Kernel:
+        if isinstance(made, torch_inductor.NotCompiled):
+            return replace(_eager_kernel(leaf), why_eager=made.reason)
+        return Kernel(made, "boxed", self.name)
 
 
 class GpuBackend:

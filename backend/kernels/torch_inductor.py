@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -192,9 +193,16 @@ def rewrite_joint(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
     return module
 
 
+@dataclass(frozen=True)
+class NotCompiled:
+    """A graph that Inductor has no kernels for; ``reason`` says why."""
+
+    reason: str
+
+
 def compile_leaves(
     modules: Sequence[torch.fx.GraphModule], on_compiled: Callable[[], None]
-) -> list[BoxedCallable]:
+) -> list[BoxedCallable | NotCompiled]:
     """Compiles ATen graphs; each result takes a list of tensors, which it empties.
 
     Where sizes are symbolic, the list begins with a number for each symbol.
@@ -207,16 +215,25 @@ def compile_leaves(
         return []
     if any(n.meta["val"].device.type == "cpu" for m in modules for n in _tensor_inputs(m)):
         check_cpp_compiler()
-    compiled = []
+    compiled: list[BoxedCallable | NotCompiled] = []
     probes = vector_units_probed_here()
     with settings(), probes, _corrections(), deferred_builds() as finish:
         for module in modules:
             symbols = symbols_of(module)
             copy = with_size_inputs(module, symbols, "first") if symbols else copy_graph(module)
-            compiled.append(_compile(copy))  # its passes change what they get
+            compiled.append(_compiled_or_why_not(copy))  # its passes change what they get
             on_compiled()
         finish()
     return compiled
+
+
+def _compiled_or_why_not(module: torch.fx.GraphModule) -> BoxedCallable | NotCompiled:
+    from torch._inductor.exc import InductorError
+
+    try:
+        return _compile(module)
+    except InductorError as error:
+        return NotCompiled(str(error).strip())
 
 
 @contextmanager

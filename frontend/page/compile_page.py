@@ -75,6 +75,7 @@ def notes(record: CompileRecord) -> list[str]:
         found.append(f"Gradients compiled, for derivatives of them: {record.num_gradients}.")
     found += [f"{one}." for one in map(str, record.modes)]
     found += [f"No Taylor rule, forward mode nested: {one}." for one in record.nested_forward]
+    found += [f"Run operator by operator, {one}." for one in record.eager_kernels]
     if record.cache.directory:
         found.append(" ".join(str(record.cache).split()))
     return found

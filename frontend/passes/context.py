@@ -180,6 +180,11 @@ class Context:
             None,
         )
 
+    def reasons_for_eager(self, leaves: Iterable[Leaf]) -> dict[Leaf, str]:
+        """Says, of leaves that the backend has no kernel for, why not."""
+        made = {leaf: self.kernels[leaf].why_eager for leaf in leaves if leaf in self.kernels}
+        return {leaf: why for leaf, why in made.items() if why}
+
     def forget(self, leaf: Leaf) -> None:
         """Drops the kernel of a leaf that no other program will have."""
         self.kernels.pop(leaf, None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -151,6 +152,11 @@ def decompose(state: State) -> State:
 def lower(state: State) -> State:
     """Kernels are made, once per leaf."""
     new = state.context.lower(state.programs.values())
+    reasons = state.context.reasons_for_eager(new)
+    for one in (f"@{leaf.name}: {why}" for leaf, why in reasons.items()):
+        message = "PyTorch runs the operators of a closure, the backend failed at its kernels: "
+        warnings.warn(message + one, stacklevel=2)
+        state.report.eager_kernels.append(one)
     state.report.num_kernels += len(new)
     state.report.num_operators += sum(leaf.num_nodes for leaf in new)
     return replace(state, kernels="made")

@@ -109,6 +109,8 @@ class CompileRecord:
             costs and why.
         nested_forward: operators that have no rule in Taylor mode, with the user's lines: forward
             mode was nested for them.
+        eager_kernels: closures whose operators PyTorch runs one by one, since the backend makes no
+            kernels for them, each with what it says.
         why_static: why this shape was compiled on its own although others had come.
         closures: each different closure, callees first, with its calls.
         cache: what came from the on-disk cache, and why a closure cannot be kept there.
@@ -149,6 +151,7 @@ class CompileRecord:
     num_gradients: int = 0
     modes: list[ModeChoice] = field(default_factory=list)
     nested_forward: list[str] = field(default_factory=list)
+    eager_kernels: list[str] = field(default_factory=list)
     why_static: str = ""
     closures: list[ClosureRecord] = field(default_factory=list)
     nothing_shared: str = ""
