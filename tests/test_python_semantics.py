@@ -209,7 +209,7 @@ def draw_in_another_type_or_layout(self: Any, x: Tensor) -> Tensor:
     )  # in a contiguous tensor's order
     mask = mask + torch.empty(4, 8).t().bernoulli_(0.4) + torch.empty(4, 8).t().random_(1, 5)
     mask = mask + torch.empty(8, 4).random_(3, None).log()
-    result: Tensor = h * mask.t()
+    result: Tensor = h * mask.t() + torch.bernoulli(torch.ones(8, dtype=torch.int32), p=0.5)
     return result
 
 

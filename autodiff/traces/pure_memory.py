@@ -37,7 +37,7 @@ def of_pure_memory(
     mark_after_strided(module)
     if not any(mutated_args(n) or is_lazy(n) for n in module.graph.nodes):
         return module
-    table = {**decompositions, **WRITTEN}
+    table = {**decompositions, **_INTO_MEMORY, **WRITTEN}
     functional = _functionalized(module, inputs, table, sizes_in(module) if sizes else ())
     drop_copies(functional)
     for node, name in zip(input_nodes(functional), names, strict=False):
@@ -77,30 +77,26 @@ def _functionalized(
 
 def draw_mask(tensor: torch.Tensor, p: float = 0.5, generator: Any = None) -> torch.Tensor:
     """Decomposes ``bernoulli.p``: in the order of a contiguous tensor, whatever the layout."""
-    if generator is not None or not tensor.is_floating_point():
-        return NotImplemented
-    return _mask(torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device), p)
+    layout = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+    return _mask_in(layout, p, generator)
 
 
-def _mask(layout: torch.Tensor, p: float) -> torch.Tensor:
+def _mask_in(layout: torch.Tensor, p: float = 0.5, generator: Any = None) -> torch.Tensor:
     """Draws what ``bernoulli_`` draws, in the order of the memory, and in its layout."""
+    if generator is not None or not layout.is_floating_point():
+        return NotImplemented
     _, mask = torch.ops.aten.native_dropout.default(layout, 1.0 - p, True)
     return mask.to(layout.dtype)
 
 
-def _draw_mask_into(tensor: torch.Tensor, p: float = 0.5, *, generator: Any = None) -> torch.Tensor:
-    if generator is not None or not tensor.is_floating_point():
-        return tensor.bernoulli_(p, generator=generator)
-    return tensor.copy_(_mask(tensor, p))
-
-
-def _draw_integers_into(
-    tensor: torch.Tensor, low: int, high: int | None, *, generator: Any = None
+def _integers_in(
+    layout: torch.Tensor, low: int, high: int | None, generator: Any = None
 ) -> torch.Tensor:
-    high = _end_of(tensor.dtype) if high is None else high
+    """Draws what ``random_`` draws between bounds."""
+    high = _end_of(layout.dtype) if high is None else high
     if generator is not None or high > torch.iinfo(torch.int64).max:
         raise CaptureError("random_ of all integers, or from a generator, has no form to compile.")
-    return tensor.copy_(torch.randint_like(tensor, low, high))
+    return torch.randint_like(layout, low, high)
 
 
 def _end_of(dtype: torch.dtype) -> int:
@@ -109,14 +105,17 @@ def _end_of(dtype: torch.dtype) -> int:
     return last + 1
 
 
-_DRAWN: Mapping[Any, Callable[..., torch.Tensor]] = {
-    torch.ops.aten.bernoulli_.float: _draw_mask_into,
-    getattr(torch.ops.aten.random_, "from"): _draw_integers_into,
-}
-"""Draws into memory whose form without memory loses something.
+_ON_ITS_OWN: Mapping[Any, Callable[..., torch.Tensor]] = {torch.ops.aten.bernoulli.p: draw_mask}
+"""What a graph calls itself under the name that a draw into memory has without memory."""
 
-``bernoulli`` has another order than ``bernoulli_``; the name of ``random.from`` is a keyword of
-Python, and Inductor writes it.
+_INTO_MEMORY: Mapping[Any, Callable[..., torch.Tensor]] = {
+    torch.ops.aten.bernoulli.p: _mask_in,
+    getattr(torch.ops.aten.random, "from"): _integers_in,
+}
+"""Draws into memory as they are without memory.
+
+``bernoulli`` has another order than ``bernoulli_``; ``random.from`` has a name that is a keyword of
+Python, and those who write code write it.
 """
 
 
@@ -131,7 +130,9 @@ class _Boundary(SizedInterpreter):
         self._forward = forward
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        return super().call_function(_DRAWN.get(target, target), args, kwargs)
+        own = _ON_ITS_OWN.get(target)
+        found = NotImplemented if own is None else own(*args, **kwargs)
+        return super().call_function(target, args, kwargs) if found is NotImplemented else found
 
     def run_node(self, n: torch.fx.Node) -> Any:
         graph = growing_graph()
