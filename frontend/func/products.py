@@ -202,10 +202,11 @@ class SameDraws:
 
     def _run(self, product: Linear, directions: torch.Tensor) -> torch.Tensor:
         if self._start is None:
-            self._start = self._states()
+            before = self._states()
             found = product(directions)
-            pairs = zip(self._start, self._states(), strict=True)
+            pairs = zip(before, self._states(), strict=True)
             self._has_drawn = not all(torch.equal(one, other) for one, other in pairs)
+            self._start = before
             return found
         if not self._has_drawn:
             return product(directions)
