@@ -787,3 +787,5 @@ def test_a_closure_that_the_backend_fails_at_is_run_by_pytorch(
     report = compiled.last_report
     assert 0 < len(report.eager_kernels) < report.num_kernels
     assert "run operator by operator, @" in str(report)
+    with pytest.warns(UserWarning, match="PyTorch runs the operators"):  # nor is it kept on disk
+        lazyinline.compile(expected)(x)

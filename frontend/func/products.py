@@ -15,7 +15,7 @@ from .arguments import Function, chosen, renamed, with_chosen
 from .lines import ForwardMode, may_follow, taylor
 from .transforms import along_gradients, gradients, scalar, tangents_of
 
-Linear = Callable[[torch.Tensor], torch.Tensor]
+LinearMap = Callable[[torch.Tensor], torch.Tensor]
 """Takes directions to their product with a derivative."""
 
 
@@ -26,7 +26,7 @@ class Given:
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
 
-    def to(self, function: Callable[..., torch.Tensor]) -> Linear:
+    def to(self, function: Callable[..., torch.Tensor]) -> LinearMap:
         """Returns a function of what comes before them."""
         return lambda first: function(first, *self.args, **self.kwargs)
 
@@ -61,11 +61,11 @@ class Products:
             ``[K]``.
     """
 
-    row: Linear
-    along: Linear
-    rows: Linear | None = None
-    columns: Linear | None = None
-    curvatures: Linear | None = None
+    row: LinearMap
+    along: LinearMap
+    rows: LinearMap | None = None
+    columns: LinearMap | None = None
+    curvatures: LinearMap | None = None
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class Computed:
         (found,) = gradients([value], [self.point], None, goes_on=True)
         return found
 
-    def to(self, derive: Derive) -> Linear:
+    def to(self, derive: Derive) -> LinearMap:
         """Returns a product with what was computed; it can be differentiated if this can."""
 
         def product(directions: torch.Tensor) -> torch.Tensor:
@@ -196,11 +196,11 @@ class SameDraws:
         self._start: list[torch.Tensor] | None = None
         self._has_drawn = False
 
-    def among(self, product: Linear) -> Linear:
+    def among(self, product: LinearMap) -> LinearMap:
         """Returns a product that draws as the others do."""
         return lambda directions: self._run(product, directions)
 
-    def _run(self, product: Linear, directions: torch.Tensor) -> torch.Tensor:
+    def _run(self, product: LinearMap, directions: torch.Tensor) -> torch.Tensor:
         if self._start is None:
             before = self._states()
             found = product(directions)

@@ -17,7 +17,7 @@ from .lines import ForwardMode
 from .products import (
     AtOnce,
     Given,
-    Linear,
+    LinearMap,
     Product,
     Products,
     SameDraws,
@@ -267,11 +267,13 @@ class Jacobian:
             raise PlanError(f"{what} takes a vector of shape {shape}, not {tuple(vector.shape)}.")
 
 
-def _of_jacobian(row: Linear, columns: Linear) -> Products:
+def _of_jacobian(row: LinearMap, columns: LinearMap) -> Products:
     return Products(row, lambda v: columns(_as_a_row(v)).squeeze(0), None, columns)
 
 
-def _of_hessian(one: Linear, many: Linear, lines: Linear, *, mode: ForwardMode) -> Products:
+def _of_hessian(
+    one: LinearMap, many: LinearMap, lines: LinearMap, *, mode: ForwardMode
+) -> Products:
     return Products(one, one) if mode == "reverse" else Products(one, one, many, many, lines)
 
 

@@ -162,7 +162,8 @@ class Context:
         for leaf in leaves_of(flats):
             if leaf not in self.recorded:
                 self.recorded[leaf] = made = kernel_list(leaf, self.kernels[leaf])
-                self._cache.keep_kernels(leaf, made, self._anywhere.get(leaf, ()))
+                if not self.kernels[leaf].why_eager:  # each process tries, and says so
+                    self._cache.keep_kernels(leaf, made, self._anywhere.get(leaf, ()))
         return self.recorded
 
     def likely_launches_of(self, flats: Sequence[FlatProgram]) -> Mapping[Leaf, KernelList]:
