@@ -1,6 +1,6 @@
 # make bench | make test | make lint: each makes its own .venv from nothing first.
-# make test ARGS=--sweep: all tests; without it those marked `sweep` are left out, which show the
-# same behaviours over many more models, backends and layouts.
+# make sweep: all tests; `make test` leaves those marked `sweep` out, which show the same behaviours
+# over many more models, backends and layouts.
 # make docs: the documentation as a site in build/docs; a broken link is an error.
 # make integrations: the tests with transformers' Trainer, accelerate, Lightning, TRL and PEFT, which
 # it installs first.
@@ -27,13 +27,16 @@ STAMP := $(VENV)/.installed
 INTEGRATIONS := $(VENV)/.integrations
 DOCS := $(VENV)/.docs
 
-.PHONY: bench test integrations test-versions lint docs
+.PHONY: bench test sweep integrations test-versions lint docs
 
 bench: $(STAMP)
 	@$(VENV)/bin/lazyinline bench $(ARGS)
 
 test: $(STAMP)
 	@$(PY) -m pytest -q --numprocesses $(JOBS) --dist worksteal $(ARGS)
+
+sweep: override ARGS += --sweep
+sweep: test
 
 integrations: $(INTEGRATIONS)
 	@$(PY) -m pytest -q --numprocesses $(JOBS) --dist worksteal tests/integrations $(ARGS)
