@@ -496,6 +496,23 @@ def test_a_lazy_graph_module_is_asked_for_by_a_context(use_lazy: Any) -> None:
     assert torch.equal(module(torch.ones(2)), torch.full((2,), 2.0))
 
 
+@contract("torch.fx._symbolic_trace._wrapped_fns_to_patch")
+def test_a_tracer_exchanges_the_wrapped_globals_in_a_table(table: Any) -> None:
+    scope: dict[str, Any] = {"marked": torch.relu}
+    code = "def function(x): found.append(marked); return marked(x)"
+    scope["found"] = found = []
+    exec(code, scope)
+    key = (id(scope), "marked")
+    table[key] = scope
+    try:
+        traced(scope["function"], torch.ones(2))
+        del table[key]
+        traced(scope["function"], torch.ones(2))
+    finally:
+        table.pop(key, None)
+    assert [function is torch.relu for function in found] == [False, True]
+
+
 @contract("torch.fx.node._side_effectful_need_to_be_preserved_pre_dispatch")
 def test_mode_switches_in_a_trace_are_known_by_their_targets(switches: Any) -> None:
     def function(x: Tensor) -> Tensor:

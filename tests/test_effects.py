@@ -28,6 +28,16 @@ COUNT = 0
 KEPT: list[Tensor] = []
 
 
+@torch.fx.wrap
+def doubled(x: Tensor) -> Tensor:
+    """Marked as timm marks its helpers: PyTorch's tracers exchange the global while they run."""
+    return x * 2
+
+
+def trebled(x: Tensor) -> Tensor:
+    return x * 3
+
+
 class Net(nn.Module):
     def __init__(self, effect: Callable[[nn.Module, Tensor], Any] | None = None) -> None:
         super().__init__()
@@ -412,6 +422,45 @@ def test_what_is_done_once_only_does_not_keep_a_model_from_being_compiled(
     assert type(held["mask"]) is Tensor
     assert type(scale(4)) is Tensor
     assert capsys.readouterr().out == "first\n"
+
+
+def test_a_global_that_fx_wraps_is_no_change_of_the_models() -> None:
+    class Doubling(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.second(doubled(self.first(x)))
+
+    marked = doubled
+    x, net = torch.ones(2, 4), Doubling()
+    compiled = lazyinline.compile(net, backend="eager")
+    for train in (True, True, False, False):
+        with torch.set_grad_enabled(train):
+            torch.testing.assert_close(compiled(x), net(x))
+        assert not compiled.last_report.ran_eagerly
+    assert compiled.last_report.num_compiles == 2
+    step = lazyinline.compile_step(net, loss_fn=lambda y: y.sum(), backend="eager")
+    torch.testing.assert_close(step(x), net(x).sum())
+    assert doubled is marked
+    graph = torch.fx.symbolic_trace(lambda x: doubled(x) + 1).graph
+    assert doubled in [node.target for node in graph.nodes]
+
+
+def test_a_global_that_fx_wraps_is_rebound_by_the_forward_as_in_eager() -> None:
+    class Rebinding(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            global doubled
+            hidden, doubled = doubled(self.first(x)), trebled
+            return self.second(hidden)
+
+    marked, x = doubled, torch.ones(2, 4)
+    net = Rebinding()
+    compiled = lazyinline.compile(net, backend="eager")
+    try:
+        found = [compiled(x) for _ in range(3)]
+        globals()["doubled"] = marked
+        torch.testing.assert_close(found, [net(x) for _ in range(3)])
+        assert compiled.last_report.ran_eagerly == "" and doubled is trebled
+    finally:
+        globals()["doubled"] = marked
 
 
 def test_a_hook_that_is_removed_lets_the_model_be_compiled() -> None:

@@ -36,7 +36,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from ...autodiff.rules.in_traces import rules_above_autograd
 from ...reuse.errors import CaptureError
 from ...reuse.ir.leaf import Stamp, current_autocast, mutated_args
-from ...reuse.ir.torch_graphs import lazy_modules
+from ...reuse.ir.torch_graphs import lazy_modules, wrapped_globals_left
 from ...reuse.ir.torch_symbols import SIZE_TYPES
 from ...reuse.ir.types import TensorType
 from ...reuse.own_code import own_places
@@ -279,6 +279,7 @@ class Tracer:
         """Runs ``function`` on tracked fake inputs; every operator becomes a node."""
 
         def traced(flat: list[torch.Tensor]) -> tuple[()]:
+            started()
             mode = get_proxy_mode()
             assert mode is not None
             self._tracer = mode.tracer
@@ -298,7 +299,12 @@ class Tracer:
             raise _Finished  # the graph is all we need; a GraphModule of it takes time per node
 
         try:
-            with self.fake_mode, lazy_modules(), suppress(_Finished):
+            with (
+                self.fake_mode,
+                lazy_modules(),
+                suppress(_Finished),
+                wrapped_globals_left() as started,
+            ):
                 readers = {operator_: self._of_fakes_only(operator_) for operator_ in _READERS}
                 table = {**pure_forms(), **rules_above_autograd(), **readers}
                 make_fx(traced, table, tracing_mode="real", pre_dispatch=True)(list(inputs))
