@@ -1,7 +1,8 @@
 """Adapter: what PyTorch's tracers and graph modules do that is not needed here.
 
-The Python code of a graph module is written when somebody runs it, which few need. Passes make and change dozens of graphs for each one that runs, and to write a graph as Python and
-compile that takes as long as to make it.
+The Python code of a graph module is written when somebody runs it, which few need. Passes make and
+change dozens of graphs for each one that runs, and to write a graph as Python and compile that
+takes as long as to make it.
 """
 
 from __future__ import annotations
