@@ -23,7 +23,7 @@ from ..checks.torch_modes import mode_around
 from ..checks.wrappers import model_inside
 from ..compiled import CompiledProgram
 from ..compiler import Compiler
-from ..effects.effects import EffectError, EffectsSeen
+from ..effects.effects import EffectError, EffectsSeen, refuse_traced
 from ..guards.guard import Guard
 from ..guards.kept_programs import Inputs, KeptPrograms
 from ..guards.varying_floats import VaryingFloats
@@ -148,6 +148,7 @@ class Calls:
             found = self._compiled(leaves, leaves if plain is None else plain, tree)
             if isinstance(found, Itself):
                 result = self._run_itself(found.reason, args, kwargs)
+                refuse_traced(result)
                 if found.refused is not None:  # a call that is wrong in eager, too, is not noted
                     note = self._refusals.note
                     note(found.refused, found.reason, is_lasting=found.is_lasting)

@@ -12,8 +12,10 @@ from ...reuse.ir.program import UserInput
 from ..autograd.bridge import Bridge, picker
 from ..capture.assemble import OutputTree
 from ..compiled import CompiledProgram
+from ..effects.effects import refuse_traced
 from ..guards.kept_programs import SMALL_ARENA
 from ..sizes.shapes import Made
+from ..tracing.torch_tracing import is_traced
 
 
 class ModuleEntry:
@@ -65,6 +67,8 @@ class ModuleEntry:
                 outputs: Sequence[Any] = self._forward(inputs)
         else:
             outputs = self._bridge.run(inputs)
+        if any(map(is_traced, outputs)):
+            refuse_traced(outputs)
         if self._writes:
             with torch.no_grad():
                 for output, target in self._writes:

@@ -291,18 +291,16 @@ def _capture_settled(
     unsettled.redo()
     try:
         second = _capture_once(model, arguments, blocks, train=train)
-        same = text_to_compare(first.program) == text_to_compare(second.program)
-    except CrossingError:
-        unsettled.undo()
-        raise
+        if text_to_compare(first.program) != text_to_compare(second.program):
+            raise EffectError(str(unsettled))
     except (UnsettledError, EffectError) as again:
         unsettled.undo()
         if isinstance(again, UnsettledError):
             effects.emit(known=tuple(again.recording.effects.output))
         raise _with_iterators(str(unsettled), unsettled.recording) from None
-    if not same:
+    except BaseException:
         unsettled.undo()
-        raise _with_iterators(str(unsettled), unsettled.recording) from None
+        raise
     effects.emit()
     return second
 

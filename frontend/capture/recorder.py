@@ -160,6 +160,7 @@ class Recorder:
         held = (read.value for read in recording.reads.attributes.values())
         recording.effects.check_containers(bool(given), held, flat)
         refuse_hidden_tensors(flat)
+        recording.effects.check_results([x for x in flat if not isinstance(x, torch.Tensor)])
         node_of = recording.tensors.node_of
         nodes = [node_of(x) if isinstance(x, torch.Tensor) else x for x in flat]
         return nodes, (tree, bool(given))
@@ -167,6 +168,7 @@ class Recorder:
     def _given(self, index: int, leaf: Any) -> Any:
         """Returns what stands in the trace for a flat input that is no tensor."""
         sizes = self.recording.sizes
+        self.recording.effects.changes.is_given(leaf)
         given = sizes.given(index, leaf) if sizes else leaf
         self.recording.tracer.track_size(given)
         return given

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 
 from ...reuse import torch_pytree
-from ...reuse.errors import CaptureError
+from ...reuse.errors import CaptureError, VerifyError
 from ...reuse.evidence.reads import Reads
 from ...reuse.ir.types import TensorType
 from ..tracing.torch_tracing import user_line
@@ -106,6 +106,14 @@ class Effects:
             return
         raise EffectError(f"The model's forward {text}.")
 
+    def check_results(self, constants: Sequence[Any]) -> None:
+        """Refuses a result that leads to a tensor of the trace, and that is none."""
+        if find_fake(constants) is not None:
+            raise EffectError(
+                "The model's forward returns an object from which tensors can be reached that a "
+                "program would not make anew."
+            )
+
     def end(self, reads: Reads) -> None:
         """Looks at what the finished run left, and puts it back.
 
@@ -113,7 +121,6 @@ class Effects:
             EffectError: if the next run would do it again.
         """
         reads.closures.let_go()
-        self.changes.ended(reads)
         self.put_back(reads)
         if self.policy == "undo":
             self.emit()
@@ -132,6 +139,7 @@ class Effects:
         Raises:
             CaptureError: if something of it cannot be.
         """
+        self.changes.ended(reads)
         self.changed, self._again, new = self.changes.put_back(reads.names())
         cached = self.changes.empty_caches()
         self._kept = cached if cached is not None else find_fake(new)
@@ -153,6 +161,17 @@ class Effects:
         if self.output:
             return f"The model's forward prints or logs something at {next(iter(self.output))}."
         return ""
+
+
+def refuse_traced(result: Any) -> None:
+    """Raises VerifyError for a result in which a capture has left a tensor without numbers."""
+    fake = find_fake([result])
+    if fake is not None:
+        raise VerifyError(
+            f"A {TensorType.of(fake)} tensor of a capture was left where the model found it, and "
+            "its result has no numbers. This is a bug of lazyinline: please report the model's "
+            "Python that keeps tensors, and run it without lazyinline."
+        )
 
 
 class EffectsSeen:

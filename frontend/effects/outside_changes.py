@@ -7,11 +7,10 @@ run, all of it is put back; the next run of the model itself makes the change as
 
 from __future__ import annotations
 
-import collections
 import functools
 import gc
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -19,13 +18,15 @@ from torch import nn
 
 from ...reuse.evidence.module_state import module_state, walk_modules
 from ...reuse.evidence.reads import Reads, outside_name
-from ...reuse.evidence.snapshot import Snapshot, same_value
+from ...reuse.evidence.snapshot import Snapshot, is_constant, same_value
 from ...reuse.objects import ABSENT, cell_contents, is_library
 from ...reuse.torch_names import global_hook_tables
-from ..tracing.torch_tracing import is_fake
+from ..tracing.torch_tracing import is_traced
 
 _CACHED = type(functools.lru_cache(len))
 _MAX_SEARCHED = 10_000
+_WAYS_OUT = (type, types.ModuleType, types.FrameType, types.CodeType, nn.Module)
+_SCOPE = "__builtins__"  # what a dictionary of globals has
 _FORWARD_TABLES = ("_forward_hooks", "_forward_pre_hooks")
 
 
@@ -65,6 +66,10 @@ class OutsideChanges:
                 self._cells[id(cell)] = (cell, name, cell_contents(cell))
                 self.contents.look_into(cell_contents(cell))
 
+    def is_given(self, argument: Any) -> None:
+        """Notes what an argument holds, to any depth: the forward may write there."""
+        self.contents.look_into(argument)
+
     def found(self, owner: Any, name: str, value: Any) -> None:
         """Notes what a name outside the model stands for, the first time it is looked up."""
         module_name = _module_name(owner)
@@ -96,6 +101,9 @@ class OutsideChanges:
 
     def ended(self, reads: Reads) -> None:
         """Looks at the functions that ran, once their frames have ended."""
+        if not self._captured:
+            return
+        reads.closures.let_go()
         functions: dict[types.CodeType, list[types.FunctionType]] = {}
         for function in reads.closures.functions():
             functions.setdefault(function.__code__, []).append(function)
@@ -123,7 +131,7 @@ class OutsideChanges:
         what = self.contents.put_back()
         for _, put, before, _ in changes:
             put(before)
-        what = f"{what} that it found outside the model" if what else ""
+        what = f"{what} that it is given or finds outside the model" if what else ""
         what = changes[0][0] if changes else what
 
         def again() -> None:
@@ -158,23 +166,25 @@ class OutsideChanges:
                     yield outside_name(owner, name), _putting(owner, name), before, now
 
 
-def find_fake(values: Sequence[Any]) -> torch.Tensor | None:
-    """Returns a tensor of a trace that some values hold, if there is one."""
+def find_fake(values: Iterable[Any]) -> torch.Tensor | None:
+    """Returns a tensor of a trace that some values hold, however they hold it, if there is one.
+
+    What all of Python can be reached through is not looked into, nor is a module.
+    """
     todo, seen = list(values), set[int]()
     while todo and len(seen) < _MAX_SEARCHED:
         value = todo.pop()
-        if id(value) in seen:
+        if is_constant(value) or id(value) in seen:
             continue
         seen.add(id(value))
         if isinstance(value, torch.Tensor):
-            if is_fake(value):
+            if is_traced(value):
                 return value
-        elif isinstance(value, (list, tuple, set, frozenset, collections.deque)):
-            todo += list(value)
-        elif isinstance(value, dict):
-            todo += [*value.keys(), *value.values()]
-        elif not isinstance(value, (type, types.ModuleType, types.FunctionType, nn.Module)):
-            todo += list(getattr(value, "__dict__", {}).values())
+            todo += vars(value).values()
+        elif isinstance(value, types.FunctionType):
+            todo += [value.__closure__, value.__defaults__, value.__kwdefaults__, vars(value)]
+        elif not isinstance(value, _WAYS_OUT) and not (type(value) is dict and _SCOPE in value):
+            todo += gc.get_referents(value)
     return None
 
 

@@ -181,6 +181,11 @@ def is_fake(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, FakeTensor)
 
 
+def is_traced(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is a fake of one of our traces; a user may have fakes of their own."""
+    return isinstance(tensor, FakeTensor) and isinstance(tensor.fake_mode, TracingFakeMode)
+
+
 def plain_tensor_access() -> AbstractContextManager[Any]:
     """Reading a tensor's metadata inside does not pass through the tracing modes (10 us each)."""
     return torch._C.DisableTorchFunction()
