@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import CodeType
 from typing import Any
@@ -32,8 +32,9 @@ from ..options import Options
 from ..passes.state import Compilation, Pass
 from ..report import CompileReport
 from ..sizes.shapes import Made, Shapes, SymbolicCompiling
+from ..tracing.capture_errors import WrongCallError
 from .entry import ModuleEntry
-from .refusals import CallKind, Refusals
+from .refusals import Accepted, CallKind, Refusals
 from .torch_slot import call_past_slot, in_slot
 
 
@@ -45,11 +46,15 @@ class Itself:
         reason: why.
         refused: the kind of the call, if a capture has just failed for it.
         is_lasting: whether another try cannot help.
+        then: is called after it.
+        raised: what eager may raise, too, if so: nothing in the model is compiled before it ran.
     """
 
     reason: str
     refused: CallKind | None = None
     is_lasting: bool = False
+    raised: str = ""
+    then: Callable[[], None] | None = None
 
 
 class Calls:
@@ -71,6 +76,7 @@ class Calls:
         dynamic: bool | None = None,
         names: tuple[tuple[str, ...], ...] = (),
         compiler: Compiler | None = None,
+        accepted: Accepted | None = None,
     ) -> None:
         self.model = model
         self.options = options
@@ -83,6 +89,7 @@ class Calls:
         self._effects = EffectsSeen()
         self._floats = VaryingFloats(for_gpu=options.target is not None)
         self._refusals = Refusals()
+        self._accepted = accepted or Accepted()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs a call's compiled program, compiling first if the inputs' layout is new."""
@@ -147,11 +154,16 @@ class Calls:
         if entry is None:
             found = self._compiled(leaves, leaves if plain is None else plain, tree)
             if isinstance(found, Itself):
-                result = self._run_itself(found.reason, args, kwargs)
+                run = self._run_wrong if found.raised else self._run_itself
+                result = run(found.reason, args, kwargs)
                 refuse_traced(result)
                 if found.refused is not None:  # a call that is wrong in eager, too, is not noted
                     note = self._refusals.note
                     note(found.refused, found.reason, is_lasting=found.is_lasting)
+                    if found.raised:
+                        self._accepted.note(found.raised)
+                if found.then is not None:
+                    found.then()
                 return result
             entry = found
         if plain is not None and entry.is_tied_to_inputs:
@@ -175,7 +187,9 @@ class Calls:
         except LazyInlineError as error:
             if not self._may_run_itself(error):
                 raise
-            return Itself(str(error), call, self._is_lasting(error))
+            raised = error.raised if isinstance(error, WrongCallError) else ""
+            raised = "" if raised in self._accepted else raised
+            return Itself(str(error), call, self._is_lasting(error), raised)
 
     # ---- where the model itself runs -----------------------------------------------------
 
@@ -204,6 +218,10 @@ class Calls:
         return (torch.is_grad_enabled(), *modes)
 
     def _run_itself(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self._run_alone(reason, args, kwargs)
+
+    def _run_wrong(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs the model itself, and nothing that is compiled, as eager may refuse the call."""
         return self._run_alone(reason, args, kwargs)
 
     def _run_alone(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -15,7 +15,7 @@ from ..options import Options
 from ..report import CompileReport
 from .calls import Calls, Itself
 from .entry import ModuleEntry
-from .parts import Parts, alone
+from .parts import Parts, alone, why_alone
 from .peft_models import model_that_generates
 from .routes import Routes
 from .torch_slot import asks_slot, call_past_slot, call_with_hooks_around
@@ -152,7 +152,8 @@ class ModelCalls(Calls):
         with ExitStack() as inside:
             if self.options.fallback == "eager":
                 if self._parts is None:
-                    self._parts = Parts(self.model, self.options, self.dynamic, self._compiler)
+                    made_of = (self.options, self.dynamic, self._compiler, self._accepted)
+                    self._parts = Parts(self.model, *made_of)
                 inside.enter_context(self._parts.routes.opened())
-                inside.enter_context(alone(self._parts.thread, reason))
+                inside.enter_context(alone(self._parts.thread, why_alone(reason)))
             return super()._run_itself(reason, args, kwargs)

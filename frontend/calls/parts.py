@@ -27,7 +27,7 @@ from ..passes.state import Compilation, Pass
 from ..report import PartRecord
 from .calls import Calls
 from .entry import ModuleEntry
-from .refusals import Refusals
+from .refusals import Accepted, Refusals
 from .routes import Routes
 from .torch_slot import asks_slot, in_slot
 
@@ -37,6 +37,8 @@ MAX_PROGRAMS = 8
 """Programs of one part; where calls keep changing, it runs itself from then on."""
 MAX_SHAPES = 4
 """Sets of input shapes for which parts that are alike are compiled, each for itself."""
+MAX_DEPTH = 30
+"""How deep modules may be nested: what takes a part's calls takes of Python's recursion limit."""
 
 Likeness = tuple[Any, ...]
 
@@ -74,22 +76,19 @@ class PartCalls(Calls):
         dynamic: bool | None,
         alike: Alike,
         compiler: Compiler,
+        accepted: Accepted,
         thread: threading.local,
     ) -> None:
         learns = dynamic is None and alike.num_members > 1
-        super().__init__(module, options, False if learns else dynamic, compiler=compiler)
+        dynamic = False if learns else dynamic
+        super().__init__(module, options, dynamic, compiler=compiler, accepted=accepted)
         self._refusals = alike.refusals
         self._alike = alike
         self._thread = thread
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if getattr(self._thread, "is_alone", False):
-            return self._run_alone(
-                "what calls it differentiates it inside its forward, or reads an iterator",
-                args,
-                kwargs,
-            )
-        return super()._run(args, kwargs)
+        why = getattr(self._thread, "why_alone", "")
+        return self._run_alone(why, args, kwargs) if why else super()._run(args, kwargs)
 
     def _why_itself(self, leaves: Sequence[Any]) -> str:
         if len(self.entries) >= MAX_PROGRAMS:
@@ -105,8 +104,12 @@ class PartCalls(Calls):
         return entry
 
     def _run_itself(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        with alone(self._thread, reason):
+        with alone(self._thread, why_alone(reason)):
             return super()._run_itself(reason, args, kwargs)
+
+    def _run_wrong(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with alone(self._thread, "what calls it raised where it was captured"):
+            return super()._run_wrong(reason, args, kwargs)
 
     def _watch(self, one: Pass, before: Compilation, after: Compilation) -> None:
         if before.seen is None and after.seen is not None:
@@ -123,14 +126,21 @@ class PartCalls(Calls):
 
 
 @contextmanager
-def alone(thread: threading.local, reason: str) -> Iterator[None]:
-    """Within it a module runs whose parts may have to run themselves, too; the reason says so."""
-    before = getattr(thread, "is_alone", False)
-    thread.is_alone = before or DIFFERENTIATES in reason or ITERATES in reason
+def alone(thread: threading.local, why: str) -> Iterator[None]:
+    """Within it a module runs whose parts run themselves, too, if it is said why."""
+    before = getattr(thread, "why_alone", "")
+    thread.why_alone = before or why
     try:
         yield
     finally:
-        thread.is_alone = before
+        thread.why_alone = before
+
+
+def why_alone(reason: str) -> str:
+    """Returns why the parts of a module run themselves, too, if they do where it does."""
+    if DIFFERENTIATES in reason or ITERATES in reason:
+        return "what calls it differentiates it inside its forward, or reads an iterator"
+    return ""
 
 
 class Parts:
@@ -142,11 +152,16 @@ class Parts:
     """
 
     def __init__(
-        self, model: nn.Module, options: Options, dynamic: bool | None, compiler: Compiler
+        self,
+        model: nn.Module,
+        options: Options,
+        dynamic: bool | None,
+        compiler: Compiler,
+        accepted: Accepted,
     ) -> None:
         self._model = model
         self._options, self._dynamic = options, dynamic
-        self._compiler = compiler
+        self._compiler, self._accepted = compiler, accepted
         self._calls: dict[int, PartCalls] = {}
         self._alike: dict[Likeness, Alike] = {}
         self._paths: dict[int, str] = {}
@@ -155,9 +170,12 @@ class Parts:
 
     def _find(self) -> list[PartCalls]:
         """Returns what takes the calls of the modules that are in the model now."""
+        places = walk_modules(self._model)
+        if max(path.count(".") for path, _ in places) > MAX_DEPTH:
+            return []
         wanted = {
             id(module): (path, module)
-            for path, module in reversed(walk_modules(self._model))
+            for path, module in reversed(places)
             if module is not self._model and in_slot(module) is None and _may_pay(module)
         }
         if any(id_ not in self._calls for id_ in wanted):
@@ -175,9 +193,8 @@ class Parts:
             alike = self._alike.setdefault(key, Alike(counts[key]))
             calls = known.get(id(module))
             if calls is None:
-                calls = PartCalls(
-                    module, self._options, self._dynamic, alike, self._compiler, self.thread
-                )
+                shared = (alike, self._compiler, self._accepted, self.thread)
+                calls = PartCalls(module, self._options, self._dynamic, *shared)
             self._calls[id(module)] = calls
 
     def records(self) -> list[PartRecord]:

@@ -30,6 +30,20 @@ class CallKind:
         return cls(tree, kinds, (training, torch.is_grad_enabled(), current_autocast(("cpu",))))
 
 
+class Accepted:
+    """What a model's Python raised in captures and not in eager; shared by all parts of a model."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, None] = {}
+
+    def __contains__(self, raised: str) -> bool:
+        return raised in self._known
+
+    def note(self, raised: str) -> None:
+        """Remembers that eager took a call where a capture raised this, at this line."""
+        self._known = {**dict.fromkeys([*self._known][1 - _MAX_KINDS :]), raised: None}
+
+
 class Refusals:
     """Why kinds of calls run a module itself; shared by modules that are alike.
 

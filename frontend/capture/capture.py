@@ -33,7 +33,7 @@ from ..checks.runnable import check_memory
 from ..effects.effects import EffectError, OnEffects
 from ..effects.outside_changes import find_fake
 from ..marks import is_marked
-from ..tracing.capture_errors import capture_error, model_name
+from ..tracing.capture_errors import RaisedError, capture_error, model_name
 from ..tracing.torch_gpu_autocast import GpuCasts, autocast_as_on_a_gpu
 from .assemble import ResultTree, assemble
 from .blocks import (
@@ -153,6 +153,8 @@ def _capture_repeated(
     except EffectError:
         raise
     except CaptureError as error:
+        if isinstance(error, RaisedError) and not error.after_sharing:
+            raise
         try:
             return _capture_chosen(model, arguments, "marked", train=train)
         except CaptureError:
@@ -240,7 +242,10 @@ def _run(recorder: Recorder, arguments: Arguments, *, train: bool) -> tuple[list
         _refuse_moved_on(recorder, error)
         raise _also_differentiates(error, recorder.recording) from error.__cause__
     except Exception as error:
-        made = capture_error(recorder.model, error)
+        is_open = arguments.sizes is not None or arguments.have_open_numbers()
+        made = capture_error(recorder.model, error, is_open=is_open)
+        if isinstance(made, RaisedError):
+            made.after_sharing = any(one.shared for one in recorder.recording.decisions)
         _refuse_moved_on(recorder, made)
         raise _also_differentiates(made, recorder.recording) from error
 
@@ -249,7 +254,8 @@ def _also_differentiates(error: CaptureError, recording: Recording) -> CaptureEr
     """Returns why the model runs itself; one that takes gradients keeps its parts uncompiled."""
     if not recording.differentiates or DIFFERENTIATES in str(error):
         return error
-    return type(error)(f"{error} It {DIFFERENTIATES}, too.")
+    error.args = (f"{error} It {DIFFERENTIATES}, too.",)
+    return error
 
 
 def _refuse_moved_on(recorder: Recorder, error: CaptureError) -> None:

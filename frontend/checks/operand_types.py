@@ -9,9 +9,9 @@ from __future__ import annotations
 import torch
 import torch.fx
 
-from ...reuse.errors import CaptureError
 from ...reuse.ir.leaf import stamp_of
 from ...reuse.ir.program import Leaf, Program, walk_closures
+from ..tracing.capture_errors import WrongCallError
 
 _aten = torch.ops.aten
 _PRODUCTS = frozenset({_aten.mm, _aten.addmm, _aten.bmm, _aten.baddbmm, _aten.linear, _aten.matmul})
@@ -21,7 +21,7 @@ def check_operand_types(program: Program, model: str) -> None:
     """Looks at the products of each different closure once.
 
     Raises:
-        CaptureError: if one multiplies tensors of different types; it has the line.
+        WrongCallError: if one multiplies tensors of different types; it has the line.
     """
     for closure in walk_closures(program):
         if isinstance(closure, Leaf):
@@ -36,7 +36,7 @@ def _check(node: torch.fx.Node, model: str) -> None:
     types = dict.fromkeys(v.dtype for v in values if isinstance(v, torch.Tensor))
     if len(types) > 1:
         shown = " and ".join(str(t).removeprefix("torch.") for t in types)
-        raise CaptureError(
+        raise WrongCallError(
             f"{model} cannot be captured: {node.target} at {stamp_of(node).source} multiplies "
             f"{shown} tensors, and PyTorch multiplies equal types only. Convert one with "
             "x.to(w.dtype), or run the model under torch.autocast."

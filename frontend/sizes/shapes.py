@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
+import torch
 from torch import nn
 
 from ...reuse import torch_pytree
 from ...reuse.errors import LazyInlineError, PlanError
+from ..capture.capture import capture_model
 from ..capture.float_inputs import NumberInput
 from ..capture.regions import CapturedModel
 from ..capture.signatures import shapes_of
@@ -19,6 +21,7 @@ from ..guards.guard import Guard
 from ..guards.kept_programs import MAX_PROGRAMS, Inputs
 from ..passes.sizes import OverBudgetError
 from ..report import CompileReport
+from ..tracing.capture_errors import RaisedError, WrongCallError
 
 if TYPE_CHECKING:
     from ...reuse.ir.torch_symbols import Values
@@ -205,6 +208,8 @@ class Shapes(Generic[AnyCompiled]):
         for names in self._learned(alike, inputs):
             try:
                 made = self._compiled_with(names, inputs)
+            except WrongCallError:
+                raise
             except Exception as error:  # the call can be compiled for its sizes alone
                 self._why_static = f"{type(error).__name__}: {error}".splitlines()[0]
             else:
@@ -239,11 +244,23 @@ class Shapes(Generic[AnyCompiled]):
             sizes = partial(InputSizes, inputs.leaves, names, hints)
             try:
                 return self._compiled_once(sizes, inputs)
-            except Exception:
+            except Exception as error:
+                if isinstance(error, RaisedError) and hints is not None:
+                    self._refuse_wrong(inputs)
                 # Relations that hold between the sizes of this call may be needed.
                 if hints is None or not sizes().moved:
                     raise
                 hints = None
+
+    def _refuse_wrong(self, inputs: Inputs) -> None:
+        """Raises WrongCallError if the model's Python raises with the sizes of the call, too."""
+        train = torch.is_grad_enabled()
+        try:
+            capture_model(self._model, inputs.args, inputs.kwargs, reuse="off", train=train)
+        except WrongCallError:
+            raise
+        except Exception:  # it is told where the call is compiled for its sizes
+            return
 
     def _compiled_once(self, sizes: Callable[[], InputSizes], inputs: Inputs) -> Made[AnyCompiled]:
         compiler = self._compiler()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import traceback
 
 from torch import nn
@@ -11,7 +12,27 @@ from .torch_tracing import DATA_DEPENDENT_ERRORS, LEAVES_PYTORCH, frame_text, us
 
 WHOLE = "model"
 """The path of a model in what computes its loss."""
+_CANNOT = "cannot be captured"
 _NEEDS_A_VALUE = "value out of a tracing tensor"
+
+
+class RaisedError(CaptureError):
+    """The model's Python raises.
+
+    Attributes:
+        after_sharing: whether blocks were shared before, which may be what it raises at.
+    """
+
+    after_sharing = False
+
+    @property
+    def raised(self) -> str:
+        """What it raises, and at which line."""
+        return str(self).partition(_CANNOT)[2]
+
+
+class WrongCallError(RaisedError):
+    """The same with sizes and numbers as they are: eager may refuse the call, too."""
 
 
 def model_name(model: nn.Module) -> str:
@@ -28,8 +49,14 @@ def user_path(model: nn.Module, path: str) -> str:
     return path.removeprefix(f"{WHOLE}.") if is_around else path
 
 
-def capture_error(model: nn.Module, error: Exception) -> CaptureError:
-    """Returns what to raise for an error of a model's own Python: the line, and what to do."""
+def capture_error(model: nn.Module, error: Exception, *, is_open: bool) -> CaptureError:
+    """Returns what to raise for an error of a model's own Python: the line, and what to do.
+
+    Args:
+        model: it.
+        error: what it raised.
+        is_open: whether sizes or numbers were symbols, which eager knows nothing of.
+    """
     line = _user_line(error)
     where = f" at {line}" if line else ""
     name, text = model_name(model), str(error)
@@ -47,7 +74,14 @@ def capture_error(model: nn.Module, error: Exception) -> CaptureError:
             "NumPy computes is in no program. Use PyTorch's functions, or make it an operator "
             "with torch.library.custom_op."
         )
-    return CaptureError(f"{name} cannot be captured{where}: {type(error).__name__}: {text}")
+    if isinstance(error, RecursionError):
+        return WrongCallError(
+            f"{name} {_CANNOT}: its calls are nested so deep that a capture, which takes some "
+            f"of Python's recursion limit ({sys.getrecursionlimit()}) at each, reaches it."
+        )
+    is_ours = is_open or isinstance(error, NotImplementedError)  # no rule for fake tensors
+    kind = RaisedError if is_ours else WrongCallError
+    return kind(f"{name} {_CANNOT}{where}: {type(error).__name__}: {text}")
 
 
 def _user_line(error: Exception) -> str:

@@ -6,9 +6,11 @@ The trace sees operators before autograd and before composite operators are take
 
 from __future__ import annotations
 
+import logging
 import operator
 import os
 import sys
+import threading
 from collections.abc import Callable, Collection, Iterator, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import cached_property
@@ -308,6 +310,7 @@ class Tracer:
                 self.fake_mode,
                 lazy_modules(),
                 suppress(_Finished),
+                _failures_unlogged(),
                 wrapped_globals_left() as started,
             ):
                 readers = {operator_: self._of_fakes_only(operator_) for operator_ in _READERS}
@@ -524,6 +527,22 @@ class _NodeTable(MutableMapping[torch.Tensor, Any]):
 
     def __len__(self) -> int:
         return len(self._table)
+
+
+@contextmanager
+def _failures_unlogged() -> Iterator[None]:
+    """PyTorch raises what this thread's fake tensors fail at, and does not log it as well."""
+    thread = threading.get_ident()
+    log = logging.getLogger(FakeTensorMode.__module__)
+
+    def says(record: logging.LogRecord) -> bool:
+        return record.levelno < logging.ERROR or threading.get_ident() != thread
+
+    log.addFilter(says)
+    try:
+        yield
+    finally:
+        log.removeFilter(says)
 
 
 class _Finished(BaseException):
