@@ -789,3 +789,82 @@ def test_a_closure_that_the_backend_fails_at_is_run_by_pytorch(
     assert "run operator by operator, @" in str(report)
     with pytest.warns(UserWarning, match="PyTorch runs the operators"):  # nor is it kept on disk
         lazyinline.compile(expected)(x)
+
+
+class _Branches(nn.Module):
+    """Reads the value of a tensor, itself or in so many of its layers."""
+
+    def __init__(self, num_compiled: int, num_eager: int) -> None:
+        super().__init__()
+        block = nn.TransformerEncoderLayer
+        self.compiled = nn.ModuleList(
+            block(8, 2, 16, dropout=0.0, batch_first=True) for _ in range(num_compiled)
+        )
+        self.eager = nn.ModuleList(nn.Linear(8, 8) for _ in range(num_eager))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in [*self.compiled, *self.eager]:
+            x = layer(x)
+        return x + 1 if x.sum().item() > 0 else x
+
+
+def _told(run: Callable[[], Any], num_calls: int) -> list[str]:
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        for _ in range(num_calls):
+            run()
+    assert all(warning.filename == __file__ for warning in seen)
+    return [str(w.message) for w in seen if "runs eagerly" in str(w.message)]
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("layers, share", [((0, 3), ""), ((1, 30), "with 8 of its 38 layers")])
+def test_a_model_of_which_most_runs_eagerly_says_so_once(
+    layers: tuple[int, int], share: str, in_place: bool
+) -> None:
+    model = lazyinline.compile(_Branches(*layers), backend="eager", in_place=in_place)
+    x = torch.randn(2, 3, 8)
+    assert _told(lambda: model(x), 1) == [], "it may be compiled at the next call"
+    told = _told(lambda: model(x), 4)
+    assert len(told) == 1
+    reason = lazyinline.last_report(model).ran_eagerly
+    assert "test_fallback.py" in reason and reason in told[0]
+    assert share in told[0] and "fallback='error' makes that an error" in told[0]
+    with torch.no_grad():
+        assert _told(lambda: model(x), 3) == [], "once for each model that was compiled"
+
+
+def test_a_model_of_which_most_is_compiled_says_nothing() -> None:
+    model = lazyinline.compile(_Branches(3, 1), backend="eager")
+    assert _told(lambda: model(torch.randn(2, 3, 8)), 4) == []
+
+
+def test_what_a_model_does_at_its_first_call_only_is_not_worth_a_word() -> None:
+    class Filling(nn.Linear):
+        table: Any = None
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.table is None:
+                self.table = torch.ones(8)
+            return super().forward(x * self.table)
+
+    model = lazyinline.compile(Filling(8, 8), backend="eager")
+    assert _told(lambda: model(torch.randn(2, 3, 8)), 4) == []
+    assert not model.last_report.ran_eagerly
+
+
+def test_a_model_with_an_effect_or_a_backward_hook_says_that_it_runs_eagerly() -> None:
+    class Printing(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            print("rows", len(x))
+            return super().forward(x)
+
+    x = torch.randn(2, 8)
+    model = lazyinline.compile(Printing(8, 8), backend="eager")
+    told = _told(lambda: model(x), 4)
+    assert len(told) == 1 and "prints or logs something at test_fallback.py" in told[0]
+    hooked = nn.Linear(8, 8)
+    hooked.register_full_backward_hook(lambda *_: None)
+    model = lazyinline.compile(hooked, backend="eager", fallback="error")
+    told = _told(lambda: model(x).sum().backward(), 4)
+    assert len(told) == 1 and "has a backward hook" in told[0] and "makes" not in told[0]

@@ -18,6 +18,7 @@ from ..capture.float_inputs import OpenCapture
 from ..capture.surroundings import one_at_a_time
 from ..checks.capturable import backward_hooked
 from ..checks.plain_inputs import watching_tensor, written_out
+from ..checks.refusals import WrongCallError
 from ..checks.runnable import check_runnable, check_writes
 from ..checks.torch_modes import mode_around
 from ..checks.wrappers import model_inside
@@ -32,7 +33,6 @@ from ..options import Options
 from ..passes.state import Compilation, Pass
 from ..report import CompileReport
 from ..sizes.shapes import Made, Shapes, SymbolicCompiling
-from ..tracing.capture_errors import WrongCallError
 from .entry import ModuleEntry
 from .refusals import Accepted, CallKind, Refusals
 from .torch_slot import call_past_slot, in_slot

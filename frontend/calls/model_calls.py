@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -13,12 +16,16 @@ from ...reuse.errors import FinalCaptureError, LazyInlineError
 from ..checks.wrappers import way_of, wrapped_parts
 from ..options import Options
 from ..report import CompileReport
+from ..tracing.torch_tracing import user_frame
 from .calls import Calls, Itself
 from .entry import ModuleEntry
 from .parts import Parts, alone, why_alone
 from .peft_models import model_that_generates
 from .routes import Routes
 from .torch_slot import asks_slot, call_past_slot, call_with_hooks_around
+
+_WORTH_A_WORD = 2
+"""The call that says so if it and those before it ran the model itself."""
 
 
 class ModelCalls(Calls):
@@ -38,6 +45,8 @@ class ModelCalls(Calls):
         self._parts: Parts | None = None
         self._generating: ModelCalls | None = None
         self._has_warned = False
+        self._has_told = False
+        self._num_itself = 0  # calls since the last compile that ran the model itself
 
     @property
     def last_report(self) -> CompileReport | None:
@@ -131,7 +140,33 @@ class ModelCalls(Calls):
     ) -> ModuleEntry | Itself:
         if self.look_for_wrappers():
             return Itself("a wrapper for several devices was put into it")
-        return super()._compiled(leaves, plain, tree)
+        found = super()._compiled(leaves, plain, tree)
+        self._num_itself = self._num_itself + 1 if isinstance(found, Itself) else 0
+        if isinstance(found, Itself) and self._num_itself == _WORTH_A_WORD and not self._has_told:
+            return replace(found, then=partial(self._warn_if_mostly_eager, found))
+        return found
+
+    def _warn_if_mostly_eager(self, found: Itself) -> None:
+        """Says where most of the model ran eagerly although it was compiled, and why.
+
+        The first such call may have made what the model keeps, so the second says it.
+        """
+        layers = [m for m in self.model.modules() if not any(True for _ in m.children())]
+        compiled = self._parts.compiled() if self._parts else []
+        inside = {id(layer) for part in compiled for layer in part.modules()}
+        count = sum(id(layer) in inside for layer in layers)
+        if 2 * count >= len(layers):
+            return
+        self._has_told = True
+        frame = user_frame(sys._getframe(1))
+        but = f", but for parts with {count} of its {len(layers)} layers" if count else ""
+        how = " fallback='error' makes that an error." if found.refused is not None else ""
+        warnings.warn_explicit(
+            f"{type(self.model).__name__} runs eagerly{but}: {found.reason.rstrip('.')}.{how} "
+            "lazyinline.last_report(model) says it at any time.",
+            UserWarning,
+            *((frame.f_code.co_filename, frame.f_lineno) if frame else ("", 0)),
+        )
 
     def _may_run_itself(self, error: LazyInlineError) -> bool:
         may = super()._may_run_itself(error)

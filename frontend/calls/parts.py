@@ -197,6 +197,10 @@ class Parts:
                 calls = PartCalls(module, self._options, self._dynamic, *shared)
             self._calls[id(module)] = calls
 
+    def compiled(self) -> list[nn.Module]:
+        """Returns the parts that there are programs for."""
+        return [calls.model for calls in self._calls.values() if len(calls.entries)]
+
     def records(self) -> list[PartRecord]:
         """Says of each part that was called how it runs, in the order of the model's modules."""
         found = []

@@ -28,12 +28,12 @@ from ...reuse.ir.program import ModelTensor, Program
 from ...reuse.open_numbers import is_open
 from ..checks.capturable import refuse_backward_hooks, refuse_uncapturable
 from ..checks.operand_types import check_operand_types
-from ..checks.refusals import DIFFERENTIATES, ITERATES
+from ..checks.refusals import DIFFERENTIATES, ITERATES, RaisedError
 from ..checks.runnable import check_memory
 from ..effects.effects import EffectError, OnEffects
 from ..effects.outside_changes import find_fake
 from ..marks import is_marked
-from ..tracing.capture_errors import RaisedError, capture_error, model_name
+from ..tracing.capture_errors import capture_error, model_name
 from ..tracing.torch_gpu_autocast import GpuCasts, autocast_as_on_a_gpu
 from .assemble import ResultTree, assemble
 from .blocks import (

@@ -11,7 +11,7 @@ import torch.fx
 
 from ...reuse.ir.leaf import stamp_of
 from ...reuse.ir.program import Leaf, Program, walk_closures
-from ..tracing.capture_errors import WrongCallError
+from .refusals import WrongCallError
 
 _aten = torch.ops.aten
 _PRODUCTS = frozenset({_aten.mm, _aten.addmm, _aten.bmm, _aten.baddbmm, _aten.linear, _aten.matmul})

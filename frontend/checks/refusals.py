@@ -18,6 +18,28 @@ ITERATES = "reads an iterator"
 """In the reason why a forward runs itself whose parts might be handed an iterator: a capture of a
 part would move it on."""
 
+CANNOT = "cannot be captured"
+"""In the reason why a forward runs itself, before the line and what stands in the way."""
+
+
+class RaisedError(CaptureError):
+    """The model's Python raises.
+
+    Attributes:
+        after_sharing: whether blocks were shared before, which may be what it raises at.
+    """
+
+    after_sharing = False
+
+    @property
+    def raised(self) -> str:
+        """What it raises, and at which line."""
+        return str(self).partition(CANNOT)[2]
+
+
+class WrongCallError(RaisedError):
+    """The same with sizes and numbers as they are: eager may refuse the call, too."""
+
 
 def refuse_recurrent(module: nn.Module) -> None:
     """Raises CaptureError for PyTorch's own recurrent networks, whose steps would be unrolled.

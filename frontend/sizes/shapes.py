@@ -16,12 +16,12 @@ from ..capture.capture import capture_model
 from ..capture.float_inputs import NumberInput
 from ..capture.regions import CapturedModel
 from ..capture.signatures import shapes_of
+from ..checks.refusals import RaisedError, WrongCallError
 from ..compiled import AnyCompiled, CompiledProgram, CompiledStep
 from ..guards.guard import Guard
 from ..guards.kept_programs import MAX_PROGRAMS, Inputs
 from ..passes.sizes import OverBudgetError
 from ..report import CompileReport
-from ..tracing.capture_errors import RaisedError, WrongCallError
 
 if TYPE_CHECKING:
     from ...reuse.ir.torch_symbols import Values

@@ -8,31 +8,12 @@ import traceback
 from torch import nn
 
 from ...reuse.errors import CaptureError, LazyInlineError
+from ..checks.refusals import CANNOT, RaisedError, WrongCallError
 from .torch_tracing import DATA_DEPENDENT_ERRORS, LEAVES_PYTORCH, frame_text, user_frame
 
 WHOLE = "model"
 """The path of a model in what computes its loss."""
-_CANNOT = "cannot be captured"
 _NEEDS_A_VALUE = "value out of a tracing tensor"
-
-
-class RaisedError(CaptureError):
-    """The model's Python raises.
-
-    Attributes:
-        after_sharing: whether blocks were shared before, which may be what it raises at.
-    """
-
-    after_sharing = False
-
-    @property
-    def raised(self) -> str:
-        """What it raises, and at which line."""
-        return str(self).partition(_CANNOT)[2]
-
-
-class WrongCallError(RaisedError):
-    """The same with sizes and numbers as they are: eager may refuse the call, too."""
 
 
 def model_name(model: nn.Module) -> str:
@@ -76,12 +57,12 @@ def capture_error(model: nn.Module, error: Exception, *, is_open: bool) -> Captu
         )
     if isinstance(error, RecursionError):
         return WrongCallError(
-            f"{name} {_CANNOT}: its calls are nested so deep that a capture, which takes some "
+            f"{name} {CANNOT}: its calls are nested so deep that a capture, which takes some "
             f"of Python's recursion limit ({sys.getrecursionlimit()}) at each, reaches it."
         )
     is_ours = is_open or isinstance(error, NotImplementedError)  # no rule for fake tensors
     kind = RaisedError if is_ours else WrongCallError
-    return kind(f"{name} {_CANNOT}{where}: {type(error).__name__}: {text}")
+    return kind(f"{name} {CANNOT}{where}: {type(error).__name__}: {text}")
 
 
 def _user_line(error: Exception) -> str:
