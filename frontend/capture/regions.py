@@ -91,13 +91,20 @@ class OutputLeaf:
 
 @dataclass(frozen=True)
 class Template:
-    """What is needed to replace another instance by a call on a region's closure."""
+    """What is needed to replace another instance by a call on a region's closure.
+
+    Attributes:
+        written: the operands of the call, by position, that it changes in place.
+        grown: those of them that are then functions of what requires grad.
+    """
 
     region: Region
     evidence: Evidence
     bindings: tuple[tuple[str, Any], ...]
     output_leaves: tuple[OutputLeaf, ...]
     output_spec: torch_pytree.TreeSpec
+    written: tuple[int, ...] = ()
+    grown: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

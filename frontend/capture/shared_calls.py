@@ -12,11 +12,13 @@ from torch import nn
 from ...reuse import torch_pytree
 from ...reuse.evidence.evidence import Evidence
 from ...reuse.evidence.structure import TensorPath, follow_tensor_path
+from ...reuse.ir.leaf import memory_of
 from ...reuse.ir.program import ModelTensor
 from ...reuse.ir.types import TensorType
 from ...reuse.torch_names import memory_id
 from ..marks import recompute_mark
-from ..tracing.torch_tracing import Tracer
+from ..tracing.torch_tracing import Tracer, with_history
+from ..tracing.ways import WRITES, written_by
 from .outside_tensors import OutsideTensors
 from .regions import CallSite, OutputLeaf, Region, Template, shared_call
 
@@ -30,6 +32,8 @@ class TemplateMaker:
     def __init__(self, tracer: Tracer, tensors: OutsideTensors) -> None:
         self._tracer = tracer
         self._tensors = tensors
+        with tracer.untraced():
+            self._own = torch.empty((), device="cpu", requires_grad=True)
 
     def make(
         self,
@@ -60,9 +64,20 @@ class TemplateMaker:
         output_leaves = [
             self._output_leaf(region, r, n) for r, n in zip(results, result_nodes, strict=True)
         ]
+        memory = {memory_of(n) for node in region.nodes() for n in written_by(node)}
+        written = tuple(i for i, n in enumerate(region.inputs) if memory_of(n) in memory)
+        leaves = torch_pytree.flatten(arguments)[0] if written else ()
+        changed = [
+            leaves[arg_nodes[n]] if n in arg_nodes else self._own_fake(n)
+            for n in (region.inputs[i] for i in written)
+        ]
+        pairs = zip(written, changed, strict=True)
+        grown = tuple(i for i, x in pairs if x is not None and x.requires_grad)
         if any(not _is_plain(leaf.constant) for leaf in output_leaves):
             reason = reason or "it returns an object that is neither a tensor nor plain data"
-        template = Template(region, evidence, tuple(bindings), tuple(output_leaves), spec)
+        template = Template(
+            region, evidence, tuple(bindings), tuple(output_leaves), spec, written, grown
+        )
         return (None if reason else template), reason
 
     def _binding(
@@ -79,6 +94,13 @@ class TemplateMaker:
         if evidence.is_fixed(source.tensor) or node in self._tensors.literals:
             return "fixed", node
         return "unknown", "it uses a tensor that was reached in a way lazyinline cannot follow"
+
+    def _own_fake(self, node: torch.fx.Node) -> torch.Tensor | None:
+        """Returns the fake of one of the model's tensors, if something has asked for it."""
+        source = self._tensors.sources.get(node)
+        return (
+            self._tensors.fakes.get(id(source.tensor)) if isinstance(source, ModelTensor) else None
+        )
 
     def _output_leaf(self, region: Region, value: Any, node: torch.fx.Node | None) -> OutputLeaf:
         if node is None:
@@ -107,6 +129,11 @@ class TemplateMaker:
         template.region.num_calls += 1
         node = self._tracer.call(shared_call, operands)
         node.meta["call"] = CallSite(template.region, path, recompute_mark(module))
+        node.meta[WRITES] = [operands[i] for i in template.written]
+        history = self._history(operands, leaves)
+        for i in template.grown:
+            grown = self._operand_tensor(template.bindings[i], module, leaves)
+            self._tracer.write(grown, history)
         made: dict[int, torch.Tensor] = {}
         results = []
         for leaf in template.output_leaves:
@@ -117,9 +144,21 @@ class TemplateMaker:
             else:
                 if leaf.index not in made:
                     item = self._tracer.item(node, leaf.index)
-                    made[leaf.index] = self._new_result(template, leaf, item, module, leaves)
+                    made[leaf.index] = self._new_result(
+                        template, leaf, item, module, leaves, history
+                    )
                 results.append(made[leaf.index])
         return torch_pytree.unflatten(results, template.output_spec)
+
+    def _history(
+        self, operands: Sequence[torch.fx.Node], leaves: Sequence[Any]
+    ) -> list[torch.Tensor]:
+        """Returns what autograd may take results for functions of; the first stands for the rest.
+
+        The tensors of a block's own have no fakes, unless something else asked for them.
+        """
+        known = (*leaves, *map(self._own_fake, operands))
+        return [self._own, *(x for x in known if isinstance(x, torch.Tensor) and x.requires_grad)]
 
     def _operand_tensor(
         self, binding: tuple[str, Any], module: nn.Module, leaves: Sequence[Any]
@@ -154,20 +193,21 @@ class TemplateMaker:
         node: torch.fx.Node,
         module: nn.Module,
         leaves: Sequence[Any],
+        history: Sequence[torch.Tensor],
     ) -> torch.Tensor:
         """Makes the fake result of a shared call; never an autograd leaf, so it may be changed."""
         assert leaf.type is not None
         assert leaf.prototype is not None
+        history = history if leaf.requires_grad else ()
         if leaf.alias_of < 0 and not leaf.type.is_symbolic:
-            like = leaf.prototype if leaf.requires_grad else None
-            return self._tracer.track_new(leaf.type, like, node)  # type: ignore[no-any-return]
+            return self._tracer.track_new(leaf.type, history, node)  # type: ignore[no-any-return]
         shape, stride = leaf.prototype.shape, leaf.prototype.stride()
         with self._tracer.untraced(), torch.set_grad_enabled(leaf.requires_grad):
             if leaf.alias_of >= 0:
                 base = self._operand_tensor(template.bindings[leaf.alias_of], module, leaves)
                 result = base.as_strided(shape, stride, leaf.storage_offset)
             else:
-                result = leaf.prototype.clone()
+                result = with_history(leaf.prototype.detach().clone(), history)
         self._tracer.track(result, node)
         return result
 

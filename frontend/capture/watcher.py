@@ -19,7 +19,8 @@ from ..checks.refusals import DIFFERENTIATES, refuse_recurrent
 from ..tracing.capture_errors import model_name
 from ..tracing.custom_function import TENSOR, CustomFunction
 from ..tracing.torch_patches import GradientCall
-from ..tracing.torch_tracing import is_fake, made_of, user_line
+from ..tracing.torch_tracing import is_fake, user_line
+from ..tracing.ways import differentiated, leads_to, made_of
 from .block_calls import BlockCalls
 from .recording import Recording
 from .regions import DIFFERENTIATED
@@ -167,8 +168,8 @@ class ModelWatcher:
     def gradient(self, asked: GradientCall) -> tuple[torch.Tensor | None, ...] | None:
         """Records ``torch.autograd.grad``; a pass makes the calls that compute the gradients.
 
-        An output without a cotangent does not count. An input from which no operator leads to one
-        that counts has no gradient: None, where that is allowed.
+        An input from which neither an operator, nor autograd's own graph, leads to an output has no
+        gradient: None, where that is allowed.
         """
         if self._recording.quiet:
             return None
@@ -180,19 +181,25 @@ class ModelWatcher:
         tracer, tensors = self._recording.tracer, self._recording.tensors
         with self._recording.bookkeeping():
             fakes = [self._recording.fake_of(x) for x in inputs]
-            pairs = [(tensors.node_of(x), s) for x, s in zip(outputs, seeds, strict=True)]
+            nodes = [tensors.node_of(x) for x in outputs]
             ends = [tensors.node_of(x) for x in fakes]
-        leading = made_of(*(node for node, seed in pairs if seed is not None))
+        if not all(x.requires_grad for x in (*outputs, *fakes)):
+            self.backward()  # PyTorch says what is wrong
+        leading = made_of(*nodes, operands=differentiated)
         used = [(x, end) for x, end in zip(fakes, ends, strict=True) if end in leading]
-        if len(used) < len(fakes) and not asked.allow_unused:
-            self.backward()
-        flowing = [(node, tensors.node_of(seed)) for node, seed in pairs if seed is not None]
+        if len(used) < len(fakes):
+            with self._recording.bookkeeping(), tracer.untraced():
+                hidden = [x for x, end in zip(fakes, ends, strict=True) if end not in leading]
+                is_hidden = any(leads_to(outputs, x) for x in hidden)
+            if is_hidden or not asked.allow_unused:
+                self.backward()
+        cotangents = [tensors.node_of(seed) for seed in given[len(outputs) :]]
         for _, end in used:
             end.meta[DIFFERENTIATED] = True
-        operands = [n for n, _ in flowing] + [end for _, end in used] + [s for _, s in flowing]
-        node = tracer.call(Derivation(len(flowing), len(used)), operands)
+        operands = [*nodes, *(end for _, end in used), *cotangents]
+        node = tracer.call(Derivation(len(nodes), len(used)), operands)
         made = {
-            end: tracer.track_new(TensorType.of(x).cotangent(), outputs[0], tracer.item(node, i))
+            end: tracer.track_new(TensorType.of(x).cotangent(), given, tracer.item(node, i))
             for i, (x, end) in enumerate(used)
         }
         return tuple(made.get(end) for end in ends)
@@ -218,7 +225,7 @@ class ModelWatcher:
         made = [
             tracer.track_new(
                 series.coefficient_type(TensorType.of(y), order),
-                y if y.requires_grad else None,
+                (y, *inputs, *directions) if y.requires_grad else (),
                 tracer.item(node, index),
             )
             for index, (y, order) in enumerate(places)
@@ -242,7 +249,7 @@ class ModelWatcher:
         return [
             tracer.track_new(
                 TensorType.of(same[0]),
-                next((x for x in same if x.requires_grad), None),
+                same,
                 tracer.item(node, i),
             )
             for i, same in enumerate(zip(*found, strict=True))

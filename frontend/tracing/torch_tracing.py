@@ -11,7 +11,7 @@ import operator
 import os
 import sys
 import threading
-from collections.abc import Callable, Collection, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import cached_property
 from typing import Any
@@ -44,6 +44,7 @@ from ...reuse.ir.types import TensorType
 from ...reuse.own_code import own_places
 from .torch_gpu_autocast import GpuCasts
 from .torch_mutations import pure_forms
+from .ways import made_of
 
 _TORCH_FOLDER = os.path.dirname(torch.__file__) + os.sep
 _LIBRARY_FOLDERS = (_TORCH_FOLDER, *own_places())
@@ -106,17 +107,6 @@ def feeds_only_lifts(node: torch.fx.Node) -> bool:
     """Whether a constant was made from Python data inside the forward (``torch.tensor(...)``)."""
     users = list(node.users)
     return bool(users) and all(u.target is torch.ops.aten.lift_fresh_copy.default for u in users)
-
-
-def made_of(*nodes: torch.fx.Node) -> Collection[torch.fx.Node]:
-    """Returns some nodes and all that they were made of."""
-    found = dict.fromkeys(nodes)
-    pending = list(nodes)
-    while pending:
-        new = [n for n in pending.pop().all_input_nodes if n not in found]
-        found.update(dict.fromkeys(new))
-        pending += new
-    return found
 
 
 def _spared(dispatch: Callable[..., Any], func: Any, types: Any, args: Any, kwargs: Any) -> Any:
@@ -419,14 +409,16 @@ class Tracer:
             node.meta["val"] = size
             self.track(size, node)  # type: ignore[arg-type]
 
-    def track_new(self, type_: TensorType, like: torch.Tensor | None, node: torch.fx.Node) -> Any:
+    def track_new(
+        self, type_: TensorType, history: Sequence[torch.Tensor], node: torch.fx.Node
+    ) -> Any:
         """Returns a new fake tensor that a node stands for.
 
         No operator runs, which would take ten times as long.
 
         Args:
             type_: its layout.
-            like: a tensor that requires grad, for the new one to have a history as well, or None.
+            history: what autograd is to take it for a function of; see :func:`with_history`.
             node: what makes it.
         """
         with torch._C._DisableTorchDispatch():
@@ -436,12 +428,16 @@ class Tracer:
         # Two of the same memory: the model may change the shape of its own in place.
         fake = FakeTensor(self.fake_mode, memory, type_.device)
         node.meta["val"] = FakeTensor(self.fake_mode, memory, type_.device)
-        if like is not None:
-            with torch.enable_grad():
-                fake = super(_SingleLevelFunction, _History).apply(like, [fake])
+        new = with_history(fake, history)
         proxy = torch.fx.Proxy(node, self._tracer)
-        track_tensor(fake, proxy, constant=None, tracer=self._tracer)
-        return fake
+        track_tensor(new, proxy, constant=None, tracer=self._tracer)
+        return new
+
+    def write(self, tensor: torch.Tensor, history: Sequence[torch.Tensor]) -> None:
+        """Has autograd know that a call of ours changed a fake tensor in place."""
+        with self.untraced(), torch.enable_grad():
+            new = tensor.new_empty(())
+            tensor.add_(with_history(new, history))
 
     def call(self, target: Callable[..., Any], operands: Sequence[torch.fx.Node]) -> torch.fx.Node:
         """Adds a call of a function of ours."""
@@ -553,8 +549,17 @@ class _History(torch.autograd.Function):
     """Makes a tensor that is no autograd leaf, so that it may be changed in place."""
 
     @staticmethod
-    def forward(context: Any, like: torch.Tensor, new: list[torch.Tensor]) -> torch.Tensor:
+    def forward(context: Any, new: list[torch.Tensor], *history: torch.Tensor) -> torch.Tensor:
         return new[0]
+
+
+def with_history(new: torch.Tensor, history: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Has autograd take a new tensor for a function of others, if one of them requires grad."""
+    if not any(x.requires_grad for x in history):
+        return new
+    with torch.enable_grad():
+        made: torch.Tensor = super(_SingleLevelFunction, _History).apply([new], *history)
+    return made
 
 
 def _is_machinery(module_name: Any) -> bool:

@@ -1,0 +1,262 @@
+"""A gradient inside a forward goes through whatever was written in place on the way."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any, Literal
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lazyinline
+from lazyinline import func, lazy_inline
+
+ATOMS, MOLECULES = 4, 2
+PLACES = torch.tensor([0, 1, 0, 1])
+
+Write = Callable[[Tensor, Tensor], Any]
+"""Writes one number per atom into one per molecule, in place."""
+
+
+def masked(into: Tensor, values: Tensor) -> None:
+    into.masked_scatter_(torch.tensor([True, True]), values)
+
+
+def indexed(into: Tensor, values: Tensor) -> None:
+    into[PLACES[:2]] = values[:2]
+
+
+def added(into: Tensor, values: Tensor) -> None:
+    into += values.view(2, 2).sum(1)
+
+
+def item(into: Tensor, values: Tensor) -> None:
+    into[0] = values.sum()
+
+
+WRITES: dict[str, Write] = {
+    "scatter_add_": lambda into, values: into.scatter_add_(0, PLACES, values),
+    "scatter_reduce_": lambda into, values: into.scatter_reduce_(0, PLACES, values, "sum"),
+    "scatter_": lambda into, values: into.scatter_(0, PLACES[:2], values[:2]),
+    "index_add_": lambda into, values: into.index_add_(0, PLACES, values),
+    "index_copy_": lambda into, values: into.index_copy_(0, PLACES[:2], values[:2]),
+    "index_put_": lambda into, values: into.index_put_((PLACES,), values, accumulate=True),
+    "put_": lambda into, values: into.put_(PLACES[:2], values[:2]),
+    "masked_fill_": lambda into, values: into.masked_fill_(torch.tensor([True, False]), values[0]),
+    "masked_scatter_": masked,
+    "copy_": lambda into, values: into.copy_(values[:2]),
+    "add_": lambda into, values: into.add_(values[1:3], alpha=2),
+    "sub_": lambda into, values: into.sub_(values[2:]),
+    "mul_": lambda into, values: into.add_(1).mul_(values[:2]),
+    "div_": lambda into, values: into.add_(1).div_(values[:2] + 3),
+    "pow_": lambda into, values: into.add_(2).pow_(values[:2]),
+    "addcmul_": lambda into, values: into.addcmul_(values[:2], values[2:]),
+    "addmv_": lambda into, values: into.addmv_(values.view(2, 2), values[:2]),
+    "lerp_": lambda into, values: into.lerp_(values[:2], 0.25),
+    "+=": added,
+    "[0] =": item,
+    "[places] =": indexed,
+}
+
+Root = Callable[[Write, Tensor], Tensor]
+"""Returns one number per molecule that some numbers per atom were written into."""
+
+
+def whole(write: Write, values: Tensor) -> Tensor:
+    energies = torch.zeros(MOLECULES, dtype=values.dtype)
+    write(energies, values)
+    return energies
+
+
+def through_a_view(write: Write, values: Tensor) -> Tensor:
+    rows = torch.zeros(3, MOLECULES, dtype=values.dtype)
+    write(rows[1], values)
+    return rows.sum(0)
+
+
+def through_a_view_of_what_is_returned(write: Write, values: Tensor) -> Tensor:
+    column = torch.zeros(MOLECULES, 1, dtype=values.dtype)
+    energies = column[:, 0]
+    write(column.view(-1), values)
+    return energies
+
+
+def into_what_moves(write: Write, values: Tensor) -> Tensor:
+    energies = values[:2] * 2
+    write(energies, values.sin())
+    return energies
+
+
+ROOTS = [whole, through_a_view, through_a_view_of_what_is_returned, into_what_moves]
+
+
+class Energies(nn.Module):
+    """Energies of molecules from a network per atom, written in place."""
+
+    def __init__(self, write: Write, root: Root) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double()
+        self.write, self.root = write, root
+
+    def forward(self, positions: Tensor) -> Tensor:
+        return self.root(self.write, self.net(positions)[:, 0])
+
+
+class Forces(nn.Module):
+    """Energies and their gradient, as packages of potentials take it: None means zeros."""
+
+    def __init__(self, write: Write, root: Root) -> None:
+        super().__init__()
+        self.energies = Energies(write, root)
+
+    def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        positions = positions.view_as(positions).requires_grad_()
+        energies = self.energies(positions)
+        (forces,) = torch.autograd.grad(
+            energies, positions, torch.ones_like(energies), create_graph=True, allow_unused=True
+        )
+        return energies, torch.zeros_like(positions) if forces is None else forces
+
+
+def positions() -> Tensor:
+    torch.manual_seed(1)
+    return torch.randn(ATOMS, 3, dtype=torch.float64)
+
+
+def loss_of(result: tuple[Tensor, Tensor]) -> Tensor:
+    energies, forces = result
+    return energies.sum() + forces.square().sum()
+
+
+def pairs(of: Literal["roots", "writes"]) -> Any:
+    """Each root with one write, or also each write into one root; all others are swept."""
+    found = []
+    for i, (name, write) in enumerate(WRITES.items()):
+        for k, root in enumerate(ROOTS):
+            is_swept = not (i == 0 or (of == "writes" and i % len(ROOTS) == k))
+            more = [pytest.mark.sweep] if is_swept else []
+            found.append(pytest.param(write, root, id=f"{name}-{root.__name__}", marks=more))
+    return pytest.mark.parametrize(("write", "root"), found)
+
+
+@pairs("writes")
+def test_forces_and_all_gradients_are_eagers(write: Write, root: Root) -> None:
+    model = Forces(write, root)
+    expected = copy.deepcopy(model)
+    compiled = lazyinline.compile(model, backend="eager", fallback="error")
+    found, wanted = compiled(positions()), expected(positions())
+    torch.testing.assert_close(found, wanted)
+    assert wanted[1].abs().max() > 1e-3
+    for one in (found, wanted):
+        loss_of(one).backward()
+    for name, parameter in expected.named_parameters():
+        torch.testing.assert_close(model.get_parameter(name).grad, parameter.grad)
+
+
+@pairs("roots")
+def test_a_step_trains_like_eager(write: Write, root: Root) -> None:
+    model = Forces(write, root)
+    expected = copy.deepcopy(model)
+    step = lazyinline.compile_step(model, loss_fn=loss_of, backend="eager")
+    optimizers = [torch.optim.SGD(one.parameters(), 0.1) for one in (model, expected)]
+    for _ in range(2):
+        optimizers[1].zero_grad()
+        wanted = loss_of(expected(positions()))
+        wanted.backward()
+        torch.testing.assert_close(step(positions()), wanted.detach())
+        for optimizer in optimizers:
+            optimizer.step()
+    torch.testing.assert_close(model.state_dict(), expected.state_dict())
+
+
+@pairs("roots")
+def test_gradients_of_functions_are_pytorchs(write: Write, root: Root) -> None:
+    energies = Energies(write, root)
+    given = positions().requires_grad_()
+    (wanted,) = torch.autograd.grad(energies(given).square().sum(), given)
+    found = func.grad(lambda x: energies(x).square().sum())(positions())
+    torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("root", ROOTS, ids=lambda root: root.__name__)
+def test_forces_through_a_write_to_many_tensors_are_eagers(root: Root) -> None:
+    model = Forces(lambda into, values: torch._foreach_add_([into], [values[:2]]), root)
+    torch.testing.assert_close(
+        lazyinline.compile(model, backend="eager")(positions()), model(positions())
+    )
+
+
+@pytest.mark.parametrize("root", ROOTS, ids=lambda root: root.__name__)
+def test_hessians_of_functions_are_pytorchs(root: Root) -> None:
+    energies = Energies(WRITES["scatter_add_"], root)
+    wanted = torch.autograd.functional.hessian(lambda x: energies(x).square().sum(), positions())
+    found = func.hessian(lambda x: energies(x).square().sum())(positions())
+    torch.testing.assert_close(found[:], wanted)
+
+
+@lazy_inline
+class Adds(nn.Module):
+    """Writes into its argument, and returns nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 1).double()
+
+    def forward(self, into: Tensor, positions: Tensor) -> None:
+        into[1:].index_add_(0, PLACES, self.linear(positions).tanh()[:, 0])
+
+
+@lazy_inline
+class Keeps(nn.Module):
+    """Writes into its own buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 1).double()
+        self.register_buffer("kept", torch.zeros(1 + MOLECULES).double())
+
+    def forward(self, into: Tensor, positions: Tensor) -> None:
+        self.kept.zero_()
+        self.kept.scatter_add_(0, PLACES, self.linear(positions).tanh()[:, 0])
+
+
+@pytest.mark.parametrize("block", [Adds, Keeps])
+@pytest.mark.parametrize("by", ["positions", "weight"])
+def test_a_call_on_a_shared_closure_writes_as_its_python_would(
+    block: type[nn.Module], by: str
+) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.blocks = nn.ModuleList(block() for _ in range(3))
+
+        def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+            positions = positions.view_as(positions).requires_grad_()
+            energies, slopes = [], []
+            for one in self.blocks:
+                into = torch.zeros(1 + MOLECULES, dtype=positions.dtype)
+                one(into, positions)
+                energies.append(one.kept.clone() if isinstance(one, Keeps) else into)
+                assert energies[-1].requires_grad
+                moved = positions if by == "positions" else one.linear.weight
+                slopes += torch.autograd.grad(
+                    energies[-1].sum(), moved, create_graph=True, allow_unused=True
+                )
+            return torch.cat(energies), torch.cat([g for g in slopes if g is not None])
+
+    model = Model()
+    expected = copy.deepcopy(model)
+    compiled = lazyinline.compile(model, backend="eager", fallback="error")
+    found, wanted = compiled(positions()), expected(positions())
+    torch.testing.assert_close(found, wanted)
+    for one in (found, wanted):
+        loss_of(one).backward()
+    for name, parameter in expected.named_parameters():
+        torch.testing.assert_close(model.get_parameter(name).grad, parameter.grad)
+    report = lazyinline.last_report(compiled)
+    assert report is not None
+    assert [decision.shared for decision in report.decisions] == [False, True, True]
