@@ -852,6 +852,21 @@ def test_layouts_of_many_tensors_are_checked_at_once(guards_class: Any) -> None:
         assert not guards.check(first, seen[1])
 
 
+@contract("torch._C._dispatch_keys", "torch._C.DispatchKey", "torch._C.DispatchKeySet")
+def test_the_keys_of_a_tensor_say_where_its_numbers_lie(keys: Any, key: Any, key_set: Any) -> None:
+    x = torch.ones(4, 4)
+    plain = keys(x).raw_repr()
+    for name in ("CPU", "ADInplaceOrView", "AutogradCPU", "AutocastCPU"):
+        plain &= ~key_set(getattr(key, name)).raw_repr()
+    assert not plain
+    jagged = torch.nested.nested_tensor([x, x], layout=torch.jagged)
+    others = [x.to("meta"), x.to_sparse(), x.to_mkldnn(), jagged]
+    known = keys(x).raw_repr()
+    assert all(keys(other).raw_repr() & ~known for other in others)
+    with torch.inference_mode():
+        assert not keys(torch.ones(4)).raw_repr() & ~known
+
+
 @contract(
     "torch.ops.aten._conj.default",
     "torch.ops.aten._conj_physical.default",

@@ -59,9 +59,9 @@ def no_address(tensor: torch.Tensor) -> int:
 
 
 def _lacks_memory(tensor: torch.Tensor) -> bool:
-    if not tensor.numel() or tensor.device.type == "meta":
+    if not tensor.numel():
         return False
-    return tensor.untyped_storage().nbytes() < _needed_bytes(tensor)
+    return not tensor.data_ptr() or tensor.untyped_storage().nbytes() < _needed_bytes(tensor)
 
 
 def _needed_bytes(tensor: torch.Tensor) -> int:
@@ -71,8 +71,10 @@ def _needed_bytes(tensor: torch.Tensor) -> int:
 
 
 def _message(tensor: torch.Tensor, name: str) -> str:
-    held = tensor.untyped_storage().nbytes()
     what = f"The tensor {name!r}" if name else "A tensor that the compiled program is given"
+    if tensor.is_meta:
+        return f"{what}, of shape {tuple(tensor.shape)}, is on the meta device and has no numbers."
+    held = tensor.untyped_storage().nbytes()
     return (
         f"{what}, of shape {tuple(tensor.shape)} and {tensor.dtype}, needs "
         f"{_needed_bytes(tensor)} bytes, and its storage holds {held}: somebody freed or shrank it "

@@ -18,6 +18,7 @@ from ...reuse.ir.leaf import changed_operand, stamp_of
 from ...reuse.ir.program import ModelTensor, Source, TensorKind
 from ...reuse.ir.types import TensorType
 from ...reuse.torch_names import own_attributes
+from ..checks.torch_own_memory import why_no_memory
 from ..tracing.torch_tracing import Tracer, feeds_only_lifts, is_fake
 
 
@@ -97,12 +98,23 @@ class OutsideTensors:
         """Returns the node of a real tensor, made at the first use."""
         node = self._outside.get(id(tensor))
         if node is None:
+            self._refuse_without_memory(tensor)
             node = self._tracer.add_outside_tensor(tensor)
             node.meta["val"] = self._tracer.to_fake(tensor) if tensor.is_meta else tensor
             self._outside[id(tensor)] = node
             self._keep.append(tensor)
             self.sources[node] = self._names.get(id(tensor)) or ModelTensor(node.name, tensor)
         return node
+
+    def _refuse_without_memory(self, tensor: torch.Tensor) -> None:
+        """Raises CaptureError for a tensor that no kernel could read; on meta, none will."""
+        why = "" if tensor.is_meta else why_no_memory(tensor)
+        if why:
+            source = self._names.get(id(tensor))
+            raise CaptureError(
+                f"{source.name if source else 'A tensor outside the model'} is {why}, whose "
+                "numbers lie in no memory that a kernel could read."
+            )
 
     def node_of(self, tensor: torch.Tensor) -> torch.fx.Node:
         """Returns the node of a fake or real tensor."""

@@ -11,6 +11,7 @@ from torch import nn
 from ...reuse import torch_pytree
 from ...reuse.torch_names import is_lazy
 from .torch_modes import watching_class
+from .torch_own_memory import why_no_memory
 
 
 def written_out(leaves: Sequence[Any]) -> list[Any] | None:
@@ -18,7 +19,7 @@ def written_out(leaves: Sequence[Any]) -> list[Any] | None:
 
     The gradient of what is written out flows on to what it was.
     """
-    lazy = [isinstance(x, torch.Tensor) and is_lazy(x) for x in leaves]
+    lazy = [isinstance(x, torch.Tensor) and not why_no_memory(x) and is_lazy(x) for x in leaves]
     if not any(lazy):
         return None
     return [x.clone() if flag else x for x, flag in zip(leaves, lazy, strict=True)]
@@ -27,11 +28,16 @@ def written_out(leaves: Sequence[Any]) -> list[Any] | None:
 def watching_tensor(model: nn.Module, leaves: Sequence[Any]) -> str:
     """Says which tensor of a call no program can take as it is, or returns nothing.
 
-    It is of a class that sees each operator, or a cache holds it that cannot be taken apart.
+    It is of a class that sees each operator, has no memory of its own, or a cache holds it that
+    cannot be taken apart.
     """
     kind = watching_class(leaves)
     if kind is not None:
         return f"an input is a {kind.__name__}, whose class sees each operator"
+    for leaf in leaves:
+        why = why_no_memory(leaf) if isinstance(leaf, torch.Tensor) else ""
+        if why:
+            return f"an input is {why}, whose numbers lie in no memory that a kernel could read"
     formless = torch_pytree.formless(leaves)
     if formless:
         return f"an input is a {formless}, whose state is more than tensors and numbers"
@@ -39,6 +45,8 @@ def watching_tensor(model: nn.Module, leaves: Sequence[Any]) -> str:
         kind = watching_class((tensor,))
         if kind is not None:
             return f"{name} is a {kind.__name__}, whose class sees each operator"
+        if tensor.is_nested:
+            return f"{name} is a nested tensor, which says no sizes"
     return ""
 
 

@@ -27,6 +27,7 @@ from ...reuse.torch_names import global_hook_tables, is_lazy, memory_id
 from ..capture.regions import CapturedModel
 from ..capture.signatures import shapes_of
 from ..checks.torch_modes import Modes
+from ..checks.torch_own_memory import have_own_memory
 from .torch_guards import TensorLayouts
 
 _HOOK_TABLES = tuple(
@@ -277,6 +278,8 @@ class Guard:
                 return False  # what was read in one place may be what another place still holds
             if not all(isinstance(t, torch.Tensor) for t in tensors):
                 return False
+            if not have_own_memory(tensors):
+                return False  # it may not be asked for what it is compared by
         if not self._layouts_of_tensors.same(tensors):
             return False
         if tensors is not self.tensors:

@@ -13,6 +13,7 @@ from torch import nn
 
 from ...reuse import torch_pytree
 from ..capture.signatures import leaf_names, shapes_of
+from ..checks.torch_own_memory import have_own_memory
 from ..tracing.torch_tracing import user_frame
 from .guard import Difference, Guard
 
@@ -105,6 +106,8 @@ class KeptPrograms(Generic[AnyEntry]):
     def fitting(self, leaves: Sequence[Any], tree: torch_pytree.TreeSpec) -> AnyEntry | None:
         """Returns the program that fits a call, and puts it first."""
         entries = self._entries
+        if not have_own_memory(leaves):
+            return None
         if len(entries) > 1:  # of several, the shapes tell which to ask
             entries = self._by_shapes.get(shapes_of(leaves), ())
         for entry in entries:

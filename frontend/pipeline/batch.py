@@ -12,6 +12,7 @@ from ...reuse.errors import PipelineError
 from ...reuse.torch_names import is_lazy
 from ..checks.refusals import refuse_containers
 from ..checks.torch_modes import watching_class
+from ..checks.torch_own_memory import why_no_memory
 
 
 class Batch:
@@ -49,6 +50,11 @@ class Batch:
             return [leaf] * self._count
         if leaf.requires_grad:
             raise PipelineError("A pipeline takes inputs that do not require grad.")
+        if why := why_no_memory(leaf):
+            raise PipelineError(
+                f"A batch tensor is {why}, whose numbers lie in no memory that a kernel could "
+                "read. Pass plain tensors."
+            )
         if kind := watching_class((leaf,)):
             raise PipelineError(
                 f"A batch tensor is a {kind.__name__}, whose class sees each operator, and kernels "
