@@ -157,11 +157,9 @@ def unflatten(leaves: list[Any], spec: TreeSpec, given: Sequence[Any] = ()) -> A
 def flatten_with_names(tree: Any) -> list[tuple[str, Any]]:
     """Returns the leaves with readable names, such as ``position_embeddings.0``."""
     classes = cache_classes()
-    is_leaf = (lambda value: isinstance(value, classes)) if classes else None
-    pairs, _ = _pytree.tree_flatten_with_path(tree, is_leaf=is_leaf)
     apart, named = Apart(classes), []
-    for path, leaf in pairs:
-        name = ".".join(_key_text(key) for key in path)
+    for path, leaf in _leaves_with_paths(tree, classes):
+        name = ".".join(path)
         num_leaves, num_objects = len(apart.leaves), len(apart.objects)
         if apart.add(leaf) < 0:
             named.append((name, leaf))
@@ -169,6 +167,28 @@ def flatten_with_names(tree: Any) -> list[tuple[str, Any]]:
             names = apart.names_from(num_objects, name)
             named += zip(names, apart.leaves[num_leaves:], strict=True)
     return named
+
+
+def _leaves_with_paths(tree: Any, classes: tuple[type, ...]) -> list[tuple[tuple[str, ...], Any]]:
+    """Returns the leaves, each with the names of the levels that it is in.
+
+    What a class holds that was registered without names for it is named by keys, or by position.
+    """
+    try:
+        pairs, _ = _pytree.tree_flatten_with_path(tree, is_leaf=lambda x: isinstance(x, classes))
+        return [(tuple(map(_key_text, path)), leaf) for path, leaf in pairs]
+    except ValueError:
+        held, _ = _pytree.tree_flatten(tree, is_leaf=lambda x: x is not tree)  # one level of it
+    try:
+        pairs, _ = _pytree.tree_flatten_with_path(tree, is_leaf=lambda x: x is not tree)
+        names = [_key_text(path[-1]) for path, _ in pairs]
+    except ValueError:
+        has_keys = isinstance(tree, Mapping) and len(tree) == len(held)
+        names = list(map(str, tree if has_keys else range(len(held))))
+    below = (
+        (name, _leaves_with_paths(value, classes)) for name, value in zip(names, held, strict=True)
+    )
+    return [((name, *path), leaf) for name, found in below for path, leaf in found]
 
 
 def _key_text(key: Any) -> str:

@@ -11,6 +11,7 @@ import functools
 import importlib
 import inspect
 import itertools
+import logging
 import operator
 import os
 import subprocess
@@ -289,6 +290,19 @@ def test_asking_a_fake_for_its_value_raises(error: Any) -> None:
         bool(torch.ones(3).sum() > 0)
     with fake_mode(), pytest.raises(error):
         torch.ones(3).max().item()
+
+
+@contract("torch._subclasses.fake_tensor.log")
+def test_what_fake_tensors_fail_at_is_an_error_of_one_logger(log: Any) -> None:
+    seen: list[int] = []
+    filter_ = lambda record: seen.append(record.levelno)  # noqa: E731
+    log.addFilter(filter_)
+    try:
+        with fake_mode(), pytest.raises(RuntimeError, match="same reduction dim"):
+            torch.empty(2, 3) @ torch.empty(2, 3)
+    finally:
+        log.removeFilter(filter_)
+    assert set(seen) == {logging.ERROR}
 
 
 @contract("torch._subclasses.fake_tensor.DynamicOutputShapeException")

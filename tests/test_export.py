@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from blocks import Around, Stack, block, example
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 import lazyinline
 from lazyinline import ExportError, lazy_inline
@@ -486,3 +487,45 @@ def test_bad_input_gets_a_clear_error(path: pathlib.Path) -> None:
     program = lazyinline.capture(model, (ids, ids))
     with pytest.raises(ExportError, match="captured with train=True"):
         lazyinline.export_onnx(program, (ids, ids), path, train=True)
+
+
+class Held:
+    """What somebody registered with PyTorch's trees, without names for what it holds."""
+
+    def __init__(self, *held: Any) -> None:
+        self.held = held
+
+
+class HeldByKey(dict):
+    """The same with keys, as the outputs of diffusers are."""
+
+
+def _by_key(values: Any, keys: Any) -> HeldByKey:
+    return HeldByKey(zip(keys, values, strict=True))
+
+
+pytree.register_pytree_node(Held, lambda x: (list(x.held), None), lambda held, _: Held(*held))
+pytree.register_pytree_node(HeldByKey, lambda x: (list(x.values()), list(x)), _by_key)
+
+
+@pytest.mark.parametrize("as_input", [False, True])
+def test_results_of_a_class_without_names_are_named_by_key_or_position(
+    as_input: bool, path: pathlib.Path
+) -> None:
+    class Net(nn.Linear):
+        def forward(self, x: Any) -> Any:
+            y = super().forward(x.held[0] if as_input else x)
+            return HeldByKey(sample=y, rest=Held(y + 1, {"more": (y * 2,)}))
+
+    net, x = Net(4, 4), torch.randn(2, 4)
+    lazyinline.export_onnx(net, (Held(x) if as_input else x,), path)
+    names = [v.name for v in onnx.load(path).graph.output]
+    assert names == ["sample", "rest.0", "rest.1.more.0"]
+    (name,) = [v.name for v in onnx.load(path).graph.input]
+    y = nn.functional.linear(x, net.weight, net.bias)
+    for found, expected in zip(run(path, **{name: x}), (y, y + 1, y * 2), strict=True):
+        assert close(found, expected)
+    compiled = lazyinline.compile(net, backend="eager")
+    found = compiled(Held(x) if as_input else x)
+    assert torch.equal(found["rest"].held[1]["more"][0], y * 2)
+    assert not compiled.last_report.ran_eagerly

@@ -24,6 +24,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
 )
+from torch._subclasses.fake_tensor import log as failures
 from torch.autograd.function import FunctionCtx, _SingleLevelFunction
 from torch.fx.experimental.proxy_tensor import (
     disable_proxy_modes_tracing,
@@ -528,8 +529,7 @@ class _NodeTable(MutableMapping[torch.Tensor, Any]):
 @contextmanager
 def _failures_unlogged() -> Iterator[None]:
     """PyTorch raises what this thread's fake tensors fail at, and does not log it as well."""
-    thread = threading.get_ident()
-    log = logging.getLogger(FakeTensorMode.__module__)
+    thread, log = threading.get_ident(), failures
 
     def says(record: logging.LogRecord) -> bool:
         return record.levelno < logging.ERROR or threading.get_ident() != thread
