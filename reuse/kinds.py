@@ -5,9 +5,9 @@ holds the same (:mod:`.freeze`), and a snapshot, to tell whether the same object
 (:mod:`.evidence.snapshot`). A kind that one of them knew and the other had forgotten would be a
 silent wrong result.
 
-Three sorts of objects have no row, since they are not looked into here: tensors and modules, whose
-parts the structure of a model compares; classes and Python modules, which are read by name; and
-objects written in C that do not show what they hold, which count as they are.
+Tensors and modules have no row, since the structure of a model compares their parts, nor have
+classes and Python modules, which are read by name. An object of any class shows its attributes and
+slots. What has no row beside and is written in C is *opaque*: equal to itself alone.
 """
 
 from __future__ import annotations
@@ -15,13 +15,18 @@ from __future__ import annotations
 import array
 import collections
 import contextvars
+import datetime
+import decimal
+import enum
 import functools
 import io
+import logging
 import pickle
 import random
+import re
 import types
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,16 +46,26 @@ from .objects import (
     slot_contents,
     slots_of,
 )
+from .torch_names import OPERATOR_TYPES
 
 NO_WAY = ("key", None)  # to a member of a set, or to the key of a dictionary
 
 # What torch.compile notes on a function the first time that it runs, and how that made by
 # functools.singledispatch reaches the cache beside its registry.
 _NO_STATE = ("_torchdynamo", "__dynamo", "_dynamo", "_clear_cache")
-_CLOSED = (torch.Tensor, nn.Module, type, types.ModuleType, types.CodeType)
+_CLOSED = (torch.Tensor, nn.Module, type, types.ModuleType, types.CodeType, *OPERATOR_TYPES)
 _LRU_CACHE = type(functools.lru_cache(len))
 _VIEWS: tuple[type, ...] = (type({}.keys()), type({}.values()), type({}.items()))
 _METHODS = (types.BuiltinFunctionType, types.MethodWrapperType)
+_PROXIES = (weakref.ProxyType, weakref.CallableProxyType)
+# Each equal to itself alone, but written in C so that nobody can change it.
+_NEVER_CHANGED = (
+    *(enum.Enum, np.dtype, np.ufunc, re.Match, types.GenericAlias, types.UnionType),
+    *(types.GetSetDescriptorType, types.MemberDescriptorType, types.WrapperDescriptorType),
+    *(types.MethodDescriptorType, types.ClassMethodDescriptorType),
+    *(torch.dtype, torch.device, torch.layout, torch.memory_format),
+)
+_READING_OPERATORS = ("__getitem__", "__len__", "__iter__", "__contains__", "__float__", "__bool__")
 
 
 @dataclass(frozen=True)
@@ -115,7 +130,34 @@ def parts_of(value: Any) -> Sequence[Kind]:
 def is_whole(kind: type) -> bool:
     """Whether rows and attributes show all the state that an object of this class can have."""
     is_number = kind.__module__ == "numpy" and issubclass(kind, np.generic)
-    return is_number or all(base in _WHOLE or is_class_statement(base) for base in kind.__mro__)
+    return is_number or all(map(_shows_its_part, kind.__mro__))
+
+
+def _shows_its_part(base: type) -> bool:
+    return base in _WHOLE or (is_class_statement(base) and is_looked_into(base))
+
+
+def is_opaque(value: Any) -> bool:
+    """Whether an object has state that nothing shows, and that may change unseen."""
+    if isinstance(value, (*_CLOSED, *_NEVER_CHANGED, types.FunctionType)) or kinds_of(value):
+        return False
+    return not (is_whole(type(value)) or is_unrepeatable(value))
+
+
+def holds_unseen_items(value: Any) -> bool:
+    """Whether an operator, such as ``value[0]`` or ``for``, reads what an opaque object holds.
+
+    Of a function in C that reads it, the call is seen.
+    """
+    return any(hasattr(type(value), name) for name in _READING_OPERATORS)
+
+
+def getters_of(kind: type, names: Collection[str]) -> Iterator[str]:
+    """Yields those names under which objects of a class written in C have an attribute."""
+    for name in names:
+        found = next((vars(base)[name] for base in kind.__mro__ if name in vars(base)), None)
+        if hasattr(type(found), "__set__") and not isinstance(found, property):
+            yield name
 
 
 def is_unrepeatable(value: Any) -> bool:
@@ -323,13 +365,51 @@ def _put_old_state(value: np.random.RandomState, items: Sequence[Any]) -> None:
     value.set_state(pickle.loads(items[0]))
 
 
+def _read_proxy(value: Any) -> Sequence[Any]:
+    try:
+        return [value.__dir__.__self__]
+    except ReferenceError:
+        return [ABSENT]
+
+
+def _read_logger(value: logging.Logger) -> Sequence[Any]:
+    return [value.level, value.disabled, value.getEffectiveLevel(), value.manager.disable]
+
+
+def _put_logger(value: logging.Logger, items: Sequence[Any]) -> None:
+    value.setLevel(items[0])
+    value.disabled = items[1]
+
+
+def _put_partial(value: Any, items: Sequence[Any]) -> None:
+    value.__setstate__(tuple(items))
+
+
 # ---- the table ---------------------------------------------------------------------------------
 
 _TABLES = (dict, collections.OrderedDict, collections.defaultdict, collections.Counter)
 _WEAK_TABLES = (weakref.WeakKeyDictionary, weakref.WeakValueDictionary, weakref.WeakSet)
 _GENERATORS = (np.random.Generator, np.random.BitGenerator)
 
-_PARTIAL = _attributes("func", "args", "keywords", "__dict__")
+# What is said of these tells all of their value; a class derived from one may hold more beside.
+_VALUES = tuple(
+    Kind((cls,), read, is_fixed=True, is_whole=True)
+    for cls, read in (
+        (float, lambda v: [float.__pos__(v)]),
+        (int, lambda v: [int.__pos__(v)]),
+        (complex, lambda v: [complex.__pos__(v)]),
+        (str, lambda v: [str.__str__(v)]),
+        (bytes, lambda v: [bytes.__getitem__(v, slice(None))]),
+        (decimal.Decimal, decimal.Decimal.__reduce__),
+        (datetime.date, datetime.date.__reduce__),
+        (datetime.datetime, lambda v: datetime.datetime.__reduce_ex__(v, 4)),
+        (datetime.time, lambda v: datetime.time.__reduce_ex__(v, 4)),
+        (datetime.timedelta, datetime.timedelta.__reduce__),
+        (datetime.timezone, lambda v: v.__getinitargs__()),
+        (datetime.tzinfo, lambda v: []),
+        (re.Pattern, lambda v: [v.pattern, v.flags]),
+    )
+)
 
 KINDS: tuple[Kind, ...] = (
     Kind((list,), _itself, _in_order, _put_items, "a list", is_whole=True),
@@ -342,9 +422,10 @@ KINDS: tuple[Kind, ...] = (
     Kind(
         (functools.partial,),
         **_attributes("func", "args", "keywords", "__dict__"),
-        is_fixed=True,
+        put=_put_partial,
         is_whole=True,
     ),
+    *_VALUES,
     Kind((collections.defaultdict,), **_attributes("default_factory"), put=_put_factory),
     Kind((collections.deque,), _itself, _in_order, _put_deque, is_whole=True),
     Kind((collections.deque,), **_attributes("maxlen"), is_fixed=True),
@@ -361,6 +442,8 @@ KINDS: tuple[Kind, ...] = (
     # but blocks that hold the very same. (Of these, the forwards of transformers 5.23 read a
     # ContextVar only; but compared by identity alone, a change in place would go unnoticed.)
     Kind(_METHODS, **_attributes("__self__"), is_fixed=True),
+    Kind(_PROXIES, _read_proxy),
+    Kind((logging.Logger,), _read_logger, put=_put_logger),
     Kind((property,), **_attributes("fget"), is_fixed=True),
     Kind((staticmethod, classmethod), **_attributes("__func__"), is_fixed=True),
     Kind((functools.cached_property,), **_attributes("func"), is_fixed=True),
@@ -406,9 +489,9 @@ def function_parts(function: types.FunctionType) -> list[tuple[Any, Any]]:
 def attribute_parts(value: Any) -> list[tuple[str, Any, Any]]:
     """Returns the name of each attribute that an object itself holds, the way to it, and it.
 
-    What a library's class keeps there is its own business where the table says how to read it.
+    What is read by rows alone keeps there what is its own business.
     """
-    if kinds_of(value) and not is_looked_into(type(value)):
+    if not is_looked_into(type(value)):
         return []
     found: list[tuple[str, Any, Any]] = [
         (name, ("attr", name), held) for name, held in (own_table(value) or {}).items()

@@ -18,14 +18,13 @@ TRANSPARENT = (
     *(types.FunctionType, types.MethodType, types.SimpleNamespace, threading.local),
 )
 _POINTER_BYTES = struct.calcsize("P")
-_FOREIGN = frozenset({"builtins", "torch", "numpy", "functools", "threading", "weakref", "logging"})
-# Plain Python classes of libraries that a model's own arithmetic reads.
-_READ_BY_MODELS = ("torch.distributions", "numpy.ma")
+# How objects of these hold their state, a row of the table of kinds says, or nobody sees.
+_READ_BY_ROWS = frozenset({"builtins", "functools", "weakref", "logging"})
 _LIBRARIES = sys.stdlib_module_names | {"torch", "lazyinline"}
 
 
 def is_library(module_name: Any) -> bool:
-    """Whether a module is Python's own, PyTorch's or ours, whose state steers no model."""
+    """Whether a module is Python's own, PyTorch's or ours, whose globals steer no model."""
     return isinstance(module_name, str) and module_name.partition(".")[0] in _LIBRARIES
 
 
@@ -36,11 +35,9 @@ def has_plain_class(value: Any) -> bool:
 
 
 def is_looked_into(kind: type) -> bool:
-    """Whether attributes of objects of a class are looked into: a user's class, not a library's."""
+    """Whether attributes and slots of objects of a class are looked into, whosever class it is."""
     name = kind.__module__
-    is_foreign = isinstance(name, str) and name.partition(".")[0] in _FOREIGN
-    is_plain = kind is types.SimpleNamespace or kind is threading.local
-    return is_plain or not is_foreign or name.startswith(_READ_BY_MODELS)
+    return not (isinstance(name, str) and name.partition(".")[0] in _READ_BY_ROWS)
 
 
 def is_python_defined(kind: type) -> bool:

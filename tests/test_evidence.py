@@ -177,7 +177,7 @@ def objects_of_builtin_classes() -> nn.Module:
     return pair(block(forward), {"pick": pick(0)}, {"pick": pick(1)})
 
 
-@case(shared=0, reason="attribute pattern is <Pattern object>")
+@case(shared=0, reason="attribute pattern is <Pattern>, not")
 def patterns() -> nn.Module:
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
         return self.linear(x) * (2.0 if self.pattern.match("a") else 3.0)

@@ -6,9 +6,20 @@ be changed), and a snapshot that vouches for an object must notice all that free
 
 import array
 import contextvars
+import datetime
+import decimal
 import enum
 import functools
+import hashlib
+import io
+import logging
+import mmap
+import operator
+import pickle
+import queue
 import random
+import re
+import struct
 import threading
 import types
 import weakref
@@ -21,7 +32,7 @@ import pytest
 import torch
 from torch import nn
 
-from lazyinline.reuse.evidence.snapshot import Snapshot
+from lazyinline.reuse.evidence.snapshot import Snapshot, same_value
 from lazyinline.reuse.freeze import Freezer
 from lazyinline.reuse.kinds import (
     FUNCTION,
@@ -48,6 +59,26 @@ class Slotted:
 
 
 class Both(Slotted):
+    pass
+
+
+class Number(float):
+    pass
+
+
+class Count(int):
+    pass
+
+
+class Complex(complex):
+    pass
+
+
+class Text(str):
+    pass
+
+
+class Bytes(bytes):
     pass
 
 
@@ -177,10 +208,35 @@ CHANGES: dict[str, tuple[Callable[[], Any], Change]] = {
         lambda: (lambda c: (c, weakref.ref(c)))(Config(a=1)),
         lambda v: setting("a")(v[1]()),
     ),
+    "weak proxy": (
+        lambda: (lambda c: (c, weakref.proxy(c)))(Config(a=1)),
+        lambda v: setting("a")(v[1]),
+    ),
+    "logger": (lambda: logging.Logger("a", 10), lambda v: v.setLevel(20)),
+    "disabled logger": (lambda: logging.Logger("a", 10), setting("disabled", True)),
     "random": (lambda: random.Random(0), lambda v: v.random()),
     "generator": (lambda: np.random.default_rng(0), lambda v: v.random()),
     "bits": (lambda: np.random.PCG64(0), lambda v: v.random_raw()),
     "old generator": (lambda: np.random.RandomState(0), lambda v: v.rand()),
+}
+VALUES: dict[str, tuple[Any, Any]] = {
+    "float": (Number(1), Number(2)),
+    "zero": (Number(0.0), Number(-0.0)),
+    "whole number": (Count(1), Count(2)),
+    "complex": (Complex(1), Complex(1j)),
+    "text": (Text("a"), Text("b")),
+    "bytes": (Bytes(b"a"), Bytes(b"b")),
+    "Decimal": (decimal.Decimal("1.0"), decimal.Decimal("1.00")),
+    "date": (datetime.date(1, 1, 1), datetime.date(1, 1, 2)),
+    "datetime": (datetime.datetime(1, 1, 1), datetime.datetime(1, 1, 1, fold=1)),
+    "time": (datetime.time(1), datetime.time(1, tzinfo=datetime.timezone.utc)),
+    "timedelta": (datetime.timedelta(1), datetime.timedelta(2)),
+    "timezone": (datetime.timezone.utc, datetime.timezone(datetime.timedelta(0), "name")),
+    "pattern": (re.compile("a"), re.compile("a", re.IGNORECASE)),
+}
+CHANGES |= {
+    f"another {name}": (lambda first=first: [first], setting_item(0, other))  # type: ignore[misc]
+    for name, (first, other) in VALUES.items()
 }
 DICTS: list[dict[str, int]] = []
 
@@ -233,6 +289,41 @@ def test_change_is_noticed_and_can_be_undone_and_made_again(name: str) -> None:
     redo()
     assert not snapshot.same()
     assert not repeatable or Freezer().freeze(value) == changed
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_a_value_is_equal_to_another_that_says_the_same(name: str) -> None:
+    first, other = VALUES[name]
+    again = pickle.loads(pickle.dumps(first))
+    assert same_value(again, first)
+    assert not same_value(other, first)
+    assert Freezer().freeze(again) == Freezer().freeze(first) != Freezer().freeze(other)
+
+
+OPAQUE: dict[str, Callable[[], Any]] = {
+    "lock": threading.Lock,
+    "queue": queue.SimpleQueue,
+    "hash": hashlib.sha256,
+    "file": io.BytesIO,
+    "layout": lambda: struct.Struct("i"),
+    "generator": torch.Generator,
+    "context": decimal.Context,
+    "getter": lambda: operator.itemgetter(0),
+    "memory": lambda: mmap.mmap(-1, 8),
+    "match": lambda: re.match("a", "a"),
+    "types": lambda: np.dtype([("a", "f4")]),
+}
+
+
+@pytest.mark.parametrize("name", OPAQUE)
+def test_what_shows_nothing_is_equal_to_itself_alone(name: str) -> None:
+    first, other = OPAQUE[name](), OPAQUE[name]()
+    for wrap in (lambda v: v, lambda v: [v], lambda v: Config(a=v)):
+        value = wrap(first)
+        assert same_value(value, value)
+        assert not same_value(wrap(first), wrap(other))
+        assert Freezer().freeze(wrap(first)) == Freezer().freeze(wrap(first))
+        assert Freezer().freeze(wrap(first)) != Freezer().freeze(wrap(other))
 
 
 def test_every_row_of_the_table_is_changed_above() -> None:

@@ -195,6 +195,8 @@ def _capture(
         first = _assemble(unsettled.recording, unsettled.results, unsettled.tree)
         unsettled.recording.let_go()
         captured = _capture_settled(model, arguments, unsettled, first, blocks(), train=train)
+    if arguments.effects == "refuse":
+        captured.evidence.refuse_unseen()
     iterators = captured.evidence.iterators
     if iterators:  # each forward may make its own, and then it is no state
         again = _capture_once(model, arguments, blocks(), train=train)
@@ -345,7 +347,8 @@ def _can_be_watched(module: nn.Module) -> bool:
 
 def _root_evidence(recording: Recording, program: Program, met: list[nn.Module]) -> RootEvidence:
     """What the run read, but for what the guard looks at itself in each module."""
-    for held in recording.tensors.attributes_read(recording.reads.names()):
+    attributes = recording.tensors.attributes_read(recording.reads.names())
+    for held in (*attributes, *recording.given):
         recording.reads.contents.look_into(held)
     placed = {id(s.tensor) for s in program.sources if isinstance(s, ModelTensor)}
     return RootEvidence(recording.reads, {*recording.paths, *map(id, met)}, placed)

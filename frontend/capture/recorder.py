@@ -14,8 +14,9 @@ from ...reuse import torch_pytree
 from ...reuse.containers import numbered
 from ...reuse.errors import CaptureError
 from ...reuse.ir.program import UserInput
+from ...reuse.open_numbers import is_open
 from ...reuse.torch_names import own_attributes
-from ..checks.refusals import refuse_hidden_tensors, refuse_read_attributes
+from ..checks.refusals import refuse_read_attributes, refuse_unlike_constants
 from ..effects.effects import EffectError, OnEffects
 from ..effects.inside_changes import Change, is_plain
 from ..effects.outward_calls import NAMES
@@ -159,8 +160,7 @@ class Recorder:
         flat, tree = torch_pytree.flatten(result, known)
         held = (read.value for read in recording.reads.attributes.values())
         recording.effects.check_containers(bool(given), held, flat)
-        refuse_hidden_tensors(flat)
-        recording.effects.check_results([x for x in flat if not isinstance(x, torch.Tensor)])
+        refuse_unlike_constants(flat)
         node_of = recording.tensors.node_of
         nodes = [node_of(x) if isinstance(x, torch.Tensor) else x for x in flat]
         return nodes, (tree, bool(given))
@@ -168,7 +168,9 @@ class Recorder:
     def _given(self, index: int, leaf: Any) -> Any:
         """Returns what stands in the trace for a flat input that is no tensor."""
         sizes = self.recording.sizes
-        self.recording.effects.changes.is_given(leaf)
+        if not is_open(leaf):
+            self.recording.effects.changes.is_given(leaf)
+            self.recording.given.append(leaf)
         given = sizes.given(index, leaf) if sizes else leaf
         self.recording.tracer.track_size(given)
         return given

@@ -45,6 +45,7 @@ class Recording:
         current: the innermost region that is being traced; nodes and reads are its.
         decisions: whether each block's Python ran, in the order of calls.
         decided: for each decision the region, if one was traced.
+        given: the arguments that are no tensors.
         num_nodes: of the outer graph so far.
         differentiates: whether the forward has taken a derivative.
         quiet: whether what runs is capture's own doing, not the model's.
@@ -66,6 +67,7 @@ class Recording:
         self.tensors = OutsideTensors(self.tracer, places)
         self.decisions: list[SharingDecision] = []
         self.decided: list[Region | None] = []
+        self.given: list[Any] = []
         self.num_nodes = 0
         self.differentiates = False
         self._applies = False
@@ -77,6 +79,7 @@ class Recording:
         self.tracer.forget_tensors()
         self.tensors.let_go()
         self.reads.attributes.clear()
+        self.given.clear()
 
     def put_back_outside(self) -> None:
         """Puts back what was changed outside the model."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import types
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -10,8 +12,11 @@ from torch import nn
 
 from ...reuse import torch_pytree
 from ...reuse.errors import CaptureError, PlanError
-from ...reuse.freeze import Freezer
+from ...reuse.evidence.snapshot import is_constant
+from ...reuse.ir.torch_symbols import SIZE_TYPES
+from ...reuse.kinds import function_parts, is_unrepeatable, kinds_of
 
+_MAX_SEARCHED = 10_000  # objects
 DIFFERENTIATES = "differentiates inside"
 """In the reason why a forward is refused that runs a backward of its own."""
 ITERATES = "reads an iterator"
@@ -53,18 +58,44 @@ def refuse_recurrent(module: nn.Module) -> None:
         )
 
 
-def refuse_hidden_tensors(results: Sequence[Any]) -> None:
-    """Raises CaptureError for a result of the model whose tensors cannot be seen."""
-    hidden: list[torch.Tensor] = []
+def refuse_unlike_constants(results: Sequence[Any]) -> None:
+    """Raises CaptureError for a result that no program could return at every call.
+
+    That is what gives something else at each use, and what leads to a tensor or module.
+    """
     for result in results:
-        if not isinstance(result, torch.Tensor):
-            Freezer(on_tensor=lambda tensor, keys: hidden.append(tensor)).freeze(result)
-        if hidden:
+        if isinstance(result, (torch.Tensor, *SIZE_TYPES)) or is_constant(result):
+            continue
+        name = type(result).__qualname__
+        if is_unrepeatable(result):
             raise CaptureError(
-                f"The model returns a {type(result).__qualname__}, which holds tensors and is "
-                "unknown to PyTorch. Return a tuple, a dict or a NamedTuple, or register the class "
+                f"The model returns a {name}, which gives something else at each use, and a "
+                "compiled program would return the same at every call. Return a list or a tuple."
+            )
+        if _leads_to_tensors(result):
+            raise CaptureError(
+                f"The model returns a {name}, which holds tensors and is unknown to PyTorch. "
+                "Return a tuple, a dict or a NamedTuple, or register the class "
                 "(torch.export.register_dataclass)."
             )
+
+
+def _leads_to_tensors(value: Any) -> bool:
+    """Whether a tensor or module can be reached from a value, in C as in Python."""
+    todo, seen = [value], set[int]()
+    while todo:
+        value = todo.pop()
+        if isinstance(value, (torch.Tensor, nn.Module)) or len(seen) > _MAX_SEARCHED:
+            return True
+        if id(value) in seen or isinstance(value, (type, types.ModuleType, types.CodeType)):
+            continue
+        seen.add(id(value))
+        if isinstance(value, types.FunctionType):
+            todo += [part for _, part in function_parts(value)]
+        else:
+            todo += gc.get_referents(value)  # and what rows say: a weak reference is none of these
+            todo += [part for kind in kinds_of(value) for part in kind.read(value)]
+    return False
 
 
 def refuse_containers(tree: torch_pytree.TreeSpec, what: str) -> None:

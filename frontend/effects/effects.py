@@ -106,14 +106,6 @@ class Effects:
             return
         raise EffectError(f"The model's forward {text}.")
 
-    def check_results(self, constants: Sequence[Any]) -> None:
-        """Refuses a result that leads to a tensor of the trace, and that is none."""
-        if find_fake(constants) is not None:
-            raise EffectError(
-                "The model's forward returns an object from which tensors can be reached that a "
-                "program would not make anew."
-            )
-
     def end(self, reads: Reads) -> None:
         """Looks at what the finished run left, and puts it back.
 

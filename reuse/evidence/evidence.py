@@ -126,7 +126,7 @@ class Evidence:
                 for inner in evidence.tensor_ways:
                     way = (".".join(p for p in (path, inner[0]) if p), *inner[1:])
                     self._note_way(follow_tensor_path(root, way), way)
-        self._seen_outside = self._modules_seen_outside()
+        self._seen_outside = self._modules_seen_outside(reads.walked.values())
         self.side_effect = self.side_effect or self._seen_itself(walk_modules(root))
 
     def _known(self, what: str, now: Callable[[], Any], frozen: Any) -> _Outside:
@@ -136,11 +136,13 @@ class Evidence:
     def _settles(self, value: Any, frozen: Any) -> bool:
         return isinstance(frozen, Identity) or self._held.vouches_for(value)
 
-    def _modules_seen_outside(self) -> dict[int, str]:
+    def _modules_seen_outside(self, walked: Iterable[nn.Module]) -> dict[int, str]:
         """Finds every module that code reached from outside: a block may look for itself there."""
         found: dict[int, str] = {}
         places = [(outside_name(scope, name), value) for scope, name, value in self._globals]
         places += [(f"{type(m).__name__}.{name}", value) for m, name, value in self._external]
+        outside = [m for m in walked if id(m) not in self._paths]
+        places += [(f"a {type(m).__name__} that it looks through", Identity(m)) for m in outside]
         for where, value in places:
             for module in _modules_in(value):
                 for _, inner in walk_modules(module):

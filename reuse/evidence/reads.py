@@ -33,6 +33,7 @@ _NOT_NOTED = frozenset(nn.Module().__dict__) - {"training"} | {
     "_compiled_call_impl",
     "_slow_forward",
 }
+_CHILDREN = ("_modules", "_parameters", "_buffers")
 # What reading os.environ runs; it captures the encoding, which Python fixes when it starts.
 _ENVIRONMENT_CODES = frozenset(
     getattr(os.environ, name).__code__
@@ -87,6 +88,7 @@ class Reads:
         contents: what the attributes of modules held then, in the whole run.
         seen: told of each value outside, once.
         owners: of what was found outside, by ``id``, in the whole run.
+        walked: the modules whose children or tensors were looked through.
         is_root: whether these are the whole model's, which no other instance is compared with.
     """
 
@@ -98,6 +100,7 @@ class Reads:
     functions: dict[tuple[types.CodeType, int], dict[str, Any]] = field(default_factory=dict)
     globals: dict[tuple[int, str], tuple[Any, Any]] = field(default_factory=dict)
     nested: list[tuple[nn.Module, BlockEvidence]] = field(default_factory=list)
+    walked: dict[int, nn.Module] = field(default_factory=dict)
     unseen: str = ""  # a way by which its code may tell instances apart
     closures: Closures = field(default_factory=Closures)
 
@@ -110,12 +113,17 @@ class Reads:
         self.attributes = {**self.attributes, **inner.attributes, **self.attributes}
         self.functions = {**self.functions, **inner.functions, **self.functions}
         self.globals = {**self.globals, **inner.globals, **self.globals}
+        self.walked |= inner.walked
         self.unseen = self.unseen or inner.unseen
         self.closures.absorb(inner.closures)
 
     def knows(self, module: nn.Module, name: str) -> bool:
         """Whether there is nothing to note where an attribute of a module is read."""
-        return name in _NOT_NOTED or (id(module), name) in self.attributes
+        if name in _NOT_NOTED:
+            if name in _CHILDREN:
+                self.walked[id(module)] = module
+            return True
+        return (id(module), name) in self.attributes
 
     def attribute(self, module: nn.Module, name: str) -> None:
         """Notes that an attribute of a module was read; its state is kept as of the first read."""

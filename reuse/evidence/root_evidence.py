@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..errors import CaptureError
+from ..kinds import getters_of, holds_unseen_items, is_opaque
 from ..objects import ABSENT, cell_contents, is_library, own_table
 from .identity_checks import IdentityChecks
 from .module_state import WHOLE, module_state
@@ -60,6 +62,7 @@ class RootEvidence:
         for cell in reads.cells():
             self._add_cell(cell)
         names = reads.names()
+        self._add_getters(names)
         self._add_holders(names)
         self._add_functions(reads, names)
         self._add_environment(reads.environment())
@@ -152,6 +155,22 @@ class RootEvidence:
             for name in _own_names(holder, names | _operators(holder) if used else names):
                 self._add(holder, name)
             todo += [h for key, h in self._contents.holders.items() if key not in done]
+
+    def _add_getters(self, names: Collection[str]) -> None:
+        """Adds what objects written in C say under the names that code speaks of."""
+        for value in self._contents.opaque.values():
+            for name in getters_of(type(value), names):
+                self._add_part(value, name)
+
+    def refuse_unseen(self) -> None:
+        """Raises CaptureError for objects whose state operators read, and nothing compares."""
+        for value in self._contents.opaque.values():
+            if holds_unseen_items(value):
+                raise CaptureError(
+                    f"The model's forward reads a {type(value).__qualname__}, which shows nothing "
+                    "of what it holds, so that no call could tell whether that changed. Keep it "
+                    "in a list, a dictionary, an array or a buffer."
+                )
 
     def _add_functions(self, reads: Reads, names: Collection[str]) -> None:
         """Adds what can be replaced in functions and classes, while they stay who they are.
@@ -258,8 +277,8 @@ def _part_of(owner: Any, name: str) -> Any:
     """Returns what a function, class, cell or slot holds, past any code of the user's."""
     if isinstance(owner, types.CellType):
         return cell_contents(owner)
-    if isinstance(owner, (types.FunctionType, type)):
-        return getattr(owner, name)
+    if isinstance(owner, (types.FunctionType, type)) or is_opaque(owner):
+        return getattr(owner, name, ABSENT)
     return look_up(owner, name)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import operator
 import types
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import repeat
 from typing import Any
 
@@ -22,13 +22,15 @@ from ..kinds import (
     FUNCTION,
     WHOLE_FUNCTION,
     Kind,
+    attribute_parts,
     is_iterator,
+    is_opaque,
     is_unrepeatable,
     is_whole,
     kinds_of,
     parts_of,
 )
-from ..objects import has_plain_class, is_library, is_looked_into, own_table, slots_of
+from ..objects import has_plain_class, is_library, is_looked_into
 from ..transformers_outputs import is_set_of_outputs
 
 _ATOMS = frozenset(IMMUTABLE)
@@ -36,6 +38,7 @@ _SCALARS = (bool, int, str, bytes, range, torch.device, torch.Size)
 _SHOWN = (list, tuple, dict)  # code that reads one of these directly reads what is in it
 _MAX_OBJECTS = 2**20
 _MAX_VOUCHED = 4096
+_attributes_of = operator.attrgetter("__dict__")
 _END = object()  # of what one object holds
 
 
@@ -50,6 +53,7 @@ class Snapshot:
             is read by name.
         classes: the classes of the objects met, whose operators may be used.
         functions: the functions met.
+        opaque: the objects met that show nothing of their state.
         iterators: those that the code itself was handed; each use moves them on.
         lasting: what was changed and could not be put back, or an empty text.
     """
@@ -58,10 +62,12 @@ class Snapshot:
         self.holders: dict[int, Any] = {}
         self.classes: dict[int, type] = {}
         self.functions: dict[int, types.FunctionType] = {}
+        self.opaque: dict[int, Any] = {}
         self.iterators: list[Any] = []
         self.lasting = ""
         self._function = functions
         self._seen: dict[int, Any] = {}
+        self._bare: list[types.FunctionType] = []  # those without attributes: most of them
         self._noted: list[tuple[Any, Kind, Sequence[Any]]] = []
         self._held: list[Any] = []  # by all that was noted, one after another
 
@@ -99,7 +105,9 @@ class Snapshot:
         kinds = self._kinds_of(value)
         for kind in kinds:
             held = list(kind.read(value))
-            if not kind.is_fixed:
+            if kind is FUNCTION and not held:
+                self._bare.append(value)
+            elif not kind.is_fixed:
                 self._noted.append((value, kind, held))
                 self._held += (*held, _END)
             found += [] if kind.is_state or is_set_of_outputs(value) else held
@@ -108,6 +116,8 @@ class Snapshot:
             found += [value.__defaults__, value.__kwdefaults__]
         elif isinstance(value, (type, types.ModuleType)):
             self.holders[id(value)] = value
+        elif is_opaque(value):
+            self.opaque[id(value)] = value
         elif kinds and is_looked_into(type(value)):
             self.holders.setdefault(id(type(value)), type(value))
             self.classes[id(type(value))] = type(value)
@@ -118,7 +128,7 @@ class Snapshot:
             return parts_of(value)
         if self._function is WHOLE_FUNCTION:
             return (WHOLE_FUNCTION,)
-        return (FUNCTION,) if vars(value) and not is_library(value.__module__) else ()
+        return () if is_library(value.__module__) else (FUNCTION,)
 
     def same(self) -> bool:
         """Whether all of them hold the same objects still (or equal numbers and texts)."""
@@ -126,9 +136,14 @@ class Snapshot:
         for value, kind, _ in self._noted:
             held += kind.read(value)
             held.append(_END)
-        if len(held) == len(self._held) and all(map(operator.is_, held, self._held)):
+        is_same = len(held) == len(self._held) and all(map(operator.is_, held, self._held))
+        if is_same and not any(map(_attributes_of, self._bare)):
             return True
-        return all(_same(kind.read(value), before) for value, kind, before in self._noted)
+        return all(_same(kind.read(value), before) for value, kind, before in self._rows())
+
+    def _rows(self) -> Iterator[tuple[Any, Kind, Sequence[Any]]]:
+        yield from self._noted
+        yield from ((function, FUNCTION, ()) for function in self._bare)
 
     def vouches_for(self, value: Any) -> bool:
         """Looks into a value; says whether :meth:`same` notices all that freezing it would.
@@ -150,7 +165,7 @@ class Snapshot:
         return True
 
     def _changed(self) -> list[tuple[Any, Kind, Sequence[Any], list[Any]]]:
-        rows = [(v, kind, before, list(kind.read(v))) for v, kind, before in self._noted]
+        rows = [(v, kind, before, list(kind.read(v))) for v, kind, before in self._rows()]
         return [row for row in rows if not _same(row[3], row[2])]
 
     def changed_values(self) -> list[Any]:
@@ -228,10 +243,7 @@ def _shows_all(value: Any) -> bool:
     kind, kinds = type(value), kinds_of(value)
     if not (kinds or is_whole(kind)) or any(row.is_state for row in kinds):
         return not is_unrepeatable(value)
-    if kinds or is_looked_into(kind):
-        return True
-    # A library's, whose attributes freezing looks into all the same.
-    return own_table(value) is None and not slots_of(kind)
+    return True
 
 
 def same_value(now: Any, before: Any) -> bool:
@@ -281,19 +293,7 @@ def _items_of(value: Any) -> list[Any] | None:
     is_named = isinstance(value, tuple) and hasattr(kind, "_fields")
     if not (is_named or any(row.is_whole and kind in row.classes for row in kinds)):
         usual: Any = object.__eq__  # equal to itself alone
-        if kinds or kind.__eq__ is usual or slots_of(kind) or not is_looked_into(kind):
+        if not all(row.is_fixed for row in kinds) or kind.__eq__ is usual or not is_whole(kind):
             return None
-    attributes = own_table(value) or {}
-    items = [plain(value) for cls, plain in _PLAIN_VALUES if issubclass(kind, cls)]
-    items += [item for row in kinds for item in row.read(value)]
-    return [*items, *attributes, *attributes.values()]
-
-
-# A class derived from one of these has the value out of sight.
-_PLAIN_VALUES: tuple[tuple[type, Callable[[Any], Any]], ...] = (
-    (float, float.__pos__),
-    (int, int.__pos__),
-    (complex, complex.__pos__),
-    (str, str.__str__),
-    (bytes, lambda value: bytes.__getitem__(value, slice(None))),
-)
+    items = [item for row in kinds for item in row.read(value)]
+    return items + [part for name, _, held in attribute_parts(value) for part in (name, held)]
