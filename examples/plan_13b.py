@@ -34,6 +34,9 @@ GIB = 2**30
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--capture-only", action="store_true", help="leave out the arena")
+    parser.add_argument("--layers", type=int, default=40, help="of the step that is planned")
+    parser.add_argument("--micro-batches", type=int, default=16, help="of that step")
+    parser.add_argument("--backend", default="inductor", help="inductor or eager")
     options = parser.parse_args()
 
     print(f"{'layers':>6}{'parameters':>12}{'nodes held':>12}{'if inlined':>12}{'seconds':>9}")
@@ -53,9 +56,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = pathlib.Path(folder, "rows.json")
         command = ["-m", "lazyinline", "bench", "--model", "llama-13b", "--json", str(path)]
+        for name in ("layers", "micro_batches", "backend"):
+            command += [f"--{name.replace('_', '-')}", str(getattr(options, name))]
         subprocess.run([sys.executable, *command], check=True, stdout=subprocess.DEVNULL)
-        rows = json.loads(path.read_text())
-    print("Llama-13B, a step of 16 micro-batches of 1 x 2048 tokens in float32:")
+        rows = json.loads(path.read_text())["rows"]
+    count = options.micro_batches
+    print(f"Llama-13B, a step of {count} micro-batches of 1 x 2048 tokens in float32:")
     for row, what in zip(rows, ("everything saved", "each block again"), strict=True):
         seconds = sum(one["wall_s"] for one in row["compiled"]["passes"])
         arena = f"arena {row['peak_bytes'] / GIB:.1f} GiB"

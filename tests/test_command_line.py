@@ -248,7 +248,7 @@ def test_bad_targets(
     [
         (("--micro-batches", "4", "--infer"), "goes with training"),
         (("--model", "a:b", "--layers", "3"), "--layers goes with llama and gpt"),
-        (("--model", "lama"), "is not a target"),
+        (("--model", "mine"), "is not a target"),
         (("--json", "no/such/folder/x.json"), "there is no such folder"),
     ],
 )
@@ -346,6 +346,7 @@ def test_reader_that_stops_early_is_no_error(models: str) -> None:
         (["--version"], 0, f"lazyinline {lazyinline.__version__}"),
         (["bnech"], 2, "Did you mean bench?"),
         (["bench", "--layer", "3"], 2, "Did you mean --layers?"),
+        (["bench", "--model", "lama"], 2, "Did you mean llama?"),
         (["inspect", "a:b", "--reuse", "atuo"], 2, "Did you mean auto?"),
         (["export"], 2, "TARGET, FILE.onnx"),
         (["completion", "bash"], 0, "plan-memory"),

@@ -146,6 +146,15 @@ def test_a_large_model_is_captured_without_its_weights(said_by: dict[str, str]) 
 
 
 @pytest.mark.sweep
+def test_a_large_step_is_planned_without_its_memory() -> None:
+    said = printed("plan_13b.py", "--layers=2", "--micro-batches=2", "--backend=eager")
+    assert "a step of 2 micro-batches" in said
+    pattern = r"^  (\w.*): arena (\d+\.\d) GiB, 1\.\d{3} of the lower bound"
+    rows = dict(re.findall(pattern, said, re.MULTILINE))
+    assert float(rows["everything saved"]) > float(rows["each block again"]) > 0
+
+
+@pytest.mark.sweep
 def test_a_run_that_stopped_goes_on_with_the_same_losses() -> None:
     said = printed("checkpoint_resume.py", "--layers=2", "--steps=4", "--backend=eager")
     assert "new process" in said

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import importlib.metadata
 import pathlib
 from typing import Any, NoReturn
@@ -72,8 +73,8 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
         "nodes, seconds to compile, time of a step, largest errors; one row per number of layers."
     )
     add = parser.add_argument
-    own = (*choices.OWN_MODELS, *choices.LARGE_MODELS, *choices.RANK_MODELS, "TARGET")
-    add("--model", default="llama", metavar="|".join(own), help=f"default llama; {choices.FORM}")
+    own = "|".join((*_OWN_MODELS, "TARGET"))
+    add("--model", type=_model, default="llama", metavar=own, help=f"default llama; {choices.FORM}")
     layers = " ".join(map(str, choices.DEFAULT_LAYERS))
     add("--layers", type=_positive, nargs="+", metavar="N", help=f"default {layers}")
     add("--micro-batches", type=_positive, metavar="Y", help="parts of a training step")
@@ -187,6 +188,13 @@ def _add_completion(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("shell", choices=choices.SHELLS)
 
 
+def _model(text: str) -> str:
+    if text not in _OWN_MODELS and difflib.get_close_matches(text, _OWN_MODELS):
+        own = ", ".join(map(repr, _OWN_MODELS))
+        raise argparse.ArgumentTypeError(f"invalid choice: {text!r} (choose from {own}).")
+    return text
+
+
 def _positive(text: str) -> int:
     number = int(text) if text.isdecimal() else 0
     if number < 1:
@@ -194,6 +202,7 @@ def _positive(text: str) -> int:
     return number
 
 
+_OWN_MODELS = (*choices.OWN_MODELS, *choices.LARGE_MODELS, *choices.RANK_MODELS)
 _COMMANDS = {
     "bench": ("late against early inlining, side by side", _add_bench),
     "inspect": ("print the program of a model", _add_inspect),
