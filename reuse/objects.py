@@ -23,6 +23,15 @@ _READ_BY_ROWS = frozenset({"builtins", "functools", "weakref", "logging"})
 _LIBRARIES = sys.stdlib_module_names | {"torch", "lazyinline"}
 
 
+OWN_PATCH = "_lazyinline_patch"
+"""What marks a function that stands on a class of somebody else's while a model is captured."""
+
+
+def is_own_patch(value: Any) -> bool:
+    """Whether a value is a function of ours that is there while a model is captured."""
+    return type(value) is types.FunctionType and OWN_PATCH in value.__dict__
+
+
 def is_library(module_name: Any) -> bool:
     """Whether a module is Python's own, PyTorch's or ours, whose globals steer no model."""
     return isinstance(module_name, str) and module_name.partition(".")[0] in _LIBRARIES

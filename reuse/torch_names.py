@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
 import operator
 from collections.abc import Iterable
 from typing import Any, Literal, TypeAlias
 
 import torch
 import torch.fx
+
+_FEW_BYTES = 64
 
 OPERATOR_TYPES: tuple[type, ...] = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
 
@@ -40,6 +43,17 @@ def is_known(tensor: torch.Tensor) -> bool:
     So are ``torch.tensor(2.0)`` and what operators make of such ones alone.
     """
     return getattr(tensor, "constant", None) is not None
+
+
+def bytes_if_known(tensor: torch.Tensor) -> Any:
+    """Returns what a fake tensor knows of its numbers, to be compared; None if it knows nothing."""
+    constant = getattr(tensor, "constant", None)
+    if constant is None:
+        return None
+    memory = constant.untyped_storage()
+    if memory.device.type != "cpu" or memory.nbytes() > _FEW_BYTES:
+        return id(constant)
+    return ctypes.string_at(memory.data_ptr(), memory.nbytes())  # no operator, which a trace sees
 
 
 def new_cpu_tensor(

@@ -90,6 +90,17 @@ def flatten_outer(tree: Any) -> tuple[list[Any], _pytree.TreeSpec]:
     return _pytree.tree_flatten(tree, is_leaf=lambda value: isinstance(value, classes))
 
 
+def is_container(value: Any) -> bool:
+    """Whether an object holds tensors and is changed in place, as the caches of transformers do."""
+    classes = cache_classes()
+    return bool(classes) and isinstance(value, classes)
+
+
+def outer_names(tree: Any) -> list[str]:
+    """Returns a readable name for each leaf that :func:`flatten_outer` returns."""
+    return [".".join(path) for path, _ in _leaves_with_paths(tree, cache_classes())]
+
+
 def containers(tree: Any) -> list[Any]:
     """Returns the containers in a structure, and those in them, by number."""
     classes = cache_classes()

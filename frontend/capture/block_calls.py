@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -12,6 +12,8 @@ from torch import nn
 
 from ...reuse import torch_pytree
 from ...reuse.evidence.module_state import Places, module_state, walk_modules
+from ...reuse.evidence.slots import FoundSlots
+from ...reuse.open_numbers import told
 from ..marks import recompute_mark
 from ..tracing.torch_tracing import is_fake
 from .block_trace import BlockCall, trace_block
@@ -49,18 +51,22 @@ class BlockCalls:
         recording = self._recording
         if not self._blocks.wants(module, recording.current):
             return self._run_inline(module, args, kwargs, proceed)
+        args, kwargs = tuple(map(told, args)), {name: told(x) for name, x in kwargs.items()}
         with recording.bookkeeping():
             call = self._described(module, args, kwargs)
             plain = not recording.tensors.have_attributes(call.leaves)
             known = self._templates.setdefault(call.key, []) if plain else []
-            template, reason, compared = self._agreeing(call, known)
+            template, reason, compared, found = self._agreeing(call, known)
             if template is not None:
-                result = self._call_shared(template, call)
+                result, written = self._call_shared(template, call, found)
                 recording.decide(module, call.init_key, None, compared=compared)
-                return result
-            if reason:
+            elif reason:
                 self._blocks.differs(module)
-            region = self._new_region(call)
+        if template is not None:
+            if template.slots is not None and found is not None:
+                recording.note_slots(template.slots, found, written)
+            return result
+        region = self._new_region(call)
         made, why, result = trace_block(recording, self._templating, region, call, proceed)
         if not self._blocks.pays(region):
             dissolve(recording.current, {region})
@@ -87,16 +93,17 @@ class BlockCalls:
 
     def _described(self, module: nn.Module, args: Any, kwargs: Any) -> BlockCall:
         arguments = self._bind(module, args, kwargs)
-        leaves, spec = torch_pytree.flatten(arguments)
+        flatten = self._recording.objects.flatten
+        leaves, spec = flatten(arguments)
         if any(isinstance(x, torch.Tensor) and not is_fake(x) for x in leaves):
             args, kwargs = self._with_fakes(args, kwargs)
             arguments = self._bind(module, args, kwargs)
-            leaves, spec = torch_pytree.flatten(arguments)
+            leaves, spec = flatten(arguments)
         places = walk_modules(module)
         signature = CallSignature(module, leaves, self._recording.tensors.real_ids)
         key = (type(module), spec, signature, ambient_modes(), _recompute_marks(places))
         init_key = self._init_keys.key(module)
-        return BlockCall(module, args, kwargs, arguments, leaves, places, key, init_key)
+        return BlockCall(module, args, kwargs, arguments, leaves, spec, places, key, init_key)
 
     def _bind(self, module: nn.Module, args: Any, kwargs: Any) -> dict[str, Any]:
         if "forward" in module_state(module):
@@ -106,7 +113,7 @@ class BlockCalls:
         return bind_arguments(self._signatures[type(module)], args, kwargs)
 
     def _with_fakes(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        leaves, spec = torch_pytree.flatten((args, kwargs))
+        leaves, spec = torch_pytree.flatten_outer((args, kwargs))  # a cache stays the one it is
         fake_of = self._recording.fake_of
         leaves = [fake_of(x) if isinstance(x, torch.Tensor) else x for x in leaves]
         result: tuple[Any, Any] = torch_pytree.unflatten(leaves, spec)
@@ -116,39 +123,51 @@ class BlockCalls:
 
     def _agreeing(
         self, call: BlockCall, known: Sequence[Template]
-    ) -> tuple[Template | None, str, str]:
+    ) -> tuple[Template | None, str, str, FoundSlots | None]:
         """Finds what a call can share.
 
         Returns:
-            The template or None; why not, and the path of the instance that it was compared with.
+            The template or None; why not; the path of the instance that it was compared with; and
+            where the ways into its arguments lead.
         """
         reason, compared = "", ""
         earlier = self._traced.get(type(call.module))
         if not known and earlier is not None:
-            compared, reason = earlier[1], _other_call(call.key, earlier[0], call.arguments)
+            compared, reason = earlier[1], _other_call(call.key, earlier[0], call.names)
         for template in _likeliest_first(known, call.init_key):
             compared = template.region.path
             reason = template.evidence.mismatch_at(call.places)
-            if not reason:
-                return template, "", compared
-        return None, reason, compared
+            found: FoundSlots | str | None = None
+            if not reason and template.slots is not None:
+                found = template.slots.found_by(call.leaves, dict(call.places))
+            if isinstance(found, str):
+                reason = found
+            elif not reason:
+                return template, "", compared, found
+        return None, reason, compared, None
 
-    def _call_shared(self, template: Template, call: BlockCall) -> Any:
+    def _call_shared(
+        self, template: Template, call: BlockCall, found: FoundSlots | None
+    ) -> tuple[Any, list[Any]]:
         """Replaces an instance that agrees with a template by one call node."""
         recording, module = self._recording, call.module
-        result = self._templating.call(template, module, call.leaves, recording.path(module))
+        leaves = call.leaves if found is None else [*call.leaves, *found.tensors]
+        result = self._templating.call(template, module, leaves, recording.path(module))
         recording.note_nested(module, template.evidence)
         recording.reads.like(template.evidence.plain_reads, dict(call.places))
         return result
 
     def _new_region(self, call: BlockCall) -> Region:
         recording, module = self._recording, call.module
+        reads = recording.reads.of_block()
+        with recording.bookkeeping():
+            reads.slots = recording.objects.reads_of(call.leaves)
         return Region(
             module,
             recording.path(module),
             type(module).__name__,
             recording.current,
-            reads=recording.reads.of_block(),
+            reads=reads,
             recompute=recompute_mark(module),
             init_key=call.init_key,
         )
@@ -165,9 +184,8 @@ def _recompute_marks(places: Places) -> tuple[tuple[str, str], ...]:
     return tuple((path, mark) for path, mark in marks if mark)
 
 
-def _other_call(key: CallKey, earlier: CallKey, arguments: Mapping[str, Any]) -> str:
+def _other_call(key: CallKey, earlier: CallKey, names: Sequence[str]) -> str:
     """Says in which way a call differs from an earlier one of the class."""
-    names = [name for name, _ in torch_pytree.flatten_with_names(arguments)]
     detail = key[2].difference(earlier[2], names)
     if key[1] != earlier[1]:
         detail = "its arguments are nested in another way"

@@ -187,32 +187,51 @@ def _capture(
     model: nn.Module, arguments: Arguments, blocks: Callable[[], Blocks], *, train: bool
 ) -> CapturedModel:
     try:
-        captured = _capture_once(model, arguments, blocks(), train=train)
+        captured = _capture_once(model, arguments, blocks, train=train)
     except UnsettledError as unsettled:
         if arguments.have_open_numbers():
             unsettled.recording.let_go()
             raise CaptureError("The forward keeps something, maybe a number that varies.") from None
         first = _assemble(unsettled.recording, unsettled.results, unsettled.tree)
         unsettled.recording.let_go()
-        captured = _capture_settled(model, arguments, unsettled, first, blocks(), train=train)
+        captured = _capture_settled(model, arguments, unsettled, first, blocks, train=train)
     if arguments.effects == "refuse":
         captured.evidence.refuse_unseen()
     iterators = captured.evidence.iterators
     if iterators:  # each forward may make its own, and then it is no state
-        again = _capture_once(model, arguments, blocks(), train=train)
+        again = _capture_once(model, arguments, blocks, train=train)
         refuse_iterators(iterators, again.evidence.held_iterators())
     return captured
 
 
 def _capture_once(
-    model: nn.Module, arguments: Arguments, blocks: Blocks, *, train: bool
+    model: nn.Module, arguments: Arguments, blocks: Callable[[], Blocks], *, train: bool
 ) -> CapturedModel:
+    """Captures in one run; where a look-alike of a part of a cache stands in the way, without."""
+    recorder = _recorder(model, arguments, blocks())
+    try:
+        return _recorded(recorder, arguments, train=train)
+    except (UnsettledError, EffectError, CrossingError, FinalCaptureError):
+        raise
+    except CaptureError:
+        if not recorder.recording.objects.was_used:
+            raise
+    recorder = _recorder(model, arguments, blocks())
+    recorder.recording.objects.is_open = False
+    return _recorded(recorder, arguments, train=train)
+
+
+def _recorder(model: nn.Module, arguments: Arguments, blocks: Blocks) -> Recorder:
     sizes = None if arguments.sizes is None else arguments.sizes()
     recorder = Recorder(model, blocks, sizes, arguments.effects)
     if arguments.have_open_numbers():
         recorder.recording.tracer.reads = "none"  # a literal times such a number would tell it
     if arguments.for_gpu:
         recorder.recording.tracer.casts = GpuCasts(recorder.recording.tracer.fake_mode)
+    return recorder
+
+
+def _recorded(recorder: Recorder, arguments: Arguments, *, train: bool) -> CapturedModel:
     is_settled = True
     try:
         results, tree = _run(recorder, arguments, train=train)
@@ -286,7 +305,7 @@ def _capture_settled(
     arguments: Arguments,
     unsettled: UnsettledError,
     first: CapturedModel,
-    blocks: Blocks,
+    blocks: Callable[[], Blocks],
     *,
     train: bool,
 ) -> CapturedModel:

@@ -116,6 +116,10 @@ class OutsideTensors:
                 "numbers lie in no memory that a kernel could read."
             )
 
+    def is_own(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is the model's, or stands for one of them."""
+        return not is_fake(tensor) or id(tensor) in self.real_ids
+
     def node_of(self, tensor: torch.Tensor) -> torch.fx.Node:
         """Returns the node of a fake or real tensor."""
         node = self._tracer.node_of(tensor) if is_fake(tensor) else self.outside_node(tensor)

@@ -16,12 +16,14 @@ from ...reuse.errors import CaptureError
 from ...reuse.ir.program import UserInput
 from ...reuse.open_numbers import is_open
 from ...reuse.torch_names import own_attributes
+from ...reuse.transformers_caches import cache_classes
 from ..checks.refusals import refuse_read_attributes, refuse_unlike_constants
 from ..effects.effects import EffectError, OnEffects
 from ..effects.inside_changes import Change, is_plain
 from ..effects.outward_calls import NAMES
 from ..tracing.torch_patches import intercepted
 from ..tracing.torch_tracing import profiled_calls
+from ..tracing.watched_objects import watched
 from .assemble import ResultTree
 from .block_calls import BlockCalls
 from .blocks import Blocks
@@ -153,7 +155,8 @@ class Recorder:
         known = numbered(torch_pytree.containers((args, kwargs)))
         given = [leaf for leaf in before[0] if id(leaf) in known]
         calls = profiled_calls(recording.function_ran, recording.builtin_called, NAMES)
-        with intercepted(watcher), calls:
+        objects = watched(cache_classes(), recording.objects)
+        with intercepted(watcher), objects, calls:
             output = self.model(*args, **kwargs)
         recording.effects.check_arguments(before, (args, kwargs))
         result = (output, given) if given else output

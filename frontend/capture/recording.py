@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -15,8 +15,10 @@ from ...reuse.errors import CaptureError
 from ...reuse.evidence.evidence import Evidence
 from ...reuse.evidence.module_state import walk_modules
 from ...reuse.evidence.reads import Reads
+from ...reuse.evidence.slots import FoundSlots, SlotEvidence, SlotReads, put_at
 from ...reuse.ir.program import RecomputeMark
 from ..effects.effects import Effects, OnEffects
+from ..effects.given_objects import GivenObjects
 from ..effects.inside_changes import InsideChanges
 from ..effects.outside_changes import OutsideChanges
 from ..effects.outward_calls import reach_of
@@ -70,6 +72,7 @@ class Recording:
         self.given: list[Any] = []
         self.num_nodes = 0
         self.differentiates = False
+        self.objects = GivenObjects(places, self._readers, self.bookkeeping)
         self._applies = False
         self.quiet = False
         self._ran: set[tuple[Any, type]] = set()
@@ -143,6 +146,25 @@ class Recording:
         finally:
             self.current = parent
             parent.items.extend(_unwrapped(region))
+
+    def _readers(self) -> Iterator[SlotReads]:
+        """Yields what takes up what the blocks do to objects that they were given."""
+        region: Region | None = None if self.quiet else self.current
+        while region is not None:
+            if region.reads.slots is not None:
+                yield region.reads.slots
+            region = region.parent
+
+    def note_slots(self, slots: SlotEvidence, found: FoundSlots, values: Sequence[Any]) -> None:
+        """Does to objects what a block would have done that has become a call."""
+        is_seen = self.objects.watches()
+        for holder, step, value in slots.replay(found) if is_seen else ():
+            self.objects.found(holder, step, value)
+        for (way, step), value in zip(slots.written, values, strict=True):
+            holder, own = found.at(way), found.step(step)
+            if is_seen:
+                self.objects.writes(holder, own, value)
+            put_at(holder, own, value)
 
     # ---- what ran ------------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ from ...reuse.errors import CaptureError
 from ...reuse.evidence.evidence import Evidence
 from ...reuse.evidence.reads import Reads
 from ...reuse.evidence.root_evidence import RootEvidence
+from ...reuse.evidence.slots import SlotEvidence
 from ...reuse.ir.program import ModelTensor, Program, RecomputeMark
 from ...reuse.ir.types import TensorType
 from .init_key import NO_KEY, InitKey
@@ -105,6 +106,7 @@ class Template:
     output_spec: torch_pytree.TreeSpec
     written: tuple[int, ...] = ()
     grown: tuple[int, ...] = ()
+    slots: SlotEvidence | None = None
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from torch import nn
 
 from ...reuse import torch_pytree
 from ...reuse.evidence.evidence import Evidence
+from ...reuse.evidence.slots import SlotEvidence
 from ...reuse.evidence.structure import TensorPath, follow_tensor_path
 from ...reuse.ir.leaf import memory_of
 from ...reuse.ir.program import ModelTensor
@@ -39,10 +40,12 @@ class TemplateMaker:
         self,
         region: Region,
         evidence: Evidence,
-        arguments: Mapping[str, Any],
+        names: Sequence[str],
+        leaves: Sequence[Any],
         arg_nodes: Mapping[torch.fx.Node, int],
         flat_result: tuple[list[Any], torch_pytree.TreeSpec],
         result_nodes: Sequence[torch.fx.Node | None],
+        slots: SlotEvidence | None,
     ) -> tuple[Template | None, str]:
         """Settles a region's inputs and outputs; returns its template, or why it has none."""
         inside = set(region.nodes())
@@ -54,7 +57,6 @@ class TemplateMaker:
         region.outputs = list(
             dict.fromkeys(n for n in result_nodes if n in inside and n is not None)
         )
-        names = [name for name, _ in torch_pytree.flatten_with_names(arguments)]
         bindings, reason = [], ""
         for node in region.inputs:
             kind, where = self._binding(node, arg_nodes, evidence)
@@ -66,7 +68,6 @@ class TemplateMaker:
         ]
         memory = {memory_of(n) for node in region.nodes() for n in written_by(node)}
         written = tuple(i for i, n in enumerate(region.inputs) if memory_of(n) in memory)
-        leaves = torch_pytree.flatten(arguments)[0] if written else ()
         changed = [
             leaves[arg_nodes[n]] if n in arg_nodes else self._own_fake(n)
             for n in (region.inputs[i] for i in written)
@@ -75,8 +76,9 @@ class TemplateMaker:
         grown = tuple(i for i, x in pairs if x is not None and x.requires_grad)
         if any(not _is_plain(leaf.constant) for leaf in output_leaves):
             reason = reason or "it returns an object that is neither a tensor nor plain data"
+        changes = (written, grown)
         template = Template(
-            region, evidence, tuple(bindings), tuple(output_leaves), spec, written, grown
+            region, evidence, tuple(bindings), tuple(output_leaves), spec, *changes, slots
         )
         return (None if reason else template), reason
 
@@ -123,8 +125,14 @@ class TemplateMaker:
             prototype=prototype,
         )
 
-    def call(self, template: Template, module: nn.Module, leaves: Sequence[Any], path: str) -> Any:
-        """Adds one call node for an instance that agrees with a template."""
+    def call(
+        self, template: Template, module: nn.Module, leaves: Sequence[Any], path: str
+    ) -> tuple[Any, list[Any]]:
+        """Adds one call node for an instance that agrees with a template.
+
+        Returns:
+            Its result, and what it leaves at the places that it writes.
+        """
         operands = [self._operand(b, module, leaves) for b in template.bindings]
         template.region.num_calls += 1
         node = self._tracer.call(shared_call, operands)
@@ -148,7 +156,9 @@ class TemplateMaker:
                         template, leaf, item, module, leaves, history
                     )
                 results.append(made[leaf.index])
-        return torch_pytree.unflatten(results, template.output_spec)
+        num_written = 0 if template.slots is None else len(template.slots.written)
+        count = len(results) - num_written
+        return torch_pytree.unflatten(results[:count], template.output_spec), results[count:]
 
     def _history(
         self, operands: Sequence[torch.fx.Node], leaves: Sequence[Any]

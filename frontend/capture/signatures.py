@@ -53,6 +53,8 @@ class CallSignature:
                 rows.append((TensorType.of(leaf), leaf.requires_grad, memory, same, offset))
             elif type(leaf) in _PLAIN_TYPES:
                 rows.append((type(leaf), leaf))
+            elif torch_pytree.is_container(leaf):  # what is read in it is compared apart
+                rows.append((type(leaf), seen.setdefault(id(leaf), len(seen))))
             else:
                 places = places or walk_modules(module)
                 freezer = freezer or Freezer({id(m): p for p, m in places})
@@ -107,11 +109,14 @@ def _own_tensors(
     return rows
 
 
-def freeze_arguments(arguments: Mapping[str, Any]) -> Any:
-    """Freezes a call's arguments, to notice that the call changed one of them."""
-    leaves, tree = torch_pytree.flatten(arguments)
-    frozen = [Identity(x) if isinstance(x, torch.Tensor) else Freezer().freeze(x) for x in leaves]
-    return frozen, tree
+def freeze_arguments(leaves: Sequence[Any], tree: torch_pytree.TreeSpec) -> Any:
+    """Freezes a call's flat arguments, to notice that the call changed one of them."""
+
+    def frozen(leaf: Any) -> Any:
+        apart = isinstance(leaf, torch.Tensor) or torch_pytree.is_container(leaf)
+        return Identity(leaf) if apart else Freezer().freeze(leaf)
+
+    return list(map(frozen, leaves)), tree
 
 
 def argument_names(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[str]:

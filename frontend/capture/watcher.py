@@ -59,6 +59,14 @@ class ModelWatcher:
             with recording.bookkeeping():
                 reads.attribute(module, name)
 
+    def number(self, module: nn.Module, name: str, value: int) -> Any:
+        """Hands out a whole number, to a block that was given a cache as an index."""
+        recording = self._recording
+        if recording.quiet or not recording.objects.was_used:
+            return value
+        with recording.bookkeeping():
+            return recording.objects.number(module, name, value, recording.current.reads)
+
     def read_all(self, module: nn.Module) -> None:
         """Notes that every attribute of a module was read."""
         recording = self._recording

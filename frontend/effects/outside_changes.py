@@ -19,7 +19,7 @@ from torch import nn
 from ...reuse.evidence.module_state import module_state, walk_modules
 from ...reuse.evidence.reads import Reads, outside_name
 from ...reuse.evidence.snapshot import Snapshot, is_constant, same_value
-from ...reuse.objects import ABSENT, cell_contents, is_library
+from ...reuse.objects import ABSENT, cell_contents, is_library, is_own_patch
 from ...reuse.torch_names import global_hook_tables
 from ..tracing.torch_tracing import is_traced
 
@@ -78,7 +78,8 @@ class OutsideChanges:
         self._look_into(value)
         table: Any = owner if type(owner) is dict else vars(owner) if _is_holder(owner) else None
         if table is not None and id(owner) not in self._tables:
-            self._tables[id(owner)] = (owner, table, dict(table))
+            known = {key: held for key, held in table.items() if not is_own_patch(held)}
+            self._tables[id(owner)] = (owner, table, known)
 
     def began(self, frame: types.FrameType) -> None:
         """Notes what the variables that a function captured hold as it begins."""

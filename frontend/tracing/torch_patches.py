@@ -27,6 +27,7 @@ from torch import nn
 from torch.autograd.function import _SingleLevelFunction
 
 from ...reuse.ir.program import RecomputeMark
+from ...reuse.open_numbers import told
 from ...reuse.torch_names import CALL_SLOT
 from .torch_tracing import is_library_frame, is_torch_frame, is_user_frame, user_line
 
@@ -75,6 +76,9 @@ class Watcher(Protocol):
 
     def read_all(self, module: nn.Module) -> None:
         """The module's ``__dict__`` was read as a whole."""
+
+    def number(self, module: nn.Module, name: str, value: int) -> Any:
+        """Returns what the model shall see in place of a whole number that a module holds."""
 
     def substitute(self, tensor: torch.Tensor) -> torch.Tensor:
         """Returns what the model shall see in place of its own tensor."""
@@ -170,6 +174,8 @@ def _patch_reads(watcher: Watcher, thread: int) -> Callable[[], None]:
             return None  # a module's own Python runs, also where something compiled stands for it
         watcher.read(self, name)
         value = lookup(self, name)
+        if type(value) is int:
+            return watcher.number(self, name, value)
         return watcher.substitute(value) if isinstance(value, torch.Tensor) else value
 
     def getattr_(self: nn.Module, name: str) -> Any:
@@ -192,6 +198,7 @@ def _patch_writes(watcher: Watcher, thread: int) -> Callable[[], None]:
     store, delete = nn.Module.__setattr__, nn.Module.__delattr__
 
     def setattr_(self: nn.Module, name: str, value: Any) -> None:
+        value = told(value)
         if threading.get_ident() == thread and watcher.write(self, name, value):
             return
         store(self, name, value)

@@ -445,8 +445,12 @@ class Tracer:
         return self._tracer.graph.create_node("call_function", target, tuple(operands), {})  # type: ignore[no-any-return]
 
     def item(self, node: torch.fx.Node, index: int) -> torch.fx.Node:
-        """Adds a node that picks one result of a call."""
-        return self._tracer.graph.create_node("call_function", operator.getitem, (node, index), {})  # type: ignore[no-any-return]
+        """Adds a node that picks one result of a call, with the call's stamp."""
+        create = type(self._tracer.graph).create_node
+        picked = create(self._tracer.graph, "call_function", operator.getitem, (node, index), {})
+        picked.meta["stamp"] = node.meta["stamp"]
+        self._on_node(picked)
+        return picked  # type: ignore[no-any-return]
 
     def constants(self) -> list[torch.fx.Node]:
         """Returns every node that stands for an outside tensor or a constant."""

@@ -31,6 +31,7 @@ from ..freeze import (
 )
 from ..kinds import WHOLE_FUNCTION
 from ..objects import ABSENT, cell_contents
+from ..open_numbers import answers_alike, tests_of
 from .module_state import (
     WHOLE,
     Places,
@@ -58,7 +59,7 @@ class _Own(NamedTuple):
     """An attribute in the instance's tree.
 
     ``settled``: its value freezes to the same while what was looked into is unchanged.
-    ``compared``: the structure says nothing of it.
+    ``compared``: the structure says nothing of it. ``tests``: all that was asked of an index.
     """
 
     path: str
@@ -68,6 +69,7 @@ class _Own(NamedTuple):
     value: Any
     settled: bool
     compared: bool
+    tests: tuple[tuple[str, int, bool], ...] | None = None
 
 
 class _Outside(NamedTuple):
@@ -167,7 +169,9 @@ class Evidence:
             frozen, is_module = freeze(value, (path, name)), isinstance(value, nn.Module)
             settled = not is_module and self._settles(value, frozen)
             in_tree = where in ("_parameters", "_buffers") or (is_module and where != "")
-            row = _Own(path, name, frozen, where, value, settled, not in_tree)
+            index = reads.indexes.get((id(module), name))
+            tests = None if index is None else tests_of(index)
+            row = _Own(path, name, frozen, where, value, settled, not in_tree, tests)
             self._attributes.append(row)
         for path, module in walk_modules(root):
             state = module_state(module)
@@ -254,7 +258,9 @@ class Evidence:
         if not rows:
             return ""
         freeze = self._freezer(module_paths(places), lambda tensor, keys: tensor_facts(tensor))
-        for path, name, expected, *_ in rows:
+        for path, name, expected, *_, tests in rows:
+            if tests is not None and answers_alike(raw_attribute(modules[path], name), tests):
+                continue
             found = freeze(raw_attribute(modules[path], name), (path, name))
             if found != expected and name == WHOLE:
                 return _other_names(path, found, expected)

@@ -19,10 +19,12 @@ from torch import nn
 
 from ..freeze import Freezer, Identity, Unrepeatable
 from ..kinds import is_unrepeatable
-from ..objects import ABSENT, cell_contents, is_library, is_python_defined
+from ..objects import ABSENT, cell_contents, is_library, is_own_patch, is_python_defined
+from ..open_numbers import OpenIndex, told
 from .bytecode import globals_used, modules_imported, texts_of
 from .captured_functions import Closures
 from .module_state import WHOLE, Where, find_attribute, module_state, own_names
+from .slots import SlotReads
 from .snapshot import Snapshot
 from .telling_apart import way_of, way_through
 
@@ -89,6 +91,8 @@ class Reads:
         seen: told of each value outside, once.
         owners: of what was found outside, by ``id``, in the whole run.
         walked: the modules whose children or tensors were looked through.
+        slots: what it did to objects among its arguments, if there are any.
+        indexes: numbers of modules that it was handed as indexes.
         is_root: whether these are the whole model's, which no other instance is compared with.
     """
 
@@ -96,6 +100,8 @@ class Reads:
     seen: Callable[[Any, str, Any], None] | None = None
     owners: set[int] = field(default_factory=set)
     is_root: bool = False
+    slots: SlotReads | None = None
+    indexes: dict[tuple[int, str], OpenIndex] = field(default_factory=dict)
     attributes: dict[tuple[int, str], AttributeRead] = field(default_factory=dict)
     functions: dict[tuple[types.CodeType, int], dict[str, Any]] = field(default_factory=dict)
     globals: dict[tuple[int, str], tuple[Any, Any]] = field(default_factory=dict)
@@ -114,6 +120,7 @@ class Reads:
         self.functions = {**self.functions, **inner.functions, **self.functions}
         self.globals = {**self.globals, **inner.globals, **self.globals}
         self.walked |= inner.walked
+        self.indexes |= inner.indexes
         self.unseen = self.unseen or inner.unseen
         self.closures.absorb(inner.closures)
 
@@ -153,6 +160,9 @@ class Reads:
 
     def all_attributes(self, module: nn.Module) -> None:
         """Notes that the module's ``__dict__`` was read as a whole."""
+        for (owner, _), index in self.indexes.items():
+            if owner == id(module):
+                told(index)
         for name in (WHOLE, *own_names(module_state(module))):
             self.attribute(module, name)
 
@@ -214,6 +224,8 @@ class Reads:
 
     def _outside(self, owner: Any, name: str, names: tuple[str, ...], depth: int) -> None:
         value = look_up(owner, name)
+        if is_own_patch(value):
+            return
         if (id(owner), name) not in self.globals:
             self.globals[id(owner), name] = (owner, shallow_snapshot(value))
             self.owners.add(id(owner))

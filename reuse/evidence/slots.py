@@ -1,0 +1,334 @@
+"""What a block reads and writes of the objects that it is given: its layer's part of a cache.
+
+A *way* leads from an argument to a place: ``cache``, its ``layers``, the item at the block's own
+``layer_idx``, that one's ``keys``. What a block finds at the end of its ways is its input, and what
+it leaves there is its result, as if they were passed and returned. Another instance shares if its
+own ways, which may lead to other places, find the same there and run together at the same places.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from ..freeze import Freezer
+from ..ir.types import TensorType
+from ..objects import ABSENT, own_table
+from ..torch_names import bytes_if_known, memory_id
+from .module_state import raw_attribute
+
+_PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device, torch.Size)
+_EXACT = (bool, int, str, type(None))
+_WHOLE = (torch.SymInt, type)
+
+
+class Index(NamedTuple):
+    """Stands in a way for a whole number that a module of the block has as an attribute."""
+
+    module: Any  # in what was noted the module, in what is compared its path in the block
+    name: str
+
+
+Step = tuple[str, Any]
+"""``("attribute", name)``, ``("item", key)`` or ``("index", Index)``; ``("length", None)``."""
+Way = tuple[Any, ...]
+"""The number of an argument, and steps from it."""
+
+
+@dataclass(eq=False)
+class SlotReads:
+    """What the Python of one traced block did to objects among its arguments, while it runs.
+
+    Args:
+        given: the objects, by their numbers among the flat arguments.
+        holders: these, and all that is in them and can be changed.
+
+    Attributes:
+        found: what was read at each place, before anything was written there.
+        tensors: those among it, and their layouts when they were read.
+        written: places in the order in which they were first written.
+        unseen: why that is not all.
+    """
+
+    given: Mapping[int, Any]
+    holders: Sequence[Any]
+    found: dict[Way, Any] = field(default_factory=dict)
+    tensors: dict[Way, tuple[torch.Tensor, Any]] = field(default_factory=dict)
+    written: dict[tuple[int, Any], tuple[Any, Step]] = field(default_factory=dict)
+    unseen: str = ""
+
+    def __post_init__(self) -> None:
+        self.objects: dict[Way, Any] = {}
+        self._ways: dict[int, list[Way]] = {}
+        self._before = [(holder, _contents(holder)) for holder in self.holders]
+        for number, value in self.given.items():
+            self._reach((number,), value)
+
+    def _reach(self, way: Way, value: Any) -> None:
+        if way not in self.objects:
+            self.objects[way] = value
+            self._ways.setdefault(id(value), []).append(way)
+
+    def read(self, holder: Any, step: Step, value: Any, is_object: bool) -> None:
+        """Notes what was found at one place: ``is_object`` if more is read inside of it."""
+        ways = self._ways.get(id(holder), ())
+        if not ways or (id(holder), place_of(step, holder)) in self.written:
+            return
+        if step[0] == "length" and any(one == id(holder) for one, _ in self.written):
+            self.refuse("it counts what an argument holds after it has changed it")
+        for way in [(*way, step) for way in ways]:
+            if way not in self.found:
+                self.found[way] = self._frozen(way, value, is_object)
+            if is_object:
+                self._reach(way, value)
+
+    def _frozen(self, way: Way, value: Any, is_object: bool) -> Any:
+        if is_object:
+            return type(value)
+        if isinstance(value, torch.Tensor):
+            self.tensors[way] = (value, _layout(value))
+            return torch.Tensor
+        if not (_is_plain(value) or value is ABSENT or way[-1][0] == "length"):
+            self.refuse(f"it reads a {type(value).__qualname__} of an argument")
+        return _frozen(value)
+
+    def write(self, holder: Any, step: Step) -> None:
+        """Notes that a place is about to be written."""
+        if id(holder) in self._ways:
+            self.written.setdefault((id(holder), place_of(step, holder)), (holder, step))
+
+    def knows(self, holder: Any) -> bool:
+        """Whether a way leads to an object."""
+        return id(holder) in self._ways
+
+    def tensors_in_holders(self) -> list[torch.Tensor]:
+        """Returns the tensors that there were at first."""
+        held = (value for _, before in self._before for value in before.values())
+        return [value for value in held if isinstance(value, torch.Tensor)]
+
+    def results(self) -> list[Any]:
+        """Returns what was left at the places that were written; notes what was not told."""
+        for holder, before in self._before:
+            now = _contents(holder)
+            for key in {**before, **now}:
+                same = now.get(key, ABSENT) is before.get(key, ABSENT)
+                if not same and (id(holder), key) not in self.written:
+                    self.refuse("its forward changes an argument")
+        found = [held_at(holder, step) for holder, step in self.written.values()]
+        for value in found:
+            if value is ABSENT or not (isinstance(value, torch.Tensor) or _is_plain(value)):
+                self.refuse("it leaves more than tensors and numbers in an argument")
+        return found
+
+    def refuse(self, why: str) -> None:
+        """Notes why what is known is not all."""
+        self.unseen = self.unseen or why
+
+
+class Written(NamedTuple):
+    """A place that a block writes: the way to what holds it, and the last step."""
+
+    holder: Way
+    step: Step
+
+
+class SlotEvidence:
+    """What another instance must find in the objects that it is given.
+
+    Args:
+        reads: what the traced instance found there.
+        paths: of the modules in its tree, by ``id``.
+        arguments: its flat arguments.
+        is_own: whether a tensor is one of the model's.
+    """
+
+    def __init__(
+        self,
+        reads: SlotReads,
+        paths: Mapping[int, str],
+        arguments: Sequence[Any],
+        is_own: Callable[[torch.Tensor], bool],
+    ) -> None:
+        def settled(way: Way) -> Way:
+            return tuple(_settled(step, paths) for step in way)
+
+        self.unseen = reads.unseen
+        self.tensors = [tensor for tensor, _ in reads.tensors.values()]
+        self._objects = [settled(way) for way in reads.objects]
+        self._partition = _partition(reads.objects.values())
+        self._found = {settled(way): frozen for way, frozen in reads.found.items()}
+        self._layouts = {settled(way): layout for way, (_, layout) in reads.tensors.items()}
+        self._memory = _memory(arguments, self.tensors)
+        self._is_own = is_own
+        first = {id(value): settled(way) for way, value in reversed(reads.objects.items())}
+        self.written = [
+            Written(first[id(holder)], _settled(step, paths))
+            for holder, step in reads.written.values()
+        ]
+        ways = (*self._objects, *self._found, *((*w.holder, w.step) for w in self.written))
+        if any(step[0] == "index" and step[1].module is None for w in ways for step in w[1:]):
+            self.unseen = self.unseen or "an index of another module leads to what it reads"
+        if any(map(is_own, self.tensors)):
+            self.unseen = self.unseen or "it is given an object that holds a tensor of the model"
+
+    def found_by(
+        self, arguments: Sequence[Any], modules: Mapping[str, nn.Module]
+    ) -> FoundSlots | str:
+        """Follows the ways of another instance; returns where they led, or why it cannot share."""
+        found = FoundSlots(arguments, modules)
+        objects = [found.at(way) for way in self._objects]
+        for way, frozen in self._found.items():
+            value = found.at(way)
+            is_tensor = isinstance(value, torch.Tensor)
+            if isinstance(frozen, type):
+                agrees = is_tensor if frozen is torch.Tensor else type(value) is frozen
+            else:
+                agrees = not is_tensor and _frozen(value) == frozen
+            if not agrees:
+                return f"{_text(way)} is another here"
+        for way, layout in self._layouts.items():
+            if _layout(found.at(way)) != layout or self._is_own(found.at(way)):
+                return f"{_text(way)} is {TensorType.of(found.at(way))}, not {layout[0]}"
+        found.tensors = [found.at(way) for way in self._layouts]
+        if _partition(objects) != self._partition:
+            return "two ways into its arguments lead to one object, or no longer do"
+        if _memory(arguments, found.tensors) != self._memory:
+            return "what it reads of its arguments shares memory in another way"
+        return found
+
+    def replay(self, found: FoundSlots) -> Iterator[tuple[Any, Step, Any]]:
+        """Yields what another instance would have read: holder, step, value."""
+        for way in self._found:
+            yield found.at(way[:-1]), found.step(way[-1]), found.at(way)
+
+
+class FoundSlots:
+    """Where the ways of one instance lead.
+
+    Attributes:
+        tensors: what it reads, in the order of the traced instance's.
+    """
+
+    def __init__(self, arguments: Sequence[Any], modules: Mapping[str, nn.Module]) -> None:
+        self._arguments = arguments
+        self._modules = modules
+        self._at: dict[Way, Any] = {}
+        self.tensors: list[torch.Tensor] = []
+
+    def at(self, way: Way) -> Any:
+        """Returns what a way leads to, or ABSENT."""
+        if len(way) == 1:
+            return self._arguments[way[0]]
+        if way not in self._at:
+            self._at[way] = held_at(self.at(way[:-1]), self.step(way[-1]))
+        return self._at[way]
+
+    def step(self, step: Step) -> Step:
+        """Returns a step with this instance's module in it."""
+        if step[0] != "index":
+            return step
+        return "index", Index(self._modules[step[1].module], step[1].name)
+
+
+def place_of(step: Step, holder: Any) -> Any:
+    """Returns which place of a holder a step leads to; the same for all steps that do."""
+    kind, key = step
+    if kind == "index":
+        key = _number(key)
+    if type(holder) is list and type(key) is int and key < 0:
+        key += len(holder)
+    return kind if kind == "length" else ("item" if kind == "index" else kind, key)
+
+
+def held_at(holder: Any, step: Step) -> Any:
+    """Returns what an object, a list or a dictionary itself holds, or ABSENT."""
+    kind, key = step
+    if kind == "length":
+        return (
+            len(holder) if type(holder) is list else tuple(holder) if _is_dict(holder) else ABSENT
+        )
+    if kind == "attribute":
+        return (own_table(holder) or {}).get(key, ABSENT)
+    key = _number(key) if kind == "index" else key
+    if type(holder) is list and type(key) is int:
+        return holder[key] if -len(holder) <= key < len(holder) else ABSENT
+    return holder.get(key, ABSENT) if _is_dict(holder) else ABSENT
+
+
+def _contents(holder: Any) -> dict[Any, Any]:
+    """Returns what an object, a list or a dictionary holds, by place."""
+    if type(holder) in (list, tuple):
+        return {("item", number): value for number, value in enumerate(holder)}
+    if _is_dict(holder):
+        return {("item", key): value for key, value in holder.items()}
+    return {("attribute", name): value for name, value in (own_table(holder) or {}).items()}
+
+
+def _is_plain(value: Any) -> bool:
+    return type(value) in _PLAIN or isinstance(value, _WHOLE)
+
+
+def _is_dict(value: Any) -> bool:
+    return type(value) is dict
+
+
+def put_at(holder: Any, step: Step, value: Any) -> None:
+    """Puts a value where a step leads to."""
+    kind, key = step
+    table: Any = own_table(holder) if kind == "attribute" else holder
+    table[_number(key) if kind == "index" else key] = value
+
+
+def _number(index: Index) -> Any:
+    value = raw_attribute(index.module, index.name)
+    return value if type(value) is int else ABSENT
+
+
+def _settled(step: Any, paths: Mapping[int, str]) -> Any:
+    if type(step) is tuple and step[0] == "index":
+        return "index", Index(paths.get(id(step[1].module)), step[1].name)
+    return step
+
+
+def _frozen(value: Any) -> Any:
+    kind = type(value)
+    return (kind, value) if kind in _EXACT else Freezer().freeze(value)
+
+
+def _layout(tensor: Any) -> Any:
+    number = bytes_if_known(tensor)
+    return TensorType.of(tensor), tensor.requires_grad, tensor.storage_offset(), number
+
+
+def _partition(objects: Any) -> list[int]:
+    numbers: dict[int, int] = {}
+    return [numbers.setdefault(id(value), len(numbers)) for value in objects]
+
+
+def _memory(arguments: Sequence[Any], tensors: Sequence[torch.Tensor]) -> list[Any]:
+    """Says which tensors are one, or share memory, counting arguments and what was read."""
+    if not tensors:
+        return []
+    found = [*(x for x in arguments if isinstance(x, torch.Tensor)), *tensors]
+    memory: dict[int, int] = {}
+    same = _partition(found)
+    return [
+        (memory.setdefault(memory_id(x), len(memory)), n) for x, n in zip(found, same, strict=True)
+    ]
+
+
+def name_of(way: Way, names: Sequence[str]) -> str:
+    """Names a place after the argument that leads there: ``cache.layers.layer_idx.keys``."""
+    return ".".join([names[way[0]], *map(_step_text, way[1:])])
+
+
+def _step_text(step: Step) -> str:
+    return str(step[1].name if isinstance(step[1], Index) else step[1])
+
+
+def _text(way: Way) -> str:
+    return f"{'.'.join(map(_step_text, way[1:]))} of an argument"
