@@ -250,6 +250,10 @@ def _itself(value: Any) -> Any:
     return value
 
 
+def _items_of_tuple(value: Any) -> Any:
+    return tuple.__iter__(value)  # a class derived from it may have no length (e3nn's Irrep)
+
+
 def _in_order(value: Any) -> Sequence[Any]:
     return [("item", i) for i in range(len(value))]
 
@@ -414,7 +418,7 @@ _VALUES = tuple(
 KINDS: tuple[Kind, ...] = (
     Kind((list,), _itself, _in_order, _put_items, "a list", is_whole=True),
     Kind(_TABLES, _entries, _entry_ways, _put_entries, OBJECT.name, is_whole=True),
-    Kind((tuple,), _itself, _in_order, is_fixed=True, is_whole=True),
+    Kind((tuple,), _items_of_tuple, _in_order, is_fixed=True, is_whole=True),
     Kind((set,), list, None, _put_set, "a set", is_whole=True),
     Kind((frozenset,), list, is_fixed=True, is_whole=True),
     Kind((range, slice), **_attributes("start", "stop", "step"), is_fixed=True, is_whole=True),

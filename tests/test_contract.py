@@ -2425,3 +2425,20 @@ def test_attention_of_a_gpu_can_be_differentiated_on_fake_tensors_of_a_cpu() -> 
             assert result.shape == (2, 3, 16, 8)
             gradients = torch.autograd.grad(result.sum(), operands)
             assert [g.shape for g in gradients] == [t.shape for t in operands]
+
+
+def _doubled(x: Tensor) -> Tensor:
+    return x * 2
+
+
+@contract("torch.jit._state._try_get_jit_cached_function")
+def test_a_function_of_torch_jit_keeps_its_python_and_says_if_it_was_scripted(
+    known: Any,
+) -> None:
+    scripted, traced = torch.jit.script(_doubled), torch.jit.trace(_doubled, torch.ones(2))
+    for function in (scripted, traced):
+        assert isinstance(function, torch.jit.ScriptFunction)
+        assert function._torchdynamo_inline is _doubled
+        assert "__call__" in vars(type(function))
+    assert known(_doubled).qualified_name == scripted.qualified_name != traced.qualified_name
+    assert known(None) is None

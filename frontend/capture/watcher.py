@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from ...reuse.ir.program import RecomputeMark
 from ...reuse.ir.types import TensorType
 from ..checks.refusals import DIFFERENTIATES, refuse_recurrent
 from ..tracing.capture_errors import model_name
-from ..tracing.custom_function import TENSOR, CustomFunction
+from ..tracing.custom_function import TENSOR, CustomFunction, run_both_ways
 from ..tracing.torch_patches import GradientCall
 from ..tracing.torch_tracing import is_fake, user_line
 from ..tracing.ways import differentiated, leads_to, made_of
@@ -34,6 +34,8 @@ class ModelWatcher:
     def __init__(self, recording: Recording, calls: BlockCalls) -> None:
         self._recording = recording
         self._calls = calls
+        self._is_in_function = False
+        self._capture = object()
 
     # ---- modules and their attributes ----------------------------------------------------
 
@@ -99,7 +101,8 @@ class ModelWatcher:
     def custom_function(self, function: type, args: Any, proceed: Callable[..., Any]) -> Any:
         """Records the application of a custom autograd function as one operator."""
         tensors = [a for a in args if isinstance(a, torch.Tensor)]
-        if self._recording.quiet or not tensors or _module_of(function).startswith("torch._"):
+        is_part = self._recording.quiet or self._is_in_function or not tensors
+        if is_part or _module_of(function).startswith("torch._"):
             with self._recording.applying():
                 return proceed(*args)
         if (_module_of(function), function.__name__) == _REENTRANT_CHECKPOINT:
@@ -113,9 +116,9 @@ class ModelWatcher:
         args = [self._recording.fake_of(a) if isinstance(a, torch.Tensor) else a for a in args]
         layout = tuple(TENSOR if isinstance(a, torch.Tensor) else a for a in args)
         operands = [tensors.node_of(a) for a in args if isinstance(a, torch.Tensor)]
-        with tracer.untraced(), self._recording.applying():
-            result = proceed(*args)
-        node = tracer.call(CustomFunction(function, layout), operands)
+        with tracer.untraced(), self._recording.applying(), self._in_function():
+            result = run_both_ways(proceed, args)
+        node = tracer.call(CustomFunction(function, layout, self._capture), operands)
         if isinstance(result, torch.Tensor):
             tracer.track(result, node)
         else:
@@ -123,6 +126,15 @@ class ModelWatcher:
                 if isinstance(part, torch.Tensor):
                     tracer.track(part, tracer.item(node, index))
         return result
+
+    @contextmanager
+    def _in_function(self) -> Iterator[None]:
+        """Runs inside are of a custom function; what it applies itself is no operator."""
+        self._is_in_function = True
+        try:
+            yield
+        finally:
+            self._is_in_function = False
 
     def checkpoint(self, policy: RecomputeMark) -> AbstractContextManager[None]:
         """What runs inside is to be computed again in the backward."""
@@ -164,6 +176,16 @@ class ModelWatcher:
                 "backward, or put the hook on a parameter, outside the forward."
             )
 
+    def scripted(self, original: Callable[..., Any] | None) -> Callable[..., Any]:
+        """Returns the Python of a function of ``torch.jit``; what hides its own is refused."""
+        code = getattr(original, "__code__", None)
+        if original is None or code is None or "is_scripting" in code.co_names:
+            raise CaptureError(
+                f"The model's forward calls a function of torch.jit at {user_line()}, whose Python "
+                "cannot be run in its place. Call the original function."
+            )
+        return original
+
     def backward(self) -> None:
         """Refuses a forward that runs a backward of its own."""
         if not self._recording.quiet:
@@ -179,7 +201,7 @@ class ModelWatcher:
         An input from which neither an operator, nor autograd's own graph, leads to an output has no
         gradient: None, where that is allowed.
         """
-        if self._recording.quiet:
+        if self._recording.quiet or self._is_in_function:
             return None
         self._recording.differentiates = True
         outputs, inputs, seeds = asked.outputs, asked.inputs, asked.seeds

@@ -25,6 +25,7 @@ import torch
 import torch.utils.checkpoint
 from torch import nn
 from torch.autograd.function import _SingleLevelFunction
+from torch.jit._state import _try_get_jit_cached_function
 
 from ...reuse.ir.program import RecomputeMark
 from ...reuse.open_numbers import told
@@ -113,6 +114,9 @@ class Watcher(Protocol):
     def gradient(self, asked: GradientCall) -> tuple[torch.Tensor | None, ...] | None:
         """Takes ``torch.autograd.grad``; returns None for PyTorch to compute it."""
 
+    def scripted(self, original: Callable[..., Any] | None) -> Callable[..., Any]:
+        """Returns what is to run in place of a function of torch.jit, given its Python, if any."""
+
     def gradient_hook(self, doing: str) -> None:
         """User code puts a hook on a gradient, on what is saved, or gets where it can."""
 
@@ -127,6 +131,7 @@ def intercepted(watcher: Watcher) -> Iterator[None]:
             _patch_reads(watcher, thread),
             _patch_writes(watcher, thread),
             _patch_functions(watcher, thread),
+            _patch_scripted(watcher, thread),
             _patch_hooks(watcher, thread),
             _patch_backward(watcher, thread),
             _patch_checkpoint(watcher, thread),
@@ -241,6 +246,27 @@ def _patch_functions(watcher: Watcher, thread: int) -> Callable[[], None]:
             del base.apply
         else:
             base.apply = before
+
+    return restore
+
+
+def _patch_scripted(watcher: Watcher, thread: int) -> Callable[[], None]:
+    """Functions of ``torch.jit``: from the second call on a graph runs with its own derivative."""
+    kind: Any = torch.jit.ScriptFunction
+    run = kind.__call__
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() != thread:
+            return run(self, *args, **kwargs)
+        original = getattr(self, "_torchdynamo_inline", None)  # as Dynamo does
+        known = _try_get_jit_cached_function(original)  # None, or another, of one that was traced
+        is_scripted = known is not None and known.qualified_name == self.qualified_name
+        return watcher.scripted(original if is_scripted else None)(*args, **kwargs)
+
+    kind.__call__ = call
+
+    def restore() -> None:
+        kind.__call__ = run
 
     return restore
 

@@ -1,0 +1,235 @@
+"""The backward of a ``torch.autograd.Function`` is watched as the forward is."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lazyinline
+from lazyinline import lazy_inline
+
+STATE = SimpleNamespace(strength=1.0, log=[])
+
+
+class Scaled(torch.autograd.Function):
+    """Reads its strength from its class, in the backward alone."""
+
+    strength = 1.0
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        return -Scaled.strength * g
+
+
+class WithSetup(torch.autograd.Function):
+    """Reads it from a global, and saves apart from the forward."""
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x.sin()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        return STATE.strength * g * ctx.saved_tensors[0].cos()
+
+
+class InForward(torch.autograd.Function):
+    """Reads it in the forward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * STATE.strength
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        return g * 2
+
+
+class Outer(torch.autograd.Function):
+    """Applies another one, in its forward and in its backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return WithSetup.apply(x) * 2
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        (x,) = ctx.saved_tensors
+        with torch.enable_grad():
+            again = x.detach().requires_grad_()
+            result = WithSetup.apply(again) * 2
+        return torch.autograd.grad(result, again, g)[0]
+
+
+class InPlace(torch.autograd.Function):
+    """Changes its argument."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.mark_dirty(x)
+        return x.mul_(2)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        return g * 2 * STATE.strength
+
+
+class NeedsAValue(torch.autograd.Function):
+    """Computes by a number in the cotangent."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        return g / max(float(g.norm()), 1.0)
+
+
+class Logs(torch.autograd.Function):
+    """Keeps a log of its backwards."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        STATE.log.append("backward")
+        return g * 2
+
+
+class Prints(torch.autograd.Function):
+    """Prints."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        print("backward")
+        return g * 2
+
+
+class Block(nn.Module):
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function.apply(self.linear(x)) + x
+
+
+class Model(nn.Module):
+    def __init__(self, function: Any, block: type[nn.Module] = Block) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.Sequential(*(block(function) for _ in range(3)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.blocks(x).square().mean()
+
+
+def set_strength(value: float) -> None:
+    Scaled.strength = STATE.strength = value
+
+
+@pytest.fixture(autouse=True)
+def as_before() -> Any:
+    yield
+    set_strength(1.0)
+    STATE.log.clear()
+
+
+def gradients(model: nn.Module, run: Callable[..., Tensor], x: Tensor) -> list[Tensor | None]:
+    model.zero_grad()
+    run(x).backward()
+    return [p.grad for p in model.parameters()]
+
+
+@pytest.mark.parametrize("marked", [False, True])
+@pytest.mark.parametrize("function", [Scaled, WithSetup, InForward, Outer, InPlace])
+def test_what_a_function_reads_may_follow_a_schedule(function: Any, marked: bool) -> None:
+    model = Model(function, lazy_inline(type("Marked", (Block,), {})) if marked else Block)
+    expected = copy.deepcopy(model)
+    compiled = lazyinline.compile(model, backend="eager", fallback="error")
+    for strength in (1.0, 1.0, 2.0, 3.0):
+        set_strength(strength)
+        x = torch.randn(3, 4)
+        found = gradients(model, compiled, x)
+        torch.testing.assert_close(found, gradients(expected, expected, x))
+
+
+@pytest.mark.parametrize("function", [NeedsAValue, Logs, Prints])
+def test_a_backward_that_does_more_than_compute_runs_itself(
+    function: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = Model(function)
+    expected = copy.deepcopy(model)
+    compiled = lazyinline.compile(model, backend="eager")
+    for _ in range(3):
+        x, seen = torch.randn(3, 4), []
+        for one, run in ((model, compiled), (expected, expected)):
+            STATE.log.clear()
+            found = gradients(one, run, x)
+            seen.append((found, len(STATE.log), capsys.readouterr().out))
+        torch.testing.assert_close(seen[0][0], seen[1][0])
+        assert seen[0][1:] == seen[1][1:]
+    report = lazyinline.last_report(compiled)
+    assert report is not None
+    assert report.ran_eagerly
+
+
+def scripted_source(x: Tensor, w: Tensor) -> Tensor:
+    """Returns what ``torch.jit`` makes a graph of with a derivative of its own."""
+    y = torch.stack([x, x * x, x * w], -1)
+    return y.tanh() * y
+
+
+def test_a_scripted_function_has_the_gradients_of_its_python() -> None:
+    scripted = torch.jit.script(scripted_source)
+
+    class Calls(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return scripted(x, self.weight).mul_(3).sum()
+
+    model, expected = Calls(), Calls()
+    for _ in range(3):  # from the second call on it is another graph
+        wanted = gradients(expected, expected, torch.arange(4.0))
+    compiled = lazyinline.compile(model, backend="eager", fallback="error")
+    torch.testing.assert_close(gradients(model, compiled, torch.arange(4.0)), wanted)
+
+
+def test_a_function_that_was_traced_by_torch_jit_runs_itself() -> None:
+    traced = torch.jit.trace(lambda x: x.sin(), torch.ones(2))
+
+    class Calls(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return traced(x) * 2
+
+    compiled = lazyinline.compile(Calls(), backend="eager")
+    torch.testing.assert_close(compiled(torch.ones(2)), torch.ones(2).sin() * 2)
+    report = lazyinline.last_report(compiled)
+    assert report is not None
+    assert "torch.jit" in report.ran_eagerly
