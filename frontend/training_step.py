@@ -20,6 +20,7 @@ from ..recompute.policy import Policy
 from ..reuse import torch_pytree
 from ..reuse.errors import CaptureError, PlanError
 from ..reuse.ir.leaf import without_autocast
+from ..reuse.ir.program import ModelTensor
 from ..reuse.process_lock import ProcessLock
 from ..reuse.torch_names import new_cpu_tensor
 from .autograd.bridge import picker
@@ -29,7 +30,7 @@ from .capture.blocks import Reuse
 from .capture.float_inputs import NumberInput, OpenCapture
 from .checks.plain_inputs import watching_tensor, written_out
 from .checks.refusals import refuse_containers
-from .checks.runnable import check_runnable
+from .checks.runnable import check_leaves, check_runnable
 from .checks.torch_modes import autograd_mode_around, mode_around
 from .checks.wrappers import model_inside, refuse_wrappers
 from .compiled import CompiledStep
@@ -314,6 +315,8 @@ class _StepEntry:
         self._token: object = None
         self._handed: HandedGradients | None = None
         self._trained_of = picker(compiled.step.gradients)
+        sources = compiled.captured.program.sources
+        self._names = self._trained_of([s.name for s in sources if isinstance(s, ModelTensor)])
         seed_type = compiled.step.program.inputs[-1].type
         self._seed = torch.full((), 1.0 / count, dtype=seed_type.dtype, device=seed_type.device)  # type: ignore[union-attr]
 
@@ -409,6 +412,7 @@ class _StepEntry:
         if self._lease is not None and self.guard.token is self._token:
             return self._lease
         self._handed = None
+        check_leaves(zip(self._names, self._trained_of(self.guard.tensors), strict=True))
         tensors = [*self._batch, *self.guard.tensors, self._seed]
         if self._lease is None or not self._lease.is_bound_to(tensors):
             self._lease = None  # released before another one is made
@@ -461,7 +465,7 @@ def _split(leaf: Any, count: int) -> Any:
         return leaf
     if leaf.requires_grad:
         raise PlanError("compile_step takes inputs that do not require grad.")
-    if count > 1 and (leaf.dim() == 0 or leaf.shape[0] % count):
+    if count > 1 and (leaf.dim() == 0 or leaf.shape[0] % count or not leaf.shape[0]):
         raise PlanError(
             f"A batch tensor of shape {tuple(leaf.shape)} cannot be split into {count} equal "
             "micro-batches along dimension 0. Change micro_batches or the batch size."
@@ -529,6 +533,8 @@ class LossModel(nn.Module):
                 f"The loss must be a scalar tensor, not {shape}. Pass loss_fn=, which computes it "
                 "from the model's output."
             )
+        if loss.is_complex():
+            raise PlanError(f"The loss must be real, not {loss.dtype}. Take .real or .abs() of it.")
         return loss
 
 

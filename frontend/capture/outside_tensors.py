@@ -94,6 +94,19 @@ class OutsideTensors:
                     "Keep it in a buffer and change it in place (add_, copy_), or return it."
                 )
 
+    def refuse_lost_gradients(self, results: Iterable[Any]) -> None:
+        """Raises CaptureError for a result with a gradient where grad mode is off around the model.
+
+        The program of such a call has no backward: the model itself gives its result one.
+        """
+        for result in results:
+            is_made = isinstance(result, torch.Tensor) and not torch.is_grad_enabled()
+            if is_made and result.requires_grad and self.node_of(result) not in self.sources:
+                raise CaptureError(
+                    f"The model's forward enables grad mode, called without, and returns a "
+                    f"{TensorType.of(result)} tensor that requires grad. Return it detached."
+                )
+
     def outside_node(self, tensor: torch.Tensor) -> torch.fx.Node:
         """Returns the node of a real tensor, made at the first use."""
         node = self._outside.get(id(tensor))

@@ -164,6 +164,7 @@ class Recorder:
         held = (read.value for read in recording.reads.attributes.values())
         recording.effects.check_containers(bool(given), held, flat)
         refuse_unlike_constants(flat)
+        recording.tensors.refuse_lost_gradients(flat)
         node_of = recording.tensors.node_of
         nodes = [node_of(x) if isinstance(x, torch.Tensor) else x for x in flat]
         return nodes, (tree, bool(given))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import nn
 
@@ -41,6 +43,17 @@ def check_memory(program: Program) -> None:
                 f"{name} is a lazily {_lazy_kind(tensor)}, whose memory holds other numbers than "
                 f"it does, and kernels read memory. Write the numbers: {name}.data = "
                 f"{name}.data.{_RESOLVE[_lazy_kind(tensor)]}()."
+            )
+
+
+def check_leaves(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Raises PlanError if what a step gives gradients to was computed from something else."""
+    for name, tensor in tensors:
+        if tensor.requires_grad and tensor.grad_fn is not None:
+            raise PlanError(
+                f"{name} is computed outside of the forward ({tensor.grad_fn.name()}), and a step "
+                "gives gradients to leaves alone: what it is computed from would get none. Compute "
+                "it in the forward, as torch.nn.utils.parametrize does, or use lazyinline.compile."
             )
 
 

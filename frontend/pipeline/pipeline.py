@@ -34,7 +34,7 @@ from ...reuse.ir.program import ModelTensor
 from ..autograd.torch_hooks import have_hooks, pass_through_autograd
 from ..capture.blocks import Reuse
 from ..checks.example_inputs import check_example
-from ..checks.runnable import check_runnable
+from ..checks.runnable import check_leaves, check_runnable
 from ..compiler import RANK_CUT, RANK_FIT
 from ..guards.guard import Guard
 from ..marks import STAGE_MARK
@@ -284,6 +284,7 @@ class Pipeline:
         """What several ranks hold must start from the same values."""
         check_runnable(self._model)
         own = {s.name: s.tensor for s in self._own_tensors()}
+        check_leaves(own.items())
         ranks: dict[str, set[int]] = {}
         for one in derived:
             for source in one.stage.model_tensors:

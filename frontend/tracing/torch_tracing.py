@@ -11,6 +11,7 @@ import operator
 import os
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import cached_property
@@ -466,7 +467,11 @@ class Tracer:
             if tensor.is_meta:
                 convert = self.fake_mode.fake_tensor_converter.from_meta_and_device
                 return convert(self.fake_mode, tensor, torch.device("cpu"))
-            return self.fake_mode.from_tensor(tensor)
+            if tensor.is_leaf:
+                return self.fake_mode.from_tensor(tensor)
+            with warnings.catch_warnings():  # it reads the .grad of one that has none
+                warnings.simplefilter("ignore", UserWarning)
+                return self.fake_mode.from_tensor(tensor)
 
     def forget_tensors(self) -> None:
         """Lets go of the tensors that fakes and constants of the trace were made of.
