@@ -2442,3 +2442,36 @@ def test_a_function_of_torch_jit_keeps_its_python_and_says_if_it_was_scripted(
         assert "__call__" in vars(type(function))
     assert known(_doubled).qualified_name == scripted.qualified_name != traced.qualified_name
     assert known(None) is None
+
+
+@contract(
+    "torch._C._functorch.is_legacy_batchedtensor",
+    "torch._C._vmapmode_increment_nesting",
+    "torch._C._vmapmode_decrement_nesting",
+    "torch._add_batch_dim",
+    "torch._remove_batch_dim",
+)
+def test_cotangents_in_a_batch_are_told_and_taken_apart(
+    is_batched: Any, enter: Any, leave: Any, add: Any, remove: Any
+) -> None:
+    seen: list[Any] = []
+
+    class Passing(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.view_as(x)
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:
+            level = leave() + 1
+            whole = remove(gradient, level, 1, 0)
+            enter()
+            seen.append((is_batched(gradient), level, whole))
+            return add(whole * 2, 0, level)
+
+    x, rows = torch.randn(3, requires_grad=True), torch.randn(2, 3)
+    (found,) = torch.autograd.grad(Passing.apply(x), x, rows, is_grads_batched=True)
+    torch.testing.assert_close(found, rows * 2)
+    ((batched, level, whole),) = seen
+    assert batched and level == 1 and not is_batched(rows)
+    torch.testing.assert_close(whole, rows)

@@ -226,3 +226,44 @@ def test_grad_mode_switched_inside_gives_results_the_history_that_eager_gives(
         torch.testing.assert_close(
             [p.grad for p in model.parameters()], [p.grad for p in expected.parameters()]
         )
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+
+
+def test_cotangents_in_a_batch_give_a_batch_of_gradients() -> None:
+    model = network()
+    compiled = lazyinline.compile(copy.deepcopy(model), backend="eager")
+    x = torch.randn(3, 4)
+    found = []
+    for run in (compiled, model):
+        given = x.clone().requires_grad_()
+        sources = (given, *run.parameters())
+        cotangents = torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(0))
+        found.append(torch.autograd.grad(run(given), sources, cotangents, is_grads_batched=True))
+    torch.testing.assert_close(*found)
+
+
+def test_derivatives_by_vectorized_rows_are_eagers() -> None:
+    model = network()
+    compiled = lazyinline.compile(copy.deepcopy(model), backend="eager")
+    x = torch.randn(3, 4)
+    jacobians = [
+        torch.autograd.functional.jacobian(run, x, vectorize=True) for run in (compiled, model)
+    ]
+    torch.testing.assert_close(*jacobians)
+    hessians = [
+        torch.autograd.functional.hessian(lambda x, run=run: run(x).sum(), x, vectorize=True)
+        for run in (compiled, model)
+    ]
+    torch.testing.assert_close(*hessians)
+
+
+def test_a_batch_of_gradients_that_is_to_be_differentiated_is_refused_in_words() -> None:
+    x = torch.randn(3, 4, requires_grad=True)
+    result = lazyinline.compile(network(), backend="eager")(x)
+    rows = torch.randn(2, 3, 4)
+    with pytest.raises(PlanError, match="one by one"):
+        torch.autograd.grad(result, x, rows, is_grads_batched=True, create_graph=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from .backwards import Backward, Backwards
 from .cotangents import cotangent_like
 from .saved_tensors import SavedTensors
 from .second import FirstBackward, Gradients
+from .torch_batched import are_batched, one_by_one
 
 
 @dataclass
@@ -172,7 +174,9 @@ class Step:
         found.update(zip(self.bridge.others, others, strict=True))
         return [found[i] for i in range(len(found))]
 
-    def taken(self, ctx: Any, unused: Sequence[int]) -> tuple[Sequence[torch.Tensor], Any, Graph]:
+    def taken(
+        self, ctx: Any, unused: Sequence[int], following: int
+    ) -> tuple[Sequence[torch.Tensor], Any, Graph]:
         """Returns what was saved, the flight, and what is to become of it.
 
         Once a backward frees the graph, another can follow for outputs that need nothing of what
@@ -193,7 +197,7 @@ class Step:
             saved = ctx.saved_tensors[: self.bridge.num_kept]
             kept = self.bridge.saved.as_saved(saved)
         flight = self.flight
-        if graph_is_kept():
+        if following or graph_is_kept():
             return kept, flight, "keep"
         used = (*self.used, *(i for i in outputs if i not in unused))
         rest = [i for i in unused if i not in self.used]
@@ -242,6 +246,8 @@ class _CompiledFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *cotangents: torch.Tensor | None) -> tuple[Any, ...]:
+        if are_batched(cotangents):
+            return tuple(one_by_one(partial(_CompiledFunction._gradients, ctx), cotangents))
         if not torch.is_grad_enabled():
             return tuple(_CompiledFunction._gradients(ctx, cotangents))
         return _CompiledFunction._differentiable(ctx, cotangents)  # `create_graph=True`
@@ -270,14 +276,17 @@ class _CompiledFunction(torch.autograd.Function):
         return tuple(results)
 
     @staticmethod
-    def _gradients(ctx: Any, cotangents: Sequence[torch.Tensor | None]) -> list[Any]:
+    def _gradients(
+        ctx: Any, cotangents: Sequence[torch.Tensor | None], following: int = 0
+    ) -> list[Any]:
+        """``following``: how many further backwards follow for the same forward."""
         step: Step = ctx.step
         bridge, derivative = step.bridge, step.bridge.derivative
         unused = tuple(i for i in derivative.cotangent_outputs if cotangents[i] is None)
         results: list[torch.Tensor | None] = [None] * (1 + len(derivative.gradient_inputs))
         if len(unused) == len(derivative.cotangent_outputs):
             return results
-        kept, flight, graph = step.taken(ctx, unused)
+        kept, flight, graph = step.taken(ctx, unused, following)
         backward = bridge.backwards.of(unused)
         if backward is not step.prepared:
             flight = backward.runtime.taken_over(step.prepared.runtime, flight)
