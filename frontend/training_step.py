@@ -244,7 +244,9 @@ class TrainingStep:
             )
         refuse_containers(tree, "compile_step")
         check_runnable(self._model)
-        parts = [_split(leaf, self._batching.micro_batches) for leaf in leaves]
+        count = self._batching.micro_batches
+        distinct = {id(leaf): _split(leaf, count) for leaf in leaves}
+        parts = [distinct[id(leaf)] for leaf in leaves]  # one that is passed twice stays one
         first = [part[0] if isinstance(part, tuple) else part for part in parts]
         inputs = Inputs.of(first, tree, given=leaves)
         made = self._shapes.made(inputs) or self._made_for(inputs)

@@ -935,6 +935,27 @@ def test_tensors_count_changes_in_place() -> None:
     assert type(torch.Tensor._version) is type(torch.Tensor.grad)
 
 
+def test_operators_that_change_a_layout_in_place_carry_a_tag() -> None:
+    tag = torch.Tag.inplace_view
+    for name in ("transpose_", "unsqueeze_", "resize_", "set_", "detach_"):
+        packet = getattr(torch.ops.aten, name)
+        assert any(tag in getattr(packet, overload).tags for overload in packet.overloads())
+    assert tag not in torch.ops.aten.add_.Tensor.tags
+    assert torch.ops.aten.transpose.int._schema.returns[0].alias_info is not None
+    assert torch.ops.aten.resize.default._schema.returns[0].alias_info is None
+    assert not hasattr(torch.ops.aten, "requires_grad"), "a change in place that is no operator"
+
+
+def test_hooks_on_a_gradient_are_none_until_there_is_one() -> None:
+    held: Any = torch.ones(2, requires_grad=True)
+    assert held._backward_hooks is None
+    assert held._post_accumulate_grad_hooks is None
+    held.register_hook(lambda gradient: None)
+    held.register_post_accumulate_grad_hook(lambda tensor: None)
+    assert held._backward_hooks is not None
+    assert held._post_accumulate_grad_hooks is not None
+
+
 def test_random_operators_carry_a_tag() -> None:
     tag = torch.Tag.nondeterministic_seeded
     aten = torch.ops.aten

@@ -30,6 +30,7 @@ class ModuleEntry:
         self.guard = made.guard
         self._numbers = made.numbers
         self._pick_inputs = picker(_input_order(program.sources, leaves, len(made.numbers)))
+        self._switched = _switched_on(program.sources, leaves)
         self._writes = program.writes
         written = frozenset(target for _, target in program.writes)
         self._bridge = Bridge(compiled, written) if compiled.derivative is not None else None
@@ -41,7 +42,9 @@ class ModuleEntry:
         """Whether the program changes or returns what the caller passed, and not only reads it."""
         program = self._compiled.captured.program
         touched = {target for _, target in program.writes} | self._result.inputs
-        return any(isinstance(program.sources[i], UserInput) for i in touched)
+        return bool(self._switched) or any(
+            isinstance(program.sources[i], UserInput) for i in touched
+        )
 
     @property
     def is_small(self) -> bool:
@@ -61,6 +64,8 @@ class ModuleEntry:
         """Runs the program on flat inputs, and brings the containers they came from up to date."""
         if self._numbers:
             leaves = [*leaves, *(number.tensor(leaves) for number in self._numbers)]
+        for place in self._switched:
+            leaves[place].requires_grad_(True)
         inputs = self._pick_inputs([*leaves, *self.guard.tensors])
         if self._bridge is None:
             with torch.no_grad():  # the model's own autograd says that no gradient flows
@@ -116,6 +121,13 @@ class _Result:
             for kind, value in self._leaves
         ]
         return self._tree.built(leaves, given)
+
+
+def _switched_on(sources: Sequence[Any], leaves: Sequence[Any]) -> list[int]:
+    """Places of the inputs of which the forward itself begins by wanting a gradient."""
+    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+    switched = [s.index for s in sources if isinstance(s, UserInput) and s.is_switched]
+    return [places[index] for index in switched]
 
 
 def _input_order(sources: Sequence[Any], leaves: Sequence[Any], num_numbers: int) -> list[int]:

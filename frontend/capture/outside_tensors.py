@@ -7,6 +7,7 @@ a model of a thousand layers whose blocks are shared makes fakes for one block o
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,11 +16,13 @@ import torch.fx
 from ...reuse.errors import CaptureError
 from ...reuse.evidence.module_state import Places, module_state
 from ...reuse.ir.leaf import changed_operand, stamp_of
-from ...reuse.ir.program import ModelTensor, Source, TensorKind
+from ...reuse.ir.program import ModelTensor, Source, TensorKind, UserInput
 from ...reuse.ir.types import TensorType
 from ...reuse.torch_names import own_attributes
 from ..checks.torch_own_memory import why_no_memory
+from ..tracing.torch_tensor_answers import TensorState, state_of
 from ..tracing.torch_tracing import Tracer, feeds_only_lifts, is_fake
+from ..tracing.ways import made_of
 
 
 class OutsideTensors:
@@ -41,6 +44,8 @@ class OutsideTensors:
         self._names = _tensor_names(places)
         self._outside: dict[int, torch.fx.Node] = {}
         self._keep: list[Any] = []
+        self._watched: list[tuple[torch.Tensor, TensorState, dict[str, Any]]] = []
+        self._switched: list[torch.Tensor] = []
 
     def fake_of(self, tensor: torch.Tensor) -> torch.Tensor:
         """Returns the tracked fake of a real tensor of the model; the same each time."""
@@ -53,6 +58,7 @@ class OutsideTensors:
             self._tracer.track(fake, self.outside_node(tensor))
             self.fakes[id(tensor)] = fake
             self.real_ids[id(fake)] = id(tensor)
+            self.watch(fake, tensor)
         return fake
 
     def let_go(self) -> None:
@@ -61,7 +67,8 @@ class OutsideTensors:
             node.meta.pop("val", None)
         for table in (self.sources, self.fakes, self._names, self._outside):
             table.clear()
-        self._keep.clear()
+        for kept in (self._keep, self._watched, self._switched):
+            kept.clear()
 
     def attributes_of(self, fake: torch.Tensor) -> dict[str, Any]:
         """Returns what Python put on a fake tensor: ``x.scale = 2.0``."""
@@ -80,19 +87,78 @@ class OutsideTensors:
         found = [vars(tensor) for tensor in self._keep if vars(tensor)]
         return [held for held in found if not held.keys().isdisjoint(names)]
 
-    def refuse_changed_attributes(self) -> None:
-        """Raises CaptureError if the forward changed what Python had put on the model's tensors."""
-        for tensor in self._keep:
-            fake = self.fakes.get(id(tensor))
-            now = {} if fake is None else self.attributes_of(fake)
-            before = own_attributes(tensor)
-            changed = [n for n in {**before, **now} if now.get(n, self) is not before.get(n, self)]
-            if fake is not None and changed:
+    def watch(self, fake: torch.Tensor, tensor: torch.Tensor) -> None:
+        """Notes what a tensor from outside is, before the forward sees its fake."""
+        self._watched.append((fake, state_of(fake), own_attributes(tensor)))
+
+    def is_named(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is one of the model's parameters and buffers."""
+        return id(tensor) in self._names
+
+    def is_from_outside(self, fake: torch.Tensor) -> bool:
+        """Whether a fake stands for a tensor of the model or of the caller."""
+        return self.node_of(fake) in self.sources
+
+    def may_switch(self, fake: torch.Tensor, before: TensorState, now: TensorState) -> bool:
+        """Whether the forward may switch whether a tensor wants a gradient.
+
+        A tensor of its own it may; one from outside if nothing changes, or an input that no
+        operator has taken yet: each call of the program begins with that.
+        """
+        node = self.node_of(fake)
+        source = self.sources.get(node)
+        if now == before:
+            return True
+        if source is not None:
+            if not isinstance(source, UserInput) or node.users or not fake.requires_grad:
+                return False
+            self.sources[node] = replace(source, requires_grad=True, is_switched=True)
+        self._switched.append(fake)
+        return True
+
+    def refuse_changed(self, results: Iterable[Any]) -> None:
+        """Raises CaptureError if the forward changed more of a tensor from outside than numbers.
+
+        So it is with what Python has put on a result.
+        """
+        for fake, before, had in self._watched:
+            now = self.attributes_of(fake)
+            changed = [n for n in {**had, **now} if now.get(n, self) is not had.get(n, self)]
+            if changed:
                 raise CaptureError(
                     f"The model's forward changes the attribute {changed[0]!r} of one of its "
                     "tensors, and a compiled program could not keep doing that at every call. "
                     "Keep it in a buffer and change it in place (add_, copy_), or return it."
                 )
+            is_switched = any(fake is switched for switched in self._switched)
+            now_is = state_of(fake)
+            if now_is[:2] != before[:2] or not (is_switched or now_is == before):
+                raise CaptureError(
+                    f"The model's forward changes what a {TensorType.of(fake)} tensor from outside "
+                    "is, not only its numbers (its memory, layout, requires_grad, gradient or "
+                    "hooks), and a compiled program would not do that at each call."
+                )
+        for result in results:
+            if isinstance(result, torch.Tensor) and is_fake(result):
+                self._refuse_changed_result(result)
+
+    def _refuse_changed_result(self, result: torch.Tensor) -> None:
+        """Raises CaptureError for a result that is more than its numbers: a program's is not."""
+        node = self.node_of(result)
+        held = () if node in self.sources else self.attributes_of(result)
+        if held:
+            raise CaptureError(
+                f"The model's forward puts the attribute {next(iter(held))!r} on a tensor that it "
+                "returns, and a compiled program would not. Return it beside the tensor."
+            )
+        made = made_of(node) if self._switched and result.requires_grad else ()
+        if any(self.node_of(x) in made for x in self._switched) and not any(
+            _wants_gradient(self.sources[n]) for n in made if n in self.sources
+        ):
+            raise CaptureError(
+                "The model's forward returns a tensor that wants a gradient for a tensor of the "
+                "forward's own alone (requires_grad_), to which no caller of a program can get."
+            )
 
     def refuse_lost_gradients(self, results: Iterable[Any]) -> None:
         """Raises CaptureError for a result with a gradient where grad mode is off around the model.
@@ -189,6 +255,10 @@ class OutsideTensors:
         for key, fake in self.fakes.items():
             if self._tracer.node_of(fake) is not self._outside[key]:
                 self._tracer.track(fake, self._outside[key])
+
+
+def _wants_gradient(source: Source) -> bool:
+    return source.requires_grad if isinstance(source, UserInput) else source.tensor.requires_grad
 
 
 def _tensor_names(places: Places) -> dict[int, ModelTensor]:

@@ -104,16 +104,17 @@ class Recorder:
         leaves, spec = torch_pytree.flatten((tuple(args), dict(kwargs)))
         tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
         names = argument_names(self.model, args, kwargs)
+        distinct = {id(x): x for x in tensors}  # one that is passed twice is one in the trace
         outcomes: list[tuple[list[Any], ResultTree]] = []
 
         def trace(flat: Sequence[torch.Tensor]) -> None:
-            self._note_inputs(tensors, flat, names)
-            outcomes.append(self._outcome(leaves, spec, flat))
-            recording.tensors.refuse_changed_attributes()
+            fakes = dict(zip(distinct, flat, strict=True))
+            self._note_inputs(tensors, fakes, names)
+            outcomes.append(self._outcome(leaves, spec, fakes))
             refuse_read_attributes(tensors, recording.reads.names())
 
         try:
-            recording.tracer.run(trace, [self._input_fake(t) for t in tensors])
+            recording.tracer.run(trace, [self._input_fake(t) for t in distinct.values()])
         except BaseException:
             recording.put_back_outside()
             raise
@@ -125,17 +126,23 @@ class Recorder:
         return results, tree
 
     def _note_inputs(
-        self, tensors: Sequence[torch.Tensor], fakes: Sequence[torch.Tensor], names: Sequence[str]
+        self,
+        tensors: Sequence[torch.Tensor],
+        fakes: Mapping[int, torch.Tensor],
+        names: Sequence[str],
     ) -> None:
-        tracer, sources = self.recording.tracer, self.recording.tensors.sources
-        for index, (leaf, fake) in enumerate(zip(tensors, fakes, strict=True)):
-            node = tracer.node_of(fake)
+        """Notes where the inputs come from: each from the first place where it is passed."""
+        tracer, known = self.recording.tracer, self.recording.tensors
+        for index, leaf in enumerate(tensors):
+            node = tracer.node_of(fakes[id(leaf)])
             assert node is not None
-            node.meta["val"] = fake
-            sources[node] = UserInput(index, names[index], leaf.requires_grad)
+            if node not in known.sources:
+                node.meta["val"] = fakes[id(leaf)]
+                known.sources[node] = UserInput(index, names[index], leaf.requires_grad)
+                known.watch(fakes[id(leaf)], leaf)
 
     def _outcome(
-        self, leaves: Sequence[Any], spec: torch_pytree.TreeSpec, fakes: Sequence[torch.Tensor]
+        self, leaves: Sequence[Any], spec: torch_pytree.TreeSpec, fakes: Mapping[int, torch.Tensor]
     ) -> tuple[list[Any], ResultTree]:
         """Calls the model with fakes in place of its tensors; returns what it returned, flat.
 
@@ -145,9 +152,8 @@ class Recorder:
         recording = self.recording
         watcher = ModelWatcher(recording, BlockCalls(recording))
         recording.tracer.let_follow(watcher)
-        rest = iter(fakes)
         filled = [
-            next(rest) if isinstance(x, torch.Tensor) else self._given(index, x)
+            fakes[id(x)] if isinstance(x, torch.Tensor) else self._given(index, x)
             for index, x in enumerate(leaves)
         ]
         args, kwargs = torch_pytree.unflatten(filled, spec)
@@ -165,6 +171,7 @@ class Recorder:
         recording.effects.check_containers(bool(given), held, flat)
         refuse_unlike_constants(flat)
         recording.tensors.refuse_lost_gradients(flat)
+        recording.tensors.refuse_changed(flat)
         node_of = recording.tensors.node_of
         nodes = [node_of(x) if isinstance(x, torch.Tensor) else x for x in flat]
         return nodes, (tree, bool(given))

@@ -19,6 +19,7 @@ from ..checks.refusals import DIFFERENTIATES, refuse_recurrent
 from ..tracing.capture_errors import model_name
 from ..tracing.custom_function import TENSOR, CustomFunction, run_both_ways
 from ..tracing.torch_patches import GradientCall
+from ..tracing.torch_tensor_answers import SWITCHES, changes_layout, may_compute, state_of
 from ..tracing.torch_tracing import is_fake, user_line
 from ..tracing.ways import differentiated, leads_to, made_of
 from .block_calls import BlockCalls
@@ -167,13 +168,12 @@ class ModelWatcher:
         if not self._recording.quiet:
             self._recording.effects.refuse("writes a file (torch.save)")
 
-    def gradient_hook(self, doing: str) -> None:
-        """Refuses a hook in a backward: it would be put on a fake tensor's and never run."""
+    def saving_hook(self) -> None:
+        """Refuses hooks on what autograd saves: a program saves other tensors."""
         if not self._recording.quiet:
             raise CaptureError(
-                f"The model's forward {doing} at {user_line()}. A "
-                "compiled program cannot call it: use a torch.autograd.Function with that "
-                "backward, or put the hook on a parameter, outside the forward."
+                f"The model's forward puts hooks on what autograd saves at {user_line()}, and a "
+                "compiled program cannot call them. Enter them around the model."
             )
 
     def scripted(self, original: Callable[..., Any] | None) -> Callable[..., Any]:
@@ -285,15 +285,36 @@ class ModelWatcher:
             for i, same in enumerate(zip(*found, strict=True))
         ]
 
-    def run_state(self, tensor: torch.Tensor, name: str) -> None:
-        """Refuses to take what a tensor says of this run for what it says in every run."""
-        if self._recording.quiet:
-            return
-        what = {"grad": "gradient", "_version": "version"}.get(name, "memory")
+    def owns(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is one of the model's parameters and buffers."""
+        return not self._recording.quiet and self._recording.tensors.is_named(tensor)
+
+    def asks(self, tensor: torch.Tensor, name: str, do: Callable[[torch.Tensor], Any]) -> Any:
+        """Lets what turns out to be operators pass; refuses all else, before it is done.
+
+        It is tried with a fake tensor: what that is left with is in no program.
+        """
+        recording = self._recording
+        if recording.quiet:
+            return do(tensor)
+        if name in SWITCHES or may_compute(name):
+            tensor, num_nodes = recording.fake_of(tensor), recording.num_nodes
+            with recording.bookkeeping():
+                before = state_of(tensor)
+            result = do(tensor)
+            with recording.bookkeeping():
+                now, known = state_of(tensor), recording.tensors
+                is_operator = recording.num_nodes > num_nodes and not (
+                    changes_layout(name) and known.is_from_outside(tensor)
+                )
+                if is_operator or (name in SWITCHES and known.may_switch(tensor, before, now)):
+                    return result
         raise CaptureError(
-            f"The model's forward asks for the {what} of a {TensorType.of(tensor)} tensor at "
-            f"{user_line()} (Tensor.{name}), which changes from run to run, and a compiled program "
-            "would use this run's answer at every call. Pass it in, or keep it in a buffer."
+            f"The model's forward uses Tensor.{name} of a {TensorType.of(tensor)} tensor at "
+            f"{user_line()}. That is no operator: it asks for, or changes, more of this run's "
+            "tensor than its numbers (memory, gradient, version, hooks), and a compiled program "
+            "would not do so at every call. Use .detach() for .data, a torch.autograd.Function for "
+            "a hook on a gradient; pass in what it needs, or keep it in a buffer."
         )
 
 

@@ -121,7 +121,10 @@ class InsideChanges:
         # An iterator that each run makes anew is no state (refuse_iterators sees to the others).
         if was_other and is_iterator(change.before) and is_iterator(change.now):
             was_other = False
-        return key in self._written or was_other or find_fake([change.now]) is not None
+        state = module_state(change.module)
+        is_hook = any(state.get(name) is change.table for name in HOOK_TABLES)
+        is_set = key in self._written or is_hook
+        return is_set or was_other or find_fake([change.now]) is not None
 
 
 def _is_empty(module: nn.Module) -> bool:

@@ -223,7 +223,7 @@ class Guard:
         What a cache counts is a size, too.
         """
         layouts = [_layout(x) for x in leaves]
-        if len(layouts) != len(self._layouts):
+        if len(layouts) != len(self._layouts) or _repeated(leaves) != self._repeated_inputs:
             return None
         differing = {
             index
@@ -243,12 +243,13 @@ class Guard:
         self.shapes = shapes_of(leaves)
         plain = [i for i, x in enumerate(leaves) if type(x) is torch.Tensor]
         self._plain_at = plain
+        self._repeated_inputs = _repeated(leaves)
         self._others_at = [i for i in range(len(leaves)) if i not in plain]
         self._plain_inputs = TensorLayouts([leaves[i] for i in plain])
 
     def _match(self, leaves: Sequence[Any]) -> bool:
         """Whether arguments are like those that the program was compiled for."""
-        if len(leaves) != len(self._layouts):
+        if len(leaves) != len(self._layouts) or _repeated(leaves) != self._repeated_inputs:
             return False
         layouts = self._layouts
         if self._plain_inputs.surely_same([leaves[i] for i in self._plain_at]):
@@ -297,6 +298,12 @@ def _written_tensors(program: Program) -> list[int]:
     """Positions, among the model's tensors, of those that are changed; -1 for user inputs."""
     own = [i for i, source in enumerate(program.sources) if isinstance(source, ModelTensor)]
     return [own.index(i) if i in own else -1 for _, i in program.writes]
+
+
+def _repeated(leaves: Sequence[Any]) -> list[int]:
+    """Says which inputs are one tensor; nothing where each is another, as in most calls."""
+    ids = [id(x) for x in leaves if isinstance(x, torch.Tensor)]
+    return [ids.index(one) for one in ids] if len(set(ids)) < len(ids) else []
 
 
 def _layout(leaf: Any) -> Any:

@@ -3,6 +3,7 @@
 torch_tracing     pre-dispatch tracing with fake tensors
 torch_patches     the temporary patches that let capture watch a model run
 ways              what a tensor was computed from: by operators, by writes, and as autograd says
+torch_tensor_answers  what a tensor without numbers may answer; all else is told
 custom_function   a user's ``torch.autograd.Function`` as one operator
 watched_objects   reads and writes of the parts of a cache, seen while a block is traced
 torch_mutations   operators of others that change their operands, as pure ones

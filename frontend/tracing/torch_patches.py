@@ -3,8 +3,9 @@
 While :func:`intercepted` is open, in the capturing thread only: a marked block's ``__call__`` asks
 the watcher first; reading an attribute of a module is reported, and a real tensor comes back as
 the watcher's fake; writing an attribute is reported; a custom ``autograd.Function`` is reported,
-so that its own derivative is kept, and so are ``torch.utils.checkpoint`` and a hook on a
-gradient; a real tensor whose numbers Python asks for is the watcher's fake, which has none.
+so that its own derivative is kept, and so is ``torch.utils.checkpoint``; what is asked of a tensor
+or changed of it that is no operator is reported (:mod:`.torch_tensor_answers`); a real tensor whose
+numbers Python asks for is the watcher's fake, which has none.
 Everything is put back on exit, whatever happens.
 """
 
@@ -17,7 +18,7 @@ import sys
 import threading
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -30,7 +31,14 @@ from torch.jit._state import _try_get_jit_cached_function
 from ...reuse.ir.program import RecomputeMark
 from ...reuse.open_numbers import told
 from ...reuse.torch_names import CALL_SLOT
-from .torch_tracing import is_library_frame, is_torch_frame, is_user_frame, user_line
+from .torch_tensor_answers import is_answer, watched_names
+from .torch_tracing import (
+    acts_on_modules,
+    is_library_frame,
+    is_torch_frame,
+    is_user_frame,
+    user_line,
+)
 
 _LOCK = threading.RLock()
 _PLAIN_TENSORS = (torch.Tensor, nn.Parameter)
@@ -38,8 +46,6 @@ _VALUE_READERS = ("tolist", "numpy", "__array__", "__dlpack__")
 _TEXTS = ("__repr__", "__format__")
 _GENERATOR_STATE = "or asks for the state of PyTorch's random generator (manual_seed, fork_rng)"
 _GENERATOR_METHODS = ("manual_seed", "seed", "set_state", "get_state", "initial_seed")
-_RUN_STATE = ("grad", "_version")
-_ADDRESSES = ("data_ptr", "untyped_storage", "storage")
 _PRINTER_FILE = torch._tensor_str.__file__  # what a model prints becomes no number of it
 # What drives a checkpoint without reentrance: first its name since torch 2.15, then until then.
 _CHECKPOINT_GENERATORS = (
@@ -93,8 +99,11 @@ class Watcher(Protocol):
     def checkpoint(self, policy: RecomputeMark) -> AbstractContextManager[None]:
         """``torch.utils.checkpoint`` is about to run a function; it runs inside."""
 
-    def run_state(self, tensor: torch.Tensor, name: str) -> None:
-        """User code asks for the address of a tensor, or for what changes from step to step."""
+    def owns(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is the model's own."""
+
+    def asks(self, tensor: torch.Tensor, name: str, do: Callable[[torch.Tensor], Any]) -> Any:
+        """Takes what is neither an operator nor an answer; ``do`` asks or changes a tensor."""
 
     def output(self, emit: Callable[[], None], where: str) -> bool:
         """User code prints or logs; returns True to hold it back, for ``emit`` to bring out."""
@@ -117,36 +126,18 @@ class Watcher(Protocol):
     def scripted(self, original: Callable[..., Any] | None) -> Callable[..., Any]:
         """Returns what is to run in place of a function of torch.jit, given its Python, if any."""
 
-    def gradient_hook(self, doing: str) -> None:
-        """User code puts a hook on a gradient, on what is saved, or gets where it can."""
+    def saving_hook(self) -> None:
+        """User code puts a hook on what is saved."""
 
 
 @contextmanager
 def intercepted(watcher: Watcher) -> Iterator[None]:
     """Lets ``watcher`` see this thread's module calls, attribute reads and writes."""
     thread = threading.get_ident()
-    with _LOCK:
-        undo = [
-            _patch_calls(watcher, thread),
-            _patch_reads(watcher, thread),
-            _patch_writes(watcher, thread),
-            _patch_functions(watcher, thread),
-            _patch_scripted(watcher, thread),
-            _patch_hooks(watcher, thread),
-            _patch_backward(watcher, thread),
-            _patch_checkpoint(watcher, thread),
-            _patch_values(watcher, thread),
-            _patch_run_state(watcher, thread),
-            _patch_texts(watcher, thread),
-            _patch_output(watcher, thread),
-            _patch_generator(watcher, thread),
-            _patch_default_dtype(watcher, thread),
-        ]
-        try:
-            yield
-        finally:
-            for restore in reversed(undo):
-                restore()
+    with _LOCK, ExitStack() as undo:
+        for patch in _PATCHES:
+            undo.callback(patch(watcher, thread))
+        yield
 
 
 def _patch_calls(watcher: Watcher, thread: int) -> Callable[[], None]:
@@ -313,33 +304,40 @@ def _patch_values(watcher: Watcher, thread: int) -> Callable[[], None]:
     return _replace({name: reading(getattr(torch.Tensor, name)) for name in _VALUE_READERS})
 
 
-def _patch_run_state(watcher: Watcher, thread: int) -> Callable[[], None]:
-    """What a fake tensor answers in its own way: gradients, versions and addresses."""
+def _patch_answers(watcher: Watcher, thread: int) -> Callable[[], None]:
+    """Whatever is neither an operator nor an answer of a fake tensor, whoever defines it.
 
-    def ask(tensor: torch.Tensor, name: str) -> None:
-        if threading.get_ident() == thread and not is_library_frame(sys._getframe(2)):
-            watcher.run_state(tensor, name)
+    PyTorch's own code may ask as it needs; what it changes of the model's own tensors is told, and
+    so is what ``torch.nn`` asks of them to change them (``zero_grad``).
+    """
 
-    def state(name: str) -> Any:
-        original: Any = getattr(torch.Tensor, name)
+    def reporting(name: str, do: Callable[..., Any], is_change: bool) -> Callable[..., Any]:
+        def asked(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            if threading.get_ident() != thread:
+                return do(self, *args, **kwargs)
+            frame = sys._getframe(1)
+            if is_library_frame(frame):
+                is_act = is_change or acts_on_modules(frame)
+                if not (is_act and watcher.owns(self)):
+                    return do(self, *args, **kwargs)
+            return watcher.asks(self, name, lambda tensor: do(tensor, *args, **kwargs))
 
-        def read(self: torch.Tensor) -> Any:
-            ask(self, name)
-            return original.__get__(self)
+        return asked
 
-        return property(read, original.__set__, original.__delete__)
+    def watched(name: str, original: Any) -> Any:
+        if callable(original):
+            is_change = name.endswith("_") and not name.startswith("__")
+            return reporting(name, original, is_change)
+        if not hasattr(original, "__set__"):
+            return property(reporting(name, original.__get__, is_change=False))
+        get = original.__get__
+        return property(
+            get if is_answer(name) else reporting(name, get, is_change=False),
+            reporting(name, original.__set__, is_change=True),
+            original.__delete__,
+        )
 
-    def address(name: str) -> Callable[..., Any]:
-        original = getattr(torch.Tensor, name)
-
-        def read(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            ask(self, name)
-            return original(self, *args, **kwargs)
-
-        return read
-
-    states = {name: state(name) for name in _RUN_STATE}
-    return _replace({**states, **{name: address(name) for name in _ADDRESSES}})
+    return _replace({name: watched(name, value) for name, value in watched_names().items()})
 
 
 def _patch_texts(watcher: Watcher, thread: int) -> Callable[[], None]:
@@ -473,48 +471,55 @@ def _patch_backward(watcher: Watcher, thread: int) -> Callable[[], None]:
 def _replace(attributes: Mapping[str, Any]) -> Callable[[], None]:
     """Puts attributes on ``torch.Tensor``; returns what puts back what was there."""
     own = {name: vars(torch.Tensor)[name] for name in attributes if name in vars(torch.Tensor)}
-    for name, value in attributes.items():
-        setattr(torch.Tensor, name, value)
 
     def restore() -> None:
         for name in attributes:
             if name in own:
                 setattr(torch.Tensor, name, own[name])
-            else:
+            elif name in vars(torch.Tensor):
                 delattr(torch.Tensor, name)
 
+    try:
+        for name, value in attributes.items():
+            setattr(torch.Tensor, name, value)
+    except BaseException:
+        restore()
+        raise
     return restore
 
 
 def _patch_hooks(watcher: Watcher, thread: int) -> Callable[[], None]:
-    """Hooks on gradients, on nodes of the graph, and on what they save."""
+    """Hooks on what the nodes of the graph save."""
     saving = torch.autograd.graph.saved_tensors_hooks
-    register, enter = torch.Tensor.register_hook, saving.__enter__
-    graph: Any = torch.Tensor.grad_fn
-
-    def register_hook(self: torch.Tensor, hook: Callable[..., Any]) -> Any:
-        if threading.get_ident() == thread:
-            watcher.gradient_hook("puts a hook on a tensor's gradient")
-        return register(self, hook)
-
-    def grad_fn(self: torch.Tensor) -> Any:
-        node = graph.__get__(self)
-        by_user = threading.get_ident() == thread and not is_library_frame(sys._getframe(1))
-        if by_user and node is not None:
-            watcher.gradient_hook("asks for a tensor's autograd graph (Tensor.grad_fn)")
-        return node
+    enter = saving.__enter__
 
     def entered(self: Any) -> None:
         by_user = threading.get_ident() == thread and not is_library_frame(sys._getframe(1))
         if by_user and not isinstance(self, torch.autograd.graph.save_on_cpu):
-            watcher.gradient_hook("puts hooks on what autograd saves")
+            watcher.saving_hook()
         return enter(self)
 
-    put_back = _replace({"register_hook": register_hook, "grad_fn": property(grad_fn)})
     saving.__enter__ = entered  # type: ignore[method-assign]
 
     def restore() -> None:
         saving.__enter__ = enter  # type: ignore[method-assign]
-        put_back()
 
     return restore
+
+
+_PATCHES = (
+    _patch_calls,
+    _patch_reads,
+    _patch_writes,
+    _patch_functions,
+    _patch_scripted,
+    _patch_hooks,
+    _patch_backward,
+    _patch_checkpoint,
+    _patch_values,
+    _patch_answers,
+    _patch_texts,
+    _patch_output,
+    _patch_generator,
+    _patch_default_dtype,
+)

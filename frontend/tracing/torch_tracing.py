@@ -50,6 +50,7 @@ from .ways import made_of
 
 _TORCH_FOLDER = os.path.dirname(torch.__file__) + os.sep
 _LIBRARY_FOLDERS = (_TORCH_FOLDER, *own_places())
+_ACTING_FOLDERS = tuple(_TORCH_FOLDER + name + os.sep for name in ("nn", "optim"))
 _STANDARD_FOLDER = os.path.dirname(os.__file__) + os.sep
 
 _GENERATED = "<string>"
@@ -203,6 +204,11 @@ def is_library_frame(frame: Any) -> bool:
 def is_user_frame(frame: Any) -> bool:
     """Whether a frame runs neither PyTorch's code nor ours, nor Python's for one of them."""
     return not (is_library_frame(frame) or _served_pytorch(frame))
+
+
+def acts_on_modules(frame: Any) -> bool:
+    """Whether a frame runs PyTorch's code for modules and optimizers."""
+    return str(frame.f_code.co_filename).startswith(_ACTING_FOLDERS)
 
 
 def is_torch_frame(frame: Any) -> bool:

@@ -162,11 +162,15 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class UserInput:
-    """A program input that the caller passes: a leaf of the flattened arguments."""
+    """A program input that the caller passes: a leaf of the flattened arguments.
+
+    It may want a gradient since the forward itself switches that on (``is_switched``).
+    """
 
     index: int
     name: str
     requires_grad: bool = False
+    is_switched: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,326 @@
+"""Whatever ``torch.Tensor`` has, asked or set by a forward: answers and changes are eager's."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lazyinline
+from lazyinline.frontend.tracing.torch_tensor_answers import ANSWERS, OPERATORS, watched_names
+
+OWN = sorted(name for name in set(dir(Tensor)) - set(dir(object)) if name != "__module__")
+WATCHED = [name for name in OWN if name in watched_names()]
+ANSWERED = [name for name in OWN if any(name in names for names in ANSWERS.values())]
+METHODS = [name for name in OWN if name in WATCHED or name[0] != "_" or name[:2] == "__"]
+PLACES = ("input", "intermediate", "parameter", "buffer")
+_PLAIN = (bool, int, float, complex, str, torch.dtype, torch.device, torch.layout, torch.Size)
+
+
+class Net(nn.Module):
+    """Does something with a tensor of one place, and computes."""
+
+    def __init__(self, place: str, do: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.register_buffer("table", torch.ones(3, 3))
+        self.place, self.do = place, do
+
+    def forward(self, x: Tensor) -> Any:
+        hidden = self.linear(x)
+        places = {
+            "input": x,
+            "intermediate": hidden,
+            "parameter": self.linear.weight,
+            "buffer": self.table,
+        }
+        answer = self.do(places[self.place])
+        return _shown(answer), self.linear(x) * 2 + self.table.sum()
+
+
+def _shown(answer: Any) -> Any:
+    """What can be compared of an answer."""
+    if isinstance(answer, Tensor):
+        return answer if answer.layout is torch.strided else str(answer.layout)
+    if isinstance(answer, (tuple, list)):
+        return [_shown(item) for item in answer]
+    return answer if answer is None or isinstance(answer, _PLAIN) else type(answer).__name__
+
+
+def asking(name: str) -> Callable[[Tensor], Any]:
+    """Reads the attribute; calls it with as little as it takes."""
+
+    def ask(tensor: Tensor) -> Any:
+        found = getattr(tensor, name)
+        if not callable(found):
+            return found
+        error: Exception | None = None
+        other = tensor * 2
+        for arguments in ((), (0,), (other,), (2.0,), (torch.float64,), (0, 1), (other, other)):
+            try:
+                return found(*arguments)
+            except (TypeError, IndexError) as now:
+                error = now
+        raise TypeError(name) from error
+
+    return ask
+
+
+def setting(name: str, value: Any) -> Callable[[Tensor], Any]:
+    return lambda tensor: setattr(tensor, name, value)
+
+
+def inputs() -> list[Tensor]:
+    """Inputs of one layout that differ in all else that a tensor can be asked for."""
+    view = torch.randn(4, 3)[1:]
+    with torch.inference_mode():
+        inference = torch.randn(3, 3)
+    had = torch.randn(3, 3)
+    had.add_(1)
+    return [torch.randn(3, 3), view, inference, had]
+
+
+def leaves() -> list[Tensor]:
+    """The same of those that want a gradient."""
+    first, second = torch.randn(3, 3, requires_grad=True), torch.randn(3, 3, requires_grad=True)
+    second.grad = torch.ones(3, 3)
+    third = torch.randn(3, 3, requires_grad=True) * 2
+    return [first, second, third]
+
+
+def state(tensor: Tensor | None) -> Any:
+    """What is compared of a tensor after a run besides its numbers."""
+    if tensor is None or tensor.layout is not torch.strided:
+        return None
+    held: Any = tensor
+    return (
+        *(tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype, tensor.device),
+        *(tensor.requires_grad, tensor.is_leaf, len(vars(tensor)), type(tensor)),
+        *(held._backward_hooks is None, held._post_accumulate_grad_hooks is None),
+        held.retains_grad,
+    )
+
+
+def played(model: Any, own: nn.Module, x: Tensor) -> Any:
+    """Everything that a call returns and leaves, or the class of its error."""
+    try:
+        result = model(x)
+    except lazyinline.LazyInlineError:
+        raise
+    except Exception as error:
+        return type(error).__name__
+    tensors = [x, *own.parameters(), *own.buffers()]
+    gradients = [t.grad for t in tensors if t.is_leaf]
+    return [result, [state(t) for t in tensors], tensors, gradients]
+
+
+def assert_as_eager(do: Callable[[Tensor], Any], place: str, xs: list[Tensor]) -> list[str]:
+    """Returns why calls ran eagerly; those that did not are compared with an eager run."""
+    torch.manual_seed(0)
+    net = Net(place, do)
+    eager = copy.deepcopy(net)
+    compiled = lazyinline.compile(net, backend="eager")
+    reasons = []
+    for x in xs:
+        twin = copied(x)
+        torch.manual_seed(1)
+        found = played(compiled, net, x)
+        torch.manual_seed(1)
+        expected = played(eager, eager, twin)
+        report = compiled.last_report
+        reasons.append(report.ran_eagerly if report is not None else "failed")
+        if not reasons[-1]:
+            assert_same(found, expected)
+    return reasons
+
+
+def assert_same(found: Any, expected: Any) -> None:
+    """Compares numbers within rounding, and all else that a tensor has."""
+    if isinstance(expected, Tensor):
+        assert type(found) is type(expected)
+        assert found.requires_grad == expected.requires_grad
+        torch.testing.assert_close(found.detach(), expected.detach(), equal_nan=True)
+    elif isinstance(expected, (list, tuple)):
+        assert type(found) is type(expected)
+        assert len(found) == len(expected)
+        for one, other in zip(found, expected, strict=True):
+            assert_same(one, other)
+    else:
+        assert type(found) is type(expected)
+        assert found == expected
+
+
+def copied(x: Tensor) -> Tensor:
+    """An equal tensor, in equal memory of its own."""
+    if x.is_inference():
+        with torch.inference_mode():
+            return x.clone()
+    if not x.is_leaf:
+        return (x.detach() / 2).requires_grad_(True) * 2
+    held = x.detach().untyped_storage().clone()
+    twin = torch.empty(0).set_(held, x.storage_offset(), x.shape, x.stride())
+    if x.grad is not None:
+        twin.grad = x.grad.clone()
+    for _ in range(x._version):
+        twin.add_(0)
+    return twin.requires_grad_(x.requires_grad)
+
+
+@pytest.mark.parametrize("name", ANSWERED)
+def test_a_fake_tensor_answers_as_the_callers_does(name: str) -> None:
+    with torch.no_grad():
+        assert_as_eager(asking(name), "input", inputs())
+
+
+@pytest.mark.parametrize("name", WATCHED)
+def test_what_is_watched_is_asked_of_the_callers_own_tensor(name: str) -> None:
+    with torch.no_grad():
+        assert_as_eager(asking(name), "input", inputs()[:2])
+
+
+@pytest.mark.parametrize("name", WATCHED)
+def test_what_is_watched_is_asked_of_the_models_own_tensor(name: str) -> None:
+    assert_as_eager(asking(name), "parameter", leaves()[:1])
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("name", METHODS)
+def test_whatever_a_tensor_has_is_as_eager(name: str, place: str) -> None:
+    for grad in (False, True):
+        with torch.set_grad_enabled(grad):
+            assert_as_eager(asking(name), place, leaves() if grad else inputs())
+
+
+SETTABLE = [name for name in OWN if hasattr(getattr(Tensor, name), "__set__")]
+
+
+@pytest.mark.parametrize("place", ["input", "parameter"])
+@pytest.mark.parametrize("name", SETTABLE)
+def test_an_attribute_that_is_set_is_set(name: str, place: str) -> None:
+    for value in (True, torch.ones(3, 3)):
+        with torch.no_grad():
+            assert_as_eager(lambda tensor, v=value: setattr(tensor, name, v), place, inputs()[:1])
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_an_attribute_of_pythons_own_is_set_on_the_callers_tensor(place: str) -> None:
+    reasons = assert_as_eager(lambda tensor: setattr(tensor, "mark", 2), place, leaves())
+    assert place == "intermediate" or reasons[0]
+
+
+def returns_it_marked(tensor: Tensor) -> Tensor:
+    doubled = tensor * 2
+    doubled.mark = 2  # type: ignore[attr-defined]
+    return doubled
+
+
+def test_a_result_that_bears_an_attribute_is_eagers() -> None:
+    assert all(assert_as_eager(returns_it_marked, "input", leaves()[:2]))
+
+
+ACTS: dict[str, Callable[[nn.Module], Any]] = {
+    "zero_grad": lambda module: module.zero_grad(),
+    "frozen": lambda module: module.requires_grad_(False),
+    "converted": lambda module: module.double().float(),
+    "filled from a vector": lambda module: nn.utils.vector_to_parameters(
+        torch.ones(12), module.parameters()
+    ),
+    "swapped": lambda module: torch.utils.swap_tensors(
+        module.weight, nn.Parameter(torch.ones(3, 3))
+    ),
+    "data": lambda module: setattr(module.weight, "data", module.weight.data * 0.5),
+    "hook": lambda module: module.weight.register_hook(lambda gradient: gradient * 2) and None,
+    "forward hook": lambda module: (
+        module.register_forward_hook(lambda module, args, result: result * 2) and None
+    ),
+}
+
+
+class Acting(nn.Module):
+    def __init__(self, act: Callable[[nn.Module], Any]) -> None:
+        super().__init__()
+        self.linear, self.act = nn.Linear(3, 3), act
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.act(self.linear)
+        return self.linear(x)
+
+
+@pytest.mark.parametrize("act", ACTS)
+def test_what_a_forward_does_to_its_modules_is_done_at_each_call(act: str) -> None:
+    torch.manual_seed(0)
+    net = Acting(ACTS[act])
+    eager = copy.deepcopy(net)
+    compiled = lazyinline.compile(net, backend="eager")
+    for _ in range(3):
+        x = torch.randn(2, 3)
+        results = [compiled(x), eager(x)]
+        assert_same(*results)
+        for result in results:
+            if result.requires_grad:
+                result.sum().backward()
+        for own, other in zip(net.parameters(), eager.parameters(), strict=True):
+            assert_same(own, other)
+            assert_same(own.grad, other.grad)
+            assert state(own) == state(other)
+
+
+def begins_with_it(x: Tensor) -> Any:
+    x.requires_grad_(True)
+    return x.tanh()
+
+
+def sets_it(x: Tensor) -> Any:
+    x.requires_grad = True
+    return x.tanh()
+
+
+def takes_forces(x: Tensor) -> Any:
+    x.requires_grad_(True)
+    energy = x.tanh().sum()
+    return torch.autograd.grad(energy, x, create_graph=True)[0] * energy
+
+
+def uses_it_before(x: Tensor) -> Any:
+    before = x * 3
+    x.requires_grad_(True)
+    return before * x
+
+
+@pytest.mark.parametrize("forward", [begins_with_it, sets_it, takes_forces, uses_it_before])
+def test_an_input_is_switched_to_want_a_gradient_at_each_call(
+    forward: Callable[[Tensor], Any],
+) -> None:
+    class Forced(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(3, 3)
+
+        def forward(self, x: Tensor) -> Any:
+            return self.linear(forward(x)) if forward is not uses_it_before else forward(x)
+
+    net = Forced()
+    eager = copy.deepcopy(net)
+    compiled = lazyinline.compile(net, backend="eager")
+    for x in (*inputs()[:2], *leaves()[:2], *inputs()[:1]):
+        twin = copied(x)
+        found, expected = compiled(x), eager(twin)
+        assert_same(found, expected)
+        assert forward is uses_it_before or not compiled.last_report.ran_eagerly
+        found.sum().backward()
+        expected.sum().backward()
+        assert state(x) == state(twin)
+        if x.is_leaf:
+            assert_same(x.grad, twin.grad)
+        for own, other in zip(net.parameters(), eager.parameters(), strict=True):
+            assert_same(own.grad, other.grad)
+
+
+def test_every_listed_name_is_one_of_a_tensors() -> None:
+    """A name that this version of PyTorch lacks may be another's; a misspelt one is nobody's."""
+    listed = [name for table in (ANSWERS, OPERATORS) for names in table.values() for name in names]
+    assert len(listed) == len(set(listed))
+    assert len([name for name in listed if not hasattr(Tensor, name)]) <= 2
