@@ -21,7 +21,6 @@ import types
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
-from unittest import mock
 
 import pytest
 import sympy
@@ -75,7 +74,7 @@ from lazyinline.backend.kernels.torch_inductor import (
 from lazyinline.backend.launches import torch_profiler
 from lazyinline.backend.launches.torch_native import native_file
 from lazyinline.backend.onnx import torch_onnx
-from lazyinline.frontend.tracing import torch_tracing
+from lazyinline.frontend.tracing import torch_settings, torch_tracing
 from lazyinline.frontend.tracing.torch_fake_rules import kernels_own_rules
 from lazyinline.frontend.tracing.torch_mutations import pure_forms
 from lazyinline.reuse import torch_names
@@ -339,31 +338,43 @@ def test_a_tensor_is_printed_by_the_file_of_that_name(file: str) -> None:
     assert callers == {file}
 
 
-@contract("torch._C._set_default_dtype")
-def test_the_default_dtype_is_set_through_one_function(set_default_dtype: Any) -> None:
-    with mock.patch.object(torch._C, "_set_default_dtype") as asked:
-        torch.set_default_dtype(torch.float64)
-    asked.assert_called_once_with(torch.float64)
-    assert torch.get_default_dtype() is torch.float32
-    set_default_dtype(torch.float32)
+def c_calls_of(function: Callable[[], Any]) -> list[str]:
+    called = []
+
+    def profile(frame: Any, event: str, argument: Any) -> None:
+        if event == "c_call" and os.path.dirname(torch.__file__) in frame.f_code.co_filename:
+            called.append(argument.__name__)
+
+    sys.setprofile(profile)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    return called
 
 
-def test_functions_that_seed_pass_through_the_generator_of_their_module() -> None:
-    generator = torch.random.default_generator
-    asked: list[str] = []
-
-    class Asked:
-        def __getattr__(self, name: str) -> Any:
-            asked.append(name)
-            return getattr(generator, name)
-
+def test_functions_that_set_something_end_in_c_functions_of_known_names() -> None:
     state = torch.get_rng_state()
-    with mock.patch.object(torch.random, "default_generator", Asked()):
-        torch.manual_seed(3)
-        torch.set_rng_state(state)
-        with torch.random.fork_rng(devices=[]):
-            pass
-    assert asked == ["manual_seed", "set_state", "get_state", "set_state"]
+    for names, function in (
+        (["_set_default_dtype"], lambda: torch.set_default_dtype(torch.float32)),
+        (["_set_cudnn_benchmark"], lambda: setattr(torch.backends.cudnn, "benchmark", False)),
+        (["_set_deterministic_algorithms"], lambda: torch.use_deterministic_algorithms(False)),
+        (["set_state"], lambda: torch.set_rng_state(state)),
+        (["get_state"], torch.get_rng_state),
+        (["initial_seed"], torch.initial_seed),
+    ):
+        called = c_calls_of(function)
+        assert set(names) <= set(called), called
+        assert set(names) <= torch_settings.settings().names
+
+
+def test_settings_of_pytorch_are_found_by_their_names() -> None:
+    found = torch_settings.settings()
+    asked = {"get_num_threads", "_get_cudnn_benchmark", "_get_mkldnn_enabled", "is_anomaly_enabled"}
+    assert asked | {"_get_flash_sdp_enabled", "_get_warnAlways"} <= found.getters
+    assert {"set_num_threads", "_set_mkldnn_enabled", "_set_default_dtype"} <= found.setters
+    assert not {"_set_grad_enabled", "set_autocast_enabled", "_set_sdp_use_math"} & found.setters
+    assert {"torch.backends.mha.get_fastpath_enabled"} <= {name for name, *_ in found.all}
 
 
 @contract("torch.ops.aten._local_scalar_dense.default")

@@ -338,6 +338,7 @@ def _assemble(
     tree: ResultTree,
     opened: Collection[float] = (),
 ) -> CapturedModel:
+    recording.caches_asked()
     recording.tensors.resolve_all(recording.root.nodes())
     if recording.sizes is not None:
         recording.sizes.settle(recording.root, recording.tensors.sources)
@@ -354,7 +355,9 @@ def _assemble(
     traced = sum(not d.shared for d in decisions)
     met = [m for m in recording.inside.met.values() if _can_be_watched(m)]
     evidence = _root_evidence(recording, program, met)
-    return CapturedModel(program, decisions, traced, evidence, met, recording.sizes)
+    return CapturedModel(
+        program, decisions, traced, evidence, met, recording.readings, recording.sizes
+    )
 
 
 def _can_be_watched(module: nn.Module) -> bool:

@@ -20,8 +20,9 @@ from ...reuse.transformers_caches import cache_classes
 from ..checks.refusals import refuse_read_attributes, refuse_unlike_constants
 from ..effects.effects import EffectError, OnEffects
 from ..effects.inside_changes import Change, is_plain
-from ..effects.outward_calls import NAMES
+from ..effects.torch_allowed_calls import is_allowed
 from ..tracing.torch_patches import intercepted
+from ..tracing.torch_settings import settings_put_back
 from ..tracing.torch_tracing import profiled_calls
 from ..tracing.watched_objects import watched
 from .assemble import ResultTree
@@ -160,9 +161,12 @@ class Recorder:
         before = torch_pytree.flatten_outer((args, kwargs))
         known = numbered(torch_pytree.containers((args, kwargs)))
         given = [leaf for leaf in before[0] if id(leaf) in known]
-        calls = profiled_calls(recording.function_ran, recording.builtin_called, NAMES)
+        calls = profiled_calls(
+            recording.function_ran, recording.builtin_called, recording.asked, is_allowed
+        )
+        kept = settings_put_back(recording.effects.leaves_set)
         objects = watched(cache_classes(), recording.objects)
-        with intercepted(watcher), objects, calls:
+        with kept, intercepted(watcher), objects, calls:
             output = self.model(*args, **kwargs)
         recording.effects.check_arguments(before, (args, kwargs))
         result = (output, given) if given else output

@@ -17,12 +17,15 @@ from ...reuse.evidence.module_state import walk_modules
 from ...reuse.evidence.reads import Reads
 from ...reuse.evidence.slots import FoundSlots, SlotEvidence, SlotReads, put_at
 from ...reuse.ir.program import RecomputeMark
+from ...reuse.objects import ABSENT
 from ..effects.effects import Effects, OnEffects
 from ..effects.given_objects import GivenObjects
 from ..effects.inside_changes import InsideChanges
-from ..effects.outside_changes import OutsideChanges
-from ..effects.outward_calls import reach_of
+from ..effects.outside_changes import OutsideChanges, is_cache
+from ..effects.torch_allowed_calls import reach_of
 from ..tracing.capture_errors import user_path
+from ..tracing.readings import CacheState, Reading
+from ..tracing.torch_settings import answer, is_reading
 from ..tracing.torch_tracing import (
     Tracer,
     frame_text,
@@ -50,6 +53,7 @@ class Recording:
         given: the arguments that are no tensors.
         num_nodes: of the outer graph so far.
         differentiates: whether the forward has taken a derivative.
+        readings: what was asked for that a call can ask again, and the answers.
         quiet: whether what runs is capture's own doing, not the model's.
     """
 
@@ -73,6 +77,7 @@ class Recording:
         self.num_nodes = 0
         self.differentiates = False
         self.objects = GivenObjects(places, self._readers, self.bookkeeping)
+        self.readings: dict[Reading, Any] = {}
         self._applies = False
         self.quiet = False
         self._ran: set[tuple[Any, type]] = set()
@@ -207,10 +212,28 @@ class Recording:
                 self._ran.add((code, type(first)))
 
     def builtin_called(self, frame: Any, function: Any) -> None:
-        """Refuses what acts outside, before it does."""
-        what = "" if self.quiet else reach_of(function, str(frame.f_globals.get("__name__")))
+        """Refuses what may act outside, before it does; notes what PyTorch is asked for."""
+        if self.quiet:
+            return
+        what = reach_of(function, frame)
         if what:
-            self.effects.refuse(f"{what} ({function.__qualname__})")
+            self.effects.refuse(what)
+        elif is_reading(function):
+            self.asked(function)
+
+    def asked(self, getter: Reading) -> None:
+        """Notes that something was asked for that a call can be asked again, and the answer."""
+        if not self.quiet and getter not in self.readings:
+            with self.bookkeeping():
+                found = answer(getter)
+            if found is not ABSENT:
+                self.readings[getter] = found
+
+    def caches_asked(self) -> None:
+        """Notes what the function caches keep that were used, or that a module holds."""
+        held = [read.value for read in self.reads.attributes.values()]
+        for cache in (*self.effects.changes.caches_used(), *filter(is_cache, held)):
+            self.asked(CacheState(cache))
 
 
 def _unwrapped(region: Region) -> list[torch.fx.Node | Region]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
@@ -18,6 +18,7 @@ from ...reuse.evidence.root_evidence import RootEvidence
 from ...reuse.evidence.slots import SlotEvidence
 from ...reuse.ir.program import ModelTensor, Program, RecomputeMark
 from ...reuse.ir.types import TensorType
+from ..tracing.readings import Reading
 from .init_key import NO_KEY, InitKey
 
 
@@ -152,6 +153,8 @@ class CapturedModel:
     """What the model's Python read."""
     modules: list[nn.Module]
     """The modules outside the model's tree that it read."""
+    readings: Mapping[Reading, Any]
+    """What it asked for that can be asked again, and the answers."""
     sizes: Any = None
     """The dynamic sizes it was captured with, if any."""
 

@@ -158,11 +158,6 @@ class ModelWatcher:
         if not self._recording.quiet:
             self._recording.effects.asks_for_text(tensor)
 
-    def setting(self, what: str) -> None:
-        """Refuses a forward that sets a state of PyTorch."""
-        if not self._recording.quiet:
-            self._recording.effects.refuse(f"sets {what}")
-
     def saves(self) -> None:
         """Refuses a forward that writes a file."""
         if not self._recording.quiet:

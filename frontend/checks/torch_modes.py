@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -83,15 +83,23 @@ def plain_cotangent(gradient: torch.Tensor) -> torch.Tensor:
 
 
 class Modes:
-    """The modes and settings, as they are now, that decide what operators compute."""
+    """The modes and settings, as they are now, that decide what operators compute.
 
-    def __init__(self) -> None:
+    Args:
+        readings: others that a forward asked for, and what it was told.
+    """
+
+    def __init__(self, readings: Mapping[Callable[[], Any], Any]) -> None:
+        self._readings = tuple(readings.items())
         self._state = GlobalStateGuard()
         self._others = _other_modes()
         self._all = (_modes_of_state(), self._others)
 
     def hold(self) -> bool:
         """Whether they are now as they were."""
+        for ask, answer in self._readings:
+            if ask() != answer:
+                return False
         if self._state.check():
             return _other_modes() == self._others
         # A False is not conclusive: the C++ guard also reacts to the thread count and to settings

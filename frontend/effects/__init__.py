@@ -4,5 +4,5 @@ effects          all that a program would not do at each call
 outside_changes  what a run changes outside the model
 inside_changes   what a run changes in the model's modules
 given_objects    which parts of a cache the blocks that are given it read and write
-outward_calls    built-in functions that act outside: noticed before they are called
+torch_allowed_calls  the functions in C that a forward may call: what only computes
 """

@@ -77,6 +77,14 @@ class Effects:
             self._error = EffectError(f"The model's forward {doing} at {user_line()}.")
             raise self._error
 
+    def leaves_set(self, setting: str) -> None:
+        """Refuses a forward after which one of PyTorch's settings is another one."""
+        if self.policy == "refuse":
+            raise EffectError(
+                f"The model's forward leaves a setting of PyTorch's changed ({setting}), and a "
+                "compiled program would leave it as it is."
+            )
+
     def check_arguments(self, before: Any, arguments: Any) -> None:
         """Refuses a forward that changes a list or a dictionary that it is given."""
         leaves, spec = before

@@ -46,7 +46,7 @@ class OutsideChanges:
         self._captured: dict[types.CodeType, dict[str, Any]] = {}
         self._nested: set[types.CodeType] = set()  # code of functions that the run itself makes
         self._ran: set[types.CodeType] = set()
-        self._caches: dict[int, Any] = {}
+        self._caches: dict[int, tuple[Any, Any]] = {}
         for path, module in walk_modules(model):
             for table in _FORWARD_TABLES:
                 for hook in module_state(module).get(table, {}).values():
@@ -73,9 +73,12 @@ class OutsideChanges:
     def found(self, owner: Any, name: str, value: Any) -> None:
         """Notes what a name outside the model stands for, the first time it is looked up."""
         module_name = _module_name(owner)
-        if is_library(module_name) or str(module_name).partition(".")[0] == "numpy":
+        is_plain = type(value) in (list, dict, set)
+        is_known = is_library(module_name) or str(module_name).partition(".")[0] == "numpy"
+        if is_plain or not is_known:
+            self._look_into(value)
+        if is_known:
             return
-        self._look_into(value)
         table: Any = owner if type(owner) is dict else vars(owner) if _is_holder(owner) else None
         if table is not None and id(owner) not in self._tables:
             known = {key: held for key, held in table.items() if not is_own_patch(held)}
@@ -96,8 +99,8 @@ class OutsideChanges:
             self._look_into(value)
 
     def _look_into(self, value: Any) -> None:
-        if type(value) is _CACHED:
-            self._caches[id(value)] = value
+        if is_cache(value):
+            self._caches.setdefault(id(value), (value, value.cache_info()))
         self.contents.look_into(value)
 
     def ended(self, reads: Reads) -> None:
@@ -142,10 +145,14 @@ class OutsideChanges:
 
         return what, again, new
 
+    def caches_used(self) -> list[Any]:
+        """Returns the function caches that were asked."""
+        return [cache for cache, before in self._caches.values() if cache.cache_info() != before]
+
     def empty_caches(self) -> torch.Tensor | None:
         """Empties function caches that hold a tensor of a trace; returns one of those."""
         found = None
-        for cache in self._caches.values():
+        for cache, _ in self._caches.values():
             held = find_fake(gc.get_referents(cache))
             if held is not None:
                 found = held
@@ -165,6 +172,11 @@ class OutsideChanges:
                 now, before = table.get(name, ABSENT), known.get(name, ABSENT)
                 if not same_value(now, before):
                     yield outside_name(owner, name), _putting(owner, name), before, now
+
+
+def is_cache(value: Any) -> bool:
+    """Whether a value is a function behind a cache."""
+    return type(value) is _CACHED
 
 
 def find_fake(values: Iterable[Any]) -> torch.Tensor | None:

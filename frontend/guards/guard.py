@@ -12,6 +12,7 @@ import copy
 import operator
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any, cast
 
 import torch
@@ -22,6 +23,7 @@ from ...reuse.evidence.identity_checks import Check, Hold, IdentityChecks
 from ...reuse.evidence.module_state import module_state, walk_modules
 from ...reuse.evidence.snapshot import same_value
 from ...reuse.ir.program import ModelTensor, Program
+from ...reuse.objects import is_library
 from ...reuse.process_lock import ProcessLock
 from ...reuse.torch_names import global_hook_tables, is_lazy, memory_id
 from ..capture.regions import CapturedModel
@@ -69,7 +71,7 @@ class Guard:
         self._tree = tree
         self._hold = hold
         self._set_inputs(leaves, any_float_at)
-        self._modes = Modes()
+        self._modes = Modes(captured.readings)
         self._modules = [*model.modules(), *captured.modules]
         self._states = [module_state(m) for m in self._modules]
         self._training = list(map(_training_of, self._states))
@@ -134,6 +136,11 @@ class Guard:
             for name in ("forward", "__call__"):
                 checks.attribute(kind, name, getattr(kind, name))
             checks.bases(kind)
+            for base in kind.__mro__[: kind.__mro__.index(nn.Module)]:
+                if is_library(base.__module__):
+                    for name, method in vars(base).items():
+                        if isinstance(method, FunctionType):
+                            checks.entry(vars(base), name, method)
         tables = [state[name] for state in self._states for name in _HOOK_TABLES]
         for table in tables + global_hook_tables("forward") + global_hook_tables("backward"):
             checks.values(table)

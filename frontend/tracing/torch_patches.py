@@ -44,8 +44,6 @@ _LOCK = threading.RLock()
 _PLAIN_TENSORS = (torch.Tensor, nn.Parameter)
 _VALUE_READERS = ("tolist", "numpy", "__array__", "__dlpack__")
 _TEXTS = ("__repr__", "__format__")
-_GENERATOR_STATE = "or asks for the state of PyTorch's random generator (manual_seed, fork_rng)"
-_GENERATOR_METHODS = ("manual_seed", "seed", "set_state", "get_state", "initial_seed")
 _PRINTER_FILE = torch._tensor_str.__file__  # what a model prints becomes no number of it
 # What drives a checkpoint without reentrance: first its name since torch 2.15, then until then.
 _CHECKPOINT_GENERATORS = (
@@ -110,9 +108,6 @@ class Watcher(Protocol):
 
     def text(self, tensor: torch.Tensor) -> None:
         """User code is about to write out a tensor."""
-
-    def setting(self, what: str) -> None:
-        """Code sets a state of PyTorch: where random numbers begin, the default dtype."""
 
     def saves(self) -> None:
         """Code is about to write a file (``torch.save``)."""
@@ -390,51 +385,6 @@ def _patch_output(watcher: Watcher, thread: int) -> Callable[[], None]:
     return restore
 
 
-class _WatchedGenerator:
-    """PyTorch's default generator, as the functions that seed it, or ask for its seed, see it."""
-
-    def __init__(self, generator: torch.Generator, watcher: Watcher, thread: int) -> None:
-        self._generator, self._watcher, self._thread = generator, watcher, thread
-
-    def __getattr__(self, name: str) -> Any:
-        if name in _GENERATOR_METHODS and threading.get_ident() == self._thread:
-            self._watcher.setting(_GENERATOR_STATE)
-        return getattr(self._generator, name)
-
-
-def _patch_generator(watcher: Watcher, thread: int) -> Callable[[], None]:
-    """Where the next random numbers begin (``torch.manual_seed``, ``torch.random.fork_rng``)."""
-    module: Any = torch.random
-    generator = torch.random.default_generator
-    module.default_generator = _WatchedGenerator(generator, watcher, thread)
-
-    def restore() -> None:
-        module.default_generator = generator
-
-    return restore
-
-
-def _patch_default_dtype(watcher: Watcher, thread: int) -> Callable[[], None]:
-    """What ``torch.set_default_dtype`` ends in, however it was imported.
-
-    An operator that was traced without a dtype would take the default of the time when it is
-    decomposed or run.
-    """
-    set_default_dtype = torch._C._set_default_dtype
-
-    def watched(dtype: torch.dtype) -> None:
-        if threading.get_ident() == thread:
-            watcher.setting("PyTorch's default dtype")
-        set_default_dtype(dtype)
-
-    torch._C._set_default_dtype = watched  # type: ignore[assignment]
-
-    def restore() -> None:
-        torch._C._set_default_dtype = set_default_dtype
-
-    return restore
-
-
 def _patch_backward(watcher: Watcher, thread: int) -> Callable[[], None]:
     """What ``torch.autograd.grad`` and every ``backward`` end in, however they were imported."""
     engine: Any = torch.autograd._engine_run_backward
@@ -520,6 +470,4 @@ _PATCHES = (
     _patch_answers,
     _patch_texts,
     _patch_output,
-    _patch_generator,
-    _patch_default_dtype,
 )

@@ -6,11 +6,13 @@ The trace sees operators before autograd and before composite operators are take
 
 from __future__ import annotations
 
+import abc
 import logging
 import operator
 import os
 import sys
 import threading
+import types
 import warnings
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -44,8 +46,10 @@ from ...reuse.ir.torch_graphs import lazy_modules, wrapped_globals_left
 from ...reuse.ir.torch_symbols import SIZE_TYPES
 from ...reuse.ir.types import TensorType
 from ...reuse.own_code import own_places
+from .readings import IsSubclass
 from .torch_gpu_autocast import GpuCasts
 from .torch_mutations import pure_forms
+from .torch_settings import may_ask, python_getter, settings
 from .ways import made_of
 
 _TORCH_FOLDER = os.path.dirname(torch.__file__) + os.sep
@@ -86,6 +90,9 @@ DATA_DEPENDENT_ERRORS: tuple[type[Exception], ...] = (
 )
 
 
+_USERS, _PYTORCHS, _ABSTRACTS = "the user's", "PyTorch's", "isinstance of an abstract class"
+_ABSTRACT = (abc.ABCMeta.__instancecheck__.__code__, abc.ABCMeta.__subclasscheck__.__code__)
+_PLACES = (type, types.ModuleType)
 _OWN_NAMESPACES = frozenset(["aten", "prim", "prims"])
 _READERS = (
     torch.ops.aten.item.default,
@@ -619,21 +626,40 @@ def _top_name(frame: Any) -> str:
     return str(frame.f_globals.get("__name__")).partition(".")[0]
 
 
+def _asked_of_abstract(frame: Any) -> IsSubclass:
+    base, asked = map(frame.f_locals.__getitem__, frame.f_code.co_varnames[:2])
+    is_class = frame.f_code is _ABSTRACT[1]
+    return IsSubclass(asked if is_class else type(asked), base)
+
+
+def _role_of(frame: Any) -> Any:
+    """Returns whose code a frame runs, if it is looked at; of a getter of PyTorch's, that."""
+    if _is_of_user(frame):
+        return _USERS
+    if frame.f_code in _ABSTRACT:
+        return _ABSTRACTS
+    return (python_getter(frame) or _PYTORCHS) if may_ask(frame) else None
+
+
 @contextmanager
 def profiled_calls(
     on_call: Callable[[Any], None],
     on_builtin: Callable[[Any, Any], None],
-    builtins: frozenset[str],
+    on_reading: Callable[[Any], None],
+    is_allowed: Callable[[Any], bool],
 ) -> Iterator[None]:
     """Tells of each call of a user function (not PyTorch's, not ours), and by one.
 
     Args:
         on_call: is given the frame of a user function that begins.
-        on_builtin: is given the frame of a user function, and a built-in function that it is about
-            to call.
-        builtins: names of those that are told of.
+        on_builtin: is given the frame of a user function and a function in C that it is about to
+            call and that is not allowed; also of PyTorch's, where it sets something.
+        on_reading: is given a function that tells one of PyTorch's settings, and is being asked.
+        is_allowed: whether there is nothing to tell of calls of a function in C.
     """
-    known: dict[int, tuple[bool, Any]] = {}  # by id: to hash a code object takes longer than this
+    known: dict[int, tuple[Any, Any]] = {}  # by id: to hash a code object takes longer than this
+    allowed: dict[Any, Any] = {}
+    of_settings = settings().names
 
     def profile(frame: Any, event: str, argument: Any) -> None:
         if event != "call" and event != "c_call":
@@ -641,14 +667,32 @@ def profiled_calls(
         code = frame.f_code
         found = known.get(id(code))
         if found is None:
-            found = known[id(code)] = (_is_of_user(frame), code)
-        if not found[0]:
+            found = known[id(code)] = (_role_of(frame), code)
+        role = found[0]
+        if role is None:
             return
         if event == "call":
-            if not _served_pytorch(frame):
-                on_call(frame)
-        elif argument.__name__ in builtins and not _served_pytorch(frame):
-            on_builtin(frame, argument)
+            if role is _USERS:
+                if not _served_pytorch(frame):
+                    on_call(frame)
+            elif role is _ABSTRACTS:
+                if _is_of_user(frame.f_back):
+                    on_reading(_asked_of_abstract(frame))
+            elif role is not _PYTORCHS:
+                on_reading(role)
+        elif role is not _USERS:
+            if argument.__name__ in of_settings:
+                on_builtin(frame, argument)
+        else:
+            place = argument.__self__
+            if not isinstance(place, _PLACES):
+                place = type(place)
+            key = argument if argument.__module__ else (id(place), argument.__name__)
+            if key not in allowed:
+                if is_allowed(argument):
+                    allowed[key] = place  # so that nothing else gets its number
+                elif not _served_pytorch(frame):
+                    on_builtin(frame, argument)
 
     previous: Any = sys.getprofile()
     sys.setprofile(profile)

@@ -44,10 +44,10 @@ _ENVIRONMENT_CODES = frozenset(
 _IMPORTERS = frozenset({"__import__", "import_module"})
 _MAX_OUTSIDE_DEPTH = 8
 _MAX_OUTSIDE_ITEMS = 256
-_PLAIN = (bool, int, float, str, tuple, list, dict, set, frozenset, deque, type(None))
+_DATA = (bool, int, float, str, tuple, list, dict, set, frozenset, deque)
+_PLAIN = (*_DATA, type(None))
 _MAX_LIBRARY_DEPTH = 3  # torch.nn.functional
 _KNOWN_BY_STRUCTURE = (torch.Tensor, nn.Module)
-_CODE = (type, types.FunctionType, types.BuiltinFunctionType)
 _OUTSIDE = Freezer(by_identity=(types.FunctionType,), max_items=_MAX_OUTSIDE_ITEMS)
 
 
@@ -235,13 +235,14 @@ class Reads:
         self._named_attributes(value, names, depth + 1)
 
     def _library(self, module: types.ModuleType, names: tuple[str, ...], depth: int) -> None:
-        """Notes functions of a library: no setting there steers a model, but they get replaced."""
+        """Notes functions of a library, which get replaced, and plain data (``sys.argv``)."""
         for name in names:
             value = vars(module).get(name)
-            if isinstance(value, _CODE):
+            if isinstance(value, types.ModuleType):
+                if depth <= _MAX_LIBRARY_DEPTH:
+                    self._named_attributes(value, names, depth + 1)
+            elif callable(value) or (type(value) in _DATA and value is not sys.modules):
                 self._outside(module, name, (), _MAX_OUTSIDE_DEPTH)
-            elif isinstance(value, types.ModuleType) and depth <= _MAX_LIBRARY_DEPTH:
-                self._named_attributes(value, names, depth + 1)
 
     def _named_attributes(self, owner: Any, names: tuple[str, ...], depth: int) -> None:
         if isinstance(owner, types.ModuleType) and is_library(owner.__name__):

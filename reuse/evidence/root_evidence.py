@@ -29,6 +29,7 @@ from .snapshot import Snapshot, same_value
 _OF_RUNNING = ("__code__", "__defaults__", "__kwdefaults__")
 _OF_FUNCTIONS = (*_OF_RUNNING, "__doc__", "__module__", "__name__", "__qualname__")
 _OF_CLASSES = ("__name__", "__qualname__")
+_WITH_METHODS = (torch.Tensor, nn.Module)
 
 
 class RootEvidence:
@@ -54,6 +55,7 @@ class RootEvidence:
         self._bases: dict[int, tuple[type, tuple[type, ...]]] = {}
         self._objects: dict[int, tuple[Any, type, Any]] = {}
         self._parts: list[tuple[Any, str, Any]] = []
+        self._sizes: list[tuple[Any, int]] = []
         for (number, name), read in reads.attributes.items():
             if number in modules and id(read.value) not in placed:
                 self._add_attribute(name, read)
@@ -64,6 +66,7 @@ class RootEvidence:
         names = reads.names()
         self._add_getters(names)
         self._add_holders(names)
+        self._add_methods(names)
         self._add_functions(reads, names)
         self._add_environment(reads.environment())
 
@@ -172,6 +175,20 @@ class RootEvidence:
                     "in a list, a dictionary, an array or a buffer."
                 )
 
+    def _add_methods(self, names: Collection[str]) -> None:
+        """Adds the methods of tensors and modules, which are found on them without any look-up.
+
+        Those of tensors are in C: one in Python that hides it is one more in the class.
+        """
+        for kind in _WITH_METHODS:
+            self._sizes.append((vars(kind), len(vars(kind))))
+            for name in vars(kind).keys() & names:
+                if callable(vars(kind)[name]):
+                    self._add_entry(vars(kind), name, vars(kind)[name])
+
+    def _same_sizes(self) -> bool:
+        return all(len(table) == size for table, size in self._sizes)
+
     def _add_functions(self, reads: Reads, names: Collection[str]) -> None:
         """Adds what can be replaced in functions and classes, while they stay who they are.
 
@@ -238,6 +255,7 @@ class RootEvidence:
                 checks.kind(owner, kind)
             else:
                 checks.held_in(owner, kind, own)
+        checks.holds(self._same_sizes)
         for owner, name, before in self._parts:
             now = _part_of(owner, name)
             checks.attribute(owner, name, now)
@@ -246,7 +264,8 @@ class RootEvidence:
     def still_holds(self) -> bool:
         """Whether all of them are what they were, or equal to it."""
         return (
-            all(self._same_entries(kind) for kind in self._entries)
+            self._same_sizes()
+            and all(self._same_entries(kind) for kind in self._entries)
             and not any(map(operator.contains, *self._absent))
             and all([*table] == names for table, names in self._whole)
             and all(kind.__mro__ is order for kind, order in self._bases.values())

@@ -1,0 +1,174 @@
+"""Adapter: PyTorch's own settings, found by rule: what can be asked for and can be set.
+
+A setting has a getter without arguments and a setter of the same words, in C
+(``_get_cudnn_benchmark``, ``_set_cudnn_benchmark``) or in the Python of ``torch.backends``. So a
+setting of a PyTorch to come is known as well.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import inspect
+import re
+import sys
+import types
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+
+from ...reuse.errors import CaptureError
+from ...reuse.objects import ABSENT
+from ..checks.torch_modes import default_device
+
+_GETTER, _SETTER = re.compile(r"_?(get|is|are)_"), re.compile(r"_?set_")
+_NO_WORDS = frozenset({"get", "set", "is", "are", "use", "enabled", "preferred"})
+_PYTHONS = ("torch.backends.", "torch.__future__")
+_PLAIN = (bool, int, float, str, tuple, list, torch.dtype, torch.device, enum.Enum, type(None))
+_IS_BUILTIN = types.BuiltinFunctionType
+# Facts of the installation, and what a call under tracers does not reach.
+_FIXED = re.compile(r"_?is_(\w*available|built|\w*compiling|\w*exporting|in_bad_fork)$")
+_NO_SETTINGS = ("torch._", "torch.fx", "torch.jit", "torch.compiler", "torch.utils", "torch.export")
+_VARIABLE = inspect.CO_VARARGS | inspect.CO_VARKEYWORDS
+# Each operator of a trace knows under which of these it ran, or they choose among kernels that all
+# compute the same; so ``with torch.no_grad()``, autocast and sdpa_kernel may be inside a forward.
+_FOLLOWED = re.compile(r"_?set_(grad_enabled|autocast_\w+|sdp_\w+)$")
+# The tracer's own, and what is off while a model is captured.
+_OURS = frozenset({"_get_torch_function_state", "_get_tracing_state", "_get_graph_exec_group"})
+_OFF_MEANWHILE = frozenset(
+    {"is_anomaly_enabled", "is_anomaly_check_nan_enabled", "is_autocast_cache_enabled"}
+)
+
+
+class Settings(NamedTuple):
+    """What can be set in PyTorch.
+
+    Attributes:
+        getters: by name, those in C.
+        setters: names of functions in C that set what nothing in a trace shows.
+        names: all of them, and those of a random generator's methods, in C.
+        all: what is set now can be asked for, by a name, and put back with a function, if known.
+    """
+
+    getters: frozenset[str]
+    setters: frozenset[str]
+    names: frozenset[str]
+    all: tuple[tuple[str, Callable[[], Any], Callable[[Any], Any] | None], ...]
+
+
+@functools.cache
+def settings() -> Settings:
+    """Returns PyTorch's settings; looked for once."""
+    own: Any = torch._C
+    setters = [n for n in dir(own) if _SETTER.match(n) and isinstance(getattr(own, n), _IS_BUILTIN)]
+    found: list[tuple[str, Callable[[], Any], Callable[[Any], Any] | None]] = []
+    for name in filter(_GETTER.match, dir(own)):
+        is_cast = "autocast" in name and "cache" not in name  # the guard asks for them, by device
+        named = [s for s in setters if _words(s) and _words(s) <= _words(name)]
+        if named and not is_cast and name not in _OURS and _answers(getattr(own, name)):
+            same = [getattr(own, s) for s in named if _words(s) == _words(name)]
+            found.append((name, getattr(own, name), same[0] if same else None))
+    getters = frozenset(name for name, *_ in found)
+    found += [("the default device", default_device, torch.set_default_device), *_of_python()]
+    hidden = frozenset(s for s in setters if not _FOLLOWED.match(s))
+    of_generators = {name for name in vars(torch.Generator) if name[0] != "_"} - {"device"}
+    return Settings(getters, hidden, getters | hidden | of_generators, tuple(found))
+
+
+def _words(name: str) -> frozenset[str]:
+    return frozenset(name.strip("_").split("_")) - _NO_WORDS
+
+
+def _answers(getter: Any) -> bool:
+    """Whether a function is one that takes no arguments and tells something plain."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            return isinstance(getter, _IS_BUILTIN) and isinstance(getter(), _PLAIN)
+    except (TypeError, RuntimeError, Warning):
+        return False
+
+
+def _of_python() -> Iterator[tuple[str, Callable[[], Any], Callable[[Any], Any]]]:
+    for module_name, module in list(sys.modules.items()):
+        if not module_name.startswith(_PYTHONS):
+            continue
+        held = vars(getattr(module, "m", module))  # a module whose settings are attributes
+        for name, getter in list(held.items()):
+            setter = held.get(name.replace("get_", "set_", 1))
+            if setter is not getter and _takes_nothing(getter) and callable(setter):
+                yield f"{module_name}.{name}", getter, setter
+
+
+def _takes_nothing(function: Any) -> bool:
+    return isinstance(function, types.FunctionType) and _is_alone(function.__code__)
+
+
+def _is_alone(code: types.CodeType) -> bool:
+    takes = code.co_argcount + code.co_kwonlyargcount or code.co_flags & _VARIABLE
+    return not takes
+
+
+def may_ask(frame: types.FrameType) -> bool:
+    """Whether a frame of PyTorch's may ask for settings, or set them, because the model does."""
+    name = str(frame.f_globals.get("__name__"))
+    is_own = name.startswith(_NO_SETTINGS) and name != "torch.__future__"
+    return name.partition(".")[0] == "torch" and not is_own
+
+
+def python_getter(frame: types.FrameType) -> Callable[[], Any] | None:
+    """Returns the function that a frame of PyTorch's runs, if that only tells a setting."""
+    code = frame.f_code
+    is_getter = _GETTER.match(code.co_name) and not _FIXED.match(code.co_name)
+    found = frame.f_globals.get(code.co_name) if is_getter and _is_alone(code) else None
+    return found if getattr(found, "__code__", None) is code else None
+
+
+def setting_of(function: Any) -> str:
+    """Names what a function in C sets that a trace would not show, or returns an empty text."""
+    if function.__self__ is not torch._C or function.__name__ not in settings().setters:
+        return ""
+    return f"PyTorch's {function.__name__.strip('_')[4:].replace('_', ' ')}"
+
+
+def is_reading(function: Any) -> bool:
+    """Whether a function in C tells a setting, which the guard can ask for again."""
+    return function.__self__ is torch._C and function.__name__ in settings().getters
+
+
+def answer(getter: Callable[[], Any]) -> Any:
+    """Asks for something again; returns ABSENT where the answer is nothing that compares.
+
+    Raises:
+        CaptureError: if it is another one while a model is captured.
+    """
+    if getattr(getter, "__name__", "") in _OFF_MEANWHILE:
+        raise CaptureError(
+            f"The model's forward asks for a setting that is off while it is captured ({getter})."
+        )
+    found = getter()
+    return found if isinstance(found, _PLAIN) else ABSENT
+
+
+@contextmanager
+def settings_put_back(refuse: Callable[[str], None]) -> Iterator[None]:
+    """Puts settings back that what runs inside leaves changed, and refuses it.
+
+    Args:
+        refuse: is told which setting it was.
+    """
+    before = [(name, getter, put, getter()) for name, getter, put in settings().all]
+    changed = ""
+    try:
+        yield
+    finally:
+        for name, getter, put, value in before:
+            if getter() != value:
+                changed = name
+                if put is not None:
+                    put(value)
+    if changed:
+        refuse(changed)
