@@ -241,6 +241,7 @@ READINGS: dict[str, tuple[Callable[[], Any], Callable[[int], Any]]] = {
     "the working folder": (lambda: os.getcwd(), lambda step: os.chdir(FOLDERS[step])),
     "a decimal context": (lambda: decimal.getcontext().prec, set_precision),
     "numpy's errors": (lambda: np.geterr(), set_errors),
+    "an event": (lambda: EVENT.is_set(), set_event),
     "a shared number": (lambda: SHARED.value, set_shared),
     "a lock": (lambda: LOCK.locked(), lambda step: LOCK.acquire(blocking=False)),
     "arguments": (lambda: sys.argv, set_arguments),

@@ -18,6 +18,7 @@ from ...reuse.ir.types import TensorType
 from ..checks.refusals import DIFFERENTIATES, refuse_recurrent
 from ..tracing.capture_errors import model_name
 from ..tracing.custom_function import TENSOR, CustomFunction, run_both_ways
+from ..tracing.readings import Reading
 from ..tracing.torch_patches import GradientCall
 from ..tracing.torch_tensor_answers import SWITCHES, changes_layout, may_compute, state_of
 from ..tracing.torch_tracing import is_fake, user_line
@@ -152,6 +153,10 @@ class ModelWatcher:
         if not self._recording.quiet:
             self._recording.effects.hold_back(emit, where)
         return not self._recording.quiet
+
+    def asked(self, reading: Reading) -> None:
+        """Notes what the forward was told, for calls to ask again."""
+        self._recording.asked(reading)
 
     def text(self, tensor: torch.Tensor) -> None:
         """Refuses to write out a tensor."""

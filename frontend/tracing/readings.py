@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import abc
 import gc
-from collections.abc import Callable
+import logging
+import sys
+import warnings
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import CodeType
 from typing import Any
 
 Reading = Callable[[], Any]
+ONCE = ("default", "module", "once")
+"""The actions of filters that show a warning once."""
 
 _MAX_HELD = 32
 
@@ -22,6 +29,73 @@ class IsSubclass:
     def __call__(self) -> bool:
         """Asks again."""
         return issubclass(self.kind, self.base)
+
+
+@dataclass(frozen=True)
+class IsLogged:
+    """Whether a logger writes what is of a level."""
+
+    logger: logging.Logger
+    level: int
+
+    def __call__(self) -> bool:
+        """Asks again."""
+        return self.logger.isEnabledFor(self.level)
+
+
+@dataclass(frozen=True, eq=False)
+class _Registry:
+    """What a module's lines have warned of."""
+
+    table: dict[Any, Any]
+
+
+@dataclass(frozen=True)
+class IsWarned:
+    """Whether a warning would be shown: mostly only the first time, at each line."""
+
+    text: str
+    category: type[Warning]
+    module: str
+    file: str
+    line: int
+    registry: _Registry
+
+    def give(self, message: Any) -> None:
+        """Gives the warning, as its line would."""
+        place = (self.category, self.file, self.line, self.module, self.registry.table)
+        warnings.warn_explicit(message, *place)
+
+    def action(self) -> str:
+        """Returns what the filters say of it: shown always, once, never, or raised."""
+        for action, message, category, module, line in warnings.filters:
+            if (
+                (message is None or message.match(self.text))
+                and issubclass(self.category, category)
+                and (module is None or module.match(self.module))
+                and line in (0, self.line)
+            ):
+                return action
+        return warnings.defaultaction  # type: ignore[attr-defined,no-any-return]
+
+    def __call__(self) -> bool:
+        """Asks again."""
+        action, text = self.action(), (self.text, self.category)
+        once = warnings.onceregistry  # type: ignore[attr-defined]
+        known = (*text, self.line) in self.registry.table or (*text, 0) in self.registry.table
+        return action != "ignore" and not (
+            action in ONCE and (known or (action == "once" and text in once))
+        )
+
+
+def warned_at(frame: Any, level: int, text: str, category: type[Warning]) -> IsWarned:
+    """Returns whether a warning is shown for a line of code: of a frame's caller, from level 2."""
+    while level > 1 and frame is not None:
+        frame, level = frame.f_back, level - 1
+    scope = vars(sys) if frame is None else frame.f_globals
+    file, line = ("sys", 1) if frame is None else (frame.f_code.co_filename, frame.f_lineno)
+    registry = _Registry(scope.setdefault("__warningregistry__", {}))
+    return IsWarned(text, category, str(scope.get("__name__") or "<string>"), file, line, registry)
 
 
 @dataclass(frozen=True)
@@ -51,3 +125,11 @@ class _Same:
 
     def __hash__(self) -> int:
         return id(self._value)
+
+
+ASKED_IN_PYTHON: Mapping[CodeType, Callable[..., Reading]] = {
+    abc.ABCMeta.__instancecheck__.__code__: lambda cls, instance: IsSubclass(type(instance), cls),
+    abc.ABCMeta.__subclasscheck__.__code__: lambda cls, subclass: IsSubclass(subclass, cls),
+    logging.Logger.isEnabledFor.__code__: lambda self, level: IsLogged(self, level),
+}
+"""Functions of Python's own that tell something, and what asks it again, given their arguments."""

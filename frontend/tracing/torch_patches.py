@@ -17,6 +17,7 @@ import logging
 import sys
 import threading
 import types
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ from torch.jit._state import _try_get_jit_cached_function
 from ...reuse.ir.program import RecomputeMark
 from ...reuse.open_numbers import told
 from ...reuse.torch_names import CALL_SLOT
+from .readings import ONCE, Reading, warned_at
 from .torch_tensor_answers import is_answer, watched_names
 from .torch_tracing import (
     acts_on_modules,
@@ -105,6 +107,9 @@ class Watcher(Protocol):
 
     def output(self, emit: Callable[[], None], where: str) -> bool:
         """User code prints or logs; returns True to hold it back, for ``emit`` to bring out."""
+
+    def asked(self, reading: Reading) -> None:
+        """User code was told something that can be asked again."""
 
     def text(self, tensor: torch.Tensor) -> None:
         """User code is about to write out a tensor."""
@@ -350,8 +355,9 @@ def _patch_texts(watcher: Watcher, thread: int) -> Callable[[], None]:
 
 
 def _patch_output(watcher: Watcher, thread: int) -> Callable[[], None]:
-    """What user code prints and saves, and logs that its loggers would write."""
+    """What user code prints and saves, warns of, and logs that its loggers would write."""
     show, handle, save = builtins.print, logging.Logger.handle, torch.save
+    warn: Any = warnings.warn
 
     def print_(*values: Any, **kwargs: Any) -> None:
         if threading.get_ident() == thread and is_user_frame(sys._getframe(1)):
@@ -368,6 +374,18 @@ def _patch_output(watcher: Watcher, thread: int) -> Callable[[], None]:
                 return
         handle(self, record)
 
+    def warn_(message: Any, category: Any = None, stacklevel: int = 1, **kwargs: Any) -> None:
+        if threading.get_ident() != thread or not is_user_frame(sys._getframe(1)):
+            warn(message, category, stacklevel + 1, **kwargs)
+            return
+        kind = type(message) if isinstance(message, Warning) else category or UserWarning
+        shown = warned_at(sys._getframe(1), stacklevel, str(message), kind)
+        if shown.action() in (*ONCE, "error", "ignore"):
+            warn(message, category, stacklevel + 1, **kwargs)
+            watcher.asked(shown)
+            return
+        watcher.output(lambda: shown.give(message), user_line())
+
     def save_(*args: Any, **kwargs: Any) -> None:
         if threading.get_ident() == thread:
             watcher.saves()
@@ -376,8 +394,10 @@ def _patch_output(watcher: Watcher, thread: int) -> Callable[[], None]:
     builtins.print = print_
     logging.Logger.handle = handle_  # type: ignore[method-assign]
     torch.save = save_
+    warnings.warn = warn_  # type: ignore[assignment]
 
     def restore() -> None:
+        warnings.warn = warn
         torch.save = save
         builtins.print = show
         logging.Logger.handle = handle  # type: ignore[method-assign]

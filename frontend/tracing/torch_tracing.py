@@ -6,7 +6,6 @@ The trace sees operators before autograd and before composite operators are take
 
 from __future__ import annotations
 
-import abc
 import logging
 import operator
 import os
@@ -46,7 +45,7 @@ from ...reuse.ir.torch_graphs import lazy_modules, wrapped_globals_left
 from ...reuse.ir.torch_symbols import SIZE_TYPES
 from ...reuse.ir.types import TensorType
 from ...reuse.own_code import own_places
-from .readings import IsSubclass
+from .readings import ASKED_IN_PYTHON
 from .torch_gpu_autocast import GpuCasts
 from .torch_mutations import pure_forms
 from .torch_settings import may_ask, python_getter, settings
@@ -90,8 +89,7 @@ DATA_DEPENDENT_ERRORS: tuple[type[Exception], ...] = (
 )
 
 
-_USERS, _PYTORCHS, _ABSTRACTS = "the user's", "PyTorch's", "isinstance of an abstract class"
-_ABSTRACT = (abc.ABCMeta.__instancecheck__.__code__, abc.ABCMeta.__subclasscheck__.__code__)
+_USERS, _PYTORCHS = "the user's", "PyTorch's"
 _PLACES = (type, types.ModuleType)
 _OWN_NAMESPACES = frozenset(["aten", "prim", "prims"])
 _READERS = (
@@ -626,18 +624,12 @@ def _top_name(frame: Any) -> str:
     return str(frame.f_globals.get("__name__")).partition(".")[0]
 
 
-def _asked_of_abstract(frame: Any) -> IsSubclass:
-    base, asked = map(frame.f_locals.__getitem__, frame.f_code.co_varnames[:2])
-    is_class = frame.f_code is _ABSTRACT[1]
-    return IsSubclass(asked if is_class else type(asked), base)
-
-
 def _role_of(frame: Any) -> Any:
-    """Returns whose code a frame runs, if it is looked at; of a getter of PyTorch's, that."""
+    """Returns whose code a frame runs, if it is looked at; of what tells something, that."""
+    if frame.f_code in ASKED_IN_PYTHON:
+        return (ASKED_IN_PYTHON[frame.f_code],)
     if _is_of_user(frame):
         return _USERS
-    if frame.f_code in _ABSTRACT:
-        return _ABSTRACTS
     return (python_getter(frame) or _PYTORCHS) if may_ask(frame) else None
 
 
@@ -675,9 +667,9 @@ def profiled_calls(
             if role is _USERS:
                 if not _served_pytorch(frame):
                     on_call(frame)
-            elif role is _ABSTRACTS:
-                if _is_of_user(frame.f_back):
-                    on_reading(_asked_of_abstract(frame))
+            elif type(role) is tuple:
+                if not _served_pytorch(frame):
+                    on_reading(role[0](**frame.f_locals))
             elif role is not _PYTORCHS:
                 on_reading(role)
         elif role is not _USERS:
