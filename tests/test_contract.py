@@ -283,6 +283,43 @@ def test_rules_for_fake_tensors_can_be_added_and_state_the_kernels_layout(
     assert rules == before
 
 
+LAYOUTS: dict[str, Callable[[], Tensor]] = {
+    "contiguous": lambda: torch.randn(2, 8, 6, 6),
+    "channels last": lambda: torch.randn(2, 8, 6, 6).to(memory_format=torch.channels_last),
+    "swapped": lambda: torch.randn(2, 6, 8, 6).transpose(1, 2),
+    "backwards": lambda: torch.randn(6, 6, 8, 2).permute(3, 2, 1, 0),
+    "with gaps": lambda: torch.randn(2, 8, 6, 12)[..., ::2],
+    "five": lambda: torch.randn(2, 8, 6, 6, 6),
+    "five, channels last": lambda: torch.randn(2, 8, 6, 6, 6).to(
+        memory_format=torch.channels_last_3d
+    ),
+    "three": lambda: torch.randn(2, 6, 8).transpose(1, 2),
+}
+
+
+@contract("torch._prims_common.suggest_memory_format")
+def test_fakes_of_a_trace_are_laid_out_as_kernels_do(suggested: Any) -> None:
+    channels_last = LAYOUTS["channels last"]()
+    assert suggested(channels_last) is torch.channels_last
+    assert suggested(channels_last.contiguous()) is torch.contiguous_format
+    ones = torch.ones(8)
+    operators: list[Callable[[Tensor], Tensor]] = [
+        lambda x: nn.functional.group_norm(x, 4),
+        lambda x: nn.functional.group_norm(x, 4, ones, ones),
+        lambda x: nn.functional.batch_norm(x, None, None, training=True),
+        lambda x: nn.functional.batch_norm(x, ones.clone(), ones.clone(), training=True),
+        lambda x: nn.functional.batch_norm(x, ones, ones),
+        lambda x: x.roll(1, 1),
+        lambda x: nn.functional.channel_shuffle(x, 2),
+    ]
+    for (name, made), function in itertools.product(LAYOUTS.items(), operators):
+        x, mode = made(), torch_tracing.new_fake_mode()
+        real = function(x)
+        with mode:
+            fake = function(mode.from_tensor(x))
+        assert fake.stride() == real.stride(), name
+
+
 @contract("torch._subclasses.fake_tensor.DataDependentOutputException")
 def test_asking_a_fake_for_its_value_raises(error: Any) -> None:
     with fake_mode(), pytest.raises(error):

@@ -13,7 +13,7 @@ from ...reuse.ir.leaf import without_autocast
 from ...reuse.ir.torch_symbols import sizes_in
 from ...reuse.ir.types import TensorType
 from ..rules.in_traces import rules_above_autograd, rules_beneath_autograd
-from .layouts import attention_as_traced
+from .layouts import attention_as_traced, results_as_captured
 from .origins import NotingInterpreter
 from .pure_memory import of_pure_memory, strip_detach
 from .stops import StoppingInterpreter
@@ -48,7 +48,7 @@ def trace_forward_on(
 
     def forward(flat: list[torch.Tensor]) -> tuple[Any, ...]:
         interpreter = NotingInterpreter(module, growing_graph())
-        results = interpreter.run_flat(flat)
+        results = results_as_captured(module, interpreter.run_flat(flat))
         interpreter.write()
         return results
 
@@ -73,7 +73,7 @@ def trace_taken_apart(
 
     def forward(flat: list[torch.Tensor]) -> tuple[Any, ...]:
         interpreter = StoppingInterpreter(module, growing_graph(), attention_as_traced)
-        outputs = interpreter.run_flat(flat)
+        outputs = results_as_captured(module, interpreter.run_flat(flat))
         interpreter.write()
         return outputs
 

@@ -16,7 +16,13 @@ from ...reuse.ir.program import input_nodes
 from ...reuse.ir.torch_symbols import sizes_in
 from ...reuse.ir.types import TensorType
 from ..rules.in_traces import rules_above_autograd, rules_beneath_autograd
-from .layouts import attention_as_traced, laid_out_as
+from .layouts import (
+    attention_as_traced,
+    captured_results,
+    laid_out_as,
+    lying_as,
+    results_as_captured,
+)
 from .origins import NotingInterpreter
 from .pure_memory import of_pure_memory
 from .torch_differentiable import DifferentiableInterpreter, Gradients
@@ -101,7 +107,11 @@ class JointTrace:
             outputs = ModalInterpreter(self._module, attention_as_traced).run_flat(primals)
         self.num_outputs = len(outputs)
         self.tangent_outputs = tuple(i for i in wanted if outputs[i].requires_grad)
-        types = [TensorType.of(outputs[i]).cotangent() for i in self.tangent_outputs]
+        captured = captured_results(self._module)
+        types = [
+            lying_as(TensorType.of(outputs[i]), captured[i]).cotangent()
+            for i in self.tangent_outputs
+        ]
         return [fake_tensor(mode, t) for t in types]
 
     def _joint(
@@ -110,7 +120,7 @@ class JointTrace:
         graph = growing_graph()
         kind = DifferentiableInterpreter if self._is_differentiated else NotingInterpreter
         interpreter = kind(self._module, graph, attention_as_traced)
-        outputs = interpreter.run_flat(primals)
+        outputs = results_as_captured(self._module, interpreter.run_flat(primals))
         self._forward = {n.name for n in graph.nodes}
         gradients = torch.autograd.grad(
             [outputs[i] for i in self.tangent_outputs],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from ...reuse.errors import CaptureError
 from ...reuse.ir.leaf import is_view, mutated_args
 from ...reuse.ir.torch_symbols import environment_of_tensor, size_in
 from ...reuse.ir.types import TensorType
+from .joint_cut import outputs_of
 
 
 def laid_out_as(gradient: torch.Tensor, type_: TensorType) -> torch.Tensor:
@@ -46,6 +48,26 @@ def lying_as_traced(result: Any, node: torch.fx.Node) -> Any:
     return _lying_as(result, node.meta.get("val"))
 
 
+def captured_results(module: torch.fx.GraphModule) -> list[Any]:
+    """Returns a leaf's results as they were captured; None where that is not known."""
+    nodes = outputs_of(module)
+    return [n.meta.get("val") if isinstance(n, torch.fx.Node) else None for n in nodes]
+
+
+def lying_as(type_: TensorType, captured: Any) -> TensorType:
+    """Returns the type of a result that is laid out as it was captured."""
+    return replace(type_, stride=TensorType.of(captured).stride) if captured is not None else type_
+
+
+def results_as_captured(module: torch.fx.GraphModule, results: Sequence[Any]) -> tuple[Any, ...]:
+    """Gives a leaf's results the layouts that they were captured with, which readers rely on.
+
+    What is traced anew may be laid out otherwise: decompositions, and rules for fake tensors.
+    """
+    pairs = zip(results, captured_results(module), strict=True)
+    return tuple(r if t is None else _permuted_as(r, t) for r, t in pairs)
+
+
 def _lying_as(result: Any, traced: Any) -> Any:
     """Gives results the layouts that they were traced with, which views of them rely on.
 
@@ -63,8 +85,17 @@ def attention_as_traced(result: Any, node: torch.fx.Node) -> Any:
     traced = node.meta.get("val")
     if node.target is not torch.ops.aten.scaled_dot_product_attention.default or traced is None:
         return result
-    stride = TensorType.of(traced).stride
-    if TensorType.of(result).stride == stride or not all(isinstance(n, int) for n in stride):
+    return _permuted_as(result, traced)
+
+
+def _permuted_as(result: Any, traced: Any) -> Any:
+    """Gives a result the order of axes that it was traced with, in operators with derivatives."""
+    if not isinstance(result, torch.Tensor) or not isinstance(traced, torch.Tensor):
+        return result
+    type_ = TensorType.of(traced)
+    found, stride = TensorType.of(result).stride, type_.stride
+    is_open = not all(isinstance(n, int) for n in (*stride, *found))
+    if found == stride or is_open or not type_.is_dense:
         return result
     order = sorted(range(traced.dim()), key=lambda dim: -stride[dim])
     return result.permute(order).contiguous().permute([order.index(d) for d in range(len(order))])

@@ -1,7 +1,10 @@
-"""Adapter: operators whose kernel takes more than PyTorch's rule for fake tensors allows.
+"""Adapter: operators whose kernels differ from PyTorch's rules for fake tensors.
 
-Such a rule stands in the way of capture only. What is added here states the layout of the result,
-as the kernel makes it; the kernel itself goes on checking its operands.
+Where a kernel takes more than the rule allows, the rule stands in the way of capture only. What is
+added here states the layout of the result, as the kernel makes it; the kernel itself goes on
+checking its operands. Where a rule says another layout than the kernel's, results would be handed
+out in that one: what is known is put right. (What is not known is copied into the layout that the
+rule says, where a kernel is recorded.)
 """
 
 from __future__ import annotations
@@ -11,7 +14,22 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch._prims_common import suggest_memory_format
 from torch._subclasses.fake_impls import op_implementations_dict
+
+LAID_OUT_AS_SUGGESTED = frozenset(
+    {
+        torch.ops.aten.native_group_norm.default,
+        torch.ops.aten.native_batch_norm.default,
+        torch.ops.aten._native_batch_norm_legit.default,
+        torch.ops.aten._native_batch_norm_legit.no_stats,
+        torch.ops.aten.native_channel_shuffle.default,
+        torch.ops.aten.channel_shuffle.default,
+        torch.ops.aten.roll.default,
+    }
+)
+"""Operators whose first result on a CPU is channels-last if the first operand is, else contiguous.
+"""
 
 _ROW_BYTES = 16  # rows of a grouped product start at multiples of this
 
@@ -32,6 +50,18 @@ def kernels_own_rules() -> Iterator[None]:
 def _rules() -> dict[Any, Any]:
     grouped = getattr(torch.ops.aten, "_grouped_mm", None)
     return {} if grouped is None else {grouped.default: _grouped_mm}
+
+
+def laid_out_by_kernel(operator: Any, args: tuple[Any, ...], result: Any) -> Any:
+    """Returns the result of one of these operators, fake, in its kernel's layout."""
+    if isinstance(result, tuple | list):
+        return (laid_out_by_kernel(operator, args, result[0]), *result[1:])
+    if not isinstance(result, torch.Tensor) or result.device.type != "cpu":
+        return result
+    wanted = suggest_memory_format(args[0])
+    if result.is_contiguous(memory_format=wanted):
+        return result
+    return torch.empty_like(result, memory_format=wanted)
 
 
 def _grouped_mm(fake_mode: Any, func: Any, *args: Any, **kwargs: Any) -> Any:

@@ -46,6 +46,7 @@ from ...reuse.ir.torch_symbols import SIZE_TYPES
 from ...reuse.ir.types import TensorType
 from ...reuse.own_code import own_places
 from .readings import ASKED_IN_PYTHON
+from .torch_fake_rules import LAID_OUT_AS_SUGGESTED, laid_out_by_kernel
 from .torch_gpu_autocast import GpuCasts
 from .torch_mutations import pure_forms
 from .torch_settings import may_ask, python_getter, settings
@@ -149,7 +150,8 @@ class TracingFakeMode(FakeTensorMode):
         """Runs an operator on fake tensors."""
         if func._schema.is_mutable:
             self._keep_real((*args, *(kwargs or {}).values()))
-        return _spared(super().__torch_dispatch__, func, types, args, kwargs)
+        result = _spared(super().__torch_dispatch__, func, types, args, kwargs)
+        return laid_out_by_kernel(func, args, result) if func in LAID_OUT_AS_SUGGESTED else result
 
     def _keep_real(self, operands: Sequence[Any]) -> None:
         """Notes what real tensors hold before an operator may change them."""
