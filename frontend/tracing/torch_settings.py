@@ -35,7 +35,7 @@ _NO_SETTINGS = ("torch._", "torch.fx", "torch.jit", "torch.compiler", "torch.uti
 _VARIABLE = inspect.CO_VARARGS | inspect.CO_VARKEYWORDS
 # Each operator of a trace knows under which of these it ran, or they choose among kernels that all
 # compute the same; so ``with torch.no_grad()``, autocast and sdpa_kernel may be inside a forward.
-_FOLLOWED = re.compile(r"_?set_(grad_enabled|autocast_\w+|sdp_\w+)$")
+_FOLLOWED = re.compile(r"_?set_((grad|multithreading)_enabled|autocast_\w+|sdp_\w+)$")
 # The tracer's own, and what is off while a model is captured.
 _OURS = frozenset({"_get_torch_function_state", "_get_tracing_state", "_get_graph_exec_group"})
 _OFF_MEANWHILE = frozenset(
