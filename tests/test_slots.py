@@ -6,11 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from comparing import assert_close
+from comparing import assert_close, assert_same_gradients
 from torch import Tensor, nn
+from transformers import JambaConfig, JambaForCausalLM
 from transformers.cache_utils import Cache, DynamicLayer, StaticLayer
 
 import lazyinline
+from lazyinline.frontend.capture.regions import SharingDecision
+from lazyinline.frontend.records.reuse_table import not_shared_lines
 from lazyinline.reuse import open_numbers
 from lazyinline.reuse.open_numbers import OpenIndex, is_index
 
@@ -334,3 +337,45 @@ def test_an_index_that_is_compared_notes_the_answer_alone() -> None:
     assert open_numbers.tests_of(index) == (("lt", 4, True),)
     assert index + 1.5 == 4.5
     assert open_numbers.tests_of(index) is None
+
+
+def test_layers_with_states_of_their_own_are_captured_whole_and_share() -> None:
+    """A state that is filled in place, in a dictionary of the layer's part of the cache."""
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2}
+    config = JambaConfig(
+        vocab_size=32,
+        num_hidden_layers=4,
+        num_key_value_heads=1,
+        attn_layer_period=2,
+        attn_layer_offset=1,
+        num_experts=1,
+        mamba_d_state=4,
+        mamba_dt_rank=4,
+        pad_token_id=0,
+        **sizes,
+    )
+    torch.manual_seed(0)
+    model = JambaForCausalLM(config)
+    expected = copy.deepcopy(model)
+    run: Any = lazyinline.compile(model, backend="eager", reuse="auto")
+    ids = torch.randint(3, 32, (2, 8), generator=torch.Generator().manual_seed(0))
+    for module in (expected, run):  # transformers warns once that it has no kernels for states
+        module(ids, labels=ids).loss.backward()
+    assert_same_gradients(model, expected)
+    assert not run.last_report.ran_eagerly
+    assert run.last_report.not_shared() == []
+    assert any(decision.shared for decision in run.last_report.decisions)
+
+
+def test_blocks_that_are_apart_for_one_reason_are_told_of_together() -> None:
+    paths = ["layers.0", "layers.1", "layers.2", "layers.1.mlp", "head", "a.0.b.1", "a.1.b.2"]
+    told = [SharingDecision(path, "Layer", shared=False, reason="r") for path in paths]
+    told.append(SharingDecision("layers.7", "Layer", shared=False, reason="s"))
+    assert not_shared_lines(told) == [
+        "layers.0..2: not shared, r",
+        "layers.1.mlp: not shared, r",
+        "head: not shared, r",
+        "a.0.b.1: not shared, r",
+        "a.1.b.2: not shared, r",
+        "layers.7: not shared, s",
+    ]

@@ -74,8 +74,8 @@ class OutsideTensors:
         """Returns what Python put on a fake tensor: ``x.scale = 2.0``."""
         if len(vars(fake)) < len(self._tracer.fake_names):
             return {}  # all but parameters have one name less than these
-        names = vars(fake).keys() - self._tracer.fake_names
-        return {name: vars(fake)[name] for name in names}
+        held = own_attributes(fake)
+        return {name: held[name] for name in held.keys() - self._tracer.fake_names}
 
     def have_attributes(self, values: Iterable[Any]) -> bool:
         """Whether Python put something on one of the fakes among some values."""

@@ -21,6 +21,7 @@ from ..freeze import Freezer, Identity, Unrepeatable
 from ..kinds import is_unrepeatable
 from ..objects import ABSENT, cell_contents, is_library, is_own_patch, is_python_defined
 from ..open_numbers import OpenIndex, told
+from ..torch_pytree import is_container
 from .bytecode import globals_used, modules_imported, texts_of
 from .captured_functions import Closures
 from .module_state import WHOLE, Where, find_attribute, module_state, own_names
@@ -178,7 +179,11 @@ class Reads:
         if (code, id(scope)) in self.functions:
             return
         self.unseen = self.unseen or way_of(code, scope, owner)
-        captured = {name: variables[name] for name in code.co_freevars if name in variables}
+        captured = {
+            name: variables[name]
+            for name in code.co_freevars
+            if name in variables and not self._is_of_run(variables[name])
+        }
         self.functions[code, id(scope)] = {k: shallow_snapshot(v) for k, v in captured.items()}
         names, imports = globals_used(code), modules_imported(code)
         if "globals" in names:
@@ -221,6 +226,15 @@ class Reads:
             self._named_attributes(type(owner), names, _MAX_OUTSIDE_DEPTH - 1)
         elif id(owner) in self.owners:
             self._named_attributes(owner, names, 0)
+
+    def _is_of_run(self, value: Any) -> bool:
+        """Whether a value is a cache to which nothing outside has led: given, or made in the run.
+
+        A part of a method of its own captures it: ``any(x.is_full for x in self.layers)``.
+        """
+        return is_container(value) and not (
+            id(value) in self.owners or self.contents.has_met(value)
+        )
 
     def _outside(self, owner: Any, name: str, names: tuple[str, ...], depth: int) -> None:
         value = look_up(owner, name)

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ..freeze import Freezer
+from ..freeze import Freezer, describe
 from ..ir.types import TensorType
 from ..objects import ABSENT, own_table
 from ..torch_names import bytes_if_known, memory_id
@@ -189,7 +189,7 @@ class SlotEvidence:
             else:
                 agrees = not is_tensor and _frozen(value) == frozen
             if not agrees:
-                return f"{_text(way)} is another here"
+                return f"{_text(way)} is {_described(value)}, not {_described_frozen(frozen)}"
         for way, layout in self._layouts.items():
             if _layout(found.at(way)) != layout or self._is_own(found.at(way)):
                 return f"{_text(way)} is {TensorType.of(found.at(way))}, not {layout[0]}"
@@ -328,6 +328,14 @@ def name_of(way: Way, names: Sequence[str]) -> str:
 
 def _step_text(step: Step) -> str:
     return str(step[1].name if isinstance(step[1], Index) else step[1])
+
+
+def _described(value: Any) -> str:
+    return describe(_frozen(value)) if _is_plain(value) else f"a {type(value).__qualname__}"
+
+
+def _described_frozen(frozen: Any) -> str:
+    return f"a {frozen.__qualname__}" if isinstance(frozen, type) else describe(frozen)
 
 
 def _text(way: Way) -> str:
