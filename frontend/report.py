@@ -17,7 +17,7 @@ from .capture.regions import CapturedModel
 from .page.compile_page import compile_page
 from .page.write import write_page
 from .records.compile_record import ClosureRecord, CompileRecord, PartRecord, PassRecord, part_lines
-from .records.reuse_table import reuse_table
+from .records.reuse_table import not_shared_lines, reuse_table
 
 __all__ = ["CompileReport", "PartRecord", "PassRecord", "cpu_seconds"]
 
@@ -44,7 +44,8 @@ class CompileReport(CompileRecord):
             how = "only parts are compiled" if compiled else "not compiled"
             head = [f"{kind}: {how}, {self.ran_eagerly}"]
             return folded("\n".join([*head, *(f"  {line}" for line in part_lines(shown))]))
-        lines = [self.nothing_shared] if self.nothing_shared else []
+        saves = self.num_nodes < self.num_nodes_if_inlined  # equal graphs share all the same
+        lines = [self.nothing_shared] if self.nothing_shared and not saves else []
         lines += [
             f"{kind}, backend {self.backend}, reuse {self.reuse}: "
             f"{self.num_nodes} nodes held, {self.num_nodes_if_inlined} if inlined",
@@ -78,7 +79,7 @@ class CompileReport(CompileRecord):
         if self.recompute_chosen_for:
             lines.append(f"  recompute was chosen for inputs of {self.recompute_shapes}")
         lines += [f"  {line}" for line in reuse_table(self.decisions)]
-        lines += [f"  {d.path or d.class_name}: not shared, {d.reason}" for d in self.not_shared()]
+        lines += [f"  {line}" for line in not_shared_lines(self.not_shared())]
         lines += [
             f"  {d.path or d.class_name}: {d.shares} (traced because {d.reason})"
             for d in self.shared_with_constants()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -70,6 +71,34 @@ def reuse_table(decisions: Sequence[SharingDecision]) -> list[str]:
                 row.note, _WIDTH, initial_indent=indent, subsequent_indent=indent
             )
     return lines
+
+
+def not_shared_lines(decisions: Sequence[SharingDecision]) -> list[str]:
+    """Returns a line for each reason why blocks were traced anew: ``layers.0..3: not shared, ...``.
+
+    Blocks whose paths differ in one number alone are told of together.
+    """
+    groups: dict[tuple[str, tuple[str, ...]], list[list[str]]] = {}
+    for decision in decisions:
+        parts = re.split(r"(\d+)", decision.path or decision.class_name)
+        groups.setdefault((decision.reason, tuple(parts[::2])), []).append(parts[1::2])
+    lines = []
+    for (reason, texts), found in groups.items():
+        columns = list(zip(*found, strict=True))
+        varying = [column for column in columns if len(set(column)) > 1]
+        rows = [list(map(_range_text, columns))] if len(varying) <= 1 else found
+        for numbers in rows:
+            path = "".join(t + n for t, n in zip(texts, (*numbers, ""), strict=True))
+            lines.append(f"{path}: not shared, {reason}")
+    return lines
+
+
+def _range_text(column: Sequence[str]) -> str:
+    """Writes the numbers of a column: one, ``0..3``, or ``0,2,5``."""
+    numbers = sorted(set(map(int, column)))
+    if len(numbers) > 1 and numbers[-1] - numbers[0] == len(numbers) - 1:
+        return f"{numbers[0]}..{numbers[-1]}"
+    return ",".join(map(str, numbers))
 
 
 def nothing_shared(model: nn.Module, decisions: Sequence[SharingDecision], reuse: Reuse) -> str:
