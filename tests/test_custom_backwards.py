@@ -76,6 +76,19 @@ class Outer(torch.autograd.Function):
         return torch.autograd.grad(result, again, g)[0]
 
 
+class Converts(torch.autograd.Function):
+    """Calls methods that are operators by another name, and changes a layout of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return (x.double().T.float().t_() * 2).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        return g.double().mul(2 * STATE.strength).type_as(*ctx.saved_tensors)
+
+
 class InPlace(torch.autograd.Function):
     """Changes its argument."""
 
@@ -165,7 +178,7 @@ def gradients(model: nn.Module, run: Callable[..., Tensor], x: Tensor) -> list[T
 
 
 @pytest.mark.parametrize("marked", [False, True])
-@pytest.mark.parametrize("function", [Scaled, WithSetup, InForward, Outer, InPlace])
+@pytest.mark.parametrize("function", [Scaled, WithSetup, InForward, Outer, Converts, InPlace])
 def test_what_a_function_reads_may_follow_a_schedule(function: Any, marked: bool) -> None:
     model = Model(function, lazy_inline(type("Marked", (Block,), {})) if marked else Block)
     expected = copy.deepcopy(model)
@@ -195,6 +208,29 @@ def test_a_backward_that_does_more_than_compute_runs_itself(
     report = lazyinline.last_report(compiled)
     assert report is not None
     assert report.ran_eagerly
+
+
+class SetsStrength(Block):
+    """Leaves the strength where the backward of every layer will find it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        Scaled.strength = float(self.strength)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("strengths", [(1.0, 1.0, 1.0), (1.0, 2.0, 3.0), (3.0, 2.0, 1.0)])
+def test_a_strength_that_layers_set_is_what_the_last_of_them_set(
+    strengths: tuple[float, ...],
+) -> None:
+    model = Model(Scaled, SetsStrength)
+    for block, strength in zip(model.blocks, strengths, strict=True):
+        block.strength = strength
+    expected = copy.deepcopy(model)
+    compiled = lazyinline.compile(model, backend="eager")
+    for _ in range(3):
+        x = torch.randn(3, 4)
+        wanted = gradients(expected, expected, x)
+        torch.testing.assert_close(gradients(model, compiled, x), wanted)
 
 
 def scripted_source(x: Tensor, w: Tensor) -> Tensor:

@@ -189,6 +189,9 @@ def _capture(
     try:
         captured = _capture_once(model, arguments, blocks, train=train)
     except UnsettledError as unsettled:
+        if unsettled.recording.ran_backwards:  # eager's would see what the last layer set
+            unsettled.recording.let_go()
+            raise _with_iterators(str(unsettled), unsettled.recording) from None
         if arguments.have_open_numbers():
             unsettled.recording.let_go()
             raise CaptureError("The forward keeps something, maybe a number that varies.") from None

@@ -53,6 +53,7 @@ class Recording:
         given: the arguments that are no tensors.
         num_nodes: of the outer graph so far.
         differentiates: whether the forward has taken a derivative.
+        ran_backwards: whether a custom function was applied whose backward eager runs later.
         readings: what was asked for that a call can ask again, and the answers.
         quiet: whether what runs is capture's own doing, not the model's.
     """
@@ -76,6 +77,7 @@ class Recording:
         self.given: list[Any] = []
         self.num_nodes = 0
         self.differentiates = False
+        self.ran_backwards = False
         self.objects = GivenObjects(places, self._readers, self.bookkeeping)
         self.readings: dict[Reading, Any] = {}
         self._applies = False

@@ -120,6 +120,7 @@ class ModelWatcher:
         operands = [tensors.node_of(a) for a in args if isinstance(a, torch.Tensor)]
         with tracer.untraced(), self._recording.applying(), self._in_function():
             result = run_both_ways(proceed, args)
+        self._recording.ran_backwards |= torch.is_grad_enabled()
         node = tracer.call(CustomFunction(function, layout, self._capture), operands)
         if isinstance(result, torch.Tensor):
             tracer.track(result, node)
@@ -304,6 +305,10 @@ class ModelWatcher:
             result = do(tensor)
             with recording.bookkeeping():
                 now, known = state_of(tensor), recording.tensors
+                if self._is_in_function and (
+                    now == before or recording.tracer.node_of(tensor) is None
+                ):
+                    return result  # operators are no nodes there, and its own tensors are its own
                 is_operator = recording.num_nodes > num_nodes and not (
                     changes_layout(name) and known.is_from_outside(tensor)
                 )
