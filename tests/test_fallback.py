@@ -1,9 +1,12 @@
 """What cannot be captured runs itself, between parts of the model that are compiled."""
 
 import copy
+import errno
+import importlib
 import inspect
 import logging
 import pathlib
+import resource
 import threading
 import time
 import warnings
@@ -13,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from apart import run_apart
 from comparing import assert_close, assert_same_gradients
 from printed import unfolded
 from torch import Tensor, nn
@@ -22,7 +26,7 @@ from torch.utils.checkpoint import checkpoint
 
 import lazyinline
 from lazyinline import Budget, CaptureError, PlanError
-from lazyinline.backend.kernels import torch_inductor
+from lazyinline.backend.kernels import torch_builds, torch_inductor
 from lazyinline.frontend.calls import parts
 from lazyinline.reuse.torch_names import CALL_SLOT
 
@@ -764,21 +768,51 @@ def test_an_iterator_that_a_capture_used_is_an_error() -> None:
         lazyinline.compile(model, backend="eager")(*batches()[0])
 
 
+def inductor_error() -> Exception:
+    return InductorError(SyntaxError("invalid syntax"), None)
+
+
+FAILURES: dict[str, Callable[[], Exception]] = {
+    "SyntaxError: invalid syntax": inductor_error,
+    "OSError: .*No space left": lambda: OSError(errno.ENOSPC, "No space left on device"),
+    "AssertionError": AssertionError,
+}
+
+
+@pytest.mark.sweep(keep="SyntaxError")
+@pytest.mark.parametrize("said", FAILURES)
 def test_a_closure_that_the_backend_fails_at_is_run_by_pytorch(
-    monkeypatch: pytest.MonkeyPatch,
+    said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compile_leaf = torch_inductor._compile
 
     def failing(module: torch.fx.GraphModule) -> Any:
         if any(node.target is torch.ops.aten.tanh.default for node in module.graph.nodes):
-            raise InductorError(SyntaxError("invalid syntax"), None)
+            raise FAILURES[said]()
         return compile_leaf(module)
 
     monkeypatch.setattr(torch_inductor, "_compile", failing)
+    assert_the_others_are_compiled(said)
+
+
+def test_a_closure_whose_kernel_cannot_be_built_is_run_by_pytorch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    safe = torch_builds.guarded
+
+    def wrong(source: str, num_threads: int) -> str:
+        made = safe(source, num_threads)
+        return made.replace(".tanh()", ".no_such_thing()").replace("std::tanh", "no_such_thing")
+
+    monkeypatch.setattr(torch_builds, "guarded", wrong)
+    assert_the_others_are_compiled("no_such_thing")
+
+
+def assert_the_others_are_compiled(said: str) -> None:
     model = nn.Sequential(Mlp(), Mlp(), nn.Linear(WIDTH, WIDTH), nn.SiLU(), nn.Tanh())
     expected, x = copy.deepcopy(model), torch.randn(3, WIDTH)
     compiled = lazyinline.compile(model)
-    with pytest.warns(UserWarning, match="PyTorch runs the operators.*SyntaxError: invalid syntax"):
+    with pytest.warns(UserWarning, match=f"(?s)PyTorch runs the operators.*{said}"):
         found = compiled(x)
     assert_close(found, expected(x))
     for result in (found, expected(x)):
@@ -789,6 +823,32 @@ def test_a_closure_that_the_backend_fails_at_is_run_by_pytorch(
     assert "run operator by operator, @" in str(report)
     with pytest.warns(UserWarning, match="PyTorch runs the operators"):  # nor is it kept on disk
         lazyinline.compile(expected)(x)
+
+
+def run_with_a_full_disk() -> None:
+    """No file grows from some point on: what a full disk is to who writes."""
+    importlib.import_module("torch._inductor.compile_fx")  # tries, by writing, the system's folder
+    model = nn.Sequential(Mlp(), Mlp(), nn.Linear(WIDTH, WIDTH), nn.SiLU(), nn.Tanh())
+    expected, x = copy.deepcopy(model), torch.randn(3, WIDTH)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
+    compiled = lazyinline.compile(model)
+    with pytest.warns(UserWarning, match="PyTorch runs the operators") as warned:
+        found = compiled(x)
+    assert sum("PyTorch runs the operators" in str(one.message) for one in warned) == 1
+    for result in (found, expected(x)):
+        result.square().sum().backward()
+    assert torch.allclose(found, expected(x), atol=1e-6)
+    assert_same_gradients(model, expected)
+    step = lazyinline.compile_step(model, loss_fn=lambda output: output.square().sum())
+    with pytest.warns(UserWarning):
+        loss = step(x)
+    assert torch.allclose(loss, expected(x).square().sum(), atol=1e-6)
+    assert_same_gradients(model, expected)
+
+
+def test_with_a_full_disk_pytorch_runs_the_operators(tmp_path: pathlib.Path) -> None:
+    folders = {name: str(tmp_path / name) for name in ("TORCHINDUCTOR_CACHE_DIR", "XDG_CACHE_HOME")}
+    run_apart(run_with_a_full_disk, **folders, LAZYINLINE_CACHE_DIR=str(tmp_path / "lazyinline"))
 
 
 class _Branches(nn.Module):

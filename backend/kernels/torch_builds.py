@@ -34,16 +34,45 @@ _FOLDER = "lazyinline_kernels"
 _FORMAT = 1
 
 
+class Builds:
+    """What waits for the C++ compiler.
+
+    Args:
+        finish: waits for one wrapper's kernels, and puts them into its scope.
+    """
+
+    def __init__(self, finish: Callable[[Any, dict[str, Any]], None]) -> None:
+        self._finish = finish
+        self._pending: list[tuple[Any, dict[str, Any]]] = []
+
+    def __len__(self) -> int:
+        return len(self._pending)
+
+    def add(self, waiting: Any, scope: dict[str, Any]) -> None:
+        """Notes a wrapper whose kernels are under way."""
+        self._pending.append((waiting, scope))
+
+    def errors(self) -> list[Exception | None]:
+        """Waits for all; returns why a wrapper's kernels could not be built, in order."""
+        return [self._error(*pending) for pending in self._pending]
+
+    def _error(self, waiting: Any, scope: dict[str, Any]) -> Exception | None:
+        try:
+            self._finish(waiting, scope)
+        except Exception as error:  # the compiler's, the loader's, a full disk's
+            return error
+        return None
+
+
 @contextmanager
-def deferred_builds() -> Iterator[Callable[[], None]]:
-    """Postpones waiting for the C++ compiler until ``finish`` is called."""
+def deferred_builds() -> Iterator[Builds]:
+    """Postpones waiting for the C++ compiler until it is asked what failed."""
     from torch._inductor.async_compile import AsyncCompile
     from torch._inductor.utils import parallel_num_threads
 
     own_folder()
     num_threads = parallel_num_threads()
     wait, build_one = AsyncCompile.wait, AsyncCompile.cpp_pybinding
-    pending: list[tuple[AsyncCompile, dict[str, Any]]] = []
     bundles = _bundles()
 
     def collect(self: AsyncCompile, argtypes: list[str], source_code: str) -> Any:
@@ -55,21 +84,21 @@ def deferred_builds() -> Iterator[Callable[[], None]]:
         return bundles.ask(source)
 
     def postpone(self: AsyncCompile, scope: dict[str, Any]) -> None:
-        pending.append((self, scope))
+        builds.add(self, scope)
         bundles.start()
 
-    def finish() -> None:
+    def finish(waiting: AsyncCompile, scope: dict[str, Any]) -> None:
         bundles.finish()
-        while pending:
-            waiting, scope = pending.pop(0)
-            promised = {n: value for n, value in scope.items() if isinstance(value, Promise)}
-            scope.update({name: kept(value) for name, value in promised.items()})
-            wait(waiting, scope)
+        promised = {n: value for n, value in scope.items() if isinstance(value, Promise)}
+        scope.update({name: kept(value) for name, value in promised.items()})
+        wait(waiting, scope)
+
+    builds = Builds(finish)
 
     AsyncCompile.wait = postpone  # type: ignore[method-assign]
     AsyncCompile.cpp_pybinding = collect  # type: ignore[method-assign]
     try:
-        yield finish
+        yield builds
     finally:
         AsyncCompile.wait = wait  # type: ignore[method-assign]
         AsyncCompile.cpp_pybinding = build_one  # type: ignore[method-assign]

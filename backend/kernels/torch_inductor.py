@@ -19,6 +19,7 @@ import torch.fx
 
 from ...autodiff.traces.joint_cut import copy_graph
 from ...autodiff.traces.pure_memory import draw_mask
+from ...reuse.errors import LazyInlineError
 from ...reuse.ir.program import input_nodes
 from ...reuse.ir.torch_symbols import sizes_as_literals, symbols_of, with_size_inputs
 from ...reuse.ir.types import TensorType
@@ -216,24 +217,36 @@ def compile_leaves(
     if any(n.meta["val"].device.type == "cpu" for m in modules for n in _tensor_inputs(m)):
         check_cpp_compiler()
     compiled: list[BoxedCallable | NotCompiled] = []
+    asked: list[int] = []
     probes = vector_units_probed_here()
-    with settings(), probes, _corrections(), deferred_builds() as finish:
+    with settings(), probes, _corrections(), deferred_builds() as builds:
         for module in modules:
             symbols = symbols_of(module)
             copy = with_size_inputs(module, symbols, "first") if symbols else copy_graph(module)
             compiled.append(_compiled_or_why_not(copy))  # its passes change what they get
+            asked += [len(compiled) - 1] * (len(builds) - len(asked))
             on_compiled()
-        finish()
+        for place, error in zip(asked, builds.errors(), strict=True):
+            if error is not None:
+                compiled[place] = _why_not(error)
     return compiled
 
 
 def _compiled_or_why_not(module: torch.fx.GraphModule) -> BoxedCallable | NotCompiled:
-    from torch._inductor.exc import InductorError
-
+    """Compiles a graph. Whatever fails here is no reason to fail: PyTorch can run it."""
     try:
         return _compile(module)
-    except InductorError as error:
-        return NotCompiled(str(error).strip())
+    except LazyInlineError:
+        raise
+    except Exception as error:
+        return _why_not(error)
+
+
+def _why_not(error: Exception) -> NotCompiled:
+    from torch._inductor.exc import InductorError
+
+    kind = "" if isinstance(error, InductorError) else f"{type(error).__name__}: "
+    return NotCompiled(f"{kind}{error}".strip())
 
 
 @contextmanager

@@ -59,6 +59,10 @@ class NativeLibrary:
     move: Move
 
 
+class NotBuiltError(PlanError):
+    """Our own C++ cannot be built here: a full disk, a compiler that fails."""
+
+
 def check_cpp_compiler() -> None:
     """Looks for what builds kernels for a CPU, before anything is prepared for it.
 
@@ -97,7 +101,7 @@ def built_library(source: str, files: Sequence[Path], libraries: Sequence[str] =
         libraries: of PyTorch, that it calls by name.
 
     Raises:
-        PlanError: if it cannot be built.
+        NotBuiltError: if it cannot be built.
     """
     from torch._inductor.codecache import CppCodeCache
 
@@ -120,14 +124,14 @@ def built_library(source: str, files: Sequence[Path], libraries: Sequence[str] =
         except DamagedObjectError:  # it is gone now
             return Sound.load(source, extra_flags=flags)
     except Exception as error:
-        raise PlanError(f"{[str(file) for file in files]} cannot be built: {error}") from error
+        raise NotBuiltError(f"{[str(file) for file in files]} cannot be built: {error}") from error
 
 
 def native_library() -> NativeLibrary:
     """Builds the loop.
 
     Raises:
-        PlanError: if it cannot be built.
+        NotBuiltError: if it cannot be built.
     """
     return _native_of(_library())
 
@@ -176,7 +180,7 @@ def first_fit(buffers: Buffers, order: IntArray) -> IntArray:
     """Does what :func:`..arena.packing.first_fit` does, some ten times faster.
 
     Raises:
-        PlanError: if the library cannot be built.
+        NotBuiltError: if the library cannot be built.
     """
     function = _library().lazyinline_first_fit
     function.argtypes = [ctypes.c_int64, *[ctypes.c_void_p] * 5]

@@ -15,6 +15,7 @@ from ...backend.gpu.place import Place
 from ...backend.gpu.targets import ALIGNMENT_BYTES, target_like
 from ...backend.kernels.lower import GpuBackend
 from ...backend.launches.kernel_list import KernelList
+from ...backend.launches.torch_native import NotBuiltError
 from ...backend.link.aligned import UnalignedError
 from ...backend.link.lay_out import lay_out, least_bytes
 from ...backend.link.link import FlatProgram, link
@@ -44,7 +45,7 @@ def link_module(state: State) -> State:
 
 def plan_and_run_module(state: State) -> State:
     """Plans the memory of a linked program where nothing hinders it; else closures allocate."""
-    planned, report = plan_module(state), state.report
+    planned, report = _planned_or_why_not(state, plan_module), state.report
     if isinstance(planned, Unplanned):
         report.unplanned = planned.reason
         return _launched(replace(state, unplanned=planned, runs=_closures_run(state)))
@@ -66,7 +67,7 @@ def link_step(state: StepCompilation) -> StepCompilation:
 
 def plan_and_run_step(state: AnyStep) -> AnyStep:
     """Plans the memory of a linked step where nothing hinders it; else closures allocate."""
-    planned, report = plan_step(state), state.report
+    planned, report = _planned_or_why_not(state, plan_step), state.report
     if isinstance(planned, Unplanned):
         report.unplanned = planned.reason
         return _launched(replace(state, unplanned=planned, runs=_unplanned_step(state)))
@@ -196,6 +197,19 @@ def _aligned(state: Compilation, plan: Callable[[], PlannedProgram]) -> PlannedP
         except UnalignedError as found:
             if not state.context.lower_for_anywhere(found.inputs):
                 raise
+
+
+def _planned_or_why_not(
+    state: State, plan: Callable[[State], PlannedProgram | Unplanned]
+) -> PlannedProgram | Unplanned:
+    """Plans; where our own C++ cannot be built (a full disk), closures allocate."""
+    try:
+        planned = plan(state)
+        if isinstance(planned, PlannedProgram) and state.kernels == "made":
+            _ = planned.native
+    except NotBuiltError as error:
+        return Unplanned(str(error))
+    return planned
 
 
 def module_bytes(state: Compilation) -> int:

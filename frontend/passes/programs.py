@@ -153,10 +153,11 @@ def lower(state: State) -> State:
     """Kernels are made, once per leaf."""
     new = state.context.lower(state.programs.values())
     reasons = state.context.reasons_for_eager(new)
-    for one in (f"@{leaf.name}: {why}" for leaf, why in reasons.items()):
+    failed = [f"@{leaf.name}: {why}" for leaf, why in reasons.items()]
+    if failed:
         message = "PyTorch runs the operators of a closure, the backend failed at its kernels: "
-        warnings.warn(message + one, stacklevel=2)
-        state.report.eager_kernels.append(one)
+        warnings.warn(message + "; ".join(failed), stacklevel=2)
+        state.report.eager_kernels += failed
     state.report.num_kernels += len(new)
     state.report.num_operators += sum(leaf.num_nodes for leaf in new)
     return replace(state, kernels="made")
