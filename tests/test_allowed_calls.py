@@ -327,6 +327,32 @@ def test_what_a_forward_does_in_c_is_done_at_each_call(name: str, restored: None
         undo()
 
 
+def product(x: Tensor) -> Tensor:
+    return x @ x
+
+
+WITHIN: dict[str, Callable[[], Any]] = {
+    "no_grad": torch.no_grad,
+    "autocast": lambda: torch.autocast("cpu", dtype=torch.bfloat16),
+    "sdpa_kernel": lambda: torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH),
+    "set_grad_enabled": lambda: torch.set_grad_enabled(True),
+    "set_multithreading_enabled": lambda: torch.autograd.set_multithreading_enabled(False),
+}
+
+
+@pytest.mark.parametrize("name", WITHIN)
+def test_what_holds_in_a_with_block_of_a_forward_is_compiled(name: str) -> None:
+    class Within(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            with WITHIN[name]():
+                return product(x).float()
+
+    model, x = Within(), torch.randn(3, 3)
+    compiled = lazyinline.compile(model, backend="eager")
+    assert torch.equal(compiled(x), model(x))
+    assert not compiled.last_report.ran_eagerly
+
+
 def test_what_is_refused_names_function_and_line() -> None:
     compiled = lazyinline.compile(Asks(lambda: os.getcwd()), backend="eager")
     compiled(torch.ones(2, 2))

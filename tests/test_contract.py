@@ -407,7 +407,7 @@ def test_functions_that_set_something_end_in_c_functions_of_known_names() -> Non
 
 def test_settings_of_pytorch_are_found_by_their_names() -> None:
     found = torch_settings.settings()
-    asked = {"get_num_threads", "_get_cudnn_benchmark", "_get_mkldnn_enabled", "is_anomaly_enabled"}
+    asked = {"get_num_threads", "_get_cudnn_benchmark", "_get_mkldnn_enabled"}
     assert asked | {"_get_flash_sdp_enabled", "_get_warnAlways"} <= found.getters
     assert {"set_num_threads", "_set_mkldnn_enabled", "_set_default_dtype"} <= found.setters
     assert not {"_set_grad_enabled", "set_autocast_enabled", "_set_sdp_use_math"} & found.setters

@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...reuse.errors import CaptureError
 from ...reuse.objects import ABSENT
 from ..checks.torch_modes import default_device
 
@@ -36,11 +35,12 @@ _VARIABLE = inspect.CO_VARARGS | inspect.CO_VARKEYWORDS
 # Each operator of a trace knows under which of these it ran, or they choose among kernels that all
 # compute the same; so ``with torch.no_grad()``, autocast and sdpa_kernel may be inside a forward.
 _FOLLOWED = re.compile(r"_?set_((grad|multithreading)_enabled|autocast_\w+|sdp_\w+)$")
-# The tracer's own, and what is off while a model is captured.
-_OURS = frozenset({"_get_torch_function_state", "_get_tracing_state", "_get_graph_exec_group"})
-_OFF_MEANWHILE = frozenset(
-    {"is_anomaly_enabled", "is_anomaly_check_nan_enabled", "is_autocast_cache_enabled"}
-)
+# The tracer's own, or off while a model is captured: who asks for them runs itself.
+_OURS = frozenset({"_get_torch_function_state", "_get_tracing_state", "_get_graph_exec_group"}) | {
+    "is_anomaly_enabled",
+    "is_anomaly_check_nan_enabled",
+    "is_autocast_cache_enabled",
+}
 
 
 class Settings(NamedTuple):
@@ -140,15 +140,7 @@ def is_reading(function: Any) -> bool:
 
 
 def answer(getter: Callable[[], Any]) -> Any:
-    """Asks for something again; returns ABSENT where the answer is nothing that compares.
-
-    Raises:
-        CaptureError: if it is another one while a model is captured.
-    """
-    if getattr(getter, "__name__", "") in _OFF_MEANWHILE:
-        raise CaptureError(
-            f"The model's forward asks for a setting that is off while it is captured ({getter})."
-        )
+    """Asks for something again; returns ABSENT where the answer is nothing that compares."""
     found = getter()
     return found if isinstance(found, _PLAIN) else ABSENT
 
