@@ -214,8 +214,14 @@ def is_user_frame(frame: Any) -> bool:
 
 
 def acts_on_modules(frame: Any) -> bool:
-    """Whether a frame runs PyTorch's code for modules and optimizers."""
-    return str(frame.f_code.co_filename).startswith(_ACTING_FOLDERS)
+    """Whether a frame runs PyTorch's code for modules and optimizers because the user called it."""
+    filename = str(frame.f_code.co_filename)
+    if not filename.startswith(_ACTING_FOLDERS):
+        return False
+    while filename.startswith(_ACTING_FOLDERS) and frame.f_back is not None:
+        frame = frame.f_back
+        filename = str(frame.f_code.co_filename)
+    return not is_library_frame(frame)
 
 
 def is_torch_frame(frame: Any) -> bool:
