@@ -7,7 +7,7 @@ from typing import Any, Literal, get_args
 
 from torch import nn
 
-from ..reuse.errors import LazyInlineError
+from ..reuse.errors import LazyInlineError, door
 from ..reuse.folding import WIDTH, folded
 from ..reuse.ir.printer import Shown, diff_texts, format_program
 from ..reuse.ir.program import Program
@@ -30,6 +30,7 @@ SHOWN_LEVELS: tuple[ShownLevel, ...] = get_args(ShownLevel)
 """As captured, or reduced to the stated set of operators."""
 
 
+@door
 def capture(
     model: nn.Module,
     args: Sequence[Any],

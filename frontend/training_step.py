@@ -18,7 +18,7 @@ from ..backend.launches.torch_native import Move
 from ..backend.run.planned import Lease
 from ..recompute.policy import Policy
 from ..reuse import torch_pytree
-from ..reuse.errors import CaptureError, PlanError
+from ..reuse.errors import OURS, CaptureError, PlanError, ended_here
 from ..reuse.ir.leaf import without_autocast
 from ..reuse.ir.program import ModelTensor
 from ..reuse.process_lock import ProcessLock
@@ -183,9 +183,12 @@ class TrainingStep:
                 f"{mode} is active, and a compiled step runs its kernels past it. Call the model "
                 "itself inside, or the step outside."
             )
-        if self._wrapper is None:
-            return self._run(args, kwargs, _StepEntry.run)
-        return self._run_in(self._wrapper, args, kwargs)
+        try:
+            if self._wrapper is None:
+                return self._run(args, kwargs, _StepEntry.run)
+            return self._run_in(self._wrapper, args, kwargs)
+        except OURS as error:
+            raise ended_here(error) from error.__cause__
 
     def _run_in(
         self, wrapper: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -1,4 +1,15 @@
-"""The exceptions a user can meet. Every message says what is wrong, the numbers, and what to do."""
+"""The exceptions a user can meet. Every message says what is wrong, the numbers, and what to do.
+
+It names the line of the user's, too; what lies between that and the function that was called is
+ours, often a hundred lines of a traceback, which therefore ends there.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, TypeVar
 
 
 class LazyInlineError(Exception):
@@ -45,6 +56,10 @@ class VerifyError(LazyInlineError):
     """A program breaks a rule of its level. This is a bug of lazyinline, not of the model."""
 
 
+class CompileInterrupted(KeyboardInterrupt):
+    """A compile was interrupted: everything is as it was before, and the next call compiles."""
+
+
 for _public in (
     LazyInlineError,
     CaptureError,
@@ -57,3 +72,33 @@ for _public in (
     VerifyError,
 ):
     _public.__module__ = "lazyinline"  # a traceback shows the name that users catch
+
+VARIABLE = "LAZYINLINE_DEBUG"
+"""The environment variable that keeps tracebacks whole."""
+OURS = (LazyInlineError, CompileInterrupted)
+"""What is raised on purpose."""
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+Error = TypeVar("Error", bound=BaseException)
+
+
+def ended_here(error: Error) -> Error:
+    """Returns an error of ours, to be raised anew ``from`` its cause by a public function."""
+    is_bug = isinstance(error, VerifyError)  # whose report needs all of it
+    if is_bug or os.environ.get(VARIABLE, "0") not in ("", "0"):
+        return error
+    error.__cause__ = None
+    return error.with_traceback(None)
+
+
+def door(function: Function) -> Function:
+    """Makes tracebacks of our own errors end at a public function."""
+
+    @wraps(function)
+    def public(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except OURS as error:
+            raise ended_here(error) from error.__cause__
+
+    return public  # type: ignore[return-value]

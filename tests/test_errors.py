@@ -155,12 +155,15 @@ def test_control_flow_on_data_in_a_marked_block_names_the_users_line(backend: st
     assert "value of a tensor" in text and "torch.where" in text
 
 
-def test_an_error_of_the_model_itself_names_the_users_line_and_the_cause() -> None:
+def test_an_error_of_the_model_itself_names_the_users_line_and_the_cause(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     line = line_of("# the shapes differ")
+    monkeypatch.setenv("LAZYINLINE_DEBUG", "1")
     with pytest.raises(CaptureError) as caught:
         lazyinline.compile(stack(Raising), backend="eager", fallback="error")(torch.ones(2, 4))
-    assert f"{HERE}:{line} Raising.forward" in str(caught.value)
-    assert caught.value.__cause__ is not None
+    assert f"{HERE}:{line} Raising.forward: RuntimeError: " in str(caught.value)
+    assert isinstance(caught.value.__cause__, RuntimeError)
 
 
 @lazy_inline

@@ -84,7 +84,7 @@ class Bundles:
         self._beside: dict[Callable[[], Any], Future[Any]] = {}
         self._waiting: list[KernelSource] = []
         self._num_running = 0
-        self._all_written = False
+        self._all_written = self._is_closed = False
 
     def ask(self, source: KernelSource) -> Promise:
         """Returns a kernel that is there, or will be."""
@@ -125,7 +125,7 @@ class Bundles:
     def close(self) -> None:
         """Gives the threads back; what is not built by now is not promised any more."""
         with self._lock:
-            self._waiting = []
+            self._waiting, self._is_closed = [], True
         for future in self._asked.values():
             future.cancel()
         self._pool.shutdown(wait=False)
@@ -152,7 +152,7 @@ class Bundles:
     def _make_missing(self, sources: Sequence[KernelSource]) -> None:
         """Builds what no other process has built meanwhile."""
         missing = []
-        for source in sources:
+        for source in () if self._is_closed else sources:
             found = self._index().find(source)
             if found is None:
                 missing.append(source)
@@ -173,6 +173,8 @@ class Bundles:
             self._settle(source, kernel)
 
     def _make_alone(self, source: KernelSource) -> None:
+        if self._is_closed:  # an interrupt ends compilers, too: what failed is not to be repeated
+            return
         try:
             self._settle(source, self._build_alone(source.argument_types, source.original))
         except Exception as error:

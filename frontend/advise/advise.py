@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from ...backend.kernels.lower import BackendName
+from ...reuse.errors import door
 from ...reuse.evidence.module_state import module_state
 from ...reuse.ir.program import Closure, Composite, Leaf, Program, count_calls, walk_closures
 from ..capture.capture import capture_candidates
@@ -52,6 +53,7 @@ _CAUSES = (
 )
 
 
+@door
 def advise(
     model: nn.Module,
     args: Sequence[Any],

@@ -12,7 +12,13 @@ import torch
 from torch import nn
 
 from ...reuse import torch_pytree
-from ...reuse.errors import CaptureError, FinalCaptureError, LazyInlineError
+from ...reuse.errors import (
+    OURS,
+    CaptureError,
+    FinalCaptureError,
+    LazyInlineError,
+    ended_here,
+)
 from ...reuse.evidence.module_state import module_state, own_hooks
 from ..capture.float_inputs import OpenCapture
 from ..capture.surroundings import one_at_a_time
@@ -95,7 +101,10 @@ class Calls:
         """Runs a call's compiled program, compiling first if the inputs' layout is new."""
         if torch.compiler.is_dynamo_compiling():
             return torch.compiler.disable(self._run)(args, kwargs)
-        return self._run(args, kwargs)
+        try:
+            return self._run(args, kwargs)
+        except OURS as error:
+            raise ended_here(error) from error.__cause__
 
     def prepare(self, *args: Any, **kwargs: Any) -> None:
         """Compiles for the layout of a call, and runs nothing."""

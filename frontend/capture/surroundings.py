@@ -1,10 +1,13 @@
-"""What stands still around a capture: other threads, random numbers, garbage collection."""
+"""What stands still around a capture: other threads, interrupts, random numbers, collection."""
 
 from __future__ import annotations
 
+import _thread
+import contextlib
 import gc
 import os
 import random
+import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -15,7 +18,7 @@ from typing import Any, TypeVar
 import torch
 
 from ...autodiff.torch_autograd import plain_autograd
-from ...reuse.errors import CaptureError
+from ...reuse.errors import CaptureError, CompileInterrupted
 from ..effects.effects import EffectError, OnEffects
 from ..tracing.torch_fake_rules import kernels_own_rules
 
@@ -23,6 +26,8 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 _OUR_SEED = 0x1A2C1B0D0F5EED
 _LOCK = threading.RLock()
+_DEFERRED_S = 0.02
+_IMPORTING = "<frozen importlib"
 # A fork waits for a compile of another thread: a child would inherit PyTorch as tracers and builds
 # have changed it for their time, and a lock that nobody opens.
 if hasattr(os, "register_at_fork"):
@@ -40,10 +45,67 @@ def one_at_a_time(function: Function) -> Function:
 
     @wraps(function)
     def alone(*args: Any, **kwargs: Any) -> Any:
-        with _LOCK, plain_autograd(), kernels_own_rules(), garbage_collection_paused():
-            return function(*args, **kwargs)
+        try:
+            with (
+                _LOCK,
+                _interrupted_between_changes(),
+                plain_autograd(),
+                kernels_own_rules(),
+                garbage_collection_paused(),
+            ):
+                return function(*args, **kwargs)
+        except CompileInterrupted:
+            raise
+        except KeyboardInterrupt as interrupt:
+            raise CompileInterrupted("interrupted while compiling") from interrupt
 
     return alone  # type: ignore[return-value]
+
+
+class _Deferring:
+    """Handles SIGINT: not inside of an import, or where a state is being changed or put back.
+
+    Half an import of PyTorch's cannot be repeated in a process, nor half a change be undone.
+    """
+
+    def __init__(self, handler: Callable[[int, Any], Any]) -> None:
+        self._handler = handler
+
+    def __call__(self, number: int, frame: Any) -> None:
+        """Calls the user's handler, now or as soon as it may."""
+        if _is_changing(frame):
+            again = threading.Timer(_DEFERRED_S, _thread.interrupt_main)
+            again.daemon = True
+            again.start()
+        else:
+            self._handler(number, frame)
+
+
+def _is_changing(frame: Any) -> bool:
+    """Whether a frame runs for an import, or for a context that begins or ends."""
+    while frame is not None:
+        code = frame.f_code
+        if code.co_filename.startswith(_IMPORTING):
+            return True
+        if code.co_filename == contextlib.__file__ and code.co_name in ("__enter__", "__exit__"):
+            return True
+        frame = frame.f_back
+    return False
+
+
+@contextmanager
+def _interrupted_between_changes() -> Iterator[None]:
+    """An interrupt inside is raised where nothing is half done."""
+    is_main = threading.current_thread() is threading.main_thread()
+    handler = signal.getsignal(signal.SIGINT) if is_main else None
+    if not callable(handler) or isinstance(handler, _Deferring):
+        yield
+        return
+    signal.signal(signal.SIGINT, _Deferring(handler))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
 
 
 @contextmanager

@@ -24,6 +24,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     parser = make_parser()
     options = parser.parse_args(argv)
+    if options.debug:
+        os.environ["LAZYINLINE_DEBUG"] = "1"  # for what would shorten it
     if options.command == "completion":
         return _print_completion(parser, options.shell)
     try:

@@ -16,7 +16,7 @@ from torch import nn
 
 from ...backend.kernels import torch_inductor
 from ...backend.kernels.lower import BackendName
-from ...reuse.errors import PlanError
+from ...reuse.errors import PlanError, door
 from ..calls.torch_slot import slots_empty
 from ..capture.blocks import Reuse
 from ..checks.example_inputs import check_example
@@ -39,6 +39,7 @@ from .workload import (
 )
 
 
+@door
 def measure(
     model: nn.Module,
     args: Sequence[Any],

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from ...reuse.errors import CaptureError, ExportError
+from ...reuse.errors import CaptureError, ExportError, door
 from ...reuse.folding import folded
 from ...reuse.ir.program import ModelTensor, Program, UserInput
 from ...reuse.ir.verify import verify as verify_program
@@ -93,6 +93,7 @@ class _Request:
     dynamic_shapes: Any
 
 
+@door
 @one_at_a_time
 def export_onnx(
     model: nn.Module | Program,

@@ -28,7 +28,7 @@ from ...pipeline_parallel.stages.stage_steps import StageCounts, StageSteps
 from ...pipeline_parallel.stages.unplanned_steps import UnplannedSteps
 from ...recompute.policy import Policy
 from ...reuse import torch_pytree
-from ...reuse.errors import PipelineError
+from ...reuse.errors import PipelineError, door
 from ...reuse.ir.leaf import without_autocast
 from ...reuse.ir.program import ModelTensor
 from ..autograd.torch_hooks import have_hooks, pass_through_autograd
@@ -83,6 +83,7 @@ def stage(module: nn.Module, number: int) -> nn.Module:
     return module
 
 
+@door
 def pipeline(
     model: nn.Module,
     args: Sequence[Any],

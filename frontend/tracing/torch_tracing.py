@@ -501,6 +501,8 @@ class Tracer:
         describer = self.fake_mode.fake_tensor_converter.meta_converter.describer
         describer.lookup_tensor.clear()
         describer.lookup_storage.clear()
+        if self._tracer is None:
+            return  # interrupted before it began
         for node in self.constants():
             vars(self.root).pop(str(node.target), None)
         for name, held in list(vars(self.root).items()):

@@ -1,0 +1,221 @@
+"""An interrupted compile leaves everything as it was, in few lines; so do errors of our own."""
+
+import builtins
+import gc
+import logging
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lazyinline
+from lazyinline.frontend.passes.state import Pass
+from lazyinline.reuse.errors import CompileInterrupted
+
+MAX_FRAMES = 8
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.norm = nn.Linear(8, 16), nn.Linear(16, 8), nn.LayerNorm(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(x + self.down(nn.functional.gelu(self.up(x), approximate="tanh"))) * 2
+
+
+def body() -> nn.Module:
+    return nn.Sequential(*(Block() for _ in range(3)))
+
+
+def state() -> list[Any]:
+    """What a capture changes in PyTorch, Python and the process for its time."""
+    module, tensor = nn.Module, Tensor
+    return [
+        *(module.__call__, module.__getattribute__, module.__getattr__, module.__setattr__),
+        *(tensor.register_hook, tensor.tolist, tensor.data_ptr, tensor.__repr__, tensor.__format__),
+        *(torch.autograd.grad, torch.autograd.backward, torch.save, torch.set_default_dtype),
+        *(builtins.print, logging.Logger.handle, gc.isenabled(), torch.is_grad_enabled()),
+        *(sys.getprofile(), signal.getsignal(signal.SIGINT), torch.get_rng_state().tolist()),
+    ]
+
+
+def interrupted(*args: Any, **kwargs: Any) -> Any:
+    raise KeyboardInterrupt
+
+
+def assert_ends_here(error: BaseException) -> None:
+    assert len(traceback.extract_tb(error.__traceback__)) <= MAX_FRAMES
+    shown = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+    assert "cause of the following" not in shown and "During handling" not in shown
+
+
+def all_passes() -> list[str]:
+    """The names of the passes that ``compile`` of a training model runs."""
+    compiled = lazyinline.compile(body(), backend="eager")
+    compiled(torch.randn(2, 8)).sum().backward()
+    return [one.name for one in compiled.last_report.passes]
+
+
+@pytest.mark.parametrize("way", ["compile", "step"])
+def test_an_interrupt_in_any_pass_leaves_everything_as_it_was(
+    way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Pass.__call__
+    net, x = body(), torch.randn(2, 8)
+    expected = net(x)
+    names = all_passes()
+    assert {"capture", "autodiff", "lower", "link"} <= {*names}
+    for name in names:
+        for when in ("before", "after"):
+
+            def interrupting(self: Pass, given: Any, name: str = name, when: str = when) -> Any:
+                if self.name == name and when == "before":
+                    raise KeyboardInterrupt
+                found = run(self, given)
+                if self.name == name:
+                    raise KeyboardInterrupt
+                return found
+
+            if way == "step":
+                compiled: Any = lazyinline.compile_step(net, loss_fn=torch.sum, backend="eager")
+            else:
+                compiled = lazyinline.compile(net, backend="eager")
+            before = state()
+            monkeypatch.setattr(Pass, "__call__", interrupting)
+            with pytest.raises(KeyboardInterrupt) as caught:
+                compiled(x)
+            monkeypatch.setattr(Pass, "__call__", run)
+            assert state() == before, (name, when)
+            assert isinstance(caught.value, CompileInterrupted)
+            assert_ends_here(caught.value)
+            torch.testing.assert_close(compiled(x), expected.sum() if way == "step" else expected)
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_an_interrupt_at_any_call_of_a_capture_leaves_everything_as_it_was(in_place: bool) -> None:
+    class Interrupting(Block):
+        at = -1
+
+        def forward(self, x: Tensor) -> Tensor:
+            Interrupting.at -= 1
+            if Interrupting.at == 0:
+                raise KeyboardInterrupt
+            return super().forward(x)
+
+    x = torch.randn(2, 8)
+    for at in (1, 2):
+        net = nn.Sequential(Interrupting(), Block(), Interrupting())
+        expected = net(x)
+        compiled = lazyinline.compile(net, backend="eager", in_place=in_place)
+        before = state()
+        Interrupting.at = at
+        with pytest.raises(KeyboardInterrupt) as caught:
+            compiled(x)
+        assert state() == before
+        assert_ends_here(caught.value)
+        Interrupting.at = -1
+        torch.testing.assert_close(compiled(x), expected)
+
+
+SCRIPT = """
+import os, signal, sys, threading, time
+import torch
+from torch import nn
+import lazyinline
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+    def forward(self, x):
+        return x + self.down(torch.tanh(self.up(x)) * 2)
+
+net, x = nn.Sequential(*(Block() for _ in range(3))), torch.randn(2, 8)
+expected = net(x)
+compiled = lazyinline.compile(net, backend=sys.argv[1])
+timer = threading.Timer(float(sys.argv[2]), os.kill, (os.getpid(), signal.SIGINT))
+timer.start()
+try:
+    compiled(x).sum().backward()
+    time.sleep(60)
+except KeyboardInterrupt as interrupt:
+    print(type(interrupt).__name__)
+torch.testing.assert_close(compiled(x), expected)
+assert not compiled.last_report.ran_eagerly and not compiled.last_report.eager_kernels
+print("works")
+"""
+
+
+@pytest.mark.sweep(keep=["eager-0.05", "inductor-1.0"])
+@pytest.mark.parametrize("seconds", [0.05, 0.2, 0.5, 1.0, 2.0, 4.0])
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_a_signal_at_any_time_leaves_a_process_that_compiles(
+    backend: str, seconds: float, tmp_path: pathlib.Path
+) -> None:
+    environment = {**os.environ, "LAZYINLINE_CACHE_DIR": str(tmp_path)}
+    command = [sys.executable, "-c", SCRIPT, backend, str(seconds)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split()[1:] == ["works"], done.stdout + done.stderr
+
+
+def test_the_command_line_ends_in_one_line(tmp_path: pathlib.Path) -> None:
+    environment = {**os.environ, "LAZYINLINE_CACHE_DIR": str(tmp_path)}
+    command = [sys.executable, "-m", "lazyinline", "bench", "--layers", "2"]
+    running = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+    )
+    assert running.stdout is not None
+    running.stdout.readline()  # what it is about to do
+    time.sleep(1)
+    running.send_signal(signal.SIGINT)
+    _, said = running.communicate(timeout=120)
+    assert running.returncode == 130, said
+    assert said.splitlines()[-1] == "lazyinline: interrupted" and "Traceback" not in said
+
+
+# ---- errors of our own -------------------------------------------------------------------------
+
+
+class Asks(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) if x.sum().item() else x
+
+
+ERRORS: dict[str, Callable[[nn.Module, Tensor], Any]] = {
+    "fallback": lambda m, x: lazyinline.compile(m, backend="eager", fallback="error")(x),
+    "in place": lambda m, x: lazyinline.compile(
+        m, backend="eager", fallback="error", in_place=True
+    )(x),
+    "recompute": lambda m, x: lazyinline.compile(m, backend="eager", recompute="full")(x),
+    "step": lambda m, x: lazyinline.compile_step(m, loss_fn=torch.sum, backend="eager")(x),
+    "capture": lambda m, x: lazyinline.capture(m, (x,)),
+    "export": lambda m, x: lazyinline.export_onnx(m, (x,), "unwritten.onnx"),
+    "advise": lambda m, x: lazyinline.advise(m, (x,)),
+    "pipeline": lambda m, x: lazyinline.pipeline(m, (x,), num_stages=2, micro_batches=2),
+}
+
+
+@pytest.mark.parametrize("way", ERRORS)
+def test_the_traceback_of_an_error_of_ours_ends_at_the_public_function(
+    way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    net, x = nn.Sequential(Block(), Asks()), torch.randn(4, 8)
+    with pytest.raises(lazyinline.LazyInlineError) as caught:
+        ERRORS[way](net, x)
+    assert_ends_here(caught.value)
+    monkeypatch.setenv("LAZYINLINE_DEBUG", "1")
+    with pytest.raises(lazyinline.LazyInlineError) as whole:
+        ERRORS[way](net, x)
+    assert str(whole.value) == str(caught.value)
+    assert len(traceback.extract_tb(whole.value.__traceback__)) > MAX_FRAMES
