@@ -1,7 +1,8 @@
 """A call that eager refuses: eager's own error, at once, in few lines."""
 
+import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -159,6 +160,15 @@ def nested(depth: int, inner: nn.Module) -> nn.Module:
     return inner if depth == 0 else Nest(nested(depth - 1, inner))
 
 
+@pytest.fixture
+def pythons_own_limit() -> Iterator[None]:
+    before = sys.getrecursionlimit()  # parts of PyTorch raise it
+    sys.setrecursionlimit(1000)
+    yield
+    sys.setrecursionlimit(before)
+
+
+@pytest.mark.usefixtures("pythons_own_limit")
 @pytest.mark.parametrize("inner", [nn.Linear, Asks])
 @pytest.mark.parametrize("depth", [25, 60, 100, 150, 200])
 def test_modules_nested_deep_run_itself_at_once_where_no_capture_can_follow(
