@@ -928,3 +928,22 @@ def test_a_model_with_an_effect_or_a_backward_hook_says_that_it_runs_eagerly() -
     model = lazyinline.compile(hooked, backend="eager", fallback="error")
     told = _told(lambda: model(x).sum().backward(), 4)
     assert len(told) == 1 and "has a backward hook" in told[0] and "makes" not in told[0]
+
+
+@pytest.mark.parametrize("size", [3, 15, 16, 17])
+@pytest.mark.parametrize("view", ["whole", "transposed", "with gaps"])
+def test_numbers_drawn_into_a_view_are_eagers(view: str, size: int) -> None:
+    class Drawing(nn.Module):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            held = torch.cat([x, x], 1)
+            drawn = {"whole": held, "transposed": held.t(), "with gaps": held[:, ::2]}[view]
+            drawn.normal_()
+            return held * 1, torch.rand(2)
+
+    model = Drawing()
+    found = []
+    for call in (lazyinline.compile(model, backend="eager"), model):
+        torch.manual_seed(1)
+        with torch.no_grad():
+            found.append((*call(torch.ones(size, 1)), torch.get_rng_state()))
+    assert all(map(torch.equal, *found))

@@ -37,6 +37,7 @@ def of_pure_memory(
     mark_after_strided(module)
     if not any(mutated_args(n) or is_lazy(n) for n in module.graph.nodes):
         return module
+    _refuse_draws_into_gaps(module)
     table = {**decompositions, **_INTO_MEMORY, **WRITTEN}
     functional = _functionalized(module, inputs, table, sizes_in(module) if sizes else ())
     drop_copies(functional)
@@ -45,6 +46,19 @@ def of_pure_memory(
     if gradients == "final":  # else what is left of them stops a gradient
         strip_detach(functional)
     return functional
+
+
+def _refuse_draws_into_gaps(module: torch.fx.GraphModule) -> None:
+    """Raises CaptureError for ``normal_`` of a view with gaps: it draws in an order of its own.
+
+    In memory without gaps PyTorch's kernel fills sixteen numbers at a time.
+    """
+    draws = (n for n in module.graph.nodes if n.target is torch.ops.aten.normal_.default)
+    if not all(TensorType.of(n.args[0].meta["val"]).is_dense for n in draws):
+        raise CaptureError(
+            "normal_ of a view with gaps draws in an order of its own, which has no form to "
+            "compile. Draw into a tensor of its own (torch.randn), and copy it there."
+        )
 
 
 def _functionalized(
