@@ -192,7 +192,8 @@ class OutsideTensors:
             source = self._names.get(id(tensor))
             raise CaptureError(
                 f"{source.name if source else 'A tensor outside the model'} is {why}, whose "
-                "numbers lie in no memory that a kernel could read."
+                "numbers lie in no memory that a kernel could read: what is computed with it "
+                "cannot be followed, so it cannot be captured."
             )
 
     def is_own(self, tensor: torch.Tensor) -> bool:

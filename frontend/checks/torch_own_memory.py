@@ -60,4 +60,7 @@ def why_no_memory(tensor: torch.Tensor) -> str:
         return "a quantized tensor"
     if tensor.layout is not torch.strided:
         return f"a tensor of layout {str(tensor.layout).removeprefix('torch.')}"
-    return "a tensor on the meta device" if tensor.is_meta else f"a tensor of {keys}"
+    if tensor.is_meta:
+        return "a tensor on the meta device"
+    is_of_transform = "FuncTorch" in str(keys)
+    return "inside a transform of torch.func" if is_of_transform else f"a tensor of {keys}"

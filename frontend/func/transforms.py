@@ -153,8 +153,9 @@ def vjp(func: Function, *primals: Any, has_aux: bool = False) -> tuple[Any, ...]
 
     def back(*cotangents: Any) -> tuple[Any, ...]:
         seeds = tensors_in(cotangents if len(cotangents) > 1 else cotangents[0], "a cotangent")
+        goes_further = goes_on or torch.is_grad_enabled()
         with torch.enable_grad():
-            found = gradients(outputs, inputs, seeds, goes_on=goes_on or torch.is_grad_enabled())
+            found = gradients(outputs, inputs, seeds, goes_on=goes_further)
         return tuple(_in_place_of(given, inputs, found))
 
     shown = value if goes_on else like(value, [y.detach() for y in outputs])
