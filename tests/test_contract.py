@@ -297,8 +297,14 @@ LAYOUTS: dict[str, Callable[[], Tensor]] = {
 }
 
 
-@contract("torch._prims_common.suggest_memory_format")
-def test_fakes_of_a_trace_are_laid_out_as_kernels_do(suggested: Any) -> None:
+@contract(
+    "torch._prims_common.suggest_memory_format",
+    "torch.ops.aten._native_batch_norm_legit.default",
+    "torch.ops.aten._native_batch_norm_legit.no_stats",
+)
+def test_fakes_of_a_trace_are_laid_out_as_kernels_do(
+    suggested: Any, with_statistics: Any, without: Any
+) -> None:
     channels_last = LAYOUTS["channels last"]()
     assert suggested(channels_last) is torch.channels_last
     assert suggested(channels_last.contiguous()) is torch.contiguous_format
@@ -309,6 +315,8 @@ def test_fakes_of_a_trace_are_laid_out_as_kernels_do(suggested: Any) -> None:
         lambda x: nn.functional.batch_norm(x, None, None, training=True),
         lambda x: nn.functional.batch_norm(x, ones.clone(), ones.clone(), training=True),
         lambda x: nn.functional.batch_norm(x, ones, ones),
+        lambda x: with_statistics(x, ones, ones, ones.clone(), ones.clone(), True, 0.1, 1e-5)[0],
+        lambda x: without(x, ones, ones, True, 0.1, 1e-5)[0],
         lambda x: x.roll(1, 1),
         lambda x: nn.functional.channel_shuffle(x, 2),
     ]
