@@ -218,11 +218,54 @@ class SetsStrength(Block):
         return super().forward(x)
 
 
+class SetsThroughAttribute(SetsStrength):
+    def forward(self, x: Tensor) -> Tensor:
+        self.function.strength = float(self.strength)
+        return Block.forward(self, x)
+
+
+class SetsThroughItem(SetsStrength):
+    def __init__(self, function: Any) -> None:
+        super().__init__(function)
+        self.table = {"functions": [function]}
+
+    def forward(self, x: Tensor) -> Tensor:
+        setattr(self.table["functions"][0], "strength", float(self.strength))  # noqa: B010
+        return Block.forward(self, x)
+
+
+class OfItsLayer(torch.autograd.Function):
+    """Reads its strength from the class of the layer that applied it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        return -SetsOnOwnClass.strength_of_all * g
+
+
+class SetsOnOwnClass(Block):
+    strength_of_all = 1.0
+
+    def __init__(self, function: Any) -> None:
+        super().__init__(OfItsLayer)
+
+    def forward(self, x: Tensor) -> Tensor:
+        type(self).strength_of_all = float(self.strength)
+        return super().forward(x)
+
+
+SETTERS = [SetsStrength, SetsThroughAttribute, SetsThroughItem, SetsOnOwnClass]
+
+
+@pytest.mark.parametrize("setter", SETTERS)
 @pytest.mark.parametrize("strengths", [(1.0, 1.0, 1.0), (1.0, 2.0, 3.0), (3.0, 2.0, 1.0)])
 def test_a_strength_that_layers_set_is_what_the_last_of_them_set(
-    strengths: tuple[float, ...],
+    strengths: tuple[float, ...], setter: type[Block]
 ) -> None:
-    model = Model(Scaled, SetsStrength)
+    model = Model(Scaled, setter)
     for block, strength in zip(model.blocks, strengths, strict=True):
         block.strength = strength
     expected = copy.deepcopy(model)
@@ -230,6 +273,8 @@ def test_a_strength_that_layers_set_is_what_the_last_of_them_set(
     for _ in range(3):
         x = torch.randn(3, 4)
         wanted = gradients(expected, expected, x)
+        set_strength(1.0)  # as the first layer of one of them finds it
+        SetsOnOwnClass.strength_of_all = 1.0
         torch.testing.assert_close(gradients(model, compiled, x), wanted)
 
 

@@ -20,7 +20,7 @@ from ...reuse import torch_pytree
 from ...reuse.errors import CaptureError, FinalCaptureError, LazyInlineError, PlanError
 from ...reuse.evidence.module_state import module_state, walk_modules
 from ..capture.signatures import shapes_of
-from ..checks.refusals import DIFFERENTIATES, ITERATES
+from ..checks.refusals import DIFFERENTIATES, ITERATES, SETS_FOR_BACKWARDS
 from ..compiler import Compiler
 from ..options import Options
 from ..passes.state import Compilation, Pass
@@ -140,6 +140,8 @@ def why_alone(reason: str) -> str:
     """Returns why the parts of a module run themselves, too, if they do where it does."""
     if DIFFERENTIATES in reason or ITERATES in reason:
         return "what calls it differentiates it inside its forward, or reads an iterator"
+    if SETS_FOR_BACKWARDS in reason:
+        return f"what calls it {SETS_FOR_BACKWARDS}"
     return ""
 
 

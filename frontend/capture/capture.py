@@ -28,7 +28,7 @@ from ...reuse.ir.program import ModelTensor, Program
 from ...reuse.open_numbers import is_open
 from ..checks.capturable import refuse_backward_hooks, refuse_uncapturable
 from ..checks.operand_types import check_operand_types
-from ..checks.refusals import DIFFERENTIATES, ITERATES, RaisedError
+from ..checks.refusals import DIFFERENTIATES, ITERATES, SETS_FOR_BACKWARDS, RaisedError
 from ..checks.runnable import check_memory
 from ..effects.effects import EffectError, OnEffects
 from ..effects.outside_changes import find_fake
@@ -191,7 +191,9 @@ def _capture(
     except UnsettledError as unsettled:
         if unsettled.recording.ran_backwards:  # eager's would see what the last layer set
             unsettled.recording.let_go()
-            raise _with_iterators(str(unsettled), unsettled.recording) from None
+            text = str(unsettled)
+            also = f" It {SETS_FOR_BACKWARDS}." if " changes " in text else ""
+            raise _with_iterators(text + also, unsettled.recording) from None
         if arguments.have_open_numbers():
             unsettled.recording.let_go()
             raise CaptureError("The forward keeps something, maybe a number that varies.") from None

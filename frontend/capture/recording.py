@@ -66,8 +66,8 @@ class Recording:
         self.sizes = sizes
         places = walk_modules(model)
         self.paths = {id(module): user_path(model, path) for path, module in reversed(places)}
-        self.inside = InsideChanges(model)
         self.effects = Effects(OutsideChanges(model), effects)
+        self.inside = InsideChanges(model, self.effects.changes.meets)
         self.reads = Reads(self.inside.contents, self.effects.changes.found, is_root=True)
         self.root = self.current = Region(model, "", type(model).__name__, reads=self.reads)
         self.tracer = Tracer(sizes.mode if sizes else new_fake_mode(), self._add_node)

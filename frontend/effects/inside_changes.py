@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -56,13 +56,18 @@ class Change(NamedTuple):
 class InsideChanges:
     """What the modules that one run meets held before it.
 
+    Args:
+        model: the model.
+        on_class: told of each class met, of a module or an attribute: code may write there.
+
     Attributes:
         contents: what the objects among the attributes that were read held then.
         met: the modules outside the model's tree whose attributes were read, by ``id``.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self.contents = Snapshot()
+    def __init__(self, model: nn.Module, on_class: Callable[[Any], None]) -> None:
+        self.contents = Snapshot(on_holder=on_class)
+        self._on_class = on_class
         self.met: dict[int, nn.Module] = {}
         self._made: dict[int, nn.Module] = {}
         self._written: dict[tuple[int, Any], str] = {}
@@ -90,6 +95,7 @@ class InsideChanges:
         return self._written.get((id(change.module), change.name), "")
 
     def _note(self, module: nn.Module) -> None:
+        self._on_class(type(module))
         state = module_state(module)
         tables = [state, *(state[name] for name in _TABLES if name in state)]
         self._before[id(module)] = (module, [(table, dict(table)) for table in tables])

@@ -39,7 +39,7 @@ class OutsideChanges:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self.contents = Snapshot()
+        self.contents = Snapshot(on_holder=self.meets)
         self.hooked = ""
         self._tables: dict[int, tuple[Any, Mapping[str, Any], dict[str, Any]]] = {}
         self._cells: dict[int, tuple[types.CellType, str, Any]] = {}
@@ -72,15 +72,16 @@ class OutsideChanges:
 
     def found(self, owner: Any, name: str, value: Any) -> None:
         """Notes what a name outside the model stands for, the first time it is looked up."""
-        module_name = _module_name(owner)
         is_plain = type(value) in (list, dict, set)
-        is_known = is_library(module_name) or str(module_name).partition(".")[0] == "numpy"
-        if is_plain or not is_known:
+        if is_plain or not _is_known(owner):
             self._look_into(value)
-        if is_known:
-            return
-        table: Any = owner if type(owner) is dict else vars(owner) if _is_holder(owner) else None
-        if table is not None and id(owner) not in self._tables:
+        if type(owner) is dict or isinstance(owner, (type, types.ModuleType)):
+            self.meets(owner)
+
+    def meets(self, owner: Any) -> None:
+        """Notes what a scope, class or Python module holds before code can write there."""
+        if id(owner) not in self._tables and not _is_known(owner):
+            table: Any = owner if type(owner) is dict else vars(owner)
             known = {key: held for key, held in table.items() if not is_own_patch(held)}
             self._tables[id(owner)] = (owner, table, known)
 
@@ -218,8 +219,10 @@ def _functions_of(hook: Any) -> Iterator[types.FunctionType]:
             todo.append(value.func)
 
 
-def _is_holder(owner: Any) -> bool:
-    return isinstance(owner, (type, types.ModuleType))
+def _is_known(owner: Any) -> bool:
+    """Whether an owner is a library's, where no model writes."""
+    name = _module_name(owner)
+    return is_library(name) or str(name).partition(".")[0] == "numpy"
 
 
 def _module_name(owner: Any) -> Any:

@@ -47,6 +47,7 @@ class Snapshot:
 
     Args:
         functions: the row of functions: what was put on them, or all that they are made of.
+        on_holder: told of each class and module when it is met.
 
     Attributes:
         holders: the classes and modules met, and the classes of the objects met: what they hold
@@ -58,7 +59,9 @@ class Snapshot:
         lasting: what was changed and could not be put back, or an empty text.
     """
 
-    def __init__(self, functions: Kind = FUNCTION) -> None:
+    def __init__(
+        self, functions: Kind = FUNCTION, on_holder: Callable[[Any], None] | None = None
+    ) -> None:
         self.holders: dict[int, Any] = {}
         self.classes: dict[int, type] = {}
         self.functions: dict[int, types.FunctionType] = {}
@@ -66,6 +69,7 @@ class Snapshot:
         self.iterators: list[Any] = []
         self.lasting = ""
         self._function = functions
+        self._on_holder = on_holder
         self._seen: dict[int, Any] = {}
         self._bare: list[types.FunctionType] = []  # those without attributes: most of them
         self._noted: list[tuple[Any, Kind, Sequence[Any]]] = []
@@ -115,13 +119,19 @@ class Snapshot:
             self.functions[id(value)] = value
             found += [value.__defaults__, value.__kwdefaults__]
         elif isinstance(value, (type, types.ModuleType)):
-            self.holders[id(value)] = value
+            self._meets(value)
         elif is_opaque(value):
             self.opaque[id(value)] = value
         elif kinds and is_looked_into(type(value)):
-            self.holders.setdefault(id(type(value)), type(value))
+            self._meets(type(value))
             self.classes[id(type(value))] = type(value)
         return found
+
+    def _meets(self, holder: Any) -> None:
+        if id(holder) not in self.holders:
+            self.holders[id(holder)] = holder
+            if self._on_holder is not None:
+                self._on_holder(holder)
 
     def _kinds_of(self, value: Any) -> Sequence[Kind]:
         if not isinstance(value, types.FunctionType):
