@@ -681,3 +681,60 @@ def test_a_write_into_an_expanded_input_reaches_every_row() -> None:
     compiled = lazyinline.compile(model, backend="eager")
     torch.testing.assert_close(compiled(x), model(x))
     assert not any(d.shared for d in compiled.last_report.decisions)
+
+
+# ---- what lies on a class, a module or another object that an attribute leads to -----------------
+
+OWNERS: dict[str, Callable[[], Any]] = {
+    "a class": lambda: type("Owner", (), {"__module__": "users", "count": 0}),
+    "a Python module": lambda: types.ModuleType("users"),
+    "a function": lambda: types.FunctionType(tanh.__code__, {"__name__": "users"}),
+    "an object": lambda: type("Owner", (), {"__module__": "users"})(),
+    "the class of an object": lambda: type("Owner", (), {"__module__": "users", "count": 0})(),
+}
+WAYS: dict[str, Callable[[Any], Any]] = {
+    "attribute": lambda owner: owner,
+    "item": lambda owner: [owner],
+    "entry": lambda owner: {"owner": [owner]},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", OWNERS)
+@pytest.mark.parametrize("marked", [True, False])
+def test_blocks_that_count_on_something_that_an_attribute_leads_to_are_not_shared(
+    name: str, way: str, marked: bool
+) -> None:
+    def owner(self: Any) -> Any:
+        held = self.held
+        while isinstance(held, (list, dict)):
+            held = held["owner"] if isinstance(held, dict) else held[0]
+        return type(held) if name == "the class of an object" else held
+
+    class Counts(nn.Module):
+        def __init__(self, held: Any) -> None:
+            super().__init__()
+            self.linear, self.held = linear(), held
+
+        def forward(self, x: Tensor) -> Tensor:
+            owner(self).count += 1
+            return self.linear(x) * owner(self).count
+
+    class Resets(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            held, kind = WAYS[way](OWNERS[name]()), lazy_inline(Counts) if marked else Counts
+            self.blocks = nn.ModuleList([kind(held) for _ in range(3)])
+
+        def forward(self, x: Tensor) -> Tensor:
+            owner(self.blocks[0]).count = 0
+            for one in self.blocks:
+                x = one(x)
+            owner(self.blocks[0]).count = 0
+            return x
+
+    model = Resets()
+    compiled = lazyinline.compile(model, backend="eager")
+    for _ in range(2):
+        x = example()
+        torch.testing.assert_close(compiled(x), model(x))

@@ -23,8 +23,8 @@ ITERATES = "reads an iterator"
 """In the reason why a forward runs itself whose parts might be handed an iterator: a capture of a
 part would move it on."""
 SETS_FOR_BACKWARDS = "may set what a backward of a torch.autograd.Function reads"
-"""In the reason why a forward runs itself whose parts run themselves, too: a backward reads what the
-last of them set."""
+"""In the reason why a forward runs itself whose parts run themselves, too: a backward reads what
+the last of them set."""
 
 CANNOT = "cannot be captured"
 """In the reason why a forward runs itself, before the line and what stands in the way."""

@@ -110,6 +110,7 @@ class Reads:
     walked: dict[int, nn.Module] = field(default_factory=dict)
     unseen: str = ""  # a way by which its code may tell instances apart
     closures: Closures = field(default_factory=Closures)
+    _held: Snapshot = field(default_factory=Snapshot)  # by a block's attributes
 
     def of_block(self) -> Reads:
         """Returns what a block inside will have read."""
@@ -156,8 +157,23 @@ class Reads:
         if not isinstance(own, _KNOWN_BY_STRUCTURE):
             self.contents.look_into(own)
         frozen = ABSENT if self.is_root else snapshot(value)
+        if not (self.is_root or isinstance(value, _KNOWN_BY_STRUCTURE)):
+            self._look_for_holders(value)
         table = state if where in ("", "class") else state[where]
         self.attributes[id(module), name] = AttributeRead(module, table, own, frozen)
+
+    def _look_for_holders(self, value: Any) -> None:
+        """Notes what classes and modules hold that an attribute of a block leads to."""
+        known = len(self._held.holders)
+        self._held.look_into(value)
+        for holder in [*self._held.holders.values()][known:]:
+            self._holder(holder, self.names())
+
+    def _holder(self, holder: Any, names: Iterable[str]) -> None:
+        """Notes names of a class or module; of a class that objects have, plain data alone."""
+        if id(holder) in self._held.classes:
+            names = [name for name in names if type(look_up(holder, name)) in _PLAIN]
+        self._named_attributes(holder, tuple(names), _MAX_OUTSIDE_DEPTH - 1)
 
     def all_attributes(self, module: nn.Module) -> None:
         """Notes that the module's ``__dict__`` was read as a whole."""
@@ -185,6 +201,8 @@ class Reads:
             if name in variables and not self._is_of_run(variables[name])
         }
         self.functions[code, id(scope)] = {k: shallow_snapshot(v) for k, v in captured.items()}
+        for holder in self._held.holders.values():
+            self._holder(holder, code.co_names)
         names, imports = globals_used(code), modules_imported(code)
         if "globals" in names:
             names = (*names, *texts_of(code))

@@ -65,7 +65,7 @@ class RootEvidence:
             self._add_cell(cell)
         names = reads.names()
         self._add_getters(names)
-        self._add_holders(names)
+        self._add_holders(names, reads.globals)
         self._add_methods(names)
         self._add_functions(reads, names)
         self._add_environment(reads.environment())
@@ -141,7 +141,7 @@ class RootEvidence:
             self._add_entry(table, name, value)
             self._contents.look_into(value)
 
-    def _add_holders(self, names: set[str]) -> None:
+    def _add_holders(self, names: set[str], known: Collection[tuple[int, str]]) -> None:
         """Adds what classes and modules met on the way hold under the names that code speaks of."""
         done: set[int] = set()
         todo = list(self._contents.holders.values())
@@ -156,7 +156,8 @@ class RootEvidence:
                 todo.append(type(holder))
             used = id(holder) in self._contents.classes
             for name in _own_names(holder, names | _operators(holder) if used else names):
-                self._add(holder, name)
+                if (id(holder), name) not in known:
+                    self._add(holder, name)
             todo += [h for key, h in self._contents.holders.items() if key not in done]
 
     def _add_getters(self, names: Collection[str]) -> None:
