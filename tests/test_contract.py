@@ -203,6 +203,23 @@ def test_sizes_stay_open_without_the_cache_of_results(
     assert not environment.guards and str(padded.shape[1]) == f"{symbol} + 1"
 
 
+@contract("attribute _dispatch_cache")
+def test_dropout_in_python_is_looked_up_again_once_its_cache_is_empty() -> None:
+    dropout: Any = torch.ops.aten.dropout.default
+    key, seen = torch.DispatchKey.CompositeImplicitAutograd, []
+    before = dropout.py_kernels[key]
+    assert torch.DispatchKey.Autograd in dropout.py_kernels
+    dropout.py_kernels[key] = lambda *args: seen.append(args) or before(*args)
+    try:
+        dropout._dispatch_cache.clear()
+        with resolve("torch._dispatch.python.enable_python_dispatcher")(), torch.inference_mode():
+            torch.dropout(torch.ones(2), 1.0, True)
+    finally:
+        dropout.py_kernels[key] = before
+        dropout._dispatch_cache.clear()
+    assert len(seen) == 1
+
+
 def test_a_kernel_list_sees_one_memory_through_views() -> None:
 
     mode = fake_mode()

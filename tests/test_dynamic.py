@@ -445,6 +445,36 @@ def test_dropout_draws_as_eager_does() -> None:
     assert found[-1] == (2, 1)
 
 
+DROPS_ALL: dict[str, Callable[[Tensor], Tensor]] = {
+    "function": lambda x: nn.functional.dropout(x, 1.0),
+    "module": nn.Dropout(1.0),
+    "in place": lambda x: nn.functional.dropout(x * 2, 1.0, inplace=True),
+    "channels": lambda x: nn.functional.dropout1d(x[None], 1.0)[0],
+    "alpha": lambda x: nn.functional.alpha_dropout(x, 1.0, training=True),
+    "attention": lambda x: nn.functional.scaled_dot_product_attention(
+        x[None], x[None], x[None], dropout_p=1.0
+    )[0],
+}
+
+
+@pytest.mark.parametrize("name", DROPS_ALL)
+@pytest.mark.parametrize("grad", [False, True])
+def test_dropout_of_everything_leaves_the_generator_as_eager_does(name: str, grad: bool) -> None:
+    class Drops(nn.Module):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return DROPS_ALL[name](x) + x, torch.rand(3)
+
+    model = Drops()
+    compiled = lazyinline.compile(model, backend="eager", dynamic=True, fallback="error")
+    for size in (3, 15, 16, 17):
+        x, seen = torch.randn(size, 2, requires_grad=grad), []
+        for run in (model, compiled):
+            torch.manual_seed(5)
+            results = [*run(x), torch.get_rng_state()]
+            seen.append(results + (list(torch.autograd.grad(results[0].sum(), x)) if grad else []))
+        torch.testing.assert_close(*seen, equal_nan=True)
+
+
 # ---- training steps ---------------------------------------------------------------------------
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -12,6 +13,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ...reuse.ir.torch_symbols import environment_of, size_in
 from ...reuse.ir.types import TensorType
+from ...reuse.process_lock import ProcessLock
+
+_LOCK = ProcessLock()  # one trace at a time replaces PyTorch's dropout
+_OF_DROPOUT = (torch.DispatchKey.Autograd, torch.DispatchKey.CompositeImplicitAutograd)
 
 
 def new_fake_mode(module: torch.fx.GraphModule | None = None) -> FakeTensorMode:
@@ -32,7 +37,33 @@ def sizes_kept_open(mode: FakeTensorMode) -> AbstractContextManager[Any]:
 
     ``constant_pad_nd`` is one: in C++ it reads numbers, and PyTorch has it in Python beside.
     """
-    return nullcontext() if mode.shape_env is None else enable_python_dispatcher()
+    return nullcontext() if mode.shape_env is None else _in_python()
+
+
+@contextmanager
+def _in_python() -> Iterator[None]:
+    """Has operators run in Python; dropout of everything draws nothing there, as in C++."""
+    dropout: Any = torch.ops.aten.dropout.default
+    kernels = dropout.py_kernels
+    with _LOCK:
+        before = {key: kernels[key] for key in _OF_DROPOUT if key in kernels}
+        kernels.update({key: _drawing_as_eager(kernel) for key, kernel in before.items()})
+        dropout._dispatch_cache.clear()
+        try:
+            with enable_python_dispatcher():
+                yield
+        finally:
+            kernels.update(before)
+            dropout._dispatch_cache.clear()
+
+
+def _drawing_as_eager(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    def dropout(input: torch.Tensor, p: float, train: bool) -> Any:
+        if train and p == 1:
+            return input * torch.zeros((), dtype=input.dtype, device=input.device)
+        return kernel(input, p, train)
+
+    return dropout
 
 
 def fake_tensor(mode: FakeTensorMode, type_: TensorType) -> torch.Tensor:
