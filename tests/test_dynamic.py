@@ -400,8 +400,9 @@ def test_one_tensor_passed_twice_has_one_shape() -> None:
         inputs = pair(*sizes)
         assert_close(compiled(*inputs), model(*inputs))
     families = compiled.__dict__["_lazyinline_calls"]._shapes._compiles
-    for family in families[1:]:  # each symbol stands for one size of what is passed
-        program, _ = family.symbolic
+    symbolic = [family.symbolic[0] for family in families if family.symbolic is not None]
+    assert len(symbolic) == 3  # one tensor and two learn apart: the first of each has numbers
+    for program in symbolic:  # each symbol stands for one size of what is passed
         a, b = torch.randn(9, 8), torch.randn(11, 8)
         values = program.sizes.values([a, b])
         types = [v.type for v in program.captured.program.inputs][:2]
@@ -417,6 +418,33 @@ def test_an_input_that_is_not_contiguous_is_compiled_for_itself() -> None:
             out = compiled(x)
             assert_close(out, model(x))
     assert counts(compiled)[1] == 1
+
+
+def in_layouts(shape: Shape) -> list[Tensor]:
+    """One tensor of four dimensions in each layout that views of the same shape may have."""
+    wide = torch.randn(shape[0], 9, *shape[2:], generator=torch.Generator().manual_seed(0))
+    plain = wide[:, 2 : 2 + shape[1]].contiguous()
+    orders = [plain.transpose(a, b).contiguous().transpose(a, b) for a, b in ((0, 1), (1, 2))]
+    channels_last = plain.to(memory_format=torch.channels_last)
+    gaps = [wide[:, 2 : 2 + shape[1]], torch.stack([plain, plain], -1)[..., 0]]
+    return [plain, *orders, channels_last, *gaps]
+
+
+@pytest.mark.parametrize("first", [0, 3, 5])
+def test_where_one_input_varies_another_has_its_own_layout_at_every_length(first: int) -> None:
+    """As images beside texts, and the cache of a window, which is as large at each token."""
+
+    def mixed(h: Tensor, image: Tensor) -> Tensor:
+        return h.sum((0, 1)) * image.tanh()
+
+    model = Wrapped(mixed)
+    compiled = lazyinline.compile(model)
+    layouts = in_layouts((2, 3, 2, 8))
+    lengths = iter(range(3, 99))
+    with torch.no_grad():
+        for image in (layouts[first], layouts[first], *layouts):
+            x = torch.randn(3, next(lengths), 8)
+            assert_close(compiled(x, image), model(x, image))
 
 
 def test_a_linked_program_notices_what_the_model_became() -> None:

@@ -179,6 +179,10 @@ def _may_vary(leaf: Any) -> bool:
     return tuple(leaf.stride()) == contiguous_stride(tuple(leaf.shape))
 
 
+def _strides_of(leaves: Sequence[Any]) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(x.stride()) if isinstance(x, torch.Tensor) else () for x in leaves)
+
+
 _EDGES = 3
 """In how many programs a symbol has to turn out to be a number until it is taken for one."""
 
@@ -198,7 +202,7 @@ class InputSizes(TracedSizes):
     ) -> None:
         env = ShapeEnv(allow_dynamic_output_shape_ops=False, allow_scalar_outputs=False)
         super().__init__(env, hints or ())
-        self._example = shapes_of(leaves)
+        self._example, self._strides = shapes_of(leaves), _strides_of(leaves)
         known = zip(names, self._example, strict=True)
         self._names = tuple(dims or ("",) * len(shape) for dims, shape in known)
         self._moves = hints is not None
@@ -244,10 +248,12 @@ class InputSizes(TracedSizes):
         None if what was compiled is not right for them.
         """
         found = Values()
-        shapes = shapes_of(leaves)
+        shapes, strides = shapes_of(leaves), _strides_of(leaves)
         for index, (names, example) in enumerate(zip(self._names, self._example, strict=True)):
             if any(names) and not _may_vary(leaves[index]):
                 return None
+            if not any(names) and strides[index] != self._strides[index]:
+                return None  # a kernel has the steps of what has no symbols as numbers
             for dim, name in enumerate(names):
                 size = int(shapes[index][dim])
                 if not name and size != example[dim]:
