@@ -10,6 +10,7 @@ import logging
 import os
 import queue
 import random
+import threading
 import time
 import types
 import weakref
@@ -498,3 +499,23 @@ def test_lists_that_live_for_a_call_only_are_no_effect() -> None:
         torch.testing.assert_close(compiled(torch.ones(2, 4)), net(torch.ones(2, 4)))
     assert compiled.last_report.ran_eagerly == ""
     assert compiled.last_report.num_compiles == 1
+
+
+@pytest.mark.parametrize("make", [threading.Lock, threading.RLock, threading.Condition])
+def test_a_lock_that_a_forward_holds_is_let_go(make: Any) -> None:
+    class Holds(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lock, self.linear = make(), nn.Linear(2, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            with self.lock:
+                return self.linear(x)
+
+    model, x = Holds(), torch.ones(1, 2)
+    compiled = lazyinline.compile(model, backend="eager")
+    for _ in range(3):
+        torch.testing.assert_close(compiled(x), model.linear(x))
+        assert model.lock.acquire(blocking=False)
+        model.lock.release()
+    assert not lazyinline.last_report(compiled).num_kernels  # type: ignore[union-attr]

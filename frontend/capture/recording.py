@@ -41,6 +41,9 @@ from .init_key import InitKey
 from .outside_tensors import OutsideTensors
 from .regions import Region, SharingDecision, Sizes
 
+# What lets go of what is held (``with lock``): it must happen, or the next run waits for ever.
+_LEAVES = frozenset({"__exit__", "__aexit__", "release", "release_lock"})
+
 
 class Recording:
     """The outer graph with its regions, and what the model's Python read and changed.
@@ -218,7 +221,9 @@ class Recording:
         if self.quiet:
             return
         what = reach_of(function, frame)
-        if what:
+        if what and function.__name__ in _LEAVES:
+            self.effects.note(what)
+        elif what:
             self.effects.refuse(what)
         elif is_reading(function):
             self.asked(function)

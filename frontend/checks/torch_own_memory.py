@@ -15,6 +15,7 @@ import torch
 
 _address_of = torch.Tensor.data_ptr
 _is_nested = operator.attrgetter("is_nested")
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 # Devices whose tensors have addresses; the keys that autograd, autocast and Python classes add; and
 # lazy bits, which are written out before a kernel reads the memory.
@@ -40,7 +41,9 @@ def have_own_memory(values: Iterable[Any]) -> bool:
     """Whether all tensors among some values have memory of their own, or no elements."""
     tensors = [value for value in values if isinstance(value, torch.Tensor)]
     try:
-        if all(map(_address_of, tensors)) and not any(map(_is_nested, tensors)):
+        # A class of its own (a fake of the user's) may warn where it is asked for an address.
+        is_plain = all(type(t) in _PLAIN for t in tensors)
+        if is_plain and all(map(_address_of, tensors)) and not any(map(_is_nested, tensors)):
             return True
     except (RuntimeError, ValueError):  # no storage; a parameter that is not initialized
         return False

@@ -73,9 +73,14 @@ class Effects:
 
     def refuse(self, doing: str) -> None:
         """Refuses what acts outside, or sets a state that a program would neither set nor obey."""
+        self.note(doing)
+        if self._error is not None:
+            raise self._error
+
+    def note(self, doing: str) -> None:
+        """Refuses at the end of the run: what is being done now must be finished."""
         if self.policy == "refuse":
             self._error = EffectError(f"The model's forward {doing} at {user_line()}.")
-            raise self._error
 
     def leaves_set(self, setting: str) -> None:
         """Refuses a forward after which one of PyTorch's settings is another one."""

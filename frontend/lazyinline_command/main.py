@@ -11,6 +11,8 @@ from .parser import make_parser
 
 INTERRUPTED = 130  # as a shell reports a process that SIGINT ended
 
+_DEBUG = "LAZYINLINE_DEBUG"
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line.
@@ -24,10 +26,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     parser = make_parser()
     options = parser.parse_args(argv)
-    if options.debug:
-        os.environ["LAZYINLINE_DEBUG"] = "1"  # for what would shorten it
     if options.command == "completion":
         return _print_completion(parser, options.shell)
+    before = os.environ.get(_DEBUG)
+    if options.debug:
+        os.environ[_DEBUG] = "1"  # for what would shorten a traceback
     try:
         return _run(options)
     except KeyboardInterrupt:
@@ -38,6 +41,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader, say `head`, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    finally:
+        if options.debug and before is None:
+            del os.environ[_DEBUG]
 
 
 def _run(options: argparse.Namespace) -> int:

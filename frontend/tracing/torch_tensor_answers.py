@@ -91,7 +91,7 @@ def state_of(tensor: torch.Tensor) -> TensorState:
         (memory_id(tensor), *layout) if has_memory else (0,),
         (
             is_leaf_that_wants,
-            id(tensor.grad) if tensor.is_leaf else 0,
+            id(tensor.grad if tensor.is_leaf else None),
             *(hook is None for hook in hooks),
         ),
     )
@@ -139,7 +139,7 @@ def is_answer(name: str) -> bool:
 def _is_settable(descriptor: Any) -> bool:
     if not isinstance(descriptor, types.GetSetDescriptorType) or descriptor.__name__[0] == "_":
         return False
-    tensor = torch.empty(0)
+    tensor = torch.empty(0, device="cpu")
     try:
         descriptor.__set__(tensor, descriptor.__get__(tensor))
     except (AttributeError, TypeError):

@@ -31,6 +31,9 @@ _OF_FUNCTIONS = (*_OF_RUNNING, "__doc__", "__module__", "__name__", "__qualname_
 _OF_CLASSES = ("__name__", "__qualname__")
 _WITH_METHODS = (torch.Tensor, nn.Module)
 
+# Pickling an object, or asking for its annotations, leaves these in its class.
+_NOTED_BY_PYTHON = ("__slotnames__", "__annotations__", "__annotations_cache__")
+
 
 class RootEvidence:
     """What a run of the model read, inside and outside, and whether all of that is still so.
@@ -182,13 +185,13 @@ class RootEvidence:
         Those of tensors are in C: one in Python that hides it is one more in the class.
         """
         for kind in _WITH_METHODS:
-            self._sizes.append((vars(kind), len(vars(kind))))
+            self._sizes.append((vars(kind), _num_own(vars(kind))))
             for name in vars(kind).keys() & names:
                 if callable(vars(kind)[name]):
                     self._add_entry(vars(kind), name, vars(kind)[name])
 
     def _same_sizes(self) -> bool:
-        return all(len(table) == size for table, size in self._sizes)
+        return all(_num_own(table) == size for table, size in self._sizes)
 
     def _add_functions(self, reads: Reads, names: Collection[str]) -> None:
         """Adds what can be replaced in functions and classes, while they stay who they are.
@@ -341,3 +344,8 @@ def _tables(owner: Any) -> Iterator[Mapping[str, Any]]:
         yield own
     for base in owner.__mro__ if isinstance(owner, type) else type(owner).__mro__:
         yield base.__dict__
+
+
+def _num_own(table: Mapping[str, Any]) -> int:
+    """Returns how many names a class has, but for those that Python notes there by itself."""
+    return len(table) - sum(name in table for name in _NOTED_BY_PYTHON)
