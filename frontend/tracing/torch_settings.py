@@ -152,15 +152,23 @@ def settings_put_back(refuse: Callable[[str], None]) -> Iterator[None]:
     Args:
         refuse: is told which setting it was.
     """
-    before = [(name, getter, put, getter()) for name, getter, put in settings().all]
+    before = [(name, getter, put, _told(getter)) for name, getter, put in settings().all]
     changed = ""
     try:
         yield
     finally:
         for name, getter, put, value in before:
-            if getter() != value:
+            if _told(getter) != value:
                 changed = name
                 if put is not None:
                     put(value)
     if changed:
         refuse(changed)
+
+
+def _told(getter: Callable[[], Any]) -> Any:
+    """Asks for a setting; one that was set in the new way may not be asked for in the old."""
+    try:
+        return getter()
+    except RuntimeError:
+        return ABSENT
