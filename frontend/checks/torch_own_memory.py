@@ -15,6 +15,7 @@ import torch
 
 _address_of = torch.Tensor.data_ptr
 _is_nested = operator.attrgetter("is_nested")
+_is_meta = operator.attrgetter("is_meta")
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 # Devices whose tensors have addresses; the keys that autograd, autocast and Python classes add; and
@@ -41,8 +42,8 @@ def have_own_memory(values: Iterable[Any]) -> bool:
     """Whether all tensors among some values have memory of their own, or no elements."""
     tensors = [value for value in values if isinstance(value, torch.Tensor)]
     try:
-        # A class of its own (a fake of the user's) may warn where it is asked for an address.
-        is_plain = all(type(t) in _PLAIN for t in tensors)
+        # A fake of the user's, by class or on meta, may warn where it is asked for an address.
+        is_plain = all(type(t) in _PLAIN for t in tensors) and not any(map(_is_meta, tensors))
         if is_plain and all(map(_address_of, tensors)) and not any(map(_is_nested, tensors)):
             return True
     except (RuntimeError, ValueError):  # no storage; a parameter that is not initialized
@@ -66,4 +67,4 @@ def why_no_memory(tensor: torch.Tensor) -> str:
     if tensor.is_meta:
         return "a tensor on the meta device"
     is_of_transform = "FuncTorch" in str(keys)
-    return "inside a transform of torch.func" if is_of_transform else f"a tensor of {keys}"
+    return "a tensor inside a transform of torch.func" if is_of_transform else f"a tensor of {keys}"
