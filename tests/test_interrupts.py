@@ -49,6 +49,11 @@ def state() -> list[Any]:
     ]
 
 
+def hears_interrupts() -> None:
+    """Has a new process take SIGINT; a shell that starts tests in the background ignores it."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def interrupted(*args: Any, **kwargs: Any) -> Any:
     raise KeyboardInterrupt
 
@@ -164,7 +169,14 @@ def test_a_signal_at_any_time_leaves_a_process_that_compiles(
 ) -> None:
     environment = {**os.environ, "LAZYINLINE_CACHE_DIR": str(tmp_path)}
     command = [sys.executable, "-c", SCRIPT, backend, str(seconds)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=environment,
+        preexec_fn=hears_interrupts,
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.split()[1:] == ["works"], done.stdout + done.stderr
 
@@ -173,7 +185,12 @@ def test_the_command_line_ends_in_one_line(tmp_path: pathlib.Path) -> None:
     environment = {**os.environ, "LAZYINLINE_CACHE_DIR": str(tmp_path)}
     command = [sys.executable, "-m", "lazyinline", "bench", "--layers", "2"]
     running = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+        preexec_fn=hears_interrupts,
     )
     assert running.stdout is not None
     running.stdout.readline()  # what it is about to do

@@ -10,6 +10,7 @@ from torch import nn
 
 from ...reuse import torch_pytree
 from ...reuse.torch_names import is_lazy
+from .runnable import check_runnable
 from .torch_modes import watching_class
 from .torch_own_memory import why_no_memory
 
@@ -36,6 +37,8 @@ def watching_tensor(model: nn.Module, leaves: Sequence[Any]) -> str:
         return f"an input is a {kind.__name__}, whose class sees each operator"
     for leaf in leaves:
         why = why_no_memory(leaf) if isinstance(leaf, torch.Tensor) else ""
+        if why and leaf.is_meta:
+            check_runnable(model)  # a model without data is refused, as with inputs that have some
         if why:
             return f"an input is {why}, whose numbers lie in no memory that a kernel could read"
     formless = torch_pytree.formless(leaves)
