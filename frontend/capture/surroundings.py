@@ -28,6 +28,7 @@ _OUR_SEED = 0x1A2C1B0D0F5EED
 _LOCK = threading.RLock()
 _DEFERRED_S = 0.02
 _IMPORTING = "<frozen importlib"
+_OPERATORS_FILE = sys.modules[type(torch.ops).__module__].__file__
 # A fork waits for a compile of another thread: a child would inherit PyTorch as tracers and builds
 # have changed it for their time, and a lock that nobody opens.
 if hasattr(os, "register_at_fork"):
@@ -63,13 +64,15 @@ def one_at_a_time(function: Function) -> Function:
 
 
 class _Deferring:
-    """Handles SIGINT: not inside of an import, or where a state is being changed or put back.
+    """Handles SIGINT: not in an import, an operator, or where a state is changed or put back.
 
-    Half an import of PyTorch's cannot be repeated in a process, nor half a change be undone.
+    Half an import of PyTorch's cannot be repeated in a process, nor half a change be undone. Where
+    the dispatcher in C++ calls Python, an error may end the process (``noexcept``).
     """
 
     def __init__(self, handler: Callable[[int, Any], Any]) -> None:
         self._handler = handler
+        self._raised: BaseException | None = None
 
     def __call__(self, number: int, frame: Any) -> None:
         """Calls the user's handler, now or as soon as it may."""
@@ -77,15 +80,27 @@ class _Deferring:
             again = threading.Timer(_DEFERRED_S, _thread.interrupt_main)
             again.daemon = True
             again.start()
-        else:
+            return
+        try:
             self._handler(number, frame)
+        except BaseException as error:
+            self._raised = error
+            raise
+
+    def raise_again(self) -> None:
+        """Raises what the handler raised, if Python ignored it (in a weak reference's callback)."""
+        if self._raised is not None:
+            raise self._raised
 
 
 def _is_changing(frame: Any) -> bool:
-    """Whether a frame runs for an import, or for a context that begins or ends."""
+    """Whether a frame runs for an import, an operator, or a context that begins or ends."""
+    top = frame
     while frame is not None:
         code = frame.f_code
         if code.co_filename.startswith(_IMPORTING):
+            return True
+        if code.co_filename == _OPERATORS_FILE and frame is not top:
             return True
         if code.co_filename == contextlib.__file__ and code.co_name in ("__enter__", "__exit__"):
             return True
@@ -101,11 +116,13 @@ def _interrupted_between_changes() -> Iterator[None]:
     if not callable(handler) or isinstance(handler, _Deferring):
         yield
         return
-    signal.signal(signal.SIGINT, _Deferring(handler))
+    deferring = _Deferring(handler)
+    signal.signal(signal.SIGINT, deferring)
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, handler)
+    deferring.raise_again()
 
 
 @contextmanager
