@@ -160,7 +160,7 @@ def settings_put_back(refuse: Callable[[str], None]) -> Iterator[None]:
         for name, getter, put, value in before:
             if _told(getter) != value:
                 changed = name
-                if put is not None:
+                if put is not None and value is not ABSENT:
                     put(value)
     if changed:
         refuse(changed)
