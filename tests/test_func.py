@@ -768,6 +768,7 @@ class Parts(nn.Module):
 
 
 @pytest.mark.parametrize("is_captured", [False, True])
+@pytest.mark.sweep(keep="True")
 def test_all_parts_of_a_jacobian_are_of_the_random_numbers_that_one_run_draws(
     *, is_captured: bool
 ) -> None:

@@ -134,6 +134,7 @@ class Net(nn.Module):
 
 @pytest.mark.parametrize("end", ENDS, ids=lambda end: str(end.__name__))
 @pytest.mark.parametrize("holder", HOLDERS)
+@pytest.mark.sweep(keep=["slots", "list-", "dictionary-", "object in"])
 def test_what_an_argument_holds_is_as_eager_leaves_it(
     holder: str, end: Callable[[Tensor], None]
 ) -> None:
@@ -166,6 +167,7 @@ def _plays_as_eager(holder: str, end: Callable[[Tensor], None], *, returns: bool
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, RuntimeError, RecursionError])
 @pytest.mark.parametrize("holder", HOLDERS)
+@pytest.mark.sweep(keep=["slots", "list-", "object in"])
 def test_an_error_of_any_kind_leaves_no_tensor_of_a_capture(
     holder: str, error: type[BaseException]
 ) -> None:

@@ -190,6 +190,7 @@ def test_forces_through_a_write_to_many_tensors_are_eagers(root: Root) -> None:
 
 
 @pytest.mark.parametrize("root", ROOTS, ids=lambda root: root.__name__)
+@pytest.mark.sweep(keep="into_what_moves")
 def test_hessians_of_functions_are_pytorchs(root: Root) -> None:
     energies = Energies(WRITES["scatter_add_"], root)
     wanted = torch.autograd.functional.hessian(lambda x: energies(x).square().sum(), positions())

@@ -624,12 +624,12 @@ class Default(Reader):
         return x * self.read(self.get())
 
 
-USUAL = [Argument, Attribute]
+USUAL = [Attribute]
 WAYS = [
     *USUAL,
     *(
         pytest.param(way, marks=pytest.mark.sweep)
-        for way in (Item, Nested, Global, OfClass, Captured, Default)
+        for way in (Argument, Item, Nested, Global, OfClass, Captured, Default)
     ),
 ]
 

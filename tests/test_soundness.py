@@ -702,6 +702,7 @@ WAYS: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", OWNERS)
 @pytest.mark.parametrize("marked", [True, False])
+@pytest.mark.sweep(keep="True")
 def test_blocks_that_count_on_something_that_an_attribute_leads_to_are_not_shared(
     name: str, way: str, marked: bool
 ) -> None:

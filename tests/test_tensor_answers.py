@@ -168,19 +168,26 @@ def copied(x: Tensor) -> Tensor:
     return twin.requires_grad_(x.requires_grad)
 
 
+# What code is known to ask of tensors; all that torch.Tensor has is swept.
+USUAL = ["data_ptr", "storage", "_version", "_base", "is_leaf", "grad", "set_", "resize_", "shared"]
+
+
 @pytest.mark.parametrize("name", ANSWERED)
+@pytest.mark.sweep(keep=["shape", "stride", "dtype", "device", "is_contiguous"])
 def test_a_fake_tensor_answers_as_the_callers_does(name: str) -> None:
     with torch.no_grad():
         assert_as_eager(asking(name), "input", inputs())
 
 
 @pytest.mark.parametrize("name", WATCHED)
+@pytest.mark.sweep(keep=USUAL)
 def test_what_is_watched_is_asked_of_the_callers_own_tensor(name: str) -> None:
     with torch.no_grad():
         assert_as_eager(asking(name), "input", inputs()[:2])
 
 
 @pytest.mark.parametrize("name", WATCHED)
+@pytest.mark.sweep(keep=USUAL)
 def test_what_is_watched_is_asked_of_the_models_own_tensor(name: str) -> None:
     assert_as_eager(asking(name), "parameter", leaves()[:1])
 
@@ -199,6 +206,7 @@ SETTABLE = [name for name in OWN if hasattr(getattr(Tensor, name), "__set__")]
 
 @pytest.mark.parametrize("place", ["input", "parameter"])
 @pytest.mark.parametrize("name", SETTABLE)
+@pytest.mark.sweep(keep=["data", "grad", "names"])
 def test_an_attribute_that_is_set_is_set(name: str, place: str) -> None:
     for value in (True, torch.ones(3, 3)):
         with torch.no_grad():
