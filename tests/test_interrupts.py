@@ -197,7 +197,9 @@ def test_the_command_line_ends_in_one_line(tmp_path: pathlib.Path) -> None:
     time.sleep(1)
     running.send_signal(signal.SIGINT)
     _, said = running.communicate(timeout=120)
-    assert running.returncode == 130, said
+    # A shell says 130 of either. Python ends itself by the signal, whatever the command returned,
+    # where the interrupt met it inside an `exec` of text, as `dataclasses` and `namedtuple` run.
+    assert running.returncode in (130, -signal.SIGINT), said
     assert said.splitlines()[-1] == "lazyinline: interrupted" and "Traceback" not in said
 
 
