@@ -8,7 +8,7 @@ tensors and that a model changes in place (the caches of transformers) are taken
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, MutableSequence, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -158,11 +158,46 @@ def unflatten(leaves: list[Any], spec: TreeSpec, given: Sequence[Any] = ()) -> A
         given: the containers that known ones in it are to be; without them they are made anew.
     """
     if not isinstance(spec, Nested):
-        return leaves[0] if spec.is_leaf() else _pytree.tree_unflatten(leaves, spec)
+        if spec.is_leaf():
+            return leaves[0]
+        return _rebuilt(iter(leaves), spec) if _has_size(spec) else spec.unflatten(leaves)
     rest = iter(leaves)
     together = Together(spec.forms, rest, given)
     found = [next(rest) if n < 0 else together.container(n) for n in spec.containers]
     return unflatten(found, spec.outer)
+
+
+def _has_size(spec: _pytree.TreeSpec) -> bool:
+    """Whether a ``torch.Size`` is in a structure: PyTorch would make it a tuple."""
+    is_flat = spec.num_leaves == spec.num_children
+    return spec.type is torch.Size or (not is_flat and any(map(_has_size, _children(spec))))
+
+
+def _rebuilt(leaves: Iterator[Any], spec: _pytree.TreeSpec) -> Any:
+    if spec.is_leaf():
+        return next(leaves)
+    held = [_rebuilt(leaves, child) for child in _children(spec)]
+    if spec.type is torch.Size:
+        return torch.Size(held)
+    return _pytree.SUPPORTED_NODES[spec.type].unflatten_fn(held, spec.context)
+
+
+def _children(spec: _pytree.TreeSpec) -> Sequence[_pytree.TreeSpec]:
+    return spec.children() if hasattr(spec, "children") else spec.children_specs
+
+
+def changeable_parts(tree: Any) -> list[Any]:
+    """Returns the lists, dictionaries and the like in a structure, each as often as it is there."""
+    found: list[Any] = []
+    classes = cache_classes()
+
+    def is_leaf(value: Any) -> bool:
+        if isinstance(value, (MutableSequence, MutableMapping)):
+            found.append(value)
+        return isinstance(value, classes)
+
+    _pytree.tree_flatten(tree, is_leaf=is_leaf)
+    return found
 
 
 def flatten_with_names(tree: Any) -> list[tuple[str, Any]]:

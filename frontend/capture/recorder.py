@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +22,7 @@ from ..checks.refusals import refuse_read_attributes, refuse_unlike_constants
 from ..effects.effects import EffectError, OnEffects
 from ..effects.inside_changes import Change, is_plain
 from ..effects.torch_allowed_calls import is_allowed
+from ..tracing.torch_asked_classes import sizes_like_numbers
 from ..tracing.torch_patches import intercepted
 from ..tracing.torch_settings import settings_put_back
 from ..tracing.torch_tracing import profiled_calls
@@ -120,6 +122,7 @@ class Recorder:
             recording.put_back_outside()
             raise
         finally:
+            recording.asked_classes.let_go()
             # Also of a run that failed: nothing of a capture may stay behind in the model.
             inside = self._undo_inside()
         results, tree = outcomes[0]
@@ -166,9 +169,12 @@ class Recorder:
         )
         kept = settings_put_back(recording.effects.leaves_set)
         objects = watched(cache_classes(), recording.objects)
-        with kept, intercepted(watcher), objects, calls:
+        numbers = sizes_like_numbers() if recording.sizes else nullcontext()
+        with kept, intercepted(watcher), objects, calls, numbers:
             output = self.model(*args, **kwargs)
+        recording.asked_classes.refuse()
         recording.effects.check_arguments(before, (args, kwargs))
+        recording.effects.check_result((args, kwargs), output, recording.holds)
         result = (output, given) if given else output
         flat, tree = torch_pytree.flatten(result, known)
         held = (read.value for read in recording.reads.attributes.values())

@@ -25,6 +25,7 @@ from ..effects.outside_changes import OutsideChanges, is_cache
 from ..effects.torch_allowed_calls import reach_of
 from ..tracing.capture_errors import user_path
 from ..tracing.readings import CacheState, Reading
+from ..tracing.torch_asked_classes import AskedClasses
 from ..tracing.torch_settings import answer, is_reading
 from ..tracing.torch_tracing import (
     Tracer,
@@ -54,6 +55,7 @@ class Recording:
         decisions: whether each block's Python ran, in the order of calls.
         decided: for each decision the region, if one was traced.
         given: the arguments that are no tensors.
+        asked_classes: where code asks which class or object something is.
         num_nodes: of the outer graph so far.
         differentiates: whether the forward has taken a derivative.
         ran_backwards: whether a custom function was applied whose backward eager runs later.
@@ -78,6 +80,7 @@ class Recording:
         self.decisions: list[SharingDecision] = []
         self.decided: list[Region | None] = []
         self.given: list[Any] = []
+        self.asked_classes = AskedClasses(of_sizes=sizes is not None)
         self.num_nodes = 0
         self.differentiates = False
         self.ran_backwards = False
@@ -93,6 +96,10 @@ class Recording:
         self.tensors.let_go()
         self.reads.attributes.clear()
         self.given.clear()
+
+    def holds(self, value: Any) -> bool:
+        """Whether the model, or what else its Python read, holds an object."""
+        return self.inside.contents.has_met(value) or self.effects.changes.contents.has_met(value)
 
     def put_back_outside(self) -> None:
         """Puts back what was changed outside the model."""
@@ -200,6 +207,8 @@ class Recording:
     def function_ran(self, frame: Any) -> None:
         """Notes a function of the model that begins."""
         code = frame.f_code
+        if not self.quiet:
+            self.asked_classes.began(frame)
         self.effects.changes.began(frame)
         first = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
         if is_context(first) and not self._applies and not self.quiet and is_user_frame(frame):

@@ -101,6 +101,23 @@ class Effects:
                 "which a compiled program would leave as it is."
             )
 
+    def check_result(self, arguments: Any, result: Any, is_held: Callable[[Any], bool]) -> None:
+        """Refuses a result with a list that is the caller's or the model's: a run makes a copy.
+
+        Args:
+            arguments: those of the call.
+            result: what the forward returns.
+            is_held: whether the model or a module holds an object.
+        """
+        given = set(map(id, torch_pytree.changeable_parts(arguments)))
+        for part in torch_pytree.changeable_parts(result):
+            if self.policy == "refuse" and (id(part) in given or is_held(part)):
+                raise EffectError(
+                    f"The model's forward returns a {type(part).__name__} that it was given, that "
+                    "the model holds, or twice: a compiled program would return a copy."
+                )
+            given.add(id(part))
+
     def check_containers(self, given: bool, held: Iterable[Any], results: Sequence[Any]) -> None:
         """Refuses what no run could bring up to date.
 

@@ -4,6 +4,7 @@ torch_tracing     pre-dispatch tracing with fake tensors
 torch_patches     the temporary patches that let capture watch a model run
 ways              what a tensor was computed from: by operators, by writes, and as autograd says
 torch_tensor_answers  what a tensor without numbers may answer; all else is told
+torch_asked_classes  classes of tensors and sizes, asked for by code that asks nobody
 readings          what a forward was told and a call can be asked again
 torch_settings    PyTorch's own settings, found by rule
 custom_function   a user's ``torch.autograd.Function`` as one operator

@@ -1,0 +1,327 @@
+"""Adapter: what a model's Python asks of the class of a tensor or a size.
+
+A tensor that is traced is a fake one, and a size that varies is a symbol. ``isinstance`` answers
+for both as in eager: a fake is a tensor, and a symbol says here that its class is the number's.
+``type(x)`` and ``n is m`` ask nobody: functions that say one of them are noted as they begin, and
+their frames are read when the model has run, since they still hold what was asked about.
+"""
+
+from __future__ import annotations
+
+import dis
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from types import CodeType, FrameType
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from ...reuse.errors import CaptureError
+from ...reuse.ir.torch_symbols import SIZE_TYPES
+from ...reuse.objects import own_table
+from .torch_tracing import is_library_frame, is_user_frame
+
+_NUMBERS = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
+_COMPUTES_WITH_SYMBOLS = "sympy"
+_SIZES = frozenset(("shape", "size", "numel", "stride"))
+_ITERATED = ".0"  # what Python calls the argument of a comprehension
+
+
+# ---- sizes that answer as numbers --------------------------------------------------------------
+
+
+@contextmanager
+def sizes_like_numbers() -> Iterator[None]:
+    """Has sizes answer as numbers inside, where this thread runs a model's Python.
+
+    Where its text is asked for, or what only a number has, a size stays this number.
+    """
+    thread = threading.get_ident()
+    undo = [_patched(kind, number, thread) for kind, number in _NUMBERS.items()]
+    try:
+        yield
+    finally:
+        for restore in undo:
+            restore()
+
+
+def _patched(kind: Any, number: Callable[[Any], Any], thread: int) -> Callable[[], None]:
+    shown, lookup = kind.__repr__, object.__getattribute__
+    libraries: dict[int, CodeType] = {}  # by id, since it is asked 100,000 times
+
+    def is_asked() -> bool:
+        frame = sys._getframe(2)
+        return threading.get_ident() == thread and _is_models(frame)
+
+    def getattribute(self: Any, name: str) -> Any:
+        if name != "__class__":
+            return lookup(self, name)
+        frame = sys._getframe(1)
+        if id(frame.f_code) in libraries:
+            return kind
+        if is_library_frame(frame):
+            libraries[id(frame.f_code)] = frame.f_code
+            return kind
+        return number if is_asked() else kind
+
+    def missing(self: Any, name: str) -> Any:
+        if name[:2] == "__" or not is_asked():
+            raise AttributeError(f"{kind.__name__!r} object has no attribute {name!r}")
+        return getattr(number(self), name)
+
+    def text(self: Any) -> str:
+        return repr(number(self)) if is_asked() else shown(self)
+
+    def formatted(self: Any, how: str) -> str:
+        return format(number(self), how) if is_asked() else format(shown(self), how)
+
+    kind.__repr__ = text
+    added = {"__getattribute__": getattribute, "__getattr__": missing, "__format__": formatted}
+    for name, method in added.items():
+        setattr(kind, name, method)
+
+    def restore() -> None:
+        kind.__repr__ = shown
+        for name in added:
+            delattr(kind, name)
+
+    return restore
+
+
+def _is_models(frame: FrameType) -> bool:
+    """Whether a frame runs a model's code, not what computes with symbols."""
+    name = str(frame.f_globals.get("__name__"))
+    return name.partition(".")[0] != _COMPUTES_WITH_SYMBOLS and is_user_frame(frame)
+
+
+# ---- what code asks of objects without asking them ---------------------------------------------
+
+
+class _Names(NamedTuple):
+    """What stands in an expression: variables, attributes, and whether something is called."""
+
+    variables: frozenset[str]
+    attributes: frozenset[str]
+    calls: bool
+
+
+_NOTHING = _Names(frozenset(), frozenset(), False)
+
+
+class _Question(NamedTuple):
+    """A ``type(...)``, ``.__class__`` or ``... is ...`` in a function.
+
+    Attributes:
+        line: where it is asked.
+        names: what it asks about.
+        iterated: what the function iterates over, if it asks about what a loop sets.
+        varies: whether it asks about a variable that is set more than once.
+        kinds: the classes whose instances answer otherwise than in eager.
+    """
+
+    line: int
+    names: _Names
+    iterated: _Names
+    varies: bool
+    kinds: tuple[type, ...]
+
+
+class AskedClasses:
+    """Which functions of a model ask for the class or identity of something, and of what.
+
+    Args:
+        of_sizes: whether sizes vary, so that asking it of them is noted too.
+    """
+
+    def __init__(self, *, of_sizes: bool) -> None:
+        self._of_sizes = of_sizes
+        self._known: dict[int, tuple[CodeType, list[_Question]]] = {}  # to hash one takes long
+        self._asking: list[tuple[FrameType, FrameType | None, Mapping[str, Any]]] = []
+
+    def began(self, frame: FrameType) -> None:
+        """Notes a function of the model that begins, if it asks anything."""
+        code = frame.f_code
+        known = self._known.get(id(code))
+        if known is None:
+            asked = [q for q in _questions(code) if self._of_sizes or q.kinds != SIZE_TYPES]
+            known = self._known[id(code)] = (code, asked)
+        if known[1]:
+            # What a comprehension iterates over stands in the function around it.
+            around = frame.f_back if _ITERATED in code.co_varnames else None
+            self._asking.append((frame, around, dict(frame.f_locals)))
+
+    def refuse(self) -> None:
+        """Refuses a class that is not eager's, in the functions that have run.
+
+        Raises:
+            CaptureError: if one asked for the class of a tensor, or for that or the identity of a
+                size that varies.
+        """
+        for frame, around, given in self._asking:
+            for question in self._known[id(frame.f_code)][1]:
+                for value in _asked(question, frame, around, given):
+                    if isinstance(value, question.kinds):
+                        _refuse(question, frame, of_tensor=isinstance(value, torch.Tensor))
+
+    def let_go(self) -> None:
+        """Lets go of the functions that have run."""
+        self._asking.clear()
+
+
+def _refuse(question: _Question, frame: FrameType, *, of_tensor: bool) -> None:
+    line = f"{os.path.basename(frame.f_code.co_filename)}:{question.line}"
+    if of_tensor:
+        raise CaptureError(
+            f"The model's forward asks for type() of a tensor at {line}, and a tensor that is "
+            "traced has another class than in eager. Ask isinstance() instead."
+        )
+    raise CaptureError(
+        f"The model's forward asks for the class or identity of a size at {line}, and a size that "
+        "is left open is no number of Python's."
+    )
+
+
+def _asked(
+    question: _Question, frame: FrameType, around: FrameType | None, given: Mapping[str, Any]
+) -> Iterator[Any]:
+    """Yields what a question that a function said may have been asked of."""
+    tables = [frame.f_locals, given]
+    for table in (*tables, frame.f_globals):
+        yield from _named(question.names, table)
+        yield from _named(question.iterated, table)
+    if around is not None:
+        yield from _named(_iterated(around.f_code), around.f_locals)
+    if question.varies or question.names.calls:
+        for table in tables:
+            for value in table.values():
+                yield from _with_items(value)
+
+
+def _named(names: _Names, table: Mapping[str, Any]) -> Iterator[Any]:
+    """Yields the values of names, of attributes of theirs, and what these contain."""
+    for name in names.variables & table.keys():
+        value = table[name]
+        if isinstance(value, torch.Tensor) and names.attributes & _SIZES:
+            yield from value.shape
+            continue
+        yield from _with_items(value)
+        held = [own_table(value) or {}] if names.attributes else []
+        if names.attributes and isinstance(value, nn.Module):
+            held += [value._parameters, value._buffers]
+        for attributes in held:
+            for attribute in names.attributes & attributes.keys():
+                yield from _with_items(attributes[attribute])
+
+
+def _with_items(value: Any) -> Iterator[Any]:
+    yield value
+    if isinstance(value, (list, tuple)):
+        yield from value
+    elif isinstance(value, dict):
+        yield from value.values()
+
+
+# ---- reading the code --------------------------------------------------------------------------
+
+
+def _questions(code: CodeType) -> list[_Question]:
+    """Returns what a function asks; ``is None`` and ``is True`` say the same of every tensor."""
+    asks = "type" in code.co_names or "__class__" in code.co_names
+    if not asks and dis.opmap["IS_OP"] not in code.co_code[::2]:
+        return []
+    steps = _steps(code)
+    found, line = [], code.co_firstlineno
+    for index, step in enumerate(steps):
+        line = _line(step) or line
+        if step.opname == "IS_OP" and not _is_none(steps[index - 1]):
+            asked, kinds = _operands(steps, index, 2), SIZE_TYPES
+        elif step.opname.startswith("LOAD_ATTR") and step.argval == "__class__":
+            asked, kinds = _operands(steps, index, 1), (torch.Tensor,)
+        elif step.opname in ("LOAD_GLOBAL", "LOAD_NAME") and step.argval == "type":
+            asked, kinds = _argument(steps, index), (torch.Tensor, *SIZE_TYPES)
+        else:
+            continue
+        found.append(_question(code, steps, asked, line, kinds))
+    return found
+
+
+def _steps(code: CodeType) -> list[dis.Instruction]:
+    return [step for step in dis.get_instructions(code) if step.opname != "CACHE"]
+
+
+def _line(step: Any) -> int | None:
+    """Returns the line that begins with an instruction, by whichever name it has."""
+    number = getattr(step, "line_number", None)
+    return number if number is not None or isinstance(step.starts_line, bool) else step.starts_line
+
+
+def _is_none(step: dis.Instruction) -> bool:
+    return step.opname in ("LOAD_CONST", "LOAD_COMMON_CONSTANT") and step.argval is None
+
+
+def _operands(steps: list[dis.Instruction], index: int, num_values: int) -> list[dis.Instruction]:
+    """Returns what computes the values that an instruction takes."""
+    first, needed = index, num_values
+    while needed > 0 and first > 0:
+        first -= 1
+        needed -= _pushed(steps[first])
+    return steps[first:index]
+
+
+def _argument(steps: list[dis.Instruction], index: int) -> list[dis.Instruction]:
+    """Returns what computes the argument of a function that an instruction loads."""
+    held, last = _pushed(steps[index]), index
+    while last + 1 < len(steps):
+        last += 1
+        held += _pushed(steps[last])
+        if steps[last].opname.startswith("CALL") and held <= 1:
+            break
+    return [step for step in steps[index + 1 : last] if step.opname != "PRECALL"]
+
+
+def _pushed(step: dis.Instruction) -> int:
+    has_argument = step.opcode >= dis.HAVE_ARGUMENT
+    return dis.stack_effect(step.opcode, step.arg if has_argument else None, jump=False)
+
+
+def _question(
+    code: CodeType,
+    steps: list[dis.Instruction],
+    asked: list[dis.Instruction],
+    line: int,
+    kinds: tuple[type, ...],
+) -> _Question:
+    names = _names(asked)
+    given = code.co_varnames[: code.co_argcount]
+    stores = [step for step in steps if step.opname.startswith(("STORE_FAST", "STORE_DEREF"))]
+    stored = [name for step in stores for name in _argvals(step) if name in names.variables]
+    is_looped = bool(stored) and any(step.opname.startswith("FOR_ITER") for step in steps)
+    set_again = len(stored) - len(set(stored)) + len(set(stored) & set(given)) > 0
+    return _Question(line, names, _iterated(code) if is_looped else _NOTHING, set_again, kinds)
+
+
+def _iterated(code: CodeType) -> _Names:
+    """Returns what a function iterates over, in loops and in comprehensions."""
+    steps = _steps(code)
+    starts = [index for index, step in enumerate(steps) if step.opname == "GET_ITER"]
+    return _names([step for index in starts for step in _operands(steps, index, 1)])
+
+
+def _names(steps: list[dis.Instruction]) -> _Names:
+    variables: set[str] = set()
+    attributes: set[str] = set()
+    for step in steps:
+        if step.opname.startswith(("LOAD_ATTR", "LOAD_METHOD")):
+            attributes.update(_argvals(step))
+        elif step.opname.startswith("LOAD_") and not step.opname.startswith("LOAD_CONST"):
+            variables.update(name for name in _argvals(step) if isinstance(name, str))
+    calls = any(step.opname.startswith("CALL") for step in steps)
+    return _Names(frozenset(variables), frozenset(attributes), calls)
+
+
+def _argvals(step: dis.Instruction) -> tuple[Any, ...]:
+    return step.argval if isinstance(step.argval, tuple) else (step.argval,)
