@@ -224,10 +224,22 @@ def test_the_class_of_a_tensor_is_eagers(way: str) -> None:
     torch.testing.assert_close(lazyinline.compile(model, backend="eager")(x), model(x))
 
 
+def refused(module: nn.Module, x: Tensor) -> bool:
+    if not isinstance(x, Tensor):
+        raise TypeError(f"not a tensor but a {type(x).__name__}, of {module.__class__}")
+    return True
+
+
+def first(*values: Any) -> bool:
+    return values[0].__class__ is Held and type(values[0].__dict__) is dict
+
+
 OF_OTHERS: dict[str, Callable[[nn.Module, Tensor], bool]] = {
     "module": lambda m, x: type(m).__name__ == "Held",
     "attribute": lambda m, x: type(m.training) is bool,
     "isinstance": lambda m, x: isinstance(m.weight, nn.Parameter) and isinstance(x, Tensor),
+    "in an error that is not raised": refused,
+    "one of several": first,
     "identity": lambda m, x: x is x and m.weight is not x,
 }
 

@@ -9,10 +9,11 @@ their frames are read when the model has run, since they still hold what was ask
 from __future__ import annotations
 
 import dis
+import itertools
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
@@ -28,6 +29,8 @@ from .torch_tracing import is_library_frame, is_user_frame
 _NUMBERS = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
 _COMPUTES_WITH_SYMBOLS = "sympy"
 _SIZES = frozenset(("shape", "size", "numel", "stride"))
+_LOADS = ("LOAD_FAST", "LOAD_DEREF", "LOAD_GLOBAL", "LOAD_NAME")
+_ENDS = ("RAISE", "RETURN", "STORE", "POP_JUMP", "JUMP", "YIELD", "FOR_ITER")
 _ITERATED = ".0"  # what Python calls the argument of a comprehension
 
 
@@ -102,11 +105,16 @@ def _is_models(frame: FrameType) -> bool:
 
 
 class _Names(NamedTuple):
-    """What stands in an expression: variables, attributes, and whether something is called."""
+    """What stands in an expression: variables, attributes, and whether something is called.
+
+    Attributes:
+        path: of ``a.b[0]`` what leads there, ``("a", ".b", 0)``; empty of another expression.
+    """
 
     variables: frozenset[str]
     attributes: frozenset[str]
     calls: bool
+    path: tuple[Any, ...] = ()
 
 
 _NOTHING = _Names(frozenset(), frozenset(), False)
@@ -192,9 +200,11 @@ def _asked(
     tables = [frame.f_locals, given]
     for table in (*tables, frame.f_globals):
         yield from _named(question.names, table)
-        yield from _named(question.iterated, table)
+        for value in _named(question.iterated, table):
+            yield from _with_items(value)
     if around is not None:
-        yield from _named(_iterated(around.f_code), around.f_locals)
+        for value in _named(_iterated(around.f_code), around.f_locals):
+            yield from _with_items(value)
     if question.varies or question.names.calls:
         for table in tables:
             for value in table.values():
@@ -203,18 +213,46 @@ def _asked(
 
 def _named(names: _Names, table: Mapping[str, Any]) -> Iterator[Any]:
     """Yields the values of names, of attributes of theirs, and what these contain."""
+    if names.path:
+        yield from _at(names.path, table)
+        return
     for name in names.variables & table.keys():
         value = table[name]
         if isinstance(value, torch.Tensor) and names.attributes & _SIZES:
             yield from value.shape
             continue
         yield from _with_items(value)
-        held = [own_table(value) or {}] if names.attributes else []
-        if names.attributes and isinstance(value, nn.Module):
-            held += [value._parameters, value._buffers]
-        for attributes in held:
+        for attributes in _tables(value) if names.attributes else ():
             for attribute in names.attributes & attributes.keys():
                 yield from _with_items(attributes[attribute])
+
+
+def _at(path: Sequence[Any], table: Mapping[str, Any]) -> Iterator[Any]:
+    """Yields what a path leads to, or what stands where it cannot be followed."""
+    value = table.get(path[0])
+    for step in path[1:]:
+        found: Sequence[Any]
+        if isinstance(value, torch.Tensor) and str(step)[1:] in _SIZES:
+            found = [value.shape]
+        elif isinstance(step, str) and step[:1] == ".":
+            found = [held[step[1:]] for held in _tables(value) if step[1:] in held]
+        elif isinstance(value, (list, tuple)):
+            found = value[step : step + 1 or None] if isinstance(step, int) else value
+        else:
+            found = [value[step]] if isinstance(value, dict) and step in value else []
+        if len(found) != 1:
+            yield from found or (value,)
+            return
+        value = found[0]
+    yield value
+
+
+def _tables(value: Any) -> list[Mapping[str, Any]]:
+    """Returns what holds the attributes of an object, past any code of its class."""
+    tables: list[Mapping[str, Any]] = [own_table(value) or {}]
+    if isinstance(value, nn.Module):
+        tables += [value._parameters, value._buffers]
+    return tables
 
 
 def _with_items(value: Any) -> Iterator[Any]:
@@ -245,7 +283,8 @@ def _questions(code: CodeType) -> list[_Question]:
             asked, kinds = _argument(steps, index), (torch.Tensor, *SIZE_TYPES)
         else:
             continue
-        found.append(_question(code, steps, asked, line, kinds))
+        if not _raises(steps, index):
+            found.append(_question(code, steps, asked, line, kinds))
     return found
 
 
@@ -320,7 +359,32 @@ def _names(steps: list[dis.Instruction]) -> _Names:
         elif step.opname.startswith("LOAD_") and not step.opname.startswith("LOAD_CONST"):
             variables.update(name for name in _argvals(step) if isinstance(name, str))
     calls = any(step.opname.startswith("CALL") for step in steps)
-    return _Names(frozenset(variables), frozenset(attributes), calls)
+    return _Names(frozenset(variables), frozenset(attributes), calls, _path(steps))
+
+
+def _path(steps: list[dis.Instruction]) -> tuple[Any, ...]:
+    """Returns what a single variable, attribute or item is reached by, or nothing."""
+    path: list[Any] = []
+    for index, step in enumerate(steps):
+        if step.opname.startswith(_LOADS) and not path and isinstance(step.argval, str):
+            path.append(step.argval)
+        elif step.opname.startswith("LOAD_ATTR"):
+            path.append(f".{step.argval}")
+        elif step.opname == "LOAD_CONST" and index + 1 < len(steps):
+            if steps[index + 1].argrepr not in ("", "[]"):
+                return ()
+        elif step.opname == "BINARY_SUBSCR" or step.argrepr == "[]":
+            path.append(steps[index - 1].argval)
+        else:
+            return ()
+    return tuple(path)
+
+
+def _raises(steps: list[dis.Instruction], index: int) -> bool:
+    """Whether nothing follows an instruction but the text of an error, and that being raised."""
+    rest = itertools.takewhile(lambda step: not step.opname.startswith(_ENDS), steps[index:])
+    after = index + len(list(rest))
+    return after < len(steps) and steps[after].opname == "RAISE_VARARGS"
 
 
 def _argvals(step: dis.Instruction) -> tuple[Any, ...]:
