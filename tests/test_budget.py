@@ -1,0 +1,39 @@
+"""The lines of the package are a budget: each top folder has a ceiling, which only ever falls."""
+
+import pytest
+from link_tree import ROOT
+
+# Lines and files of each top folder, without pictures' library and licences. A commit that takes
+# something out lowers what it can; none raises one.
+CEILINGS: dict[str, tuple[int, int]] = {
+    "frontend": (27_500, 185),
+    "reuse": (7_300, 44),
+    "autodiff": (7_000, 57),
+    "recompute": (1_750, 10),
+    "pipeline_parallel": (3_600, 25),
+    "backend": (13_100, 85),
+}
+SUFFIXES = (".py", ".cpp", ".h", ".js", ".css", ".html", ".jinja")
+SLACK = 300  # a ceiling further above than this has not been lowered
+
+
+def size_of(folder: str) -> tuple[int, int]:
+    """Returns the lines and the Python files of a top folder."""
+    files = [f for f in (ROOT / folder).rglob("*") if f.suffix in SUFFIXES]
+    own = [file for file in files if "echarts" not in file.name]
+    num_lines = sum(len(file.read_text(encoding="utf-8").splitlines()) for file in own)
+    return num_lines, sum(file.suffix == ".py" for file in own)
+
+
+@pytest.mark.parametrize("folder", CEILINGS)
+def test_a_folder_keeps_to_its_budget_of_lines_and_files(folder: str) -> None:
+    num_lines, num_files = size_of(folder)
+    most_lines, most_files = CEILINGS[folder]
+    assert num_lines <= most_lines, f"{folder}/ has {num_lines} lines: take something out first"
+    assert num_files <= most_files, f"{folder}/ has {num_files} files: merge some first"
+    assert most_lines - num_lines <= SLACK, f"lower the ceiling of {folder}/ to {num_lines} lines"
+
+
+def test_every_top_folder_has_a_budget() -> None:
+    found = {f.parent.name for f in ROOT.glob("*/__init__.py") if f.parent.name != "tests"}
+    assert found <= CEILINGS.keys()
