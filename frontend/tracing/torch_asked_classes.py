@@ -32,6 +32,13 @@ _SIZES = frozenset(("shape", "size", "numel", "stride"))
 _LOADS = ("LOAD_FAST", "LOAD_DEREF", "LOAD_GLOBAL", "LOAD_NAME")
 _ENDS = ("RAISE", "RETURN", "STORE", "POP_JUMP", "JUMP", "YIELD", "FOR_ITER")
 _ITERATED = ".0"  # what Python calls the argument of a comprehension
+# Functions that ask for a class and do the same with a fake tensor's, with the reason.
+_ALIKE = frozenset(
+    (
+        # Whether the class's text begins with PyTorch's name; every result of a model asks it.
+        ("transformers.utils.generic", "infer_framework_from_repr"),
+    )
+)
 
 
 # ---- sizes that answer as numbers --------------------------------------------------------------
@@ -127,7 +134,8 @@ class _Question(NamedTuple):
         line: where it is asked.
         names: what it asks about.
         iterated: what the function iterates over, if it asks about what a loop sets.
-        varies: whether it asks about a variable that is set more than once.
+        varies: whether it asks about a variable that is set more than once, and not to make another
+            of its class, which fails of a traced tensor's.
         kinds: the classes whose instances answer otherwise than in eager.
     """
 
@@ -155,7 +163,9 @@ class AskedClasses:
         code = frame.f_code
         known = self._known.get(id(code))
         if known is None:
-            asked = [q for q in _questions(code) if self._of_sizes or q.kinds != SIZE_TYPES]
+            is_alike = (frame.f_globals.get("__name__"), code.co_name) in _ALIKE
+            questions = [] if is_alike else _questions(code)
+            asked = [q for q in questions if self._of_sizes or q.kinds != SIZE_TYPES]
             known = self._known[id(code)] = (code, asked)
         if known[1]:
             # What a comprehension iterates over stands in the function around it.
@@ -277,14 +287,18 @@ def _questions(code: CodeType) -> list[_Question]:
         line = _line(step) or line
         if step.opname == "IS_OP" and not _is_none(steps[index - 1]):
             asked, kinds = _operands(steps, index, 2), SIZE_TYPES
+            is_called = False
         elif step.opname.startswith("LOAD_ATTR") and step.argval == "__class__":
             asked, kinds = _operands(steps, index, 1), (torch.Tensor,)
+            is_called = _is_called(steps, index - len(asked), index)
         elif step.opname in ("LOAD_GLOBAL", "LOAD_NAME") and step.argval == "type":
-            asked, kinds = _argument(steps, index), (torch.Tensor, *SIZE_TYPES)
+            asked, last = _argument(steps, index)
+            kinds, is_called = (torch.Tensor, *SIZE_TYPES), _is_called(steps, index, last)
         else:
             continue
         if not _raises(steps, index):
-            found.append(_question(code, steps, asked, line, kinds))
+            question = _question(code, steps, asked, line, kinds)
+            found.append(question._replace(varies=question.varies and not is_called))
     return found
 
 
@@ -311,15 +325,27 @@ def _operands(steps: list[dis.Instruction], index: int, num_values: int) -> list
     return steps[first:index]
 
 
-def _argument(steps: list[dis.Instruction], index: int) -> list[dis.Instruction]:
-    """Returns what computes the argument of a function that an instruction loads."""
+def _argument(steps: list[dis.Instruction], index: int) -> tuple[list[dis.Instruction], int]:
+    """Returns what computes the argument of a function that is loaded, and where it is called."""
     held, last = _pushed(steps[index]), index
     while last + 1 < len(steps):
         last += 1
         held += _pushed(steps[last])
         if steps[last].opname.startswith("CALL") and held <= 1:
             break
-    return [step for step in steps[index + 1 : last] if step.opname != "PRECALL"]
+    return [step for step in steps[index + 1 : last] if step.opname != "PRECALL"], last
+
+
+def _is_called(steps: list[dis.Instruction], first: int, last: int) -> bool:
+    """Whether what some instructions leave on the stack is called."""
+    if (3, 11) <= sys.version_info < (3, 13):  # else nothing stands before a function
+        return steps[first - 1].opname == "PUSH_NULL"
+    held = 1
+    for step in steps[last + 1 :]:
+        held += _pushed(step)
+        if held <= 1:
+            return held == 1 and step.opname.startswith("CALL")
+    return False
 
 
 def _pushed(step: dis.Instruction) -> int:
