@@ -387,6 +387,26 @@ def test_a_trace_before_dispatch_keeps_composite_operators_whole(make_fx: Any) -
     assert torch.ops.aten.linear.default not in apart and torch.ops.aten.mm.default in apart
 
 
+@contract("torch.fx.experimental.proxy_tensor.__file__")
+def test_what_was_kept_of_a_tensors_class_is_asked_anew_by_a_running_trace(file: str) -> None:
+    """By name, and in that file: so it meets what stands there since, and who asks is known."""
+    kept, asked = (Tensor.storage_offset, Tensor.data.__get__), []  # type: ignore[attr-defined]
+
+    def note(_: Tensor) -> int:
+        asked.append(sys._getframe(1).f_code.co_filename)
+        return 7
+
+    def asks(x: Tensor) -> Tensor:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Tensor, "storage_offset", note)
+            patch.setattr(Tensor, "data", property(note))
+            assert [keep(x) for keep in kept] == [7, 7]
+        return x
+
+    traced(asks, torch.ones(1), pre_dispatch=True)
+    assert asked == [file, file]
+
+
 @contract("torch._tensor_str.__file__")
 def test_a_tensor_is_printed_by_the_file_of_that_name(file: str) -> None:
     callers: set[str] = set()
@@ -776,7 +796,6 @@ def test_checkpoint_runs_the_function_between_two_steps_of_a_generator() -> None
     "torch.utils._pytree",
     "torch.utils._pytree.TreeSpec",
     "torch.utils._pytree.tree_flatten",
-    "torch.utils._pytree.tree_unflatten",
     "torch.utils._pytree.tree_flatten_with_path",
     "torch.utils._pytree.tree_map",
     "torch.utils._pytree.tree_structure",
@@ -785,7 +804,6 @@ def test_trees_go_apart_and_together(
     module: types.ModuleType,
     spec_class: Any,
     flatten: Any,
-    unflatten: Any,
     with_path: Any,
     tree_map: Any,
     structure: Any,
@@ -795,7 +813,6 @@ def test_trees_go_apart_and_together(
     leaves, spec = flatten(tree)
     assert leaves == [1, 2, None, 3] or leaves == [1, 2, 3], "None is a leaf, or structure"
     assert isinstance(spec, spec_class)
-    assert unflatten(leaves, spec) == tree
     assert flatten({"b": [5, (6, None)], "a": 7})[1] == spec
     assert flatten({"b": [5, 6], "a": 7})[1] != spec
     pairs, _ = with_path(tree)
@@ -808,6 +825,12 @@ def test_trees_go_apart_and_together(
 def test_structure_is_what_flattening_gives(structure: Any) -> None:
     flatten = resolve("torch.utils._pytree.tree_flatten")
     assert structure(((0, 0), {})) == flatten(((1, 2), {}))[1]
+
+
+@contract("torch.utils._pytree.SUPPORTED_NODES")
+def test_a_tree_is_put_together_by_the_entry_of_its_class(nodes: Any) -> None:
+    spec = resolve("torch.utils._pytree.tree_structure")({"a": 0, "b": 0})
+    assert nodes[spec.type].unflatten_fn([1, 2], spec.context) == {"a": 1, "b": 2}
 
 
 def test_hugging_face_outputs_are_registered_trees() -> None:

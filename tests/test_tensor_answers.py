@@ -1,6 +1,7 @@
 """Whatever ``torch.Tensor`` has, asked or set by a forward: answers and changes are eager's."""
 
 import copy
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -199,6 +200,40 @@ def test_whatever_a_tensor_has_is_as_eager(name: str, place: str) -> None:
     for grad in (False, True):
         with torch.set_grad_enabled(grad):
             assert_as_eager(asking(name), place, leaves() if grad else inputs())
+
+
+def keeping(name: str) -> Callable[[Tensor], Any]:
+    """Asks by what was found before anything was watched: ``f = torch.Tensor.name``."""
+    kept = inspect.getattr_static(Tensor, name)
+    kept = kept if callable(kept) else kept.__get__
+
+    def ask(tensor: Tensor) -> Any:
+        error: Exception | None = None
+        other = tensor * 2
+        for arguments in ((), (0,), (other,), (2.0,), (torch.float64,), (0, 1), (other, other)):
+            try:
+                found = kept(tensor, *arguments)
+                return found, list(map(kept, [tensor], *([a] for a in arguments)))
+            except (TypeError, IndexError) as now:
+                error = now
+        raise TypeError(name) from error
+
+    return ask
+
+
+# Hidden ones of which PyTorch does not tell its own tracers either.
+UNTOLD = ("__weakref__", "_python_dispatch", "_reduce_ex_internal", "__dict__")
+KEPT = [name for name in (*WATCHED, *ANSWERED) if name not in UNTOLD]
+
+
+@pytest.mark.parametrize("place", ["input", "parameter"])
+@pytest.mark.parametrize("name", KEPT)
+@pytest.mark.sweep(keep=["[storage_offset", "[_version", "[grad-", "[set_", "[tolist", "[__repr__"])
+def test_what_was_kept_of_a_tensors_class_is_asked_of_the_callers_tensor(
+    name: str, place: str
+) -> None:
+    with torch.no_grad():
+        assert_as_eager(keeping(name), place, inputs()[:2])
 
 
 SETTABLE = [name for name in OWN if hasattr(getattr(Tensor, name), "__set__")]

@@ -52,6 +52,7 @@ _CHECKPOINT_GENERATORS = (
     "_checkpoint_without_reentrant_generator_impl",
     "_checkpoint_without_reentrant_generator",
 )
+_TRACER_FILE = torch.fx.experimental.proxy_tensor.__file__
 _MODULE_FILE = sys.modules[nn.Module.__module__].__file__
 
 
@@ -317,7 +318,7 @@ def _patch_answers(watcher: Watcher, thread: int) -> Callable[[], None]:
         def asked(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             if threading.get_ident() != thread:
                 return do(self, *args, **kwargs)
-            frame = sys._getframe(1)
+            frame = _asking_frame()
             if is_library_frame(frame):
                 is_act = is_change or acts_on_modules(frame)
                 if not (is_act and watcher.owns(self)):
@@ -342,12 +343,23 @@ def _patch_answers(watcher: Watcher, thread: int) -> Callable[[], None]:
     return _replace({name: watched(name, value) for name, value in watched_names().items()})
 
 
+def _asking_frame() -> types.FrameType:
+    """Returns the frame that asks a tensor, though by what it kept before (``f = Tensor.name``).
+
+    That is no patch of ours, but PyTorch's tracer is told of it and asks in its place.
+    """
+    frame: Any = sys._getframe(2)
+    while frame.f_code.co_filename == _TRACER_FILE:
+        frame = frame.f_back
+    return frame  # type: ignore[no-any-return]
+
+
 def _patch_texts(watcher: Watcher, thread: int) -> Callable[[], None]:
     """Writing out a tensor shows its numbers."""
 
     def writing(original: Any) -> Callable[..., str]:
         def text(self: torch.Tensor, *args: Any, **kwargs: Any) -> str:
-            if threading.get_ident() == thread and not is_torch_frame(sys._getframe(1)):
+            if threading.get_ident() == thread and not is_torch_frame(_asking_frame()):
                 watcher.text(self)
             return str(original(self, *args, **kwargs))
 
