@@ -181,16 +181,15 @@ class Compiler:
         kwargs: Mapping[str, Any],
         *,
         train: bool,
-        known: CapturedModel | None = None,
         watch: Watch = no_watch,
     ) -> tuple[CompiledProgram, CompileReport]:
-        """Compiles a model for inputs of these layouts; ``known`` is the model captured for them.
+        """Compiles a model for inputs of these layouts.
 
         Raises:
             CaptureError: if the model cannot be captured.
             PlanError: if it cannot be run (parameters on the meta device).
         """
-        state = self.started(Subject(model, args, kwargs, train, known=known))
+        state = self.started(Subject(model, args, kwargs, train))
         with self.context.cached(state.report):
             state = run(MODULE, state, watch)
         note_recompute(state)
@@ -204,18 +203,14 @@ class Compiler:
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
         batching: Batching,
-        known: CapturedModel | None = None,
     ) -> tuple[CompiledStep, CompileReport]:
         """Compiles a training step; ``args`` and ``kwargs`` are those of one micro-batch.
-
-        ``known`` is the model captured for them.
 
         Raises:
             CaptureError: if the model cannot be captured.
             PlanError: if its result is not a scalar loss that depends on a parameter.
         """
-        subject = Subject(model, args, kwargs, train=True, known=known)
-        state = self.step_started(subject, batching)
+        state = self.step_started(Subject(model, args, kwargs, train=True), batching)
         with self.context.cached(state.report):
             state = run(STEP, state)
         note_recompute(state)

@@ -27,7 +27,6 @@ from .autograd.bridge import picker
 from .autograd.handed_gradients import HandedGradients
 from .calls.torch_slot import check_asks_slot, slot_filled
 from .capture.blocks import Reuse
-from .capture.float_inputs import NumberInput, OpenCapture
 from .checks.plain_inputs import watching_tensor, written_out
 from .checks.refusals import refuse_containers
 from .checks.runnable import check_leaves, check_runnable
@@ -38,7 +37,6 @@ from .compiler import Compiler
 from .effects.effects import EffectError
 from .guards.guard import Guard
 from .guards.kept_programs import Inputs, KeptPrograms
-from .guards.varying_floats import VaryingFloats
 from .options import Batching, Options
 from .report import CompileReport
 from .sizes.shapes import Made, Shapes, SymbolicCompiling
@@ -156,7 +154,6 @@ class TrainingStep:
         self._batching = batching
         self._shapes = Shapes(self._loss_model, self._for_sizes, dynamic)
         self._entries: KeptPrograms[_StepEntry] = KeptPrograms()
-        self._floats = VaryingFloats(for_gpu=options.target is not None)
         self._lock = ProcessLock(threading.Lock)
         self._report: CompileReport | None = None
 
@@ -266,33 +263,20 @@ class TrainingStep:
         return SymbolicStepCompiler(self._compiler.options, self._batching)
 
     def _made_for(self, inputs: Inputs) -> Made[CompiledStep]:
-        """Compiles for the sizes of a batch alone; floats that varied are inputs, if they can."""
+        """Compiles for the sizes and the Python numbers of a batch alone."""
         self._entries.warn_if_many(self._model, Inputs.of(inputs.given, inputs.tree))
-        model, reuse = self._loss_model, self._compiler.options.reuse
-        opened = self._floats.opened(model, inputs, reuse=reuse, train=True)
-        made: Made[CompiledStep] | None = None
-        if opened.places:
-            try:
-                made = self._made_with(inputs, opened)
-            except Exception:  # the call can be compiled for its numbers
-                self._floats.close(inputs, opened.places)
-        return self._shapes.note(made or self._made_with(inputs, OpenCapture()), inputs)
-
-    def _made_with(self, inputs: Inputs, opened: OpenCapture) -> Made[CompiledStep]:
         model = self._loss_model
         try:
             compiled, report = self._compiler.compile_step(
-                model, inputs.args, inputs.kwargs, self._batching, opened.captured
+                model, inputs.args, inputs.kwargs, self._batching
             )
         except EffectError as effect:
             raise CaptureError(
                 f"{effect} A step is one program: do that outside of the model, or use "
                 "lazyinline.compile, which lets such a model run itself."
             ) from effect
-        guard = Guard(
-            model, compiled.captured, inputs.given, inputs.tree, compiled.hold, opened.places
-        )
-        return Made(guard, compiled.without_tensors(), report, numbers=opened.numbers)
+        guard = Guard(model, compiled.captured, inputs.given, inputs.tree, compiled.hold)
+        return self._shapes.note(Made(guard, compiled.without_tensors(), report), inputs)
 
 
 class _StepEntry:
@@ -308,8 +292,6 @@ class _StepEntry:
         self._move = native.move if native and runner.is_native else None
         self.guard = made.guard
         self._compiled = compiled
-        self._made_of_numbers = made.numbers
-        self._numbers: list[tuple[NumberInput, torch.Tensor]] = []
         self._staging: list[tuple[int, _Staging]] = []
         self._batch: list[torch.Tensor] = []
         count = len(compiled.step.batch)
@@ -371,8 +353,6 @@ class _StepEntry:
         self._staging = [
             (i, _Staging(_whole(p, leaves[i]), leaves[i], self._move)) for i, p in tensors
         ]
-        self._numbers = [(number, number.tensor(leaves)) for number in self._made_of_numbers]
-        tensors += [(-1, (tensor,) * self._num_losses) for _, tensor in self._numbers]
         self._batch = [
             tensors[user][1][number].detach()
             for number, users in enumerate(self._compiled.step.batch)
@@ -383,8 +363,6 @@ class _StepEntry:
         """Copies the batch in. Before a lease: the capture of a graph runs the program once."""
         for index, staging in self._staging:
             staging.take(leaves[index])
-        for number, tensor in self._numbers:
-            tensor.copy_(number.tensor(leaves))
 
     def _computed(self, lease: Lease) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
         """Runs the program; returns the loss for the user, and all outputs."""
@@ -399,7 +377,7 @@ class _StepEntry:
     def rest(self) -> None:
         """See :class:`kept_programs.Entry`. Gradients stay the user's, on the memory they are."""
         self._handed = self._lease = self._token = None
-        self._staging, self._numbers, self._batch = [], [], []
+        self._staging, self._batch = [], []
         self._compiled.runner.rest()
 
     def _lease_as_left(self) -> Lease | None:

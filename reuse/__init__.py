@@ -10,7 +10,7 @@ kinds         the one table of kinds of objects: how each is read, reached and p
 objects       what an object is and holds by itself, read past any code of its class
 own_code      where our code lies: what the cache goes by, which frames are ours
 own_storage   tensors on a part of a larger memory, with a storage of that part alone
-open_numbers  numbers handed to Python code without their values
+open_index    a whole number handed to Python code that notes what it tells
 process_lock  a lock that a forked child finds open
 supported     which PyTorch and which Python this package was made for
 torch_names   adapter: the few private PyTorch names that the core needs

@@ -28,7 +28,6 @@ from .kinds import (
     kinds_of,
 )
 from .objects import has_plain_class
-from .open_numbers import is_open, shown
 from .torch_names import OPERATOR_TYPES
 
 _MAX_DEPTH = 8
@@ -111,8 +110,6 @@ class Freezer:
 
     def _freeze(self, value: Any, keys: tuple[Any, ...], above: tuple[int, ...], depth: int) -> Any:
         kind = type(value)
-        if is_open(value):
-            return ("open", shown(value).hex())  # never equal to a float that is left in
         if not has_plain_class(value):
             return Identity(value)
         if kind in _SCALARS:

@@ -37,14 +37,6 @@ def is_lazy(tensor: torch.Tensor) -> bool:
     return tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor()
 
 
-def is_known(tensor: torch.Tensor) -> bool:
-    """Whether a fake tensor knows its number: PyTorch computes with it, where a shape asks for it.
-
-    So are ``torch.tensor(2.0)`` and what operators make of such ones alone.
-    """
-    return getattr(tensor, "constant", None) is not None
-
-
 def bytes_if_known(tensor: torch.Tensor) -> Any:
     """Returns what a fake tensor knows of its numbers, to be compared; None if it knows nothing."""
     constant = getattr(tensor, "constant", None)

@@ -6,8 +6,8 @@ from link_tree import ROOT
 # Lines and files of each top folder, without pictures' library and licences. A commit that takes
 # something out lowers what it can; none raises one.
 CEILINGS: dict[str, tuple[int, int]] = {
-    "frontend": (27_500, 185),
-    "reuse": (7_300, 44),
+    "frontend": (27_000, 182),
+    "reuse": (7_100, 44),
     "autodiff": (7_000, 57),
     "recompute": (1_750, 10),
     "pipeline_parallel": (3_600, 25),

@@ -233,15 +233,6 @@ def test_a_kernel_list_sees_one_memory_through_views() -> None:
     assert view.device.type == "cpu" and view.untyped_storage().nbytes() == 96
 
 
-def test_a_fake_tensor_made_of_a_number_knows_it_and_gives_shapes_by_it() -> None:
-    with fake_mode():
-        literal = torch.tensor([2.0])
-        assert torch_names.is_known(literal) and torch_names.is_known(literal * 3)
-        assert torch.nonzero(literal > 1).shape == (1, 1)
-        assert not torch_names.is_known(torch.ones(1))
-        assert not torch_names.is_known(literal + torch.ones(1))
-
-
 def test_a_fake_mode_of_ours_runs_every_operator() -> None:
     seen = []
 

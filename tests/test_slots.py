@@ -14,8 +14,8 @@ from transformers.cache_utils import Cache, DynamicLayer, StaticLayer
 import lazyinline
 from lazyinline.frontend.capture.regions import SharingDecision
 from lazyinline.frontend.records.reuse_table import not_shared_lines
-from lazyinline.reuse import open_numbers
-from lazyinline.reuse.open_numbers import OpenIndex, is_index
+from lazyinline.reuse import open_index
+from lazyinline.reuse.open_index import OpenIndex, is_index
 
 LAYERS = 4
 SIZE = 6
@@ -326,7 +326,7 @@ def test_an_index_answers_as_a_number_and_notes_it(name: str) -> None:
             continue
         if want is not NotImplemented:
             assert getattr(OpenIndex, name)(index, *others) == want
-            assert open_numbers.tests_of(index) != ()
+            assert open_index.tests_of(index) != ()
 
 
 def test_an_index_that_is_compared_notes_the_answer_alone() -> None:
@@ -334,9 +334,9 @@ def test_an_index_that_is_compared_notes_the_answer_alone() -> None:
     assert isinstance(index, int)
     assert is_index(index)
     assert index < 4
-    assert open_numbers.tests_of(index) == (("lt", 4, True),)
+    assert open_index.tests_of(index) == (("lt", 4, True),)
     assert index + 1.5 == 4.5
-    assert open_numbers.tests_of(index) is None
+    assert open_index.tests_of(index) is None
 
 
 def test_layers_with_states_of_their_own_are_captured_whole_and_share() -> None:

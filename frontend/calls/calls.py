@@ -20,7 +20,6 @@ from ...reuse.errors import (
     ended_here,
 )
 from ...reuse.evidence.module_state import module_state, own_hooks
-from ..capture.float_inputs import OpenCapture
 from ..capture.surroundings import one_at_a_time
 from ..checks.capturable import backward_hooked
 from ..checks.plain_inputs import watching_tensor, written_out
@@ -33,7 +32,6 @@ from ..compiler import Compiler
 from ..effects.effects import EffectError, EffectsSeen, refuse_traced
 from ..guards.guard import Guard
 from ..guards.kept_programs import Inputs, KeptPrograms
-from ..guards.varying_floats import VaryingFloats
 from ..marks import WRAPPED
 from ..options import Options
 from ..passes.state import Compilation, Pass
@@ -93,7 +91,6 @@ class Calls:
         self._compiler = compiler or Compiler(options)
         self._shapes = Shapes(model, self._for_sizes, dynamic, names)
         self._effects = EffectsSeen()
-        self._floats = VaryingFloats(for_gpu=options.target is not None)
         self._refusals = Refusals()
         self._accepted = accepted or Accepted()
 
@@ -190,7 +187,7 @@ class Calls:
         if reason:
             return Itself(reason)
         try:
-            return self._compile(plain, tree)
+            entry = self._compile(plain, tree)
         except EffectError as effect:
             return Itself(self._effects.note(self._state(), str(effect)))
         except LazyInlineError as error:
@@ -199,6 +196,8 @@ class Calls:
             raised = error.raised if isinstance(error, WrongCallError) else ""
             raised = "" if raised in self._accepted else raised
             return Itself(str(error), call, self._is_lasting(error), raised)
+        self._refusals.note_floats(call, plain)
+        return entry
 
     # ---- where the model itself runs -----------------------------------------------------
 
@@ -264,18 +263,17 @@ class Calls:
         return entry
 
     def _made_for(self, inputs: Inputs) -> Made[CompiledProgram]:
-        """Compiles for the sizes of a call alone; floats that varied are inputs, if they can be."""
-        train, reuse = torch.is_grad_enabled(), self.options.reuse
-        opened = self._floats.opened(self.model, inputs, reuse=reuse, train=train)
-        made: Made[CompiledProgram] | None = None
-        if opened.places:
-            try:
-                made = self._made_with(inputs, opened, train=train)
-            except Exception:  # the call can be compiled for its numbers
-                self._floats.close(inputs, opened.places)
-        made = made or self._made_with(inputs, OpenCapture(), train=train)
+        """Compiles for the sizes and the Python numbers of a call alone."""
+        compiled, report = self._compiler.compile(
+            self.model,
+            inputs.args,
+            inputs.kwargs,
+            train=torch.is_grad_enabled(),
+            watch=self._watch,
+        )
         self.entries.warn_if_many(self.model, inputs)
-        return self._shapes.note(made, inputs)
+        guard = Guard(self.model, compiled.captured, inputs.leaves, inputs.tree, compiled.hold)
+        return self._shapes.note(Made(guard, compiled.without_tensors(), report), inputs)
 
     def _watch(self, one: Pass, before: Compilation, after: Compilation) -> None:
         """Looks at each pass of a compile, and may raise to end it."""
@@ -284,21 +282,6 @@ class Calls:
         from ..sizes.symbolic_compiler import SymbolicCompiler  # brings in sympy
 
         return SymbolicCompiler(self.options)
-
-    def _made_with(
-        self, inputs: Inputs, opened: OpenCapture, *, train: bool
-    ) -> Made[CompiledProgram]:
-        compiled, report = self._compiler.compile(
-            self.model,
-            inputs.args,
-            inputs.kwargs,
-            train=train,
-            known=opened.captured,
-            watch=self._watch,
-        )
-        hold, places = compiled.hold, opened.places
-        guard = Guard(self.model, compiled.captured, inputs.leaves, inputs.tree, hold, places)
-        return Made(guard, compiled.without_tensors(), report, numbers=opened.numbers)
 
 
 def _counted(count: int, noun: str) -> str:

@@ -28,8 +28,7 @@ class ModuleEntry:
         program = compiled.captured.program
         self._compiled = compiled
         self.guard = made.guard
-        self._numbers = made.numbers
-        self._pick_inputs = picker(_input_order(program.sources, leaves, len(made.numbers)))
+        self._pick_inputs = picker(_input_order(program.sources, leaves))
         self._switched = _switched_on(program.sources, leaves)
         self._writes = program.writes
         written = frozenset(target for _, target in program.writes)
@@ -62,8 +61,6 @@ class ModuleEntry:
 
     def run(self, leaves: Sequence[Any], containers: Sequence[Any] = ()) -> Any:
         """Runs the program on flat inputs, and brings the containers they came from up to date."""
-        if self._numbers:
-            leaves = [*leaves, *(number.tensor(leaves) for number in self._numbers)]
         for place in self._switched:
             leaves[place].requires_grad_(True)
         inputs = self._pick_inputs([*leaves, *self.guard.tensors])
@@ -130,11 +127,10 @@ def _switched_on(sources: Sequence[Any], leaves: Sequence[Any]) -> list[int]:
     return [places[index] for index in switched]
 
 
-def _input_order(sources: Sequence[Any], leaves: Sequence[Any], num_numbers: int) -> list[int]:
-    """For each program input, its place in the leaves, the numbers and the model's own tensors."""
+def _input_order(sources: Sequence[Any], leaves: Sequence[Any]) -> list[int]:
+    """For each program input, its place in the leaves and the model's own tensors."""
     places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-    own = len(leaves) + num_numbers
-    places += range(len(leaves), own)
+    own = len(leaves)
     order = []
     for source in sources:
         if isinstance(source, UserInput):

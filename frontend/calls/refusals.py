@@ -12,6 +12,8 @@ from ...reuse import torch_pytree
 from ...reuse.ir.leaf import current_autocast
 
 _MAX_KINDS = 32
+MAX_FLOATS = 32
+"""Values of Python floats that one kind of call is compiled for; with others the module runs."""
 _TOLD_APART = (bool, str, type(None))  # such an argument may decide which way a forward takes
 
 
@@ -53,6 +55,7 @@ class Refusals:
 
     def __init__(self) -> None:
         self._known: dict[CallKind, tuple[str, int]] = {}
+        self._floats: dict[CallKind, set[tuple[str, ...]]] = {}
 
     def why_itself(self, call: CallKind) -> str:
         """Returns why a call runs the module itself; "" if that is not known."""
@@ -63,3 +66,20 @@ class Refusals:
         """Remembers that a call could not be captured; ``is_lasting`` if no other try will help."""
         count = 2 if is_lasting else self._known.pop(call, ("", 0))[1] + 1
         self._known = {**dict([*self._known.items()][1 - _MAX_KINDS :]), call: (reason, count)}
+
+    def note_floats(self, call: CallKind, leaves: Sequence[Any]) -> None:
+        """Remembers the Python floats of a call that was compiled: a program has them in it.
+
+        A schedule passes another value at each call, and a compile for each would never pay.
+        """
+        values = tuple(x.hex() for x in leaves if type(x) is float)
+        known = self._floats.pop(call, set())
+        if values:
+            known.add(values)
+            self._floats = {**dict([*self._floats.items()][1 - _MAX_KINDS :]), call: known}
+        if len(known) >= MAX_FLOATS:
+            reason = (
+                f"Python floats among the arguments had {MAX_FLOATS} values, each of which took a "
+                "compile. Pass what varies as a 0-d tensor"
+            )
+            self.note(call, reason, is_lasting=True)

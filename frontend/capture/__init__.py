@@ -14,5 +14,4 @@ shared_calls     what a traced instance leaves behind, and how another one calls
 signatures       arguments by name, and what about them decides whether a closure fits
 outside_tensors  tensors that come from outside a trace
 assemble         from the outer graph to a program
-float_inputs     Python floats that varied, as inputs of the program
 """

@@ -13,7 +13,7 @@ from torch import nn
 from ...reuse import torch_pytree
 from ...reuse.evidence.module_state import Places, module_state, walk_modules
 from ...reuse.evidence.slots import FoundSlots
-from ...reuse.open_numbers import told
+from ...reuse.open_index import told
 from ..marks import recompute_mark
 from ..tracing.torch_tracing import is_fake
 from .block_trace import BlockCall, trace_block

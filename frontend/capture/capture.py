@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 
-from ...reuse import torch_pytree
 from ...reuse.errors import CaptureError, FinalCaptureError
 from ...reuse.evidence.module_state import module_state, walk_modules
 from ...reuse.evidence.root_evidence import RootEvidence
@@ -25,7 +24,6 @@ from ...reuse.evidence.snapshot import refuse_iterators
 from ...reuse.ir.constants import Shared, share_constants
 from ...reuse.ir.printer import text_to_compare
 from ...reuse.ir.program import ModelTensor, Program
-from ...reuse.open_numbers import is_open
 from ..checks.capturable import refuse_backward_hooks, refuse_uncapturable
 from ..checks.operand_types import check_operand_types
 from ..checks.refusals import DIFFERENTIATES, ITERATES, SETS_FOR_BACKWARDS, RaisedError
@@ -64,12 +62,7 @@ class Arguments:
     kwargs: Mapping[str, Any]
     sizes: Callable[[], Sizes] | None = None
     effects: OnEffects = "refuse"
-    opened: Collection[float] = ()
     for_gpu: bool = False
-
-    def have_open_numbers(self) -> bool:
-        """Whether the model is handed a number without its value."""
-        return any(map(is_open, torch_pytree.flatten((self.args, self.kwargs))[0]))
 
 
 @one_at_a_time
@@ -82,7 +75,6 @@ def capture_model(
     train: bool,
     sizes: Callable[[], Sizes] | None = None,
     effects: OnEffects = "refuse",
-    opened: Collection[float] = (),
     for_gpu: bool = False,
 ) -> CapturedModel:
     """Captures a model as a program of closures and calls.
@@ -97,7 +89,6 @@ def capture_model(
         sizes: makes the dynamic dimensions; None means that every size is a number.
         effects: ``"refuse"`` a forward that does more at each call than compute; ``"undo"`` what
             it did, for who does not run the program in its place.
-        opened: numbers that become inputs wherever an operator may take one as an input.
         for_gpu: capture for a GPU that need not be here: its autocast is made with operators.
 
     Raises:
@@ -107,7 +98,7 @@ def capture_model(
     refuse_uncapturable(model)
     if train:
         refuse_backward_hooks(model)
-    arguments = Arguments(args, kwargs or {}, sizes, effects, opened, for_gpu)
+    arguments = Arguments(args, kwargs or {}, sizes, effects, for_gpu)
     if reuse == "auto":
         captured = _capture_repeated(model, arguments, RepeatedBlocks, train=train)
     else:
@@ -194,9 +185,6 @@ def _capture(
             text = str(unsettled)
             also = f" It {SETS_FOR_BACKWARDS}." if " changes " in text else ""
             raise _with_iterators(text + also, unsettled.recording) from None
-        if arguments.have_open_numbers():
-            unsettled.recording.let_go()
-            raise CaptureError("The forward keeps something, maybe a number that varies.") from None
         first = _assemble(unsettled.recording, unsettled.results, unsettled.tree)
         unsettled.recording.let_go()
         captured = _capture_settled(model, arguments, unsettled, first, blocks, train=train)
@@ -229,8 +217,6 @@ def _capture_once(
 def _recorder(model: nn.Module, arguments: Arguments, blocks: Blocks) -> Recorder:
     sizes = None if arguments.sizes is None else arguments.sizes()
     recorder = Recorder(model, blocks, sizes, arguments.effects)
-    if arguments.have_open_numbers():
-        recorder.recording.tracer.reads = "none"  # a literal times such a number would tell it
     if arguments.for_gpu:
         recorder.recording.tracer.casts = GpuCasts(recorder.recording.tracer.fake_mode)
     return recorder
@@ -240,7 +226,7 @@ def _recorded(recorder: Recorder, arguments: Arguments, *, train: bool) -> Captu
     is_settled = True
     try:
         results, tree = _run(recorder, arguments, train=train)
-        return _assemble(recorder.recording, results, tree, arguments.opened)
+        return _assemble(recorder.recording, results, tree)
     except UnsettledError:
         is_settled = False
         raise
@@ -268,8 +254,8 @@ def _run(recorder: Recorder, arguments: Arguments, *, train: bool) -> tuple[list
         _refuse_moved_on(recorder, error)
         raise _also_differentiates(error, recorder.recording) from error.__cause__
     except Exception as error:
-        is_open = arguments.sizes is not None or arguments.have_open_numbers()
-        made = capture_error(recorder.model, error, is_open=is_open)
+        has_symbols = arguments.sizes is not None
+        made = capture_error(recorder.model, error, has_symbols=has_symbols)
         if isinstance(made, RaisedError):
             made.after_sharing = any(one.shared for one in recorder.recording.decisions)
         _refuse_moved_on(recorder, made)
@@ -337,18 +323,13 @@ def _capture_settled(
     return second
 
 
-def _assemble(
-    recording: Recording,
-    results: list[Any],
-    tree: ResultTree,
-    opened: Collection[float] = (),
-) -> CapturedModel:
+def _assemble(recording: Recording, results: list[Any], tree: ResultTree) -> CapturedModel:
     recording.caches_asked()
     recording.tensors.resolve_all(recording.root.nodes())
     if recording.sizes is not None:
         recording.sizes.settle(recording.root, recording.tensors.sources)
     _dissolve_idle(recording, results, tree)
-    program, shared = _build(recording, results, tree, opened)
+    program, shared = _build(recording, results, tree)
     pairs = [
         (d, region)
         for d, region in zip(recording.decisions, recording.decided, strict=True)
@@ -382,18 +363,15 @@ def _root_evidence(recording: Recording, program: Program, met: list[nn.Module])
 
 
 def _build(
-    recording: Recording,
-    results: list[Any],
-    tree: ResultTree,
-    opened: Collection[float] = (),
+    recording: Recording, results: list[Any], tree: ResultTree
 ) -> tuple[Program, Mapping[Region | None, Shared]]:
     """Builds the program; returns what each traced region's closure became, too."""
     program, closures = assemble(recording.root, results, tree, recording.tensors.sources)
-    if isinstance(recording.blocks, NoBlocks) and not opened:
+    if isinstance(recording.blocks, NoBlocks):
         return program, {}
     if recording.sizes is not None:
         return program, {region: Shared(closure) for region, closure in closures.items()}
-    program, found = share_constants(program, opened)
+    program, found = share_constants(program)
     return program, {region: found[closure] for region, closure in closures.items()}
 
 

@@ -15,7 +15,6 @@ from ...reuse import torch_pytree
 from ...reuse.containers import numbered
 from ...reuse.errors import CaptureError
 from ...reuse.ir.program import UserInput
-from ...reuse.open_numbers import is_open
 from ...reuse.torch_names import own_attributes
 from ...reuse.transformers_caches import cache_classes
 from ..checks.refusals import refuse_read_attributes, refuse_unlike_constants
@@ -189,9 +188,8 @@ class Recorder:
     def _given(self, index: int, leaf: Any) -> Any:
         """Returns what stands in the trace for a flat input that is no tensor."""
         sizes = self.recording.sizes
-        if not is_open(leaf):
-            self.recording.effects.changes.is_given(leaf)
-            self.recording.given.append(leaf)
+        self.recording.effects.changes.is_given(leaf)
+        self.recording.given.append(leaf)
         given = sizes.given(index, leaf) if sizes else leaf
         self.recording.tracer.track_size(given)
         return given

@@ -14,7 +14,7 @@ from ...reuse import torch_pytree
 from ...reuse.evidence.module_state import Places, module_state
 from ...reuse.evidence.reads import Reads
 from ...reuse.evidence.slots import Index, SlotReads, Step
-from ...reuse.open_numbers import OpenIndex, is_index, told, untold
+from ...reuse.open_index import OpenIndex, is_index, told, untold
 from ..tracing.torch_tracing import is_fake
 from ..tracing.watched_objects import SeenDict, SeenList, is_watched, original_of
 

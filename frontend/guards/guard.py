@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import operator
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import FunctionType
 from typing import Any, cast
@@ -51,7 +51,6 @@ class Guard:
         leaves: the flat inputs it was captured with.
         tree: their structure.
         hold: the native comparison of what objects hold, if it is at hand.
-        any_float_at: the places of arguments that may be any Python float.
 
     Attributes:
         shapes: of the flat inputs.
@@ -66,11 +65,10 @@ class Guard:
         leaves: Sequence[Any],
         tree: torch_pytree.TreeSpec,
         hold: Hold | None = None,
-        any_float_at: Collection[int] = (),
     ) -> None:
         self._tree = tree
         self._hold = hold
-        self._set_inputs(leaves, any_float_at)
+        self._set_inputs(leaves)
         self._modes = Modes(captured.readings)
         self._modules = [*model.modules(), *captured.modules]
         self._states = [module_state(m) for m in self._modules]
@@ -215,10 +213,6 @@ class Guard:
             found.append(Difference("types, layouts or requires_grad of the model's tensors"))
         return found or [Difference("what the forward reads outside its arguments")]
 
-    def with_values(self, leaves: Sequence[Any]) -> Guard:
-        """Returns the guard for the very numbers of a call, where this one takes any float."""
-        return self._at(leaves) if any(x is _ANY_FLOAT for x in self._layouts) else self
-
     def _at(self, leaves: Sequence[Any]) -> Guard:
         guard = copy.copy(self)
         guard._set_inputs(leaves)
@@ -243,10 +237,8 @@ class Guard:
         counting = torch_pytree.counting_leaves(self._tree)
         return self._at(leaves) if differing <= numbers & counting else None
 
-    def _set_inputs(self, leaves: Sequence[Any], any_float_at: Collection[int] = ()) -> None:
-        self._layouts = [
-            _ANY_FLOAT if i in any_float_at else _layout(x) for i, x in enumerate(leaves)
-        ]
+    def _set_inputs(self, leaves: Sequence[Any]) -> None:
+        self._layouts = [_layout(x) for x in leaves]
         self.shapes = shapes_of(leaves)
         plain = [i for i, x in enumerate(leaves) if type(x) is torch.Tensor]
         self._plain_at = plain
@@ -362,22 +354,10 @@ class _Constant:
         self.value = value
 
 
-class _AnyFloat:
-    """Stands for a float that the program takes as an input."""
-
-    def __repr__(self) -> str:
-        return "any float"
-
-
-_ANY_FLOAT = _AnyFloat()
-
-
 def _matches(leaf: Any, layout: Any) -> bool:
     if isinstance(layout, _Constant):
         return same_value(leaf, layout.value)
-    if isinstance(leaf, torch.Tensor):
-        return bool(_layout(leaf) == layout)
-    return layout is _ANY_FLOAT and type(leaf) is float
+    return isinstance(leaf, torch.Tensor) and bool(_layout(leaf) == layout)
 
 
 def _places(

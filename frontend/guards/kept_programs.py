@@ -154,8 +154,8 @@ class KeptPrograms(Generic[AnyEntry]):
             warnings.warn_explicit(
                 f"{type(model).__name__} was compiled {MANY_COMPILES} times, since its calls "
                 f"differ: {_summary(self._differences)}. The {MAX_PROGRAMS} programs used last "
-                "are kept. Pass what keeps changing as a tensor, keep it the same, or pad sizes "
-                "to a few.",
+                "are kept. Pass a number that keeps changing as a 0-d tensor, keep anything else "
+                "the same, or pad sizes to a few.",
                 CompiledRepeatedlyWarning,
                 *((frame.f_code.co_filename, frame.f_lineno) if frame else ("", 0)),
             )

@@ -49,7 +49,7 @@ def capture(state: State) -> State:
     """The model's Python runs once; each different block is traced, every other one is a call."""
     subject = state.subject
     assert subject is not None
-    seen = subject.known or capture_model(
+    seen = capture_model(
         subject.model,
         subject.args,
         subject.kwargs,

@@ -39,7 +39,6 @@ class Subject:
         train: whether gradients are wanted.
         effects: what becomes of a forward that does more than compute, see ``capture_model``.
         sizes: makes the sizes that are symbols, if any are.
-        known: the model as it was captured for these inputs already.
     """
 
     model: nn.Module
@@ -48,7 +47,6 @@ class Subject:
     train: bool
     effects: OnEffects = "refuse"
     sizes: Callable[[], Sizes] | None = None
-    known: CapturedModel | None = None
 
 
 class Runnable(Protocol):

@@ -13,7 +13,6 @@ from torch import nn
 from ...reuse import torch_pytree
 from ...reuse.errors import LazyInlineError, PlanError
 from ..capture.capture import capture_model
-from ..capture.float_inputs import NumberInput
 from ..capture.regions import CapturedModel
 from ..capture.signatures import shapes_of
 from ..checks.refusals import RaisedError, WrongCallError
@@ -87,7 +86,6 @@ class Made(Generic[AnyCompiled]):
     compiled: AnyCompiled
     report: CompileReport
     is_linked: bool = False
-    numbers: tuple[NumberInput, ...] = ()
 
 
 @dataclass
@@ -160,8 +158,8 @@ class Shapes(Generic[AnyCompiled]):
     def note(self, made: Made[AnyCompiled], inputs: Inputs) -> Made[AnyCompiled]:
         """Remembers a program that was compiled for the sizes of a call alone."""
         made.report.why_static = self._why_static
-        guard = made.guard.with_values(inputs.given)  # a symbolic program has its numbers in it
-        known: _Compile[AnyCompiled] = _Compile(guard, shapes_of(inputs.leaves), self._why_static)
+        shapes = shapes_of(inputs.leaves)
+        known: _Compile[AnyCompiled] = _Compile(made.guard, shapes, self._why_static)
         self._keep(known)
         return self._counted(made)
 

@@ -13,5 +13,4 @@ torch_mutations   operators of others that change their operands, as pure ones
 torch_fake_rules  operators that take more than PyTorch's rule for fake tensors allows
 torch_gpu_autocast  autocast as on a GPU, for a model that is traced on the CPU
 capture_errors    what the user is told of an error of their model
-python_path       the instructions that a model's Python ran, to compare two runs
 """

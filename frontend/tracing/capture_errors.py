@@ -30,13 +30,13 @@ def user_path(model: nn.Module, path: str) -> str:
     return path.removeprefix(f"{WHOLE}.") if is_around else path
 
 
-def capture_error(model: nn.Module, error: Exception, *, is_open: bool) -> CaptureError:
+def capture_error(model: nn.Module, error: Exception, *, has_symbols: bool) -> CaptureError:
     """Returns what to raise for an error of a model's own Python: the line, and what to do.
 
     Args:
         model: it.
         error: what it raised.
-        is_open: whether sizes or numbers were symbols, which eager knows nothing of.
+        has_symbols: whether sizes were symbols, which eager knows nothing of.
     """
     line = _user_line(error)
     where = f" at {line}" if line else ""
@@ -60,7 +60,7 @@ def capture_error(model: nn.Module, error: Exception, *, is_open: bool) -> Captu
             f"{name} {CANNOT}: its calls are nested so deep that a capture, which takes some "
             f"of Python's recursion limit ({sys.getrecursionlimit()}) at each, reaches it."
         )
-    is_ours = is_open or isinstance(error, NotImplementedError)  # no rule for fake tensors
+    is_ours = has_symbols or isinstance(error, NotImplementedError)  # no rule for fake tensors
     kind = RaisedError if is_ours else WrongCallError
     return kind(f"{name} {CANNOT}{where}: {type(error).__name__}: {text}")
 

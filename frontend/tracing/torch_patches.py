@@ -30,7 +30,7 @@ from torch.autograd.function import _SingleLevelFunction
 from torch.jit._state import _try_get_jit_cached_function
 
 from ...reuse.ir.program import RecomputeMark
-from ...reuse.open_numbers import told
+from ...reuse.open_index import told
 from ...reuse.torch_names import CALL_SLOT
 from .readings import ONCE, Reading, warned_at
 from .torch_tensor_answers import is_answer, watched_names

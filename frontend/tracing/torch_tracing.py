@@ -274,8 +274,6 @@ class Tracer:
     """One running trace: fake tensors on one side, graph nodes on the other.
 
     Attributes:
-        reads: the tensors whose values Python may ask for: ``"of literals"`` (those computed from
-            Python data in the forward) or ``"none"``.
         casts: what makes the casts of autocast, where PyTorch does not: for a GPU that is not here.
     """
 
@@ -283,7 +281,6 @@ class Tracer:
         self, fake_mode: TracingFakeMode, on_node: Callable[[torch.fx.Node], None]
     ) -> None:
         self.fake_mode = fake_mode
-        self.reads = "of literals"
         self._has_sizes = fake_mode.shape_env is not None  # PyTorch then drops dead size operators
         self._on_node = on_node
         self._tracer: Any = None
@@ -354,7 +351,7 @@ class Tracer:
 
         def read(*args: Any, **kwargs: Any) -> Any:
             operands = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)]
-            if self.reads == "none" or not all(map(self._is_of_literals, operands)):
+            if not all(map(self._is_of_literals, operands)):
                 raise DataDependentOutputException(operator_)
             return NotImplemented
 

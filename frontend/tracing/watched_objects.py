@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 from ...reuse.objects import ABSENT, OWN_PATCH, is_own_patch, own_table
-from ...reuse.open_numbers import is_index, untold
+from ...reuse.open_index import is_index, untold
 
 _SAFE = frozenset({"__class__", "__doc__", "__module__"})
 _HIDDEN = object()

@@ -31,7 +31,7 @@ from ..freeze import (
 )
 from ..kinds import WHOLE_FUNCTION
 from ..objects import ABSENT, cell_contents
-from ..open_numbers import answers_alike, tests_of
+from ..open_index import answers_alike, tests_of
 from .module_state import (
     WHOLE,
     Places,

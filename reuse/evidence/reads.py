@@ -20,7 +20,7 @@ from torch import nn
 from ..freeze import Freezer, Identity, Unrepeatable
 from ..kinds import is_unrepeatable
 from ..objects import ABSENT, cell_contents, is_library, is_own_patch, is_python_defined
-from ..open_numbers import OpenIndex, told
+from ..open_index import OpenIndex, told
 from ..torch_pytree import is_container
 from .bytecode import globals_used, modules_imported, texts_of
 from .captured_functions import Closures

@@ -9,7 +9,7 @@ different number is an input bound to a 0-d tensor.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from dataclasses import replace as replace_fields
 from typing import Any, Literal, TypeVar
@@ -39,14 +39,8 @@ class Shared:
     num_members: int = 1
 
 
-def share_constants(
-    program: Program, opened: Collection[float] = ()
-) -> tuple[Program, Mapping[Closure, Shared]]:
+def share_constants(program: Program) -> tuple[Program, Mapping[Closure, Shared]]:
     """Makes one closure of those that are equal up to numbers.
-
-    Args:
-        program: as captured.
-        opened: numbers that become inputs wherever they may, even if no closure has another.
 
     Returns:
         The program (the same one if nothing could be shared), and for each closure of the old
@@ -56,7 +50,7 @@ def share_constants(
     for closures in _by_height(program):
         leaves = [c for c in closures if isinstance(c, Leaf)]
         for open_leaves in _groups(map(_OpenLeaf, leaves), lambda leaf: leaf.key):
-            found.update(_share_leaves(open_leaves, opened))
+            found.update(_share_leaves(open_leaves))
         composites = [c for c in closures if isinstance(c, Composite)]
         bodies = (_OpenBody(c, c.program, found) for c in composites)
         for open_bodies in _groups(bodies, lambda body: body.key):
@@ -102,22 +96,19 @@ class _Columns:
         return tuple(row[place] for place in self.first)
 
 
-def _columns(
-    rows: Sequence[Sequence[Number]], keep: Literal["equal", "none"], opened: Collection[float] = ()
-) -> _Columns:
+def _columns(rows: Sequence[Sequence[Number]], keep: Literal["equal", "none"]) -> _Columns:
     """Makes one input of the places that hold the same number in every member.
 
     Args:
         rows: the numbers of each member.
         keep: ``"equal"`` leaves a number that is the same in all members in the graph;
             ``"none"`` makes every place an input.
-        opened: numbers that are not left in.
     """
     inputs: dict[Hashable, int] = {}
     input_of: list[int | None] = []
     first: list[int] = []
     for place, column in enumerate(zip(*rows, strict=True)):
-        if keep == "equal" and len(set(column)) == 1 and column[0].value not in opened:
+        if keep == "equal" and len(set(column)) == 1:
             input_of.append(None)
             continue
         if column not in inputs:
@@ -148,9 +139,9 @@ class _OpenLeaf:
         return [slot.number for slot in self.slots]
 
 
-def _share_leaves(members: Sequence[_OpenLeaf], opened: Collection[float]) -> dict[Closure, Shared]:
+def _share_leaves(members: Sequence[_OpenLeaf]) -> dict[Closure, Shared]:
     first = members[0]
-    columns = _columns([m.numbers for m in members], "equal", opened)
+    columns = _columns([m.numbers for m in members], "equal")
     leaf = _leaf_with_inputs(first, columns) if columns.first else first.leaf
     return {m.leaf: Shared(leaf, columns.numbers(m.numbers), len(members)) for m in members}
 
