@@ -125,7 +125,7 @@ def reordered(program: PlannedProgram, order: Sequence[int]) -> None:
     (part,) = program.layout.parts
     launches = [part.launches[number] for number in order]
     part.launches[:] = [
-        replace(placed, launch=replace(placed.launch, stream="main"), waits_for=())
+        replace(placed, launch=replace(placed.launch, stream="main", waits_for=()))
         for placed in launches
     ]
     rewritten(program)

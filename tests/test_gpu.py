@@ -70,8 +70,8 @@ def test_autocast_of_a_gpu_is_within_half_precision_of_eager(
 
 
 @pytest.mark.parametrize("how", ["training", "inference"])
-@pytest.mark.parametrize("case", ["own decoder", "experts", "llama", "gpt2", "gpt2 with dropout"])
-@pytest.mark.sweep(keep=["own decoder", "experts"])
+@pytest.mark.parametrize("case", ["own decoder", "llama", "gpt2", "gpt2 with dropout"])
+@pytest.mark.sweep(keep="own decoder")
 def test_a_gpu_program_on_cpu_memory_equals_eager(cases: Any, case: str, how: str) -> None:
     """Two steps with an update between: loss and gradients; with dropout, a GPU's masks."""
     found = cases[case, how]
@@ -85,14 +85,6 @@ def test_a_gpu_program_on_two_streams_equals_eager_in_any_order(cases: Any) -> N
     assert found["error"] < 1e-5
     assert found["beside"] > 20
     assert found["moved"] > 5
-
-
-def test_experts_beside_one_another_equal_eager_in_any_order(cases: Any) -> None:
-    """As the roofline says for an H100: calls of experts run as late as events allow, or early."""
-    found = cases["experts", "training"]
-    assert found["error"] < 1e-5
-    assert found["beside"] > 20
-    assert found["moved"] > 20
 
 
 def small_step(**options: Any) -> tuple[lazyinline.TrainingStep, tuple[Any, ...]]:
@@ -173,7 +165,7 @@ def test_a_large_model_is_compiled_for_a_gpu_as_fast_as_for_a_cpu() -> None:
     assert gpu is not None
     assert gpu.num_built == gpu.num_kernels
     assert report.num_nodes < 700
-    assert gpu.num_beside == 0, "its launches fill the GPU, and its layers need each other"
+    assert gpu.num_beside == 0, "its launches fill the GPU"
     # More micro-batches hold more, and launch more of the same kernels.
     more = compile_large("llama-13b", target="cuda:sm_90", layers=3, micro_batches=4)
     assert more.compiled.gpu is not None

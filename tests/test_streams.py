@@ -7,12 +7,14 @@ that note what its events promise (:mod:`stream_orders`), then in the worst orde
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from halves import Halves, differentiated
 from programs import assert_same
 from stream_orders import (
     PREFERENCES,
@@ -23,10 +25,10 @@ from stream_orders import (
 )
 from test_link_orders import subject
 
-from lazyinline.backend.gpu import beside, streams
+from lazyinline.backend.gpu import streams
 from lazyinline.backend.gpu.place import Place
 from lazyinline.backend.gpu.roofline import is_product
-from lazyinline.backend.gpu.streams import accesses, may_move, on_two_streams
+from lazyinline.backend.gpu.streams import accesses, may_move, on_two_streams, with_streams
 from lazyinline.backend.gpu.targets import target_named
 from lazyinline.backend.gpu.torch_triton import LoadedKernel, read_only_arguments
 from lazyinline.backend.gpu.triton_kernel import TritonKernel
@@ -35,6 +37,7 @@ from lazyinline.backend.launches.kernel_list import BufferInfo, KernelList, Laun
 from lazyinline.backend.link.link import FlatProgram, link
 from lazyinline.backend.link.placement import Tools
 from lazyinline.backend.run.planned import PlannedProgram
+from lazyinline.backend.run.runtime import PlannedRuntime
 from lazyinline.reuse.ir.interpreter import flatten_value, interpret
 
 H100 = target_named("cuda:sm_90")
@@ -54,15 +57,17 @@ def at_random(kernels: KernelList, rng: random.Random) -> KernelList:
     return on_two_streams(replace(kernels, launches=launches), second)
 
 
-def planned_on_two_streams(flat: FlatProgram, rng: random.Random) -> PlannedProgram:
-    leaves = dict.fromkeys(launch.leaf for launch in flat.launches)
+def planned_on_two_streams(
+    flats: Sequence[FlatProgram], rng: random.Random, **options: Any
+) -> PlannedProgram:
+    leaves = dict.fromkeys(launch.leaf for flat in flats for launch in flat.launches)
     program = PlannedProgram(
-        [flat],
+        flats,
         {leaf: at_random(record_graph(leaf), rng) for leaf in leaves},
-        range(len(flat.inputs)),
-        [len(flat.outputs)],
-        results="pinned",
+        range(len(flats[0].inputs)) if options["results"] == "pinned" else [],
+        options.pop("num_results", [len(flat.outputs) for flat in flats]),
         tools=ELSEWHERE,
+        **options,
     )
     program.move_to(Place())
     return program
@@ -110,7 +115,7 @@ def test_every_order_that_events_allow_gives_the_interpreters_bits(
         program, args, rng = subject(seed)
         expected = flatten_value(interpret(program, args))
         given = flatten_value(tuple(args))
-        runs = planned_on_two_streams(link(program), rng)
+        runs = planned_on_two_streams([link(program)], rng, results="pinned")
         num_beside += streams_of(runs).count("second")
         what = f"seed {seed}"
         num_orders += assert_every_order_gives(runs, given, expected, rng, monkeypatch, what)
@@ -130,6 +135,55 @@ def test_a_missing_event_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(globals(), "on_two_streams", without_waits)
     with pytest.raises(AssertionError, match=r"share bytes|differs"):
         test_every_order_that_events_allow_gives_the_interpreters_bits(monkeypatch)
+
+
+def test_a_backward_on_two_streams_keeps_what_the_forward_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two parts over one arena; what is returned is the user's."""
+    num_beside = 0
+    for seed in range(30):
+        halves = differentiated(seed)
+        rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+        flats = [link(half) for half in halves.programs]
+        runs = planned_on_two_streams(flats, rng, results="owned", **halves.options)
+        runtime = halves.runtime(runs)
+        args, seeds = halves.arguments(seed, generator)
+        _, expected = halves.interpreted(args, seeds)
+
+        def run(
+            halves: Halves = halves,
+            runtime: PlannedRuntime = runtime,
+            args: Any = args,
+            seeds: Any = seeds,
+        ) -> Any:
+            results, flight = runtime.forward(list(args))
+            return runtime.backward(flight, halves.handed(args, results, seeds), "free")
+
+        for which in (0, 1):
+            before, gradients = traced(runs, run, monkeypatch, which=which)
+            assert_same(gradients, expected, f"seed {seed}, backward")
+            assert_unordered_uses_share_nothing(runs, before, f"seed {seed}", which)
+        num_beside += runs.num_beside
+    assert num_beside > 50
+
+
+def test_what_the_second_stream_makes_for_the_user_is_allocated_first() -> None:
+    """Later, PyTorch might hand out memory that the main stream still works in."""
+    for seed in range(40):
+        program, args, rng = subject(seed)
+        runs = planned_on_two_streams([link(program)], rng, results="owned")
+        lines = [line.strip() for line in runs._codes[0].source.splitlines()]
+        beside = [line for line in lines if line.startswith("with beside")]
+        made = {line.split(" = ")[0]: n for n, line in enumerate(lines) if "new_tensor" in line}
+        begins = lines.index("main = current_stream()") if beside else 0
+        used = [name for name in made if re.search(rf"\b{name}\b", "\n".join(beside))]
+        assert all(made[name] < begins for name in used)
+        if used:
+            results = runs.lease([]).runners[0](flatten_value(tuple(args)))
+            assert_same(results, flatten_value(interpret(program, args)), f"seed {seed}")
+            return
+    raise AssertionError("no program had a result on the second stream")
 
 
 # ---- which launches are worth it -------------------------------------------------------------
@@ -160,7 +214,7 @@ def linear_backward(batch: int, inner: int, outer: int) -> KernelList:
 
 
 def test_the_gradient_of_a_small_weight_is_computed_beside_that_of_the_input() -> None:
-    small = beside.with_streams(linear_backward(8192, 1024, 1024), H100)
+    small = with_streams(linear_backward(8192, 1024, 1024), H100)
     assert [launch.stream for launch in small.launches] == ["second", "main", "main"]
     assert [launch.waits_for for launch in small.launches] == [(-1,), (), ()]
     # What it reads and makes is in use until it has certainly ended.
@@ -171,9 +225,9 @@ def test_the_gradient_of_a_small_weight_is_computed_beside_that_of_the_input() -
 
 def test_launches_that_fill_the_gpu_stay_on_one_stream() -> None:
     large = linear_backward(8192, 5120, 5120)
-    assert beside.with_streams(large, H100) is large
+    assert with_streams(large, H100) is large
     tiny = linear_backward(16, 32, 32)
-    assert beside.with_streams(tiny, H100) is tiny, "events cost more than is gained"
+    assert with_streams(tiny, H100) is tiny, "events cost more than is gained"
 
 
 def test_what_allocates_stays_on_the_main_stream() -> None:

@@ -6,8 +6,7 @@ triton_kernel        one Triton kernel, as text
 torch_gpu            adapter: what Inductor asks of a GPU, answered for one that is not here
 torch_triton         adapter: Triton kernels as machine code, and as something to launch
 roofline             how long a GPU will need at least
-streams              two streams for one closure: which launch waits for which
-beside               which launches are worth the second one
+streams              two streams for one closure: who is on the second, who waits for whom
 moved_leaf           a leaf for another device than it was traced on
 torch_gpu_attention  adapter: which attention a GPU runs
 """

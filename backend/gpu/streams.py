@@ -1,24 +1,33 @@
-"""Two streams for the launches of one closure, and which launch waits for which.
+"""Two streams for the launches of one closure: which are on the second, and what waits for what.
 
-Found once per closure; link relocates it with the launches. The second stream begins after what it
-needs, and ends with the closure at the latest. A buffer's life is told in launches of the main
-stream: a launch on the second one may run from the first moment to the last that the waits leave
-it, and its operands are in use all that time. So buffers whose lives are apart are never in use
-together, in whichever order a GPU runs the two, and a planner needs to know nothing of streams.
+Both are found once per closure, and link copies them to each of its calls. The second stream begins
+after what it needs, and ends with the closure at the latest. The life of a buffer is counted in
+launches of the main stream: a launch on the second stream may run at any moment between two waits,
+and its operands are in use all that time. So buffers whose lives do not overlap are never in use
+together, in whichever order a GPU runs the two streams, and the planner ignores streams.
+
+A launch moves if the roofline predicts a gain. One that does not fill the GPU leaves
+multiprocessors idle, and another can use them: the gradient of a small weight while that of its
+input is computed. Where every launch fills the GPU, as in a large model, nothing moves.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from ...reuse.torch_names import schema_of
-from ..launches.kernel_list import ENTRY, BufferInfo, KernelList, Launch, Stream, views_in
-from .roofline import is_product
+from ..launches.kernel_list import ENTRY, BufferInfo, KernelList, Launch, views_in
+from .roofline import is_product, launch_seconds
+from .targets import Target
 from .torch_triton import LoadedKernel, read_only_arguments
 from .triton_kernel import TritonKernel
 
 _INPUTS = -1  # stands for any input, where one is changed: two of them may share memory
+_EVENTS_S = 3e-6  # what it costs to fork and to join: an edge of a CUDA graph each, about
+_TILE = 128  # rows and columns of a result that one multiprocessor computes
+_THREADS = 2048  # of one multiprocessor
 
 
 @dataclass(frozen=True)
@@ -36,16 +45,10 @@ class Access:
 def accesses(kernels: KernelList) -> list[Access]:
     """Returns what each launch of a closure reads and writes."""
     found = [_access(launch) for launch in kernels.launches]
-    if not changes_inputs(kernels):
+    inputs = frozenset(range(kernels.num_inputs))
+    if not any(access.writes & inputs for access in found):
         return found
-    inputs = frozenset(range(kernels.num_inputs))
     return [Access(_as_one(a.reads, inputs), _as_one(a.writes, inputs)) for a in found]
-
-
-def changes_inputs(kernels: KernelList) -> bool:
-    """Whether a closure's launches may write to what it is given."""
-    inputs = frozenset(range(kernels.num_inputs))
-    return any(_access(launch).writes & inputs for launch in kernels.launches)
 
 
 def _as_one(buffers: frozenset[int], inputs: frozenset[int]) -> frozenset[int]:
@@ -53,7 +56,7 @@ def _as_one(buffers: frozenset[int], inputs: frozenset[int]) -> frozenset[int]:
 
 
 def _access(launch: Launch) -> Access:
-    """What is not known to be only read counts as written."""
+    """Finds what a launch reads and writes; an operand that may not be read-only is written."""
     written = {view.buffer for view in views_in(launch.results)}
     read: set[int] = set()
     reads_only = _reads_only(launch)
@@ -156,27 +159,10 @@ def may_move(kernels: KernelList) -> list[int]:
     """Returns the launches that can be on the second stream.
 
     What allocates cannot: PyTorch hands its memory on when the main stream is done with it. Nor can
-    a launch that nothing is known of.
+    a launch of which it is not known what it writes.
     """
     if kernels.in_place:
         return []
-    return _free(kernels)
-
-
-def may_move_whole(kernels: KernelList) -> bool:
-    """Whether all of a closure can be on the second stream, as a call beside others."""
-    whole = bool(kernels.launches) and len(_free(kernels)) == len(kernels.launches)
-    return whole and not changes_inputs(kernels)
-
-
-def wholly_on(kernels: KernelList, stream: Stream) -> KernelList:
-    """Returns a closure's launches, all on one stream."""
-    launches = tuple(replace(launch, stream=stream) for launch in kernels.launches)
-    return replace(kernels, launches=launches)
-
-
-def _free(kernels: KernelList) -> list[int]:
-    """Launches that allocate nothing, and of which it is known what they write."""
     foreign = set(kernels.foreign)
     return [
         number
@@ -185,3 +171,50 @@ def _free(kernels: KernelList) -> list[int]:
         and foreign.isdisjoint(view.buffer for view in launch.views())
         and (is_product(launch) or isinstance(launch.function, (TritonKernel, LoadedKernel)))
     ]
+
+
+# ---- which launches gain by it ---------------------------------------------------------------
+
+
+def with_streams(kernels: KernelList, target: Target) -> KernelList:
+    """Returns a closure's launches, on two streams where that is predicted to pay."""
+    return on_two_streams(kernels, worth_moving(kernels, target))
+
+
+def worth_moving(kernels: KernelList, target: Target) -> list[int]:
+    """Returns the launches that gain from running beside those that neither need nor feed them."""
+    seconds = [launch_seconds(launch, target) for launch in kernels.launches]
+    shares = [_share(launch, target) for launch in kernels.launches]
+    used, spare, chosen = accesses(kernels), list(seconds), list[int]()
+    for number in may_move(kernels):
+        touching = [i for i in range(len(used)) if used[number].conflicts(used[i])]
+        after = max((i for i in touching if i < number), default=-1)
+        before = min((i for i in touching if i > number), default=len(used))
+        beside = [i for i in range(after + 1, before) if i != number and i not in chosen]
+        others_s = sum(spare[i] for i in beside)
+        busy_s = sum(spare[i] * shares[i] for i in beside) + seconds[number] * shares[number]
+        gained_s = others_s + seconds[number] - max(others_s, seconds[number], busy_s)
+        if gained_s > _EVENTS_S:
+            chosen.append(number)
+            _take(spare, beside, seconds[number])
+    return chosen
+
+
+def _take(spare: list[float], beside: Sequence[int], seconds: float) -> None:
+    """Notes that for so long another launch runs beside these already."""
+    for index in beside:
+        taken = min(spare[index], seconds)
+        spare[index] -= taken
+        seconds -= taken
+
+
+def _share(launch: Launch, target: Target) -> float:
+    """Returns which part of the GPU's multiprocessors a launch keeps busy."""
+    if is_product(launch):
+        result = dict(launch.kwargs).get("out")
+        shape = result.shape if result is not None else ()
+        tiles = [-(-size // _TILE) for size in shape[-2:]]
+        num_blocks: float = math.prod(shape[:-2]) * math.prod(tiles)
+    else:
+        num_blocks = max((math.prod(v.shape) for v in launch.views()), default=0) / _THREADS
+    return min(1.0, num_blocks / target.num_multiprocessors)

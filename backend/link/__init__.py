@@ -7,8 +7,6 @@ lay_out          programs one after the other, and who owns what they return
 placement        where the buffers of a layout lie
 gradient_memory  activations in memory that gradients will fill
 generated_code   a generated function, and how it is bound to memory
-beside_calls     which calls of a body run beside others on a second stream
-turns            when those calls may run, and what they wait for
 events           what two streams wait for, between the lines of a generated function
 program_writer   the generated function of one part of a layout
 aligned          whether operands lie where GPU kernels find them

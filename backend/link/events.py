@@ -1,9 +1,8 @@
 """The events of a generated function: what lets two streams run beside each other, and no more.
 
 Each is recorded on one stream after a launch, and the other stream waits for it before another one.
-What runs on the second stream ends with the call of its closure, or with a stretch of calls that
-run beside each other: the main stream waits for it before the next call, and at the end of the
-function, so that a CUDA graph can be captured of it.
+What runs on the second stream ends with the call of its closure: the main stream waits for it
+before the next call, and at the end of the function, so that a CUDA graph can be captured of it.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ class Events:
     """
 
     def __init__(self, launches: Sequence[PlacedLaunch]) -> None:
-        awaited = [(one.call, number) for one in launches for number in one.waits_for]
+        awaited = [(one.call, number) for one in launches for number in one.launch.waits_for]
         self._entries = {call for call, number in awaited if number == ENTRY}
         self._awaited = {call + number for call, number in awaited if number != ENTRY}
         self._is_used = any(one.launch.stream == "second" for one in launches)
@@ -50,7 +49,7 @@ class Events:
             if placed.call in self._entries:
                 lines.append(f"  {_event(ENTRY)} = {_recorded('main')}")
         stream = placed.launch.stream
-        return lines + [f"  {stream}.wait_event({_event(n)})" for n in placed.waits_for]
+        return lines + [f"  {stream}.wait_event({_event(n)})" for n in placed.launch.waits_for]
 
     def after(self, placed: PlacedLaunch) -> list[str]:
         """Returns what comes after a launch."""

@@ -15,7 +15,6 @@ from ..gpu.targets import Target
 from ..launches.kernel_list import KernelList
 from .layout import BufferKind, Instance, Layout, Part, Placed, buffers_of
 from .link import FlatProgram
-from .turns import Turn
 
 Results: TypeAlias = Literal["owned", "pinned"]
 """Whether the caller keeps what a run returns, or it stays in the arena until the next run."""
@@ -28,18 +27,13 @@ def lay_out(
     backward_inputs: Sequence[tuple[str, Any]] = (),
     results: Results = "owned",
     runs: Literal["native", "python"] = "native",
-    turns: Sequence[Mapping[int, Turn]] = (),
 ) -> Layout:
-    """Lays out what a :class:`..run.planned.PlannedProgram` of the same arguments plans.
-
-    ``turns`` are the calls beside others, of each flat program.
-    """
+    """Lays out what a :class:`..run.planned.PlannedProgram` of the same arguments plans."""
     layout = Layout(runs=runs)
-    first, first_turns = flats[0], turns[0] if turns else None
-    given = [layout.given(first.slot_types[s]) for s in first.inputs]
-    layout.add(first, given, kernel_lists, turns=first_turns)
+    first = flats[0]
+    layout.add(first, [layout.given(first.slot_types[s]) for s in first.inputs], kernel_lists)
     forward = layout.parts[0]
-    for number, flat in enumerate(flats[1:], 1):
+    for flat in flats[1:]:
         inputs = []
         for kind, which in backward_inputs:
             if kind == "output":
@@ -48,7 +42,7 @@ def lay_out(
                 inputs.append(forward.inputs[which])
             else:
                 inputs.append(layout.given(which))
-        layout.add(flat, inputs, kernel_lists, turns=turns[number] if turns else None)
+        layout.add(flat, inputs, kernel_lists)
     if results == "pinned":
         _pin_results(layout)
     else:

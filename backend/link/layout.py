@@ -24,7 +24,6 @@ from ..launches.native_ops import with_native
 from ..launches.torch_attention_scratch import scratch_bytes
 from .link import FlatProgram
 from .link import Launch as ClosureCall
-from .turns import Turn
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +74,7 @@ class PlacedLaunch:
     """One launch of one call: the closure's launch, and where its buffers are.
 
     ``of`` is that call; none where the link itself adds a launch. ``call`` is the moment at which
-    it begins, or a stretch of calls beside each other: ``waits_for``, the launches of the other
-    stream that end before this one begins, counts from there.
+    it begins: the launches that this one waits for count from there.
     """
 
     launch: Launch
@@ -84,7 +82,6 @@ class PlacedLaunch:
     time: int
     of: ClosureCall | None = None
     call: int = 0
-    waits_for: tuple[int, ...] = ()
 
     @property
     def block(self) -> str:
@@ -138,7 +135,6 @@ class Layout:
         inputs: Sequence[Placed],
         kernel_lists: Mapping[Leaf, KernelList],
         sinks: Mapping[int, Sequence[Placed]] | None = None,
-        turns: Mapping[int, Turn] | None = None,
     ) -> Part:
         """Lays a flat program out after what is there; returns its part.
 
@@ -147,11 +143,7 @@ class Layout:
             inputs: where its inputs are.
             kernel_lists: of its leaves.
             sinks: slots that are added to something as soon as they are there.
-            turns: calls beside others, by number; not together with sinks.
         """
-        turns = turns or {}
-        assert not (turns and sinks)
-        begin = self.time
         slots: dict[int, Placed] = dict(zip(flat.inputs, inputs, strict=True))
         launches: list[PlacedLaunch] = []
         sinks = sinks or {}
@@ -159,19 +151,16 @@ class Layout:
         live = Counter(placed.instance for placed in slots.values())
         leaves = dict.fromkeys(call.leaf for call in flat.launches)
         scratch = {leaf: _scratch_of(kernel_lists[leaf]) for leaf in leaves}
-        for number, call in enumerate(flat.launches):
+        for call in flat.launches:
             # The late inline: the closure's launches are used as they are, and only a table from
             # its buffers to buffers of the whole program is made for this call.
-            turn = turns.get(number)
-            kernels = turn.kernels if turn else kernel_lists[call.leaf]
+            kernels = kernel_lists[call.leaf]
             for index, num_bytes in scratch[call.leaf]:
                 at = self.time + index
                 self.scratch.append(Instance("scratch", num_bytes, at, at + 1, len(self.parts)))
-            span = (begin + turn.begin, begin + turn.end) if turn and turn.is_second else None
-            bases = self._bases(kernels, [slots[s] for s in call.operands], span)
-            if not (turn and turn.beside):
-                bases = self._taken_over(kernels, bases, call.operands, call.frees, live)
-            launches += _relocated(kernels, bases, self.time, call, begin, turn)
+            bases = self._bases(kernels, [slots[s] for s in call.operands])
+            bases = self._taken_over(kernels, bases, call.operands, call.frees, live)
+            launches += _relocated(kernels, bases, self.time, call)
             self.time += len(kernels.launches)
             slots.update(zip(call.results, _results(kernels, bases), strict=True))
             live.update(slots[s].instance for s in call.results)
@@ -186,7 +175,6 @@ class Layout:
         for slot in flat.outputs:
             if slot not in sinks:
                 self.instances[slots[slot].instance].death = self.time
-        self._keep_foreign(begin, turns.values())
         self.parts.append(part)
         return part
 
@@ -197,14 +185,6 @@ class Layout:
         slots: Mapping[int, Placed],
     ) -> list[PlacedLaunch]:
         return [self.apply("add_", sink, slots[slot]) for slot in waiting for sink in sinks[slot]]
-
-    def _keep_foreign(self, begin: int, turns: Iterable[Turn]) -> None:
-        """Lets what launches allocate live to the end of a stretch, as generated code has it."""
-        stretches = [(begin + a, begin + b) for a, b in {(t.start, t.stop) for t in turns}]
-        for instance in self.instances if stretches else ():
-            if instance.kind == "foreign":
-                ends = (stop for start, stop in stretches if start < instance.death < stop)
-                instance.death = max(instance.death, *ends, 0)
 
     def apply(self, name: str, target: Placed, source: Placed) -> PlacedLaunch:
         """Makes a launch, now, of a method of tensors that changes one by another."""
@@ -245,21 +225,19 @@ class Layout:
         return len(self.instances) - 1
 
     def _bases(
-        self, kernels: KernelList, operands: Sequence[Placed], span: tuple[int, int] | None
+        self, kernels: KernelList, operands: Sequence[Placed]
     ) -> tuple[tuple[int, int], ...]:
-        """Gives a call its buffers; with a span, all are in use from when till when it may run."""
+        """Gives a call its buffers."""
         bases = []
         for index, info in enumerate(kernels.buffers):
             if index < kernels.num_inputs:
                 operand = operands[index]
                 instance = self.instances[operand.instance]
-                end = span[1] if span else self.time + info.last + 1
-                instance.death = max(instance.death, end)
+                instance.death = max(instance.death, self.time + info.last + 1)
                 bases.append((operand.instance, operand.offset_bytes))
                 continue
             # A buffer lives for one launch at least, or the planner would let others overlap it.
             birth, death = self.time + max(info.first, 0), self.time + info.last + 1
-            birth, death = span or (birth, death)
             kind: BufferKind = "foreign" if info.kind == "foreign" else "arena"
             new = Instance(kind, info.num_bytes, birth, max(death, birth + 1), len(self.parts))
             bases.append((self._add(new), 0))
@@ -274,19 +252,11 @@ def _results(kernels: KernelList, bases: Sequence[tuple[int, int]]) -> Iterator[
 
 
 def _relocated(
-    kernels: KernelList,
-    bases: tuple[tuple[int, int], ...],
-    time: int,
-    of: ClosureCall,
-    begin: int,
-    turn: Turn | None,
+    kernels: KernelList, bases: tuple[tuple[int, int], ...], time: int, of: ClosureCall
 ) -> Iterator[PlacedLaunch]:
-    """Yields the launches of a call that begins at a time, in a program that began before."""
+    """Yields the launches of a call that begins at a time."""
     for index, launch in enumerate(kernels.launches):
-        waits_for, call = launch.waits_for, time
-        if turn is not None:
-            waits_for, call = turn.waits_for if index == 0 else (), begin + turn.start
-        yield PlacedLaunch(launch, bases, time + index, of, call, waits_for)
+        yield PlacedLaunch(launch, bases, time + index, of, time)
 
 
 def _scratch_of(kernels: KernelList) -> list[tuple[int, int]]:

@@ -9,44 +9,27 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 
 import torch
 
 from ...reuse.errors import VerifyError
 from ...reuse.ir.leaf import flat_types
-from ...reuse.ir.program import Composite, Leaf, Pack, Program, Unpack, Value
+from ...reuse.ir.program import Call, Composite, Leaf, Pack, Program, Unpack, Value
 from ...reuse.ir.types import TensorType, flatten_type
 
 Slots = tuple[int, ...]
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class Copy:
-    """One inlined copy of a body: call ``number`` of the copy ``within``, or the whole program."""
-
-    body: Program
-    within: Copy | None = None
-    number: int = 0
-
-
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """One kernel launch: which leaf, on which slots, and which slots nobody reads after it.
-
-    ``copy`` and ``number`` say which call it is, of which inlined copy of a body, so that what is
-    found once per body is found here again; of a sum that ``follows`` a call, which that call is.
-    Where a launch comes from does not make it another: late or early, the same runs.
-    """
+    """One kernel launch: which leaf, on which slots, and which slots nobody reads after it."""
 
     leaf: Leaf
     operands: Slots
     results: Slots
     frees: Slots
     path: str
-    copy: Copy | None = field(default=None, compare=False)
-    number: int = field(default=0, compare=False)
-    follows: bool = field(default=False, compare=False)
 
     @property
     def block(self) -> str:
@@ -56,16 +39,12 @@ class Launch:
 
 @dataclass(frozen=True)
 class FlatProgram:
-    """Launches in execution order over numbered slots; each slot is written once.
-
-    ``program`` is what was laid out, where its calls still are what is launched.
-    """
+    """Launches in execution order over numbered slots; each slot is written once."""
 
     inputs: Slots
     launches: tuple[Launch, ...]
     outputs: Slots
     slot_types: tuple[TensorType, ...]
-    program: Program | None = field(default=None, compare=False)
 
     def __str__(self) -> str:
         lines = [f"inputs {_slots(self.inputs)}"]
@@ -89,11 +68,10 @@ def link(program: Program) -> FlatProgram:
     layout = _Layout()
     env = {value: layout.new_slots(value) for value in program.inputs}
     inputs = tuple(slot for value in program.inputs for slot in env[value])
-    bare = replace(program, sources=())  # the model's tensors are not for a flat program to hold
-    layout.body(Copy(bare), env, "")
+    layout.body(program, env, "")
     outputs = tuple(slot for value in program.outputs for slot in env[value])
     launches = _with_frees(_summed_at_once(layout.launches), inputs, outputs)
-    return FlatProgram(inputs, launches, outputs, tuple(layout.types), bare)
+    return FlatProgram(inputs, launches, outputs, tuple(layout.types))
 
 
 def check_flat(flat: FlatProgram) -> None:
@@ -135,12 +113,11 @@ class _Layout:
         self.types.extend(flatten_type(value.type))
         return tuple(range(first, len(self.types)))
 
-    def body(self, copy: Copy, env: dict[Value, Slots], path: str) -> None:
-        for number in range(len(copy.body.calls)):
-            self._call(copy, number, env, path)
+    def body(self, program: Program, env: dict[Value, Slots], path: str) -> None:
+        for call in program.calls:
+            self._call(call, env, path)
 
-    def _call(self, copy: Copy, number: int, env: dict[Value, Slots], path: str) -> None:
-        call = copy.body.calls[number]
+    def _call(self, call: Call, env: dict[Value, Slots], path: str) -> None:
         closure = call.closure
         if isinstance(closure, Pack):
             env[call.results[0]] = tuple(s for v in call.args for s in env[v])
@@ -148,7 +125,7 @@ class _Layout:
             env.update(_split(env[call.args[0]], call.results))
         elif isinstance(closure, Composite):
             inner = dict(zip(closure.program.inputs, (env[v] for v in call.args), strict=True))
-            self.body(Copy(closure.program, copy, number), inner, _join(path, call.path))
+            self.body(closure.program, inner, _join(path, call.path))
             results = (inner[v] for v in closure.program.outputs)
             env.update(zip(call.results, results, strict=True))
         else:
@@ -156,8 +133,7 @@ class _Layout:
                 env[value] = self.new_slots(value)
             operands = tuple(s for v in call.args for s in env[v])
             results_ = tuple(s for v in call.results for s in env[v])
-            at = _join(path, call.path)
-            self.launches.append(Launch(closure, operands, results_, (), at, copy, number))
+            self.launches.append(Launch(closure, operands, results_, (), _join(path, call.path)))
 
 
 def _join(path: str, name: str) -> str:
@@ -179,7 +155,7 @@ def _summed_at_once(launches: Sequence[Launch]) -> Sequence[Launch]:
     A backward returns the gradients of a whole micro-batch, and they are added to those before:
     all of them would be there twice.
     """
-    sums = {leaf for leaf in dict.fromkeys(one.leaf for one in launches) if is_sum(leaf)}
+    sums = {leaf for leaf in dict.fromkeys(one.leaf for one in launches) if _is_sum(leaf)}
     if not sums:
         return launches
     uses = Counter(slot for launch in launches for slot in launch.operands)
@@ -194,15 +170,12 @@ def _summed_at_once(launches: Sequence[Launch]) -> Sequence[Launch]:
             at = index
             stay.append((index, launch))
         else:
-            followed = launches[at]
-            launch = replace(launch, copy=followed.copy, number=followed.number, follows=True)
             moved.setdefault(at, []).append(launch)
         made_at.update(dict.fromkeys(launch.results, at))
     return [one for index, launch in stay for one in (launch, *moved.get(index, ()))]
 
 
-def is_sum(leaf: Leaf) -> bool:
-    """Whether a leaf adds its two operands, and does nothing else."""
+def _is_sum(leaf: Leaf) -> bool:
     if leaf.num_nodes != 1 or leaf.nodes[0].target is not torch.ops.aten.add.Tensor:
         return False
     return leaf.nodes[0].args == tuple(leaf.entries) and not leaf.nodes[0].kwargs
@@ -217,5 +190,7 @@ def _with_frees(launches: Sequence[Launch], inputs: Slots, outputs: Slots) -> tu
             s for s in dict.fromkeys((*launch.operands, *launch.results)) if s not in seen
         )
         seen.update(frees)
-        reversed_launches.append(replace(launch, frees=frees))
+        reversed_launches.append(
+            Launch(launch.leaf, launch.operands, launch.results, frees, launch.path)
+        )
     return tuple(reversed(reversed_launches))

@@ -19,15 +19,14 @@ import torch
 
 from ...reuse.ir.program import Leaf
 from ...reuse.process_lock import ProcessLock
-from ..gpu.beside import with_streams
 from ..gpu.place import Place, streams_on
+from ..gpu.streams import with_streams
 from ..gpu.triton_kernel import TritonKernel
 from ..launches import torch_native
 from ..launches.kernel_list import KernelList
 from ..launches.present_memory import check_memory
 from ..launches.torch_profiler import PROFILER, begin_range, end_range
 from ..link.aligned import check_aligned, check_tensors_aligned
-from ..link.beside_calls import BesideCalls
 from ..link.generated_code import GeneratedCode, bind_arena, bind_device, bind_model, bind_native
 from ..link.gradient_memory import (
     copy_of_host,
@@ -38,7 +37,6 @@ from ..link.lay_out import Results, add_workspaces, handed_on, lay_out, outside_
 from ..link.link import FlatProgram
 from ..link.placement import TOOLS, Tools, planned, planned_overlaid
 from ..link.program_writer import CodeWriter, result_base
-from ..link.turns import Turn, turns
 from . import cuda_graph
 
 _MAX_IDLE_ARENAS = 4
@@ -53,7 +51,6 @@ class PlannedProgram:
     """One or two flat programs (a forward, and its backward) over one planned arena.
 
     On a GPU a program of pinned results is one CUDA graph; ``why_no_graph`` says why it is not.
-    ``gained_s`` is what a second stream is predicted to gain in one run of all parts.
 
     Args:
         flats: the flat programs, in the order they run.
@@ -84,16 +81,11 @@ class PlannedProgram:
     ) -> None:
         self._names = names
         target = tools.place.target
-        beside: list[dict[int, Turn]] = []
-        self.gained_s = 0.0
         if target is not None:
             leaves = dict.fromkeys(launch.leaf for flat in flats for launch in flat.launches)
-            calls = BesideCalls(kernel_lists, target)
-            beside = [turns(flat, calls.placings, kernel_lists) for flat in flats]
-            self.gained_s = sum(calls.gained_s(flat.program) for flat in flats if flat.program)
             kernel_lists = {leaf: with_streams(kernel_lists[leaf], target) for leaf in leaves}
         self.layout = lay_out(
-            flats, kernel_lists, num_results, backward_inputs, results, tools.place.launches, beside
+            flats, kernel_lists, num_results, backward_inputs, results, tools.place.launches
         )
         check_aligned(self.layout, kernel_lists)
         if target is not None:

@@ -27,7 +27,6 @@ class GpuRecord:
         workspace_bytes: what cuBLAS works in: one place for each stream with products.
         allocating: names of those launches, each once.
         num_beside: launches on a second stream.
-        gained_s: what that is predicted to gain.
         prediction: of one run.
     """
 
@@ -41,7 +40,6 @@ class GpuRecord:
     workspace_bytes: int
     allocating: Sequence[str]
     num_beside: int
-    gained_s: float
     prediction: Prediction
 
     @property
@@ -71,11 +69,7 @@ class GpuRecord:
             f"Triton kernels, {others} of PyTorch's"
         )
         if self.num_beside:
-            gained_ms = self.gained_s * 1e3
-            yield (
-                f"  {self.num_beside} launches on a second stream, beside others: "
-                f"{gained_ms:.3g} ms gained, predicted"
-            )
+            yield f"  {self.num_beside} launches on a second stream, beside others"
         yield f"  {built} kernels compiled to machine code, {self.code_bytes / 2**10:.0f} KiB"
         verdict = "fits in" if self.fits else "does NOT fit in"
         yield f"  memory {_gib(self.peak_bytes)}, {verdict} {_gib(target.memory_bytes)}:"
@@ -119,7 +113,6 @@ def gpu_record(
         workspace_bytes=program.workspace_bytes,
         allocating=tuple(dict.fromkeys(program.foreign_launches())),
         num_beside=program.num_beside,
-        gained_s=program.gained_s,
         prediction=predict(lists, backend.target),
     )
 
