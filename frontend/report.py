@@ -65,19 +65,7 @@ class CompileReport(CompileRecord):
         lines += [f"  {line}" for line in self.gpu.lines()] if self.gpu else []
         if self.cache.directory:
             lines.append("  " + str(self.cache).replace("\n", "\n  "))
-        if self.num_links or self.num_compiles > 1:
-            lines.append(f"  {self.num_compiles} compiles and {self.num_links} links so far")
-        if self.num_backwards > 1:
-            lines.append(f"  {self.num_backwards} backwards: losses used only some of the outputs")
-        if self.num_gradients:
-            lines.append(f"  gradients compiled, for derivatives of them: {self.num_gradients}")
-        lines += [f"  {choice}" for choice in self.modes]
-        lines += [f"  no Taylor rule, forward mode nested: {one}" for one in self.nested_forward]
-        lines += [f"  run operator by operator, {one}" for one in self.eager_kernels]
-        if self.why_static:
-            lines.append(f"  sizes are numbers, because {self.why_static}")
-        if self.recompute_chosen_for:
-            lines.append(f"  recompute was chosen for inputs of {self.recompute_shapes}")
+        lines += [f"  {note}" for note in self.notes()]
         lines += [f"  {line}" for line in reuse_table(self.decisions)]
         lines += [f"  {line}" for line in not_shared_lines(self.not_shared())]
         lines += [

@@ -13,7 +13,7 @@ from lazyinline.autodiff.derivative import Differentiator
 from lazyinline.frontend.compiler import Compiler
 from lazyinline.frontend.measure.models import DecoderBlock, llama
 from lazyinline.frontend.options import Options
-from lazyinline.frontend.page.pipeline import plan_rows
+from lazyinline.frontend.page.sections import plan_rows
 from lazyinline.frontend.pipeline.shown_plan import ShownPlan, plan_page
 from lazyinline.pipeline_parallel.schedule.actions import SCHEDULES, Action
 from lazyinline.pipeline_parallel.schedule.plan import PipelinePlan, StagePlan
@@ -162,7 +162,7 @@ def test_its_page_has_predicted_beside_measured() -> None:
     assert actions[0][2] == found.stages[0].backward_s  # sorted: B before F
     assert step[2:] == (found.step_s, found.simulated(measured).step_s)
     assert [row[3] for row in plan_rows(found, None)] == [None, None]
-    assert plan_page(ShownPlan.of(found))["predicted"]["rows"][1] == [*bubble[:3], None]
+    assert plan_page(ShownPlan.of(found))["predicted"]["rows"][1] == (*bubble[:3], None)
 
 
 def test_costs_count_the_products_of_a_layer() -> None:

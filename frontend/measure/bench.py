@@ -14,7 +14,7 @@ import torch
 from ...backend.kernels.lower import BackendName
 from ..marks import lazy_inline
 from ..options import Options
-from ..page.about import about
+from ..page.write import about
 from . import models
 from .measure import check_micro_batches, compare_sides, compile_sides, measure
 from .measurement import Seconds, error_text

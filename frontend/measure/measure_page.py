@@ -12,12 +12,17 @@ from ..page.compile_page import (
     arena_tile,
     compile_page,
     compile_sections,
+    gpu_tiles,
     node_tile,
     notes,
 )
-from ..page.gpu import gpu_tiles
-from ..page.passes import depth_section, passes_section
-from ..page.predicted import Row, predicted_section, recompute_rows
+from ..page.sections import (
+    Row,
+    depth_section,
+    passes_section,
+    predicted_section,
+    recompute_rows,
+)
 from ..page.texts import ratio_range, seconds_text, times_less
 from ..page.write import PageData
 from ..pipeline.shown_plan import ShownPlan, plan_page

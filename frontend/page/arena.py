@@ -1,75 +1,103 @@
-"""The section that shows an arena: buffers as boxes over time and address, live bytes above."""
+"""The section on memory: each buffer of a plan as a box over time and address, live bytes above."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Hashable, Iterable, Iterator
+from typing import Any, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
 from ...backend.arena.arena import ALIGNMENT, ArenaPlan
 from ...backend.arena.live_ranges import Buffers, lower_bound
-from ...backend.link.layout import Layout, buffers_of
+from ...backend.link.layout import Instance, Layout, buffers_of
 from ...backend.run.rank_plan import RankPlan
 from ..records.made import Memory
-from .boxes import Boxes, Calls, IntArray
 
-MOST_BOXES = 5000
+IntArray: TypeAlias = npt.NDArray[np.int64]
+
+MOST_BOXES = 20_000
+"""A browser draws this many boxes in a moment, and a page of them has 2 MB."""
 MOST_POINTS = 1500
+_SCREEN = (1600, 800)
+"""Boxes that begin and end in the same pixels of such a picture look like one."""
 _BACKWARD = ".backward"
-"""In the name of every closure that derivation made of another for its backward."""
+"""Part of the name of every closure that autodiff derived for a backward."""
 KINDS = (
     *("scratch of one call", "passed on", "saved for backward", "gradients and results"),
     "between stages",
 )
+_USES = {"part": 1, "flight": 2, "travels": 4}  # of a rank's buffer: the number of its kind
 
 
 def arena_section(memory: Memory | RankPlan, most_boxes: int = MOST_BOXES) -> dict[str, Any] | None:
     """Returns the boxes and curves of an arena; None if it holds nothing."""
-    return (
-        _rank_section(memory, most_boxes)
-        if isinstance(memory, RankPlan)
-        else _program_section(memory, most_boxes)
-    )
+    if isinstance(memory, RankPlan):
+        return _rank_section(memory, most_boxes)
+    return _program_section(memory, most_boxes)
 
 
-# ---- one program -----------------------------------------------------------------------------
+class _Calls:
+    """Finds the call and the launch of each moment.
+
+    Args:
+        launches: in order: its moment, what tells its call from the one before, the name of the
+            call, and its own.
+        end: the number of moments. One without a launch belongs to the launch before it.
+
+    Attributes:
+        numbers: for each call, in order, which of the names it has.
+        names: of calls, each once.
+        launch_names: of launches, each once.
+    """
+
+    def __init__(self, launches: Iterable[tuple[int, Hashable, str, str]], end: int) -> None:
+        self.end = end
+        self.numbers: list[int] = []
+        names, launch_names = dict[str, int](), dict[str, int]()
+        found, before = [(-1, 0, 0)], None
+        for moment, call, name, launch_name in launches:
+            if call != before:
+                self.numbers.append(names.setdefault(name, len(names)))
+                before = call
+            launch = launch_names.setdefault(launch_name, len(launch_names))
+            found.append((moment, len(self.numbers) - 1, launch))
+        self.names, self.launch_names = list(names), list(launch_names)
+        self._moments, self._calls, self._launches = np.array(found, np.int64).T
+
+    def at(self, moment: IntArray) -> tuple[IntArray, IntArray]:
+        """Returns the numbers of call and launch at each moment; at the end, of one call more."""
+        found = np.searchsorted(self._moments, moment, side="right") - 1
+        calls = np.where(moment >= self.end, len(self.numbers), self._calls[found])
+        return calls, self._launches[found]
 
 
 def _program_section(memory: Memory, most_boxes: int) -> dict[str, Any] | None:
-    boxes, layout = _program_boxes(memory), memory.layout
-    if boxes is None:
+    layout, gradients = memory.layout, memory.gradients
+    placed = {i: memory.offsets[i] for i, b in enumerate(layout.instances) if b.kind == "arena"}
+    offsets = {i: x for i, x in (placed | gradients).items() if layout.instances[i].num_bytes}
+    if not offsets:
         return None
-    return _drawn(boxes, memory.plan, most_boxes) | {
+    buffers = buffers_of([layout.instances[i] for i in offsets])
+    is_gradient = np.array([i in gradients for i in offsets])
+    death = np.where(is_gradient, layout.time, buffers.death)
+    calls = _Calls(_program_launches(layout), layout.time)
+    (first, launch), (last, _) = calls.at(buffers.birth), calls.at(death - 1)
+    backward = np.array([*(_BACKWARD in calls.names[n] for n in calls.numbers), True])
+    kind = np.where(first == last, 0, 1)
+    kind[~backward[first] & backward[last]] = 2
+    kind[is_gradient | (death >= layout.time)] = 3
+    size = buffers.aligned(ALIGNMENT).size
+    offset = np.array([*offsets.values()], np.int64)
+    rows = np.column_stack([buffers.birth, death, offset, size, kind, first, launch])
+    return _drawn(rows, calls, memory.plan, most_boxes) | {
         "num_launches": layout.time,
         "parts": _parts(layout),
         "arena_bytes": memory.arena_bytes,
         "lower_bound_bytes": memory.plan.lower_bound_bytes,
-        "live": _curve(Buffers(boxes.birth, boxes.death, boxes.size)),
+        "live": _curve(Buffers(buffers.birth, death, size)),
         "outside": _outside(layout),
     }
-
-
-def _program_boxes(memory: Memory) -> Boxes | None:
-    """The buffers of a plan, and the gradients that lie behind its arena."""
-    layout, gradients = memory.layout, memory.gradients
-    placed = [i for i, b in enumerate(layout.instances) if b.kind == "arena" and b.num_bytes]
-    hosts = [i for i in gradients if layout.instances[i].num_bytes]
-    if not (placed or hosts):
-        return None
-    buffers = buffers_of([layout.instances[i] for i in (*placed, *hosts)])
-    offset = [memory.offsets[i] for i in placed] + [gradients[i] for i in hosts]
-    is_host = np.arange(len(buffers)) >= len(placed)
-    death = np.where(is_host, layout.time, buffers.death)
-    calls = Calls(_program_launches(layout), layout.time)
-    first, last = calls.spans(buffers.birth, death)
-    is_backward = np.array([_BACKWARD in name for name in calls.names] or [False])
-    turns = np.append(is_backward[np.array(calls.numbers, np.int64)], True)
-    kind = np.where(first == last, 0, 1)
-    kind[~turns[first] & turns[last]] = 2
-    kind[is_host | (death >= layout.time)] = 3
-    size = buffers.aligned(ALIGNMENT).size
-    return Boxes(buffers.birth, death, np.array(offset, np.int64), size, kind, calls)
 
 
 def _program_launches(layout: Layout) -> Iterator[tuple[int, int, str, str]]:
@@ -90,54 +118,43 @@ def _parts(layout: Layout) -> list[dict[str, Any]]:
 
 def _outside(layout: Layout) -> list[list[Any]]:
     """What no plan places: kind, how many, largest sum live at once."""
-    rows = []
-    for kind, why in (("foreign", "made by an operator that allocates its own result"),):
-        found = [b for b in layout.instances if b.kind == kind and b.num_bytes]
-        if found:
-            rows.append([why, len(found), lower_bound(buffers_of(found))])
-    if layout.scratch:
-        most = lower_bound(buffers_of(layout.scratch))
-        rows.append(["scratch inside one launch", len(layout.scratch), most])
-    if layout.workspaces:
-        most = sum(b.num_bytes for b in layout.workspaces)
-        rows.append(["what cuBLAS works in, per stream", len(layout.workspaces), most])
-    return rows
 
+    def live(buffers: list[Instance]) -> int:
+        return lower_bound(buffers_of(buffers))
 
-# ---- one rank of a pipeline ------------------------------------------------------------------
+    foreign = [b for b in layout.instances if b.kind == "foreign" and b.num_bytes]
+    scratch, work = list(layout.scratch), [b.num_bytes for b in layout.workspaces]
+    rows = [
+        ["made by an operator that allocates its own result", len(foreign), live(foreign)],
+        ["scratch inside one launch", len(scratch), live(scratch)],
+        ["what cuBLAS works in, per stream", len(work), sum(work)],
+    ]
+    return [row for row in rows if row[1]]
 
 
 def _rank_section(plan: RankPlan, most_boxes: int) -> dict[str, Any] | None:
-    boxes = _rank_boxes(plan)
-    if boxes is None:
+    """The buffers of all runs of a rank's parts, in the order of its schedule."""
+    found = [row for row in plan.rows() if row.num_bytes]
+    if not found:
         return None
+    starts, _ = plan.moments()
+    calls = _Calls(_rank_launches(plan, starts), starts[-1])
+    columns = [[r.birth, r.death, r.offset, r.num_bytes, _USES[r.use]] for r in found]
+    birth, death, offset, num_bytes, kind = np.array(columns, np.int64).T
+    (first, launch), (last, _) = calls.at(birth), calls.at(death - 1)
+    kind[(kind == 1) & (first == last)] = 0
+    size = -(-num_bytes // ALIGNMENT) * ALIGNMENT
+    rows = np.column_stack([birth, death, offset, size, kind, first, launch])
     foreign = plan.foreign_lives()
     outside = ["made or used inside one launch", len(foreign), plan.foreign_peak_bytes]
-    return _drawn(boxes, plan.arena, most_boxes) | {
+    return _drawn(rows, calls, plan.arena, most_boxes) | {
         "num_launches": plan.num_launches,
-        "parts": [{"name": "step", "start": 0, "end": boxes.calls.end}],
+        "parts": [{"name": "step", "start": 0, "end": calls.end}],
         "arena_bytes": plan.arena.peak_bytes,
         "lower_bound_bytes": plan.lower_bound_bytes,
         "live": _curve(plan.lives()),
         "outside": [outside] if len(foreign) else [],
     }
-
-
-def _rank_boxes(plan: RankPlan) -> Boxes | None:
-    """The buffers of all runs of a rank's parts, in the order of its schedule."""
-    rows = [row for row in plan.rows() if row.num_bytes]
-    if not rows:
-        return None
-    columns = [[r.birth, r.death, r.offset, r.num_bytes] for r in rows]
-    birth, death, offset, size = np.array(columns, np.int64).T
-    starts, _ = plan.moments()
-    calls = Calls(_rank_launches(plan, starts), starts[-1])
-    first, last = calls.spans(birth, death)
-    use = np.array([r.use for r in rows])
-    kind = np.where(first == last, 0, 1)
-    kind[use == "flight"] = 2
-    kind[use == "travels"] = 4
-    return Boxes(birth, death, offset, -(-size // ALIGNMENT) * ALIGNMENT, kind, calls)
 
 
 def _rank_launches(
@@ -154,26 +171,30 @@ def _rank_launches(
             yield starts[index] + moment, call, name, placed.launch.name
 
 
-# ---- both ------------------------------------------------------------------------------------
+def _drawn(rows: IntArray, calls: _Calls, plan: ArenaPlan, most_boxes: int) -> dict[str, Any]:
+    """The boxes: birth, death, offset, size, kind, call and launch of each buffer.
 
-
-def _drawn(boxes: Boxes, plan: ArenaPlan, most_boxes: int) -> dict[str, Any]:
-    """The boxes that are drawn; of too many, the largest."""
-    columns, members, step = boxes.few(most_boxes)
-    area = (columns[:, 1] - columns[:, 0]) * columns[:, 3]
-    kept = np.sort(np.argsort(-area, kind="stable")[:most_boxes])
+    Of too many, one of those that a screen does not tell apart; if need be, the largest of them.
+    """
+    drawn = rows
+    if len(drawn) > most_boxes:
+        width, height = (max(x, 1) for x in (calls.end, plan.peak_bytes))
+        ends = np.column_stack([rows[:, 2], rows[:, 2] + rows[:, 3]])
+        pixels = (rows[:, :2] * _SCREEN[0] // width, ends * _SCREEN[1] // height, rows[:, 4])
+        _, kept = np.unique(np.column_stack(pixels), axis=0, return_index=True)
+        drawn = rows[np.sort(kept)]
+        area = (drawn[:, 1] - drawn[:, 0]) * drawn[:, 3]
+        drawn = drawn[np.sort(np.argsort(-area, kind="stable")[:most_boxes])]
     return {
-        "boxes": np.column_stack([columns[kept], members[kept]]).tolist(),
+        "boxes": drawn.tolist(),
         "kinds": KINDS,
-        "calls": boxes.calls.numbers,
-        "names": boxes.calls.names,
-        "launches": boxes.calls.launch_names,
-        "num_buffers": len(boxes.birth),
-        "step": step,
-        "left_out": int(members.sum() - members[kept].sum()),
-        "end": boxes.calls.end,
+        "calls": calls.numbers,
+        "names": calls.names,
+        "launches": calls.launch_names,
+        "num_buffers": len(rows),
+        "left_out": len(rows) - len(drawn),
+        "end": calls.end,
         "peak_bytes": plan.peak_bytes,
-        "method": plan.method,
     }
 
 
@@ -187,6 +208,5 @@ def _curve(buffers: Buffers) -> list[list[int]]:
     live = np.cumsum(change)
     if len(times) > MOST_POINTS:
         starts = np.linspace(0, len(times), MOST_POINTS, endpoint=False).astype(np.int64)
-        tops = np.maximum.reduceat(live, starts)
-        return np.column_stack([times[starts], tops]).tolist()
+        times, live = times[starts], np.maximum.reduceat(live, starts)
     return np.column_stack([times, live]).tolist()

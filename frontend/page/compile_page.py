@@ -1,22 +1,25 @@
-"""The page of one compile: a verdict, the program, who shares, and what it took."""
+"""The page of one compile: a verdict, figures beside what they are compared with, and sections."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from typing import TypeAlias
 
 from ..records.compile_record import CompileRecord, part_lines
-from .about import about
+from ..records.gpu_record import GpuRecord
 from .arena import arena_section
-from .gpu import gpu_tiles
-from .passes import passes_section
-from .predicted import compile_rows, predicted_section
-from .program import program_section
-from .recompute import recompute_section
-from .reuse import reuse_section
-from .texts import bytes_text, count_text, flops_text, times_less
-from .write import PageData
+from .sections import (
+    compile_rows,
+    passes_section,
+    predicted_section,
+    program_section,
+    recompute_section,
+    reuse_section,
+)
+from .texts import bytes_text, count_text, flops_text, seconds_text, times_less
+from .write import PageData, about
 
-Tile = dict[str, str]
+Tile: TypeAlias = dict[str, str]
 
 
 def compile_page(record: CompileRecord, title: str = "") -> PageData:
@@ -28,9 +31,13 @@ def compile_page(record: CompileRecord, title: str = "") -> PageData:
     """
     kind = "training" if record.train else "inference"
     return {
-        "title": title or _name(record),
+        "title": title or record.model or "Compiled model",
         "subtitle": f"{kind}, backend {record.backend}, reuse {record.reuse}",
-        "verdict": {"sentence": _sentence(record), "tiles": _tiles(record), "notes": notes(record)},
+        "verdict": {
+            "sentence": _sentence(record),
+            "tiles": [*_tiles(record)],
+            "notes": notes(record),
+        },
         **compile_sections(record, {"compile": record}),
     }
 
@@ -50,63 +57,90 @@ def compile_sections(record: CompileRecord, sides: Mapping[str, CompileRecord]) 
         "passes": passes_section(sides),
         "arena": arena_section(memory) if memory is not None else None,
         "recompute": recompute_section(record.recompute, made.frontiers() if made else ()),
-        "predicted": predicted_section([*compile_rows(record)]),
+        "predicted": predicted_section(compile_rows(record)),
         "about": about(),
     }
 
 
 def notes(record: CompileRecord) -> list[str]:
-    """Says what a reader should know, in sentences."""
+    """Returns what a reader should know, in sentences."""
     found = []
     if record.ran_eagerly:
         found.append(f"The model ran eagerly: {record.ran_eagerly}")
         found += part_lines(part for part in record.parts if not part.is_small)
     if record.unplanned:
         found.append(f"Memory is not planned: {record.unplanned}.")
-    if record.why_static:
-        found.append(f"Sizes are numbers, because {record.why_static}.")
-    if record.recompute_chosen_for:
-        found.append(f"Recompute was chosen for inputs of {record.recompute_shapes}.")
-    if record.num_links or record.num_compiles > 1:
-        found.append(f"{record.num_compiles} compiles and {record.num_links} links so far.")
-    if record.num_backwards > 1:
-        found.append(f"{record.num_backwards} backwards: losses used only some of the outputs.")
-    if record.num_gradients:
-        found.append(f"Gradients compiled, for derivatives of them: {record.num_gradients}.")
-    found += [f"{one}." for one in map(str, record.modes)]
-    found += [f"No Taylor rule, forward mode nested: {one}." for one in record.nested_forward]
-    found += [f"Run operator by operator, {one}." for one in record.eager_kernels]
+    found += [f"{note[0].upper()}{note[1:]}." for note in record.notes()]
     if record.cache.directory:
         found.append(" ".join(str(record.cache).split()))
     return found
 
 
 def node_tile(record: CompileRecord) -> Tile:
-    """How many graph nodes are held."""
+    """Returns how many graph nodes are held."""
     held, inlined = record.num_nodes, record.num_nodes_if_inlined
-    return {
-        "label": "Graph nodes held",
-        "value": times_less(held, inlined),
-        "note": f"{held:,} of {inlined:,} if inlined",
-        "state": "good" if held < inlined else "plain",
-    }
+    note = f"{held:,} of {inlined:,} if inlined"
+    return tile("Graph nodes held", times_less(held, inlined), note, good=held < inlined)
 
 
 def arena_tile(record: CompileRecord) -> Tile | None:
-    """How large the arena is, and how near to what no plan can go below."""
+    """Returns how large the arena is, and how near to what no plan can go below."""
     if record.peak_bytes is None or not record.lower_bound_bytes:
         return None
     over = record.peak_bytes / record.lower_bound_bytes - 1
-    return {
-        "label": "Planned memory",
-        "value": bytes_text(record.peak_bytes),
-        "note": f"lower bound +{over:.1%}",
-        "state": "good" if over <= 0.01 else "plain",
-    }
+    size = bytes_text(record.peak_bytes)
+    return tile("Planned memory", size, f"lower bound +{over:.1%}", good=over <= 0.01)
 
 
-def _name(record: CompileRecord) -> str:
-    return record.model or "Compiled model"
+def gpu_tiles(gpu: GpuRecord | None, what: str = "") -> Iterator[Tile]:
+    """Yields what a program for a GPU that is not here will hold and take; nothing without one.
+
+    Args:
+        gpu: what is known of the program.
+        what: distinguishes it where there are several.
+    """
+    if gpu is None:
+        return
+    where = gpu.target.name + (f", {what}" if what else "")
+    fits = "fits in" if gpu.fits else "more than"
+    predicted = gpu.prediction
+    yield tile(
+        f"Memory on {where}",
+        bytes_text(gpu.peak_bytes),
+        f"{fits} {bytes_text(gpu.target.memory_bytes)}: parameters and inputs "
+        f"{bytes_text(gpu.given_bytes)}, arena {bytes_text(gpu.arena_bytes)}, "
+        f"outside {bytes_text(gpu.outside_bytes + gpu.workspace_bytes)}",
+        good=gpu.fits,
+        otherwise="warn",
+    )
+    yield tile(
+        f"Step on {where}",
+        f"\u2265 {seconds_text(predicted.seconds)}",
+        f"predicted by the roofline, not measured: {flops_text(predicted.flops)} "
+        f"in products, {bytes_text(predicted.moved_bytes)} moved",
+    )
+    yield tile(
+        f"Kernels for {where}",
+        f"{gpu.num_built} as machine code",
+        f"of {gpu.num_kernels}; {predicted.num_triton:,} of {predicted.num_launches:,} launches",
+        good=gpu.num_built == gpu.num_kernels,
+        otherwise="warn",
+    )
+
+
+def tile(
+    label: str, value: str, note: str, *, good: bool = False, otherwise: str = "plain"
+) -> Tile:
+    """Returns a figure as the head of a page shows it.
+
+    Args:
+        label: what it is.
+        value: the figure.
+        note: what it is compared with.
+        good: whether it is as one wishes.
+        otherwise: its state if not: ``"plain"`` or ``"warn"``.
+    """
+    return {"label": label, "value": value, "note": note, "state": "good" if good else otherwise}
 
 
 def _sentence(record: CompileRecord) -> str:
@@ -125,30 +159,18 @@ def _sentence(record: CompileRecord) -> str:
     )
 
 
-def _tiles(record: CompileRecord) -> list[Tile]:
+def _tiles(record: CompileRecord) -> Iterator[Tile]:
     if record.ran_eagerly:
-        return []
-    tiles: list[Tile | None] = [
-        node_tile(record),
-        {
-            "label": "Compile",
-            "value": f"{record.cpu_s:.2f} CPU s",
-            "note": f"{record.wall_s:.2f} s on the clock",
-            "state": "plain",
-        },
-        {
-            "label": "Operators compiled",
-            "value": f"{record.num_operators:,}",
-            "note": f"{record.num_launches:,} launches in a run",
-            "state": "plain",
-        },
-        arena_tile(record),
-    ]
+        return
+    yield node_tile(record)
+    yield tile("Compile", f"{record.cpu_s:.2f} CPU s", f"{record.wall_s:.2f} s on the clock")
+    launches = f"{record.num_launches:,} launches in a run"
+    yield tile("Operators compiled", f"{record.num_operators:,}", launches)
+    planned = arena_tile(record)
+    if planned is not None:
+        yield planned
     if record.saved_bytes is not None:
         again = record.recomputed_flops
         note = f"{flops_text(again)} computed again" if again else "nothing computed again"
-        value = bytes_text(record.saved_bytes)
-        tiles.append(
-            {"label": "Saved for backward", "value": value, "note": note, "state": "plain"}
-        )
-    return [*(tile for tile in tiles if tile is not None), *gpu_tiles(record.gpu)]
+        yield tile("Saved for backward", bytes_text(record.saved_bytes), note)
+    yield from gpu_tiles(record.gpu)

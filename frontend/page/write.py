@@ -1,17 +1,26 @@
-"""A page as one file: data, template, style, script and charts, with nothing to fetch."""
+"""A page as one file: a template takes data, style, script and charts, with nothing to fetch."""
 
 from __future__ import annotations
 
+import datetime
 import json
+import os
+import pathlib
+import platform
 import re
-from importlib import resources
+import shlex
+import sys
+from importlib import metadata, resources
 from typing import Any, TypeAlias
+
+import torch
 
 PageData: TypeAlias = dict[str, Any]
 """What a page shows: a title, and for each section what it draws. Plain values only."""
 
 _DATA = re.compile(r'<script type="application/json" id="data">(.*?)</script>', re.DOTALL)
 _ASSETS = resources.files(__package__) / "assets"
+_CPU_INFO = pathlib.Path("/proc/cpuinfo")
 
 
 def write_page(data: PageData) -> str:
@@ -20,17 +29,12 @@ def write_page(data: PageData) -> str:
     Args:
         data: the sections; one that is absent, or None, is not on the page.
     """
+    import jinja2  # only here: whoever asks for no page does not wait for it
+
     present = {name: section for name, section in data.items() if section is not None}
-    text = _asset("template.html")
-    for mark, inserted in (
-        ("/*style*/", _asset("page.css")),
-        ("/*charts*/", _asset("echarts.min.js")),
-        ("/*data*/", as_json(present)),
-        ("/*script*/", _asset("page.js")),
-    ):
-        before, after = text.split(mark)
-        text = before + inserted + after
-    return text
+    files = {name: _asset(name) for name in ("page.css", "echarts.min.js", "page.js")}
+    template = jinja2.Environment(autoescape=True).from_string(_asset("page.html.jinja"))
+    return template.render(present, files=files, data=as_json(present))
 
 
 def page_data(text: str) -> PageData | None:
@@ -43,6 +47,37 @@ def as_json(data: PageData) -> str:
     """Returns data as JSON that no text in it can end, within a script element."""
     text = json.dumps(data, separators=(",", ":"), allow_nan=False, ensure_ascii=False)
     return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
+
+
+def about() -> dict[str, Any]:
+    """Returns where a page was made: machine, versions, and the command."""
+    now = datetime.datetime.now(datetime.timezone.utc)
+    try:
+        version = metadata.version("lazyinline")
+    except metadata.PackageNotFoundError:  # a bare checkout
+        version = "not installed"
+    return {
+        "rows": [
+            ["Processor", _processor()],
+            ["Cores", f"{os.cpu_count()}, {torch.get_num_threads()} threads in PyTorch"],
+            ["System", f"{platform.system()} {platform.machine()}"],
+            ["Python", platform.python_version()],
+            ["PyTorch", torch.__version__],
+            ["lazyinline", version],
+        ],
+        # In a notebook or a console, its name.
+        "command": shlex.join([pathlib.Path(sys.orig_argv[0]).name, *sys.orig_argv[1:]]),
+        "date": now.strftime("%Y-%m-%d %H:%M UTC"),
+    }
+
+
+def _processor() -> str:
+    try:
+        lines = _CPU_INFO.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor() or "unknown"
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor() or "unknown")
 
 
 def _asset(name: str) -> str:

@@ -8,12 +8,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ...pipeline_parallel.schedule.plan import PipelinePlan
-from ..page.about import about
-from ..page.compile_page import arena_tile, compile_sections, node_tile, notes
-from ..page.pipeline import Measured, pipeline_section, plan_rows
-from ..page.predicted import Row, predicted_section, recompute_rows
+from ..page.compile_page import arena_tile, compile_sections, node_tile, notes, tile
+from ..page.sections import (
+    Measured,
+    Row,
+    pipeline_section,
+    plan_rows,
+    predicted_section,
+    recompute_rows,
+)
 from ..page.texts import bytes_text, count_text, seconds_text
-from ..page.write import PageData, write_page
+from ..page.write import PageData, about, write_page
 from ..records.compile_record import CompileRecord
 
 _LEAD = (
@@ -66,14 +71,14 @@ def plan_page(plan: ShownPlan, measured_s: Measured | None = None) -> PageData:
         sections = compile_sections(record, {f"rank {plan.rank}": record})
     peaks = [plan.peak_bytes(rank) for rank in range(len(table.ranks))]
     tiles = [
-        _tile(
+        tile(
             "Step, predicted", seconds_text(plan.step_s), f"{table.num_micro_batches} micro-batches"
         ),
-        _tile("Bubble, predicted", f"{plan.bubble:.1%}", "of all ranks' time they wait"),
-        _tile("Fullest rank", bytes_text(max(peaks)), f"the emptiest has {bytes_text(min(peaks))}"),
+        tile("Bubble, predicted", f"{plan.bubble:.1%}", "of all ranks' time they wait"),
+        tile("Fullest rank", bytes_text(max(peaks)), f"the emptiest has {bytes_text(min(peaks))}"),
     ]
     if record is not None:
-        tiles += [tile for tile in (node_tile(record), arena_tile(record)) if tile is not None]
+        tiles += [one for one in (node_tile(record), arena_tile(record)) if one is not None]
     ranks, stages = count_text(len(table.ranks), "rank"), count_text(table.num_stages, "stage")
 
     return {
@@ -107,7 +112,3 @@ def _rank_notes(plan: ShownPlan) -> list[str]:
         f"Passes and memory are those of rank {plan.rank}. The arena is in the order of its "
         "schedule; parameters and the sums of their gradients lie outside of it."
     ]
-
-
-def _tile(label: str, value: str, note: str) -> dict[str, str]:
-    return {"label": label, "value": value, "note": note, "state": "plain"}

@@ -181,6 +181,22 @@ class CompileRecord:
         """The shapes that recompute was chosen for, in words."""
         return ", ".join(str(shape) for shape in dict.fromkeys(self.recompute_chosen_for) if shape)
 
+    def notes(self) -> Iterator[str]:
+        """Yields what a reader should know of this compile and those before it."""
+        if self.num_links or self.num_compiles > 1:
+            yield f"{self.num_compiles} compiles and {self.num_links} links so far"
+        if self.num_backwards > 1:
+            yield f"{self.num_backwards} backwards: losses used only some of the outputs"
+        if self.num_gradients:
+            yield f"gradients compiled, for derivatives of them: {self.num_gradients}"
+        yield from map(str, self.modes)
+        yield from (f"no Taylor rule, forward mode nested: {one}" for one in self.nested_forward)
+        yield from (f"run operator by operator, {one}" for one in self.eager_kernels)
+        if self.why_static:
+            yield f"sizes are numbers, because {self.why_static}"
+        if self.recompute_chosen_for:
+            yield f"recompute was chosen for inputs of {self.recompute_shapes}"
+
     def not_shared(self) -> list[SharingDecision]:
         """Instances that were traced although an earlier one of their class was known."""
         return [d for d in self.decisions if not (d.shared or d.shares) and d.reason]

@@ -2,7 +2,7 @@
 (() => {
   const data = JSON.parse(document.getElementById("data").textContent);
   const root = document.documentElement;
-  const main = document.getElementById("main");
+  const sections = document.getElementById("sections");
   const charts = []; // drawn again when the theme or the width changes
 
   // ---- small helpers --------------------------------------------------------------------------
@@ -59,11 +59,12 @@
 
   // ---- parts of every section -----------------------------------------------------------------
   const jumps = document.getElementById("jumps");
+  const jump = (id, short) => jumps.append(el("a", { href: `#${id}` }, short));
   const section = (id, title, short, lead) => {
     const made = el("section", { id, "aria-labelledby": `${id}-title` }, el("h2", { id: `${id}-title` }, title),
       lead ? el("p", { class: "lead" }, lead) : null);
-    main.append(made);
-    jumps.append(el("a", { href: `#${id}` }, short));
+    sections.append(made);
+    jump(id, short);
     return made;
   };
   const table = (head, rows, caption, how = "") => {
@@ -147,15 +148,6 @@
     swatch.style.border = how === "hatch" ? `1px solid ${css("--line")}` : "0";
   };
 
-  // ---- header and verdict ---------------------------------------------------------------------
-  document.title = `${data.title} – lazyinline`;
-  const verdict = data.verdict;
-  main.append(el("div", { class: "hero" }, el("h1", {}, data.title), el("p", { class: "sub" }, data.subtitle),
-    el("p", { class: "say" }, verdict.sentence),
-    el("div", { class: "tiles" }, verdict.tiles.map((t) => el("dl", { class: `tile ${t.state}`, style: "margin:0" },
-      el("dt", {}, t.label), el("dd", { class: "value" }, t.value), el("dd", { class: "note" }, t.note)))),
-    verdict.notes.length ? el("ul", { class: "notes" }, verdict.notes.map((n) => el("li", { class: n.startsWith("busy") ? "warn" : null }, n))) : null));
-
   // ---- program --------------------------------------------------------------------------------
   const describe = (closure, all) => {
     const kernels = closure.kernels;
@@ -230,7 +222,7 @@
     const apart = r.instances.filter((i) => i.state === "kept apart");
     const made = section("reuse", "What is shared", "Reuse", "A class and its constructor’s arguments propose what may share a closure; what the forward reads decides.");
     if (r.nothing_shared) made.append(el("p", { class: "callout" }, r.nothing_shared));
-    if (r.keys.length) made.append(table(["block", "calls", "note"], r.keys.map((k) => [el("code", {}, k.key), k.calls, k.note || "one closure"]), "Blocks by key"));
+    if (r.keys.length) made.append(table(["block", "calls", "note"], r.keys.map((k) => [el("code", {}, k.key), k.num_calls, k.note || "one closure"]), "Blocks by key"));
     if (r.instances.length) {
       const place = el("div", {});
       const fill = (only) => place.replaceChildren(table(["where", "block", "shared", "why"], (only ? apart : r.instances).map((i) => [
@@ -303,7 +295,7 @@
     const a = data.arena;
     const over = a.lower_bound_bytes ? a.peak_bytes / a.lower_bound_bytes - 1 : 0;
     const made = section("arena", "Memory", "Memory", `${num(a.num_buffers)} buffers of ${num(a.num_launches)} launches in ${bytes(a.peak_bytes)}, ${percent(over)} above the largest sum of live bytes, which no plan can go below. ` +
-      (a.step > 1 ? `Neighbours whose times differ by less than ${many(a.step, "launch").replace("launchs", "launches")} are one box here. ` : a.step ? "Neighbours that live in the same calls are one box here. " : "") + (a.left_out ? `The ${num(a.left_out)} smallest are not drawn. ` : "") + "Drag below the picture to look closer.");
+      (a.left_out ? `Of these, ${num(a.boxes.length)} that a screen can tell apart are drawn. ` : "") + "Drag below the picture to look closer.");
     const unit = a.peak_bytes >= 2 ** 30 ? [2 ** 30, "GiB"] : a.peak_bytes >= 2 ** 20 ? [2 ** 20, "MiB"] : [2 ** 10, "KiB"];
     const legend = legendOf(a.kinds.map((k, i) => [i, k]).filter(([i]) => a.boxes.some((b) => b[4] === i)).map(([i, k]) => [[6, 3, 0, 1, 2][i], k, i === 3 ? "stripes" : null]));
     const at = (b) => a.names[a.calls[b[5]]] || "between";
@@ -321,7 +313,7 @@
         tooltip: { trigger: "item", formatter: (x) => {
           if (x.seriesType === "line") return shownText(`launch ${num(x.value[0])}`, `${digits(x.value[1], 4)} ${unit[1]} live`);
           const b = a.boxes[x.dataIndex];
-          return shownText(at(b), b[7] > 1 ? many(b[7], "buffer") : `buffer made by ${a.launches[b[6]]}`, `${bytes(b[3])} at ${bytes(b[2])}`, `${a.kinds[b[4]]}, launches ${num(b[0])} to ${num(b[1])}`);
+          return shownText(at(b), `buffer made by ${a.launches[b[6]]}`, `${bytes(b[3])} at ${bytes(b[2])}`, `${a.kinds[b[4]]}, launches ${num(b[0])} to ${num(b[1])}`);
         } },
         series: [
           { type: "line", step: "end", showSymbol: false, data: a.live.map(([t, n]) => [t, n / unit[0]]), lineStyle: { width: 1.5, color: color(0) }, areaStyle: { color: color(0), opacity: .18 }, z: 3,
@@ -341,7 +333,7 @@
                 ...(a.arena_bytes < a.peak_bytes ? [{ yAxis: a.arena_bytes / unit[0], label: { formatter: "above: memory of gradients", position: "insideStartTop" } }] : [])] } }],
       };
     }, table(["call", "kind", "made by", "bytes", "address", "first launch", "last launch"], [...a.boxes].sort((p, q) => q[3] - p[3]).slice(0, 300).map((b) => [at(b), a.kinds[b[4]],
-      b[7] > 1 ? many(b[7], "buffer") : el("code", {}, a.launches[b[6]]), bytes(b[3]), bytes(b[2]), num(b[0]), num(b[1] - 1)]), "The largest 300 buffers"), { note: `Peak ${bytes(a.peak_bytes)}, lower bound ${bytes(a.lower_bound_bytes)}. The largest buffers:`, legend, rows: 5 });
+      el("code", {}, a.launches[b[6]]), bytes(b[3]), bytes(b[2]), num(b[0]), num(b[1] - 1)]), "The largest 300 buffers"), { note: `Peak ${bytes(a.peak_bytes)}, lower bound ${bytes(a.lower_bound_bytes)}. The largest buffers:`, legend, rows: 5 });
     if (a.outside.length) made.append(el("h3", { style: "margin:1.2rem 0 .4rem" }, "Outside the plan"), table(["what", "how many", "most at once"], a.outside.map(([what, n, most]) => [what, num(n), bytes(most)]), "Outside the plan"));
   }
 
@@ -353,15 +345,16 @@
       num(c.num_tensors), flop(c.recomputed_flops), c.recomputed.map(([op, n]) => `${n} ${op}`).join(", ") || "nothing"]), "What is saved and computed again"));
     r.frontiers.filter((f) => f.points.length > 1).forEach((f) => {
       const chosen = r.choices.filter((c) => c.closure === f.closure);
-      const scale = Math.max(...f.points.map((p) => p[0])) >= 2 ** 20 ? [2 ** 20, "MiB"] : [2 ** 10, "KiB"];
+      const scale = Math.max(...f.points.map((p) => p.saved_bytes)) >= 2 ** 20 ? [2 ** 20, "MiB"] : [2 ** 10, "KiB"];
+      const spot = (p) => [p.saved_bytes / scale[0], p.extra_s * 1e3, p.extra_flops];
       figure(made, `What @${f.closure} could save`, `per call: ${scale[1]} saved, against predicted time of computing again`, 290, (narrow) => ({
         grid: { left: narrow ? 60 : 74, right: 30, top: 34, bottom: 46 }, legend: { data: ["possible", "chosen"] },
         xAxis: valueAxis(`saved per call, ${scale[1]}`, narrow, { nameGap: 28 }), yAxis: valueAxis("predicted, ms", narrow, { nameGap: narrow ? 42 : 52, min: 0 }),
         tooltip: { trigger: "item", formatter: (x) => shownText(x.seriesName, `${digits(x.value[0])} ${scale[1]} saved`, x.value[2] ? `${flop(x.value[2])} computed again` : "nothing heavy computed again", `${digits(x.value[1])} ms predicted`) },
-        series: [{ name: "possible", type: "line", step: false, data: f.points.map((p) => [p[0] / scale[0], p[1] * 1e3, p[2]]), symbolSize: 8, lineStyle: { color: color(0), width: 2 }, itemStyle: { color: color(0) } },
+        series: [{ name: "possible", type: "line", step: false, data: f.points.map(spot), symbolSize: 8, lineStyle: { color: color(0), width: 2 }, itemStyle: { color: color(0) } },
           { name: "chosen", type: "scatter", symbol: "diamond", symbolSize: 17, z: 5, itemStyle: { color: color(1), borderColor: css("--card"), borderWidth: 1.5 },
-            data: chosen.map((c) => { const p = f.points.find((q) => q[0] === c.saved_bytes); return p ? [p[0] / scale[0], p[1] * 1e3, p[2]] : null; }).filter(Boolean) }],
-      }), table(["saved per call", "computed again", "predicted time"], f.points.map((p) => [bytes(p[0]), flop(p[2]), time(p[1])]), `Frontier of ${f.closure}`));
+            data: f.points.filter((p) => chosen.some((c) => c.saved_bytes === p.saved_bytes)).map(spot) }],
+      }), table(["saved per call", "computed again", "predicted time"], f.points.map((p) => [bytes(p.saved_bytes), flop(p.extra_flops), time(p.extra_s)]), `Frontier of ${f.closure}`));
     });
   }
 
@@ -416,7 +409,7 @@
       tooltip: { trigger: "axis", formatter: (found) => shownText(`at ${digits(found[0].value[0])} ${unit[1]}`, ...found.map((f) => `${f.seriesName}: ${digits(f.value[1])} ${scale[1]}`)) },
       series: p.ranks.map((r, i) => ({ name: rows[i], type: "line", step: "end", showSymbol: false, data: r.held.map(([t, b]) => [t * unit[0], b / scale[0]]), lineStyle: { width: 2, color: color(i), type: dashes[Math.floor(i / 2) % 4] }, itemStyle: { color: color(i) } })),
     }), table(["rank", "stages", "parameters", "gradients", "peak", "waits"], p.ranks.map((r, i) => [`rank ${i}`, r.stages.join(", "), bytes(r.parameter_bytes), bytes(r.gradient_bytes), bytes(r.peak_bytes), percent(r.bubble)]), "Memory of each rank"));
-    made.append(el("h3", { style: "margin:1.2rem 0 .4rem" }, "Stages"), table(["stage", "rank", "calls", "from", "to", "work", "forward", "backward", "parameters", "saved per micro-batch", "most in flight"], p.stages.map((s) => [num(s.stage), num(s.rank), num(s.calls),
+    made.append(el("h3", { style: "margin:1.2rem 0 .4rem" }, "Stages"), table(["stage", "rank", "calls", "from", "to", "work", "forward", "backward", "parameters", "saved per micro-batch", "most in flight"], p.stages.map((s) => [num(s.index), num(s.rank), num(s.num_blocks),
       el("code", {}, s.first || "–"), el("code", {}, s.last || "–"), flop(s.flops), time(s.forward_s), time(s.backward_s), bytes(s.parameter_bytes), bytes(s.saved_bytes), num(s.in_flight)]), "Stages"));
   }
   if (data.predicted) {
@@ -427,14 +420,7 @@
       b === null ? "not measured" : shown[unit](b), a && b && unit !== "share" ? `${digits(b / a)}×` : "–"]), "Predicted and measured"));
   }
 
-  // ---- about ----------------------------------------------------------------------------------
-  if (data.about) {
-    const a = data.about;
-    const made = section("about", "Where this comes from", "Machine", null);
-    made.append(el("dl", { class: "rows", style: "margin-top:.6rem" }, a.rows.map(([k, v]) => [el("dt", {}, k), el("dd", {}, v)]), el("dt", {}, "Date"), el("dd", {}, a.date)),
-      el("code", { class: "command" }, a.command));
-  }
-  document.getElementById("foot").append("Made by lazyinline. One file, nothing is loaded from elsewhere. Charts: Apache ECharts (Apache-2.0).");
+  if (data.about) jump("about", "Machine");
 
   // ---- theme, width, place --------------------------------------------------------------------
   const toggle = document.getElementById("theme");

@@ -1,0 +1,356 @@
+"""The sections of a page, each a function from what a compile made to plain values.
+
+A section has the numbers that it draws or lists, and no text but names; the script writes them. One
+that would show nothing is None.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any, Literal, TypeAlias
+
+from ...backend.launches.kernel_list import KernelList
+from ...pipeline_parallel.schedule.actions import (
+    ACTION_TEXT,
+    BACKWARD,
+    BACKWARD_WEIGHT,
+    COMPUTE,
+    FORWARD,
+)
+from ...pipeline_parallel.schedule.plan import PipelinePlan, StagePlan
+from ...recompute.summary import RecomputeRecord
+from ...reuse.ir.leaf import stamp_of
+from ...reuse.ir.printer import node_type, operator_name
+from ...reuse.ir.program import Call, Closure, Composite, Leaf, Pack, Program, Unpack
+from ...reuse.ir.types import StructType
+from ..capture.regions import SharingDecision
+from ..records.compile_record import CompileRecord
+from ..records.made import Frontier, Made
+from ..records.reuse_table import reuse_rows
+
+_LONGEST_PERIOD = 12
+"""Most different calls that take turns in one group."""
+_MOST_OPERATORS = 600
+"""More operators of one closure than these are counted, and not listed."""
+_MOST_PATHS = 4
+"""Module paths named of a group of calls: the first ones, then the last."""
+
+HELD = (
+    "Memory held is the arena, what the user receives, and what launches allocate themselves; "
+    "parameters and inputs are not in it. Measured is the arena and what one step took from "
+    "PyTorch's allocator, at most at once."
+)
+
+Unit: TypeAlias = Literal["s", "bytes", "share"]
+Row: TypeAlias = tuple[str, Unit, float | None, float | None]
+"""What, its unit, predicted, measured; None where it was not predicted, or not measured."""
+Measured: TypeAlias = Mapping[tuple[int, str], float]
+"""Seconds of (stage, kind of action), as ``pipe.measured_s()`` returns them."""
+
+
+def program_section(made: Made) -> dict[str, Any]:
+    """Returns the calls of a program as groups of equal ones, and each closure once."""
+    closures = _Closures(made.kernels or {})
+    twins = _twins(made.captured, made.forward)
+    lanes = [{"name": "forward", "items": closures.strip(made.forward, twins)}]
+    if made.backward is not None:
+        lanes.append({"name": "backward", "items": closures.strip(made.backward, {})})
+    return {
+        "lanes": lanes,
+        "micro_batches": made.micro_batches,
+        "nodes": made.captured.num_nodes(),
+        "nodes_if_inlined": made.captured.num_nodes_if_inlined(),
+        "closures": closures.described,
+    }
+
+
+def runs(keys: Sequence[Any]) -> Iterator[tuple[int, int, int]]:
+    """Finds repetition: yields (start, length of what repeats, how often), covering all keys."""
+    start = 0
+    while start < len(keys):
+        best = (1, 1)
+        for period in range(1, min(_LONGEST_PERIOD, (len(keys) - start) // 2) + 1):
+            times = 1
+            pattern = keys[start : start + period]
+            while keys[start + times * period : start + (times + 1) * period] == pattern:
+                times += 1
+            if times > 1 and times * period > best[0] * best[1]:
+                best = (period, times)
+        yield (start, *best)
+        start += best[0] * best[1]
+
+
+class _Closures:
+    """Describes each closure once; groups of calls refer to it by number."""
+
+    def __init__(self, kernels: Mapping[Leaf, KernelList]) -> None:
+        self.described: list[dict[str, Any]] = []
+        self._kernels = kernels
+        self._numbers: dict[Closure, int] = {}
+
+    def strip(self, program: Program, twins: Mapping[Closure, Closure]) -> list[dict[str, Any]]:
+        """Returns the groups of a program's calls, in order.
+
+        Args:
+            program: a program, or the inside of a closure.
+            twins: the captured closure of each that runs, which has the user's lines.
+        """
+        calls = _shown(program)
+        numbers = [self._number(call.closure, twins.get(call.closure)) for call in calls]
+        for number, call in zip(numbers, calls, strict=True):
+            self.described[number]["calls"] += 1
+            self.described[number]["is_block"] |= bool(call.path)
+        groups = []
+        for start, period, times in runs(numbers):
+            members = [(at, calls[at::period][:times]) for at in range(start, start + period)]
+            found = [{"closure": numbers[i], "paths": _paths(group)} for i, group in members]
+            groups.append({"times": times, "calls": found})
+        return groups
+
+    def _number(self, closure: Closure, twin: Closure | None) -> int:
+        if closure not in self._numbers:
+            self._numbers[closure] = len(self.described)
+            about: dict[str, Any] = {
+                "name": closure.name,
+                "nodes": closure.num_nodes,
+                "calls": 0,
+                "is_block": False,
+                "inputs": len(closure.input_types),
+                "saved_bytes": sum(
+                    t.num_bytes for t in closure.output_types if isinstance(t, StructType)
+                ),
+            }
+            self.described.append(about)
+            if isinstance(closure, Leaf):
+                about |= self._leaf(closure, twin)
+            elif isinstance(closure, Composite):
+                inner = twin.program if isinstance(twin, Composite) else None
+                below = _twins(inner, closure.program) if inner is not None else {}
+                about["strip"] = self.strip(closure.program, below)
+        return self._numbers[closure]
+
+    def _leaf(self, leaf: Leaf, twin: Closure | None) -> dict[str, Any]:
+        # Only captured operators know the user's lines; differentiated ones do not.
+        body, known = twin if isinstance(twin, Leaf) else leaf, self._kernels.get(leaf)
+        return {
+            "kernels": None if known is None else _kernels(known),
+            "operators": [
+                [operator_name(node), node_type(node), stamp_of(node).source or ""]
+                for node in body.nodes[:_MOST_OPERATORS]
+            ],
+            "num_operators": body.num_nodes,
+        }
+
+
+def _kernels(known: KernelList) -> dict[str, Any]:
+    return {
+        "launches": len(known.launches),
+        "made_bytes": sum(b.num_bytes for b in known.buffers if b.kind != "input"),
+        "rows": [*Counter(launch.name for launch in known.launches).items()],
+    }
+
+
+def _shown(program: Program) -> list[Call]:
+    return [c for c in program.calls if not isinstance(c.closure, (Pack, Unpack))]
+
+
+def _twins(captured: Program, runs_as: Program) -> dict[Closure, Closure]:
+    """Pairs what runs with what was captured, call by call; nothing if they are not alike."""
+    a, b = _shown(runs_as), _shown(captured)
+    if len(a) != len(b) or any(x.path != y.path for x, y in zip(a, b, strict=True)):
+        return {}
+    return {x.closure: y.closure for x, y in zip(a, b, strict=True)}
+
+
+def _paths(group: Sequence[Call | SharingDecision]) -> list[str]:
+    paths = [one.path for one in group]
+    if len(paths) <= _MOST_PATHS:
+        return paths
+    return [*paths[: _MOST_PATHS - 1], "\u2026", paths[-1]]
+
+
+def reuse_section(
+    decisions: Sequence[SharingDecision], nothing_shared: str
+) -> dict[str, Any] | None:
+    """Returns calls per key, and what became of each instance; None if the model has no block."""
+    if not decisions and not nothing_shared:
+        return None
+    alike: dict[tuple[str, ...], list[SharingDecision]] = {}
+    for d in decisions:
+        state = "shared" if d.shared or d.shares else "kept apart" if d.reason else "traced"
+        alike.setdefault((d.class_name, state, d.compared_with, d.shares or d.reason), []).append(d)
+    names = ("block", "state", "with", "why")
+    return {
+        "keys": [asdict(row) for row in reuse_rows(decisions)],
+        "instances": [
+            dict(zip(names, key, strict=True)) | {"count": len(group), "paths": _paths(group)}
+            for key, group in alike.items()
+        ],
+        "nothing_shared": nothing_shared,
+    }
+
+
+def passes_section(sides: Mapping[str, CompileRecord]) -> dict[str, Any] | None:
+    """Returns seconds and nodes of each pass, for each way of compiling; None without a pass."""
+    names = list(dict.fromkeys(p.name for record in sides.values() for p in record.passes))
+    if not names:
+        return None
+    found = [
+        {
+            "name": name,
+            "cpu_s": record.cpu_s,
+            "wall_s": record.wall_s,
+            "operators": record.num_operators,
+            "launches": record.num_launches,
+            "rows": [_pass_row(record, one) for one in names],
+        }
+        for name, record in sides.items()
+    ]
+    return {"passes": names, "sides": found}
+
+
+def _pass_row(record: CompileRecord, name: str) -> dict[str, Any]:
+    """One pass; where it ran several times, all of it."""
+    found = [p for p in record.passes if p.name == name]
+    return {
+        "cpu_s": sum(p.cpu_s for p in found),
+        "wall_s": sum(p.wall_s for p in found),
+        "nodes": found[-1].num_nodes if found else None,
+    }
+
+
+def depth_section(
+    rows: Sequence[tuple[int, Mapping[str, CompileRecord]]],
+) -> dict[str, Any] | None:
+    """Returns what compiling costs for each number of layers; None of fewer than two."""
+    if len(rows) < 2:
+        return None
+    sides = [
+        {
+            "name": name,
+            "cpu_s": [records[name].cpu_s for _, records in rows],
+            "wall_s": [records[name].wall_s for _, records in rows],
+            "nodes": [records[name].num_nodes for _, records in rows],
+            "operators": [records[name].num_operators for _, records in rows],
+        }
+        for name in rows[0][1]
+    ]
+    return {"layers": [layers for layers, _ in rows], "sides": sides}
+
+
+def recompute_section(
+    records: Sequence[RecomputeRecord], frontiers: Sequence[Frontier]
+) -> dict[str, Any] | None:
+    """Returns what is saved and what else could be; None if nothing is saved or computed again."""
+    if not any(r.saved_bytes or r.recomputed_flops for r in records):
+        return None
+    choices = [
+        {
+            "closure": record.closure,
+            "choice": record.choice,
+            "calls": record.num_calls,
+            "saved_bytes": record.saved_bytes,
+            "num_tensors": len(record.saved),
+            "recomputed": record.recomputed,
+            "recomputed_flops": record.recomputed_flops,
+        }
+        for record in records
+    ]
+    return {"choices": choices, "frontiers": [asdict(frontier) for frontier in frontiers]}
+
+
+def pipeline_section(plan: PipelinePlan) -> dict[str, Any]:
+    """Returns the predicted step, action by action, and what each rank holds meanwhile."""
+    table = plan.table
+    return {
+        "schedule": table.schedule,
+        "micro_batches": table.num_micro_batches,
+        "step_s": plan.step_s,
+        "bubble": plan.bubble,
+        "kinds": [[kind, ACTION_TEXT[kind]] for kind in COMPUTE],
+        "slots": [
+            [s.rank, s.start_s, s.end_s, s.action.kind, s.action.stage, s.action.micro_batch]
+            for s in plan.timeline.slots
+        ],
+        "ranks": [_rank(plan, rank) for rank in range(len(table.ranks))],
+        "stages": [asdict(stage) for stage in plan.stages],
+    }
+
+
+def _rank(plan: PipelinePlan, rank: int) -> dict[str, Any]:
+    own = [s for s in plan.stages if s.rank == rank]
+    parameters, gradients = (
+        sum(s.parameter_bytes for s in own),
+        sum(s.gradient_bytes for s in own),
+    )
+    slots = sorted((s for s in plan.timeline.slots if s.rank == rank), key=lambda s: s.start_s)
+    busy = sum(s.end_s - s.start_s for s in slots)
+    sizes = {s.index: s.flight_bytes for s in own}
+    held = parameters + gradients
+    points = {0.0: held}  # a micro-batch is in flight from its forward to its last backward
+    for slot in slots:
+        if slot.action.kind == FORWARD:
+            held += sizes[slot.action.stage]
+            points[slot.start_s] = held
+        elif slot.action.kind in (BACKWARD, BACKWARD_WEIGHT):
+            held -= sizes[slot.action.stage]
+            points[slot.end_s] = held
+    return {
+        "stages": [s.index for s in own],
+        "parameter_bytes": parameters,
+        "gradient_bytes": gradients,
+        "peak_bytes": plan.peak_bytes(rank),
+        "bubble": 1.0 - busy / plan.step_s if plan.step_s else 0.0,
+        "held": [*points.items(), (plan.step_s, held)],
+    }
+
+
+def predicted_section(rows: Iterable[Row], lead: str = HELD) -> dict[str, Any] | None:
+    """Returns both figures of each row; None if neither is known of any.
+
+    Args:
+        rows: one without any figure is left out.
+        lead: says how they were found.
+    """
+    known = [row for row in rows if row[2] is not None or row[3] is not None]
+    return {"lead": lead, "rows": known} if known else None
+
+
+def compile_rows(record: CompileRecord) -> Iterator[Row]:
+    """Yields what a compile predicts; nothing of it was measured."""
+    what = "memory held by a step" if record.train else "memory held by a run"
+    yield what, "bytes", record.held_bytes, None
+    if record.gpu is not None:
+        name = record.gpu.target.name
+        yield f"all memory on {name}, parameters too", "bytes", record.gpu.peak_bytes, None
+        yield f"time on {name}, at least", "s", record.gpu.prediction.seconds, None
+    yield from recompute_rows(record)
+
+
+def recompute_rows(record: CompileRecord) -> Iterator[Row]:
+    """Yields what computing again is predicted to take; no step without it was timed."""
+    frontiers = record.made.frontiers() if record.made is not None else ()
+    extra_s = {(f.closure, p.saved_bytes): p.extra_s for f in frontiers for p in f.points}
+    again = [c for c in record.recompute if c.recomputed_flops]
+    found = [(c.num_calls, extra_s.get((c.closure, c.saved_bytes))) for c in again]
+    known = [times * seconds for times, seconds in found if seconds is not None]
+    if known:
+        yield "time of computing again, per micro-batch", "s", sum(known), None
+
+
+def plan_rows(plan: PipelinePlan, measured_s: Measured | None) -> Iterator[Row]:
+    """Yields predicted beside measured seconds of actions, and of the step that they make."""
+    for (stage, kind), seconds in sorted((measured_s or {}).items()):
+        what = f"stage {stage}, {ACTION_TEXT[kind]}"
+        yield what, "s", _predicted_s(plan.stages[stage], kind), seconds
+    found = plan.simulated(dict(measured_s)) if measured_s else None
+    yield "step", "s", plan.step_s, None if found is None else found.step_s
+    yield "bubble", "share", plan.bubble, None if found is None else found.bubble
+
+
+def _predicted_s(stage: StagePlan, kind: str) -> float:
+    if kind == FORWARD:
+        return stage.forward_s
+    return stage.backward_s if kind == BACKWARD else stage.backward_s / 2
