@@ -7,7 +7,7 @@ from link_tree import ROOT
 # something out lowers what it can; none raises one.
 CEILINGS: dict[str, tuple[int, int]] = {
     "frontend": (26_800, 174),
-    "reuse": (7_100, 44),
+    "reuse": (7_000, 44),
     "autodiff": (7_000, 57),
     "recompute": (1_750, 10),
     "pipeline_parallel": (3_600, 25),

@@ -1,10 +1,10 @@
 """Constants as inputs: closures that differ only in Python numbers become one closure.
 
 A pass over a captured program, callees first. Leaves whose graphs are equal but for numbers that
-an operator may take as a tensor (:mod:`.scalar_inputs`) share one leaf, with the numbers that
-differ as further inputs. A closure that calls such a leaf passes the numbers, so it gets them as
-inputs itself, and two closures that only differ in them become one as well. At the top each
-different number is an input bound to a 0-d tensor.
+are added, subtracted, multiplied or divided by (:mod:`.scalar_inputs`) share one leaf, with the
+numbers that differ as further inputs. A closure that calls such a leaf passes the numbers, so it
+gets them as inputs itself, and two closures that only differ in them become one as well. At the top
+each different number is an input bound to a 0-d tensor.
 """
 
 from __future__ import annotations
@@ -128,10 +128,8 @@ class _OpenLeaf:
         self.leaf = leaf
         slots = map(slot_of, leaf.nodes) if leaf.level == "composite" else ()
         self.slots: list[Slot] = [slot for slot in slots if slot is not None]
-        places = {
-            s.node: (s.position, ("a number", s.number.kind, s.number.dtype)) for s in self.slots
-        }
-        self.key = leaf_key(leaf, places)
+        kinds = {s.node: ("a number", s.number.kind, s.number.dtype) for s in self.slots}
+        self.key = leaf_key(leaf, kinds)
 
     @property
     def numbers(self) -> list[Number]:
@@ -160,8 +158,9 @@ def _leaf_with_inputs(member: _OpenLeaf, columns: _Columns) -> Leaf:
     for node in old.module.graph.nodes:
         entry = position.get(node)
         if entry is not None:
-            args: Any = torch.fx.node.map_arg(node.args, new.__getitem__)
-            new[node] = replace(slots[node], graph, args, entries[entry])
+            operand: Any = node.args[0]
+            new[node] = replace(slots[node], graph, new[operand], entries[entry])
+            new[node].meta.update(node.meta)
         elif node.op != "placeholder":
             new[node] = graph.node_copy(node, new.__getitem__)
     names = (*old.input_names, *(e.name for e in entries)) if old.input_names else ()

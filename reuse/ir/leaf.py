@@ -220,7 +220,7 @@ class FullKey:
         return isinstance(other, FullKey) and self._parts == other._parts
 
 
-def leaf_key(leaf: Leaf, open_places: Mapping[torch.fx.Node, tuple[int, Any]] | None = None) -> Any:
+def leaf_key(leaf: Leaf, numbers: Mapping[torch.fx.Node, Any] | None = None) -> Any:
     """Returns a value that is equal for two leaves only if their graphs compute the same.
 
     Operators, constants (with their Python type), modes, input types and wiring all count;
@@ -228,9 +228,8 @@ def leaf_key(leaf: Leaf, open_places: Mapping[torch.fx.Node, tuple[int, Any]] | 
 
     Args:
         leaf: the leaf.
-        open_places: for some operators, which argument does not count, and what counts instead.
+        numbers: for some operators, what counts instead of their second argument, a number.
     """
-    open_places = open_places or {}
     number: dict[torch.fx.Node, int] = {}
     rows: list[Any] = [leaf.input_types, leaf.output_types]
     for node in leaf.module.graph.nodes:
@@ -239,9 +238,8 @@ def leaf_key(leaf: Leaf, open_places: Mapping[torch.fx.Node, tuple[int, Any]] | 
             continue
         stamp = stamp_of(node)
         args = list(node.args)
-        if node in open_places:
-            position, stand_in = open_places[node]
-            args[position] = stand_in
+        if numbers and node in numbers:
+            args[1] = numbers[node]
         operands = frozen_operands((tuple(args), node.kwargs), number)
         rows.append((node.op, node.target, operands, stamp.grad_enabled, stamp.autocast))
     return tuple(rows)
