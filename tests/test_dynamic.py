@@ -190,6 +190,7 @@ def test_a_policy_of_recompute_is_kept_at_every_length(policy: Any, gate: type[n
         assert reports[0].recomputed_flops == reports[1].recomputed_flops
 
 
+@pytest.mark.sweep
 def test_a_budget_in_bytes_is_kept_at_every_length() -> None:
     model = decoder()
     plain = lazyinline.compile(model, backend="eager")

@@ -112,6 +112,7 @@ def test_a_budget_lies_between_saving_and_computing_again(
     assert "all gradients equal eager's" in said
 
 
+@pytest.mark.sweep
 def test_lengths_cost_two_compiles(said_by: dict[str, str]) -> None:
     said = said_by["varying_lengths.py"]
     assert "4 lengths, 2 compiles; each loss equals eager's" in said

@@ -846,6 +846,7 @@ def run_with_a_full_disk() -> None:
     assert_same_gradients(model, expected)
 
 
+@pytest.mark.sweep
 def test_with_a_full_disk_pytorch_runs_the_operators(tmp_path: pathlib.Path) -> None:
     folders = {name: str(tmp_path / name) for name in ("TORCHINDUCTOR_CACHE_DIR", "XDG_CACHE_HOME")}
     run_apart(run_with_a_full_disk, **folders, LAZYINLINE_CACHE_DIR=str(tmp_path / "lazyinline"))

@@ -357,6 +357,7 @@ def eager_backend(module: nn.Module) -> nn.Module:
     return lazyinline.compile(module, backend="eager", in_place=True)
 
 
+@pytest.mark.sweep
 def test_gradients_nest_to_the_fifth_order() -> None:
     ours: Any = lambda x: x.sin().sum()  # noqa: E731
     x = tensor(4)
@@ -441,6 +442,7 @@ def test_a_hessian_computes_the_rows_it_is_asked_for_once() -> None:
     torch.testing.assert_close(in_reverse.diagonal(), wanted.diagonal())
 
 
+@pytest.mark.sweep
 def test_a_whole_hessian_can_be_differentiated_on() -> None:
     net, x = network(results=1), tensor(1, 2)
     expected = copy.deepcopy(net)
@@ -582,6 +584,7 @@ def test_both_modes_of_a_laplacian_train_like_eager(mode: Any) -> None:
 
 
 @pytest.mark.parametrize("by", ["x", "xx", "xy", "xxxx", "xxyy", "xyzz"])
+@pytest.mark.sweep(keep=["xy]", "xxyy"])
 def test_derivatives_by_coordinates_train_like_eager(by: str) -> None:
     def forward(self: Any, x: Tensor) -> Tensor:
         return func.derivative(self.net, x, by).square().mean()
@@ -591,6 +594,7 @@ def test_derivatives_by_coordinates_train_like_eager(by: str) -> None:
     assert_trains_like_eager(of_forward(forward, net.double()), tensor(4, 3))
 
 
+@pytest.mark.sweep
 def test_taylor_and_reverse_mode_nest_in_either_order() -> None:
     def forward(self: Any, x: Tensor) -> Tensor:
         bent = func.grad(lambda y: func.laplacian(self.net)(y).sum())(x)
@@ -699,6 +703,7 @@ def operator_network(self: Any, x: Tensor) -> Tensor:
     return (branch * trunk).sum(-1, keepdim=True)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("inner", [fourier, operator_network], ids=lambda f: f.__name__)
 def test_networks_of_other_shapes(inner: Any) -> None:
     def forward(self: Any, x: Tensor) -> Tensor:

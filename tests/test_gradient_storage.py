@@ -27,6 +27,7 @@ STRIDED = {
 DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.complex64, torch.complex128)
 
 
+@pytest.mark.sweep
 def test_a_tensor_in_its_own_storage_is_the_same_memory_and_no_more() -> None:
     kept = []
     for dtype, (shape, stride) in itertools.product((*DTYPES, torch.bool), STRIDED.values()):

@@ -163,6 +163,7 @@ def other_default_device(backend: str) -> None:
                     assert_close(found, want)
 
 
+@pytest.mark.sweep
 @BACKENDS
 def test_another_default_device_changes_nothing_but_what_the_forward_makes(backend: str) -> None:
     run_apart(other_default_device, backend)

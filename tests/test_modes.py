@@ -82,6 +82,7 @@ def cost_of_programs(report: Any) -> Cost:
     return costs.added(report.made.forward) + costs.added(report.made.backward)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("by", "mode"), [("laplacian", "taylor"), ("xyz", "reverse")])
 def test_the_mode_with_fewer_flops_is_taken(by: str, mode: str) -> None:
     _, report = trained(Field(by), points())

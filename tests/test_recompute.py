@@ -410,6 +410,7 @@ def test_budget_over_different_closures(policy: Budget) -> None:
     assert max(variants.values()) <= 3
 
 
+@pytest.mark.sweep
 def test_budget_that_cannot_be_met_names_the_smallest_peak_which_is_reached() -> None:
     said = r"smallest peak that recompute reaches is (\d+) bytes"
     with pytest.raises(PlanError, match=said) as refused:

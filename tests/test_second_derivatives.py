@@ -99,7 +99,7 @@ def assert_same(
 
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
 @pytest.mark.parametrize("loss", [penalty, third_order])
-@pytest.mark.sweep(keep=["penalty-inductor", "third_order-eager"])
+@pytest.mark.sweep(keep="penalty-inductor")
 def test_gradients_of_gradients_equal_eager(loss: Any, backend: str) -> None:
     compiled, expected = pair(Net(), backend)
     assert_same(compiled, expected, loss, points())
@@ -365,7 +365,7 @@ class Dropping(nn.Module):
 
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
 @pytest.mark.parametrize("loss", [penalty, third_order])
-@pytest.mark.sweep(keep=["penalty-eager", "third_order-eager"])
+@pytest.mark.sweep(keep="penalty-eager")
 def test_masks_are_those_of_the_forward_at_every_order(loss: Any, backend: str) -> None:
     compiled, expected = pair(Net(2, Dropping), backend)
     for seed in range(2):

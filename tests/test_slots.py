@@ -250,7 +250,11 @@ def a_cache(kind: str) -> Cache:
     return Cache(layers=[DynamicLayer() for _ in range(LAYERS)])
 
 
+USUAL = ["updates", "in_place", "the_first", "names_itself", "deletes", "shares", "replaces"]
+
+
 @pytest.mark.parametrize("act", ACTS, ids=lambda act: act.__name__)
+@pytest.mark.sweep(keep=USUAL)
 def test_what_blocks_do_to_a_cache_is_what_eager_does(act: Act) -> None:
     model = Model(act)
     expected = copy.deepcopy(model)

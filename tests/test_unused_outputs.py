@@ -149,6 +149,7 @@ class Left(nn.Module):
         return torch.sigmoid(self.linear(x))
 
 
+@pytest.mark.sweep
 def test_outputs_that_share_nothing_can_follow_one_another() -> None:
     torch.manual_seed(0)
     model = Towers()
