@@ -8,7 +8,9 @@ options              what a user asks of a compile, checked
 compiled             what a compile gives
 compiled_module      ``compile(model)``
 training_step        ``compile_step(model)``
-report               what a compile did
+report               what a compile did, as text and as a page
+compile_record       what a compile did and made, in numbers, for reports
+reuse_table          which blocks share a closure, as a table
 progress             what is seen of a compile that takes long
 requests             what to differentiate, and with respect to what
 unused_outputs       derivatives for losses that leave outputs unused
@@ -18,7 +20,6 @@ operators            rules that take an operator of the user's apart
 tracing              how PyTorch is made to show what a model runs
 effects              what a forward does besides computing
 capture              from a model to a program
-records              what a compile did and made
 page                 reports as one page
 guards               whether a compiled program still fits
 autograd             compiled programs inside PyTorch's autograd

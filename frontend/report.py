@@ -14,10 +14,10 @@ from ..reuse.folding import folded
 from ..reuse.ir.printer import closure_names
 from ..reuse.ir.program import count_calls
 from .capture.regions import CapturedModel
+from .compile_record import ClosureRecord, CompileRecord, PartRecord, PassRecord, part_lines
 from .page.compile_page import compile_page
 from .page.write import write_page
-from .records.compile_record import ClosureRecord, CompileRecord, PartRecord, PassRecord, part_lines
-from .records.reuse_table import not_shared_lines, reuse_table
+from .reuse_table import not_shared_lines, reuse_table
 
 __all__ = ["CompileReport", "PartRecord", "PassRecord", "cpu_seconds"]
 

@@ -9,7 +9,7 @@ from torch import nn
 import lazyinline
 from lazyinline.backend.cache.results import CacheUse
 from lazyinline.frontend.capture.regions import SharingDecision
-from lazyinline.frontend.records.compile_record import PartRecord
+from lazyinline.frontend.compile_record import PartRecord
 from lazyinline.frontend.report import CompileReport
 from lazyinline.reuse.folding import WIDTH, folded
 

@@ -14,6 +14,7 @@ from torch import nn
 import lazyinline
 from lazyinline.frontend.capture.init_key import InitKeys
 from lazyinline.frontend.capture.regions import SharingDecision
+from lazyinline.frontend.compile_record import Memory
 from lazyinline.frontend.measure import timing
 from lazyinline.frontend.measure.large_models import compile_large
 from lazyinline.frontend.measure.measure_page import large_page, measure_page
@@ -31,8 +32,7 @@ from lazyinline.frontend.page.texts import (
     times_less,
 )
 from lazyinline.frontend.page.write import PageData, as_json, page_data, write_page
-from lazyinline.frontend.records.made import Memory
-from lazyinline.frontend.records.reuse_table import reuse_table
+from lazyinline.frontend.reuse_table import reuse_table
 
 lazyinline.lazy_inline(DecoderBlock)
 ASSETS = pathlib.Path(write.__file__).parent / "assets"

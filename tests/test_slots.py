@@ -13,7 +13,7 @@ from transformers.cache_utils import Cache, DynamicLayer, StaticLayer
 
 import lazyinline
 from lazyinline.frontend.capture.regions import SharingDecision
-from lazyinline.frontend.records.reuse_table import not_shared_lines
+from lazyinline.frontend.reuse_table import not_shared_lines
 from lazyinline.reuse import open_index
 from lazyinline.reuse.open_index import OpenIndex, is_index
 

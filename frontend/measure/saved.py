@@ -15,8 +15,8 @@ from typing import Any
 
 from ...reuse.errors import LazyInlineError
 from ...reuse.folding import folded
+from ..compile_record import PassRecord
 from ..page.write import PageData, page_data, write_page
-from ..records.compile_record import PassRecord
 from ..report import CompileReport
 from .measure_page import measure_page
 from .measurement import Seconds, Side

@@ -12,7 +12,7 @@ from ...backend.arena.arena import ALIGNMENT, ArenaPlan
 from ...backend.arena.live_ranges import Buffers, lower_bound
 from ...backend.link.layout import Instance, Layout, buffers_of
 from ...backend.run.rank_plan import RankPlan
-from ..records.made import Memory
+from ..compile_record import Memory
 
 IntArray: TypeAlias = npt.NDArray[np.int64]
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TypeAlias
 
-from ..records.compile_record import CompileRecord, part_lines
-from ..records.gpu_record import GpuRecord
+from ..compile_record import CompileRecord, GpuRecord, part_lines
 from .arena import arena_section
 from .sections import (
     compile_rows,

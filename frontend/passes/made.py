@@ -10,7 +10,7 @@ from ...backend.run.rank_plan import RankPlan
 from ...backend.run.rank_program import RankProgram
 from ...backend.run.runtime import PlannedRuntime
 from ...reuse.ir.program import Call, Composite, Leaf, Program, walk_closures
-from ..records.made import Made, Memory
+from ..compile_record import Made, Memory
 from .parts import PARTS
 from .programs import StepCompilation
 from .recompute import is_asked_for

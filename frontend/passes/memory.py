@@ -28,7 +28,7 @@ from ...recompute.policy import Budget
 from ...reuse.errors import PlanError
 from ...reuse.ir.leaf import flat_types
 from ...reuse.ir.program import Leaf, ModelTensor, Program
-from ..records.gpu_record import gpu_record
+from ..compile_record import gpu_record
 from ..requests import model_name
 from .parts import returned_of
 from .programs import StepCompilation

@@ -14,13 +14,13 @@ from ..capture.capture import capture_model
 from ..checks.refusals import DIFFERENTIATES
 from ..checks.runnable import check_batch_is_kept
 from ..options import Batching
-from ..records.reuse_table import nothing_shared
 from ..requests import (
     class_name_of,
     differentiable_inputs,
     differentiation,
     loss_differentiation,
 )
+from ..reuse_table import nothing_shared
 from .parts import PARTS, programs_of
 from .state import Compilation, State, compile_pass
 

@@ -21,7 +21,7 @@ from ...recompute.summary import summarize
 from ...reuse.errors import PlanError
 from ...reuse.ir.program import Composite, Leaf, RecomputeMark
 from ...reuse.ir.torch_symbols import Values
-from ..records.made import Frontier, FrontierPoint
+from ..compile_record import Frontier, FrontierPoint
 from ..report import CompileReport
 
 PeakOf = Callable[[Request], int]

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ...pipeline_parallel.schedule.plan import PipelinePlan
+from ..compile_record import CompileRecord
 from ..page.compile_page import arena_tile, compile_sections, node_tile, notes, tile
 from ..page.sections import (
     Measured,
@@ -19,7 +20,6 @@ from ..page.sections import (
 )
 from ..page.texts import bytes_text, count_text, seconds_text
 from ..page.write import PageData, about, write_page
-from ..records.compile_record import CompileRecord
 
 _LEAD = (
     "Measured is the mean of all steps so far; step and bubble put these times into the schedule. "

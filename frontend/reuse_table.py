@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from ...reuse.folding import WIDTH
-from ..capture.blocks import Reuse, first_repeated
-from ..capture.init_key import text_of_keys
-from ..capture.regions import SharingDecision
+from ..reuse.folding import WIDTH
+from .capture.blocks import Reuse, first_repeated
+from .capture.init_key import text_of_keys
+from .capture.regions import SharingDecision
 
 _HEAD = "block"
 _CALLS = 7

@@ -1,18 +1,30 @@
-"""What a compile did, in numbers: nodes held and if inlined, seconds per pass, who shares."""
+"""What a compile did and made: numbers, who shares, the programs, and what a GPU would need.
+
+A record outlives what it reports on, so nothing here holds the model's tensors or an arena; what
+was made is looked at only when a page is asked for.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
-from ...autodiff.higher_order.modes import ModeChoice
-from ...backend.cache.results import CacheUse
-from ...backend.kernels.lower import BackendName
-from ...recompute.summary import RecomputeRecord
-from ..capture.blocks import Reuse
-from ..capture.regions import SharingDecision
-from .gpu_record import GpuRecord
-from .made import Made
+from ..autodiff.higher_order.modes import ModeChoice
+from ..backend.arena.arena import ArenaPlan
+from ..backend.cache.results import CacheUse
+from ..backend.gpu.roofline import Prediction, predict
+from ..backend.gpu.targets import GIB, Target
+from ..backend.kernels.lower import BackendName, GpuBackend, triton_kernels
+from ..backend.launches.kernel_list import KernelList
+from ..backend.link.gradient_memory import gradients_of
+from ..backend.link.layout import Layout
+from ..backend.run.planned import PlannedProgram
+from ..backend.run.rank_plan import RankPlan
+from ..recompute.summary import RecomputeRecord
+from ..reuse.ir.program import Leaf, Program
+from .capture.blocks import Reuse
+from .capture.regions import SharingDecision
 
 _MAX_PATHS = 3  # that one line of parts names
 
@@ -204,3 +216,184 @@ class CompileRecord:
     def shared_with_constants(self) -> list[SharingDecision]:
         """Instances that were traced again and share a closure that takes constants."""
         return [d for d in self.decisions if d.shares and d.reason]
+
+
+@dataclass(frozen=True, eq=False)
+class Memory:
+    """Where the buffers of a linked program lie.
+
+    Attributes:
+        layout: every buffer and launch, on one timeline.
+        offsets: in bytes, for each buffer that the plan places.
+        plan: of all of them.
+        arena_bytes: the part that is kept from run to run.
+        hosts: whether the user's gradients follow the arena, for activations to lie in them.
+    """
+
+    layout: Layout
+    offsets: Sequence[int]
+    plan: ArenaPlan
+    arena_bytes: int
+    hosts: Literal["none", "gradients"] = "none"
+
+    @property
+    def gradients(self) -> dict[int, int]:
+        """Buffers that lie behind the arena, with their offset in bytes."""
+        found = gradients_of(self.layout) if self.hosts == "gradients" else []
+        first = len(self.plan.offsets) - len(found)
+        return dict(zip(found, self.plan.offsets[first:].tolist(), strict=True))
+
+
+@dataclass(frozen=True)
+class FrontierPoint:
+    """One way to differentiate a call: what it saves, and what it computes again for that."""
+
+    saved_bytes: int
+    extra_s: float
+    extra_flops: int
+
+
+@dataclass(frozen=True)
+class Frontier:
+    """The ways to differentiate a closure that no other beats, fewest bytes first."""
+
+    closure: str
+    num_calls: int
+    points: tuple[FrontierPoint, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Made:
+    """What one compile made.
+
+    Attributes:
+        captured: the model as captured.
+        forward, backward: what runs of it, in plain ATen; of a step, for one micro-batch.
+        micro_batches: how often both run in one step.
+        kernels: the launches of each leaf for which they are known.
+        memory: the plan of it; None where memory is not planned.
+        frontiers: finds what could be saved instead; empty where recompute was not asked for.
+    """
+
+    captured: Program
+    forward: Program
+    backward: Program | None = None
+    micro_batches: int = 1
+    kernels: Mapping[Leaf, KernelList] | None = None
+    memory: Memory | RankPlan | None = None
+    frontiers: Callable[[], Sequence[Frontier]] = tuple
+
+    def __deepcopy__(self, memo: object) -> Made:
+        """Nothing in it changes, so a copy is itself."""
+        return self
+
+
+@dataclass(frozen=True)
+class GpuRecord:
+    """A program for a GPU, compiled and planned.
+
+    Attributes:
+        target: the GPU.
+        num_kernels: different Triton kernels.
+        num_built: those compiled to machine code.
+        code_bytes: of that.
+        given_bytes: parameters, buffers and inputs, which are the user's.
+        arena_bytes: activations, gradients and scratch, as planned.
+        outside_bytes: most bytes at one time in what launches allocate themselves.
+        workspace_bytes: what cuBLAS works in: one place for each stream with products.
+        allocating: names of those launches, each once.
+        num_beside: launches on a second stream.
+        prediction: of one run.
+    """
+
+    target: Target
+    num_kernels: int
+    num_built: int
+    code_bytes: int
+    given_bytes: int
+    arena_bytes: int
+    outside_bytes: int
+    workspace_bytes: int
+    allocating: Sequence[str]
+    num_beside: int
+    prediction: Prediction
+
+    @property
+    def peak_bytes(self) -> int:
+        """What a run holds of the GPU's memory, at most: all of it, the optimizer's state not."""
+        held = self.given_bytes + self.arena_bytes
+        return held + self.outside_bytes + self.workspace_bytes
+
+    @property
+    def budget_bytes(self) -> int:
+        """What the GPU leaves for activations, gradients, scratch and cuBLAS."""
+        return max(self.target.memory_bytes - self.given_bytes, 0)
+
+    @property
+    def fits(self) -> bool:
+        """Whether the GPU has that much."""
+        return self.peak_bytes <= self.target.memory_bytes
+
+    def lines(self) -> Iterator[str]:
+        """Yields what a report says."""
+        target, predicted = self.target, self.prediction
+        yield f"for {target.name} ({target.board}): compiled and planned, not run"
+        built = f"all {self.num_built}" if self.num_built == self.num_kernels else self.num_built
+        others = predicted.num_launches - predicted.num_triton
+        yield (
+            f"  {predicted.num_launches} launches: {predicted.num_triton} of {self.num_kernels} "
+            f"Triton kernels, {others} of PyTorch's"
+        )
+        if self.num_beside:
+            yield f"  {self.num_beside} launches on a second stream, beside others"
+        yield f"  {built} kernels compiled to machine code, {self.code_bytes / 2**10:.0f} KiB"
+        verdict = "fits in" if self.fits else "does NOT fit in"
+        yield f"  memory {_gib(self.peak_bytes)}, {verdict} {_gib(target.memory_bytes)}:"
+        yield (
+            f"    parameters and inputs {_gib(self.given_bytes)}, arena {_gib(self.arena_bytes)}, "
+            f"cuBLAS {_gib(self.workspace_bytes)}"
+        )
+        if self.allocating:
+            yield (
+                f"    allocated by launches {_gib(self.outside_bytes)}: "
+                f"{', '.join(self.allocating)}"
+            )
+        yield (
+            f"  predicted {predicted.seconds * 1e3:.3g} ms at least, by the roofline: "
+            f"{predicted.flops / 1e12:.3g} TFLOP in products ({predicted.product_s * 1e3:.3g} ms), "
+            f"{_gib(predicted.moved_bytes)} moved"
+        )
+
+
+def gpu_record(
+    program: PlannedProgram, lists: Sequence[tuple[KernelList, int]], backend: GpuBackend
+) -> GpuRecord:
+    """Returns what is known of a planned program.
+
+    Args:
+        program: planned, and not run.
+        lists: the launches of each closure, and how often the program calls it.
+        backend: made its kernels.
+    """
+    kernels = {kernel.content for kernel in triton_kernels(one for one, _ in lists)}
+    built = [backend.built[content] for content in kernels if content in backend.built]
+    given = [b for b in program.layout.instances if b.kind == "given"]
+    return GpuRecord(
+        target=backend.target,
+        num_kernels=len(kernels),
+        num_built=len(built),
+        code_bytes=sum(len(made.code) for made in built),
+        given_bytes=sum(b.num_bytes for b in given),
+        arena_bytes=program.plan.peak_bytes,
+        outside_bytes=program.outside_bytes - program.workspace_bytes,
+        workspace_bytes=program.workspace_bytes,
+        allocating=tuple(dict.fromkeys(program.foreign_launches())),
+        num_beside=program.num_beside,
+        prediction=predict(lists, backend.target),
+    )
+
+
+def _gib(num_bytes: int) -> str:
+    return (
+        f"{num_bytes / GIB:.2f} GiB" if num_bytes >= GIB / 100 else f"{num_bytes / 2**20:.2f} MiB"
+    )
