@@ -56,18 +56,17 @@ from lazyinline.backend.kernels.torch_builds import (
     takes_the_first,
     vector_units_probed_here,
 )
-from lazyinline.backend.kernels.torch_divisions import quotients_checked
-from lazyinline.backend.kernels.torch_draws import draws
-from lazyinline.backend.kernels.torch_index import (
+from lazyinline.backend.kernels.torch_corrections import (
+    draws,
     home_of_strides,
     offsets_added_once,
     polynomials_expanded,
+    quotients_checked,
 )
+from lazyinline.backend.kernels.torch_decompositions import NOT_FROM_THE_END, decompositions
 from lazyinline.backend.kernels.torch_inductor import (
-    NOT_FROM_THE_END,
     NotCompiled,
     compile_leaves,
-    decompositions,
     rewrite_joint,
     settings,
 )
@@ -1899,7 +1898,7 @@ def test_a_quotient_of_integers_is_written_as_a_division(scalar: Any, vector: An
 def test_pooling_is_taken_apart_before_inductor_has_compiled_anything(lowering: Any) -> None:
     code = (
         "import torch\n"
-        "from lazyinline.backend.kernels.torch_inductor import decompositions\n"
+        "from lazyinline.backend.kernels.torch_decompositions import decompositions\n"
         "operator = torch.ops.aten.max_pool2d_with_indices.default\n"
         "x = torch.randn(1, 1, 4, 4)\n"
         "found = decompositions()[operator](x, [2, 2])\n"

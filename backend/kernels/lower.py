@@ -23,6 +23,7 @@ from ...reuse.errors import PlanError
 from ...reuse.ir.leaf import flat_types, without_autocast
 from ...reuse.ir.program import Leaf
 from ...reuse.ir.torch_symbols import Values, module_at, symbols_of, type_at
+from ...reuse.torch_names import RESHAPES
 from ..gpu.moved_leaf import moved_leaf
 from ..gpu.targets import Target, target_named
 from ..gpu.torch_gpu import gpu_described
@@ -30,14 +31,14 @@ from ..gpu.torch_gpu_attention import as_on_a_gpu
 from ..gpu.torch_triton import MachineCode, is_interpreting, machine_code
 from ..gpu.triton_kernel import TritonKernel
 from ..launches.kernel_list import KernelList
-from . import torch_inductor, torch_recorder
-from .eager_kernel import eager_function
+from . import torch_decompositions, torch_inductor, torch_recorder
 from .torch_attention import with_plain_attention
 
 BackendName: TypeAlias = Literal["inductor", "eager"]
 """Who makes the kernels."""
 BACKENDS: tuple[BackendName, ...] = get_args(BackendName)
 
+_STRIDED = torch.ops.aten.as_strided.default
 _TINY_NODES = 2
 _LAYER_NORMS = frozenset(
     {torch.ops.aten.layer_norm.default, torch.ops.aten.native_layer_norm.default}
@@ -128,7 +129,7 @@ class InductorBackend:
             return Recipe(kernels="eager")
         if self._recipe is None:
             self._recipe = Recipe(
-                torch_inductor.decompositions(),
+                torch_decompositions.decompositions(),
                 "min_cut",
                 torch_inductor.rewrite_joint,
                 rewrite=with_plain_attention,
@@ -175,7 +176,7 @@ class GpuBackend:
         """As for a CPU, but for the attention that the GPU runs."""
         if self._recipe is None:
             self._recipe = Recipe(
-                torch_inductor.decompositions(),
+                torch_decompositions.decompositions(),
                 "min_cut",
                 torch_inductor.rewrite_joint,
                 rewrite=as_on_a_gpu,
@@ -337,4 +338,42 @@ def kernel_at(leaf: Leaf, kernel: Kernel, values: Values) -> tuple[Leaf, Kernel]
 
 
 def _eager_kernel(leaf: Leaf) -> Kernel:
-    return Kernel(eager_function(leaf.module), "plain", "eager")
+    return Kernel(_eager_function(leaf.module), "plain", "eager")
+
+
+def _eager_function(module: torch.fx.GraphModule) -> Callable[..., Any]:
+    """Returns what runs a leaf's operators one by one, right for whatever layout a kernel chooses.
+
+    The strides that a trace saw are those of fake tensors, and a few kernels lay their results out
+    in another way (``softplus_backward`` of operands of different strides). Numbers do not depend
+    on that, but a view may be impossible then, and ``as_strided`` would read other elements.
+    """
+    graph = module.graph
+    if any(node.target in (*RESHAPES, _STRIDED) for node in graph.nodes):
+        graph = _of_any_layout(graph)
+    # Not a lazy one, whose function would look at each call whether it is compiled.
+    forward: Callable[..., Any] = torch.fx.GraphModule(module, graph).forward
+    return forward
+
+
+def _of_any_layout(graph: torch.fx.Graph) -> torch.fx.Graph:
+    copied = torch.fx.Graph()
+    copied.output(copied.graph_copy(graph, {}))
+    for node in copied.nodes:
+        if node.target in RESHAPES:
+            node.target = torch.ops.aten.reshape.default
+        elif node.target is _STRIDED:
+            base = node.args[0]
+            if isinstance(base, torch.fx.Node) and isinstance(base.meta.get("val"), torch.Tensor):
+                with copied.inserting_before(node):
+                    placed = copied.call_function(_in_layout, (base, base.meta["val"].stride()))
+                node.args = (placed, *node.args[1:])
+    return copied
+
+
+def _in_layout(tensor: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
+    """Returns a tensor of these strides, the same one if it has them."""
+    if tensor.stride() == stride:
+        return tensor
+    shape, dtype, device = tensor.shape, tensor.dtype, tensor.device
+    return torch.empty_strided(shape, stride, dtype=dtype, device=device).copy_(tensor)

@@ -4,7 +4,7 @@ Inductor builds a shared object per CPU kernel, with a Python binding in each. W
 :func:`deferred_builds` its kernels are collected instead and built many at a time
 (:mod:`.bundles`), with Inductor's own flags and headers, so that each gives the same
 numbers. A kernel that is not the one plain function that is expected goes Inductor's own way.
-Either way it is made safe first (:mod:`.parallel_regions`).
+Either way it is made safe first (:func:`.source.guarded`).
 """
 
 from __future__ import annotations
@@ -27,8 +27,7 @@ from ..launches.torch_facts import cpu_kind, for_this_cpu
 from ..launches.torch_native import native_library
 from .built_index import KernelIndex
 from .bundles import Bundles, Promise, kept
-from .parallel_regions import guarded
-from .source import HEADER, kernel_source
+from .source import HEADER, guarded, kernel_source
 
 _FOLDER = "lazyinline_kernels"
 _FORMAT = 1

@@ -9,37 +9,32 @@ compiler (:mod:`.torch_builds`).
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.fx
+from torch.fx.node import map_arg
 
 from ...autodiff.traces.joint_cut import copy_graph
-from ...autodiff.traces.pure_memory import draw_mask
 from ...reuse.errors import LazyInlineError
 from ...reuse.ir.program import input_nodes
 from ...reuse.ir.torch_symbols import sizes_as_literals, symbols_of, with_size_inputs
-from ...reuse.ir.types import TensorType
+from ...reuse.ir.types import TensorType, strides_that_matter
 from ...reuse.own_code import package_digest
 from ..gpu.torch_gpu import gpu_codegen_settings, kernels_as_text
 from ..launches.torch_native import check_cpp_compiler
-from .scatters import scatters_of_pairs
 from .torch_builds import deferred_builds, vector_units_probed_here
-from .torch_divisions import quotients_checked
-from .torch_draws import drawn_in_order
-from .torch_index import offsets_added_once, polynomials_expanded
-from .torch_layouts import Layouts
-
-NOT_FROM_THE_END = (
-    torch.ops.aten.index_select.default,
-    torch.ops.aten.index_add.default,
-    torch.ops.aten.index_copy.default,
-    torch.ops.aten.index_reduce.default,
+from .torch_corrections import (
+    drawn_in_order,
+    offsets_added_once,
+    polynomials_expanded,
+    quotients_checked,
 )
-"""Inductor writes them as ``x[index]``, but in eager their index -1 is an error."""
+
+aten = torch.ops.aten
 
 BoxedCallable = Callable[[list[Any]], Sequence[Any]]
 
@@ -71,102 +66,6 @@ def graph_cache_off() -> Any:
     return config.patch(fx_graph_cache=False, fx_graph_remote_cache=False)
 
 
-def decompositions() -> Mapping[Any, Callable[..., Any]]:
-    """Returns Inductor's decomposition table, with seven corrections.
-
-    Operators that do not count from the end do not here either. ``cat`` of one tensor and empty
-    ones is laid out as PyTorch lays it out. And Inductor lowers ``bernoulli.p`` to an in-place
-    draw, and on CPU it may fuse a reader of the mask into a kernel that runs before the draw.
-    ``native_dropout`` draws the same mask out of place. ``bernoulli`` of probabilities in double
-    precision draws numbers of double precision, as the operator itself does. Those of pooling ask a
-    module of Inductor's that is imported only when Inductor compiles, which is later. And elements
-    are put into a copy where those of a tensor share memory: Inductor would put them into that
-    memory. Parts of complex tensors are written as pairs of real numbers.
-    """
-    from torch._inductor.decomposition import select_decomp_table
-
-    with settings():
-        table = dict(select_decomp_table())
-    table[torch.ops.aten.bernoulli.p] = draw_mask
-    table[torch.ops.aten.bernoulli.default] = _below_probabilities
-    for operator in NOT_FROM_THE_END:
-        table[operator] = _without_wrapping(table[operator])
-    table[torch.ops.aten.cat.default] = _dense(table[torch.ops.aten.cat.default])
-    for operator in _POOLING:
-        if operator in table:
-            table[operator] = _with_lowerings(table[operator])
-    table |= {operator: _into_a_copy(operator) for operator in _PUTTING}
-    table |= scatters_of_pairs()
-    return table
-
-
-def _below_probabilities(probabilities: torch.Tensor, generator: Any = None) -> Any:
-    """Decomposes ``bernoulli`` into the comparison that PyTorch's kernel for a CPU makes."""
-    if generator is not None or not probabilities.is_floating_point():
-        return NotImplemented
-    is_double = probabilities.dtype is torch.float64
-    numbers = torch.rand(
-        probabilities.shape,
-        dtype=torch.float64 if is_double else torch.float32,
-        device=probabilities.device,
-    )
-    return (numbers < probabilities).to(probabilities.dtype)
-
-
-_POOLING = (
-    torch.ops.aten.max_pool2d_with_indices.default,
-    torch.ops.aten.max_pool3d_with_indices.default,
-)
-
-_PUTTING = (torch.ops.aten.index_put.default, torch.ops.aten._unsafe_index_put.default)
-
-
-def _into_a_copy(operator: Any) -> Callable[..., Any]:
-    """Keeps an operator from a tensor that has gaps, or one place for several elements."""
-
-    def decomposition(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        return NotImplemented if TensorType.of(x).is_dense else operator(x.clone(), *args, **kwargs)
-
-    return decomposition
-
-
-def _with_lowerings(decomposition: Callable[..., Any]) -> Callable[..., Any]:
-    """Imports what a decomposition of PyTorch takes for imported."""
-
-    def decomposed(*args: Any, **kwargs: Any) -> Any:
-        importlib.import_module("torch._inductor.lowering")
-        return decomposition(*args, **kwargs)
-
-    return decomposed
-
-
-def _dense(cat: Callable[..., Any]) -> Callable[..., Any]:
-    """Makes a result contiguous that is a mere copy, in an operand's order of strides."""
-
-    def decomposition(tensors: list[torch.Tensor], dim: int = 0) -> Any:
-        made = cat(tensors, dim)
-        if not isinstance(made, torch.Tensor) or (made.dim() in (4, 5) and _is_channels_last(made)):
-            return made
-        return made.contiguous()
-
-    return decomposition
-
-
-def _is_channels_last(tensor: torch.Tensor) -> bool:
-    form = torch.channels_last if tensor.dim() == 4 else torch.channels_last_3d
-    return tensor.is_contiguous(memory_format=form)
-
-
-def _without_wrapping(decomposition: Callable[..., Any]) -> Callable[..., Any]:
-    """Makes an index below zero one that is out of range, which a kernel notices."""
-
-    def checked(x: torch.Tensor, dim: int, index: torch.Tensor, *rest: Any, **options: Any) -> Any:
-        size = x.shape[dim] if x.dim() else 1
-        return decomposition(x, dim, torch.where(index < 0, size, index), *rest, **options)
-
-    return checked
-
-
 def rewrite_joint(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
     """Runs Inductor's passes over a joint forward and backward graph.
 
@@ -192,6 +91,92 @@ def rewrite_joint(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
         sizes_as_literals(module.graph)
         module.recompile()
     return module
+
+
+class Layouts:
+    """How the values of a graph are laid out before Inductor's passes run over it.
+
+    The passes take a product with one, a sum with zero and their like for the operand if shape and
+    dtype agree, whatever the strides, and note the strides of the one for the other. Who reads it
+    was traced with the strides of before: the types of the graph's results are fixed by then, and
+    so is the meaning of ``as_strided``.
+    """
+
+    def __init__(self, graph: torch.fx.Graph) -> None:
+        self._values = {node: node.meta.get("val") for node in graph.nodes}
+        self._read = {node: [_type(x) for x in _operands(node)] for node in graph.nodes}
+
+    def restore(self, graph: torch.fx.Graph) -> None:
+        """Copies what nodes read into the layouts that they read before, where these differ now."""
+        for node in graph.nodes:  # a pass also hands the value of a node that goes to its operand
+            if node in self._values and "val" in node.meta:
+                node.meta["val"] = self._values[node]
+        copies: dict[tuple[torch.fx.Node, TensorType], torch.fx.Node] = {}
+        for node in list(graph.nodes):
+            for operand, wanted in self._moved(node):
+                if (operand, wanted) not in copies:
+                    with graph.inserting_before(node):
+                        copies[operand, wanted] = _copy(graph, operand, wanted)
+                node.replace_input_with(operand, copies[operand, wanted])
+
+    def _moved(self, node: torch.fx.Node) -> list[tuple[torch.fx.Node, TensorType]]:
+        """Returns the operands that lie in other layouts than the node read before, and these."""
+        operands, types = _operands(node), self._read.get(node, [])
+        if len(operands) != len(types):
+            return []  # a pass gave it other operands
+        pairs = zip(operands, types, strict=True)
+        return [(x, wanted) for x, wanted in pairs if wanted and _differs_in_strides(x, wanted)]
+
+
+def _operands(node: torch.fx.Node) -> list[torch.fx.Node]:
+    operands: list[torch.fx.Node] = []
+    map_arg((node.args, node.kwargs), operands.append)
+    return operands
+
+
+def _type(operand: torch.fx.Node) -> TensorType | None:
+    value = operand.meta.get("val")
+    return TensorType.of(value) if isinstance(value, torch.Tensor) else None
+
+
+def _differs_in_strides(operand: torch.fx.Node, wanted: TensorType) -> bool:
+    found = _type(operand)
+    if found is None or (found.shape, found.dtype) != (wanted.shape, wanted.dtype):
+        return False
+    strides = [strides_that_matter(t.shape, t.stride) for t in (found, wanted)]
+    return wanted.is_dense and strides[0] != strides[1]
+
+
+def _copy(graph: torch.fx.Graph, operand: torch.fx.Node, wanted: TensorType) -> torch.fx.Node:
+    """Adds a copy of an operand in a dense layout: contiguous once its axes are in that order."""
+    order = _order(wanted)
+    back = sorted(range(len(order)), key=order.__getitem__)
+    made = operand
+    contiguous: dict[str, Any] = {"memory_format": torch.contiguous_format}
+    steps: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = [
+        (aten.permute.default, (order,), {}),
+        (aten.clone.default, (), contiguous),
+        (aten.permute.default, (back,), {}),
+    ]
+    for target, args, kwargs in steps:
+        given = made.meta["val"]
+        made = graph.call_function(target, (made, *args), kwargs)
+        made.meta.update(operand.meta)
+        made.meta["val"] = target(given, *args, **kwargs)
+    return made
+
+
+def _order(type_: TensorType) -> list[int]:
+    """Returns the axes of a dense type, outermost first."""
+    axes = [axis for axis, size in enumerate(type_.shape) if size != 1]
+    order: list[int] = []
+    expected = 1
+    while axes:
+        innermost = next(axis for axis in axes if type_.stride[axis] == expected)
+        axes.remove(innermost)
+        order.insert(0, innermost)
+        expected *= type_.shape[innermost]
+    return [axis for axis, size in enumerate(type_.shape) if size == 1] + order
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,8 @@
 """The deferred inline: calls laid out on one timeline, memory placed, programs written.
 
 link             a program of calls becomes one flat list of launches
-layout           kernel lists relocated to their calls, on one timeline
+layout           kernel lists relocated to their calls, on one timeline, and who owns results
 part_layout      parts that take turns for many flights, laid out once
-lay_out          programs one after the other, and who owns what they return
 placement        where the buffers of a layout lie
 gradient_memory  activations in memory that gradients will fill
 generated_code   a generated function, and how it is bound to memory

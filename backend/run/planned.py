@@ -33,7 +33,7 @@ from ..link.gradient_memory import (
     gradients_of,
     new_host,
 )
-from ..link.lay_out import Results, add_workspaces, handed_on, lay_out, outside_bytes
+from ..link.layout import Results, add_workspaces, handed_on, lay_out, outside_bytes
 from ..link.link import FlatProgram
 from ..link.placement import TOOLS, Tools, planned, planned_overlaid
 from ..link.program_writer import CodeWriter, result_base

@@ -17,7 +17,7 @@ from ...backend.kernels.lower import GpuBackend
 from ...backend.launches.kernel_list import KernelList
 from ...backend.launches.torch_native import NotBuiltError
 from ...backend.link.aligned import UnalignedError
-from ...backend.link.lay_out import lay_out, least_bytes
+from ...backend.link.layout import lay_out, least_bytes
 from ...backend.link.link import FlatProgram, link
 from ...backend.link.placement import Tools
 from ...backend.run.executable import Executable
