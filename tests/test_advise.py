@@ -103,7 +103,7 @@ class Shifted(nn.Module):
 def test_a_number_that_is_an_option_is_to_be_equal_or_a_tensor(skips: bool) -> None:
     layers = [Shifted(shift, skips) for shift in (1, 1, 0)]
     apart = next(k for k in advise(Stack(*layers)).kept_apart if "shift" in k.cause)
-    assert apart.init_argument == "shift=0, not 1 (of Shifted)"
+    assert apart.cause == "attribute shift is 0, not 1"
     assert apart.change.startswith("give all of them the same shift: ")
     assert "a tensor in its place" in apart.change and "torch.where" not in apart.change
 

@@ -55,7 +55,6 @@ class KeptApart:
         paths: the block in question first, then the one that it was compared with.
         num_more: further blocks of the class that are kept apart in the same way.
         cause: the argument, attribute or other fact that differs, with both values.
-        init_argument: the constructor's arguments that set it, with both values, if found.
         origin: the line that sets it, and the constructor's expression, if found.
         read_at: the line that reads it, if found.
         graphs: what became of the two graphs, with the line of the first operator that differs.
@@ -66,7 +65,6 @@ class KeptApart:
     paths: tuple[str, str]
     num_more: int
     cause: str
-    init_argument: str
     origin: str
     read_at: str
     graphs: str
@@ -78,7 +76,6 @@ class KeptApart:
         lines = [f"  {self.class_name}: {self.paths[0]}{other}{more}"]
         rows = (
             ("because", self.cause),
-            ("argument", self.init_argument),
             ("set by", self.origin),
             ("read at", self.read_at),
             ("graphs", self.graphs),

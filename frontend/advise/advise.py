@@ -15,7 +15,6 @@ from ...reuse.errors import door
 from ...reuse.evidence.module_state import module_state
 from ...reuse.ir.program import Closure, Composite, Leaf, Program, count_calls, walk_closures
 from ..capture.capture import capture_candidates
-from ..capture.init_key import InitKeys
 from ..capture.regions import SharingDecision
 from ..checks.example_inputs import check_example
 from ..compiler import Compiler
@@ -175,18 +174,16 @@ def _kept_apart(
         graphs = None
         if pair[0] is not None and pair[1] is not None:
             graphs = graph_difference(pair[0], pair[1])
-        argument = _init_argument(model, decision)
         origin, reader = _attribute_lines(_attribute_owner(model, decision.path, decision.reason))
         yield KeptApart(
             class_name=decision.class_name,
             paths=(decision.path, decision.compared_with),
             num_more=alike[kind] - 1,
             cause=decision.reason,
-            init_argument=argument,
             origin=origin,
             read_at=reader,
             graphs=f"the block {decision.shares}" if decision.shares else _graph_text(graphs),
-            change=_change(decision.reason, graphs, argument),
+            change=_change(decision.reason, graphs),
         )
 
 
@@ -217,28 +214,6 @@ def _attribute_lines(owner: tuple[nn.Module, str] | None) -> tuple[str, str]:
     return set_at(type(module), name), read_at(type(module), name)
 
 
-def _init_argument(model: nn.Module, decision: SharingDecision) -> str:
-    """Names the constructor's arguments that set what differs, with both values if they show."""
-    pair = [
-        _attribute_owner(model, path, decision.reason)
-        for path in (decision.path, decision.compared_with)
-    ]
-    if pair[0] is None or pair[1] is None:
-        return ""
-    keys = InitKeys()
-    constructor = keys.constructor(type(pair[0][0]))
-    names = constructor.used.get(pair[0][1], frozenset()) if constructor is not None else ()
-    mine, other = keys.key(pair[0][0]), keys.key(pair[1][0])
-    texts = []
-    for name in sorted(names):
-        value, before = mine.argument(name), other.argument(name)
-        if value is None or before is None:
-            texts.append(name)
-        elif value.identity != before.identity:
-            texts.append(f"{value}, not {before.text}")
-    return f"{'; '.join(texts)} (of {mine.class_name})" if texts else ""
-
-
 def _graph_text(graphs: GraphDifference | None) -> str:
     if graphs is None:
         return ""
@@ -253,7 +228,7 @@ def _graph_text(graphs: GraphDifference | None) -> str:
     return texts[graphs.kind]
 
 
-def _change(reason: str, graphs: GraphDifference | None, argument: str) -> str:
+def _change(reason: str, graphs: GraphDifference | None) -> str:
     if graphs is not None and graphs.kind == "none":
         return _CHANGES["none"]
     for words, change in _CAUSES:
@@ -262,11 +237,10 @@ def _change(reason: str, graphs: GraphDifference | None, argument: str) -> str:
     if graphs is None:
         return ""
     by_number = graphs.kind == "operator" and _NUMBERS.search(reason)
-    return _CHANGES["number" if by_number else graphs.kind].format(what=_what(reason, argument))
+    return _CHANGES["number" if by_number else graphs.kind].format(what=_what(reason))
 
 
-def _what(reason: str, argument: str) -> str:
-    """Names what differs: the constructor's argument, else the attribute."""
-    name = re.match(r"\w+", argument)
+def _what(reason: str) -> str:
+    """Names the attribute that differs."""
     attribute = _ATTRIBUTE.match(reason)
-    return name[0] if name is not None else attribute["path"] if attribute is not None else "value"
+    return "value" if attribute is None else attribute["path"]

@@ -1,25 +1,22 @@
-"""The key of a block: its class and the arguments that its constructor was given.
+"""The key of a block: its class and the arguments of its constructor, as an instance shows them.
 
-An instance is asked what it shows of them: ``self.heads = heads``, ``self.norm = Norm(width)``.
-Nothing is recorded while a model is built, so instances made before the mark have a key as well,
-and a value that was changed since counts as it is now. The key only proposes which instances are
-alike: evidence decides.
+An argument shows where the instance, or a module inside it, holds something under the name of the
+parameter (``self.heads = heads``). Nothing is recorded while a model is built, so instances made
+before the mark have a key as well, and a value that was changed since counts as it is now. The key
+only proposes which instances are alike: evidence decides.
 """
 
 from __future__ import annotations
 
-import ast
 import inspect
-import textwrap
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from ...reuse.evidence.module_state import module_state
+from ...reuse.evidence.module_state import module_state, walk_modules
 
 _MAX_DEPTH = 4
 _MAX_TEXT = 40
@@ -90,190 +87,52 @@ class InitKeys:
     """Reads the keys of instances; each class's constructor is looked at once."""
 
     def __init__(self) -> None:
-        self._constructors: dict[type, _Constructor | None] = {}
+        self._parameters: dict[type, Mapping[str, Any]] = {}
 
     def key(self, module: nn.Module) -> InitKey:
         """Returns the key of an instance."""
         cls = type(module)
-        constructor = self.constructor(cls)
-        if constructor is None:
-            return InitKey(cls.__name__)
+        if cls not in self._parameters:
+            self._parameters[cls] = _parameters(cls)
         found = []
-        for name, default in constructor.defaults.items():
-            value = self._shown(module, cls, name, _MAX_DEPTH)
+        places = _near(module)
+        for name, default in self._parameters[cls].items():
+            held = (_held(place, name) for place in places)
+            value = next((v for v in held if v is not _UNKNOWN), _UNKNOWN)
             if value is not _UNKNOWN:
                 text, identity = _described(value)
                 found.append(InitArgument(name, text, identity, _is_same(value, default)))
         return InitKey(cls.__name__, tuple(found))
 
-    def constructor(self, cls: type) -> _Constructor | None:
-        """Returns what the source of a class says about its constructor, if it can be read."""
-        if cls not in self._constructors:
-            self._constructors[cls] = _Constructor.of(cls)
-        return self._constructors[cls]
 
-    def _shown(self, module: nn.Module, cls: type, name: str, depth: int) -> Any:
-        """Returns the argument of one parameter as an instance shows it, or _UNKNOWN."""
-        constructor = self.constructor(cls)
-        if constructor is None or depth == 0:
-            return _UNKNOWN
-        for attribute in constructor.attributes.get(name, ()):
-            value = _held(module, attribute)
-            if value is not _UNKNOWN:
-                return value
-        for place, call in constructor.calls.get(name, ()):
-            child = module if place is None else _held(module, place)
-            kind = constructor.base if place is None else type(child)
-            if isinstance(child, nn.Module) and kind is not None:
-                inner = self._parameter(kind, call, name)
-                shown = self._shown(child, kind, inner, depth - 1) if inner else _UNKNOWN
-                if shown is not _UNKNOWN:
-                    return shown
-        return _UNKNOWN
-
-    def _parameter(self, cls: type, call: ast.Call, name: str) -> str:
-        """Returns which parameter of a class a call hands the variable of some name to."""
-        for keyword in call.keywords:
-            if keyword.arg is not None and _is_name(keyword.value, name):
-                return keyword.arg
-        constructor = self.constructor(cls)
-        names = [] if constructor is None else list(constructor.defaults)
-        for position, argument in enumerate(call.args[: len(names)]):
-            if isinstance(argument, ast.Starred):
-                break
-            if _is_name(argument, name):
-                return names[position]
-        return ""
+def _parameters(cls: type) -> Mapping[str, Any]:
+    """Returns the parameters of a module class's constructor, with their defaults."""
+    owner = next((base for base in cls.__mro__ if "__init__" in vars(base)), object)
+    init = vars(owner).get("__init__")
+    if owner in (nn.Module, object) or not inspect.isfunction(init):
+        return {}
+    try:
+        parameters = list(inspect.signature(init).parameters.values())[1:]
+    except (TypeError, ValueError):
+        return {}
+    return {
+        p.name: p.default for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+    }
 
 
-@dataclass(frozen=True)
-class _Constructor:
-    """What the source of a constructor says about its parameters.
+def _near(module: nn.Module) -> list[nn.Module]:
+    """Returns a module and those inside it, the nearest first."""
+    places = ((path.count(".") + bool(path), one) for path, one in walk_modules(module))
+    near = (place for place in places if place[0] <= _MAX_DEPTH)
+    return [one for _, one in sorted(near, key=lambda place: place[0])]
 
-    Attributes:
-        defaults: the parameters, with their defaults.
-        attributes: for each, the attributes that are set to it as it is.
-        calls: for each, the attributes that are set to the result of a call which is given it as
-            it is; None stands for the constructor of the base class.
-        base: the class whose constructor ``super().__init__`` is.
-        used: for each attribute, the parameters that the expression it is set to speaks of.
+
+def _held(module: nn.Module, name: str) -> Any:
+    """Returns what a module holds under a name, without running any code of its class.
+
+    A parameter or a module is seldom what the argument of its name was (``bias=True``).
     """
-
-    defaults: Mapping[str, Any]
-    attributes: Mapping[str, Sequence[str]]
-    calls: Mapping[str, Sequence[tuple[str | None, ast.Call]]]
-    base: type | None
-    used: Mapping[str, frozenset[str]]
-
-    @classmethod
-    def of(cls, kind: type) -> _Constructor | None:
-        owner = next((base for base in kind.__mro__ if "__init__" in vars(base)), object)
-        init = vars(owner).get("__init__")
-        if owner in (nn.Module, object) or not inspect.isfunction(init):
-            return None
-        try:
-            parameters = list(inspect.signature(init).parameters.values())[1:]
-            tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(init))))
-        except (OSError, SyntaxError, TypeError, ValueError):
-            return None
-        plain = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-        names = {p.name: p.default for p in plain}
-        attributes: dict[str, list[str]] = {}
-        calls: dict[str, list[tuple[str | None, ast.Call]]] = {}
-        used: dict[str, frozenset[str]] = {}
-        for attribute, value in _assignments(tree):
-            used.setdefault(attribute, frozenset(_names(value)) & names.keys())
-            if isinstance(value, ast.Name):
-                attributes.setdefault(value.id, []).append(attribute)
-            elif isinstance(value, ast.Call):
-                for name in _given(value):
-                    calls.setdefault(name, []).append((attribute, value))
-        for call in _base_calls(tree):
-            for name in _given(call):
-                calls.setdefault(name, []).append((None, call))
-        base = kind.__mro__[kind.__mro__.index(owner) + 1]
-        return cls(names, attributes, calls, base, used)
-
-
-def _assignments(tree: ast.AST) -> Iterator[tuple[str, ast.expr]]:
-    """Yields what an instance holds and the expression that made it, with the place in a list."""
-    appended: Counter[str] = Counter()
-    for attribute, value in _plain_assignments(tree):
-        yield attribute, value
-        items = value.args if isinstance(value, ast.Call) else []
-        if len(items) == 1 and isinstance(items[0], (ast.List, ast.Tuple)):
-            items = items[0].elts
-        yield from ((f"{attribute}.{index}", item) for index, item in enumerate(items))
-    for node in ast.walk(tree):
-        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
-            continue
-        listed = node.func.value
-        if (
-            node.func.attr == "append"
-            and isinstance(listed, ast.Attribute)
-            and _is_name(listed.value, "self")
-        ):
-            yield f"{listed.attr}.{appended[listed.attr]}", node.args[0]
-            appended[listed.attr] += 1
-
-
-def _plain_assignments(tree: ast.AST) -> Iterator[tuple[str, ast.expr]]:
-    """Yields every ``self.attribute = value``."""
-    for node in ast.walk(tree):
-        if not isinstance(node, (ast.Assign, ast.AnnAssign)) or node.value is None:
-            continue
-        for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
-            for part, value in _pairs(target, node.value):
-                if isinstance(part, ast.Attribute) and _is_name(part.value, "self"):
-                    yield part.attr, value
-
-
-def _pairs(target: ast.expr, value: ast.expr) -> list[tuple[ast.expr, ast.expr]]:
-    """Pairs what is assigned with what it is assigned to: ``self.a, self.b = a, b``."""
-    if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple):
-        return list(zip(target.elts, value.elts, strict=False))
-    return [(target, value)]
-
-
-def _base_calls(tree: ast.AST) -> Iterator[ast.Call]:
-    """Yields every ``super().__init__(...)``."""
-    for node in ast.walk(tree):
-        if (
-            isinstance(node, ast.Call)
-            and isinstance(node.func, ast.Attribute)
-            and node.func.attr == "__init__"
-            and isinstance(node.func.value, ast.Call)
-            and _is_name(node.func.value.func, "super")
-        ):
-            yield node
-
-
-def _given(call: ast.Call) -> Iterator[str]:
-    for value in (*call.args, *(keyword.value for keyword in call.keywords)):
-        if isinstance(value, ast.Name):
-            yield value.id
-
-
-def _names(value: ast.expr) -> Iterator[str]:
-    return (node.id for node in ast.walk(value) if isinstance(node, ast.Name))
-
-
-def _is_name(node: ast.AST, name: str) -> bool:
-    return isinstance(node, ast.Name) and node.id == name
-
-
-def _held(module: nn.Module, path: str) -> Any:
-    """Returns what a module holds under a path, without running any code of its class."""
-    outer, _, name = path.rpartition(".")
-    if outer:
-        module = _held(module, outer)
-    if not isinstance(module, nn.Module):
-        return _UNKNOWN
-    state = module_state(module)
-    for table in (state, state["_parameters"], state["_buffers"], state["_modules"]):
-        if name in table:
-            return table[name]
-    return _UNKNOWN
+    return module_state(module).get(name, _UNKNOWN)
 
 
 def _described(value: Any) -> tuple[str, str | int]:
