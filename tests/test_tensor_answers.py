@@ -367,3 +367,92 @@ def test_every_listed_name_is_one_of_a_tensors() -> None:
     listed = [name for table in (ANSWERS, OPERATORS) for names in table.values() for name in names]
     assert len(listed) == len(set(listed))
     assert len([name for name in listed if not hasattr(Tensor, name)]) <= 2
+
+
+class Holder:
+    kept: Tensor
+
+
+HELD: Any = None
+
+
+class Asking(nn.Module):
+    """Computes with what a tensor says, not with the tensor."""
+
+    def __init__(self, where: str, ask: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.where, self.ask, self.linear = where, ask, nn.Linear(3, 3)
+
+    def hold(self, tensor: Tensor) -> None:
+        global HELD
+        HELD, Holder.kept = tensor, tensor
+        self.items, self.table, self.plain = [tensor], {"key": (tensor,)}, tensor
+        self.parameter = nn.Parameter(tensor) if tensor.is_floating_point() else None
+        self.register_buffer("buffer", tensor)
+        self.captured = lambda: tensor
+        self.default = lambda value=tensor: value
+
+    def found(self) -> Tensor:
+        ways: dict[str, Callable[[], Any]] = {
+            "parameter": lambda: self.parameter,
+            "buffer": lambda: self.buffer,
+            "attribute": lambda: self.plain,
+            "list": lambda: self.items[0],
+            "tuple in a dictionary": lambda: self.table["key"][0],
+            "global": lambda: HELD,
+            "class": lambda: Holder.kept,
+            "captured": lambda: self.captured(),
+            "default": lambda: self.default(),
+        }
+        return ways[self.where]()  # type: ignore[no-any-return]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) + float(self.ask(self.found()))
+
+
+ASKED: dict[str, Callable[[Tensor], Any]] = {
+    "shape": lambda t: t.shape[0],
+    "numel": lambda t: t.numel(),
+    "stride": lambda t: t.stride(0),
+    "contiguous": lambda t: t.is_contiguous(),
+    "dtype": lambda t: t.element_size(),
+    "requires_grad": lambda t: t.requires_grad,
+    "attribute": lambda t: t.scale,
+    "attribute by name": lambda t: getattr(t, "scale", 0),
+}
+
+
+def put_data(data: Tensor) -> Callable[[Tensor], Any]:
+    return lambda tensor: setattr(tensor, "data", data)
+
+
+CHANGES: tuple[Callable[[Tensor], Any], ...] = (
+    lambda tensor: setattr(tensor, "scale", 2.0),
+    put_data(torch.ones(5)),
+    put_data(torch.ones(10)[::2]),
+    put_data(torch.ones(5, dtype=torch.float64)),
+    lambda tensor: tensor.requires_grad_(not tensor.requires_grad),
+    lambda tensor: setattr(tensor, "scale", 3.0),
+)
+
+
+WHERE = ("parameter", "buffer", "attribute", "list", "tuple in a dictionary")
+WHERE += ("global", "class", "captured", "default")
+
+
+@pytest.mark.parametrize("ask", ASKED)
+@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.sweep(keep=["[buffer", "shape]"])
+def test_a_tensor_that_no_operator_takes_is_asked_again(where: str, ask: str) -> None:
+    model = Asking(where, ASKED[ask])
+    model.hold(torch.ones(3))
+    model.found().scale = 1.0  # type: ignore[attr-defined]
+    run, x = lazyinline.compile(model, backend="eager"), torch.ones(2, 3)
+    assert_same(run(x), model(x))
+    assert not run.last_report.ran_eagerly
+    for change in CHANGES:
+        change(model.found())
+        assert_same(run(x), model(x))
+    again = run.last_report
+    assert_same(run(x), model(x))
+    assert run.last_report is again

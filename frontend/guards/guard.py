@@ -88,6 +88,9 @@ class Guard:
         held = enumerate(self.tensors)
         self._held_elsewhere = [(i, t) for i, t in held if self._evidence.holds(t)]
         self._layouts_of_tensors = TensorLayouts(self.tensors)
+        # No operator takes these, but code may have asked for a shape.
+        self._asked = [t for t in self._evidence.tensors if have_own_memory([t])]
+        self._layouts_of_asked = TensorLayouts(self._asked)
         self._written = _written_tensors(captured.program)
         self._sharing = self._memories(leaves)
         self._memory: list[int] | None = None
@@ -152,6 +155,9 @@ class Guard:
             checks.entry(table, name, table[name])
         tensors, layouts = self.tensors, self._layouts_of_tensors
         checks.holds(lambda: layouts.same(tensors))
+        asked, layouts_of_asked = self._asked, self._layouts_of_asked
+        if asked:
+            checks.holds(lambda: layouts_of_asked.same(asked))
         return checks.function(self._hold)
 
     def is_bound_to_present(self) -> bool:
@@ -165,6 +171,8 @@ class Guard:
         with self._lock:
             self._unchanged, self._memory, self._num_changes = _unknown, None, 0
             self._evidence.let_go()
+            held = set(map(id, self._evidence.tensors))
+            self._asked = [t for t in self._asked if id(t) in held]
             if not all(map(operator.is_, self._present(), self._placed)):
                 self._placed, self.tensors = [None] * len(self._placed), []
 
@@ -190,7 +198,13 @@ class Guard:
             return True
 
     def _same_values(self) -> bool:
-        return self._same_structure() and self._evidence.still_holds() and self.rebind()
+        return (
+            self._same_structure()
+            and self._evidence.still_holds()
+            and have_own_memory(self._asked)
+            and self._layouts_of_asked.same(self._asked)
+            and self.rebind()
+        )
 
     def differences(self, leaves: Sequence[Any], names: Sequence[str]) -> list[Difference]:
         """Says, for people, how a call and the model as it is now differ from what it fits."""

@@ -45,6 +45,9 @@ class RootEvidence:
         reads: of the whole run.
         modules: ``id`` of those at whose class, mode, children and hooks the guard looks itself.
         placed: ``id`` of each tensor whose place the guard looks up itself.
+
+    Attributes:
+        tensors: the others that code was handed: it may have asked for a shape, or may next time.
     """
 
     def __init__(self, reads: Reads, modules: Collection[int], placed: Collection[int]) -> None:
@@ -72,6 +75,12 @@ class RootEvidence:
         self._add_methods(names)
         self._add_functions(reads, names)
         self._add_environment(reads.environment())
+        found = [r.value for r in reads.attributes.values() if isinstance(r.value, torch.Tensor)]
+        found += self._contents.tensors()
+        self.tensors = [*{id(t): t for t in found if id(t) not in placed}.values()]
+        for tensor in self.tensors:
+            if not names.isdisjoint(vars(tensor)):
+                self._contents.look_into(vars(tensor))
 
     @property
     def iterators(self) -> list[Any]:
@@ -165,7 +174,7 @@ class RootEvidence:
 
     def _add_getters(self, names: Collection[str]) -> None:
         """Adds what objects written in C say under the names that code speaks of."""
-        for value in self._contents.opaque.values():
+        for value in list(self._contents.opaque.values()):
             for name in getters_of(type(value), names):
                 self._add_part(value, name)
 
@@ -234,7 +243,9 @@ class RootEvidence:
             for i, value in enumerate(values):
                 if isinstance(value, torch.Tensor):
                     now = kind.get(tables[i], names[i])  # type: ignore[attr-defined]
-                    values[i] = value if now is value else object()
+                    if now is not value:
+                        self.tensors = [t for t in self.tensors if t is not value]
+                        values[i] = object()
 
     # ---- is it still so? ---------------------------------------------------------------------
 

@@ -103,6 +103,10 @@ class Snapshot:
         """Whether an object was looked into, or is held by one that was."""
         return id(value) in self._seen
 
+    def tensors(self) -> list[torch.Tensor]:
+        """Returns the tensors among what was looked into."""
+        return [value for value in self._seen.values() if isinstance(value, torch.Tensor)]
+
     def _note(self, value: Any) -> list[Any]:
         """Keeps what a value holds itself; returns what it leads to."""
         found: list[Any] = []
