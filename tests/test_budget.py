@@ -11,7 +11,7 @@ CEILINGS: dict[str, tuple[int, int]] = {
     "autodiff": (7_000, 57),
     "recompute": (1_750, 10),
     "pipeline_parallel": (3_600, 25),
-    "backend": (12_450, 76),
+    "backend": (12_300, 73),
 }
 SUFFIXES = (".py", ".cpp", ".h", ".js", ".css", ".html", ".jinja")
 SLACK = 300  # a ceiling further above than this has not been lowered

@@ -17,9 +17,13 @@ from torch import Tensor, nn
 import lazyinline
 from lazyinline import CacheError
 from lazyinline.backend.files import ownership, torch_folder
-from lazyinline.backend.files.atomic_write import is_whole_object
 from lazyinline.backend.files.disk import DiskCache
-from lazyinline.backend.files.torch_folder import DamagedObjectError, own_folder, sound_object
+from lazyinline.backend.files.torch_folder import (
+    DamagedObjectError,
+    is_whole_object,
+    own_folder,
+    sound_object,
+)
 from lazyinline.backend.kernels import torch_builds
 from lazyinline.backend.launches import torch_native
 from lazyinline.reuse.errors import CacheWarning

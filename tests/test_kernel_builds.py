@@ -1,8 +1,6 @@
 """Many kernels in one C++ file: the same bits, built once, and damage costs only time."""
 
-import json
 import pathlib
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,13 +11,14 @@ import torch
 from torch import Tensor, nn
 
 import lazyinline
+from lazyinline.backend.files.disk import open_store
 from lazyinline.backend.kernels import torch_builds
-from lazyinline.backend.kernels.built_index import KernelIndex
-from lazyinline.backend.kernels.bundles import Bundles, Promise, kept
+from lazyinline.backend.kernels.bundles import BuiltKernels, Bundles, Promise, kept
 from lazyinline.backend.kernels.source import HEADER, KernelSource, bundle_text, kernel_source
 from lazyinline.backend.kernels.torch_builds import build_file, deferred_builds
 from lazyinline.backend.launches import torch_facts, torch_native
 from lazyinline.backend.launches.built_kernel import BuiltKernel
+from lazyinline.reuse.errors import CacheWarning
 
 TYPES = ["const float*", "float*", "int64_t"]
 
@@ -83,14 +82,18 @@ def bundles_in(folder: pathlib.Path, built: list[str], num_threads: int = 2) -> 
     def alone(types: Any, text: str) -> Any:
         pytest.fail("nothing is to be built alone")
 
-    return Bundles(lambda: KernelIndex(folder, "test"), build, alone, num_threads)
+    return Bundles(lambda: known_in(folder), build, alone, num_threads)
+
+
+def known_in(folder: pathlib.Path, setting: str = "test") -> BuiltKernels:
+    return BuiltKernels(open_store(folder), setting)
 
 
 @pytest.fixture
 def folder(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.Path:
-    """An index in a fresh cache of Inductor's."""
+    """A store in a fresh cache of Inductor's."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    return tmp_path / "lazyinline_kernels"
+    return tmp_path / "lazyinline"
 
 
 # ---- the same numbers ------------------------------------------------------------------------
@@ -101,7 +104,7 @@ def test_kernels_of_one_file_give_the_bits_of_kernels_built_alone() -> None:
     from torch._inductor.codecache import CppPythonBindingsCodeCache
 
     built: list[str] = []
-    bundles = bundles_in(torch_index(), built)
+    bundles = bundles_in(store_of_torch(), built)
     together = [bundles.ask(source_of(text)) for text in BODIES]
     bundles.finish()
     x = torch.randn(4096)
@@ -112,10 +115,10 @@ def test_kernels_of_one_file_give_the_bits_of_kernels_built_alone() -> None:
         assert torch.equal(result_of(kernel, x), result_of(alone, x))
 
 
-def torch_index() -> pathlib.Path:
+def store_of_torch() -> pathlib.Path:
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
-    return pathlib.Path(cache_dir()) / "lazyinline_kernels"
+    return pathlib.Path(cache_dir()) / "lazyinline"
 
 
 class Block(nn.Module):
@@ -201,7 +204,7 @@ def test_every_source_that_is_built_names_its_kind_of_cpu(monkeypatch: pytest.Mo
     monkeypatch.setattr(
         CppPythonBindingsCodeCache, "load_pybinding", lambda types, text: built.append(text)
     )
-    monkeypatch.setattr(KernelIndex, "find", lambda *_: None)
+    monkeypatch.setattr(BuiltKernels, "find", lambda *_: None)
     here = sources()
     for module in (torch_facts, torch_builds):
         monkeypatch.setattr(module, "cpu_kind", lambda: "another")
@@ -262,10 +265,10 @@ def test_a_second_compile_builds_nothing(folder: pathlib.Path) -> None:
 @pytest.mark.sweep
 def test_another_setting_builds_anew(folder: pathlib.Path) -> None:
     source = source_of(BODIES[0])
-    index = KernelIndex(folder, "these flags")
-    index.keep([source], build_file(bundle_text([source], "these flags")))
-    assert index.find(source) is not None
-    assert KernelIndex(folder, "other flags").find(source) is None
+    known = known_in(folder, "these flags")
+    known.keep([source], build_file(bundle_text([source], "these flags")))
+    assert known.find(source) is not None
+    assert known_in(folder, "other flags").find(source) is None
 
 
 PROCESS = """
@@ -343,75 +346,67 @@ def test_a_compile_that_is_given_up_leaves_kernels_that_can_be_made(folder: path
     assert torch.allclose(result_of(promise.result(), x), x.tanh() / (x.abs() + 3))
 
 
-def truncate(entry: pathlib.Path, shared_object: pathlib.Path) -> None:
+def truncate(folder: pathlib.Path) -> None:
+    (shared_object,) = folder.glob("objects/*.so")
     half = shared_object.read_bytes()[:1000]
-    shared_object.unlink()  # this process has it mapped
+    shared_object.unlink()  # this process may have it mapped
     shared_object.write_bytes(half)
 
 
-def remove(entry: pathlib.Path, shared_object: pathlib.Path) -> None:
-    shared_object.unlink()
-
-
-def garble(entry: pathlib.Path, shared_object: pathlib.Path) -> None:
+def garble(folder: pathlib.Path) -> None:
+    (entry,) = folder.glob("entries/[0-9a-f]*")
     entry.write_text("{")
 
 
-def empty(entry: pathlib.Path, shared_object: pathlib.Path) -> None:
-    entry.write_text(json.dumps({"object": 3}))
+def name_another_file(folder: pathlib.Path) -> None:
+    store = open_store(folder)
+    (entry,) = folder.glob("entries/[0-9a-f]*")
+    theirs = folder.parent / "thesis.so"
+    theirs.write_text("two years of work")
+    assert store is not None
+    store.write(entry.name, "../../thesis")
 
 
-@pytest.mark.parametrize("damage", [truncate, remove, garble, empty])
+def name_another_object(folder: pathlib.Path) -> None:
+    store, other = open_store(folder), source_of(BODIES[0])
+    (entry,) = folder.glob("entries/[0-9a-f]*")
+    assert store is not None
+    store.write(entry.name, store.write_object(build_file(bundle_text([other], "test"))))
+
+
+# A store is damaged in every way in test_cache.py.
+@pytest.mark.parametrize("damage", [truncate, garble, name_another_file, name_another_object])
 @pytest.mark.sweep(keep="garble")
 def test_what_is_damaged_is_built_again(
-    damage: Callable[[pathlib.Path, pathlib.Path], None], folder: pathlib.Path
+    damage: Callable[[pathlib.Path], None], folder: pathlib.Path
 ) -> None:
     source = source_of(text_of("for (int64_t i = 0; i < n; ++i) out_ptr0[i] = in_ptr0[i] * 2;"))
     # Another setting: what a process has loaded stays loaded, whatever becomes of its file.
-    first = KernelIndex(folder, damage.__name__)
-    first.keep([source], build_file(bundle_text([source], damage.__name__)))
-    (entry,) = folder.glob("*.json")
-    damage(entry, folder.parent / json.loads(entry.read_text())["object"])
+    setting = damage.__name__
+    known_in(folder, setting).keep([source], build_file(bundle_text([source], setting)))
+    damage(folder)
     built: list[str] = []
     bundles = Bundles(
-        lambda: KernelIndex(folder, damage.__name__),
+        lambda: known_in(folder, setting),
         lambda text: built.append(text) or build_file(text),  # type: ignore[func-returns-value]
         lambda *_: pytest.fail("nothing is to be built alone"),
         1,
     )
-    promise = bundles.ask(source)
+    with pytest.warns(CacheWarning, match="will be made anew"):
+        promise = bundles.ask(source)
     bundles.finish()
     assert built
     assert torch.equal(result_of(promise.result(), torch.ones(8)), torch.full((8,), 2.0))
-    assert KernelIndex(folder, damage.__name__).find(source) is not None
+    assert known_in(folder, setting).find(source) is not None
+    if damage is name_another_file:
+        assert (folder.parent / "thesis.so").read_text() == "two years of work"
 
 
-def test_an_entry_that_names_a_file_elsewhere_harms_nothing(
-    folder: pathlib.Path, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    theirs = tmp_path_factory.mktemp("theirs") / "thesis.so"
-    theirs.write_text("two years of work")
-    source = source_of(BODIES[0])
-    index = KernelIndex(folder, "test")
-    index.keep([source], build_file(bundle_text([source], "test")))
-    (entry,) = folder.glob("*.json")
-    entry.write_text(json.dumps({"object": str(theirs), "digest": "0"}))
-    assert index.find(source) is None
-    assert theirs.exists() and not entry.exists()
-
-
-def test_an_object_elsewhere_is_not_loaded(
-    folder: pathlib.Path, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    source = source_of(BODIES[0])
-    index = KernelIndex(folder, "test")
-    built = build_file(bundle_text([source], "test"))
-    index.keep([source], built)
-    (entry,) = folder.glob("*.json")
-    assert index.find(source) is not None
-    theirs = tmp_path_factory.mktemp("theirs") / built.name
-    shutil.copy(built, theirs)
-    said = {**json.loads(entry.read_text()), "object": str(theirs)}
-    entry.write_text(json.dumps(said))
-    assert index.find(source) is None
-    assert theirs.exists() and not entry.exists()
+def test_kernels_are_built_where_no_store_can_be(folder: pathlib.Path) -> None:
+    folder.write_text("")  # a file where the folder should be
+    with pytest.warns(CacheWarning, match="The cache is not used"):
+        bundles = bundles_in(folder, [])
+        promise = bundles.ask(source_of(BODIES[0]))
+    bundles.finish()
+    x = torch.randn(64)
+    assert torch.allclose(result_of(promise.result(), x), x.exp() * x + 0.1)

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import base64
 import operator
-from collections.abc import Callable, Sequence
-from typing import Any, Literal, cast
+from collections.abc import Callable
+from dataclasses import fields, replace
+from typing import Any, Literal
 
+import sympy
 import torch
 import torch.fx
 
@@ -19,16 +21,18 @@ from ...autodiff.leaf_derivative import Derivative
 from ...reuse.ir.leaf import DEFAULT_STAMP, Stamp, stamp_of
 from ...reuse.ir.program import Leaf
 from ...reuse.ir.torch_graphs import module_of
-from ...reuse.ir.types import StructType, TensorType, Type
+from ...reuse.ir.types import StructType, TensorType
 from ...reuse.torch_names import memory_id
 from ..gpu.torch_triton import MachineCode
 from ..gpu.triton_kernel import TritonKernel
 from ..launches import torch_facts
+from ..launches.built_kernel import BuiltKernel
 from ..launches.kernel_list import BufferInfo, KernelList, Launch, View
 from ..launches.native_ops import with_native
 
-ObjectOf = Callable[[Any], Any]
-KernelOf = Callable[[Any], Any]
+Encode = Callable[[Any], Any]
+Decode = Callable[[str, Any], Any]
+Coded = tuple[str, Callable[[Any], Any], Callable[[Any], Any]]
 
 
 class NotCacheableError(Exception):
@@ -41,116 +45,90 @@ class MalformedError(Exception):
 
 # ---- values --------------------------------------------------------------------------------
 
-_DTYPES = {str(t): t for t in vars(torch).values() if isinstance(t, torch.dtype)}
-_LAYOUTS = {str(t): t for t in vars(torch).values() if isinstance(t, torch.layout)}
-_FORMATS = {str(t): t for t in vars(torch).values() if isinstance(t, torch.memory_format)}
-_NAMED: tuple[tuple[str, type, dict[str, Any]], ...] = (
-    ("dtype", torch.dtype, _DTYPES),
-    ("layout", torch.layout, _LAYOUTS),
-    ("format", torch.memory_format, _FORMATS),
-)
+
+def _one_of_few(kind: type) -> Coded:
+    """Says how to code what PyTorch has one object of each of."""
+    known = {str(value): value for value in vars(torch).values() if isinstance(value, kind)}
+    return kind.__name__, str, known.__getitem__
 
 
-def encode_value(value: Any, wire: Callable[[Any], Any] | None = None) -> Any:
-    """Encodes an operand: constants with their type, lists, and what ``wire`` knows."""
-    kind = type(value)
-    if value is None or kind is bool or kind is int or kind is str:
+def _record(kind: type) -> Coded:
+    """Says how to code what is no more than its fields."""
+    names = [field.name for field in fields(kind)]
+    return kind.__name__, lambda x: [getattr(x, name) for name in names], lambda made: kind(*made)
+
+
+def _complex_of(parts: list[str]) -> complex:
+    return complex(*map(float.fromhex, parts))
+
+
+_PLAIN = (type(None), bool, int, str)  # as JSON has them; a list of JSON is a tuple
+# How a value of a kind is named, written and read: what is whole, and what has parts.
+_WHOLE: dict[type, Coded] = {
+    float: ("float", float.hex, float.fromhex),
+    complex: ("complex", lambda z: [z.real.hex(), z.imag.hex()], _complex_of),
+    bytes: ("bytes", lambda b: base64.b64encode(b).decode(), base64.b64decode),
+    torch.device: ("device", str, torch.device),
+    **{kind: _one_of_few(kind) for kind in (torch.dtype, torch.layout, torch.memory_format)},
+}
+_PARTS: dict[type, Coded] = {
+    list: ("list", list, list),
+    dict: ("dict", lambda d: list(d.items()), dict),
+    slice: ("slice", lambda s: [s.start, s.stop, s.step], lambda made: slice(*made)),
+    **{kind: _record(kind) for kind in (TensorType, StructType, Stamp, View, BufferInfo)},
+    **{kind: _record(kind) for kind in (Launch, KernelList, TritonKernel, MachineCode)},
+}
+_READ_WHOLE = {name: read for name, _, read in _WHOLE.values()}
+_READ_PARTS = {name: read for name, _, read in _PARTS.values()}
+
+
+def encode_value(value: Any, own: Encode | None = None) -> Any:
+    """Encodes a value with its type; ``own`` does what it knows, and returns None for the rest."""
+    kind: type = next((k for k in (list, dict) if isinstance(value, k)), type(value))
+    if kind in _PLAIN:
         return value
-    if kind is float:
-        return {"float": value.hex()}
-    if kind is complex:
-        return {"complex": [value.real.hex(), value.imag.hex()]}
-    if isinstance(value, list):
-        return [encode_value(item, wire) for item in value]
     if kind is tuple or kind is torch.Size:
-        return {"tuple": [encode_value(item, wire) for item in value]}
-    if isinstance(value, dict):
-        if not all(type(k) is str for k in value):
-            raise NotCacheableError("a dictionary whose keys are not text")
-        return {"dict": [[k, encode_value(v, wire)] for k, v in value.items()]}
-    if kind is slice:
-        parts = (value.start, value.stop, value.step)
-        return {"slice": [encode_value(item, wire) for item in parts]}
-    if kind is torch.device:
-        return {"device": str(value)}
-    for name, type_, known in _NAMED:
-        if kind is type_ and str(value) in known:
-            return {name: str(value)}
-    if wire is not None and (encoded := wire(value)) is not None:
+        return [encode_value(item, own) for item in value]
+    if own is not None and (encoded := own(value)) is not None:
         return encoded
+    if kind in _WHOLE:
+        name, write, _ = _WHOLE[kind]
+        return {name: write(value)}
+    if kind in _PARTS:
+        name, write, _ = _PARTS[kind]
+        return {name: [encode_value(part, own) for part in write(value)]}
+    if callable(value):
+        return {"torch": _function_name(value)}
+    if isinstance(value, (torch.SymInt, sympy.Expr)):
+        raise NotCacheableError("a symbolic size")
     raise NotCacheableError(f"an operand of type {kind.__name__}")
 
 
-def decode_value(data: Any, unwire: Callable[[str, Any], Any] | None = None) -> Any:
+def decode_value(data: Any, own: Decode | None = None) -> Any:
     """Reads what :func:`encode_value` wrote."""
-    if data is None or isinstance(data, (bool, int, str)):
+    if type(data) in _PLAIN:
         return data
     if isinstance(data, list):
-        return [decode_value(item, unwire) for item in data]
+        return tuple(decode_value(item, own) for item in data)
     ((name, inner),) = data.items()
-    if name == "float":
-        return float.fromhex(inner)
-    if name == "complex":
-        return complex(*map(float.fromhex, inner))
-    if name == "tuple":
-        return tuple(decode_value(item, unwire) for item in inner)
-    if name == "dict":
-        return {k: decode_value(v, unwire) for k, v in inner}
-    if name == "slice":
-        return slice(*(decode_value(item, unwire) for item in inner))
-    if name == "device":
-        return torch.device(inner)
-    for named, _, known in _NAMED:
-        if name == named:
-            return known[inner]
-    if unwire is None:
+    if name in _READ_WHOLE:
+        return _READ_WHOLE[name](inner)
+    if name in _READ_PARTS:
+        return _READ_PARTS[name]([decode_value(part, own) for part in inner])
+    if name == "torch":
+        return operator.getitem if inner == "getitem" else torch_facts.function_named(inner)
+    if own is None:
         raise MalformedError(f"{name} is not expected here")
-    return unwire(name, inner)
+    return own(name, inner)
 
 
-def encode_type(type_: Type) -> Any:
-    """Encodes a type; sizes must be numbers."""
-    if isinstance(type_, StructType):
-        return {"struct": [encode_type(field) for field in type_.fields]}
-    return _layout_of(type_.dtype, type_.shape, type_.stride, type_.device)
-
-
-def decode_type(data: Any) -> Type:
-    """Reads what :func:`encode_type` wrote."""
-    if isinstance(data, dict):
-        return StructType(tuple(map(decode_type, data["struct"])))
-    dtype, shape, stride, device = data
-    return TensorType(_DTYPES[dtype], tuple(shape), tuple(stride), torch.device(device))
-
-
-def _layout_of(dtype: torch.dtype, shape: Any, stride: Any, device: Any) -> list[Any]:
-    if torch.device(device).type != "cpu":
-        raise NotCacheableError(f"a tensor on {device}")
-    return _layout(TensorType(dtype, shape, stride, device))
-
-
-def _layout(type_: TensorType) -> list[Any]:
-    dtype, shape, stride, device = type_.dtype, type_.shape, type_.stride, type_.device
-    sizes = (*shape, *stride)
-    if not all(type(size) is int for size in sizes):
-        raise NotCacheableError("a symbolic size")
-    return [str(dtype), list(shape), list(stride), str(device)]
-
-
-# ---- operators -----------------------------------------------------------------------------
-
-
-def _encode_target(target: Any) -> str:
-    if target is operator.getitem:
+def _function_name(function: Any) -> str:
+    if function is operator.getitem:
         return "getitem"
-    name = torch_facts.operator_name(target)
+    name = torch_facts.function_name(function)
     if name is None:
-        raise NotCacheableError(f"the operator {target}")
+        raise NotCacheableError(f"the operator {function}")
     return name
-
-
-def _decode_target(name: str) -> Any:
-    return operator.getitem if name == "getitem" else torch_facts.operator_named(name)
 
 
 # ---- leaves --------------------------------------------------------------------------------
@@ -173,32 +151,29 @@ def decode_leaf(data: Any, name: str, input_names: tuple[str, ...]) -> Leaf:
     graph = torch.fx.Graph()
     nodes: list[torch.fx.Node] = []
 
-    def unwire(kind: str, inner: Any) -> Any:
+    def node_of(kind: str, inner: Any) -> Any:
         if kind != "node":
             raise MalformedError(f"{kind} is not an operand of a graph")
         return nodes[inner]
 
     for (op, target, args, kwargs, stamp), own in zip(data["nodes"], data["names"], strict=True):
-        arguments = decode_value(args, unwire), decode_value(kwargs, unwire)
+        arguments = decode_value(args, node_of), decode_value(kwargs, node_of)
         if op == "output":
             nodes.append(graph.output(arguments[0][0]))
             continue
-        aim: Any = target if op == "placeholder" else _decode_target(target)
-        node = graph.create_node(op, aim, *arguments, name=own)
+        node = graph.create_node(op, decode_value(target), *arguments, name=own)
         if stamp is not None:
-            node.meta["stamp"] = _decode_stamp(stamp)
+            node.meta["stamp"] = decode_value(stamp)
         nodes.append(node)
-    values = torch_facts.fake_values(
-        [None if v is None else (decode_type(v[0]), v[1], v[2]) for v in data["values"]]
-    )
+    values = torch_facts.fake_values(decode_value(data["values"]))
     for node, value in zip(nodes, values, strict=True):
         if value is not None:
             node.meta["val"] = value
     return Leaf(
         name,
         module_of(graph),
-        tuple(map(decode_type, data["inputs"])),
-        tuple(map(decode_type, data["outputs"])),
+        decode_value(data["inputs"]),
+        decode_value(data["outputs"]),
         input_names,
         data["level"],
         data["kernels"],
@@ -214,8 +189,8 @@ class _Graph:
 
     def content(self) -> dict[str, Any]:
         return {
-            "inputs": [encode_type(t) for t in self._leaf.input_types],
-            "outputs": [encode_type(t) for t in self._leaf.output_types],
+            "inputs": encode_value(self._leaf.input_types, self._own),
+            "outputs": encode_value(self._leaf.output_types, self._own),
             "level": self._leaf.level,
             "kernels": self._leaf.kernels,
             "nodes": [self._node(node) for node in self._number],
@@ -223,15 +198,17 @@ class _Graph:
 
     def _node(self, node: torch.fx.Node) -> list[Any]:
         if node.op == "placeholder":
-            return [node.op, f"a{self._number[node]}", {"tuple": []}, {"dict": []}, None]
+            return [node.op, f"a{self._number[node]}", [], {"dict": []}, None]
         if node.op not in ("call_function", "output"):
             raise NotCacheableError(f"a node of kind {node.op}")
-        target = "output" if node.op == "output" else _encode_target(node.target)
-        stamp = None if node.op == "output" else _encode_stamp(stamp_of(node))
-        args = encode_value(tuple(node.args), self._wire)
-        return [node.op, target, args, encode_value(dict(node.kwargs), self._wire), stamp]
+        target = node.target if node.op == "call_function" else "output"
+        stamp = replace(stamp_of(node), source="")
+        parts = (target, node.args, dict(node.kwargs), None if stamp == DEFAULT_STAMP else stamp)
+        return [node.op, *(encode_value(part, self._own) for part in parts)]
 
-    def _wire(self, value: Any) -> Any:
+    def _own(self, value: Any) -> Any:
+        if isinstance(value, TensorType) and value.device.type != "cpu":
+            raise NotCacheableError(f"a tensor on {value.device}")
         return {"node": self._number[value]} if isinstance(value, torch.fx.Node) else None
 
     def values(self) -> list[Any]:
@@ -244,21 +221,9 @@ class _Graph:
                 found.append(None)  # of an operator with several results; getitem has the tensors
                 continue
             memory = memories.setdefault(memory_id(value), len(memories))
-            found.append([encode_type(TensorType.of(value)), memory, int(value.storage_offset())])
-        return found
-
-
-def _encode_stamp(stamp: Stamp) -> Any:
-    if stamp.grad_enabled and not stamp.autocast:
-        return None
-    return [stamp.grad_enabled, [[d, e, str(t)] for d, e, t in stamp.autocast]]
-
-
-def _decode_stamp(data: Any) -> Stamp:
-    if data is None:
-        return DEFAULT_STAMP
-    grad_enabled, autocast = data
-    return Stamp(bool(grad_enabled), tuple((d, bool(e), _DTYPES[t]) for d, e, t in autocast))
+            found.append((TensorType.of(value), memory, int(value.storage_offset())))
+        encoded: list[Any] = encode_value(tuple(found), self._own)
+        return encoded
 
 
 # ---- derivatives ---------------------------------------------------------------------------
@@ -287,25 +252,31 @@ def decode_derivative(data: Any, primal: Leaf) -> Derivative:
 # ---- kernel lists --------------------------------------------------------------------------
 
 
-def encode_kernels(kernels: KernelList, object_of: ObjectOf) -> Any:
+def encode_kernels(kernels: KernelList, object_of: Callable[[BuiltKernel], Any]) -> Any:
     """Encodes the launches of a leaf.
 
     Args:
         kernels: the launches.
         object_of: keeps a compiled kernel; returns what finds it again (plain data), or None.
     """
-    return {
-        "num_inputs": kernels.num_inputs,
-        "buffers": [[b.kind, b.num_bytes, b.first, b.last, b.is_returned] for b in kernels.buffers],
-        "launches": [_encode_launch(launch, object_of) for launch in kernels.launches],
-        "outputs": [_encode_view(view) for view in kernels.outputs],
-        "output_types": [_layout(t) for t in kernels.output_types],
-        "in_place": [list(pair) for pair in kernels.in_place],
-    }
+
+    def own(value: Any) -> Any:
+        if not isinstance(value, BuiltKernel):
+            return None
+        reference = object_of(value)
+        if reference is None:
+            raise NotCacheableError("a kernel whose object was not kept")
+        return {"kernel": reference}
+
+    launches = tuple(replace(launch, native=None) for launch in kernels.launches)
+    return encode_value(replace(kernels, name="", launches=launches), own)
 
 
 def decode_kernels(
-    data: Any, name: str, kernel_of: KernelOf, runs: Literal["native", "python"] = "native"
+    data: Any,
+    name: str,
+    kernel_of: Callable[[Any], BuiltKernel],
+    runs: Literal["native", "python"] = "native",
 ) -> KernelList:
     """Rebuilds the launches of a leaf.
 
@@ -315,93 +286,16 @@ def decode_kernels(
         kernel_of: loads a compiled kernel by what ``object_of`` returned.
         runs: who may run the launches.
     """
-    types = [decode_type(t) for t in data["output_types"]]
-    return KernelList(
-        name,
-        data["num_inputs"],
-        tuple(BufferInfo(*info) for info in data["buffers"]),
-        tuple(_decode_launch(launch, kernel_of, runs) for launch in data["launches"]),
-        tuple(_decode_view(view) for view in data["outputs"]),
-        tuple(t for t in types if isinstance(t, TensorType)),
-        tuple((first, second) for first, second in data["in_place"]),
-    )
 
+    def own(kind: str, inner: Any) -> BuiltKernel:
+        if kind != "kernel":
+            raise MalformedError(f"{kind} is not a part of a launch")
+        return kernel_of(inner)
 
-def _encode_launch(launch: Launch, object_of: ObjectOf) -> Any:
-    def wire(value: Any) -> Any:
-        return {"view": _encode_view(value)} if isinstance(value, View) else None
-
-    if isinstance(launch.function, TritonKernel):
-        function: dict[str, Any] = {"triton": [launch.function.name, launch.function.source]}
-    elif launch.operands == "addresses":
-        reference = object_of(launch.function)
-        if reference is None:
-            raise NotCacheableError(f"the kernel {launch.name}, whose object was not kept")
-        function = {"kernel": reference}
-    else:
-        name = torch_facts.function_name(launch.function)
-        if name is None:
-            raise NotCacheableError(f"the kernel {launch.name}")
-        function = {"torch": name}
-    return [
-        launch.name,
-        function,
-        encode_value(launch.args, wire),
-        encode_value(dict(launch.kwargs), wire),
-        encode_value(launch.results, wire),
-        launch.returns,
-        launch.operands,
-    ]
-
-
-def _decode_launch(data: Any, kernel_of: KernelOf, runs: Literal["native", "python"]) -> Launch:
-    def unwire(kind: str, inner: Any) -> Any:
-        if kind != "view":
-            raise MalformedError(f"{kind} is not an operand of a launch")
-        return _decode_view(inner)
-
-    name, function, args, kwargs, results, returns, operands = data
-    ((kind, which),) = function.items()
-    launch = Launch(
-        name,
-        _decode_function(kind, which, kernel_of),
-        decode_value(args, unwire),
-        tuple(decode_value(kwargs, unwire).items()),
-        decode_value(results, unwire),
-        returns,
-        operands,
-    )
-    return with_native(launch) if runs == "native" else launch
-
-
-def _decode_function(kind: str, which: Any, kernel_of: KernelOf) -> Callable[..., Any]:
-    if kind == "triton":
-        name, source = which
-        if not isinstance(name, str) or not isinstance(source, str):
-            raise MalformedError("the text of a kernel")
-        return TritonKernel(name, source)
-    function = kernel_of(which) if kind == "kernel" else torch_facts.function_named(which)
-    return cast("Callable[..., Any]", function)
-
-
-def encode_code(made: MachineCode) -> Any:
-    """Encodes a kernel's machine code."""
-    return [base64.b64encode(made.code).decode(), made.shared_memory_bytes, made.num_warps]
-
-
-def decode_code(data: Any) -> MachineCode:
-    """Reads what :func:`encode_code` wrote."""
-    code, shared_memory_bytes, num_warps = data
-    return MachineCode(base64.b64decode(code, validate=True), shared_memory_bytes, num_warps)
-
-
-def _encode_view(view: View) -> Any:
-    sizes: Sequence[Any] = (*view.shape, *view.stride, view.offset_bytes)
-    if not all(type(size) is int for size in sizes):
-        raise NotCacheableError("a symbolic size")
-    return [view.buffer, str(view.dtype), list(view.shape), list(view.stride), view.offset_bytes]
-
-
-def _decode_view(data: Any) -> View:
-    buffer, dtype, shape, stride, offset = data
-    return View(buffer, _DTYPES[dtype], tuple(shape), tuple(stride), offset)
+    kernels = decode_value(data, own)
+    if not isinstance(kernels, KernelList):
+        raise MalformedError("no launches")
+    launches = kernels.launches
+    if runs == "native":
+        launches = tuple(map(with_native, launches))
+    return replace(kernels, name=name, launches=launches)

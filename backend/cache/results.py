@@ -4,6 +4,10 @@ Each is kept per closure (a plan: per set of live ranges), under a key made of e
 decides it: the graph with its constants, layouts and modes, what was asked of it, and the facts
 about PyTorch, this package, the CPU and the settings. So a deeper model, another batch order or a
 pipeline rank finds what any earlier process made of the same blocks.
+
+Neither the name of an operator that a rule takes apart nor the text of its rule says what it
+computes, nor what its derivative does. In a key stands what both are traced to, without a backend:
+that costs little beside kernels.
 """
 
 from __future__ import annotations
@@ -12,20 +16,24 @@ import hashlib
 import json
 import pathlib
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.machinery import EXTENSION_SUFFIXES
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 
 from ...autodiff.derivative import Derivative, Request
 from ...autodiff.rules.torch_rules import rules_in
-from ...reuse.ir.program import Leaf
+from ...autodiff.traces.forwards import trace_forward
+from ...autodiff.traces.joint_cut import outputs_of
+from ...autodiff.traces.joint_trace import JointTrace
+from ...reuse.ir.leaf import flat_types, node_type
+from ...reuse.ir.program import Leaf, input_nodes
 from ...reuse.own_code import package_digest
 from ..arena.arena import ArenaPlan
 from ..arena.live_ranges import Buffers
-from ..files.disk import DiskCache, open_cache
+from ..files.disk import DiskCache, MissingObjectError, open_cache
 from ..gpu.torch_triton import MachineCode, triton_version
 from ..gpu.triton_kernel import TritonKernel
 from ..launches import torch_facts, torch_native
@@ -34,18 +42,18 @@ from ..launches.kernel_list import KernelList
 from .codec import (
     MalformedError,
     NotCacheableError,
-    decode_code,
     decode_derivative,
     decode_kernels,
     decode_leaf,
-    encode_code,
+    decode_value,
     encode_derivative,
     encode_kernels,
     encode_leaf,
+    encode_value,
     leaf_content,
 )
-from .rule_traces import derivative_traced, forward_traced
 
+T = TypeVar("T")
 Trace = Callable[[], tuple[Leaf, Any]]
 
 # What decoding an entry raises if it does not say what it should.
@@ -142,7 +150,7 @@ class CompileCache:
         leaf = request.closure
         assert isinstance(leaf, Leaf)
         asked = [list(request.inputs), list(request.outputs)]
-        trace = partial(derivative_traced, leaf, request)
+        trace = partial(_derivative_traced, leaf, request)
         key = self._key("derivative", leaf, asked, trace) if request.choice is None else None
 
         def decode(data: Any) -> Derivative | None:
@@ -161,7 +169,7 @@ class CompileCache:
         def decode(data: Any) -> Leaf:
             return decode_leaf(data, leaf.name, leaf.input_names)
 
-        key = self._key("decomposed", leaf, None, partial(forward_traced, leaf))
+        key = self._key("decomposed", leaf, None, partial(_forward_traced, leaf))
         return self._of(key, decode, make, encode_leaf)
 
     def kernels(self, leaf: Leaf, anywhere: Collection[int] = ()) -> KernelList | None:
@@ -185,11 +193,11 @@ class CompileCache:
         keys = {
             k.content: self._facts and _digest(["code", self._facts, k.content]) for k in kernels
         }
-        loaded = {content: self._load(key, decode_code) for content, key in keys.items()}
+        loaded = {content: self._load(key, decode_value) for content, key in keys.items()}
         missing = {k.content: k for k in kernels if loaded[k.content] is None}
         made = make(missing.values()) if missing else {}
         for content, code in made.items():
-            self._store(keys[content], partial(encode_code, code))
+            self._store(keys[content], partial(encode_value, code))
         return {content: found[0] for content, found in loaded.items() if found} | made
 
     def keep_kernels(self, leaf: Leaf, kernels: KernelList, anywhere: Collection[int] = ()) -> None:
@@ -304,7 +312,7 @@ class CompileCache:
             return None
         try:
             decoded = decode(data)
-        except _MissingObjectError:
+        except MissingObjectError:
             return None
         except _BAD_ENTRY as error:
             self._disk.reject(key, f"it cannot be read ({type(error).__name__}: {error})")
@@ -322,42 +330,43 @@ class CompileCache:
         except NotCacheableError as reason:
             self._use.not_kept.append(str(reason))
 
-    def _object(self, function: Any) -> Any:
+    def _object(self, kernel: BuiltKernel) -> Any:
         """Keeps a kernel's object; returns its digest, and which kernel of several it is."""
-        path = torch_facts.kernel_file(function)
         assert self._disk is not None
-        digest = None if path is None else self._disk.write_object(path)
-        if digest is None or not isinstance(function, BuiltKernel):
-            return digest
-        return [digest, function.symbol, list(function.argument_types)]
+        digest = self._disk.write_object(kernel.path)
+        return digest and [digest, kernel.symbol, list(kernel.argument_types)]
 
-    def _kernel(self, reference: Any) -> Any:
-        if isinstance(reference, str):
-            return self._loaded(reference, torch_facts.load_kernel)
+    def _kernel(self, reference: Any) -> BuiltKernel:
         digest, symbol, types = reference
+        return self._loaded(digest, lambda path: loaded_kernel(path, symbol, types))
 
-        def load(path: pathlib.Path) -> BuiltKernel:
-            return loaded_kernel(path, symbol, types)
-
-        return self._loaded(digest, load)
-
-    def _loaded(self, digest: str, load: Callable[[pathlib.Path], Any]) -> Any:
+    def _loaded(self, digest: str, load: Callable[[pathlib.Path], T]) -> T:
         assert self._disk is not None
-        if not isinstance(digest, str) or not digest.isalnum():
-            raise MalformedError("the name of an object")
-        path = self._disk.object_path(digest)
-        if path is None:
-            raise _MissingObjectError
-        try:
-            return load(path)
-        except (ImportError, OSError) as error:
-            if path.exists():  # else another process has just made room
-                self._disk.reject_object(path, str(error))
-            raise _MissingObjectError from error
+        return self._disk.loaded(digest, load)
 
 
-class _MissingObjectError(Exception):
-    """A compiled object is gone or was not trusted: the entry that needs it is made anew."""
+def _forward_traced(leaf: Leaf) -> tuple[Leaf, Any]:
+    """Returns what a leaf computes as PyTorch's operators alone."""
+    return replace(
+        leaf, module=trace_forward(leaf.module, flat_types(leaf.input_types), {}), level="aten"
+    ), "forward"
+
+
+def _derivative_traced(leaf: Leaf, request: Request) -> tuple[Leaf, Any]:
+    """Returns a leaf with its gradients as PyTorch's operators alone, and where gradients flow."""
+    types = flat_types(leaf.input_types)
+    joint = JointTrace(leaf.module, types, request.inputs, request.outputs, {})
+    if not joint.tangent_outputs:
+        return _forward_traced(leaf)
+    module = joint.graph_module
+    traced = replace(
+        leaf,
+        module=module,
+        input_types=tuple(map(node_type, input_nodes(module))),
+        output_types=tuple(map(node_type, outputs_of(module))),
+        level="aten",
+    )
+    return traced, [list(joint.tangent_outputs), list(joint.grad_inputs)]
 
 
 def _digest(value: Any) -> str:

@@ -1,12 +1,16 @@
-"""The on-disk cache: entries and compiled objects, named by content, checked before every use.
+"""The on-disk store: entries and compiled objects, named by content, checked before every use.
 
-    entries/<key>     one JSON document; its first line names the format and holds its digest
-    objects/<digest>  one shared object, named by its own bytes
+    entries/<key>              one JSON document; its first line holds its format and its digest
+    entries/.new-<key>.lock    held by the process that makes what the entry will name
+    objects/<digest>.so        one shared object, named by its own bytes
 
 Nothing in it is trusted: an entry is read as data (never unpickled), only from a directory and a
 file that are the user's own and that nobody else can write to, and only if its digest and its key
 are right. Whatever is wrong is a warning and a miss. A file appears under its name complete or not
 at all, so any number of processes may read, write and clear at once.
+
+A store keeps the results of compiles in the user's cache, another one the C++ kernels that are
+built, in Inductor's folder (:mod:`..kernels.bundles`).
 """
 
 from __future__ import annotations
@@ -17,14 +21,16 @@ import json
 import os
 import pathlib
 import stat
+import tempfile
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
+
+from filelock import FileLock, Timeout
 
 from ...reuse.errors import CacheError, CacheWarning
-from .atomic_write import TEMPORARY, write_whole
 from .ownership import not_private, why_exchangeable
 
 DIRECTORY_VARIABLE = "LAZYINLINE_CACHE_DIR"
@@ -39,6 +45,9 @@ _OFF = ("0", "off", "no", "false")
 # A link leads out of the directory, and opening a pipe would wait for its writer.
 _READ_FLAGS = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
 _ENTRIES, _OBJECTS = "entries", "objects"
+_TEMPORARY = ".new-"  # how the name of a file that is being written begins
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -83,10 +92,13 @@ def is_switched_off() -> bool:
 
 def open_cache() -> DiskCache | None:
     """Returns the user's cache, or None where it is turned off or cannot be used (a warning)."""
-    if is_switched_off():
-        return None
+    return None if is_switched_off() else open_store(default_directory())
+
+
+def open_store(directory: pathlib.Path) -> DiskCache | None:
+    """Returns the store in a directory, or None where it cannot be used (a warning)."""
     try:
-        return DiskCache(default_directory(), max_bytes())
+        return DiskCache(directory, max_bytes())
     except (CacheError, OSError, RuntimeError) as error:
         warnings.warn(f"The cache is not used: {error}", CacheWarning, stacklevel=2)
         return None
@@ -120,6 +132,7 @@ class DiskCache:
         self.directory = directory.absolute()
         self._max_bytes = limit_bytes
         self._is_writable = True
+        self._sound: set[str] = set()  # digests of objects that were found to be right
         for folder in (self.directory, self.directory / _ENTRIES, self.directory / _OBJECTS):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             _check_private(folder)
@@ -145,27 +158,64 @@ class DiskCache:
         """Takes an entry out that cannot be used, and warns."""
         self._reject(self.directory / _ENTRIES / key, "cache entry", reason)
 
+    @contextlib.contextmanager
+    def claimed(self, keys: Iterable[str], wait_s: float = 0.0) -> Iterator[list[str]]:
+        """Yields those keys that nobody else is making; who asks for them waits inside.
+
+        Args:
+            keys: of entries.
+            wait_s: how long to wait for each.
+        """
+        with contextlib.ExitStack() as held:
+            mine = []
+            for key in keys:
+                lock = self.directory / _ENTRIES / f"{_TEMPORARY}{key}.lock"
+                try:
+                    held.enter_context(FileLock(lock).acquire(timeout=wait_s))
+                except Timeout:
+                    continue
+                except (OSError, NotImplementedError):
+                    pass  # no lock can be had here: what two make costs time only
+                mine.append(key)
+            yield mine
+
     # ---- objects -------------------------------------------------------------------------
+
+    def loaded(self, digest: str, load: Callable[[pathlib.Path], T]) -> T:
+        """Returns what ``load`` makes of a shared object.
+
+        Raises:
+            MissingObjectError: if it is gone, is damaged or does not load.
+            ValueError: if this is no digest.
+        """
+        if not isinstance(digest, str) or not digest.isalnum():
+            raise ValueError("the name of an object")
+        path = self.object_path(digest)
+        if path is None:
+            raise MissingObjectError
+        try:
+            return load(path)
+        except OSError as error:
+            if path.exists():  # else another process has just made room
+                self._reject(path, "compiled object", str(error))
+            raise MissingObjectError from error
 
     def object_path(self, digest: str) -> pathlib.Path | None:
         """Returns where a shared object is, if its bytes are the ones it is named by."""
         path = self.directory / _OBJECTS / f"{digest}.so"
+        if digest in self._sound:
+            return path
         try:
             content = _read_own(path)
+            if content is None:
+                return None
+            if _digest(content) != digest:
+                raise _UnusableError("its content is not what it was stored with")
         except (_UnusableError, OSError) as error:
-            content, reason = b"", str(error)
-        else:
-            reason = "its content is not what it was stored with"
-        if content is None:
+            self._reject(path, "compiled object", str(error))
             return None
-        if _digest(content) == digest:
-            return path
-        self.reject_object(path, reason)
-        return None
-
-    def reject_object(self, path: pathlib.Path, reason: str) -> None:
-        """Takes a shared object out that cannot be used, and warns."""
-        self._reject(path, "compiled object", reason)
+        self._sound.add(digest)
+        return path
 
     def write_object(self, source: pathlib.Path) -> str | None:
         """Copies a shared object in; returns its digest, or None if it cannot be read or kept."""
@@ -210,8 +260,8 @@ class DiskCache:
         """Deletes the least recently used files if there are too many bytes, and old leftovers."""
         files, now = [], time.time()
         for path, status in self._files(with_temporary=True):
-            if path.name.startswith(TEMPORARY):
-                if abs(now - status.st_mtime) > _STALE_S:  # its writer was killed
+            if path.name.startswith(_TEMPORARY):
+                if abs(now - status.st_mtime) > _STALE_S:  # of a killed writer, or a lock
                     with contextlib.suppress(OSError):
                         path.unlink()
                 continue
@@ -232,7 +282,7 @@ class DiskCache:
         for folder in (self.directory / _ENTRIES, self.directory / _OBJECTS):
             with contextlib.suppress(OSError), os.scandir(folder) as found:
                 for item in found:
-                    if item.name.startswith(TEMPORARY) and not with_temporary:
+                    if item.name.startswith(_TEMPORARY) and not with_temporary:
                         continue
                     with contextlib.suppress(OSError):  # another process may take it away
                         status = item.stat(follow_symlinks=False)
@@ -244,7 +294,7 @@ class DiskCache:
         if not self._is_writable:
             return False
         try:
-            write_whole(path, content)
+            _write_whole(path, content)
         except FileNotFoundError:
             return False  # another process cleared the cache before it was complete
         except OSError as error:
@@ -259,8 +309,29 @@ class DiskCache:
         return True
 
 
+class MissingObjectError(Exception):
+    """A compiled object is gone or was not trusted: the entry that needs it is made anew."""
+
+
 class _UnusableError(Exception):
     """Says why a file is not trusted."""
+
+
+def _write_whole(path: pathlib.Path, content: bytes) -> None:
+    """Writes a file, so that no other process ever sees a part of it.
+
+    Raises:
+        OSError: if it could not be written; nothing of it is left then.
+    """
+    handle, temporary = tempfile.mkstemp(prefix=_TEMPORARY, dir=path.parent)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+        os.replace(temporary, path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise
 
 
 def _read_own(path: pathlib.Path) -> bytes | None:

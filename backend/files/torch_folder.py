@@ -9,16 +9,19 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import struct
 import tempfile
 import warnings
 from pathlib import Path
 
 from ...reuse.errors import CacheWarning
-from .atomic_write import is_whole_object
 from .disk import default_directory
 from .ownership import is_own, why_not_trusted
 
 _VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
+_ELF_64 = b"\x7fELF\x02\x01"  # little-endian; an object in another format is not looked into
+_ELF_HEADER = struct.Struct("<40xQ10xHH")  # where the table of sections is, their size and number
+_ELF_HEADER_BYTES = 64
 
 
 def own_folder() -> Path:
@@ -60,6 +63,22 @@ def sound_object(path: Path) -> Path:
         with contextlib.suppress(OSError):
             path.unlink()
     raise DamagedObjectError(f"{path} is damaged or not the user's own, and was not loaded")
+
+
+def is_whole_object(path: Path) -> bool:
+    """Whether a shared object reaches to its end: the table of sections, which is written last.
+
+    Raises:
+        OSError: if it cannot be read.
+    """
+    with path.open("rb") as file:
+        head = file.read(_ELF_HEADER_BYTES)
+        if not head.startswith(_ELF_64):
+            return len(head) == _ELF_HEADER_BYTES
+        if len(head) < _ELF_HEADER_BYTES:
+            return False
+        start, size, count = _ELF_HEADER.unpack_from(head)
+        return bool(start) and start + size * count <= os.fstat(file.fileno()).st_size
 
 
 def _why_refused(folder: Path) -> str:

@@ -5,8 +5,7 @@ torch_inductor        adapter: TorchInductor as a kernel maker for one ATen grap
 torch_decompositions  adapter: Inductor's decompositions, with what eager does where they differ
 torch_corrections     adapter: what Inductor would write otherwise than eager runs
 torch_builds          adapter: how Inductor has its C++ built
-bundles               many C++ kernels, built by one run of the compiler
-built_index           which kernels are built already, by content
+bundles               many C++ kernels, built by one run of the compiler, each once
 source                the text of Inductor's C++ kernels, their parallel regions made safe
 torch_recorder        adapter: the kernel list of a closure, recorded in one run on fake tensors
 torch_attention       adapter: small attentions as plain products

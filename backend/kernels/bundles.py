@@ -10,19 +10,22 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import functools
+import hashlib
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
-from .built_index import KernelIndex
+from ..files.disk import DiskCache, MissingObjectError
+from ..launches.built_kernel import BuiltKernel, loaded_kernel
 from .source import KernelSource, bundle_text
 
 _LOG = logging.getLogger("lazyinline")
 # Reading the headers costs as much as building six kernels: fewer than this wait for others.
 _LEAST = 8
+_LONGEST_BUILD_S = 600.0
 
 Kernel = Callable[..., Any]
 
@@ -57,11 +60,71 @@ def kept(value: Any) -> Any:
     return value.result() if isinstance(value, Promise) else value
 
 
+class BuiltKernels:
+    """Which kernels are built already, by source and setting, for all processes.
+
+    Args:
+        store: keeps them; None keeps nothing.
+        setting: all that decides what is made of a source: flags, compiler, versions.
+    """
+
+    def __init__(self, store: DiskCache | None, setting: str) -> None:
+        self._store = store
+        self.setting = setting
+
+    def find(self, source: KernelSource) -> BuiltKernel | None:
+        """Returns a kernel that was built before, or None."""
+        key = self._key(source)
+        digest = self._store.read(key) if self._store else None
+        if self._store is None or digest is None:
+            return None
+        try:
+            return self._store.loaded(digest, functools.partial(_kernel_in, source=source))
+        except MissingObjectError:
+            return None
+        except (AttributeError, ValueError) as error:
+            self._store.reject(key, f"it names another object ({error})")
+            return None
+
+    def keep(self, sources: Sequence[KernelSource], path: Path) -> list[BuiltKernel]:
+        """Keeps a shared object that holds these kernels; returns them.
+
+        Raises:
+            OSError, AttributeError: if it does not load, or does not hold them.
+        """
+        built = [_kernel_in(path, source) for source in sources]
+        digest = self._store.write_object(path) if self._store else None
+        if self._store and digest:
+            for source in sources:
+                self._store.write(self._key(source), digest)
+            self._store.trim()
+        return built
+
+    @contextlib.contextmanager
+    def claimed(
+        self, sources: Sequence[KernelSource], wait_s: float = 0.0
+    ) -> Iterator[list[KernelSource]]:
+        """Yields the kernels that no other process is building, which wait for this one then."""
+        if self._store is None:
+            yield list(sources)
+            return
+        keys = {self._key(source): source for source in sources}
+        with self._store.claimed(keys, wait_s) as mine:
+            yield [keys[key] for key in mine]
+
+    def _key(self, source: KernelSource) -> str:
+        return hashlib.sha256(f"{self.setting}\n{source.symbol}".encode()).hexdigest()
+
+
+def _kernel_in(path: Path, source: KernelSource) -> BuiltKernel:
+    return loaded_kernel(path, source.symbol, source.argument_types)
+
+
 class Bundles:
     """The kernels of one compile.
 
     Args:
-        index: opens the index of kernels that are built; not called while there are no kernels.
+        known: opens what says which kernels are built; not called while there are no kernels.
         build: makes a shared object of a C++ file.
         build_alone: Inductor's own way for one kernel; takes its parameters' types and source.
         num_threads: how many compilers may run at once.
@@ -69,12 +132,12 @@ class Bundles:
 
     def __init__(
         self,
-        index: Callable[[], KernelIndex],
+        known: Callable[[], BuiltKernels],
         build: Callable[[str], Path],
         build_alone: Callable[[Sequence[str], str], Kernel],
         num_threads: int,
     ) -> None:
-        self._index = functools.cache(index)
+        self._known = functools.cache(known)
         self._build = build
         self._build_alone = build_alone
         self._num_threads = num_threads
@@ -91,7 +154,7 @@ class Bundles:
         if source not in self._asked:
             future: Future[Kernel] = Future()
             self._asked[source] = future
-            found = self._index().find(source)
+            found = self._known().find(source)
             if found is not None:
                 future.set_result(found)
             else:
@@ -142,18 +205,18 @@ class Bundles:
             self.start()
 
     def _make(self, sources: list[KernelSource]) -> None:
-        with self._index().claimed(sources) as mine:
+        with self._known().claimed(sources) as mine:
             self._make_missing(mine)
         for source in sources:
             if not self._asked[source].done():
-                with self._index().waiting(source):
+                with self._known().claimed([source], _LONGEST_BUILD_S):
                     self._make_missing([source])
 
     def _make_missing(self, sources: Sequence[KernelSource]) -> None:
         """Builds what no other process has built meanwhile."""
         missing = []
         for source in () if self._is_closed else sources:
-            found = self._index().find(source)
+            found = self._known().find(source)
             if found is None:
                 missing.append(source)
             else:
@@ -161,9 +224,8 @@ class Bundles:
         if not missing:
             return
         try:
-            built = self._index().keep(
-                missing, self._build(bundle_text(missing, self._index().setting))
-            )
+            text = bundle_text(missing, self._known().setting)
+            built = self._known().keep(missing, self._build(text))
         except Exception as error:
             _LOG.info("%d kernels are built one by one: %s", len(missing), error)
             for source in missing:

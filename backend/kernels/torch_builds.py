@@ -22,14 +22,14 @@ from typing import Any, ClassVar
 
 import torch
 
+from ..files.disk import open_store
 from ..files.torch_folder import DamagedObjectError, own_folder, sound_object
 from ..launches.torch_facts import cpu_kind, for_this_cpu
 from ..launches.torch_native import native_library
-from .built_index import KernelIndex
-from .bundles import Bundles, Promise, kept
+from .bundles import BuiltKernels, Bundles, Promise, kept
 from .source import HEADER, guarded, kernel_source
 
-_FOLDER = "lazyinline_kernels"
+_STORE = "lazyinline"  # in Inductor's folder, so that a clear of results builds nothing again
 _FORMAT = 1
 
 
@@ -109,7 +109,7 @@ def _bundles() -> Bundles:
     from torch._inductor.codecache import CppPythonBindingsCodeCache
 
     return Bundles(
-        lambda: KernelIndex(own_folder() / _FOLDER, build_setting()),
+        lambda: BuiltKernels(open_store(own_folder() / _STORE), build_setting()),
         build_file,
         lambda types, source: CppPythonBindingsCodeCache.load_pybinding(
             list(types), for_this_cpu(source)

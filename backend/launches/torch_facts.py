@@ -1,7 +1,7 @@
 """Adapter: what PyTorch does with cached things; the private names for it live here.
 
-Operators by name, fake values of rebuilt graphs, compiled kernels loaded from a file without
-Inductor, and the facts about PyTorch that decide what a compile makes.
+Operators by name, fake values of rebuilt graphs, and the facts about PyTorch that decide what a
+compile makes.
 """
 
 from __future__ import annotations
@@ -9,12 +9,9 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import importlib
-import importlib.machinery
-import importlib.util
 import os
 import pathlib
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,14 +20,11 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from ...reuse.ir.types import TensorType, Type
 from ...reuse.torch_names import OPERATOR_TYPES, matmul_precision
-from .built_kernel import BuiltKernel
 
 # Operators of PyTorch's own. What an operator of the user's does, its name does not say.
 _NAMESPACES = frozenset(["aten", "prims", "mkldnn", "inductor"])
 _FUNCTIONS = {f"torch.{f.__name__}": f for f in (torch.mm, torch.addmm, torch.bmm, torch.baddbmm)}
-_KERNEL = "kernel"
 _VECTORS = "ATEN_CPU_CAPABILITY"  # PyTorch reads it once, Inductor for each kernel
-_DATA_POINTER = "_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR"
 # Settings that say how Inductor works and not what it makes.
 _NO_MATTER = (
     "trace.",
@@ -130,39 +124,6 @@ def fake_values(layouts: Sequence[Layout | None]) -> list[torch.Tensor | None]:
             memories[memory] = meta.untyped_storage()
         values.append(FakeTensor(mode, meta, type_.device))
     return values
-
-
-# ---- compiled objects --------------------------------------------------------------------------
-
-
-def kernel_file(function: Callable[..., Any]) -> pathlib.Path | None:
-    """Returns the shared object of an Inductor C++ kernel, or None if it is something else."""
-    if isinstance(function, BuiltKernel):
-        return function.path
-    path = getattr(getattr(function, "__self__", None), "__file__", None)
-    return pathlib.Path(path) if path and getattr(function, "__name__", "") == _KERNEL else None
-
-
-def load_kernel(path: pathlib.Path) -> Callable[..., Any]:
-    """Loads an Inductor C++ kernel from its shared object.
-
-    Raises:
-        ImportError, OSError: if it does not load.
-        AttributeError: if it is another kind of object.
-    """
-    name = f"lazyinline_{path.stem}.{_KERNEL}"
-    module = sys.modules.get(name)
-    if module is None:
-        address = torch._C._dynamo.guards._torchinductor_pyobject_tensor_data_ptr  # type: ignore[attr-defined]
-        os.environ[_DATA_POINTER] = str(address)
-        loader = importlib.machinery.ExtensionFileLoader(name, str(path))
-        spec = importlib.util.spec_from_file_location(name, path, loader=loader)
-        assert spec is not None
-        module = importlib.util.module_from_spec(spec)
-        loader.exec_module(module)
-        sys.modules[name] = module
-    function: Callable[..., Any] = getattr(module, _KERNEL)
-    return function
 
 
 # ---- facts that decide what is made ------------------------------------------------------------
