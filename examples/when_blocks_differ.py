@@ -6,12 +6,13 @@ What it prints:
 
     Layer: 34 nodes held, 33 if inlined
       1 and 0 are apart: attribute number is 1, not 0
-      read at when_blocks_differ.py:30 Layer.forward
-      the branch makes two graphs, which compile once each; to have one, compute both ways and
-      choose with torch.where, or pass the choice as a tensor
+      their graphs: part at add.Tensor and tanh at when_blocks_differ.py:42 Layer.forward
+      give all of them the same number: Python chooses operators by it, so that each value has a
+      graph, which compiles once; or pass a tensor in its place, where an operator takes one
+      (indices for a shift)
     ShiftAsTensor: 17 nodes held, 33 if inlined
       1 and 0 are apart: attribute is_odd is True, not False
-      read at when_blocks_differ.py:44 ShiftAsTensor.forward
+      their graphs: part at add.Tensor and tanh at when_blocks_differ.py:55 ShiftAsTensor.forward
       the branch makes two graphs, which compile once each; to have one, compute both ways and
       choose with torch.where, or pass the choice as a tensor
     ChoiceAsTensor: 13 nodes held, 42 if inlined
@@ -85,7 +86,7 @@ def main() -> None:
         advice = lazyinline.advise(model, (x,), backend="eager")  # print(advice) shows all of it
         for apart in advice.kept_apart[:1]:
             print(f"  {' and '.join(apart.paths)} are apart: {apart.cause}")
-            print(f"  read at {apart.read_at}")
+            print(f"  their graphs: {apart.graphs}")
             print(textwrap.fill(apart.change, 96, initial_indent="  ", subsequent_indent="  "))
 
 

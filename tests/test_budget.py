@@ -6,7 +6,7 @@ from link_tree import ROOT
 # Lines and files of each top folder, without pictures' library and licences. A commit that takes
 # something out lowers what it can; none raises one.
 CEILINGS: dict[str, tuple[int, int]] = {
-    "frontend": (26_750, 171),
+    "frontend": (26_400, 169),
     "reuse": (7_000, 44),
     "autodiff": (7_000, 57),
     "recompute": (1_750, 10),

@@ -55,9 +55,7 @@ class KeptApart:
         paths: the block in question first, then the one that it was compared with.
         num_more: further blocks of the class that are kept apart in the same way.
         cause: the argument, attribute or other fact that differs, with both values.
-        origin: the line that sets it, and the constructor's expression, if found.
-        read_at: the line that reads it, if found.
-        graphs: what became of the two graphs, with the line of the first operator that differs.
+        graphs: where the two graphs part, with the line of the first operator that differs.
         change: what would let them share.
     """
 
@@ -65,8 +63,6 @@ class KeptApart:
     paths: tuple[str, str]
     num_more: int
     cause: str
-    origin: str
-    read_at: str
     graphs: str
     change: str
 
@@ -76,8 +72,6 @@ class KeptApart:
         lines = [f"  {self.class_name}: {self.paths[0]}{other}{more}"]
         rows = (
             ("because", self.cause),
-            ("set by", self.origin),
-            ("read at", self.read_at),
             ("graphs", self.graphs),
             ("change", self.change),
         )

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import inspect
+import os
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from itertools import zip_longest
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from ...backend.kernels.lower import BackendName
 from ...reuse.errors import door
-from ...reuse.evidence.module_state import module_state
+from ...reuse.ir.inline import inline_calls
+from ...reuse.ir.leaf import stamp_of
+from ...reuse.ir.printer import operand_text, operator_name
 from ...reuse.ir.program import Closure, Composite, Leaf, Program, count_calls, walk_closures
 from ..capture.capture import capture_candidates
 from ..capture.regions import SharingDecision
@@ -23,17 +28,15 @@ from ..measure.measure import warm_up_compiler
 from ..measure.workload import generators_left_as_found
 from ..options import Options
 from .advice import Advice, ClassAdvice, KeptApart
-from .attribute_sources import class_place, read_at, set_at
-from .differences import GraphDifference, graph_difference
 
-_ATTRIBUTE = re.compile(r"(?:(?P<block>\S+): )*attribute (?P<path>[\w.]+)\S* is .*, not ")
+_Difference = Literal["none", "operator", "operands", "layout"]
+_ATTRIBUTE = re.compile(r"(?:\S+: )*attribute (?P<path>[\w.]+)\S* is .*, not ")
 
 _CHANGES = {
     "none": "nothing: the graphs are equal and compile once; only a trace is lost",
-    "constant": "give all of them the same {what}: it decides a layout or an option of an "
+    "operands": "give all of them the same {what}: it decides a layout or an option of an "
     "operator, and cannot become an input as a number in arithmetic does; or pass a tensor in its "
     "place, where an operator takes one (indices for a shift)",
-    "wiring": "nothing known; each compiles once",
     "layout": "give both the same shapes and dtypes",
     "operator": "the branch makes two graphs, which compile once each; to have one, compute both "
     "ways and choose with torch.where, or pass the choice as a tensor",
@@ -99,7 +102,7 @@ def advise(
         num_nodes_if_inlined=report.num_nodes_if_inlined,
         seconds_per_node=seconds_per_node,
         classes=tuple(sorted(classes, key=lambda c: (-c.nodes_saved, c.name))),
-        kept_apart=tuple(_kept_apart(model, captured.program, captured.decisions)),
+        kept_apart=tuple(_kept_apart(captured.program, captured.decisions)),
     )
 
 
@@ -119,7 +122,7 @@ def _classes(
         cls = type(model.get_submodule(paths[0]))
         yield ClassAdvice(
             name=name,
-            place=class_place(cls),
+            place=_class_place(cls),
             is_marked=is_marked(cls),
             instances=paths,
             num_closures=len(closures),
@@ -158,9 +161,7 @@ def _closures_by_path(program: Program) -> dict[str, Closure]:
     return found
 
 
-def _kept_apart(
-    model: nn.Module, program: Program, decisions: Sequence[SharingDecision]
-) -> Iterator[KeptApart]:
+def _kept_apart(program: Program, decisions: Sequence[SharingDecision]) -> Iterator[KeptApart]:
     closures = _closures_by_path(program)
     apart = [d for d in decisions if not d.shared and d.reason]
     alike = Counter((d.class_name, _shape(d.reason)) for d in apart)
@@ -170,20 +171,18 @@ def _kept_apart(
         if kind in seen:
             continue
         seen.add(kind)
-        pair = [closures.get(path) for path in (decision.compared_with, decision.path)]
-        graphs = None
-        if pair[0] is not None and pair[1] is not None:
-            graphs = graph_difference(pair[0], pair[1])
-        origin, reader = _attribute_lines(_attribute_owner(model, decision.path, decision.reason))
+        first, second = (closures.get(p) for p in (decision.compared_with, decision.path))
+        where: _Difference | None = None
+        graphs = ""
+        if first is not None and second is not None:
+            where, graphs = _graph_difference(first, second)
         yield KeptApart(
             class_name=decision.class_name,
             paths=(decision.path, decision.compared_with),
             num_more=alike[kind] - 1,
             cause=decision.reason,
-            origin=origin,
-            read_at=reader,
-            graphs=f"the block {decision.shares}" if decision.shares else _graph_text(graphs),
-            change=_change(decision.reason, graphs),
+            graphs=f"the block {decision.shares}" if decision.shares else graphs,
+            change=_change(decision.reason, where),
         )
 
 
@@ -192,55 +191,54 @@ def _shape(reason: str) -> str:
     return reason.partition(" is ")[0]
 
 
-def _attribute_owner(model: nn.Module, path: str, reason: str) -> tuple[nn.Module, str] | None:
-    """Returns the module in a block that holds the attribute that a reason names, and its name."""
-    match = _ATTRIBUTE.match(reason)
-    if match is None:
-        return None
-    module = model.get_submodule(path)
-    for name in ".".join(p for p in (match["block"], match["path"]) if p).split("."):
-        child = module_state(module)["_modules"].get(name)
-        if child is None:
-            return module, name
-        module = child
-    return None
+def _rows(closure: Closure) -> Iterator[tuple[str, str, str]]:
+    """Yields each operator's name, its operands and the user's line, with calls expanded."""
+    if isinstance(closure, Composite):
+        for call in inline_calls(closure.program).calls:
+            yield from _rows(call.closure)
+    elif isinstance(closure, Leaf):
+        values = {n: f"%{i}" for i, n in enumerate((*closure.entries, *closure.nodes))}
+        for node in closure.nodes:
+            operands = operand_text((*node.args, *node.kwargs.items()), values)
+            yield operator_name(node), operands.strip("[]"), stamp_of(node).source
 
 
-def _attribute_lines(owner: tuple[nn.Module, str] | None) -> tuple[str, str]:
-    """Returns the lines that set and read an attribute."""
-    if owner is None:
-        return "", ""
-    module, name = owner
-    return set_at(type(module), name), read_at(type(module), name)
+def _graph_difference(first: Closure, second: Closure) -> tuple[_Difference, str]:
+    """Says where the graphs of two closures part: at an operator, or else at what it is given."""
+    rows = list(zip_longest(_rows(first), _rows(second), fillvalue=("no operator", "", "")))
+    for one, other in rows:
+        if one[0] != other[0]:
+            return "operator", f"part at {one[0]} and {other[0]} at {other[2] or one[2]}"
+    for one, other in rows:
+        if one[1] != other[1]:
+            pair = f"{one[0]}({one[1]}) and {other[0]}({other[1]})"
+            return "operands", f"the same operators, but {pair} at {other[2]}"
+    if first.input_types != second.input_types:
+        pairs = zip_longest(first.input_types, second.input_types)
+        a, b = next((x, y) for x, y in pairs if x != y)
+        return "layout", f"the same operators, but an input is {a} and {b}"
+    return "none", "equal: one closure serves both"
 
 
-def _graph_text(graphs: GraphDifference | None) -> str:
-    if graphs is None:
-        return ""
-    at = f" at {graphs.source}" if graphs.source else ""
-    texts = {
-        "none": "equal: one closure serves both",
-        "constant": f"the same operators, but {graphs.text}{at}",
-        "layout": f"the same operators, but {graphs.text}",
-        "wiring": f"the same operators, but {graphs.text}{at}",
-        "operator": f"part at {graphs.text}{at}",
-    }
-    return texts[graphs.kind]
-
-
-def _change(reason: str, graphs: GraphDifference | None) -> str:
-    if graphs is not None and graphs.kind == "none":
+def _change(reason: str, kind: _Difference | None) -> str:
+    """Returns what would let two blocks share."""
+    if kind == "none":
         return _CHANGES["none"]
     for words, change in _CAUSES:
         if words in reason:
             return change
-    if graphs is None:
+    if kind is None:
         return ""
-    by_number = graphs.kind == "operator" and _NUMBERS.search(reason)
-    return _CHANGES["number" if by_number else graphs.kind].format(what=_what(reason))
-
-
-def _what(reason: str) -> str:
-    """Names the attribute that differs."""
     attribute = _ATTRIBUTE.match(reason)
-    return "value" if attribute is None else attribute["path"]
+    what = "value" if attribute is None else attribute["path"]
+    by_number = kind == "operator" and _NUMBERS.search(reason)
+    return _CHANGES["number" if by_number else kind].format(what=what)
+
+
+def _class_place(cls: type) -> str:
+    """Returns ``file.py:31`` of a class statement, or an empty text."""
+    try:
+        _, line = inspect.getsourcelines(cls)
+        return f"{os.path.basename(inspect.getsourcefile(cls) or '')}:{line}"
+    except (OSError, TypeError):
+        return ""

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -167,7 +167,7 @@ def _format_leaf(leaf: Leaf, name: str, note: str, source: Shown, bodies: Shown)
             lines.append(_format_node(node, values, source, "" if shared else _modes(node)))
     outputs = leaf.module.graph.output_node().args[0]
     returned = outputs if isinstance(outputs, (tuple, list)) else [outputs]
-    lines.append("  return " + ", ".join(_operand(o, values) for o in returned))
+    lines.append("  return " + ", ".join(operand_text(o, values) for o in returned))
     lines.append("}\n")
     return "\n".join(lines)
 
@@ -175,8 +175,8 @@ def _format_leaf(leaf: Leaf, name: str, note: str, source: Shown, bodies: Shown)
 def _format_node(
     node: torch.fx.Node, values: dict[torch.fx.Node, str], source: Shown, modes: str
 ) -> str:
-    args = [_operand(a, values) for a in node.args]
-    args += [f"{k}={_operand(v, values)}" for k, v in sorted(node.kwargs.items())]
+    args = [operand_text(a, values) for a in node.args]
+    args += [f"{k}={operand_text(v, values)}" for k, v in sorted(node.kwargs.items())]
     line = stamp_of(node).source if source == "show" else ""
     note = ", ".join(part for part in (modes, line) if part)
     text = f"  {values[node]}: {node_type(node)} = {operator_name(node)}({', '.join(args)})"
@@ -244,11 +244,12 @@ def node_type(node: torch.fx.Node) -> str:
     return "tuple" if isinstance(value, (tuple, list)) else "?"
 
 
-def _operand(value: Any, values: dict[torch.fx.Node, str]) -> str:
+def operand_text(value: Any, values: Mapping[torch.fx.Node, str]) -> str:
+    """Returns an operand as printed programs have it; ``values`` are the names of nodes."""
     if isinstance(value, torch.fx.Node):
         return values[value]
     if isinstance(value, (list, tuple)):
-        return "[" + ", ".join(_operand(v, values) for v in value) + "]"
+        return "[" + ", ".join(operand_text(v, values) for v in value) + "]"
     if isinstance(value, torch.dtype):
         return dtype_name(value)
     return repr(value)
