@@ -269,11 +269,18 @@ KINDS: dict[str, Kind] = {
         lambda: locked(threading.Lock, False),
         lambda: locked(threading.Lock, True),
         lambda v: 2.0 if v.locked() else 1.0,
+        lambda v: v.release() if v.locked() else v.acquire(),
     ),
     "RLock": Kind(
         lambda: locked(threading.RLock, False),
         lambda: locked(threading.RLock, True),
         lambda v: 2.0 if "count=0" in repr(v) else 1.0,
+    ),
+    "RLock that is asked": Kind(
+        lambda: locked(threading.RLock, False),
+        lambda: locked(threading.RLock, True),
+        lambda v: 2.0 if v._is_owned() else 1.0,
+        lambda v: v.release() if v._is_owned() else v.acquire(),
     ),
     "Semaphore": Kind(
         lambda: threading.Semaphore(1),
@@ -302,6 +309,7 @@ KINDS: dict[str, Kind] = {
         lambda: with_items(queue.SimpleQueue(), 1),
         lambda: with_items(queue.SimpleQueue(), 2),
         lambda q: q.qsize(),
+        lambda q: q.put(3),
     ),
     "Queue": Kind(
         lambda: with_items(queue.Queue(), 1),
@@ -334,11 +342,13 @@ KINDS: dict[str, Kind] = {
         lambda: hashlib.sha256(b"a"),
         lambda: hashlib.sha256(b"b"),
         lambda h: h.digest()[0],
+        lambda h: h.update(b"c"),
     ),
     "compressor": Kind(
         lambda: zlib.compressobj(1),
         lambda: zlib.compressobj(9),
         lambda c: len(c.copy().flush()),
+        lambda c: c.compress(bytes(range(256))),
     ),
     "Struct": Kind(lambda: struct.Struct("i"), lambda: struct.Struct("q"), lambda s: s.size),
     "BytesIO": Kind(

@@ -51,10 +51,13 @@ def of_pure_memory(
 def _refuse_draws_into_gaps(module: torch.fx.GraphModule) -> None:
     """Raises CaptureError for ``normal_`` of a view with gaps: it draws in an order of its own.
 
-    In memory without gaps PyTorch's kernel fills sixteen numbers at a time.
+    In memory without gaps PyTorch's kernel fills sixteen numbers at a time. An input that is
+    written has become a clone without gaps here.
     """
-    draws = (n for n in module.graph.nodes if n.target is torch.ops.aten.normal_.default)
-    if not all(TensorType.of(n.args[0].meta["val"]).is_dense for n in draws):
+    draws = module.graph.find_nodes(op="call_function", target=torch.ops.aten.normal_.default)
+    operands = [n.args[0] for n in draws]
+    operands += [x.args[0] for x in operands if x.target is torch.ops.aten.clone.default]
+    if not all(TensorType.of(x.meta["val"]).is_dense for x in operands):
         raise CaptureError(
             "normal_ of a view with gaps draws in an order of its own, which has no form to "
             "compile. Draw into a tensor of its own (torch.randn), and copy it there."
