@@ -9,6 +9,7 @@ their frames are read when the model has run, since they still hold what was ask
 from __future__ import annotations
 
 import dis
+import functools
 import itertools
 import os
 import sys
@@ -279,8 +280,11 @@ def _with_items(value: Any) -> Iterator[Any]:
 def _questions(code: CodeType) -> list[_Question]:
     """Returns what a function asks; ``is None`` and ``is True`` say the same of every tensor."""
     asks = "type" in code.co_names or "__class__" in code.co_names
-    if not asks and dis.opmap["IS_OP"] not in code.co_code[::2]:
-        return []
+    return _read(code) if asks or dis.opmap["IS_OP"] in code.co_code[::2] else []
+
+
+@functools.lru_cache(maxsize=4096)  # a tenth of a small model's capture where each reads it anew
+def _read(code: CodeType) -> list[_Question]:
     steps = _steps(code)
     found, line = [], code.co_firstlineno
     for index, step in enumerate(steps):
