@@ -135,8 +135,7 @@ class _Question(NamedTuple):
         line: where it is asked.
         names: what it asks about.
         iterated: what the function iterates over, if it asks about what a loop sets.
-        varies: whether it asks about a variable that is set more than once, and not to make another
-            of its class, which fails of a traced tensor's.
+        varies: whether it asks about a variable that is set more than once.
         kinds: the classes whose instances answer otherwise than in eager.
     """
 
@@ -294,7 +293,8 @@ def _read(code: CodeType) -> list[_Question]:
             is_called = False
         elif step.opname.startswith("LOAD_ATTR") and step.argval == "__class__":
             asked, kinds = _operands(steps, index, 1), (torch.Tensor,)
-            is_called = _is_called(steps, index - len(asked), index)
+            is_method = "NULL" in step.argrepr  # from Python 3.12 on
+            is_called = is_method or _is_called(steps, index - len(asked), index)
         elif step.opname in ("LOAD_GLOBAL", "LOAD_NAME") and step.argval == "type":
             asked, last = _argument(steps, index)
             kinds, is_called = (torch.Tensor, *SIZE_TYPES), _is_called(steps, index, last)
@@ -302,7 +302,9 @@ def _read(code: CodeType) -> list[_Question]:
             continue
         if not _raises(steps, index):
             question = _question(code, steps, asked, line, kinds)
-            found.append(question._replace(varies=question.varies and not is_called))
+            # Another of its class that is made fails of a traced tensor's: one name is enough.
+            once = question._replace(iterated=_NOTHING, varies=False)
+            found.append(once if is_called else question)
     return found
 
 
