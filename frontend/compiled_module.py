@@ -9,7 +9,7 @@ from torch import nn
 
 from ..backend.kernels.lower import BackendName
 from ..recompute.policy import Policy
-from ..reuse.errors import PlanError
+from ..reuse.errors import PlanError, without_torchs
 from ..reuse.evidence.module_state import has_own_hooks, walk_modules
 from ..reuse.folding import folded
 from ..reuse.torch_names import global_hook_tables
@@ -53,6 +53,7 @@ def compile(
 ) -> Model: ...
 
 
+@without_torchs
 def compile(
     model: nn.Module,
     *,

@@ -18,7 +18,7 @@ from ..backend.launches.torch_native import Move
 from ..backend.run.planned import Lease
 from ..recompute.policy import Policy
 from ..reuse import torch_pytree
-from ..reuse.errors import OURS, CaptureError, PlanError, ended_here
+from ..reuse.errors import OURS, CaptureError, PlanError, ended_here, without_torchs
 from ..reuse.ir.leaf import without_autocast
 from ..reuse.ir.program import ModelTensor
 from ..reuse.process_lock import ProcessLock
@@ -44,6 +44,7 @@ from .sizes.shapes import Made, Shapes, SymbolicCompiling
 LossFunction = Callable[[Any], torch.Tensor]
 
 
+@without_torchs
 def compile_step(
     model: nn.Module,
     *,

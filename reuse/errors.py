@@ -7,7 +7,7 @@ ours, often a hundred lines of a traceback, which therefore ends there.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import wraps
 from typing import Any, TypeVar
 
@@ -78,6 +78,15 @@ VARIABLE = "LAZYINLINE_DEBUG"
 OURS = (LazyInlineError, CompileInterrupted)
 """What is raised on purpose."""
 
+INSTEAD: Mapping[str, str] = {
+    "mode": 'backend="inductor" and backend="eager" are all there is to choose, so leave it out',
+    "options": "TorchInductor's options are not taken, so leave it out",
+    "fullgraph": 'compile(model, fallback="error") raises where a model cannot be captured, and '
+    "compile_step always does",
+    "disable": "call the model itself",
+}
+"""Arguments of ``torch.compile``, and what to do here."""
+
 Function = TypeVar("Function", bound=Callable[..., Any])
 Error = TypeVar("Error", bound=BaseException)
 
@@ -102,3 +111,15 @@ def door(function: Function) -> Function:
             raise ended_here(error) from error.__cause__
 
     return public  # type: ignore[return-value]
+
+
+def without_torchs(function: Function) -> Function:
+    """Says what to do here instead, where an argument of ``torch.compile`` is given."""
+
+    @wraps(function)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        for name in kwargs.keys() & INSTEAD.keys():
+            raise TypeError(f"{function.__name__}() takes no {name}=: {INSTEAD[name]}.")
+        return function(*args, **kwargs)
+
+    return checked  # type: ignore[return-value]

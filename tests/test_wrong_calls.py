@@ -1,5 +1,6 @@
 """A call that eager refuses: eager's own error, at once, in few lines."""
 
+import inspect
 import sys
 import traceback
 from collections.abc import Callable, Iterator
@@ -12,8 +13,11 @@ from torch import Tensor, nn
 
 import lazyinline
 from lazyinline.frontend.capture import capture
+from lazyinline.reuse.errors import INSTEAD
 
 MAX_FRAMES_OF_OURS = 8
+SAME_AS_TORCHS = {"model", "dynamic", "backend"}
+PIPELINES = ("share_optimizer", "gather", "state_dict", "load_state_dict", "save", "load", "step")
 
 
 class Block(nn.Module):
@@ -187,3 +191,34 @@ def test_modules_nested_deep_run_itself_at_once_where_no_capture_can_follow(
         assert "nested so deep" in compiled.last_report.ran_eagerly
         with pytest.raises(lazyinline.CaptureError, match="nested so deep"):
             lazyinline.compile_step(net, loss_fn=torch.sum, backend="eager")(x)
+
+
+@pytest.mark.parametrize(
+    "name", sorted({*inspect.signature(torch.compile).parameters} - SAME_AS_TORCHS)
+)
+@pytest.mark.parametrize("function", [lazyinline.compile, lazyinline.compile_step])
+def test_an_argument_of_torchs_compile_is_refused_with_what_to_do_instead(
+    function: Callable[..., Any], name: str
+) -> None:
+    with pytest.raises(TypeError, match=name) as caught:
+        function(Net(), **{name: None})
+    assert INSTEAD.get(name, "unexpected keyword") in str(caught.value)
+
+
+DOORS = [getattr(lazyinline.func, name) for name in lazyinline.func.__all__]
+DOORS += [value for name, value in vars(lazyinline.Pipeline).items() if name in PIPELINES]
+
+
+@pytest.mark.parametrize("door", DOORS, ids=lambda door: door.__qualname__)
+def test_tracebacks_of_our_errors_end_at_a_public_function(door: Any) -> None:
+    def fails(*args: Any, **kwargs: Any) -> Any:
+        raise lazyinline.PlanError("no")
+
+    (cell,) = door.__closure__  # which holds the function behind it
+    behind, cell.cell_contents = cell.cell_contents, fails
+    try:
+        found = raised_by(door)
+    finally:
+        cell.cell_contents = behind
+    assert behind is door.__wrapped__
+    assert num_frames_of_ours(found) == 1

@@ -19,12 +19,13 @@ from torch import nn
 
 from ...autodiff.forward_mode.series import Series
 from ...autodiff.higher_order.modes import Way
-from ...reuse.errors import PlanError
+from ...reuse.errors import PlanError, door
 from .arguments import Function, renamed
 from .lines import TaylorMode, Ways, may_follow, taylor
 from .transforms import compiled, gradients
 
 
+@door
 def laplacian(func: Function, *, mode: TaylorMode = "auto") -> nn.Module:
     """Returns a function that computes the Laplacian of one of points.
 
@@ -132,6 +133,7 @@ def _by(column: torch.Tensor, points: torch.Tensor, place: int, *, goes_on: bool
     return found[..., place]
 
 
+@door
 def derivative(
     func: Function,
     points: torch.Tensor,

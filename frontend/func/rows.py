@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ...reuse.errors import PlanError
+from ...reuse.errors import PlanError, door
 from ..tracing.torch_tracing import follower
 from .arguments import Function, chosen
 from .lines import ForwardMode
@@ -42,6 +42,7 @@ _BACK = 3
 """A row of a Jacobian costs about as much as so many columns."""
 
 
+@door
 def jacobian(func: Function, argnums: int = 0) -> Callable[..., Jacobian]:
     """Returns a function that gives the Jacobian of one, lazily.
 
@@ -74,6 +75,7 @@ def jacobian(func: Function, argnums: int = 0) -> Callable[..., Jacobian]:
     return at
 
 
+@door
 def hessian(
     func: Function, argnums: int = 0, *, mode: ForwardMode = "auto"
 ) -> Callable[..., Jacobian]:

@@ -13,7 +13,7 @@ from torch import nn
 
 from ...autodiff.forward_mode.series import Series
 from ...autodiff.higher_order.modes import Way
-from ...reuse.errors import PlanError
+from ...reuse.errors import PlanError, door
 from ..compiled_module import compile
 from ..tracing.torch_tracing import follower
 from .arguments import Argnums, Function, chosen, like, renamed, tensors_in, with_chosen
@@ -23,6 +23,7 @@ _PASSES_OF_PRODUCT = 4
 """The function, its gradient, and once more each: of tangents, or back."""
 
 
+@door
 def grad(func: Function, argnums: Argnums = 0, has_aux: bool = False) -> nn.Module:
     """Returns a function that computes the gradient of one that returns a scalar.
 
@@ -128,6 +129,7 @@ def _in_place_of(tree: Any, inputs: list[torch.Tensor], found: list[torch.Tensor
     return like(tree, [made[id(x)] if id(x) in made else torch.zeros_like(x) for x in leaves])
 
 
+@door
 def vjp(func: Function, *primals: Any, has_aux: bool = False) -> tuple[Any, ...]:
     """Returns a function's result, and what takes a cotangent of it to one of each argument.
 
@@ -162,6 +164,7 @@ def vjp(func: Function, *primals: Any, has_aux: bool = False) -> tuple[Any, ...]
     return (shown, back, more) if has_aux else (shown, back)
 
 
+@door
 def jvp(
     func: Function, primals: tuple[Any, ...], tangents: tuple[Any, ...], *, has_aux: bool = False
 ) -> tuple[Any, ...]:
@@ -217,6 +220,7 @@ def tangents_of(
     return [torch.stack(tangents) for tangents in zip(*along, strict=True)]
 
 
+@door
 def hvp(
     func: Function, inputs: Any, v: Any, *, mode: ForwardMode = "auto"
 ) -> tuple[torch.Tensor, Any]:

@@ -210,6 +210,7 @@ class Pipeline:
         self._reduction = ranks.reduction(state.derived, table, self._sums)
         self._sums.allocate(len(ranks.rows))
 
+    @door
     def share_optimizer(self) -> None:
         """Lets each replica hold and update a part of this rank's parameters."""
         shards = self._ranks.shards(self._sums)
@@ -228,6 +229,7 @@ class Pipeline:
         """
         return self._own_shards().parameters
 
+    @door
     def gather(self) -> None:
         """Brings the parts of all replicas into the model's parameters; every rank calls it."""
         self._own_shards().gather(self._present_parameters())
@@ -300,6 +302,7 @@ class Pipeline:
             assert isinstance(parameter, nn.Parameter)
             yield model_name(name), parameter
 
+    @door
     def state_dict(self) -> dict[str, Tensor]:
         """Returns this rank's part of the model's state: its parameters and buffers, by name.
 
@@ -317,6 +320,7 @@ class Pipeline:
             own |= {id(t) for t in whole.values()} - set(map(id, present))
         return {name: t.detach() for name, t in whole.items() if id(t) in own}
 
+    @door
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Copies this rank's part out of a whole or a partial state of the model.
 
@@ -331,6 +335,7 @@ class Pipeline:
         if self._reduction.shards is not None:
             self._reduction.shards.take(self._present_parameters())
 
+    @door
     def save(self, folder: str | pathlib.Path) -> pathlib.Path:
         """Writes this rank's part to ``folder/stages-K.pt`` (its first stage is K)."""
         path = pathlib.Path(folder) / f"stages-{self._derived[0].stage.index}.pt"
@@ -339,6 +344,7 @@ class Pipeline:
             torch.save(self.state_dict(), path)
         return path
 
+    @door
     def load(self, folder: str | pathlib.Path) -> None:
         """Loads this rank's part from what the ranks of any pipeline of this model saved.
 
@@ -386,6 +392,7 @@ class Pipeline:
         return {s.derived.stage.index: s.counts for s in self._steps}
 
     @without_autocast
+    @door
     def step(self, *args: Any, **kwargs: Any) -> Tensor | None:
         """Runs one training step; every rank calls it with the whole batch.
 
