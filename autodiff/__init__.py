@@ -13,7 +13,7 @@ micro_batches     one training step: forward and backward, called per micro-batc
 training_program  forward and backward as one program
 forward_mode      forward and Taylor mode: derivatives along curves, beside the results
 higher_order      derivatives of derivatives: the gradients of a program as a program
-primitives        programs reduced to the stated set of primitives, to be looked at
+torch_primitives  adapter: programs reduced to primitives, to be looked at
 flows             from which inputs something flows to a program's values
 aliasing          which inputs share memory with what is saved
 dependence        which inputs a gradient can come back to

@@ -2,7 +2,6 @@
 
     python benchmarks/primitives.py                   # the table; exit 1 where one does not reduce
     python benchmarks/primitives.py --only Llama T5   # some rows
-    python benchmarks/primitives.py --docs            # writes docs/primitives.md: list and table
 
 A training step of each family (``zoo.py``) is captured, and its forward and backward are taken
 apart into ``lazyinline.primitives()``. A row says with how many different operators the forward is
@@ -14,24 +13,21 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import pathlib
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import transformers
 from torch import nn
-from zoo import ASKED, FURTHER, Family, add_families, chosen_families, scalar
+from zoo import Family, add_families, chosen_families, scalar
 
 import lazyinline
 from lazyinline import CaptureError
 from lazyinline.frontend.inspection import reduced
 from lazyinline.reuse.ir.verify import NotPrimitive, not_primitive, operators_of
 
-PAGE = pathlib.Path(__file__).resolve().parents[1] / "docs" / "primitives.md"
 COLUMNS = ("family", "operators captured", "primitives", "nodes held", "not primitive")
 
 
@@ -116,42 +112,11 @@ def table(rows: Mapping[str, str]) -> str:
     return f"| {' | '.join(COLUMNS)} |\n{'|---' * len(COLUMNS)}|\n{''.join(rows.values())}"
 
 
-def listed() -> str:
-    """Returns the list of primitives as the page has it."""
-    lines = []
-    for group, members in itertools.groupby(lazyinline.primitives(), key=lambda p: p.group):
-        lines += [f"### {group.capitalize()}", "", "| operator | what it computes |", "|---|---|"]
-        lines += [f"| `{one.name}` | {one.what} |" for one in members]
-        lines.append("")
-    return "\n".join(lines)
-
-
-def write(name: str, change: Callable[[str], str]) -> None:
-    """Writes a block of the page anew, from what it was."""
-    begin, end = (f"<!-- {name}: {edge} -->\n" for edge in ("begin", "end"))
-    page = PAGE.read_text(encoding="utf-8")
-    before, _, rest = page.partition(begin)
-    old, _, after = rest.partition(end)
-    PAGE.write_text(before + begin + change(old) + end + after, encoding="utf-8")
-
-
-def with_rows(rows: Mapping[str, str], old: str) -> str:
-    """Returns the table with these rows; those of other families stay."""
-    known = {
-        row.split("|")[1].partition("(")[0].strip(): f"{row}\n" for row in old.splitlines()[2:]
-    }
-    known |= rows
-    return table({f.name: known[f.name] for f in (*ASKED, *FURTHER) if f.name in known})
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add_families(parser)
-    parser.add_argument("--docs", action="store_true", help="write list and table into the page")
     options = parser.parse_args()
     families = chosen_families(parser, options)
-    if options.docs:
-        write("list", lambda _: f"\n{listed()}\n")
     rows: dict[str, str] = {}
     used: set[str] = set()
     failed = []
@@ -177,8 +142,6 @@ def main() -> int:
     own = {one.name for one in lazyinline.primitives()}
     print(f"\n{len(rows)} families reduce to {len(used & own)} of {len(own)} primitives:")
     print(" ".join(sorted(used & own)))
-    if options.docs:
-        write("families", partial(with_rows, rows))
     if failed:
         print(f"do not reduce: {', '.join(failed)}", file=sys.stderr)
     return 1 if failed else 0

@@ -27,7 +27,7 @@ INSPECTED: tuple[Way, ...] = get_args(Way)
 """The ways in that a model with example inputs is enough for."""
 ShownLevel = Literal["shared", "primitive"]
 SHOWN_LEVELS: tuple[ShownLevel, ...] = get_args(ShownLevel)
-"""As captured, or reduced to the stated set of operators."""
+"""As captured, or reduced to primitives."""
 
 
 @door
@@ -98,7 +98,7 @@ def reduced(
     *,
     train: bool = False,
 ) -> Mapping[str, Program]:
-    """Reduces a model to the stated set of operators: its forward; in training its backward, too.
+    """Reduces a model to primitives: its forward; in training its backward, too.
 
     Operators that no rule takes apart stay; :func:`not_primitive` names them. What is reduced is to
     be looked at, checked and counted: what runs is made of the operators as they were.
@@ -119,7 +119,7 @@ def reduced(
 def show_primitives(
     target: Target, options: Options, *, train: bool, source: Shown = "hide"
 ) -> str:
-    """Returns a model's programs, reduced, and what of them is not of the stated set."""
+    """Returns a model's programs, reduced, and what of them is no primitive."""
     programs = reduced(target.model, target.args, target.kwargs, options, train=train)
     texts = [
         f"// {part}, as primitives\n{format_program(program, source=source)}"

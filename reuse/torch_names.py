@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import operator
 from collections.abc import Iterable
 from typing import Any, Literal, TypeAlias
@@ -19,6 +20,19 @@ RESHAPES = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
 
 CALL_SLOT = "_compiled_call_impl"
 """Where a module's ``__call__`` looks first for something compiled (``nn.Module.compile``)."""
+
+
+@functools.cache
+def operators_tagged(tag: torch.Tag) -> tuple[Any, ...]:
+    """Returns the operators of ATen that PyTorch gives a tag."""
+    found = []
+    for name in torch._C._dispatch_get_all_op_names():
+        space, _, rest = name.partition("::")
+        packet, _, overload = rest.partition(".")
+        operator_ = getattr(getattr(torch.ops.aten, packet, None), overload or "default", None)
+        if space == "aten" and tag in getattr(operator_, "tags", ()):
+            found.append(operator_)
+    return tuple(found)
 
 
 def memory_id(tensor: torch.Tensor) -> int:

@@ -12,8 +12,8 @@ from typing import Any
 from ...autodiff.derivative import Differentiator
 from ...autodiff.higher_order.derive import Derive
 from ...autodiff.higher_order.gradient_program import GradientPrograms
-from ...autodiff.primitives.reduction import Reducer
 from ...autodiff.rules.torch_rules import rules_in
+from ...autodiff.torch_primitives import Reducer
 from ...backend.cache.results import CompileCache
 from ...backend.gpu.place import Place
 from ...backend.gpu.targets import ALIGNMENT_BYTES, target_named
@@ -51,7 +51,7 @@ class Context:
         differentiator: makes derivatives as the backend wants them, each once.
         gradient_programs: makes gradients into programs, to be differentiated again.
         derive: makes the gradients that a forward itself takes.
-        reducer: reduces programs to the stated set of primitives, to be looked at.
+        reducer: reduces programs to primitives, to be looked at.
         recompute: picks what a derivative saves.
         tools: what places buffers and runs launches.
         kernels: of each leaf that has one.

@@ -3,7 +3,7 @@
 program           closures, calls on them, and the values that flow between
 types             types of program values: tensors with a layout, and structs of them
 leaf              leaf bodies: building ATen graphs, comparing them, running them
-primitives        the stated set of operators that programs reduce to, as data
+primitives        the operators that programs reduce to: core ATen and what it lacks
 printer           programs as text: the same bytes for the same program
 verify            whether a program keeps the rules of its level; which operators it holds
 rewrite           rewriting the leaves of a program, each different one once

@@ -5,7 +5,7 @@ Levels, from capture to link:
 * ``shared``: closures, calls, and struct values made by autodiff; leaf bodies are pure.
 * ``aten``: besides, every leaf is taken apart into operators that kernels are made of.
 * ``flat``: every call is on a leaf (what early inlining gives, and what link lays out).
-* ``primitive``: every leaf holds only operators of the stated set (to be looked at and counted).
+* ``primitive``: every leaf holds only primitives (to be looked at and counted).
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def operators_of(program: Program) -> Counter[str]:
 
 @dataclass(frozen=True, slots=True)
 class NotPrimitive:
-    """An operator that is not of the stated set, in a leaf of a program.
+    """An operator that is no primitive, in a leaf of a program.
 
     Attributes:
         operator: its name.
@@ -69,7 +69,7 @@ class NotPrimitive:
 
 
 def not_primitive(program: Program) -> list[NotPrimitive]:
-    """Returns the operators of a program that are not of the stated set, each place once."""
+    """Returns the operators of a program that are no primitives, each place once."""
     found = (
         NotPrimitive(name_of(node), leaf.name, stamp_of(node).source)
         for leaf, node in _nodes(program)
@@ -112,9 +112,7 @@ def _check(program: Program, level: ProgramLevel) -> None:
     _check_body(program, "@main")
     foreign = not_primitive(program) if level == "primitive" else []
     if foreign:
-        raise _BrokenRuleError(
-            f"operators that are not of the stated set: {', '.join(map(str, foreign))}"
-        )
+        raise _BrokenRuleError(f"operators that are no primitives: {', '.join(map(str, foreign))}")
     for output, target in program.writes:
         if program.outputs[output].type != program.inputs[target].type:
             raise _BrokenRuleError(f"write of output {output} into input {target} changes the type")

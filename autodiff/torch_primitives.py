@@ -1,0 +1,215 @@
+"""Adapter: programs reduced to primitives, to be looked at, checked and counted.
+
+The rules are PyTorch's to core ATen (``torch.export.default_decompositions``), and a few more.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.fx
+from torch._decomp import get_decompositions
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from ..reuse.ir.leaf import Stamp, flat_types, mutated_args, without_autocast
+from ..reuse.ir.primitives import is_primitive
+from ..reuse.ir.program import Leaf, Program
+from ..reuse.ir.rewrite import map_leaves
+from .derivative import Derivative, Differentiator, Recipe, Request
+from .rules.in_traces import rules_beneath_autograd
+from .traces.forwards import trace_forward
+from .traces.joint_cut import is_draw
+from .traces.layouts import laid_out_as, lying_as_traced
+from .traces.origins import NotingInterpreter, origin_of
+from .traces.pure_memory import draw_mask, of_pure_memory
+from .traces.torch_fake_inputs import fake_tensor, new_fake_mode
+from .traces.torch_make_fx import Decompositions, growing_graph
+
+_ATEN = torch.ops.aten
+# PyTorch has a rule for these that leads to core ATen, and does not count it among those.
+_FURTHER = ("addmv", "dist", "native_batch_norm", "polar", "unfold")
+
+
+class Reducer:
+    """Reduces programs; each different closure is differentiated and reduced once.
+
+    Operators keep their own derivative: a program is differentiated first, and reduced then.
+    Rules of users (``decomposition``) count like those that PyTorch has.
+    """
+
+    def __init__(self) -> None:
+        self._table: Decompositions | None = None
+        self._differentiator = Differentiator(lambda leaf: Recipe())
+        self._reduced: dict[Leaf, Leaf] = {}
+
+    def derivative(self, request: Request) -> Derivative | None:
+        """Returns a derivative whose halves can be reduced; None if no gradient flows."""
+        with _attention_as_products():
+            return self._differentiator.of(request)
+
+    def of(self, program: Program) -> Program:
+        """Returns a program with every leaf reduced, as far as rules are known."""
+        return map_leaves(program, self._of_leaf)
+
+    def _of_leaf(self, leaf: Leaf) -> Leaf:
+        if leaf not in self._reduced:
+            if self._table is None:
+                self._table = _rules()
+            self._reduced[leaf] = _as_primitives(leaf, self._table)
+        return self._reduced[leaf]
+
+
+def _attention_as_products() -> AbstractContextManager[None]:
+    """Attention inside is traced as two products and a softmax: no fused kernel is a primitive."""
+    return sdpa_kernel(SDPBackend.MATH)
+
+
+def _rules() -> Decompositions:
+    """Returns how each operator that is no primitive is made of others, where a rule is known.
+
+    Random operators stay whole: another way to draw would give other numbers under one seed.
+    """
+    known = torch.export.default_decompositions()
+    return {**{op: rule for op, rule in known.items() if _is_taken_apart(op)}, **_RULES}
+
+
+def _is_taken_apart(operator: Any) -> bool:
+    tags = getattr(operator, "tags", ())
+    return not is_primitive(operator) and torch.Tag.nondeterministic_seeded not in tags
+
+
+@without_autocast
+def _as_primitives(leaf: Leaf, table: Decompositions) -> Leaf:
+    """Reduces a leaf: the same results in the same layouts, by primitives.
+
+    What no rule takes apart stays, for a verifier to name. Each operator is stamped with the user's
+    line that it comes from.
+    """
+    table = {**table, **rules_beneath_autograd()}
+    types = flat_types(leaf.input_types)
+    results = flat_types(leaf.output_types)
+    module = leaf.module
+    if leaf.level == "composite":
+        with _attention_as_products():
+            module = trace_forward(module, types, {})
+    mode = new_fake_mode(module)
+    inputs = [fake_tensor(mode, t) for t in types]
+
+    def run(*flat: torch.Tensor) -> tuple[Any, ...]:
+        interpreter = NotingInterpreter(module, growing_graph(), lying_as_traced)
+        found = interpreter.run_flat(flat)
+        interpreter.write()
+        return tuple(laid_out_as(r, t) for r, t in zip(found, results, strict=True))
+
+    with mode, torch.no_grad():
+        reduced = make_fx(run, decomposition_table=table)(*inputs)
+        reduced = of_pure_memory(reduced, inputs, table, ())  # some rules write in place
+    _drop_unused(reduced.graph)
+    for node in reduced.graph.nodes:
+        origin = origin_of(node)
+        if origin is not None:
+            node.meta["stamp"] = Stamp(source=origin.source)
+    reduced.recompile()
+    return replace(leaf, module=reduced, level="aten")
+
+
+def _drop_unused(graph: torch.fx.Graph) -> None:
+    """Removes what nobody reads: also memory that only gave a layout. Draws and writes stay."""
+    for node in reversed(graph.nodes):
+        if node.op == "call_function" and not (node.users or is_draw(node) or mutated_args(node)):
+            graph.erase_node(node)
+
+
+# ---- rules that PyTorch lacks ---------------------------------------------------------------
+
+
+def _angle(x: torch.Tensor) -> Any:
+    if x.is_complex():
+        real, imaginary = torch.view_as_real(x).unbind(-1)
+        return torch.atan2(imaginary, real)
+    if not x.is_floating_point():
+        return NotImplemented
+    negative = torch.where(x < 0, torch.full_like(x, math.pi), torch.zeros_like(x))
+    return torch.where(x.isnan(), x, negative)
+
+
+def _var_mean(x: torch.Tensor, dims: Any = None, **options: Any) -> Any:
+    keeps = {"keepdim": options.get("keepdim", False)}
+    every = list(range(x.dim())) if dims is None else dims
+    return _ATEN.var.correction(x, dims, **options), _ATEN.mean.dim(x, every, **keeps)
+
+
+def _put(x: torch.Tensor, index: torch.Tensor, values: torch.Tensor, add: bool = False) -> Any:
+    places = (index.reshape(-1),)
+    return x.reshape(-1).index_put(places, values.reshape(-1), add).reshape(x.shape)
+
+
+def _weight_norm_backward(
+    grad: torch.Tensor, v: torch.Tensor, g: torch.Tensor, norms: torch.Tensor, dim: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    norms = norms.to(v.dtype)
+    along = (grad * v).sum([d for d in range(v.dim()) if d != dim], keepdim=True) / norms
+    return (grad - v * along / norms) * (g / norms), along
+
+
+def _grouped_mm(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    offsets: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    out_dtype: Any = None,
+) -> Any:
+    """The product of each group of rows with its own matrix, as products of all rows with each.
+
+    An element of another group is never computed with: it may be infinite.
+    """
+    if bias is not None or out_dtype not in (None, a.dtype):
+        return NotImplemented
+    if offsets is None:
+        return torch.bmm(a, b)
+    groups = range(offsets.shape[0])
+    if (a.dim(), b.dim()) == (2, 2):
+        masks = [_in_group(offsets, g, a.shape[1]) for g in groups]
+        return torch.stack(
+            [torch.where(m, a, 0) @ torch.where(m.unsqueeze(1), b, 0) for m in masks]
+        )
+    rows = (a.dim(), b.dim()) == (2, 3)
+    found = a.new_zeros((a.shape[-2], b.shape[-1]))
+    for group in groups:
+        inside = _in_group(offsets, group, found.shape[0 if rows else 1])
+        product = a @ b[group] if rows else a[group] @ b
+        found = torch.where(inside.unsqueeze(1) if rows else inside, product, found)
+    return found
+
+
+def _in_group(offsets: torch.Tensor, group: int, length: int) -> torch.Tensor:
+    """Says of each of so many places whether it belongs to a group; offsets are their ends."""
+    places = torch.arange(length, device=offsets.device)
+    before = places < offsets[group]
+    return before & (places >= offsets[group - 1]) if group else before
+
+
+def _where_there_is(name: str, rule: Callable[..., Any]) -> Mapping[Any, Callable[..., Any]]:
+    """A rule for an operator that only some versions of PyTorch have."""
+    operator = getattr(_ATEN, name, None)
+    return {} if operator is None else {operator.default: rule}
+
+
+_RULES: Mapping[Any, Callable[..., Any]] = {
+    **get_decompositions([getattr(_ATEN, name) for name in _FURTHER]),
+    **_where_there_is("_grouped_mm", _grouped_mm),
+    **_where_there_is("_weight_norm_interface_backward", _weight_norm_backward),
+    _ATEN.bernoulli.p: draw_mask,
+    _ATEN.angle.default: _angle,
+    _ATEN.var_mean.correction: _var_mean,
+    _ATEN.exp2.default: lambda x: _ATEN.pow.Scalar(2.0, x),
+    _ATEN.lift_fresh_copy.default: torch.clone,
+    _ATEN.put.default: _put,
+}
+"""Beside PyTorch's to core ATen: of more operators, and of draws that keep their numbers."""
