@@ -12,10 +12,9 @@ from dataclasses import dataclass
 import torch.fx
 
 from ..reuse.ir.leaf import is_view, node_type
-from ..reuse.ir.program import Closure, Kernels, Leaf, Level, input_nodes
+from ..reuse.ir.program import Closure, Kernels, Leaf, Level, input_nodes, outputs_of
 from ..reuse.ir.torch_symbols import is_certain
 from ..reuse.ir.types import StructType, TensorType
-from .traces.joint_cut import outputs_of
 from .traces.joint_trace import JointTrace
 
 

@@ -13,12 +13,22 @@ from dataclasses import dataclass
 import torch.fx
 
 from ..reuse.ir.leaf import flat_types
-from ..reuse.ir.program import Call, Closure, Composite, Leaf, Pack, Program, Unpack, Value
+from ..reuse.ir.program import (
+    Call,
+    Closure,
+    Composite,
+    Leaf,
+    Pack,
+    Program,
+    Unpack,
+    Value,
+    outputs_of,
+)
 from ..reuse.ir.torch_symbols import is_certain
 from ..reuse.ir.types import StructType, TensorType, Type
 from .draws import Draws
 from .leaf_derivative import Derivative, cotangent_type
-from .traces.joint_cut import ancestors, extract, is_draw, outputs_of
+from .traces.joint_cut import ancestors, extract, is_draw
 
 
 @dataclass(frozen=True, eq=False)

@@ -16,11 +16,11 @@ import torch
 import torch.fx
 
 from ..reuse.ir.leaf import mutated_args
-from ..reuse.ir.program import Call, Closure, Composite, Leaf, Program, Value
+from ..reuse.ir.program import Call, Closure, Composite, Leaf, Program, Value, outputs_of
 from ..reuse.ir.torch_symbols import as_literal
 from ..reuse.ir.types import TensorType, contiguous_stride, flatten_type
 from .derivative import Derivative
-from .traces.joint_cut import copy_graph, outputs_of
+from .traces.joint_cut import copy_graph
 
 _ADD = torch.ops.aten.add.Tensor
 

@@ -336,7 +336,7 @@ class GpuRecord:
 
     def lines(self) -> Iterator[str]:
         """Yields what a report says."""
-        target, predicted = self.target, self.prediction
+        target, predicted, cost = self.target, self.prediction, self.prediction.cost
         yield f"for {target.name} ({target.board}): compiled and planned, not run"
         built = f"all {self.num_built}" if self.num_built == self.num_kernels else self.num_built
         others = predicted.num_launches - predicted.num_triton
@@ -359,9 +359,9 @@ class GpuRecord:
                 f"{', '.join(self.allocating)}"
             )
         yield (
-            f"  predicted {predicted.seconds * 1e3:.3g} ms at least, by the roofline: "
-            f"{predicted.flops / 1e12:.3g} TFLOP in products ({predicted.product_s * 1e3:.3g} ms), "
-            f"{_gib(predicted.moved_bytes)} moved"
+            f"  predicted {cost.seconds * 1e3:.3g} ms at least, by the roofline: "
+            f"{cost.flops / 1e12:.3g} TFLOP in products ({predicted.product_s * 1e3:.3g} ms), "
+            f"{_gib(cost.moved_bytes)} moved"
         )
 
 

@@ -1,14 +1,13 @@
 """Chooses, per call, which tensors are saved for backward and which are computed again.
 
-policy          what a user asks for
-operator_costs  what operators cost
-program_costs   what a program costs, for whoever has to choose between two
-cut_problem     one leaf's forward values, and what saving some of them means
-sizes_at        where sizes are symbols: the numbers that all this is weighed at
-solver          exact cuts of one closure; exact spread over the calls of any number
-planner         the choice of a policy, and the frontier of each closure
-fit_budget      a budget that the linked program keeps
-summary         what is saved and computed again, for people
+policy       what a user asks for
+measured     what operators take here, where a budget asks for that
+cut_problem  one leaf's forward values, and what saving some of them means
+sizes_at     where sizes are symbols: the numbers that all this is weighed at
+solver       exact cuts of one closure; exact spread over the calls of any number
+planner      the choice of a policy, and the frontier of each closure
+fit_budget   a budget that the linked program keeps
+summary      what is saved and computed again, for people
 
 It imports ``reuse`` and ``autodiff`` only.
 """

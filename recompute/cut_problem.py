@@ -8,11 +8,13 @@ from dataclasses import dataclass
 import torch
 import torch.fx
 
-from ..autodiff.traces.joint_cut import ancestors, backward_nodes, is_draw, late_draws, outputs_of
+from ..autodiff.traces.joint_cut import ancestors, backward_nodes, is_draw, late_draws
+from ..reuse.ir.costs import flops, is_heavy, value_bytes
 from ..reuse.ir.leaf import is_view, mutated_args
+from ..reuse.ir.program import outputs_of
 from ..reuse.ir.types import TensorType
 from ..reuse.torch_names import operator_schema
-from .operator_costs import CostModel, flops, is_heavy, value_bytes
+from .measured import ValueCosts
 from .sizes_at import SizesAt
 
 
@@ -77,7 +79,7 @@ class CutProblem:
         cls,
         joint: torch.fx.GraphModule,
         num_outputs: int,
-        costs: CostModel,
+        costs: ValueCosts,
         sizes: SizesAt,
     ) -> CutProblem:
         """Reads the problem from a joint graph.
@@ -154,7 +156,7 @@ def _forward_value(
     in_forward: bool,
     is_wanted: bool,
     is_late: bool,
-    costs: CostModel,
+    costs: ValueCosts,
 ) -> ForwardValue:
     """Describes a node; ``numbered`` is the same with numbers for sizes."""
     value = node.meta.get("val")

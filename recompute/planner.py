@@ -13,7 +13,7 @@ from ..reuse.ir.leaf import is_view
 from ..reuse.ir.program import Call, Composite, Leaf, RecomputeMark, input_nodes
 from . import solver
 from .cut_problem import CutPoint, CutProblem
-from .operator_costs import CostModel
+from .measured import ValueCosts
 from .sizes_at import SizesAt
 
 _NUM_POINTS = 16  # budgets solved for per leaf
@@ -56,7 +56,7 @@ class Planner:
     """
 
     def __init__(
-        self, differentiator: Differentiator, costs: CostModel, sizes: SizesAt | None = None
+        self, differentiator: Differentiator, costs: ValueCosts, sizes: SizesAt | None = None
     ) -> None:
         self._make = differentiator
         self._costs = costs

@@ -10,12 +10,12 @@ import torch.fx
 
 from ..autodiff.choices import Cut, PerCall, Whole
 from ..autodiff.derivative import Derivative, Differentiator, Request
-from ..autodiff.traces.joint_cut import ancestors, outputs_of
+from ..autodiff.traces.joint_cut import ancestors
+from ..reuse.ir.costs import flops, is_free, is_heavy
 from ..reuse.ir.leaf import flat_types
-from ..reuse.ir.program import Closure, Composite, Leaf
+from ..reuse.ir.program import Closure, Composite, Leaf, outputs_of
 from ..reuse.ir.types import TensorType
 from ..reuse.torch_names import RESHAPES
-from .operator_costs import flops, is_free, is_heavy
 from .sizes_at import SizesAt
 
 

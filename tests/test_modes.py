@@ -12,11 +12,9 @@ from torch import Tensor, nn
 
 import lazyinline
 from lazyinline import func
-from lazyinline.autodiff.higher_order.modes import Cost, ModeChoice, Trial, Way, weighed
-from lazyinline.recompute.operator_costs import Roofline
-from lazyinline.recompute.program_costs import ProgramCosts
-from lazyinline.recompute.sizes_at import SizesAt
+from lazyinline.autodiff.higher_order.modes import ModeChoice, Trial, Way, weighed
 from lazyinline.reuse.errors import CaptureError, PlanError
+from lazyinline.reuse.ir.costs import Cost, OperatorCosts, ProgramCosts
 
 
 class Field(nn.Module):
@@ -78,8 +76,8 @@ def choice_of(report: Any) -> ModeChoice:
 
 
 def cost_of_programs(report: Any) -> Cost:
-    costs = ProgramCosts(Roofline(fused=False), SizesAt())
-    return costs.added(report.made.forward) + costs.added(report.made.backward)
+    costs = ProgramCosts(OperatorCosts(fused=False))
+    return costs.program(report.made.forward) + costs.program(report.made.backward)
 
 
 @pytest.mark.sweep
@@ -212,8 +210,8 @@ def test_a_product_with_a_hessian_in_each_mode() -> None:
     assert not reports["forward"].modes and not reports["reverse"].modes
     assert {c.way.mode for c in choice.candidates} == {"forward", "reverse"}
     assert all(c.counted == "made" for c in choice.candidates)
-    costs = ProgramCosts(Roofline(fused=False), SizesAt())
-    taken, forced = (costs.added(reports[mode].made.forward) for mode in ("auto", choice.mode))
+    costs = ProgramCosts(OperatorCosts(fused=False))
+    taken, forced = (costs.program(reports[mode].made.forward) for mode in ("auto", choice.mode))
     assert taken.flops == forced.flops
     with pytest.raises(PlanError, match="'taylor' is none of auto, forward, reverse"):
         func.hvp(value, inputs, vectors, mode="taylor")  # type: ignore[arg-type]

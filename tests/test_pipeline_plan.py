@@ -19,11 +19,12 @@ from lazyinline.pipeline_parallel.schedule.actions import SCHEDULES, Action
 from lazyinline.pipeline_parallel.schedule.plan import PipelinePlan, StagePlan
 from lazyinline.pipeline_parallel.schedule.simulation import simulate
 from lazyinline.pipeline_parallel.split.balance import color_balanced
-from lazyinline.pipeline_parallel.split.call_costs import CPU_RATES, CostModel
+from lazyinline.pipeline_parallel.split.call_costs import CallCosts
 from lazyinline.pipeline_parallel.split.cut import cut_program
 from lazyinline.pipeline_parallel.stages.make_plan import make_plan
 from lazyinline.pipeline_parallel.stages.stage_derivative import differentiate_stages
 from lazyinline.pipeline_parallel.stages.torch_pipelining import action_table
+from lazyinline.reuse.ir.costs import CPU, OperatorCosts, ProgramCosts
 from lazyinline.reuse.ir.program import Program
 
 lazy_inline(DecoderBlock)
@@ -43,11 +44,11 @@ def plan(
     program, differentiator = captured()
     num_stages = num_ranks * (1 if schedule in ("GPipe", "1F1B") else 2)
     table = action_table(schedule, num_stages, num_ranks, micro_batches)
-    costs = CostModel(differentiator, CPU_RATES)
+    costs = CallCosts(differentiator, ProgramCosts(OperatorCosts(fused=False)))
     colors = color_balanced(program, costs, table, memory_bytes)
     stages = cut_program(program, colors, num_stages)
     derived = differentiate_stages(stages, differentiator, halves=table.splits_backward)
-    return make_plan(derived, table, costs, CPU_RATES)
+    return make_plan(derived, table, costs, CPU)
 
 
 def test_the_slowest_stage_is_no_slower_than_with_any_other_split() -> None:

@@ -23,9 +23,9 @@ from lazyinline.frontend.training_step import LossModel
 from lazyinline.pipeline_parallel.schedule.actions import SCHEDULES, Action, ActionTable
 from lazyinline.pipeline_parallel.schedule.rank_order import Boundaries, RankOrder, rank_order
 from lazyinline.pipeline_parallel.schedule.simulation import simulate
-from lazyinline.pipeline_parallel.split.call_costs import CPU_RATES
 from lazyinline.pipeline_parallel.stages.planned_steps import Progress
 from lazyinline.pipeline_parallel.stages.torch_pipelining import action_table
+from lazyinline.reuse.ir.costs import CPU
 
 
 def table_of(schedule: str, num_ranks: int, micro_batches: int = 8) -> ActionTable:
@@ -119,7 +119,7 @@ def planned(context: Context, schedule: str, rank: int, micro_batches: int) -> R
         model, args = llama(8, hidden=32, num_heads=2, vocab=50, seq=8)
     subject = Subject(LossModel(model, None), args, {}, train=True)
     table = table_of(schedule, 2, micro_batches)
-    state = started(context, subject, table, rank, Splitting("even", None), CPU_RATES)
+    state = started(context, subject, table, rank, Splitting("even", None), CPU)
     made = run(ESTIMATED, state).runs
     assert isinstance(made, RankProgram)
     return made.plan

@@ -14,7 +14,7 @@ from typing import Any
 import torch.fx
 
 from ...reuse.ir.leaf import stamp_of
-from ...reuse.ir.program import Call, Leaf, Program, Value, walk_closures
+from ...reuse.ir.program import Call, Leaf, Program, Value, outputs_of, walk_closures
 from ..forward_mode.series import Series
 from .modes import Way
 
@@ -172,7 +172,6 @@ def _derivation(leaf: Leaf) -> torch.fx.Node | None:
 
 
 def _returned(leaf: Leaf) -> list[torch.fx.Node]:
-    (output,) = (n for n in leaf.module.graph.nodes if n.op == "output")
-    picks = list(output.args[0])  # type: ignore[arg-type]
+    picks = outputs_of(leaf.module)
     assert all(n.target is operator.getitem for n in picks)
     return picks

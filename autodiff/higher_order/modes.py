@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ...reuse.errors import CaptureError
+from ...reuse.ir.costs import Cost
 
 Mode = Literal["taylor", "forward", "reverse"]
 
@@ -34,34 +35,6 @@ class Way:
 
     mode: Mode
     passes: int
-
-
-@dataclass(frozen=True)
-class Cost:
-    """What a program does, in one run; of one that is trained, with its backward.
-
-    Attributes:
-        flops: of products, convolutions and attention.
-        moved_bytes: that its operators read and write, each by itself.
-        seconds: that this will take, by the model of costs that recompute uses.
-    """
-
-    flops: int = 0
-    moved_bytes: int = 0
-    seconds: float = 0.0
-
-    def __add__(self, other: Cost) -> Cost:
-        return Cost(
-            self.flops + other.flops,
-            self.moved_bytes + other.moved_bytes,
-            self.seconds + other.seconds,
-        )
-
-    def times(self, factor: float) -> Cost:
-        """Returns that of a multiple."""
-        return Cost(
-            round(self.flops * factor), round(self.moved_bytes * factor), self.seconds * factor
-        )
 
 
 @dataclass(frozen=True)

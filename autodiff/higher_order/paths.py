@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from ...reuse.errors import CaptureError
-from ...reuse.ir.program import Call, Leaf, Value
+from ...reuse.ir.program import Call, Leaf, Value, outputs_of
 from .derivation import Asked, AskedSeries
 
 
@@ -73,8 +73,7 @@ def _may_be_of(call: Call, result: Value, value: Value) -> bool:
         return False
     if not isinstance(call.closure, Leaf):
         return True
-    (output,) = (n for n in call.closure.module.graph.nodes if n.op == "output")
-    nodes = dict(zip(call.results, output.args[0], strict=True))  # type: ignore[arg-type]
+    nodes = dict(zip(call.results, outputs_of(call.closure.module), strict=True))
     seen, pending = {nodes[result]}, [nodes[result]]
     while pending:
         new = [n for n in pending.pop().all_input_nodes if n not in seen]

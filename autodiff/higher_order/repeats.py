@@ -15,7 +15,7 @@ import torch
 import torch.fx
 
 from ...reuse.ir.leaf import FullKey, cut_leaf, leaf_key, mutated_args, node_type, stamp_of
-from ...reuse.ir.program import Call, Closure, Composite, Leaf, Program, Value
+from ...reuse.ir.program import Call, Closure, Composite, Leaf, Program, Value, outputs_of
 from ...reuse.ir.types import TensorType
 
 _MAX_NODES = 4000  # the search takes the square of their number
@@ -56,7 +56,7 @@ class Repeats:
             return [call]
         assert isinstance(call.closure, Leaf)
         env = dict(zip(call.closure.entries, call.args, strict=True))
-        env.update(zip(_results(call.closure), call.results, strict=True))
+        env.update(zip(outputs_of(call.closure.module), call.results, strict=True))
         calls = []
         for part in parts:
             args = tuple(env[n] for n in part.inputs)
@@ -110,14 +110,9 @@ def _outside(node: torch.fx.Node, inside: set[torch.fx.Node]) -> Iterator[torch.
     return (n for n in node.all_input_nodes if n not in inside)
 
 
-def _results(leaf: Leaf) -> list[torch.fx.Node]:
-    (output,) = (n for n in leaf.module.graph.nodes if n.op == "output")
-    return list(output.args[0])  # type: ignore[arg-type]
-
-
 def _may_be_cut(leaf: Leaf) -> bool:
     """Whether a leaf is one of plain operators, whose results are different tensors."""
-    nodes, results = leaf.nodes, _results(leaf)
+    nodes, results = leaf.nodes, outputs_of(leaf.module)
     types = (*leaf.input_types, *leaf.output_types)
     return (
         len(nodes) <= _MAX_NODES

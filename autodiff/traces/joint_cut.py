@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 import torch.fx
 
-from ...reuse.ir.program import input_nodes
+from ...reuse.ir.program import input_nodes, outputs_of
 from ...reuse.ir.torch_graphs import module_of
 from ...reuse.torch_names import operator_schema
 
@@ -66,13 +66,6 @@ def read_by_backward(joint: torch.fx.GraphModule, num_outputs: int) -> frozenset
 def is_tangent(node: torch.fx.Node) -> bool:
     """Whether a joint graph's placeholder is a cotangent."""
     return node.op == "placeholder" and node.name.startswith("tangents_")
-
-
-def outputs_of(module: torch.fx.GraphModule) -> list[Any]:
-    """Returns what a graph returns, flat."""
-    outputs = module.graph.output_node().args[0]
-    assert isinstance(outputs, (tuple, list))
-    return list(outputs)
 
 
 def ancestors(

@@ -11,9 +11,9 @@ import torch.fx
 
 from ...reuse.errors import CaptureError
 from ...reuse.ir.leaf import is_view, mutated_args
+from ...reuse.ir.program import outputs_of
 from ...reuse.ir.torch_symbols import environment_of_tensor, size_in
 from ...reuse.ir.types import TensorType
-from .joint_cut import outputs_of
 
 
 def laid_out_as(gradient: torch.Tensor, type_: TensorType) -> torch.Tensor:

@@ -8,8 +8,8 @@ import torch
 import torch.fx
 
 from ...reuse.ir.leaf import ModalInterpreter, without_autocast
+from ...reuse.ir.program import outputs_of
 from ...reuse.ir.types import TensorType
-from .joint_cut import outputs_of
 from .torch_fake_inputs import fake_tensor, new_fake_mode, sizes_kept_open
 
 NOT_DIFFERENTIABLE = "is not differentiable with respect to argument"

@@ -11,10 +11,9 @@ import torch.fx
 
 from ...reuse.errors import CaptureError
 from ...reuse.ir.leaf import mutated_args
-from ...reuse.ir.program import input_nodes
+from ...reuse.ir.program import input_nodes, outputs_of
 from ...reuse.ir.torch_symbols import SizedInterpreter, sizes_in
 from ...reuse.ir.types import TensorType
-from .joint_cut import outputs_of
 from .layouts import laid_out_as, lying_as_traced
 from .stops import is_stop
 from .torch_differentiable import Gradients

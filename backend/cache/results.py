@@ -26,10 +26,9 @@ import numpy as np
 from ...autodiff.derivative import Derivative, Request
 from ...autodiff.rules.torch_rules import rules_in
 from ...autodiff.traces.forwards import trace_forward
-from ...autodiff.traces.joint_cut import outputs_of
 from ...autodiff.traces.joint_trace import JointTrace
 from ...reuse.ir.leaf import flat_types, node_type
-from ...reuse.ir.program import Leaf, input_nodes
+from ...reuse.ir.program import Leaf, input_nodes, outputs_of
 from ...reuse.own_code import package_digest
 from ..arena.arena import ArenaPlan
 from ..arena.live_ranges import Buffers

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 
 from ...reuse.torch_names import schema_of
 from ..launches.kernel_list import ENTRY, BufferInfo, KernelList, Launch, views_in
-from .roofline import is_product, launch_seconds
+from .roofline import is_product, launch_cost
 from .targets import Target
 from .torch_triton import LoadedKernel, read_only_arguments
 from .triton_kernel import TritonKernel
@@ -183,7 +183,7 @@ def with_streams(kernels: KernelList, target: Target) -> KernelList:
 
 def worth_moving(kernels: KernelList, target: Target) -> list[int]:
     """Returns the launches that gain from running beside those that neither need nor feed them."""
-    seconds = [launch_seconds(launch, target) for launch in kernels.launches]
+    seconds = [launch_cost(launch, target).seconds for launch in kernels.launches]
     shares = [_share(launch, target) for launch in kernels.launches]
     used, spare, chosen = accesses(kernels), list(seconds), list[int]()
     for number in may_move(kernels):

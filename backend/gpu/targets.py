@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from ...reuse.errors import PlanError
+from ...reuse.ir.costs import Rates
 
 GIB = 2**30
 ALIGNMENT_BYTES = 256
@@ -28,10 +29,7 @@ class Target:
         capability: its compute capability, major and minor.
         num_multiprocessors: streaming multiprocessors.
         memory_bytes: of its memory, as PyTorch reports it.
-        bandwidth_bytes_per_s: of its memory.
-        half_flops_per_s: operations per second of matrix products in float16 and bfloat16.
-        single_flops_per_s: the same in float32.
-        tf32_flops_per_s: the same in float32 where a user allows products to be less exact.
+        rates: at most, of its memory and of matrix products.
         shared_memory_bytes: most that one block may ask for.
         l2_bytes: its second-level cache.
         workspace_bytes: what PyTorch gives cuBLAS to work in, for each stream that runs products.
@@ -43,10 +41,7 @@ class Target:
     capability: tuple[int, int]
     num_multiprocessors: int
     memory_bytes: int
-    bandwidth_bytes_per_s: float
-    half_flops_per_s: float
-    single_flops_per_s: float
-    tf32_flops_per_s: float
+    rates: Rates
     shared_memory_bytes: int
     l2_bytes: int
     workspace_bytes: int
@@ -65,10 +60,7 @@ TARGETS = (
         capability=(8, 0),
         num_multiprocessors=108,
         memory_bytes=80 * GIB,
-        bandwidth_bytes_per_s=2.039e12,
-        half_flops_per_s=312e12,
-        single_flops_per_s=19.5e12,
-        tf32_flops_per_s=156e12,
+        rates=Rates(19.5e12, 2.039e12, half_flops_per_s=312e12, tf32_flops_per_s=156e12),
         shared_memory_bytes=166912,
         l2_bytes=40 * 2**20,
         workspace_bytes=8519680,
@@ -80,10 +72,7 @@ TARGETS = (
         capability=(9, 0),
         num_multiprocessors=132,
         memory_bytes=80 * GIB,
-        bandwidth_bytes_per_s=3.35e12,
-        half_flops_per_s=989.4e12,
-        single_flops_per_s=66.9e12,
-        tf32_flops_per_s=494.7e12,
+        rates=Rates(66.9e12, 3.35e12, half_flops_per_s=989.4e12, tf32_flops_per_s=494.7e12),
         shared_memory_bytes=232448,
         l2_bytes=50 * 2**20,
         workspace_bytes=32 * 2**20,
@@ -95,10 +84,7 @@ TARGETS = (
         capability=(10, 0),
         num_multiprocessors=148,
         memory_bytes=180 * GIB,
-        bandwidth_bytes_per_s=8e12,
-        half_flops_per_s=2250e12,
-        single_flops_per_s=75e12,
-        tf32_flops_per_s=1125e12,
+        rates=Rates(75e12, 8e12, half_flops_per_s=2250e12, tf32_flops_per_s=1125e12),
         shared_memory_bytes=232448,
         l2_bytes=126 * 2**20,
         workspace_bytes=32 * 2**20,

@@ -17,10 +17,10 @@ from ...backend.kernels.lower import BackendName
 from ...backend.run.rank_program import RankProgram
 from ...pipeline_parallel.schedule.actions import ActionTable
 from ...pipeline_parallel.schedule.plan import PipelinePlan
-from ...pipeline_parallel.split.call_costs import CPU_RATES
 from ...pipeline_parallel.stages.stage_derivative import StageDerivative
 from ...recompute.policy import Policy
 from ...reuse.errors import LazyInlineError, PlanError
+from ...reuse.ir.costs import CPU
 from ..compiler import RANK
 from ..marks import lazy_inline
 from ..options import Options
@@ -159,7 +159,7 @@ def compile_rank(
     number = rank_number(rank, stages)
     context = Context(options)
     subject = Subject(LossModel(model, None), args, {}, train=True)
-    state = started(context, subject, table, number, Splitting("auto", None), CPU_RATES)
+    state = started(context, subject, table, number, Splitting("auto", None), CPU)
     with context.cached(state.report):
         state = run(passes, state)
     num_parameters = sum(p.numel() for p in model.parameters())

@@ -114,9 +114,9 @@ def gpu_tiles(gpu: GpuRecord | None, what: str = "") -> Iterator[Tile]:
     )
     yield tile(
         f"Step on {where}",
-        f"\u2265 {seconds_text(predicted.seconds)}",
-        f"predicted by the roofline, not measured: {flops_text(predicted.flops)} "
-        f"in products, {bytes_text(predicted.moved_bytes)} moved",
+        f"\u2265 {seconds_text(predicted.cost.seconds)}",
+        f"predicted by the roofline, not measured: {flops_text(predicted.cost.flops)} "
+        f"in products, {bytes_text(predicted.cost.moved_bytes)} moved",
     )
     yield tile(
         f"Kernels for {where}",

@@ -324,7 +324,7 @@ def compile_rows(record: CompileRecord) -> Iterator[Row]:
     if record.gpu is not None:
         name = record.gpu.target.name
         yield f"all memory on {name}, parameters too", "bytes", record.gpu.peak_bytes, None
-        yield f"time on {name}, at least", "s", record.gpu.prediction.seconds, None
+        yield f"time on {name}, at least", "s", record.gpu.prediction.cost.seconds, None
     yield from recompute_rows(record)
 
 

@@ -81,7 +81,7 @@ def derive(state: State) -> State:
     recompute, sizes = state.context.recompute, state.captured.sizes
     costs = (recompute if sizes is None else recompute.at(sizes.example)).program_costs()
     trained = differentiable_inputs(program) if state.subject.train else ()
-    count = partial(costs.added, active=[program.inputs[i] for i in trained])
+    count = partial(costs.program, active=[program.inputs[i] for i in trained])
     try:
         program, notes = state.context.derive.program(program, count)
     except Exception as error:  # what PyTorch cannot trace of it, too: the model itself can run

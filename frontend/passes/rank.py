@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from ...pipeline_parallel.schedule.actions import ActionTable
 from ...pipeline_parallel.schedule.plan import PipelinePlan
 from ...pipeline_parallel.schedule.rank_order import RankOrder
-from ...pipeline_parallel.split.call_costs import CostModel, DeviceRates
+from ...pipeline_parallel.split.call_costs import CallCosts
 from ...pipeline_parallel.split.cut import Stage
 from ...pipeline_parallel.stages.stage_derivative import StageDerivative
+from ...reuse.ir.costs import OperatorCosts, ProgramCosts, Rates
 from .context import Context
 from .stage_split import Splitting
 from .state import Compilation, Subject
@@ -36,8 +37,8 @@ class RankCompilation(Compilation):
     table: ActionTable
     rank: int
     splitting: Splitting
-    costs: CostModel
-    rates: DeviceRates
+    costs: CallCosts
+    rates: Rates
     withheld_bytes: int = 0
     stages: tuple[Stage, ...] = ()
     plain: tuple[StageDerivative, ...] = ()
@@ -75,11 +76,14 @@ def started(
     table: ActionTable,
     rank: int,
     splitting: Splitting,
-    rates: DeviceRates,
+    rates: Rates,
 ) -> RankCompilation:
     """Returns what is known of a rank before the first pass; its subject is a micro-batch."""
     bounded = splitting.memory_bytes_per_rank is not None
     trade_offs = context.recompute.trade_offs if bounded else None
+    # Each operator counts by itself, also where the backend fuses: that is nearer to how long a
+    # layer takes beside the head (measured on five decoders), and a cut needs that ratio alone.
+    costs = ProgramCosts(OperatorCosts(rates, fused=False))
     return RankCompilation(
         context=context,
         report=context.report(train=True),
@@ -87,6 +91,6 @@ def started(
         table=table,
         rank=rank,
         splitting=splitting,
-        costs=CostModel(context.differentiator, rates, trade_offs),
+        costs=CallCosts(context.differentiator, costs, trade_offs),
         rates=rates,
     )

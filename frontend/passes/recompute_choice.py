@@ -12,13 +12,13 @@ from ...autodiff.derivative import Differentiator, Request
 from ...backend.gpu.targets import Target
 from ...backend.kernels.lower import BackendName
 from ...recompute.fit_budget import BudgetFit, Peaks
-from ...recompute.operator_costs import CostModel, Measured, Roofline
+from ...recompute.measured import Measured, ValueCosts
 from ...recompute.planner import Planner, Variant, policy_of
 from ...recompute.policy import Budget, Policy
-from ...recompute.program_costs import ProgramCosts
 from ...recompute.sizes_at import SizesAt
 from ...recompute.summary import summarize
 from ...reuse.errors import PlanError
+from ...reuse.ir.costs import CPU, OperatorCosts, ProgramCosts
 from ...reuse.ir.program import Composite, Leaf, RecomputeMark
 from ...reuse.ir.torch_symbols import Values
 from ..compile_record import Frontier, FrontierPoint
@@ -62,17 +62,10 @@ class Recompute:
         self._make = differentiator
         self._policy = policy
         self._sizes = sizes or SizesAt()
-        roofline = Roofline(fused=backend != "eager")
-        if target is not None:
-            roofline = Roofline(
-                target.single_flops_per_s,
-                target.half_flops_per_s,
-                target.bandwidth_bytes_per_s,
-            )
-        costs: CostModel = roofline
+        self._costs = OperatorCosts(target.rates if target else CPU, fused=backend != "eager")
+        costs: ValueCosts = self._costs
         if isinstance(policy, Budget) and policy.costs == "measured":
-            costs = Measured(roofline)
-        self._roofline = roofline
+            costs = Measured(self._costs)
         self._planner = Planner(differentiator, costs, self._sizes)
         self._again = partial(Recompute, differentiator, policy, backend, target)
 
@@ -81,8 +74,8 @@ class Recompute:
         return self._again(SizesAt(values))
 
     def program_costs(self) -> ProgramCosts:
-        """Returns what counts programs, by the same roofline."""
-        return ProgramCosts(self._roofline, self._sizes)
+        """Returns what counts programs, by the same costs of operators."""
+        return ProgramCosts(self._costs, self._sizes.leaf)
 
     def chosen(self, request: Request, peaks: ProgramPeaks, policy: Policy = None) -> Request:
         """Returns the request with a choice, as the policy and the marks in the program want it.

@@ -9,7 +9,7 @@ from torch import nn
 
 from ...pipeline_parallel.schedule.actions import ActionTable
 from ...pipeline_parallel.split.balance import color_balanced
-from ...pipeline_parallel.split.call_costs import CostModel
+from ...pipeline_parallel.split.call_costs import CallCosts
 from ...pipeline_parallel.split.coloring import color_by_marks, color_evenly
 from ...pipeline_parallel.split.cut import Colors
 from ...reuse.errors import PipelineError
@@ -34,7 +34,7 @@ def colors_of(
     program: Program,
     splitting: Splitting,
     table: ActionTable,
-    costs: CostModel,
+    costs: CallCosts,
 ) -> Colors:
     """Returns the stage of each call: by marks if there are any, else as asked."""
     marks = _marks(model, program)

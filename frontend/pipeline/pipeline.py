@@ -16,7 +16,6 @@ from ...pipeline_parallel.schedule.actions import (
     ActionTable,
     schedule_name,
 )
-from ...pipeline_parallel.split.call_costs import CPU_RATES, CUDA_RATES
 from ...pipeline_parallel.split.cut import Stage
 from ...pipeline_parallel.stages.checkpoint import copy_state, read_parts
 from ...pipeline_parallel.stages.gradient_sums import GradientSums
@@ -29,6 +28,7 @@ from ...pipeline_parallel.stages.unplanned_steps import UnplannedSteps
 from ...recompute.policy import Policy
 from ...reuse import torch_pytree
 from ...reuse.errors import PipelineError, door
+from ...reuse.ir.costs import CPU, CUDA
 from ...reuse.ir.leaf import without_autocast
 from ...reuse.ir.program import ModelTensor
 from ..autograd.torch_hooks import have_hooks, pass_through_autograd
@@ -180,7 +180,7 @@ class Pipeline:
         self._ranks = ranks
         self._batch = Batch(example, table.num_micro_batches)
         args, kwargs = self._batch.first_micro_batch()
-        rates = CUDA_RATES if ranks.device.type == "cuda" else CPU_RATES
+        rates = CUDA if ranks.device.type == "cuda" else CPU
         subject = Subject(model, args, kwargs, train=True)
         state = started(context, subject, table, ranks.rank, splitting, rates)
         self.last_report = state.report

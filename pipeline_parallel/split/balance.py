@@ -9,7 +9,7 @@ import numpy as np
 from ...reuse.errors import PipelineError
 from ...reuse.ir.program import Call, Composite, ModelTensor, Program
 from ..schedule.actions import ActionTable
-from .call_costs import Cost, CostModel
+from .call_costs import CallCost, CallCosts
 from .coloring import Path, color_by_bounds, units_of
 from .cut import Colors
 from .partition import partition
@@ -19,7 +19,7 @@ _SHARE = 1.05
 
 
 def color_balanced(
-    program: Program, model: CostModel, table: ActionTable, memory_bytes_per_rank: int | None
+    program: Program, model: CallCosts, table: ActionTable, memory_bytes_per_rank: int | None
 ) -> Colors:
     """Returns the stages with the least predicted time that fit into memory.
 
@@ -56,7 +56,7 @@ def color_balanced(
     return color_by_bounds(program, [units[b][0] for b in found.bounds[1:-1]])
 
 
-def _opened(program: Program, model: CostModel, num_stages: int) -> set[Path]:
+def _opened(program: Program, model: CallCosts, num_stages: int) -> set[Path]:
     """Composites to look into: those that no even share could hold, or all if units are few."""
     opened: set[Path] = set()
     while True:
@@ -74,7 +74,7 @@ def _opened(program: Program, model: CostModel, num_stages: int) -> set[Path]:
         opened.update(found)
 
 
-def _stage_times(costs: Sequence[Cost], num_stages: int) -> np.ndarray:
+def _stage_times(costs: Sequence[CallCost], num_stages: int) -> np.ndarray:
     """Times of every run of units; the same on every stage."""
     total = np.concatenate([[0.0], np.cumsum([c.forward_s + c.backward_s for c in costs])])
     size = len(total)
@@ -89,7 +89,7 @@ def _run_sums(numbers: Sequence[float]) -> np.ndarray:
     return total[None, :] - total[:, None]
 
 
-def _kept(costs: Sequence[Cost]) -> np.ndarray:
+def _kept(costs: Sequence[CallCost]) -> np.ndarray:
     return _run_sums([c.kept_bytes for c in costs])
 
 

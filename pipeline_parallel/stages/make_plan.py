@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ...reuse.ir.costs import Cost, Rates
 from ...reuse.ir.program import Composite, Program
 from ...reuse.ir.transfer import Wire
 from ...reuse.ir.types import TensorType
 from ..schedule.actions import FORWARD, Action, ActionTable
 from ..schedule.plan import PipelinePlan, StagePlan, predicted_durations
 from ..schedule.simulation import simulate
-from ..split.call_costs import CostModel, DeviceRates
+from ..split.call_costs import CallCosts
 from .stage_derivative import StageDerivative
 
 
 def make_plan(
-    derived: Sequence[StageDerivative], table: ActionTable, costs: CostModel, rates: DeviceRates
+    derived: Sequence[StageDerivative], table: ActionTable, costs: CallCosts, rates: Rates
 ) -> PipelinePlan:
     """Returns the plan of a pipeline's stages.
 
@@ -40,14 +41,11 @@ def make_plan(
 
 
 def _stage(
-    derived: StageDerivative, table: ActionTable, costs: CostModel, in_flight: Sequence[int]
+    derived: StageDerivative, table: ActionTable, costs: CallCosts, in_flight: Sequence[int]
 ) -> StagePlan:
     stage = derived.stage
-    forward_s, flops = costs.program(derived.forward)
-    backward_s = 0.0
-    for program in derived.backward:
-        seconds, more = (0.0, 0) if program is None else costs.program(program)
-        backward_s, flops = backward_s + seconds, flops + more
+    forward = costs.program(derived.forward)
+    backward = sum((costs.program(p) for p in derived.backward if p is not None), Cost())
     paths = stage.paths or ("",)
     owned = {id(s.tensor): s.tensor for s in stage.model_tensors}
     return StagePlan(
@@ -56,9 +54,9 @@ def _stage(
         num_blocks(stage.program),
         paths[0],
         paths[-1],
-        forward_s,
-        backward_s,
-        flops,
+        forward.seconds,
+        backward.seconds,
+        forward.flops + backward.flops,
         sum(t.numel() * t.element_size() for t in owned.values()),
         sum(t.num_bytes for _, t in derived.trained_types),
         derived.saved_bytes,

@@ -5,6 +5,7 @@ types             types of program values: tensors with a layout, and structs of
 leaf              leaf bodies: building ATen graphs, comparing them, running them
 primitives        the operators that programs reduce to: core ATen and what it lacks
 printer           programs as text: the same bytes for the same program
+costs             FLOPs, bytes and seconds of operators and programs; a device is a row of rates
 verify            whether a program keeps the rules of its level; which operators it holds
 rewrite           rewriting the leaves of a program, each different one once
 inline            the early inliner: calls replaced by bodies

@@ -19,7 +19,7 @@ from torch.fx.node import map_arg
 
 from ..freeze import Freezer
 from ..torch_names import memory_id, operator_schema
-from .program import Leaf
+from .program import Leaf, outputs_of
 from .torch_graphs import module_of
 from .torch_symbols import SizedInterpreter
 from .types import TensorType, Type, flatten_type
@@ -332,9 +332,7 @@ def is_active(leaf: Leaf, active_inputs: Sequence[bool]) -> tuple[bool, ...]:
 
     May say yes where autograd says no, never the other way.
     """
-    outputs = leaf.module.graph.output_node().args[0]
-    assert isinstance(outputs, (tuple, list))
-    return tuple(map(carries_gradient(leaf, active_inputs), outputs))
+    return tuple(map(carries_gradient(leaf, active_inputs), outputs_of(leaf.module)))
 
 
 def carries_gradient(leaf: Leaf, active_inputs: Sequence[bool]) -> Callable[[object], bool]:

@@ -32,6 +32,13 @@ def input_nodes(module: torch.fx.GraphModule) -> list[torch.fx.Node]:
     return [n for n in module.graph.nodes if n.op == "placeholder"]
 
 
+def outputs_of(module: torch.fx.GraphModule) -> list[Any]:
+    """Returns what a graph returns, flat."""
+    outputs = module.graph.output_node().args[0]
+    assert isinstance(outputs, (tuple, list))
+    return list(outputs)
+
+
 @dataclass(frozen=True, eq=False, slots=True)
 class Value:
     """One value. ``hint`` is a wish for its printed name."""
