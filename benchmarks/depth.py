@@ -28,9 +28,10 @@ GOAL = 1.05
 
 def measure(layers: int) -> dict[str, float]:
     """Compiles one depth; returns CPU-seconds by pass."""
+    import decoders as models
+
     import lazyinline
     from lazyinline.frontend.compiler import Compiler
-    from lazyinline.frontend.measure import models
     from lazyinline.frontend.options import Batching, Options
 
     torch.set_num_threads(1)

@@ -42,7 +42,7 @@ def cpu_s() -> float:
 
 def model_and_ids(options: argparse.Namespace) -> tuple[nn.Module, Any]:
     """Returns the decoder and a function that makes ids of a length."""
-    from lazyinline.frontend.measure import models
+    import decoders as models
 
     torch.manual_seed(0)
     model, _ = models.llama(options.layers, hidden=options.hidden, num_heads=4, vocab=1000, seq=128)
@@ -51,8 +51,9 @@ def model_and_ids(options: argparse.Namespace) -> tuple[nn.Module, Any]:
 
 def compiled_as(mode: str, model: nn.Module) -> Any:
     """Returns the model compiled in a mode."""
+    from decoders import DecoderBlock
+
     import lazyinline
-    from lazyinline.frontend.measure.models import DecoderBlock
 
     if mode == "torch":
         return torch.compile(model, dynamic=True)

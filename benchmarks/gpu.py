@@ -25,11 +25,11 @@ from typing import Any
 
 import torch
 import transformers
+from decoders import Decoder, DecoderBlock, llama
 from torch import nn
 from zoo import ASKED, Family, scalar
 
 import lazyinline
-from lazyinline.frontend.measure.models import Decoder, DecoderBlock, llama
 
 TOLERANCE = 1e-4  # products in float32; what adds up in another order differs by less
 NUM_FAMILIES = 10

@@ -19,9 +19,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 import torch
+from decoders import DecoderBlock, llama
 
 import lazyinline
-from lazyinline.frontend.measure.models import DecoderBlock, llama
 
 DEFAULT_SIZES = ((8, 4), (32, 4), (32, 16))
 HIDDEN, SEQ, BATCH = 32, 8, 2  # link does not see how large the tensors are

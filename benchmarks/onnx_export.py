@@ -20,13 +20,13 @@ import time
 import warnings
 from collections.abc import Callable
 
+import decoders as models
 import onnx
 import torch
 from torch import Tensor, nn
 
 import lazyinline
 from lazyinline.backend.onnx.file import stored_nodes
-from lazyinline.frontend.measure import models
 
 lazyinline.lazy_inline(models.DecoderBlock)
 SIZES = {"hidden": 64, "num_heads": 4, "ffn": 172, "vocab": 100, "seq": 16}

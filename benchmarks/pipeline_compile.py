@@ -18,11 +18,11 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
+from decoders import Decoder, DecoderBlock, DecoderConfig
 from torch import Tensor
 
 import lazyinline
 from lazyinline import lazy_inline
-from lazyinline.frontend.measure.models import Decoder, DecoderBlock, DecoderConfig
 
 SIZES = {"hidden": 64, "num_heads": 2, "vocab": 100, "seq": 16}
 

@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from decoders import DecoderBlock, llama
 from memory_events import memory_use
 
 import lazyinline
 from lazyinline import lazy_inline
-from lazyinline.frontend.measure.models import DecoderBlock, llama
 from lazyinline.pipeline_parallel.schedule.actions import SCHEDULES
 
 MOST_OFF = 0.02

@@ -22,11 +22,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from decoders import Decoder, DecoderBlock, DecoderConfig
 from torch import Tensor, nn
 
 import lazyinline
 from lazyinline import lazy_inline
-from lazyinline.frontend.measure.models import Decoder, DecoderBlock, DecoderConfig
 from lazyinline.pipeline_parallel.schedule.actions import SCHEDULES
 
 MICRO_BATCHES = 8

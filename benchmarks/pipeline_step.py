@@ -13,10 +13,10 @@ import time
 
 import torch
 import torch.distributed as dist
+from decoders import DecoderBlock, llama
 
 import lazyinline
 from lazyinline import lazy_inline
-from lazyinline.frontend.measure.models import DecoderBlock, llama
 
 MICRO_BATCHES = 8
 

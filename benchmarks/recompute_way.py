@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import Any, TextIO
 
 import torch
+from decoders import DecoderBlock, GptBlock, gpt, llama
 from memory_events import FORWARD, memory_use, product_flops
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -28,7 +29,6 @@ from torch.utils.checkpoint import checkpoint
 import lazyinline
 from lazyinline import Budget
 from lazyinline.backend.launches.kernel_list import View
-from lazyinline.frontend.measure.models import DecoderBlock, GptBlock, gpt, llama
 
 SEED = 5
 HEAD_SIZE = 64

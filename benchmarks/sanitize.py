@@ -101,9 +101,9 @@ def steps() -> None:
     import copy
 
     import torch
+    from decoders import llama
 
     import lazyinline
-    from lazyinline.frontend.measure.models import llama
 
     model, args = llama(2, hidden=64, num_heads=2, vocab=67, seq=32, batch=4)
     expected = copy.deepcopy(model)

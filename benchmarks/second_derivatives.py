@@ -23,12 +23,12 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import decoders as models
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import lazyinline
-from lazyinline.frontend.measure import models
 
 SIZES = {"hidden": 128, "num_heads": 4, "vocab": 256, "seq": 32, "batch": 2}
 

@@ -20,11 +20,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
 import torch
+from decoders import Decoder, DecoderBlock, llama
 from memory_events import MemoryUse, memory_use
 from torch import nn
 
 import lazyinline
-from lazyinline.frontend.measure.models import Decoder, DecoderBlock, llama
 
 CLOCKS = {"wall": time.perf_counter, "cpu": time.thread_time}
 

@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
-import pathlib
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import decoders
 import torch
 from measurement import MODELS
 from torch import Tensor, nn
-
-if TYPE_CHECKING:
-    from lazyinline.frontend.measure import models
 
 Step = Callable[[], Tensor]
 """Runs a forward and returns the loss."""
@@ -23,7 +18,7 @@ Step = Callable[[], Tensor]
 Batch = tuple[tuple[Tensor, ...], Mapping[str, Tensor]]
 """Positional and keyword inputs of the model."""
 
-# The same sizes for every model: those of lazyinline.frontend.measure.models.DecoderConfig.
+# The same sizes for every model: those of decoders.DecoderConfig.
 HIDDEN, HEADS, VOCAB, SEQ, BATCH = 256, 4, 1000, 64, 2
 
 
@@ -84,11 +79,9 @@ class Family:
 def family(name: str) -> Family:
     """Returns the family of a ``--model`` name; imports no more than that family needs."""
     if name == "own":
-        own = _own_models()
-        return Family(lambda: own.DecoderBlock, functools.partial(_own, own.llama))
+        return Family(lambda: decoders.DecoderBlock, functools.partial(_own, decoders.llama))
     if name == "own-gpt":
-        own = _own_models()
-        return Family(lambda: own.GptBlock, functools.partial(_own, own.gpt))
+        return Family(lambda: decoders.GptBlock, functools.partial(_own, decoders.gpt))
     if name == "hf-llama":
         from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
@@ -100,24 +93,9 @@ def family(name: str) -> Family:
     raise ValueError(f"there is no model {name!r}; there are {', '.join(MODELS)}")
 
 
-def _own_models() -> Any:
-    """Loads ``frontend/measure/models.py`` by its path.
-
-    Importing it as a part of lazyinline would import all of lazyinline, and with it much of
-    Dynamo, whose lazy import every mode has to pay for itself.
-    """
-    path = pathlib.Path(__file__).resolve().parents[1] / "frontend/measure/models.py"
-    spec = importlib.util.spec_from_file_location("benchmark_models", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
 def _own(build: Callable[..., Any], layers: int, micro_batches: int) -> Subject:
     sizes = {"hidden": HIDDEN, "num_heads": HEADS, "vocab": VOCAB, "seq": SEQ}
-    model: models.Decoder | models.GptDecoder
+    model: decoders.Decoder | decoders.GptDecoder
     model, args = build(layers, batch=BATCH * micro_batches, **sizes)
 
     def compile_head() -> nn.Module:

@@ -3,7 +3,7 @@
     python examples/plan_13b.py
 
 On the meta device tensors have sizes and no data. A model of your own is captured like any other;
-`lazyinline bench` compiles Llama-13B's step to the last address. What it prints:
+`benchmarks/large_models.py` compiles Llama-13B's step to the last address. What it prints:
 
     layers  parameters  nodes held  if inlined  seconds
         10       3.5 B          38         188      3.3
@@ -55,7 +55,8 @@ def main() -> None:
 
     with tempfile.TemporaryDirectory() as folder:
         path = pathlib.Path(folder, "rows.json")
-        command = ["-m", "lazyinline", "bench", "--model", "llama-13b", "--json", str(path)]
+        script = pathlib.Path(__file__).parents[1] / "benchmarks" / "large_models.py"
+        command = [str(script), "llama-13b", "--json", str(path)]
         for name in ("layers", "micro_batches", "backend"):
             command += [f"--{name.replace('_', '-')}", str(getattr(options, name))]
         subprocess.run([sys.executable, *command], check=True, stdout=subprocess.DEVNULL)

@@ -15,11 +15,11 @@ from ..reuse.ir.verify import not_primitive, operators_of, verify
 from .capture.blocks import Reuse
 from .checks.example_inputs import check_example
 from .compiler import MODULE, PRIMITIVES, STEP, WAYS, Compiler, note_recompute
-from .measure.target import Target
 from .options import Batching, Options
 from .passes.parts import PARTS
 from .passes.programs import capture as capture_pass
 from .passes.state import Compilation, Pass, State, Subject, check, run, until
+from .target import Target
 from .training_step import LossModel
 
 Way = Literal["compile", "step"]

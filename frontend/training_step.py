@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -443,17 +443,24 @@ class _StepEntry:
         )
 
 
+def check_splits(leaves: Iterable[Any], count: int) -> None:
+    """Raises PlanError if a tensor of the batch cannot be split into equal micro-batches."""
+    for leaf in leaves:
+        is_batch = count > 1 and isinstance(leaf, torch.Tensor)
+        if is_batch and (leaf.dim() == 0 or leaf.shape[0] % count or not leaf.shape[0]):
+            raise PlanError(
+                f"A batch tensor of shape {tuple(leaf.shape)} cannot be split into {count} equal "
+                "micro-batches along dimension 0. Change micro_batches or the batch size."
+            )
+
+
 def _split(leaf: Any, count: int) -> Any:
     """Returns memory for the micro-batches of a tensor of the batch; what is none as it is."""
     if not isinstance(leaf, torch.Tensor):
         return leaf
     if leaf.requires_grad:
         raise PlanError("compile_step takes inputs that do not require grad.")
-    if count > 1 and (leaf.dim() == 0 or leaf.shape[0] % count or not leaf.shape[0]):
-        raise PlanError(
-            f"A batch tensor of shape {tuple(leaf.shape)} cannot be split into {count} equal "
-            "micro-batches along dimension 0. Change micro_batches or the batch size."
-        )
+    check_splits([leaf], count)
     return torch.empty_like(leaf).tensor_split(count) if count > 1 else (torch.empty_like(leaf),)
 
 

@@ -40,6 +40,13 @@ if importlib.util.find_spec("lazyinline") is None:
     paths = [tree, os.environ.get("PYTHONPATH", "")]
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
 
+# Tests ask the benchmarks for decoders, large models and what counts memory.
+BENCHMARKS = str(ROOT / "benchmarks")
+sys.path.append(BENCHMARKS)
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    filter(None, [os.environ.get("PYTHONPATH", ""), BENCHMARKS])
+)
+
 # How long an example takes says nothing here: the first one compiles.
 hypothesis.settings.register_profile("lazyinline", deadline=None, print_blob=True)
 hypothesis.settings.load_profile("lazyinline")

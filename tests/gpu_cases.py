@@ -13,6 +13,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import decoders as models
 import pytest
 import torch
 import triton_on_cpu
@@ -29,7 +30,6 @@ from lazyinline.backend.gpu.triton_kernel import TritonKernel
 from lazyinline.backend.launches.kernel_list import KernelList, View
 from lazyinline.backend.run import planned
 from lazyinline.backend.run.planned import PlannedProgram
-from lazyinline.frontend.measure import models
 
 TARGET = "cuda:sm_90"
 SMALL = {"hidden": 32, "num_heads": 2, "vocab": VOCABULARY, "seq": 16, "batch": 2}

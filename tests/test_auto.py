@@ -209,7 +209,7 @@ def test_what_repeats_is_shared_by_default_in_every_way_in() -> None:
     step(x.detach())
     programs = [lazyinline.capture(model, (x,))]
     measured = lazyinline.measure(model, (x,), backend="eager", execute=False)
-    reports = [compiled.last_report, step.last_report, measured.late.compiled]
+    reports = [compiled.last_report, step.last_report, measured.late]
     assert all(r.num_shared_calls for r in reports)
     assert all(r.reuse == "auto" and not r.nothing_shared for r in reports)
     assert all(p.num_nodes() < p.num_nodes_if_inlined() for p in programs)

@@ -21,6 +21,7 @@ from comparing import (
     relative_error,
     twin,
 )
+from decoders import DecoderBlock, GptBlock, gpt, llama
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -28,7 +29,6 @@ import lazyinline
 from lazyinline import CompileReport, LazyInlineError, lazy_inline
 from lazyinline.frontend.compiled_module import CompiledModule
 from lazyinline.frontend.compiler import Compiler
-from lazyinline.frontend.measure.models import DecoderBlock, GptBlock, gpt, llama
 from lazyinline.frontend.options import Options
 
 lazy_inline(DecoderBlock)

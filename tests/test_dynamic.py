@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import decoders as own
 import hugging_face
 import pytest
 import torch
@@ -18,7 +19,6 @@ from transformers import BertConfig, BertForMaskedLM
 import lazyinline
 from lazyinline import Budget, PlanError, lazy_inline
 from lazyinline.frontend.calls.calls import Calls
-from lazyinline.frontend.measure import models as own
 from lazyinline.frontend.options import Options
 from lazyinline.reuse.ir.torch_symbols import (
     SizeLiteral,

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from comparing import assert_close, assert_same_buffers, assert_same_gradients, twin
+from decoders import llama
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import GPT2Config, GPT2LMHeadModel
@@ -19,7 +20,6 @@ from lazyinline.frontend.dynamo.torch_dynamo_backend import (
     HandedOnWarning,
     compile_graph,
 )
-from lazyinline.frontend.measure.models import llama
 
 WIDTH = 8
 

@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+import decoders as own
 import hugging_face
 import numpy as np
 import onnx
@@ -24,7 +25,6 @@ from torch.utils import _pytree as pytree
 import lazyinline
 from lazyinline import ExportError, lazy_inline
 from lazyinline.backend.onnx.convolution import convolution_backward
-from lazyinline.frontend.measure import models as own
 
 lazy_inline(own.DecoderBlock)
 lazy_inline(own.GptBlock)

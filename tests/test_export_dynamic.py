@@ -3,6 +3,7 @@
 import pathlib
 from typing import Any
 
+import decoders as own
 import hugging_face
 import numpy as np
 import onnx
@@ -15,7 +16,6 @@ from transformers import DynamicCache
 
 import lazyinline
 from lazyinline import ExportError, lazy_inline
-from lazyinline.frontend.measure import models as own
 
 lazy_inline(own.DecoderBlock)
 

@@ -12,9 +12,11 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+import decoders as models
 import pytest
 import torch
 from conftest import ROOT, selected
+from large_models import compile_large, large_page
 from torch import nn
 from torch._inductor.runtime import triton_heuristics
 
@@ -26,9 +28,6 @@ from lazyinline.backend.gpu.triton_kernel import TritonKernel
 from lazyinline.backend.kernels import torch_recorder
 from lazyinline.backend.launches.kernel_list import View
 from lazyinline.backend.link.aligned import check_tensors_aligned
-from lazyinline.frontend.measure import models
-from lazyinline.frontend.measure.large_models import compile_large
-from lazyinline.frontend.measure.measure_page import large_page
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="Triton is not installed"

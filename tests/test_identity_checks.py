@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from decoders import llama
 from torch import nn
 
 import lazyinline
 from lazyinline.backend.launches.torch_native import native_library
-from lazyinline.frontend.measure.models import llama
 from lazyinline.reuse.evidence.identity_checks import IdentityChecks
 
 

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 from comparing import assert_close, assert_same_gradients, relative_error, twin
+from decoders import llama
 from torch import Tensor, nn
 
 import lazyinline
 from lazyinline import CompileReport, lazy_inline
-from lazyinline.frontend.measure.models import llama
 
 
 class Config:

@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 import torch
 from counting import num_calls
+from decoders import DecoderBlock, llama
 from torch import Tensor, nn
 
 import lazyinline
 from lazyinline import lazy_inline
-from lazyinline.frontend.measure.models import DecoderBlock, llama
 from lazyinline.reuse import torch_pytree
 from lazyinline.reuse.ir.program import Composite
 

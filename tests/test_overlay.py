@@ -9,6 +9,7 @@ from types import ModuleType
 import pytest
 import torch
 from conftest import ROOT
+from decoders import DecoderBlock, llama
 from halves import differentiated
 from programs import assert_same
 from test_planned import check_arena, plan
@@ -17,7 +18,6 @@ import lazyinline
 from lazyinline.backend.arena.proof import check_no_overlap
 from lazyinline.backend.link import gradient_memory
 from lazyinline.backend.run.planned import PlannedProgram
-from lazyinline.frontend.measure.models import DecoderBlock, llama
 from lazyinline.recompute.policy import Budget
 
 Grads = list[torch.Tensor]

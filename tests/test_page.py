@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 import pathlib
 import re
 from collections.abc import Callable, Iterator
@@ -9,20 +10,22 @@ from dataclasses import replace
 
 import pytest
 import torch
+from decoders import DecoderBlock, llama
+from large_models import compile_large, large_page
+from saved import page_data
 from torch import nn
+from torch.utils.benchmark import Measurement
 
 import lazyinline
 from lazyinline.frontend.capture.init_key import InitKeys
 from lazyinline.frontend.capture.regions import SharingDecision
 from lazyinline.frontend.compile_record import Memory
-from lazyinline.frontend.measure import timing
-from lazyinline.frontend.measure.large_models import compile_large
-from lazyinline.frontend.measure.measure_page import large_page, measure_page
-from lazyinline.frontend.measure.models import DecoderBlock, llama
-from lazyinline.frontend.measure.timing import StepTime
+from lazyinline.frontend.measure import measure
+from lazyinline.frontend.measure.report import Errors
 from lazyinline.frontend.page import arena, write
 from lazyinline.frontend.page.arena import arena_section
 from lazyinline.frontend.page.compile_page import compile_page
+from lazyinline.frontend.page.measured import measured_page
 from lazyinline.frontend.page.sections import runs
 from lazyinline.frontend.page.texts import (
     bytes_text,
@@ -31,7 +34,7 @@ from lazyinline.frontend.page.texts import (
     seconds_text,
     times_less,
 )
-from lazyinline.frontend.page.write import PageData, as_json, page_data, write_page
+from lazyinline.frontend.page.write import PageData, as_json, write_page
 from lazyinline.frontend.reuse_table import reuse_table
 
 lazyinline.lazy_inline(DecoderBlock)
@@ -81,7 +84,7 @@ def measured() -> lazyinline.MeasureReport:
     torch.manual_seed(0)
     model, args = llama(3, **SIZES)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(timing, "ROUNDS", timing.Rounds(fewest=3, most=3))
+        patch.setattr(measure, "ROUND_S", 0.001)
         return lazyinline.measure(model, args, backend="eager")
 
 
@@ -264,53 +267,52 @@ def test_a_thinned_curve_keeps_its_peak(
 # ---- measurements ------------------------------------------------------------------------------
 
 
+def page_of(*reports: lazyinline.MeasureReport) -> PageData:
+    return measured_page([(one.to_dict(), one.sides) for one in reports], "what was measured")
+
+
 @pytest.mark.sweep
 def test_a_measurement_shows_both_sides(measured: lazyinline.MeasureReport) -> None:
-    data = measure_page([measured])
-    assert list(data) == [
+    data = page_of(measured)
+    assert set(data) == {
         *("title", "subtitle", "verdict", "program", "reuse", "passes", "depth", "steps", "arena"),
         *("recompute", "predicted", "about"),
-    ]
+    }
     late, early = data["passes"]["sides"]
-    assert (late["cpu_s"], early["cpu_s"]) == (
-        measured.late.compiled.cpu_s,
-        measured.early.compiled.cpu_s,
-    )
+    assert (late["cpu_s"], early["cpu_s"]) == (measured.late.cpu_s, measured.early.cpu_s)
     assert late["operators"] < early["operators"]
     assert [row[0] for row in data["steps"]["rows"]] == ["eager", "late", "early"]
+    assert [row[0] for row in data["steps"]["errors"]] == ["late", "early"]
     assert data["depth"] is None and data["arena"] is None  # eager kernels are not planned
     assert any("Memory is not planned" in note for note in data["verdict"]["notes"])
 
 
-def test_what_was_not_measured_is_said_to_be_not_measured(
-    step: lazyinline.CompileReport, measured: lazyinline.MeasureReport
-) -> None:
+def test_what_was_not_measured_is_said_to_be_not_measured(step: lazyinline.CompileReport) -> None:
     what, unit, predicted, held = compile_page(step)["predicted"]["rows"][0]
     assert (what, unit, held) == ("memory held by a step", "bytes", None)
     assert predicted == step.held_bytes >= step.peak_bytes
     _, seconds_unit, again, timed = compile_page(step)["predicted"]["rows"][1]
     assert seconds_unit == "s" and again > 0 and timed is None
 
-    rows = measure_page([measured])["predicted"]["rows"]
-    assert [row[0].rpartition(" ")[2] for row in rows] == ["late", "early", "eager"]
-    assert all(predicted is None for _, _, predicted, _ in rows)  # eager kernels are not planned
-    assert all(row[3] > 0 for row in rows)
-    quiet = replace(measured, eager_held_bytes=None)
-    assert len(measure_page([quiet])["predicted"]["rows"]) == 2
-
 
 def test_a_noisy_step_is_not_praised(measured: lazyinline.MeasureReport) -> None:
-    loud, quiet = StepTime(10, 30, 90, 20), StepTime(10, 10.1, 11, 20)
+    def tiles(late_s: list[float], **errors: object) -> dict[str, dict[str, str]]:
+        task = measured.steps["late"].task_spec
+        quiet, late = (Measurement(1, times, task) for times in ([0.01] * 9, late_s))
+        found = replace(
+            measured,
+            steps={"eager": quiet, "late": late, "early": quiet},
+            errors={"late": Errors(0.0, **{"gradient": 0.0} | errors), "early": Errors(0.0, 0.0)},
+        )
+        return {tile["label"]: tile for tile in page_of(found)["verdict"]["tiles"]}
 
-    def step_tile(time: StepTime) -> dict[str, str]:
-        side = replace(measured.late, step=quiet)
-        report = replace(measured, eager=time, late=side, early=side, others_share=0.0)
-        tiles = measure_page([report])["verdict"]["tiles"]
-        return next(t for t in tiles if t["label"] == "Step time against eager's")
-
-    assert step_tile(quiet)["state"] == "good" and step_tile(quiet)["value"] == "1.00\u00d7"
-    assert step_tile(loud)["state"] == "warn"
-    assert "a median is 3.00\u00d7 its minimum" in step_tile(loud)["note"]
+    label = "Step time against eager's"
+    quiet, loud = tiles([0.01] * 9)[label], tiles([0.01, 0.01, 0.03, 0.04, 0.09])[label]
+    assert quiet["state"] == "good" and quiet["value"] == "1.00\u00d7"
+    assert loud["state"] == "warn" and loud["note"].startswith("noisy")
+    label = "Largest difference from eager"
+    wrong = tiles([0.01], gradient=math.inf, worst="w")[label]
+    assert (wrong["value"], wrong["state"]) == ("inf", "warn") and "gradient: w" in wrong["note"]
 
 
 @pytest.mark.sweep
@@ -325,14 +327,10 @@ def test_a_large_model_is_shown_with_and_without_recompute() -> None:
 
 
 def test_depth_is_shown_where_several_were_measured(measured: lazyinline.MeasureReport) -> None:
-    data = measure_page([replace(measured, layers=n) for n in (4, 8)], "two depths")
+    data = page_of(*(replace(measured, layers=n) for n in (4, 8)))
     assert data["depth"]["layers"] == [4, 8]
-    assert data["subtitle"] == "two depths"
+    assert data["subtitle"] == "what was measured"
 
 
 def test_a_measurement_without_execution_has_no_step(measured: lazyinline.MeasureReport) -> None:
-    sides = [replace(side, step=None) for side in measured.sides.values()]
-    assert (
-        measure_page([replace(measured, eager=None, late=sides[0], early=sides[1])])["steps"]
-        is None
-    )
+    assert page_of(replace(measured, steps={}, errors={}))["steps"] is None

@@ -13,15 +13,16 @@ from dataclasses import replace
 import pytest
 import torch
 from browser import Browser, Tab, chromium
+from decoders import DecoderBlock, llama
+from large_models import compile_large
 from link_tree import ROOT
+from rank_bench import rank_page
 from test_large_models import rank_report
 from test_pipeline_plan import plan
 
 import lazyinline
-from lazyinline.frontend.measure import timing
-from lazyinline.frontend.measure.large_models import compile_large
-from lazyinline.frontend.measure.measure_page import measure_page, rank_page
-from lazyinline.frontend.measure.models import DecoderBlock, llama
+from lazyinline.frontend.measure import measure
+from lazyinline.frontend.page.measured import measured_page
 from lazyinline.frontend.page.write import write_page
 from lazyinline.frontend.pipeline.shown_plan import ShownPlan
 
@@ -47,10 +48,10 @@ def decoder(path: pathlib.Path) -> None:
     lazyinline.lazy_inline(DecoderBlock)
     model, args = llama(6, hidden=32, num_heads=2, vocab=64, seq=16, batch=4)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(timing, "ROUNDS", timing.Rounds(fewest=3, most=3))
+        patch.setattr(measure, "ROUND_S", 0.001)
         found = lazyinline.measure(model, args, backend="eager", micro_batches=2)
-    rows = [replace(found, layers=n) for n in (3, 6)]
-    path.write_text(write_page(measure_page(rows)), encoding="utf-8")
+    rows = [(replace(found, layers=n).to_dict(), found.sides) for n in (3, 6)]
+    path.write_text(write_page(measured_page(rows, found.title())), encoding="utf-8")
 
 
 def t5(path: pathlib.Path) -> None:

@@ -6,12 +6,12 @@ from dataclasses import replace
 from functools import cache
 
 import pytest
+from decoders import DecoderBlock, llama
 
 import lazyinline
 from lazyinline import PipelineError, lazy_inline
 from lazyinline.autodiff.derivative import Differentiator
 from lazyinline.frontend.compiler import Compiler
-from lazyinline.frontend.measure.models import DecoderBlock, llama
 from lazyinline.frontend.options import Options
 from lazyinline.frontend.page.sections import plan_rows
 from lazyinline.frontend.pipeline.shown_plan import ShownPlan, plan_page

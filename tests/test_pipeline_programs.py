@@ -158,8 +158,9 @@ def test_halves_together_give_what_the_whole_gives(structs: bool) -> None:
 
 
 def test_no_operator_but_views_runs_in_both_halves() -> None:
+    from decoders import DecoderBlock, llama
+
     from lazyinline.frontend.compiler import Compiler
-    from lazyinline.frontend.measure.models import DecoderBlock, llama
     from lazyinline.frontend.options import Options
 
     lazyinline.lazy_inline(DecoderBlock)

@@ -13,6 +13,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import decoders as models
 import hugging_face
 import pytest
 import torch
@@ -26,7 +27,6 @@ from lazyinline.autodiff.derivative import Derivative
 from lazyinline.autodiff.torch_primitives import Reducer
 from lazyinline.frontend.capture.surroundings import one_at_a_time
 from lazyinline.frontend.inspection import reduced
-from lazyinline.frontend.measure import models
 from lazyinline.frontend.passes.parts import programs_of
 from lazyinline.frontend.requests import differentiation
 from lazyinline.reuse.ir.interpreter import interpret
@@ -342,8 +342,7 @@ def test_inspect_prints_the_level(
     capsys: pytest.CaptureFixture[str], tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "own_model.py").write_text(
-        "from lazyinline.frontend.measure import models\n"
-        f"def make():\n    return models.gpt(2, **{SMALL})\n"
+        f"import decoders as models\ndef make():\n    return models.gpt(2, **{SMALL})\n"
     )
     monkeypatch.chdir(tmp_path)
     assert main(["inspect", "own_model:make", "--train", "--level", "primitive"]) == 0

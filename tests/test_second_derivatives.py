@@ -8,6 +8,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import decoders as models
 import pytest
 import torch
 from torch import Tensor, nn
@@ -18,7 +19,6 @@ from lazyinline import PlanError, lazy_inline
 from lazyinline.autodiff.draws import Draws
 from lazyinline.autodiff.higher_order.gradient_program import GradientPrograms
 from lazyinline.frontend.compiler import Compiler
-from lazyinline.frontend.measure import models
 from lazyinline.frontend.passes.gradients import _require_same_draws
 
 WIDTH = 8

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 from conftest import ROOT
+from decoders import DecoderBlock, llama
 
 import lazyinline
 from lazyinline.backend.kernels import lower
 from lazyinline.backend.launches.kernel_list import Launch, View
 from lazyinline.backend.launches.torch_attention_scratch import scratch_bytes
 from lazyinline.backend.run.planned import Lease
-from lazyinline.frontend.measure.models import DecoderBlock, llama
 from lazyinline.frontend.passes import context
 from lazyinline.frontend.training_step import compile_step
 from lazyinline.reuse.ir.program import Leaf, walk_closures

@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from decoders import DecoderBlock, llama
 from torch import nn
 
 import lazyinline
-from lazyinline.frontend.measure.models import DecoderBlock, llama
 from lazyinline.frontend.training_step import compile_step
 
 SIZES = {"hidden": 32, "num_heads": 2, "vocab": 61, "seq": 8}

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 import torch
+from decoders import DecoderBlock, llama
 from torch import nn
 
 import lazyinline
 from lazyinline.backend.link.link import FlatProgram
 from lazyinline.backend.run import cuda_graph, unplanned_step
 from lazyinline.backend.run.unplanned_step import UnplannedStep
-from lazyinline.frontend.measure.models import DecoderBlock, llama
 from lazyinline.frontend.passes import memory
 from lazyinline.reuse.ir.types import TensorType
 

@@ -25,7 +25,7 @@ from ..checks.example_inputs import check_example
 from ..compiler import Compiler
 from ..marks import is_marked
 from ..measure.measure import warm_up_compiler
-from ..measure.workload import generators_left_as_found
+from ..measure.workload import generators_kept
 from ..options import Options
 from .advice import Advice, ClassAdvice, KeptApart
 
@@ -89,7 +89,7 @@ def advise(
     check_example("advise", model, args)
     options = Options(reuse="auto", backend=backend)
     warm_up_compiler(backend=backend, train=train)
-    with generators_left_as_found(), torch.set_grad_enabled(train):
+    with generators_kept(), torch.set_grad_enabled(train):
         _, report = Compiler(options).compile(model, args, dict(kwargs or {}), train=train)
         captured = capture_candidates(model, args, kwargs, train=train)
     seconds_per_node = report.cpu_s / max(report.num_nodes, 1)

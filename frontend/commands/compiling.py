@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import pathlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -14,16 +14,13 @@ from ...reuse.folding import folded
 from ...reuse.ir.printer import Shown
 from ..advise.advise import advise
 from ..inspection import pass_lists, show_after, show_captured, show_primitives
-from ..measure.bench import DEFAULT_LAYERS, OWN_MODELS, Plan, bench, title, to_json
-from ..measure.large_models import LARGE_MODELS, bench_large, large_json
+from ..measure.bench import DEFAULT_LAYERS, bench, decoder, to_json
 from ..measure.measure import measure
-from ..measure.measure_page import large_page, measure_page, rank_page
-from ..measure.rank_bench import RANK_MODELS, bench_rank
-from ..measure.saved import is_file, is_page, read_saved
-from ..measure.target import FORM, load_target
 from ..onnx.export import export_onnx
 from ..options import Options
-from ..page.write import PageData, write_page
+from ..page.measured import measured_page
+from ..page.write import write_page
+from ..target import FORM, load_target
 from .colours import coloured_diff, has_colours
 
 
@@ -34,69 +31,31 @@ def run_bench(options: argparse.Namespace) -> None:
         LazyInlineError: if something was asked that cannot be done.
     """
     _check_folders(options.json, options.html)
-    if options.target is not None and options.model not in LARGE_MODELS:
-        raise LazyInlineError(
-            f"--target goes with {' and '.join(LARGE_MODELS)}. For a model of your own: "
-            f"lazyinline.compile_step(model, target={options.target!r}), and its last_report."
+    micro_batches, layers = options.micro_batches or 1, options.layers or ()
+    if options.model is None:
+        make: Callable[..., Any] = partial(
+            decoder, batch=2 * micro_batches, train=not options.infer
         )
-    if options.model in LARGE_MODELS or options.model in RANK_MODELS:
-        _bench_large(options)
-        return
-    plan = Plan(
-        model=options.model,
-        layers=_layers(options),
-        train=not options.infer,
-        backend=options.backend,
-        micro_batches=options.micro_batches or 1,
-    )
-    reports = bench(plan, _say)
-    if options.json is not None:
-        options.json.write_text(to_json(plan, reports), encoding="utf-8")
-    if options.html is not None:
-        page = write_page(measure_page(reports, title(plan)))
-        options.html.write_text(page, encoding="utf-8")
-
-
-def _bench_large(options: argparse.Namespace) -> None:
-    if (options.layers and len(options.layers) > 1) or options.infer:
-        raise LazyInlineError(
-            f"{options.model} is compiled and not run: it takes one number of --layers, no --infer."
-        )
-    sizes: dict[str, Any] = {
-        "micro_batches": options.micro_batches,
-        "layers": options.layers[0] if options.layers else None,
-        "backend": options.backend,
-    }
-    reports: Sequence[Any]
-    make_page: Callable[[], PageData]
-    if options.model in RANK_MODELS:
-        reports = ranks = bench_rank(options.model, _say, ranks=options.rank, **sizes)
-        make_page = partial(rank_page, ranks)
+        layers = layers or DEFAULT_LAYERS
     else:
-        reports = steps = bench_large(options.model, _say, target=options.target, **sizes)
-        make_page = partial(large_page, steps)
-    if options.html is None and options.json is None:
-        return
-    page = make_page()
-    if options.html is not None:
-        options.html.write_text(write_page(page), encoding="utf-8")
+        make = partial(load_target, options.model)
+    reports = bench(
+        make,
+        layers,
+        _say,
+        train=not options.infer,
+        micro_batches=micro_batches,
+        backend=options.backend,
+    )
     if options.json is not None:
-        options.json.write_text(large_json(reports, page), encoding="utf-8")
+        options.json.write_text(to_json(reports), encoding="utf-8")
+    if options.html is not None:
+        page = measured_page([(one.to_dict(), one.sides) for one in reports], reports[-1].title())
+        options.html.write_text(write_page(page), encoding="utf-8")
 
 
 def _say(line: str) -> None:
     print(folded(line), flush=True)
-
-
-def _layers(options: argparse.Namespace) -> tuple[int, ...]:
-    if options.model in OWN_MODELS:
-        return tuple(options.layers or DEFAULT_LAYERS)
-    if options.layers:
-        raise LazyInlineError(
-            f"--layers goes with {' and '.join(OWN_MODELS)}; {options.model} decides for itself "
-            "how deep its model is."
-        )
-    return ()
 
 
 def run_inspect(options: argparse.Namespace) -> None:
@@ -160,41 +119,25 @@ def run_export(options: argparse.Namespace) -> None:
 
 
 def run_report(options: argparse.Namespace) -> None:
-    """Runs ``report``: measures a model, prints what came out, writes a page; or shows a file.
+    """Runs ``report``: measures a model, prints what came out, writes a page.
 
     Raises:
         LazyInlineError: if something was asked that cannot be done.
     """
     _check_folders(options.html)
-    if is_file(options.target):
-        _show_saved(pathlib.Path(options.target), options)
-        return
-    target = load_target(options.target)
+    model, args, kwargs = load_target(options.target)
     report = measure(
-        target.model,
-        target.args,
-        target.kwargs,
+        model,
+        args,
+        kwargs,
         train=not options.infer,
         micro_batches=options.micro_batches,
-        execute=not any(p.is_meta for p in target.model.parameters()),
+        execute=not any(p.is_meta for p in model.parameters()),
         backend=options.backend,
     )
     print(report)
     if options.html is not None:
         report.save_html(options.html)
-
-
-def _show_saved(path: pathlib.Path, options: argparse.Namespace) -> None:
-    if options.infer or options.micro_batches > 1:
-        raise LazyInlineError(
-            f"{path} is measured already: --infer and --micro-batches do not fit."
-        )
-    found = read_saved(path)
-    if options.html is not None and is_page(path):
-        raise LazyInlineError(f"{path} is a page already: open it in a browser.")
-    print(found)
-    if options.html is not None:
-        options.html.write_text(found.page(), encoding="utf-8")
 
 
 def _check_folders(*files: pathlib.Path | None) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import importlib.metadata
 import pathlib
 from typing import Any, NoReturn
@@ -73,18 +72,14 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
         "nodes, seconds to compile, time of a step, largest errors; one row per number of layers."
     )
     add = parser.add_argument
-    own = "|".join((*_OWN_MODELS, "TARGET"))
-    add("--model", type=_model, default="llama", metavar=own, help=f"default llama; {choices.FORM}")
+    help_ = f"{choices.FORM}; with --layers, a function of their number; default: a small decoder"
+    add("--model", metavar="TARGET", help=help_)
     layers = " ".join(map(str, choices.DEFAULT_LAYERS))
-    add("--layers", type=_positive, nargs="+", metavar="N", help=f"default {layers}")
+    help_ = f"of the decoder, default {layers}; or what TARGET is called with, one after another"
+    add("--layers", type=_positive, nargs="+", metavar="N", help=help_)
     add("--micro-batches", type=_positive, metavar="Y", help="parts of a training step")
-    ranks = "|".join((*choices.RANKS, "NUMBER"))
-    help_ = f"with {', '.join(choices.RANK_MODELS)}: whose program to compile; default middle"
-    add("--rank", nargs="+", default=["middle"], metavar=ranks, help=help_)
     add("--infer", action="store_true", help="forward without gradients; default is training")
     add("--backend", choices=choices.BACKENDS, default=choices.BACKENDS[0])
-    help_ = f"with {', '.join(choices.LARGE_MODELS)}: compile for a GPU that need not be here"
-    add("--target", choices=choices.TARGETS, help=help_)
     add("--json", type=pathlib.Path, metavar="FILE", help="write the numbers")
     add("--html", type=pathlib.Path, metavar="FILE", help="write a page")
 
@@ -142,12 +137,10 @@ def _add_report(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Compiles a model with late and with early inlining, compares both with eager, and writes "
         "one page on it: the program, who shares and why not, passes, steps, memory. The page "
-        "needs nothing else. A model without data (meta device) is compiled and not run. Of a file "
-        "that was saved, it prints the numbers again; of JSON it writes the page, too."
+        "needs nothing else. A model without data (meta device) is compiled and not run."
     )
     add = parser.add_argument
-    help_ = f"{choices.FORM} or (model, args, kwargs); or a file of --json, to_json or --html"
-    add("target", metavar="TARGET|FILE", help=help_)
+    add("target", metavar="TARGET", help=f"{choices.FORM} or (model, args, kwargs)")
     help_ = "the page to write; default: only text is printed"
     add("--html", type=pathlib.Path, metavar="FILE", help=help_)
     add("--micro-batches", type=_positive, default=1, metavar="Y", help="parts of a training step")
@@ -188,13 +181,6 @@ def _add_completion(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("shell", choices=choices.SHELLS)
 
 
-def _model(text: str) -> str:
-    if text not in _OWN_MODELS and difflib.get_close_matches(text, _OWN_MODELS):
-        own = ", ".join(map(repr, _OWN_MODELS))
-        raise argparse.ArgumentTypeError(f"invalid choice: {text!r} (choose from {own}).")
-    return text
-
-
 def _positive(text: str) -> int:
     number = int(text) if text.isdecimal() else 0
     if number < 1:
@@ -202,7 +188,6 @@ def _positive(text: str) -> int:
     return number
 
 
-_OWN_MODELS = (*choices.OWN_MODELS, *choices.LARGE_MODELS, *choices.RANK_MODELS)
 _COMMANDS = {
     "bench": ("late against early inlining, side by side", _add_bench),
     "inspect": ("print the program of a model", _add_inspect),

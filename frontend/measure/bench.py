@@ -1,32 +1,21 @@
-"""``lazyinline bench``: late against early inlining over the number of layers, row by row."""
+"""``lazyinline bench``: late against early inlining, a row for each number of layers."""
 
 from __future__ import annotations
 
 import json
-import os
-import platform
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
-from ...backend.kernels.lower import BackendName
-from ..marks import lazy_inline
-from ..options import Options
 from ..page.write import about
-from . import models
-from .measure import check_micro_batches, compare_sides, compile_sides, measure
-from .measurement import Seconds, error_text
-from .report import MeasureReport
-from .target import Target, load_target
-from .workload import Workload
+from .measure import measure
+from .report import MeasureReport, error_text
 
-Print = Callable[[str], None]
-
-OWN_MODELS = ("llama", "gpt")
 DEFAULT_LAYERS = (4, 8, 16)
-
 HEAD = (
     f"{'':>6} {'graph nodes':>15} {'compile CPU s':>15} {'compile wall s':>15}"
     f" {'step ms (fastest)':>23} {'error, late':>19}\n"
@@ -35,142 +24,76 @@ HEAD = (
 )
 
 
-@dataclass(frozen=True)
-class Plan:
-    """What to measure.
+class Decoder(nn.Module):
+    """PyTorch's own layers between an embedding and a head, as a GPT has them."""
 
-    Attributes:
-        model: ``llama``, ``gpt`` or a target.
-        layers: numbers of layers; empty for a target.
-        train: training steps rather than inference.
-        micro_batches: parts of a step; of the own models each has the usual batch.
-    """
+    def __init__(self, layers: int, hidden: int = 256, vocab: int = 1000, seq: int = 64) -> None:
+        super().__init__()
+        block = nn.TransformerEncoderLayer(
+            *(hidden, 4, 4 * hidden, 0.0, "gelu"), batch_first=True, norm_first=True
+        )
+        self.embed, self.head = nn.Embedding(vocab, hidden), nn.Linear(hidden, vocab)
+        self.blocks = nn.TransformerEncoder(block, layers, enable_nested_tensor=False)
+        mask = nn.Transformer.generate_square_subsequent_mask(seq)
+        self.register_buffer("mask", mask, persistent=False)
 
-    model: str = "llama"
-    layers: tuple[int, ...] = DEFAULT_LAYERS
-    train: bool = True
-    backend: BackendName = "inductor"
-    micro_batches: int = 1
+    def forward(self, ids: Tensor, targets: Tensor | None = None) -> Tensor:
+        """Returns the loss if targets are given, else the logits."""
+        logits: Tensor = self.head(self.blocks(self.embed(ids), self.mask, is_causal=True))
+        return logits if targets is None else F.cross_entropy(logits.mT, targets)
 
 
-def bench(plan: Plan, say: Print) -> list[MeasureReport]:
+def decoder(
+    layers: int, *, batch: int = 2, train: bool = True
+) -> tuple[nn.Module, tuple[Tensor, ...], dict[str, Any]]:
+    """Makes the decoder that is measured unless another model is named, with a batch."""
+    ids, targets = torch.randint(1000, (2, batch, 64)).unbind()
+    return Decoder(layers).train(train), (ids, targets) if train else (ids,), {}
+
+
+def bench(
+    make: Callable[..., tuple[nn.Module, tuple[Any, ...], Mapping[str, Any]]],
+    layers: Sequence[int],
+    say: Callable[[str], None],
+    **options: Any,
+) -> list[MeasureReport]:
     """Measures all rows; says each as soon as it is there.
 
-    Raises:
-        LazyInlineError: if the target is bad, or cannot be compiled.
+    Args:
+        make: returns a model with its inputs; is given a number of layers, if there are some. The
+            smallest is compiled twice before, both ways: that pays for the C++ kernels, which all
+            depths share, and the rows then show what the compilers do.
+        layers: numbers of layers, or none.
+        say: takes a line.
+        options: of :func:`lazyinline.measure`.
     """
-    check_micro_batches(plan.micro_batches, train=plan.train)
+    if layers:
+        say(f"warm-up: {min(layers)} layers, late and early; imports, C++ kernels built ...")
+        measure(*make(min(layers)), **options, execute=False)
+    say(f"late against early inlining, PyTorch {torch.__version__}\n{HEAD}")
     reports = []
-    say(f"late against early inlining: {title(plan)}")
-    measured = _own_rows(plan, say) if plan.model in OWN_MODELS else _target_row(plan, say)
-    for report in measured:
-        say(row(report))
-        reports.append(report)
-    for line in _conclusion(reports):
-        say(line)
+    for given in [[depth] for depth in layers] or [[]]:
+        report = measure(*make(*given), **options)
+        reports.append(replace(report, layers=given[0] if given else None))
+        say(_row(reports[-1]))
+    for note in dict.fromkeys(note for report in reports for note in report.notes()):
+        say(note)
+    say("errors are against eager: largest absolute of the output, largest relative of a gradient")
     return reports
 
 
-def _own_rows(plan: Plan, say: Print) -> Iterator[MeasureReport]:
-    """Yields a report for each number of layers.
-
-    The smallest model is compiled twice before, both ways. That pays for imports and for building
-    the C++ kernels, which all depths share: the rows then show what the compilers do.
-    """
-    options = Options(backend=plan.backend)
-    smallest = min(plan.layers)
-    say(f"warm-up: {smallest} layers, late and early; imports, C++ kernels built ...")
-    warm = compile_sides(_own_workload(plan, smallest), options)
-    sides = [side.compiled for side in warm.sides.values()]
-    spent = Seconds(sum(s.cpu_s for s in sides), sum(s.wall_s for s in sides))
-    say(f"... {spent.cpu_s:.1f} CPU s, {spent.wall_s:.1f} wall s, which count on neither side\n")
-    say(HEAD)
-    for layers in plan.layers:
-        report = compare_sides(_own_workload(plan, layers), options)
-        yield replace(report, model=plan.model, layers=layers, warm_up=spent)
-
-
-def _own_workload(plan: Plan, layers: int) -> Workload:
-    lazy_inline(models.DecoderBlock if plan.model == "llama" else models.GptBlock)
-    build: Any = models.llama if plan.model == "llama" else models.gpt
-    batch = models.DecoderConfig(0).batch * plan.micro_batches
-    model, (ids, targets) = build(layers, batch=batch)
-    if plan.train:
-        return Workload(model, (ids, targets), {}, True, plan.micro_batches)
-    return Workload(model.eval(), (ids,), {}, train=False)
-
-
-def _target_row(plan: Plan, say: Print) -> Iterator[MeasureReport]:
-    target: Target = load_target(plan.model)
-    say(HEAD)
-    report = measure(
-        target.model,
-        target.args,
-        target.kwargs,
-        train=plan.train,
-        micro_batches=plan.micro_batches,
-        backend=plan.backend,
-    )
-    yield replace(report, model=plan.model)
-
-
-def title(plan: Plan) -> str:
-    """Says what is measured, and on what."""
-    kind = "training" if plan.train else "inference"
-    if plan.micro_batches > 1:
-        kind += f" of {plan.micro_batches} micro-batches"
-    sizes = ""
-    if plan.model in OWN_MODELS:
-        config = models.DecoderConfig(0)
-        sizes = f" (hidden {config.hidden}, seq {config.seq}, batch {config.batch})"
-    return (
-        f"{plan.model}{sizes}, {kind}, backend {plan.backend}; "
-        f"torch {torch.__version__}, {torch.get_num_threads()} threads"
-    )
-
-
-def row(report: MeasureReport) -> str:
-    """One row of the table."""
+def _row(report: MeasureReport) -> str:
     late, early = report.late, report.early
-    layers = "-" if report.layers is None else str(report.layers)
-    seconds = (late.compiled.cpu_s, early.compiled.cpu_s, late.compiled.wall_s)
-    steps = [step.minimum_ms if step else 0.0 for step in (report.eager, late.step, early.step)]
-    errors = late.errors
+    seconds = (late.cpu_s, early.cpu_s, late.wall_s, early.wall_s)
     return (
-        f"{layers:>6} {late.compiled.num_nodes:>7} {late.compiled.num_nodes_if_inlined:>7}"
-        + "".join(f" {s:>7.2f}" for s in (*seconds, early.compiled.wall_s))
-        + "".join(f" {ms:>7.1f}" for ms in steps)
-        + f" {error_text(errors.max_abs_error):>9} {error_text(errors.max_rel_grad_error):>9}"
+        f"{report.layers or '-':>6} {late.num_nodes:>7} {late.num_nodes_if_inlined:>7}"
+        + "".join(f" {s:>7.2f}" for s in seconds)
+        + "".join(f" {1e3 * min(step.times):>7.1f}" for step in report.steps.values())
+        + "".join(f" {error_text(error):>9}" for error in report.errors["late"][:2])
     )
 
 
-def _conclusion(reports: Sequence[MeasureReport]) -> Iterator[str]:
-    yield ""
-    first, last = reports[0], reports[-1]
-    if len(reports) > 1:
-        growth = [
-            f"{name} {a.compiled.cpu_s:.2f} -> {b.compiled.cpu_s:.2f} CPU s"
-            for (name, a), b in zip(first.sides.items(), last.sides.values(), strict=True)
-        ]
-        yield f"compiling {first.layers} -> {last.layers} layers: {', '.join(growth)}"
-    for report in reports:
-        if report.layers is None:
-            yield from report.notes()
-            continue
-        yield from [f"{report.noise} ({report.layers} layers)"] if report.noise else []
-        yield from report.warnings()
-    yield "errors are against eager: largest absolute of the output, largest relative of a gradient"
-
-
-def to_json(plan: Plan, reports: Sequence[MeasureReport]) -> str:
+def to_json(reports: Sequence[MeasureReport]) -> str:
     """Returns all rows, and where they were measured."""
-    where = {
-        "title": title(plan),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "cores": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "machine": about(),
-    }
-    rows = [report.to_dict() for report in reports]
-    return json.dumps({"about": where, "rows": rows}, indent=2, allow_nan=False) + "\n"
+    found = {"about": about(), "rows": [report.to_dict() for report in reports]}
+    return json.dumps(found, indent=2, allow_nan=False) + "\n"

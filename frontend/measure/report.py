@@ -3,66 +3,124 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import pathlib
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ...backend.kernels.lower import BackendName
 from ...reuse.folding import folded
+from ..page.measured import measured_page
 from ..page.write import write_page
 from ..report import CompileReport
-from .measure_page import measure_page
-from .measurement import Measurement, error_text
 
-COMPILED = (
-    *("reuse", "num_nodes", "num_nodes_if_inlined", "num_closures", "num_block_calls"),
-    *("peak_bytes", "lower_bound_bytes", "held_bytes", "unplanned", "ran_eagerly"),
-)
-"""What is saved of a compile besides what has a place of its own."""
+if TYPE_CHECKING:
+    from torch.utils.benchmark import Measurement
+
+_SIZES = {
+    "graph nodes held": "num_nodes",
+    "graph nodes if inlined": "num_nodes_if_inlined",
+    "closures": "num_closures",
+    "block calls": "num_block_calls",
+    "operators compiled": "num_operators",
+    "launches in a step": "num_launches",
+    "arena, bytes": "peak_bytes",
+}
+
+
+class Errors(NamedTuple):
+    """How far a step is from eager's.
+
+    Attributes:
+        output: largest absolute difference of a number.
+        gradient: largest of the norm of a difference by the norm of eager's; None without training.
+        worst: the parameter or input that it belongs to.
+    """
+
+    output: float
+    gradient: float | None = None
+    worst: str = ""
 
 
 @dataclass(frozen=True)
-class MeasureReport(Measurement):
-    """Late against early inlining of one model, both against eager; see :class:`Measurement`."""
+class MeasureReport:
+    """Late against early inlining of one model, both against eager.
+
+    Attributes:
+        late: the compile with blocks compiled once, inlined at link.
+        early: the compile with everything inlined first (``reuse="off"``).
+        steps: the time of a step of eager, late and early by name; empty if nothing was run.
+        errors: how far late and early are from eager, by name; empty likewise.
+        layers: number of layers, where known.
+    """
+
+    model: str
+    train: bool
+    backend: BackendName
+    micro_batches: int
+    threads: int
+    late: CompileReport
+    early: CompileReport
+    steps: Mapping[str, Measurement] = field(default_factory=dict)
+    errors: Mapping[str, Errors] = field(default_factory=dict)
+    layers: int | None = None
+
+    @property
+    def sides(self) -> dict[str, CompileReport]:
+        """Both compiles by name."""
+        return {"late": self.late, "early": self.early}
+
+    @property
+    def noise(self) -> str:
+        """Why the times of steps are not to be trusted; an empty text where they are."""
+        if not any(step.has_warnings for step in self.steps.values()):
+            return ""
+        widest = max(step.iqr / step.median for step in self.steps.values())
+        return f"busy machine, do not trust step times: the middle half varies by {widest:.0%}"
+
+    def title(self) -> str:
+        """Says what was measured, in one line."""
+        depth = "" if self.layers is None else f", {self.layers} layers"
+        kind = "training" if self.train else "inference"
+        if self.micro_batches > 1:
+            kind += f" of {self.micro_batches} micro-batches"
+        threads = f"{self.threads} thread" + ("" if self.threads == 1 else "s")
+        return f"{self.model}{depth}: {kind}, backend {self.backend}, {threads}"
+
+    def notes(self) -> list[str]:
+        """Says what a reader should know: times that vary, what is not shared and why."""
+        notes = [self.noise] if self.noise else []
+        if not self.late.num_block_calls:
+            notes.append("no block is shared, so late and early are the same")
+        for one in (*self.late.not_shared(), *self.late.shared_with_constants()):
+            why = one.shares or f"not shared, {one.reason}"
+            notes.append(f"{one.path or one.class_name}: {why}")
+        return notes
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the numbers as plain values; None where something was not measured."""
-        sides = self.sides
-        errors = {name: side.errors for name, side in sides.items()}
-        steps = {"eager": self.eager} | {name: side.step for name, side in sides.items()}
-        return {
-            "model": self.model,
-            "layers": self.layers,
-            "micro_batches": self.micro_batches,
-            "train": self.train,
-            "backend": self.backend,
-            "threads": self.threads,
-            "nodes_held": self.late.compiled.num_nodes,
-            "nodes_if_inlined": self.late.compiled.num_nodes_if_inlined,
-            "compile_cpu_s": {name: side.compiled.cpu_s for name, side in sides.items()},
-            "compile_wall_s": {name: side.compiled.wall_s for name, side in sides.items()},
-            "compile_child_cpu_s": {name: side.child_cpu_s for name, side in sides.items()},
-            "passes": {name: _pass_rows(side.compiled) for name, side in sides.items()},
-            "operators": {name: side.compiled.num_operators for name, side in sides.items()},
-            "launches": {name: side.compiled.num_launches for name, side in sides.items()},
-            "compiled": {name: _compiled(side.compiled) for name, side in sides.items()},
-            "step_ms": {name: step and step.median_ms for name, step in steps.items()},
-            "step_min_ms": {name: step and step.minimum_ms for name, step in steps.items()},
-            "step_max_ms": {name: step and step.maximum_ms for name, step in steps.items()},
-            "rounds": self.eager and self.eager.rounds,
-            "others_share": self.others_share,
+        """Returns the numbers as plain values; what was not measured is empty or None."""
+        own = ("model", "layers", "micro_batches", "train", "backend", "threads")
+        sides, steps = self.sides.items(), self.steps.items()
+        return {name: getattr(self, name) for name in own} | {
+            "nodes_held": self.late.num_nodes,
+            "nodes_if_inlined": self.late.num_nodes_if_inlined,
+            "peak_bytes": self.late.peak_bytes,
+            "lower_bound_bytes": self.late.lower_bound_bytes,
+            "compile_cpu_s": {name: side.cpu_s for name, side in sides},
+            "compile_wall_s": {name: side.wall_s for name, side in sides},
+            "passes": {name: [asdict(one) for one in side.passes] for name, side in sides},
+            "operators": {name: side.num_operators for name, side in sides},
+            "launches": {name: side.num_launches for name, side in sides},
+            "step_ms": {name: 1e3 * step.median for name, step in steps},
+            "step_min_ms": {name: 1e3 * min(step.times) for name, step in steps},
+            "step_max_ms": {name: 1e3 * max(step.times) for name, step in steps},
+            "rounds": {name: len(step.times) for name, step in steps},
+            # An infinite error is text: JSON has no such number.
+            "max_abs_error": {n: _finite(e.output) for n, e in self.errors.items()},
+            "max_rel_grad_error": {n: _finite(e.gradient) for n, e in self.errors.items()},
+            "worst_gradient": {n: e.worst for n, e in self.errors.items()},
             "noise": self.noise,
-            "peak_bytes": self.peak_bytes,
-            "lower_bound_bytes": self.lower_bound_bytes,
-            "held_bytes": {"eager": self.eager_held_bytes}
-            | {name: side.held_bytes for name, side in sides.items()},
-            "max_abs_error": {n: _json_number(e.max_abs_error) for n, e in errors.items()},
-            "max_rel_grad_error": {
-                n: _json_number(e.max_rel_grad_error) for n, e in errors.items()
-            },
-            "worst_gradient": {name: error.worst_gradient for name, error in errors.items()},
-            "warm_up": {"cpu_s": self.warm_up.cpu_s, "wall_s": self.warm_up.wall_s},
             "notes": self.notes(),
         }
 
@@ -71,74 +129,38 @@ class MeasureReport(Measurement):
         return json.dumps(self.to_dict(), indent=2, allow_nan=False)
 
     def save_html(self, path: str | os.PathLike[str]) -> None:
-        """Writes a page that needs nothing else: verdict, program, passes, steps, the arena.
-
-        Args:
-            path: the file to write.
-        """
-        pathlib.Path(path).write_text(write_page(measure_page([self])), encoding="utf-8")
+        """Writes a page that needs nothing else: verdict, program, passes, steps, the arena."""
+        page = measured_page([(self.to_dict(), self.sides)], self.title())
+        pathlib.Path(path).write_text(write_page(page), encoding="utf-8")
 
     def __str__(self) -> str:
-        lines = [self.title(), "", *self._size_lines(), "", *self._pass_lines()]
-        if self.eager is not None:
-            lines += ["", *self._step_lines()]
-        lines += ["", *self.notes()]
-        return folded("\n".join(lines))
+        rows = [f"{name:<24}" + "".join(f"{x:>18}" for x in cells) for name, *cells in self._rows()]
+        return folded("\n".join([self.title(), "", *map(str.rstrip, rows), "", *self.notes()]))
 
-    def _size_lines(self) -> list[str]:
-        lines = [f"{'':<24}{'late':>18}{'early':>18}"]
-        lines += [f"{name:<24}{late:>18}{early:>18}" for name, late, early in self.size_rows()]
-        return lines
-
-    def _pass_lines(self) -> list[str]:
-        late, early = self.late.compiled, self.early.compiled
-        lines = [f"{'CPU s (wall s)':<24}{'late':>18}{'early':>18}"]
-        for a, b in zip(late.passes, early.passes, strict=True):
-            lines.append(f"  {a.name:<22}{_pair(a.cpu_s, a.wall_s)}{_pair(b.cpu_s, b.wall_s)}")
-        total = f"{_pair(late.cpu_s, late.wall_s)}{_pair(early.cpu_s, early.wall_s)}"
-        return [*lines, f"  {'all':<22}{total}"]
-
-    def _step_lines(self) -> list[str]:
-        assert self.eager and self.late.step and self.early.step
-        steps = (self.eager, self.late.step, self.early.step)
-        lines = [f"{'one step, ms':<24}{'eager':>18}{'late':>18}{'early':>18}"]
-        for label, values in (
-            (f"  median of {steps[0].rounds}", [s.median_ms for s in steps]),
-            ("  minimum", [s.minimum_ms for s in steps]),
-            ("  maximum", [s.maximum_ms for s in steps]),
-        ):
-            lines.append(f"{label:<24}" + "".join(f"{v:>18.2f}" for v in values))
-        spreads = "".join(f"{f'{s.spread:.2f} x':>18}" for s in steps)
-        lines.append(f"{'  median over minimum':<24}{spreads}")
-        held = (self.eager_held_bytes, self.late.held_bytes, self.early.held_bytes)
-        shown = "".join(f"{'not measured' if n is None else n:>18}" for n in held)
-        lines.append(f"{'memory held, bytes':<24}{shown}")
-        errors = (self.late.errors, self.early.errors)
-        lines += ["", f"{'largest error':<24}{'':>18}{'late':>18}{'early':>18}"]
-        outputs = "".join(f"{error_text(e.max_abs_error):>18}" for e in errors)
-        lines.append(f"{'  output, absolute':<24}{'':>18}{outputs}")
-        if self.train:
-            gradients = "".join(f"{error_text(e.max_rel_grad_error):>18}" for e in errors)
-            lines.append(f"{'  gradient, relative':<24}{'':>18}{gradients}")
-            if errors[0].max_rel_grad_error:
-                lines.append(f"  late's largest is the gradient of {errors[0].worst_gradient}")
-        return lines
+    def _rows(self) -> Iterator[tuple[str, ...]]:
+        """Yields what is printed: sizes and seconds late and early, a step beside eager."""
+        both = [self.late, self.early]
+        yield "", *self.sides
+        for label, name in _SIZES.items():
+            if getattr(self.late, name) is not None:
+                yield label, *(str(getattr(side, name)) for side in both)
+        yield from (("",), ("CPU s (wall s)", *self.sides))
+        for ones in (*zip(*(side.passes for side in both), strict=True), both):
+            name = getattr(ones[0], "name", "all")
+            yield f"  {name}", *(f"{one.cpu_s:.2f} ({one.wall_s:>6.2f})" for one in ones)
+        if self.steps:
+            yield from (("",), ("one step", *self.steps))
+            yield "  median, ms", *(f"{1e3 * step.median:.2f}" for step in self.steps.values())
+            yield "  fastest, ms", *(f"{1e3 * min(step.times):.2f}" for step in self.steps.values())
+            yield "  error of an output", "", *(error_text(e.output) for e in self.errors.values())
+        if self.steps and self.train:
+            yield "  of a gradient", "", *(error_text(e.gradient) for e in self.errors.values())
 
 
-def _pair(cpu_s: float, wall_s: float) -> str:
-    return f"{cpu_s:>9.2f} ({wall_s:>6.2f})"
+def error_text(error: float | None) -> str:
+    """Writes an error in two digits."""
+    return "-" if error is None else "0" if error == 0 else f"{error:.1e}"
 
 
-def _pass_rows(report: CompileReport) -> list[dict[str, Any]]:
-    return [
-        {"name": p.name, "cpu_s": p.cpu_s, "wall_s": p.wall_s, "nodes": p.num_nodes}
-        for p in report.passes
-    ]
-
-
-def _compiled(report: CompileReport) -> dict[str, Any]:
-    return {name: getattr(report, name) for name in COMPILED}
-
-
-def _json_number(value: float | None) -> float | str | None:
-    return value if value is None or math.isfinite(value) else str(value)
+def _finite(value: float | None) -> float | str | None:
+    return "inf" if value == float("inf") else value

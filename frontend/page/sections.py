@@ -38,8 +38,7 @@ _MOST_PATHS = 4
 
 HELD = (
     "Memory held is the arena, what the user receives, and what launches allocate themselves; "
-    "parameters and inputs are not in it. Measured is the arena and what one step took from "
-    "PyTorch's allocator, at most at once."
+    "parameters and inputs are not in it."
 )
 
 Unit: TypeAlias = Literal["s", "bytes", "share"]

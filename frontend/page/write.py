@@ -7,7 +7,6 @@ import json
 import os
 import pathlib
 import platform
-import re
 import shlex
 import sys
 from importlib import metadata, resources
@@ -18,7 +17,6 @@ import torch
 PageData: TypeAlias = dict[str, Any]
 """What a page shows: a title, and for each section what it draws. Plain values only."""
 
-_DATA = re.compile(r'<script type="application/json" id="data">(.*?)</script>', re.DOTALL)
 _ASSETS = resources.files(__package__) / "assets"
 _CPU_INFO = pathlib.Path("/proc/cpuinfo")
 
@@ -35,12 +33,6 @@ def write_page(data: PageData) -> str:
     files = {name: _asset(name) for name in ("page.css", "echarts.min.js", "page.js")}
     template = jinja2.Environment(autoescape=True).from_string(_asset("page.html.jinja"))
     return template.render(present, files=files, data=as_json(present))
-
-
-def page_data(text: str) -> PageData | None:
-    """Returns the data of a page that :func:`write_page` wrote; None of any other."""
-    found = _DATA.search(text)
-    return None if found is None else dict(json.loads(found[1]))
 
 
 def as_json(data: PageData) -> str:

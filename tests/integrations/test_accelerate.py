@@ -8,11 +8,11 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
+from decoders import gpt
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import lazyinline
-from lazyinline.frontend.measure.models import gpt
 
 STEPS = 12
 

@@ -7,11 +7,11 @@ from typing import Any
 import lightning
 import pytest
 import torch
+from decoders import gpt
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import lazyinline
-from lazyinline.frontend.measure.models import gpt
 
 STEPS = 20
 

@@ -1,33 +1,44 @@
-"""``lazyinline bench --model llama-13b``: a whole training program compiled, and nothing executed.
+"""The training step of a model too large for this machine, compiled and planned; nothing runs.
+
+    python benchmarks/large_models.py llama-13b
+    python benchmarks/large_models.py llama-13b --target cuda:sm_90     # a GPU that is not here
+    python benchmarks/large_models.py 175b --rank first                 # one rank of a pipeline
+    python benchmarks/large_models.py llama-13b --html page.html --json rows.json
 
 The parameters are on the meta device, so a program for hundreds of gigabytes is compiled, planned
-and counted on a small machine.
+and counted on a small machine: once keeping everything, and once recomputing each block, or for a
+GPU as little as fits into it.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
+import pathlib
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
+import decoders
 import torch
 
-from ...autodiff.micro_batches import Order
-from ...backend.kernels.lower import BackendName
-from ...recompute.policy import Budget, Policy
-from ..compiled import CompiledStep
-from ..compiler import Compiler
-from ..marks import lazy_inline
-from ..options import Batching, Options
-from ..page.write import PageData
-from ..report import CompileReport
-from . import models
+from lazyinline.autodiff.micro_batches import Order
+from lazyinline.backend.kernels.lower import BackendName
+from lazyinline.frontend.compiled import CompiledStep
+from lazyinline.frontend.compiler import Compiler
+from lazyinline.frontend.marks import lazy_inline
+from lazyinline.frontend.options import Batching, Options
+from lazyinline.frontend.page.compile_page import compile_page, gpu_tiles
+from lazyinline.frontend.page.sections import passes_section
+from lazyinline.frontend.page.write import PageData, write_page
+from lazyinline.frontend.report import CompileReport
+from lazyinline.recompute.policy import Budget, Policy
 
 Report = TypeVar("Report")
 
 GIB = 2**30
+WAYS = ("recompute nothing", "recompute each block")
 
 
 @dataclass(frozen=True)
@@ -37,7 +48,7 @@ class LargeModel:
     Attributes:
         layers: number of blocks.
         micro_batches: how many one step accumulates.
-        sizes: further fields of :class:`~lazyinline.frontend.measure.models.DecoderConfig`.
+        sizes: further fields of :class:`~decoders.DecoderConfig`.
     """
 
     layers: int
@@ -123,9 +134,9 @@ def compile_large(
         target: a GPU; the model is then in bfloat16, as such models are trained there.
     """
     large = LARGE_MODELS[name]
-    lazy_inline(models.DecoderBlock)
+    lazy_inline(decoders.DecoderBlock)
     with torch.device("meta"):
-        model, args = models.llama(layers or large.layers, **large.sizes)
+        model, args = decoders.llama(layers or large.layers, **large.sizes)
     if target is not None:
         model = model.to(torch.bfloat16)
     batching = Batching(micro_batches or large.micro_batches, order)
@@ -190,14 +201,61 @@ def _compiled(
     return report
 
 
-def large_json(reports: Sequence[Any], page: PageData) -> str:
-    """Returns the numbers of all reports, and the page that is drawn of them.
+def large_page(reports: Sequence[LargeReport]) -> PageData:
+    """Returns the data of a page on a large model's step, compiled and not run.
 
-    The plan of a pipeline is in the page, not among the numbers.
+    Args:
+        reports: the step without and with recompute; the first is drawn.
     """
+    first, second = reports
+    gpu = second.compiled.gpu
+    ways = WAYS if gpu is None else (WAYS[0], "recompute what does not fit")
+    sides = {way: report.compiled for way, report in zip(ways, reports, strict=True)}
+    page = compile_page(first.compiled, title_of(first))
+    page["verdict"]["tiles"] += gpu_tiles(gpu, ways[1])
+    return page | {"passes": passes_section(sides)}
+
+
+def title_of(report: Any) -> str:
+    return f"{report.name}: {report.num_parameters / 1e9:.1f}e9 parameters"
+
+
+def as_json(reports: Sequence[Any], page: PageData) -> str:
+    """Returns the numbers of all reports; the plan of a pipeline is in the page, not among them."""
     rows = [asdict(report) for report in reports]
     for row in rows:
         row.pop("plan", None)
-    about = {"title": page["title"], "machine": page["about"]}
-    saved = {"about": about, "rows": rows, "page": page}
-    return json.dumps(saved, default=str) + "\n"
+    return json.dumps({"about": page["about"], "rows": rows}, default=str) + "\n"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    from rank_bench import RANK_MODELS, RANKS, bench_rank, rank_page  # which imports this file
+
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("model", choices=(*LARGE_MODELS, *RANK_MODELS))
+    parser.add_argument("--layers", type=int, help="instead of the model's own")
+    parser.add_argument("--micro-batches", type=int, help="instead of the model's own")
+    help_ = f"whose program of 175b: {', '.join(RANKS)} or numbers; default middle"
+    parser.add_argument("--rank", nargs="+", default=["middle"], help=help_)
+    parser.add_argument("--target", help="a GPU that need not be here, with llama-13b: cuda:sm_90")
+    parser.add_argument("--backend", choices=("inductor", "eager"), default="inductor")
+    parser.add_argument("--json", type=pathlib.Path, help="write the numbers")
+    parser.add_argument("--html", type=pathlib.Path, help="write a page")
+    options = parser.parse_args(arguments)
+    how = {name: getattr(options, name) for name in ("layers", "micro_batches", "backend")}
+    if options.model in RANK_MODELS:
+        if options.target:
+            parser.error("--target goes with llama-13b")
+        reports: Sequence[Any] = bench_rank(options.model, print, ranks=options.rank, **how)
+        page = rank_page(reports)
+    else:
+        reports = bench_large(options.model, print, target=options.target, **how)
+        page = large_page(reports)
+    if options.html is not None:
+        options.html.write_text(write_page(page), encoding="utf-8")
+    if options.json is not None:
+        options.json.write_text(as_json(reports, page), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

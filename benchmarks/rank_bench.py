@@ -1,4 +1,4 @@
-"""``lazyinline bench --model 175b``: one rank's pipeline program compiled, and nothing executed.
+"""One rank's pipeline program of a large model compiled, and nothing executed.
 
 The parameters are on the meta device. A rank of a pipeline captures the whole model, splits it,
 differentiates every stage, and lowers, links and plans its own; so does this, without the others.
@@ -9,32 +9,37 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import cycle
 from typing import Any
 
+import decoders
 import torch
+from large_models import GIB, WAYS, LargeModel, title_of, with_and_without_recompute
 
-from ...backend.kernels.lower import BackendName
-from ...backend.run.rank_program import RankProgram
-from ...pipeline_parallel.schedule.actions import ActionTable
-from ...pipeline_parallel.schedule.plan import PipelinePlan
-from ...pipeline_parallel.stages.stage_derivative import StageDerivative
-from ...recompute.policy import Policy
-from ...reuse.errors import LazyInlineError, PlanError
-from ...reuse.ir.costs import CPU
-from ..compiler import RANK
-from ..marks import lazy_inline
-from ..options import Options
-from ..passes.context import Context
-from ..passes.made import made_by
-from ..passes.rank import RankCompilation, started
-from ..passes.rank_compile import parts_of
-from ..passes.stage_recompute import owned_bytes
-from ..passes.stage_split import Splitting
-from ..passes.state import Pass, Subject, run
-from ..report import CompileReport
-from ..training_step import LossModel
-from . import models
-from .large_models import GIB, LargeModel, with_and_without_recompute
+from lazyinline.backend.kernels.lower import BackendName
+from lazyinline.backend.run.rank_program import RankProgram
+from lazyinline.frontend.compiler import RANK
+from lazyinline.frontend.marks import lazy_inline
+from lazyinline.frontend.options import Options
+from lazyinline.frontend.page.sections import passes_section
+from lazyinline.frontend.page.write import PageData
+from lazyinline.frontend.passes.context import Context
+from lazyinline.frontend.passes.made import made_by
+from lazyinline.frontend.passes.rank import RankCompilation, started
+from lazyinline.frontend.passes.rank_compile import parts_of
+from lazyinline.frontend.passes.stage_recompute import owned_bytes
+from lazyinline.frontend.passes.stage_split import Splitting
+from lazyinline.frontend.passes.state import Pass, Subject, run
+from lazyinline.frontend.pipeline.shown_plan import ShownPlan, plan_page
+from lazyinline.frontend.report import CompileReport
+from lazyinline.frontend.training_step import LossModel
+from lazyinline.pipeline_parallel.schedule.actions import ActionTable
+from lazyinline.pipeline_parallel.schedule.plan import PipelinePlan
+from lazyinline.pipeline_parallel.stages.stage_derivative import StageDerivative
+from lazyinline.pipeline_parallel.stages.torch_pipelining import action_table
+from lazyinline.recompute.policy import Policy
+from lazyinline.reuse.errors import LazyInlineError, PlanError
+from lazyinline.reuse.ir.costs import CPU
 
 RANKS = ("first", "middle", "last")
 
@@ -148,12 +153,10 @@ def compile_rank(
         LazyInlineError: if there is no such rank.
         PlanError: if the backend's memory is not planned.
     """
-    from ...pipeline_parallel.stages.torch_pipelining import action_table
-
     large = RANK_MODELS[name]
-    lazy_inline(models.GptBlock)
+    lazy_inline(decoders.GptBlock)
     with torch.device("meta"):
-        model, args = models.gpt(layers or large.layers, **(sizes or large.sizes))
+        model, args = decoders.gpt(layers or large.layers, **(sizes or large.sizes))
     stages = num_stages or large.num_stages
     table = action_table(large.schedule, stages, stages, micro_batches or large.micro_batches)
     number = rank_number(rank, stages)
@@ -234,3 +237,18 @@ def bench_rank(
             f"{name}, rank {rank},", say, partial(compile_with, rank)
         )
     ]
+
+
+def rank_page(reports: Sequence[RankReport]) -> PageData:
+    """Returns the data of a page on ranks of a large pipeline, compiled and not run.
+
+    Args:
+        reports: of each rank, without and with recompute; the first is drawn.
+    """
+    first = reports[0]
+    sides = {
+        f"rank {report.rank}, {way}": report.compiled
+        for report, way in zip(reports, cycle(WAYS), strict=False)
+    }
+    page = plan_page(ShownPlan.of(first.plan, first.compiled, first.rank))
+    return page | {"title": title_of(first), "passes": passes_section(sides)}
