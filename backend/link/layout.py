@@ -3,8 +3,8 @@
 This is where a call is finally inlined. What is known per closure (launches, buffers, first and
 last uses) is copied by adding the call's start time and replacing buffer numbers; nothing is
 analysed again. Several flat programs can follow one another on the timeline (a forward, then its
-backward), so that one plan covers both. What a program returns gets memory of
-the user's, or a place that lasts until the next run.
+backward), so that one plan covers both. What a program returns gets memory of the user's, or a
+place that lasts until the next run.
 """
 
 from __future__ import annotations

@@ -92,7 +92,7 @@ def _program_section(memory: Memory, most_boxes: int) -> dict[str, Any] | None:
     rows = np.column_stack([buffers.birth, death, offset, size, kind, first, launch])
     return _drawn(rows, calls, memory.plan, most_boxes) | {
         "num_launches": layout.time,
-        "parts": _parts(layout),
+        "backward": len(layout.parts[0].launches) if len(layout.parts) > 1 else None,
         "arena_bytes": memory.arena_bytes,
         "lower_bound_bytes": memory.plan.lower_bound_bytes,
         "live": _curve(Buffers(buffers.birth, death, size)),
@@ -105,15 +105,6 @@ def _program_launches(layout: Layout) -> Iterator[tuple[int, int, str, str]]:
         for placed in part.launches:
             # One table per call: launches that share it are of one call.
             yield placed.time, id(placed.bases), placed.block or "between", placed.launch.name
-
-
-def _parts(layout: Layout) -> list[dict[str, Any]]:
-    names = ("forward", "backward") if len(layout.parts) > 1 else ("step",)
-    parts, start = [], 0
-    for name, part in zip(names, layout.parts, strict=False):
-        parts.append({"name": name, "start": start, "end": start + len(part.launches)})
-        start += len(part.launches)
-    return parts
 
 
 def _outside(layout: Layout) -> list[list[Any]]:
@@ -149,7 +140,7 @@ def _rank_section(plan: RankPlan, most_boxes: int) -> dict[str, Any] | None:
     outside = ["made or used inside one launch", len(foreign), plan.foreign_peak_bytes]
     return _drawn(rows, calls, plan.arena, most_boxes) | {
         "num_launches": plan.num_launches,
-        "parts": [{"name": "step", "start": 0, "end": calls.end}],
+        "backward": None,
         "arena_bytes": plan.arena.peak_bytes,
         "lower_bound_bytes": plan.lower_bound_bytes,
         "live": _curve(plan.lives()),

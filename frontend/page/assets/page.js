@@ -329,7 +329,7 @@
               return shape && { type: "rect", shape, style: { fill: fills[api.value(4)], opacity: .88, stroke: lined ? line : null, lineWidth: lined ? .5 : 0 }, emphasis: { style: { opacity: 1, stroke: css("--ink"), lineWidth: 1.5 } } };
             },
             markLine: { symbol: "none", silent: true, label: { position: "insideEndTop", color: css("--soft"), fontSize: 11 }, lineStyle: { color: css("--ink"), type: "dashed", width: 1 },
-              data: [...a.parts.slice(1).map((p) => ({ xAxis: p.start, label: { formatter: `${p.name} →`, position: "end", distance: 4, rotate: 0, align: "left" } })),
+              data: [...(a.backward === null ? [] : [{ xAxis: a.backward, label: { formatter: "backward →", position: "end", distance: 4, rotate: 0, align: "left" } }]),
                 ...(a.arena_bytes < a.peak_bytes ? [{ yAxis: a.arena_bytes / unit[0], label: { formatter: "above: memory of gradients", position: "insideStartTop" } }] : [])] } }],
       };
     }, table(["call", "kind", "made by", "bytes", "address", "first launch", "last launch"], [...a.boxes].sort((p, q) => q[3] - p[3]).slice(0, 300).map((b) => [at(b), a.kinds[b[4]],
