@@ -11,11 +11,11 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from problem_csv import read_problem_csv, write_offsets_csv
 from training_buffers import RECOMPUTED, SAVED, training_step
 
 from lazyinline.backend.arena.arena import ArenaPlan, plan
 from lazyinline.backend.arena.live_ranges import Buffers
-from lazyinline.backend.arena.problem_csv import read_problem_csv
 from lazyinline.backend.arena.proof import check_no_overlap
 
 BLOCKS = {"recomputed": RECOMPUTED, "saved": SAVED}
@@ -49,33 +49,43 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     add = parser.add_argument
     add("files", type=pathlib.Path, nargs="*", metavar="FILE.csv", help="id,lower,upper,size")
+    add("--offsets", type=pathlib.Path, metavar="OUT.csv", help="write the plan of the one file")
     add("--effort", type=float, default=1.0, help="of each plan, in nominal seconds (default 1)")
     add("--alignment", type=int, default=64, help="bytes (default 64)")
     add("--layers", type=int, default=96)
     add("--micro-batches", type=int, default=64)
     add("--in-flight", type=int, default=16, help="forwards before the first backward")
-    return parser.parse_args(argv)
+    options = parser.parse_args(argv)
+    if options.offsets is not None and len(options.files) != 1:
+        parser.error("--offsets goes with one file")
+    return options
 
 
 def _rows(options: argparse.Namespace) -> Iterator[Row]:
     for path in options.files:
-        yield _measure(path.stem, read_problem_csv(path).buffers, options)
+        problem = read_problem_csv(path)
+        row, found = _measure(path.stem, problem.buffers, options)
+        if options.offsets is not None:
+            write_offsets_csv(options.offsets, problem, found.offsets)
+        yield row
+    if options.offsets is not None:
+        return
     layers, micro_batches = options.layers, options.micro_batches
     for name, block in BLOCKS.items():
         step = training_step(
             block, layers=layers, micro_batches=micro_batches, in_flight=options.in_flight
         )
-        yield _measure(f"{name} {layers} x {micro_batches}", step, options)
+        yield _measure(f"{name} {layers} x {micro_batches}", step, options)[0]
 
 
-def _measure(name: str, buffers: Buffers, options: argparse.Namespace) -> Row:
+def _measure(name: str, buffers: Buffers, options: argparse.Namespace) -> tuple[Row, ArenaPlan]:
     def work() -> ArenaPlan:
         return plan(buffers, alignment=options.alignment, effort_s=options.effort)
 
     found, seconds = _timed(work)
     check_no_overlap(buffers.birth, buffers.death, found.offsets, buffers.size)
     bound, peak = found.lower_bound_bytes, found.peak_bytes
-    return Row(name, len(buffers), bound, peak, seconds, found.method)
+    return Row(name, len(buffers), bound, peak, seconds, found.method), found
 
 
 def _timed(work: Callable[[], ArenaPlan]) -> tuple[ArenaPlan, float]:

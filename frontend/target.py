@@ -62,7 +62,9 @@ def load_target(text: str, *arguments: int) -> Target:
 
 
 def _checked(text: str, result: Any) -> Target:
-    model, args, kwargs = (*result, {})[:3] if isinstance(result, tuple) else (result, None, None)
+    model, args, kwargs = (
+        (*result, {}, {}, {})[:3] if isinstance(result, tuple) else (result, None, None)
+    )
     wrong = ""
     if not isinstance(result, tuple) or len(result) not in (2, 3):
         wrong = f"a {type(result).__name__}"

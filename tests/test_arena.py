@@ -6,22 +6,22 @@ import lzma
 import pathlib
 from types import ModuleType
 
+import memory_plan
 import numpy as np
 import pytest
 from counting import num_calls
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from problem_csv import read_problem_csv, write_offsets_csv
 
 from lazyinline.backend.arena import packing
 from lazyinline.backend.arena.arena import ArenaPlan, plan
 from lazyinline.backend.arena.live_ranges import Buffers, breadth, lower_bound
-from lazyinline.backend.arena.problem_csv import read_problem_csv
 from lazyinline.backend.arena.proof import check_no_overlap
 from lazyinline.backend.arena.repeats import patterns, splits
 from lazyinline.backend.arena.slots import chains
 from lazyinline.backend.launches import torch_native
 from lazyinline.reuse.errors import PlanError, VerifyError
-from lazyinline_command.main import main
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 DATA = ROOT / "tests" / "data"
@@ -310,15 +310,11 @@ def test_pangu(tmp_path: pathlib.Path) -> None:
         ("id,lower,upper,size\n\xff\xfe", "not a CSV file"),
     ],
 )
-def test_bad_file(
-    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str], text: str, message: str
-) -> None:
+def test_bad_file(tmp_path: pathlib.Path, text: str, message: str) -> None:
     path = tmp_path / "problem.csv"
     path.write_bytes(text.encode("latin-1"))
     with pytest.raises(PlanError, match=message):
         read_problem_csv(path)
-    assert main(["plan-memory", str(path)]) == 2
-    assert capsys.readouterr().err.startswith("lazyinline: ")
 
 
 def test_file_in_another_order_with_more_columns(tmp_path: pathlib.Path) -> None:
@@ -330,29 +326,25 @@ def test_file_in_another_order_with_more_columns(tmp_path: pathlib.Path) -> None
     assert problem.buffers.size.tolist() == [64, 32]
 
 
-def test_command(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_plan_of_a_file_is_written_beside_it(
+    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = tmp_path / "offsets.csv"
-    arguments = ["plan-memory", str(DATA / "resnet50.csv"), "--offsets", str(out)]
-    assert main([*arguments, "--effort", "0.1", "--alignment", "512"]) == 0
-    printed = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
-    assert {"buffers", "peak", "lower", "ratio", "seconds"} <= set(printed)
+    options = ["--offsets", str(out), "--effort", "0.1", "--alignment", "512"]
+    memory_plan.main([str(DATA / "resnet50.csv"), *options])
+    (row,) = capsys.readouterr().out.splitlines()[1:]
     table = np.loadtxt(out, delimiter=",", skiprows=1, dtype=np.int64)
     assert out.read_text().splitlines()[0] == "id,lower,upper,size,offset"
     check_no_overlap(table[:, 1], table[:, 2], table[:, 4], table[:, 3])
     assert not (table[:, 4] % 512).any()
     padded = -(-table[:, 3] // 512) * 512
-    assert printed["peak"] == f"{(table[:, 4] + padded).max()} bytes"
-
-
-def test_command_without_files(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan-memory", str(tmp_path / "none.csv")]) == 2
-    assert "cannot be read: No such file" in capsys.readouterr().err
-    nowhere = str(tmp_path / "no folder" / "out.csv")
-    assert (
-        main(["plan-memory", str(DATA / "resnet50.csv"), "--effort", "0", "--offsets", nowhere])
-        == 2
-    )
-    assert "cannot be written" in capsys.readouterr().err
+    assert row.split()[:2] == ["resnet50", str(len(table))]
+    assert row.split()[3] == f"{(table[:, 4] + padded).max() / 2**20:.1f}"
+    with pytest.raises(PlanError, match="cannot be read: No such file"):
+        memory_plan.main([str(tmp_path / "none.csv")])
+    problem = read_problem_csv(DATA / "resnet50.csv")
+    with pytest.raises(PlanError, match="cannot be written"):
+        write_offsets_csv(tmp_path / "no folder" / "out.csv", problem, table[:, 4])
 
 
 @pytest.mark.parametrize("seed", range(6))

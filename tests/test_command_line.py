@@ -1,5 +1,6 @@
 """The command: rows, files, programs, and errors without a traceback."""
 
+import argparse
 import functools
 import io
 import json
@@ -15,19 +16,15 @@ import saved
 from printed import too_long
 
 import lazyinline
-from lazyinline.backend.arena import arena
 from lazyinline.backend.files import disk
 from lazyinline.backend.kernels import lower
-from lazyinline.frontend import inspection
+from lazyinline.frontend import commands, inspection
 from lazyinline.frontend import target as target_module
 from lazyinline.frontend.capture import blocks
-from lazyinline.frontend.commands import compiling
-from lazyinline.frontend.commands.run import COMMANDS
-from lazyinline.frontend.commands.user_errors import said_of
+from lazyinline.frontend.commands import COMMANDS, said_of
 from lazyinline.frontend.measure import bench, measure
 from lazyinline.frontend.onnx import export
 from lazyinline.recompute import policy
-from lazyinline_command import choices
 from lazyinline_command.main import main
 from lazyinline_command.parser import make_parser
 
@@ -82,6 +79,8 @@ MODELS = """
         return nn.Linear(2, 2)
     def fails():
         return Failing(), (torch.ones(2, 4),)
+    def only_one():
+        return (nn.Linear(2, 2),)
     def not_a_model():
         return (1, 2)
     def bare_tensor():
@@ -203,6 +202,7 @@ def test_inspect_shows_source(models: str, capsys: pytest.CaptureFixture[str]) -
         ("MODELS:constant", "'int' object is not callable"),
         ("MODELS:raises", "no weights today"),
         ("MODELS:model_only", "has to return (model, args)"),
+        ("MODELS:only_one", "it returned a tuple"),
         ("MODELS:not_a_model", "where an nn.Module belongs"),
         ("MODELS:bare_tensor", "(x,) for one input"),
         ("MODELS:branching", "needs the value of a tensor"),
@@ -315,11 +315,11 @@ def test_reader_that_stops_early_is_no_error(models: str) -> None:
         (["--help"], 0, "advise"),
         (["bench", "--help"], 0, "--micro-batches"),
         (["--version"], 0, f"lazyinline {lazyinline.__version__}"),
-        (["bnech"], 2, "Did you mean bench?"),
-        (["bench", "--layer", "3"], 2, "Did you mean --layers?"),
-        (["inspect", "a:b", "--reuse", "atuo"], 2, "Did you mean auto?"),
+        (["bnech"], 2, "invalid choice: 'bnech'"),
+        (["bench", "--layer", "3"], 2, "unrecognized arguments: --layer 3"),
+        (["inspect", "a:b", "--reuse", "atuo"], 2, "invalid choice: 'atuo'"),
         (["export"], 2, "TARGET, FILE.onnx"),
-        (["completion", "bash"], 0, "plan-memory"),
+        (["completion", "bash"], 0, "--micro-batches"),
     ],
 )
 def test_help_and_mistakes_are_answered_before_pytorch_is_imported(
@@ -340,26 +340,32 @@ def test_help_and_mistakes_are_answered_before_pytorch_is_imported(
     assert text in done.stdout + done.stderr and "Traceback" not in done.stderr
 
 
+def actions_of(parser: argparse.ArgumentParser) -> dict[str, argparse.Action]:
+    return {action.dest: action for action in parser._actions}
+
+
 def test_the_parser_offers_what_the_compiler_takes() -> None:
-    places = {
-        arena: ("ALIGNMENT",),
-        bench: ("DEFAULT_LAYERS",),
-        blocks: ("REUSE_CHOICES",),
-        disk: ("DIRECTORY_VARIABLE", "SIZE_VARIABLE", "SWITCH_VARIABLE"),
-        export: ("MIN_OPSET",),
-        inspection: ("INSPECTED", "SHOWN_LEVELS"),
-        lower: ("BACKENDS",),
-        policy: ("POLICIES",),
-        target_module: ("FORM",),
+    parsers = actions_of(make_parser())["command"].choices
+    assert isinstance(parsers, dict) and set(COMMANDS) | {"completion"} == set(parsers)
+    taken = {
+        "backend": lower.BACKENDS,
+        "reuse": blocks.REUSE_CHOICES,
+        "recompute": policy.POLICIES,
+        "way": inspection.INSPECTED,
+        "level": inspection.SHOWN_LEVELS,
     }
-    compared = {"EFFORT_S", "SHELLS"}  # the command's own
-    for module, names in places.items():
-        for name in names:
-            theirs = getattr(module, name)
-            assert getattr(choices, name) == (tuple(theirs) if isinstance(theirs, dict) else theirs)
-            compared.add(name)
-    assert compared == {name for name in vars(choices) if name.isupper()}
-    assert set(COMMANDS) | {"completion"} == set(make_parser().commands)
+    for command in COMMANDS:
+        for name, action in actions_of(parsers[command]).items():
+            if name in taken:
+                assert tuple(action.choices or ()) == tuple(taken[name])
+                assert action.default is None or action.default in taken[name]
+    assert actions_of(parsers["export"])["opset"].default == export.MIN_OPSET
+    said = parsers["cache"].description or ""
+    for name in (disk.DIRECTORY_VARIABLE, disk.SIZE_VARIABLE, disk.SWITCH_VARIABLE):
+        assert name in said
+    bench_help = " ".join(parsers["bench"].format_help().split())
+    assert f"default {' '.join(map(str, bench.DEFAULT_LAYERS))};" in bench_help
+    assert target_module.FORM in " ".join(parsers["inspect"].format_help().split())
 
 
 # ---- what is said on the way and at the end --------------------------------------------------
@@ -411,25 +417,11 @@ def test_an_interrupt_ends_in_one_line(
     def interrupted(text: str) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(compiling, "load_target", interrupted)
+    monkeypatch.setattr(commands, "load_target", interrupted)
     assert main(["inspect", f"{models}:good"]) == 130
     assert capsys.readouterr().err == "lazyinline: interrupted\n"
     with pytest.raises(KeyboardInterrupt):
         main(["inspect", f"{models}:good", "--debug"])
-
-
-@pytest.mark.parametrize("wish", ["", "1"])
-def test_colours_are_for_terminals_that_want_them(
-    wish: str, models: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("NO_COLOR", wish)
-    monkeypatch.setenv("LAZYINLINE_PROGRESS", "off")
-    monkeypatch.setattr(sys, "stdout", out := Terminal())
-    monkeypatch.setattr(sys, "stderr", err := Terminal())
-    assert main(["inspect", f"{models}:good", "--after", "autodiff", "--diff", "--train"]) == 0
-    assert main(["inspect", "nocolon"]) == 2
-    assert ("\033[32m+" in out.getvalue()) is not bool(wish)
-    assert ("\033[1;31mlazyinline:" in err.getvalue()) is not bool(wish)
 
 
 def test_what_the_cache_holds_can_be_read_by_a_program(capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,5 +6,4 @@ packing      buffers placed one by one: first fit, best fit
 slots        buffers of one size share slots (interval graph colouring)
 repeats      repeated scratch, planned once per different block
 proof        no two buffers share a byte while both are live
-problem_csv  planning problems as CSV files
 """

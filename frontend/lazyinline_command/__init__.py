@@ -2,8 +2,6 @@
 
 A package of its own, because whatever imports ``lazyinline`` imports PyTorch.
 
-main     runs the command; what an error, an interrupt or a closed pipe ends in
-parser   every command with its arguments
-choices  what arguments may be: the compiler's own names, which a test compares
-typos    what somebody may have meant
+main    runs the command; what an error, an interrupt or a closed pipe ends in
+parser  every command with its arguments
 """

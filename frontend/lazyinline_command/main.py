@@ -48,8 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(options: argparse.Namespace) -> int:
     # Only now: this imports PyTorch.
-    from lazyinline.frontend.commands.run import COMMANDS
-    from lazyinline.frontend.commands.user_errors import said_of
+    from lazyinline.frontend.commands import COMMANDS, said_of
     from lazyinline.frontend.progress import showing
 
     try:
@@ -69,10 +68,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _say_error(text: str) -> None:
-    name = "lazyinline:"
-    if sys.stderr.isatty() and not os.environ.get("NO_COLOR"):
-        name = f"\033[1;31m{name}\033[0m"
-    print(f"{name} {text}", file=sys.stderr)
+    print(f"lazyinline: {text}", file=sys.stderr)
 
 
 def _print_completion(parser: argparse.ArgumentParser, shell: str) -> int:

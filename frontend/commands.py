@@ -1,27 +1,31 @@
-"""``lazyinline bench``, ``inspect``, ``export``, ``advise`` and ``report``."""
+"""What the commands of ``lazyinline`` do, once their arguments are parsed."""
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import json
 import pathlib
-import sys
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from ...reuse.errors import LazyInlineError
-from ...reuse.folding import folded
-from ...reuse.ir.printer import Shown
-from ..advise.advise import advise
-from ..inspection import pass_lists, show_after, show_captured, show_primitives
-from ..measure.bench import DEFAULT_LAYERS, bench, decoder, to_json
-from ..measure.measure import measure
-from ..onnx.export import export_onnx
-from ..options import Options
-from ..page.measured import measured_page
-from ..page.write import write_page
-from ..target import FORM, load_target
-from .colours import coloured_diff, has_colours
+from ..backend.files.disk import DiskCache, default_directory, max_bytes
+from ..reuse.errors import CacheError, LazyInlineError
+from ..reuse.folding import folded
+from ..reuse.ir.printer import Shown
+from ..reuse.own_code import own_places
+from .advise.advise import advise
+from .inspection import pass_lists, show_after, show_captured, show_primitives
+from .measure.bench import DEFAULT_LAYERS, bench, decoder, to_json
+from .measure.measure import measure
+from .onnx.export import export_onnx
+from .options import Options
+from .page.measured import measured_page
+from .page.write import write_page
+from .target import FORM, load_target
+from .tracing.torch_tracing import is_library_frame, is_standard_frame
 
 
 def run_bench(options: argparse.Namespace) -> None:
@@ -94,7 +98,7 @@ def run_inspect(options: argparse.Namespace) -> None:
         micro_batches=options.micro_batches,
         diff=options.diff,
     )
-    print(coloured_diff(text) if options.diff and has_colours(sys.stdout) else text, end="")
+    print(text, end="")
 
 
 def run_export(options: argparse.Namespace) -> None:
@@ -163,3 +167,56 @@ def run_advise(options: argparse.Namespace) -> None:
             backend=options.backend,
         )
     )
+
+
+def run_cache(options: argparse.Namespace) -> None:
+    """Runs ``cache``: what the on-disk cache holds, or emptying it.
+
+    Raises:
+        CacheError: if the directory cannot be used.
+    """
+    try:
+        found = DiskCache(default_directory(), max_bytes())
+    except OSError as error:
+        raise CacheError(f"{default_directory()} cannot be used: {error}.") from error
+    held = found.info() if options.action == "info" else found.clear()
+    if options.json:
+        print(json.dumps(dataclasses.asdict(held), default=str))
+    elif options.action == "info":
+        print(held)
+    else:
+        print(
+            f"{held.directory}\n  deleted {held.num_entries} entries, {held.num_objects} compiled "
+            f"objects, {held.num_bytes / 2**20:.1f} MiB"
+        )
+
+
+COMMANDS: Mapping[str, Callable[[argparse.Namespace], None]] = {
+    "advise": run_advise,
+    "bench": run_bench,
+    "cache": run_cache,
+    "export": run_export,
+    "inspect": run_inspect,
+    "report": run_report,
+}
+
+
+def said_of(error: Exception) -> str | None:
+    """Returns one line for an error that is the user's to mend; None for one that is ours.
+
+    What the model itself raises, also deep in PyTorch, is the user's. Where code of ours stands
+    between the model and what raised, it may be ours, and the traceback is what a report of it
+    needs.
+    """
+    if isinstance(error, LazyInlineError):
+        return str(error)
+    where = ""
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        code = frame.f_code
+        if code.co_filename.startswith(own_places()):
+            where = ""
+        elif not (is_library_frame(frame) or is_standard_frame(frame)):
+            where = f"{code.co_filename}:{line} {getattr(code, 'co_qualname', code.co_name)}"
+    if not where:
+        return None
+    return f"{type(error).__name__} at {where}: {error} (--debug shows the traceback)"

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ...reuse.errors import PlanError
-from .live_ranges import Buffers, IntArray
+from lazyinline.backend.arena.live_ranges import Buffers, IntArray
+from lazyinline.reuse.errors import PlanError
 
 COLUMNS = ("id", "lower", "upper", "size")
 LARGEST = 2**62
