@@ -251,13 +251,3 @@ def test_a_changed_model_is_noticed(alone: None) -> None:
     model.eval()
     with pytest.raises(PipelineError, match="no longer fits"):
         pipe.step(*args)
-
-
-def test_a_single_pipeline_has_nothing_to_share(alone: None) -> None:
-    model, args = net_and_batch()
-    with pytest.raises(PipelineError, match="there is one pipeline only"):
-        make(model, args, gradients="sharded")
-    with pytest.raises(PipelineError, match="gradients='halved' is unknown"):
-        make(model, args, gradients="halved")
-    with pytest.raises(PipelineError, match="pass gradients="):
-        _ = make(model, args).shards

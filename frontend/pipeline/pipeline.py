@@ -5,7 +5,7 @@ from __future__ import annotations
 import pathlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,6 @@ from ...pipeline_parallel.stages.checkpoint import copy_state, read_parts
 from ...pipeline_parallel.stages.gradient_sums import GradientSums
 from ...pipeline_parallel.stages.planned_steps import PlannedSteps, Progress
 from ...pipeline_parallel.stages.process_groups import Ranks, ranks_of
-from ...pipeline_parallel.stages.sharded_optimizer import Shards
 from ...pipeline_parallel.stages.stage_derivative import StageDerivative
 from ...pipeline_parallel.stages.stage_steps import StageCounts, StageSteps
 from ...pipeline_parallel.stages.unplanned_steps import UnplannedSteps
@@ -53,9 +52,6 @@ from ..requests import model_name
 from ..training_step import LossFunction, LossModel
 from .batch import Batch
 from .shown_plan import ShownPlan
-
-Gradients: TypeAlias = Literal["replicated", "sharded"]
-GRADIENTS: tuple[Gradients, ...] = get_args(Gradients)
 
 # How often to save less before giving up on a bound.
 _ATTEMPTS = 6
@@ -99,7 +95,6 @@ def pipeline(
     reuse: Reuse = "auto",
     backend: BackendName = "inductor",
     mesh: Any = None,
-    gradients: Gradients = "replicated",
     timeout_s: float = 300.0,
 ) -> Pipeline:
     """Splits a model into stages and compiles this rank's; every rank calls it in the same way.
@@ -127,9 +122,6 @@ def pipeline(
         backend: ``"inductor"`` or ``"eager"``.
         mesh: a ``DeviceMesh`` with a dimension ``"pipeline"`` and, if gradients are to be averaged
             over replicas, one named ``"data"``. Without it, all ranks are one pipeline.
-        gradients: with replicas, ``"replicated"`` gives each the mean of all gradients;
-            ``"sharded"`` gives each its part of them, in :attr:`Pipeline.shards`, so that the
-            optimizer's state and work are shared too.
         timeout_s: how long a transfer may wait for another rank before the step fails.
 
     Raises:
@@ -144,8 +136,6 @@ def pipeline(
     check_example("pipeline", model, args)
     if split not in SPLITS:
         raise PipelineError(f"split={split!r} is unknown; there are {SPLITS}.")
-    if gradients not in GRADIENTS:
-        raise PipelineError(f"gradients={gradients!r} is unknown; there are {GRADIENTS}.")
     if micro_batches < 1:
         raise PipelineError(f"micro_batches={micro_batches}: there must be at least one.")
     # Imported late: it brings in Dynamo, which nothing else here needs.
@@ -157,10 +147,7 @@ def pipeline(
     context = Context(settings)
     example = (args, kwargs or {})
     splitting = Splitting(split, memory_bytes_per_rank)
-    made = Pipeline(LossModel(model, loss_fn), example, context, ranks, table, splitting)
-    if gradients == "sharded":
-        made.share_optimizer()
-    return made
+    return Pipeline(LossModel(model, loss_fn), example, context, ranks, table, splitting)
 
 
 class Pipeline:
@@ -208,44 +195,7 @@ class Pipeline:
         made = [ClosureStage(s, table.num_stages, ranks.device, ranks.group) for s in self._steps]
         self._runner = Runner(table, made)
         self._reduction = ranks.reduction(state.derived, table, self._sums)
-        self._sums.allocate(len(ranks.rows))
-
-    @door
-    def share_optimizer(self) -> None:
-        """Lets each replica hold and update a part of this rank's parameters."""
-        shards = self._ranks.shards(self._sums)
-        shards.take(self._present_parameters())
-        self._reduction = replace(self._reduction, shards=shards)
-
-    @property
-    def shards(self) -> list[nn.Parameter]:
-        """This replica's part of the parameters, for an optimizer that works element by element.
-
-        After ``optimizer.step()`` the next :meth:`step` gathers the parts; :meth:`gather` does it
-        at once.
-
-        Raises:
-            PipelineError: unless the pipeline was made with ``gradients="sharded"``.
-        """
-        return self._own_shards().parameters
-
-    @door
-    def gather(self) -> None:
-        """Brings the parts of all replicas into the model's parameters; every rank calls it."""
-        self._own_shards().gather(self._present_parameters())
-
-    def _own_shards(self) -> Shards:
-        if self._reduction.shards is None:
-            raise PipelineError('Parameters are not shared out: pass gradients="sharded".')
-        return self._reduction.shards
-
-    def _refuse_hooks_on_shards(self) -> None:
-        shared = self._reduction.shards is not None
-        if shared and have_hooks(list(self._present_parameters().values())):
-            raise PipelineError(
-                'A parameter has a hook, and with gradients="sharded" no replica has its whole '
-                'gradient. Remove the hook, or use gradients="replicated".'
-            )
+        self._sums.allocate()
 
     def _present_parameters(self) -> dict[str, Tensor]:
         present = self._guard.tensors
@@ -309,10 +259,6 @@ class Pipeline:
         The parts of all ranks together are the model's whole ``state_dict`` (what several ranks
         hold is in each of theirs), so a run may go on with another number of stages.
         """
-        shards = self._reduction.shards
-        self._refuse_hooks_on_shards()
-        if shards is not None and shards.is_ahead:
-            raise PipelineError("The optimizer has changed the shards: call gather() on all ranks.")
         present = self._guard.tensors
         own = {id(present[self._places[id(s)]]) for s in self._own_tensors()}
         whole = self._model.model.state_dict(keep_vars=True)
@@ -330,10 +276,7 @@ class Pipeline:
         Raises:
             PipelineError: if a tensor of this rank is missing or has another shape.
         """
-        own = self.state_dict()
-        copy_state(own, state)
-        if self._reduction.shards is not None:
-            self._reduction.shards.take(self._present_parameters())
+        copy_state(self.state_dict(), state)
 
     @door
     def save(self, folder: str | pathlib.Path) -> pathlib.Path:
@@ -405,10 +348,6 @@ class Pipeline:
         Raises:
             PipelineError: if the batch does not fit, the model changed, or a rank failed.
         """
-        shards = self._reduction.shards
-        self._refuse_hooks_on_shards()
-        if shards is not None and shards.is_ahead:
-            shards.gather(self._present_parameters())
         micro_batches = self._batch.split(args, kwargs)
         self._check(micro_batches[0])
         self._sums.start()
@@ -421,8 +360,7 @@ class Pipeline:
         self._sums.finish()
         with torch.no_grad():
             self._reduction.run()
-            if shards is None:
-                self._hand_out()
+            self._hand_out()
             return torch.stack(losses).mean() if losses else None
 
     def _check(self, leaves: Sequence[Any]) -> None:

@@ -9,6 +9,5 @@ planned_steps      a stage's steps in an arena planned for the whole schedule
 make_plan          the plan of derived stages
 torch_pipelining   adapter: PyTorch's schedules and runtime of pipelines
 process_groups     ranks agree, and sum gradients of what they share
-sharded_optimizer  replicas that share the optimizer's work
 checkpoint         what the ranks saved, loaded into another pipeline
 """

@@ -28,17 +28,16 @@ class GradientSums:
         """Makes room for the gradient of a parameter, once."""
         self._types.setdefault(name, type_)
 
-    def allocate(self, num_shards: int = 1) -> None:
-        """Makes the buffers, so that those of one kind can be split into equal parts."""
+    def allocate(self) -> None:
+        """Makes the buffers, those of one kind side by side."""
         kinds: dict[tuple[torch.dtype, torch.device], list[str]] = {}
         for name, type_ in self._types.items():
             kinds.setdefault((type_.dtype, type_.device), []).append(name)
         for (dtype, device), names in kinds.items():
             sizes = [math.prod(self._types[n].shape) for n in names]
-            rest = -sum(sizes) % num_shards
-            flat = torch.zeros(sum(sizes) + rest, dtype=dtype, device=device)
+            flat = torch.zeros(sum(sizes), dtype=dtype, device=device)
             self.flat.append(flat)
-            for name, part in zip(names, flat.split([*sizes, rest]), strict=False):
+            for name, part in zip(names, flat.split(sizes), strict=True):
                 type_ = self._types[name]
                 buffer = part.as_strided(type_.shape, type_.stride)
                 self.buffers[name] = in_own_storage(buffer)

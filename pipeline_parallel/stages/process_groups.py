@@ -20,7 +20,6 @@ from ...reuse.ir.printer import text_to_compare
 from ...reuse.ir.program import Program
 from ..schedule.actions import ActionTable
 from .gradient_sums import GradientSums
-from .sharded_optimizer import Shards
 from .stage_derivative import StageDerivative
 
 PIPELINE_DIM = "pipeline"
@@ -143,24 +142,6 @@ class Ranks:
             sums.add_parameter(name, types[name])
         return Reduction(sums, own, self.data_group, len(self.rows))
 
-    def shards(self, sums: GradientSums) -> Shards:
-        """Returns this replica's part of its rank's parameters.
-
-        Raises:
-            PipelineError: if there are no replicas.
-        """
-        if self.data_group is None:
-            raise PipelineError(
-                'gradients="sharded" shares work between replicas, and there is one pipeline only. '
-                f"Pass a mesh with a dimension {DATA_DIM!r} of two or more."
-            )
-        return Shards(
-            sums,
-            self.data_group,
-            len(self.rows),
-            dist.get_group_rank(self.data_group, dist.get_rank()),
-        )
-
     def _subgroup(self, members: Sequence[int]) -> Any:
         """Makes the group of some ranks of every pipeline; all ranks call this alike."""
         made = None
@@ -181,14 +162,12 @@ class Reduction:
         shared: for each parameter that other stages' ranks use too, the group of those ranks.
         data_group: replicas to average over.
         num_replicas: how many.
-        shards: reduces to parts instead, if replicas share the optimizer's work.
     """
 
     sums: GradientSums
     shared: Mapping[str, Any]
     data_group: Any
     num_replicas: int
-    shards: Shards | None = None
 
     def run(self) -> None:
         """Sums over stages, then averages over replicas.
@@ -202,9 +181,7 @@ class Reduction:
                 doing = f"the gradient of {name} was summed over the stages that use it"
                 dist.all_reduce(self.sums.buffers[name], group=group)
             doing = f"gradients were averaged over {self.num_replicas} replicas"
-            if self.shards is not None:
-                self.shards.reduce()
-            elif self.data_group is not None:
+            if self.data_group is not None:
                 for flat in self.sums.flat:
                     dist.all_reduce(flat, group=self.data_group)
                     flat.div_(self.num_replicas)
