@@ -19,7 +19,7 @@ from ...pipeline_parallel.schedule.actions import (
     COMPUTE,
     FORWARD,
 )
-from ...pipeline_parallel.schedule.plan import PipelinePlan, StagePlan
+from ...pipeline_parallel.schedule.plan import PipelinePlan
 from ...recompute.summary import RecomputeRecord
 from ...reuse.ir.leaf import stamp_of
 from ...reuse.ir.printer import node_type, operator_name
@@ -131,23 +131,21 @@ class _Closures:
 
     def _leaf(self, leaf: Leaf, twin: Closure | None) -> dict[str, Any]:
         # Only captured operators know the user's lines; differentiated ones do not.
-        body, known = twin if isinstance(twin, Leaf) else leaf, self._kernels.get(leaf)
-        return {
-            "kernels": None if known is None else _kernels(known),
+        body, kernels = twin if isinstance(twin, Leaf) else leaf, self._kernels.get(leaf)
+        found: dict[str, Any] = {
             "operators": [
                 [operator_name(node), node_type(node), stamp_of(node).source or ""]
                 for node in body.nodes[:_MOST_OPERATORS]
             ],
             "num_operators": body.num_nodes,
         }
-
-
-def _kernels(known: KernelList) -> dict[str, Any]:
-    return {
-        "launches": len(known.launches),
-        "made_bytes": sum(b.num_bytes for b in known.buffers if b.kind != "input"),
-        "rows": [*Counter(launch.name for launch in known.launches).items()],
-    }
+        if kernels is not None:
+            found["kernels"] = {
+                "launches": len(kernels.launches),
+                "made_bytes": sum(b.num_bytes for b in kernels.buffers if b.kind != "input"),
+                "rows": [*Counter(launch.name for launch in kernels.launches).items()],
+            }
+        return found
 
 
 def _shown(program: Program) -> list[Call]:
@@ -196,27 +194,27 @@ def passes_section(sides: Mapping[str, CompileRecord]) -> dict[str, Any] | None:
     if not names:
         return None
     found = [
-        {
-            "name": name,
-            "cpu_s": record.cpu_s,
-            "wall_s": record.wall_s,
-            "operators": record.num_operators,
-            "launches": record.num_launches,
-            "rows": [_pass_row(record, one) for one in names],
-        }
-        for name, record in sides.items()
+        {"name": way, **_totals(record), "rows": [_pass_row(record, name) for name in names]}
+        for way, record in sides.items()
     ]
     return {"passes": names, "sides": found}
+
+
+def _totals(record: CompileRecord) -> dict[str, Any]:
+    return {
+        "cpu_s": record.cpu_s,
+        "wall_s": record.wall_s,
+        "nodes": record.num_nodes,
+        "operators": record.num_operators,
+        "launches": record.num_launches,
+    }
 
 
 def _pass_row(record: CompileRecord, name: str) -> dict[str, Any]:
     """One pass; where it ran several times, all of it."""
     found = [p for p in record.passes if p.name == name]
-    return {
-        "cpu_s": sum(p.cpu_s for p in found),
-        "wall_s": sum(p.wall_s for p in found),
-        "nodes": found[-1].num_nodes if found else None,
-    }
+    cpu_s, wall_s = sum(p.cpu_s for p in found), sum(p.wall_s for p in found)
+    return {"cpu_s": cpu_s, "wall_s": wall_s, "nodes": found[-1].num_nodes if found else None}
 
 
 def depth_section(
@@ -225,17 +223,11 @@ def depth_section(
     """Returns what compiling costs for each number of layers; None of fewer than two."""
     if len(rows) < 2:
         return None
-    sides = [
-        {
-            "name": name,
-            "cpu_s": [records[name].cpu_s for _, records in rows],
-            "wall_s": [records[name].wall_s for _, records in rows],
-            "nodes": [records[name].num_nodes for _, records in rows],
-            "operators": [records[name].num_operators for _, records in rows],
-        }
-        for name in rows[0][1]
+    ways = [
+        {"name": way, "compiles": [_totals(records[way]) for _, records in rows]}
+        for way in rows[0][1]
     ]
-    return {"layers": [layers for layers, _ in rows], "sides": sides}
+    return {"layers": [layers for layers, _ in rows], "sides": ways}
 
 
 def recompute_section(
@@ -244,19 +236,10 @@ def recompute_section(
     """Returns what is saved and what else could be; None if nothing is saved or computed again."""
     if not any(r.saved_bytes or r.recomputed_flops for r in records):
         return None
-    choices = [
-        {
-            "closure": record.closure,
-            "choice": record.choice,
-            "calls": record.num_calls,
-            "saved_bytes": record.saved_bytes,
-            "num_tensors": len(record.saved),
-            "recomputed": record.recomputed,
-            "recomputed_flops": record.recomputed_flops,
-        }
-        for record in records
-    ]
-    return {"choices": choices, "frontiers": [asdict(frontier) for frontier in frontiers]}
+    return {
+        "choices": [vars(record) | {"saved": len(record.saved)} for record in records],
+        "frontiers": [asdict(frontier) for frontier in frontiers],
+    }
 
 
 def pipeline_section(plan: PipelinePlan) -> dict[str, Any]:
@@ -342,13 +325,9 @@ def plan_rows(plan: PipelinePlan, measured_s: Measured | None) -> Iterator[Row]:
     """Yields predicted beside measured seconds of actions, and of the step that they make."""
     for (stage, kind), seconds in sorted((measured_s or {}).items()):
         what = f"stage {stage}, {ACTION_TEXT[kind]}"
-        yield what, "s", _predicted_s(plan.stages[stage], kind), seconds
+        predicted = plan.stages[stage]
+        whole = {FORWARD: predicted.forward_s, BACKWARD: predicted.backward_s}
+        yield what, "s", whole.get(kind, predicted.backward_s / 2), seconds
     found = plan.simulated(dict(measured_s)) if measured_s else None
     yield "step", "s", plan.step_s, None if found is None else found.step_s
     yield "bubble", "share", plan.bubble, None if found is None else found.bubble
-
-
-def _predicted_s(stage: StagePlan, kind: str) -> float:
-    if kind == FORWARD:
-        return stage.forward_s
-    return stage.backward_s if kind == BACKWARD else stage.backward_s / 2

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 _EQUAL = 0.02
 """Ratios this close to one are called equal."""
 
@@ -24,22 +26,23 @@ def ratio_range(ratios: list[float]) -> str:
 
 def bytes_text(num_bytes: float) -> str:
     """Writes a size: ``31.1 MiB``."""
-    size = float(num_bytes)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(size) < 1024:
-            return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.1f} TiB"
+    size, unit = _scaled(num_bytes, 1024, ("B", "KiB", "MiB", "GiB", "TiB"))
+    return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
 
 
 def flops_text(flops: float) -> str:
     """Writes an amount of work: ``1.2 GFLOP``."""
-    amount = float(flops)
-    for unit in ("FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP"):
-        if abs(amount) < 1000:
-            return f"{amount:.3g} {unit}"
-        amount /= 1000
-    return f"{amount:.3g} PFLOP"
+    amount, unit = _scaled(flops, 1000, ("FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP"))
+    return f"{amount:.3g} {unit}"
+
+
+def _scaled(value: float, step: int, units: Sequence[str]) -> tuple[float, str]:
+    """Returns a value in the largest of some units in which it is not below one."""
+    for unit in units[:-1]:
+        if abs(value) < step:
+            return value, unit
+        value /= step
+    return value, units[-1]
 
 
 def seconds_text(seconds: float) -> str:

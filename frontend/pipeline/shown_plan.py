@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import os
 import pathlib
-from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from ...pipeline_parallel.schedule.plan import PipelinePlan
 from ..compile_record import CompileRecord
 from ..page.compile_page import arena_tile, compile_sections, node_tile, notes, tile
 from ..page.sections import (
     Measured,
-    Row,
     pipeline_section,
     plan_rows,
     predicted_section,
@@ -24,6 +23,10 @@ from ..page.write import PageData, about, write_page
 _LEAD = (
     "Measured is the mean of all steps so far; step and bubble put these times into the schedule. "
     "Memory held is the arena, and what launches allocate themselves."
+)
+_OF_A_RANK = (
+    "Passes and memory are those of rank {}. The arena is in the order of its schedule; parameters "
+    "and the sums of their gradients lie outside of it."
 )
 
 
@@ -46,9 +49,6 @@ class ShownPlan(PipelinePlan):
         """Returns the same plan, able to show itself."""
         return ShownPlan(plan.table, plan.stages, plan.timeline, compiled, rank)
 
-    def __str__(self) -> str:
-        return PipelinePlan.__str__(self)
-
     def save_html(self, path: str | os.PathLike[str], measured_s: Measured | None = None) -> None:
         """Writes a page with the schedule in time, the memory of each rank, and the program.
 
@@ -66,49 +66,32 @@ class ShownPlan(PipelinePlan):
 def plan_page(plan: ShownPlan, measured_s: Measured | None = None) -> PageData:
     """Returns the data of a pipeline's page."""
     table, record = plan.table, plan.compiled
-    sections: PageData = {}
-    if record is not None:
-        sections = compile_sections(record, {f"rank {plan.rank}": record})
+    step, bubble = seconds_text(plan.step_s), f"{plan.bubble:.1%}"
     peaks = [plan.peak_bytes(rank) for rank in range(len(table.ranks))]
+    fullest, emptiest = bytes_text(max(peaks)), bytes_text(min(peaks))
+    ranks, stages = count_text(len(table.ranks), "rank"), count_text(table.num_stages, "stage")
     tiles = [
-        tile(
-            "Step, predicted", seconds_text(plan.step_s), f"{table.num_micro_batches} micro-batches"
-        ),
-        tile("Bubble, predicted", f"{plan.bubble:.1%}", "of all ranks' time they wait"),
-        tile("Fullest rank", bytes_text(max(peaks)), f"the emptiest has {bytes_text(min(peaks))}"),
+        tile("Step, predicted", step, f"{table.num_micro_batches} micro-batches"),
+        tile("Bubble, predicted", bubble, "of all ranks' time they wait"),
+        tile("Fullest rank", fullest, f"the emptiest has {emptiest}"),
     ]
+    rows, said, sections = [*plan_rows(plan, measured_s)], list[str](), dict[str, Any]()
     if record is not None:
         tiles += [one for one in (node_tile(record), arena_tile(record)) if one is not None]
-    ranks, stages = count_text(len(table.ranks), "rank"), count_text(table.num_stages, "stage")
-
+        held = f"memory held by a step of rank {plan.rank}"
+        rows += [(held, "bytes", record.held_bytes, None), *recompute_rows(record)]
+        said = [_OF_A_RANK.format(plan.rank), *notes(record)]
+        sections = compile_sections(record, {f"rank {plan.rank}": record})
+    sentence = (
+        f"A step is predicted to take {step}; ranks wait for {bubble} of it. The fullest rank "
+        f"holds {fullest}."
+    )
     return {
         "title": f"Pipeline: {table.schedule}",
         "subtitle": f"{stages} on {ranks}, {table.num_micro_batches} micro-batches",
-        "verdict": {
-            "sentence": (
-                f"A step is predicted to take {seconds_text(plan.step_s)}; ranks wait for "
-                f"{plan.bubble:.1%} of it. The fullest rank holds {bytes_text(max(peaks))}."
-            ),
-            "tiles": tiles,
-            "notes": [] if record is None else [*_rank_notes(plan), *notes(record)],
-        },
+        "verdict": {"sentence": sentence, "tiles": tiles, "notes": said},
+        "about": about(),
         **sections,
         "pipeline": pipeline_section(plan),
-        "predicted": predicted_section(
-            [*plan_rows(plan, measured_s), *(_memory_rows(plan.rank, record) if record else ())],
-            _LEAD,
-        ),
-        "about": sections.get("about") or about(),
+        "predicted": predicted_section(rows, _LEAD),
     }
-
-
-def _memory_rows(rank: int | None, record: CompileRecord) -> Iterator[Row]:
-    yield f"memory held by a step of rank {rank}", "bytes", record.held_bytes, None
-    yield from recompute_rows(record)
-
-
-def _rank_notes(plan: ShownPlan) -> list[str]:
-    return [
-        f"Passes and memory are those of rank {plan.rank}. The arena is in the order of its "
-        "schedule; parameters and the sums of their gradients lie outside of it."
-    ]

@@ -261,13 +261,13 @@
       grid: { left: narrow ? 56 : 68, right: 24, top: 36, bottom: 46 }, legend: { data: d.sides.map((s) => s.name) },
       xAxis: { ...valueAxis("layers", narrow, { nameGap: 28 }), minInterval: 1, min: 0 }, yAxis: valueAxis(name, narrow, { nameGap: narrow ? 40 : 50, min: 0 }),
       tooltip: { trigger: "axis", formatter: (rows) => shownText(`${rows[0].value[0]} layers`, ...rows.map((r) => `${r.seriesName}: ${digits(r.value[1])} ${name}`)) },
-      series: d.sides.map((s, i) => ({ name: s.name, type: "line", data: d.layers.map((l, j) => [l, s[key][j]]), symbol: i ? "diamond" : "circle", symbolSize: 9,
+      series: d.sides.map((s, i) => ({ name: s.name, type: "line", data: d.layers.map((l, j) => [l, s.compiles[j][key]]), symbol: i ? "diamond" : "circle", symbolSize: 9,
         lineStyle: { width: 2.5, type: i ? "dashed" : "solid", color: color(i) }, itemStyle: { color: color(i) } })),
     });
     figure(made, "Compile time over layers", "CPU seconds, lower is better", 300, lines("cpu_s", "CPU s"),
-      table(["layers", ...d.sides.flatMap((s) => [`${s.name}, CPU s`, `${s.name}, s on the clock`])], d.layers.map((l, i) => [num(l), ...d.sides.flatMap((s) => [digits(s.cpu_s[i]), digits(s.wall_s[i])])]), "Compile time over layers"));
+      table(["layers", ...d.sides.flatMap((s) => [`${s.name}, CPU s`, `${s.name}, s on the clock`])], d.layers.map((l, i) => [num(l), ...d.sides.flatMap((s) => [digits(s.compiles[i].cpu_s), digits(s.compiles[i].wall_s)])]), "Compile time over layers"));
     figure(made, "Operators compiled over layers", "operators handed to the backend", 300, lines("operators", "operators"),
-      table(["layers", ...d.sides.flatMap((s) => [`${s.name}, operators`, `${s.name}, nodes held`])], d.layers.map((l, i) => [num(l), ...d.sides.flatMap((s) => [num(s.operators[i]), num(s.nodes[i])])]), "Operators over layers"));
+      table(["layers", ...d.sides.flatMap((s) => [`${s.name}, operators`, `${s.name}, nodes held`])], d.layers.map((l, i) => [num(l), ...d.sides.flatMap((s) => [num(s.compiles[i].operators), num(s.compiles[i].nodes)])]), "Operators over layers"));
   }
   if (data.steps) {
     const s = data.steps;
@@ -341,8 +341,8 @@
   if (data.recompute) {
     const r = data.recompute;
     const made = section("recompute", "Saved and computed again", "Recompute", "What one call of each closure keeps for its backward, and which of its operators the backward runs again.");
-    made.append(table(["closure", "choice", "calls", "saved per call", "saved tensors", "computed again per call", "operators again"], r.choices.map((c) => [el("code", {}, `@${c.closure}`), c.choice, num(c.calls), bytes(c.saved_bytes),
-      num(c.num_tensors), flop(c.recomputed_flops), c.recomputed.map(([op, n]) => `${n} ${op}`).join(", ") || "nothing"]), "What is saved and computed again"));
+    made.append(table(["closure", "choice", "calls", "saved per call", "saved tensors", "computed again per call", "operators again"], r.choices.map((c) => [el("code", {}, `@${c.closure}`), c.choice, num(c.num_calls), bytes(c.saved_bytes),
+      num(c.saved), flop(c.recomputed_flops), c.recomputed.map(([op, n]) => `${n} ${op}`).join(", ") || "nothing"]), "What is saved and computed again"));
     r.frontiers.filter((f) => f.points.length > 1).forEach((f) => {
       const chosen = r.choices.filter((c) => c.closure === f.closure);
       const scale = Math.max(...f.points.map((p) => p.saved_bytes)) >= 2 ** 20 ? [2 ** 20, "MiB"] : [2 ** 10, "KiB"];
