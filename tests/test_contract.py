@@ -69,7 +69,7 @@ from lazyinline.backend.kernels.torch_inductor import (
     rewrite_joint,
     settings,
 )
-from lazyinline.backend.launches import torch_profiler
+from lazyinline.backend.launches import torch_generated
 from lazyinline.backend.launches.torch_native import native_file
 from lazyinline.backend.onnx import torch_onnx
 from lazyinline.frontend.tracing import torch_settings, torch_tracing
@@ -874,12 +874,12 @@ def test_calls_of_a_module_look_into_a_slot_that_copies_leave_behind() -> None:
 
 @contract("torch.autograd.profiler._is_profiler_enabled")
 def test_a_flag_of_pytorch_says_whether_a_profiler_runs(flag: bool) -> None:
-    asked = compile(torch_profiler.IF_IT_RUNS, "<contract>", "eval")
-    scope = {"profiler": torch_profiler.PROFILER}
+    asked = compile(torch_generated.IF_IT_RUNS, "<contract>", "eval")
+    scope = {"profiler": torch_generated.PROFILER}
     assert eval(asked, scope) is flag is False
     with torch.profiler.profile() as seen:
-        assert eval(asked, scope) is torch_profiler.profiler_runs() is True
-        torch_profiler.end_range(torch_profiler.begin_range("a range"))
+        assert eval(asked, scope) is torch_generated.profiler_runs() is True
+        torch_generated.end_range(torch_generated.begin_range("a range"))
     assert eval(asked, scope) is False
     with torch.autograd.profiler.profile():
         assert eval(asked, scope) is True

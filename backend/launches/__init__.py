@@ -5,8 +5,7 @@ native_ops               launches as words that the native loop runs
 torch_native             adapter: our C++ (native_*.cpp), and the addresses of what it calls
 torch_facts              adapter: names and facts of PyTorch that cached things depend on
 torch_attention_scratch  adapter: what the fused attention allocates while it runs
-torch_results            adapter: whether what a launch allocated is laid out as predicted
-torch_profiler           adapter: ranges that a profiler shows
+torch_generated          adapter: what generated functions ask of PyTorch
 built_kernel             a C++ kernel inside a shared object that holds several
 present_memory           refuses tensors whose memory was taken away
 """

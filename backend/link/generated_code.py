@@ -14,7 +14,7 @@ import torch
 from ...reuse.torch_names import new_cpu_tensor
 from ..launches import native_ops, torch_native
 from ..launches.present_memory import no_address
-from ..launches.torch_results import as_predicted
+from ..launches.torch_generated import as_predicted
 from .layout import Placed
 
 ARENA_SLOT = 0

@@ -15,8 +15,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 
 from ..launches.kernel_list import NativeOp, View
-from ..launches.torch_profiler import IF_IT_RUNS
-from ..launches.torch_results import check_layout
+from ..launches.torch_generated import IF_IT_RUNS, check_layout
 from .events import BESIDE, Events
 from .generated_code import ARENA_SLOT, GeneratedCode, view_of
 from .gradient_memory import Overlay, new_host

@@ -11,7 +11,7 @@ from typing import Any
 
 from ...reuse.ir.program import Leaf
 from ..kernels.lower import Kernel
-from ..launches.torch_profiler import begin_range, end_range, profiler_runs
+from ..launches.torch_generated import begin_range, end_range, profiler_runs
 from ..link.link import FlatProgram, Launch, Slots
 from ..link.program_writer import Ranges
 

@@ -25,7 +25,7 @@ from ..gpu.triton_kernel import TritonKernel
 from ..launches import torch_native
 from ..launches.kernel_list import KernelList
 from ..launches.present_memory import check_memory
-from ..launches.torch_profiler import PROFILER, begin_range, end_range
+from ..launches.torch_generated import PROFILER, begin_range, end_range
 from ..link.aligned import check_aligned, check_tensors_aligned
 from ..link.generated_code import GeneratedCode, bind_arena, bind_device, bind_model, bind_native
 from ..link.gradient_memory import (

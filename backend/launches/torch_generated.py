@@ -1,4 +1,4 @@
-"""Adapter: whether what a launch allocated is laid out as it was predicted.
+"""Adapter: what generated functions ask of PyTorch: a profiler's ranges, the layouts of results.
 
 A launch that allocates its result is the one thing that no plan can prove: its layout is what the
 operator's fake kernel said, which for an operator of somebody else may be wrong.
@@ -7,6 +7,7 @@ operator's fake kernel said, which for an operator of somebody else may be wrong
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -14,6 +15,9 @@ import torch
 from ...reuse.errors import PlanError
 from ...reuse.ir.types import TensorType
 
+PROFILER: ModuleType = torch.autograd.profiler
+IF_IT_RUNS = "profiler._is_profiler_enabled"
+"""Asks, in a generated function where ``profiler`` is :data:`PROFILER`, whether one runs."""
 check_layout = torch._C._dynamo.guards.assert_size_stride
 """Raises AssertionError if a tensor has another shape, or other strides that matter."""
 
@@ -45,3 +49,20 @@ def as_predicted(
         f"{device}. "
         "Programs are laid out by the fake kernel: mend it (torch.library.register_fake)."
     )
+
+
+def profiler_runs() -> bool:
+    """Says whether a profiler runs."""
+    return bool(torch.autograd.profiler._is_profiler_enabled)
+
+
+def begin_range(name: str) -> Any:
+    """Begins a range that a profiler shows under a name; returns it."""
+    shown = torch.profiler.record_function(name)
+    shown.__enter__()
+    return shown
+
+
+def end_range(shown: Any) -> None:
+    """Ends a range. One that is dropped, after an error, ends as well."""
+    shown.__exit__(None, None, None)
