@@ -18,8 +18,13 @@ from .calls.methods import calling
 from .calls.model_calls import ModelCalls
 from .calls.torch_slot import check_asks_slot, fill_slot
 from .capture.blocks import Reuse
-from .checks.capturable import refuse_compiled, refuse_scripted
-from .checks.wrappers import refuse_unknown_wrappers, refuse_wrapper, wrapped_parts
+from .checks.models import (
+    refuse_compiled,
+    refuse_scripted,
+    refuse_unknown_wrappers,
+    refuse_wrapper,
+    wrapped_parts,
+)
 from .options import Fallback, Options
 from .report import CompileReport
 from .training_step import TrainingStep

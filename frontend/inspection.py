@@ -13,7 +13,7 @@ from ..reuse.ir.printer import Shown, diff_texts, format_program
 from ..reuse.ir.program import Program
 from ..reuse.ir.verify import not_primitive, operators_of, verify
 from .capture.blocks import Reuse
-from .checks.example_inputs import check_example
+from .checks.models import check_example
 from .compiler import MODULE, PRIMITIVES, STEP, WAYS, Compiler, note_recompute
 from .options import Batching, Options
 from .passes.parts import PARTS

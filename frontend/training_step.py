@@ -27,11 +27,15 @@ from .autograd.bridge import picker
 from .autograd.handed_gradients import HandedGradients
 from .calls.torch_slot import check_asks_slot, slot_filled
 from .capture.blocks import Reuse
-from .checks.plain_inputs import watching_tensor, written_out
-from .checks.refusals import refuse_containers
-from .checks.runnable import check_leaves, check_runnable
-from .checks.torch_modes import autograd_mode_around, mode_around
-from .checks.wrappers import model_inside, refuse_wrappers
+from .checks.models import model_inside, refuse_wrappers
+from .checks.refusals import (
+    check_leaves,
+    check_runnable,
+    refuse_containers,
+    watching_tensor,
+    written_out,
+)
+from .checks.torch_state import autograd_mode_around, mode_around
 from .compiled import CompiledStep
 from .compiler import Compiler
 from .effects.effects import EffectError

@@ -6,7 +6,7 @@ from link_tree import ROOT
 # Lines and files of each top folder, without pictures' library and licences. A commit that takes
 # something out lowers what it can; none raises one.
 CEILINGS: dict[str, tuple[int, int]] = {
-    "frontend": (24_500, 158),
+    "frontend": (24_250, 147),
     "reuse": (7_150, 45),
     "autodiff": (6_750, 54),
     "recompute": (1_500, 9),

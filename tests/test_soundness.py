@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 
 import lazyinline
 from lazyinline import CompileReport, lazy_inline
-from lazyinline.frontend.guards.torch_guards import TensorLayouts
+from lazyinline.frontend.checks.torch_state import TensorLayouts
 from lazyinline.reuse import torch_pytree
 
 

@@ -21,7 +21,7 @@ from ...reuse.ir.printer import operand_text, operator_name
 from ...reuse.ir.program import Closure, Composite, Leaf, Program, count_calls, walk_closures
 from ..capture.capture import capture_candidates
 from ..capture.regions import SharingDecision
-from ..checks.example_inputs import check_example
+from ..checks.models import check_example
 from ..compiler import Compiler
 from ..marks import is_marked
 from ..measure.measure import warm_up_compiler

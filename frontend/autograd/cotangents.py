@@ -6,7 +6,7 @@ import torch
 
 from ...reuse.ir.types import TensorType, Type
 from ...reuse.torch_names import is_lazy
-from ..checks.torch_modes import plain_cotangent
+from ..checks.torch_state import plain_cotangent
 
 
 def cotangent_like(type_: Type, gradient: torch.Tensor | None = None) -> torch.Tensor:

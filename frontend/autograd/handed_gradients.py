@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from ...reuse.own_storage import in_own_storage
-from ..guards.torch_guards import TensorLayouts
+from ..checks.torch_state import TensorLayouts
 from .torch_hooks import as_graph, have_hooks, pass_through_autograd
 
 _grad_of = operator.attrgetter("grad")

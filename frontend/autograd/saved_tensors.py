@@ -10,8 +10,7 @@ import torch
 from ...reuse.errors import PlanError
 from ...reuse.ir.types import TensorType
 from ...reuse.torch_names import is_lazy
-from ..checks.torch_modes import watching_class
-from ..guards.torch_guards import TensorLayouts
+from ..checks.torch_state import TensorLayouts, watching_class
 
 
 class SavedTensors:

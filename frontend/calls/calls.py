@@ -21,12 +21,15 @@ from ...reuse.errors import (
 )
 from ...reuse.evidence.module_state import module_state, own_hooks
 from ..capture.surroundings import one_at_a_time
-from ..checks.capturable import backward_hooked
-from ..checks.plain_inputs import watching_tensor, written_out
-from ..checks.refusals import WrongCallError
-from ..checks.runnable import check_runnable, check_writes
-from ..checks.torch_modes import mode_around
-from ..checks.wrappers import model_inside
+from ..checks.models import backward_hooked, model_inside
+from ..checks.refusals import (
+    WrongCallError,
+    check_runnable,
+    check_writes,
+    watching_tensor,
+    written_out,
+)
+from ..checks.torch_state import mode_around
 from ..compiled import CompiledProgram
 from ..compiler import Compiler
 from ..effects.effects import EffectError, EffectsSeen, refuse_traced

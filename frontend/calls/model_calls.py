@@ -13,7 +13,7 @@ from torch import nn
 
 from ...reuse import torch_pytree
 from ...reuse.errors import FinalCaptureError, LazyInlineError
-from ..checks.wrappers import way_of, wrapped_parts
+from ..checks.models import way_of, wrapped_parts
 from ..options import Options
 from ..report import CompileReport
 from ..tracing.torch_tracing import user_frame

@@ -24,10 +24,15 @@ from ...reuse.evidence.snapshot import refuse_iterators
 from ...reuse.ir.constants import Shared, share_constants
 from ...reuse.ir.printer import text_to_compare
 from ...reuse.ir.program import ModelTensor, Program
-from ..checks.capturable import refuse_backward_hooks, refuse_uncapturable
-from ..checks.operand_types import check_operand_types
-from ..checks.refusals import DIFFERENTIATES, ITERATES, SETS_FOR_BACKWARDS, RaisedError
-from ..checks.runnable import check_memory
+from ..checks.models import refuse_backward_hooks, refuse_uncapturable
+from ..checks.refusals import (
+    DIFFERENTIATES,
+    ITERATES,
+    SETS_FOR_BACKWARDS,
+    RaisedError,
+    check_memory,
+    check_operand_types,
+)
 from ..effects.effects import EffectError, OnEffects
 from ..effects.outside_changes import find_fake
 from ..marks import is_marked

@@ -15,7 +15,7 @@ from ...reuse.freeze import Freezer, Identity, describe
 from ...reuse.ir.leaf import current_autocast
 from ...reuse.ir.types import TensorType
 from ...reuse.torch_names import memory_id
-from ..checks.torch_modes import default_device
+from ..checks.torch_state import default_device
 
 CallKey = tuple[type, torch_pytree.TreeSpec, "CallSignature", Any, tuple[tuple[str, str], ...]]
 """What two calls must have in common to share: class, nesting, signature, modes, marks inside."""

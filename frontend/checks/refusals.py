@@ -1,20 +1,25 @@
-"""What a model takes or returns that no call of a compiled program could watch."""
+"""What no compiled program can be run with, or return: tensors, containers, writes, operands."""
 
 from __future__ import annotations
 
 import gc
 import types
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.fx
 from torch import nn
 
 from ...reuse import torch_pytree
 from ...reuse.errors import CaptureError, PlanError
 from ...reuse.evidence.snapshot import is_constant
+from ...reuse.ir.leaf import stamp_of
+from ...reuse.ir.program import Leaf, ModelTensor, Program, UserInput, walk_closures
 from ...reuse.ir.torch_symbols import SIZE_TYPES
 from ...reuse.kinds import function_parts, is_unrepeatable, kinds_of
+from ...reuse.torch_names import is_lazy
+from .torch_state import watching_class, why_no_memory
 
 _MAX_SEARCHED = 10_000  # objects
 DIFFERENTIATES = "differentiates inside"
@@ -121,3 +126,158 @@ def refuse_read_attributes(inputs: Sequence[torch.Tensor], names: Collection[str
                     "of that name. A compiled program would use what it holds now at every call: "
                     "pass it in as an argument."
                 )
+
+
+def check_runnable(model: nn.Module) -> None:
+    """Raises PlanError if a parameter or buffer has no data."""
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.is_meta:
+            raise PlanError(
+                f"{name} is on the meta device and has no data, so the model can be captured but "
+                "not run. Materialize it first: model.to_empty(device=...) and load a state_dict."
+            )
+
+
+def check_memory(program: Program) -> None:
+    """Raises CaptureError if a tensor of the model is more or other than what its memory holds.
+
+    Found by what the forward used: parameters and buffers, and what lies in attributes and globals.
+    """
+    for source in program.sources:
+        if not isinstance(source, ModelTensor):
+            continue
+        name, tensor = source.name, source.tensor
+        kind = watching_class((tensor,))
+        if kind is not None:
+            raise CaptureError(
+                f"{name} is a {kind.__name__}, whose class sees each operator, and kernels read "
+                "memory past it. Use a plain tensor, or call the model itself."
+            )
+        if is_lazy(tensor):
+            raise CaptureError(
+                f"{name} is a lazily {_lazy_kind(tensor)}, whose memory holds other numbers than "
+                f"it does, and kernels read memory. Write the numbers: {name}.data = "
+                f"{name}.data.{_RESOLVE[_lazy_kind(tensor)]}()."
+            )
+
+
+def check_leaves(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Raises PlanError if what a step gives gradients to was computed from something else."""
+    for name, tensor in tensors:
+        if tensor.requires_grad and tensor.grad_fn is not None:
+            raise PlanError(
+                f"{name} is computed outside of the forward ({tensor.grad_fn.name()}), and a step "
+                "gives gradients to leaves alone: what it is computed from would get none. Compute "
+                "it in the forward, as torch.nn.utils.parametrize does, or use lazyinline.compile."
+            )
+
+
+_RESOLVE = {"negated view": "resolve_neg", "conjugated view": "resolve_conj", "zero": "clone"}
+
+
+def _lazy_kind(tensor: torch.Tensor) -> str:
+    if tensor.is_neg():
+        return "negated view"
+    return "conjugated view" if tensor.is_conj() else "zero"
+
+
+def check_writes(program: Program) -> None:
+    """Raises CaptureError if the model changes, in place, an input that wants a gradient."""
+    for _, target in program.writes:
+        source = program.sources[target]
+        tensor_wants = isinstance(source, ModelTensor) and source.tensor.requires_grad
+        input_wants = isinstance(source, UserInput) and source.requires_grad
+        if torch.is_grad_enabled() and (tensor_wants or input_wants):
+            raise CaptureError(
+                f"The model's forward changes {source.name} in place, and it requires grad. "
+                "Outside no_grad PyTorch forbids that for a leaf; use the out-of-place operator, "
+                "or change it outside the model."
+            )
+
+
+def check_batch_is_kept(program: Program) -> None:
+    """Raises PlanError if the model changes its batch in place: a step works on a copy."""
+    for _, target in program.writes:
+        source = program.sources[target]
+        if isinstance(source, UserInput):
+            raise PlanError(
+                f"The model's forward changes its argument {source.name} in place, and a compiled "
+                "step works on copies of the batch. Use the out-of-place operator, or clone it "
+                "first."
+            )
+
+
+def written_out(leaves: Sequence[Any]) -> list[Any] | None:
+    """Returns the inputs with lazy ones (``x.conj()``) written out; None if there are none.
+
+    The gradient of what is written out flows on to what it was.
+    """
+    lazy = [isinstance(x, torch.Tensor) and not why_no_memory(x) and is_lazy(x) for x in leaves]
+    if not any(lazy):
+        return None
+    return [x.clone() if flag else x for x, flag in zip(leaves, lazy, strict=True)]
+
+
+def watching_tensor(model: nn.Module, leaves: Sequence[Any]) -> str:
+    """Says which tensor of a call no program can take as it is, or returns nothing.
+
+    It is of a class that sees each operator, has no memory of its own, or a cache holds it that
+    cannot be taken apart.
+    """
+    kind = watching_class(leaves)
+    if kind is not None:
+        return f"an input is a {kind.__name__}, whose class sees each operator"
+    for leaf in leaves:
+        why = why_no_memory(leaf) if isinstance(leaf, torch.Tensor) else ""
+        if why and leaf.is_meta:
+            check_runnable(model)  # a model without data is refused, as with inputs that have some
+        if why:
+            return f"an input is {why}, whose numbers lie in no memory that a kernel could read"
+    formless = torch_pytree.formless(leaves)
+    if formless:
+        return f"an input is a {formless}, whose state is more than tensors and numbers"
+    for name, tensor in _tensors_of(model):
+        kind = watching_class((tensor,))
+        if kind is not None:
+            return f"{name} is a {kind.__name__}, whose class sees each operator"
+        if tensor.is_nested:
+            return f"{name} is a nested tensor, which says no sizes"
+    return ""
+
+
+def _tensors_of(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from model.named_parameters()
+    yield from model.named_buffers()
+
+
+_aten = torch.ops.aten
+_PRODUCTS = frozenset({_aten.mm, _aten.addmm, _aten.bmm, _aten.baddbmm, _aten.linear, _aten.matmul})
+
+
+def check_operand_types(program: Program, model: str) -> None:
+    """Looks at the products of each different closure once.
+
+    PyTorch's rules for fake tensors do not look at these types; its kernels do, in the middle of a
+    step and without saying which layer they work for.
+
+    Raises:
+        WrongCallError: if one multiplies tensors of different types; it has the line.
+    """
+    for closure in walk_closures(program):
+        if isinstance(closure, Leaf):
+            for node in closure.nodes:
+                _check_operands(node, model)
+
+
+def _check_operands(node: torch.fx.Node, model: str) -> None:
+    if getattr(node.target, "overloadpacket", None) not in _PRODUCTS or stamp_of(node).autocast:
+        return
+    values = [n.meta.get("val") for n in node.all_input_nodes]
+    types = dict.fromkeys(v.dtype for v in values if isinstance(v, torch.Tensor))
+    if len(types) > 1:
+        shown = " and ".join(str(t).removeprefix("torch.") for t in types)
+        raise WrongCallError(
+            f"{model} cannot be captured: {node.target} at {stamp_of(node).source} multiplies "
+            f"{shown} tensors, and PyTorch multiplies equal types only. Convert one with "
+            "x.to(w.dtype), or run the model under torch.autocast."
+        )

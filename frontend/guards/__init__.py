@@ -2,5 +2,4 @@
 
 guard           the guard of one compiled program
 kept_programs   which programs are kept, and which keep memory while idle
-torch_guards    adapter: one check in C++ that tensors are laid out as before
 """

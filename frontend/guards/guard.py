@@ -28,9 +28,7 @@ from ...reuse.process_lock import ProcessLock
 from ...reuse.torch_names import global_hook_tables, is_lazy, memory_id
 from ..capture.regions import CapturedModel
 from ..capture.signatures import shapes_of
-from ..checks.torch_modes import Modes
-from ..checks.torch_own_memory import have_own_memory
-from .torch_guards import TensorLayouts
+from ..checks.torch_state import Modes, TensorLayouts, have_own_memory
 
 _HOOK_TABLES = tuple(
     name

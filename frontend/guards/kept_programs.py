@@ -13,7 +13,7 @@ from torch import nn
 
 from ...reuse import torch_pytree
 from ..capture.signatures import leaf_names, shapes_of
-from ..checks.torch_own_memory import have_own_memory
+from ..checks.torch_state import have_own_memory
 from ..tracing.torch_tracing import user_frame
 from .guard import Difference, Guard
 

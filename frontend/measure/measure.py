@@ -15,8 +15,8 @@ from ...backend.kernels import torch_inductor
 from ...backend.kernels.lower import BackendName
 from ...reuse.errors import PlanError, door
 from ..capture.blocks import Reuse
-from ..checks.example_inputs import check_example
-from ..checks.runnable import check_runnable
+from ..checks.models import check_example
+from ..checks.refusals import check_runnable
 from ..compiled_module import CompiledModule
 from ..compiler import Compiler
 from ..options import Batching, Options

@@ -11,8 +11,7 @@ from ...autodiff.higher_order.derivation import takes_gradients
 from ...autodiff.micro_batches import StepProgram, step_program
 from ...reuse.errors import CaptureError, PlanError
 from ..capture.capture import capture_model
-from ..checks.refusals import DIFFERENTIATES
-from ..checks.runnable import check_batch_is_kept
+from ..checks.refusals import DIFFERENTIATES, check_batch_is_kept
 from ..options import Batching
 from ..requests import (
     class_name_of,

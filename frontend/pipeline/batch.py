@@ -11,8 +11,7 @@ from ...reuse import torch_pytree
 from ...reuse.errors import PipelineError
 from ...reuse.torch_names import is_lazy
 from ..checks.refusals import refuse_containers
-from ..checks.torch_modes import watching_class
-from ..checks.torch_own_memory import why_no_memory
+from ..checks.torch_state import watching_class, why_no_memory
 
 
 class Batch:

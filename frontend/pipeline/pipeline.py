@@ -32,8 +32,8 @@ from ...reuse.ir.leaf import without_autocast
 from ...reuse.ir.program import ModelTensor
 from ..autograd.torch_hooks import have_hooks, pass_through_autograd
 from ..capture.blocks import Reuse
-from ..checks.example_inputs import check_example
-from ..checks.runnable import check_leaves, check_runnable
+from ..checks.models import check_example
+from ..checks.refusals import check_leaves, check_runnable
 from ..compiler import RANK_CUT, RANK_FIT
 from ..guards.guard import Guard
 from ..marks import STAGE_MARK

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ...reuse.objects import ABSENT
-from ..checks.torch_modes import default_device
+from ..checks.torch_state import default_device
 
 _GETTER, _SETTER = re.compile(r"_?(get|is|are)_"), re.compile(r"_?set_")
 _NO_WORDS = frozenset({"get", "set", "is", "are", "use", "enabled", "preferred"})

@@ -1,18 +1,89 @@
-"""Wrappers that train a model on several devices: their Python runs around every pass.
+"""Which models can be compiled at all: what no capture can take, and wrappers for several devices.
 
-A program would not run it again, and each replica would then train on its own. So it is kept: the
-wrapper runs as it is, around programs of what it wraps. Wrappers are told by name, so that nothing
-of ``torch.distributed`` is imported for it.
+Wrappers train a model on several devices; their Python runs around every pass. A program would not
+run it again, and each replica would then train on its own. So it is kept: the wrapper runs as it
+is, around programs of what it wraps. Wrappers are told by name, so that nothing of
+``torch.distributed`` is imported for it.
 """
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
+import torch
 from torch import nn
 
-from ...reuse.errors import FinalCaptureError
-from ...reuse.evidence.module_state import has_own_hooks, walk_modules
+from ...reuse.errors import CaptureError, FinalCaptureError, PlanError
+from ...reuse.evidence.module_state import Places, has_hooks, has_own_hooks, walk_modules
+from ..marks import is_compiled
+
+
+def refuse_uncapturable(model: nn.Module) -> None:
+    """Raises CaptureError for wrappers, for what is compiled already, and for what is no Python."""
+    refuse_wrappers(model)
+    refuse_compiled(model)
+    refuse_scripted(walk_modules(model))
+
+
+def refuse_compiled(model: nn.Module) -> None:
+    """Raises CaptureError if a module of the tree is compiled already."""
+    for path, module in walk_modules(model):
+        if is_compiled(module):
+            raise CaptureError(
+                f"{path or 'The model'} is a compiled module already. Compile the outer model with "
+                "the original module in it."
+            )
+        if is_compiled_by_torch(module):
+            raise CaptureError(
+                f"{path or 'The model'} is what torch.compile returned, which is compiled already. "
+                "Compile the module itself: lazyinline.compile(m), where torch.compile(m) was."
+            )
+
+
+def refuse_scripted(places: Places) -> None:
+    """Raises CaptureError if one of some modules is no Python that can be watched."""
+    for path, module in places:
+        if isinstance(module, torch.jit.ScriptModule):
+            raise CaptureError(
+                f"{path or 'The model'} was scripted or traced by torch.jit, which hides its "
+                "Python and its attributes. Put the original module in its place."
+            )
+
+
+def backward_hooked(model: nn.Module) -> str:
+    """Names a module of the tree that has a backward hook, or returns an empty text."""
+    for path, module in walk_modules(model):
+        if has_hooks(module, "backward"):
+            return f"{path or 'The model'} ({type(module).__name__})"
+    return ""
+
+
+def refuse_backward_hooks(model: nn.Module) -> None:
+    """Raises CaptureError if a module of the tree has a backward hook."""
+    hooked = backward_hooked(model)
+    if hooked:
+        raise CaptureError(
+            f"{hooked} has a backward hook, which a program could not call. Remove it, or put "
+            "hooks on parameters or on the compiled model. (compile() runs such a model itself.)"
+        )
+
+
+def check_example(what: str, model: Any, args: Any) -> None:
+    """Raises PlanError for a model that is none, and for one input without a tuple around it.
+
+    Args:
+        what: the function that was called.
+        model: its model.
+        args: its positional example inputs.
+    """
+    if not isinstance(model, nn.Module):
+        raise PlanError(f"{what} takes an nn.Module, not {type(model).__name__}.")
+    if not isinstance(args, (tuple, list)):
+        raise PlanError(
+            f"args is a tuple of the model's positional inputs, not {type(args).__name__}; "
+            "write (x,) for one input."
+        )
+
 
 Way = Literal["calls", "hooks", "none"]
 """How a wrapper stands around a model: it calls it, by hooks on it, or as none that is kept."""
