@@ -9,8 +9,7 @@ choices           which of a call's forward values are saved
 draws             which closures draw random numbers, and how often
 run_again         a forward run again in the backward, without drawing random numbers again
 undefined         the derivative without some cotangents
-micro_batches     one training step: forward and backward, called per micro-batch
-training_program  forward and backward as one program
+training_program  forward and backward as one program: once, or called per micro-batch
 forward_mode      forward and Taylor mode: derivatives along curves, beside the results
 higher_order      derivatives of derivatives: the gradients of a program as a program
 torch_primitives  adapter: programs reduced to primitives, to be looked at

@@ -28,8 +28,7 @@ from .traces.joint_cut import is_draw
 from .traces.layouts import laid_out_as, lying_as_traced
 from .traces.origins import NotingInterpreter, origin_of
 from .traces.pure_memory import draw_mask, of_pure_memory
-from .traces.torch_fake_inputs import fake_tensor, new_fake_mode
-from .traces.torch_make_fx import Decompositions, growing_graph
+from .traces.torch_make_fx import Decompositions, fake_tensor, growing_graph, new_fake_mode
 
 _ATEN = torch.ops.aten
 # PyTorch has a rule for these that leads to core ATen, and does not count it among those.

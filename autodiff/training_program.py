@@ -1,11 +1,158 @@
-"""Forward and backward as one program: the loss and every gradient as results."""
+"""Forward and backward as one program: once, or called for each micro-batch of a step.
+
+The micro-batch is a composite closure, so the step holds three calls per micro-batch whatever the
+number of layers: forward, backward, and the sum of the gradients so far. The loss is the mean of
+the micro-batches' losses.
+"""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeAlias, get_args
 
-from ..reuse.ir.program import Call, Composite, Program, Source, Value
-from .derivative import Derivative
+from ..reuse.ir.program import Call, Composite, ModelTensor, Program, Source, UserInput, Value
+from .derivative import Derivative, Differentiator
+
+Order: TypeAlias = Literal["forward_first", "one_by_one"]
+ORDERS: tuple[Order, ...] = get_args(Order)
+
+
+@dataclass(frozen=True, eq=False)
+class StepProgram:
+    """A training step.
+
+    Attributes:
+        program: inputs are ``batch`` of each micro-batch, then ``model``, then the seed (the
+            cotangent of one micro-batch's loss); outputs are the loss of each micro-batch, the
+            gradients, then the new state of changed buffers.
+        batch: for each micro-batch, for each of its inputs, which user input it is.
+        model: the tensors of the model, in order.
+        gradients: which of ``model`` each gradient belongs to.
+        writes: which of ``model`` each new state belongs to.
+    """
+
+    program: Program
+    batch: tuple[tuple[int, ...], ...]
+    model: tuple[ModelTensor, ...]
+    gradients: tuple[int, ...]
+    writes: tuple[int, ...]
+
+
+def step_program(
+    program: Program,
+    derivative: Derivative,
+    differentiator: Differentiator,
+    *,
+    micro_batches: int,
+    order: Order,
+) -> StepProgram:
+    """Builds the step of a captured micro-batch.
+
+    Args:
+        program: the captured micro-batch; output 0 is its loss.
+        derivative: of the program, with respect to output 0.
+        differentiator: makes the closures that add gradients.
+        micro_batches: how many.
+        order: ``"forward_first"`` runs all forwards, then all backwards from the last to the first;
+            ``"one_by_one"`` runs each backward right after its forward and keeps fewer bytes.
+    """
+    return _Composer(program, derivative, differentiator).compose(micro_batches, order)
+
+
+class _Composer:
+    """Strings micro-batches together."""
+
+    def __init__(
+        self, program: Program, derivative: Derivative, differentiator: Differentiator
+    ) -> None:
+        self._program = program
+        self._derivative = derivative
+        self._make = differentiator
+        sources = program.sources
+        self._user = [i for i, s in enumerate(sources) if isinstance(s, UserInput)]
+        self._model = [i for i, s in enumerate(sources) if isinstance(s, ModelTensor)]
+        self._state = {i: _copy(program.inputs[i]) for i in self._model}
+        self._model_values = tuple(self._state.values())
+        self._seed = Value(program.outputs[0].type, "seed")
+        self._calls: list[Call] = []
+        self._totals: tuple[Value, ...] = ()
+
+    def compose(self, micro_batches: int, order: Order) -> StepProgram:
+        inputs = [
+            {i: _copy(self._program.inputs[i]) for i in self._user} for _ in range(micro_batches)
+        ]
+        losses, flights = [], []
+        for index, batch in enumerate(inputs):
+            flight = self._forward(batch, index)
+            losses.append(flight[1][0])
+            flights.append(flight)
+            if order == "one_by_one":
+                self._backward(*flights.pop(), index)
+        for index in reversed(range(len(flights))):
+            self._backward(*flights[index], index)
+        return self._finish(inputs, losses)
+
+    def _forward(
+        self, batch: dict[int, Value], index: int
+    ) -> tuple[list[Value], tuple[Value, ...]]:
+        args = [
+            batch[i] if i in batch else self._state[i] for i in range(len(self._program.inputs))
+        ]
+        forward = self._derivative.forward
+        results = tuple(Value(t) for t in forward.output_types)
+        self._calls.append(Call(forward, tuple(args), results, f"micro_batch_{index}"))
+        for output, target in self._program.writes:
+            self._state[target] = results[output]
+        return args, results
+
+    def _backward(self, args: Sequence[Value], results: Sequence[Value], index: int) -> None:
+        d = self._derivative
+        operands = [results[-1], *(args[i] for i in d.kept_inputs)]
+        operands += [results[i] for i in d.kept_outputs]
+        operands += [self._seed]
+        gradients = tuple(Value(t) for t in d.backward.output_types)
+        self._calls.append(Call(d.backward, tuple(operands), gradients, f"micro_batch_{index}"))
+        if self._totals:
+            totals = tuple(_copy(gradient) for gradient in gradients)
+            self._calls.append(Call(self._accumulate, (*self._totals, *gradients), totals))
+            gradients = totals
+        self._totals = gradients
+
+    @functools.cached_property
+    def _accumulate(self) -> Composite:
+        """Adds the gradients of one micro-batch to the sums so far: one call, however many."""
+        types = self._derivative.backward.output_types
+        sums, gradients, totals = ([Value(t) for t in types] for _ in range(3))
+        calls = [
+            Call(self._make.adder(a.type), (a, b), (c,))  # type: ignore[arg-type]
+            for a, b, c in zip(sums, gradients, totals, strict=True)
+        ]
+        return Composite("accumulate", Program((*sums, *gradients), tuple(calls), tuple(totals)))
+
+    def _finish(self, inputs: Sequence[dict[int, Value]], losses: Sequence[Value]) -> StepProgram:
+        program = self._program
+        changed = [target for _, target in program.writes]
+        batch_values = [v for batch in inputs for v in batch.values()]
+        step = Program(
+            (*batch_values, *self._model_values, self._seed),
+            tuple(self._calls),
+            (*losses, *self._totals, *(self._state[t] for t in changed)),
+        )
+        place = {i: position for position, i in enumerate(self._model)}
+        users = tuple(program.sources[i].index for i in self._user)  # type: ignore[union-attr]
+        return StepProgram(
+            step,
+            tuple(users for _ in inputs),
+            tuple(program.sources[i] for i in self._model),  # type: ignore[misc]
+            tuple(place[i] for i in self._derivative.gradient_inputs),
+            tuple(place[i] for i in changed),
+        )
+
+
+def _copy(value: Value) -> Value:
+    return Value(value.type, value.hint)
 
 
 def training_program(program: Program, derivative: Derivative, seeds: Sequence[Source]) -> Program:

@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 import decoders
 import torch
 
-from lazyinline.autodiff.micro_batches import Order
+from lazyinline.autodiff.training_program import Order
 from lazyinline.backend.kernels.lower import BackendName
 from lazyinline.frontend.compiled import CompiledStep
 from lazyinline.frontend.compiler import Compiler

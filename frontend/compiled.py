@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from ..autodiff.derivative import Derivative
 from ..autodiff.higher_order.gradient_program import GradientProgram
-from ..autodiff.micro_batches import StepProgram
+from ..autodiff.training_program import StepProgram
 from ..backend.launches.torch_native import Hold
 from ..backend.run.runtime import Runtime
 from ..backend.run.unplanned_step import StepRunner

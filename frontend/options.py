@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from ..autodiff.micro_batches import Order
+from ..autodiff.training_program import Order
 from ..backend.kernels.lower import BackendName, backend_named
 from ..recompute.policy import POLICIES, Budget, Policy, check_policy
 from ..reuse.errors import PlanError, ReuseError

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..autodiff.micro_batches import ORDERS, Order
+from ..autodiff.training_program import ORDERS, Order
 from ..backend.kernels.lower import BackendName
 from ..backend.launches.present_memory import address_in
 from ..backend.launches.torch_native import Move

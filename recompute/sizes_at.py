@@ -13,7 +13,7 @@ import torch
 import torch.fx
 from torch.fx.node import map_aggregate
 
-from ..autodiff.traces.torch_fake_inputs import fake_tensor, new_fake_mode
+from ..autodiff.traces.torch_make_fx import fake_tensor, new_fake_mode
 from ..reuse.ir.program import Leaf
 from ..reuse.ir.torch_symbols import (
     SIZE_TYPES,

@@ -8,7 +8,7 @@ from link_tree import ROOT
 CEILINGS: dict[str, tuple[int, int]] = {
     "frontend": (24_250, 147),
     "reuse": (7_150, 45),
-    "autodiff": (6_750, 54),
+    "autodiff": (6_700, 50),
     "recompute": (1_500, 9),
     "pipeline_parallel": (3_450, 24),
     "backend": (12_150, 73),

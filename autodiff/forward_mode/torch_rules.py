@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import analytic, function_rules, linear_rules, product_rules
+from . import analytic, rules
 from .operands import Rule
 
 
@@ -88,27 +88,27 @@ _CONSTANT = _names("""
 """)
 
 RULES: Mapping[str, Rule] = {
-    **{name: function_rules.of_one_variable(taylor) for name, taylor in _ONE_VARIABLE.items()},
-    **dict.fromkeys(_LINEAR_IN_THE_FIRST, linear_rules.first_operand),
-    **{name: linear_rules.jointly(*places) for name, places in _LINEAR_TOGETHER.items()},
-    **dict.fromkeys(_CONSTANT, function_rules.of_constant),
-    "_log_softmax": function_rules.log_softmax,
-    "_safe_softmax": function_rules.softmax,
-    "_softmax": function_rules.softmax,
-    "add": linear_rules.add,
-    "addmm": product_rules.matrices_plus,
-    "baddbmm": product_rules.matrices_plus,
-    "bmm": product_rules.matrices,
-    "constant_pad_nd": linear_rules.padded,
-    "div": product_rules.divide,
-    "dot": product_rules.pairwise,
-    "logsumexp": function_rules.logsumexp,
-    "masked_fill.Scalar": linear_rules.masked_fill,
-    "mm": product_rules.matrices,
-    "mul": product_rules.multiply,
-    "mv": product_rules.pairwise,
-    "native_dropout": product_rules.dropout,
-    "sub": linear_rules.subtract,
+    **{name: rules.of_one_variable(taylor) for name, taylor in _ONE_VARIABLE.items()},
+    **dict.fromkeys(_LINEAR_IN_THE_FIRST, rules.first_operand),
+    **{name: rules.jointly(*places) for name, places in _LINEAR_TOGETHER.items()},
+    **dict.fromkeys(_CONSTANT, rules.of_constant),
+    "_log_softmax": rules.log_softmax,
+    "_safe_softmax": rules.softmax,
+    "_softmax": rules.softmax,
+    "add": rules.add,
+    "addmm": rules.matrices_plus,
+    "baddbmm": rules.matrices_plus,
+    "bmm": rules.matrices,
+    "constant_pad_nd": rules.padded,
+    "div": rules.divide,
+    "dot": rules.pairwise,
+    "logsumexp": rules.logsumexp,
+    "masked_fill.Scalar": rules.masked_fill,
+    "mm": rules.matrices,
+    "mul": rules.multiply,
+    "mv": rules.pairwise,
+    "native_dropout": rules.dropout,
+    "sub": rules.subtract,
 }
 """By the name of an operator, or of one overload of it."""
 

@@ -10,7 +10,6 @@ pure_memory        graphs that do nothing but compute: nothing in place, no mark
 layouts            results and gradients that lie in memory as it was traced
 stops              where the user's code lets no gradient through
 origins            where the operators of a joint graph come from
-torch_make_fx      adapter: a function of tensors traced into a graph
-torch_fake_inputs  adapter: fake tensors of given types
+torch_make_fx      adapter: a function traced into a graph, on fake tensors of given types
 torch_lazy         adapter: operators whose result is a mark on memory
 """

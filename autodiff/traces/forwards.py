@@ -18,8 +18,15 @@ from .origins import NotingInterpreter
 from .pure_memory import of_pure_memory, strip_detach
 from .stops import StoppingInterpreter
 from .torch_differentiable import DIFFERENTIABLE
-from .torch_fake_inputs import FakeTensorMode, fake_tensor, new_fake_mode, sizes_kept_open
-from .torch_make_fx import Decompositions, growing_graph, traced
+from .torch_make_fx import (
+    Decompositions,
+    FakeTensorMode,
+    fake_tensor,
+    growing_graph,
+    new_fake_mode,
+    sizes_kept_open,
+    traced,
+)
 
 
 @without_autocast

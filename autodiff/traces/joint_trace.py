@@ -26,8 +26,15 @@ from .layouts import (
 from .origins import NotingInterpreter
 from .pure_memory import of_pure_memory
 from .torch_differentiable import DifferentiableInterpreter, Gradients
-from .torch_fake_inputs import FakeTensorMode, fake_tensor, new_fake_mode, sizes_kept_open
-from .torch_make_fx import Decompositions, growing_graph, traced
+from .torch_make_fx import (
+    Decompositions,
+    FakeTensorMode,
+    fake_tensor,
+    growing_graph,
+    new_fake_mode,
+    sizes_kept_open,
+    traced,
+)
 
 CHANGED_IN_PLACE = "has been modified by an inplace operation"
 """What PyTorch's autograd says of a saved value that is no longer what was saved."""

@@ -10,7 +10,7 @@ import torch.fx
 from ...reuse.ir.leaf import ModalInterpreter, without_autocast
 from ...reuse.ir.program import outputs_of
 from ...reuse.ir.types import TensorType
-from .torch_fake_inputs import fake_tensor, new_fake_mode, sizes_kept_open
+from .torch_make_fx import fake_tensor, new_fake_mode, sizes_kept_open
 
 NOT_DIFFERENTIABLE = "is not differentiable with respect to argument"
 """What PyTorch says of an operand that no gradient can be asked for."""

@@ -1,15 +1,20 @@
-"""Adapter: a function of tensors traced into a graph."""
+"""Adapter: a function of tensors traced into a graph, on fake tensors of given types."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeAlias
 
 import torch
 import torch.fx
+from torch._dispatch.python import enable_python_dispatcher
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 
-from ...reuse.ir.torch_symbols import sizes_as_literals
+from ...reuse.ir.torch_symbols import environment_of, size_in, sizes_as_literals
+from ...reuse.ir.types import TensorType
+from ...reuse.process_lock import ProcessLock
 from .stops import stopped
 from .torch_lazy import PLAIN_ZEROS
 
@@ -52,3 +57,61 @@ def growing_graph() -> torch.fx.Graph:
 def stop_in_trace(tensor: torch.Tensor) -> torch.Tensor:
     """Detaches a tensor while it is traced, for good."""
     return stopped(tensor, growing_graph())
+
+
+_LOCK = ProcessLock()  # one trace at a time replaces PyTorch's dropout
+_OF_DROPOUT = (torch.DispatchKey.Autograd, torch.DispatchKey.CompositeImplicitAutograd)
+
+
+def new_fake_mode(module: torch.fx.GraphModule | None = None) -> FakeTensorMode:
+    """Returns a fake mode for one compilation (Inductor's passes bring real constants).
+
+    Sizes of its tensors may be those of the module's shape environment.
+    """
+    environment = None if module is None else environment_of(module)
+    mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=environment, static_shapes=True)
+    if environment is not None:
+        # The mode's cache of results hardly ever fits where sizes are symbols.
+        mode.cache_enabled = False
+    return mode
+
+
+def sizes_kept_open(mode: FakeTensorMode) -> AbstractContextManager[Any]:
+    """Within it operators that would read a size as a number leave it a symbol, if there are any.
+
+    ``constant_pad_nd`` is one: in C++ it reads numbers, and PyTorch has it in Python beside.
+    """
+    return nullcontext() if mode.shape_env is None else _in_python()
+
+
+@contextmanager
+def _in_python() -> Iterator[None]:
+    """Has operators run in Python; dropout of everything draws nothing there, as in C++."""
+    dropout: Any = torch.ops.aten.dropout.default
+    kernels = dropout.py_kernels
+    with _LOCK:
+        before = {key: kernels[key] for key in _OF_DROPOUT if key in kernels}
+        kernels.update({key: _drawing_as_eager(kernel) for key, kernel in before.items()})
+        dropout._dispatch_cache.clear()
+        try:
+            with enable_python_dispatcher():
+                yield
+        finally:
+            kernels.update(before)
+            dropout._dispatch_cache.clear()
+
+
+def _drawing_as_eager(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    def dropout(input: torch.Tensor, p: float, train: bool) -> Any:
+        if train and p == 1:
+            return input * torch.zeros((), dtype=input.dtype, device=input.device)
+        return kernel(input, p, train)
+
+    return dropout
+
+
+def fake_tensor(mode: FakeTensorMode, type_: TensorType) -> torch.Tensor:
+    """Returns a fake tensor of a type."""
+    shape, stride = ([size_in(mode.shape_env, n) for n in ns] for ns in (type_.shape, type_.stride))
+    with mode:
+        return torch.empty_strided(shape, stride, dtype=type_.dtype, device=type_.device)

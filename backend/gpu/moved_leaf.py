@@ -16,7 +16,7 @@ import torch
 import torch.fx
 
 from ...autodiff.traces.joint_cut import copy_graph
-from ...autodiff.traces.torch_fake_inputs import fake_tensor, new_fake_mode
+from ...autodiff.traces.torch_make_fx import fake_tensor, new_fake_mode
 from ...reuse.ir.leaf import flat_types
 from ...reuse.ir.program import Leaf
 from ...reuse.ir.types import StructType, TensorType, Type

@@ -12,7 +12,7 @@ from onnxscript import ir, optimizer, version_converter
 from ...autodiff.rules.torch_rules import rules_in
 from ...autodiff.traces.forwards import trace_forward_on
 from ...autodiff.traces.origins import origin_of
-from ...autodiff.traces.torch_fake_inputs import fake_tensor, new_fake_mode, sizes_kept_open
+from ...autodiff.traces.torch_make_fx import fake_tensor, new_fake_mode, sizes_kept_open
 from ...reuse.errors import ExportError
 from ...reuse.ir.leaf import flat_types, mutated_args, stamp_of
 from ...reuse.ir.program import Leaf

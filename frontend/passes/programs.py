@@ -8,7 +8,7 @@ from functools import partial
 
 from ...autodiff.derivative import Derivative, Request
 from ...autodiff.higher_order.derivation import takes_gradients
-from ...autodiff.micro_batches import StepProgram, step_program
+from ...autodiff.training_program import StepProgram, step_program
 from ...reuse.errors import CaptureError, PlanError
 from ..capture.capture import capture_model
 from ..checks.refusals import DIFFERENTIATES, check_batch_is_kept

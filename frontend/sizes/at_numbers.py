@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.fx
 
-from ...autodiff.traces.torch_fake_inputs import fake_tensor, new_fake_mode
+from ...autodiff.traces.torch_make_fx import fake_tensor, new_fake_mode
 from ...recompute.sizes_at import SizesAt
 from ...reuse.ir.leaf import ModalInterpreter, flat_types, without_autocast
 from ...reuse.ir.program import Call, Closure, Composite, Leaf, Program, Value

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from ...autodiff.derivative import Derivative, Request
-from ...autodiff.micro_batches import StepProgram
+from ...autodiff.training_program import StepProgram
 from ...backend.link.link import FlatProgram
 from ...reuse.ir.torch_symbols import Values
 from ..capture.regions import CapturedModel
