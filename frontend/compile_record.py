@@ -17,10 +17,10 @@ from ..backend.gpu.roofline import Prediction, predict
 from ..backend.gpu.targets import GIB, Target
 from ..backend.kernels.lower import BackendName, GpuBackend, triton_kernels
 from ..backend.launches.kernel_list import KernelList
-from ..backend.link.gradient_memory import gradients_of
 from ..backend.link.layout import Layout
+from ..backend.link.placement import gradients_of
 from ..backend.run.planned import PlannedProgram
-from ..backend.run.rank_plan import RankPlan
+from ..backend.run.rank_program import RankPlan
 from ..recompute.summary import RecomputeRecord
 from ..reuse.ir.program import Leaf, Program
 from .capture.blocks import Reuse

@@ -27,7 +27,7 @@ from lazyinline.backend.gpu.torch_triton import triton_kernel
 from lazyinline.backend.gpu.triton_kernel import TritonKernel
 from lazyinline.backend.kernels import torch_recorder
 from lazyinline.backend.launches.kernel_list import View
-from lazyinline.backend.link.aligned import check_tensors_aligned
+from lazyinline.backend.link.placement import check_tensors_aligned
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="Triton is not installed"

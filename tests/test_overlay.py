@@ -16,7 +16,7 @@ from test_planned import check_arena, plan
 
 import lazyinline
 from lazyinline.backend.arena.proof import check_no_overlap
-from lazyinline.backend.link import gradient_memory
+from lazyinline.backend.link import placement
 from lazyinline.backend.run.planned import PlannedProgram
 from lazyinline.recompute.policy import Budget
 
@@ -42,8 +42,8 @@ def check_guests(planned: PlannedProgram) -> None:
 
 def test_random_programs_in_the_memory_of_their_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two flights, each through a backward that keeps the graph and one that frees it."""
-    monkeypatch.setattr(gradient_memory, "_MIN_HOST_BYTES", 4)
-    monkeypatch.setattr(gradient_memory, "ALIGNMENT", 4)
+    monkeypatch.setattr(placement, "_MIN_HOST_BYTES", 4)
+    monkeypatch.setattr(placement, "ALIGNMENT", 4)
     num_guests = 0
     for seed in range(30):
         halves = differentiated(seed)
@@ -124,7 +124,7 @@ def received(model: torch.nn.Module) -> Grads:
 @pytest.fixture(scope="module")
 def shared() -> Iterator[Subject]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gradient_memory, "_MIN_HOST_BYTES", 1024)
+        patch.setattr(placement, "_MIN_HOST_BYTES", 1024)
         yield Subject()
 
 

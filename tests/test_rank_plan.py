@@ -9,8 +9,7 @@ from decoders import DecoderBlock, llama
 
 from lazyinline import PipelineError, lazy_inline
 from lazyinline.backend.arena.proof import check_no_overlap
-from lazyinline.backend.run.rank_plan import RankPlan
-from lazyinline.backend.run.rank_program import RankProgram
+from lazyinline.backend.run.rank_program import RankPlan, RankProgram
 from lazyinline.frontend.compiler import RANK
 from lazyinline.frontend.options import Options
 from lazyinline.frontend.page.arena import arena_section

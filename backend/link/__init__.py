@@ -3,11 +3,9 @@
 link             a program of calls becomes one flat list of launches
 layout           kernel lists relocated to their calls, on one timeline, and who owns results
 part_layout      parts that take turns for many flights, laid out once
-placement        where the buffers of a layout lie
-gradient_memory  activations in memory that gradients will fill
+placement        where the buffers of a layout lie: in an arena, or in the memory of gradients
 generated_code   a generated function, and how it is bound to memory
 events           what two streams wait for, between the lines of a generated function
 program_writer   the generated function of one part of a layout
-aligned          whether operands lie where GPU kernels find them
 estimate         how much memory a program will need, before its kernels are made
 """

@@ -18,8 +18,8 @@ from ..launches.kernel_list import NativeOp, View
 from ..launches.torch_generated import IF_IT_RUNS, check_layout
 from .events import BESIDE, Events
 from .generated_code import ARENA_SLOT, GeneratedCode, view_of
-from .gradient_memory import Overlay, new_host
 from .layout import Layout, Part, Placed, PlacedLaunch
+from .placement import Overlay, new_host
 
 Ranges: TypeAlias = Literal["none", "offered", "shown"]
 """What a profiler sees of a part: nothing; if one runs, the part as written with ranges; or ranges

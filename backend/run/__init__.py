@@ -5,6 +5,5 @@ planned         a planned program: every buffer has an address
 executable      a flat program as one Python function
 unplanned_step  a training step whose memory is not planned
 cuda_graph      many launches as one CUDA graph
-rank_plan       where everything lies that a pipeline rank runs
-rank_program    what it runs, over that one arena
+rank_program    what a pipeline rank runs, and where everything lies
 """

@@ -26,16 +26,20 @@ from ..launches import torch_native
 from ..launches.kernel_list import KernelList
 from ..launches.present_memory import check_memory
 from ..launches.torch_generated import PROFILER, begin_range, end_range
-from ..link.aligned import check_aligned, check_tensors_aligned
 from ..link.generated_code import GeneratedCode, bind_arena, bind_device, bind_model, bind_native
-from ..link.gradient_memory import (
+from ..link.layout import Results, add_workspaces, handed_on, lay_out, outside_bytes
+from ..link.link import FlatProgram
+from ..link.placement import (
+    TOOLS,
+    Tools,
+    check_aligned,
+    check_tensors_aligned,
     copy_of_host,
     gradients_of,
     new_host,
+    planned,
+    planned_overlaid,
 )
-from ..link.layout import Results, add_workspaces, handed_on, lay_out, outside_bytes
-from ..link.link import FlatProgram
-from ..link.placement import TOOLS, Tools, planned, planned_overlaid
 from ..link.program_writer import CodeWriter, result_base
 from . import cuda_graph
 

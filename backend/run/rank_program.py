@@ -1,28 +1,290 @@
-"""What a rank runs, over one planned arena.
+"""A rank: where everything lies, every flight of every unit in the schedule's order, and its runs.
 
-A run binds the code of its part to the places of its regions, once per different set of places.
+The order is known beforehand, so every region of every run gets its place when the program is
+linked: scratch is shared by all runs, slabs exist as often as flights overlap, and a value on its
+way to or from another rank keeps its place until it has arrived.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 from types import CodeType
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
+import numpy as np
 import torch
 
 from ...reuse.ir.leaf import without_autocast
+from ..arena.arena import ArenaPlan
+from ..arena.live_ranges import Buffers, lower_bound
 from ..launches.present_memory import check_memory
 from ..launches.torch_native import NativeLibrary
 from ..link.generated_code import bind_arena, bind_device, bind_model, bind_native
-from ..link.part_layout import Box, view_of_box
-from .rank_plan import RankPlan
+from ..link.part_layout import Box, PlacedBuffer, UnitLayout, view_of_box
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of one part of a unit for a flight."""
+
+    unit: int
+    part: str
+    flight: int
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """A rank's runs in order, and when each transferred value arrives and has been delivered.
+
+    Attributes:
+        runs: in order. A part that a unit does not have runs nothing.
+        posted: (unit, way, flight) -> number of the run before which a receive may start.
+        arriving: (unit, way, flight) -> number of the run that has waited for it.
+        delivered: (unit, way, flight) -> number of the run by which a send has arrived.
+        handed: (unit, way, unit): the outbox of one is the inbox of the other.
+    """
+
+    runs: Sequence[Run]
+    posted: Mapping[tuple[int, str, int], int]
+    arriving: Mapping[tuple[int, str, int], int]
+    delivered: Mapping[tuple[int, str, int], int]
+    handed: Sequence[tuple[int, str, int]]
+
 
 Runner = Callable[[list[Any]], list[Any]]
+Key = tuple[int, int, int]  # unit, region, flight
+BufferUse: TypeAlias = Literal["part", "flight", "travels"]
+"""Within one run, from one run of a flight to another, or between units."""
+
+
+@dataclass(frozen=True, slots=True)
+class BufferRow:
+    """A buffer of a run: when it lives, in moments; its place in the arena, in bytes; for whom."""
+
+    birth: int
+    death: int
+    offset: int
+    num_bytes: int
+    use: BufferUse
+
+
+class RankPlan:
+    """One arena for all that a rank runs.
+
+    Args:
+        units: by number.
+        schedule: what runs when.
+        plan: places regions.
+    """
+
+    def __init__(
+        self,
+        units: Mapping[int, UnitLayout],
+        schedule: Schedule,
+        plan: Callable[[Buffers], ArenaPlan],
+    ) -> None:
+        self.units = units
+        self.schedule = schedule
+        self._numbers = {run: i for i, run in enumerate(schedule.runs)}
+        self._part_numbers = {
+            unit: {spec.name: i for i, spec in enumerate(layout.specs)}
+            for unit, layout in units.items()
+        }
+        self._times = self._run_times()
+        self._joined = self._join()
+        lives = self.region_lives()
+        self.arena = plan(_buffers(lives))
+        self._starts = dict(zip(lives, self.arena.offsets.tolist(), strict=True))
+
+    def part_number(self, unit: int, part: str) -> int | None:
+        """Returns the number of a part of a unit; None if the unit has no such part."""
+        return self._part_numbers[unit].get(part)
+
+    def _join(self) -> dict[Key, Key]:
+        """Says which inboxes are outboxes of a unit of the same rank: (unit, region) by flight."""
+        joined: dict[Key, Key] = {}
+        flights = sorted({run.flight for run in self.schedule.runs})
+        for source, way, target in self.schedule.handed:
+            pairs = zip(
+                self.units[source].outboxes.get(way, ()),
+                self.units[target].inboxes.get(way, ()),
+                strict=True,
+            )
+            for out, into in pairs:
+                for flight in flights:
+                    a = _root(joined, (source, out.region, flight))
+                    b = _root(joined, (target, into.region, flight))
+                    if a != b:
+                        joined[b] = a
+        return joined
+
+    def _run_times(self) -> list[int]:
+        """When each run begins: a moment before it, then one for each phase; and the end."""
+        times = [0]
+        for run in self.schedule.runs:
+            part = self.part_number(run.unit, run.part)
+            phases = 1 if part is None else self.units[run.unit].num_phases(part)
+            times.append(times[-1] + 1 + phases)
+        return times
+
+    def region_lives(self) -> dict[Key, tuple[int, int, int]]:
+        """Birth, death and bytes of every region, in phases."""
+        found: dict[Key, tuple[int, int, int]] = {}
+        times, schedule = self._times, self.schedule
+        for unit, layout in self.units.items():
+            names = [spec.name for spec in layout.specs]
+            inboxes = {b.region: way for way, boxes in layout.inboxes.items() for b in boxes}
+            outboxes = {b.region: way for way, boxes in layout.outboxes.items() for b in boxes}
+            for flight in self._flights_of(unit):
+                begins = [times[self._numbers[Run(unit, name, flight)]] + 1 for name in names]
+                for number, region in enumerate(layout.regions):
+                    birth = begins[region.first] + region.first_phase
+                    death = begins[region.last] + region.last_phase + 1
+                    if number in inboxes:
+                        key = (unit, inboxes[number], flight)
+                        arriving = schedule.arriving[key]
+                        birth = times[schedule.posted.get(key, arriving)]
+                        death = max(death, times[arriving] + 2)
+                    if number in outboxes:
+                        key = (unit, outboxes[number], flight)
+                        death = max(death, times[schedule.delivered.get(key, 0)] + 1)
+                    self._add_life(found, (unit, number, flight), (birth, death, region.num_bytes))
+        return found
+
+    def _add_life(
+        self, found: dict[Key, tuple[int, int, int]], key: Key, life: tuple[int, int, int]
+    ) -> None:
+        root = _root(self._joined, key)
+        birth, death, num_bytes = life
+        if root in found:
+            other = found[root]
+            assert other[2] == num_bytes, "two ends of a hand-over differ"
+            birth, death = min(birth, other[0]), max(death, other[1])
+        found[root] = (birth, death, num_bytes)
+
+    def _flights_of(self, unit: int) -> list[int]:
+        return sorted({run.flight for run in self.schedule.runs if run.unit == unit})
+
+    @property
+    def lower_bound_bytes(self) -> int:
+        """Largest sum of live bytes, every buffer counted on its own. No plan needs less."""
+        return lower_bound(self.lives())
+
+    def lives(self) -> Buffers:
+        """Every buffer for as long as it is certainly live, in moments; see :meth:`moments`."""
+        starts, phases = self.moments()
+        found = []
+        for (unit, region, _), (birth, death, num_bytes) in self.region_lives().items():
+            if self.units[unit].regions[region].is_box:
+                begin, end = phases[birth], phases[death - 1]
+                born = max(begin[1] - 1, begin[0])
+                dead = end[0] + (end[0] < end[1])
+                found.append((born, max(dead, born + 1), num_bytes))
+        for index, _, buffer in self.buffers():
+            span = self._span(starts, index, buffer)
+            found.append((*span, buffer.num_bytes))
+        return _buffers(dict(enumerate(life for life in found if life[2])))
+
+    def moments(self) -> tuple[list[int], list[tuple[int, int]]]:
+        """When each run starts and the last ends; begin and end of each phase.
+
+        A moment is a launch; each run has one more, in which its results are taken. Begin and end
+        are equal for the moment before a run.
+        """
+        starts, phases = [0], list[tuple[int, int]]()
+        for run in self.schedule.runs:
+            part = self.part_number(run.unit, run.part)
+            cuts = [0, 1] if part is None else self.units[run.unit].phase_moments(part)
+            phases.append((starts[-1], starts[-1]))
+            phases += [(starts[-1] + a, starts[-1] + b) for a, b in pairwise(cuts)]
+            starts.append(starts[-1] + cuts[-1])
+        phases.append((starts[-1], starts[-1]))
+        return starts, phases
+
+    def buffers(self) -> Iterator[tuple[int, int, PlacedBuffer]]:
+        """Yields each buffer of each run but boxes: number of the run, and of its part."""
+        for index, run in enumerate(self.schedule.runs):
+            number = self.part_number(run.unit, run.part)
+            if number is not None:
+                for buffer in self.units[run.unit].placed(number):
+                    yield index, number, buffer
+
+    def _span(self, starts: Sequence[int], index: int, buffer: PlacedBuffer) -> tuple[int, int]:
+        run = self.schedule.runs[index]
+        last = self.units[run.unit].specs[buffer.last].name
+        end = self._numbers[Run(run.unit, last, run.flight)]
+        return starts[index] + buffer.birth, starts[end] + buffer.death
+
+    def rows(self) -> Iterator[BufferRow]:
+        """Yields every buffer with its place, in moments, for a picture."""
+        starts, phases = self.moments()
+        for index, number, buffer in self.buffers():
+            run = self.schedule.runs[index]
+            birth, death = self._span(starts, index, buffer)
+            offset = self.start_of((run.unit, buffer.region, run.flight)) + buffer.offset
+            use: BufferUse = "part" if buffer.last == number else "flight"
+            yield BufferRow(birth, death, offset, buffer.num_bytes, use)
+        for key, (birth, death, num_bytes) in self.region_lives().items():
+            if self.units[key[0]].regions[key[1]].is_box:
+                begin, end = phases[birth][0], phases[death - 1][1]
+                row = (begin, max(end, begin + 1), self.start_of(key), num_bytes)
+                yield BufferRow(*row, "travels")
+
+    @property
+    def foreign_peak_bytes(self) -> int:
+        """Most bytes at one time in tensors that launches allocate themselves."""
+        return lower_bound(self.foreign_lives())
+
+    def foreign_lives(self) -> Buffers:
+        """What lies outside the arena while runs need it, in runs."""
+        lives = []
+        for index, run in enumerate(self.schedule.runs):
+            layout, number = self.units[run.unit], self.part_number(run.unit, run.part)
+            if number is None:
+                continue
+            lives.append((2 * index + 1, 2 * index + 2, layout.foreign_scratch_bytes(number)))
+            for instance in layout.hand_overs[number].left:
+                _, last, num_bytes = layout.foreign_span(instance)
+                end = self._numbers[Run(run.unit, layout.specs[last].name, run.flight)]
+                lives.append((2 * index + 1, 2 * end + 2, num_bytes))
+        return _buffers(dict(enumerate(life for life in lives if life[2])))
+
+    @property
+    def held_bytes(self) -> int:
+        """Most bytes that a step holds: the arena, and what is outside of it."""
+        return self.arena.peak_bytes + self.foreign_peak_bytes
+
+    @property
+    def num_launches(self) -> int:
+        """Kernel launches of all runs together."""
+        total = 0
+        for run in self.schedule.runs:
+            number = self.part_number(run.unit, run.part)
+            total += 0 if number is None else self.units[run.unit].num_launches[number]
+        return total
+
+    def start_of(self, key: Key) -> int:
+        """Where a region of a flight starts in the arena, in bytes."""
+        return self._starts[_root(self._joined, key)]
+
+
+def _root(joined: Mapping[Key, Key], key: Key) -> Key:
+    while key in joined:
+        key = joined[key]
+    return key
+
+
+def _buffers(lives: Mapping[Any, tuple[int, int, int]]) -> Buffers:
+    columns = np.array(list(lives.values()), np.int64).reshape(-1, 3)
+    return Buffers(*columns.T)
 
 
 class RankProgram:
-    """What a rank runs.
+    """What a rank runs, over one planned arena.
+
+    A run binds the code of its part to the places of its regions, once per different set of places.
 
     Args:
         plan: where everything lies.

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from ...backend.arena.arena import ALIGNMENT, ArenaPlan
 from ...backend.arena.live_ranges import Buffers, lower_bound
 from ...backend.link.layout import Instance, Layout, buffers_of
-from ...backend.run.rank_plan import RankPlan
+from ...backend.run.rank_program import RankPlan
 from ..compile_record import Memory
 
 IntArray: TypeAlias = npt.NDArray[np.int64]

@@ -6,8 +6,7 @@ from dataclasses import replace
 from functools import partial
 
 from ...backend.run.planned import PlannedProgram
-from ...backend.run.rank_plan import RankPlan
-from ...backend.run.rank_program import RankProgram
+from ...backend.run.rank_program import RankPlan, RankProgram
 from ...backend.run.runtime import PlannedRuntime
 from ...reuse.ir.program import Call, Composite, Leaf, Program, walk_closures
 from ..compile_record import Made, Memory

@@ -16,10 +16,9 @@ from ...backend.gpu.targets import ALIGNMENT_BYTES, target_like
 from ...backend.kernels.lower import GpuBackend
 from ...backend.launches.kernel_list import KernelList
 from ...backend.launches.torch_native import NotBuiltError
-from ...backend.link.aligned import UnalignedError
 from ...backend.link.layout import lay_out, least_bytes
 from ...backend.link.link import FlatProgram, link
-from ...backend.link.placement import Tools
+from ...backend.link.placement import Tools, UnalignedError
 from ...backend.run.executable import Executable
 from ...backend.run.planned import PlannedProgram
 from ...backend.run.runtime import ClosureRuntime, PlannedRuntime

@@ -11,8 +11,7 @@ from ...backend.link.link import FlatProgram
 from ...backend.link.part_layout import PartSpec, PlanBuffers, Source, UnitLayout
 from ...backend.link.placement import place
 from ...backend.run.executable import Executable
-from ...backend.run.rank_plan import RankPlan, Run, Schedule
-from ...backend.run.rank_program import RankProgram
+from ...backend.run.rank_program import RankPlan, RankProgram, Run, Schedule
 from ...backend.run.runtime import ClosureRuntime
 from ...pipeline_parallel.schedule.actions import (
     BACKWARD,
