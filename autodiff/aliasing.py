@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 import torch.fx
 
-from ..reuse.ir.leaf import is_view, mutated_args
+from ..reuse.ir.operators import is_view, mutated_args
 from ..reuse.ir.program import Program
 from .flows import flows
 

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 
 import torch.fx
 
+from ..reuse.ir.operators import is_draw
 from ..reuse.ir.program import Call, Closure, Composite, Leaf, Program, walk_closures
-from .traces.joint_cut import is_draw
 
 
 class Draws:

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 import torch.fx
 
-from ..reuse.ir.leaf import is_view, node_type
+from ..reuse.ir.leaf import node_type
+from ..reuse.ir.operators import is_view
 from ..reuse.ir.program import Closure, Kernels, Leaf, Level, input_nodes, outputs_of
 from ..reuse.ir.torch_symbols import is_certain
 from ..reuse.ir.types import StructType, TensorType

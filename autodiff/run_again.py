@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch.fx
 
 from ..reuse.ir.leaf import flat_types
+from ..reuse.ir.operators import is_draw
 from ..reuse.ir.program import (
     Call,
     Closure,
@@ -28,7 +29,7 @@ from ..reuse.ir.torch_symbols import is_certain
 from ..reuse.ir.types import StructType, TensorType, Type
 from .draws import Draws
 from .leaf_derivative import Derivative, cotangent_type
-from .traces.joint_cut import ancestors, extract, is_draw
+from .traces.joint_cut import ancestors, extract
 
 
 @dataclass(frozen=True, eq=False)

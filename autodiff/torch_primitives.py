@@ -17,14 +17,14 @@ from torch._decomp import get_decompositions
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ..reuse.ir.leaf import Stamp, flat_types, mutated_args, without_autocast
+from ..reuse.ir.leaf import Stamp, flat_types, without_autocast
+from ..reuse.ir.operators import is_draw, may_draw, mutated_args
 from ..reuse.ir.primitives import is_primitive
 from ..reuse.ir.program import Leaf, Program
 from ..reuse.ir.rewrite import map_leaves
 from .derivative import Derivative, Differentiator, Recipe, Request
 from .rules.in_traces import rules_beneath_autograd
 from .traces.forwards import trace_forward
-from .traces.joint_cut import is_draw
 from .traces.layouts import laid_out_as, lying_as_traced
 from .traces.origins import NotingInterpreter, origin_of
 from .traces.pure_memory import draw_mask, of_pure_memory
@@ -79,8 +79,7 @@ def _rules() -> Decompositions:
 
 
 def _is_taken_apart(operator: Any) -> bool:
-    tags = getattr(operator, "tags", ())
-    return not is_primitive(operator) and torch.Tag.nondeterministic_seeded not in tags
+    return not is_primitive(operator) and not may_draw(operator)
 
 
 @without_autocast

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.fx
 
-from ..reuse.ir.leaf import mutated_args
+from ..reuse.ir.operators import mutated_args
 from ..reuse.ir.program import Call, Closure, Composite, Leaf, Program, Value, outputs_of
 from ..reuse.ir.torch_symbols import as_literal
 from ..reuse.ir.types import TensorType, contiguous_stride, flatten_type

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 import torch.fx
 
-from ..autodiff.traces.joint_cut import ancestors, backward_nodes, is_draw, late_draws
+from ..autodiff.traces.joint_cut import ancestors, backward_nodes, late_draws
 from ..reuse.ir.costs import flops, is_heavy, value_bytes
-from ..reuse.ir.leaf import is_view, mutated_args
+from ..reuse.ir.operators import is_draw, is_view, mutated_args
 from ..reuse.ir.program import outputs_of
 from ..reuse.ir.types import TensorType
 from ..reuse.torch_names import operator_schema

@@ -9,7 +9,7 @@ import torch.fx
 
 from ..autodiff.choices import Choice, Cut, PerCall, Whole
 from ..autodiff.derivative import Differentiator, Request
-from ..reuse.ir.leaf import is_view
+from ..reuse.ir.operators import is_view
 from ..reuse.ir.program import Call, Composite, Leaf, RecomputeMark, input_nodes
 from . import solver
 from .cut_problem import CutPoint, CutProblem

@@ -6,12 +6,12 @@ from link_tree import ROOT
 # Lines and files of each top folder, without pictures' library and licences. A commit that takes
 # something out lowers what it can; none raises one.
 CEILINGS: dict[str, tuple[int, int]] = {
-    "frontend": (24_250, 147),
+    "frontend": (24_200, 147),
     "reuse": (7_150, 45),
     "autodiff": (6_700, 50),
     "recompute": (1_500, 9),
     "pipeline_parallel": (3_450, 24),
-    "backend": (12_150, 73),
+    "backend": (12_000, 71),
 }
 SUFFIXES = (".py", ".cpp", ".h", ".js", ".css", ".html", ".jinja")
 SLACK = 300  # a ceiling further above than this has not been lowered

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from decoders import DecoderBlock, llama
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode
 
 import lazyinline
 from lazyinline.backend.gpu.targets import target_named
-from lazyinline.frontend.measure.models import DecoderBlock, llama
 from lazyinline.reuse.ir.costs import CPU, Cost, OperatorCosts, ProgramCosts, Rates
 from lazyinline.reuse.ir.program import Program
 

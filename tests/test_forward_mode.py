@@ -34,7 +34,6 @@ from lazyinline.frontend.options import Options
 from lazyinline.frontend.passes.programs import capture as capture_pass
 from lazyinline.frontend.passes.state import Subject, run
 from lazyinline.frontend.sizes.torch_input_sizes import InputSizes
-from lazyinline.reuse.ir.inline import inline_calls
 from lazyinline.reuse.ir.interpreter import interpret
 from lazyinline.reuse.ir.program import (
     Closure,
@@ -44,6 +43,7 @@ from lazyinline.reuse.ir.program import (
     Program,
     walk_closures,
 )
+from lazyinline.reuse.ir.rewrite import inline_calls
 from lazyinline.reuse.ir.torch_symbols import Values, module_at, type_at
 from lazyinline.reuse.ir.types import TensorType
 from lazyinline.reuse.ir.verify import verify

@@ -25,7 +25,6 @@ from lazyinline.autodiff.derivative import Derivative, Differentiator, Recipe
 from lazyinline.backend.kernels.lower import EagerBackend, InductorBackend, lower_leaves
 from lazyinline.backend.link.link import link
 from lazyinline.backend.run.executable import Executable
-from lazyinline.reuse.ir.inline import inline_calls
 from lazyinline.reuse.ir.interpreter import flatten_value, interpret
 from lazyinline.reuse.ir.leaf import Stamp, flat_types, is_active
 from lazyinline.reuse.ir.program import (
@@ -38,6 +37,7 @@ from lazyinline.reuse.ir.program import (
     Value,
     count_calls,
 )
+from lazyinline.reuse.ir.rewrite import inline_calls
 from lazyinline.reuse.ir.types import StructType, TensorType
 from lazyinline.reuse.ir.verify import verify
 

@@ -18,7 +18,6 @@ from torch import nn
 import lazyinline
 from lazyinline.autodiff.derivative import Differentiator, Recipe
 from lazyinline.frontend.requests import differentiable_inputs
-from lazyinline.reuse.ir.inline import inline_calls
 from lazyinline.reuse.ir.printer import (
     WIDTH,
     closure_names,
@@ -38,6 +37,7 @@ from lazyinline.reuse.ir.program import (
     count_calls,
     walk_closures,
 )
+from lazyinline.reuse.ir.rewrite import inline_calls
 from lazyinline.reuse.ir.types import StructType, TensorType
 
 aten = torch.ops.aten

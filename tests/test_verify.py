@@ -20,7 +20,6 @@ from programs import (
 )
 
 from lazyinline.reuse.errors import VerifyError
-from lazyinline.reuse.ir.inline import inline_calls
 from lazyinline.reuse.ir.program import (
     Call,
     Composite,
@@ -31,6 +30,7 @@ from lazyinline.reuse.ir.program import (
     UserInput,
     Value,
 )
+from lazyinline.reuse.ir.rewrite import inline_calls
 from lazyinline.reuse.ir.types import StructType
 from lazyinline.reuse.ir.verify import verify
 

@@ -11,10 +11,9 @@ import torch.fx
 from torch import Tensor
 
 from ...reuse.errors import PlanError
-from ...reuse.ir.leaf import mutated_args
+from ...reuse.ir.operators import is_draw, mutated_args
 from ...reuse.ir.torch_symbols import SizedInterpreter
 from ...reuse.torch_names import OPERATOR_TYPES
-from ..traces.joint_cut import is_draw
 from ..traces.origins import origin_of
 from .jets import Lanes
 from .nested_forward import by_nesting

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 import torch.fx
 
-from ...reuse.ir.leaf import FullKey, cut_leaf, leaf_key, mutated_args, node_type, stamp_of
+from ...reuse.ir.leaf import FullKey, cut_leaf, leaf_key, node_type, stamp_of
+from ...reuse.ir.operators import mutated_args
 from ...reuse.ir.program import Call, Closure, Composite, Leaf, Program, Value, outputs_of
 from ...reuse.ir.types import TensorType
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 import torch.fx
 
-from ...reuse.ir.leaf import changes_in_place
+from ...reuse.ir.operators import is_mutable
 from ...reuse.ir.program import Leaf, Program, walk_closures
 from ...reuse.torch_names import operator_schema
 from ..flows import Inputs, flows
@@ -25,7 +25,7 @@ def used_inputs(program: Program) -> Inputs:
     All, where an operator changes a value in place: that may be seen under other names.
     """
     leaves = (closure for closure in walk_closures(program) if isinstance(closure, Leaf))
-    if any(changes_in_place(node) for leaf in leaves for node in leaf.nodes):
+    if any(is_mutable(node.target) for leaf in leaves for node in leaf.nodes):
         return frozenset(range(len(program.inputs)))
     return frozenset().union(*flows(program, _computed_from))
 

@@ -151,12 +151,6 @@ def num_results(operator: Any) -> int:
     return len(operator._schema.returns)
 
 
-def changes_operands(operator: Any) -> bool:
-    """Whether an operator's schema says that it changes operands, or returns one."""
-    schema = operator._schema
-    return schema.is_mutable or any(r.alias_info is not None for r in schema.returns)
-
-
 def arguments_in_full(
     operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[list[Any], dict[str, Any]]:

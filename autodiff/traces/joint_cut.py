@@ -13,29 +13,9 @@ from typing import Any, Literal
 import torch
 import torch.fx
 
+from ...reuse.ir.operators import is_draw
 from ...reuse.ir.program import input_nodes, outputs_of
 from ...reuse.ir.torch_graphs import module_of
-from ...reuse.torch_names import operator_schema
-
-
-def may_draw(node: torch.fx.Node) -> bool:
-    """Whether an operator is one that draws random numbers, for some arguments at least."""
-    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
-
-
-def is_draw(node: torch.fx.Node) -> bool:
-    """Whether an operator draws random numbers (attention without dropout does not)."""
-    if not may_draw(node):
-        return False
-    schema = operator_schema(node)
-    for index, argument in enumerate(schema.arguments if schema is not None else ()):
-        given = node.args[index] if index < len(node.args) else argument.default_value
-        given = node.kwargs.get(argument.name, given)
-        if argument.name == "dropout_p":
-            return bool(given != 0.0)
-        if argument.name in ("train", "training") and given is False:
-            return False
-    return True
 
 
 def early_nodes(joint: torch.fx.GraphModule) -> set[torch.fx.Node]:

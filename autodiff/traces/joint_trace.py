@@ -11,7 +11,8 @@ import torch.fx
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ...reuse.errors import CaptureError
-from ...reuse.ir.leaf import ModalInterpreter, mutated_args, stamp_of, without_autocast
+from ...reuse.ir.leaf import ModalInterpreter, stamp_of, without_autocast
+from ...reuse.ir.operators import mutated_args
 from ...reuse.ir.program import input_nodes
 from ...reuse.ir.torch_symbols import sizes_in
 from ...reuse.ir.types import TensorType

@@ -10,7 +10,7 @@ import torch
 import torch.fx
 
 from ...reuse.errors import CaptureError
-from ...reuse.ir.leaf import is_view, mutated_args
+from ...reuse.ir.operators import is_view, mutated_args
 from ...reuse.ir.program import outputs_of
 from ...reuse.ir.torch_symbols import environment_of_tensor, size_in
 from ...reuse.ir.types import TensorType

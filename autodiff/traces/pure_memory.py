@@ -10,7 +10,7 @@ import torch
 import torch.fx
 
 from ...reuse.errors import CaptureError
-from ...reuse.ir.leaf import mutated_args
+from ...reuse.ir.operators import mutated_args
 from ...reuse.ir.program import input_nodes, outputs_of
 from ...reuse.ir.torch_symbols import SizedInterpreter, sizes_in
 from ...reuse.ir.types import TensorType

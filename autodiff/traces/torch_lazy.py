@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.fx
 
-from ...reuse.ir.leaf import is_view
+from ...reuse.ir.operators import is_view
 
 
 def _zeros(size: Any, *, device: Any = None, **options: Any) -> torch.Tensor:

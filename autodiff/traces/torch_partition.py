@@ -7,7 +7,8 @@ from typing import Literal, TypeAlias
 
 import torch.fx
 
-from .joint_cut import cut_joint, is_draw, late_draws, may_draw, read_by_backward
+from ...reuse.ir.operators import is_draw, may_draw
+from .joint_cut import cut_joint, late_draws, read_by_backward
 
 PartitionPolicy: TypeAlias = Literal["save", "min_cut"]
 
@@ -69,7 +70,7 @@ def _drop_second_draws(backward: torch.fx.GraphModule) -> None:
     goes as well, from the last to the first.
     """
     for node in reversed(backward.graph.nodes):
-        if not node.users and (may_draw(node) or not node.is_impure()):
+        if not node.users and (may_draw(node.target) or not node.is_impure()):
             backward.graph.erase_node(node)
         else:
             assert not is_draw(node), f"{node.target} would be drawn twice"

@@ -26,6 +26,8 @@ from typing import Any
 import torch
 import torch.fx
 
+from ...reuse.ir.operators import may_draw
+
 _CHAIN = "_chain_random_ops_for_ordering"  # not before torch 2.13
 _MESSAGE = '"ZeroDivisionError"'
 _ONE = f"[](auto divisor) {{ TORCH_CHECK(divisor != 0, {_MESSAGE}); return divisor; }}"
@@ -74,7 +76,7 @@ def drawn_in_order() -> Iterator[None]:
         num_known = len(self.operations)
         result = run_node(self, node)
         made = self.operations[num_known:]
-        if made and draws(node):
+        if made and may_draw(node.target):
             draw = _of_the_draw(made)
             graph, buffer = last
             if graph is self:
@@ -100,11 +102,6 @@ def _of_the_draw(made: Sequence[Any]) -> Any:
     from torch._inductor.ir import FallbackKernel
 
     return next((operation for operation in made if isinstance(operation, FallbackKernel)), made[0])
-
-
-def draws(node: torch.fx.Node) -> bool:
-    """Whether a node calls a random operator."""
-    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
 
 def home_of_strides() -> Any:

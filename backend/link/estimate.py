@@ -13,7 +13,8 @@ from collections.abc import Iterable, Mapping
 import torch
 import torch.fx
 
-from ...reuse.ir.leaf import changed_operand, is_view, node_type
+from ...reuse.ir.leaf import node_type
+from ...reuse.ir.operators import changed_operand, is_elementwise, is_view
 from ...reuse.ir.program import Leaf
 from ...reuse.ir.types import TensorType
 from ...reuse.torch_names import operator_schema
@@ -191,9 +192,8 @@ def _viewed(node: torch.fx.Node) -> torch.fx.Node | None:
 
 
 def _is_pointwise(node: torch.fx.Node) -> bool:
-    tags = getattr(node.target, "tags", ())
-    name = str(node.target)
-    return torch.Tag.pointwise in tags or name.startswith(("aten.where", "aten.cat", "aten.full"))
+    """Whether Inductor computes each element where it is read."""
+    return is_elementwise(node) or str(node.target).startswith(("aten.cat", "aten.full"))
 
 
 def _is_reduction(node: torch.fx.Node) -> bool:

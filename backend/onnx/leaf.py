@@ -14,7 +14,8 @@ from ...autodiff.traces.forwards import trace_forward_on
 from ...autodiff.traces.origins import origin_of
 from ...autodiff.traces.torch_make_fx import fake_tensor, new_fake_mode, sizes_kept_open
 from ...reuse.errors import ExportError
-from ...reuse.ir.leaf import flat_types, mutated_args, stamp_of
+from ...reuse.ir.leaf import flat_types, stamp_of
+from ...reuse.ir.operators import mutated_args
 from ...reuse.ir.program import Leaf
 from . import torch_onnx
 

@@ -15,10 +15,10 @@ from torch import nn
 
 from ...backend.kernels.lower import BackendName
 from ...reuse.errors import door
-from ...reuse.ir.inline import inline_calls
 from ...reuse.ir.leaf import stamp_of
 from ...reuse.ir.printer import operand_text, operator_name
 from ...reuse.ir.program import Closure, Composite, Leaf, Program, count_calls, walk_closures
+from ...reuse.ir.rewrite import inline_calls
 from ..capture.capture import capture_candidates
 from ..capture.regions import SharingDecision
 from ..checks.models import check_example

@@ -19,7 +19,8 @@ import torch.fx
 
 from ...autodiff.higher_order.derivation import Asking
 from ...reuse import torch_pytree
-from ...reuse.ir.leaf import FullKey, cut_leaf, leaf_key, mutated_args, node_type, stamp_of
+from ...reuse.ir.leaf import FullKey, cut_leaf, leaf_key, node_type, stamp_of
+from ...reuse.ir.operators import mutated_args
 from ...reuse.ir.program import (
     Call,
     Closure,

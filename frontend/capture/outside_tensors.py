@@ -15,7 +15,8 @@ import torch.fx
 
 from ...reuse.errors import CaptureError
 from ...reuse.evidence.module_state import Places, module_state
-from ...reuse.ir.leaf import changed_operand, stamp_of
+from ...reuse.ir.leaf import stamp_of
+from ...reuse.ir.operators import changed_operand
 from ...reuse.ir.program import ModelTensor, Source, TensorKind, UserInput
 from ...reuse.ir.types import TensorType
 from ...reuse.torch_names import own_attributes

@@ -10,13 +10,13 @@ from typing import Any, TypeVar
 from ...autodiff.rules.torch_rules import (
     RULES,
     Rule,
-    changes_operands,
     is_pytorchs,
     operator_of,
     parameters_of,
     schema_text,
 )
 from ...reuse.errors import DecompositionError
+from ...reuse.ir.operators import is_mutable, returns_operand
 from .check import Checks, check_rule
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -85,7 +85,7 @@ def _checked_operator(target: Any) -> Any:
         )
     if is_pytorchs(found):
         raise DecompositionError(f"{found} is PyTorch's, and compiled programs know it already.")
-    if changes_operands(found):
+    if is_mutable(found) or returns_operand(found):
         raise DecompositionError(
             f"{found} changes what it is given or hands it out ({schema_text(found)}). A rule is "
             "for an operator that only makes new tensors."

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ...reuse.ir.operators import returns_operand
 from ...reuse.torch_names import memory_id
 
 _DEVICES = ("cpu", "cuda", "ipu", "maia", "mps", "mtia", "vulkan", "xla", "xpu", "meta", "hip")
@@ -120,7 +121,7 @@ def may_compute(name: str) -> bool:
     All else is not: without memory below it, some of PyTorch's code ends the process.
     """
     if changes_layout(name):
-        return any(map(_returns_views, _overloads(name[:-1])))  # unlike resize_ and set_
+        return any(map(returns_operand, _overloads(name[:-1])))  # unlike resize_ and set_
     is_listed = any(name in names for names in OPERATORS.values())
     return is_listed or any(map(_returns_tensors, _overloads(name)))
 
@@ -174,10 +175,6 @@ def _makes_tensors(overload: Any) -> bool:
     arguments = overload._schema.arguments
     is_method = bool(arguments) and "Tensor" in str(arguments[0].type)
     return is_method and _returns_tensors(overload)
-
-
-def _returns_views(overload: Any) -> bool:
-    return any(r.alias_info is not None for r in overload._schema.returns)
 
 
 def _returns_tensors(overload: Any) -> bool:

@@ -40,7 +40,8 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from ...autodiff.rules.in_traces import rules_above_autograd
 from ...reuse.errors import CaptureError
-from ...reuse.ir.leaf import Stamp, current_autocast, mutated_args
+from ...reuse.ir.leaf import Stamp, current_autocast
+from ...reuse.ir.operators import mutated_args
 from ...reuse.ir.torch_graphs import lazy_modules, wrapped_globals_left
 from ...reuse.ir.torch_symbols import SIZE_TYPES
 from ...reuse.ir.types import TensorType

@@ -9,7 +9,8 @@ import torch
 import torch.fx
 from torch.autograd.graph import get_gradient_edge
 
-from ...reuse.ir.leaf import memory_of, mutated_args, stamp_of
+from ...reuse.ir.leaf import memory_of, stamp_of
+from ...reuse.ir.operators import mutated_args
 
 WRITES = "writes"
 """What names, in ``meta``, the operands that a node of ours writes to; others have a schema."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch.fx
 
-from ...reuse.ir.leaf import is_view, mutated_args
+from ...reuse.ir.operators import is_view, mutated_args
 from ...reuse.ir.program import Call, Closure, Composite, Leaf, Pack, Program, Unpack, Value
 from ...reuse.ir.torch_graphs import module_of
 from ...reuse.ir.types import StructType, TensorType, Type, flatten_type

@@ -11,7 +11,7 @@ Source: Williams, Waterman, Patterson: Roofline, CACM 52(4), 2009.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,10 +19,11 @@ import torch
 import torch.fx
 from torch.fx.node import map_arg
 
-from ..torch_names import matmul_precision, operator_schema, schema_of
-from .leaf import carries_gradient, flat_types, is_view
+from ..torch_names import matmul_precision, operator_schema
+from .leaf import carries_gradient, flat_types
+from .operators import is_elementwise, is_mutable, is_view
 from .program import Call, Closure, Composite, Leaf, Program, Value, outputs_of
-from .types import TensorType, Type
+from .types import TensorType
 
 
 @dataclass(frozen=True)
@@ -85,12 +86,9 @@ class Cost:
 
     def times(self, factor: float) -> Cost:
         """Returns that of a multiple."""
-        return Cost(
-            round(self.flops * factor), round(self.moved_bytes * factor), self.seconds * factor
-        )
+        flops, moved = round(self.flops * factor), round(self.moved_bytes * factor)
+        return Cost(flops, moved, self.seconds * factor)
 
-
-# ---- operators -------------------------------------------------------------------------------
 
 _ATTENTION_NAMES = ("scaled_dot_product", "flash_attention", "efficient_attention")
 _PLACED = ("cat", "stack", "clone", "copy", "full", "ones", "zeros", "new_", "_to_copy", "_scatter")
@@ -112,9 +110,7 @@ def flops_of(operator: Any, args: Any, kwargs: Any, result: Any) -> int:
         args, kwargs = args[: 3 + is_backward], {}
     if formula is not None:
         return int(formula(*args, **kwargs, out_val=result))
-    schema = schema_of(operator)
-    is_pure = schema is not None and not schema.is_mutable
-    if not (is_pure and operator.has_kernel_for_dispatch_key(_COMPOSITE)):
+    if not packet or is_mutable(operator) or not operator.has_kernel_for_dispatch_key(_COMPOSITE):
         return 0
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         operator(*args, **kwargs)  # linear, einsum: what it consists of is counted
@@ -122,7 +118,6 @@ def flops_of(operator: Any, args: Any, kwargs: Any, result: Any) -> int:
 
 
 def _is_attention(operator: Any) -> bool:
-    """Whether an operator is a fused attention."""
     return any(part in str(operator) for part in _ATTENTION_NAMES)
 
 
@@ -140,12 +135,6 @@ def is_heavy(node: torch.fx.Node) -> bool:
 def is_free(node: torch.fx.Node) -> bool:
     """Whether a node computes nothing: views, and picks of results."""
     return node.op != "call_function" or is_view(node) or operator_schema(node) is None
-
-
-def is_elementwise(node: torch.fx.Node) -> bool:
-    """Whether each element of the result depends on one element of each operand."""
-    tags = getattr(node.target, "tags", ())
-    return torch.Tag.pointwise in tags or str(node.target).startswith("aten.where")
 
 
 def value_bytes(node: torch.fx.Node) -> int:
@@ -194,20 +183,15 @@ class OperatorCosts:
         return 0.0
 
 
-# ---- programs --------------------------------------------------------------------------------
-
-Active = tuple[bool, ...]
-"""Which operands or results carry a gradient."""
-
+Active = tuple[bool, ...]  # which operands or results carry a gradient
 Carries = Callable[[object], bool]
 
 
 class ProgramCosts:
     """Counts what programs cost; looks at each different closure once.
 
-    Without fusion each operator reads its operands and writes its result. With it, what is computed
-    element by element is written only where something else reads it, and read once by all
-    elementwise operators of a closure together.
+    With fusion a value that is computed element by element is written only where something else
+    reads it, and read once by all elementwise operators of a closure together.
 
     Where gradients will come back the backward counts too, by a rule, for it is not there yet. For
     each operand that carries a gradient an operator runs once more (a product once: that is exact;
@@ -236,8 +220,8 @@ class ProgramCosts:
         """Returns the cost of a program.
 
         Args:
-            program: of plain operators.
-            before: calls of it that are not counted.
+            program: that is counted.
+            before: calls of it that are not.
             active: inputs to which gradients will come back: it is trained.
         """
         return self._program(program, set(before), set(active))[0]
@@ -268,7 +252,8 @@ class ProgramCosts:
         return Cost(), (any(flags),) * len(closure.output_types)
 
     def _leaf(self, leaf: Leaf, flags: Active) -> tuple[Cost, Active]:
-        carries = carries_gradient(leaf, _flat(leaf.input_types, flags))
+        pairs = zip(leaf.input_types, flags, strict=True)
+        carries = carries_gradient(leaf, [flag for t, flag in pairs for _ in flat_types([t])])
         total = Cost()
         for node in leaf.nodes:
             if not is_free(node) and not (self._costs.fused and _is_fused(node)):
@@ -324,8 +309,3 @@ def _runs_again(node: torch.fx.Node, carries: Carries) -> int:
     if is_heavy(node):
         return sum(t.dim() > 1 for n in operands for t in _tensors(n))
     return len(operands) * (2 if "_backward" in str(node.target) else 1)
-
-
-def _flat(types: Sequence[Type], flags: Active) -> list[bool]:
-    pairs = zip(types, flags, strict=True)
-    return [flag for type_, flag in pairs for _ in flat_types([type_])]

@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 import torch.fx
-from torch.fx.node import map_arg
 
 from ..freeze import Freezer
-from ..torch_names import memory_id, operator_schema
+from ..torch_names import memory_id
+from .operators import WRITES_STATISTICS, mutated_args
 from .program import Leaf, outputs_of
 from .torch_graphs import module_of
 from .torch_symbols import SizedInterpreter
@@ -269,64 +269,6 @@ def frozen_operands(operands: Any, number: Mapping[torch.fx.Node, int]) -> Any:
     return (type(operands), tuple(parts))
 
 
-# In training these change running_mean and running_var (operands 3 and 4); their schemas hide it.
-_WRITES_STATISTICS = frozenset(
-    {
-        torch.ops.aten.batch_norm.default,
-        torch.ops.aten.instance_norm.default,
-        torch.ops.aten.native_batch_norm.default,
-        torch.ops.aten.cudnn_batch_norm.default,
-        torch.ops.aten.miopen_batch_norm.default,
-    }
-)
-
-
-def changes_in_place(node: torch.fx.Node) -> bool:
-    """Whether an operator changes an operand in place; running statistics do not count."""
-    schema = operator_schema(node)
-    return schema is not None and bool(schema.is_mutable)
-
-
-def mutated_args(node: torch.fx.Node) -> list[torch.fx.Node]:
-    """Returns the operands that an operator changes in place."""
-    schema = operator_schema(node)
-    if schema is None:
-        return []
-    if node.target in _WRITES_STATISTICS and len(node.args) > 5 and node.args[5]:
-        return [n for n in node.args[3:5] if isinstance(n, torch.fx.Node)]
-    if not schema.is_mutable:
-        return []
-    found: list[torch.fx.Node] = []
-    for position, argument in enumerate(schema.arguments):
-        if argument.alias_info is None or not argument.alias_info.is_write:
-            continue
-        value = node.kwargs.get(argument.name)
-        if value is None and position < len(node.args):
-            value = node.args[position]
-        map_arg(value, found.append)
-    return found
-
-
-def is_view(node: torch.fx.Node) -> bool:
-    """Whether an operator returns its operand's memory, unchanged, under another shape."""
-    schema = operator_schema(node)
-    if schema is None or schema.is_mutable:
-        return False
-    return any(r.alias_info is not None for r in schema.returns)
-
-
-def changed_operand(node: torch.fx.Node) -> torch.fx.Node | None:
-    """Returns the operand that an operator changes in place and returns, as it is."""
-    operands = mutated_args(node)
-    if len(operands) != 1 or len(operator_schema(node).returns) != 1:
-        return None
-    result, operand = node.meta.get("val"), operands[0].meta.get("val")
-    if not isinstance(result, torch.Tensor) or not isinstance(operand, torch.Tensor):
-        return None
-    place, own = ((memory_id(t), t.storage_offset(), TensorType.of(t)) for t in (result, operand))
-    return operands[0] if place == own else None
-
-
 def is_active(leaf: Leaf, active_inputs: Sequence[bool]) -> tuple[bool, ...]:
     """Says which flat outputs can carry a gradient back to one of the active flat inputs.
 
@@ -349,7 +291,7 @@ def carries_gradient(leaf: Leaf, active_inputs: Sequence[bool]) -> Callable[[obj
             active.add(node)  # it returns what it changed; no_grad leaves the earlier history
         if any(map(carries, node.all_input_nodes)) and _passes_gradient(node):
             active.add(node)
-            if node.target not in _WRITES_STATISTICS:
+            if node.target not in WRITES_STATISTICS:
                 active.update(map(memory_of, mutated_args(node)))
     return carries
 

@@ -1,11 +1,16 @@
-"""Rewriting the leaves of a program, each different one once."""
+"""Programs rewritten: each different leaf once, or calls replaced by their callees' bodies.
+
+Compilers that inline early do the second before any other pass. Here it takes a composite apart for
+a comparison, and is the oracle of tests: linking late must give exactly what linking the inlined
+program gives.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from .program import Closure, Composite, Leaf, Program, walk_closures
+from .program import Call, Closure, Composite, Leaf, Pack, Program, Unpack, Value, walk_closures
 
 
 def map_leaves(program: Program, change: Callable[[Leaf], Leaf]) -> Program:
@@ -33,3 +38,53 @@ def _replace_callees(program: Program, new: Mapping[Closure, Closure]) -> Progra
     return Program(
         program.inputs, calls, program.outputs, program.sources, program.writes, program.output_tree
     )
+
+
+def inline_calls(program: Program) -> Program:
+    """Expands every call on a composite closure, to any depth; leaf calls stay.
+
+    Struct values disappear where both ends are inside the program. Returns the same program if
+    there is nothing to expand.
+    """
+    if all(isinstance(call.closure, Leaf) for call in program.calls):
+        return program
+    expansion = _Expansion()
+    env = {v: v for v in program.inputs}
+    expansion.body(program, env, "")
+    outputs = tuple(env[v] for v in program.outputs)
+    return Program(
+        program.inputs,
+        tuple(expansion.calls),
+        outputs,
+        program.sources,
+        program.writes,
+        program.output_tree,
+    )
+
+
+class _Expansion:
+    """Collects the calls of the expanded program."""
+
+    def __init__(self) -> None:
+        self.calls: list[Call] = []
+        self._fields: dict[Value, tuple[Value, ...]] = {}
+
+    def body(self, program: Program, env: dict[Value, Value], path: str) -> None:
+        for call in program.calls:
+            args = tuple(env[v] for v in call.args)
+            inner_path = ".".join(p for p in (path, call.path) if p)
+            env.update(zip(call.results, self._call(call, args, inner_path), strict=True))
+
+    def _call(self, call: Call, args: tuple[Value, ...], path: str) -> Sequence[Value]:
+        closure = call.closure
+        if isinstance(closure, Composite):
+            env = dict(zip(closure.program.inputs, args, strict=True))
+            self.body(closure.program, env, path)
+            return [env[v] for v in closure.program.outputs]
+        if isinstance(closure, Unpack) and args[0] in self._fields:
+            return self._fields[args[0]]
+        results = tuple(Value(v.type, v.hint) for v in call.results)
+        if isinstance(closure, Pack):
+            self._fields[results[0]] = args
+        self.calls.append(Call(closure, args, results, path if isinstance(closure, Leaf) else ""))
+        return results
