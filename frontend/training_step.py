@@ -24,7 +24,7 @@ from ..reuse.ir.program import ModelTensor
 from ..reuse.process_lock import ProcessLock
 from ..reuse.torch_names import new_cpu_tensor
 from .autograd.bridge import picker
-from .autograd.handed_gradients import HandedGradients
+from .autograd.tensors import HandedGradients
 from .calls.torch_slot import check_asks_slot, slot_filled
 from .capture.blocks import Reuse
 from .checks.models import model_inside, refuse_wrappers

@@ -1,4 +1,8 @@
-"""What runs the calls of a whole model, also where it runs itself around compiled modules in it."""
+"""What runs the calls of a whole model, also where it runs itself around compiled modules in it.
+
+PEFT's models are known by their class, once the user's code has imported PEFT: their ``generate``
+calls the model inside and not themselves. This module alone says those names.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +23,7 @@ from ..report import CompileReport
 from ..tracing.torch_tracing import user_frame
 from .calls import Calls, Itself
 from .entry import ModuleEntry
-from .parts import Parts, alone, why_alone
-from .peft_models import model_that_generates
-from .routes import Routes
+from .parts import Parts, Routes, alone, why_alone
 from .torch_slot import asks_slot, call_past_slot, call_with_hooks_around
 
 _WORTH_A_WORD = 2
@@ -192,3 +194,17 @@ class ModelCalls(Calls):
                 inside.enter_context(self._parts.routes.opened())
                 inside.enter_context(alone(self._parts.thread, why_alone(reason)))
             return super()._run_itself(reason, args, kwargs)
+
+
+_CLASSES = ("PeftModel", "PeftMixedModel")
+
+
+def model_that_generates(model: nn.Module) -> nn.Module | None:
+    """Returns the model that ``generate`` of one of PEFT's calls; None for any other model."""
+    peft = sys.modules.get("peft")
+    found = (getattr(peft, name, None) for name in _CLASSES)
+    if not isinstance(model, tuple(kind for kind in found if isinstance(kind, type))):
+        return None
+    base: Any = model.base_model  # what puts adapters in; it has the methods of the model inside
+    inside = getattr(getattr(base, "generate", None), "__self__", None)
+    return inside if isinstance(inside, nn.Module) and inside is not model else None

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,17 +19,16 @@ from torch import nn
 from ...reuse import torch_pytree
 from ...reuse.errors import CaptureError, FinalCaptureError, LazyInlineError, PlanError
 from ...reuse.evidence.module_state import module_state, walk_modules
+from ...reuse.process_lock import ProcessLock
 from ..capture.signatures import shapes_of
 from ..checks.refusals import DIFFERENTIATES, ITERATES, SETS_FOR_BACKWARDS
 from ..compiler import Compiler
 from ..options import Options
 from ..passes.state import Compilation, Pass
 from ..report import PartRecord
-from .calls import Calls
+from .calls import Accepted, Calls, Refusals
 from .entry import ModuleEntry
-from .refusals import Accepted, Refusals
-from .routes import Routes
-from .torch_slot import asks_slot, in_slot
+from .torch_slot import asks_slot, empty_slot, fill_slot, in_slot
 
 MIN_NODES = 3
 """Graph nodes from which on a program may pay; fewer are left to PyTorch's own kernels."""
@@ -238,3 +237,45 @@ def _likeness(module: nn.Module) -> Likeness:
 
 def _text(shapes: Sequence[Sequence[int]]) -> str:
     return ", ".join(str(tuple(shape)) for shape in shapes)
+
+
+class Routes:
+    """Fills PyTorch's own slots of modules for as long as any thread runs the model around them.
+
+    Args:
+        find: returns what takes the calls; asked when the first thread comes.
+    """
+
+    def __init__(self, find: Callable[[], Sequence[Calls]]) -> None:
+        self._find = find
+        self._lock = ProcessLock()
+        self._num_running = 0
+        self._taken: list[tuple[Calls, Callable[[], None]]] = []
+
+    @contextmanager
+    def opened(self) -> Iterator[None]:
+        """Within it the calls of the modules go to what is compiled for them."""
+        with self._lock:
+            if not self._num_running:
+                self._taken = [(calls, _filled(calls)) for calls in self._find()]
+            self._num_running += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._num_running -= 1
+                if not self._num_running:
+                    self._close()
+
+    def _close(self) -> None:
+        for calls, put_back in self._taken:
+            if in_slot(calls.model) is calls:  # else the model's Python has filled it anew
+                put_back()
+        self._taken = []
+
+
+def _filled(calls: Calls) -> Callable[[], None]:
+    """Fills a module's slot; returns what puts back what was there."""
+    module, before = calls.model, in_slot(calls.model)
+    fill_slot(module, calls)
+    return lambda: empty_slot(module) if before is None else fill_slot(module, before)

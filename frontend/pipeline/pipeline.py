@@ -30,7 +30,7 @@ from ...reuse.errors import PipelineError, door
 from ...reuse.ir.costs import CPU, CUDA
 from ...reuse.ir.leaf import without_autocast
 from ...reuse.ir.program import ModelTensor
-from ..autograd.torch_hooks import have_hooks, pass_through_autograd
+from ..autograd.torch_engine import have_hooks, pass_through_autograd
 from ..capture.blocks import Reuse
 from ..checks.models import check_example
 from ..checks.refusals import check_leaves, check_runnable

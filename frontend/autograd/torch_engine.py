@@ -1,11 +1,18 @@
-"""Adapter: hooks that PyTorch's engine runs where a gradient arrives at a tensor."""
+"""Adapter: PyTorch's autograd engine: hooks where a gradient arrives, and cotangents in a batch.
+
+What autograd hands over in a batch (``is_grads_batched=True``) has no memory of its own, which
+kernels would read: a backward runs once for each row.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+
+from ...reuse.errors import PlanError
 
 _MARK = "lazyinline"  # under this name in the notes that PyTorch keeps for a node
 
@@ -109,3 +116,50 @@ class _Chain(torch.autograd.Function):
         chain = cotangent if ctx.needs_input_grad[0] else None
         # A tensor of its own, which the engine may take for `.grad` as it is.
         return (chain, None, *(gradient.detach() for gradient in ctx.gradients))
+
+
+Backward = Callable[[Sequence[torch.Tensor | None], int], Sequence[torch.Tensor | None]]
+"""Takes cotangents, and how many more will follow; returns gradients."""
+
+
+def are_batched(cotangents: Sequence[torch.Tensor | None]) -> bool:
+    """Whether some cotangents stand for a batch of them."""
+    of_batch = torch._C._functorch.is_legacy_batchedtensor
+    return any(g is not None and of_batch(g) for g in cotangents)
+
+
+def one_by_one(run: Backward, cotangents: Sequence[torch.Tensor | None]) -> list[Any]:
+    """Runs a backward for each row of a batch of cotangents; returns gradients in a batch.
+
+    Raises:
+        PlanError: if they are to be differentiated in their turn.
+    """
+    if torch.is_grad_enabled():
+        raise PlanError(
+            "Gradients in a batch (is_grads_batched=True, vectorize=True) of a compiled module "
+            "cannot be differentiated again. Ask for them one by one, or use "
+            "lazyinline.func.jacobian."
+        )
+    of_batch: Any = torch._C._functorch.is_legacy_batchedtensor
+    with _outside_of_batch() as level:
+        batched = [g for g in cotangents if g is not None and of_batch(g)]
+        size = max(len(torch._remove_batch_dim(g, level, 1, 0)) for g in batched)
+        wholes = [
+            None if g is None else torch._remove_batch_dim(g, level, size, 0) for g in cotangents
+        ]
+        rows = [
+            run([None if g is None else g[i] for g in wholes], size - 1 - i) for i in range(size)
+        ]
+        columns = list(zip(*rows, strict=True))
+        found = [None if column[0] is None else torch.stack(column) for column in columns]
+    return [None if g is None else torch._add_batch_dim(g, 0, level) for g in found]
+
+
+@contextmanager
+def _outside_of_batch() -> Iterator[int]:
+    """Yields the level of the batch; operators inside are of none."""
+    level = torch._C._vmapmode_decrement_nesting() + 1
+    try:
+        yield level
+    finally:
+        torch._C._vmapmode_increment_nesting()
