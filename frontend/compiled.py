@@ -11,7 +11,7 @@ from ..autodiff.higher_order.gradient_program import GradientProgram
 from ..autodiff.training_program import StepProgram
 from ..backend.launches.torch_native import Hold
 from ..backend.run.runtime import Runtime
-from ..backend.run.unplanned_step import StepRunner
+from ..backend.run.unplanned import StepRunner
 from .capture.regions import CapturedModel
 from .unused_outputs import UnusedOutputs
 

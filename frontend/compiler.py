@@ -19,7 +19,7 @@ from ..autodiff.aliasing import saved_inputs
 from ..autodiff.derivative import Derivative, Differentiator
 from ..backend.run.planned import PlannedProgram
 from ..backend.run.runtime import ClosureRuntime, PlannedRuntime
-from ..backend.run.unplanned_step import UnplannedStep
+from ..backend.run.unplanned import UnplannedStep
 from .capture.regions import CapturedModel
 from .capture.surroundings import one_at_a_time
 from .compiled import CompiledGradients, CompiledProgram, CompiledStep, GradientRequest

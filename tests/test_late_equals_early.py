@@ -24,7 +24,7 @@ from programs import (
 from lazyinline.autodiff.derivative import Derivative, Differentiator, Recipe
 from lazyinline.backend.kernels.lower import EagerBackend, InductorBackend, lower_leaves
 from lazyinline.backend.link.link import link
-from lazyinline.backend.run.executable import Executable
+from lazyinline.backend.run.unplanned import Executable
 from lazyinline.reuse.ir.interpreter import flatten_value, interpret
 from lazyinline.reuse.ir.leaf import Stamp, flat_types, is_active
 from lazyinline.reuse.ir.program import (

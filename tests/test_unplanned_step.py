@@ -16,8 +16,9 @@ from torch import nn
 
 import lazyinline
 from lazyinline.backend.link.link import FlatProgram
-from lazyinline.backend.run import cuda_graph, unplanned_step
-from lazyinline.backend.run.unplanned_step import UnplannedStep
+from lazyinline.backend.run import cuda_graph
+from lazyinline.backend.run import unplanned as running
+from lazyinline.backend.run.unplanned import UnplannedStep
 from lazyinline.frontend.passes import memory
 from lazyinline.reuse.ir.types import TensorType
 
@@ -56,7 +57,7 @@ def graphs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> G
     found = Graphs("operation not permitted when stream is capturing" * (request.param != "graph"))
     unplanned(monkeypatch)
     if request.param != "plain":
-        monkeypatch.setattr(unplanned_step, "_is_on_gpu", lambda flat: True)
+        monkeypatch.setattr(running, "_is_on_gpu", lambda flat: True)
         monkeypatch.setattr(cuda_graph, "device_of", lambda flat: CPU)
         monkeypatch.setattr(UnplannedStep.__init__, "__defaults__", (found.capture,))
     return found
@@ -122,7 +123,7 @@ def test_a_graph_is_captured_once_and_replayed_at_every_step(graphs: Graphs) -> 
 
 def test_the_reason_for_no_graph_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     unplanned(monkeypatch)
-    monkeypatch.setattr(unplanned_step, "_is_on_gpu", lambda flat: True)
+    monkeypatch.setattr(running, "_is_on_gpu", lambda flat: True)
     model, args = decoder()
     step = lazyinline.compile_step(model, backend="eager")
     step(*args)

@@ -16,8 +16,8 @@ from ...reuse.ir.leaf import without_autocast
 from ...reuse.torch_names import version_of
 from ..launches.present_memory import check_addresses
 from ..launches.torch_native import Hold
-from .executable import Executable
 from .planned import Lease, PlannedProgram
+from .unplanned import Executable
 
 Graph: TypeAlias = Literal["keep", "free"]
 """What becomes of what a backward needs: ``"keep"`` it if the backward may run again."""

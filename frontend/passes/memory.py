@@ -19,10 +19,9 @@ from ...backend.launches.torch_native import NotBuiltError
 from ...backend.link.layout import lay_out, least_bytes
 from ...backend.link.link import FlatProgram, link
 from ...backend.link.placement import Tools, UnalignedError
-from ...backend.run.executable import Executable
 from ...backend.run.planned import PlannedProgram
 from ...backend.run.runtime import ClosureRuntime, PlannedRuntime
-from ...backend.run.unplanned_step import UnplannedStep, live_bytes
+from ...backend.run.unplanned import Executable, UnplannedStep, live_bytes
 from ...recompute.policy import Budget
 from ...reuse.errors import PlanError
 from ...reuse.ir.leaf import flat_types

@@ -10,9 +10,9 @@ from ...backend.launches.kernel_list import KernelList
 from ...backend.link.link import FlatProgram
 from ...backend.link.part_layout import PartSpec, PlanBuffers, Source, UnitLayout
 from ...backend.link.placement import place
-from ...backend.run.executable import Executable
 from ...backend.run.rank_program import RankPlan, RankProgram, Run, Schedule
 from ...backend.run.runtime import ClosureRuntime
+from ...backend.run.unplanned import Executable
 from ...pipeline_parallel.schedule.actions import (
     BACKWARD,
     BACKWARD_INPUT,
