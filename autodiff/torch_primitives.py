@@ -18,8 +18,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..reuse.ir.leaf import Stamp, flat_types, without_autocast
-from ..reuse.ir.operators import is_draw, may_draw, mutated_args
-from ..reuse.ir.primitives import is_primitive
+from ..reuse.ir.operators import is_draw, is_primitive, may_draw, mutated_args
 from ..reuse.ir.program import Leaf, Program
 from ..reuse.ir.rewrite import map_leaves
 from .derivative import Derivative, Differentiator, Recipe, Request

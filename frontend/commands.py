@@ -13,9 +13,8 @@ from typing import Any
 
 from ..backend.files.disk import DiskCache, default_directory, max_bytes
 from ..reuse.errors import CacheError, LazyInlineError
-from ..reuse.folding import folded
-from ..reuse.ir.printer import Shown
-from ..reuse.own_code import own_places
+from ..reuse.ir.printer import Shown, folded
+from ..reuse.process import own_places
 from .advise.advise import advise
 from .inspection import pass_lists, show_after, show_captured, show_primitives
 from .measure.bench import DEFAULT_LAYERS, bench, decoder, to_json

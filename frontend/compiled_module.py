@@ -19,7 +19,7 @@ from ..backend.kernels.lower import BackendName
 from ..recompute.policy import Policy
 from ..reuse.errors import PlanError, without_torchs
 from ..reuse.evidence.module_state import has_own_hooks, module_state, walk_modules
-from ..reuse.folding import folded
+from ..reuse.ir.printer import folded
 from ..reuse.torch_names import global_hook_tables
 from .calls.calls import WRAPPED, calls_of
 from .calls.model_calls import ModelCalls

@@ -8,8 +8,7 @@ from typing import Any, Literal, get_args
 from torch import nn
 
 from ..reuse.errors import LazyInlineError, door
-from ..reuse.folding import WIDTH, folded
-from ..reuse.ir.printer import Shown, diff_texts, format_program
+from ..reuse.ir.printer import WIDTH, Shown, diff_texts, folded, format_program
 from ..reuse.ir.program import Program
 from ..reuse.ir.verify import not_primitive, operators_of, verify
 from .capture.blocks import Reuse

@@ -10,8 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from ..reuse.folding import folded
-from ..reuse.ir.printer import closure_names
+from ..reuse.ir.printer import closure_names, folded
 from ..reuse.ir.program import count_calls
 from .capture.regions import CapturedModel
 from .compile_record import ClosureRecord, CompileRecord, PartRecord, PassRecord, part_lines

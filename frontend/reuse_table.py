@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from ..reuse.folding import WIDTH
+from ..reuse.ir.printer import WIDTH
 from .capture.blocks import Reuse, first_repeated
 from .capture.init_key import text_of_keys
 from .capture.regions import SharingDecision

@@ -21,7 +21,7 @@ from ..reuse import torch_pytree
 from ..reuse.errors import OURS, CaptureError, PlanError, ended_here, without_torchs
 from ..reuse.ir.leaf import without_autocast
 from ..reuse.ir.program import ModelTensor
-from ..reuse.process_lock import ProcessLock
+from ..reuse.process import ProcessLock
 from ..reuse.torch_names import new_cpu_tensor
 from .autograd.bridge import picker
 from .autograd.tensors import HandedGradients

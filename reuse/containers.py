@@ -7,16 +7,68 @@ flags) is its form, which is compared. A container that holds anything that is n
 What a call returns may be, or hold, a container that it was given. Such a one is *known* by its
 number, and is brought up to date in place of being made anew: whoever holds it, or a part of it,
 sees what eager would have left there.
+
+The containers that are known are the caches of transformers (``DynamicCache``, ``StaticCache``,
+``EncoderDecoderCache``): plain Python objects that hold tensors, and that a model changes in place.
+They are known by their class, once the user's code has imported transformers; nothing is imported
+or registered here. This module alone says the names of transformers.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
+import sys
 from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
 import torch
+
+_CACHES_MODULE = "transformers.cache_utils"
+_GROWING = ("DynamicLayer", {"keys": -2, "values": -2, "cumulative_length": -1})
+_BASES = ("Cache", "CacheLayerMixin", "LinearAttentionCacheLayerMixin", "DummyLayer")
+_COUNTS = ("cumulative_length", "cumulative_length_int")
+
+
+def cache_classes() -> tuple[type, ...]:
+    """Returns what caches and their layers derive from; nothing before transformers is there."""
+    module = sys.modules.get(_CACHES_MODULE)
+    return () if module is None else _classes_of(module)
+
+
+@lru_cache(maxsize=1)
+def _classes_of(module: Any) -> tuple[type, ...]:
+    found = (getattr(module, name, None) for name in _BASES)
+    return tuple(cls for cls in found if isinstance(cls, type))
+
+
+def growing_dims(kind: type) -> Mapping[str, int]:
+    """Returns the attributes of a container that grow from call to call: tensors, and where.
+
+    A whole number, as layers with a window count what came so far, is one dimension.
+    """
+    module = sys.modules.get(_CACHES_MODULE)
+    name, dims = _GROWING
+    base = None if module is None else getattr(module, name, None)
+    return dims if isinstance(base, type) and issubclass(kind, base) else {}
+
+
+def is_count(kind: type, name: Any) -> bool:
+    """Whether an attribute of a container counts what came so far, if it is a whole number.
+
+    What transformers does with it is known: arithmetic and comparisons.
+    """
+    return name in _COUNTS and issubclass(kind, cache_classes())
+
+
+_OUTPUTS_MODULE, _OUTPUTS = "transformers.utils.generic", "_registered_model_output_types"
+
+
+def is_set_of_outputs(value: Any) -> bool:
+    """Whether a value is that set; nothing is imported for it."""
+    return type(value) is set and value is getattr(sys.modules.get(_OUTPUTS_MODULE), _OUTPUTS, None)
+
 
 _CONSTANTS = (bool, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 _LEAVES = (torch.Tensor, int, torch.SymInt)

@@ -14,8 +14,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch.utils import _pytree
 
-from .containers import Apart, Container, Together, held
-from .transformers_caches import cache_classes, growing_dims, is_count
+from .containers import Apart, Container, Together, cache_classes, growing_dims, held, is_count
 
 _TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
 _LEAVES = frozenset({*_TENSORS, bool, int, float, str, type(None)})

@@ -1,6 +1,6 @@
 """What is printed, read without regard to where its lines were broken."""
 
-from lazyinline.reuse.folding import WIDTH
+from lazyinline.reuse.ir.printer import WIDTH
 
 
 def unfolded(shown: object) -> str:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import lazyinline
-from lazyinline.reuse.evidence.bytecode import (
+from lazyinline.reuse.evidence.functions import (
     globals_read,
     globals_used,
     modules_imported,

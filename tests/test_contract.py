@@ -76,7 +76,7 @@ from lazyinline.frontend.tracing.torch_fake_rules import kernels_own_rules
 from lazyinline.frontend.tracing.torch_mutations import pure_forms
 from lazyinline.reuse import torch_names
 from lazyinline.reuse.ir.operators import may_draw
-from lazyinline.reuse.own_code import package_digest
+from lazyinline.reuse.process import package_digest
 from lazyinline.reuse.torch_names import operators_tagged
 
 pytestmark = pytest.mark.smoke

@@ -11,7 +11,7 @@ from lazyinline.backend.cache.results import CacheUse
 from lazyinline.frontend.capture.regions import SharingDecision
 from lazyinline.frontend.compile_record import PartRecord
 from lazyinline.frontend.report import CompileReport
-from lazyinline.reuse.folding import WIDTH, folded
+from lazyinline.reuse.ir.printer import WIDTH, folded
 
 WORDS = st.text(st.characters(categories=("L", "N", "P")), min_size=1, max_size=30)
 LINES = st.tuples(st.integers(0, 20), st.lists(WORDS, max_size=30))

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import lazyinline
 from lazyinline import lazy_inline
-from lazyinline.reuse import own_code
+from lazyinline.reuse import process
 
 WIDTH = 64
 BACKENDS = pytest.mark.parametrize(
@@ -178,7 +178,7 @@ MAKING = re.compile(
 def test_whatever_is_made_says_on_which_device() -> None:
     """A default device is the user's: tensors of ours must not follow it."""
     silent = []
-    for path in own_code.own_files():
+    for path in process.own_files():
         if path.suffix != ".py" or path.name in ("models.py", "measure.py"):  # made to measure with
             continue
         silent += [f"{path.name}:{call.lineno}" for call in factory_calls(path)]

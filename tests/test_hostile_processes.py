@@ -27,7 +27,7 @@ from lazyinline.backend.files.torch_folder import (
 from lazyinline.backend.kernels import torch_builds
 from lazyinline.backend.launches import torch_native
 from lazyinline.reuse.errors import CacheWarning
-from lazyinline.reuse.process_lock import ProcessLock
+from lazyinline.reuse.process import ProcessLock
 
 # ---- forks -----------------------------------------------------------------------------------
 

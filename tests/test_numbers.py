@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.fx
 
-from lazyinline.reuse.ir.scalar_inputs import Number, Slot, replace, slot_of
+from lazyinline.reuse.ir.constants import Number, Slot, replace, slot_of
 
 aten = torch.ops.aten
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)

@@ -8,16 +8,16 @@ import pytest
 from link_tree import PUBLIC_FACE, ROOT, package_folders
 
 from lazyinline.frontend.tracing import torch_tracing
-from lazyinline.reuse import own_code
+from lazyinline.reuse import process
 
 
 def test_every_folder_of_the_package_is_known() -> None:
-    assert sorted(own_code.FOLDERS) == [folder.name for folder in package_folders()]
-    assert own_code.package_root().resolve() == ROOT
+    assert sorted(process.FOLDERS) == [folder.name for folder in package_folders()]
+    assert process.package_root().resolve() == ROOT
 
 
 def test_the_digest_reads_every_file_of_the_package() -> None:
-    found = {path.resolve() for path in own_code.own_files()}
+    found = {path.resolve() for path in process.own_files()}
     expected = {path for folder in package_folders() for path in folder.rglob("*")}
     assert PUBLIC_FACE / "__init__.py" in found
     assert found == {p for p in expected if p.is_file() and "__pycache__" not in p.parts}
@@ -32,18 +32,18 @@ def test_the_digest_changes_with_any_file_at_any_depth(
     for name in [*files, "backend/a/__pycache__/native.pyc"]:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("old")
-    seen = [own_code.code_digest(tmp_path)]
+    seen = [process.code_digest(tmp_path)]
     for name in files:
         (tmp_path / name).write_text("new")
-        seen.append(own_code.code_digest(tmp_path))
+        seen.append(process.code_digest(tmp_path))
     (tmp_path / "backend/a/native.cpp").rename(tmp_path / "backend/native.cpp")
-    seen.append(own_code.code_digest(tmp_path))
+    seen.append(process.code_digest(tmp_path))
     assert len(set(seen)) == len(files) + 2
     (tmp_path / "backend/a/__pycache__/native.pyc").write_text("new")
-    assert own_code.code_digest(tmp_path) == seen[-1]
+    assert process.code_digest(tmp_path) == seen[-1]
     (tmp_path / "tests").mkdir()
     (tmp_path / "tests/x.py").write_text("")
-    assert (own_code.code_digest(tmp_path) == seen[-1]) is not installed
+    assert (process.code_digest(tmp_path) == seen[-1]) is not installed
 
 
 def frame_of(path: pathlib.Path) -> SimpleNamespace:
@@ -54,7 +54,7 @@ def frame_of(path: pathlib.Path) -> SimpleNamespace:
 
 
 def test_no_frame_of_ours_is_a_frame_of_the_user() -> None:
-    ours = [path for path in own_code.own_files() if path.suffix == ".py"]
+    ours = [path for path in process.own_files() if path.suffix == ".py"]
     assert len(ours) > 100
     for path in ours:
         frame = frame_of(path)
@@ -63,7 +63,7 @@ def test_no_frame_of_ours_is_a_frame_of_the_user() -> None:
 
 
 def test_what_stands_beside_our_folders_is_the_users() -> None:
-    root = own_code.package_root()
+    root = process.package_root()
     beside = [
         path for name in ("tests", "examples", "benchmarks") for path in root.glob(f"{name}/*.py")
     ]

@@ -15,7 +15,7 @@ import pytest
 from link_tree import COMMAND, PUBLIC_FACE, ROOT, all_packages, package_folders
 
 import lazyinline
-from lazyinline.reuse import supported
+from lazyinline.reuse import process
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -110,7 +110,7 @@ def test_wheel_imports_by_itself(wheel: pathlib.Path, tmp_path: pathlib.Path) ->
     )
     code = (
         "import importlib, pkgutil, lazyinline\n"
-        "from lazyinline.reuse.own_code import own_places\n"
+        "from lazyinline.reuse.process import own_places\n"
         "import lazyinline_command.main\n"
         "for found in pkgutil.walk_packages(lazyinline.__path__, 'lazyinline.'):\n"
         "    file = importlib.import_module(found.name).__file__\n"
@@ -185,10 +185,10 @@ def test_torch_is_in_the_declared_range() -> None:
     assert match, f"the Makefile cannot read the range from {torch!r}"
     low, high = map(release, match.groups())
     assert low <= release(importlib.metadata.version("torch"))[:2] < high
-    newest = (*supported.NEWEST_TORCH[:1], supported.NEWEST_TORCH[1] + 1)
-    assert (low, high) == (supported.OLDEST_TORCH, newest), "what the import asks for"
+    newest = (*process.NEWEST_TORCH[:1], process.NEWEST_TORCH[1] + 1)
+    assert (low, high) == (process.OLDEST_TORCH, newest), "what the import asks for"
 
 
 def test_the_newest_python_is_the_one_that_is_declared() -> None:
     named = [c.rpartition(" ")[2] for c in PYPROJECT["project"]["classifiers"] if ":: 3." in c]
-    assert max(map(release, named)) == supported.NEWEST_PYTHON
+    assert max(map(release, named)) == process.NEWEST_PYTHON

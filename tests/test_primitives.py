@@ -30,7 +30,7 @@ from lazyinline.frontend.inspection import reduced
 from lazyinline.frontend.passes.parts import programs_of
 from lazyinline.frontend.requests import differentiation
 from lazyinline.reuse.ir.interpreter import interpret
-from lazyinline.reuse.ir.primitives import is_primitive
+from lazyinline.reuse.ir.operators import is_primitive
 from lazyinline.reuse.ir.program import Leaf, ModelTensor, Program, walk_closures
 from lazyinline.reuse.ir.verify import not_primitive, verify
 from lazyinline_command.main import main

@@ -10,8 +10,8 @@ import torch
 from run_versions import PAIRS, MissingError, Pair, find_python
 
 from lazyinline import LazyInlineError
-from lazyinline.reuse import supported
-from lazyinline.reuse.supported import check_supported
+from lazyinline.reuse import process
+from lazyinline.reuse.process import check_supported
 
 pytestmark = pytest.mark.smoke
 
@@ -42,7 +42,7 @@ def test_a_torch_that_is_too_new_gets_a_warning(
 
 
 def test_a_python_that_is_too_new_gets_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supported, "NEWEST_PYTHON", (3, 9))
+    monkeypatch.setattr(process, "NEWEST_PYTHON", (3, 9))
     with pytest.warns(UserWarning, match=r"up to Python 3\.9, this is 3\."):
         check_supported()
 
@@ -69,8 +69,8 @@ def test_the_pairs_that_are_tried_reach_from_the_oldest_to_the_newest() -> None:
     assert all(str(pair) == f"PyTorch {pair.torch}, Python {pair.python}" for pair in pairs)
     torches = {tuple(map(int, pair.torch.split("."))) for pair in pairs}
     pythons = {tuple(map(int, pair.python.split("."))) for pair in pairs}
-    assert (min(torches), max(torches)) == (supported.OLDEST_TORCH, supported.NEWEST_TORCH)
-    assert (min(pythons), max(pythons)) == ((3, 10), supported.NEWEST_PYTHON)
+    assert (min(torches), max(torches)) == (process.OLDEST_TORCH, process.NEWEST_TORCH)
+    assert (min(pythons), max(pythons)) == ((3, 10), process.NEWEST_PYTHON)
 
 
 def test_an_interpreter_is_found_where_it_is_said_to_be_and_a_missing_one_is_named(

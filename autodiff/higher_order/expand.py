@@ -15,8 +15,8 @@ import torch.fx
 
 from ...reuse.errors import CaptureError, PlanError
 from ...reuse.ir.program import Call, Composite, Leaf, Program, Value
-from ...reuse.ir.torch_graphs import module_of
 from ...reuse.ir.types import TensorType
+from ...reuse.torch_names import module_of
 from ..draws import drawing_leaf
 from ..forward_mode.forward_derivative import ForwardDerivative, ForwardDerivatives
 from ..forward_mode.jet_interpreter import Fallback

@@ -15,7 +15,7 @@ import torch.fx
 
 from ...reuse.ir.operators import is_draw
 from ...reuse.ir.program import input_nodes, outputs_of
-from ...reuse.ir.torch_graphs import module_of
+from ...reuse.torch_names import module_of
 
 
 def early_nodes(joint: torch.fx.GraphModule) -> set[torch.fx.Node]:

@@ -14,7 +14,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 
 from ...reuse.ir.torch_symbols import environment_of, size_in, sizes_as_literals
 from ...reuse.ir.types import TensorType
-from ...reuse.process_lock import ProcessLock
+from ...reuse.process import ProcessLock
 from .stops import stopped
 from .torch_lazy import PLAIN_ZEROS
 

@@ -20,9 +20,8 @@ import torch.fx
 from ...autodiff.leaf_derivative import Derivative
 from ...reuse.ir.leaf import DEFAULT_STAMP, Stamp, stamp_of
 from ...reuse.ir.program import Leaf
-from ...reuse.ir.torch_graphs import module_of
 from ...reuse.ir.types import StructType, TensorType
-from ...reuse.torch_names import memory_id
+from ...reuse.torch_names import memory_id, module_of
 from ..gpu.torch_triton import MachineCode
 from ..gpu.triton_kernel import TritonKernel
 from ..launches import torch_facts

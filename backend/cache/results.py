@@ -29,7 +29,7 @@ from ...autodiff.traces.forwards import trace_forward
 from ...autodiff.traces.joint_trace import JointTrace
 from ...reuse.ir.leaf import flat_types, node_type
 from ...reuse.ir.program import Leaf, input_nodes, outputs_of
-from ...reuse.own_code import package_digest
+from ...reuse.process import package_digest
 from ..arena.arena import ArenaPlan
 from ..arena.live_ranges import Buffers
 from ..files.disk import DiskCache, MissingObjectError, open_cache

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.fx
 
-from ...reuse.ir.torch_graphs import module_of
+from ...reuse.torch_names import module_of
 
 aten = torch.ops.aten
 FUSED = aten.scaled_dot_product_attention.default

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.fx
 
-from ...reuse.ir.torch_graphs import module_of
+from ...reuse.torch_names import module_of
 
 _FUSED = torch.ops.aten.scaled_dot_product_attention.default
 _PLAIN = torch.ops.aten._scaled_dot_product_attention_math.default

@@ -18,7 +18,7 @@ from typing import Any, Literal
 import torch
 
 from ...reuse.ir.program import Leaf
-from ...reuse.process_lock import ProcessLock
+from ...reuse.process import ProcessLock
 from ..gpu.place import Place, streams_on
 from ..gpu.streams import with_streams
 from ..gpu.triton_kernel import TritonKernel

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ...backend.kernels.lower import BackendName
-from ...reuse.folding import folded
+from ...reuse.ir.printer import folded
 
 _TOLD = 15
 """The column where what is told of blocks that were kept apart begins."""

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import torch
 
 from ...reuse.errors import PlanError
+from ...reuse.ir.transfer import in_own_storage
 from ...reuse.ir.types import TensorType, Type
-from ...reuse.own_storage import in_own_storage
 from ...reuse.torch_names import is_lazy
 from ..checks.torch_state import TensorLayouts, plain_cotangent, watching_class
 from .torch_engine import as_graph, have_hooks, pass_through_autograd

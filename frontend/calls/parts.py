@@ -19,7 +19,7 @@ from torch import nn
 from ...reuse import torch_pytree
 from ...reuse.errors import CaptureError, FinalCaptureError, LazyInlineError, PlanError
 from ...reuse.evidence.module_state import module_state, walk_modules
-from ...reuse.process_lock import ProcessLock
+from ...reuse.process import ProcessLock
 from ..capture.signatures import shapes_of
 from ..checks.refusals import DIFFERENTIATES, ITERATES, SETS_FOR_BACKWARDS
 from ..compiler import Compiler

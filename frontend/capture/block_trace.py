@@ -11,9 +11,8 @@ from torch import nn
 
 from ...reuse import torch_pytree
 from ...reuse.evidence.evidence import Evidence
-from ...reuse.evidence.module_state import Places, has_hooks, walk_modules
+from ...reuse.evidence.module_state import Places, has_hooks, module_paths, walk_modules
 from ...reuse.evidence.slots import SlotEvidence, name_of
-from ...reuse.evidence.structure import module_paths
 from .init_key import InitKey
 from .recording import Recording
 from .regions import Region, Template

@@ -12,11 +12,10 @@ import torch.fx
 from torch import nn
 
 from ...reuse import torch_pytree
-from ...reuse.containers import numbered
+from ...reuse.containers import cache_classes, numbered
 from ...reuse.errors import CaptureError
 from ...reuse.ir.program import UserInput
 from ...reuse.torch_names import own_attributes
-from ...reuse.transformers_caches import cache_classes
 from ..checks.refusals import refuse_read_attributes, refuse_unlike_constants
 from ..effects.effects import EffectError, OnEffects
 from ..effects.inside_changes import Change, is_plain

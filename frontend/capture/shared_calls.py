@@ -11,8 +11,8 @@ from torch import nn
 
 from ...reuse import torch_pytree
 from ...reuse.evidence.evidence import Evidence
+from ...reuse.evidence.module_state import TensorPath, follow_tensor_path
 from ...reuse.evidence.slots import SlotEvidence
-from ...reuse.evidence.structure import TensorPath, follow_tensor_path
 from ...reuse.ir.leaf import memory_of
 from ...reuse.ir.program import ModelTensor
 from ...reuse.ir.types import TensorType

@@ -11,7 +11,7 @@ Mark the layer class, compile the model, train or run it as before::
     compiled = lazyinline.compile(model)
 """
 
-from lazyinline.reuse.supported import check_supported
+from lazyinline.reuse.process import check_supported
 
 check_supported()  # first: what follows names what only some versions of PyTorch have
 
@@ -40,7 +40,7 @@ from lazyinline.reuse.errors import (
     ReuseError,
     VerifyError,
 )
-from lazyinline.reuse.ir.primitives import Primitive, primitives
+from lazyinline.reuse.ir.operators import Primitive, primitives
 from lazyinline.reuse.ir.program import Program
 
 __version__ = "0.1.0"

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...backend.kernels.lower import BackendName
-from ...reuse.folding import folded
+from ...reuse.ir.printer import folded
 from ..page.measured import measured_page
 from ..page.write import write_page
 from ..report import CompileReport

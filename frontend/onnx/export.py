@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from ...reuse.errors import CaptureError, ExportError, door
-from ...reuse.folding import folded
+from ...reuse.ir.printer import folded
 from ...reuse.ir.program import ModelTensor, Program, UserInput
 from ...reuse.ir.verify import verify as verify_program
 from ..calls.calls import calls_of

@@ -12,8 +12,8 @@ from torch import nn
 from ...autodiff.derivative import Derivative, Request
 from ...backend.link.link import FlatProgram, check_flat
 from ...reuse.ir.program import Program
-from ...reuse.ir.torch_graphs import lazy_modules
 from ...reuse.ir.verify import ProgramLevel, verify
+from ...reuse.torch_names import lazy_modules
 from ..capture.regions import CapturedModel, Sizes
 from ..capture.surroundings import one_at_a_time
 from ..effects.effects import OnEffects

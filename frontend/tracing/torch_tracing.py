@@ -42,10 +42,10 @@ from ...autodiff.rules.in_traces import rules_above_autograd
 from ...reuse.errors import CaptureError
 from ...reuse.ir.leaf import Stamp, current_autocast
 from ...reuse.ir.operators import mutated_args
-from ...reuse.ir.torch_graphs import lazy_modules, wrapped_globals_left
 from ...reuse.ir.torch_symbols import SIZE_TYPES
 from ...reuse.ir.types import TensorType
-from ...reuse.own_code import own_places
+from ...reuse.process import own_places
+from ...reuse.torch_names import lazy_modules, wrapped_globals_left
 from .readings import ASKED_IN_PYTHON
 from .torch_fake_rules import LAID_OUT_AS_SUGGESTED, laid_out_by_kernel
 from .torch_gpu_autocast import GpuCasts

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ...reuse.folding import WIDTH
+from ...reuse.ir.printer import WIDTH
 from .actions import (
     BACKWARD,
     BACKWARD_INPUT,

@@ -7,8 +7,8 @@ import math
 import torch
 from torch import Tensor
 
+from ...reuse.ir.transfer import in_own_storage
 from ...reuse.ir.types import TensorType
-from ...reuse.own_storage import in_own_storage
 
 
 class GradientSums:

@@ -35,22 +35,20 @@ from ..open_index import answers_alike, tests_of
 from .module_state import (
     WHOLE,
     Places,
+    TensorPath,
     Where,
     find_attribute,
+    follow_tensor_path,
+    module_paths,
     module_state,
     raw_attribute,
+    structure_mismatch,
+    structure_of,
+    tensor_facts,
     walk_modules,
 )
 from .reads import BlockEvidence, Reads, cell_reads, look_up, outside_name, same_shallow, snapshot
 from .snapshot import Snapshot
-from .structure import (
-    TensorPath,
-    follow_tensor_path,
-    module_paths,
-    structure_mismatch,
-    structure_of,
-    tensor_facts,
-)
 
 Held = Literal["same", "changed"]
 

@@ -22,12 +22,10 @@ from ..kinds import is_unrepeatable
 from ..objects import ABSENT, cell_contents, is_library, is_own_patch, is_python_defined
 from ..open_index import OpenIndex, told
 from ..torch_pytree import is_container
-from .bytecode import globals_used, modules_imported, texts_of
-from .captured_functions import Closures
+from .functions import Closures, globals_used, modules_imported, texts_of, way_of, way_through
 from .module_state import WHOLE, Where, find_attribute, module_state, own_names
 from .slots import SlotReads
 from .snapshot import Snapshot
-from .telling_apart import way_of, way_through
 
 # State of nn.Module itself, of which the structure of a tree and the guard compare what matters;
 # and what it runs at each call.

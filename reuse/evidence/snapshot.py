@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..containers import is_set_of_outputs
 from ..errors import CaptureError, FinalCaptureError
 from ..freeze import BY_IDENTITY, IMMUTABLE
 from ..kinds import (
@@ -31,7 +32,6 @@ from ..kinds import (
     parts_of,
 )
 from ..objects import has_plain_class, is_library, is_looked_into
-from ..transformers_outputs import is_set_of_outputs
 
 _ATOMS = frozenset(IMMUTABLE)
 _SCALARS = (bool, int, str, bytes, range, torch.device, torch.Size)

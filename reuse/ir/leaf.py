@@ -17,10 +17,9 @@ import torch
 import torch.fx
 
 from ..freeze import Freezer
-from ..torch_names import memory_id
+from ..torch_names import memory_id, module_of
 from .operators import WRITES_STATISTICS, mutated_args
 from .program import Leaf, outputs_of
-from .torch_graphs import module_of
 from .torch_symbols import SizedInterpreter
 from .types import TensorType, Type, flatten_type
 

@@ -15,17 +15,50 @@ from __future__ import annotations
 
 import difflib
 import re
+import textwrap
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal, TypeAlias
 
 import torch
 import torch.fx
 
-from ..folding import WIDTH
 from ..torch_names import OPERATOR_TYPES
 from .leaf import stamp_of
 from .program import Call, Closure, Composite, Leaf, Pack, Program, Unpack, Value, count_calls
 from .types import Type, dtype_name
+
+WIDTH = 100
+"""Columns of all that is printed; a word that is longer by itself stays whole."""
+
+_FURTHER_IN = 4
+
+
+def folded(text: str, *, width: int = WIDTH, indent: int | None = None) -> str:
+    """Returns a text whose lines fit: one that is too long goes on below.
+
+    Args:
+        text: of any number of lines.
+        width: columns that there are.
+        indent: where a line goes on; None: further in than it begins.
+    """
+    return "\n".join(
+        piece for line in text.split("\n") for piece in _folded_line(line, width, indent)
+    )
+
+
+def _folded_line(line: str, width: int, indent: int | None) -> list[str]:
+    if len(line) <= width:
+        return [line]
+    if indent is None:
+        indent = len(line) - len(line.lstrip()) + _FURTHER_IN
+    return textwrap.wrap(
+        line,
+        width,
+        subsequent_indent=" " * indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
 
 Shown: TypeAlias = Literal["show", "hide"]
 

@@ -16,7 +16,7 @@ import torch.fx
 from torch.fx.node import map_aggregate, map_arg
 
 from ..errors import CaptureError
-from .torch_graphs import module_of
+from ..torch_names import module_of
 from .types import StructType, TensorType, Type
 
 SIZE_TYPES: tuple[type, ...] = (torch.SymInt, torch.SymFloat, torch.SymBool)

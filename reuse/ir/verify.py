@@ -21,8 +21,7 @@ import torch.fx
 from ..errors import VerifyError
 from ..torch_names import schema_of
 from .leaf import flat_types, memory_of, stamp_of
-from .operators import mutated_args
-from .primitives import is_primitive, takes_one_of_several
+from .operators import is_primitive, mutated_args, takes_one_of_several
 from .printer import format_program
 from .program import Call, Closure, Composite, Leaf, Pack, Program, Unpack, Value, walk_closures
 

@@ -1,0 +1,212 @@
+"""The functions that ran: what their code names, what they captured, how they tell objects apart.
+
+A running frame shows only its code object, which several functions may share, each with variables
+of its own. After it returns, ``gc.get_referents(frame)`` shows the function (Python 3.11 and
+later), so frames are held until then. On 3.10 functions are searched for by their code. A function
+that is gone when the run ends, such as a comprehension, does not matter: nobody can call it again.
+
+An address, a hash, a weak reference or a function that remembers its results gives another answer
+for each object, which no comparison of what they hold can see. A block whose code goes such a way
+is not shared.
+"""
+
+from __future__ import annotations
+
+import builtins
+import ctypes
+import dis
+import functools
+import gc
+import pickle
+import types
+import weakref
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import CaptureError
+
+# In a class body's scope of annotations, since Python 3.12, a global has an instruction of its own.
+_LOADS = frozenset(["LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"])
+_STORES = frozenset(["STORE_GLOBAL"])
+
+
+@functools.lru_cache(maxsize=4096)
+def globals_read(code: types.CodeType) -> tuple[str, ...]:
+    """Returns the names that a function looks up among its globals or the builtins."""
+    return _arguments(code, _LOADS)
+
+
+@functools.lru_cache(maxsize=4096)
+def globals_used(code: types.CodeType) -> tuple[str, ...]:
+    """Returns the names that a function reads or sets among its globals."""
+    return _arguments(code, _LOADS | _STORES)
+
+
+@functools.lru_cache(maxsize=4096)
+def modules_imported(code: types.CodeType) -> tuple[str, ...]:
+    """Returns the names of the modules that a function imports."""
+    return _arguments(code, frozenset(["IMPORT_NAME"]))
+
+
+def texts_of(code: types.CodeType) -> list[str]:
+    """Returns the texts in a function: names for ``getattr``, ``globals()[...]`` and the like.
+
+    Which of them stand in tuples (those that a loop runs over, the keys of a dictionary) depends
+    on the version of Python.
+    """
+    return list(_texts_in(code.co_consts))
+
+
+def _texts_in(constants: Iterable[Any]) -> Iterator[str]:
+    for constant in constants:
+        if type(constant) is str:
+            yield constant
+        elif type(constant) in (tuple, frozenset):
+            yield from _texts_in(constant)
+
+
+def _arguments(code: types.CodeType, names: frozenset[str]) -> tuple[str, ...]:
+    found = (i.argval for i in dis.get_instructions(code) if i.opname in names)
+    return tuple(dict.fromkeys(found))
+
+
+_BUILTINS = ("id", "hash", "dir")
+_FUNCTIONS = {id(getattr(builtins, name)): name for name in _BUILTINS}
+_MODULES = {id(module): module.__name__ for module in (ctypes, gc, pickle)}
+_METHODS = frozenset(
+    ("__dir__", "__getattribute__", "__getstate__", "__hash__", "__reduce__", "__reduce_ex__")
+)
+_WEAK = ("weakref", "_weakrefset")
+_LRU_CACHE = type(functools.lru_cache(len))
+
+
+def way_of(code: types.CodeType, scope: dict[str, Any], owner: Any) -> str:
+    """Returns the way by which a function may tell objects apart, or an empty text.
+
+    Args:
+        code: the function's.
+        scope: its globals.
+        owner: its first argument.
+    """
+    if scope.get("__name__") in _WEAK and code.co_varnames[:1] == ("self",):
+        return "weak references"  # no callback of one that died, which runs anywhere
+    names, methods = _ways_in(code)
+    if not isinstance(owner, nn.Module):  # an object's own lookup: what it holds is compared
+        methods = tuple(name for name in methods if name != code.co_name)
+    return next((f"{name}()" for name in (*names, *methods) if name not in scope), "")
+
+
+def way_through(value: Any) -> str:
+    """The same for something that a function found outside the model."""
+    if id(value) in _FUNCTIONS:
+        return f"{_FUNCTIONS[id(value)]}()"
+    if id(value) in _MODULES:
+        return _MODULES[id(value)]
+    if isinstance(value, _LRU_CACHE) and _remembers_models(value):
+        return f"{value.__name__}(), which remembers its results"
+    return ""
+
+
+@functools.lru_cache(maxsize=4096)
+def _ways_in(code: types.CodeType) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The builtin functions, and the methods, that a function names."""
+    found = globals_read(code)
+    used = {*code.co_names, *texts_of(code)}
+    return tuple(n for n in _BUILTINS if n in found), tuple(sorted(_METHODS & used))
+
+
+def _remembers_models(function: Any) -> bool:
+    """Whether a function that remembers its results was called with a module or a tensor."""
+    tables = [found for found in gc.get_referents(function) if type(found) is dict]
+    return any(_leads_to_model(table) for table in tables if table is not vars(function))
+
+
+def _leads_to_model(keys: Iterable[Any]) -> bool:
+    return any(
+        _leads_to_model(key)
+        if isinstance(key, tuple)
+        else isinstance(key, (nn.Module, torch.Tensor))
+        for key in keys
+    )
+
+
+_MAX_FRAMES = 64
+
+
+class Closures:
+    """Finds the functions that frames ran, without keeping the frames."""
+
+    def __init__(self) -> None:
+        self._frames: list[types.FrameType] = []
+        self._codes: dict[int, types.CodeType] = {}
+        self._found: dict[int, weakref.ref[types.FunctionType]] = {}
+
+    def ran(self, frame: types.FrameType) -> None:
+        """Notes a frame that has just begun."""
+        self._frames.append(frame)
+        if len(self._frames) > _MAX_FRAMES:
+            self.let_go()
+        if len(self._frames) > _MAX_FRAMES:  # they tell nothing, so their code has to do
+            self._codes.update(_codes_of(self._frames))
+            self._frames = []
+
+    def functions(self) -> list[types.FunctionType]:
+        """Returns the functions of all frames that were noted, if they are still there.
+
+        Raises:
+            CaptureError: if one cannot be found, because ``gc.freeze`` hid it.
+        """
+        self.let_go()
+        wanted = {**self._codes, **_codes_of(self._frames)}
+        if wanted:
+            self._find_by_code(wanted)
+        return [function for found in self._found.values() if (function := found()) is not None]
+
+    def absorb(self, later: Closures) -> None:
+        """Takes over what ran since the last frame noted here."""
+        later.let_go()
+        self._frames += later._frames
+        self._codes.update(later._codes)
+        self._found.update(later._found)
+        self.let_go()
+
+    def let_go(self) -> None:
+        """Lets go of the frames that have ended, which hold all that was in their variables."""
+        running = []
+        for frame in self._frames:
+            function = _function_of(frame)
+            if function is None:
+                running.append(frame)
+            else:
+                self._found[id(function)] = weakref.ref(function)
+        self._frames = running
+
+    def _find_by_code(self, wanted: dict[int, types.CodeType]) -> None:
+        """Takes all functions of the code of frames that do not tell: running ones, generators."""
+        for function in gc.get_referrers(*wanted.values()):
+            if isinstance(function, types.FunctionType) and id(function.__code__) in wanted:
+                self._found[id(function)] = weakref.ref(function)
+        alive = [function for found in self._found.values() if (function := found()) is not None]
+        known = {id(function.__code__) for function in alive}
+        lost = [code for number, code in wanted.items() if number not in known]
+        if lost and gc.get_freeze_count():
+            raise CaptureError(
+                f"The captured variables of {lost[0].co_name} ({lost[0].co_filename}:"
+                f"{lost[0].co_firstlineno}) cannot be watched: gc.freeze() hides the function. "
+                "Call gc.unfreeze() before the model is compiled."
+            )
+
+
+def _codes_of(frames: Iterable[types.FrameType]) -> dict[int, types.CodeType]:
+    return {id(frame.f_code): frame.f_code for frame in frames}
+
+
+def _function_of(frame: types.FrameType) -> types.FunctionType | None:
+    """Returns what an ended frame ran; what else it refers to may be any function."""
+    for found in gc.get_referents(frame):
+        if isinstance(found, types.FunctionType) and found.__code__ is frame.f_code:
+            return found
+    return None

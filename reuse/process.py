@@ -1,0 +1,147 @@
+"""The process that lazyinline runs in: its PyTorch and Python, the files of lazyinline, its forks.
+
+The oldest and newest versions agree with pyproject.toml (a test compares them); pip holds to them,
+but not everybody installs with pip, and a name of PyTorch that moved would fail far from its cause.
+The cache goes by what the files of lazyinline hold, and frames of its own are known by their path.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import re
+import sys
+import sysconfig
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .errors import LazyInlineError
+
+OLDEST_TORCH, NEWEST_TORCH = (2, 11), (2, 15)
+NEWEST_PYTHON = (3, 14)
+
+
+def check_supported() -> None:
+    """Asks for the interpreter and the PyTorch that run.
+
+    Raises:
+        LazyInlineError: for a free-threaded Python, and for a PyTorch that is too old.
+    """
+    here = sys.version_info[:2]
+    if _is_free_threaded():
+        raise LazyInlineError(
+            f"lazyinline does not run on free-threaded Python, and this is a free-threaded "
+            f"{_text(here)}: a model that another thread changes while it is captured or checked "
+            f"would go unnoticed. Use the ordinary build of Python {_text(here)}."
+        )
+    found = tuple(map(int, re.findall(r"\d+", torch.__version__)[:2]))
+    wanted = f"PyTorch {_text(OLDEST_TORCH)} to {_text(NEWEST_TORCH)}"
+    command = f"pip install 'torch>={_text(OLDEST_TORCH)},<{_text(_next(NEWEST_TORCH))}'"
+    if found < OLDEST_TORCH:
+        raise LazyInlineError(
+            f"lazyinline needs {wanted}, and this is {torch.__version__}: {command}"
+        )
+    if found > NEWEST_TORCH:
+        _warn(f"lazyinline is tested with {wanted}, and this is {torch.__version__}: {command}")
+    if here > NEWEST_PYTHON:
+        _warn(f"lazyinline is tested up to Python {_text(NEWEST_PYTHON)}, this is {_text(here)}")
+
+
+def _is_free_threaded() -> bool:
+    """Whether this interpreter was built without a global lock, in use or not, or runs so."""
+    has_lock = getattr(sys, "_is_gil_enabled", lambda: True)
+    return bool(sysconfig.get_config_var("Py_GIL_DISABLED")) or not has_lock()
+
+
+def _next(version: tuple[int, int]) -> tuple[int, int]:
+    return version[0], version[1] + 1
+
+
+def _text(version: tuple[int, ...]) -> str:
+    return ".".join(map(str, version))
+
+
+def _warn(message: str) -> None:
+    warnings.warn(message, stacklevel=4)  # at the line that imports lazyinline
+
+
+# Named one by one: in a checkout they stand beside tests, examples and whatever else a user put
+# there, and code that is taken for ours is not watched.
+FOLDERS = ("autodiff", "backend", "frontend", "pipeline_parallel", "recompute", "reuse")
+
+
+def package_root() -> Path:
+    """Returns what holds the folders of lazyinline: the installed package, or a checkout.
+
+    Links are not resolved: frames name the path by which a file was imported.
+    """
+    depth = __name__.count(".")  # lazyinline.<folder>[.<folder>...].own_code
+    return Path(os.path.abspath(__file__)).parents[depth - 1]
+
+
+def own_places(root: Path | None = None) -> tuple[str, ...]:
+    """Returns how the paths of our files begin: of all of them, and of no others."""
+    root = root or package_root()
+    if (root / "__init__.py").is_file():  # installed: the root is the package itself
+        return (f"{root}{os.sep}",)
+    return tuple(f"{root / folder}{os.sep}" for folder in FOLDERS)
+
+
+def own_files(root: Path | None = None) -> Iterator[Path]:
+    """Yields every file of the package, at any depth, in an order that depends on names alone."""
+    for place in own_places(root):
+        for folder, inside, names in os.walk(place, followlinks=True):  # make lint has links
+            inside[:] = sorted(name for name in inside if name != "__pycache__")
+            yield from (Path(folder, name) for name in sorted(names) if name[0] != ".")
+
+
+def code_digest(root: Path) -> str:
+    """Returns a digest of the paths and contents of all files of the package under ``root``."""
+    digest = hashlib.sha256()
+    for path in own_files(root):
+        content = path.read_bytes()
+        name = path.relative_to(root).as_posix()
+        digest.update(f"{name}\n{len(content)}\n".encode() + content)
+    return digest.hexdigest()
+
+
+@functools.cache
+def package_digest() -> str:
+    """Returns a digest of this package's code: another version makes other results."""
+    return code_digest(package_root())
+
+
+class ProcessLock:
+    """One lock in each process: a child has only the thread that forked it.
+
+    Args:
+        make: makes the lock of a process.
+    """
+
+    def __init__(self, make: Callable[[], Any] = threading.RLock) -> None:
+        self._make = make
+        self._locks: dict[int, Any] = {}
+
+    def acquire(self, *, blocking: bool = True) -> bool:
+        """Takes the lock; returns whether it did."""
+        return bool(self._of_process().acquire(blocking=blocking))
+
+    def release(self) -> None:
+        """Gives the lock back."""
+        self._of_process().release()
+
+    def __enter__(self) -> None:
+        self._of_process().acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._of_process().release()
+
+    def _of_process(self) -> Any:
+        process = os.getpid()
+        return self._locks.get(process) or self._locks.setdefault(process, self._make())
