@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -19,12 +18,15 @@ from ...autodiff.rules.torch_rules import (
 from ...reuse import torch_pytree
 from ...reuse.errors import DecompositionError
 from ...reuse.ir.types import TensorType, strides_that_matter
-from .made_inputs import Arguments, MadeInputs, described, made_inputs
 
 Checks: TypeAlias = Literal["all", "values"]
 """What is compared: the gradients as well, or values alone (with shapes, types and strides)."""
 
-_LOOSE = (torch.bfloat16, torch.float16)  # each rounding shows: their layouts alone are compared
+Arguments: TypeAlias = dict[str, Any]
+"""By name."""
+
+_SHAPES = ((4, 4), (2, 3, 4), (2, 3, 4, 5), (5,))
+_NUMBERS = {"int": 1, "SymInt": 1, "float": 1.75, "number": 1.75, "Scalar": 1.75, "bool": True}
 
 
 def check_rule(
@@ -33,230 +35,190 @@ def check_rule(
     examples: Sequence[Sequence[Any] | Mapping[str, Any]],
     checks: Checks,
 ) -> None:
-    """Compares a rule with its operator.
+    """Compares a rule with its operator, after PyTorch has checked the operator itself.
 
     Args:
         operator: the operator.
         rule: what shall be its rule.
-        examples: arguments; none makes them from the schema.
+        examples: arguments; without any, small tensors and numbers are taken.
         checks: what is compared.
 
     Raises:
         DecompositionError: if they differ, or there is nothing to compare them on.
     """
-    with torch.random.fork_rng(devices=[]):
-        for case in _cases(operator, rule, examples):
-            _Comparison(operator, rule, case).run(checks)
-
-
-def _cases(
-    operator: Any, rule: Rule, examples: Sequence[Sequence[Any] | Mapping[str, Any]]
-) -> Iterator[MadeInputs]:
     parameters = parameters_of(operator)
-    if examples:
-        yield from (_given(operator, parameters, example) for example in examples)
-        return
-    errors: list[Exception] = []
+    with torch.random.fork_rng(devices=[]):
+        cases = [_named(operator, parameters, example) for example in examples]
+        for arguments in cases or _made(operator, rule, parameters):
+            try:
+                _check(_Pair(operator, rule, parameters, arguments), checks)
+            except DecompositionError as error:
+                told = ", ".join(f"{name}={_told(x)}" for name, x in arguments.items())
+                raise DecompositionError(f"{error} Given {told}.") from error.__cause__
 
-    def takes(arguments: Arguments) -> bool:
-        try:
-            _run(operator, _copied(arguments))
-        except Exception as error:  # whatever an operator of a user's may raise
-            errors.append(error)
-            return False
-        return True
 
-    found = 0
+class _Pair:
+    """An operator and its rule, to run on the same arguments."""
+
+    def __init__(
+        self, operator: Any, rule: Rule, parameters: Sequence[Parameter], arguments: Arguments
+    ) -> None:
+        self.operator, self.rule = operator, rule
+        self._keywords = {p.name for p in parameters if p.is_keyword}
+        self._arguments = arguments
+
+    def inputs(self, *, differentiable: bool = False) -> tuple[list[Any], Arguments]:
+        """Returns a copy of the arguments, each tensor with its strides."""
+        leaves, tree = torch_pytree.flatten(self._arguments)
+        copies = [_copy(x, differentiable) if isinstance(x, torch.Tensor) else x for x in leaves]
+        named = torch_pytree.unflatten(copies, tree)
+        given = [value for name, value in named.items() if name not in self._keywords]
+        return given, {name: value for name, value in named.items() if name in self._keywords}
+
+    def wrong(self, what: str) -> DecompositionError:
+        """Returns what is wrong with the rule, as an error."""
+        return DecompositionError(f"The rule of {self.operator} ({self.rule.place}) {what}.")
+
+
+def _check(pair: _Pair, checks: Checks) -> None:
+    operator, rule = pair.operator, pair.rule.function
     try:
-        for case in made_inputs(parameters, takes):
-            found += 1
-            yield case
-    except TypeError as error:
-        raise _needs_examples(operator, rule, str(error)) from None
-    if not found:
-        reason = str(errors[0]).splitlines()[0] if errors else "none could be made"
-        raise _needs_examples(operator, rule, f"it raised on all that were made: {reason}")
+        with torch.no_grad():
+            expected = _run(operator, *pair.inputs())
+        _check_operator(operator, *pair.inputs())
+    except Exception as error:  # whatever an operator of a user's may raise
+        raise DecompositionError(f"{operator} itself: {type(error).__name__}: {error}.") from error
+    args, kwargs = pair.inputs()
+    before = versions(tensors_in((args, kwargs)))
+    try:
+        with torch.no_grad():
+            made = _run(rule, args, kwargs)
+    except Exception as error:
+        raise pair.wrong(f"raises {type(error).__name__} ({error})") from error
+    if versions(tensors_in((args, kwargs))) != before:
+        raise pair.wrong("changes an operand in place. Let it work on a copy: x = x.clone()")
+    _compare(pair, "another result", made, expected)
+    if _strides(made) != _strides(expected):
+        raise pair.wrong(f"gives strides {_strides(made)}, the operator {_strides(expected)}")
+    if checks == "all" and has_own_derivative(operator):
+        own = _gradients(operator, *pair.inputs(differentiable=True))
+        try:
+            gradients = _gradients(rule, *pair.inputs(differentiable=True))
+        except RuntimeError:  # the rule need have no derivative
+            return
+        what = "another gradient (is that meant? say check='values')"
+        _compare(pair, what, gradients, own)
 
 
-def _needs_examples(operator: Any, rule: Rule, reason: str) -> DecompositionError:
-    return DecompositionError(
-        f"The rule {rule.place} cannot be checked on inputs made from the schema of "
-        f"{schema_text(operator)}: {reason}. Give some: examples=[(x, ...)], or check=False."
+def _check_operator(operator: Any, args: Sequence[Any], kwargs: Arguments) -> None:
+    """Raises what PyTorch finds wrong with an operator; it need have no fake kernel."""
+    found = torch.library.opcheck(
+        operator,
+        tuple(args),
+        kwargs,
+        test_utils=("test_schema", "test_faketensor"),
+        raise_exception=False,
     )
+    for result in found.values():
+        if isinstance(result, Exception) and "no fake impl registered" not in str(result):
+            raise result
 
 
-def _given(
+def _compare(pair: _Pair, what: str, made: Any, expected: Any) -> None:
+    try:
+        torch.testing.assert_close(made, expected, equal_nan=True)
+    except (AssertionError, TypeError) as error:
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        lines = [line for line in lines if not line.startswith("Tensor-likes are not close")]
+        raise pair.wrong(f"gives {what}: {' '.join(lines)}") from None
+
+
+def _run(function: Callable[..., Any], args: Sequence[Any], kwargs: Arguments) -> Any:
+    torch.manual_seed(0)
+    return function(*args, **kwargs)
+
+
+def _gradients(
+    function: Callable[..., Any], args: Sequence[Any], kwargs: Arguments
+) -> list[torch.Tensor]:
+    """Returns the gradient of each operand, from fixed cotangents."""
+    with torch.enable_grad():
+        results = [t for t in tensors_in(_run(function, args, kwargs)) if t.requires_grad]
+    operands = [t for t in tensors_in((args, kwargs)) if t.requires_grad]
+    if not results:
+        return [torch.zeros_like(operand) for operand in operands]
+    torch.manual_seed(1)
+    cotangents = [torch.randn_like(result) for result in results]
+    return list(torch.autograd.grad(results, operands, cotangents, materialize_grads=True))
+
+
+def _strides(result: Any) -> list[tuple[int, ...]]:
+    return [tuple(strides_that_matter(t.shape, t.stride())) for t in tensors_in(result)]
+
+
+def _copy(tensor: torch.Tensor, differentiable: bool) -> torch.Tensor:
+    made = torch.empty_strided(
+        tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
+    )
+    wanted = differentiable and TensorType.of(made).is_differentiable
+    return made.copy_(tensor.detach()).requires_grad_(wanted)
+
+
+def _named(
     operator: Any, parameters: Sequence[Parameter], example: Sequence[Any] | Mapping[str, Any]
-) -> MadeInputs:
-    """Reads an example of the user's."""
+) -> Arguments:
+    """Returns an example of the user's by the names of the parameters, in their order."""
     if isinstance(example, Mapping):
-        named = dict(example)
-        given = [named.pop(p.name) for p in parameters if not p.is_keyword and p.name in named]
-        return MadeInputs((given, named), described(example))
+        return {p.name: example[p.name] for p in parameters if p.name in example}
     if not isinstance(example, (tuple, list)):
         raise DecompositionError(
             f"examples= takes tuples of arguments for {operator}, or dictionaries of them by name; "
             f"one is a {type(example).__name__}. Of a single tensor: examples=[(x,)]."
         )
-    told = described(dict(zip((p.name for p in parameters), example, strict=False)))
-    return MadeInputs((list(example), {}), told)
+    return dict(zip((p.name for p in parameters), example, strict=False))
 
 
-def _run(function: Callable[..., Any], arguments: Arguments) -> Any:
-    torch.manual_seed(0)
-    args, kwargs = arguments
-    return function(*args, **kwargs)
+def _made(operator: Any, rule: Rule, parameters: Sequence[Parameter]) -> Iterator[Arguments]:
+    """Yields small tensors and numbers of the first shape that the operator takes; transposed too.
 
-
-def _copied(arguments: Arguments, wants_gradient: Sequence[int] = ()) -> Arguments:
-    """Copies the tensors, each with its strides; those at some places want a gradient."""
-    leaves, tree = torch_pytree.flatten(arguments)
-    copies = [_copy(x) if isinstance(x, torch.Tensor) else x for x in leaves]
-    for place in wants_gradient:
-        copies[place].requires_grad_()
-    copied: Arguments = torch_pytree.unflatten(copies, tree)
-    return copied
-
-
-def _copy(tensor: torch.Tensor) -> torch.Tensor:
-    made = torch.empty_strided(
-        tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
+    Raises:
+        DecompositionError: if it takes none.
+    """
+    why = ""
+    for shape in _SHAPES:
+        try:
+            torch.manual_seed(0)
+            found = {p.name: _value(p, shape) for p in parameters}
+            _run(operator, *_Pair(operator, rule, parameters, found).inputs())
+        except Exception as error:  # whatever an operator of a user's may raise
+            why = why or str(error).partition("\n")[0]
+            continue
+        yield found
+        yield {
+            n: x.mT if isinstance(x, torch.Tensor) and x.dim() > 1 else x for n, x in found.items()
+        }
+        return
+    raise DecompositionError(
+        f"The rule {rule.place} cannot be checked on small tensors and numbers, as "
+        f"{schema_text(operator)} is understood: {why}. Give some: examples=[(x, ...)], or "
+        "check=False."
     )
-    return made.copy_(tensor.detach())
 
 
-@dataclass(frozen=True)
-class _Comparison:
-    operator: Any
-    rule: Rule
-    case: MadeInputs
-
-    def run(self, checks: Checks) -> None:
-        """Compares values, and gradients where the operator has a derivative."""
-        with torch.no_grad():
-            expected = self._of_operator(_copied(self.case.arguments))
-            made = self._of_rule(_copied(self.case.arguments))
-        kinds = [_kind_of(result) for result in (made, expected)]
-        if kinds[0] != kinds[1]:
-            raise self._error(f"gives {kinds[0]}, the operator {kinds[1]}")
-        self._compare_all("result", tensors_in(made), tensors_in(expected))
-        self._compare_others(made, expected)
-        if checks == "all" and has_own_derivative(self.operator):
-            self._compare_gradients()
-
-    def _of_operator(self, arguments: Arguments) -> Any:
-        try:
-            return _run(self.operator, arguments)
-        except Exception as error:
-            raise DecompositionError(
-                f"{self.operator} raises {type(error).__name__} on the example {self.case.told}: "
-                f"{error}"
-            ) from error
-
-    def _of_rule(self, arguments: Arguments) -> Any:
-        before = versions(tensors_in(arguments))
-        try:
-            made = _run(self.rule.function, arguments)
-        except Exception as error:
-            raise self._error(f"raises {type(error).__name__} ({error})") from error
-        if versions(tensors_in(arguments)) != before:
-            raise self._error("changes an operand in place. Let it work on a copy: x = x.clone()")
-        return made
-
-    def _compare_all(
-        self, what: str, made: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]
-    ) -> None:
-        if len(made) != len(expected):
-            raise self._error(f"gives {len(made)} tensors, the operator {len(expected)}")
-        for index, (own, other) in enumerate(zip(made, expected, strict=True)):
-            self._compare(f"{what} {index}" if len(made) > 1 else what, own, other)
-
-    def _compare(self, what: str, made: torch.Tensor, expected: torch.Tensor) -> None:
-        found, wanted = TensorType.of(made), TensorType.of(expected)
-        if (found.dtype, found.shape, found.device) != (wanted.dtype, wanted.shape, wanted.device):
-            raise self._error(f"gives a {what} {found}, the operator {wanted}")
-        strides = [strides_that_matter(t.shape, t.stride) for t in (found, wanted)]
-        if not what.startswith("gradient") and strides[0] != strides[1]:
-            raise self._error(
-                f"gives a {what} with strides {found.stride}, the operator with {wanted.stride}"
-            )
-        if wanted.dtype in _LOOSE:
-            return
-        try:
-            torch.testing.assert_close(made, expected, equal_nan=True)
-        except AssertionError as error:
-            raise self._error(f"gives another {what}: {_numbers(error)}") from None
-
-    def _compare_others(self, made: Any, expected: Any) -> None:
-        """Compares what is no tensor."""
-        found, wanted = (
-            [x for x in torch_pytree.flatten(r)[0] if not isinstance(x, torch.Tensor)]
-            for r in (made, expected)
-        )
-        if found != wanted:
-            raise self._error(f"gives {found}, the operator {wanted}")
-
-    def _compare_gradients(self) -> None:
-        leaves = torch_pytree.flatten(self.case.arguments)[0]
-        wanted = [
-            i
-            for i, x in enumerate(leaves)
-            if isinstance(x, torch.Tensor) and TensorType.of(x).is_differentiable
-        ]
-        try:
-            expected = _gradients(self.operator, _copied(self.case.arguments, wanted), wanted)
-        except Exception as error:  # whatever a user's derivative may raise
-            raise DecompositionError(
-                f"The derivative of {self.operator} raises {type(error).__name__} ({error}), given "
-                f"{self.case.told}."
-            ) from error
-        try:
-            made = _gradients(self.rule.function, _copied(self.case.arguments, wanted), wanted)
-        except RuntimeError:  # the rule need have no derivative
-            return
-        for index, own, other in zip(wanted, made, expected, strict=True):
-            if own is None or other is None:  # nothing flows: as good as zeros
-                own, other = (leaves[index] * 0 if g is None else g for g in (own, other))
-            try:
-                self._compare(f"gradient of operand {index}", own, other)
-            except DecompositionError as error:
-                raise DecompositionError(
-                    f"{error} If the operator's derivative is meant to be another than its rule's, "
-                    "say check='values'."
-                ) from None
-
-    def _error(self, what: str) -> DecompositionError:
-        return DecompositionError(
-            f"The rule of {self.operator} ({self.rule.place}) {what}; given {self.case.told}."
-        )
+def _value(parameter: Parameter, shape: tuple[int, ...]) -> Any:
+    kind = parameter.type.removeprefix("Optional[").removesuffix("]")
+    if parameter.type == "Tensor":
+        return torch.randn(shape, device="cpu")
+    if parameter.type == "List[Tensor]":
+        return [torch.randn(shape, device="cpu") for _ in range(2)]
+    if kind in _NUMBERS:  # not the default: a rule may forget the parameter
+        return _NUMBERS[kind]
+    if parameter.is_required:
+        raise TypeError(f"nothing is made for {parameter.name} ({parameter.type})")
+    return parameter.default
 
 
-def _kind_of(result: Any) -> str:
-    if isinstance(result, (tuple, list)):
-        return "several results"
-    return "a tensor" if isinstance(result, torch.Tensor) else f"a {type(result).__name__}"
-
-
-def _gradients(
-    function: Callable[..., Any], arguments: Arguments, wanted: Iterable[int]
-) -> Sequence[torch.Tensor | None]:
-    leaves = torch_pytree.flatten(arguments)[0]
-    with torch.enable_grad():
-        results = [t for t in tensors_in(_run(function, arguments)) if t.requires_grad]
-        operands = [leaves[i] for i in wanted]
-        if not results:
-            return [None for _ in operands]
-        generator = torch.Generator().manual_seed(1)
-        seeds = [_seed(result, generator) for result in results]
-        return torch.autograd.grad(results, operands, seeds, allow_unused=True)
-
-
-def _seed(like: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    numbers = torch.randn(like.shape, generator=generator, dtype=torch.float64, device="cpu")
-    return numbers.to(like.device, like.dtype)
-
-
-def _numbers(error: AssertionError) -> str:
-    """Returns how far two tensors are apart, in one line."""
-    lines = [line.strip() for line in str(error).splitlines()]
-    return ", ".join(line for line in lines if line and not line.startswith("Tensor-likes"))
+def _told(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+    return f"[{', '.join(map(_told, value))}]" if isinstance(value, list) else repr(value)

@@ -37,11 +37,12 @@ def decomposition(
 
     Args:
         operator: what ``torch.library.custom_op`` returned, or ``torch.ops.my.op``.
-        check: run rule and operator on examples here and now, and compare values, shapes, types,
-            strides, and the gradients where the operator has a derivative. ``"values"`` leaves out
+        check: let ``torch.library.opcheck`` check the operator, run rule and operator on examples
+            here and now, and compare values, shapes, types, strides, and the gradients where the
+            operator has a derivative. ``"values"`` leaves out
             the gradients: of an operator whose derivative is meant to be another than its rule's.
-        examples: arguments for the check, each a tuple, or a dictionary by name. Without any they
-            are made from the operator's schema.
+        examples: arguments for the check, each a tuple, or a dictionary by name. Without any,
+            small tensors and numbers are taken.
 
     Returns:
         A decorator, which returns the function as it is.
