@@ -72,8 +72,7 @@ from lazyinline.backend.launches import torch_generated
 from lazyinline.backend.launches.torch_native import native_file
 from lazyinline.backend.onnx import torch_onnx
 from lazyinline.frontend.tracing import torch_settings, torch_tracing
-from lazyinline.frontend.tracing.torch_fake_rules import kernels_own_rules
-from lazyinline.frontend.tracing.torch_mutations import pure_forms
+from lazyinline.frontend.tracing.torch_operators import kernels_own_rules, pure_forms
 from lazyinline.reuse import torch_names
 from lazyinline.reuse.ir.operators import may_draw
 from lazyinline.reuse.process import package_digest

@@ -33,8 +33,8 @@ from ..checks.refusals import (
     check_memory,
     check_operand_types,
 )
+from ..effects.changes import find_fake
 from ..effects.effects import EffectError, OnEffects
-from ..effects.outside_changes import find_fake
 from ..marks import is_marked
 from ..tracing.capture_errors import capture_error, model_name
 from ..tracing.torch_gpu_autocast import GpuCasts, autocast_as_on_a_gpu

@@ -17,14 +17,14 @@ from ...reuse.errors import CaptureError
 from ...reuse.ir.program import UserInput
 from ...reuse.torch_names import own_attributes
 from ..checks.refusals import refuse_read_attributes, refuse_unlike_constants
+from ..effects.changes import Change, is_plain
 from ..effects.effects import EffectError, OnEffects
-from ..effects.inside_changes import Change, is_plain
+from ..effects.given_objects import watched
 from ..effects.torch_allowed_calls import is_allowed
 from ..tracing.torch_asked_classes import sizes_like_numbers
 from ..tracing.torch_patches import intercepted
 from ..tracing.torch_settings import settings_put_back
 from ..tracing.torch_tracing import profiled_calls
-from ..tracing.watched_objects import watched
 from .assemble import ResultTree
 from .block_calls import BlockCalls
 from .blocks import Blocks

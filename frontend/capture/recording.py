@@ -18,10 +18,9 @@ from ...reuse.evidence.reads import Reads
 from ...reuse.evidence.slots import FoundSlots, SlotEvidence, SlotReads, put_at
 from ...reuse.ir.program import RecomputeMark
 from ...reuse.objects import ABSENT
+from ..effects.changes import InsideChanges, OutsideChanges, is_cache
 from ..effects.effects import Effects, OnEffects
 from ..effects.given_objects import GivenObjects
-from ..effects.inside_changes import InsideChanges
-from ..effects.outside_changes import OutsideChanges, is_cache
 from ..effects.torch_allowed_calls import reach_of
 from ..tracing.capture_errors import user_path
 from ..tracing.readings import CacheState, Reading

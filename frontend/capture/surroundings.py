@@ -20,7 +20,7 @@ import torch
 from ...autodiff.torch_autograd import plain_autograd
 from ...reuse.errors import CaptureError, CompileInterrupted
 from ..effects.effects import EffectError, OnEffects
-from ..tracing.torch_fake_rules import kernels_own_rules
+from ..tracing.torch_operators import kernels_own_rules
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 

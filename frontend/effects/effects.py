@@ -16,7 +16,7 @@ from ...reuse.errors import CaptureError, VerifyError
 from ...reuse.evidence.reads import Reads
 from ...reuse.ir.types import TensorType
 from ..tracing.torch_tracing import user_line
-from .outside_changes import OutsideChanges, find_fake
+from .changes import OutsideChanges, find_fake
 
 OnEffects = Literal["refuse", "undo"]
 """What becomes of a forward that does more at each call than compute."""

@@ -7,10 +7,7 @@ torch_tensor_answers  what a tensor without numbers may answer; all else is told
 torch_asked_classes  classes of tensors and sizes, asked for by code that asks nobody
 readings          what a forward was told and a call can be asked again
 torch_settings    PyTorch's own settings, found by rule
-custom_function   a user's ``torch.autograd.Function`` as one operator
-watched_objects   reads and writes of the parts of a cache, seen while a block is traced
-torch_mutations   operators of others that change their operands, as pure ones
-torch_fake_rules  operators that take more than PyTorch's rule for fake tensors allows
+torch_operators   operators in another form: changes of operands as pure ones, and layouts
 torch_gpu_autocast  autocast as on a GPU, for a model that is traced on the CPU
 capture_errors    what the user is told of an error of their model
 """

@@ -47,9 +47,8 @@ from ...reuse.ir.types import TensorType
 from ...reuse.process import own_places
 from ...reuse.torch_names import lazy_modules, wrapped_globals_left
 from .readings import ASKED_IN_PYTHON
-from .torch_fake_rules import LAID_OUT_AS_SUGGESTED, laid_out_by_kernel
 from .torch_gpu_autocast import GpuCasts
-from .torch_mutations import pure_forms
+from .torch_operators import LAID_OUT_AS_SUGGESTED, laid_out_by_kernel, pure_forms
 from .torch_settings import may_ask, python_getter, settings
 from .ways import made_of
 
