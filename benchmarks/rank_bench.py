@@ -25,10 +25,9 @@ from lazyinline.frontend.page.sections import passes_section
 from lazyinline.frontend.page.write import PageData
 from lazyinline.frontend.passes.context import Context
 from lazyinline.frontend.passes.made import made_by
-from lazyinline.frontend.passes.rank import RankCompilation, started
+from lazyinline.frontend.passes.rank import RankCompilation, Splitting, started
 from lazyinline.frontend.passes.rank_compile import parts_of
-from lazyinline.frontend.passes.stage_recompute import owned_bytes
-from lazyinline.frontend.passes.stage_split import Splitting
+from lazyinline.frontend.passes.stages import owned_bytes
 from lazyinline.frontend.passes.state import Pass, Subject, run
 from lazyinline.frontend.pipeline.shown_plan import ShownPlan, plan_page
 from lazyinline.frontend.report import CompileReport

@@ -33,9 +33,16 @@ from .passes.gradients import (
     take_gradients,
 )
 from .passes.made import made_by
-from .passes.memory import describe_gpu, link_module, link_step
-from .passes.parts import PARTS, programs_of
+from .passes.memory import (
+    choose_recompute,
+    choose_step_recompute,
+    describe_gpu,
+    is_asked_for,
+    link_module,
+    link_step,
+)
 from .passes.programs import (
+    PARTS,
     StepCompilation,
     capture,
     decompose,
@@ -44,10 +51,10 @@ from .passes.programs import (
     differentiate_loss,
     differentiate_whole,
     lower,
+    programs_of,
     reduce_to_primitives,
     repeat_micro_batches,
 )
-from .passes.recompute import choose_recompute, choose_step_recompute, is_asked_for
 from .passes.sizes import (
     ShapeCompilation,
     capture_sizes,

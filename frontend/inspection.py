@@ -15,7 +15,7 @@ from .capture.blocks import Reuse
 from .checks.models import check_example
 from .compiler import MODULE, PRIMITIVES, STEP, WAYS, Compiler, note_recompute
 from .options import Batching, Options
-from .passes.parts import PARTS
+from .passes.programs import PARTS
 from .passes.programs import capture as capture_pass
 from .passes.state import Compilation, Pass, State, Subject, check, run, until
 from .target import Target

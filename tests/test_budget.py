@@ -6,7 +6,7 @@ from link_tree import ROOT
 # Lines and files of each top folder, without pictures' library and licences. A commit that takes
 # something out lowers what it can; none raises one.
 CEILINGS: dict[str, tuple[int, int]] = {
-    "frontend": (24_050, 135),
+    "frontend": (24_000, 130),
     "reuse": (7_050, 33),
     "autodiff": (6_700, 50),
     "recompute": (1_500, 9),

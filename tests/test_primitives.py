@@ -27,7 +27,7 @@ from lazyinline.autodiff.derivative import Derivative
 from lazyinline.autodiff.torch_primitives import Reducer
 from lazyinline.frontend.capture.surroundings import one_at_a_time
 from lazyinline.frontend.inspection import reduced
-from lazyinline.frontend.passes.parts import programs_of
+from lazyinline.frontend.passes.programs import programs_of
 from lazyinline.frontend.requests import differentiation
 from lazyinline.reuse.ir.interpreter import interpret
 from lazyinline.reuse.ir.operators import is_primitive

@@ -15,8 +15,7 @@ from lazyinline.frontend.options import Options
 from lazyinline.frontend.page.arena import arena_section
 from lazyinline.frontend.passes.context import Context
 from lazyinline.frontend.passes.programs import estimate, lower
-from lazyinline.frontend.passes.rank import started
-from lazyinline.frontend.passes.stage_split import Splitting
+from lazyinline.frontend.passes.rank import Splitting, started
 from lazyinline.frontend.passes.state import Subject, run
 from lazyinline.frontend.training_step import LossModel
 from lazyinline.pipeline_parallel.schedule.actions import SCHEDULES, Action, ActionTable

@@ -26,7 +26,7 @@ from ..compiler import EXPORT
 from ..options import Options
 from ..passes.context import Context
 from ..passes.gradients import ExportCompilation
-from ..passes.parts import PARTS
+from ..passes.programs import PARTS
 from ..passes.state import Subject as ModelSubject
 from ..passes.state import run
 from .subject import Names, Subject

@@ -20,8 +20,7 @@ from ...reuse.ir.program import Composite, ModelTensor, Program, UserInput
 from ...reuse.ir.types import TensorType
 from ..capture.assemble import OutputTree
 from ..requests import differentiable_inputs, differentiation
-from .parts import PARTS
-from .programs import with_request
+from .programs import PARTS, with_request
 from .state import Compilation, compile_pass
 
 

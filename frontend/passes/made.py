@@ -10,9 +10,8 @@ from ...backend.run.rank_program import RankPlan, RankProgram
 from ...backend.run.runtime import PlannedRuntime
 from ...reuse.ir.program import Call, Composite, Leaf, Program, walk_closures
 from ..compile_record import Made, Memory
-from .parts import PARTS
-from .programs import StepCompilation
-from .recompute import is_asked_for
+from .memory import is_asked_for
+from .programs import PARTS, StepCompilation
 from .state import Compilation
 
 

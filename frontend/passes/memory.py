@@ -1,4 +1,4 @@
-"""Link, the deferred inline; and the plan of memory, or why there is none."""
+"""What is saved, chosen by what fits; link, the deferred inline; and the plan of memory."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from ...autodiff.derivative import Derivative
+from ...autodiff.derivative import Derivative, Request
 from ...backend.gpu.place import Place
 from ...backend.gpu.targets import ALIGNMENT_BYTES, target_like
 from ...backend.kernels.lower import GpuBackend
@@ -25,12 +25,20 @@ from ...backend.run.unplanned import Executable, UnplannedStep, live_bytes
 from ...recompute.policy import Budget
 from ...reuse.errors import PlanError
 from ...reuse.ir.leaf import flat_types
-from ...reuse.ir.program import Leaf, ModelTensor, Program
+from ...reuse.ir.program import Composite, Leaf, ModelTensor, Program
 from ..compile_record import gpu_record
 from ..requests import model_name
-from .parts import returned_of
-from .programs import StepCompilation
-from .state import Compilation, State, Unplanned, compile_pass
+from .programs import (
+    StepCompilation,
+    decompose,
+    estimate,
+    lower,
+    repeat_micro_batches,
+    returned_of,
+    with_request,
+)
+from .recompute_choice import ProgramPeaks, Recompute, has_marks
+from .state import Compilation, Pass, State, Unplanned, apply, compile_pass
 
 AnyStep = TypeVar("AnyStep", bound=StepCompilation)
 
@@ -288,3 +296,41 @@ def launches(state: Compilation) -> Mapping[Leaf, KernelList]:
     if state.kernels == "made":
         return state.context.launches_of(state.linked)
     return state.context.likely_launches_of(state.linked)
+
+
+def is_asked_for(state: Compilation) -> bool:
+    """Whether a policy or a mark wants something computed again."""
+    request = state.request
+    if request is None or state.derivative is None:
+        return False
+    assert isinstance(request.closure, Composite)
+    return state.context.options.recompute is not None or has_marks(request.closure)
+
+
+@compile_pass("recompute", wanted=is_asked_for)
+def choose_recompute(state: State) -> State:
+    """Per call, what the forward saves and what the backward computes again (where asked for)."""
+    return chosen(state, state.context.recompute, peaks(state, (), module_bytes))
+
+
+@compile_pass("recompute", wanted=is_asked_for)
+def choose_step_recompute(state: StepCompilation) -> StepCompilation:
+    """Per call, what the forward saves and what the backward computes again (where asked for)."""
+    held = peaks(state, (repeat_micro_batches,), step_bytes)
+    return chosen(state, state.context.recompute, held)
+
+
+def chosen(state: State, recompute: Recompute, peaks: ProgramPeaks) -> State:
+    """Returns the state with what was chosen."""
+    assert state.request is not None
+    return with_request(state, recompute.chosen(state.request, peaks))
+
+
+def peaks(state: State, before: Sequence[Pass], held_bytes: Callable[[State], int]) -> ProgramPeaks:
+    """Says what programs hold under a request: each runs the passes that follow, to see."""
+
+    def held(request: Request, kernels: Pass) -> int:
+        passes = (*before, decompose, kernels)
+        return held_bytes(linked(apply(passes, with_request(state, request))))
+
+    return ProgramPeaks(lambda r: held(r, lower), lambda r: held(r, estimate))

@@ -15,9 +15,16 @@ from ...reuse.errors import PlanError
 from ...reuse.ir.program import Closure, Composite, Leaf, Program, Value, walk_closures
 from ...reuse.ir.torch_symbols import Values, refuse_inexact, tensor_type_at, type_at
 from .context import Context, leaves_of
-from .memory import module_bytes, plan_and_run_module, plan_and_run_step, step_bytes
+from .memory import (
+    chosen,
+    is_asked_for,
+    module_bytes,
+    peaks,
+    plan_and_run_module,
+    plan_and_run_step,
+    step_bytes,
+)
 from .programs import StepCompilation, capture, repeat_micro_batches
-from .recompute import chosen, is_asked_for, peaks
 from .state import Compilation, Pass, State, compile_pass
 
 

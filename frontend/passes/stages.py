@@ -1,23 +1,159 @@
-"""Passes of one rank of a pipeline: its stages are cut out, differentiated and planned together."""
+"""Passes of one rank of a pipeline: its stages are cut out, differentiated and planned together.
+
+What they hold, and what they compute again so that it fits, is chosen on the way.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 
+from ...autodiff.derivative import Request
+from ...backend.link.part_layout import least
+from ...pipeline_parallel.schedule.rank_memory import StageMemory, bytes_beside
 from ...pipeline_parallel.schedule.rank_order import rank_order
-from ...pipeline_parallel.split.cut import cut_program
+from ...pipeline_parallel.split.cut import Stage, cut_program
 from ...pipeline_parallel.stages.make_plan import make_plan
+from ...pipeline_parallel.stages.split_backward import Splitter
 from ...pipeline_parallel.stages.stage_derivative import StageDerivative
 from ...pipeline_parallel.stages.stage_derivative import differentiate_stages as derivatives_of
+from ...recompute.policy import Budget, Policy
+from ...reuse.errors import PipelineError, PlanError
 from ...reuse.ir.program import Program
-from .memory import linked
-from .parts import PARTS
-from .rank import RankCompilation
-from .rank_compile import boundaries_of, part_name, parts_of, plan_rank
-from .stage_recompute import StageRecompute
-from .stage_split import colors_of
-from .state import Unplanned, compile_pass
+from ...reuse.ir.types import TensorType
+from .memory import hindrance, launches, linked
+from .programs import PARTS, decompose, estimate, lower
+from .rank import RankCompilation, colors_of
+from .rank_compile import boundaries_of, part_name, parts_of, plan_rank, unit_of
+from .recompute_choice import ProgramPeaks
+from .state import Pass, Unplanned, apply, compile_pass
+
+
+class StageRecompute:
+    """Picks what each stage saves: by policy, or so that its rank's memory suffices.
+
+    What this rank's stages hold is linked; what those of other ranks hold is guessed, for the plan
+    to show.
+
+    Args:
+        state: all stages, without any choice.
+    """
+
+    def __init__(self, state: RankCompilation) -> None:
+        self._state = state
+        self._table = state.table
+        self._recompute = state.context.recompute
+
+    def chosen(self, stage: Stage, request: Request) -> Request:
+        """Returns the request for a stage's backward with a choice.
+
+        Raises:
+            PipelineError: if the stage cannot fit.
+        """
+        try:
+            return self._recompute.chosen(request, self._peaks(stage), self._policy(stage.index))
+        except PlanError as error:
+            raise PipelineError(
+                f"Stage {stage.index} ({stage.paths[0]} to {stage.paths[-1]}) holds "
+                f"{self._table.in_flight()[stage.index]} micro-batches at once; of one: {error}"
+            ) from error
+
+    def _policy(self, index: int) -> Policy:
+        """The compiler's policy; a bound on a rank becomes one on a micro-batch of a stage."""
+        policy = self._state.context.options.recompute
+        own = [self._state.plain[s] for s in self._table.stages_of(self._table.rank_of[index])]
+        limit = limit_bytes(self._state, own)
+        if limit is None:
+            return policy
+        beside = 0 if self._is_planned else self._beside(own, index)
+        room = max(limit - self._state.withheld_bytes - beside, 0)
+        costs = policy.costs if isinstance(policy, Budget) else "estimated"
+        return Budget(saved_bytes=self._share(own, index, room), costs=costs)
+
+    def _beside(self, own: Sequence[StageDerivative], index: int) -> int:
+        beside = {d.stage.index: stage_memory(d) for d in own}
+        return bytes_beside(self._table, self._table.rank_of[index], beside)
+
+    def _share(self, own: Sequence[StageDerivative], index: int, room: int) -> int:
+        """What one micro-batch of a stage may hold, if all hold the same part of what they want."""
+        depth = self._table.in_flight()
+        wanted = {
+            d.stage.index: self._peaks(d.stage).guessed(d.request)
+            for d in own
+            if d.derivative is not None
+        }
+        total = sum(depth[stage] * num_bytes for stage, num_bytes in wanted.items())
+        return room * wanted[index] // max(total, 1)
+
+    def _peaks(self, stage: Stage) -> ProgramPeaks:
+        guessed = partial(self._flight_bytes, stage, estimate)
+        if self._table.rank_of[stage.index] != self._state.rank:
+            return ProgramPeaks(guessed, guessed)
+        return ProgramPeaks(partial(self._flight_bytes, stage, lower), guessed)
+
+    def _flight_bytes(self, stage: Stage, kernels: Pass, request: Request) -> int:
+        """What one micro-batch of a stage holds, with its share of the scratch, if it is planned.
+
+        Otherwise what its forward saves.
+        """
+        derivative = self._state.context.differentiator.of(request)
+        if derivative is None:
+            return 0
+        plain = self._state.plain[stage.index]
+        halves = None
+        if self._table.splits_backward:
+            halves = Splitter().split(derivative.backward, range(len(plain.gradients_sent)))
+        derived = replace(plain, derivative=derivative, request=request, halves=halves)
+        programs = {part_name(derived, kind): p for kind, p in parts_of(derived).items()}
+        state = linked(apply((decompose, kernels), replace(self._state, programs=programs)))
+        if hindrance(state) is not None:
+            return derivative.saved_type.num_bytes
+        unit = unit_of(derived, state.flats, launches(state), least)
+        return unit.bytes_per_flight(self._table.in_flight()[stage.index])
+
+    @property
+    def _is_planned(self) -> bool:
+        return self._state.context.options.backend == "inductor"
+
+
+def rank_limit_bytes(state: RankCompilation) -> int | None:
+    """Returns what a step may hold on this rank; None if there is no such bound."""
+    return limit_bytes(state, [state.plain[s] for s in state.table.stages_of(state.rank)])
+
+
+def limit_bytes(state: RankCompilation, own: Sequence[StageDerivative]) -> int | None:
+    """Returns what a step may hold on the rank of these stages; None if there is no such bound."""
+    policy, memory = state.context.options.recompute, state.memory_bytes_per_rank
+    limits = []
+    if isinstance(policy, Budget) and policy.saved_bytes is not None:
+        limits.append(policy.saved_bytes)
+    if memory is not None and not isinstance(policy, str):
+        limits.append(memory - owned_bytes(own))
+    return min(limits, default=None)
+
+
+def owned_bytes(stages: Sequence[StageDerivative]) -> int:
+    """Bytes of the model's tensors that stages use, and of the sums of their gradients."""
+    tensors = {id(s.tensor): s.tensor for d in stages for s in d.stage.model_tensors}
+    sums = {s.name: t for d in stages for s, t in d.trained_types}
+    held = sum(t.numel() * t.element_size() for t in tensors.values())
+    return held + _total(list(sums.values()))
+
+
+def stage_memory(derived: StageDerivative) -> StageMemory:
+    """Returns what a stage holds beside what its micro-batches keep."""
+    return StageMemory(
+        _total(derived.stage.received_types),
+        _total(derived.stage.sent_types),
+        _total(derived.cotangent_types) if derived.stage.num_sent else 0,
+        _total(derived.gradient_types),
+        _total([t for _, t in derived.trained_types]),
+    )
+
+
+def _total(types: Sequence[TensorType]) -> int:
+    return sum(t.num_bytes for t in types)
 
 
 @compile_pass("split")

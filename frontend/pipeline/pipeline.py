@@ -40,13 +40,10 @@ from ..marks import STAGE_MARK
 from ..options import Options
 from ..passes.context import Context
 from ..passes.made import made_by
-from ..passes.parts import PARTS
-from ..passes.programs import capture, derive
-from ..passes.rank import RankCompilation, started
+from ..passes.programs import PARTS, capture, derive
+from ..passes.rank import SPLITS, RankCompilation, Split, Splitting, started
 from ..passes.rank_compile import model_places, stage_runtimes, sum_names
-from ..passes.stage_recompute import rank_limit_bytes
-from ..passes.stage_split import SPLITS, Split, Splitting
-from ..passes.stages import predict
+from ..passes.stages import predict, rank_limit_bytes
 from ..passes.state import Subject, run
 from ..requests import model_name
 from ..training_step import LossFunction, LossModel

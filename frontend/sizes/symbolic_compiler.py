@@ -32,7 +32,7 @@ from ..compiler import (
 from ..options import Options
 from ..passes.context import Context
 from ..passes.memory import linked, module_bytes
-from ..passes.parts import PARTS, programs_of
+from ..passes.programs import PARTS, programs_of
 from ..passes.sizes import ShapeCompilation, check_budget
 from ..passes.state import Compilation, Subject, run
 from ..report import CompileReport
