@@ -21,7 +21,7 @@ from memory_events import memory_use
 
 import lazyinline
 from lazyinline import lazy_inline
-from lazyinline.pipeline_parallel.schedule.actions import SCHEDULES
+from lazyinline.pipeline_parallel.actions import SCHEDULES
 
 MOST_OFF = 0.02
 

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 import lazyinline
 from lazyinline import lazy_inline
-from lazyinline.pipeline_parallel.schedule.actions import SCHEDULES
+from lazyinline.pipeline_parallel.actions import SCHEDULES
 
 MICRO_BATCHES = 8
 BATCH = 16

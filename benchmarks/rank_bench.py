@@ -32,10 +32,10 @@ from lazyinline.frontend.passes.state import Pass, Subject, run
 from lazyinline.frontend.pipeline.shown_plan import ShownPlan, plan_page
 from lazyinline.frontend.report import CompileReport
 from lazyinline.frontend.training_step import LossModel
-from lazyinline.pipeline_parallel.schedule.actions import ActionTable
-from lazyinline.pipeline_parallel.schedule.plan import PipelinePlan
-from lazyinline.pipeline_parallel.stages.stage_derivative import StageDerivative
-from lazyinline.pipeline_parallel.stages.torch_pipelining import action_table
+from lazyinline.pipeline_parallel.actions import ActionTable
+from lazyinline.pipeline_parallel.plan import PipelinePlan
+from lazyinline.pipeline_parallel.stage_derivative import StageDerivative
+from lazyinline.pipeline_parallel.torch_pipelining import action_table
 from lazyinline.recompute.policy import Policy
 from lazyinline.reuse.errors import LazyInlineError, PlanError
 from lazyinline.reuse.ir.costs import CPU

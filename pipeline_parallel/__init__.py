@@ -1,8 +1,16 @@
 """Splits a program over pipeline stages and runs them under ``torch.distributed``.
 
-schedule  what each rank does, in which order, and what that costs
-split     which stage each call belongs to, and one program per stage
-stages    stages as programs and steps, and the ranks that run them
+actions           the action table, as a schedule of PyTorch lays it out
+rank_order        one rank's actions in order, what it holds, and how long transfers stay
+call_costs        what calls cost, forward and backward, and what they may save instead
+cut               one program per stage; composites that span stages are cut inside
+coloring          the stage of each call: by marks, by the order of execution, or balanced by cost
+split_backward    a backward in two halves: for what travels, and for parameters
+stage_derivative  one stage's forward and backward as programs
+plan              the plan of a pipeline: stages, costs, memory, and a step of it in time
+process_groups    ranks agree, sum gradients of what they share, and load what others saved
+steps             what a schedule asks of a stage, on PyTorch's tensors or in a planned arena
+torch_pipelining  adapter: PyTorch's schedules and runtime of pipelines
 
 It imports ``reuse`` and ``autodiff`` only.
 """

@@ -6,11 +6,11 @@ from link_tree import ROOT
 # Lines and files of each top folder, without pictures' library and licences. A commit that takes
 # something out lowers what it can; none raises one.
 CEILINGS: dict[str, tuple[int, int]] = {
-    "frontend": (24_000, 130),
+    "frontend": (23_790, 129),
     "reuse": (7_050, 33),
     "autodiff": (6_700, 50),
     "recompute": (1_500, 9),
-    "pipeline_parallel": (3_450, 24),
+    "pipeline_parallel": (3_320, 12),
     "backend": (12_000, 67),
 }
 SUFFIXES = (".py", ".cpp", ".h", ".js", ".css", ".html", ".jinja")

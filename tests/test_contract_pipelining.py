@@ -1,6 +1,6 @@
 """Contract with torch.distributed.pipelining: what its schedules ask of a stage.
 
-When a new torch breaks one of these, ``pipeline_parallel/stages/torch_pipelining.py`` is the
+When a new torch breaks one of these, ``pipeline_parallel/torch_pipelining.py`` is the
 file to look at.
 """
 
@@ -10,7 +10,7 @@ import re
 import pytest
 from torch.distributed.pipelining import PipelineStage, schedules
 
-from lazyinline.pipeline_parallel.stages.torch_pipelining import ClosureStage, action_table
+from lazyinline.pipeline_parallel.torch_pipelining import ClosureStage, action_table
 
 pytestmark = pytest.mark.smoke
 

@@ -15,15 +15,13 @@ from lazyinline.frontend.compiler import Compiler
 from lazyinline.frontend.options import Options
 from lazyinline.frontend.page.sections import plan_rows
 from lazyinline.frontend.pipeline.shown_plan import ShownPlan, plan_page
-from lazyinline.pipeline_parallel.schedule.actions import SCHEDULES, Action
-from lazyinline.pipeline_parallel.schedule.plan import PipelinePlan, StagePlan
-from lazyinline.pipeline_parallel.schedule.simulation import simulate
-from lazyinline.pipeline_parallel.split.balance import color_balanced
-from lazyinline.pipeline_parallel.split.call_costs import CallCosts
-from lazyinline.pipeline_parallel.split.cut import cut_program
-from lazyinline.pipeline_parallel.stages.make_plan import make_plan
-from lazyinline.pipeline_parallel.stages.stage_derivative import differentiate_stages
-from lazyinline.pipeline_parallel.stages.torch_pipelining import action_table
+from lazyinline.pipeline_parallel.actions import SCHEDULES, Action
+from lazyinline.pipeline_parallel.call_costs import CallCosts
+from lazyinline.pipeline_parallel.coloring import color_balanced
+from lazyinline.pipeline_parallel.cut import cut_program
+from lazyinline.pipeline_parallel.plan import PipelinePlan, StagePlan, make_plan, simulate
+from lazyinline.pipeline_parallel.stage_derivative import differentiate_stages
+from lazyinline.pipeline_parallel.torch_pipelining import action_table
 from lazyinline.reuse.ir.costs import CPU, OperatorCosts, ProgramCosts
 from lazyinline.reuse.ir.program import Program
 

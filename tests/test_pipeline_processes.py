@@ -18,7 +18,7 @@ from ranks import LIMIT_S, run_ranks, started
 from test_pipeline import Net, make, net_and_batch, train
 
 from lazyinline import PipelineError
-from lazyinline.pipeline_parallel.schedule.actions import SCHEDULES
+from lazyinline.pipeline_parallel.actions import SCHEDULES
 
 HERE = "test_pipeline_processes"
 

@@ -15,13 +15,17 @@ from torch import Tensor
 
 import lazyinline
 from lazyinline import PipelineError
-from lazyinline.pipeline_parallel.schedule.actions import SCHEDULES, ActionTable
-from lazyinline.pipeline_parallel.split.balance import extra_seconds, hull_steps
-from lazyinline.pipeline_parallel.split.coloring import color_by_bounds, units_of
-from lazyinline.pipeline_parallel.split.cut import Colors, Stage, cut_program
-from lazyinline.pipeline_parallel.split.partition import partition
-from lazyinline.pipeline_parallel.stages.split_backward import Splitter
-from lazyinline.pipeline_parallel.stages.torch_pipelining import action_table
+from lazyinline.pipeline_parallel.actions import SCHEDULES, ActionTable
+from lazyinline.pipeline_parallel.coloring import (
+    color_by_bounds,
+    extra_seconds,
+    hull_steps,
+    partition,
+    units_of,
+)
+from lazyinline.pipeline_parallel.cut import Colors, Stage, cut_program
+from lazyinline.pipeline_parallel.split_backward import Splitter
+from lazyinline.pipeline_parallel.torch_pipelining import action_table
 from lazyinline.reuse.ir.interpreter import interpret
 from lazyinline.reuse.ir.program import Composite, Program, UserInput, walk_closures
 from lazyinline.reuse.ir.transfer import Wire

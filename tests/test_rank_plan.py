@@ -18,11 +18,11 @@ from lazyinline.frontend.passes.programs import estimate, lower
 from lazyinline.frontend.passes.rank import Splitting, started
 from lazyinline.frontend.passes.state import Subject, run
 from lazyinline.frontend.training_step import LossModel
-from lazyinline.pipeline_parallel.schedule.actions import SCHEDULES, Action, ActionTable
-from lazyinline.pipeline_parallel.schedule.rank_order import Boundaries, RankOrder, rank_order
-from lazyinline.pipeline_parallel.schedule.simulation import simulate
-from lazyinline.pipeline_parallel.stages.planned_steps import Progress
-from lazyinline.pipeline_parallel.stages.torch_pipelining import action_table
+from lazyinline.pipeline_parallel.actions import SCHEDULES, Action, ActionTable
+from lazyinline.pipeline_parallel.plan import simulate
+from lazyinline.pipeline_parallel.rank_order import Boundaries, RankOrder, rank_order
+from lazyinline.pipeline_parallel.steps import Progress
+from lazyinline.pipeline_parallel.torch_pipelining import action_table
 from lazyinline.reuse.ir.costs import CPU
 
 

@@ -12,14 +12,14 @@ from dataclasses import asdict
 from typing import Any, Literal, TypeAlias
 
 from ...backend.launches.kernel_list import KernelList
-from ...pipeline_parallel.schedule.actions import (
+from ...pipeline_parallel.actions import (
     ACTION_TEXT,
     BACKWARD,
     BACKWARD_WEIGHT,
     COMPUTE,
     FORWARD,
 )
-from ...pipeline_parallel.schedule.plan import PipelinePlan
+from ...pipeline_parallel.plan import PipelinePlan
 from ...recompute.summary import RecomputeRecord
 from ...reuse.ir.leaf import stamp_of
 from ...reuse.ir.printer import node_type, operator_name

@@ -7,14 +7,13 @@ from typing import Literal, TypeAlias, get_args
 
 from torch import nn
 
-from ...pipeline_parallel.schedule.actions import ActionTable
-from ...pipeline_parallel.schedule.plan import PipelinePlan
-from ...pipeline_parallel.schedule.rank_order import RankOrder
-from ...pipeline_parallel.split.balance import color_balanced
-from ...pipeline_parallel.split.call_costs import CallCosts
-from ...pipeline_parallel.split.coloring import color_by_marks, color_evenly
-from ...pipeline_parallel.split.cut import Colors, Stage
-from ...pipeline_parallel.stages.stage_derivative import StageDerivative
+from ...pipeline_parallel.actions import ActionTable
+from ...pipeline_parallel.call_costs import CallCosts
+from ...pipeline_parallel.coloring import color_balanced, color_by_marks, color_evenly
+from ...pipeline_parallel.cut import Colors, Stage
+from ...pipeline_parallel.plan import PipelinePlan
+from ...pipeline_parallel.rank_order import RankOrder
+from ...pipeline_parallel.stage_derivative import StageDerivative
 from ...reuse.errors import PipelineError
 from ...reuse.ir.costs import OperatorCosts, ProgramCosts, Rates
 from ...reuse.ir.program import Program

@@ -13,15 +13,15 @@ from ...backend.link.placement import place
 from ...backend.run.rank_program import RankPlan, RankProgram, Run, Schedule
 from ...backend.run.runtime import ClosureRuntime
 from ...backend.run.unplanned import Executable
-from ...pipeline_parallel.schedule.actions import (
+from ...pipeline_parallel.actions import (
     BACKWARD,
     BACKWARD_INPUT,
     BACKWARD_WEIGHT,
     FORWARD,
 )
-from ...pipeline_parallel.schedule.rank_order import Boundaries, RankOrder
-from ...pipeline_parallel.stages.stage_derivative import StageDerivative
-from ...pipeline_parallel.stages.unplanned_steps import RunStage, StageRuntime
+from ...pipeline_parallel.rank_order import Boundaries, RankOrder
+from ...pipeline_parallel.stage_derivative import StageDerivative
+from ...pipeline_parallel.steps import RunStage, StageRuntime
 from ...reuse.ir.leaf import flat_types
 from ...reuse.ir.program import Leaf, ModelTensor, Program
 from ...reuse.ir.transfer import Wire

@@ -11,13 +11,12 @@ from functools import partial
 
 from ...autodiff.derivative import Request
 from ...backend.link.part_layout import least
-from ...pipeline_parallel.schedule.rank_memory import StageMemory, bytes_beside
-from ...pipeline_parallel.schedule.rank_order import rank_order
-from ...pipeline_parallel.split.cut import Stage, cut_program
-from ...pipeline_parallel.stages.make_plan import make_plan
-from ...pipeline_parallel.stages.split_backward import Splitter
-from ...pipeline_parallel.stages.stage_derivative import StageDerivative
-from ...pipeline_parallel.stages.stage_derivative import differentiate_stages as derivatives_of
+from ...pipeline_parallel.cut import Stage, cut_program
+from ...pipeline_parallel.plan import make_plan
+from ...pipeline_parallel.rank_order import StageMemory, bytes_beside, rank_order
+from ...pipeline_parallel.split_backward import Splitter
+from ...pipeline_parallel.stage_derivative import StageDerivative
+from ...pipeline_parallel.stage_derivative import differentiate_stages as derivatives_of
 from ...recompute.policy import Budget, Policy
 from ...reuse.errors import PipelineError, PlanError
 from ...reuse.ir.program import Program

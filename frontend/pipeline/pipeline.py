@@ -12,18 +12,26 @@ from torch import Tensor, nn
 
 from ...backend.kernels.lower import BackendName
 from ...backend.run.rank_program import RankProgram
-from ...pipeline_parallel.schedule.actions import (
+from ...pipeline_parallel.actions import (
     ActionTable,
     schedule_name,
 )
-from ...pipeline_parallel.split.cut import Stage
-from ...pipeline_parallel.stages.checkpoint import copy_state, read_parts
-from ...pipeline_parallel.stages.gradient_sums import GradientSums
-from ...pipeline_parallel.stages.planned_steps import PlannedSteps, Progress
-from ...pipeline_parallel.stages.process_groups import Ranks, ranks_of
-from ...pipeline_parallel.stages.stage_derivative import StageDerivative
-from ...pipeline_parallel.stages.stage_steps import StageCounts, StageSteps
-from ...pipeline_parallel.stages.unplanned_steps import UnplannedSteps
+from ...pipeline_parallel.cut import Stage
+from ...pipeline_parallel.process_groups import (
+    GradientSums,
+    Ranks,
+    copy_state,
+    ranks_of,
+    read_parts,
+)
+from ...pipeline_parallel.stage_derivative import StageDerivative
+from ...pipeline_parallel.steps import (
+    PlannedSteps,
+    Progress,
+    StageCounts,
+    StageSteps,
+    UnplannedSteps,
+)
 from ...recompute.policy import Policy
 from ...reuse import torch_pytree
 from ...reuse.errors import PipelineError, door
@@ -136,7 +144,7 @@ def pipeline(
     if micro_batches < 1:
         raise PipelineError(f"micro_batches={micro_batches}: there must be at least one.")
     # Imported late: it brings in Dynamo, which nothing else here needs.
-    from ...pipeline_parallel.stages.torch_pipelining import action_table
+    from ...pipeline_parallel.torch_pipelining import action_table
 
     ranks = ranks_of(mesh, timeout_s)
     table = action_table(schedule_name(schedule), num_stages, ranks.num_ranks, micro_batches)
@@ -187,7 +195,7 @@ class Pipeline:
         self._parameters = self._own_parameters()
         self._check_tensors(state.derived)
         self._steps = self._compile(state)
-        from ...pipeline_parallel.stages.torch_pipelining import ClosureStage, Runner
+        from ...pipeline_parallel.torch_pipelining import ClosureStage, Runner
 
         made = [ClosureStage(s, table.num_stages, ranks.device, ranks.group) for s in self._steps]
         self._runner = Runner(table, made)

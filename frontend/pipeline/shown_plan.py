@@ -7,7 +7,7 @@ import pathlib
 from dataclasses import dataclass
 from typing import Any
 
-from ...pipeline_parallel.schedule.plan import PipelinePlan
+from ...pipeline_parallel.plan import PipelinePlan
 from ..compile_record import CompileRecord
 from ..page.compile_page import arena_tile, compile_sections, node_tile, notes, tile
 from ..page.sections import (

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 
 import torch.fx
 
-from ...reuse.ir.operators import is_view, mutated_args
-from ...reuse.ir.program import Call, Closure, Composite, Leaf, Pack, Program, Unpack, Value
-from ...reuse.ir.types import StructType, TensorType, Type, flatten_type
-from ...reuse.torch_names import module_of
+from ..reuse.ir.operators import is_view, mutated_args
+from ..reuse.ir.program import Call, Closure, Composite, Leaf, Pack, Program, Unpack, Value
+from ..reuse.ir.types import StructType, TensorType, Type, flatten_type
+from ..reuse.torch_names import module_of
 
 Positions = tuple[int, ...]
 

@@ -15,8 +15,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Union
 
-from ...reuse.errors import PipelineError
-from ...reuse.ir.program import (
+from ..reuse.errors import PipelineError
+from ..reuse.ir.program import (
     Call,
     Closure,
     Composite,
@@ -27,7 +27,7 @@ from ...reuse.ir.program import (
     UserInput,
     Value,
 )
-from ...reuse.ir.types import TensorType
+from ..reuse.ir.types import TensorType
 
 Colors = tuple[Union[int, "Colors"], ...]
 """The stage of each call of a body; in place of a stage, the colours of a composite's own calls."""

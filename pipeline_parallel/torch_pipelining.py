@@ -20,18 +20,10 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining import schedules as torch_schedules
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
-from ...reuse.errors import PipelineError
-from ..schedule.actions import (
-    BACKWARD,
-    COMPUTE,
-    FORWARD,
-    SCHEDULES,
-    Action,
-    ActionTable,
-    rank_of_stages,
-)
+from ..reuse.errors import PipelineError
+from .actions import BACKWARD, COMPUTE, FORWARD, SCHEDULES, Action, ActionTable, rank_of_stages
 from .process_groups import first_line
-from .stage_steps import StageSteps
+from .steps import StageSteps
 
 _CLASSES = {name: f"Schedule{name}" for name in SCHEDULES}
 _RECEIVES = {"F": "RECV_F", "B": "RECV_B", "I": "RECV_B"}

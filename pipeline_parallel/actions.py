@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ...reuse.errors import PipelineError
+from ..reuse.errors import PipelineError
 
 FORWARD = "F"
 BACKWARD = "B"

@@ -1,10 +1,12 @@
-"""The ranks of a pipeline: who they are, that they agree, and how their gradients are summed."""
+"""The ranks of a pipeline: who they are, that they agree, what they sum, and what they saved."""
 
 from __future__ import annotations
 
 import datetime
 import hashlib
 import importlib.metadata
+import math
+import pathlib
 import platform
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,12 +17,112 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...reuse.errors import PipelineError
-from ...reuse.ir.printer import text_to_compare
-from ...reuse.ir.program import Program
-from ..schedule.actions import ActionTable
-from .gradient_sums import GradientSums
+from ..reuse.errors import PipelineError
+from ..reuse.ir.printer import text_to_compare
+from ..reuse.ir.program import Program
+from ..reuse.ir.transfer import in_own_storage
+from ..reuse.ir.types import TensorType
+from .actions import ActionTable
 from .stage_derivative import StageDerivative
+
+
+class GradientSums:
+    """Sums the gradients of micro-batches, one buffer per parameter.
+
+    Two stages of one rank that use the same parameter share its buffer. The buffers of one dtype
+    lie side by side in one tensor, so that replicas sum them in one go.
+    """
+
+    def __init__(self) -> None:
+        self.buffers: dict[str, Tensor] = {}
+        self.flat: list[Tensor] = []
+        self._types: dict[str, TensorType] = {}
+        self._started: set[str] = set()
+
+    def add_parameter(self, name: str, type_: TensorType) -> None:
+        """Makes room for the gradient of a parameter, once."""
+        self._types.setdefault(name, type_)
+
+    def allocate(self) -> None:
+        """Makes the buffers, those of one kind side by side."""
+        kinds: dict[tuple[torch.dtype, torch.device], list[str]] = {}
+        for name, type_ in self._types.items():
+            kinds.setdefault((type_.dtype, type_.device), []).append(name)
+        for (dtype, device), names in kinds.items():
+            sizes = [math.prod(self._types[n].shape) for n in names]
+            flat = torch.zeros(sum(sizes), dtype=dtype, device=device)
+            self.flat.append(flat)
+            for name, part in zip(names, flat.split(sizes), strict=True):
+                type_ = self._types[name]
+                buffer = part.as_strided(type_.shape, type_.stride)
+                self.buffers[name] = in_own_storage(buffer)
+
+    def start(self) -> None:
+        """Begins a new sum."""
+        self._started.clear()
+
+    def add(self, name: str, gradient: Tensor) -> None:
+        """Adds one gradient."""
+        if name in self._started:
+            self.buffers[name].add_(gradient)
+        else:
+            self.buffers[name].copy_(gradient)
+            self._started.add(name)
+
+    def zero(self) -> None:
+        """Makes all buffers zero, for launches that add to them."""
+        for flat in self.flat:
+            flat.zero_()
+        self._started.update(self.buffers)
+
+    def finish(self) -> None:
+        """Makes buffers that got nothing in this step zero."""
+        for name, buffer in self.buffers.items():
+            if name not in self._started:
+                buffer.zero_()
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all buffers."""
+        return sum(b.numel() * b.element_size() for b in self.buffers.values())
+
+
+def copy_state(own: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
+    """Copies tensors of the same names.
+
+    Raises:
+        PipelineError: if one is missing or has another shape.
+    """
+    found = {t.data_ptr() for n, t in own.items() if n in state}
+    missing = [n for n, t in own.items() if n not in state and t.data_ptr() not in found]
+    if missing:
+        raise PipelineError(f"The state has no {', '.join(missing[:5])} (of {len(missing)}).")
+    own = {n: t for n, t in own.items() if n in state}
+    for name, tensor in own.items():
+        if state[name].shape != tensor.shape:
+            raise PipelineError(
+                f"{name} has the shape {tuple(tensor.shape)}, and in the state "
+                f"{tuple(state[name].shape)}."
+            )
+    with torch.no_grad():
+        for name, tensor in own.items():
+            tensor.copy_(state[name])
+
+
+def read_parts(folder: str | pathlib.Path) -> dict[str, Tensor]:
+    """Returns all that the ranks of a pipeline saved in a folder.
+
+    Raises:
+        PipelineError: if nothing was saved there.
+    """
+    files = sorted(pathlib.Path(folder).glob("stages-*.pt"))
+    if not files:
+        raise PipelineError(f"There is no stages-*.pt in {folder}.")
+    state: dict[str, Tensor] = {}
+    for path in files:
+        state.update(torch.load(path, map_location="cpu", mmap=True))
+    return state
+
 
 PIPELINE_DIM = "pipeline"
 DATA_DIM = "data"

@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from ...autodiff.derivative import Derivative, Differentiator, Request, active_values
-from ...reuse.ir.leaf import flat_types
-from ...reuse.ir.program import Composite, ModelTensor, Program
-from ...reuse.ir.types import TensorType
-from ..split.cut import Stage
+from ..autodiff.derivative import Derivative, Differentiator, Request, active_values
+from ..reuse.ir.leaf import flat_types
+from ..reuse.ir.program import Composite, ModelTensor, Program
+from ..reuse.ir.types import TensorType
+from .cut import Stage
 from .split_backward import Halves, Splitter
 
 Chosen = Callable[[Stage, Request], Request]

@@ -1,6 +1,6 @@
 """What calls cost, forward and backward, and what they may save instead.
 
-Their programs are counted as all others (:mod:`...reuse.ir.costs`). Only ratios matter for
+Their programs are counted as all others (:mod:`..reuse.ir.costs`). Only ratios matter for
 balancing stages.
 """
 
@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from ...autodiff.derivative import Differentiator, Request
-from ...reuse.ir.costs import Cost, ProgramCosts
-from ...reuse.ir.program import Call, Composite, ModelTensor, Program, Value
+from ..autodiff.derivative import Differentiator, Request
+from ..reuse.ir.costs import Cost, ProgramCosts
+from ..reuse.ir.program import Call, Composite, ModelTensor, Program, Value
 
 TradeOffs = Callable[[Request], Sequence[tuple[int, float]]]
 """What one call may save, and the seconds that it then computes again; fewest bytes first."""

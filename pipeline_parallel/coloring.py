@@ -1,0 +1,464 @@
+"""Which stage each call belongs to: by the user's marks, by cutting the order, or balanced by cost.
+
+Balanced stages are the exact contiguous partition of layers within memory that minimises
+``sum(T) + (M - 1) * max(T)``, the time of M micro-batches through stages that take T each, where T
+of a stage may be infinite (it does not fit its memory). (Zheng et al., "Alpa", 2022, minimise the
+same by trying every bound on ``max(T)``.)
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from ..reuse.errors import PipelineError
+from ..reuse.ir.program import Call, Closure, Composite, ModelTensor, Program, Value, count_calls
+from .actions import ActionTable
+from .call_costs import CallCost, CallCosts
+from .cut import Colors
+
+Path = tuple[int, ...]
+"""Where a call is: its position in the program, then in the composite it calls, and so on."""
+
+# A closure of fewer operators is glue: it goes with its neighbours and is no layer.
+_GLUE_NODES = 8
+
+
+def color_evenly(program: Program, num_stages: int) -> Colors:
+    """Gives each stage the same number of layers: of calls on closures that are called often.
+
+    Raises:
+        PipelineError: if there are fewer layers than stages.
+    """
+    layers = _layers(program, num_stages)
+    if len(layers) < num_stages:
+        raise PipelineError(
+            f"The model has {len(layers)} block(s) to spread and num_stages={num_stages}. Use "
+            "fewer stages, or mark the repeated layer class with lazy_inline so that it can be "
+            "told apart."
+        )
+    bounds = [layers[len(layers) * s // num_stages] for s in range(1, num_stages)]
+    return color_by_bounds(program, bounds)
+
+
+def _layers(program: Program, num_stages: int) -> list[Path]:
+    """Places of the layers; composites are looked into only where there are too few."""
+    counts = count_calls(program)
+    opened: set[Path] = set()
+    while True:
+        units = units_of(program, opened)
+        layers = [p for p, c in units if counts[c.closure] > 1 and _size(c.closure) >= _GLUE_NODES]
+        if len(layers) >= num_stages:
+            return layers
+        shut = [p for p, c in units if isinstance(c.closure, Composite)]
+        if not shut:
+            return [p for p, c in units if _size(c.closure) > 0]
+        opened.update(shut)
+
+
+def _size(closure: Closure) -> int:
+    if isinstance(closure, Composite):
+        return closure.program.num_nodes_if_inlined()
+    return closure.num_nodes
+
+
+def units_of(program: Program, opened: set[Path]) -> list[tuple[Path, Call]]:
+    """Lists the calls in execution order; a call at an opened place is replaced by its body's."""
+    found: list[tuple[Path, Call]] = []
+
+    def visit(body: Program, prefix: Path) -> None:
+        for index, call in enumerate(body.calls):
+            path = (*prefix, index)
+            if path in opened and isinstance(call.closure, Composite):
+                visit(call.closure.program, path)
+            else:
+                found.append((path, call))
+
+    visit(program, ())
+    return found
+
+
+def color_by_bounds(program: Program, bounds: Sequence[Path]) -> Colors:
+    """Colours a program cut at places.
+
+    Args:
+        program: the program.
+        bounds: for each stage but the first, where it begins, in order.
+    """
+    return _color_body(program, (), sorted(bounds))
+
+
+def _color_body(body: Program, prefix: Path, bounds: Sequence[Path]) -> Colors:
+    colors: list[int | Colors] = []
+    for index, call in enumerate(body.calls):
+        path = (*prefix, index)
+        first = bisect.bisect_right(bounds, path)
+        last = bisect.bisect_left(bounds, (*prefix, index + 1))
+        inside = [b for b in bounds[first:last] if any(b[len(path) :])]
+        if inside:
+            assert isinstance(call.closure, Composite)
+            colors.append(_color_body(call.closure.program, path, bounds))
+        else:
+            colors.append(last)
+    return tuple(colors)
+
+
+def color_by_marks(program: Program, marks: Mapping[str, int], num_stages: int) -> Colors:
+    """Gives each call the stage of the marked module it is in.
+
+    A call in no marked module goes to the first stage that has what it needs.
+
+    Args:
+        program: the program.
+        marks: module path -> stage; the longest path that a call is in counts.
+        num_stages: how many there are.
+
+    Raises:
+        PipelineError: if a mark names a stage that does not exist, or a stage has no call.
+    """
+    for path, stage in marks.items():
+        if not 0 <= stage < num_stages:
+            raise PipelineError(
+                f"{path} is marked for stage {stage}, and num_stages={num_stages}: stages are "
+                f"numbered from 0 to {num_stages - 1}."
+            )
+    made_on: dict[Value, int] = {}
+    colors = _mark_body(program, "", marks, made_on)
+    missing = set(range(num_stages)) - _stages_in(colors)
+    if missing:
+        raise PipelineError(
+            f"No marked module puts anything on stage(s) {sorted(missing)}. Mark one with "
+            "lazyinline.stage(module, number), or use fewer stages."
+        )
+    return colors
+
+
+def _mark_body(
+    body: Program, prefix: str, marks: Mapping[str, int], made_on: dict[Value, int]
+) -> Colors:
+    colors: list[int | Colors] = []
+    for call in body.calls:
+        path = ".".join(p for p in (prefix, call.path) if p)
+        needs = max((made_on.get(v, 0) for v in call.args), default=0)
+        stage = _mark_of(path, marks) if call.path else None
+        inside = any(m.startswith(path + ".") for m in marks) if call.path else False
+        if inside and isinstance(call.closure, Composite):
+            inner = {
+                v: made_on.get(a, 0)
+                for v, a in zip(call.closure.program.inputs, call.args, strict=True)
+            }
+            color: int | Colors = _mark_body(call.closure.program, path, marks, inner)
+            made = [inner.get(v, 0) for v in call.closure.program.outputs]
+            if isinstance(color, tuple) and len(_stages_in(color)) == 1:
+                color = next(iter(_stages_in(color)))
+        else:
+            color = needs if stage is None else stage
+            made = [color] * len(call.results)
+        colors.append(color)
+        made_on.update(zip(call.results, made, strict=True))
+    return tuple(colors)
+
+
+def _mark_of(path: str, marks: Mapping[str, int]) -> int | None:
+    while path:
+        if path in marks:
+            return marks[path]
+        path = path.rpartition(".")[0]
+    return marks.get("")
+
+
+def _stages_in(colors: Colors) -> set[int]:
+    found: set[int] = set()
+    for color in colors:
+        found |= {color} if isinstance(color, int) else _stages_in(color)
+    return found
+
+
+FloatArray = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Partition:
+    """Where each stage begins, and what it costs.
+
+    Attributes:
+        bounds: unit at which each stage begins, and the number of units.
+        objective: the minimised time.
+    """
+
+    bounds: tuple[int, ...]
+    objective: float
+
+
+def partition(times: FloatArray, num_micro_batches: int) -> Partition | None:
+    """Returns the best partition, or None if there is none.
+
+    Args:
+        times: ``times[s, i, j]`` is the time of stage s if it runs units i to j - 1, infinite if it
+            cannot; empty stages are not allowed.
+        num_micro_batches: M above.
+    """
+    return _Search(times, num_micro_batches).best()
+
+
+@dataclass
+class _Search:
+    """Bisects over bounds on the longest stage; between equal sums nothing can be better.
+
+    The smallest sum of times under a bound never grows with the bound, so an interval of bounds
+    is left out if even its best corner is no better than what is known.
+    """
+
+    times: FloatArray
+    num_micro_batches: int
+    _sums: dict[int, float] = field(default_factory=dict)
+
+    def best(self) -> Partition | None:
+        finite = self.times[np.isfinite(self.times)]
+        self._bounds = np.unique(finite)
+        if not len(self._bounds) or not np.isfinite(self._sum(len(self._bounds) - 1)):
+            return None
+        low, high = self._lowest_feasible(), len(self._bounds) - 1
+        self._best = (np.inf, low)
+        for index in (low, high):
+            self._note(index)
+        self._between(low, high)
+        objective, index = self._best
+        return Partition(self._traced(index), float(objective))
+
+    def _lowest_feasible(self) -> int:
+        low, high = 0, len(self._bounds) - 1
+        while low < high:
+            middle = (low + high) // 2
+            if np.isfinite(self._sum(middle)):
+                high = middle
+            else:
+                low = middle + 1
+        return low
+
+    def _note(self, index: int) -> None:
+        objective = self._sum(index) + (self.num_micro_batches - 1) * self._bounds[index]
+        if objective < self._best[0]:
+            self._best = (objective, index)
+
+    def _between(self, low: int, high: int) -> None:
+        stack = [(low, high)]
+        while stack:
+            low, high = stack.pop()
+            if high - low < 2 or self._sum(low) == self._sum(high):
+                continue
+            least = self._sum(high) + (self.num_micro_batches - 1) * self._bounds[low + 1]
+            if least >= self._best[0]:
+                continue
+            middle = (low + high) // 2
+            self._note(middle)
+            stack += [(middle, high), (low, middle)]
+
+    def _sum(self, index: int) -> float:
+        """The smallest sum of times with no stage longer than a bound."""
+        if index not in self._sums:
+            self._sums[index] = float(self._tables(index)[-1][-1])
+        return self._sums[index]
+
+    def _tables(self, index: int) -> list[FloatArray]:
+        """For each number of stages, the smallest sum for each number of units."""
+        num_stages, size, _ = self.times.shape
+        allowed = np.where(self.times <= self._bounds[index], self.times, np.inf)
+        table = np.full(size, np.inf)
+        table[0] = 0.0
+        tables = [table]
+        for stage in range(num_stages):
+            table = np.min(table[:, None] + allowed[stage], axis=0)
+            tables.append(table)
+        return tables
+
+    def _traced(self, index: int) -> tuple[int, ...]:
+        """Where the stages begin in a best partition under a bound."""
+        tables = self._tables(index)
+        allowed = np.where(self.times <= self._bounds[index], self.times, np.inf)
+        end = self.times.shape[1] - 1
+        bounds = [end]
+        for stage in reversed(range(self.times.shape[0])):
+            end = int(np.argmin(tables[stage] + allowed[stage][:, end]))
+            bounds.append(end)
+        return tuple(reversed(bounds))
+
+
+# A call is looked into only if it alone takes more than this part of an even share.
+_SHARE = 1.05
+
+
+def color_balanced(
+    program: Program, model: CallCosts, table: ActionTable, memory_bytes_per_rank: int | None
+) -> Colors:
+    """Returns the stages with the least predicted time that fit into memory.
+
+    What has to be computed again so that a stage fits counts as its time.
+
+    Raises:
+        PipelineError: if there are fewer calls than stages, or no split fits.
+    """
+    num_stages = table.num_stages
+    opened = _opened(program, model, num_stages)
+    units = units_of(program, opened)
+    costs = model.units(program, opened)
+    if len(units) < num_stages:
+        raise PipelineError(
+            f"The model has {len(units)} piece(s) to spread and num_stages={num_stages}. Use fewer "
+            "stages, or mark the repeated layer class with lazy_inline."
+        )
+    times = _stage_times(costs, num_stages)
+    owned = _owned_bytes(program, units)
+    flights = np.array(table.in_flight())[:, None, None]
+    if memory_bytes_per_rank is not None:
+        room = memory_bytes_per_rank / stages_per_rank(table) - owned
+        times += extra_seconds([c.variants for c in costs], room[None] / flights - _kept(costs))
+    found = partition(times, table.num_micro_batches)
+    if found is None:
+        smallest = _run_sums([c.variants[0][0] for c in costs]) + _kept(costs)
+        least = _least_bytes(owned[None] + flights * smallest[None])
+        raise PipelineError(
+            f"No split into {num_stages} stages fits memory_bytes_per_rank="
+            f"{memory_bytes_per_rank}: the best one still needs {least} bytes on one stage "
+            "(parameters, gradients and saved tensors of the micro-batches in flight). Use more "
+            "stages, smaller micro-batches, or a schedule with fewer of them in flight."
+        )
+    return color_by_bounds(program, [units[b][0] for b in found.bounds[1:-1]])
+
+
+def _opened(program: Program, model: CallCosts, num_stages: int) -> set[Path]:
+    """Composites to look into: those that no even share could hold, or all if units are few."""
+    opened: set[Path] = set()
+    while True:
+        units = units_of(program, opened)
+        costs = [c.forward_s + c.backward_s for c in model.units(program, opened)]
+        share = _SHARE * sum(costs) / num_stages
+        few = len(units) < num_stages
+        found = [
+            path
+            for (path, call), cost in zip(units, costs, strict=True)
+            if isinstance(call.closure, Composite) and (few or cost > share)
+        ]
+        if not found:
+            return opened
+        opened.update(found)
+
+
+def _stage_times(costs: Sequence[CallCost], num_stages: int) -> np.ndarray:
+    """Times of every run of units; the same on every stage."""
+    total = np.concatenate([[0.0], np.cumsum([c.forward_s + c.backward_s for c in costs])])
+    size = len(total)
+    times = np.broadcast_to(total[None, :] - total[:, None], (num_stages, size, size)).copy()
+    times[:, ~np.triu(np.ones((size, size), np.bool_), 1)] = np.inf
+    return times
+
+
+def _run_sums(numbers: Sequence[float]) -> np.ndarray:
+    """Sums over every run of units."""
+    total = np.concatenate([[0.0], np.cumsum(numbers)])
+    return total[None, :] - total[:, None]
+
+
+def _kept(costs: Sequence[CallCost]) -> np.ndarray:
+    return _run_sums([c.kept_bytes for c in costs])
+
+
+def _owned_bytes(program: Program, units: Sequence[tuple[Path, Call]]) -> np.ndarray:
+    """Bytes of parameters and gradients of every run of units; what several units use once."""
+    size = len(units) + 1
+    owned = np.zeros((size, size))
+    tensors = [_tensors(program, path) for path, _ in units]
+    for first in range(size - 1):
+        seen: dict[int, int] = {}
+        held = 0
+        for last in range(first, size - 1):
+            for key, num_bytes in tensors[last].items():
+                if key not in seen:
+                    seen[key] = num_bytes
+                    held += num_bytes
+            owned[first, last + 1] = held
+    return owned
+
+
+def extra_seconds(
+    variants: Sequence[Sequence[tuple[int, float]]], room_bytes: np.ndarray
+) -> np.ndarray:
+    """Returns what every run of units computes again so that what it saves fits.
+
+    Saved bytes are bought where they spare most seconds each; a unit that would fit in part only
+    is left out. So the seconds are reached, and at most one unit's above the least there are.
+
+    Args:
+        variants: for each unit, bytes saved and seconds computed again, fewest bytes first.
+        room_bytes: ``room_bytes[s, i, j]`` is what units i to j - 1 may save on stage s.
+
+    Returns:
+        The seconds, of the shape of ``room_bytes``; infinite where even the fewest bytes are too
+        many.
+    """
+    room = room_bytes - _run_sums([v[0][0] for v in variants])[None]
+    seconds = np.broadcast_to(_run_sums([v[0][1] for v in variants]), room.shape).copy()
+    seconds[room < 0] = np.inf
+    kinds: dict[tuple[tuple[int, float], ...], list[int]] = {}
+    for unit, options in enumerate(variants):
+        kinds.setdefault(tuple(options), []).append(unit)
+    steps = [(step, units) for options, units in kinds.items() for step in hull_steps(options)]
+    taken: dict[int, np.ndarray] = {}  # units of each kind that went up to the step before
+    for (num_bytes, spared), units in sorted(steps, key=lambda s: -s[0][1] / s[0][0]):
+        ones = np.zeros(len(variants))
+        ones[units] = 1.0
+        before = taken.get(units[0], _run_sums(list(ones))[None])
+        count = np.clip(np.floor(room / num_bytes), 0.0, before)
+        taken[units[0]] = count
+        room = room - count * num_bytes
+        seconds = seconds - count * spared
+    return seconds
+
+
+def hull_steps(options: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
+    """From variant to variant, those that pay best: bytes added, seconds spared; best first."""
+    found, here = [], 0
+    while here < len(options) - 1:
+        rest = range(here + 1, len(options))
+        slopes = [
+            ((options[here][1] - options[i][1]) / (options[i][0] - options[here][0]), i)
+            for i in rest
+            if options[i][0] > options[here][0]
+        ]
+        slope, there = max(slopes, default=(0.0, 0))
+        if slope <= 0.0:
+            break
+        found.append((options[there][0] - options[here][0], options[here][1] - options[there][1]))
+        here = there
+    return found
+
+
+def stages_per_rank(table: ActionTable) -> int:
+    """The most stages that one rank holds."""
+    return max(len(table.stages_of(r)) for r in range(len(table.ranks)))
+
+
+def _tensors(program: Program, path: Path) -> dict[int, int]:
+    """Bytes of the model's tensors (and their gradients) that a unit's outermost call uses."""
+    sources = dict(zip(program.inputs, program.sources, strict=True))
+    found = {}
+    for value in program.calls[path[0]].args:
+        source = sources.get(value)
+        if isinstance(source, ModelTensor):
+            copies = 2 if source.tensor.requires_grad else 1
+            found[id(source)] = copies * value.type.num_bytes
+    return found
+
+
+def _least_bytes(bytes_: np.ndarray) -> int:
+    """The smallest possible largest stage."""
+    allowed = np.where(np.triu(np.ones(bytes_.shape[1:], np.bool_), 1), bytes_, np.inf)
+    table = np.full(bytes_.shape[1], np.inf)
+    table[0] = 0.0
+    for stage in allowed:
+        table = np.min(np.maximum(table[:, None], stage), axis=0)
+    return int(table[-1])

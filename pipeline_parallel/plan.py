@@ -1,0 +1,351 @@
+"""The plan of a pipeline: stages, costs, memory, and the step as it should be.
+
+A step is simulated from the action table that the ranks run, with a duration per action: step time
+and bubble, for predicted or for measured durations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from ..reuse.errors import PipelineError
+from ..reuse.ir.costs import Cost, Rates
+from ..reuse.ir.printer import WIDTH
+from ..reuse.ir.program import Composite, Program
+from ..reuse.ir.transfer import Wire
+from ..reuse.ir.types import TensorType
+from .actions import (
+    BACKWARD,
+    BACKWARD_INPUT,
+    BACKWARD_WEIGHT,
+    COMPUTE,
+    FORWARD,
+    TRAVELS_BACK,
+    Action,
+    ActionTable,
+)
+from .call_costs import CallCosts
+from .stage_derivative import StageDerivative
+
+Durations = Callable[[Action], float]
+"""Seconds that an action takes."""
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One action in time."""
+
+    action: Action
+    rank: int
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """A simulated step."""
+
+    slots: tuple[Slot, ...]
+    num_ranks: int
+
+    @property
+    def step_s(self) -> float:
+        """When the last action ends."""
+        return max(slot.end_s for slot in self.slots)
+
+    @property
+    def bubble(self) -> float:
+        """The part of all ranks' time in which they wait."""
+        busy = sum(slot.end_s - slot.start_s for slot in self.slots)
+        whole = self.step_s * self.num_ranks
+        return 1.0 - busy / whole if whole else 0.0
+
+
+def simulate(
+    table: ActionTable, duration_s: Durations, transfer_s: Callable[[Action], float]
+) -> Timeline:
+    """Runs an action table on a model of the ranks.
+
+    Args:
+        table: what each rank does, in order.
+        duration_s: how long an action takes.
+        transfer_s: how long what an action makes travels to the next rank.
+
+    Raises:
+        PipelineError: if actions wait for each other in a circle.
+    """
+    waiting = [list(reversed(actions)) for actions in table.ranks]
+    done: dict[Action, float] = {}
+    clock = [0.0] * len(table.ranks)
+    slots: list[Slot] = []
+    while any(waiting):
+        moved = False
+        for rank, actions in enumerate(waiting):
+            while actions:
+                ready = _ready_s(actions[-1], table, done, transfer_s)
+                if ready is None:
+                    break
+                action = actions.pop()
+                start = max(clock[rank], ready)
+                clock[rank] = done[action] = start + duration_s(action)
+                slots.append(Slot(action, rank, start, clock[rank]))
+                moved = True
+        if not moved:
+            stuck = [str(actions[-1]) for actions in waiting if actions]
+            raise PipelineError(
+                f"The schedule cannot go on: {', '.join(stuck)} wait for each other."
+            )
+    return Timeline(tuple(slots), len(table.ranks))
+
+
+def _ready_s(
+    action: Action,
+    table: ActionTable,
+    done: dict[Action, float],
+    transfer_s: Callable[[Action], float],
+) -> float | None:
+    """When what an action needs is there; None if that is not known yet."""
+    times = [0.0]
+    for options in _needs(action, table.num_stages):
+        made = next((o for o in options if o in done), None)
+        if made is None:
+            return None
+        travels = table.rank_of[made.stage] != table.rank_of[action.stage]
+        times.append(done[made] + (transfer_s(made) if travels else 0.0))
+    return max(times)
+
+
+def _needs(action: Action, num_stages: int) -> list[list[Action]]:
+    """What must be done before an action: one of each list."""
+    stage, number = action.stage, action.micro_batch
+    if action.kind == FORWARD:
+        return [[Action(FORWARD, stage - 1, number)]] if stage else []
+    if action.kind == BACKWARD_WEIGHT:
+        return [[Action(BACKWARD_INPUT, stage, number)]]
+    own = [Action(FORWARD, stage, number)]
+    if stage == num_stages - 1:
+        return [own]
+    return [own, [Action(kind, stage + 1, number) for kind in TRAVELS_BACK]]
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """What one stage holds and costs, per micro-batch where it says so.
+
+    Attributes:
+        index: its number.
+        rank: where it runs.
+        num_blocks: calls in it.
+        first, last: module paths of its first and last call.
+        forward_s, backward_s: predicted, per micro-batch.
+        flops: forward and backward, per micro-batch.
+        parameter_bytes: of the model's tensors it uses.
+        gradient_bytes: of its parameters' gradients.
+        saved_bytes: kept from forward to backward, per micro-batch in flight.
+        received_bytes: what arrives for a forward, per micro-batch.
+        in_flight: most micro-batches between forward and backward.
+    """
+
+    index: int
+    rank: int
+    num_blocks: int
+    first: str
+    last: str
+    forward_s: float
+    backward_s: float
+    flops: int
+    parameter_bytes: int
+    gradient_bytes: int
+    saved_bytes: int
+    received_bytes: int
+    in_flight: int
+
+    @property
+    def flight_bytes(self) -> int:
+        """What one micro-batch in flight holds."""
+        return self.saved_bytes + self.received_bytes
+
+
+@dataclass(frozen=True)
+class PipelinePlan:
+    """A pipeline before it runs. ``print(plan)`` shows it.
+
+    Attributes:
+        table: what each rank does, in order.
+        stages: all stages.
+        timeline: the predicted step.
+    """
+
+    table: ActionTable
+    stages: tuple[StagePlan, ...]
+    timeline: Timeline
+
+    @property
+    def bubble(self) -> float:
+        """Predicted part of all ranks' time in which they wait."""
+        return self.timeline.bubble
+
+    @property
+    def step_s(self) -> float:
+        """Predicted time of a step."""
+        return self.timeline.step_s
+
+    def in_flight_bytes(self, rank: int) -> int:
+        """Most bytes that a rank's micro-batches in flight hold."""
+        held = {s.index: s.flight_bytes for s in self.stages}
+        return self.table.peak_bytes(rank, held)
+
+    def peak_bytes(self, rank: int) -> int:
+        """Parameters, gradients, and micro-batches in flight of a rank at its fullest."""
+        own = [s for s in self.stages if s.rank == rank]
+        return sum(s.parameter_bytes + s.gradient_bytes for s in own) + self.in_flight_bytes(rank)
+
+    def simulated(self, measured_s: dict[tuple[int, str], float]) -> Timeline:
+        """Returns the step as it would be with measured durations of (stage, kind of action)."""
+        return simulate(self.table, lambda a: measured_s[a.stage, a.kind], lambda a: 0.0)
+
+    def __str__(self) -> str:
+        table = self.table
+        lines = [
+            f"{table.schedule}: {table.num_stages} stages on {len(table.ranks)} rank(s), "
+            f"{table.num_micro_batches} micro-batches; predicted bubble {self.bubble:.1%}",
+        ]
+        lines += _table(self.stages)
+        for rank in range(len(table.ranks)):
+            lines.append(
+                f"rank {rank}: peak {megabytes(self.peak_bytes(rank))}, of it in flight "
+                f"{megabytes(self.in_flight_bytes(rank))}"
+            )
+        return "\n".join(lines)
+
+
+_HEAD = ("stage", "rank", "calls", "GFLOP", "forward", "backward", "params", "saved", "in flight")
+
+
+def _table(stages: Sequence[StagePlan]) -> list[str]:
+    """A line for each stage, no wider than a screen: names of layers are cut, numbers never."""
+    rows = [
+        (
+            *(str(n) for n in (s.index, s.rank, s.num_blocks)),
+            f"{s.flops / 1e9:.2f}",
+            f"{s.forward_s * 1e3:.2f} ms",
+            f"{s.backward_s * 1e3:.2f} ms",
+            megabytes(s.parameter_bytes),
+            megabytes(s.saved_bytes),
+            str(s.in_flight),
+        )
+        for s in stages
+    ]
+    widths = [max(map(len, column)) for column in zip(_HEAD, *rows, strict=True)]
+    lines = [
+        " ".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True))
+        for row in (_HEAD, *rows)
+    ]
+    left = WIDTH - len(lines[0]) - 2
+    return [
+        f"{line}  {span}".rstrip()
+        for line, span in zip(lines, ("layers", *(_span(s, left) for s in stages)), strict=True)
+    ]
+
+
+def _span(stage: StagePlan, width: int) -> str:
+    """The first and the last layer; where that is too long, what both begin with is said once."""
+    first, last = stage.first, stage.last
+    if first == last:
+        return _end_of(first, width)
+    parent = first.rpartition(".")[0]
+    short = last.removeprefix(f"{parent}.") if parent else last
+    half = (width - len(" .. ")) // 2
+    texts = (f"{first} .. {last}", f"{first} .. {short}")
+    cut = f"{_end_of(first, half)} .. {_end_of(short, half)}"
+    return next((text for text in texts if len(text) <= width), cut)
+
+
+def _end_of(path: str, width: int) -> str:
+    """A path, or the end of one that is too long."""
+    return path if len(path) <= width else f"...{path[-max(width - 3, 1) :]}"
+
+
+def megabytes(num_bytes: int) -> str:
+    """Returns a size in text."""
+    return f"{num_bytes / 2**20:.2f} MB"
+
+
+def predicted_durations(stages: Sequence[StagePlan]) -> Durations:
+    """Durations from the predicted costs; a backward's halves take half of it each."""
+    by_stage = {s.index: s for s in stages}
+
+    def duration_s(action: Action) -> float:
+        stage = by_stage[action.stage]
+        if action.kind == FORWARD:
+            return stage.forward_s
+        return stage.backward_s if action.kind == BACKWARD else stage.backward_s / 2
+
+    assert set(COMPUTE) == {FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT}
+    return duration_s
+
+
+def make_plan(
+    derived: Sequence[StageDerivative], table: ActionTable, costs: CallCosts, rates: Rates
+) -> PipelinePlan:
+    """Returns the plan of a pipeline's stages.
+
+    Args:
+        derived: every stage with its backward.
+        table: what each rank does.
+        costs: predicts durations.
+        rates: of the device, for transfers.
+    """
+    in_flight = table.in_flight()
+    stages = tuple(_stage(d, table, costs, in_flight) for d in derived)
+    sent = {(FORWARD, d.stage.index): _wire_bytes(d.stage.sent_types) for d in derived}
+    back = {d.stage.index: _wire_bytes(d.gradient_types) for d in derived}
+
+    def transfer_s(action: Action) -> float:
+        key = (action.kind, action.stage)
+        num_bytes = sent[key] if key in sent else back[action.stage]
+        return rates.transfer_latency_s + num_bytes / rates.transfer_bytes_per_s
+
+    timeline = simulate(table, predicted_durations(stages), transfer_s)
+    return PipelinePlan(table, stages, timeline)
+
+
+def _stage(
+    derived: StageDerivative, table: ActionTable, costs: CallCosts, in_flight: Sequence[int]
+) -> StagePlan:
+    stage = derived.stage
+    forward = costs.program(derived.forward)
+    backward = sum((costs.program(p) for p in derived.backward if p is not None), Cost())
+    paths = stage.paths or ("",)
+    owned = {id(s.tensor): s.tensor for s in stage.model_tensors}
+    return StagePlan(
+        stage.index,
+        table.rank_of[stage.index],
+        num_blocks(stage.program),
+        paths[0],
+        paths[-1],
+        forward.seconds,
+        backward.seconds,
+        forward.flops + backward.flops,
+        sum(t.numel() * t.element_size() for t in owned.values()),
+        sum(t.num_bytes for _, t in derived.trained_types),
+        derived.saved_bytes,
+        sum(t.num_bytes for t in stage.received_types),
+        in_flight[stage.index],
+    )
+
+
+def num_blocks(program: Program) -> int:
+    """Returns the number of block calls: calls with a module path; parts count what is in them."""
+    total = 0
+    for call in program.calls:
+        if call.path:
+            total += 1
+        elif isinstance(call.closure, Composite):
+            total += num_blocks(call.closure.program)
+    return total
+
+
+def _wire_bytes(types: Sequence[TensorType]) -> int:
+    return sum(Wire(t).num_bytes for t in types)
