@@ -22,6 +22,9 @@ from torch.utils import _pytree as pytree
 import lazyinline
 
 WINDOW, LENGTH = 8, 24
+# Eager's own gradients of Swin and SigLIP in float32 are up to this far from those in float64; a
+# wrong one differs by 1e-2 and more.
+GRADIENT_TOLERANCE = 1e-4
 
 # A family of each kind, with options of its configuration.
 KINDS: dict[str, dict[str, Any]] = {
@@ -110,7 +113,7 @@ def test_an_inference_and_three_steps_of_adamw_are_eagers(zoo: ModuleType, name:
         losses = [stepped(zoo, run, steps[run], inputs, seed) for run in runs]
         assert_close(*losses)
         error, parameter = worst_gradient(model, expected)
-        assert error <= 1e-5, f"{parameter} in step {seed}: {error:.1e}"
+        assert error <= GRADIENT_TOLERANCE, f"{parameter} in step {seed}: {error:.1e}"
     assert not compiled.last_report.ran_eagerly
 
 
