@@ -12,7 +12,9 @@ import os
 import struct
 import tempfile
 import warnings
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from ...reuse.errors import CacheWarning
 from .disk import default_directory
@@ -79,6 +81,18 @@ def is_whole_object(path: Path) -> bool:
             return False
         start, size, count = _ELF_HEADER.unpack_from(head)
         return bool(start) and start + size * count <= os.fstat(file.fileno()).st_size
+
+
+def sound_code(cache: type, load: Callable[[str], Any]) -> Any:
+    """Returns one of Inductor's code caches that loads what is whole and the user's own.
+
+    Each call makes another: what a class has loaded it does not look for again.
+    """
+
+    def checked(path: str, key: str) -> Any:
+        return load(str(sound_object(Path(path))))
+
+    return type("Sound", (cache,), {"cache": {}, "_load_library_inner": staticmethod(checked)})
 
 
 def _why_refused(folder: Path) -> str:

@@ -18,12 +18,12 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
 from ..files.disk import open_store
-from ..files.torch_folder import DamagedObjectError, own_folder, sound_object
+from ..files.torch_folder import DamagedObjectError, own_folder, sound_code, sound_object
 from ..launches.torch_facts import cpu_kind, for_this_cpu
 from ..launches.torch_native import native_library
 from .bundles import BuiltKernels, Bundles, Promise, kept
@@ -126,16 +126,7 @@ def build_file(text: str) -> Path:
     """
     from torch._inductor.codecache import CppPythonBindingsCodeCache
 
-    class WithoutBinding(CppPythonBindingsCodeCache):
-        """One per file: what a class has loaded it does not look for again."""
-
-        cache: ClassVar[dict[str, Any]] = {}
-
-        @staticmethod
-        def _load_library_inner(path: str, key: str) -> Any:
-            return ctypes.PyDLL(str(sound_object(Path(path))))
-
-    return Path(WithoutBinding.load(text)._name)
+    return Path(sound_code(CppPythonBindingsCodeCache, ctypes.PyDLL).load(text)._name)
 
 
 def build_setting() -> str:

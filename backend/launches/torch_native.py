@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from importlib.machinery import ExtensionFileLoader
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ import torch
 from ...reuse.errors import PlanError
 from ...reuse.torch_names import matmul_precision
 from ..arena.live_ranges import Buffers, IntArray
-from ..files.torch_folder import DamagedObjectError, own_folder, sound_object
+from ..files.torch_folder import DamagedObjectError, own_folder, sound_code
 from .built_kernel import BuiltKernel
 from .torch_facts import for_this_cpu
 
@@ -105,24 +105,16 @@ def built_library(source: str, files: Sequence[Path], libraries: Sequence[str] =
     """
     from torch._inductor.codecache import CppCodeCache
 
-    class Sound(CppCodeCache):
-        """Loads what is whole and the user's own."""
-
-        cache: ClassVar[dict[str, Any]] = {}
-
-        @staticmethod
-        def _load_library_inner(path: str, key: str) -> Any:
-            return ctypes.CDLL(str(sound_object(Path(path))))
-
     own_folder()
     check_cpp_compiler()
     place = Path(torch.__file__).with_name("lib")
     flags = [f"-L{place}", *(f"-l{name}" for name in libraries)] if libraries else []
+    sound = sound_code(CppCodeCache, ctypes.CDLL)
     try:
         try:
-            return Sound.load(source, extra_flags=flags)
+            return sound.load(source, extra_flags=flags)
         except DamagedObjectError:  # it is gone now
-            return Sound.load(source, extra_flags=flags)
+            return sound.load(source, extra_flags=flags)
     except Exception as error:
         raise NotBuiltError(f"{[str(file) for file in files]} cannot be built: {error}") from error
 
