@@ -13,9 +13,7 @@ training_program  forward and backward as one program: once, or called per micro
 forward_mode      forward and Taylor mode: derivatives along curves, beside the results
 higher_order      derivatives of derivatives: the gradients of a program as a program
 torch_primitives  adapter: programs reduced to primitives, to be looked at
-flows             from which inputs something flows to a program's values
-aliasing          which inputs share memory with what is saved
-dependence        which inputs a gradient can come back to
+flows             from which inputs memory, numbers and gradients flow to a program's values
 
 It imports ``reuse`` only.
 """

@@ -1,29 +1,90 @@
 """From which inputs of a program something flows to its values; each closure is looked at once.
 
-What flows is the caller's question: memory (:mod:`.aliasing`), numbers
-(:mod:`.higher_order.used_inputs`). It is asked of each operator.
+What flows is asked in three ways: memory, numbers, gradients.
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Mapping
 
 import torch.fx
 
+from ..reuse.ir.leaf import flat_types, is_active
+from ..reuse.ir.operators import is_mutable, is_view, mutated_args
 from ..reuse.ir.program import Closure, Composite, Leaf, Program, Value, walk_closures
 from ..reuse.ir.types import Type, flatten_type
+from ..reuse.torch_names import operator_schema
 
 Inputs = frozenset[int]
+Flows = list[Inputs]
+"""For each output the positions of inputs from which something flows to it."""
 Through = Callable[[torch.fx.Node], Iterable[torch.fx.Node]]
 """Of an operator the operands from which something flows to its result."""
 
+_STATISTICS = ("running_mean", "running_var")
+_TRAINING = ("training", "train")
 
-def flows(program: Program, through: Through) -> list[Inputs]:
-    """Returns the positions of inputs from which something flows to each output."""
-    found: dict[Closure, list[Inputs]] = {}
+
+def saved_inputs(forward: Program) -> tuple[int, ...]:
+    """Returns the inputs that share memory with the last output (the saved struct).
+
+    Autograd refuses a backward whose saved tensors were changed since the forward. It can do that
+    for what lazyinline saves only if it is told which inputs are inside.
+    """
+    return tuple(sorted(_flows(forward, _along(_shares_with))[-1]))
+
+
+def _shares_with(node: torch.fx.Node) -> Iterable[torch.fx.Node]:
+    is_shared = is_view(node) or mutated_args(node) or node.target is operator.getitem
+    return node.all_input_nodes if is_shared else ()
+
+
+def used_inputs(program: Program) -> Inputs:
+    """Returns the positions of inputs that some output is computed from.
+
+    All, where an operator changes a value in place: that may be seen under other names. An operator
+    uses all of its operands, but batch norm in training mode: it takes running statistics to update
+    them, and neither its result nor its gradients are computed from what they were.
+    """
+    leaves = (closure for closure in walk_closures(program) if isinstance(closure, Leaf))
+    if any(is_mutable(node.target) for leaf in leaves for node in leaf.nodes):
+        return frozenset(range(len(program.inputs)))
+    return frozenset().union(*_flows(program, _along(_computed_from)))
+
+
+def _computed_from(node: torch.fx.Node) -> Iterable[torch.fx.Node]:
+    schema = operator_schema(node)
+    names = [argument.name for argument in schema.arguments] if schema is not None else []
+    given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    if not any(given.get(name) is True for name in _TRAINING):
+        return node.all_input_nodes
+    unused = [given.get(name) for name in _STATISTICS]
+    others = [value for name, value in given.items() if name not in _STATISTICS]
+    return [n for n in node.all_input_nodes if n not in unused or n in others]
+
+
+def trained_inputs(program: Program) -> Flows:
+    """Returns the inputs to which a gradient of each output may come back.
+
+    Autograd leaves ``.grad`` alone where no path leads, and an optimizer then skips that parameter;
+    a zero gradient would make it decay. So a backward has to know which zeros are no gradients.
+    """
+    return _flows(program, _carries_back)
+
+
+def _carries_back(leaf: Leaf) -> Flows:
+    number = len(flat_types(leaf.input_types))
+    flags = [is_active(leaf, [i == index for i in range(number)]) for index in range(number)]
+    outputs = range(len(flat_types(leaf.output_types)))
+    return [frozenset(i for i, carries in enumerate(flags) if carries[o]) for o in outputs]
+
+
+def _flows(program: Program, of_leaf: Callable[[Leaf], Flows]) -> Flows:
+    found: dict[Closure, Flows] = {}
     for closure in walk_closures(program):
         if isinstance(closure, Leaf):
-            found[closure] = _of_leaf(closure, through)
+            found[closure] = of_leaf(closure)
         elif isinstance(closure, Composite):
             found[closure] = _of_program(closure.program, found)
         else:
@@ -32,7 +93,7 @@ def flows(program: Program, through: Through) -> list[Inputs]:
     return _of_program(program, found)
 
 
-def _of_program(program: Program, closures: Mapping[Closure, list[Inputs]]) -> list[Inputs]:
+def _of_program(program: Program, closures: Mapping[Closure, Flows]) -> Flows:
     values: dict[Value, Inputs] = {v: frozenset([i]) for i, v in enumerate(program.inputs)}
     for call in program.calls:
         for result, operands in zip(call.results, closures[call.closure], strict=True):
@@ -40,7 +101,12 @@ def _of_program(program: Program, closures: Mapping[Closure, list[Inputs]]) -> l
     return [values[value] for value in program.outputs]
 
 
-def _of_leaf(leaf: Leaf, through: Through) -> list[Inputs]:
+def _along(through: Through) -> Callable[[Leaf], Flows]:
+    """Returns what asks each operator of a leaf."""
+    return lambda leaf: _in_graph(leaf, through)
+
+
+def _in_graph(leaf: Leaf, through: Through) -> Flows:
     owner = iter(i for i, type_ in enumerate(leaf.input_types) for _ in flatten_type(type_))
     nodes: dict[torch.fx.Node, Inputs] = {}
     for node in leaf.module.graph.nodes:

@@ -15,8 +15,8 @@ from typing import Any
 
 from torch import nn
 
-from ..autodiff.aliasing import saved_inputs
 from ..autodiff.derivative import Derivative, Differentiator
+from ..autodiff.flows import saved_inputs
 from ..backend.run.planned import PlannedProgram
 from ..backend.run.runtime import ClosureRuntime, PlannedRuntime
 from ..backend.run.unplanned import UnplannedStep

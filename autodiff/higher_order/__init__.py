@@ -7,6 +7,5 @@ modes             which of several ways to a derivative is taken
 expand            series along lines that a forward takes, made once per closure
 repeats           operators that repeat become calls on one closure
 paths             which calls lead from some values to others
-used_inputs       which inputs the numbers in outputs are computed from
 flat_structs      programs without struct values
 """

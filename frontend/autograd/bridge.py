@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from ...autodiff.dependence import Dependence
 from ...autodiff.derivative import Derivative
 from ...autodiff.draws import Draws
+from ...autodiff.flows import trained_inputs
 from ...autodiff.torch_autograd import graph_is_kept
 from ...backend.run.runtime import Graph, unchanged
 from ...reuse.torch_names import memory_id, version_of, versions_of
@@ -175,11 +175,11 @@ class Absence:
         if unused not in self._found:
             derivative = self._compiled.derivative
             assert derivative is not None
-            reach, used = Dependence().of_program(self._compiled.captured.program), 0
-            for output in derivative.cotangent_outputs:
-                used |= 0 if output in unused else reach[output]
+            reach = trained_inputs(self._compiled.captured.program)
+            outputs = set(derivative.cotangent_outputs).difference(unused)
+            used = frozenset().union(*(reach[output] for output in outputs))
             inputs = enumerate(derivative.gradient_inputs)
-            self._found[unused] = tuple(i for i, index in inputs if not used >> index & 1)
+            self._found[unused] = tuple(i for i, index in inputs if index not in used)
         return self._found[unused]
 
 

@@ -8,11 +8,11 @@ import torch
 
 from ...autodiff.derivative import Differentiator, Recipe
 from ...autodiff.draws import Draws
+from ...autodiff.flows import used_inputs
 from ...autodiff.higher_order.gradient_program import (
     GradientProgram,
     own_derivative,
 )
-from ...autodiff.higher_order.used_inputs import used_inputs
 from ...autodiff.training_program import training_program
 from ...reuse.errors import ExportError, PlanError
 from ...reuse.ir.leaf import Leaf

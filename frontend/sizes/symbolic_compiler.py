@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from ...autodiff.aliasing import saved_inputs
 from ...autodiff.derivative import Derivative, Request
+from ...autodiff.flows import saved_inputs
 from ...backend.link.link import FlatProgram
 from ...backend.run.runtime import ClosureRuntime, PlannedRuntime
 from ...reuse.errors import PlanError
