@@ -238,8 +238,7 @@ ROWS = (
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     """Notes how often the test compiles, and for how long: in each process that runs tests."""
     from lazyinline.frontend.compiler import Compiler
-    from lazyinline.frontend.sizes.symbolic_compiler import SymbolicCompiler
-    from lazyinline.frontend.sizes.symbolic_step import SymbolicStepCompiler
+    from lazyinline.frontend.sizes.symbolic_compiler import SymbolicCompiler, SymbolicStepCompiler
 
     ways = [(Compiler, "compile"), (Compiler, "compile_step")]
     ways += [(kind, "compile_symbolic") for kind in (SymbolicCompiler, SymbolicStepCompiler)]

@@ -29,7 +29,7 @@ from lazyinline.frontend.passes.rank import RankCompilation, Splitting, started
 from lazyinline.frontend.passes.rank_compile import parts_of
 from lazyinline.frontend.passes.stages import owned_bytes
 from lazyinline.frontend.passes.state import Pass, Subject, run
-from lazyinline.frontend.pipeline.shown_plan import ShownPlan, plan_page
+from lazyinline.frontend.pipeline import ShownPlan, plan_page
 from lazyinline.frontend.report import CompileReport
 from lazyinline.frontend.training_step import LossModel
 from lazyinline.pipeline_parallel.actions import ActionTable

@@ -15,7 +15,7 @@ from ..backend.files.disk import DiskCache, default_directory, max_bytes
 from ..reuse.errors import CacheError, LazyInlineError
 from ..reuse.ir.printer import Shown, folded
 from ..reuse.process import own_places
-from .advise.advise import advise
+from .advise import advise
 from .inspection import pass_lists, show_after, show_captured, show_primitives
 from .measure.bench import DEFAULT_LAYERS, bench, decoder, to_json
 from .measure.measure import measure

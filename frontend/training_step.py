@@ -263,7 +263,7 @@ class TrainingStep:
         return entry
 
     def _for_sizes(self) -> SymbolicCompiling[CompiledStep]:
-        from .sizes.symbolic_step import SymbolicStepCompiler  # brings in sympy
+        from .sizes.symbolic_compiler import SymbolicStepCompiler  # brings in sympy
 
         return SymbolicStepCompiler(self._compiler.options, self._batching)
 

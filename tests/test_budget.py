@@ -6,7 +6,7 @@ from link_tree import ROOT
 # Lines and files of each top folder, without pictures' library and licences. A commit that takes
 # something out lowers what it can; none raises one.
 CEILINGS: dict[str, tuple[int, int]] = {
-    "frontend": (23_790, 129),
+    "frontend": (23_610, 114),
     "reuse": (7_050, 33),
     "autodiff": (6_650, 47),
     "recompute": (1_500, 9),

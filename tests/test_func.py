@@ -15,8 +15,7 @@ from torch.func import functional_call
 
 import lazyinline
 from lazyinline import PlanError, func, lazy_inline
-from lazyinline.frontend.func.products import Products
-from lazyinline.frontend.func.rows import Jacobian
+from lazyinline.frontend.func.rows import Jacobian, Products
 
 WIDTH = 8
 

@@ -24,7 +24,7 @@ import lazyinline
 from lazyinline.frontend.measure import measure
 from lazyinline.frontend.page.measured import measured_page
 from lazyinline.frontend.page.write import write_page
-from lazyinline.frontend.pipeline.shown_plan import ShownPlan
+from lazyinline.frontend.pipeline import ShownPlan
 
 BINARY = chromium()
 pytestmark = pytest.mark.skipif(BINARY is None, reason="no Chromium: apt install chromium")

@@ -14,7 +14,7 @@ from lazyinline.autodiff.derivative import Differentiator
 from lazyinline.frontend.compiler import Compiler
 from lazyinline.frontend.options import Options
 from lazyinline.frontend.page.sections import plan_rows
-from lazyinline.frontend.pipeline.shown_plan import ShownPlan, plan_page
+from lazyinline.frontend.pipeline import ShownPlan, plan_page
 from lazyinline.pipeline_parallel.actions import SCHEDULES, Action
 from lazyinline.pipeline_parallel.call_costs import CallCosts
 from lazyinline.pipeline_parallel.coloring import color_balanced

@@ -11,7 +11,7 @@ from apart import run_apart
 from torch import Tensor, nn
 
 import lazyinline
-from lazyinline.frontend.pipeline.batch import Batch
+from lazyinline.frontend.pipeline import Batch
 
 
 def dense() -> Tensor:

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_map
 
 import lazyinline
 from lazyinline import CaptureError, CompiledModule, PipelineError, PlanError
-from lazyinline.frontend.pipeline.batch import Batch
+from lazyinline.frontend.pipeline import Batch
 
 
 @pytest.fixture(params=["eager", "inductor"])

@@ -2,8 +2,8 @@
 
 Dynamo runs through the model's modules and leaves one flat graph, in which each node names the
 modules it was called in. What one call of a module left is a *run*: it lies in one piece. Runs that
-compute the same, constants included, become calls of one graph each, in a module that capture
-takes like any other: its blocks share by evidence, as a user's do.
+compute the same (operators, constants and wiring are compared in full) become calls of one graph
+each, in a module that capture takes like any other: its blocks share by evidence, as a user's do.
 """
 
 from __future__ import annotations
@@ -17,9 +17,59 @@ from typing import Any
 import torch.fx
 from torch import nn
 
-from ...reuse.ir.leaf import FullKey
+from ...reuse.freeze import Identity
+from ...reuse.ir.leaf import FullKey, frozen_operands
 from ..marks import lazy_inline
-from .graph_key import held, region_key
+
+
+def region_key(
+    root: torch.nn.Module,
+    nodes: Sequence[torch.fx.Node],
+    inputs: Sequence[torch.fx.Node],
+    outputs: Sequence[torch.fx.Node],
+) -> FullKey:
+    """Returns a value that is equal for two regions only if they compute the same.
+
+    Args:
+        root: what holds the graphs that nodes of the region refer to.
+        nodes: the region, in order.
+        inputs: what it takes from outside, in order.
+        outputs: what is used outside, in order.
+    """
+    number = {node: index for index, node in enumerate((*inputs, *nodes))}
+    rows = _rows(root, nodes, number)
+    return FullKey((len(inputs), *rows, tuple(number[node] for node in outputs)))
+
+
+def held(root: torch.nn.Module, node: torch.fx.Node) -> Any:
+    """Returns what a ``get_attr`` or ``call_module`` node refers to."""
+    found: Any = root
+    for name in str(node.target).split("."):
+        found = getattr(found, name)
+    return found
+
+
+def _rows(
+    root: torch.nn.Module, nodes: Sequence[torch.fx.Node], number: Mapping[torch.fx.Node, int]
+) -> list[Any]:
+    return [
+        (node.op, _target(root, node), frozen_operands((node.args, node.kwargs), number))
+        for node in nodes
+    ]
+
+
+def _target(root: torch.nn.Module, node: torch.fx.Node) -> Any:
+    """Returns what a node applies: operators by identity, graphs by what they hold."""
+    if node.op in ("placeholder", "output"):  # names do not count
+        return None
+    if node.op not in ("get_attr", "call_module"):
+        return node.target
+    value = held(root, node)
+    if not isinstance(value, torch.fx.GraphModule):
+        return Identity(value)
+    nodes = list(value.graph.nodes)
+    return tuple(_rows(value, nodes, {node: index for index, node in enumerate(nodes)}))
+
 
 Node = torch.fx.Node
 
@@ -57,11 +107,11 @@ class ModuleCall:
     kind: str
 
 
-Calls = Mapping[Node, tuple[ModuleCall, ...]]
+ModuleCalls = Mapping[Node, tuple[ModuleCall, ...]]
 """For each operator, the calls it was made in, the outermost first."""
 
 
-def outlined(module: torch.fx.GraphModule, calls: Calls) -> torch.fx.GraphModule:
+def outlined(module: torch.fx.GraphModule, calls: ModuleCalls) -> torch.fx.GraphModule:
     """Returns a module that computes the same, in which runs that repeat are blocks."""
     chosen = _chosen(module, list(_runs(_operators(module), calls, 0)))
     return _Outline(module, calls, chosen).build() if chosen else module
@@ -96,7 +146,7 @@ def _is_graph(module: nn.Module, node: Node) -> bool:
     return node.op == "get_attr" and isinstance(held(module, node), torch.fx.GraphModule)
 
 
-def _runs(nodes: Sequence[Node], calls: Calls, depth: int) -> Iterator[_Run]:
+def _runs(nodes: Sequence[Node], calls: ModuleCalls, depth: int) -> Iterator[_Run]:
     """Yields the runs at one depth of the calls, and in each those at the next."""
     start = 0
     for end in range(1, len(nodes) + 1):
@@ -155,7 +205,7 @@ class _Outline:
     """Copies a graph; each chosen region becomes one call."""
 
     def __init__(
-        self, module: torch.fx.GraphModule, calls: Calls, chosen: Sequence[_Region]
+        self, module: torch.fx.GraphModule, calls: ModuleCalls, chosen: Sequence[_Region]
     ) -> None:
         self._module = module
         self._calls = calls

@@ -4,26 +4,272 @@ Dynamo calls :func:`compile_graph` with each graph it captured, and runs what it
 breaks are Dynamo's, and so is the question whether a graph fits a call; what a program relies on
 besides is asked at each run, as for any compiled module. A graph that no program can stand for is
 handed on, with a warning that says why: to Inductor as PyTorch has it, or to PyTorch's own kernels.
+
+What a graph says it says in ways of Dynamo's own: the calls of modules in ``meta``, modes as
+operators that switch them, ``torch.utils.checkpoint`` as a higher-order operator, and each size
+that varies as an input beside the tensors that have it.
 """
 
 from __future__ import annotations
 
+import re
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.fx
+import torch.utils.checkpoint
+from torch import nn
 from torch._dynamo import lookup_backend
 from torch._guards import tracing
+from torch._higher_order_ops.wrap import tag_activation_checkpoint
+from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
+from torch.autograd.grad_mode import _enter_inference_mode, _exit_inference_mode
 
 from ...reuse.errors import LazyInlineError, PlanError
+from ...reuse.ir.torch_symbols import expression_of
+from ...reuse.ir.types import contiguous_stride
 from ..calls.calls import Calls
 from ..options import Options
 from ..report import CompileReport
-from .outline import outlined
-from .torch_dynamo_graph import DynamoGraph, HandedOnError, read_graph
+from .outline import ModuleCall, ModuleCalls, held, outlined, take_over
+
+Node = torch.fx.Node
+
+_EXITS = {_exit_autocast: _enter_autocast, _exit_inference_mode: _enter_inference_mode}
+_set_grad_enabled = torch._C._set_grad_enabled
+_SWITCHES = {*_EXITS, *_EXITS.values(), _set_grad_enabled}
+_CONTEXT_FN = "_checkpoint_context_fn"
+_TRANSFORMS = ("torch._functorch", "torch._C._functorch")
+
+
+class HandedOnError(Exception):
+    """A graph that is left to another compiler; says why."""
+
+
+@dataclass(frozen=True)
+class DynamoGraph:
+    """A graph of Dynamo's, in words of ours.
+
+    Attributes:
+        module: the graph, in which a checkpoint is a call of ``torch.utils.checkpoint`` and sizes
+            are asked of tensors.
+        calls: the calls of modules that its operators were made in.
+        inputs: which of Dynamo's inputs it takes.
+        names: for each of them, for each dimension the name of its size if that varies.
+    """
+
+    module: torch.fx.GraphModule
+    calls: ModuleCalls
+    inputs: tuple[int, ...]
+    names: tuple[tuple[str, ...], ...]
+
+
+def read_graph(module: torch.fx.GraphModule) -> DynamoGraph:
+    """Reads a graph.
+
+    Raises:
+        HandedOnError: if it holds what a program cannot say.
+    """
+    for inner in module.modules():
+        if isinstance(inner, torch.fx.GraphModule):
+            _refuse(inner)
+    pairs = _switch_pairs(module)
+    copy, nodes = _rewritten(module)
+    calls = _calls(module, pairs)
+    placeholders = module.graph.find_nodes(op="placeholder")
+    _ask_tensors_for_sizes(copy, placeholders, nodes)
+    inputs = tuple(i for i, node in enumerate(placeholders) if not _is_size(node))
+    names = tuple(_size_names(placeholders[i]) for i in inputs)
+    copied = {nodes[node]: found for node, found in calls.items() if node in nodes}
+    asked = {node: () for node in copy.graph.nodes if node not in copied}
+    return DynamoGraph(copy, {**copied, **asked}, inputs, names)
+
+
+# ---- what a program cannot say -------------------------------------------------------------
+
+
+def _refuse(module: torch.fx.GraphModule) -> None:
+    for node in module.graph.nodes:
+        target = node.target
+        if target is tag_activation_checkpoint:
+            if _CONTEXT_FN in held(module, node.args[0]).meta:
+                raise HandedOnError("torch.utils.checkpoint is given a context_fn")
+        elif isinstance(target, HigherOrderOperator):
+            raise HandedOnError(f"the graph holds a {target.name()}, which takes graphs")
+        elif node.op == "call_function" and _home(target).startswith(_TRANSFORMS):
+            raise HandedOnError("the graph holds a transform of torch.func")
+        elif node.op == "placeholder" and isinstance(
+            node.meta.get("example_value"), torch.SymFloat | torch.SymBool
+        ):
+            raise HandedOnError(f"{node.name} is a number that varies")
+
+
+def _home(function: Any) -> str:
+    return str(getattr(function, "__module__", None) or "")
+
+
+# ---- modes ---------------------------------------------------------------------------------
+
+
+def _switch_pairs(module: torch.fx.GraphModule) -> list[tuple[Node, Node]]:
+    """Returns what switches a mode, each with what switches it back.
+
+    Raises:
+        HandedOnError: if a mode is left switched.
+    """
+    pairs: list[tuple[Node, Node]] = []
+    waiting: list[tuple[Node, Any]] = []  # with the operand of what will close it
+    grad = torch.is_grad_enabled()
+    for node in filter(_is_switch, module.graph.nodes):
+        opens = node.target is _set_grad_enabled or node.target not in _EXITS
+        closes = bool(waiting) and not _opens_only(node) and waiting[-1][1] == node.args[0]
+        if closes:
+            pairs.append((waiting.pop()[0], node))
+        elif opens:
+            waiting.append((node, grad if node.target is _set_grad_enabled else node))
+        else:
+            raise HandedOnError(f"{node.name} ends a mode that something else began")
+        if node.target is _set_grad_enabled:
+            grad = bool(node.args[0])
+    if waiting:
+        raise HandedOnError(f"{waiting[-1][0].name} leaves a mode switched")
+    return pairs
+
+
+def _is_switch(node: Node) -> bool:
+    return node.op == "call_function" and node.target in _SWITCHES
+
+
+def _opens_only(node: Node) -> bool:
+    return node.target in _EXITS.values()
+
+
+# ---- calls of modules ----------------------------------------------------------------------
+
+
+def _calls(module: torch.fx.GraphModule, pairs: Sequence[tuple[Node, Node]]) -> ModuleCalls:
+    """Returns the calls that operators were made in.
+
+    Dynamo does not say it of modes: they belong to the innermost call that all between them is in.
+    """
+    found = {node: tuple(_calls_of(node)) for node in module.graph.nodes}
+    operators = [node for node in module.graph.nodes if node.op.startswith("call_")]
+    place = {node: index for index, node in enumerate(operators)}
+    for first, last in pairs:
+        inside = operators[place[first] : place[last]]
+        between = [found[node] for node in inside if not _is_switch(node)]
+        found[first] = found[last] = _common(between[0], between[-1]) if between else ()
+    return found
+
+
+def _calls_of(node: Node) -> Iterator[ModuleCall]:
+    for key, (path, kind) in node.meta.get("nn_module_stack", {}).items():
+        name = kind.__name__ if isinstance(kind, type) else str(kind).rpartition(".")[2]
+        yield ModuleCall(str(key), _path(path), name)
+
+
+def _path(text: str) -> str:
+    """Returns where a module stands, of ``L['self'].layers.0``."""
+    inner = re.sub(r"^[LG]\['(\w+)'\]\.?", "", text) or text
+    return inner if re.fullmatch(r"\w+(\.\w+)*", inner) else re.sub(r"\W+", "_", inner).strip("_")
+
+
+def _common(calls: Sequence[ModuleCall], others: Sequence[ModuleCall]) -> tuple[ModuleCall, ...]:
+    pairs = enumerate(zip(calls, others, strict=False))
+    length = next((i for i, (a, b) in pairs if a != b), min(len(calls), len(others)))
+    return tuple(calls[:length])
+
+
+# ---- what a model says in other words ------------------------------------------------------
+
+
+def enter_autocast(*settings: Any) -> torch.autocast:
+    """Begins a region of autocast as a ``with`` does."""
+    region = torch.autocast(*settings)
+    region.__enter__()
+    return region
+
+
+def exit_autocast(region: torch.autocast) -> None:
+    """Ends it."""
+    region.__exit__(None, None, None)
+
+
+# Under a trace before autograd, PyTorch's own would only be noted, and switch nothing.
+_PLAIN_CALLS = {
+    tag_activation_checkpoint: torch.utils.checkpoint.checkpoint,
+    _enter_autocast: enter_autocast,
+    _exit_autocast: exit_autocast,
+}
+
+
+def _rewritten(
+    module: torch.fx.GraphModule,
+) -> tuple[torch.fx.GraphModule, dict[Node, Node]]:
+    """Returns a copy of a graph that says modes and checkpoints as a model does, and its nodes."""
+    graph, root = torch.fx.Graph(), nn.Module()
+    nodes: dict[Node, Node] = {}
+    take_over(root, module, module.graph.nodes)
+    for node in module.graph.nodes:
+        nodes[node] = copy = graph.node_copy(node, nodes.__getitem__)
+        copy.target = _PLAIN_CALLS.get(node.target, node.target)
+        if node.target is tag_activation_checkpoint:
+            copy.kwargs = {**node.kwargs, "use_reentrant": False}
+        elif node.op == "get_attr" and isinstance(held(module, node), torch.fx.GraphModule):
+            root.add_module(str(node.target), _rewritten(held(module, node))[0])
+    return torch.fx.GraphModule(root, graph), nodes
+
+
+# ---- sizes ---------------------------------------------------------------------------------
+
+
+def _ask_tensors_for_sizes(
+    copy: torch.fx.GraphModule, placeholders: Sequence[Node], nodes: Mapping[Node, Node]
+) -> None:
+    """Takes a size of the tensor that has it, and no longer as an input."""
+    first = next((n for n in copy.graph.nodes if n.op != "placeholder"), None)
+    assert first is not None  # a graph has an output
+    for size in filter(_is_size, placeholders):
+        given = nodes[size]
+        if given.users:
+            tensor, dim = _with_size(size, placeholders)
+            with copy.graph.inserting_before(first):
+                asked = copy.graph.call_method("size", (nodes[tensor], dim))
+            asked.meta["example_value"] = size.meta["example_value"]
+            given.replace_all_uses_with(asked)
+        copy.graph.erase_node(given)
+    copy.recompile()
+
+
+def _is_size(node: Node) -> bool:
+    return isinstance(node.meta.get("example_value"), torch.SymInt)
+
+
+def _with_size(size: Node, placeholders: Sequence[Node]) -> tuple[Node, int]:
+    wanted = expression_of(size.meta["example_value"])
+    for node in placeholders:
+        value = node.meta.get("example_value")
+        if isinstance(value, torch.Tensor):
+            for dim, length in enumerate(value.shape):
+                if expression_of(length) == wanted:
+                    return node, dim
+    raise HandedOnError(f"{size.name} is a number that varies and no size of an input")
+
+
+def _size_names(node: Node) -> tuple[str, ...]:
+    value = node.meta.get("example_value")
+    if not isinstance(value, torch.Tensor):
+        return ()
+    if tuple(value.stride()) != contiguous_stride(tuple(value.shape)):
+        return ("",) * value.dim()
+    expressions = [expression_of(length) for length in value.shape]
+    return tuple(str(e) if getattr(e, "is_symbol", False) else "" for e in expressions)
+
 
 Run = Callable[..., Any]
 

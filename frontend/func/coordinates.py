@@ -20,9 +20,8 @@ from torch import nn
 from ...autodiff.forward_mode.series import Series
 from ...autodiff.higher_order.modes import Way
 from ...reuse.errors import PlanError, door
-from .arguments import Function, renamed
 from .lines import TaylorMode, Ways, may_follow, taylor
-from .transforms import compiled, gradients
+from .transforms import Function, compiled, gradients, renamed
 
 
 @door

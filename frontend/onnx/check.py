@@ -1,4 +1,4 @@
-"""Checks an exported file: onnxruntime against the model, on the example inputs."""
+"""What is exported, and a check of the file: onnxruntime against the model, on example inputs."""
 
 from __future__ import annotations
 
@@ -7,20 +7,59 @@ import logging
 import pathlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from ...autodiff.rules.torch_rules import NO_DERIVATIVE
 from ...reuse import torch_pytree
 from ...reuse.errors import ExportError
 from ...reuse.ir.interpreter import interpret
-from ...reuse.ir.program import ModelTensor, UserInput, tensor_type
+from ...reuse.ir.program import ModelTensor, Program, UserInput, tensor_type
 from ..calls.torch_slot import slots_empty
-from .subject import Names, Subject
 
 if TYPE_CHECKING:
     from onnxscript import ir
+
+    from ..sizes.torch_declared_sizes import DeclaredSizes
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is exported: a program, and the model it was captured from, if it is known."""
+
+    program: Program
+    model: nn.Module | None
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    gradients: tuple[int, ...] = ()  # program inputs that have a gradient among the outputs
+    sizes: DeclaredSizes | None = None
+
+    @property
+    def conditions(self) -> tuple[str, ...]:
+        """What must hold of the sizes."""
+        return () if self.sizes is None else self.sizes.conditions()
+
+
+@dataclass(frozen=True)
+class Names:
+    """What the inputs and outputs of a file are called.
+
+    Attributes:
+        inputs: a name for each program input.
+        outputs: a name for each program output.
+        results: for each leaf of the model's result that is a tensor, its position among the
+            leaves and its name in the file.
+        gradients: name of the gradient of each program input that has one.
+    """
+
+    inputs: list[str]
+    outputs: list[str | None]
+    results: list[tuple[int, str]]
+    gradients: dict[int, str]
+
 
 TOLERANCE = {torch.float16: 2e-2, torch.bfloat16: 5e-2}
 _DEFAULT_TOLERANCE = 1e-4

@@ -29,7 +29,7 @@ from ..passes.gradients import ExportCompilation
 from ..passes.programs import PARTS
 from ..passes.state import Subject as ModelSubject
 from ..passes.state import run
-from .subject import Names, Subject
+from .check import Names, Subject
 
 if TYPE_CHECKING:
     from onnxscript import ir

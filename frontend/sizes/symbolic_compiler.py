@@ -1,4 +1,4 @@
-"""Programs of symbolic sizes: compiled once, linked for each shape."""
+"""Programs and training steps of symbolic sizes: compiled once, linked for each shape."""
 
 from __future__ import annotations
 
@@ -8,39 +8,105 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.fx
 from torch import nn
 
 from ...autodiff.derivative import Derivative, Request
 from ...autodiff.flows import saved_inputs
+from ...autodiff.traces.torch_make_fx import fake_tensor, new_fake_mode
+from ...autodiff.training_program import StepProgram
 from ...backend.link.link import FlatProgram
 from ...backend.run.runtime import ClosureRuntime, PlannedRuntime
+from ...recompute.sizes_at import SizesAt
 from ...reuse.errors import PlanError
-from ...reuse.ir.program import Closure, Composite, Leaf, Program, walk_closures
+from ...reuse.ir.leaf import ModalInterpreter, flat_types, without_autocast
+from ...reuse.ir.program import Call, Closure, Composite, Leaf, Program, Value, walk_closures
 from ...reuse.ir.torch_symbols import SIZE_TYPES, Values, expression_of, value_of
 from ..capture.regions import CapturedModel
 from ..capture.surroundings import one_at_a_time
-from ..compiled import CompiledGradients, CompiledProgram, GradientRequest
+from ..compiled import CompiledGradients, CompiledProgram, CompiledStep, GradientRequest
 from ..compiler import (
     SHAPE,
     SIZES,
     SIZES_BACKWARD,
+    STEP_SHAPE,
+    STEP_SIZES,
     Compiler,
+    compiled_step,
     note_recompute_at,
     unplanned_of,
     without_outputs,
 )
-from ..options import Options
+from ..options import Batching, Options
 from ..passes.context import Context
-from ..passes.memory import linked, module_bytes
-from ..passes.programs import PARTS, programs_of
-from ..passes.sizes import ShapeCompilation, check_budget
+from ..passes.memory import linked, module_bytes, step_bytes
+from ..passes.programs import PARTS, StepCompilation, programs_of
+from ..passes.sizes import ShapeCompilation, StepShapeCompilation, check_budget
 from ..passes.state import Compilation, Subject, run
 from ..report import CompileReport
 from ..unused_outputs import UnusedOutputs
-from .at_numbers import AtNumbers
 
 if TYPE_CHECKING:
     from .torch_input_sizes import InputSizes
+
+
+class AtNumbers:
+    """Puts numbers in place of sizes, once per closure.
+
+    Args:
+        values: of the symbols.
+    """
+
+    def __init__(self, values: Values) -> None:
+        self._sizes = SizesAt(values)
+        self._closures: dict[Closure, Closure] = {}
+
+    def program(self, program: Program) -> Program:
+        """Returns the program for these sizes; as captured, not differentiated."""
+        new: dict[Value, Value] = {}
+
+        def of(values: tuple[Value, ...]) -> tuple[Value, ...]:
+            for value in values:
+                if value not in new:
+                    new[value] = Value(self._sizes.type(value.type), value.hint)
+            return tuple(new[value] for value in values)
+
+        inputs = of(program.inputs)
+        calls = tuple(
+            Call(self._closure(c.closure), of(c.args), of(c.results), c.path, c.recompute)
+            for c in program.calls
+        )
+        return replace(program, inputs=inputs, calls=calls, outputs=of(program.outputs))
+
+    def _closure(self, closure: Closure) -> Closure:
+        if closure not in self._closures:
+            if isinstance(closure, Composite):
+                made: Closure = replace(closure, program=self.program(closure.program))
+            else:
+                assert isinstance(closure, Leaf)
+                made = self._leaf(closure)
+            self._closures[closure] = made
+        return self._closures[closure]
+
+    @without_autocast
+    def _leaf(self, leaf: Leaf) -> Leaf:
+        made = self._sizes.leaf(leaf)
+        if made is not leaf:
+            mode = new_fake_mode()
+            inputs = [fake_tensor(mode, t) for t in flat_types(made.input_types)]
+            with mode, torch.no_grad():
+                _Refreshing(made.module).run_flat(inputs)
+        return made
+
+
+class _Refreshing(ModalInterpreter):
+    """Notes on each operator what it gives, so that views share the memory they are of."""
+
+    def run_node(self, n: torch.fx.Node) -> Any:
+        result = super().run_node(n)
+        if n.op != "output":
+            n.meta["val"] = result
+        return result
 
 
 @dataclass(frozen=True)
@@ -208,3 +274,90 @@ def _program_at(program: Program, values: Values) -> Program:
         for kind, value in tree.leaves
     )
     return replace(program, output_tree=replace(tree, leaves=leaves))
+
+
+@dataclass(frozen=True)
+class SymbolicStep:
+    """A compiled training step whose sizes, those of a micro-batch, are symbols. Not run itself."""
+
+    captured: CapturedModel
+    sizes: InputSizes
+    flats: Mapping[str, FlatProgram]
+    request: Request | None
+    derivative: Derivative
+    step: StepProgram
+
+    def without_tensors(self) -> SymbolicStep:
+        """Returns the same for one who has the model's tensors from elsewhere."""
+        model = tuple(tensor.forgotten() for tensor in self.step.model)
+        step = replace(self.step, model=model)
+        return replace(self, captured=self.captured.without_tensors(), step=step)
+
+
+class SymbolicStepCompiler:
+    """Compiles steps for any sizes, as :class:`SymbolicCompiler` does programs.
+
+    Args:
+        options: how they are compiled.
+        batching: how many micro-batches, in which order.
+    """
+
+    def __init__(self, options: Options, batching: Batching) -> None:
+        self._context = Context(replace(options, cache="off"))
+        self._batching = batching
+
+    def report(self) -> CompileReport:
+        """Returns the report of a compile or a link that is about to begin."""
+        return self._context.report(train=True)
+
+    @one_at_a_time
+    def compile_symbolic(
+        self,
+        model: nn.Module,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        sizes: Callable[[], InputSizes],
+        report: CompileReport,
+    ) -> SymbolicStep:
+        """Runs the passes up to link; ``args`` and ``kwargs`` are those of one micro-batch.
+
+        Raises:
+            CaptureError: if the model cannot be captured with symbolic sizes.
+            PlanError: if an option needs numbers.
+        """
+        state = StepCompilation(
+            context=self._context,
+            report=report,
+            subject=Subject(model, args, kwargs, train=True, sizes=sizes),
+            batching=self._batching,
+        )
+        state = linked(run(STEP_SIZES, state))
+        captured, derivative = state.captured, state.derivative
+        assert derivative is not None
+        flats, request = state.flats, state.request
+        return SymbolicStep(captured, captured.sizes, flats, request, derivative, state.step)
+
+    @one_at_a_time
+    def at(self, symbolic: SymbolicStep, values: Values, report: CompileReport) -> CompiledStep:
+        """Links the step for numbers that its conditions hold for.
+
+        Raises:
+            OverBudgetError: if what was chosen for other sizes holds more than the budget at these.
+            PlanError: if a kernel lays a result out in another way than the program says.
+        """
+        state = StepShapeCompilation(
+            context=self._context,
+            report=report,
+            seen=symbolic.captured,
+            request=symbolic.request,
+            derivative=symbolic.derivative,
+            flats=symbolic.flats,
+            values=values,
+            batching=self._batching,
+            composed=symbolic.step,
+        )
+        state = run(STEP_SHAPE, state)
+        check_budget(state, step_bytes)
+        note_recompute_at(state)
+        report.describe(symbolic.captured)
+        return compiled_step(state)

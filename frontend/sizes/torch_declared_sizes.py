@@ -21,8 +21,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from ...reuse.errors import ExportError
 from ...reuse.ir.program import Source
 from ..capture.regions import Region
-from .region_sizes import make_sizes_local
-from .torch_sizes import TracedSizes
+from .torch_sizes import TracedSizes, make_sizes_local
 
 
 @dataclass(frozen=True)

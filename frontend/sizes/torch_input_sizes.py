@@ -16,8 +16,7 @@ from ...reuse.ir.torch_symbols import Values, value_of
 from ...reuse.ir.types import contiguous_stride
 from ..capture.regions import Region
 from ..capture.signatures import shapes_of
-from .region_sizes import make_sizes_literal
-from .torch_sizes import TracedSizes
+from .torch_sizes import TracedSizes, make_sizes_literal
 
 Names = tuple[tuple[str, ...], ...]
 """For each flat input, for each dimension the name of its symbol; empty where it is a number.

@@ -1,19 +1,138 @@
 """Adapter: symbols in place of some sizes of a call's inputs, while that call is captured.
 
 The base of both sources of such symbols: what calls taught, and what the user declares.
+
+The trace computes a size where it is first asked for, which may be inside one block, and uses it
+everywhere. Closures share nothing but tensors, so sizes are made local: each region computes those
+it uses from its own inputs' shapes. A region none of whose inputs has the size takes a user input
+for its shape alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
+import torch.fx
 from torch._dynamo.source import ConstantSource
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+from torch.fx.node import map_arg
 
-from ...reuse.ir.torch_symbols import size_in
+from ...reuse.ir.program import Source, UserInput
+from ...reuse.ir.torch_size_nodes import compute, size_expression
+from ...reuse.ir.torch_symbols import is_size, put_literal, size_in
+from ...reuse.ir.types import TensorType
+from ..capture.regions import Region, regions_inside
 from ..tracing.torch_tracing import TracingFakeMode
+
+Place = tuple[torch.fx.Node, int]
+"""A tensor, and which of its dimensions."""
+
+
+def make_sizes_local(root: Region, sources: Mapping[torch.fx.Node, Source]) -> None:
+    """Rewrites a recorded run, in place; afterwards no item of a region is a size that leaks."""
+    users = [n for n, s in sources.items() if isinstance(s, UserInput)]
+    localizer = _Localizer(_places(users))
+    localizer.region(root, is_root=True)
+    present = set(localizer.dropped[0].graph.nodes) if localizer.dropped else set()
+    for node in reversed(localizer.dropped):
+        if node in present:  # the tracer drops what nobody uses
+            node.graph.erase_node(node)
+
+
+def make_sizes_literal(root: Region) -> None:
+    """Rewrites a recorded run, in place: sizes stand in the operators' arguments as literals."""
+    dropped = list(dict.fromkeys(n for n in root.nodes() if is_size(n)))
+    for region in (root, *regions_inside(root)):
+        region.items[:] = [i for i in region.items if isinstance(i, Region) or not is_size(i)]
+    present = set(dropped[0].graph.nodes) if dropped else set()
+    for node in reversed(dropped):
+        for user in list(node.users):
+            put_literal(user, node)
+        if node in present:  # the tracer drops what nobody uses
+            node.graph.erase_node(node)
+
+
+def _places(nodes: Iterable[torch.fx.Node]) -> dict[Any, Place]:
+    """Returns where each symbol can be read off."""
+    found: dict[Any, Place] = {}
+    for node in nodes:
+        value = node.meta.get("val")
+        if isinstance(value, torch.Tensor):
+            for dim, size in enumerate(TensorType.of(value).shape):
+                if not isinstance(size, int) and size.is_Symbol:
+                    found.setdefault(size, (node, dim))
+    return found
+
+
+class _Localizer:
+    """Walks the regions, inner ones and earlier ones first."""
+
+    def __init__(self, outer: Mapping[Any, Place]) -> None:
+        self._outer = outer
+        self._extra: dict[Region, list[torch.fx.Node]] = {}
+        self.dropped: list[torch.fx.Node] = []
+
+    def region(self, region: Region, *, is_root: bool = False) -> None:
+        own = {} if is_root else _places(region.inputs)
+        places = {**self._outer, **own}
+        needed: dict[torch.fx.Node, None] = {}
+        items: list[torch.fx.Node | Region] = []
+        for item in region.items:
+            if isinstance(item, Region):
+                self.region(item)
+                needed.update(dict.fromkeys(self._extra[item]))
+            elif "call" in item.meta:
+                extra = self._extra[item.meta["call"].region]
+                item.args = (*item.args, *extra)
+                needed.update(dict.fromkeys(extra))
+            elif is_size(item):
+                self.dropped.append(item)
+                continue
+            else:
+                made = self._rewrite(item, places)
+                needed.update((n, None) for node in made for n in node.all_input_nodes)
+                items.extend(made)
+            items.append(item)
+        region.items[:] = items
+        outer = {node for node, _ in self._outer.values()}
+        extra = [n for n in needed if n in outer and n not in region.inputs]
+        self._extra[region] = extra
+        if not is_root:
+            region.inputs.extend(extra)
+            region.input_names.extend(n.name for n in extra)
+
+    def _rewrite(self, node: torch.fx.Node, places: Mapping[Any, Place]) -> list[torch.fx.Node]:
+        """Replaces the sizes among a node's operands; returns the nodes that compute them."""
+        sizes = [n for n in node.all_input_nodes if is_size(n)]
+        if not sizes:
+            return []
+        before = node.prev
+        graph = node.graph
+        with graph.inserting_before(node):
+            for size in sizes:
+                expression = size_expression(size)
+                symbols = {
+                    s: graph.call_function(torch.ops.aten.sym_size.int, places[s])
+                    for s in sorted(expression.free_symbols, key=str)
+                }
+                node_or_number = compute(expression, symbols)
+                _replace(node, size, node_or_number)
+        made = []
+        while node.prev is not before:
+            before = before.next
+            before.meta["stamp"] = node.meta.get("stamp")
+            made.append(before)
+        return made
+
+
+def _replace(node: torch.fx.Node, old: torch.fx.Node, new: Any) -> None:
+    def swap(operand: torch.fx.Node) -> Any:
+        return new if operand is old else operand
+
+    node.args = map_arg(node.args, swap)
+    node.kwargs = map_arg(node.kwargs, swap)
 
 
 class TracedSizes:

@@ -1,62 +1,193 @@
-"""``pipeline(model, args)``: a model over several ranks, fed with micro-batches."""
+"""``pipeline(model, args)``: a model over several ranks, fed with micro-batches of a batch."""
 
 from __future__ import annotations
 
+import os
 import pathlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ...backend.kernels.lower import BackendName
-from ...backend.run.rank_program import RankProgram
-from ...pipeline_parallel.actions import (
-    ActionTable,
-    schedule_name,
-)
-from ...pipeline_parallel.cut import Stage
-from ...pipeline_parallel.process_groups import (
-    GradientSums,
-    Ranks,
-    copy_state,
-    ranks_of,
-    read_parts,
-)
-from ...pipeline_parallel.stage_derivative import StageDerivative
-from ...pipeline_parallel.steps import (
+from ..backend.kernels.lower import BackendName
+from ..backend.run.rank_program import RankProgram
+from ..pipeline_parallel.actions import ActionTable, schedule_name
+from ..pipeline_parallel.cut import Stage
+from ..pipeline_parallel.plan import PipelinePlan
+from ..pipeline_parallel.process_groups import GradientSums, Ranks, copy_state, ranks_of, read_parts
+from ..pipeline_parallel.stage_derivative import StageDerivative
+from ..pipeline_parallel.steps import (
     PlannedSteps,
     Progress,
     StageCounts,
     StageSteps,
     UnplannedSteps,
 )
-from ...recompute.policy import Policy
-from ...reuse import torch_pytree
-from ...reuse.errors import PipelineError, door
-from ...reuse.ir.costs import CPU, CUDA
-from ...reuse.ir.leaf import without_autocast
-from ...reuse.ir.program import ModelTensor
-from ..autograd.torch_engine import have_hooks, pass_through_autograd
-from ..capture.blocks import Reuse
-from ..checks.models import check_example
-from ..checks.refusals import check_leaves, check_runnable
-from ..compiler import RANK_CUT, RANK_FIT
-from ..guards.guard import Guard
-from ..marks import STAGE_MARK
-from ..options import Options
-from ..passes.context import Context
-from ..passes.made import made_by
-from ..passes.programs import PARTS, capture, derive
-from ..passes.rank import SPLITS, RankCompilation, Split, Splitting, started
-from ..passes.rank_compile import model_places, stage_runtimes, sum_names
-from ..passes.stages import predict, rank_limit_bytes
-from ..passes.state import Subject, run
-from ..requests import model_name
-from ..training_step import LossFunction, LossModel
-from .batch import Batch
-from .shown_plan import ShownPlan
+from ..recompute.policy import Policy
+from ..reuse import torch_pytree
+from ..reuse.errors import PipelineError, door
+from ..reuse.ir.costs import CPU, CUDA
+from ..reuse.ir.leaf import without_autocast
+from ..reuse.ir.program import ModelTensor
+from ..reuse.torch_names import is_lazy
+from .autograd.torch_engine import have_hooks, pass_through_autograd
+from .capture.blocks import Reuse
+from .checks.models import check_example
+from .checks.refusals import check_leaves, check_runnable, refuse_containers
+from .checks.torch_state import watching_class, why_no_memory
+from .compile_record import CompileRecord
+from .compiler import RANK_CUT, RANK_FIT
+from .guards.guard import Guard
+from .marks import STAGE_MARK
+from .options import Options
+from .page.compile_page import arena_tile, compile_sections, node_tile, notes, tile
+from .page.sections import Measured, pipeline_section, plan_rows, predicted_section, recompute_rows
+from .page.texts import bytes_text, count_text, seconds_text
+from .page.write import PageData, about, write_page
+from .passes.context import Context
+from .passes.made import made_by
+from .passes.programs import PARTS, capture, derive
+from .passes.rank import SPLITS, RankCompilation, Split, Splitting, started
+from .passes.rank_compile import model_places, stage_runtimes, sum_names
+from .passes.stages import predict, rank_limit_bytes
+from .passes.state import Subject, run
+from .requests import model_name
+from .training_step import LossFunction, LossModel
+
+
+class Batch:
+    """The batch's structure, and how it is split.
+
+    Args:
+        example: args and kwargs of a whole batch.
+        num_micro_batches: parts.
+    """
+
+    def __init__(
+        self, example: tuple[Sequence[Any], Mapping[str, Any]], num_micro_batches: int
+    ) -> None:
+        self._count = num_micro_batches
+        args, kwargs = example
+        self._example, self.tree = torch_pytree.flatten((tuple(args), dict(kwargs)))
+        refuse_containers(self.tree, "pipeline")
+
+    def first_micro_batch(self) -> tuple[Sequence[Any], Mapping[str, Any]]:
+        """Returns args and kwargs of the first micro-batch of the example."""
+        leaves = [self._part(leaf)[0] for leaf in self._example]
+        args, kwargs = torch_pytree.unflatten(leaves, self.tree)
+        return args, kwargs
+
+    def split(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[list[Any]]:
+        """Returns the flat inputs of each micro-batch."""
+        leaves, tree = torch_pytree.flatten((tuple(args), dict(kwargs)))
+        if tree != self.tree:
+            raise PipelineError("The batch has another structure than the example batch had.")
+        parts = [self._part(leaf) for leaf in leaves]
+        return [list(row) for row in zip(*parts, strict=True)]
+
+    def _part(self, leaf: Any) -> Sequence[Any]:
+        if not isinstance(leaf, Tensor):
+            return [leaf] * self._count
+        if leaf.requires_grad:
+            raise PipelineError("A pipeline takes inputs that do not require grad.")
+        if why := why_no_memory(leaf):
+            raise PipelineError(
+                f"A batch tensor is {why}, whose numbers lie in no memory that a kernel could "
+                "read. Pass plain tensors."
+            )
+        if kind := watching_class((leaf,)):
+            raise PipelineError(
+                f"A batch tensor is a {kind.__name__}, whose class sees each operator, and kernels "
+                "read memory past it. Pass plain tensors."
+            )
+        if is_lazy(leaf):
+            leaf = leaf.clone()
+        if leaf.dim() == 0 or leaf.shape[0] % self._count:
+            raise PipelineError(
+                f"A batch tensor of shape {tuple(leaf.shape)} cannot be split into {self._count} "
+                "equal micro-batches along dimension 0. Change micro_batches or the batch size."
+            )
+        return leaf.tensor_split(self._count)
+
+
+_LEAD = (
+    "Measured is the mean of all steps so far; step and bubble put these times into the schedule. "
+    "Memory held is the arena, and what launches allocate themselves."
+)
+_OF_A_RANK = (
+    "Passes and memory are those of rank {}. The arena is in the order of its schedule; parameters "
+    "and the sums of their gradients lie outside of it."
+)
+
+
+@dataclass(frozen=True)
+class ShownPlan(PipelinePlan):
+    """A pipeline before it runs. ``print(plan)`` shows it; ``save_html`` draws it.
+
+    Attributes:
+        compiled: what this rank's compile did; None for a plan alone.
+        rank: which one it is; None for a plan alone.
+    """
+
+    compiled: CompileRecord | None = None
+    rank: int | None = None
+
+    @staticmethod
+    def of(
+        plan: PipelinePlan, compiled: CompileRecord | None = None, rank: int | None = None
+    ) -> ShownPlan:
+        """Returns the same plan, able to show itself."""
+        return ShownPlan(plan.table, plan.stages, plan.timeline, compiled, rank)
+
+    def save_html(self, path: str | os.PathLike[str], measured_s: Measured | None = None) -> None:
+        """Writes a page with the schedule in time, the memory of each rank, and the program.
+
+        Args:
+            path: the file to write.
+            measured_s: what actions took, to be shown beside what was predicted: the result of
+                ``pipe.measured_s()``, which every rank calls.
+
+        Example:
+            >>> pipe.plan.save_html("pipeline.html", pipe.measured_s())
+        """
+        pathlib.Path(path).write_text(write_page(plan_page(self, measured_s)), encoding="utf-8")
+
+
+def plan_page(plan: ShownPlan, measured_s: Measured | None = None) -> PageData:
+    """Returns the data of a pipeline's page."""
+    table, record = plan.table, plan.compiled
+    step, bubble = seconds_text(plan.step_s), f"{plan.bubble:.1%}"
+    peaks = [plan.peak_bytes(rank) for rank in range(len(table.ranks))]
+    fullest, emptiest = bytes_text(max(peaks)), bytes_text(min(peaks))
+    ranks, stages = count_text(len(table.ranks), "rank"), count_text(table.num_stages, "stage")
+    tiles = [
+        tile("Step, predicted", step, f"{table.num_micro_batches} micro-batches"),
+        tile("Bubble, predicted", bubble, "of all ranks' time they wait"),
+        tile("Fullest rank", fullest, f"the emptiest has {emptiest}"),
+    ]
+    rows, said, sections = [*plan_rows(plan, measured_s)], list[str](), dict[str, Any]()
+    if record is not None:
+        tiles += [one for one in (node_tile(record), arena_tile(record)) if one is not None]
+        held = f"memory held by a step of rank {plan.rank}"
+        rows += [(held, "bytes", record.held_bytes, None), *recompute_rows(record)]
+        said = [_OF_A_RANK.format(plan.rank), *notes(record)]
+        sections = compile_sections(record, {f"rank {plan.rank}": record})
+    sentence = (
+        f"A step is predicted to take {step}; ranks wait for {bubble} of it. The fullest rank "
+        f"holds {fullest}."
+    )
+    return {
+        "title": f"Pipeline: {table.schedule}",
+        "subtitle": f"{stages} on {ranks}, {table.num_micro_batches} micro-batches",
+        "verdict": {"sentence": sentence, "tiles": tiles, "notes": said},
+        "about": about(),
+        **sections,
+        "pipeline": pipeline_section(plan),
+        "predicted": predicted_section(rows, _LEAD),
+    }
+
 
 # How often to save less before giving up on a bound.
 _ATTEMPTS = 6
@@ -144,7 +275,7 @@ def pipeline(
     if micro_batches < 1:
         raise PipelineError(f"micro_batches={micro_batches}: there must be at least one.")
     # Imported late: it brings in Dynamo, which nothing else here needs.
-    from ...pipeline_parallel.torch_pipelining import action_table
+    from ..pipeline_parallel.torch_pipelining import action_table
 
     ranks = ranks_of(mesh, timeout_s)
     table = action_table(schedule_name(schedule), num_stages, ranks.num_ranks, micro_batches)
@@ -195,7 +326,7 @@ class Pipeline:
         self._parameters = self._own_parameters()
         self._check_tensors(state.derived)
         self._steps = self._compile(state)
-        from ...pipeline_parallel.torch_pipelining import ClosureStage, Runner
+        from ..pipeline_parallel.torch_pipelining import ClosureStage, Runner
 
         made = [ClosureStage(s, table.num_stages, ranks.device, ranks.group) for s in self._steps]
         self._runner = Runner(table, made)

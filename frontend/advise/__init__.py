@@ -1,5 +1,0 @@
-"""``advise(model)``: which classes to mark, and what keeps blocks apart.
-
-advise   the search
-advice   what it found
-"""
