@@ -81,7 +81,7 @@ def package_root() -> Path:
 
     Links are not resolved: frames name the path by which a file was imported.
     """
-    depth = __name__.count(".")  # lazyinline.<folder>[.<folder>...].own_code
+    depth = __name__.count(".")  # lazyinline.<folder>[.<folder>...].process
     return Path(os.path.abspath(__file__)).parents[depth - 1]
 
 
