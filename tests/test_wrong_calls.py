@@ -1,6 +1,7 @@
 """A call that eager refuses: eager's own error, at once, in few lines."""
 
 import inspect
+import pathlib
 import sys
 import traceback
 from collections.abc import Callable, Iterator
@@ -9,6 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
+from link_tree import package_folders
 from torch import Tensor, nn
 
 import lazyinline
@@ -77,7 +79,8 @@ def raised_by(call: Callable[[], Any]) -> Exception:
 
 def num_frames_of_ours(error: Exception) -> int:
     frames = traceback.extract_tb(error.__traceback__)
-    return sum("/lazyinline/" in frame.filename for frame in frames)
+    files = [pathlib.Path(frame.filename).resolve() for frame in frames]
+    return sum(folder in file.parents for file in files for folder in package_folders())
 
 
 @pytest.mark.sweep(keep=["-0]", "at the end", "of its own"])
