@@ -71,9 +71,11 @@ class RootEvidence:
             self._add_cell(cell)
         names = reads.names()
         self._add_getters(names)
+        met = len(self._contents.opaque)
         self._add_holders(names, reads.globals)
         self._add_methods(names)
         self._add_functions(reads, names)
+        self._add_getters(names, first=met)  # of what classes, modules and functions led to
         self._add_environment(reads.environment())
         found = [r.value for r in reads.attributes.values() if isinstance(r.value, torch.Tensor)]
         found += self._contents.tensors()
@@ -172,9 +174,9 @@ class RootEvidence:
                     self._add(holder, name)
             todo += [h for key, h in self._contents.holders.items() if key not in done]
 
-    def _add_getters(self, names: Collection[str]) -> None:
-        """Adds what objects written in C say under the names that code speaks of."""
-        for value in list(self._contents.opaque.values()):
+    def _add_getters(self, names: Collection[str], first: int = 0) -> None:
+        """Adds what objects written in C, from the first-th on, say under the names in code."""
+        for value in list(self._contents.opaque.values())[first:]:
             for name in getters_of(type(value), names):
                 self._add_part(value, name)
 
