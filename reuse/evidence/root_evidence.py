@@ -107,8 +107,6 @@ class RootEvidence:
         """Whether an object outside the modules' own tables leads to this one: a list, a global."""
         return self._contents.has_met(value)
 
-    # ---- what is looked at -------------------------------------------------------------------
-
     def _add_attribute(self, name: str, read: AttributeRead) -> None:
         in_own_table = read.table is module_state(read.module)
         if name == WHOLE:
