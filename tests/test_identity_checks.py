@@ -41,10 +41,10 @@ class Odd(dict[str, Any]):
 Function = Callable[[IdentityChecks], Callable[[], bool]]
 
 
-@pytest.fixture(params=["generated", "native"])
+@pytest.fixture(params=["python", "native"])
 def function(request: pytest.FixtureRequest) -> Function:
     """Makes the function of some checks."""
-    if request.param == "generated":
+    if request.param == "python":
         return IdentityChecks.function
     assert native_library().hold is not None, "Python's headers are missing here"
     return lambda checks: checks.function(native_library().hold)

@@ -2,7 +2,7 @@
 
 Everything that the model's Python read while it was captured, and that can change without a trace
 in the inputs, is compared at each call: train/eval modes, plain attributes, sub-modules, and the
-tensors themselves. Everything is compared by identity first, in one generated function, so that an
+tensors themselves. Everything is compared by identity first, as one table of facts, so that an
 unchanged model costs one to three microseconds per block; by value where that says no.
 """
 
