@@ -1,25 +1,47 @@
-"""Comparing a model that lazyinline compiled with the same model run by PyTorch."""
+"""Compares what lazyinline compiled with the same model run by PyTorch.
+
+``assert_equals_eager`` is the whole comparison. What stands before it are its parts, for tests that
+do something between them. At the end: how far two right answers may lie apart, and work counted.
+"""
 
 import copy
 import math
-from collections.abc import Mapping
-from typing import Any, TypeVar
+import random
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
+import lazyinline
+from lazyinline import CompileReport
 from lazyinline.reuse import torch_pytree
 
 Model = TypeVar("Model", bound=nn.Module)
+Door = Literal["compile", "in place", "step", "torch.compile"]
+DOORS: tuple[Door, ...] = ("compile", "in place", "step", "torch.compile")
 
 # Float32 kernels that add up in another order differ by about 1e-6 in norm; a wrong gradient
 # differs by 1e-2 and more.
 TOLERANCE = 1e-5
 
+# In float64 only the order of sums may differ.
+DOUBLE_TOLERANCE = 1e-10
+
 
 def twin(model: Model) -> Model:
     """Returns a copy that shares nothing, for eager PyTorch to run."""
     return copy.deepcopy(model)
+
+
+def seed_all(seed: int = 0) -> None:
+    """Seeds the generators of PyTorch, numpy and Python."""
+    torch.manual_seed(seed)
+    np.random.seed(seed)
+    random.seed(seed)
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:
@@ -83,3 +105,242 @@ def assert_same_buffers(model: nn.Module, expected: nn.Module) -> None:
     buffers = dict(model.named_buffers())
     for name, want in expected.named_buffers():
         assert_close(buffers[name], want)
+
+
+# ---- a model and its twin, call by call --------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The model as it was compiled, and what the compile decided.
+
+    Attributes:
+        compiled: what was called.
+        report: of the newest compile; None through ``torch.compile``, where each graph has its own.
+    """
+
+    compiled: Any
+    report: CompileReport | None
+
+    @property
+    def told(self) -> CompileReport:
+        assert self.report is not None, "nothing was compiled through this door"
+        return self.report
+
+    @property
+    def shared(self) -> int:
+        """How many blocks were shared."""
+        return sum(decision.shared for decision in self.told.decisions)
+
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        """Why the others were not."""
+        return tuple(d.reason for d in self.told.decisions if d.reason)
+
+
+def assert_equals_eager(
+    model: nn.Module,
+    args: Sequence[Any] = (),
+    kwargs: dict[str, Any] | None = None,
+    *,
+    batches: Iterable[Sequence[Any]] = (),
+    calls: int = 2,
+    door: Door = "compile",
+    backend: str = "eager",
+    optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None = None,
+    reference: nn.Module | None = None,
+    tolerance: float | None = None,
+    **options: Any,
+) -> Outcome:
+    """Runs a compiled model and a copy of it in PyTorch, call by call; all must be equal.
+
+    All: outputs with their layout, inputs after the call, gradients of inputs and parameters,
+    buffers, and how far each generator of random numbers has moved.
+
+    Args:
+        model: the model that is compiled.
+        args: positional inputs; those that require grad get one.
+        kwargs: keyword inputs.
+        batches: positional inputs of each call, in place of args and calls.
+        calls: how often both run, so that state carried from call to call is compared.
+        door: how the model is compiled; a step computes a loss of all elements.
+        backend: which kernels run.
+        optimizer: made of the parameters of each; steps after each call. Without one gradients
+            add up.
+        reference: the model to run in PyTorch; a deep copy unless given.
+        tolerance: relative and absolute; by the dtypes of the model and inputs unless given.
+        **options: further ones of the compile, as ``reuse="off"``.
+    """
+    reference = copy.deepcopy(model) if reference is None else reference
+    run = _opened(model, door, backend, options)
+    owner = run if door == "compile" else model  # a wrapper shows the model's own state
+    is_step = door == "step"
+    train: Callable[..., Any] = _run_step if is_step else _run
+    optimizers = [optimizer(m.parameters()) for m in (model, reference)] if optimizer else []
+    data = list(batches) or [args] * calls
+    if tolerance is None:
+        tolerance = _tolerance_of(model, data)
+    for call, inputs in enumerate(data):
+        for one in optimizers:
+            one.zero_grad()
+        if is_step:  # its gradients are those of this step alone
+            reference.zero_grad()
+        expected = _run(reference, inputs, kwargs or {}, call, is_loss=is_step)
+        found = train(run, inputs, kwargs or {}, call)
+        for name, ours, theirs in zip(_PARTS, found, expected, strict=True):
+            assert_same(ours, theirs, f"call {call}: {name}", tolerance)
+        assert_same(_state(owner), _state(reference), f"call {call}: state", tolerance)
+        for one in optimizers:
+            one.step()
+    assert_same(_state(owner), _state(reference), "at the end: state", tolerance)
+    report = None if door == "torch.compile" else lazyinline.last_report(run)
+    return Outcome(run, report)
+
+
+_PARTS = ("outputs", "inputs after the call", "gradients of inputs", "generators after the call")
+
+
+def _tolerance_of(model: nn.Module, inputs: Any) -> float:
+    leaves = [*model.parameters(), *model.buffers(), *torch_pytree.flatten(inputs)[0]]
+    floats = [x for x in leaves if isinstance(x, Tensor) and x.dtype.is_floating_point]
+    is_double = all(x.dtype is torch.float64 for x in floats)
+    return DOUBLE_TOLERANCE if is_double else TOLERANCE
+
+
+def _opened(model: nn.Module, door: Door, backend: str, options: dict[str, Any]) -> Any:
+    if door == "torch.compile":
+        return torch.compile(model, backend="lazyinline", options={"backend": backend, **options})
+    if door == "step":
+        return lazyinline.compile_step(model, loss_fn=_loss_of, backend=backend, **options)
+    return lazyinline.compile(model, backend=backend, in_place=door == "in place", **options)
+
+
+def _run(
+    model: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    seed: int,
+    *,
+    is_loss: bool = False,
+) -> Any:
+    inputs, keywords, copies, given = _copied(args, kwargs)
+    seed_all(seed)
+    output = model(*inputs, **keywords)
+    generators = _generators()
+    loss = _loss_of(output)
+    if loss.requires_grad:
+        loss.backward()
+    results = loss.detach() if is_loss else output
+    gradients = [] if is_loss else [x.grad for x in copies]
+    return results, [x.detach() for x in given], gradients, generators
+
+
+def _run_step(step: Any, args: Sequence[Any], kwargs: dict[str, Any], seed: int) -> Any:
+    inputs, keywords, _, given = _copied(args, kwargs)
+    seed_all(seed)
+    loss = step(*inputs, **keywords)
+    return loss, [x.detach() for x in given], [], _generators()
+
+
+def _copied(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Copies inputs; a tensor that is passed twice stays one."""
+    leaves, spec = torch_pytree.flatten((tuple(args), kwargs))
+    copies: dict[int, Tensor] = {}
+    for x in leaves:
+        if isinstance(x, Tensor) and id(x) not in copies:
+            copies[id(x)] = x.detach().clone().requires_grad_(x.requires_grad)
+    fresh = [copies[id(x)] if isinstance(x, Tensor) else x for x in leaves]
+    inputs, keywords = torch_pytree.unflatten(fresh, spec)
+    return inputs, keywords, list(copies.values()), [x for x in fresh if isinstance(x, Tensor)]
+
+
+def _generators() -> tuple[float, ...]:
+    """Returns the next number of each generator: equal if as many were drawn."""
+    return float(torch.rand(1)), float(np.random.rand()), random.random()
+
+
+def _loss_of(output: Any) -> Tensor:
+    """Returns a loss that tells every element of every output apart."""
+    tensors = [t for t in torch_pytree.flatten(output)[0] if isinstance(t, Tensor)]
+    losses = [_weigh(t) for t in tensors if t.requires_grad]
+    return torch.stack(losses).sum() if losses else torch.zeros(())
+
+
+def _weigh(tensor: Tensor) -> Tensor:
+    real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    weights = torch.linspace(0.5, 1.5, real.numel(), dtype=torch.float64, device=real.device)
+    return (real.double().reshape(-1) * weights).sum()
+
+
+def _state(model: nn.Module) -> dict[str, Any]:
+    tensors = {n: t.detach() for n, t in model.state_dict().items()}
+    return {**tensors, **{f"{n}.grad": p.grad for n, p in model.named_parameters()}}
+
+
+def assert_same(ours: Any, theirs: Any, what: str, tolerance: float = TOLERANCE) -> None:
+    """Compares trees of results: tensors in numbers and layout, everything else exactly."""
+    left, left_spec = torch_pytree.flatten(ours)
+    right, right_spec = torch_pytree.flatten(theirs)
+    assert left_spec == right_spec, f"{what}: another structure"
+    for index, (a, b) in enumerate(zip(left, right, strict=True)):
+        where = f"{what}, leaf {index}"
+        assert type(a) is type(b), f"{where}: {type(a)} instead of {type(b)}"
+        if isinstance(a, Tensor):
+            assert a.requires_grad == b.requires_grad, f"{where}: requires_grad"
+            assert a.stride() == b.stride(), f"{where}: layout"
+            torch.testing.assert_close(
+                a, b, rtol=tolerance, atol=tolerance, msg=lambda m, where=where: f"{where}: {m}"
+            )
+        else:
+            assert a is b or a == b, f"{where}: {a!r} instead of {b!r}"
+
+
+# ---- how far apart right answers may lie -------------------------------------------------------
+#
+# Where a program runs the very kernel that eager runs, on operands that lie alike, both give the
+# same bits on every CPU, and a test may say so. A sum that is made in another order is only as
+# close as here: whose order it is, and whether products are rounded before they are added, depends
+# on the CPU, on its vectors' width, on the number of threads, and, in a BLAS, on where operands
+# lie.
+
+
+def sum_tolerance(dtype: torch.dtype, num_terms: int, size: float = 1.0) -> dict[str, float]:
+    """Returns tolerances for sums of products that were made in whatever order.
+
+    A sum of so many terms is off by no more than half a unit in the last place per term, on either
+    side.
+
+    Args:
+        dtype: in which sums are kept.
+        num_terms: products in one sum.
+        size: the largest sum of the terms' magnitudes.
+    """
+    return {"rtol": 0.0, "atol": num_terms * torch.finfo(dtype).eps * size}
+
+
+def product_tolerance(a: Tensor, b: Tensor, bias: Tensor | None = None) -> dict[str, float]:
+    """Returns tolerances for the matrix product ``a @ b``, with or without a bias."""
+    sizes = a.abs() @ b.abs()
+    if bias is not None:
+        sizes = sizes + bias.abs()
+    num_terms = a.shape[-1] + (bias is not None)
+    return sum_tolerance(a.dtype, num_terms, float(sizes.max()))
+
+
+# ---- work, counted: what the clock says depends on the machine and on who else is using it -------
+
+
+def num_calls(function: Callable[[], object]) -> int:
+    """Counts the calls, of Python and of C, that a function makes in this thread."""
+    count = 0
+
+    def profile(frame: Any, event: str, argument: Any) -> None:
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    sys.setprofile(profile)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    return count

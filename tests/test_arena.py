@@ -9,7 +9,7 @@ from types import ModuleType
 import memory_plan
 import numpy as np
 import pytest
-from counting import num_calls
+from comparing import num_calls
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from problem_csv import read_problem_csv, write_offsets_csv

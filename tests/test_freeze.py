@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from counting import num_calls
+from comparing import num_calls
 from torch import nn
 
 from lazyinline.reuse.freeze import Freezer, describe

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from tolerances import product_tolerance
+from comparing import product_tolerance
 from torch import Tensor, nn
 from torch.nn import functional as F
 

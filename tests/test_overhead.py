@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from counting import num_calls
+from comparing import num_calls
 from decoders import DecoderBlock, llama
 from torch import Tensor, nn
 

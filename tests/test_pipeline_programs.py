@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from counting import num_calls
+from comparing import num_calls
 from programs import closure_depth, random_arguments, random_program
 from torch import Tensor
 
