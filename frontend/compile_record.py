@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from ..autodiff.higher_order.modes import ModeChoice
 from ..backend.arena.arena import ArenaPlan
 from ..backend.cache.results import CacheUse
 from ..backend.gpu.roofline import Prediction, predict
@@ -24,7 +23,7 @@ from ..backend.run.rank_program import RankPlan
 from ..recompute.summary import RecomputeRecord
 from ..reuse.ir.program import Leaf, Program
 from .capture.blocks import Reuse
-from .capture.regions import SharingDecision
+from .capture.regions import ModeChoice, SharingDecision
 
 _MAX_PATHS = 3  # that one line of parts names
 
@@ -117,8 +116,8 @@ class CompileRecord:
         num_backwards: backwards that there are by now: one for each set of outputs that a loss
             used, where it left some unused (their cotangents are undefined, which is not zero).
         num_gradients: programs of gradients by now, made for gradients that were differentiated.
-        modes: where a derivative in the forward had several modes, which one was taken, what each
-            costs and why.
+        modes: where the mode of a derivative in the forward was left open, which one was taken and
+            why.
         nested_forward: operators that have no rule in Taylor mode, with the user's lines: forward
             mode was nested for them.
         eager_kernels: closures whose operators PyTorch runs one by one, since the backend makes no

@@ -33,9 +33,8 @@ def program_of(function: Callable[..., Tensor], *shapes: tuple[int, ...]) -> Pro
     return lazyinline.capture(Of(function), tuple(torch.randn(shape) for shape in shapes))
 
 
-def cost_of(function: Callable[..., Tensor], *shapes: tuple[int, ...], fused: bool = False) -> Cost:
-    program = program_of(function, *shapes)
-    return ProgramCosts(OperatorCosts(fused=fused)).program(program)
+def cost_of(function: Callable[..., Tensor], *shapes: tuple[int, ...]) -> Cost:
+    return ProgramCosts(OperatorCosts()).program(program_of(function, *shapes))
 
 
 @pytest.mark.parametrize(
@@ -91,15 +90,6 @@ def test_tf32_counts_where_the_user_allows_it() -> None:
         assert CPU.seconds(10**12, 0) == 10**12 / CPU.flops_per_s
     finally:
         torch.set_float32_matmul_precision(before)
-
-
-def test_fused_operators_write_only_what_something_else_reads() -> None:
-    def chain(x: Tensor) -> Tensor:
-        return x.sin().cos().exp()
-
-    size = 4 * 10 * 10
-    assert cost_of(chain, (10, 10)).moved_bytes == 6 * size
-    assert cost_of(chain, (10, 10), fused=True).moved_bytes == 2 * size
 
 
 def test_a_closure_is_counted_once_and_each_call_counts() -> None:

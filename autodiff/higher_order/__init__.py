@@ -3,7 +3,6 @@
 gradient_program  the gradients of a program, to be differentiated like any other
 derivation        what stands for a gradient that a forward takes
 derive            such gradients, made once per closure
-modes             which of several ways to a derivative is taken
 expand            series along lines that a forward takes, made once per closure
 repeats           operators that repeat become calls on one closure
 paths             which calls lead from some values to others

@@ -16,7 +16,6 @@ import torch.fx
 from ...reuse.ir.leaf import stamp_of
 from ...reuse.ir.program import Call, Leaf, Program, Value, outputs_of, walk_closures
 from ..forward_mode.series import Series
-from .modes import Way
 
 
 @dataclass(frozen=True)
@@ -52,25 +51,7 @@ class Expansion:
         raise AssertionError("a series that a forward takes was not made")
 
 
-@dataclass(frozen=True)
-class Alternatives:
-    """The one operator of a leaf: takes the same derivatives, computed in several ways.
-
-    Its operands are all those of the first way, then of the next. It gives those of the cheapest
-    way, and is never run.
-    """
-
-    what: str
-    order: int
-    ways: tuple[Way, ...]
-    __name__ = "cheapest"
-
-    def __call__(self, *operands: Any) -> Any:
-        """Raises AssertionError."""
-        raise AssertionError("the mode of a derivative was not chosen")
-
-
-Asking = Derivation | Expansion | Alternatives
+Asking = Derivation | Expansion
 """What stands for a derivative, until it is made."""
 
 
@@ -114,34 +95,13 @@ class AskedSeries:
     source: str
 
 
-@dataclass(frozen=True)
-class AskedMode:
-    """What a call of such a leaf asks for.
-
-    Attributes:
-        alternatives: the ways.
-        values: by the way, what it computes.
-        results: of each derivative its place, and the value that it has to become.
-        source: the user's line.
-    """
-
-    alternatives: Alternatives
-    values: tuple[tuple[Value, ...], ...]
-    results: tuple[tuple[int, Value], ...]
-    source: str
-
-    def of(self, way: int) -> dict[Value, Value]:
-        """Returns what each result is in one way."""
-        return {result: self.values[way][place] for place, result in self.results}
-
-
 def takes_gradients(program: Program) -> bool:
     """Whether a forward takes a gradient, anywhere in it."""
     leaves = (c for c in walk_closures(program) if isinstance(c, Leaf))
     return any(_derivation(leaf) is not None for leaf in leaves)
 
 
-def asked_by(call: Call) -> Asked | AskedSeries | AskedMode | None:
+def asked_by(call: Call) -> Asked | AskedSeries | None:
     """Returns what a call asks for, if its closure stands for a derivative."""
     node = _derivation(call.closure) if isinstance(call.closure, Leaf) else None
     if node is None:
@@ -154,10 +114,6 @@ def asked_by(call: Call) -> Asked | AskedSeries | AskedMode | None:
     source = stamp_of(node).source
     picked = [int(n.args[1]) for n in _returned(call.closure)]  # type: ignore[arg-type]
     results = list(zip(picked, call.results, strict=True))
-    if isinstance(target, Alternatives):
-        size = len(operands) // len(target.ways)
-        values = tuple(operands[i : i + size] for i in range(0, len(operands), size))
-        return AskedMode(target, values, tuple(results), source)
     first, second = target.num_outputs, target.num_outputs + target.num_inputs
     outputs, inputs, more = operands[:first], operands[first:second], operands[second:]
     if isinstance(target, Derivation):

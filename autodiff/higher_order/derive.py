@@ -7,8 +7,8 @@ program that can be differentiated: in training it is, and a gradient of a gradi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from ...reuse.errors import CaptureError
@@ -28,34 +28,15 @@ from ..forward_mode.forward_derivative import ForwardDerivatives
 from ..forward_mode.jet_interpreter import Fallback
 from ..traces.torch_differentiable import DIFFERENTIABLE
 from ..training_program import backward_calls
-from .derivation import Asked, AskedMode, asked_by
+from .derivation import Asked, asked_by
 from .expand import expanded
 from .flat_structs import FlatStructs
-from .gradient_program import needed_calls, own_derivative
-from .modes import Cost, ModeChoice, Trial, weighed
+from .gradient_program import own_derivative
 from .paths import calls_between, refuse_hidden_paths
 from .repeats import Repeats
 
-Count: TypeAlias = Callable[[Program, Collection[Call]], Cost]
-"""Of a program what it costs, less some of its calls."""
-
-
-@dataclass
-class Notes:
-    """What is to be told of derivatives that were made; each once.
-
-    Attributes:
-        fallbacks: the operators that had no rule in Taylor mode.
-        choices: where there were several ways.
-    """
-
-    fallbacks: dict[Fallback, None] = field(default_factory=dict)
-    choices: dict[ModeChoice, None] = field(default_factory=dict)
-
-    def add(self, other: Notes) -> None:
-        """Takes those of a part."""
-        self.fallbacks.update(other.fallbacks)
-        self.choices.update(other.choices)
+Fallbacks: TypeAlias = dict[Fallback, None]
+"""Operators that had no rule in Taylor mode, in the order in which they were met."""
 
 
 class Derive:
@@ -67,91 +48,61 @@ class Derive:
         self._flat = FlatStructs()
         self._forward = ForwardDerivatives()
         self._repeats = Repeats()
-        self._closures: dict[Closure, tuple[Closure, Notes]] = {}
+        self._closures: dict[Closure, tuple[Closure, Fallbacks]] = {}
         self._originals: dict[Closure, Closure] = {}
 
-    def program(self, program: Program, count: Count) -> tuple[Program, Notes]:
+    def program(self, program: Program) -> tuple[Program, list[Fallback]]:
         """Returns the entry program with its gradients; the same one if it asks for none.
 
         Args:
             program: as captured.
-            count: weighs the ways to a derivative, where there are several. A block that other
-                programs have as well keeps the way that was chosen first.
+
+        Returns:
+            The program, and each operator that had no rule in Taylor mode.
 
         Raises:
             CaptureError: if a gradient is asked for that cannot be followed.
         """
         given = zip(program.inputs, program.sources, strict=True)
         may_depend = {v for v, s in given if isinstance(s, UserInput) and s.requires_grad}
-        notes = Notes()
-        made = self._made(self._repeats.program(program), may_depend, count, notes)
-        return made, notes
+        fallbacks: Fallbacks = {}
+        made = self._made(self._repeats.program(program), may_depend, fallbacks)
+        return made, list(fallbacks)
 
     def _made(
-        self, program: Program, may_depend: Collection[Value], count: Count, notes: Notes
+        self, program: Program, may_depend: Collection[Value], fallbacks: Fallbacks
     ) -> Program:
         """``may_depend``: inputs that may be functions of other inputs."""
-        closures = [self._closure(call.closure, count, notes) for call in program.calls]
+        closures = [self._closure(call.closure, fallbacks) for call in program.calls]
         if any(new is not c.closure for new, c in zip(closures, program.calls, strict=True)):
             pairs = zip(program.calls, closures, strict=True)
             program = replace(program, calls=tuple(replace(c, closure=new) for c, new in pairs))
         while True:
-            asked = [(i, a) for i, call in enumerate(program.calls) if (a := asked_by(call))]
-            if not asked:
+            asked = ((i, a) for i, call in enumerate(program.calls) if (a := asked_by(call)))
+            place, one = next(asked, (0, None))
+            if one is None:
                 return program
-            # What the ways to a derivative ask for is made once one of them is chosen.
-            modes = ((i, a) for i, a in asked if isinstance(a, AskedMode))
-            place, one = next(modes, asked[0])
-            if isinstance(one, AskedMode):
-                program = self._chosen(program, place, one, may_depend, count, notes)
-                continue
             refuse_hidden_paths(program.calls[:place], program.inputs, one, may_depend)
             if isinstance(one, Asked):
                 program = self._flat.program(self._derived(program, place, one))
             else:
                 program, found_none = expanded(program, place, one, self._forward)
-                notes.fallbacks.update(dict.fromkeys(found_none))
+                fallbacks.update(dict.fromkeys(found_none))
 
-    def _closure(self, closure: Closure, count: Count, notes: Notes) -> Closure:
+    def _closure(self, closure: Closure, fallbacks: Fallbacks) -> Closure:
         if not isinstance(closure, Composite):
             return closure
         if closure not in self._closures:
-            own = Notes()
-            program = self._made(closure.program, closure.program.inputs, count, own)
+            own: Fallbacks = {}
+            program = self._made(closure.program, closure.program.inputs, own)
             is_same = program is closure.program
             self._closures[closure] = (
                 closure if is_same else replace(closure, program=program),
                 own,
             )
         made, own = self._closures[closure]
-        notes.add(own)
+        fallbacks.update(own)
         return made
-
-    def _chosen(
-        self,
-        program: Program,
-        place: int,
-        asked: AskedMode,
-        may_depend: Collection[Value],
-        count: Count,
-        notes: Notes,
-    ) -> Program:
-        """Returns the program with one of the ways to derivatives, and without the others."""
-
-        def alone(number: int) -> Program:
-            values = tuple(asked.of(number).values())
-            calls = needed_calls(program.calls[:place], values)
-            return replace(program, calls=calls, outputs=values, writes=())
-
-        def trial(number: int) -> Trial:
-            before, own = alone(number), Notes()
-            made = self._made(before, may_depend, count, own)
-            return Trial(count(made, before.calls), bool(own.fallbacks))
-
-        of = asked.alternatives
-        taken, choice = weighed(of.what, asked.source, of.order, of.ways, trial)
-        notes.choices[choice] = None
-        return _with_values(program, place, asked.of(taken))
 
     def _derived(self, program: Program, place: int, asked: Asked) -> Program:
         """Returns the program with the gradients that one call asks for."""
@@ -188,28 +139,6 @@ class Derive:
         """Returns the call whose forward that saves a call is."""
         original = self._originals[call.closure]
         return replace(call, closure=original, results=call.results[: len(original.output_types)])
-
-
-def _with_values(program: Program, place: int, given: Mapping[Value, Value]) -> Program:
-    """Returns a program with other values in the place of a call's results.
-
-    What only that call had a use for is left out.
-    """
-
-    def named(values: tuple[Value, ...]) -> tuple[Value, ...]:
-        return tuple(given.get(v, v) for v in values)
-
-    used = {*needed_calls(program.calls, program.outputs)}
-    calls = [c if given.keys().isdisjoint(c.args) else _renamed(c, named) for c in program.calls]
-    del calls[place]
-    outputs = named(program.outputs)
-    still = {*needed_calls(calls, outputs)}
-    kept = tuple(c for c in calls if c in still or c not in used)
-    return replace(program, calls=kept, outputs=outputs)
-
-
-def _renamed(call: Call, named: Callable[[tuple[Value, ...]], tuple[Value, ...]]) -> Call:
-    return replace(call, args=named(call.args))
 
 
 def _saved_already(call: Call, forward: Call) -> list[Call]:

@@ -68,6 +68,7 @@ class Arguments:
     sizes: Callable[[], Sizes] | None = None
     effects: OnEffects = "refuse"
     for_gpu: bool = False
+    only_reverse: str = ""
 
 
 @one_at_a_time
@@ -81,6 +82,7 @@ def capture_model(
     sizes: Callable[[], Sizes] | None = None,
     effects: OnEffects = "refuse",
     for_gpu: bool = False,
+    only_reverse: str = "",
 ) -> CapturedModel:
     """Captures a model as a program of closures and calls.
 
@@ -95,6 +97,8 @@ def capture_model(
         effects: ``"refuse"`` a forward that does more at each call than compute; ``"undo"`` what
             it did, for who does not run the program in its place.
         for_gpu: capture for a GPU that need not be here: its autocast is made with operators.
+        only_reverse: why derivatives whose mode is open are taken in reverse; empty if they need
+            not be.
 
     Raises:
         CaptureError: if the model's Python cannot be traced, naming the user's line; or if a tensor
@@ -103,7 +107,7 @@ def capture_model(
     refuse_uncapturable(model)
     if train:
         refuse_backward_hooks(model)
-    arguments = Arguments(args, kwargs or {}, sizes, effects, for_gpu)
+    arguments = Arguments(args, kwargs or {}, sizes, effects, for_gpu, only_reverse)
     if reuse == "auto":
         captured = _capture_repeated(model, arguments, RepeatedBlocks, train=train)
     else:
@@ -224,6 +228,7 @@ def _recorder(model: nn.Module, arguments: Arguments, blocks: Blocks) -> Recorde
     recorder = Recorder(model, blocks, sizes, arguments.effects)
     if arguments.for_gpu:
         recorder.recording.tracer.casts = GpuCasts(recorder.recording.tracer.fake_mode)
+    recorder.recording.only_reverse = arguments.only_reverse
     return recorder
 
 
@@ -347,7 +352,14 @@ def _assemble(recording: Recording, results: list[Any], tree: ResultTree) -> Cap
     met = [m for m in recording.inside.met.values() if _can_be_watched(m)]
     evidence = _root_evidence(recording, program, met)
     return CapturedModel(
-        program, decisions, traced, evidence, met, recording.readings, recording.sizes
+        program,
+        decisions,
+        traced,
+        evidence,
+        met,
+        recording.readings,
+        recording.sizes,
+        tuple(recording.modes),
     )
 
 

@@ -39,7 +39,7 @@ from ..tracing.torch_tracing import (
 from .blocks import Blocks
 from .init_key import InitKey
 from .outside_tensors import OutsideTensors
-from .regions import Region, SharingDecision, Sizes
+from .regions import ModeChoice, Region, SharingDecision, Sizes
 
 # What lets go of what is held (``with lock``): it must happen, or the next run waits for ever.
 _LEAVES = frozenset({"__exit__", "__aexit__", "release", "release_lock"})
@@ -57,6 +57,8 @@ class Recording:
         asked_classes: where code asks which class or object something is.
         num_nodes: of the outer graph so far.
         differentiates: whether the forward has taken a derivative.
+        modes: of derivatives whose mode the user left open, each once.
+        only_reverse: why these are taken in reverse; empty if they need not be.
         ran_backwards: whether a custom function was applied whose backward eager runs later.
         readings: what was asked for that a call can ask again, and the answers.
         quiet: whether what runs is capture's own doing, not the model's.
@@ -82,6 +84,8 @@ class Recording:
         self.asked_classes = AskedClasses(of_sizes=sizes is not None)
         self.num_nodes = 0
         self.differentiates = False
+        self.modes: dict[ModeChoice, None] = {}
+        self.only_reverse = ""
         self.ran_backwards = False
         self.objects = GivenObjects(places, self._readers, self.bookkeeping)
         self.readings: dict[Reading, Any] = {}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
@@ -142,6 +142,26 @@ class SharingDecision:
     key: InitKey = NO_KEY
 
 
+@dataclass(frozen=True)
+class ModeChoice:
+    """Names the mode in which a derivative that the forward takes is computed, for the report.
+
+    Attributes:
+        what: the derivative, in words.
+        source: the user's line.
+        mode: ``"taylor"``, ``"forward"`` or ``"reverse"``.
+        why: that mode.
+    """
+
+    what: str
+    source: str
+    mode: str
+    why: str
+
+    def __str__(self) -> str:
+        return f"{self.what} at {self.source}: {self.mode} mode, {self.why}"
+
+
 @dataclass
 class CapturedModel:
     """A captured program and what was decided on the way."""
@@ -157,6 +177,8 @@ class CapturedModel:
     """What it asked for that can be asked again, and the answers."""
     sizes: Any = None
     """The dynamic sizes it was captured with, if any."""
+    modes: Sequence[ModeChoice] = ()
+    """The modes of derivatives in the forward, where the user left them open."""
 
     def without_tensors(self) -> CapturedModel:
         """Returns the same without the model's tensors, which a guard holds as long as they fit."""

@@ -11,7 +11,7 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
 from ...autodiff.forward_mode.series import Series
-from ...autodiff.higher_order.derivation import Alternatives, Derivation, Expansion
+from ...autodiff.higher_order.derivation import Derivation, Expansion
 from ...reuse.errors import CaptureError
 from ...reuse.evidence.module_state import raw_attribute
 from ...reuse.freeze import Freezer, Identity
@@ -26,7 +26,7 @@ from ..tracing.torch_tracing import is_fake, user_line
 from ..tracing.ways import differentiated, leads_to, made_of
 from .block_calls import BlockCalls
 from .recording import Recording
-from .regions import DIFFERENTIATED
+from .regions import DIFFERENTIATED, ModeChoice
 
 TENSOR = object()  # stands for a tensor operand in a layout
 
@@ -317,27 +317,19 @@ class ModelWatcher:
         size = series.order
         return [made[i * size : (i + 1) * size] for i in range(len(outputs))]
 
-    def apart(self, tensor: torch.Tensor) -> None:
-        """Has what follows be calls of its own: a way to a derivative can then be left out."""
-        self._recording.tensors.node_of(tensor).meta[DIFFERENTIATED] = True
+    def open_mode(self, what: str, mode: str, why: str) -> str:
+        """Returns the mode of a derivative whose mode the user left open, and notes it.
 
-    def cheapest(
-        self, alternatives: Alternatives, found: Sequence[Sequence[torch.Tensor]]
-    ) -> list[torch.Tensor]:
-        """Records derivatives that were computed in several ways, in the same layouts.
-
-        A pass chooses one way, and leaves the others out.
+        Args:
+            what: the derivative, in words.
+            mode: the one that costs least.
+            why: it does.
         """
-        tracer, tensors = self._recording.tracer, self._recording.tensors
-        node = tracer.call(alternatives, [tensors.node_of(x) for way in found for x in way])
-        return [
-            tracer.track_new(
-                TensorType.of(same[0]),
-                same,
-                tracer.item(node, i),
-            )
-            for i, same in enumerate(zip(*found, strict=True))
-        ]
+        reason = self._recording.only_reverse
+        if reason and mode != "reverse":
+            mode, why = "reverse", f"{mode} mode cannot be made ({reason})"
+        self._recording.modes[ModeChoice(what, user_line(), mode, why)] = None
+        return mode
 
     def owns(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is one of the model's parameters and buffers."""

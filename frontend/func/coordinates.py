@@ -18,9 +18,8 @@ import torch
 from torch import nn
 
 from ...autodiff.forward_mode.series import Series
-from ...autodiff.higher_order.modes import Way
 from ...reuse.errors import PlanError, door
-from .lines import TaylorMode, Ways, may_follow, taylor
+from .lines import TaylorMode, may_follow, mode_taken, taylor
 from .transforms import Function, compiled, gradients, renamed
 
 
@@ -33,7 +32,7 @@ def laplacian(func: Function, *, mode: TaylorMode = "auto") -> nn.Module:
             number for each point, ``[...]``. A result may depend on its own point only.
         mode: ``"taylor"`` passes once, with the collapsed Taylor series along all coordinates
             (Dangel et al., arXiv 2505.13644); ``"reverse"`` differentiates twice. ``"auto"`` is
-            whichever of them costs less, as counted when it is compiled; the report says which.
+            the one with fewer passes through the function; the report says which.
             Where PyTorch itself runs, it is always reverse mode.
 
     Returns:
@@ -100,21 +99,19 @@ class _Asked:
             (given,), _ = renamed((points,))
             result = _result_of(func, given)
 
-            def in_reverse() -> torch.Tensor:
-                columns = _columns(result, given)
-                found = [self.in_reverse(column, given, goes_on=goes_on) for column in columns]
-                return torch.stack(found, -1).reshape(result.shape)
-
-            num_columns = result.numel() // max(1, points[..., 0].numel())
-            ways = Ways(
+            columns = _columns(result, given)
+            taken = mode_taken(
                 self.what,
-                self.series.order,
-                Way("taylor", 1 + self.series.num_coefficients),
-                Way("reverse", 1 + self.passes_back * num_columns),
-                lambda: [self.from_lines(taylor(result, given, lines, self.series))],
-                lambda: [in_reverse()],
+                mode,
+                "taylor",
+                passes=1 + self.series.num_coefficients,
+                passes_back=1 + self.passes_back * len(columns),
             )
-            (found,) = ways.taken(mode, [result], [given])
+            if taken == "taylor":
+                found = self.from_lines(taylor(result, given, lines, self.series))
+            else:
+                parts = [self.in_reverse(column, given, goes_on=goes_on) for column in columns]
+                found = torch.stack(parts, -1).reshape(result.shape)
         return found if goes_on else found.detach()
 
 

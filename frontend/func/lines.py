@@ -1,22 +1,18 @@
-"""Derivatives in Taylor or forward mode, in reverse mode, or in both for the compiler to choose.
+"""Derivatives along lines (Taylor and forward mode), and when they are taken in place of reverse.
 
-Both give the same numbers. Taylor mode passes through the function once, with all coefficients of
-all directions, and forward mode is the first order of it; reverse mode differentiates once more for
-each order. Only a capture can follow the first two; where PyTorch itself runs it is the last.
+All modes give the same numbers. Taylor mode passes through the function once, with all coefficients
+of all directions, and forward mode is its first order; reverse mode differentiates once more for
+each order. Only a capture can follow the first two; where PyTorch runs the function it is reverse.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 
 from ...autodiff.forward_mode.series import Series
-from ...autodiff.higher_order.derivation import Alternatives
-from ...autodiff.higher_order.modes import Way
 from ...reuse.errors import PlanError
 from ..tracing.torch_tracing import follower
 
@@ -24,76 +20,43 @@ TaylorMode = Literal["auto", "taylor", "reverse"]
 ForwardMode = Literal["auto", "forward", "reverse"]
 Mode = TaylorMode | ForwardMode
 
-_MOST_PASSES = 32
-"""Reverse mode with more passes than these is not weighed where the other has fewer."""
+# A pass along lines is worth a little more than one of reverse mode: the linear maps take all its
+# coefficients in one product, and there is less to compile.
+_WORTH = 1.2
 
 
-@dataclass(frozen=True)
-class Ways:
-    """Derivatives in either mode.
+def mode_taken(
+    what: str, mode: Mode, along: Literal["taylor", "forward"], *, passes: int, passes_back: int
+) -> str:
+    """Returns the mode in which a derivative is computed: the one along lines, or ``"reverse"``.
 
-    Attributes:
-        what: they are, in words.
-        order: of them.
-        along: the way along lines: its mode, and how often it runs the linear maps of what is
-            differentiated.
-        back: the same of reverse mode.
-        in_along: computes them along lines; only a capture can follow.
-        in_back: computes them in reverse mode.
+    Args:
+        what: the derivative, in words.
+        mode: as the user asked for it; ``"auto"`` takes the one with fewer passes.
+        along: the mode along lines that there is for it.
+        passes: how often the linear maps of the function run in that mode.
+        passes_back: the same of reverse mode.
+
+    Raises:
+        PlanError: if there is no such mode.
     """
-
-    what: str
-    order: int
-    along: Way
-    back: Way
-    in_along: Callable[[], list[torch.Tensor]]
-    in_back: Callable[[], list[torch.Tensor]]
-
-    def taken(
-        self, mode: Mode, results: Sequence[torch.Tensor], points: Sequence[torch.Tensor]
-    ) -> list[torch.Tensor]:
-        """Computes them: in a mode, or in both for the compiler to choose.
-
-        Args:
-            mode: which one.
-            results: what is differentiated.
-            points: by what.
-
-        Raises:
-            PlanError: if there is no such mode.
-        """
-        known = "auto", self.along.mode, self.back.mode
-        if mode not in known:
-            raise PlanError(f"{self.what}: mode {mode!r} is none of {', '.join(known)}.")
-        watcher: Any = follower()
-        if not may_follow(mode):
-            return self.in_back()
-        is_one_type = len({x.dtype for x in (*results, *points)}) == 1
-        if mode == self.along.mode or not is_one_type or self._back_is_much_more:
-            return self.in_along()  # of several types each mode computes in another
-        for result in results:
-            watcher.apart(result)
-        one = self.in_along()
-        for tensor in one:
-            watcher.apart(tensor)
-        pairs = [_of_one_layout(*pair) for pair in zip(one, self.in_back(), strict=True)]
-        alternatives = Alternatives(self.what, self.order, (self.along, self.back))
-        found: list[torch.Tensor] = watcher.cheapest(alternatives, list(zip(*pairs, strict=True)))
-        return found
-
-    @property
-    def _back_is_much_more(self) -> bool:
-        return self.back.passes > max(_MOST_PASSES, self.along.passes)
-
-
-def _of_one_layout(one: torch.Tensor, other: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    if one.stride() == other.stride():
-        return one, other
-    return one.contiguous(), other.contiguous()
+    if mode not in ("auto", along, "reverse"):
+        raise PlanError(f"{what}: mode {mode!r} is none of auto, {along}, reverse.")
+    watcher: Any = follower()
+    if watcher is None or mode == "reverse":
+        return "reverse"
+    if mode == along:
+        return along
+    is_along = passes <= _WORTH * passes_back
+    few, many = (passes, passes_back) if is_along else (passes_back, passes)
+    found: str = watcher.open_mode(
+        what, along if is_along else "reverse", f"{few} passes against {many}"
+    )
+    return found
 
 
 def may_follow(mode: Mode) -> bool:
-    """Whether a derivative may be taken along lines: only a capture can follow them."""
+    """Returns whether a derivative may be taken along lines: only a capture can follow them."""
     return mode != "reverse" and follower() is not None
 
 

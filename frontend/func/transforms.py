@@ -14,12 +14,11 @@ import torch
 from torch import nn
 
 from ...autodiff.forward_mode.series import Series
-from ...autodiff.higher_order.modes import Way
 from ...reuse import torch_pytree
 from ...reuse.errors import PlanError, door
 from ..compiled_module import compile
 from ..tracing.torch_tracing import follower
-from .lines import ForwardMode, Ways
+from .lines import ForwardMode, mode_taken
 
 Function = Callable[..., Any]
 Argnums = int | tuple[int, ...]
@@ -300,7 +299,7 @@ def hvp(
         inputs: its argument, or a tuple of several, of tensors.
         v: the vector, in the same nesting.
         mode: ``"forward"`` takes the tangent of the gradient, ``"reverse"`` the gradient of the
-            gradient; ``"auto"`` is whichever of them costs less, as counted when it is compiled.
+            gradient; ``"auto"`` is forward, and reverse where forward mode cannot follow.
             Where PyTorch itself runs, it is always reverse mode.
 
     Raises:
@@ -350,20 +349,11 @@ def along_gradients(
     Returns:
         Of each input ``[1, *input.shape]``.
     """
-
-    def in_reverse() -> list[torch.Tensor]:
-        directions = [row.squeeze(0) for row in rows]
-        return [p.unsqueeze(0) for p in gradients(first, inputs, directions, goes_on=goes_on)]
-
-    ways = Ways(
-        "product with a Hessian",
-        2,
-        Way("forward", _PASSES_OF_PRODUCT),
-        Way("reverse", _PASSES_OF_PRODUCT),
-        lambda: tangents_of(first, inputs, rows),
-        in_reverse,
-    )
-    return ways.taken(mode, first, inputs)
+    passes = {"passes": _PASSES_OF_PRODUCT, "passes_back": _PASSES_OF_PRODUCT}
+    if mode_taken("product with a Hessian", mode, "forward", **passes) == "forward":
+        return tangents_of(first, inputs, rows)
+    directions = [row.squeeze(0) for row in rows]
+    return [p.unsqueeze(0) for p in gradients(first, inputs, directions, goes_on=goes_on)]
 
 
 def _matching(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> list[torch.Tensor]:

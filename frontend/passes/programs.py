@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 from ...autodiff.derivative import Derivative, Request
@@ -19,7 +18,7 @@ from ...reuse.ir.program import Composite, Program
 from ..capture.capture import capture_model
 from ..checks.refusals import DIFFERENTIATES, check_batch_is_kept
 from ..options import Batching
-from ..requests import class_name_of, differentiable_inputs, differentiation, loss_differentiation
+from ..requests import class_name_of, differentiation, loss_differentiation
 from ..reuse_table import nothing_shared
 from .state import Compilation, State, compile_pass
 
@@ -90,6 +89,7 @@ def capture(state: State) -> State:
         sizes=subject.sizes,
         effects=subject.effects,
         for_gpu=state.context.options.target is not None,
+        only_reverse=subject.only_reverse,
     )
     # Leaves with symbols are no others' equals: a symbol belongs to one capture.
     program = seen.program if subject.sizes else state.context.known(seen.program)
@@ -109,19 +109,20 @@ def _takes_gradients(state: Compilation) -> bool:
 def derive(state: State) -> State:
     """Gradients that the forward itself takes become calls of derivatives, once per closure."""
     assert state.subject is not None
-    program = state.programs[PARTS[0]]
-    recompute, sizes = state.context.recompute, state.captured.sizes
-    costs = (recompute if sizes is None else recompute.at(sizes.example)).program_costs()
-    trained = differentiable_inputs(program) if state.subject.train else ()
-    count = partial(costs.program, active=[program.inputs[i] for i in trained])
+    modes = state.captured.modes
     try:
-        program, notes = state.context.derive.program(program, count)
+        program, fallbacks = state.context.derive.program(state.programs[PARTS[0]])
     except Exception as error:  # what PyTorch cannot trace of it, too: the model itself can run
+        if any(choice.mode != "reverse" for choice in modes):
+            # The user left the mode open, and reverse mode follows what the others cannot
+            # (dropout, a custom backward): the calls of the forward then differ as well.
+            subject = replace(state.subject, only_reverse=str(error))
+            return derive(capture(replace(state, subject=subject)))
         raise CaptureError(
             f"{state.report.model} {DIFFERENTIATES} in a way that cannot be followed: {error}"
         ) from error
-    state.report.nested_forward = list(map(str, notes.fallbacks))
-    state.report.modes = list(notes.choices)
+    state.report.nested_forward = list(map(str, fallbacks))
+    state.report.modes = list(modes)
     seen = replace(state.captured, program=program)
     return replace(state, seen=seen, programs={PARTS[0]: program})
 

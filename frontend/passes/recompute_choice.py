@@ -18,7 +18,7 @@ from ...recompute.policy import Budget, Policy
 from ...recompute.sizes_at import SizesAt
 from ...recompute.summary import summarize
 from ...reuse.errors import PlanError
-from ...reuse.ir.costs import CPU, OperatorCosts, ProgramCosts
+from ...reuse.ir.costs import CPU, OperatorCosts
 from ...reuse.ir.program import Composite, Leaf, RecomputeMark
 from ...reuse.ir.torch_symbols import Values
 from ..compile_record import Frontier, FrontierPoint
@@ -72,10 +72,6 @@ class Recompute:
     def at(self, values: Values) -> Recompute:
         """Returns what chooses by the same policy where sizes are symbols, for these numbers."""
         return self._again(SizesAt(values))
-
-    def program_costs(self) -> ProgramCosts:
-        """Returns what counts programs, by the same costs of operators."""
-        return ProgramCosts(self._costs, self._sizes.leaf)
 
     def chosen(self, request: Request, peaks: ProgramPeaks, policy: Policy = None) -> Request:
         """Returns the request with a choice, as the policy and the marks in the program want it.

@@ -39,6 +39,7 @@ class Subject:
         train: whether gradients are wanted.
         effects: what becomes of a forward that does more than compute, see ``capture_model``.
         sizes: makes the sizes that are symbols, if any are.
+        only_reverse: why derivatives in the forward take no other mode, see ``capture_model``.
     """
 
     model: nn.Module
@@ -47,6 +48,7 @@ class Subject:
     train: bool
     effects: OnEffects = "refuse"
     sizes: Callable[[], Sizes] | None = None
+    only_reverse: str = ""
 
 
 class Runnable(Protocol):

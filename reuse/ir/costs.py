@@ -3,7 +3,7 @@
 An operator takes the longer of two times (the roofline): that of its FLOPs at the rate of the
 device's matrix products, and that of the bytes that it reads and writes at the rate of its memory.
 Only the ratios of such seconds are relied on: to choose what is computed again, where a model is
-cut into stages, which mode a derivative takes. FLOPs are those of matrix products, convolutions and
+cut into stages. FLOPs are those of matrix products, convolutions and
 attention, by PyTorch's own table.
 
 Source: Williams, Waterman, Patterson: Roofline, CACM 52(4), 2009.
@@ -11,7 +11,6 @@ Source: Williams, Waterman, Patterson: Roofline, CACM 52(4), 2009.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,9 +19,8 @@ import torch.fx
 from torch.fx.node import map_arg
 
 from ..torch_names import matmul_precision, operator_schema
-from .leaf import carries_gradient, flat_types
 from .operators import is_elementwise, is_mutable, is_view
-from .program import Call, Closure, Composite, Leaf, Program, Value, outputs_of
+from .program import Closure, Composite, Leaf, Program
 from .types import TensorType
 
 
@@ -65,7 +63,7 @@ CUDA = Rates(3e14, 2e12)
 
 @dataclass(frozen=True)
 class Cost:
-    """What an operator or a program does in one run; if it is trained, with its backward.
+    """What an operator or a program does in one run.
 
     Attributes:
         flops: of products, convolutions and attention.
@@ -91,9 +89,7 @@ class Cost:
 
 
 _ATTENTION_NAMES = ("scaled_dot_product", "flash_attention", "efficient_attention")
-_PLACED = ("cat", "stack", "clone", "copy", "full", "ones", "zeros", "new_", "_to_copy", "_scatter")
 _COMPOSITE = torch.DispatchKey.CompositeImplicitAutograd
-_OF_VIEWS = ("select_backward", "slice_backward", "constant_pad")
 
 
 def flops_of(operator: Any, args: Any, kwargs: Any, result: Any) -> int:
@@ -183,129 +179,31 @@ class OperatorCosts:
         return 0.0
 
 
-Active = tuple[bool, ...]  # which operands or results carry a gradient
-Carries = Callable[[object], bool]
-
-
 class ProgramCosts:
     """Counts what programs cost; looks at each different closure once.
 
-    With fusion a value that is computed element by element is written only where something else
-    reads it, and read once by all elementwise operators of a closure together.
-
-    Where gradients will come back the backward counts too, by a rule, for it is not there yet. For
-    each operand that carries a gradient an operator runs once more (a product once: that is exact;
-    a derivative's own elementwise formula twice). With fusion each value that is in memory is read
-    once more, and its gradient written and read.
-
     Args:
         costs: of operators.
-        at: gives a leaf numbers for sizes that are symbols.
     """
 
-    def __init__(
-        self, costs: OperatorCosts, at: Callable[[Leaf], Leaf] = lambda leaf: leaf
-    ) -> None:
+    def __init__(self, costs: OperatorCosts) -> None:
         self._costs = costs
-        self._at = at
-        self._closures: dict[tuple[Closure, Active], tuple[Cost, Active]] = {}
+        self._closures: dict[Closure, Cost] = {}
 
     def closure(self, closure: Closure) -> Cost:
-        """Returns the cost of one call of a closure, without a backward."""
-        return self._closure(closure, (False,) * len(closure.input_types))[0]
+        """Returns the cost of one call of a closure."""
+        if closure not in self._closures:
+            self._closures[closure] = self._measured(closure)
+        return self._closures[closure]
 
-    def program(
-        self, program: Program, before: Collection[Call] = (), active: Collection[Value] = ()
-    ) -> Cost:
-        """Returns the cost of a program.
+    def program(self, program: Program) -> Cost:
+        """Returns the cost of one run of a program."""
+        return sum((self.closure(call.closure) for call in program.calls), Cost())
 
-        Args:
-            program: that is counted.
-            before: calls of it that are not.
-            active: inputs to which gradients will come back: it is trained.
-        """
-        return self._program(program, set(before), set(active))[0]
-
-    def _program(
-        self, program: Program, before: set[Call], active: set[Value]
-    ) -> tuple[Cost, Active]:
-        total = Cost()
-        for call in program.calls:
-            flags = tuple(v in active for v in call.args)
-            cost, results = self._closure(call.closure, flags)
-            active.update(v for v, flag in zip(call.results, results, strict=True) if flag)
-            total += Cost() if call in before else cost
-        return total, tuple(v in active for v in program.outputs)
-
-    def _closure(self, closure: Closure, flags: Active) -> tuple[Cost, Active]:
-        if (closure, flags) not in self._closures:
-            self._closures[closure, flags] = self._measured(closure, flags)
-        return self._closures[closure, flags]
-
-    def _measured(self, closure: Closure, flags: Active) -> tuple[Cost, Active]:
+    def _measured(self, closure: Closure) -> Cost:
         if isinstance(closure, Composite):
-            inputs = closure.program.inputs
-            active = {v for v, flag in zip(inputs, flags, strict=True) if flag}
-            return self._program(closure.program, set(), active)
+            return self.program(closure.program)
         if isinstance(closure, Leaf):
-            return self._leaf(self._at(closure), flags)
-        return Cost(), (any(flags),) * len(closure.output_types)
-
-    def _leaf(self, leaf: Leaf, flags: Active) -> tuple[Cost, Active]:
-        pairs = zip(leaf.input_types, flags, strict=True)
-        carries = carries_gradient(leaf, [flag for t, flag in pairs for _ in flat_types([t])])
-        total = Cost()
-        for node in leaf.nodes:
-            if not is_free(node) and not (self._costs.fused and _is_fused(node)):
-                total += self._costs.of(node).times(1 + _runs_again(node, carries))
-        if self._costs.fused:
-            moved = sum(_fused_bytes(leaf, carries))
-            total += Cost(0, moved, self._costs.rates.seconds(0, moved))
-        rest = iter([carries(n) for n in outputs_of(leaf.module)])
-        found = [any([next(rest) for _ in flat_types([t])]) for t in leaf.output_types]
-        return total, tuple(found)
-
-
-def _fused_bytes(leaf: Leaf, carries: Carries) -> Iterator[int]:
-    """Yields what fused operators move: each value that is in memory is written and read once."""
-    results = {_memory(n) for n in outputs_of(leaf.module) if isinstance(n, torch.fx.Node)}
-    readers: dict[torch.fx.Node, list[torch.fx.Node]] = {}
-    for node in leaf.nodes:
-        if not is_free(node):
-            for operand in {_memory(n) for n in node.all_input_nodes}:
-                readers.setdefault(operand, []).append(node)
-    for node in (*leaf.entries, *leaf.nodes):
-        if node.op == "call_function" and is_free(node):
-            continue
-        fused = [_is_fused(reader) for reader in readers.get(node, ())]
-        is_made_so = node.op == "call_function" and _is_fused(node)
-        is_in_memory = not is_made_so or node in results or not all(fused)
-        size = value_bytes(node)
-        if is_in_memory and is_made_so:
-            yield size * (2 if carries(node) else 1)
-        if is_in_memory and any(fused):
-            yield size * (3 if carries(node) else 1)
-
-
-def _memory(node: torch.fx.Node) -> torch.fx.Node:
-    """Returns what made the memory that a node's value lies in."""
-    while node.op == "call_function" and is_free(node) and node.all_input_nodes:
-        node = node.all_input_nodes[0]
-    return node
-
-
-def _is_fused(node: torch.fx.Node) -> bool:
-    """Whether a node is computed in one kernel with what reads it, or with its operands."""
-    name = str(node.target).partition("aten.")[2]
-    return is_elementwise(node) or name.startswith(_PLACED) or any(p in name for p in _OF_VIEWS)
-
-
-def _runs_again(node: torch.fx.Node, carries: Carries) -> int:
-    """Returns how often an operator runs again in a backward: for each operand with a gradient.
-
-    The bias of a product is none of these.
-    """
-    operands = [n for n in node.all_input_nodes if carries(n)] if carries(node) else []
-    if is_heavy(node):
-        return sum(t.dim() > 1 for n in operands for t in _tensors(n))
-    return len(operands) * (2 if "_backward" in str(node.target) else 1)
+            nodes = (node for node in closure.nodes if not is_free(node))
+            return sum(map(self._costs.of, nodes), Cost())
+        return Cost()
