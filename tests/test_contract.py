@@ -2391,6 +2391,19 @@ def test_dynamo_writes_a_checkpoint_as_an_operator_on_a_graph(operator: Any, kin
     assert set(node.kwargs) <= {*parameters, "preserve_rng_state"}
 
 
+@contract("torch._higher_order_ops.invoke_subgraph.invoke_subgraph")
+def test_dynamo_writes_equal_regions_as_calls_of_one_graph(invoke: Any) -> None:
+    region = torch.compiler.nested_compile_region(lambda x: x.sin())
+    ((module, _),) = graphs_of(lambda x: region(region(x)), torch.ones(2))
+    first, second = module.graph.find_nodes(op="call_function", target=invoke)
+    bodies = {getattr(module, node.args[0].target) for node in (first, second)}
+    assert len(bodies) == 1 and isinstance(*bodies, torch.fx.GraphModule)
+    assert first.args[1] == second.args[1] and isinstance(first.args[1], str)
+    assert [n.target for n in second.users] == [operator.getitem]
+    with_options = inspect.signature(torch.compiler.nested_compile_region).parameters
+    assert "options" not in with_options or bodies.pop().meta.get("nested_region_config") is None
+
+
 def test_a_size_that_varies_is_an_input_beside_the_tensor_that_has_it() -> None:
     given: list[Any] = []
 

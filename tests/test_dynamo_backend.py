@@ -162,6 +162,82 @@ def test_the_own_decoder_is_like_eager() -> None:
     assert sum(d.shared for d in compiled.reports[0].decisions) >= 2
 
 
+# ---- torch.compiler.nested_compile_region -----------------------------------------------------
+
+
+class RegionLayer(Layer):
+    """A layer that Dynamo traces once; it draws, writes a buffer and switches modes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = nn.BatchNorm1d(WIDTH)
+
+    @torch.compiler.nested_compile_region
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            scale = x.abs().mean()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            y = self.up(self.norm(x))
+        y = self.mean(self.down(F.gelu(y.float())).mT).mT
+        return x + F.dropout(y, 0.3, self.training) * scale
+
+
+@torch.compiler.nested_compile_region
+def gate(x: Tensor, weight: Tensor) -> Tensor:
+    return torch.sigmoid(x @ weight) * x
+
+
+class Gates(nn.Module):
+    """Regions that are plain functions, and smaller than what repeats unmarked would have to be."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(torch.randn(WIDTH, WIDTH) for _ in range(count))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for weight in self.weights:
+            x = gate(x, weight)
+        return x
+
+
+REGIONS = {"layers": lambda count: Net(*(RegionLayer() for _ in range(count))), "gates": Gates}
+
+
+@pytest.mark.parametrize("kind", REGIONS)
+def test_a_nested_compile_region_is_a_call_and_is_compiled_once(kind: str) -> None:
+    work = []
+    for count in (4, 8):
+        torch._dynamo.reset()
+        compiled = assert_trains_like_eager(REGIONS[kind](count), batch(), batch())
+        report = compiled.reports[0]
+        # Dynamo inlines the first call: its input needs no gradient, which no other's is like.
+        assert report.num_block_calls == count - 1
+        assert sum(d.shared for d in report.decisions) == count - 2
+        work.append((report.num_closures, report.num_kernels, report.num_operators))
+    assert work[0] == work[1]
+    torch._dynamo.reset()
+    net, x = REGIONS[kind](4).eval(), batch()
+    with torch.no_grad():
+        assert_close(Compiled(net)(x), net(x))
+
+
+def test_nested_compile_regions_take_sizes_that_vary() -> None:
+    compiled = assert_trains_like_eager(Gates(4), *(batch(length) for length in (5, 6, 8)))
+    assert (compiled.reports[1].num_compiles, compiled.reports[1].num_links) == (1, 1)
+    assert sum(d.shared for d in compiled.reports[1].decisions) == 2
+
+
+def test_a_region_with_options_for_another_compiler_is_handed_on() -> None:
+    def backend(module: Any, inputs: Any) -> Any:
+        regions = [m for m in module.modules() if isinstance(m, torch.fx.GraphModule)]
+        regions[-1].meta["nested_region_config"] = object()
+        return compile_graph(module, inputs, options={"backend": "eager"})
+
+    net, x = Gates(3), batch()
+    with pytest.warns(HandedOnWarning, match="options for another compiler"):
+        assert_close(torch.compile(net, backend=backend)(x), net(x))
+
+
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_inference_is_like_eager(mode: Callable[[], Any]) -> None:
     net = Net(*layers(4)).eval()

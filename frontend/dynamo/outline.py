@@ -100,11 +100,13 @@ class ModuleCall:
         key: tells calls apart, those of one module included.
         path: where the module stands, such as ``layers.0``.
         kind: the name of its class.
+        is_marked: whether the user asked for it to be compiled once.
     """
 
     key: str
     path: str
     kind: str
+    is_marked: bool = False
 
 
 ModuleCalls = Mapping[Node, tuple[ModuleCall, ...]]
@@ -170,13 +172,16 @@ def _chosen(module: nn.Module, runs: Sequence[_Run]) -> list[_Region]:
     pieces = Counter(run.call for run in runs)
     regions = [_region(module, run) for run in runs if pieces[run.call] == 1]
     uses = Counter(region.key for region in regions if _gives_tensors(region))
-    found = [region for region in regions if _pays(region.num_nodes, uses[region.key])]
+    found = [region for region in regions if _pays(region, uses[region.key])]
     taken = {region.run.call for region in found}
     inner = [deeper for run in runs if run.call not in taken for deeper in run.inner]
     return found + _chosen(module, inner)
 
 
-def _pays(num_nodes: int, num_calls: int) -> bool:
+def _pays(region: _Region, num_calls: int) -> bool:
+    if region.run.call.is_marked:
+        return num_calls > 1
+    num_nodes = region.num_nodes
     return num_nodes >= _MIN_NODES and num_nodes * (num_calls - 1) >= _MIN_NODES_SAVED
 
 

@@ -6,8 +6,9 @@ besides is asked at each run, as for any compiled module. A graph that no progra
 handed on, with a warning that says why: to Inductor as PyTorch has it, or to PyTorch's own kernels.
 
 What a graph says it says in ways of Dynamo's own: the calls of modules in ``meta``, modes as
-operators that switch them, ``torch.utils.checkpoint`` as a higher-order operator, and each size
-that varies as an input beside the tensors that have it.
+operators that switch them, ``torch.utils.checkpoint`` and each call of a
+``torch.compiler.nested_compile_region`` as higher-order operators on a graph, and each size that
+varies as an input beside the tensors that have it.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import torch.utils.checkpoint
 from torch import nn
 from torch._dynamo import lookup_backend
 from torch._guards import tracing
+from torch._higher_order_ops.invoke_subgraph import invoke_subgraph
 from torch._higher_order_ops.wrap import tag_activation_checkpoint
 from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import FakeTensor
@@ -44,6 +46,7 @@ _EXITS = {_exit_autocast: _enter_autocast, _exit_inference_mode: _enter_inferenc
 _set_grad_enabled = torch._C._set_grad_enabled
 _SWITCHES = {*_EXITS, *_EXITS.values(), _set_grad_enabled}
 _CONTEXT_FN = "_checkpoint_context_fn"
+_REGION_OPTIONS = "nested_region_config"
 _TRANSFORMS = ("torch._functorch", "torch._C._functorch")
 
 
@@ -78,6 +81,7 @@ def read_graph(module: torch.fx.GraphModule) -> DynamoGraph:
     for inner in module.modules():
         if isinstance(inner, torch.fx.GraphModule):
             _refuse(inner)
+            _switch_pairs(inner)  # refuses a mode that the body of a region leaves switched
     pairs = _switch_pairs(module)
     copy, nodes = _rewritten(module)
     calls = _calls(module, pairs)
@@ -99,6 +103,9 @@ def _refuse(module: torch.fx.GraphModule) -> None:
         if target is tag_activation_checkpoint:
             if _CONTEXT_FN in held(module, node.args[0]).meta:
                 raise HandedOnError("torch.utils.checkpoint is given a context_fn")
+        elif target is invoke_subgraph:
+            if held(module, node.args[0]).meta.get(_REGION_OPTIONS) is not None:
+                raise HandedOnError("a nested_compile_region has options for another compiler")
         elif isinstance(target, HigherOrderOperator):
             raise HandedOnError(f"the graph holds a {target.name()}, which takes graphs")
         elif node.op == "call_function" and _home(target).startswith(_TRANSFORMS):
@@ -164,6 +171,11 @@ def _calls(module: torch.fx.GraphModule, pairs: Sequence[tuple[Node, Node]]) -> 
         inside = operators[place[first] : place[last]]
         between = [found[node] for node in inside if not _is_switch(node)]
         found[first] = found[last] = _common(between[0], between[-1]) if between else ()
+    for node in module.graph.find_nodes(op="call_function", target=invoke_subgraph):
+        # A region may be a plain function, so each call of one counts as a call of a module.
+        path = ".".join([*(one.path for one in found[node][-1:]), str(node.args[1])])
+        call = ModuleCall(node.name, path, "Region", is_marked=True)
+        found |= dict.fromkeys((node.args[0], node, *node.users), (*found[node], call))
     return found
 
 
@@ -200,9 +212,15 @@ def exit_autocast(region: torch.autocast) -> None:
     region.__exit__(None, None, None)
 
 
+def call_region(body: torch.fx.GraphModule, identifier: str, *operands: Any) -> Any:
+    """Runs one call of a ``torch.compiler.nested_compile_region``; equal bodies are one graph."""
+    return body(*operands)
+
+
 # Under a trace before autograd, PyTorch's own would only be noted, and switch nothing.
 _PLAIN_CALLS = {
     tag_activation_checkpoint: torch.utils.checkpoint.checkpoint,
+    invoke_subgraph: call_region,
     _enter_autocast: enter_autocast,
     _exit_autocast: exit_autocast,
 }
