@@ -21,7 +21,7 @@ from .measure.bench import DEFAULT_LAYERS, bench, decoder, to_json
 from .measure.measure import measure
 from .onnx.export import export_onnx
 from .options import Options
-from .page.measured import measured_page
+from .page.page import measured_page
 from .page.write import write_page
 from .target import FORM, load_target
 from .tracing.torch_tracing import is_library_frame, is_standard_frame

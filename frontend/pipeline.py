@@ -42,7 +42,7 @@ from .compiler import RANK_CUT, RANK_FIT
 from .guards.guard import Guard
 from .marks import STAGE_MARK
 from .options import Options
-from .page.compile_page import arena_tile, compile_sections, node_tile, notes, tile
+from .page.page import compile_sections, notes, program_tiles, tile
 from .page.sections import Measured, pipeline_section, plan_rows, predicted_section, recompute_rows
 from .page.texts import bytes_text, count_text, seconds_text
 from .page.write import PageData, about, write_page
@@ -169,7 +169,7 @@ def plan_page(plan: ShownPlan, measured_s: Measured | None = None) -> PageData:
     ]
     rows, said, sections = [*plan_rows(plan, measured_s)], list[str](), dict[str, Any]()
     if record is not None:
-        tiles += [one for one in (node_tile(record), arena_tile(record)) if one is not None]
+        tiles += program_tiles(record)
         held = f"memory held by a step of rank {plan.rank}"
         rows += [(held, "bytes", record.held_bytes, None), *recompute_rows(record)]
         said = [_OF_A_RANK.format(plan.rank), *notes(record)]

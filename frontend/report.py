@@ -14,7 +14,7 @@ from ..reuse.ir.printer import closure_names, folded
 from ..reuse.ir.program import count_calls
 from .capture.regions import CapturedModel
 from .compile_record import ClosureRecord, CompileRecord, PartRecord, PassRecord, part_lines
-from .page.compile_page import compile_page
+from .page.page import compile_page
 from .page.write import write_page
 from .reuse_table import not_shared_lines, reuse_table
 

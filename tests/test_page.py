@@ -24,8 +24,7 @@ from lazyinline.frontend.measure import measure
 from lazyinline.frontend.measure.report import Errors
 from lazyinline.frontend.page import arena, write
 from lazyinline.frontend.page.arena import arena_section
-from lazyinline.frontend.page.compile_page import compile_page
-from lazyinline.frontend.page.measured import measured_page
+from lazyinline.frontend.page.page import compile_page, measured_page
 from lazyinline.frontend.page.sections import runs
 from lazyinline.frontend.page.texts import (
     bytes_text,
@@ -229,7 +228,7 @@ def test_every_buffer_of_a_plan_is_a_box_at_its_address(step: lazyinline.Compile
     assert max(n for _, n in section["live"]) == step.lower_bound_bytes
 
 
-def test_of_too_many_boxes_those_are_drawn_that_a_screen_tells_apart(
+def test_of_too_many_boxes_the_largest_are_drawn(
     step: lazyinline.CompileReport,
 ) -> None:
     memory = memory_of(step)

@@ -11,9 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..page.texts import error_text
 from ..page.write import about
 from .measure import measure
-from .report import MeasureReport, error_text
+from .report import MeasureReport
 
 DEFAULT_LAYERS = (4, 8, 16)
 HEAD = (

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...backend.kernels.lower import BackendName
 from ...reuse.ir.printer import folded
-from ..page.measured import measured_page
+from ..page.page import measured_page
+from ..page.texts import error_text
 from ..page.write import write_page
 from ..report import CompileReport
 
@@ -155,11 +156,6 @@ class MeasureReport:
             yield "  error of an output", "", *(error_text(e.output) for e in self.errors.values())
         if self.steps and self.train:
             yield "  of a gradient", "", *(error_text(e.gradient) for e in self.errors.values())
-
-
-def error_text(error: float | None) -> str:
-    """Writes an error in two digits."""
-    return "-" if error is None else "0" if error == 0 else f"{error:.1e}"
 
 
 def _finite(value: float | None) -> float | str | None:

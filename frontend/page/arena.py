@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from ...backend.arena.arena import ALIGNMENT, ArenaPlan
+from ...backend.arena.arena import ALIGNMENT
 from ...backend.arena.live_ranges import Buffers, lower_bound
 from ...backend.link.layout import Instance, Layout, buffers_of
 from ...backend.run.rank_program import RankPlan
@@ -19,8 +19,6 @@ IntArray: TypeAlias = npt.NDArray[np.int64]
 MOST_BOXES = 20_000
 """A browser draws this many boxes in a moment, and a page of them has 2 MB."""
 MOST_POINTS = 1500
-_SCREEN = (1600, 800)
-"""Boxes that begin and end in the same pixels of such a picture look like one."""
 _BACKWARD = ".backward"
 """Part of the name of every closure that autodiff derived for a backward."""
 KINDS = (
@@ -31,10 +29,21 @@ _USES = {"part": 1, "flight": 2, "travels": 4}  # of a rank's buffer: the number
 
 
 def arena_section(memory: Memory | RankPlan, most_boxes: int = MOST_BOXES) -> dict[str, Any] | None:
-    """Returns the boxes and curves of an arena; None if it holds nothing."""
-    if isinstance(memory, RankPlan):
-        return _rank_section(memory, most_boxes)
-    return _program_section(memory, most_boxes)
+    """Returns the boxes and curves of an arena; None if it holds nothing.
+
+    A box is birth, death, offset, size, kind, call and launch of a buffer. Of too many buffers the
+    largest are drawn, by bytes times launches: a screen would not show the others.
+    """
+    of = _of_rank(memory) if isinstance(memory, RankPlan) else _of_program(memory)
+    if of is None:
+        return None
+    rows, section = of
+    drawn = rows
+    if len(rows) > most_boxes:
+        area = (rows[:, 1] - rows[:, 0]) * rows[:, 3]
+        drawn = rows[np.sort(np.argsort(-area, kind="stable")[:most_boxes])]
+    boxes = {"boxes": drawn.tolist(), "kinds": KINDS, "num_buffers": len(rows)}
+    return boxes | section | {"left_out": len(rows) - len(drawn)}
 
 
 class _Calls:
@@ -44,35 +53,39 @@ class _Calls:
         launches: in order: its moment, what tells its call from the one before, the name of the
             call, and its own.
         end: the number of moments. One without a launch belongs to the launch before it.
-
-    Attributes:
-        numbers: for each call, in order, which of the names it has.
-        names: of calls, each once.
-        launch_names: of launches, each once.
     """
 
     def __init__(self, launches: Iterable[tuple[int, Hashable, str, str]], end: int) -> None:
-        self.end = end
-        self.numbers: list[int] = []
-        names, launch_names = dict[str, int](), dict[str, int]()
+        self.names: list[str] = []  # one for each call, in order
+        launch_names = dict[str, int]()
         found, before = [(-1, 0, 0)], None
         for moment, call, name, launch_name in launches:
             if call != before:
-                self.numbers.append(names.setdefault(name, len(names)))
+                self.names.append(name)
                 before = call
             launch = launch_names.setdefault(launch_name, len(launch_names))
-            found.append((moment, len(self.numbers) - 1, launch))
-        self.names, self.launch_names = list(names), list(launch_names)
+            found.append((moment, len(self.names) - 1, launch))
+        self._end, self._launch_names = end, list(launch_names)
         self._moments, self._calls, self._launches = np.array(found, np.int64).T
 
     def at(self, moment: IntArray) -> tuple[IntArray, IntArray]:
         """Returns the numbers of call and launch at each moment; at the end, of one call more."""
         found = np.searchsorted(self._moments, moment, side="right") - 1
-        calls = np.where(moment >= self.end, len(self.numbers), self._calls[found])
+        calls = np.where(moment >= self._end, len(self.names), self._calls[found])
         return calls, self._launches[found]
 
+    def section(self) -> dict[str, Any]:
+        """Returns what boxes refer to by number. Names repeat, so each is held once."""
+        numbers = {name: number for number, name in enumerate(dict.fromkeys(self.names))}
+        return {
+            "calls": [numbers[name] for name in self.names],
+            "names": list(numbers),
+            "launches": self._launch_names,
+            "end": self._end,
+        }
 
-def _program_section(memory: Memory, most_boxes: int) -> dict[str, Any] | None:
+
+def _of_program(memory: Memory) -> tuple[IntArray, dict[str, Any]] | None:
     layout, gradients = memory.layout, memory.gradients
     placed = {i: memory.offsets[i] for i, b in enumerate(layout.instances) if b.kind == "arena"}
     offsets = {i: x for i, x in (placed | gradients).items() if layout.instances[i].num_bytes}
@@ -83,17 +96,18 @@ def _program_section(memory: Memory, most_boxes: int) -> dict[str, Any] | None:
     death = np.where(is_gradient, layout.time, buffers.death)
     calls = _Calls(_program_launches(layout), layout.time)
     (first, launch), (last, _) = calls.at(buffers.birth), calls.at(death - 1)
-    backward = np.array([*(_BACKWARD in calls.names[n] for n in calls.numbers), True])
+    backward = np.array([*(_BACKWARD in name for name in calls.names), True])
     kind = np.where(first == last, 0, 1)
     kind[~backward[first] & backward[last]] = 2
     kind[is_gradient | (death >= layout.time)] = 3
     size = buffers.aligned(ALIGNMENT).size
     offset = np.array([*offsets.values()], np.int64)
     rows = np.column_stack([buffers.birth, death, offset, size, kind, first, launch])
-    return _drawn(rows, calls, memory.plan, most_boxes) | {
+    return rows, calls.section() | {
         "num_launches": layout.time,
         "backward": len(layout.parts[0].launches) if len(layout.parts) > 1 else None,
         "arena_bytes": memory.arena_bytes,
+        "peak_bytes": memory.plan.peak_bytes,
         "lower_bound_bytes": memory.plan.lower_bound_bytes,
         "live": _curve(Buffers(buffers.birth, death, size)),
         "outside": _outside(layout),
@@ -108,7 +122,7 @@ def _program_launches(layout: Layout) -> Iterator[tuple[int, int, str, str]]:
 
 
 def _outside(layout: Layout) -> list[list[Any]]:
-    """What no plan places: kind, how many, largest sum live at once."""
+    """Returns what no plan places: its kind, how many, and the most bytes live at once."""
 
     def live(buffers: list[Instance]) -> int:
         return lower_bound(buffers_of(buffers))
@@ -118,13 +132,13 @@ def _outside(layout: Layout) -> list[list[Any]]:
     rows = [
         ["made by an operator that allocates its own result", len(foreign), live(foreign)],
         ["scratch inside one launch", len(scratch), live(scratch)],
-        ["what cuBLAS works in, per stream", len(work), sum(work)],
+        ["workspace of cuBLAS, per stream", len(work), sum(work)],
     ]
     return [row for row in rows if row[1]]
 
 
-def _rank_section(plan: RankPlan, most_boxes: int) -> dict[str, Any] | None:
-    """The buffers of all runs of a rank's parts, in the order of its schedule."""
+def _of_rank(plan: RankPlan) -> tuple[IntArray, dict[str, Any]] | None:
+    """Returns the buffers of all runs of a rank's parts, in the order of its schedule."""
     found = [row for row in plan.rows() if row.num_bytes]
     if not found:
         return None
@@ -135,13 +149,14 @@ def _rank_section(plan: RankPlan, most_boxes: int) -> dict[str, Any] | None:
     (first, launch), (last, _) = calls.at(birth), calls.at(death - 1)
     kind[(kind == 1) & (first == last)] = 0
     size = -(-num_bytes // ALIGNMENT) * ALIGNMENT
-    rows = np.column_stack([birth, death, offset, size, kind, first, launch])
     foreign = plan.foreign_lives()
     outside = ["made or used inside one launch", len(foreign), plan.foreign_peak_bytes]
-    return _drawn(rows, calls, plan.arena, most_boxes) | {
+    rows = np.column_stack([birth, death, offset, size, kind, first, launch])
+    return rows, calls.section() | {
         "num_launches": plan.num_launches,
         "backward": None,
         "arena_bytes": plan.arena.peak_bytes,
+        "peak_bytes": plan.arena.peak_bytes,
         "lower_bound_bytes": plan.lower_bound_bytes,
         "live": _curve(plan.lives()),
         "outside": [outside] if len(foreign) else [],
@@ -162,40 +177,12 @@ def _rank_launches(
             yield starts[index] + moment, call, name, placed.launch.name
 
 
-def _drawn(rows: IntArray, calls: _Calls, plan: ArenaPlan, most_boxes: int) -> dict[str, Any]:
-    """The boxes: birth, death, offset, size, kind, call and launch of each buffer.
-
-    Of too many, one of those that a screen does not tell apart; if need be, the largest of them.
-    """
-    drawn = rows
-    if len(drawn) > most_boxes:
-        width, height = (max(x, 1) for x in (calls.end, plan.peak_bytes))
-        ends = np.column_stack([rows[:, 2], rows[:, 2] + rows[:, 3]])
-        pixels = (rows[:, :2] * _SCREEN[0] // width, ends * _SCREEN[1] // height, rows[:, 4])
-        _, kept = np.unique(np.column_stack(pixels), axis=0, return_index=True)
-        drawn = rows[np.sort(kept)]
-        area = (drawn[:, 1] - drawn[:, 0]) * drawn[:, 3]
-        drawn = drawn[np.sort(np.argsort(-area, kind="stable")[:most_boxes])]
-    return {
-        "boxes": drawn.tolist(),
-        "kinds": KINDS,
-        "calls": calls.numbers,
-        "names": calls.names,
-        "launches": calls.launch_names,
-        "num_buffers": len(rows),
-        "left_out": len(rows) - len(drawn),
-        "end": calls.end,
-        "peak_bytes": plan.peak_bytes,
-    }
-
-
 def _curve(buffers: Buffers) -> list[list[int]]:
-    """Live bytes over time; of many points, the largest of each stretch."""
-    birth, death, size = buffers.birth, buffers.death, buffers.size
-    times: IntArray = np.unique(np.concatenate([birth, death]))
+    """Returns live bytes over time; of many points, the largest of each stretch."""
+    times: IntArray = np.unique(np.concatenate([buffers.birth, buffers.death]))
     change = np.zeros(len(times), np.int64)
-    np.add.at(change, np.searchsorted(times, birth), size)
-    np.add.at(change, np.searchsorted(times, death), -size)
+    np.add.at(change, np.searchsorted(times, buffers.birth), buffers.size)
+    np.add.at(change, np.searchsorted(times, buffers.death), -buffers.size)
     live = np.cumsum(change)
     if len(times) > MOST_POINTS:
         starts = np.linspace(0, len(times), MOST_POINTS, endpoint=False).astype(np.int64)

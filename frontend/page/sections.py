@@ -28,6 +28,7 @@ from ...reuse.ir.types import StructType
 from ..capture.regions import SharingDecision
 from ..compile_record import CompileRecord, Frontier, Made
 from ..reuse_table import reuse_rows
+from .texts import error_text
 
 _LONGEST_PERIOD = 12
 """Most different calls that take turns in one group."""
@@ -228,6 +229,22 @@ def depth_section(
         for way in rows[0][1]
     ]
     return {"layers": [layers for layers, _ in rows], "sides": ways}
+
+
+def steps_section(found: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Returns the time of a step, and how far it is from eager; None if no step was run."""
+    if not found["step_ms"]:
+        return None
+    columns = ("step_min_ms", "step_ms", "step_max_ms", "rounds")
+    errors = ("max_abs_error", "max_rel_grad_error")
+    return {
+        "rows": [[n, *(found[column][n] for column in columns)] for n in found["step_ms"]],
+        "errors": [
+            [n, *(error_text(found[kind][n]) for kind in errors), found["worst_gradient"][n]]
+            for n in found["max_abs_error"]
+        ],
+        "noise": found["noise"],
+    }
 
 
 def recompute_section(

@@ -52,6 +52,11 @@ def seconds_text(seconds: float) -> str:
     return f"{seconds * 1e3:.1f} ms" if seconds < 1 else f"{seconds:.2f} s"
 
 
+def error_text(error: float | str | None) -> str:
+    """Writes an error in two digits: ``1.2e-07``, ``0``, or ``-`` if it is not known."""
+    return "-" if error is None else "0" if error == 0 else f"{float(error):.1e}"
+
+
 def count_text(number: int, noun: str) -> str:
     """Writes a number of things: ``1 call``, ``2,000 calls``."""
     return f"{number:,} {noun}" + ("" if number == 1 else "s")

@@ -295,7 +295,7 @@
     const a = data.arena;
     const over = a.lower_bound_bytes ? a.peak_bytes / a.lower_bound_bytes - 1 : 0;
     const made = section("arena", "Memory", "Memory", `${num(a.num_buffers)} buffers of ${num(a.num_launches)} launches in ${bytes(a.peak_bytes)}, ${percent(over)} above the largest sum of live bytes, which no plan can go below. ` +
-      (a.left_out ? `Of these, ${num(a.boxes.length)} that a screen can tell apart are drawn. ` : "") + "Drag below the picture to look closer.");
+      (a.left_out ? `Of these, ${num(a.boxes.length)} , the largest, are drawn. ` : "") + "Drag below the picture to look closer.");
     const unit = a.peak_bytes >= 2 ** 30 ? [2 ** 30, "GiB"] : a.peak_bytes >= 2 ** 20 ? [2 ** 20, "MiB"] : [2 ** 10, "KiB"];
     const legend = legendOf(a.kinds.map((k, i) => [i, k]).filter(([i]) => a.boxes.some((b) => b[4] === i)).map(([i, k]) => [[6, 3, 0, 1, 2][i], k, i === 3 ? "stripes" : null]));
     const at = (b) => a.names[a.calls[b[5]]] || "between";

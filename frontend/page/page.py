@@ -1,0 +1,262 @@
+"""The pages of a compile and of a measurement: a verdict, compared figures, and sections."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
+
+from ..compile_record import CompileRecord, GpuRecord, part_lines
+from .arena import arena_section
+from .sections import (
+    compile_rows,
+    depth_section,
+    passes_section,
+    predicted_section,
+    program_section,
+    recompute_section,
+    reuse_section,
+    steps_section,
+)
+from .texts import (
+    bytes_text,
+    count_text,
+    error_text,
+    flops_text,
+    ratio_range,
+    seconds_text,
+    times_less,
+)
+from .write import PageData, about
+
+Tile: TypeAlias = dict[str, str]
+Numbers = Mapping[str, Any]
+"""What :meth:`lazyinline.MeasureReport.to_dict` returns."""
+_EXACT = 1e-4
+"""Relative errors above this are not rounding of 32-bit numbers."""
+
+
+def compile_page(record: CompileRecord, title: str = "") -> PageData:
+    """Returns the data of a compile's page.
+
+    Args:
+        record: what the compile did.
+        title: names what was compiled.
+    """
+    kind = "training" if record.train else "inference"
+    tiles = () if record.ran_eagerly else _compile_tiles(record)
+    return {
+        "title": title or record.model or "Compiled model",
+        "subtitle": f"{kind}, backend {record.backend}, reuse {record.reuse}",
+        "verdict": {"sentence": _outcome(record), "tiles": [*tiles], "notes": notes(record)},
+        **compile_sections(record, {"compile": record}),
+    }
+
+
+def measured_page(
+    rows: Sequence[tuple[Numbers, Mapping[str, CompileRecord]]], subtitle: str
+) -> PageData:
+    """Returns the data of a page that sets late inlining against early, and both against eager.
+
+    Args:
+        rows: one, or one for each number of layers; the deepest is drawn. Each has the numbers, and
+            the compiles late and early.
+        subtitle: names what was measured.
+    """
+    found, sides = max(rows, key=lambda row: row[0]["layers"] or 0)
+    late, early = sides["late"], sides["early"]
+    return {
+        "title": f"{found['model']}: late against early inlining",
+        "subtitle": subtitle,
+        "verdict": {
+            "sentence": _comparison(found, late, early),
+            "tiles": [*_measured_tiles(found, late, early)],
+            "notes": [*found["notes"], *notes(late)],
+        },
+        **compile_sections(late, sides),
+        "depth": depth_section([(row["layers"] or 0, records) for row, records in rows]),
+        "steps": steps_section(found),
+    }
+
+
+def compile_sections(record: CompileRecord, sides: Mapping[str, CompileRecord]) -> PageData:
+    """Returns the sections that a compile is shown in.
+
+    Args:
+        record: the compile whose program is drawn.
+        sides: the compiles whose time is shown side by side.
+    """
+    made = record.made
+    memory = made.memory if made is not None else None
+    return {
+        "program": program_section(made) if made is not None else None,
+        "reuse": reuse_section(record.decisions, record.nothing_shared),
+        "passes": passes_section(sides),
+        "arena": arena_section(memory) if memory is not None else None,
+        "recompute": recompute_section(record.recompute, made.frontiers() if made else ()),
+        "predicted": predicted_section(compile_rows(record)),
+        "about": about(),
+    }
+
+
+def notes(record: CompileRecord) -> list[str]:
+    """Returns what a reader should know, in sentences."""
+    found = []
+    if record.ran_eagerly:
+        found.append(f"The model ran eagerly: {record.ran_eagerly}")
+        found += part_lines(part for part in record.parts if not part.is_small)
+    if record.unplanned:
+        found.append(f"Memory is not planned: {record.unplanned}.")
+    found += [f"{note[0].upper()}{note[1:]}." for note in record.notes()]
+    if record.cache.directory:
+        found.append(" ".join(str(record.cache).split()))
+    return found
+
+
+# ---- sentences -------------------------------------------------------------------------------
+
+
+def _outcome(record: CompileRecord) -> str:
+    if record.ran_eagerly:
+        return "This model is not compiled as a whole: it runs its own Python."
+    if record.nothing_shared:
+        return record.nothing_shared
+    shared = record.num_shared_calls
+    if not shared:
+        return f"No block is shared; compiled in {record.cpu_s:.1f} CPU s."
+    return (
+        f"{count_text(record.num_block_calls, 'block call')} needed "
+        f"{count_text(record.num_block_calls - shared, 'trace')}: the compiler worked on "
+        f"{record.num_nodes:,} graph nodes in place of {record.num_nodes_if_inlined:,}, for "
+        f"{record.cpu_s:.1f} CPU s."
+    )
+
+
+def _comparison(found: Numbers, late: CompileRecord, early: CompileRecord) -> str:
+    text = (
+        f"Inlining late, the compiler spent {times_less(late.cpu_s, early.cpu_s)} CPU time than "
+        f"inlining early ({late.cpu_s:.1f} against {early.cpu_s:.1f} s)"
+    ).replace("equal CPU time than", "the same CPU time as")
+    if late.num_nodes < late.num_nodes_if_inlined:
+        text += f", and held {late.num_nodes:,} graph nodes of {late.num_nodes_if_inlined:,}"
+    if not found["step_ms"]:
+        return f"{text}."
+    end = " on a busy machine, which is not to be trusted." if found["noise"] else "."
+    return f"{text}. A step takes {ratio_range(_against_eager(found))} the time of eager{end}"
+
+
+def _against_eager(found: Numbers) -> list[float]:
+    """Returns late over eager, by the fastest step and by the median."""
+    return [found[time]["late"] / found[time]["eager"] for time in ("step_min_ms", "step_ms")]
+
+
+# ---- figures ---------------------------------------------------------------------------------
+
+
+def tile(
+    label: str, value: str, note: str, *, good: bool = False, otherwise: str = "plain"
+) -> Tile:
+    """Returns a figure as the head of a page shows it.
+
+    Args:
+        label: names it.
+        value: the figure.
+        note: says what it is compared with.
+        good: whether it is as one wishes.
+        otherwise: its state if not: ``"plain"`` or ``"warn"``.
+    """
+    return {"label": label, "value": value, "note": note, "state": "good" if good else otherwise}
+
+
+def program_tiles(record: CompileRecord) -> Iterator[Tile]:
+    """Yields how many graph nodes are held, and how near the arena is to its lower bound."""
+    held, inlined = record.num_nodes, record.num_nodes_if_inlined
+    note = f"{held:,} of {inlined:,} if inlined"
+    yield tile("Graph nodes held", times_less(held, inlined), note, good=held < inlined)
+    if record.peak_bytes is not None and record.lower_bound_bytes:
+        over = record.peak_bytes / record.lower_bound_bytes - 1
+        size = bytes_text(record.peak_bytes)
+        yield tile("Planned memory", size, f"lower bound +{over:.1%}", good=over <= 0.01)
+
+
+def _compile_tiles(record: CompileRecord) -> Iterator[Tile]:
+    nodes, *arena = program_tiles(record)
+    launches = f"{record.num_launches:,} launches in a run"
+    yield nodes
+    yield tile("Compile", f"{record.cpu_s:.2f} CPU s", f"{record.wall_s:.2f} s on the clock")
+    yield tile("Operators compiled", f"{record.num_operators:,}", launches)
+    yield from arena
+    if record.saved_bytes is not None:
+        again = record.recomputed_flops
+        note = f"{flops_text(again)} computed again" if again else "nothing computed again"
+        yield tile("Saved for backward", bytes_text(record.saved_bytes), note)
+    yield from gpu_tiles(record.gpu)
+
+
+def gpu_tiles(gpu: GpuRecord | None, variant: str = "") -> Iterator[Tile]:
+    """Yields what a program for a GPU that is not here will hold and take; nothing without one.
+
+    Args:
+        gpu: what is known of the program.
+        variant: distinguishes it where there are several.
+    """
+    if gpu is None:
+        return
+    where = gpu.target.name + (f", {variant}" if variant else "")
+    fits = "fits in" if gpu.fits else "more than"
+    predicted = gpu.prediction
+    yield tile(
+        f"Memory on {where}",
+        bytes_text(gpu.peak_bytes),
+        f"{fits} {bytes_text(gpu.target.memory_bytes)}: parameters and inputs "
+        f"{bytes_text(gpu.given_bytes)}, arena {bytes_text(gpu.arena_bytes)}, "
+        f"outside {bytes_text(gpu.outside_bytes + gpu.workspace_bytes)}",
+        good=gpu.fits,
+        otherwise="warn",
+    )
+    yield tile(
+        f"Step on {where}",
+        f"\u2265 {seconds_text(predicted.cost.seconds)}",
+        f"predicted by the roofline, not measured: {flops_text(predicted.cost.flops)} "
+        f"in products, {bytes_text(predicted.cost.moved_bytes)} moved",
+    )
+    yield tile(
+        f"Kernels for {where}",
+        f"{gpu.num_built} as machine code",
+        f"of {gpu.num_kernels}; {predicted.num_triton:,} of {predicted.num_launches:,} launches",
+        good=gpu.num_built == gpu.num_kernels,
+        otherwise="warn",
+    )
+
+
+def _measured_tiles(found: Numbers, late: CompileRecord, early: CompileRecord) -> Iterator[Tile]:
+    """Yields the figures that matter most, each with what it is compared with."""
+    cpu_s = f"{late.cpu_s:.2f} s late, {early.cpu_s:.2f} s early"
+    less = times_less(late.cpu_s, early.cpu_s)
+    yield tile("Compile, CPU time", less, cpu_s, good=late.cpu_s < early.cpu_s)
+    nodes, *arena = program_tiles(late)
+    yield nodes
+    operators = f"{late.num_operators:,} late, {early.num_operators:,} early"
+    fewer = times_less(late.num_operators, early.num_operators)
+    good = late.num_operators < early.num_operators
+    yield tile("Operators compiled", fewer, operators, good=good)
+    yield from arena
+    if found["step_ms"]:
+        yield from _run_tiles(found)
+
+
+def _run_tiles(found: Numbers) -> Iterator[Tile]:
+    ratios, noisy = _against_eager(found), found["noise"]
+    late, eager = (seconds_text(found["step_ms"][name] / 1e3) for name in ("late", "eager"))
+    yield tile(
+        "Step time against eager's",
+        ratio_range(ratios),
+        f"{'noisy: ' if noisy else ''}{late} late, {eager} eager (medians)",
+        good=max(ratios) <= 1 and not noisy,
+        otherwise="warn" if noisy else "plain",
+    )
+    kind = "max_rel_grad_error" if found["train"] else "max_abs_error"
+    error, worst = found[kind]["late"], found["worst_gradient"]["late"]
+    note = f"relative, of a gradient: {worst}" if found["train"] else "absolute, of an output"
+    exact = float(error) <= _EXACT if found["train"] else error != "inf"
+    label = "Largest difference from eager"
+    yield tile(label, error_text(error), note, good=exact, otherwise="warn")
