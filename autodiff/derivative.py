@@ -2,7 +2,9 @@
 
 The forward closure returns the primal's results and one struct value with what it saves. The
 backward closure takes that struct, the inputs and results it needs again (handed over, not saved),
-and cotangents; it returns gradients.
+and cotangents; it returns gradients. A *choice* says which of a call's forward values are saved and
+which its backward computes again. It belongs to one call; equal choices of one closure give one
+derivative, compiled once.
 """
 
 from __future__ import annotations
@@ -10,24 +12,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Union
 
 import torch
 import torch.fx
 
 from ..reuse.ir.leaf import flat_types, is_active, make_leaf, without_autocast
-from ..reuse.ir.program import (
-    Call,
-    Closure,
-    Composite,
-    Kernels,
-    Leaf,
-    Pack,
-    Program,
-    Unpack,
-    Value,
-)
+from ..reuse.ir.program import Call, Closure, Composite, Kernels, Leaf, Pack, Program, Unpack, Value
 from ..reuse.ir.types import StructType, TensorType, flatten_type
-from .choices import Choice, Cut, PerCall, Whole
 from .leaf_derivative import (
     Derivative,
     cotangent_type,
@@ -38,10 +30,36 @@ from .leaf_derivative import (
 from .run_again import Rerunner, run_again
 from .traces.joint_cut import copy_graph, cut_joint
 from .traces.joint_trace import JointTrace
-from .traces.no_gradient import stop_what_has_no_gradient
+from .traces.stops import stop_what_has_no_gradient
 from .traces.torch_differentiable import Gradients
 from .traces.torch_make_fx import Decompositions
 from .traces.torch_partition import PartitionPolicy, partition
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """Splits a leaf's joint graph so that just these forward values are saved.
+
+    Attributes:
+        saved: names of nodes of the joint graph; the backward computes all else again.
+    """
+
+    saved: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """Calls the closure again in the backward, whole; only what it drew at random is saved."""
+
+
+@dataclass(frozen=True, slots=True)
+class PerCall:
+    """One choice for each call of a composite closure; None saves what the recipe saves."""
+
+    choices: tuple[Choice | None, ...]
+
+
+Choice = Union[Cut, Whole, PerCall]  # noqa: UP007  (a forward reference inside PerCall)
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from ..reuse.ir.program import (
 )
 from ..reuse.ir.torch_symbols import is_certain
 from ..reuse.ir.types import StructType, TensorType, Type
-from .draws import Draws
+from .flows import Draws
 from .leaf_derivative import Derivative, cotangent_type
 from .traces.joint_cut import ancestors, extract
 

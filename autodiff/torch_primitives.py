@@ -22,7 +22,7 @@ from ..reuse.ir.operators import is_draw, is_primitive, may_draw, mutated_args
 from ..reuse.ir.program import Leaf, Program
 from ..reuse.ir.rewrite import map_leaves
 from .derivative import Derivative, Differentiator, Recipe, Request
-from .rules.in_traces import rules_beneath_autograd
+from .torch_user_rules import rules_beneath_autograd
 from .traces.forwards import trace_forward
 from .traces.layouts import laid_out_as, lying_as_traced
 from .traces.origins import NotingInterpreter, origin_of

@@ -12,8 +12,7 @@ from typing import Any, Literal, TypeAlias, TypeVar
 
 import torch
 
-from ..autodiff.rules.in_traces import tensors_in, versions
-from ..autodiff.rules.torch_rules import (
+from ..autodiff.torch_user_rules import (
     RULES,
     Parameter,
     Rule,
@@ -22,6 +21,8 @@ from ..autodiff.rules.torch_rules import (
     operator_of,
     parameters_of,
     schema_text,
+    tensors_in,
+    versions,
 )
 from ..reuse import torch_pytree
 from ..reuse.errors import DecompositionError

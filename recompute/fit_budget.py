@@ -12,8 +12,7 @@ import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from ..autodiff.choices import Choice, PerCall
-from ..autodiff.derivative import Request
+from ..autodiff.derivative import Choice, PerCall, Request
 from ..reuse.errors import PlanError
 from ..reuse.ir.program import Composite
 from .planner import Planner, Site, Variant, policy_of

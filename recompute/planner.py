@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch.fx
 
-from ..autodiff.choices import Choice, Cut, PerCall, Whole
-from ..autodiff.derivative import Differentiator, Request
+from ..autodiff.derivative import Choice, Cut, Differentiator, PerCall, Request, Whole
 from ..reuse.ir.operators import is_view
 from ..reuse.ir.program import Call, Composite, Leaf, RecomputeMark, input_nodes
 from . import solver

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 
 import torch.fx
 
-from ..autodiff.choices import Cut, PerCall, Whole
-from ..autodiff.derivative import Derivative, Differentiator, Request
+from ..autodiff.derivative import Cut, Derivative, Differentiator, PerCall, Request, Whole
 from ..autodiff.traces.joint_cut import ancestors
 from ..reuse.ir.costs import flops, is_free, is_heavy
 from ..reuse.ir.leaf import flat_types

@@ -38,7 +38,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lazyinline.autodiff.rules.torch_rules import (
+from lazyinline.autodiff.torch_user_rules import (
     arguments_in_full,
     casts_under_autocast,
     has_own_derivative,
@@ -1217,7 +1217,7 @@ def test_every_backward_passes_one_function_of_autograd(engine: Any) -> None:
 
 
 def test_pytorch_says_which_argument_no_gradient_can_be_asked_for() -> None:
-    from lazyinline.autodiff.traces.no_gradient import NOT_DIFFERENTIABLE
+    from lazyinline.autodiff.traces.stops import NOT_DIFFERENTIABLE
 
     x, statistics = torch.randn(3, 2), torch.ones(2, requires_grad=True)
     with pytest.raises(RuntimeError, match=NOT_DIFFERENTIABLE):

@@ -16,7 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import lazyinline
 from lazyinline import PlanError, lazy_inline
-from lazyinline.autodiff.draws import Draws
+from lazyinline.autodiff.flows import Draws
 from lazyinline.autodiff.higher_order.gradient_program import GradientPrograms
 from lazyinline.frontend.compiler import Compiler
 from lazyinline.frontend.passes.gradients import _require_same_draws

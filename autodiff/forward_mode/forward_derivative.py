@@ -21,7 +21,7 @@ from ...reuse.ir.types import TensorType
 from ...reuse.torch_names import OPERATOR_TYPES
 from ..traces.forwards import trace_function, trace_taken_apart
 from ..traces.layouts import laid_out_as
-from ..traces.torch_make_fx import stop_in_trace
+from ..traces.stops import stop_in_trace
 from .jet_interpreter import Fallback, JetInterpreter
 from .jets import Jet, Lanes
 from .series import Orders, Series

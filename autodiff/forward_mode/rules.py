@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from .analytic import TaylorCoefficients
-from .jets import Coefficients, Jet, Lanes
-from .operands import Operands, Rule, results_of
+from .jets import Coefficients, Jet, Lanes, Operands, Rule, results_of
 from .polynomials import (
     Coefficient,
     combined,

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from . import analytic, rules
-from .operands import Rule
+from .jets import Rule
 
 
 def _names(text: str) -> tuple[str, ...]:

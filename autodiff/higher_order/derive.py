@@ -28,11 +28,9 @@ from ..forward_mode.forward_derivative import ForwardDerivatives
 from ..forward_mode.jet_interpreter import Fallback
 from ..traces.torch_differentiable import DIFFERENTIABLE
 from ..training_program import backward_calls
-from .derivation import Asked, asked_by
+from .derivation import Asked, asked_by, calls_between, refuse_hidden_paths
 from .expand import expanded
-from .flat_structs import FlatStructs
-from .gradient_program import own_derivative
-from .paths import calls_between, refuse_hidden_paths
+from .gradient_program import FlatStructs, own_derivative
 from .repeats import Repeats
 
 Fallbacks: TypeAlias = dict[Fallback, None]

@@ -17,11 +17,10 @@ from ...reuse.errors import CaptureError, PlanError
 from ...reuse.ir.program import Call, Composite, Leaf, Program, Value
 from ...reuse.ir.types import TensorType
 from ...reuse.torch_names import module_of
-from ..draws import drawing_leaf
+from ..flows import drawing_leaf
 from ..forward_mode.forward_derivative import ForwardDerivative, ForwardDerivatives
 from ..forward_mode.jet_interpreter import Fallback
-from .derivation import AskedSeries
-from .paths import calls_between
+from .derivation import AskedSeries, calls_between
 
 
 def expanded(

@@ -2,13 +2,12 @@
 
 forwards           forwards, traced: composite operators taken apart, no derivative
 joint_trace        forward and backward of a leaf as one graph
-no_gradient        results that autograd gives no gradient
 torch_differentiable  adapter: operators in graphs whose gradients are differentiated
 torch_partition    adapter: PyTorch's partitioners
 joint_cut          cuts of a joint graph: any set of forward values may be the saved ones
 pure_memory        graphs that do nothing but compute: nothing in place, no marks on memory
 layouts            results and gradients that lie in memory as it was traced
-stops              where the user's code lets no gradient through
+stops              where no gradient flows: what the user stops, and what autograd gives none
 origins            where the operators of a joint graph come from
 torch_make_fx      adapter: a function traced into a graph, on fake tensors of given types
 torch_lazy         adapter: operators whose result is a mark on memory

@@ -16,7 +16,7 @@ from ...reuse.ir.operators import mutated_args
 from ...reuse.ir.program import input_nodes
 from ...reuse.ir.torch_symbols import sizes_in
 from ...reuse.ir.types import TensorType
-from ..rules.in_traces import rules_above_autograd, rules_beneath_autograd
+from ..torch_user_rules import rules_above_autograd, rules_beneath_autograd
 from .layouts import (
     attention_as_traced,
     captured_results,

@@ -7,7 +7,7 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 
-from ..rules.in_traces import dense_as
+from ..torch_user_rules import dense_as
 from .stops import StoppingInterpreter
 from .torch_make_fx import Decompositions
 

@@ -15,7 +15,6 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from ...reuse.ir.torch_symbols import environment_of, size_in, sizes_as_literals
 from ...reuse.ir.types import TensorType
 from ...reuse.process import ProcessLock
-from .stops import stopped
 from .torch_lazy import PLAIN_ZEROS
 
 Decompositions: TypeAlias = Mapping[Any, Callable[..., Any]]
@@ -52,11 +51,6 @@ def growing_graph() -> torch.fx.Graph:
     assert proxy_mode is not None
     graph: torch.fx.Graph = proxy_mode.tracer.graph
     return graph
-
-
-def stop_in_trace(tensor: torch.Tensor) -> torch.Tensor:
-    """Detaches a tensor while it is traced, for good."""
-    return stopped(tensor, growing_graph())
 
 
 _LOCK = ProcessLock()  # one trace at a time replaces PyTorch's dropout

@@ -24,7 +24,7 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 
 from ...autodiff.derivative import Derivative, Request
-from ...autodiff.rules.torch_rules import rules_in
+from ...autodiff.torch_user_rules import rules_in
 from ...autodiff.traces.forwards import trace_forward
 from ...autodiff.traces.joint_trace import JointTrace
 from ...reuse.ir.leaf import flat_types, node_type

@@ -17,7 +17,7 @@ import torch
 import torch.fx
 
 from ...autodiff.derivative import Recipe
-from ...autodiff.rules.torch_rules import rules_in
+from ...autodiff.torch_user_rules import rules_in
 from ...autodiff.traces.forwards import trace_forward
 from ...reuse.errors import PlanError
 from ...reuse.ir.leaf import flat_types, without_autocast

@@ -9,7 +9,7 @@ import torch
 import torch.fx
 from onnxscript import ir, optimizer, version_converter
 
-from ...autodiff.rules.torch_rules import rules_in
+from ...autodiff.torch_user_rules import rules_in
 from ...autodiff.traces.forwards import trace_forward_on
 from ...autodiff.traces.origins import origin_of
 from ...autodiff.traces.torch_make_fx import fake_tensor, new_fake_mode, sizes_kept_open

@@ -11,16 +11,14 @@ from typing import Any
 import torch
 
 from ...autodiff.derivative import Derivative
-from ...autodiff.draws import Draws
-from ...autodiff.flows import trained_inputs
-from ...autodiff.torch_autograd import graph_is_kept
+from ...autodiff.flows import Draws, trained_inputs
 from ...backend.run.runtime import Graph, unchanged
 from ...reuse.torch_names import memory_id, version_of, versions_of
 from ..compiled import CompiledProgram
 from ..unused_outputs import refuse_no_numbers
 from .second import FirstBackward, Gradients
 from .tensors import SavedTensors, cotangent_like
-from .torch_engine import are_batched, one_by_one
+from .torch_engine import are_batched, graph_is_kept, one_by_one
 
 _MAX_BACKWARDS = 8  # the last used
 

@@ -118,6 +118,11 @@ class _Chain(torch.autograd.Function):
         return (chain, None, *(gradient.detach() for gradient in ctx.gradients))
 
 
+def graph_is_kept() -> bool:
+    """Returns whether the running backward was started with ``retain_graph=True``."""
+    return bool(torch._C._autograd._get_current_graph_task_keep_graph())
+
+
 Backward = Callable[[Sequence[torch.Tensor | None], int], Sequence[torch.Tensor | None]]
 """Takes cotangents, and how many more will follow; returns gradients."""
 

@@ -17,10 +17,10 @@ from typing import Any, TypeVar
 
 import torch
 
-from ...autodiff.torch_autograd import plain_autograd
 from ...reuse.errors import CaptureError, CompileInterrupted
 from ..effects.effects import EffectError, OnEffects
 from ..tracing.torch_operators import kernels_own_rules
+from ..tracing.torch_settings import plain_autograd
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 

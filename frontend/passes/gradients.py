@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from ...autodiff.derivative import Differentiator, Recipe
-from ...autodiff.draws import Draws
-from ...autodiff.flows import used_inputs
+from ...autodiff.flows import Draws, used_inputs
 from ...autodiff.higher_order.gradient_program import (
     GradientProgram,
     own_derivative,

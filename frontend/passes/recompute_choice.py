@@ -7,8 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from ...autodiff.choices import Choice
-from ...autodiff.derivative import Differentiator, Request
+from ...autodiff.derivative import Choice, Differentiator, Request
 from ...backend.gpu.targets import Target
 from ...backend.kernels.lower import BackendName
 from ...recompute.fit_budget import BudgetFit, Peaks

@@ -7,6 +7,7 @@ setting of a PyTorch to come is known as well.
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import functools
 import inspect
@@ -41,6 +42,18 @@ _OURS = frozenset({"_get_torch_function_state", "_get_tracing_state", "_get_grap
     "is_anomaly_check_nan_enabled",
     "is_autocast_cache_enabled",
 }
+
+
+@contextmanager
+def plain_autograd() -> Iterator[None]:
+    """Runs autograd without anomaly checks and without hooks on saved tensors."""
+    with contextlib.ExitStack() as stack:
+        if torch.is_anomaly_enabled():
+            stack.enter_context(torch.autograd.set_detect_anomaly(False))
+        if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+            hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)
+            stack.enter_context(hooks)  # the innermost hooks count
+        yield
 
 
 class Settings(NamedTuple):
