@@ -1,16 +1,16 @@
 """Derivative closures: ``vjp`` of a leaf by PyTorch's autograd, of a program by reversal.
 
-torch_user_rules  adapter: rules of users that take an operator of theirs apart, and their use
-traces            leaves traced: forwards taken apart, or forward and backward as one graph
-derivative        ``vjp``: a pair of closures, made once per closure, by what is saved
-leaf_derivative   the two halves of a leaf's derivative, and the boundary between them
-run_again         a forward run again in the backward, without drawing random numbers again
-undefined         the derivative without some cotangents
-training_program  forward and backward as one program: once, or called per micro-batch
-forward_mode      forward and Taylor mode: derivatives along curves, beside the results
-higher_order      derivatives of derivatives: the gradients of a program as a program
-torch_primitives  adapter: programs reduced to primitives, to be looked at
-flows             from where random numbers, memory, numbers and gradients flow in a program
+traces              leaves traced: forwards taken apart, or forward and backward as one graph
+derivative          ``vjp``: a pair of closures, made once per closure, by what is saved
+leaf_derivative     the two halves of a leaf's derivative, and the boundary between them
+run_again           a forward run again in the backward, without drawing random numbers again
+flat_structs        programs without struct values
+missing_cotangents  the derivative for a loss that leaves outputs unused
+training_program    forward and backward as one program: once, or called per micro-batch
+forward_mode        forward and Taylor mode: derivatives along curves, beside the results
+higher_order        derivatives of derivatives: the gradients of a program as a program
+torch_primitives    adapter: programs reduced to primitives, to be looked at
+flows               from where random numbers, memory, numbers and gradients flow in a program
 
 It imports ``reuse`` only.
 """

@@ -22,12 +22,12 @@ from ..reuse.ir.operators import is_draw, is_primitive, may_draw, mutated_args
 from ..reuse.ir.program import Leaf, Program
 from ..reuse.ir.rewrite import map_leaves
 from .derivative import Derivative, Differentiator, Recipe, Request
-from .torch_user_rules import rules_beneath_autograd
 from .traces.forwards import trace_forward
 from .traces.layouts import laid_out_as, lying_as_traced
 from .traces.origins import NotingInterpreter, origin_of
 from .traces.pure_memory import draw_mask, of_pure_memory
 from .traces.torch_make_fx import Decompositions, fake_tensor, growing_graph, new_fake_mode
+from .traces.torch_user_rules import rules_beneath_autograd
 
 _ATEN = torch.ops.aten
 # PyTorch has a rule for these that leads to core ATen, and does not count it among those.

@@ -13,7 +13,6 @@ compile_record       what a compile did and made, in numbers, for reports
 reuse_table          which blocks share a closure, as a table
 progress             what is seen of a compile that takes long
 requests             what to differentiate, and with respect to what
-unused_outputs       derivatives for losses that leave outputs unused
 target               ``package.module:function``: how the command line names a model
 inspection           programs as captured, after any pass, and what the pass changed
 checks               whether what a user hands in can be compiled at all

@@ -8,12 +8,12 @@ from typing import TypeVar
 
 from ..autodiff.derivative import Derivative
 from ..autodiff.higher_order.gradient_program import GradientProgram
+from ..autodiff.missing_cotangents import MissingCotangents
 from ..autodiff.training_program import StepProgram
 from ..backend.launches.torch_native import Hold
 from ..backend.run.runtime import Runtime
 from ..backend.run.unplanned import StepRunner
 from .capture.regions import CapturedModel
-from .unused_outputs import UnusedOutputs
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class CompiledProgram:
     runtime: Runtime
     derivative: Derivative | None = None
     watched_inputs: tuple[int, ...] = ()
-    unused_outputs: UnusedOutputs | None = None
+    unused_outputs: MissingCotangents | None = None
     without: Callable[[CompiledProgram, Sequence[int]], CompiledProgram | None] | None = None
     gradients: Callable[[GradientRequest], CompiledGradients] | None = None
 

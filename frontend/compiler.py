@@ -17,6 +17,7 @@ from torch import nn
 
 from ..autodiff.derivative import Derivative, Differentiator
 from ..autodiff.flows import saved_inputs
+from ..autodiff.missing_cotangents import MissingCotangents
 from ..backend.run.planned import PlannedProgram
 from ..backend.run.runtime import ClosureRuntime, PlannedRuntime
 from ..backend.run.unplanned import UnplannedStep
@@ -72,7 +73,6 @@ from .passes.stages import (
 )
 from .passes.state import Compilation, Pass, Subject, Unplanned, Watch, no_watch, run
 from .report import CompileReport
-from .unused_outputs import UnusedOutputs
 
 # ---- the lists -------------------------------------------------------------------------------
 
@@ -291,7 +291,7 @@ def compiled_program(state: Compilation, relinked: Relinked) -> CompiledProgram:
         return CompiledProgram(state.captured, state.runs)
     watched = saved_inputs(state.programs[PARTS[0]])
     without = partial(without_outputs, relinked=relinked, report=state.report)
-    unused = UnusedOutputs(derivative)
+    unused = MissingCotangents(derivative)
     return CompiledProgram(state.captured, state.runs, derivative, watched, unused, without)
 
 

@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeAlias, TypeVar
 
 import torch
 
-from ..autodiff.torch_user_rules import (
+from ..autodiff.traces.torch_user_rules import (
     RULES,
     Parameter,
     Rule,

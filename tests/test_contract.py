@@ -38,7 +38,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lazyinline.autodiff.torch_user_rules import (
+from lazyinline.autodiff.traces.torch_user_rules import (
     arguments_in_full,
     casts_under_autocast,
     has_own_derivative,

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import lazyinline
 from lazyinline import DecompositionError, lazy_inline
-from lazyinline.autodiff.torch_user_rules import RULES
+from lazyinline.autodiff.traces.torch_user_rules import RULES
 
 WIDTH = 8
 Operator = Any

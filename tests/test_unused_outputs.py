@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import lazyinline
 from lazyinline import PlanError, lazy_inline
-from lazyinline.autodiff.undefined import FewerCotangents
+from lazyinline.autodiff.missing_cotangents import MissingCotangents
 from lazyinline.frontend.sizes.torch_input_sizes import InputSizes
 
 
@@ -336,7 +336,7 @@ def test_kernels_are_pytorchs_where_a_backward_is_not_right_for_a_length(
 
 def test_zeros_that_make_no_numbers_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where there is no backward without a cotangent."""
-    monkeypatch.setattr(FewerCotangents, "without", lambda self, unused: None)
+    monkeypatch.setattr(MissingCotangents, "without", lambda self, unused, kernels="backend": None)
     model = Net()
     expected = twin(model)
     compiled = lazyinline.compile(model, backend="eager", dynamic=True)

@@ -24,13 +24,14 @@ from ...reuse.ir.program import (
 )
 from ...reuse.ir.types import StructType
 from ..derivative import Derivative, Differentiator, Recipe, Request
+from ..flat_structs import FlatStructs
 from ..forward_mode.forward_derivative import ForwardDerivatives
 from ..forward_mode.jet_interpreter import Fallback
 from ..traces.torch_differentiable import DIFFERENTIABLE
 from ..training_program import backward_calls
 from .derivation import Asked, asked_by, calls_between, refuse_hidden_paths
 from .expand import expanded
-from .gradient_program import FlatStructs, own_derivative
+from .gradient_program import own_derivative
 from .repeats import Repeats
 
 Fallbacks: TypeAlias = dict[Fallback, None]

@@ -3,9 +3,6 @@
 Each different closure is differentiated once, into halves whose operators have a derivative in
 their turn; they are taken apart and cut for memory only after the last derivative. So it goes to
 any order: the gradients of this program are again such a program.
-
-A derivative saves into a struct, which is opaque. Gradients have to flow through what is saved, one
-for each tensor, so a program of gradients passes what structs hold tensor by tensor.
 """
 
 from __future__ import annotations
@@ -14,87 +11,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from types import BuiltinFunctionType
 
-from ...reuse.ir.leaf import flat_types
 from ...reuse.ir.program import (
     Call,
-    Closure,
     Composite,
     Leaf,
-    Pack,
     Program,
     Source,
-    Unpack,
     Value,
     walk_closures,
 )
-from ...reuse.ir.types import StructType
 from ...reuse.torch_names import OPERATOR_TYPES
 from ..derivative import Differentiator, Recipe, Request
+from ..flat_structs import FlatStructs
 from ..flows import Draws
 from ..traces.torch_differentiable import DIFFERENTIABLE
 from ..training_program import training_program
-
-
-class FlatStructs:
-    """Takes structs apart, once per closure."""
-
-    def __init__(self) -> None:
-        self._closures: dict[Closure, Closure] = {}
-
-    def program(self, program: Program) -> Program:
-        """Returns the program with each struct value as the values in it."""
-        parts: dict[Value, tuple[Value, ...]] = {}
-
-        def taken(values: Sequence[Value]) -> tuple[Value, ...]:
-            return tuple(part for value in values for part in parts[value])
-
-        for value in program.inputs:
-            parts[value] = _parts(value)
-        calls = []
-        for call in program.calls:
-            if isinstance(call.closure, Pack):
-                parts[call.results[0]] = taken(call.args)
-            elif isinstance(call.closure, Unpack):
-                rest = list(parts[call.args[0]])
-                for value in call.results:
-                    number = len(flat_types([value.type]))
-                    parts[value], rest = tuple(rest[:number]), rest[number:]
-            else:
-                parts.update((value, _parts(value)) for value in call.results)
-                args, results = taken(call.args), taken(call.results)
-                calls.append(Call(self.closure(call.closure), args, results, call.path))
-        return replace(
-            program,
-            inputs=taken(program.inputs),
-            calls=tuple(calls),
-            outputs=taken(program.outputs),
-        )
-
-    def closure(self, closure: Closure) -> Closure:
-        """Returns the closure without struct values, the same one each time."""
-        if closure not in self._closures:
-            self._closures[closure] = self._made(closure)
-        return self._closures[closure]
-
-    def _made(self, closure: Closure) -> Closure:
-        if isinstance(closure, Composite):
-            return Composite(closure.name, self.program(closure.program))
-        assert isinstance(closure, Leaf)
-        if not any(
-            isinstance(t, StructType) for t in (*closure.input_types, *closure.output_types)
-        ):
-            return closure
-        inputs, outputs = flat_types(closure.input_types), flat_types(closure.output_types)
-        # Its graph takes and gives single tensors as it is.
-        return replace(
-            closure, input_types=tuple(inputs), output_types=tuple(outputs), input_names=()
-        )
-
-
-def _parts(value: Value) -> tuple[Value, ...]:
-    if not isinstance(value.type, StructType):
-        return (value,)
-    return tuple(Value(type_, value.hint) for type_ in flat_types([value.type]))
 
 
 @dataclass(frozen=True)

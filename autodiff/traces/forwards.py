@@ -12,7 +12,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from ...reuse.ir.leaf import without_autocast
 from ...reuse.ir.torch_symbols import sizes_in
 from ...reuse.ir.types import TensorType
-from ..torch_user_rules import rules_above_autograd, rules_beneath_autograd
 from .layouts import attention_as_traced, results_as_captured
 from .origins import NotingInterpreter
 from .pure_memory import of_pure_memory, strip_detach
@@ -27,6 +26,7 @@ from .torch_make_fx import (
     sizes_kept_open,
     traced,
 )
+from .torch_user_rules import rules_above_autograd, rules_beneath_autograd
 
 
 @without_autocast

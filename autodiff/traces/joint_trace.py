@@ -16,7 +16,6 @@ from ...reuse.ir.operators import mutated_args
 from ...reuse.ir.program import input_nodes
 from ...reuse.ir.torch_symbols import sizes_in
 from ...reuse.ir.types import TensorType
-from ..torch_user_rules import rules_above_autograd, rules_beneath_autograd
 from .layouts import (
     attention_as_traced,
     captured_results,
@@ -36,6 +35,7 @@ from .torch_make_fx import (
     sizes_kept_open,
     traced,
 )
+from .torch_user_rules import rules_above_autograd, rules_beneath_autograd
 
 CHANGED_IN_PLACE = "has been modified by an inplace operation"
 """What PyTorch's autograd says of a saved value that is no longer what was saved."""

@@ -7,9 +7,9 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 
-from ..torch_user_rules import dense_as
 from .stops import StoppingInterpreter
 from .torch_make_fx import Decompositions
+from .torch_user_rules import dense_as
 
 Gradients: TypeAlias = Literal["final", "differentiated"]
 """What becomes of gradients: whether they are differentiated in their turn."""

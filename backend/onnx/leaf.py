@@ -9,10 +9,10 @@ import torch
 import torch.fx
 from onnxscript import ir, optimizer, version_converter
 
-from ...autodiff.torch_user_rules import rules_in
 from ...autodiff.traces.forwards import trace_forward_on
 from ...autodiff.traces.origins import origin_of
 from ...autodiff.traces.torch_make_fx import fake_tensor, new_fake_mode, sizes_kept_open
+from ...autodiff.traces.torch_user_rules import rules_in
 from ...reuse.errors import ExportError
 from ...reuse.ir.leaf import flat_types, stamp_of
 from ...reuse.ir.operators import mutated_args

@@ -13,9 +13,11 @@ import torch
 from ...autodiff.derivative import Derivative
 from ...autodiff.flows import Draws, trained_inputs
 from ...backend.run.runtime import Graph, unchanged
+from ...reuse.errors import PlanError
+from ...reuse.ir.program import Program
 from ...reuse.torch_names import memory_id, version_of, versions_of
+from ..capture.surroundings import one_at_a_time
 from ..compiled import CompiledProgram
-from ..unused_outputs import refuse_no_numbers
 from .second import FirstBackward, Gradients
 from .tensors import SavedTensors, cotangent_like
 from .torch_engine import are_batched, graph_is_kept, one_by_one
@@ -91,7 +93,7 @@ class Backwards:
     def of(self, unused: tuple[int, ...]) -> Backward:
         """Returns the one for a loss that left these outputs unused.
 
-        Where there is none (see ``FewerCotangents``), it is the one for all outputs, which then
+        Where there is none (see ``MissingCotangents``), it is the one for all outputs, which then
         gets zeros.
         """
         made = self._full
@@ -109,6 +111,7 @@ class Backwards:
         """Gives back the memory that is held while nothing runs."""
         self.expected.runtime.rest()
 
+    @one_at_a_time
     def are_apart(self, some: Iterable[int], others: Iterable[int]) -> bool:
         """Whether nothing that is saved for some outputs is needed for others, too.
 
@@ -410,5 +413,29 @@ class _CompiledFunction(torch.autograd.Function):
                 elif results[place + 1] is None:
                     results[place + 1] = cotangent_like(type_)
             if any(output in unused for output in backward.outputs):
-                refuse_no_numbers(bridge.program, unused, [g for g in results if g is not None])
+                _refuse_no_numbers(bridge.program, unused, [g for g in results if g is not None])
         return results
+
+
+def _refuse_no_numbers(
+    program: Program, unused: Sequence[int], gradients: Sequence[torch.Tensor]
+) -> None:
+    """Checks gradients that zeros took part in, in place of missing cotangents.
+
+    Raises:
+        PlanError: if one is not a number: zero times an infinite derivative makes it so.
+    """
+    if not any(bool(gradient.isnan().any()) for gradient in gradients):
+        return
+    tree = program.output_tree
+    names = [
+        name or "the result"
+        for name, place in tree.named(list(range(len(tree.leaves))))
+        if tree.leaves[place][0] == "output" and tree.leaves[place][1] in unused
+    ]
+    raise PlanError(
+        f"A gradient is not a number, and {', '.join(names)} of the model's result took part with "
+        "a cotangent of zeros although no loss used it: its derivative may be infinite, and there "
+        "is no backward without it for these sizes. Detach it in the model, or compile with "
+        "dynamic=False."
+    )

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from ...autodiff.torch_user_rules import NO_DERIVATIVE
+from ...autodiff.traces.torch_user_rules import NO_DERIVATIVE
 from ...reuse import torch_pytree
 from ...reuse.errors import ExportError
 from ...reuse.ir.interpreter import interpret

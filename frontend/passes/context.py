@@ -13,7 +13,7 @@ from ...autodiff.derivative import Differentiator
 from ...autodiff.higher_order.derive import Derive
 from ...autodiff.higher_order.gradient_program import GradientPrograms
 from ...autodiff.torch_primitives import Reducer
-from ...autodiff.torch_user_rules import rules_in
+from ...autodiff.traces.torch_user_rules import rules_in
 from ...backend.cache.results import CompileCache
 from ...backend.gpu.place import Place
 from ...backend.gpu.targets import ALIGNMENT_BYTES, target_named

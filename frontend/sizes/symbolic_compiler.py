@@ -13,6 +13,7 @@ from torch import nn
 
 from ...autodiff.derivative import Derivative, Request
 from ...autodiff.flows import saved_inputs
+from ...autodiff.missing_cotangents import MissingCotangents
 from ...autodiff.traces.torch_make_fx import fake_tensor, new_fake_mode
 from ...autodiff.training_program import StepProgram
 from ...backend.link.link import FlatProgram
@@ -44,7 +45,6 @@ from ..passes.programs import PARTS, StepCompilation, programs_of
 from ..passes.sizes import ShapeCompilation, StepShapeCompilation, check_budget
 from ..passes.state import Compilation, Subject, run
 from ..report import CompileReport
-from ..unused_outputs import UnusedOutputs
 
 if TYPE_CHECKING:
     from .torch_input_sizes import InputSizes
@@ -124,7 +124,7 @@ class SymbolicProgram:
     request: Request | None
     derivative: Derivative | None
     watched_inputs: tuple[int, ...]
-    unused_outputs: UnusedOutputs | None
+    unused_outputs: MissingCotangents | None
     settled: tuple[Any, ...]
 
     def without_tensors(self) -> SymbolicProgram:
@@ -172,7 +172,7 @@ class SymbolicCompiler:
             state.request,
             derivative,
             saved_inputs(state.programs[PARTS[0]]) if derivative is not None else (),
-            UnusedOutputs(derivative) if derivative is not None else None,
+            MissingCotangents(derivative) if derivative is not None else None,
             captured.sizes.settled,
         )
 

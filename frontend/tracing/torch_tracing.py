@@ -38,7 +38,7 @@ from torch.fx.experimental.proxy_tensor import (
 from torch.fx.node import _side_effectful_need_to_be_preserved_pre_dispatch
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from ...autodiff.torch_user_rules import rules_above_autograd
+from ...autodiff.traces.torch_user_rules import rules_above_autograd
 from ...reuse.errors import CaptureError
 from ...reuse.ir.leaf import Stamp, current_autocast
 from ...reuse.ir.operators import mutated_args

@@ -25,11 +25,11 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_proxy_mode
 
-from ..reuse import torch_pytree
-from ..reuse.errors import CaptureError
-from ..reuse.ir.leaf import without_autocast
-from ..reuse.ir.types import TensorType
-from ..reuse.torch_names import memory_id, version_of
+from ...reuse import torch_pytree
+from ...reuse.errors import CaptureError
+from ...reuse.ir.leaf import without_autocast
+from ...reuse.ir.types import TensorType
+from ...reuse.torch_names import memory_id, version_of
 
 NO_DERIVATIVE = "no autograd formula was registered"
 """What PyTorch's autograd says of an operator without a derivative."""

@@ -15,11 +15,15 @@ from typing import Any
 import torch
 import torch.fx
 
+from ..reuse.ir.leaf import flat_types
 from ..reuse.ir.operators import mutated_args
-from ..reuse.ir.program import Call, Closure, Composite, Leaf, Program, Value, outputs_of
+from ..reuse.ir.program import Call, Closure, Composite, Kernels, Leaf, Program, Value, outputs_of
+from ..reuse.ir.rewrite import map_leaves
 from ..reuse.ir.torch_symbols import as_literal
 from ..reuse.ir.types import TensorType, contiguous_stride, flatten_type
 from .derivative import Derivative
+from .flat_structs import FlatStructs
+from .flows import used_inputs
 from .traces.joint_cut import copy_graph
 
 _ADD = torch.ops.aten.add.Tensor
@@ -41,8 +45,10 @@ class _Found:
     results: tuple[str, ...]
 
 
-class FewerCotangents:
-    """The derivatives of one forward for fewer cotangents. What they share is made once.
+class MissingCotangents:
+    """Makes the derivatives of one forward for fewer cotangents; what they share is made once.
+
+    Shapes of one program, whose sizes are symbols, share it.
 
     Args:
         derivative: for a cotangent of every output; its closures are composite.
@@ -51,16 +57,46 @@ class FewerCotangents:
     def __init__(self, derivative: Derivative) -> None:
         self._full = derivative
         self._found: dict[tuple[Closure, tuple[str, ...]], _Found] = {}
+        self._reads: dict[int, frozenset[int]] = {}
+        self._eager: dict[Closure, Closure] = {}
 
-    def without(self, unused: Iterable[int]) -> Derivative | None:
-        """Returns a derivative that is asked for no cotangent of these outputs.
+    def without(self, unused: Iterable[int], kernels: Kernels = "backend") -> Derivative | None:
+        """Returns the derivative that takes no cotangent of some outputs.
 
-        Gradients that only they lead to are not among its results. None if its graphs cannot be
-        told apart that way.
+        Gradients that only they lead to are not among its results.
+
+        Args:
+            unused: positions of the outputs.
+            kernels: ``"eager"`` gives the backward PyTorch's own kernels.
+
+        Returns:
+            The derivative; None if an operator of the backward hides whether it is linear.
         """
+        derivative = self._without(frozenset(unused))
+        if derivative is None or kernels == "backend":
+            return derivative
+        backward = derivative.backward
+        if backward not in self._eager:
+            assert isinstance(backward, Composite)
+            program = map_leaves(backward.program, lambda leaf: replace(leaf, kernels="eager"))
+            self._eager[backward] = Composite(backward.name, program)
+        return replace(derivative, backward=self._eager[backward])
+
+    def reads(self, output: int) -> frozenset[int]:
+        """Returns what the gradients of one output need of what the forward computed.
+
+        Returns:
+            Positions among what the backward takes before its cotangents, struct by tensor.
+        """
+        if output not in self._reads:
+            others = [i for i in self._full.cotangent_outputs if i != output]
+            alone = self.without(others) if others else self._full
+            self._reads[output] = _reads(alone or self._full)
+        return self._reads[output]
+
+    def _without(self, unused: frozenset[int]) -> Derivative | None:
         full, backward = self._full, self._full.backward
         assert isinstance(backward, Composite)
-        unused = frozenset(unused)
         flags = [_GIVEN] * (len(backward.input_types) - len(full.cotangent_outputs))
         flags += [_UNDEFINED if i in unused else _COTANGENT for i in full.cotangent_outputs]
         try:
@@ -117,6 +153,15 @@ class FewerCotangents:
         inputs = tuple(v for v in program.inputs if kinds[v] != _UNDEFINED)
         body = Program(inputs, tuple(calls), outputs)
         return _Found(Composite(closure.name, body) if outputs else None, results)
+
+
+def _reads(derivative: Derivative) -> frozenset[int]:
+    assert isinstance(derivative.backward, Composite)
+    flat = FlatStructs().program(derivative.backward.program)
+    num_saved, num_kept = len(flat_types([derivative.saved_type])), len(derivative.kept_inputs)
+    num_read = num_saved + num_kept + len(derivative.kept_outputs)
+    inputs_of_forward = range(num_saved, num_saved + num_kept)
+    return frozenset(i for i in used_inputs(flat) if i < num_read and i not in inputs_of_forward)
 
 
 def _is_sum(closure: Closure) -> bool:

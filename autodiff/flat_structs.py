@@ -1,0 +1,76 @@
+"""Programs without struct values: what they hold is passed tensor by tensor.
+
+A derivative saves into a struct, which is opaque. Where that derivative is differentiated in its
+turn, gradients flow through what is saved, one for each tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from ..reuse.ir.leaf import flat_types
+from ..reuse.ir.program import Call, Closure, Composite, Leaf, Pack, Program, Unpack, Value
+from ..reuse.ir.types import StructType
+
+
+class FlatStructs:
+    """Takes structs apart, once per closure."""
+
+    def __init__(self) -> None:
+        self._closures: dict[Closure, Closure] = {}
+
+    def program(self, program: Program) -> Program:
+        """Returns the program with each struct value as the values in it."""
+        parts: dict[Value, tuple[Value, ...]] = {}
+
+        def taken(values: Sequence[Value]) -> tuple[Value, ...]:
+            return tuple(part for value in values for part in parts[value])
+
+        for value in program.inputs:
+            parts[value] = _parts(value)
+        calls = []
+        for call in program.calls:
+            if isinstance(call.closure, Pack):
+                parts[call.results[0]] = taken(call.args)
+            elif isinstance(call.closure, Unpack):
+                rest = list(parts[call.args[0]])
+                for value in call.results:
+                    number = len(flat_types([value.type]))
+                    parts[value], rest = tuple(rest[:number]), rest[number:]
+            else:
+                parts.update((value, _parts(value)) for value in call.results)
+                args, results = taken(call.args), taken(call.results)
+                calls.append(Call(self.closure(call.closure), args, results, call.path))
+        return replace(
+            program,
+            inputs=taken(program.inputs),
+            calls=tuple(calls),
+            outputs=taken(program.outputs),
+        )
+
+    def closure(self, closure: Closure) -> Closure:
+        """Returns the closure without struct values, the same one each time."""
+        if closure not in self._closures:
+            self._closures[closure] = self._made(closure)
+        return self._closures[closure]
+
+    def _made(self, closure: Closure) -> Closure:
+        if isinstance(closure, Composite):
+            return Composite(closure.name, self.program(closure.program))
+        assert isinstance(closure, Leaf)
+        if not any(
+            isinstance(t, StructType) for t in (*closure.input_types, *closure.output_types)
+        ):
+            return closure
+        inputs, outputs = flat_types(closure.input_types), flat_types(closure.output_types)
+        # Its graph takes and gives single tensors as it is.
+        return replace(
+            closure, input_types=tuple(inputs), output_types=tuple(outputs), input_names=()
+        )
+
+
+def _parts(value: Value) -> tuple[Value, ...]:
+    if not isinstance(value.type, StructType):
+        return (value,)
+    return tuple(Value(type_, value.hint) for type_ in flat_types([value.type]))
