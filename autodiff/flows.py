@@ -41,6 +41,47 @@ def _shares_with(node: torch.fx.Node) -> Iterable[torch.fx.Node]:
     return node.all_input_nodes if is_shared else ()
 
 
+def view_roots(program: Program) -> list[object]:
+    """Returns for each output what it is a view of by PyTorch's own operators: the same, equal.
+
+    An input is its position. An output that is no view is the only one of its root. What a
+    ``torch.autograd.Function`` returns is no view here, for its gradient may be another one.
+    """
+    found: dict[Closure, list[object]] = {}
+    for closure in walk_closures(program):
+        if isinstance(closure, Leaf):
+            found[closure] = _leaf_roots(closure)
+        elif isinstance(closure, Composite):
+            found[closure] = _program_roots(closure.program, found)
+        else:
+            found[closure] = [object() for _ in closure.output_types]
+    return _program_roots(program, found)
+
+
+def _program_roots(program: Program, closures: Mapping[Closure, list[object]]) -> list[object]:
+    roots: dict[Value, object] = {value: i for i, value in enumerate(program.inputs)}
+    for index, call in enumerate(program.calls):
+        for result, root in zip(call.results, closures[call.closure], strict=True):
+            passed = isinstance(root, int)  # a view of an operand
+            roots[result] = roots[call.args[root]] if passed else (program, index, root)
+    return [roots[value] for value in program.outputs]
+
+
+def _leaf_roots(leaf: Leaf) -> list[object]:
+    owner = iter(i for i, type_ in enumerate(leaf.input_types) for _ in flatten_type(type_))
+    roots: dict[torch.fx.Node, object] = {}
+    for node in leaf.module.graph.nodes:
+        if node.op == "placeholder":
+            roots[node] = next(owner)
+        elif node.op != "output":
+            is_passed = is_view(node) and getattr(node.target, "namespace", "") == "aten"
+            is_passed = is_passed or node.target is operator.getitem
+            roots[node] = roots[node.all_input_nodes[0]] if is_passed else node
+    flat = leaf.module.graph.output_node().args[0]
+    assert isinstance(flat, (tuple, list))
+    return [roots[n] if isinstance(n, torch.fx.Node) else object() for n in flat]
+
+
 def used_inputs(program: Program) -> Inputs:
     """Returns the positions of inputs that some output is computed from.
 

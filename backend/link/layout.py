@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -278,6 +278,7 @@ def lay_out(
     backward_inputs: Sequence[tuple[str, Any]] = (),
     results: Results = "owned",
     runs: Literal["native", "python"] = "native",
+    roots: Sequence[object] = (),
 ) -> Layout:
     """Lays out what a :class:`..run.planned.PlannedProgram` of the same arguments plans."""
     layout = Layout(runs=runs)
@@ -297,7 +298,7 @@ def lay_out(
     if results == "pinned":
         _pin_results(layout)
     else:
-        _own_results(layout, num_results)
+        _own_results(layout, num_results, roots)
     return layout
 
 
@@ -338,26 +339,45 @@ def handed_on(layout: Layout) -> list[int]:
     ]
 
 
-def _own_results(layout: Layout, num_results: Sequence[int]) -> None:
+def _own_results(layout: Layout, num_results: Sequence[int], roots: Sequence[object] = ()) -> None:
     """Gives the user buffers of their own for what they receive.
 
-    A result that the program still needs, or that shares its buffer with another result, is
-    copied out; any other is made by its launch in the user's buffer.
+    Results of the forward with one root share memory in eager, so they do here: what a user
+    changes in one is seen in the other. A result that the program still needs, or that lies in the
+    buffer of one with another root, is copied out; any other is made by its launch in the user's
+    buffer.
     """
     for number, part in enumerate(layout.parts):
+        results = part.outputs[: num_results[number]]
         needed = {p.instance for p in part.outputs[num_results[number] :]}
-        taken: set[int] = set()
-        for index in range(num_results[number]):
-            placed = part.outputs[index]
+        keys = [
+            (p.instance, roots[i] if roots and not number else i) for i, p in enumerate(results)
+        ]
+        owners: dict[int, object] = {}
+        copies: dict[object, int] = {}
+        for index, (key, placed) in enumerate(zip(keys, results, strict=True)):
             instance = layout.instances[placed.instance]
-            if instance.kind == "given":
+            if instance.kind == "given" or owners.get(placed.instance) == key:
                 continue
-            shared = placed.instance in needed or placed.instance in taken
-            if shared or instance.part != number:
-                part.outputs[index] = _copy_out(layout, part, placed, "result")
-            elif instance.kind == "arena":
-                instance.kind = "result"
-            taken.add(placed.instance)
+            if key in copies:
+                part.outputs[index] = replace(placed, instance=copies[key])
+            elif placed.instance in needed | owners.keys() or instance.part != number:
+                is_shared = keys.count(key) > 1
+                whole = _whole(layout, placed) if is_shared else placed
+                copied = _copy_out(layout, part, whole, "result")
+                copies[key] = copied.instance
+                part.outputs[index] = (
+                    replace(placed, instance=copied.instance) if is_shared else copied
+                )
+            else:
+                instance.kind = "result" if instance.kind == "arena" else instance.kind
+                owners[placed.instance] = key
+
+
+def _whole(layout: Layout, placed: Placed) -> Placed:
+    """Returns the whole buffer that something lies in, as one row of its type."""
+    count = layout.instances[placed.instance].num_bytes // placed.dtype.itemsize
+    return Placed(placed.instance, placed.dtype, (count,), (1,), 0)
 
 
 def _pin_results(layout: Layout) -> None:

@@ -69,6 +69,7 @@ class PlannedProgram:
         gradients: ``"apart"`` makes them as the backward begins; ``"overlaid"`` as the forward
             begins, and activations lie in their memory until they are written.
         names: what the user calls the first of ``model_inputs``.
+        roots: for each result of the forward what it is a view of; equal ones share memory.
     """
 
     def __init__(
@@ -82,6 +83,7 @@ class PlannedProgram:
         tools: Tools = TOOLS,
         gradients: Literal["apart", "overlaid"] = "apart",
         names: Sequence[str] = (),
+        roots: Sequence[object] = (),
     ) -> None:
         self._names = names
         target = tools.place.target
@@ -89,7 +91,13 @@ class PlannedProgram:
             leaves = dict.fromkeys(launch.leaf for flat in flats for launch in flat.launches)
             kernel_lists = {leaf: with_streams(kernel_lists[leaf], target) for leaf in leaves}
         self.layout = lay_out(
-            flats, kernel_lists, num_results, backward_inputs, results, tools.place.launches
+            flats,
+            kernel_lists,
+            num_results,
+            backward_inputs,
+            results,
+            tools.place.launches,
+            roots,
         )
         check_aligned(self.layout, kernel_lists)
         if target is not None:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ...autodiff.derivative import Derivative
-from ...autodiff.flows import Draws, trained_inputs
+from ...autodiff.flows import Draws, trained_inputs, view_roots
 from ...backend.run.runtime import Graph, unchanged
 from ...reuse.errors import PlanError
 from ...reuse.ir.program import Program
@@ -19,7 +19,7 @@ from ...reuse.torch_names import memory_id, version_of, versions_of
 from ..capture.surroundings import one_at_a_time
 from ..compiled import CompiledProgram
 from .second import FirstBackward, Gradients
-from .tensors import SavedTensors, cotangent_like
+from .tensors import Aliases, SavedTensors, cotangent_like
 from .torch_engine import are_batched, graph_is_kept, one_by_one
 
 _MAX_BACKWARDS = 8  # the last used
@@ -131,39 +131,6 @@ class Backwards:
         return Backward(found, full) if found is not None else self._full
 
 
-@dataclass
-class Aliases:
-    """Which tensors of a program share memory. The same in every run, so the first run tells.
-
-    Attributes:
-        owned: outputs whose memory is theirs alone among inputs and outputs.
-        repeated: outputs that are the same tensor object as an earlier one.
-        guards: inputs and outputs whose memory the backward needs under another name. They are
-            saved beside it, so that autograd notices a change in place.
-    """
-
-    owned: tuple[int, ...] | None = None
-    repeated: tuple[int, ...] = ()
-    guards: tuple[tuple[str, int], ...] = ()
-
-    def learn_forward(
-        self,
-        inputs: Sequence[torch.Tensor],
-        outputs: Sequence[torch.Tensor],
-        saved: Sequence[torch.Tensor],
-    ) -> None:
-        """Looks at a forward. ``saved`` is what its backward needs besides inputs and outputs."""
-        memories = [memory_id(t) for t in (*inputs, *outputs)]
-        owned = [memories.count(m) == 1 for m in memories[len(inputs) :]]
-        self.owned = tuple(i for i, flag in enumerate(owned) if flag)
-        known = [id(t) for t in outputs]
-        self.repeated = tuple(i for i, key in enumerate(known) if known.index(key) != i)
-        needed = {memory_id(t) for t in saved}
-        places = [("input", i) for i in range(len(inputs))]
-        places += [("output", i) for i in range(len(outputs))]
-        self.guards = tuple(p for p, m in zip(places, memories, strict=True) if m in needed)
-
-
 class Absence:
     """Which gradients do not exist because no used output leads back to them (not: are zero)."""
 
@@ -197,7 +164,7 @@ class Bridge:
         self.program = compiled.captured.program
         self.backwards = Backwards(compiled)
         self.derivative = derivative = compiled.derivative
-        self.aliases = Aliases()
+        self.aliases = Aliases(view_roots(self.program), derivative.cotangent_outputs)
         self.absence = Absence(compiled)
         self.pick_wanted = picker(derivative.gradient_inputs)
         self.pick_kept = picker(derivative.kept_inputs)
@@ -226,7 +193,7 @@ class Bridge:
         """Runs a forward so that autograd can come back through its backward."""
         step = Step(self, inputs, self.backwards.expected)
         outputs: Sequence[torch.Tensor] = _CompiledFunction.apply(step, *self.pick_wanted(inputs))
-        return outputs
+        return self.aliases.with_views(inputs, outputs)
 
 
 def picker(places: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
@@ -331,7 +298,7 @@ class _CompiledFunction(torch.autograd.Function):
         outputs, step.flight = step.prepared.runtime.forward(inputs)
         if aliases.owned is None:
             saved = step.flight if isinstance(step.flight, list) else []
-            aliases.learn_forward(inputs, outputs, saved)
+            aliases.learn_forward(inputs, outputs, saved, bridge.derivative.kept_outputs)
         for index in aliases.owned or ():
             outputs[index] = outputs[index].data  # a user may change even what is a view in here
         for index in aliases.repeated:  # h and h.detach() may be one tensor in here
@@ -393,8 +360,11 @@ class _CompiledFunction(torch.autograd.Function):
         results: list[torch.Tensor | None] = [None] * (1 + len(derivative.gradient_inputs))
         if len(unused) == len(derivative.cotangent_outputs):
             return results
-        kept, flight, graph = step.taken(ctx, unused, following)
-        backward = bridge.backwards.of(unused)
+        # The cotangent of a view came to its base. Zeros in its place change no number: between
+        # the two are views alone. A backward without it would be one more to compile.
+        left = tuple(i for i in unused if i not in bridge.aliases.views)
+        kept, flight, graph = step.taken(ctx, left, following)
+        backward = bridge.backwards.of(left)
         if backward is not step.prepared:
             flight = backward.runtime.taken_over(step.prepared.runtime, flight)
             graph = "free"
@@ -412,8 +382,8 @@ class _CompiledFunction(torch.autograd.Function):
                     results[place + 1] = None
                 elif results[place + 1] is None:
                     results[place + 1] = cotangent_like(type_)
-            if any(output in unused for output in backward.outputs):
-                _refuse_no_numbers(bridge.program, unused, [g for g in results if g is not None])
+            if any(output in left for output in backward.outputs):
+                _refuse_no_numbers(bridge.program, left, [g for g in results if g is not None])
         return results
 
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
 from ...reuse.errors import PlanError
 from ...reuse.ir.transfer import in_own_storage
 from ...reuse.ir.types import TensorType, Type
-from ...reuse.torch_names import is_lazy
+from ...reuse.torch_names import is_lazy, memory_id
 from ..checks.torch_state import TensorLayouts, plain_cotangent, watching_class
 from .torch_engine import as_graph, have_hooks, pass_through_autograd
 
@@ -28,6 +28,121 @@ def cotangent_like(type_: Type, gradient: torch.Tensor | None = None) -> torch.T
         return gradient
     target = torch.empty_strided(type_.shape, type_.stride, dtype=type_.dtype, device=type_.device)
     return target.copy_(gradient)
+
+
+class Aliases:
+    """Which tensors of a program share memory. The same in every run, so the first run tells.
+
+    Args:
+        roots: of each output, see :func:`flows.view_roots`.
+        differentiable: the outputs that have a gradient.
+
+    Attributes:
+        owned: outputs whose elements are theirs alone among inputs and returned outputs.
+        repeated: outputs that are the same tensor object as an earlier one.
+        guards: inputs and outputs whose memory the backward needs under another name. They are
+            saved beside it, so that autograd notices a change in place.
+        views: outputs that are views of an input or of another output, by PyTorch's operators.
+    """
+
+    def __init__(self, roots: Sequence[object], differentiable: Sequence[int]) -> None:
+        self._roots = roots
+        self._differentiable = frozenset(differentiable)
+        self.owned: tuple[int, ...] | None = None
+        self.repeated: tuple[int, ...] = ()
+        self.guards: tuple[tuple[str, int], ...] = ()
+        self.views: dict[int, tuple[str, int]] = {}
+
+    def learn_forward(
+        self,
+        inputs: Sequence[torch.Tensor],
+        outputs: Sequence[torch.Tensor],
+        saved: Sequence[torch.Tensor],
+        kept: Sequence[int],
+    ) -> None:
+        """Looks at a forward. Its backward needs ``saved``, and of the outputs those ``kept``."""
+        tensors = {("input", i): t for i, t in enumerate(inputs)}
+        tensors |= {("output", i): t for i, t in enumerate(outputs)}
+        memories = {place: memory_id(t) for place, t in tensors.items()}
+        near = {
+            i: {p: tensors[p] for p in tensors if memories[p] == memories["output", i]}
+            for i in range(len(outputs))
+        }
+        for index, sharing in near.items():
+            base = next((p for p in sharing if self._is_base(p, index, sharing)), None)
+            if base is not None:
+                self.views[index] = self.views.get(base[1], base) if base[0] == "output" else base
+        returned = {p for p in tensors if p[0] == "input" or p[1] not in self.views}
+        self.owned = tuple(
+            i
+            for i, sharing in near.items()
+            if ("output", i) in returned
+            and not any(
+                _elements(sharing["output", i], t)[0]
+                for p, t in sharing.items()
+                if p in returned and p != ("output", i)
+            )
+        )
+        known = [id(t) for t in outputs]
+        self.repeated = tuple(i for i, key in enumerate(known) if known.index(key) != i)
+        needed = {memory_id(t) for t in saved}
+        needed |= {memories["output", i] for i in kept if i in self.views}
+        self.guards = tuple(p for p, m in memories.items() if m in needed)
+
+    def with_views(
+        self, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]
+    ) -> Sequence[torch.Tensor]:
+        """Returns the outputs, with views made of their bases by PyTorch.
+
+        A user may then change either in place, as in eager: autograd knows that the other changes
+        too, which it refuses for two outputs of one ``torch.autograd.Function``.
+        """
+        if not self.views:
+            return outputs
+        found = list(outputs)
+        for index, (kind, place) in self.views.items():
+            like = outputs[index]
+            base = inputs[place] if kind == "input" else outputs[place]
+            if index not in self._differentiable:
+                base = base.detach()
+            found[index] = base.as_strided(like.shape, like.stride(), like.storage_offset())
+        return found
+
+    def _is_base(
+        self, place: tuple[str, int], index: int, sharing: Mapping[tuple[str, int], torch.Tensor]
+    ) -> bool:
+        """Whether an output is a view of what stands at a place, and that not one of the output."""
+        kind, position = place
+        base, view = sharing[place], sharing["output", index]
+        root = position if kind == "input" else self._roots[position]
+        if place == ("output", index) or root != self._roots[index] or base.dtype != view.dtype:
+            return False
+        trains = base.requires_grad if kind == "input" else position in self._differentiable
+        if index in self._differentiable and not trains:
+            return False
+        _, is_whole = _elements(base, view)
+        if kind == "output" and position > index and _elements(view, base)[1]:
+            return False  # each is one of the other: the earlier is the base
+        return is_whole
+
+
+def _elements(base: torch.Tensor, view: torch.Tensor) -> tuple[bool, bool]:
+    """Says of two tensors in one memory whether some, and whether all elements of one are in both.
+
+    Where an element of ``base`` stands at several places, no view is said to be whole in it.
+    """
+    first = min(base.storage_offset(), view.storage_offset())
+    ends = [
+        t.storage_offset() + 1 + sum(s * (n - 1) for n, s in zip(t.shape, t.stride(), strict=True))
+        for t in (base, view)
+    ]
+    if not base.numel() or not view.numel():
+        return False, False
+    mask = torch.zeros(max(ends) - first, dtype=torch.bool)
+    mask.as_strided(base.shape, base.stride(), base.storage_offset() - first).fill_(True)
+    found = mask.as_strided(view.shape, view.stride(), view.storage_offset() - first)
+    is_plain = int(mask.sum()) == base.numel()
+    return bool(found.any()), is_plain and bool(found.all())
 
 
 class SavedTensors:

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import torch
 
 from ...autodiff.derivative import Derivative, Request
+from ...autodiff.flows import view_roots
 from ...backend.gpu.place import Place
 from ...backend.gpu.targets import ALIGNMENT_BYTES, target_like
 from ...backend.kernels.lower import GpuBackend
@@ -191,6 +192,7 @@ def plan_module(state: Compilation) -> PlannedProgram | Unplanned:
             tools=tools_of(state),
             gradients="apart" if has_budget else "overlaid",
             names=list(own.values()),
+            roots=view_roots(state.captured.program),
         ),
     )
 
