@@ -62,8 +62,10 @@ def _program_roots(program: Program, closures: Mapping[Closure, list[object]]) -
     roots: dict[Value, object] = {value: i for i, value in enumerate(program.inputs)}
     for index, call in enumerate(program.calls):
         for result, root in zip(call.results, closures[call.closure], strict=True):
-            passed = isinstance(root, int)  # a view of an operand
-            roots[result] = roots[call.args[root]] if passed else (program, index, root)
+            if isinstance(root, int):  # a view of an operand
+                roots[result] = roots[call.args[root]]
+            else:
+                roots[result] = (program, index, root)
     return [roots[value] for value in program.outputs]
 
 
