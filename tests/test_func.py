@@ -473,7 +473,7 @@ def test_a_hessian_of_what_forward_mode_cannot_follow() -> None:
     torch.testing.assert_close(hessian.diagonal(), wanted.reshape(9, 9).diagonal().reshape(3, 3))
 
 
-def matrix_calls(matrix: Tensor, **more: Any) -> tuple[Jacobian, list[str]]:
+def matrix_calls(matrix: Tensor, *, is_symmetric: bool) -> tuple[Jacobian, list[str]]:
     """Returns a Jacobian that is a matrix, and a list that its products are noted in."""
     calls: list[str] = []
 
@@ -484,32 +484,33 @@ def matrix_calls(matrix: Tensor, **more: Any) -> tuple[Jacobian, list[str]]:
 
         return product
 
-    given = {name: noted(name, function) for name, function in more.items()}
-    products = Products(
-        noted("row", lambda v: v @ matrix), noted("along", lambda v: matrix @ v), **given
-    )
-    shape = matrix.shape
-    return Jacobian(products, (shape[0],), (shape[1],), like=matrix), calls
+    row = None if is_symmetric else noted("row", lambda v: v @ matrix)
+    columns = noted("columns", lambda v: v @ matrix.t())
+    like = matrix.new_empty(matrix.shape[1])
+    return Jacobian(Products(row, columns), (len(matrix),), like=like), calls
 
 
 def test_many_rows_of_a_hessian_are_computed_at_once_in_equal_groups() -> None:
     whole = tensor(70, 70)
     whole = whole + whole.t()
-    hessian, calls = matrix_calls(whole, rows=lambda v: v @ whole)
+    hessian, calls = matrix_calls(whole, is_symmetric=True)
     assert torch.equal(hessian[5], whole[5])
     assert torch.equal(hessian[7:9], whole[7:9])  # two of 35 are not worth a group
     assert torch.equal(hessian.dense(), whole)
-    assert calls == ["row (70,)"] * 3 + ["rows (35, 70)"] * 2
+    assert calls == ["columns (1, 70)"] * 3 + ["columns (35, 70)"] * 2
     assert torch.equal(hessian.dense(), whole) and len(calls) == 5
+    other, calls = matrix_calls(whole, is_symmetric=True)
+    assert torch.equal(other.diagonal(), whole.diagonal()) and not other._rows
+    assert calls == ["columns (35, 70)"] * 2
 
 
 def test_a_jacobian_is_computed_by_columns_where_that_costs_less() -> None:
     tall = tensor(9, 4)
-    jacobian, calls = matrix_calls(tall, columns=lambda v: v @ tall.t())
+    jacobian, calls = matrix_calls(tall, is_symmetric=False)
     assert torch.equal(jacobian[2], tall[2])
     assert torch.equal(jacobian.dense(), tall)
     assert calls == ["row (9,)", "columns (4, 4)"]
-    wide, calls = matrix_calls(tall.t(), columns=lambda v: v @ tall)
+    wide, calls = matrix_calls(tall.t(), is_symmetric=False)
     assert torch.equal(wide[:2], tall.t()[:2]) and calls == ["row (4,)"] * 2
 
 

@@ -1,6 +1,8 @@
 """``jacobian`` and ``hessian``: rows that are computed where they are asked for, and remembered.
 
-What a Jacobian at one point is computed by are its products with directions.
+A Jacobian at one point is computed by two products: a cotangent times it (a row, in reverse mode),
+and it times several tangents at once (columns, in forward mode). A Hessian is the Jacobian of a
+gradient and symmetric, so that one of the two does for both.
 """
 
 from __future__ import annotations
@@ -8,17 +10,16 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property, partial
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from ...autodiff.forward_mode.series import Series
 from ...reuse.errors import PlanError, door
 from ..tracing.torch_tracing import follower
-from .lines import ForwardMode, may_follow, taylor
+from .lines import ForwardMode
 from .transforms import (
     Function,
     along_gradients,
@@ -36,19 +37,107 @@ LinearMap = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True)
-class Given:
-    """The arguments at one point."""
+class Products:
+    """Holds the products that a Jacobian at one point is computed by.
 
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
+    Attributes:
+        row: a cotangent times it; None where it is symmetric and columns do.
+        columns: it times several tangents, ``[K, *input]`` to ``[K, *result]``; None where it is
+            symmetric and rows do.
+    """
 
-    def to(self, function: Callable[..., torch.Tensor]) -> LinearMap:
-        """Returns a function of what comes before them."""
-        return lambda first: function(first, *self.args, **self.kwargs)
+    row: LinearMap | None
+    columns: LinearMap | None
+
+    def times_cotangent(self, cotangent: torch.Tensor) -> torch.Tensor:
+        """Returns a cotangent times the Jacobian."""
+        return self.row(cotangent) if self.row else self.times_tangent(cotangent)
+
+    def times_tangent(self, tangent: torch.Tensor) -> torch.Tensor:
+        """Returns the Jacobian times a tangent."""
+        if self.columns is None:
+            return self.times_cotangent(tangent)
+        return self.columns(tangent.unsqueeze(0)).squeeze(0)
+
+
+@dataclass(frozen=True)
+class Computed:
+    """Holds what a function computed, and the point that it was computed at.
+
+    Attributes:
+        result: with a graph that leads to the point.
+        point: what is differentiated with respect to.
+        goes_on: whether derivatives can be differentiated in their turn.
+    """
+
+    result: torch.Tensor
+    point: torch.Tensor
+    goes_on: bool
+
+    def to(self, derive: Derive) -> LinearMap:
+        """Returns a product with what was computed; it can be differentiated if this can."""
+
+        def product(directions: torch.Tensor) -> torch.Tensor:
+            with torch.enable_grad():
+                found = derive(self, directions)
+            return found if self.goes_on else found.detach()
+
+        return product
+
+
+Compute = Callable[[Function, int, Sequence[Any], Mapping[str, Any]], Computed]
+"""Runs a function, to be differentiated with respect to one of its arguments."""
+Derive = Callable[[Computed, torch.Tensor], torch.Tensor]
+"""Computes a product from what was computed and directions."""
+
+
+def computed(
+    func: Function, argnums: int, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Computed:
+    """Runs a function, to be differentiated with respect to one of its arguments."""
+    goes_on = torch.is_grad_enabled()
+    with torch.enable_grad():
+        given, (point,) = renamed(chosen(args, argnums))
+        return Computed(func(*with_chosen(args, argnums, given), **kwargs), point, goes_on)
+
+
+def computed_gradient(
+    func: Function, argnums: int, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Computed:
+    """Runs a function with a scalar result and its backward, to differentiate the gradient."""
+    one = computed(func, argnums, args, kwargs)
+    with torch.enable_grad():
+        value = scalar(one.result, "hessian")
+        (gradient,) = gradients([value], [one.point], None, goes_on=True)
+    return replace(one, result=gradient)
+
+
+class Product(nn.Module):
+    """A product with the Jacobian of a function, which it runs.
+
+    Args:
+        func: the function.
+        argnums: with respect to which of its arguments.
+        compute: runs it.
+        derive: computes the product.
+    """
+
+    def __init__(self, func: Function, argnums: int, compute: Compute, derive: Derive) -> None:
+        super().__init__()
+        self.func = func
+        self._argnums = argnums
+        self._compute = compute
+        self._derive = derive
+
+    def forward(self, directions: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Returns the product."""
+        # Before the function runs: see `tangents_of`.
+        given = directions.clone()
+        return self._compute(self.func, self._argnums, args, kwargs).to(self._derive)(given)
 
 
 class AtOnce:
-    """A function of several directions: one program for each number of them."""
+    """Runs one program for each number of directions."""
 
     def __init__(self, make: Callable[[], nn.Module]) -> None:
         self._make = make
@@ -63,103 +152,6 @@ class AtOnce:
         return found
 
 
-@dataclass(frozen=True)
-class Products:
-    """What a Jacobian at one point is computed by.
-
-    Attributes:
-        row: a cotangent times it.
-        along: it times a tangent.
-        rows: several cotangents times it, ``[K, *result]`` to ``[K, *input]``, if they can pass
-            at once.
-        columns: it times several tangents, ``[K, *input]`` to ``[K, *result]``.
-        curvatures: of a Hessian the second derivatives along directions, ``[K, *input]`` to
-            ``[K]``.
-    """
-
-    row: LinearMap
-    along: LinearMap
-    rows: LinearMap | None = None
-    columns: LinearMap | None = None
-    curvatures: LinearMap | None = None
-
-
-@dataclass(frozen=True)
-class Computed:
-    """A function's result, and the point that it was computed at.
-
-    Attributes:
-        result: with a graph that leads to the point.
-        point: what is differentiated with respect to.
-        goes_on: whether derivatives can be differentiated in their turn.
-    """
-
-    result: torch.Tensor
-    point: torch.Tensor
-    goes_on: bool
-
-    @cached_property
-    def gradient(self) -> torch.Tensor:
-        """That of a result which is a scalar, to be differentiated on."""
-        value = scalar(self.result, "hessian")
-        (found,) = gradients([value], [self.point], None, goes_on=True)
-        return found
-
-    def to(self, derive: Derive) -> LinearMap:
-        """Returns a product with what was computed; it can be differentiated if this can."""
-
-        def product(directions: torch.Tensor) -> torch.Tensor:
-            with torch.enable_grad():
-                found = derive(self, directions)
-            return found if self.goes_on else found.detach()
-
-        return product
-
-
-Derive = Callable[[Computed, torch.Tensor], torch.Tensor]
-"""Computes a product from a function's result and directions."""
-
-
-def computed(
-    func: Function, argnums: int, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Computed:
-    """Runs a function, to be differentiated with respect to one of its arguments."""
-    goes_on = torch.is_grad_enabled()
-    with torch.enable_grad():
-        given, (point,) = renamed(chosen(args, argnums))
-        return Computed(func(*with_chosen(args, argnums, given), **kwargs), point, goes_on)
-
-
-class Product(nn.Module):
-    """A product with the Jacobian of a function, which it runs.
-
-    Args:
-        func: the function.
-        argnums: with respect to which of its arguments.
-        derive: computes the product.
-        prepare: makes what that takes of the directions before the function runs: see
-            :func:`tangents_of`.
-    """
-
-    def __init__(
-        self,
-        func: Function,
-        argnums: int,
-        derive: Derive,
-        prepare: Callable[[torch.Tensor], torch.Tensor] = torch.clone,
-    ) -> None:
-        super().__init__()
-        self.func = func
-        self._argnums = argnums
-        self._derive = derive
-        self._prepare = prepare
-
-    def forward(self, directions: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Returns the product."""
-        given = self._prepare(directions)
-        return computed(self.func, self._argnums, args, kwargs).to(self._derive)(given)
-
-
 def cotangent_product(at: Computed, cotangent: torch.Tensor) -> torch.Tensor:
     """Returns a cotangent times the Jacobian, in the input's shape."""
     (found,) = gradients([at.result], [at.point], [cotangent], goes_on=at.goes_on)
@@ -172,29 +164,10 @@ def tangent_products(at: Computed, tangents: torch.Tensor) -> torch.Tensor:
     return found
 
 
-def hessian_products(at: Computed, tangents: torch.Tensor) -> torch.Tensor:
+def hessian_products(at: Computed, tangents: torch.Tensor, *, mode: ForwardMode) -> torch.Tensor:
     """Returns the Hessian times tangents: ``[K, *input]`` of as much."""
-    (found,) = tangents_of([at.gradient], [at.point], [tangents])
+    (found,) = along_gradients([at.result], [at.point], [tangents], mode, goes_on=at.goes_on)
     return found
-
-
-def hessian_product(at: Computed, tangent: torch.Tensor, *, mode: ForwardMode) -> torch.Tensor:
-    """Returns the Hessian times a tangent: ``[*input]`` of ``[1, *input]``."""
-    (found,) = along_gradients([at.gradient], [at.point], [tangent], mode, goes_on=at.goes_on)
-    return found.squeeze(0)
-
-
-def curvatures(at: Computed, directions: torch.Tensor) -> torch.Tensor:
-    """Returns the second derivatives of a scalar along lines: ``[K]`` of ``[K, *input]``."""
-    value = scalar(at.result, "hessian").reshape(())
-    if may_follow("auto"):
-        return taylor(value, at.point, directions, Series(2, len(directions)))
-    return torch.stack([_curvature(at, direction) for direction in directions])
-
-
-def _curvature(at: Computed, direction: torch.Tensor) -> torch.Tensor:
-    (second,) = gradients([at.gradient], [at.point], [direction], goes_on=True)
-    return (second * direction).sum()
 
 
 class SameDraws:
@@ -263,22 +236,7 @@ def jacobian(func: Function, argnums: int = 0) -> Callable[..., Jacobian]:
         >>> J = lazyinline.func.jacobian(model)(x)
         >>> J[0], J[0, 1], J @ v, J.dense()
     """
-    row = compiled(Product(func, argnums, cotangent_product, prepare=_as_it_is))
-    columns = AtOnce(lambda: compiled(Product(func, argnums, tangent_products)))
-
-    def at(*args: Any, **kwargs: Any) -> Jacobian:
-        (point,) = chosen(args, argnums)
-        if follower() is not None:
-            one = computed(func, argnums, args, kwargs)
-            products = _of_jacobian(one.to(cotangent_product), one.to(tangent_products))
-            return Jacobian(products, tuple(one.result.shape), tuple(point.shape), like=point)
-        given, same = Given(args, kwargs), SameDraws(point.device)
-        with torch.no_grad(), torch.random.fork_rng(same.devices):
-            shape = func(*args, **kwargs).shape
-        products = _of_jacobian(same.among(given.to(row)), same.among(given.to(columns)))
-        return Jacobian(products, tuple(shape), tuple(point.shape), like=point)
-
-    return at
+    return _lazily(func, argnums, computed, cotangent_product, tangent_products)
 
 
 @door
@@ -302,23 +260,43 @@ def hessian(
         >>> H[3], H.diagonal(), H @ v
     """
     # Only the whole is compiled: the gradient inside becomes a part of it.
-    one_product = partial(hessian_product, mode=mode)
-    product = compiled(Product(func, argnums, one_product, prepare=_as_a_row))
-    rows = AtOnce(lambda: compiled(Product(func, argnums, hessian_products)))
-    lines = AtOnce(lambda: compiled(Product(func, argnums, curvatures)))
+    if mode == "reverse":
+        return _lazily(func, argnums, computed_gradient, cotangent_product, None)
+    products = partial(hessian_products, mode=mode)
+    return _lazily(func, argnums, computed_gradient, None, products)
+
+
+def _lazily(
+    func: Function, argnums: int, compute: Compute, row: Derive | None, columns: Derive | None
+) -> Callable[..., Jacobian]:
+    """Returns a function that gives a Jacobian, computed by one product or by two."""
+
+    def program(derive: Derive) -> nn.Module:
+        return compiled(Product(func, argnums, compute, derive))
+
+    programs: list[Callable[..., torch.Tensor] | None] = [
+        None if row is None else program(row),
+        None if columns is None else AtOnce(lambda: program(columns)),
+    ]
 
     def at(*args: Any, **kwargs: Any) -> Jacobian:
         (point,) = chosen(args, argnums)
-        shape = tuple(point.shape)
         if follower() is not None:
-            one = computed(func, argnums, args, kwargs)
-            row, *many = (one.to(f) for f in (one_product, hessian_products, curvatures))
-            products = _of_hessian(lambda v: row(_as_a_row(v)), *many, mode=mode)
+            one = compute(func, argnums, args, kwargs)
+            maps = [None if derive is None else one.to(derive) for derive in (row, columns)]
+            return Jacobian(Products(*maps), tuple(one.result.shape), like=point)
+        same = SameDraws(point.device)
+        if compute is computed_gradient:
+            shape = point.shape
         else:
-            given, same = Given(args, kwargs), SameDraws(point.device)
-            found = (same.among(given.to(f)) for f in (product, rows, lines))
-            products = _of_hessian(*found, mode=mode)
-        return Jacobian(products, shape, shape, like=point)
+            with torch.no_grad(), torch.random.fork_rng(same.devices):
+                shape = func(*args, **kwargs).shape
+
+        def bound(run: Callable[..., torch.Tensor]) -> LinearMap:
+            return same.among(lambda directions: run(directions, *args, **kwargs))
+
+        maps = [None if run is None else bound(run) for run in programs]
+        return Jacobian(Products(*maps), tuple(shape), like=point)
 
     return at
 
@@ -341,13 +319,12 @@ class Jacobian:
         self,
         products: Products,
         result_shape: tuple[int, ...],
-        input_shape: tuple[int, ...],
         *,
         like: torch.Tensor,
     ) -> None:
         self._products = products
         self._result_shape = result_shape
-        self._input_shape = input_shape
+        self._input_shape = tuple(like.shape)
         self._like = like
         self._rows: dict[int, torch.Tensor] = {}
 
@@ -385,7 +362,7 @@ class Jacobian:
             PlanError: if the shape is another one.
         """
         self._check(vector, self._input_shape, "J @ v")
-        return self._products.along(vector)
+        return self._products.times_tangent(vector)
 
     def __rmatmul__(self, vector: torch.Tensor) -> torch.Tensor:
         """Returns the product of a tensor of the result's shape with this.
@@ -394,7 +371,7 @@ class Jacobian:
             PlanError: if the shape is another one.
         """
         self._check(vector, self._result_shape, "v @ J")
-        return self._products.row(vector)
+        return self._products.times_cotangent(vector)
 
     def diagonal(self) -> torch.Tensor:
         """Returns the derivative of each result by the input at its place.
@@ -407,15 +384,14 @@ class Jacobian:
                 f"Only a square Jacobian has a diagonal; this is {self._result_shape} by "
                 f"{self._input_shape}."
             )
-        everything = range(self.num_rows)
-        curvatures = self._products.curvatures
-        if curvatures is not None and len(self._rows) < self.num_rows:
-            return self._by_units(curvatures, everything, self._input_shape).reshape(
-                self._result_shape
-            )
+        everything, columns = range(self.num_rows), self._products.columns
+        if self._products.row is None and columns is not None and len(self._rows) < self.num_rows:
+            # Only an entry of each row is kept: all rows would take the square of its memory.
+            entries = self._by_units(lambda v: (columns(v) * v).flatten(1).sum(1), everything)
+            return entries.reshape(self._result_shape)
         self._compute(everything)
-        entries = [self._rows[i].flatten()[i] for i in everything]
-        return torch.stack(entries).reshape(self._result_shape)
+        found = [self._rows[i].flatten()[i] for i in everything]
+        return torch.stack(found).reshape(self._result_shape)
 
     def dense(self) -> torch.Tensor:
         """Returns the whole as a tensor."""
@@ -430,26 +406,28 @@ class Jacobian:
     def _compute(self, numbers: Sequence[int]) -> None:
         """Computes the rows that are not there yet: at once, by columns, or one by one."""
         missing = [number for number in dict.fromkeys(numbers) if number not in self._rows]
-        num_columns, products = math.prod(self._input_shape), self._products
+        num_columns, columns = math.prod(self._input_shape), self._products.columns
+        is_symmetric = self._products.row is None
         is_worth_a_group = _WORTH * len(missing) >= _group_size(self.num_rows)
         found: Iterable[torch.Tensor]
-        if products.rows is not None and len(missing) > 1 and is_worth_a_group:
-            found = self._by_units(products.rows, missing, self._result_shape)
-        elif products.columns and len(missing) > 1 and num_columns <= _BACK * len(missing):
-            columns = self._by_units(products.columns, range(num_columns), self._input_shape)
+        if columns is None or len(missing) < 2:
+            found = self._one_by_one(missing)
+        elif is_symmetric and is_worth_a_group:  # its columns are its rows
+            found = self._by_units(columns, missing)
+        elif not is_symmetric and num_columns <= _BACK * len(missing):
+            whole = self._by_units(columns, range(num_columns))
             missing = list(range(self.num_rows))
-            found = columns.reshape(num_columns, -1).t().reshape(-1, *self._input_shape)
+            found = whole.reshape(num_columns, -1).t().reshape(-1, *self._input_shape)
         else:
-            found = [products.row(self._unit(number)) for number in missing]
+            found = self._one_by_one(missing)
         self._rows.update(zip(missing, found, strict=True))
 
-    def _by_units(
-        self,
-        function: Callable[[torch.Tensor], torch.Tensor],
-        places: Sequence[int],
-        shape: tuple[int, ...],
-    ) -> torch.Tensor:
-        """Returns what a function of several directions is along units, in equal groups."""
+    def _one_by_one(self, numbers: Sequence[int]) -> Iterable[torch.Tensor]:
+        return [self._products.times_cotangent(self._unit(number)) for number in numbers]
+
+    def _by_units(self, function: LinearMap, places: Sequence[int]) -> torch.Tensor:
+        """Returns what a function of several tangents is along units, in equal groups."""
+        shape = self._input_shape
         size = _group_size(math.prod(shape))
         groups = [places[i : i + size] for i in range(0, len(places), size)]
         found = [function(self._units(group, shape, size))[: len(group)] for group in groups]
@@ -473,24 +451,6 @@ class Jacobian:
     def _check(vector: torch.Tensor, shape: tuple[int, ...], what: str) -> None:
         if tuple(vector.shape) != shape:
             raise PlanError(f"{what} takes a vector of shape {shape}, not {tuple(vector.shape)}.")
-
-
-def _of_jacobian(row: LinearMap, columns: LinearMap) -> Products:
-    return Products(row, lambda v: columns(_as_a_row(v)).squeeze(0), None, columns)
-
-
-def _of_hessian(
-    one: LinearMap, many: LinearMap, lines: LinearMap, *, mode: ForwardMode
-) -> Products:
-    return Products(one, one) if mode == "reverse" else Products(one, one, many, many, lines)
-
-
-def _as_it_is(cotangent: torch.Tensor) -> torch.Tensor:
-    return cotangent
-
-
-def _as_a_row(tangent: torch.Tensor) -> torch.Tensor:
-    return tangent.unsqueeze(0)
 
 
 def _picked(

@@ -336,24 +336,26 @@ def along_gradients(
     *,
     goes_on: bool,
 ) -> list[torch.Tensor]:
-    """Returns the derivative of gradients along one direction: the product with a Hessian.
+    """Returns the derivative of gradients along K directions: products with a Hessian.
 
     Args:
         first: the gradient for each input.
         inputs: what they are of.
-        rows: the direction of each input, ``[1, *input.shape]``, made before: see
+        rows: the directions of each input, ``[K, *input.shape]``, made before: see
             :func:`tangents_of`.
         mode: as for :func:`hvp`.
         goes_on: whether the products can be differentiated in their turn.
 
     Returns:
-        Of each input ``[1, *input.shape]``.
+        Of each input ``[K, *input.shape]``.
     """
     passes = {"passes": _PASSES_OF_PRODUCT, "passes_back": _PASSES_OF_PRODUCT}
     if mode_taken("product with a Hessian", mode, "forward", **passes) == "forward":
         return tangents_of(first, inputs, rows)
-    directions = [row.squeeze(0) for row in rows]
-    return [p.unsqueeze(0) for p in gradients(first, inputs, directions, goes_on=goes_on)]
+    along = [
+        gradients(first, inputs, list(row), goes_on=goes_on) for row in zip(*rows, strict=True)
+    ]
+    return [torch.stack(products) for products in zip(*along, strict=True)]
 
 
 def _matching(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> list[torch.Tensor]:
