@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -197,68 +197,3 @@ def softplus(
     gate = sigmoid(steep, torch.sigmoid(steep), order - 1)
     inside = [scaled(c, beta**k / (k + 1)) for k, c in enumerate(gate)]
     return [y, *(torch.where(beyond, 1.0 if k == 0 else 0.0, c) for k, c in enumerate(inside))]
-
-
-def elu(
-    x: Tensor,
-    y: Tensor,
-    order: int,
-    alpha: float = 1,
-    scale: float = 1,
-    input_scale: float = 1,
-) -> list[Coefficient]:
-    """A line above zero and an exponential below."""
-    value = scaled(torch.exp(scaled(x, input_scale)), alpha * scale)
-    found: list[Coefficient] = [y]
-    for k in range(1, order + 1):
-        below = scaled(value, input_scale**k / math.factorial(k))
-        below = torch.zeros_like(x) if below is None else below
-        found.append(torch.where(x > 0, float(scale) if k == 1 else 0.0, below))
-    return found
-
-
-def relu(x: Tensor, y: Tensor, order: int) -> list[Coefficient]:
-    """A line above zero."""
-    return _bent(y, (x > 0).to(y.dtype), order)
-
-
-def leaky_relu(x: Tensor, y: Tensor, order: int, negative_slope: float = 0.01) -> list[Coefficient]:
-    """A line above zero and another below."""
-    return _bent(y, torch.where(x > 0, torch.ones_like(y), float(negative_slope)), order)
-
-
-def absolute(x: Tensor, y: Tensor, order: int) -> list[Coefficient]:
-    """``|x|``."""
-    return _bent(y, torch.sign(x), order)
-
-
-def hardtanh(
-    x: Tensor, y: Tensor, order: int, min_val: float = -1, max_val: float = 1
-) -> list[Coefficient]:
-    """``x`` between two bounds."""
-    return _bent(y, ((x > min_val) & (x < max_val)).to(y.dtype), order)
-
-
-def clamp(x: Tensor, y: Tensor, order: int, low: Any = None, high: Any = None) -> list[Coefficient]:
-    """``x`` between two bounds of which one may be missing, bounds included."""
-    inside = torch.ones_like(x, dtype=torch.bool)
-    if low is not None:
-        inside = inside & (x >= low)
-    if high is not None:
-        inside = inside & (x <= high)
-    return _bent(y, inside.to(y.dtype), order)
-
-
-def clamp_min(x: Tensor, y: Tensor, order: int, low: float) -> list[Coefficient]:
-    """``x``, but no less than a bound."""
-    return clamp(x, y, order, low)
-
-
-def clamp_max(x: Tensor, y: Tensor, order: int, high: float) -> list[Coefficient]:
-    """``x``, but no more than a bound."""
-    return clamp(x, y, order, None, high)
-
-
-def _bent(y: Tensor, slope: Tensor, order: int) -> list[Coefficient]:
-    """Of a function that is made of lines."""
-    return [y, slope, *[None] * (order - 1)]

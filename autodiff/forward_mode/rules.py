@@ -58,6 +58,20 @@ def of_one_variable(taylor: TaylorCoefficients) -> Rule:
     return rule
 
 
+def made_of_lines(lanes: Lanes, target: Any, operands: Operands) -> Any:
+    """Of a function made of lines: each coefficient times the slope that PyTorch gives it."""
+    if len(operands.jets) != 1 or operands.args[0] is not operands.jets[0]:
+        return NotImplemented
+    jet = operands.jets[0]
+
+    def function(x: Tensor) -> Any:
+        return operands.call(target, [x])
+
+    value, slope = torch.func.jvp(function, (jet.primal,), (torch.ones_like(jet.primal),))
+    (coefficients,) = lanes.each(lambda t: t * slope, jet)
+    return lanes.conformed(value, coefficients)
+
+
 def softmax(lanes: Lanes, target: Any, operands: Operands) -> Any:
     """Of softmax: what grows is weighed by the value, and its sum divided out."""
     value = operands.call(target)

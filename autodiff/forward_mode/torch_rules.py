@@ -21,24 +21,16 @@ def _names(text: str) -> tuple[str, ...]:
 
 
 _ONE_VARIABLE: Mapping[str, analytic.TaylorCoefficients] = {
-    "abs": analytic.absolute,
-    "clamp": analytic.clamp,
-    "clamp_max": analytic.clamp_max,
-    "clamp_min": analytic.clamp_min,
     "cos": analytic.cos,
     "cosh": analytic.cosh,
-    "elu": analytic.elu,
     "erf": analytic.erf,
     "exp": analytic.exp,
     "expm1": analytic.expm1,
     "gelu": analytic.gelu,
-    "hardtanh": analytic.hardtanh,
-    "leaky_relu": analytic.leaky_relu,
     "log": analytic.log,
     "log1p": analytic.log1p,
     "pow.Tensor_Scalar": analytic.power,
     "reciprocal": analytic.reciprocal,
-    "relu": analytic.relu,
     "rsqrt": analytic.rsqrt,
     "sigmoid": analytic.sigmoid,
     "silu": analytic.silu,
@@ -50,6 +42,8 @@ _ONE_VARIABLE: Mapping[str, analytic.TaylorCoefficients] = {
     "tan": analytic.tan,
     "tanh": analytic.tanh,
 }
+
+_MADE_OF_LINES = _names("abs clamp clamp_max clamp_min hardtanh leaky_relu relu")
 
 _LINEAR_IN_THE_FIRST = _names("""
     _conj _conj_physical _neg_view _reshape_alias _to_copy _unsafe_view alias chunk clone contiguous
@@ -89,6 +83,7 @@ _CONSTANT = _names("""
 
 RULES: Mapping[str, Rule] = {
     **{name: rules.of_one_variable(taylor) for name, taylor in _ONE_VARIABLE.items()},
+    **dict.fromkeys(_MADE_OF_LINES, rules.made_of_lines),
     **dict.fromkeys(_LINEAR_IN_THE_FIRST, rules.first_operand),
     **{name: rules.jointly(*places) for name, places in _LINEAR_TOGETHER.items()},
     **dict.fromkeys(_CONSTANT, rules.of_constant),
@@ -115,7 +110,7 @@ RULES: Mapping[str, Rule] = {
 _TAKEN_APART = _names("""
     _batch_norm_with_update_functional _native_batch_norm_legit
     _native_batch_norm_legit_functional _native_batch_norm_legit_no_training
-    addcdiv addcmul addmv binary_cross_entropy elu_backward gelu_backward glu
+    addcdiv addcmul addmv binary_cross_entropy elu elu_backward gelu_backward glu
     hardsigmoid hardswish hardtanh_backward huber_loss leaky_relu_backward lerp
     log_sigmoid_forward mish mse_loss native_batch_norm native_dropout_backward native_group_norm
     native_layer_norm nll_loss_forward rsub sigmoid_backward silu_backward
