@@ -18,13 +18,7 @@ from ..pipeline_parallel.cut import Stage
 from ..pipeline_parallel.plan import PipelinePlan
 from ..pipeline_parallel.process_groups import GradientSums, Ranks, copy_state, ranks_of, read_parts
 from ..pipeline_parallel.stage_derivative import StageDerivative
-from ..pipeline_parallel.steps import (
-    PlannedSteps,
-    Progress,
-    StageCounts,
-    StageSteps,
-    UnplannedSteps,
-)
+from ..pipeline_parallel.steps import Progress, StageCounts, StageSteps
 from ..recompute.policy import Policy
 from ..reuse import torch_pytree
 from ..reuse.errors import PipelineError, door
@@ -50,7 +44,7 @@ from .passes.context import Context
 from .passes.made import made_by
 from .passes.programs import PARTS, capture, derive
 from .passes.rank import SPLITS, RankCompilation, Split, Splitting, started
-from .passes.rank_compile import model_places, stage_runtimes, sum_names
+from .passes.rank_compile import model_places, sum_names, unplanned_rank
 from .passes.stages import predict, rank_limit_bytes
 from .passes.state import Subject, run
 from .requests import model_name
@@ -321,6 +315,7 @@ class Pipeline:
         self.plan = ShownPlan.of(state.plan, self.last_report, ranks.rank)
         self._derived = state.own
         self._planned = state.runs if isinstance(state.runs, RankProgram) else None
+        self._runs = self._planned or unplanned_rank(state)
         self._sum_names = sum_names(self._derived)
         self._sums = GradientSums()
         self._parameters = self._own_parameters()
@@ -338,23 +333,18 @@ class Pipeline:
         return {name: present[self._places[id(s)]] for name, s in self._parameters.items()}
 
     def _compile(self, state: RankCompilation) -> list[StageSteps]:
-        """Makes what runs this rank's stages; closures that stages share are compiled once."""
+        """Makes the steps of this rank's stages, and room for the gradients of each."""
         seed = 1.0 / self._table.num_micro_batches
         for derived in self._derived:
             for source, type_ in derived.trained_types:
                 self._sums.add_parameter(source.name, type_)
-        if self._planned is not None:
-            progress = Progress(state.order)
-            splits = self._table.splits_backward
-            return [
-                PlannedSteps(d, self._planned, progress, self._tensors_of(d.stage), seed, splits)
-                for d in self._derived
-            ]
-        found: list[StageSteps] = []
-        for derived, (runtime, halves) in zip(self._derived, stage_runtimes(state), strict=True):
-            tensors = self._tensors_of(derived.stage)
-            found.append(UnplannedSteps(derived, runtime, halves, tensors, self._sums, seed))
-        return found
+        # Places in an arena hold in the order they were planned for, and in no other.
+        progress = Progress(state.order) if self._planned is not None else None
+        splits = self._table.splits_backward
+        return [
+            StageSteps(d, self._runs, progress, self._tensors_of(d.stage), seed, splits)
+            for d in self._derived
+        ]
 
     def _tensors_of(self, stage: Stage) -> Callable[[], list[Tensor]]:
         places = [self._places[id(source)] for source in stage.model_tensors]
@@ -486,14 +476,11 @@ class Pipeline:
         """
         micro_batches = self._batch.split(args, kwargs)
         self._check(micro_batches[0])
-        self._sums.start()
-        if self._planned is not None:
-            sums = [self._sums.buffers[name] for name in self._sum_names]
-            self._planned.begin([*self._guard.tensors, *sums], self._names)
-            self._sums.zero()
+        sums = [self._sums.buffers[name] for name in self._sum_names]
+        self._runs.begin([*self._guard.tensors, *sums], self._names)
+        self._sums.zero()
         users = [[x for x in leaves if isinstance(x, Tensor)] for leaves in micro_batches]
         losses = self._runner.step(users)
-        self._sums.finish()
         with torch.no_grad():
             self._reduction.run()
             self._hand_out()

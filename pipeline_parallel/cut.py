@@ -79,6 +79,12 @@ class Stage:
         """The model's tensors it uses."""
         return tuple(s for s in self.sources if isinstance(s, ModelTensor))
 
+    @property
+    def written_tensors(self) -> tuple[int, ...]:
+        """The positions in ``model_tensors`` that the new state of buffers is written to."""
+        models = [i for i, s in enumerate(self.sources) if isinstance(s, ModelTensor)]
+        return tuple(models.index(target) for _, target in self.writes)
+
 
 def _tensor_types(values: Sequence[Value]) -> tuple[TensorType, ...]:
     assert all(isinstance(v.type, TensorType) for v in values)

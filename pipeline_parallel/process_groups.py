@@ -37,7 +37,6 @@ class GradientSums:
         self.buffers: dict[str, Tensor] = {}
         self.flat: list[Tensor] = []
         self._types: dict[str, TensorType] = {}
-        self._started: set[str] = set()
 
     def add_parameter(self, name: str, type_: TensorType) -> None:
         """Makes room for the gradient of a parameter, once."""
@@ -57,34 +56,10 @@ class GradientSums:
                 buffer = part.as_strided(type_.shape, type_.stride)
                 self.buffers[name] = in_own_storage(buffer)
 
-    def start(self) -> None:
-        """Begins a new sum."""
-        self._started.clear()
-
-    def add(self, name: str, gradient: Tensor) -> None:
-        """Adds one gradient."""
-        if name in self._started:
-            self.buffers[name].add_(gradient)
-        else:
-            self.buffers[name].copy_(gradient)
-            self._started.add(name)
-
     def zero(self) -> None:
-        """Makes all buffers zero, for launches that add to them."""
+        """Makes all buffers zero: a step adds to them."""
         for flat in self.flat:
             flat.zero_()
-        self._started.update(self.buffers)
-
-    def finish(self) -> None:
-        """Makes buffers that got nothing in this step zero."""
-        for name, buffer in self.buffers.items():
-            if name not in self._started:
-                buffer.zero_()
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of all buffers."""
-        return sum(b.numel() * b.element_size() for b in self.buffers.values())
 
 
 def copy_state(own: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:

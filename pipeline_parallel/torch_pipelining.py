@@ -199,12 +199,10 @@ class ClosureStage(PipelineStage):
         return [self._operation(dist.irecv, buffer, peer) for buffer in buffers]
 
     def _clear_unlaunched_fwd_recv(self, microbatch_index: int) -> None:
-        """Drops the buffers of a receive that was never started (asked since torch 2.15)."""
-        self.steps.drop_inbox(FORWARD, microbatch_index)
+        """Does nothing (asked since torch 2.15): the next step begins with empty inboxes."""
 
     def _clear_unlaunched_bwd_recv(self, microbatch_index: int) -> None:
-        """The same for gradients."""
-        self.steps.drop_inbox(BACKWARD, microbatch_index)
+        """Does nothing, for the same reason."""
 
     def _send(self, way: str, micro_batch: int, peer: int) -> list[dist.P2POp]:
         tensors = self.steps.outbox(way, micro_batch)
@@ -221,16 +219,14 @@ class ClosureStage(PipelineStage):
     # ---- V-shaped schedules: two neighbours on one rank --------------------------------------
 
     def set_local_fwd_input(self, prev_stage_outputs: Any, mb_index: int) -> None:
-        """Takes activations from a stage of this rank."""
-        self.steps.take(FORWARD, mb_index, prev_stage_outputs)
+        """Does nothing: the rank's runner hands values over as the part that makes them ends."""
 
     def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
-        """Takes gradients from a stage of this rank."""
-        self.steps.take(BACKWARD, mb_index, next_stage_bwd_outputs)
+        """Does nothing, for the same reason."""
 
     def get_local_bwd_output(self, mb_index: int) -> tuple[Tensor, ...]:
-        """Hands gradients to a stage of this rank."""
-        return tuple(self.steps.hand_over(BACKWARD, mb_index))
+        """Returns nothing, for the same reason."""
+        return ()
 
     # ---- steps ---------------------------------------------------------------------------
 
@@ -241,13 +237,7 @@ class ClosureStage(PipelineStage):
         """Runs the forward of a micro-batch."""
         self.doing = str(Action("F", self.stage_index, fwd_chunk_id))
         with self.steps.counts.timed("F"):
-            results = self.steps.forward(fwd_chunk_id, self._user[fwd_chunk_id])
-        if not self.is_last and self._is_here(self.stage_index + 1):
-            return self.steps.hand_over(FORWARD, fwd_chunk_id)
-        return results
-
-    def _is_here(self, stage: int) -> bool:
-        return self.stage_index_to_group_rank[stage] == self.group_rank
+            return self.steps.forward(fwd_chunk_id, self._user[fwd_chunk_id])
 
     @torch.no_grad()
     def backward_one_chunk(

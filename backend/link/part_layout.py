@@ -61,6 +61,7 @@ class PartSpec:
         outboxes: outputs that go to another unit.
         returned: outputs that the caller gets.
         sums: output -> number of the tensor it is added to, counted after the model's.
+        written: numbers of the model's tensors that the caller writes to after the part.
     """
 
     name: str
@@ -71,6 +72,7 @@ class PartSpec:
     outboxes: Sequence[tuple[int, Wire]] = ()
     returned: Sequence[int] = ()
     sums: Mapping[int, int] = field(default_factory=dict)
+    written: Sequence[int] = ()
 
 
 @dataclass(frozen=True)

@@ -336,6 +336,9 @@ class RankProgram:
             self._arena = torch.empty(
                 max(self.plan.arena.peak_bytes, 64), dtype=torch.uint8, device="cpu"
             )
+
+    def forget(self) -> None:
+        """Drops what runs left outside the arena for later runs of their flights."""
         self._foreign.clear()
 
     @without_autocast

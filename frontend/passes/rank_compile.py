@@ -11,8 +11,7 @@ from ...backend.link.link import FlatProgram
 from ...backend.link.part_layout import PartSpec, PlanBuffers, Source, UnitLayout
 from ...backend.link.placement import place
 from ...backend.run.rank_program import RankPlan, RankProgram, Run, Schedule
-from ...backend.run.runtime import ClosureRuntime
-from ...backend.run.unplanned import Executable
+from ...backend.run.unplanned import UnplannedRank
 from ...pipeline_parallel.actions import (
     BACKWARD,
     BACKWARD_INPUT,
@@ -21,7 +20,6 @@ from ...pipeline_parallel.actions import (
 )
 from ...pipeline_parallel.rank_order import Boundaries, RankOrder
 from ...pipeline_parallel.stage_derivative import StageDerivative
-from ...pipeline_parallel.steps import RunStage, StageRuntime
 from ...reuse.ir.leaf import flat_types
 from ...reuse.ir.program import Leaf, ModelTensor, Program
 from ...reuse.ir.transfer import Wire
@@ -109,21 +107,12 @@ def part_name(derived: StageDerivative, kind: str) -> str:
     return f"stage {derived.stage.index}, {_KINDS[kind]}"
 
 
-def stage_runtimes(state: RankCompilation) -> list[tuple[StageRuntime, list[RunStage | None]]]:
-    """Returns what runs each stage where memory is not planned: closures one by one."""
+def unplanned_rank(state: RankCompilation) -> UnplannedRank:
+    """Returns what runs a rank where memory is not planned: closures one by one."""
+    units = {one.stage.index: part_specs(one, state.flats) for one in state.own}
     kernels = state.context.kernels_of(state.linked)
-    found: list[tuple[StageRuntime, list[RunStage | None]]] = []
-    for derived in state.own:
-        made = {
-            kind: Executable(state.flats[part_name(derived, kind)], kernels)
-            for kind in parts_of(derived)
-        }
-        outputs = len(derived.stage.program.outputs)
-        runtime = ClosureRuntime(made[FORWARD], made.get(BACKWARD), outputs)
-        halves = [made.get(kind) for kind in (BACKWARD_INPUT, BACKWARD_WEIGHT)]
-        runs = [half.run if half is not None else None for half in halves]
-        found.append((runtime, list(runs) if derived.halves is not None else []))
-    return found
+    places = tensor_places(state.captured.program, state.own)
+    return UnplannedRank(units, kernels, _handed(sorted(units)), places)
 
 
 def parts_of(derived: StageDerivative) -> dict[str, Program]:
@@ -148,11 +137,13 @@ def _schedule(order: RankOrder, stages: Sequence[int]) -> Schedule:
                 posted[key] = order.posted[action]
             if action in order.delivered:
                 delivered[key] = order.delivered[action]
-    handed = []
-    for stage in stages:
-        if stage + 1 in stages:
-            handed += [(stage, FORWARD, stage + 1), (stage + 1, BACKWARD, stage)]
-    return Schedule(runs, posted, arriving, delivered, handed)
+    return Schedule(runs, posted, arriving, delivered, _handed(stages))
+
+
+def _handed(stages: Sequence[int]) -> list[tuple[int, str, int]]:
+    """Says which stages of one rank follow each other, and what they hand over."""
+    pairs = [(stage, stage + 1) for stage in stages if stage + 1 in stages]
+    return [hand for a, b in pairs for hand in ((a, FORWARD, b), (b, BACKWARD, a))]
 
 
 # ---- one stage -------------------------------------------------------------------------------
@@ -177,14 +168,26 @@ def unit_of(
     stage = derived.stage
     models = [TensorType.of(s.tensor) for s in stage.model_tensors]
     sums = [type_ for _, type_ in derived.trained_types]
-    own = zip(stage.sources, stage.program.inputs[stage.num_received :], strict=True)
-    given = flat_types([v.type for source, v in own if not isinstance(source, ModelTensor)])
     seed = [] if stage.num_sent else [derived.cotangent_types[0]]
+    parts = part_specs(derived, flats)
+    given = [*_given_types(derived), *seed]
+    return UnitLayout(parts, kernel_lists, [*models, *sums], given, plan, num_phases)
+
+
+def part_specs(derived: StageDerivative, flats: Mapping[str, FlatProgram]) -> list[PartSpec]:
+    """Describes the parts of a stage, in the order in which a micro-batch runs them."""
     named = {kind: flats[part_name(derived, kind)] for kind in parts_of(derived)}
     parts = [_forward(derived, named[FORWARD])]
     if derived.derivative is not None:
-        parts += _backwards(derived, named, Source("given", len(given)), len(models))
-    return UnitLayout(parts, kernel_lists, [*models, *sums], [*given, *seed], plan, num_phases)
+        seed = Source("given", len(_given_types(derived)))
+        parts += _backwards(derived, named, seed, len(derived.stage.model_tensors))
+    return parts
+
+
+def _given_types(derived: StageDerivative) -> list[TensorType]:
+    stage = derived.stage
+    own = zip(stage.sources, stage.program.inputs[stage.num_received :], strict=True)
+    return flat_types([v.type for source, v in own if not isinstance(source, ModelTensor)])
 
 
 def _forward(derived: StageDerivative, flat: FlatProgram) -> PartSpec:
@@ -202,6 +205,7 @@ def _forward(derived: StageDerivative, flat: FlatProgram) -> PartSpec:
         [Wire(t) for t in stage.received_types],
         list(enumerate(map(Wire, stage.sent_types))),
         range(stage.num_sent, len(stage.program.outputs)),
+        written=stage.written_tensors,
     )
 
 
