@@ -26,7 +26,7 @@ import lazyinline
 from lazyinline import lazy_inline
 from lazyinline.backend.arena.proof import check_no_overlap
 from lazyinline.backend.gpu.streams import may_move, on_two_streams
-from lazyinline.backend.gpu.triton_kernel import TritonKernel
+from lazyinline.backend.gpu.torch_triton import TritonKernel
 from lazyinline.backend.launches.kernel_list import KernelList, View
 from lazyinline.backend.run import planned
 from lazyinline.backend.run.planned import PlannedProgram

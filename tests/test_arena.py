@@ -18,8 +18,7 @@ from lazyinline.backend.arena import packing
 from lazyinline.backend.arena.arena import ArenaPlan, plan
 from lazyinline.backend.arena.live_ranges import Buffers, breadth, lower_bound
 from lazyinline.backend.arena.proof import check_no_overlap
-from lazyinline.backend.arena.repeats import patterns, splits
-from lazyinline.backend.arena.slots import chains
+from lazyinline.backend.arena.repeats import chains, patterns, splits
 from lazyinline.backend.launches import torch_native
 from lazyinline.reuse.errors import PlanError, VerifyError
 

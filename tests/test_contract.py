@@ -56,20 +56,21 @@ from lazyinline.backend.kernels.torch_builds import (
     vector_units_probed_here,
 )
 from lazyinline.backend.kernels.torch_corrections import (
+    NOT_FROM_THE_END,
+    decompositions,
     home_of_strides,
     offsets_added_once,
     polynomials_expanded,
     quotients_checked,
 )
-from lazyinline.backend.kernels.torch_decompositions import NOT_FROM_THE_END, decompositions
 from lazyinline.backend.kernels.torch_inductor import (
     NotCompiled,
     compile_leaves,
     rewrite_joint,
     settings,
 )
-from lazyinline.backend.launches import torch_generated
 from lazyinline.backend.launches.torch_native import native_file
+from lazyinline.backend.link import torch_generated
 from lazyinline.backend.onnx import torch_onnx
 from lazyinline.frontend.tracing import torch_settings, torch_tracing
 from lazyinline.frontend.tracing.torch_operators import kernels_own_rules, pure_forms
@@ -1878,7 +1879,7 @@ def test_a_quotient_of_integers_is_written_as_a_division(scalar: Any, vector: An
 def test_pooling_is_taken_apart_before_inductor_has_compiled_anything(lowering: Any) -> None:
     code = (
         "import torch\n"
-        "from lazyinline.backend.kernels.torch_decompositions import decompositions\n"
+        "from lazyinline.backend.kernels.torch_corrections import decompositions\n"
         "operator = torch.ops.aten.max_pool2d_with_indices.default\n"
         "x = torch.randn(1, 1, 4, 4)\n"
         "found = decompositions()[operator](x, [2, 2])\n"

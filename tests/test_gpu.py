@@ -21,10 +21,8 @@ from torch import nn
 from torch._inductor.runtime import triton_heuristics
 
 import lazyinline
-from lazyinline.backend.gpu.place import Place
-from lazyinline.backend.gpu.targets import TARGETS
-from lazyinline.backend.gpu.torch_triton import triton_kernel
-from lazyinline.backend.gpu.triton_kernel import TritonKernel
+from lazyinline.backend.gpu.targets import TARGETS, Place
+from lazyinline.backend.gpu.torch_triton import TritonKernel, triton_kernel
 from lazyinline.backend.kernels import torch_recorder
 from lazyinline.backend.launches.kernel_list import View
 from lazyinline.backend.link.placement import check_tensors_aligned

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import lazyinline
 from lazyinline import CacheError
-from lazyinline.backend.files import ownership, torch_folder
+from lazyinline.backend.files import disk, torch_folder
 from lazyinline.backend.files.disk import DiskCache
 from lazyinline.backend.files.torch_folder import (
     DamagedObjectError,
@@ -125,13 +125,13 @@ def open_above(folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def of_another(folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    kept = ownership.not_private
+    kept = disk.not_private
     theirs = folder.stat().st_ino
 
     def not_private(status: os.stat_result) -> str:
         return "it belongs to user 12345" if status.st_ino == theirs else kept(status)
 
-    monkeypatch.setattr(ownership, "not_private", not_private)
+    monkeypatch.setattr(disk, "not_private", not_private)
 
 
 @pytest.mark.parametrize("spoil", [open_to_all, of_another])
@@ -159,7 +159,7 @@ def test_a_folder_below_one_that_everybody_may_write_to_is_no_place_for_code(
     with pytest.raises(CacheError, match="everybody may rename"):
         DiskCache(folder.parent / "cache")
     folder.parent.chmod(0o1777)  # as /tmp is
-    assert not ownership.why_not_trusted(folder)
+    assert not disk.why_not_trusted(folder)
 
 
 def test_inductors_own_default_is_made_for_its_user_only(

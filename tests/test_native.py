@@ -25,7 +25,7 @@ from lazyinline.backend.launches.torch_native import (
     native_file,
     native_library,
 )
-from lazyinline.backend.link.generated_code import GeneratedCode, bind_native
+from lazyinline.backend.link.torch_generated import GeneratedCode, bind_native
 
 aten = torch.ops.aten
 SIZES = (1, 2, 3, 8, 17, 64, 130)

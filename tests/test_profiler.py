@@ -91,7 +91,7 @@ def test_a_chrome_trace_has_the_ranges(tmp_path: pathlib.Path) -> None:
 
 
 def test_a_failing_launch_leaves_no_range_open() -> None:
-    from lazyinline.backend.launches.torch_generated import begin_range
+    from lazyinline.backend.link.torch_generated import begin_range
 
     with torch.profiler.profile() as profile:
         opened = begin_range("left by an error")

@@ -14,8 +14,8 @@ from decoders import DecoderBlock, llama
 
 import lazyinline
 from lazyinline.backend.kernels import lower
+from lazyinline.backend.kernels.torch_attention import scratch_bytes
 from lazyinline.backend.launches.kernel_list import Launch, View
-from lazyinline.backend.launches.torch_attention_scratch import scratch_bytes
 from lazyinline.backend.run.planned import Lease
 from lazyinline.frontend.passes import context
 from lazyinline.frontend.training_step import compile_step

@@ -26,12 +26,10 @@ from stream_orders import (
 from test_link_orders import subject
 
 from lazyinline.backend.gpu import streams
-from lazyinline.backend.gpu.place import Place
 from lazyinline.backend.gpu.roofline import is_product
 from lazyinline.backend.gpu.streams import accesses, may_move, on_two_streams, with_streams
-from lazyinline.backend.gpu.targets import target_named
-from lazyinline.backend.gpu.torch_triton import LoadedKernel, read_only_arguments
-from lazyinline.backend.gpu.triton_kernel import TritonKernel
+from lazyinline.backend.gpu.targets import Place, target_named
+from lazyinline.backend.gpu.torch_triton import LoadedKernel, TritonKernel, read_only_arguments
 from lazyinline.backend.kernels.torch_recorder import record_graph
 from lazyinline.backend.launches.kernel_list import BufferInfo, KernelList, Launch, View
 from lazyinline.backend.link.link import FlatProgram, link

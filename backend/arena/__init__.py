@@ -3,7 +3,6 @@
 arena        the planner: choices of strategy, and the plan
 live_ranges  buffers with live ranges, and the bytes live at once
 packing      buffers placed one by one: first fit, best fit
-slots        buffers of one size share slots (interval graph colouring)
 repeats      repeated scratch, planned once per different block
 proof        no two buffers share a byte while both are live
 """

@@ -23,8 +23,17 @@ import numpy as np
 
 from .live_ranges import Buffers, IntArray, lower_bound
 from .packing import FirstFit, attempts, first_fit, orders, sweep
-from .repeats import Layers, contract, patterns, splits, stack, stacked_bytes
-from .slots import Contraction, chains, unchanged
+from .repeats import (
+    Contraction,
+    Layers,
+    chains,
+    contract,
+    patterns,
+    splits,
+    stack,
+    stacked_bytes,
+    unchanged,
+)
 
 ALIGNMENT = 64
 EFFORT_S = 1.0

@@ -33,8 +33,7 @@ from ...reuse.process import package_digest
 from ..arena.arena import ArenaPlan
 from ..arena.live_ranges import Buffers
 from ..files.disk import DiskCache, MissingObjectError, open_cache
-from ..gpu.torch_triton import MachineCode, triton_version
-from ..gpu.triton_kernel import TritonKernel
+from ..gpu.torch_triton import MachineCode, TritonKernel, triton_version
 from ..launches import torch_facts, torch_native
 from ..launches.built_kernel import BuiltKernel, loaded_kernel
 from ..launches.kernel_list import KernelList

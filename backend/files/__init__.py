@@ -1,6 +1,5 @@
 """Files and folders that several processes share, checked before they are used.
 
-ownership     who else may have written a file, or may exchange it
 disk          the on-disk store: entries and compiled objects, named by content
 torch_folder  adapter: the folder in which Inductor builds and finds shared objects
 """

@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ...reuse.errors import CacheWarning
-from .disk import default_directory
-from .ownership import is_own, why_not_trusted
+from .disk import default_directory, is_own, why_not_trusted
 
 _VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 _ELF_64 = b"\x7fELF\x02\x01"  # little-endian; an object in another format is not looked into

@@ -1,12 +1,9 @@
 """GPU programs, made with or without a GPU at hand.
 
-targets              what is known of each GPU that programs are compiled for
-place                where a program runs, and who launches its kernels
-triton_kernel        one Triton kernel, as text
-torch_gpu            adapter: what Inductor asks of a GPU, answered for one that is not here
-torch_triton         adapter: Triton kernels as machine code, and as something to launch
-roofline             how long a GPU will need at least
-streams              two streams for one closure: who is on the second, who waits for whom
-moved_leaf           a leaf for another device than it was traced on
-torch_gpu_attention  adapter: which attention a GPU runs
+targets       what is known of each GPU that programs are compiled for
+torch_gpu     adapter: what Inductor asks of a GPU, answered for one that is not here
+torch_triton  adapter: Triton kernels as machine code, and as something to launch
+roofline      how long a GPU will need at least
+streams       two streams for one closure: who is on the second, who waits for whom
+moved_leaf    a leaf for another device than it was traced on
 """

@@ -16,8 +16,7 @@ import torch
 from ...reuse.ir.costs import Cost, flops_of
 from ..launches.kernel_list import KernelList, Launch, View
 from .targets import Target
-from .torch_triton import LoadedKernel
-from .triton_kernel import TritonKernel
+from .torch_triton import LoadedKernel, TritonKernel
 
 _LEAST_S = 2e-6  # from one launch in a CUDA graph to the next
 _PRODUCTS: Mapping[Any, Any] = {

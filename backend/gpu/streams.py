@@ -21,8 +21,7 @@ from ...reuse.torch_names import schema_of
 from ..launches.kernel_list import ENTRY, BufferInfo, KernelList, Launch, views_in
 from .roofline import is_product, launch_cost
 from .targets import Target
-from .torch_triton import LoadedKernel, read_only_arguments
-from .triton_kernel import TritonKernel
+from .torch_triton import LoadedKernel, TritonKernel, read_only_arguments
 
 _INPUTS = -1  # stands for any input, where one is changed: two of them may share memory
 _EVENTS_S = 3e-6  # what it costs to fork and to join: an edge of a CUDA graph each, about

@@ -20,7 +20,7 @@ from torch.utils import _triton
 from ...reuse.errors import PlanError
 from ..launches.torch_native import built_library
 from .targets import Target
-from .triton_kernel import TritonKernel
+from .torch_triton import TritonKernel
 
 _NUM_REGISTERS = 65536
 _NUM_THREADS = 2048

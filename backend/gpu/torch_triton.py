@@ -1,21 +1,21 @@
-"""Adapter: Triton kernels as machine code, and as something to launch."""
+"""Adapter: Triton kernels as text, as machine code, and as something to launch."""
 
 from __future__ import annotations
 
 import importlib.metadata
 import os
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 from unittest import mock
 
 import torch
 
 from ...reuse.errors import PlanError
-from .triton_kernel import TritonKernel
 
 
 @dataclass(frozen=True)
@@ -158,3 +158,40 @@ class LoadedKernel:
         """Launches it on the device of its first tensor."""
         device = next(a for a in args if isinstance(a, torch.Tensor)).device
         self._tuner.run(*args, stream=self._stream_of(device.index))
+
+
+@dataclass(frozen=True, slots=True)
+class TritonKernel:
+    """A kernel by its text; equal texts are one kernel.
+
+    Attributes:
+        name: of the function in it.
+        source: a Python module that holds it, and how Inductor would launch it.
+    """
+
+    name: str
+    source: str
+
+    def __call__(self, *args: Any) -> NoReturn:
+        """Is what a launch of it holds; what runs a program loads it first."""
+        raise PlanError(f"The GPU kernel {self.name} was compiled, and is not loaded here.")
+
+    @property
+    def argument_names(self) -> list[str]:
+        """The names of its parameters, in order; what Inductor calls them says what they are."""
+        found = re.search(rf"\bdef {re.escape(self.name)}\(([^)]*)\)", self.source)
+        names = found.group(1).split(",") if found else []
+        return [name.split(":")[0].split("=")[0].strip() for name in names]
+
+    @property
+    def aligned_arguments(self) -> frozenset[int]:
+        """Which parameters it is compiled for at multiples of 16; all, if that is not known."""
+        known = re.search(r"'configs': \[\{(.*?)\}\]", self.source)
+        if known is None:
+            return frozenset(range(len(self.argument_names)))
+        return frozenset(int(n) for n in re.findall(r"\((\d+),\): ", known.group(1)))
+
+    @property
+    def content(self) -> str:
+        """Its text without its name, which tells only where in a closure it stood."""
+        return self.source.replace(self.name, "triton_")

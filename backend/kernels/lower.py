@@ -27,12 +27,10 @@ from ...reuse.torch_names import RESHAPES
 from ..gpu.moved_leaf import moved_leaf
 from ..gpu.targets import Target, target_named
 from ..gpu.torch_gpu import gpu_described
-from ..gpu.torch_gpu_attention import as_on_a_gpu
-from ..gpu.torch_triton import MachineCode, is_interpreting, machine_code
-from ..gpu.triton_kernel import TritonKernel
+from ..gpu.torch_triton import MachineCode, TritonKernel, is_interpreting, machine_code
 from ..launches.kernel_list import KernelList
-from . import torch_decompositions, torch_inductor, torch_recorder
-from .torch_attention import with_plain_attention
+from . import torch_corrections, torch_inductor, torch_recorder
+from .torch_attention import as_on_a_gpu, with_plain_attention
 
 BackendName: TypeAlias = Literal["inductor", "eager"]
 """Who makes the kernels."""
@@ -129,7 +127,7 @@ class InductorBackend:
             return Recipe(kernels="eager")
         if self._recipe is None:
             self._recipe = Recipe(
-                torch_decompositions.decompositions(),
+                torch_corrections.decompositions(),
                 "min_cut",
                 torch_inductor.rewrite_joint,
                 rewrite=with_plain_attention,
@@ -176,7 +174,7 @@ class GpuBackend:
         """As for a CPU, but for the attention that the GPU runs."""
         if self._recipe is None:
             self._recipe = Recipe(
-                torch_decompositions.decompositions(),
+                torch_corrections.decompositions(),
                 "min_cut",
                 torch_inductor.rewrite_joint,
                 rewrite=as_on_a_gpu,

@@ -1,38 +1,98 @@
-"""Adapter: small attentions as plain products.
+"""Adapter: which attention a program runs, and what the fused one allocates.
 
-PyTorch's fused attention saves memory and time over long sequences, but costs tens of microseconds
-per launch. Where a row of scores is no longer than a row of the result, the plain form keeps no
-more than the fused one and is several times faster (benchmarks/step_time.py). So is that of a
-single query, a token of ``generate``: its scores are less than the keys, however many those are.
+On a CPU small attentions become plain products. PyTorch's fused attention saves memory and time
+over long sequences, but costs tens of microseconds per launch. Where a row of scores is no longer
+than a row of the result, the plain form keeps no more than the fused one and is several times
+faster (benchmarks/step_time.py). So is that of a single query, a token of ``generate``: its scores
+are less than the keys, however many those are.
+
+On a GPU ``scaled_dot_product_attention`` and ``dropout`` decide by the device that they are traced
+on, so for a GPU that is not here it is decided before the derivative is traced. The rules are the
+main ones of PyTorch's own choice (ATen/native/transformers/cuda/sdp_utils.cpp): flash attention for
+half precision without a mask, memory-efficient attention for the rest, plain products where neither
+takes the operands. Dropout draws its mask in a kernel of its own there, whose numbers a CPU's
+``bernoulli_`` does not draw.
+
+The fused kernel of a CPU works through blocks of queries and keys in scratch that it allocates
+itself, in each thread. No plan places that, so it is counted: a reported peak is a promise. What
+the products inside take for themselves is not: oneDNN, which makes those of reduced precision,
+decides that anew for each CPU, version and number of threads, for a single matrix product as well.
 """
 
 from __future__ import annotations
 
+import math
 import operator
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import torch
 import torch.fx
 
 from ...reuse.torch_names import module_of
+from ..launches.kernel_list import Launch, View
 
-_FUSED = torch.ops.aten.scaled_dot_product_attention.default
-_PLAIN = torch.ops.aten._scaled_dot_product_attention_math.default
+aten = torch.ops.aten
+_FUSED = aten.scaled_dot_product_attention.default
+_PLAIN = aten._scaled_dot_product_attention_math.default
 _MAX_KEYS = 64
+
+
+Copies: TypeAlias = dict[torch.fx.Node, torch.fx.Node]
+"""From the nodes of a graph to those of the one that is written anew."""
+_Write: TypeAlias = Callable[[torch.fx.Graph, torch.fx.Node, Copies], torch.fx.Node]
+
+
+def _rewritten(
+    module: torch.fx.GraphModule, rule: Callable[[torch.fx.Node], _Write | None]
+) -> torch.fx.GraphModule:
+    """Returns a graph in which nodes that have a rule are written by it; the same if none has."""
+    rules = {node: rule(node) for node in module.graph.nodes}
+    if not any(rules.values()):
+        return module
+    graph, copies = torch.fx.Graph(), Copies()
+    for node, write in rules.items():
+        if write is None:
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+            continue
+        num_before = len(graph.nodes)
+        copies[node] = write(graph, node, copies)
+        for new in list(graph.nodes)[num_before:]:
+            new.meta["stamp"] = node.meta["stamp"]
+        copies[node].meta.update(node.meta)
+    return module_of(graph, module)
+
+
+def _arguments(node: torch.fx.Node) -> dict[str, Any]:
+    """Returns every argument of an attention by its name, defaults included."""
+    schema = _FUSED._schema.arguments
+    given = dict(zip((a.name for a in schema), node.args, strict=False)) | dict(node.kwargs)
+    return {a.name: given.get(a.name, a.default_value) for a in schema}
+
+
+def _order(like: torch.Tensor) -> list[int]:
+    """Returns the dimensions from outermost to innermost."""
+    strides = like.stride()
+    return sorted(range(like.dim()), key=lambda dim: (-strides[dim], dim))
+
+
+def _laid_out(graph: torch.fx.Graph, result: torch.fx.Node, like: torch.Tensor) -> torch.fx.Node:
+    """Lays a value out as the fused operator did: the operators that follow were traced on that."""
+    order = _order(like)
+    back = [order.index(dim) for dim in range(like.dim())]
+    result = graph.call_function(aten.permute.default, (result, order))
+    # A copy only where it lies otherwise.
+    result = graph.call_function(aten.contiguous.default, (result,))
+    return graph.call_function(aten.permute.default, (result, back))
+
+
+# ---- on a CPU ----------------------------------------------------------------------------------
 
 
 def with_plain_attention(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
     """Returns the graph with its small attentions in plain form (the same graph if it has none)."""
-    if not any(_is_small(node) for node in module.graph.nodes):
-        return module
-    graph = torch.fx.Graph()
-    copies: dict[torch.fx.Node, torch.fx.Node] = {}
-    for node in module.graph.nodes:
-        if _is_small(node):
-            copies[node] = _plain(graph, node, copies)
-        else:
-            copies[node] = graph.node_copy(node, copies.__getitem__)
-    return module_of(graph, module)
+    return _rewritten(module, lambda node: _plain if _is_small(node) else None)
 
 
 def _is_small(node: torch.fx.Node) -> bool:
@@ -46,7 +106,7 @@ def _is_small(node: torch.fx.Node) -> bool:
         return False
     single = not arguments["is_causal"] and _has_one_query(query, key, value)
     small = single or _has_few_keys(query, key, value)
-    return small and _contiguous_order(node.meta["val"]) is not None
+    return small and not _has_gaps(node.meta["val"])
 
 
 def _has_one_query(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
@@ -65,57 +125,257 @@ def _are_numbers(*sizes: int | torch.SymInt) -> bool:
     return all(isinstance(size, int) for size in sizes)
 
 
-def _arguments(node: torch.fx.Node) -> dict[str, Any]:
-    """Returns every argument by its name, defaults included."""
-    schema = _FUSED._schema.arguments
-    given = dict(zip((a.name for a in schema), node.args, strict=False)) | dict(node.kwargs)
-    return {a.name: given.get(a.name, a.default_value) for a in schema}
+def _has_gaps(like: torch.Tensor) -> bool:
+    expected = 1
+    for dim in reversed(_order(like)):
+        if like.stride(dim) != expected:
+            return True
+        expected *= like.shape[dim]
+    return False
 
 
-def _plain(
-    graph: torch.fx.Graph, node: torch.fx.Node, copies: dict[torch.fx.Node, torch.fx.Node]
-) -> torch.fx.Node:
+def _plain(graph: torch.fx.Graph, node: torch.fx.Node, copies: Copies) -> torch.fx.Node:
     arguments = _arguments(node)
     query, key, value = (copies[arguments[name]] for name in ("query", "key", "value"))
     positional = (query, key, value, None, 0.0, arguments["is_causal"])
     named = {name: arguments[name] for name in ("scale", "enable_gqa")}
     pair = graph.call_function(_PLAIN, positional, named)
-    result = _with_stride_of(
-        graph, graph.call_function(operator.getitem, (pair, 0)), node.meta["val"]
-    )
-    for new in _from(graph, pair):
-        new.meta["stamp"] = node.meta["stamp"]
-    result.meta.update(node.meta)
-    return result
+    first = graph.call_function(operator.getitem, (pair, 0))
+    return _laid_out(graph, first, node.meta["val"])
 
 
-def _with_stride_of(
-    graph: torch.fx.Graph, value: torch.fx.Node, like: torch.Tensor
-) -> torch.fx.Node:
-    """Lays a value out as the fused operator does: the operators that follow were traced on it."""
-    order = _contiguous_order(like)
-    assert order is not None
-    back = [order.index(d) for d in range(like.dim())]
-    aten = torch.ops.aten
-    value = graph.call_function(aten.permute.default, (value, order))
-    value = graph.call_function(
-        aten.clone.default, (value,), {"memory_format": torch.contiguous_format}
-    )
-    return graph.call_function(aten.permute.default, (value, back))
+# ---- scratch of the fused kernel on a CPU ------------------------------------------------------
+
+_ON_CPU = "_scaled_dot_product_flash_attention_for_cpu"
+_KEY_BLOCK = 512
+_PACKED_WIDTH = 64
+_PACKED_HEADS = 4  # and more
+_PADDING_BYTES = 512  # of the small arrays that a thread allocates beside its blocks
 
 
-def _from(graph: torch.fx.Graph, first: torch.fx.Node) -> list[torch.fx.Node]:
-    nodes = list(graph.nodes)
-    return nodes[nodes.index(first) :]
+def scratch_bytes(launch: Launch) -> int:
+    """Returns what a launch allocates and frees while it runs, at most; 0 if nothing is known.
+
+    The sizes are those of PyTorch's FlashAttentionKernel.cpp (torch 2.11 to 2.15), for a CPU that
+    needs most: those with matrix units work on packed keys and values.
+    """
+    name = launch.name.removeprefix("aten.").partition(".")[0]
+    views = [view for view in launch.args if isinstance(view, View)]
+    if not name.startswith(_ON_CPU) or not views:  # an estimated launch has no operands
+        return 0
+    if name == _ON_CPU:
+        query, key = views[:2]
+        return _forward_scratch_bytes(query, key)
+    gradient, query, key = views[:3]
+    return _backward_scratch_bytes(gradient, query, key)
 
 
-def _contiguous_order(like: torch.Tensor) -> list[int] | None:
-    """Returns the dimensions from outermost to innermost, or None if there are gaps."""
-    strides = like.stride()
-    order = sorted(range(like.dim()), key=lambda d: (-strides[d], d))
+def _forward_scratch_bytes(query: View, key: View) -> int:
+    rows, columns = _block(query.shape[-2], key.shape[-2])
+    width = query.shape[-1]
+    packs = _may_pack(key)
+    if packs:
+        columns = _padded(columns)
+    num_bytes = (rows * columns + 2 * rows + rows * width) * _accumulated(query.dtype)
+    if _is_reduced(query.dtype):  # the block again in its own type
+        num_bytes += rows * (columns + 1) * query.dtype.itemsize
+    if packs:
+        num_bytes += (columns + width) * _PACKED_WIDTH * query.dtype.itemsize
+    num_bytes = torch.get_num_threads() * (num_bytes + _PADDING_BYTES)
+    return num_bytes + (_packed_bytes(key) if packs else 0)
+
+
+def _may_pack(key: View) -> bool:
+    """Whether a CPU with matrix units may make copies of keys and values as these want them."""
+    _, heads, tokens, width = key.shape
+    fit = heads >= _PACKED_HEADS and tokens >= _PACKED_WIDTH and width % _PACKED_WIDTH == 0
+    return _is_reduced(key.dtype) and fit
+
+
+def _packed_bytes(key: View) -> int:
+    """Copies of keys and values, padded."""
+    batch, heads, tokens, width = key.shape
+    padded = _padded(tokens) + (_KEY_BLOCK if tokens >= _KEY_BLOCK else 0)
+    return 2 * batch * heads * padded * width * key.dtype.itemsize
+
+
+def _padded(num_tokens: int) -> int:
+    return -(-num_tokens // _PACKED_WIDTH) * _PACKED_WIDTH
+
+
+def _backward_scratch_bytes(gradient: View, query: View, key: View) -> int:
+    rows, columns = _block(query.shape[-2], key.shape[-2])
+    num_bytes = (2 * rows * columns + rows) * _accumulated(query.dtype)
+    if _is_reduced(query.dtype):
+        num_bytes += 2 * rows * columns * query.dtype.itemsize
+    num_bytes = torch.get_num_threads() * (num_bytes + _PADDING_BYTES)
+    return num_bytes + (0 if _has_tokens_first(gradient) else _num_bytes(gradient))  # a copy
+
+
+def _has_tokens_first(view: View) -> bool:
+    """Whether a tensor of heads and tokens lies contiguous as tokens and heads."""
     expected = 1
-    for dim in reversed(order):
-        if strides[dim] != expected:
-            return None
-        expected *= like.shape[dim]
-    return order
+    for dim in (3, 1, 2, 0):
+        if view.shape[dim] != 1 and view.stride[dim] != expected:
+            return False
+        expected *= view.shape[dim]
+    return True
+
+
+def _num_bytes(view: View) -> int:
+    return math.prod(view.shape) * view.dtype.itemsize
+
+
+def _block(num_queries: int, num_keys: int) -> tuple[int, int]:
+    """Queries and keys that one thread works on at a time."""
+    rows = 256 if num_queries >= 768 else 64 if num_queries >= 192 else 32
+    return min(rows, num_queries), min(_KEY_BLOCK, num_keys)
+
+
+def _is_reduced(dtype: torch.dtype) -> bool:
+    return dtype in (torch.bfloat16, torch.float16)
+
+
+def _accumulated(dtype: torch.dtype) -> int:
+    """Bytes of an element in which sums of such a type are kept."""
+    return 4 if _is_reduced(dtype) else dtype.itemsize
+
+
+# ---- on a GPU ----------------------------------------------------------------------------------
+
+_FLASH = aten._scaled_dot_product_flash_attention.default
+_EFFICIENT = aten._scaled_dot_product_efficient_attention.default
+_MAX_HEAD = 256
+_ROW = 16  # elements that rows of a mask are padded to
+_HALF = (torch.float16, torch.bfloat16)
+
+
+def as_on_a_gpu(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
+    """Returns the graph with attention and dropout as a GPU runs them (the same if it has none)."""
+
+    def rule(node: torch.fx.Node) -> _Write | None:
+        if node.target is _FUSED:
+            return _written_for_gpu
+        return _native_dropout if _drops(node) else None
+
+    return _rewritten(module, rule)
+
+
+def _drops(node: torch.fx.Node) -> bool:
+    """Whether a node is a dropout that drops something."""
+    if node.target is not aten.dropout.default:
+        return False
+    operand, p, train = node.args
+    assert isinstance(operand, torch.fx.Node)
+    return bool(train) and 0 < float(p) < 1 and operand.meta["val"].numel() > 0  # type: ignore[arg-type]
+
+
+def _native_dropout(graph: torch.fx.Graph, node: torch.fx.Node, copies: Copies) -> torch.fx.Node:
+    operand, p, _ = node.args
+    assert isinstance(operand, torch.fx.Node)
+    pair = graph.call_function(aten.native_dropout.default, (copies[operand], p, True))
+    return graph.call_function(operator.getitem, (pair, 0))
+
+
+def _written_for_gpu(graph: torch.fx.Graph, node: torch.fx.Node, copies: Copies) -> torch.fx.Node:
+    given = _arguments(node)
+    operands = {n: copies[x] for n, x in given.items() if isinstance(x, torch.fx.Node)}
+    return _laid_out(graph, _Attention(graph, given, operands).written(), node.meta["val"])
+
+
+@dataclass(frozen=True)
+class _Attention:
+    """One attention, and the graph that it is written to.
+
+    Attributes:
+        graph: gets its operators.
+        given: its arguments, by name, as they were traced.
+        operands: those that are tensors, in the new graph.
+    """
+
+    graph: torch.fx.Graph
+    given: dict[str, Any]
+    operands: dict[str, torch.fx.Node]
+
+    def written(self) -> torch.fx.Node:
+        """Writes it; returns its result."""
+        return self._kind()()
+
+    def _kind(self) -> Callable[[], torch.fx.Node]:
+        query, key, value = (self._seen(name) for name in ("query", "key", "value"))
+        masked = self.given["attn_mask"] is not None
+        heads = {query.shape[-1], key.shape[-1], value.shape[-1]}
+        fits = all(t.dim() == 4 and 0 not in t.shape for t in (query, key, value))
+        wide = 16 // query.element_size()  # elements of the widest load
+        if not fits or any(head % wide for head in heads) or (masked and self.given["is_causal"]):
+            return self._plain
+        if query.dtype in _HALF and not masked and len(heads) == 1 and max(heads) <= _MAX_HEAD:
+            return self._flash
+        return self._efficient if query.dtype in (*_HALF, torch.float32) else self._plain
+
+    def _seen(self, name: str) -> torch.Tensor:
+        value: torch.Tensor = self.given[name].meta["val"]
+        return value
+
+    def _call(self, target: Any, *args: Any, **kwargs: Any) -> torch.fx.Node:
+        return self.graph.call_function(target, args, kwargs)
+
+    def _first(self, results: torch.fx.Node) -> torch.fx.Node:
+        return self._call(operator.getitem, results, 0)
+
+    def _flash(self) -> torch.fx.Node:
+        query, key, value = self._repeated()
+        dropout, causal = self.given["dropout_p"], self.given["is_causal"]
+        made = self._call(
+            _FLASH, query, key, value, dropout, causal, False, scale=self.given["scale"]
+        )
+        return self._first(made)
+
+    def _efficient(self) -> torch.fx.Node:
+        query, key, value = self._repeated()
+        dropout, causal = self.given["dropout_p"], self.given["is_causal"]
+        bias = self._bias() if self.given["attn_mask"] is not None else None
+        made = self._call(
+            _EFFICIENT, query, key, value, bias, True, dropout, causal, scale=self.given["scale"]
+        )
+        return self._first(made)
+
+    def _plain(self) -> torch.fx.Node:
+        operands = [self.operands[name] for name in ("query", "key", "value")]
+        made = self._call(
+            _PLAIN,
+            *operands,
+            self.operands.get("attn_mask"),
+            self.given["dropout_p"],
+            self.given["is_causal"],
+            scale=self.given["scale"],
+            enable_gqa=self.given["enable_gqa"],
+        )
+        return self._first(made)
+
+    def _repeated(self) -> list[torch.fx.Node]:
+        """The operands, with keys and values repeated where several heads share one."""
+        query, key, value = (self.operands[name] for name in ("query", "key", "value"))
+        num_heads = self._seen("query").shape[1]
+        if not self.given["enable_gqa"] or self._seen("key").shape[1] == num_heads:
+            return [query, key, value]
+        times = num_heads // self._seen("key").shape[1]
+        return [
+            query,
+            *(self._call(aten.repeat_interleave.self_int, x, times, 1) for x in (key, value)),
+        ]
+
+    def _bias(self) -> torch.fx.Node:
+        """The mask as numbers to add, of full shape, in rows that wide loads can read."""
+        mask, seen, query = self.operands["attn_mask"], self._seen("attn_mask"), self._seen("query")
+        num_keys = self._seen("key").shape[2]
+        if seen.dtype is torch.bool:
+            zeros = self._call(aten.zeros_like.default, mask, dtype=query.dtype)
+            off = self._call(aten.logical_not.default, mask)
+            mask = self._call(aten.masked_fill.Scalar, zeros, off, float("-inf"))
+        full = [query.shape[0], query.shape[1], query.shape[2], num_keys]
+        if missing := -num_keys % _ROW:
+            mask = self._call(aten.expand.default, mask, [*seen.shape[:-1], num_keys])
+            mask = self._call(aten.constant_pad_nd.default, mask, [0, missing], 0.0)
+            mask = self._call(aten.slice.Tensor, mask, -1, 0, num_keys)
+        return self._call(aten.expand.default, mask, full)

@@ -8,7 +8,6 @@ compiler (:mod:`.torch_builds`).
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,7 +22,6 @@ from ...reuse.errors import LazyInlineError
 from ...reuse.ir.program import input_nodes
 from ...reuse.ir.torch_symbols import sizes_as_literals, symbols_of, with_size_inputs
 from ...reuse.ir.types import TensorType, strides_that_matter
-from ...reuse.process import package_digest
 from ..gpu.torch_gpu import gpu_codegen_settings, kernels_as_text
 from ..launches.torch_native import check_cpp_compiler
 from .torch_builds import deferred_builds, vector_units_probed_here
@@ -32,28 +30,12 @@ from .torch_corrections import (
     offsets_added_once,
     polynomials_expanded,
     quotients_checked,
+    settings,
 )
 
 aten = torch.ops.aten
 
 BoxedCallable = Callable[[list[Any]], Sequence[Any]]
-
-
-@contextmanager
-def settings() -> Iterator[None]:
-    """Holds the Inductor settings that lazyinline relies on.
-
-    Random operators keep PyTorch's generator, so that masks equal eager's under one seed. Layouts
-    are proved by the linker, not asserted in every kernel call. And what Inductor keeps on disk of
-    a graph was written with the same corrections: another version's, or none, find none of it.
-    """
-    import torch._inductor.config as config
-
-    compiler_config: Any = importlib.import_module("torch.compiler.config")
-    own = {"fallback_random": True, "size_asserts": False, "alignment_asserts": False}
-    tag = f"{compiler_config.cache_key_tag} lazyinline {package_digest()}"
-    with config.patch(own), compiler_config.patch(cache_key_tag=tag):
-        yield
 
 
 def graph_cache_off() -> Any:

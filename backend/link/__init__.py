@@ -4,8 +4,7 @@ link             a program of calls becomes one flat list of launches
 layout           kernel lists relocated to their calls, on one timeline, and who owns results
 part_layout      parts that take turns for many flights, laid out once
 placement        where the buffers of a layout lie: in an arena, or in the memory of gradients
-generated_code   a generated function, and how it is bound to memory
-events           what two streams wait for, between the lines of a generated function
+torch_generated  adapter: a generated function, how it is bound, what it asks of PyTorch
 program_writer   the generated function of one part of a layout
 estimate         how much memory a program will need, before its kernels are made
 """

@@ -22,9 +22,9 @@ from ...reuse.ir.types import TensorType, contiguous_stride
 from ..arena.live_ranges import Buffers, lower_bound
 from ..gpu.roofline import is_product
 from ..gpu.targets import Target
+from ..kernels.torch_attention import scratch_bytes
 from ..launches.kernel_list import KernelList, Launch, View
 from ..launches.native_ops import with_native
-from ..launches.torch_attention_scratch import scratch_bytes
 from .link import FlatProgram
 from .link import Launch as ClosureCall
 

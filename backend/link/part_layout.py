@@ -27,10 +27,10 @@ from ...reuse.ir.types import TensorType, contiguous_stride
 from ..arena.arena import ALIGNMENT, ArenaPlan
 from ..arena.live_ranges import Buffers, lower_bound
 from ..launches.kernel_list import KernelList
-from .generated_code import GeneratedCode
 from .layout import Layout, Part, Placed, PlacedLaunch, buffers_of
 from .link import FlatProgram
 from .program_writer import CodeWriter
+from .torch_generated import GeneratedCode
 
 PlanBuffers = Callable[[Buffers], ArenaPlan]
 

@@ -26,7 +26,7 @@ from ...reuse.ir.program import Leaf
 from ..arena.arena import ALIGNMENT, ArenaPlan, plan
 from ..arena.live_ranges import Buffers, IntArray, lower_bound
 from ..arena.packing import FirstFit, lowest_gap
-from ..gpu.place import HERE, Place
+from ..gpu.targets import HERE, Place
 from ..gpu.torch_triton import aligned_arguments
 from ..launches import torch_native
 from ..launches.kernel_list import KernelList, View

@@ -1,12 +1,16 @@
-"""Writing an ONNX model to disk: weights inside the file, or streamed into a file beside it."""
+"""An ONNX model, flattened if asked for, and written to disk.
+
+Weights are inside the file, or streamed into a file beside it.
+"""
 
 from __future__ import annotations
 
 import os
 import pathlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import onnx
+import onnx_ir.passes.common as passes
 from onnxscript import ir
 
 from ...reuse.errors import ExportError
@@ -69,3 +73,31 @@ def _nodes(graph: onnx.GraphProto | onnx.FunctionProto) -> Iterator[onnx.NodePro
 def graph_bytes(path: pathlib.Path) -> int:
     """Size of the ``.onnx`` file, without weights beside it."""
     return os.path.getsize(path)
+
+
+def inline_functions(model: ir.Model) -> None:
+    """Inlines every function, in place; nodes and values are named by module path."""
+    paths = list(_paths(model, model.graph, ""))
+    passes.InlinePass()(model)
+    passes.RemoveUnusedOpsetsPass()(model)
+    kept = {v for v in model.graph.outputs}
+    for node, (path, operator) in zip(model.graph, paths, strict=True):
+        assert node.op_type == operator, (node.op_type, operator)
+        if path:
+            node.name = f"{path}/{node.name}"
+            for value in node.outputs:
+                if value not in kept:
+                    value.name = f"{path}/{value.name}"
+
+
+def _paths(model: ir.Model, nodes: Iterable[ir.Node], path: str) -> Iterator[tuple[str, str]]:
+    """Yields the module path and operator of each node there will be."""
+    for node in nodes:
+        function = model.functions.get(node.op_identifier())
+        if function is None:
+            yield path, node.op_type
+        else:
+            name = (
+                "" if "." not in str(node.name) and str(node.name).startswith("glue") else node.name
+            )
+            yield from _paths(model, function, "/".join(p for p in (path, name) if p))

@@ -34,8 +34,7 @@ from torch.onnx._internal.exporter import (
 from ...autodiff.traces.torch_make_fx import Decompositions
 from ...reuse.ir.leaf import without_autocast
 from ...reuse.ir.program import input_nodes
-from .convolution import convolution_backward
-from .grouped_product import grouped_mm
+from .operators import convolution_backward, grouped_mm
 
 _ATEN = torch.ops.aten
 _ATTENTION = _ATEN.scaled_dot_product_attention.default

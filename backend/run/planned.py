@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import accumulate
 from types import CodeType
@@ -19,14 +19,11 @@ import torch
 
 from ...reuse.ir.program import Leaf
 from ...reuse.process import ProcessLock
-from ..gpu.place import Place, streams_on
 from ..gpu.streams import with_streams
-from ..gpu.triton_kernel import TritonKernel
+from ..gpu.targets import Place
 from ..launches import torch_native
 from ..launches.kernel_list import KernelList
 from ..launches.present_memory import check_memory
-from ..launches.torch_generated import PROFILER, begin_range, end_range
-from ..link.generated_code import GeneratedCode, bind_arena, bind_device, bind_model, bind_native
 from ..link.layout import Results, add_workspaces, handed_on, lay_out, outside_bytes
 from ..link.link import FlatProgram
 from ..link.placement import (
@@ -41,14 +38,13 @@ from ..link.placement import (
     planned_overlaid,
 )
 from ..link.program_writer import CodeWriter, result_base
+from ..link.torch_generated import Memory, Runner, begin_range, end_range
 from . import cuda_graph
 
 _MAX_IDLE_ARENAS = 4
 _NUM_SPELLS = 4
 
 _address_of = torch.Tensor.data_ptr
-
-Runner = Callable[[list[Any]], list[Any]]
 
 
 class PlannedProgram:
@@ -322,7 +318,7 @@ class PlannedProgram:
     def _bind(self, tensors: list[torch.Tensor], arena: torch.Tensor) -> Lease:
         # Detached: `parameter.data = ...` changes the memory of the tensor, not of the lease.
         held = [t.detach() for t in tensors]
-        memory = _Memory(
+        memory = Memory(
             arena,
             self.offsets,
             dict(zip(self.model_instances.values(), held, strict=True)),
@@ -364,43 +360,13 @@ class PlannedProgram:
         return again
 
 
-@dataclass(frozen=True)
-class _Memory:
-    """What the parts of a program are bound to: an arena, and the model's tensors."""
-
-    arena: torch.Tensor
-    offsets: Sequence[int]
-    tensors: Mapping[int, torch.Tensor]
-    tools: Tools
-
-    def runner(self, code: GeneratedCode, compiled: CodeType, **names: Any) -> Runner:
-        """Returns a part's function over this memory; ``names`` are seen in it, too."""
-        load = self.tools.place.load
-        scope: dict[str, Any] = {
-            name: load(value) if isinstance(value, TritonKernel) else value
-            for name, value in code.constants.items()
-        }
-        scope.update(bind_device(self.arena.device))
-        if code.num_beside:
-            scope.update(streams_on(self.arena.device))
-        scope.update(bind_arena(code.arena_views, self.arena, self.offsets))
-        scope.update(bind_model(code.model_views, self.tensors))
-        if code.words:
-            scope.update(bind_native(code, self.arena, self.tensors, self.tools.native))
-        scope.update(names, profiler=PROFILER)
-        exec(compiled, scope)
-        # Popped: a cycle would keep the arena until garbage is collected.
-        program: Runner = scope.pop("program")
-        return program
-
-
 class ProfiledPart:
     """A part that shows a profiler each call of a block, and each launch in it, as a range.
 
     It is written when a profiler runs for the first time.
     """
 
-    def __init__(self, writer: Callable[..., CodeWriter], memory: _Memory) -> None:
+    def __init__(self, writer: Callable[..., CodeWriter], memory: Memory) -> None:
         self._writer = writer
         self._memory = memory
         self._runner: Runner | None = None

@@ -20,9 +20,9 @@ from ...reuse.ir.leaf import without_autocast
 from ..arena.arena import ArenaPlan
 from ..arena.live_ranges import Buffers, lower_bound
 from ..launches.present_memory import check_memory
-from ..launches.torch_native import NativeLibrary
-from ..link.generated_code import bind_arena, bind_device, bind_model, bind_native
 from ..link.part_layout import Box, PlacedBuffer, UnitLayout, view_of_box
+from ..link.placement import Tools
+from ..link.torch_generated import Memory, Runner
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,6 @@ class Schedule:
     handed: Sequence[tuple[int, str, int]]
 
 
-Runner = Callable[[list[Any]], list[Any]]
 Key = tuple[int, int, int]  # unit, region, flight
 BufferUse: TypeAlias = Literal["part", "flight", "travels"]
 """Within one run, from one run of a flight to another, or between units."""
@@ -289,18 +288,18 @@ class RankProgram:
     Args:
         plan: where everything lies.
         tensors_of: for each unit, the numbers of its model tensors and sums among all.
-        native: the native loop.
+        tools: what loads kernels and the native loop.
     """
 
     def __init__(
         self,
         plan: RankPlan,
         tensors_of: Mapping[int, Sequence[int]],
-        native: Callable[[], NativeLibrary],
+        tools: Tools,
     ) -> None:
         self.plan = plan
         self._tensors_of = tensors_of
-        self._native = native
+        self._tools = tools
         self._compiled: dict[tuple[int, int], CodeType] = {}
         self._bound: dict[tuple[int, ...], Runner] = {}  # by unit, part and places of regions
         self._runners: dict[tuple[int, int, int], Runner] = {}  # by unit, part and flight
@@ -391,13 +390,8 @@ class RankProgram:
         assert arena is not None
         own = self._tensors_of[unit]
         tensors = {instance: self._tensors[own[i]] for instance, i in layout.fixed.items()}
-        scope: dict[str, Any] = {**code.constants, **bind_device(arena.device)}
-        scope.update(bind_arena(code.arena_views, arena, layout.offsets_from(number, starts)))
-        scope.update(bind_model(code.model_views, tensors))
-        if code.words:
-            scope.update(bind_native(code, arena, tensors, self._native, starts))
+        offsets = layout.offsets_from(number, starts)
+        memory = Memory(arena, offsets, tensors, self._tools, starts)
         if (unit, number) not in self._compiled:
             self._compiled[unit, number] = compile(code.source, "<lazyinline program>", "exec")
-        exec(self._compiled[unit, number], scope)
-        runner: Runner = scope.pop("program")
-        return runner
+        return memory.runner(code, self._compiled[unit, number])

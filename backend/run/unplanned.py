@@ -20,12 +20,12 @@ from ..arena.arena import ArenaPlan
 from ..arena.live_ranges import Buffers, lower_bound
 from ..kernels.lower import Kernel
 from ..launches.present_memory import check_addresses, check_memory
-from ..launches.torch_generated import begin_range, end_range, profiler_runs
 from ..link.link import FlatProgram, Launch, Slots
 from ..link.part_layout import PartSpec, Source
 from ..link.program_writer import Ranges
+from ..link.torch_generated import Runner, begin_range, end_range, profiler_runs
 from . import cuda_graph
-from .planned import Lease, PlannedProgram, Runner
+from .planned import Lease, PlannedProgram
 
 _NO_PLAN = ArenaPlan(np.zeros(0, np.int64), 0, 0, "none")
 

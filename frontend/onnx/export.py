@@ -155,7 +155,7 @@ def export_onnx(
     subject = _subject(model, arguments, dict(kwargs or {}), request)
     built, names = _build(subject, opset)
     if not functions:
-        from ...backend.onnx.flat import inline_functions
+        from ...backend.onnx.file import inline_functions
 
         inline_functions(built)
     return _write(built, subject, names, target, verify=verify, external_data=external_data)

@@ -15,8 +15,7 @@ from ...autodiff.higher_order.gradient_program import GradientPrograms
 from ...autodiff.torch_primitives import Reducer
 from ...autodiff.traces.torch_user_rules import rules_in
 from ...backend.cache.results import CompileCache
-from ...backend.gpu.place import Place
-from ...backend.gpu.targets import ALIGNMENT_BYTES, target_named
+from ...backend.gpu.targets import ALIGNMENT_BYTES, Place, target_named
 from ...backend.kernels.lower import (
     Backend,
     GpuBackend,

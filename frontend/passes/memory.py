@@ -12,8 +12,7 @@ import torch
 
 from ...autodiff.derivative import Derivative, Request
 from ...autodiff.flows import view_roots
-from ...backend.gpu.place import Place
-from ...backend.gpu.targets import ALIGNMENT_BYTES, target_like
+from ...backend.gpu.targets import ALIGNMENT_BYTES, Place, target_like
 from ...backend.kernels.lower import GpuBackend
 from ...backend.launches.kernel_list import KernelList
 from ...backend.launches.torch_native import NotBuiltError

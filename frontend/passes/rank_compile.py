@@ -72,7 +72,7 @@ def plan_rank(state: RankCompilation) -> RankProgram | Unplanned:
 
     tried = [n for n in _PHASES if n == 1 or n * len(state.order.actions) <= _MAX_PHASES]
     best = min(map(planned, tried), key=lambda plan: plan.held_bytes)
-    return RankProgram(best, tensor_places(state.captured.program, own), tools.native)
+    return RankProgram(best, tensor_places(state.captured.program, own), tools)
 
 
 def tensor_places(program: Program, own: Sequence[StageDerivative]) -> dict[int, list[int]]:

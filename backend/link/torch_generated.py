@@ -1,4 +1,9 @@
-"""A generated function: its source, and how what it names is bound to memory before it runs."""
+"""Adapter: a generated function, how its names are bound to memory, and what it asks of PyTorch.
+
+It asks for a profiler's ranges and for the layouts of results. A launch that allocates its result
+is the one thing that no plan can prove: its layout is what the operator's fake kernel said, which
+for an operator of somebody else may be wrong.
+"""
 
 from __future__ import annotations
 
@@ -7,17 +12,25 @@ from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from types import CodeType, ModuleType
+from typing import Any, TypeAlias
 
 import torch
 
+from ...reuse.errors import PlanError
+from ...reuse.ir.types import TensorType
 from ...reuse.torch_names import new_cpu_tensor
+from ..gpu.targets import streams_on
+from ..gpu.torch_triton import TritonKernel
 from ..launches import native_ops, torch_native
 from ..launches.present_memory import no_address
-from ..launches.torch_generated import as_predicted
 from .layout import Placed
+from .placement import Tools
 
 ARENA_SLOT = 0
+
+Runner: TypeAlias = Callable[[list[Any]], list[Any]]
+"""Runs a part on what it is given, and empties that list."""
 
 
 @dataclass
@@ -47,6 +60,46 @@ class GeneratedCode:
     regions: dict[int, int] = field(default_factory=dict)
     num_slots: int = 1
     num_beside: int = 0
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What generated functions are bound to: an arena, and the model's tensors.
+
+    Attributes:
+        arena: the bytes.
+        offsets: start in it of each instance that a function has a view of.
+        tensors: the model's, by instance.
+        tools: what loads kernels and the native loop.
+        region_starts: where regions of the arena start, for a program that works in several.
+    """
+
+    arena: torch.Tensor
+    offsets: Sequence[int] | Mapping[int, int]
+    tensors: Mapping[int, torch.Tensor]
+    tools: Tools
+    region_starts: Mapping[int, int] = field(default_factory=dict)
+
+    def runner(self, code: GeneratedCode, compiled: CodeType, **names: Any) -> Runner:
+        """Returns a part's function over this memory; it sees ``names``, too."""
+        load = self.tools.place.load
+        scope: dict[str, Any] = {
+            name: load(value) if isinstance(value, TritonKernel) else value
+            for name, value in code.constants.items()
+        }
+        scope.update(_bind_device(self.arena.device))
+        if code.num_beside:
+            scope.update(streams_on(self.arena.device))
+        scope.update(_bind_arena(code.arena_views, self.arena, self.offsets))
+        scope.update(_bind_model(code.model_views, self.tensors))
+        if code.words:
+            native = self.tools.native
+            scope.update(bind_native(code, self.arena, self.tensors, native, self.region_starts))
+        scope.update(names, profiler=PROFILER)
+        exec(compiled, scope)
+        # Popped: a cycle would keep the arena until garbage is collected.
+        program: Runner = scope.pop("program")
+        return program
 
 
 def bind_native(
@@ -79,7 +132,7 @@ def bind_native(
     }
 
 
-def bind_device(device: torch.device) -> dict[str, Any]:
+def _bind_device(device: torch.device) -> dict[str, Any]:
     """Returns what makes tensors in a run, on the device that it runs on."""
     new = new_cpu_tensor if device.type == "cpu" else partial(_new_tensor, device)
     return {"new_tensor": new, "as_predicted": partial(as_predicted, device=device)}
@@ -91,7 +144,7 @@ def _new_tensor(
     return torch.empty_strided(shape, stride, dtype=dtype, device=device)
 
 
-def bind_arena(
+def _bind_arena(
     views: Mapping[str, Placed], arena: torch.Tensor, offsets: Sequence[int] | Mapping[int, int]
 ) -> dict[str, torch.Tensor]:
     """Makes every arena view once.
@@ -111,7 +164,7 @@ def bind_arena(
     return bound
 
 
-def bind_model(
+def _bind_model(
     views: Mapping[str, Placed], tensors: Mapping[int, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
     """Makes every view of a model tensor, by reference to the tensor's memory."""
@@ -140,3 +193,56 @@ def view_of(
         start = start * base.element_size() // dtype.itemsize
         base = torch.empty(0, dtype=dtype, device=base.device).set_(base.untyped_storage())  # type: ignore[call-overload]
     return torch.as_strided(base, shape, stride, start + offset)
+
+
+PROFILER: ModuleType = torch.autograd.profiler
+IF_IT_RUNS = "profiler._is_profiler_enabled"
+"""Asks, in a generated function where ``profiler`` is :data:`PROFILER`, whether one runs."""
+check_layout = torch._C._dynamo.guards.assert_size_stride
+"""Raises AssertionError if a tensor has another shape, or other strides that matter."""
+
+
+def as_predicted(
+    result: Any,
+    shape: Sequence[int],
+    stride: Sequence[int],
+    dtype: torch.dtype,
+    operator: str,
+    *,
+    device: torch.device,
+) -> torch.Tensor:
+    """Returns a result in the layout in which later launches read it.
+
+    Raises:
+        PlanError: if it holds something else than was predicted.
+    """
+    predicted = TensorType(dtype, tuple(shape), tuple(stride), device)
+    if not isinstance(result, torch.Tensor):
+        found = f"a {type(result).__name__}"
+    elif (result.dtype, tuple(result.shape), result.device) != (dtype, tuple(shape), device):
+        found = f"{TensorType.of(result)} on {result.device}"
+    else:
+        with torch.no_grad():
+            return torch.empty_strided(shape, stride, dtype=dtype, device=device).copy_(result)
+    raise PlanError(
+        f"The operator {operator} returned {found}, and its fake kernel says {predicted} on "
+        f"{device}. "
+        "Programs are laid out by the fake kernel: mend it (torch.library.register_fake)."
+    )
+
+
+def profiler_runs() -> bool:
+    """Says whether a profiler runs."""
+    return bool(torch.autograd.profiler._is_profiler_enabled)
+
+
+def begin_range(name: str) -> Any:
+    """Begins a range that a profiler shows under a name; returns it."""
+    shown = torch.profiler.record_function(name)
+    shown.__enter__()
+    return shown
+
+
+def end_range(shown: Any) -> None:
+    """Ends a range. One that is dropped, after an error, ends as well."""
+    shown.__exit__(None, None, None)
