@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import pytest
 
-from lazyinline.backend.run import planned
+from lazyinline.backend.link import torch_generated
 from lazyinline.backend.run.planned import PlannedProgram
 
 Prefer = Literal["main", "second", "any"]
@@ -88,7 +88,7 @@ def traced(
         launch = replace(placed.launch, function=trace.noted(number, function))
         part.launches[number] = replace(placed, launch=launch)
     with monkeypatch.context() as patch:
-        patch.setattr(planned, "streams_on", trace.names)
+        patch.setattr(torch_generated, "streams_on", trace.names)
         rewritten(program)
         result = run()
     part.launches[:] = as_they_were
