@@ -11,7 +11,7 @@ CEILINGS: dict[str, tuple[int, int]] = {
     "autodiff": (6_240, 37),
     "recompute": (1_500, 9),
     "pipeline_parallel": (3_040, 12),
-    "backend": (11_940, 56),
+    "backend": (11_970, 56),
 }
 SUFFIXES = (".py", ".cpp", ".h", ".js", ".css", ".html", ".jinja")
 SLACK = 300  # a ceiling further above than this has not been lowered
