@@ -54,7 +54,7 @@ class Whole:
 
 @dataclass(frozen=True, slots=True)
 class PerCall:
-    """One choice for each call of a composite closure; None saves what the recipe saves."""
+    """Holds a choice for each call of a composite closure; None saves what the recipe saves."""
 
     choices: tuple[Choice | None, ...]
 
@@ -64,7 +64,7 @@ Choice = Union[Cut, Whole, PerCall]  # noqa: UP007  (a forward reference inside 
 
 @dataclass(frozen=True)
 class Request:
-    """What a derivative is asked for.
+    """Names a derivative: of which closure, by which inputs, with what saved.
 
     Attributes:
         closure: the primal.
@@ -88,7 +88,7 @@ def _unchanged(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
 
 @dataclass(frozen=True)
 class Recipe:
-    """How leaf closures are differentiated, as their backend wants it.
+    """Says how leaf closures are differentiated, as their backend wants it.
 
     Attributes:
         decompositions: how composite operators are taken apart, after differentiation.
@@ -219,7 +219,7 @@ class Differentiator:
     # ---- programs ------------------------------------------------------------------------
 
     def _called_again(self, request: Request) -> Derivative | None:
-        """The derivative whose backward first calls the forward again."""
+        """Returns the derivative whose backward first calls the forward again."""
         plain = self.of(replace(request, choice=None))
         return None if plain is None else run_again(request.closure, plain, self._rerunner)
 
@@ -324,7 +324,7 @@ class _Reversal:
         return self._assemble(forward_calls, gradients)
 
     def sites(self) -> tuple[Request | None, ...]:
-        """What was asked of each call, where a gradient flows."""
+        """Returns what was asked of each call, where a gradient flows."""
         return tuple(self._asked.get(call) for call in self._program.calls)
 
     def _reverse(self, call: Call) -> None:
@@ -402,5 +402,5 @@ class _Reversal:
 
 
 def saved_bytes(derivative: Derivative) -> int:
-    """Bytes that one forward call saves for its backward (handed-over values not counted)."""
+    """Returns the bytes that a forward saves for its backward, without what is handed over."""
     return sum(t.num_bytes for t in flatten_type(derivative.saved_type))

@@ -174,7 +174,7 @@ def _union(parts: Iterable[Inputs]) -> Inputs:
 
 
 class Draws:
-    """How often closures draw random numbers, by device; looks at each different one once."""
+    """Counts how often closures draw random numbers, by device; each different one once."""
 
     def __init__(self) -> None:
         self._closures: dict[Closure, Counter[str]] = {}

@@ -21,7 +21,7 @@ from .traces.joint_trace import JointTrace
 
 @dataclass(frozen=True, eq=False)
 class Derivative:
-    """Forward and backward of one closure, for one choice of what is differentiated.
+    """Holds forward and backward of one closure, for one choice of what is differentiated.
 
     Attributes:
         forward: results are the primal's results, then the saved struct.
@@ -38,7 +38,7 @@ class Derivative:
 
     @property
     def saved_type(self) -> StructType:
-        """Type of the saved struct."""
+        """Returns the type of the saved struct."""
         saved = self.forward.output_types[-1]
         assert isinstance(saved, StructType)
         return saved

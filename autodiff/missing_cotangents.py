@@ -34,12 +34,12 @@ _GIVEN, _COTANGENT, _UNDEFINED = "given", "cotangent", "undefined"
 
 
 class _UnknownError(Exception):
-    """A graph that is not linear in its cotangents by its looks."""
+    """Stops at a graph that is not linear in its cotangents by its looks."""
 
 
 @dataclass(frozen=True)
 class _Found:
-    """A closure without its undefined operands and results, and what each result was."""
+    """Holds a closure without its undefined operands and results, and what each result was."""
 
     closure: Closure | None
     results: tuple[str, ...]
@@ -165,7 +165,7 @@ def _reads(derivative: Derivative) -> frozenset[int]:
 
 
 def _is_sum(closure: Closure) -> bool:
-    """Whether a closure adds its two operands, so that without one it is the other."""
+    """Returns whether a closure adds its two operands, so that without one it is the other."""
     if not isinstance(closure, Leaf) or [n.target for n in closure.nodes] != [_ADD]:
         return False
     (node,) = closure.nodes

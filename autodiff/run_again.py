@@ -34,7 +34,7 @@ from .traces.joint_cut import ancestors, extract
 
 @dataclass(frozen=True, eq=False)
 class Rerun:
-    """The two runs of a closure.
+    """Holds the two runs of a closure.
 
     Attributes:
         first: takes the closure's inputs; returns its leading results, then the draws.
@@ -49,7 +49,7 @@ class Rerun:
 
     @property
     def draws(self) -> StructType:
-        """Type of what the first run drew."""
+        """Returns the type of what the first run drew."""
         drawn = self.first.output_types[-1]
         assert isinstance(drawn, StructType)
         return drawn
@@ -80,12 +80,12 @@ class Rerunner:
         return self._made[key]
 
     def draws(self, closure: Closure) -> bool:
-        """Whether running a closure moves a random generator on."""
+        """Returns whether running a closure moves a random generator on."""
         return bool(self._draws.of_closure(closure))
 
 
 def num_results(closure: Closure) -> int:
-    """Number of outputs that are the primal's results: all but a saved struct."""
+    """Returns how many outputs are the primal's results: all but a saved struct."""
     return sum(isinstance(t, TensorType) for t in closure.output_types)
 
 
@@ -130,13 +130,13 @@ def _rerun_leaf(leaf: Leaf, needed: tuple[int, ...]) -> Rerun:
 
 
 def _grouped(leaf: Leaf) -> list[list[torch.fx.Node]]:
-    """The leaf's flat outputs, by output."""
+    """Returns the leaf's flat outputs, by output."""
     rest = iter(outputs_of(leaf.module))
     return [[next(rest) for _ in flat_types([t])] for t in leaf.output_types]
 
 
 def _drawn_values(outputs: Sequence[torch.fx.Node]) -> list[torch.fx.Node]:
-    """Values that hold what random operators drew, as few bytes as a step or two give.
+    """Returns the values that hold what was drawn, in the fewest bytes that a step or two give.
 
     ``rand(...) > p`` is kept as the mask of one byte per element, not as the numbers.
     """

@@ -64,7 +64,7 @@ class Reducer:
 
 
 def _attention_as_products() -> AbstractContextManager[None]:
-    """Attention inside is traced as two products and a softmax: no fused kernel is a primitive."""
+    """Traces attention as two products and a softmax: no fused kernel is a primitive."""
     return sdpa_kernel(SDPBackend.MATH)
 
 
@@ -162,7 +162,7 @@ def _grouped_mm(
     bias: torch.Tensor | None = None,
     out_dtype: Any = None,
 ) -> Any:
-    """The product of each group of rows with its own matrix, as products of all rows with each.
+    """Multiplies each group of rows with its own matrix, as products of all rows with each.
 
     An element of another group is never computed with: it may be infinite.
     """
@@ -193,7 +193,7 @@ def _in_group(offsets: torch.Tensor, group: int, length: int) -> torch.Tensor:
 
 
 def _where_there_is(name: str, rule: Callable[..., Any]) -> Mapping[Any, Callable[..., Any]]:
-    """A rule for an operator that only some versions of PyTorch have."""
+    """Returns a rule for an operator that only some versions of PyTorch have."""
     operator = getattr(_ATEN, name, None)
     return {} if operator is None else {operator.default: rule}
 

@@ -21,7 +21,7 @@ ORDERS: tuple[Order, ...] = get_args(Order)
 
 @dataclass(frozen=True, eq=False)
 class StepProgram:
-    """A training step.
+    """Holds a training step as one program, and where its inputs come from.
 
     Attributes:
         program: inputs are ``batch`` of each micro-batch, then ``model``, then the seed (the

@@ -19,7 +19,7 @@ TaylorCoefficients: TypeAlias = Callable[..., list[Coefficient]]
 
 
 def tanh(x: Tensor, y: Tensor, order: int) -> list[Coefficient]:
-    """``y' = 1 - y^2``."""
+    """Solves ``y' = 1 - y^2``."""
     found: list[Coefficient] = [y, 1 - y * y]
     while len(found) <= order:
         k = len(found) - 1
@@ -28,7 +28,7 @@ def tanh(x: Tensor, y: Tensor, order: int) -> list[Coefficient]:
 
 
 def tan(x: Tensor, y: Tensor, order: int) -> list[Coefficient]:
-    """``y' = 1 + y^2``."""
+    """Solves ``y' = 1 + y^2``."""
     found: list[Coefficient] = [y, 1 + y * y]
     while len(found) <= order:
         k = len(found) - 1
@@ -37,7 +37,7 @@ def tan(x: Tensor, y: Tensor, order: int) -> list[Coefficient]:
 
 
 def sigmoid(x: Tensor, y: Tensor, order: int) -> list[Coefficient]:
-    """``y' = y - y^2``."""
+    """Solves ``y' = y - y^2``."""
     found: list[Coefficient] = [y, y * (1 - y)]
     while len(found) <= order:
         k = len(found) - 1
@@ -46,28 +46,28 @@ def sigmoid(x: Tensor, y: Tensor, order: int) -> list[Coefficient]:
 
 
 def silu(x: Tensor, y: Tensor, order: int) -> list[Coefficient]:
-    """``x sigmoid(x)``."""
+    """Expands ``x sigmoid(x)``."""
     gate = sigmoid(x, torch.sigmoid(x), order)
     return [y, *(x * gate[k] + gate[k - 1] for k in range(1, order + 1))]
 
 
 def exp(x: Tensor, y: Tensor, order: int) -> list[Coefficient]:
-    """``y' = y``."""
+    """Solves ``y' = y``."""
     return [y, *(scaled(y, 1 / math.factorial(k)) for k in range(1, order + 1))]
 
 
 def expm1(x: Tensor, y: Tensor, order: int) -> list[Coefficient]:
-    """``exp(x) - 1``."""
+    """Expands ``exp(x) - 1``."""
     return [y, *exp(x, y + 1, order)[1:]]
 
 
 def sin(x: Tensor, y: Tensor, order: int) -> list[Coefficient]:
-    """Of sine."""
+    """Expands sine."""
     return _turning(y, torch.cos(x), order)
 
 
 def cos(x: Tensor, y: Tensor, order: int) -> list[Coefficient]:
-    """Of cosine."""
+    """Expands cosine."""
     return _turning(y, -torch.sin(x), order)
 
 
@@ -77,24 +77,24 @@ def _turning(y: Tensor, slope: Tensor, order: int) -> list[Coefficient]:
 
 
 def sinh(x: Tensor, y: Tensor, order: int) -> list[Coefficient]:
-    """Of the hyperbolic sine."""
+    """Expands the hyperbolic sine."""
     pair = (y, torch.cosh(x))
     return [scaled(pair[k % 2], 1 / math.factorial(k)) for k in range(order + 1)]
 
 
 def cosh(x: Tensor, y: Tensor, order: int) -> list[Coefficient]:
-    """Of the hyperbolic cosine."""
+    """Expands the hyperbolic cosine."""
     pair = (y, torch.sinh(x))
     return [scaled(pair[k % 2], 1 / math.factorial(k)) for k in range(order + 1)]
 
 
 def log(x: Tensor, y: Tensor, order: int) -> list[Coefficient]:
-    """Of the natural logarithm."""
+    """Expands the natural logarithm."""
     return [y, *_integrated(reciprocal(x, torch.reciprocal(x), order - 1))]
 
 
 def log1p(x: Tensor, y: Tensor, order: int) -> list[Coefficient]:
-    """``log(1 + x)``."""
+    """Expands ``log(1 + x)``."""
     return log(1 + x, y, order)
 
 
@@ -104,7 +104,7 @@ def _integrated(slopes: list[Coefficient]) -> list[Coefficient]:
 
 
 def reciprocal(x: Tensor, y: Tensor, order: int) -> list[Coefficient]:
-    """``1 / x``."""
+    """Expands ``1 / x``."""
     found: list[Coefficient] = [y]
     for _ in range(order):
         found.append(-(found[-1] * y))
@@ -112,7 +112,7 @@ def reciprocal(x: Tensor, y: Tensor, order: int) -> list[Coefficient]:
 
 
 def power(x: Tensor, y: Tensor, order: int, exponent: float) -> list[Coefficient]:
-    """``x ** exponent``."""
+    """Expands ``x ** exponent``."""
     found: list[Coefficient] = [y]
     factor = 1.0
     for k in range(1, order + 1):
@@ -128,22 +128,22 @@ def power(x: Tensor, y: Tensor, order: int, exponent: float) -> list[Coefficient
 
 
 def square(x: Tensor, y: Tensor, order: int) -> list[Coefficient]:
-    """``x ** 2``."""
+    """Expands ``x ** 2``."""
     return power(x, y, order, 2)
 
 
 def sqrt(x: Tensor, y: Tensor, order: int) -> list[Coefficient]:
-    """Of the square root."""
+    """Expands the square root."""
     return _root(x, y, order, 0.5)
 
 
 def rsqrt(x: Tensor, y: Tensor, order: int) -> list[Coefficient]:
-    """``1 / sqrt(x)``."""
+    """Expands ``1 / sqrt(x)``."""
     return _root(x, y, order, -0.5)
 
 
 def _root(x: Tensor, y: Tensor, order: int, exponent: float) -> list[Coefficient]:
-    """Of a power, by products with ``1 / x``: no further root."""
+    """Expands a power, by products with ``1 / x``: no further root."""
     inverse = torch.reciprocal(x)
     found: list[Coefficient] = [y]
     for k in range(1, order + 1):
@@ -152,13 +152,13 @@ def _root(x: Tensor, y: Tensor, order: int, exponent: float) -> list[Coefficient
 
 
 def erf(x: Tensor, y: Tensor, order: int) -> list[Coefficient]:
-    """Of the error function."""
+    """Expands the error function."""
     bell = torch.exp(-x * x) * (2 / math.sqrt(math.pi))
     return [y, *_integrated(_bell(x, bell, order - 1, 2))]
 
 
 def _bell(x: Tensor, bell: Tensor, order: int, rate: float) -> list[Coefficient]:
-    """Of a function with ``f' = -rate x f``."""
+    """Expands a function with ``f' = -rate x f``."""
     found: list[Coefficient] = [bell]
     for k in range(order):
         before = found[k - 1] if k else None
@@ -167,7 +167,7 @@ def _bell(x: Tensor, bell: Tensor, order: int, rate: float) -> list[Coefficient]
 
 
 def gelu(x: Tensor, y: Tensor, order: int, *, approximate: str = "none") -> list[Coefficient]:
-    """Of both forms of GELU: ``x`` times a step that is an error function, or a tanh."""
+    """Expands both forms of GELU: ``x`` times a step that is an error function, or a tanh."""
     step = _error_step(x, order) if approximate == "none" else _tanh_step(x, order)
     return [y, *(plus(times(step[k], x), step[k - 1]) for k in range(1, order + 1))]
 
@@ -191,7 +191,7 @@ def _tanh_step(x: Tensor, order: int) -> list[Coefficient]:
 def softplus(
     x: Tensor, y: Tensor, order: int, beta: float = 1, threshold: float = 20
 ) -> list[Coefficient]:
-    """``log(1 + exp(beta x)) / beta``, and ``x`` itself beyond the threshold."""
+    """Expands ``log(1 + exp(beta x)) / beta``, and ``x`` itself beyond the threshold."""
     steep = scaled(x, beta)
     beyond = steep > threshold
     gate = sigmoid(steep, torch.sigmoid(steep), order - 1)

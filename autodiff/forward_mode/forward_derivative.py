@@ -33,7 +33,7 @@ Entry: TypeAlias = Literal["curves", "lines"]
 
 @dataclass(frozen=True)
 class ForwardRequest:
-    """What a derivative is asked for.
+    """Names a forward derivative: of which closure, beside which inputs, with which series.
 
     Attributes:
         closure: the primal.
@@ -48,7 +48,7 @@ class ForwardRequest:
 
 @dataclass(frozen=True, eq=False)
 class ForwardDerivative:
-    """A closure with its series.
+    """Holds a closure with its series.
 
     Attributes:
         closure: takes and returns the primal's values, then the coefficients that there are.
@@ -64,7 +64,7 @@ class ForwardDerivative:
 
     @property
     def active_outputs(self) -> tuple[bool, ...]:
-        """Which results have a coefficient that is not zero by itself."""
+        """Returns which results have a coefficient that is not zero by itself."""
         return tuple(map(bool, self.outputs))
 
 

@@ -144,7 +144,7 @@ def _derivatives(
 
 @dataclass(frozen=True, slots=True)
 class Fallback:
-    """An operator that had no rule: differentiated by forward mode inside forward mode.
+    """Names an operator that had no rule, for which forward mode was nested.
 
     Attributes:
         operator: its name.

@@ -32,19 +32,19 @@ Push: TypeAlias = Callable[..., Sequence[Sequence[Coefficient]]]
 
 @dataclass(frozen=True, eq=False)
 class Jet:
-    """A value and what flows beside it."""
+    """Holds a value and the coefficients that flow beside it."""
 
     primal: Tensor
     coefficients: Coefficients
 
     @property
     def tensors(self) -> list[Tensor]:
-        """All coefficients, in a fixed order."""
+        """Returns all coefficients, in a fixed order."""
         return [t for _, lanes in sorted(self.coefficients.items()) for t in lanes]
 
 
 class Lanes:
-    """How the coefficients of a series are computed."""
+    """Computes the coefficients of a series: direction by direction, or all in one batch."""
 
     def __init__(self, series: Series) -> None:
         self.series = series
@@ -53,11 +53,11 @@ class Lanes:
 
     @property
     def order(self) -> int:
-        """The highest order."""
+        """Returns the highest order."""
         return self.series.order
 
     def _has_rows(self, order: int) -> bool:
-        """Whether a tensor of this order has a row for each direction."""
+        """Returns whether a tensor of this order has a row for each direction."""
         return self.are_batched and not self.series.is_sum(order)
 
     # ---- from and to the boundary --------------------------------------------------------
@@ -209,7 +209,7 @@ def like(coefficients: Coefficients, tensors: Sequence[Tensor]) -> dict[int, tup
 
 @dataclass(frozen=True, eq=False)
 class Operands:
-    """What an operator is given.
+    """Holds the operands of one operator.
 
     Attributes:
         args: by position; lists among them may hold jets, too.
@@ -233,7 +233,7 @@ class Operands:
         return self.args[place] if place < len(self.args) else self.kwargs.get(name, default)
 
     def all_in(self, operands: Sequence[Any]) -> bool:
-        """Whether there are no jets but among these."""
+        """Returns whether there are no jets but among these."""
         found: list[Jet] = []
         _mapped(operands, lambda jet: found.append(jet))
         return len(found) == len(self.jets)

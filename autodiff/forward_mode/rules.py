@@ -59,7 +59,7 @@ def of_one_variable(taylor: TaylorCoefficients) -> Rule:
 
 
 def made_of_lines(lanes: Lanes, target: Any, operands: Operands) -> Any:
-    """Of a function made of lines: each coefficient times the slope that PyTorch gives it."""
+    """Differentiates a function made of lines: each coefficient times PyTorch's slope."""
     if len(operands.jets) != 1 or operands.args[0] is not operands.jets[0]:
         return NotImplemented
     jet = operands.jets[0]
@@ -73,7 +73,7 @@ def made_of_lines(lanes: Lanes, target: Any, operands: Operands) -> Any:
 
 
 def softmax(lanes: Lanes, target: Any, operands: Operands) -> Any:
-    """Of softmax: what grows is weighed by the value, and its sum divided out."""
+    """Differentiates softmax: what grows is weighed by the value, and its sum divided out."""
     value = operands.call(target)
     weigh = _weighed(value, operands.args[1])
 
@@ -89,7 +89,7 @@ def softmax(lanes: Lanes, target: Any, operands: Operands) -> Any:
 
 
 def log_softmax(lanes: Lanes, target: Any, operands: Operands) -> Any:
-    """Of the logarithm of softmax."""
+    """Differentiates the logarithm of softmax."""
     value = operands.call(target)
     weigh = _weighed(torch.exp(value), operands.args[1])
 
@@ -102,7 +102,7 @@ def log_softmax(lanes: Lanes, target: Any, operands: Operands) -> Any:
 
 
 def logsumexp(lanes: Lanes, target: Any, operands: Operands) -> Any:
-    """Of the logarithm of a sum of exponentials."""
+    """Differentiates the logarithm of a sum of exponentials."""
     (jet,) = operands.jets
     dims, keepdim = operands.args[1], operands.option("keepdim", 2, False)
     value = operands.call(target)
@@ -130,7 +130,7 @@ def _weighed(weights: Tensor, dims: Any, *, keepdim: bool = True) -> Weighed:
 
 
 def of_constant(lanes: Lanes, target: Any, operands: Operands) -> Any:
-    """Of what has no derivative, or that of a constant: signs, comparisons, draws, fresh memory."""
+    """Runs what has no derivative, or a zero one: signs, comparisons, draws, fresh memory."""
     return operands.call(target)
 
 
@@ -141,13 +141,13 @@ Product = Callable[[Any, Any], Tensor]
 
 
 def multiply(lanes: Lanes, target: Any, operands: Operands) -> Any:
-    """Of ``a * b``, element by element."""
+    """Differentiates ``a * b``, element by element."""
     a, b = operands.args[:2]
     return lanes.conformed(operands.call(target), _product(lanes, torch.mul, a, b))
 
 
 def matrices(lanes: Lanes, target: Any, operands: Operands) -> Any:
-    """Of a matrix product: where one operand is constant, one product for all coefficients."""
+    """Differentiates a matrix product: with a constant, one product for all coefficients."""
     a, b = operands.args[:2]
     if operands.kwargs or len(operands.args) > 2:
         return NotImplemented
@@ -164,7 +164,7 @@ def matrix_product(lanes: Lanes, product: Product, a: Any, b: Any) -> Any:
 
 
 def matrices_plus(lanes: Lanes, target: Any, operands: Operands) -> Any:
-    """Of ``beta c + alpha a @ b``."""
+    """Differentiates ``beta c + alpha a @ b``."""
     c, a, b = operands.args[:3]
     alpha, beta = operands.kwargs.get("alpha", 1), operands.kwargs.get("beta", 1)
     product: Any = torch.bmm if _rank(a) == 3 else torch.mm
@@ -190,7 +190,7 @@ def _rank(value: Any) -> int:
 
 
 def pairwise(lanes: Lanes, target: Any, operands: Operands) -> Any:
-    """Of any other product: linear in each of two operands."""
+    """Differentiates any other product: linear in each of two operands."""
     a, b = operands.args[:2]
 
     def product(x: Any, y: Any) -> Tensor:
@@ -234,7 +234,7 @@ def _cauchy(
 
 
 def divide(lanes: Lanes, target: Any, operands: Operands) -> Any:
-    """Of ``a / b``."""
+    """Differentiates ``a / b``."""
     a, b = operands.args[:2]
     if operands.kwargs.get("rounding_mode") is not None:
         return NotImplemented
@@ -257,7 +257,7 @@ def divide(lanes: Lanes, target: Any, operands: Operands) -> Any:
 
 
 def dropout(lanes: Lanes, target: Any, operands: Operands) -> Any:
-    """Of dropout: one mask is drawn, for the value and its coefficients."""
+    """Differentiates dropout: one mask is drawn, for the value and its coefficients."""
     value, mask = operands.call(target)
     p, train = operands.args[1:3]
     if train is False or p == 0:
@@ -271,7 +271,7 @@ def dropout(lanes: Lanes, target: Any, operands: Operands) -> Any:
 
 
 def first_operand(lanes: Lanes, target: Any, operands: Operands) -> Any:
-    """Of an operator that is linear in its first operand, the others being constant."""
+    """Differentiates an operator that is linear in its first operand, the others being constant."""
     (jet,) = operands.jets[:1]
     if len(operands.jets) != 1 or operands.args[0] is not jet:
         return NotImplemented
@@ -310,12 +310,12 @@ def jointly(*places: int) -> Rule:
 
 
 def add(lanes: Lanes, target: Any, operands: Operands) -> Any:
-    """Of ``a + alpha b``."""
+    """Differentiates ``a + alpha b``."""
     return _sum(lanes, target, operands, 1)
 
 
 def subtract(lanes: Lanes, target: Any, operands: Operands) -> Any:
-    """Of ``a - alpha b``."""
+    """Differentiates ``a - alpha b``."""
     return _sum(lanes, target, operands, -1)
 
 
@@ -352,7 +352,7 @@ def _by_order(a: Jet, b: Jet, factor: Any) -> dict[int, tuple[Tensor, ...]]:
 
 
 def masked_fill(lanes: Lanes, target: Any, operands: Operands) -> Any:
-    """Of filling in a number where a mask says so."""
+    """Differentiates filling in a number where a mask says so."""
     if len(operands.jets) != 1 or operands.args[0] is not operands.jets[0]:
         return NotImplemented
     mask = operands.args[1]
@@ -361,7 +361,7 @@ def masked_fill(lanes: Lanes, target: Any, operands: Operands) -> Any:
 
 
 def padded(lanes: Lanes, target: Any, operands: Operands) -> Any:
-    """Of padding with a number: coefficients are padded with zeros."""
+    """Differentiates padding with a number: coefficients are padded with zeros."""
     (jet,) = operands.jets
     coefficients = lanes.each(lambda t: target(t, operands.args[1]), jet)
     return results_of(lanes, operands.call(target), coefficients)

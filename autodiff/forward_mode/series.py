@@ -20,7 +20,7 @@ Orders: TypeAlias = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Series:
-    """What flows beside each active value.
+    """Says which coefficients flow beside each active value.
 
     Attributes:
         order: of the highest derivative; 1 is a tangent, as of ``jvp``.
@@ -40,17 +40,17 @@ class Series:
 
     @property
     def orders(self) -> Orders:
-        """Every order there is."""
+        """Returns every order there is."""
         return tuple(range(1, self.order + 1))
 
     @property
     def num_coefficients(self) -> int:
-        """How many tensors of its shape flow beside a value."""
+        """Returns how many tensors of its shape flow beside a value."""
         lower = (self.order - 1) * self.directions
         return lower + (1 if self.collapsed else self.directions)
 
     def is_sum(self, order: int) -> bool:
-        """Whether of this order only the sum over the directions is kept."""
+        """Returns whether of this order only the sum over the directions is kept."""
         return self.collapsed and order == self.order
 
     def coefficient_type(self, type_: TensorType, order: int) -> TensorType:

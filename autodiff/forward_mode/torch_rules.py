@@ -123,7 +123,7 @@ _WRONG_NESTED = _names("cholesky_inverse linalg_householder_product")
 
 
 def is_wrong_nested(target: Any) -> bool:
-    """Whether forward mode of an operator, or forward mode inside it, gives wrong numbers."""
+    """Returns whether nested forward mode of an operator gives wrong numbers in PyTorch."""
     return str(target).removeprefix("aten.").partition(".")[0] in _WRONG_NESTED
 
 

@@ -1,8 +1,8 @@
 """Marks in a captured program the derivatives that its forward takes, and finds their calls.
 
 ``torch.autograd.grad`` in a forward names values: outputs, inputs, cotangents; a series along
-lines names outputs, inputs, directions. :mod:`.derive` puts the calls in their place that compute
-them: those between the outputs and the inputs, differentiated.
+lines names outputs, inputs, directions. :mod:`.inner_gradients` replaces each mark by calls that
+compute it: those between the outputs and the inputs, differentiated.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ..forward_mode.series import Series
 
 @dataclass(frozen=True)
 class Derivation:
-    """The one operator of a leaf: takes outputs, inputs, and a cotangent for each output.
+    """Marks a gradient: a leaf's one operator, of outputs, inputs and a cotangent per output.
 
     It gives the gradient of each input, and is never run.
     """
@@ -38,7 +38,7 @@ class Derivation:
 
 @dataclass(frozen=True)
 class Expansion:
-    """The one operator of a leaf: takes outputs, inputs, and directions for each input.
+    """Marks a series: a leaf's one operator, of outputs, inputs and directions per input.
 
     It gives the Taylor coefficients of each output, order by order, and is never run.
     """
@@ -53,13 +53,13 @@ class Expansion:
         raise AssertionError("a series that a forward takes was not made")
 
 
-Asking = Derivation | Expansion
+DerivativeMark = Derivation | Expansion
 """What stands for a derivative, until it is made."""
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What a call of such a leaf asks for.
+class GradientCall:
+    """Names the gradients that a marked call has to become.
 
     Attributes:
         outputs: the values that gradients come from.
@@ -77,8 +77,8 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class AskedSeries:
-    """What a call of such a leaf asks for.
+class SeriesCall:
+    """Names the coefficients that a marked call has to become.
 
     Attributes:
         outputs: the values whose series are asked for.
@@ -98,19 +98,19 @@ class AskedSeries:
 
 
 def takes_gradients(program: Program) -> bool:
-    """Whether a forward takes a gradient, anywhere in it."""
+    """Returns whether a forward takes a gradient, anywhere in it."""
     leaves = (c for c in walk_closures(program) if isinstance(c, Leaf))
     return any(_derivation(leaf) is not None for leaf in leaves)
 
 
-def asked_by(call: Call) -> Asked | AskedSeries | None:
+def derivative_call(call: Call) -> GradientCall | SeriesCall | None:
     """Returns what a call asks for, if its closure stands for a derivative."""
     node = _derivation(call.closure) if isinstance(call.closure, Leaf) else None
     if node is None:
         return None
     assert isinstance(call.closure, Leaf)
     target = node.target
-    assert isinstance(target, Asking)
+    assert isinstance(target, DerivativeMark)
     env = dict(zip(call.closure.entries, call.args, strict=True))
     operands = tuple(env[n] for n in node.args)  # type: ignore[index]
     source = stamp_of(node).source
@@ -119,14 +119,14 @@ def asked_by(call: Call) -> Asked | AskedSeries | None:
     first, second = target.num_outputs, target.num_outputs + target.num_inputs
     outputs, inputs, more = operands[:first], operands[first:second], operands[second:]
     if isinstance(target, Derivation):
-        return Asked(outputs, inputs, more, tuple(results), source)
+        return GradientCall(outputs, inputs, more, tuple(results), source)
     orders = target.series.orders
     of = tuple((outputs[i // len(orders)], orders[i % len(orders)], v) for i, v in results)
-    return AskedSeries(outputs, inputs, more, target.series, of, source)
+    return SeriesCall(outputs, inputs, more, target.series, of, source)
 
 
 def _derivation(leaf: Leaf) -> torch.fx.Node | None:
-    return next((n for n in leaf.nodes if isinstance(n.target, Asking)), None)
+    return next((n for n in leaf.nodes if isinstance(n.target, DerivativeMark)), None)
 
 
 def _returned(leaf: Leaf) -> list[torch.fx.Node]:
@@ -155,7 +155,7 @@ def calls_between(
 def refuse_hidden_paths(
     calls: Sequence[Call],
     inputs: Collection[Value],
-    asked: Asked | AskedSeries,
+    asked: GradientCall | SeriesCall,
     may_depend: Collection[Value],
 ) -> None:
     """Raises CaptureError where an output may depend on an input in a way that no call shows.
@@ -194,7 +194,7 @@ def refuse_hidden_paths(
 
 
 def _may_be_of(call: Call, result: Value, value: Value) -> bool:
-    """Whether one result of a call may be computed from another."""
+    """Returns whether one result of a call may be computed from another."""
     if result is value:
         return False
     if not isinstance(call.closure, Leaf):

@@ -20,11 +20,11 @@ from ...reuse.torch_names import module_of
 from ..flows import drawing_leaf
 from ..forward_mode.forward_derivative import ForwardDerivative, ForwardDerivatives
 from ..forward_mode.jet_interpreter import Fallback
-from .derivation import AskedSeries, calls_between
+from .derivation import SeriesCall, calls_between
 
 
 def expanded(
-    program: Program, place: int, asked: AskedSeries, derivatives: ForwardDerivatives
+    program: Program, place: int, asked: SeriesCall, derivatives: ForwardDerivatives
 ) -> tuple[Program, tuple[Fallback, ...]]:
     """Returns a program with the series that one of its calls asks for.
 
@@ -57,7 +57,7 @@ def expanded(
 
 @dataclass(frozen=True)
 class _Beside:
-    """What computes coefficients beside values.
+    """Holds the calls that compute coefficients beside values.
 
     Attributes:
         calls: those between, with the series beside their results.
@@ -73,7 +73,7 @@ class _Beside:
 def _beside(
     before: Sequence[Call],
     between: Sequence[Call],
-    asked: AskedSeries,
+    asked: SeriesCall,
     derivatives: ForwardDerivatives,
 ) -> _Beside:
     results = {result for call in between for result in call.results}
@@ -102,7 +102,7 @@ def _called(
     body: Program,
     inputs: Sequence[Value],
     outputs: Sequence[Value],
-    asked: AskedSeries,
+    asked: SeriesCall,
 ) -> tuple[tuple[Call, ...], dict[tuple[Value, int], Value]]:
     """Returns the calls of a derivative, and the value of each coefficient that there is."""
     direction_of = dict(zip(asked.inputs, asked.directions, strict=True))
@@ -124,7 +124,7 @@ def _called(
 def _is_made_between(
     directions: Sequence[Value], before: Sequence[Call], between: Sequence[Call]
 ) -> bool:
-    """Whether a direction is computed from what the calls between compute, or beside it."""
+    """Returns whether a direction is computed from what the calls between compute, or beside it."""
     return not _dependent(before, between)[0].isdisjoint(directions)
 
 
@@ -154,7 +154,7 @@ def _renamed(program: Program, values: set[Value]) -> Program:
 
 
 def _placed(
-    before: Sequence[Call], between: Sequence[Call], calls: Sequence[Call], asked: AskedSeries
+    before: Sequence[Call], between: Sequence[Call], calls: Sequence[Call], asked: SeriesCall
 ) -> list[Call]:
     """Puts calls with series in the place of those without, before all that uses their results.
 
@@ -168,7 +168,7 @@ def _placed(
     return [*first, *calls, *later]
 
 
-def _refuse_draws(program: Program, asked: AskedSeries) -> None:
+def _refuse_draws(program: Program, asked: SeriesCall) -> None:
     leaf = drawing_leaf(program)
     if leaf is not None:
         raise CaptureError(

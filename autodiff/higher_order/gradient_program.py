@@ -30,7 +30,7 @@ from ..training_program import training_program
 
 @dataclass(frozen=True)
 class GradientProgram:
-    """The gradients of a program.
+    """Holds the gradients of a program as a program.
 
     Attributes:
         program: takes what the program takes, then a cotangent for each of ``outputs``.

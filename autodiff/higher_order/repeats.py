@@ -92,7 +92,7 @@ def _is_same(new: Call, old: Call) -> bool:
 
 @dataclass(frozen=True)
 class _Part:
-    """Some operators of a leaf as a leaf, and the nodes at its boundary."""
+    """Holds some operators of a leaf as a leaf, and the nodes at its boundary."""
 
     leaf: Leaf
     inputs: tuple[torch.fx.Node, ...]
@@ -112,7 +112,7 @@ def _outside(node: torch.fx.Node, inside: set[torch.fx.Node]) -> Iterator[torch.
 
 
 def _may_be_cut(leaf: Leaf) -> bool:
-    """Whether a leaf is one of plain operators, whose results are different tensors."""
+    """Returns whether a leaf is one of plain operators, whose results are different tensors."""
     nodes, results = leaf.nodes, outputs_of(leaf.module)
     types = (*leaf.input_types, *leaf.output_types)
     return (
@@ -177,7 +177,7 @@ def _equal_runs(labels: Sequence[Any], period: int) -> Iterator[tuple[int, int]]
 
 
 def _label(node: torch.fx.Node) -> Any:
-    """What is equal for two operators that may do the same."""
+    """Returns what is equal for two operators that may do the same."""
     shapes = tuple(_shape(n) for n in (node, *node.all_input_nodes))
     stamp = stamp_of(node)
     return node.target, shapes, stamp.grad_enabled, stamp.autocast

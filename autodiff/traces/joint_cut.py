@@ -44,7 +44,7 @@ def read_by_backward(joint: torch.fx.GraphModule, num_outputs: int) -> frozenset
 
 
 def is_tangent(node: torch.fx.Node) -> bool:
-    """Whether a joint graph's placeholder is a cotangent."""
+    """Returns whether a joint graph's placeholder is a cotangent."""
     return node.op == "placeholder" and node.name.startswith("tangents_")
 
 

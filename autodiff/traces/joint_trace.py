@@ -42,7 +42,7 @@ CHANGED_IN_PLACE = "has been modified by an inplace operation"
 
 
 class JointTrace:
-    """Forward and backward of a leaf as one graph.
+    """Traces forward and backward of a leaf as one graph.
 
     ``grad_inputs`` lists the flat inputs that get a gradient, ``tangent_outputs`` the flat outputs
     that take a cotangent: both may be fewer than asked, where autograd says nothing flows.
@@ -101,7 +101,7 @@ class JointTrace:
             )
 
     def _attention(self) -> AbstractContextManager[Any]:
-        """Fused attention has one derivative only."""
+        """Takes attention apart where its gradient is differentiated: fused, it has no second."""
         return sdpa_kernel(SDPBackend.MATH) if self._is_differentiated else nullcontext()
 
     @property

@@ -15,7 +15,7 @@ from ...reuse.ir.leaf import LaidOut, ModalInterpreter, as_it_is, stamp_of
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """What an operator was traced for.
+    """Names the operator of the user's code that an operator was traced for.
 
     Attributes:
         operator: what the user's code called.

@@ -22,7 +22,7 @@ _STOP = "stops a gradient"
 
 
 def is_stop(node: torch.fx.Node) -> bool:
-    """Whether a detach in a joint graph is one that the user's code asked for."""
+    """Returns whether a detach in a joint graph is one that the user's code asked for."""
     return _STOP in node.meta
 
 

@@ -62,7 +62,7 @@ _STRIDED = torch.ops.aten.as_strided.default
 
 
 def is_lazy(node: torch.fx.Node) -> bool:
-    """Whether an operator's result is a mark on memory."""
+    """Returns whether an operator's result is a mark on memory."""
     return node.target in WRITTEN
 
 

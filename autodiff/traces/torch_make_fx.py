@@ -18,7 +18,7 @@ from ...reuse.process import ProcessLock
 from .torch_lazy import PLAIN_ZEROS
 
 Decompositions: TypeAlias = Mapping[Any, Callable[..., Any]]
-"""What stands for an operator where it is called in a trace."""
+"""By operator, the function that a trace calls in its place."""
 
 
 def traced(
@@ -71,7 +71,7 @@ def new_fake_mode(module: torch.fx.GraphModule | None = None) -> FakeTensorMode:
 
 
 def sizes_kept_open(mode: FakeTensorMode) -> AbstractContextManager[Any]:
-    """Within it operators that would read a size as a number leave it a symbol, if there are any.
+    """Has operators that would read a size as a number leave it a symbol, if there are any.
 
     ``constant_pad_nd`` is one: in C++ it reads numbers, and PyTorch has it in Python beside.
     """

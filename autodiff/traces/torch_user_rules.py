@@ -46,7 +46,7 @@ _PYTORCHS = ("aten", "prim", "prims")
 
 @dataclass(frozen=True, eq=False)
 class Rule:
-    """How an operator is taken apart.
+    """Holds the function that takes an operator apart.
 
     Attributes:
         function: takes what the operator takes.
@@ -102,12 +102,12 @@ def operator_of(target: Any) -> Any:
 
 
 def is_pytorchs(operator: Any) -> bool:
-    """Whether an operator is one of PyTorch's."""
+    """Returns whether an operator is one of PyTorch's."""
     return operator.namespace in _PYTORCHS
 
 
 def has_own_derivative(operator: Any) -> bool:
-    """Whether somebody gave an operator a derivative (``register_autograd``).
+    """Returns whether somebody gave an operator a derivative (``register_autograd``).
 
     What ``custom_op`` makes is known to autograd without one: a gradient is then an error.
     """
@@ -119,14 +119,14 @@ def has_own_derivative(operator: Any) -> bool:
 
 
 def casts_under_autocast(operator: Any) -> bool:
-    """Whether autocast has an operator cast its operands (``register_autocast``)."""
+    """Returns whether autocast has an operator cast its operands (``register_autocast``)."""
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
     return any(has_kernel(operator.name(), key) for key in ("AutocastCPU", "AutocastCUDA"))
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """One of an operator's parameters, as its schema says.
+    """Describes one parameter of an operator, as its schema does.
 
     Attributes:
         name: of the parameter.

@@ -26,7 +26,7 @@ _MAX_BACKWARDS = 8  # the last used
 
 
 class Backward:
-    """One way back.
+    """Runs one compiled backward of a program.
 
     Args:
         compiled: a program with a derivative.
@@ -78,7 +78,7 @@ def _shared(operands: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor])
 
 
 class Backwards:
-    """All of them, each made when a loss first asks for it.
+    """Holds the backwards of a program, each made when a loss first asks for it.
 
     Attributes:
         expected: the one that a next forward prepares for: the last that ran.
@@ -113,7 +113,7 @@ class Backwards:
 
     @one_at_a_time
     def are_apart(self, some: Iterable[int], others: Iterable[int]) -> bool:
-        """Whether nothing that is saved for some outputs is needed for others, too.
+        """Returns whether nothing that is saved for some outputs is needed for others, too.
 
         Autograd then lets one follow the other without ``retain_graph``.
         """
@@ -132,7 +132,7 @@ class Backwards:
 
 
 class Absence:
-    """Which gradients do not exist because no used output leads back to them (not: are zero)."""
+    """Finds the gradients that do not exist, rather than are zero: no used output leads there."""
 
     def __init__(self, compiled: CompiledProgram) -> None:
         self._compiled = compiled
@@ -152,7 +152,7 @@ class Absence:
 
 
 class Bridge:
-    """How a compiled program is run as a node of autograd: what the runs have in common.
+    """Runs a compiled program as a node of autograd, and holds what its runs have in common.
 
     Args:
         compiled: a program with a derivative.
@@ -205,7 +205,7 @@ def picker(places: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
 
 @dataclass
 class Step:
-    """One forward in flight: its inputs, and after it ran, what its backward needs.
+    """Holds one forward in flight: its inputs, and after it ran, what its backward needs.
 
     ``prepared`` is the backward that the forward prepared for.
     """
@@ -353,7 +353,7 @@ class _CompiledFunction(torch.autograd.Function):
     def _gradients(
         ctx: Any, cotangents: Sequence[torch.Tensor | None], following: int = 0
     ) -> list[Any]:
-        """``following``: how many further backwards follow for the same forward."""
+        """Returns the gradients; ``following``: how many further backwards are to come."""
         step: Step = ctx.step
         bridge, derivative = step.bridge, step.bridge.derivative
         unused = tuple(i for i in derivative.cotangent_outputs if cotangents[i] is None)

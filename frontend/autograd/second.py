@@ -20,7 +20,7 @@ Run = Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]
 
 
 class Gradients:
-    """The compiled gradients of one program, by what is asked of them.
+    """Compiles the gradients of one program, for each request once.
 
     Args:
         compiled: the program.
@@ -36,7 +36,7 @@ class Gradients:
 
     @property
     def were_differentiated(self) -> bool:
-        """Whether an earlier call's were, so that this call's likely will be."""
+        """Returns whether an earlier call's were, so that this call's likely will be."""
         return bool(self._made)
 
     def of(self, request: GradientRequest) -> tuple[CompiledGradients, Run | None]:
@@ -57,7 +57,7 @@ class Gradients:
 
 @dataclass(frozen=True)
 class FirstBackward:
-    """A backward that ran under ``create_graph=True``.
+    """Holds a backward that ran under ``create_graph=True``.
 
     Attributes:
         gradients: of the program.

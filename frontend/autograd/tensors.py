@@ -31,7 +31,7 @@ def cotangent_like(type_: Type, gradient: torch.Tensor | None = None) -> torch.T
 
 
 class Aliases:
-    """Which tensors of a program share memory. The same in every run, so the first run tells.
+    """Holds which tensors of a program share memory: the same in every run, so the first tells.
 
     Args:
         roots: of each output, see :func:`flows.view_roots`.
@@ -111,7 +111,7 @@ class Aliases:
     def _is_base(
         self, place: tuple[str, int], index: int, sharing: Mapping[tuple[str, int], torch.Tensor]
     ) -> bool:
-        """Whether an output is a view of what stands at a place, and that not one of the output."""
+        """Returns whether an output is a view of what stands at a place, and not the reverse."""
         kind, position = place
         base, view = sharing[place], sharing["output", index]
         root = position if kind == "input" else self._roots[position]
@@ -211,11 +211,11 @@ class HandedGradients:
         self._given: list[torch.Tensor | None] = []  # what the engine set ``.grad`` to
 
     def are_as_left(self) -> bool:
-        """Whether each lies there still and is its parameter's ``.grad``, and no hooks are due."""
+        """Returns whether each is still its parameter's ``.grad``, in place, with no hooks due."""
         return self._are_held() and self.lie_there_still() and not have_hooks(self._parameters)
 
     def lie_there_still(self) -> bool:
-        """Whether each is laid out on the memory that it was made on."""
+        """Returns whether each is laid out on the memory that it was made on."""
         return (
             self._layouts.same(self._handed)
             and self._layouts.addresses(self._handed) == self._addresses

@@ -18,7 +18,7 @@ _MARK = "lazyinline"  # under this name in the notes that PyTorch keeps for a no
 
 
 def have_hooks(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether a hook may run where gradients arrive at these tensors.
+    """Returns whether a hook may run where gradients arrive at these tensors.
 
     Somebody who holds the node that adds to ``.grad`` may have put hooks on it; what they are is
     not told.
@@ -31,7 +31,7 @@ def have_hooks(tensors: Sequence[torch.Tensor]) -> bool:
 
 
 def _are_held(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether a node that gradients of these tensors go to outlives us: somebody else holds it."""
+    """Returns whether somebody else holds a node that gradients of these tensors go to."""
     _mark(_receivers(tensors))
     return any([node.metadata.pop(_MARK, False) for node in _receivers(tensors)])
 
@@ -90,7 +90,7 @@ def _chain(
 
 
 class _Loss(torch.autograd.Function):
-    """The end of a chain that has a loss for its value."""
+    """Ends a chain, with a loss for its value."""
 
     @staticmethod
     def forward(ctx: Any, chain: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
@@ -102,7 +102,7 @@ class _Loss(torch.autograd.Function):
 
 
 class _Chain(torch.autograd.Function):
-    """A link, by which the engine comes to one parameter after another."""
+    """Links a chain, by which the engine comes to one parameter after another."""
 
     @staticmethod
     def forward(
@@ -128,7 +128,7 @@ Backward = Callable[[Sequence[torch.Tensor | None], int], Sequence[torch.Tensor 
 
 
 def are_batched(cotangents: Sequence[torch.Tensor | None]) -> bool:
-    """Whether some cotangents stand for a batch of them."""
+    """Returns whether some cotangents stand for a batch of them."""
     of_batch = torch._C._functorch.is_legacy_batchedtensor
     return any(g is not None and of_batch(g) for g in cotangents)
 

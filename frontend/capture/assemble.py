@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.fx
 
-from ...autodiff.higher_order.derivation import Asking
+from ...autodiff.higher_order.derivation import DerivativeMark
 from ...reuse import torch_pytree
 from ...reuse.ir.leaf import FullKey, cut_leaf, leaf_key, node_type, stamp_of
 from ...reuse.ir.operators import mutated_args
@@ -261,7 +261,9 @@ class Assembler:
 
 def _stands_apart(item: torch.fx.Node | Region) -> bool:
     """Whether an item is a call of its own, or will be."""
-    return isinstance(item, Region) or "call" in item.meta or isinstance(item.target, Asking)
+    return (
+        isinstance(item, Region) or "call" in item.meta or isinstance(item.target, DerivativeMark)
+    )
 
 
 def _units(items: Sequence[torch.fx.Node | Region]) -> list[_Unit]:
@@ -283,7 +285,7 @@ def _units(items: Sequence[torch.fx.Node | Region]) -> list[_Unit]:
             calls[item.args[0]].nodes.append(item)  # type: ignore[index]
         elif item.target is operator.getitem and item.args[0] in gradients:
             gradients[item.args[0]].nodes.append(item)  # type: ignore[index]
-        elif isinstance(item.target, Asking):
+        elif isinstance(item.target, DerivativeMark):
             gradients[item] = _Unit([item])
             units.append(gradients[item])
             is_open = False

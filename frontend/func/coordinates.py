@@ -59,7 +59,9 @@ class _Laplacian(nn.Module):
         num = points.shape[-1]
         units = [[float(i == k) for i in range(num)] for k in range(num)]
         series = Series(2, num, collapsed=True)
-        asked = _Asked("laplacian", units, series, lambda x: x, _reverse_laplacian, 1 + 2 * num)
+        asked = _ByCoordinates(
+            "laplacian", units, series, lambda x: x, _reverse_laplacian, 1 + 2 * num
+        )
         return asked.of(self.func, points, self._mode)
 
 
@@ -71,8 +73,8 @@ class _InReverse(Protocol):
 
 
 @dataclass(frozen=True)
-class _Asked:
-    """A derivative by coordinates.
+class _ByCoordinates:
+    """Describes a derivative by coordinates, in both modes.
 
     Attributes:
         what: it is, in words.
@@ -177,7 +179,7 @@ def derivative(
 
     series, passes_back = Series(order, len(weights)), 2**order - 1
     what = f"derivative by {by!r}"
-    asked = _Asked(what, list(weights), series, from_lines, in_reverse, passes_back)
+    asked = _ByCoordinates(what, list(weights), series, from_lines, in_reverse, passes_back)
     return asked.of(func, points, mode)
 
 

@@ -113,7 +113,7 @@ def computed_gradient(
 
 
 class Product(nn.Module):
-    """A product with the Jacobian of a function, which it runs.
+    """Runs a function and computes a product with its Jacobian.
 
     Args:
         func: the function.
@@ -302,7 +302,7 @@ def _lazily(
 
 
 class Jacobian:
-    """The derivative of each result by each input, at one point; each row is computed once.
+    """Gives the derivative of each result by each input, at one point; a row is computed once.
 
     ``J[i]`` is the row of result ``i``, ``J[i, j]`` an entry of it, and indices may be slices;
     ``J @ v`` is the product with a tensor of the input's shape, ``v @ J`` that with one of the
@@ -330,12 +330,12 @@ class Jacobian:
 
     @property
     def shape(self) -> torch.Size:
-        """The result's sizes, then the input's."""
+        """Returns the result's sizes, then the input's."""
         return torch.Size((*self._result_shape, *self._input_shape))
 
     @property
     def num_rows(self) -> int:
-        """One for each number in the result."""
+        """Returns the number of rows: one for each number in the result."""
         return math.prod(self._result_shape)
 
     def __getitem__(self, index: Index | tuple[Index, ...]) -> torch.Tensor:

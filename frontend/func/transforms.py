@@ -121,7 +121,7 @@ def compiled(module: nn.Module) -> nn.Module:
 
 
 class Gradient(nn.Module):
-    """The gradient of a function with a scalar result; see :func:`grad`."""
+    """Computes the gradient of a function with a scalar result; see :func:`grad`."""
 
     def __init__(self, func: Function, argnums: Argnums, *, has_aux: bool) -> None:
         super().__init__()

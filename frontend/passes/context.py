@@ -10,8 +10,8 @@ from functools import partial
 from typing import Any
 
 from ...autodiff.derivative import Differentiator
-from ...autodiff.higher_order.derive import Derive
 from ...autodiff.higher_order.gradient_program import GradientPrograms
+from ...autodiff.higher_order.inner_gradients import InnerGradients
 from ...autodiff.torch_primitives import Reducer
 from ...autodiff.traces.torch_user_rules import rules_in
 from ...backend.cache.results import CompileCache
@@ -67,7 +67,7 @@ class Context:
         self.tools = self._tools()
         self.differentiator = Differentiator(self.backend.recipe, self._cache.derivative)
         self.gradient_programs = GradientPrograms()
-        self.derive = Derive()
+        self.derive = InnerGradients()
         self.reducer = Reducer()
         self.recompute = Recompute(
             self.differentiator, options.recompute, options.backend, self.tools.place.target

@@ -29,7 +29,7 @@ from ..forward_mode.forward_derivative import ForwardDerivatives
 from ..forward_mode.jet_interpreter import Fallback
 from ..traces.torch_differentiable import DIFFERENTIABLE
 from ..training_program import backward_calls
-from .derivation import Asked, asked_by, calls_between, refuse_hidden_paths
+from .derivation import GradientCall, calls_between, derivative_call, refuse_hidden_paths
 from .expand import expanded
 from .gradient_program import own_derivative
 from .repeats import Repeats
@@ -38,7 +38,7 @@ Fallbacks: TypeAlias = dict[Fallback, None]
 """Operators that had no rule in Taylor mode, in the order in which they were met."""
 
 
-class Derive:
+class InnerGradients:
     """Puts gradients in the place of what stands for them."""
 
     def __init__(self) -> None:
@@ -71,18 +71,18 @@ class Derive:
     def _made(
         self, program: Program, may_depend: Collection[Value], fallbacks: Fallbacks
     ) -> Program:
-        """``may_depend``: inputs that may be functions of other inputs."""
+        """Makes what is asked for; ``may_depend``: inputs that may be functions of other inputs."""
         closures = [self._closure(call.closure, fallbacks) for call in program.calls]
         if any(new is not c.closure for new, c in zip(closures, program.calls, strict=True)):
             pairs = zip(program.calls, closures, strict=True)
             program = replace(program, calls=tuple(replace(c, closure=new) for c, new in pairs))
         while True:
-            asked = ((i, a) for i, call in enumerate(program.calls) if (a := asked_by(call)))
+            asked = ((i, a) for i, call in enumerate(program.calls) if (a := derivative_call(call)))
             place, one = next(asked, (0, None))
             if one is None:
                 return program
             refuse_hidden_paths(program.calls[:place], program.inputs, one, may_depend)
-            if isinstance(one, Asked):
+            if isinstance(one, GradientCall):
                 program = self._flat.program(self._derived(program, place, one))
             else:
                 program, found_none = expanded(program, place, one, self._forward)
@@ -103,13 +103,15 @@ class Derive:
         fallbacks.update(own)
         return made
 
-    def _derived(self, program: Program, place: int, asked: Asked) -> Program:
+    def _derived(self, program: Program, place: int, asked: GradientCall) -> Program:
         """Returns the program with the gradients that one call asks for."""
         calls = calls_between(program.calls[:place], asked.inputs, asked.outputs)
         read = {a for call in calls for a in call.args} | set(asked.outputs)
         kept = {c for c in calls if c.closure in self._originals and not self._saved(c) & read}
         while True:
-            between = Between(program, asked, calls, {c: self._original(c) for c in kept})
+            between = DifferentiatedRange(
+                program, asked, calls, {c: self._original(c) for c in kept}
+            )
             derivative = self._differentiator.of(between.request)
             between.check(derivative)
             if derivative is None:
@@ -150,8 +152,8 @@ def _saved_already(call: Call, forward: Call) -> list[Call]:
 
 
 @dataclass(frozen=True)
-class Between:
-    """The calls between what a gradient is of and what it is with respect to.
+class DifferentiatedRange:
+    """Holds the calls from what a gradient is with respect to, to what it is of.
 
     Attributes:
         program: that they are in.
@@ -161,24 +163,24 @@ class Between:
     """
 
     program: Program
-    asked: Asked
+    asked: GradientCall
     calls: Sequence[Call]
     originals: dict[Call, Call]
 
     @property
     def wanted(self) -> list[Value]:
-        """With respect to what."""
+        """Returns the values that gradients are wanted of, each once."""
         return list(dict.fromkeys(self.asked.inputs))
 
     @property
     def seeded(self) -> list[Value]:
-        """What has a cotangent, and depends on what is wanted."""
+        """Returns what has a cotangent, and depends on what is wanted."""
         made = {*self.wanted, *(result for call in self.calls for result in call.results)}
         return [v for v in dict.fromkeys(self.asked.outputs) if v in made]
 
     @property
     def request(self) -> Request:
-        """The calls as a closure, and what is asked of it."""
+        """Returns the calls as a closure, and the derivative that is wanted of it."""
         calls = tuple(self.originals.get(call, call) for call in self.calls)
         made = {result for call in calls for result in call.results}
         taken = dict.fromkeys(a for call in calls for a in call.args if a not in made)
