@@ -317,8 +317,8 @@ def _rows(closure: Closure) -> Iterator[tuple[str, str, str]]:
     elif isinstance(closure, Leaf):
         values = {n: f"%{i}" for i, n in enumerate((*closure.entries, *closure.nodes))}
         for node in closure.nodes:
-            operands = operand_text((*node.args, *node.kwargs.items()), values)
-            yield operator_name(node), operands.strip("[]"), stamp_of(node).source
+            operands = [operand_text(a, values) for a in (*node.args, *node.kwargs.items())]
+            yield operator_name(node), ", ".join(operands), stamp_of(node).source
 
 
 def _graph_difference(first: Closure, second: Closure) -> tuple[_Difference, str]:

@@ -2161,6 +2161,24 @@ def test_symbols_of_equal_hints_stay_apart_and_their_questions_are_kept(
     f"{SYMBOLS}.ShapeEnv",
     f"{SYMBOLS}.DimDynamic.DYNAMIC",
     "torch._dynamo.source.ConstantSource",
+    "torch.utils._sympy.functions",
+)
+def test_a_symbol_has_the_number_that_an_environment_gives_it(
+    env_class: Any, dynamic: Any, source: Any, functions: Any
+) -> None:
+    class Named(env_class):  # type: ignore[misc]
+        def _generate_unique_id(self, source_name: str) -> int:
+            return int(source_name[1:])
+
+    symbol = Named().create_symbol(8, source("s412"), dynamic_dim=dynamic)
+    assert str(symbol) == "s412"
+    assert functions.FloorDiv.is_Function and str(functions.FloorDiv(symbol, 2)) == "(s412//2)"
+
+
+@contract(
+    f"{SYMBOLS}.ShapeEnv",
+    f"{SYMBOLS}.DimDynamic.DYNAMIC",
+    "torch._dynamo.source.ConstantSource",
     "torch._subclasses.fake_tensor.FakeTensorMode",
     "torch.fx.experimental.proxy_tensor.make_fx",
 )

@@ -2,13 +2,17 @@
 
 ::
 
-    closure @Block(%x: f32[2,64], %w_qkv: f32[768,64]) -> (f32[2,64])  // 69 nodes, 32 calls {
+    closure @Block(%x: f32[2,64], %w_qkv: f32[768,64]) -> (f32[2,64]) {  // 69 nodes, 32 calls
+      %2: f32[2,768] = linear(%x, %w_qkv)
       ...
     }
-    program @main(%ids: i64[2,64]) -> (f32[]) {
-      %h1 = call @Block(%h0, %layers.0.w_qkv)  // layers.0
+    program @main(%ids: i64[2,64] = input(0)) -> (f32[]) {
+      %h1 = call @Block(%h0, %layers.0.w_qkv, at='layers.0')
       return %h1
     }
+
+``parser.py`` reads the text: all but comments (``//``) is part of the program. What a text does not
+hold is the numbers of the model's tensors, the Python containers of the output, and source lines.
 """
 
 from __future__ import annotations
@@ -16,7 +20,8 @@ from __future__ import annotations
 import difflib
 import re
 import textwrap
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import zip_longest
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -24,8 +29,28 @@ import torch.fx
 
 from ..torch_names import OPERATOR_TYPES
 from .leaf import stamp_of
-from .program import Call, Closure, Composite, Leaf, Pack, Program, Unpack, Value, count_calls
-from .types import Type, dtype_name
+from .program import (
+    Call,
+    Closure,
+    Composite,
+    Leaf,
+    Pack,
+    Program,
+    Source,
+    Unpack,
+    UserInput,
+    Value,
+    count_calls,
+)
+from .torch_symbols import SizeLiteral
+from .types import (
+    StructType,
+    TensorType,
+    Type,
+    contiguous_stride,
+    dtype_name,
+    flatten_type,
+)
 
 WIDTH = 100
 """Columns of all that is printed; a word that is longer by itself stays whole."""
@@ -63,7 +88,8 @@ def _folded_line(line: str, width: int, indent: int | None) -> list[str]:
 Shown: TypeAlias = Literal["show", "hide"]
 
 _INDENT = " " * 6  # of what continues a line
-_NOTE = "  // "  # before what a line says beside what is run
+_COMMENT = "  // "
+_ODD = re.compile(r"[^\w.]", re.ASCII)  # characters that stand in no printed name
 
 
 class UniqueNames:
@@ -84,7 +110,7 @@ class UniqueNames:
 def closure_names(program: Program) -> dict[Closure, str]:
     """Returns a unique printed name for each closure, callees first."""
     names = UniqueNames()
-    return {c: names.take(c.name) for c in program.closures if not _is_structural(c)}
+    return {c: names.take(_plain(c.name)) for c in program.closures if not _is_structural(c)}
 
 
 def format_program(
@@ -110,22 +136,28 @@ def text_to_compare(program: Program) -> str:
 def _text(program: Program, source: Shown, bodies: Shown) -> str:
     names = closure_names(program)
     counts = count_calls(program)
+    structs = _Structs()
     parts = []
     for closure, name in names.items():
         note = f"{_count(closure.num_nodes, 'node')}, {_count(counts[closure], 'call')}"
         if isinstance(closure, Leaf):
-            parts.append(_format_leaf(closure, name, note, source, bodies))
+            parts.append(_format_leaf(closure, name, note, structs, source, bodies))
         elif isinstance(closure, Composite):
-            parts.append(_format_body("closure", closure.program, name, note, names))
+            head = f"composite closure @{name}"
+            parts.append(
+                _format_body(head, closure.program, note, names, structs, closure.input_names)
+            )
     note = f"{program.num_nodes()} nodes held, {program.num_nodes_if_inlined()} if inlined"
-    parts.append(_format_body("program", program, "main", note, names))
-    return "\n".join(parts)
+    parts.append(_format_body("program @main", program, note, names, structs))
+    return "\n".join([*structs.definitions(), *parts])
 
 
 def closure_to_compare(closure: Closure) -> str:
     """Returns the text of one closure, and of those it calls; call counts are left out."""
     if isinstance(closure, Leaf):
-        return _format_leaf(closure, closure.name, "", "hide", "show")
+        structs = _Structs()
+        body = _format_leaf(closure, closure.name, "", structs, "hide", "show")
+        return "\n".join([*structs.definitions(), body])
     if isinstance(closure, Composite):
         return text_to_compare(closure.program)
     return f"{closure.name}({closure.type})"
@@ -147,108 +179,206 @@ def _is_structural(closure: Closure) -> bool:
     return isinstance(closure, (Pack, Unpack))
 
 
-def _types(types: Iterable[Type]) -> str:
-    return "(" + ", ".join(map(str, types)) + ")"
+class _Structs:
+    """Names struct types: one of hundreds of tensors stands in many headers."""
+
+    def __init__(self) -> None:
+        self._names: dict[StructType, str] = {}
+
+    def text(self, type_: Type) -> str:
+        """Returns a type as it stands in a header."""
+        if isinstance(type_, TensorType):
+            return tensor_type_text(type_)
+        if type_ not in self._names:
+            for field in type_.fields:
+                self.text(field)  # names those inside first, so that definitions are in order
+            self._names[type_] = f"$struct{len(self._names)}"
+        return self._names[type_]
+
+    def row(self, types: Iterable[Type]) -> str:
+        """Returns several types in parentheses."""
+        return "(" + ", ".join(map(self.text, types)) + ")"
+
+    def definitions(self) -> list[str]:
+        """Returns a line for each struct type that was named."""
+        lines = [f"{n} = struct{self.row(t.fields)}" for t, n in self._names.items()]
+        return ["\n".join(lines) + "\n"] if lines else []
+
+
+def tensor_type_text(type_: TensorType, *, device: Shown = "show") -> str:
+    """Returns all of a tensor type; it has no blank, so that no line is broken inside it.
+
+    A dimension is its size, with its stride (``3:1``) where the tensor is not contiguous. The CPU
+    is not named.
+    """
+    sizes = [_size_text(size) for size in type_.shape]
+    if type_.stride != contiguous_stride(type_.shape):
+        sizes = [f"{n}:{_size_text(st)}" for n, st in zip(sizes, type_.stride, strict=True)]
+    place = ""
+    if device == "show" and type_.device.type != "cpu":
+        index = type_.device.index
+        place = f"@{type_.device.type}" + ("" if index is None else f"[{index}]")
+    return f"{dtype_name(type_.dtype)}[{','.join(sizes)}]{place}"
+
+
+def _size_text(size: Any) -> str:
+    return str(size).replace(" ", "")
+
+
+def _plain(name: str) -> str:
+    return _ODD.sub("_", name)
+
+
+def _in_quotes(text: str) -> str:
+    """Returns a text in quotes, with no blank where a line may be broken."""
+    return repr(text).replace(", ", ",\\x20")
 
 
 def _format_body(
-    kind: str, program: Program, name: str, note: str, closures: dict[Closure, str]
+    head: str,
+    program: Program,
+    note: str,
+    closures: Mapping[Closure, str],
+    structs: _Structs,
+    input_names: Sequence[str] = (),
 ) -> str:
     names, values = UniqueNames(), {}
+    hints = input_names if len(input_names) == len(program.inputs) else ()
     for index, value in enumerate(program.inputs):
-        values[value] = "%" + names.take(value.hint or f"a{index}")
-    header = ", ".join(f"{values[v]}: {v.type}" for v in program.inputs)
-    results = _types(v.type for v in program.outputs)
-    lines = [_header(f"{kind} @{name}({header}) -> {results}", note)]
+        hint = hints[index] if hints else value.hint
+        values[value] = "%" + names.take(_plain(hint or f"a{index}"))
+    header = ", ".join(
+        f"{values[v]}: {structs.text(v.type)}{_source_text(source, values[v])}"
+        for v, source in zip_longest(program.inputs, program.sources[: len(program.inputs)])
+    )
+    results = structs.row(v.type for v in program.outputs)
+    lines = [_header(f"{head}({header}) -> {results}", note)]
     for call in program.calls:
         for value in call.results:
-            values[value] = "%" + names.take(value.hint or "v")
+            values[value] = "%" + names.take(_plain(value.hint or "v"))
         lines.append(_format_call(call, values, closures))
-    outputs = ", ".join(values.get(v, "%undefined") for v in program.outputs)
-    lines.append(f"  return {outputs}")
+    lines.append(_format_return(values.get(v, "%undefined") for v in program.outputs))
     for output, target in program.writes:
-        lines.append(f"  write {values[program.inputs[target]]} <- output {output}")
+        lines.append(f"  write({values[program.inputs[target]]}, output={output})")
     lines.append("}\n")
     return "\n".join(lines)
 
 
-def _format_call(call: Call, values: dict[Value, str], closures: dict[Closure, str]) -> str:
-    args = ", ".join(values.get(v, "%undefined") for v in call.args)
+def _source_text(source: Source | None, printed: str) -> str:
+    """Returns what an input of the entry program is bound to; the name, if it is another."""
+    if source is None:
+        return ""
+    if isinstance(source, UserInput):
+        kind, words, grad = "input", [str(source.index)], source.requires_grad
+    else:
+        kind, words, grad = source.kind, [], source.tensor.requires_grad
+    if "%" + source.name != printed:
+        words.append(_in_quotes(source.name))
+    words += ["grad"] * grad
+    words += ["switched"] * (isinstance(source, UserInput) and source.is_switched)
+    return f" = {kind}({', '.join(words)})"
+
+
+def _format_call(call: Call, values: Mapping[Value, str], closures: Mapping[Closure, str]) -> str:
+    args = [values.get(v, "%undefined") for v in call.args]
     results = ", ".join(values[v] for v in call.results)
+    head = f"  {results} = " if results else "  "
     if _is_structural(call.closure):
-        return f"  {results} = {call.closure.name}({args})"
-    mark = f"recompute {call.recompute}" if call.recompute else ""
-    note = ", ".join(part for part in (call.path, mark) if part)
-    head = f"{results} = " if results else ""
-    return _with_note(f"  {head}call @{closures[call.closure]}({args})", note)
+        return f"{head}{call.closure.name}({', '.join(args)})"
+    args += [f"at={_in_quotes(call.path)}"] if call.path else []
+    args += [f"recompute={call.recompute!r}"] if call.recompute else []
+    return f"{head}call @{closures[call.closure]}({', '.join(args)})"
 
 
-def _format_leaf(leaf: Leaf, name: str, note: str, source: Shown, bodies: Shown) -> str:
+def _format_return(returned: Iterable[str]) -> str:
+    return f"  return {', '.join(returned)}".rstrip()
+
+
+def _format_leaf(
+    leaf: Leaf, name: str, note: str, structs: _Structs, source: Shown, bodies: Shown
+) -> str:
     values: dict[torch.fx.Node, str] = {}
+    header = list(_input_texts(leaf, values, structs))
     names = UniqueNames()
-    placeholders = leaf.entries
-    hints = leaf.input_names if len(leaf.input_names) == len(placeholders) else ()
-    for index, node in enumerate(placeholders):
-        values[node] = "%" + names.take(hints[index] if hints else f"a{index}")
-    header = ", ".join(f"{values[n]}: {node_type(n)}" for n in placeholders)
+    for taken in values.values():
+        names.take(taken[1:])
     shared = _shared_modes(leaf)
-    note = ", ".join(part for part in (note, shared) if part)
-    lines = [_header(f"closure @{name}({header}) -> {_types(leaf.output_types)}", note)]
+    words = [leaf.level] * (leaf.level != "composite") + [leaf.kernels] * (leaf.kernels == "eager")
+    results = structs.row(leaf.output_types)
+    signature = f"closure @{name}({', '.join(header)}) -> {results}"
+    lines = [_header(" ".join([*words, *shared, signature]), note)]
     for node in leaf.nodes:
         values[node] = "%" + names.take(str(len(values)))
         if bodies == "show":
-            lines.append(_format_node(node, values, source, "" if shared else _modes(node)))
+            lines.append(_format_node(node, values, source, [] if shared else _modes(node)))
     outputs = leaf.module.graph.output_node().args[0]
     returned = outputs if isinstance(outputs, (tuple, list)) else [outputs]
-    lines.append("  return " + ", ".join(operand_text(o, values) for o in returned))
+    lines.append(_format_return(operand_text(o, values) for o in returned))
     lines.append("}\n")
     return "\n".join(lines)
 
 
+def _input_texts(leaf: Leaf, values: dict[torch.fx.Node, str], structs: _Structs) -> Iterator[str]:
+    """Yields the inputs of a leaf, and names their tensors; those in struct 0 are %s0.0, %s0.1."""
+    entries = leaf.entries
+    hints = leaf.input_names if len(leaf.input_names) == len(entries) else ()
+    names = UniqueNames()
+    for index, type_ in enumerate(leaf.input_types):
+        first = len(values)
+        if isinstance(type_, TensorType):
+            name = names.take(_plain(hints[first] if hints else f"a{first}"))
+            fields = [name]
+        else:
+            name = names.take(f"s{index}")
+            fields = [f"{name}.{i}" for i, _ in enumerate(flatten_type(type_))]
+        values.update(zip(entries[first:], ["%" + field for field in fields], strict=False))
+        yield f"%{name}: {structs.text(type_)}"
+
+
 def _format_node(
-    node: torch.fx.Node, values: dict[torch.fx.Node, str], source: Shown, modes: str
+    node: torch.fx.Node, values: Mapping[torch.fx.Node, str], source: Shown, modes: Sequence[str]
 ) -> str:
     args = [operand_text(a, values) for a in node.args]
-    args += [f"{k}={operand_text(v, values)}" for k, v in sorted(node.kwargs.items())]
-    line = stamp_of(node).source if source == "show" else ""
-    note = ", ".join(part for part in (modes, line) if part)
-    text = f"  {values[node]}: {node_type(node)} = {operator_name(node)}({', '.join(args)})"
-    return _with_note(text, note)
+    args += [f"{k}={operand_text(v, values)}" for k, v in node.kwargs.items()]
+    text = f"{operator_name(node)}({', '.join(args)})"
+    for mode in modes:
+        text = f"{mode}({text})"
+    text = f"  {values[node]}: {node_type(node)} = {text}"
+    return _with_comment(text, stamp_of(node).source if source == "show" else "")
 
 
-def _modes(node: torch.fx.Node) -> str:
-    """What a node ran under, where that is not what is usual."""
+def _modes(node: torch.fx.Node) -> list[str]:
+    """Returns the modes a node ran under, where they are not what is usual."""
     stamp = stamp_of(node)
     notes = [] if stamp.grad_enabled else ["no_grad"]
-    notes += [f"autocast {device} {dtype_name(dtype)}" for device, _, dtype in stamp.autocast]
-    return ", ".join(notes)
+    return notes + [f"autocast_{kind}_{dtype_name(dtype)}" for kind, _, dtype in stamp.autocast]
 
 
-def _shared_modes(leaf: Leaf) -> str:
-    """The modes of all nodes, which the header then says once; "" if they differ."""
-    found = {_modes(node) for node in leaf.nodes}
-    return found.pop() if len(found) == 1 else ""
+def _shared_modes(leaf: Leaf) -> list[str]:
+    """Returns the modes of all nodes, which the header then says once; none if they differ."""
+    found = {tuple(_modes(node)) for node in leaf.nodes}
+    return list(found.pop()) if len(found) == 1 else []
 
 
 def _header(text: str, note: str) -> str:
     """Returns the line that opens a body."""
-    return _with_note(text, f"{note} {{" if note else "{")
+    return _with_comment(f"{text} {{", note)
 
 
-def _with_note(text: str, note: str) -> str:
-    return f"{text}{_NOTE}{note}" if note else text
+def _with_comment(text: str, comment: str) -> str:
+    return f"{text}{_COMMENT}{comment}" if comment else text
 
 
 def _pieces(line: str, width: int) -> Iterator[str]:
-    """Yields a line in pieces that fit; the note stands behind the last, or on a line of its own.
+    """Yields a line in pieces that fit; a comment follows the last, or has a line of its own.
 
-    It is broken between operands only: no type and no path has a blank.
+    It is broken between operands only.
     """
     if len(line) <= width:
         yield line
         return
-    text, mark, note = line.partition(_NOTE)
-    behind = mark + note
+    text, mark, comment = line.partition(_COMMENT)
+    behind = mark + comment
     piece, *rest = re.split(r"(?<=,) ", text)
     for operand in rest:
         if len(piece) + 1 + len(operand) > width:
@@ -263,26 +393,49 @@ def _pieces(line: str, width: int) -> Iterator[str]:
 
 
 def operator_name(node: torch.fx.Node) -> str:
-    """Returns what a node does, as printed programs have it."""
-    if isinstance(node.target, OPERATOR_TYPES):
-        return str(node.target).removeprefix("aten.").removesuffix(".default")
-    return getattr(node.target, "__name__", str(node.target))
+    """Returns the operator of a node as printed: of ATen without ``aten`` and ``default``."""
+    if not isinstance(node.target, OPERATOR_TYPES):
+        return getattr(node.target, "__name__", str(node.target))
+    name = str(node.target)
+    is_aten = name.startswith("aten.")
+    return name.removeprefix("aten.").removesuffix(".default") if is_aten else name
 
 
 def node_type(node: torch.fx.Node) -> str:
-    """Returns the type of a node's value, as printed programs have it."""
-    value = node.meta.get("val")
+    """Returns the type of a node's value as printed; ``...`` for what is no tensor."""
+    return _value_type(node.meta.get("val"))
+
+
+def _value_type(value: Any) -> str:
     if isinstance(value, torch.Tensor):
-        return f"{dtype_name(value.dtype)}[{','.join(map(str, value.shape))}]"
-    return "tuple" if isinstance(value, (tuple, list)) else "?"
+        # A trace may keep values on the meta device: the leaf's inputs say where it runs.
+        device: Shown = "hide" if value.device.type == "meta" else "show"
+        return tensor_type_text(TensorType.of(value), device=device)
+    if isinstance(value, (tuple, list)):
+        return "[" + ", ".join(map(_value_type, value)) + "]"
+    return "..."
 
 
 def operand_text(value: Any, values: Mapping[torch.fx.Node, str]) -> str:
-    """Returns an operand as printed programs have it; ``values`` are the names of nodes."""
+    """Returns an operand as printed; ``values`` are the names of nodes."""
     if isinstance(value, torch.fx.Node):
         return values[value]
-    if isinstance(value, (list, tuple)):
+    if isinstance(value, list):
         return "[" + ", ".join(operand_text(v, values) for v in value) + "]"
+    if isinstance(value, tuple):
+        parts = [operand_text(v, values) for v in value]
+        return "(" + ", ".join(parts) + ("," if len(parts) == 1 else "") + ")"
+    if isinstance(value, slice):
+        ends = (value.start, value.stop, value.step)
+        return "slice(" + ", ".join(operand_text(end, values) for end in ends) + ")"
+    if isinstance(value, str):
+        return _in_quotes(value)
     if isinstance(value, torch.dtype):
         return dtype_name(value)
+    if isinstance(value, torch.device):
+        return f"device({str(value)!r})"
+    if isinstance(value, complex):
+        return f"complex({value.real!r}, {value.imag!r})"
+    if isinstance(value, SizeLiteral):
+        return f"size({_size_text(value.size)})"
     return repr(value)

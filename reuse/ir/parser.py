@@ -1,0 +1,481 @@
+"""Reads what ``printer.py`` prints: a program from its text.
+
+But for a few signs a text has the syntax of Python, so Python's parser takes it apart. None of it
+is run: an operator is looked up among those that PyTorch has registered, and runs on fake tensors
+only, which checks its operands and gives the layouts.
+
+A tensor of the model is read as a stand-in without memory: a text holds its type, not its numbers.
+"""
+
+from __future__ import annotations
+
+import ast
+import operator
+import re
+from collections.abc import Mapping
+from typing import Any, NoReturn, get_args
+
+import torch
+import torch.fx
+from torch.fx.node import map_aggregate
+
+from ..errors import ParseError
+from ..torch_names import OPERATOR_TYPES, module_of
+from . import program as ir
+from .leaf import ModalInterpreter, Stamp, flat_types
+from .printer import node_type, tensor_type_text
+from .torch_read_sizes import SIZE_FUNCTIONS, ReadSizes
+from .types import DTYPES, StructType, TensorType, Type, contiguous_stride, flatten_type
+
+_MAX_SIZE = 2**40  # of a dimension: more than any memory holds
+_MAX_EXPONENT = 64
+_FORBIDDEN = ("aten.from_file.default", "aten.from_file.out")  # they open a file of any name
+
+# Letters, which no printed name has, for what is none in Python.
+_LETTERS = {"%": "\u01c2", "@": "\u01c3", "$": "\u01c1", ".": "\u01c0"}
+_SIGNS = re.compile(
+    r"""(?P<text>'(?:[^'\\\n]|\\.)*')
+    | (?P<comment>(?<!\S)//.*)
+    | ^(?P<head>[\w ]*\b(?:closure|program)[ ]) (?=@)
+    | (?P<name>(?<![\w\]])[%@$][\w.]+)
+    | (?P<skipped>\bcall[ ](?=@) | (?<=\w)\[\] | \})
+    | (?P<broken>,\n(?=[ ]{6}))
+    | (?P<opened>\{$ | \{(?=[ ]+//))
+    | (?P<foreign>[;\#\\"{\u01c0-\u01c3]|:$|\bdef\b)""",
+    re.VERBOSE | re.MULTILINE,
+)
+_CONSTANTS: dict[str, Any] = {
+    "inf": float("inf"),
+    "nan": float("nan"),
+    **{
+        str(x): x
+        for x in vars(torch).values()
+        if isinstance(x, (torch.layout, torch.memory_format))
+    },
+    **DTYPES,
+}
+_ARITHMETIC: dict[type, Any] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.FloorDiv: SIZE_FUNCTIONS["FloorDiv"],
+    ast.Mod: SIZE_FUNCTIONS["Mod"],
+}
+
+
+def parse_program(text: str) -> ir.Program:
+    """Returns the program of a text, not verified.
+
+    Raises:
+        ParseError: names the line and shows the place.
+    """
+    return _Reader(text).program()
+
+
+class _Reader:
+    """Reads one text, a statement on each line."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+        self._heads: list[list[str]] = []
+        self._structs: dict[str, StructType] = {}
+        self._closures: dict[str, ir.Closure] = {}
+        self._sizes = ReadSizes()
+
+    def program(self) -> ir.Program:
+        """Returns the program."""
+        try:
+            statements = ast.parse(_SIGNS.sub(self._as_python, self._text)).body
+        except SyntaxError as error:
+            self._fail_at(error.lineno or 1, (error.offset or 1) - 1, error.msg)
+        except (RecursionError, MemoryError, ValueError) as error:
+            self._fail_at(1, 0, f"this cannot be read: {error}")
+        for tree in statements:
+            if isinstance(tree, ast.Assign):
+                self._structs[ast.unparse(tree.targets[0])] = self._struct(tree.value)
+                continue
+            if not isinstance(tree, ast.FunctionDef):
+                self._fail(tree, "expected a closure or a program")
+            words, name = self._heads.pop(0), self._name(tree.name)
+            if "program" in words:
+                if tree is not statements[-1]:
+                    self._fail(statements[-1], "expected nothing after the program")
+                return self._body(tree)
+            if name in self._closures:
+                self._fail(tree, f"@{name} is defined twice")
+            self._closures[name] = (
+                self._composite(tree, name) if "composite" in words else self._leaf(tree, words)
+            )
+        self._fail_at(self._text.count("\n") + 1, 0, "expected a program at the end")
+
+    def _as_python(self, found: re.Match[str]) -> str:
+        """Returns as many characters of Python for a sign that Python does not have."""
+        sign, text = str(found.lastgroup), found[0]
+        if sign == "foreign":
+            line = self._text.count("\n", 0, found.start())
+            start = self._text.rfind("\n", 0, found.start()) + 1
+            self._fail_at(line + 1, found.start() - start, f"unexpected {text!r}")
+        if sign == "head":
+            self._heads.append(text.split())
+            return "def".ljust(len(text))
+        if sign == "name":
+            return _LETTERS[text[0]] + text[1:].replace(".", _LETTERS["."])
+        same = {"text": text, "comment": "#" + text[1:], "opened": ":", "broken": ",\\\n"}
+        return same.get(sign, " " * len(text))
+
+    # ---- errors and names --------------------------------------------------------------------
+
+    def _fail(self, tree: Any, message: str) -> NoReturn:
+        line = _SIGNS.sub(self._as_python, self._text).split("\n")[tree.lineno - 1]
+        self._fail_at(tree.lineno, len(line.encode()[: tree.col_offset].decode()), message)
+
+    def _fail_at(self, line: int, column: int, message: str) -> NoReturn:
+        text = self._text.split("\n")[line - 1]
+        raise ParseError(f"line {line}: {message}\n{text}\n{' ' * column}^") from None
+
+    def _name(self, identifier: str) -> str:
+        return identifier[1:].replace(_LETTERS["."], ".")
+
+    def _defined(self, tree: Any, names: Mapping[str, Any], taken: Any = ()) -> str:
+        """Returns the name that a target or an input defines."""
+        identifier: str = getattr(tree, "arg", "") or getattr(tree, "id", "")
+        if not identifier.startswith(_LETTERS["%"]):
+            self._fail(tree, "expected a name %...")
+        name = self._name(identifier)
+        if name in names or name in taken:
+            self._fail(tree, f"%{name} is defined twice")
+        return name
+
+    def _used(self, tree: Any, names: Mapping[str, Any], mark: str = "%") -> Any:
+        """Returns what has a name."""
+        name = self._name(getattr(tree, "id", ""))
+        if name not in names or not tree.id.startswith(_LETTERS[mark]):
+            self._fail(tree, f"{mark}{name} is not defined")
+        return names[name]
+
+    def _constant(self, tree: Any, *kinds: type) -> Any:
+        if not isinstance(tree, ast.Constant) or type(tree.value) not in kinds:
+            self._fail(tree, f"expected {' or '.join(kind.__name__ for kind in kinds)}")
+        return tree.value
+
+    # ---- types -------------------------------------------------------------------------------
+
+    def _type(self, tree: Any) -> Type:
+        if isinstance(tree, ast.Name) and tree.id in self._structs:
+            return self._structs[tree.id]
+        return self._struct(tree) if isinstance(tree, ast.Call) else self._tensor_type(tree)
+
+    def _struct(self, tree: Any) -> StructType:
+        if not isinstance(tree, ast.Call) or ast.unparse(tree.func) != "struct":
+            self._fail(tree, "expected struct(...)")
+        return StructType(tuple(map(self._type, tree.args)))
+
+    def _tensor_type(self, tree: Any) -> TensorType:
+        whole, device, sizes = tree, torch.device("cpu"), []
+        if isinstance(tree, ast.BinOp) and isinstance(tree.op, ast.MatMult):
+            tree, device = tree.left, self._device(tree.right)
+        if isinstance(tree, ast.Subscript):
+            sizes = tree.slice.elts if isinstance(tree.slice, ast.Tuple) else [tree.slice]
+            tree = tree.value
+        dtype = DTYPES.get(getattr(tree, "id", ""))
+        strided = [size for size in sizes if isinstance(size, ast.Slice)]
+        if dtype is None or len(strided) not in (0, len(sizes)):
+            self._fail(whole, "expected a type, such as f32[2,3] or, with strides, f32[2:1,3:2]")
+        if not strided:
+            shape = tuple(map(self._size, sizes))
+            return TensorType(dtype, shape, contiguous_stride(shape), device)
+        shape, stride = (
+            tuple(self._size(getattr(size, end)) for size in strided) for end in ("lower", "upper")
+        )
+        return TensorType(dtype, shape, stride, device)
+
+    def _device(self, tree: Any) -> torch.device:
+        name = tree.value if isinstance(tree, ast.Constant) else ast.unparse(tree)
+        try:
+            return torch.device(re.sub(r"\[(\d+)\]$", r":\1", str(name)))
+        except RuntimeError:
+            self._fail(tree, f"there is no device {name!r}")
+
+    def _size(self, tree: Any) -> Any:
+        """Returns a number, a symbol, or an expression of symbols."""
+        try:
+            size = self._computed(tree)
+        except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError):
+            self._fail(tree, "expected a size")
+        if isinstance(size, int) and not 0 <= size <= _MAX_SIZE:
+            self._fail(tree, f"a size is from 0 to {_MAX_SIZE}")
+        return size
+
+    def _computed(self, tree: Any) -> Any:
+        if isinstance(tree, ast.Constant):
+            return self._constant(tree, int, float)
+        if isinstance(tree, ast.Name):
+            if not re.fullmatch(r"s\d{1,6}", tree.id):
+                raise KeyError(tree.id)
+            return self._sizes.symbol(tree.id)
+        if isinstance(tree, ast.UnaryOp) and isinstance(tree.op, ast.USub):
+            return -self._computed(tree.operand)
+        if isinstance(tree, ast.Call):
+            return SIZE_FUNCTIONS[ast.unparse(tree.func)](*map(self._computed, tree.args))
+        if isinstance(tree.op, ast.Pow):
+            return self._computed(tree.left) ** range(_MAX_EXPONENT)[tree.right.value]
+        return _ARITHMETIC[type(tree.op)](*map(self._computed, (tree.left, tree.right)))
+
+    # ---- programs ----------------------------------------------------------------------------
+
+    def _inputs(self, tree: ast.FunctionDef) -> list[tuple[str, Type, Any]]:
+        """Returns the name, the type and what is said of each input."""
+        given = tree.args
+        others = (*given.posonlyargs, *given.kwonlyargs, given.vararg, given.kwarg)
+        if any(others) or len(given.defaults) not in (0, len(given.args)):
+            self._fail(tree, "expected inputs %name: type")
+        names: dict[str, None] = {}
+        found = []
+        for index, arg in enumerate(given.args):
+            default = given.defaults[index] if given.defaults else None
+            names[self._defined(arg, names)] = None
+            found.append((list(names)[-1], self._type(arg.annotation), default))
+        return found
+
+    def _outputs(self, tree: ast.FunctionDef) -> list[Type] | None:
+        """Returns the result types in a header, if there are any."""
+        if tree.returns is None:
+            return None
+        return list(map(self._type, _parts(tree.returns)))
+
+    def _composite(self, tree: ast.FunctionDef, name: str) -> ir.Composite:
+        program = self._body(tree)
+        return ir.Composite(name, program, tuple(v.hint for v in program.inputs))
+
+    def _body(self, tree: ast.FunctionDef) -> ir.Program:
+        inputs = self._inputs(tree)
+        sources = tuple(self._source(*row) for row in inputs if row[2] is not None)
+        values = {name: ir.Value(type_, name) for name, type_, _ in inputs}
+        entries, calls, outputs = list(values.values()), [], None
+        writes: list[tuple[int, int]] = []
+        for line in tree.body:
+            if isinstance(line, ast.Return):
+                outputs = [self._used(part, values) for part in _parts(line.value)]
+            elif outputs is None:
+                calls.append(self._call(line, values))
+            else:
+                writes.append(self._write(line, values, entries))
+        if outputs is None:
+            self._fail(tree, "it returns nothing")
+        if self._outputs(tree) not in (None, [v.type for v in outputs]):
+            self._fail(tree, "the header has other result types")
+        return ir.Program(tuple(entries), tuple(calls), tuple(outputs), sources, tuple(writes))
+
+    def _source(self, name: str, type_: Type, tree: Any) -> ir.Source:
+        """Reads what an input is bound to, such as ``parameter(grad)``."""
+        kind: Any = ast.unparse(tree.func) if isinstance(tree, ast.Call) else ""
+        parts = list(tree.args) if kind in ("input", *get_args(ir.TensorKind)) else []
+        index = self._constant(parts.pop(0), int) if kind == "input" and parts else None
+        if parts and isinstance(parts[0], ast.Constant):
+            name = self._constant(parts.pop(0), str)
+        words = list(map(ast.unparse, parts))
+        if index is not None and set(words) <= {"grad", "switched"}:
+            return ir.UserInput(index, name, "grad" in words, "switched" in words)
+        is_right = kind in get_args(ir.TensorKind) and words in ([], ["grad"])
+        if not is_right or not isinstance(type_, TensorType) or type_.is_symbolic:
+            self._fail(tree, "expected what a tensor is bound to, such as parameter(grad)")
+        stand_in = torch.empty_strided(type_.shape, type_.stride, dtype=type_.dtype, device="meta")
+        return ir.ModelTensor(name, stand_in.requires_grad_(bool(words)), kind)
+
+    def _call(self, line: Any, values: dict[str, ir.Value]) -> ir.Call:
+        call = getattr(line, "value", None)
+        if not isinstance(line, (ast.Assign, ast.Expr)) or not isinstance(call, ast.Call):
+            self._fail(line, "expected %name, ... = call @name(...)")
+        names: dict[str, None] = {}
+        for target in _parts(line.targets[0]) if isinstance(line, ast.Assign) else []:
+            names[self._defined(target, values, names)] = None
+        args = tuple(self._used(arg, values) for arg in call.args)
+        closure = self._called(call.func, args)
+        types = closure.output_types
+        if len(types) != len(names):
+            self._fail(line, f"{len(names)} names for {len(types)} results")
+        said = {word.arg: self._constant(word.value, str) for word in call.keywords}
+        mark = said.get("recompute", "")
+        if not said.keys() <= {"at", "recompute"} or mark not in get_args(ir.RecomputeMark):
+            self._fail(call, "expected at='path' or recompute='full', 'selective' or 'save'")
+        results = {n: ir.Value(t, n) for t, n in zip(types, names, strict=True)}
+        values.update(results)
+        return ir.Call(closure, args, tuple(results.values()), said.get("at", ""), mark)
+
+    def _called(self, tree: Any, args: tuple[ir.Value, ...]) -> ir.Closure:
+        name = ast.unparse(tree)
+        if name == "pack":
+            return ir.Pack(StructType(tuple(v.type for v in args)))
+        if name != "unpack":
+            closure: ir.Closure = self._used(tree, self._closures, "@")
+            return closure
+        struct = args[0].type if len(args) == 1 else None
+        if not isinstance(struct, StructType):
+            self._fail(tree, "unpack takes one struct")
+        return ir.Unpack(struct)
+
+    def _write(
+        self, line: Any, values: Mapping[str, ir.Value], inputs: list[ir.Value]
+    ) -> tuple[int, int]:
+        match line:
+            case ast.Expr(ast.Call(ast.Name("write"), [target], [ast.keyword("output", index)])):
+                value = self._used(target, values)
+                if value in inputs:
+                    return self._constant(index, int), inputs.index(value)
+        self._fail(line, "expected write(%input, output=number)")
+
+    # ---- leaves ------------------------------------------------------------------------------
+
+    def _leaf(self, tree: ast.FunctionDef, words: list[str]) -> ir.Leaf:
+        graph = torch.fx.Graph()
+        nodes: dict[str, torch.fx.Node] = {}
+        types = []
+        for name, type_, _ in self._inputs(tree):
+            is_struct = isinstance(type_, StructType)
+            for index, _ in enumerate(flatten_type(type_)):
+                own = f"{name}.{index}" if is_struct else name
+                nodes[own] = graph.placeholder(f"a{len(nodes)}")
+            types.append(type_)
+        names = tuple(nodes)
+        shared = [w for w in words if w == "no_grad" or w.startswith("autocast_")]
+        lines: dict[Any, Any] = {}
+        body: list[Any] = tree.body
+        for line in body[:-1]:
+            target = getattr(line, "target", None) or getattr(line, "targets", [line])[0]
+            name = self._defined(target, nodes)
+            nodes[name] = self._node(graph, nodes, line.value, shared)
+            lines[nodes[name]] = line
+        last = body[-1]
+        if not isinstance(last, ast.Return):
+            self._fail(last, "expected return")
+        graph.output(tuple(self._operand(part, nodes) for part in _parts(last.value)))
+        module = module_of(graph)
+        self._run(module, flat_types(types), lines, last)
+        outputs, found = self._outputs(tree), ir.outputs_of(module)
+        if outputs is None:
+            outputs = [TensorType.of(node.meta["val"]) for node in found]
+        if len(flat_types(outputs)) != len(found):
+            self._fail(tree, "the header has another number of results")
+        return ir.Leaf(
+            self._name(tree.name),
+            module,
+            tuple(types),
+            tuple(outputs),
+            names,
+            "aten" if "aten" in words else "composite",
+            "eager" if "eager" in words else "backend",
+        )
+
+    def _node(
+        self, graph: torch.fx.Graph, nodes: Mapping[str, torch.fx.Node], tree: Any, modes: list[str]
+    ) -> torch.fx.Node:
+        own: list[str] = []
+        while isinstance(tree, ast.Call) and (mode := ast.unparse(tree.func)):
+            if mode != "no_grad" and not mode.startswith("autocast_"):
+                break
+            own.insert(0, mode)
+            tree = tree.args[0]
+        if not isinstance(tree, ast.Call):
+            self._fail(tree, "expected an operator")
+        args = tuple(self._operand(arg, nodes) for arg in tree.args)
+        kwargs = {str(word.arg): self._operand(word.value, nodes) for word in tree.keywords}
+        node = graph.call_function(self._operator(tree.func), args, kwargs)
+        node.meta["stamp"] = self._stamp(own or modes, tree)
+        return node
+
+    def _stamp(self, modes: list[str], tree: Any) -> Stamp:
+        autocast = []
+        for mode in modes:
+            if mode != "no_grad":
+                _, kind, dtype = mode.split("_", 2)
+                if dtype not in DTYPES:
+                    self._fail(tree, f"{mode} names no dtype")
+                autocast.append((kind, True, DTYPES[dtype]))
+        return Stamp("no_grad" not in modes, tuple(autocast))
+
+    def _operator(self, tree: Any) -> Any:
+        name = ast.unparse(tree)
+        for full in (f"aten.{name}", f"aten.{name}.default", name):
+            found: Any = torch.ops
+            for part in full.split("."):
+                found = getattr(found, part, None)
+            if isinstance(found, OPERATOR_TYPES[0]) and full not in _FORBIDDEN:
+                return found
+        if name != "getitem":
+            self._fail(tree, f"there is no operator {name!r}")
+        return operator.getitem
+
+    def _operand(self, tree: Any, nodes: Mapping[str, torch.fx.Node]) -> Any:
+        if isinstance(tree, ast.Name) and tree.id.startswith(_LETTERS["%"]):
+            return self._used(tree, nodes)
+        if isinstance(tree, (ast.List, ast.Tuple)):
+            parts = [self._operand(part, nodes) for part in tree.elts]
+            return parts if isinstance(tree, ast.List) else tuple(parts)
+        if isinstance(tree, ast.UnaryOp) and isinstance(tree.op, ast.USub):
+            number = self._operand(tree.operand, nodes)
+            if type(number) in (int, float):
+                return -number
+        if isinstance(tree, (ast.Name, ast.Attribute)) and ast.unparse(tree) in _CONSTANTS:
+            return _CONSTANTS[ast.unparse(tree)]
+        match tree:
+            case ast.Call(ast.Name("size"), [size]):
+                return self._sizes.literal(self._size(size))
+            case ast.Call(ast.Name("device"), [ast.Constant() as name]):
+                return self._device(name)
+            case ast.Call(ast.Name("slice"), [start, stop, step]):
+                return slice(*(self._operand(end, nodes) for end in (start, stop, step)))
+            case ast.Call(ast.Name("complex"), [real, imaginary]):
+                return complex(self._operand(real, nodes), self._operand(imaginary, nodes))
+        return self._constant(tree, int, float, str, bool, type(None))
+
+    def _run(
+        self,
+        module: torch.fx.GraphModule,
+        types: list[TensorType],
+        lines: Mapping[Any, Any],
+        last: Any,
+    ) -> None:
+        """Gives each node the fake value that its operator gives, whose type must be the text's."""
+        values = _Values(module)
+        try:
+            with self._sizes.running():
+                values.run_flat([self._sizes.fake(type_) for type_ in types])
+        except Exception as error:
+            reason = str(error).partition("\n")[0]
+            line = lines.get(values.node, last)
+            self._fail(line.value, f"{values.node.target} cannot be given this: {reason}")
+        for node, line in lines.items():
+            said, found = getattr(line, "annotation", None), node_type(node)
+            if said is not None and self._printed(said) not in (found, "..."):
+                self._fail(said, f"the operator gives {found}")
+
+    def _printed(self, tree: Any) -> str:
+        """Returns the type of a node as the printer has it."""
+        if isinstance(tree, ast.Constant) and tree.value is ...:
+            return "..."
+        if isinstance(tree, ast.List):
+            return "[" + ", ".join(map(self._printed, tree.elts)) + "]"
+        return tensor_type_text(self._tensor_type(tree))
+
+
+def _parts(tree: Any) -> list[Any]:
+    """Returns what stands between commas."""
+    if tree is None:
+        return []
+    return tree.elts if isinstance(tree, ast.Tuple) else [tree]
+
+
+class _Values(ModalInterpreter):
+    """Runs a graph on fake tensors, and keeps the value of each node."""
+
+    node: Any = None
+
+    def run_node(self, n: torch.fx.Node) -> Any:
+        """Runs a node, and keeps an alias of what it gives: its layout may be changed in place."""
+        self.node = n
+        value = super().run_node(n)
+        if n.op != "output":
+            n.meta["val"] = map_aggregate(
+                value, lambda x: x.detach() if isinstance(x, torch.Tensor) else x
+            )
+        return value

@@ -1,0 +1,280 @@
+"""The printer and the parser are inverses; what is no program is refused where it stands."""
+
+import re
+from collections.abc import Iterator, Mapping
+from itertools import zip_longest
+from typing import Any
+
+import pytest
+import torch
+import torch.fx
+from programs import random_program
+from torch import nn
+
+import lazyinline
+from lazyinline.frontend.compiler import MODULE, Compiler, run
+from lazyinline.frontend.options import Options
+from lazyinline.frontend.passes.context import Context
+from lazyinline.frontend.passes.state import Compilation, Pass, Subject, until
+from lazyinline.reuse.errors import ParseError
+from lazyinline.reuse.ir.leaf import leaf_key
+from lazyinline.reuse.ir.parser import parse_program
+from lazyinline.reuse.ir.printer import node_type, text_to_compare
+from lazyinline.reuse.ir.program import (
+    Closure,
+    Composite,
+    Leaf,
+    ModelTensor,
+    Program,
+    Source,
+    Value,
+    walk_closures,
+)
+from lazyinline.reuse.ir.verify import verify
+
+
+def numbered(program: Program) -> Iterator[object]:
+    """Yields all of a program that its text must hold; names, and the model's numbers, are left."""
+    number: dict[Closure, int] = {}
+    for closure in walk_closures(program):
+        number[closure] = len(number)
+        if isinstance(closure, Leaf):
+            yield leaf_key(closure), closure.level, closure.kernels
+            yield [node_type(node) for node in closure.nodes]
+        elif isinstance(closure, Composite):
+            yield "composite", list(rows(closure.program, number))
+        else:
+            yield type(closure), closure.type
+    yield "main", list(rows(program, number))
+
+
+def rows(program: Program, number: Mapping[Closure, int]) -> Iterator[object]:
+    values: dict[Value, int] = {}
+    for value, source in zip_longest(program.inputs, program.sources):
+        values[value] = len(values)
+        yield value.type, bound_to(source)
+    for call in program.calls:
+        yield number[call.closure], [values[v] for v in call.args], call.path, call.recompute
+        for value in call.results:
+            values[value] = len(values)
+            yield value.type
+    yield [values[v] for v in program.outputs], program.writes
+
+
+def bound_to(source: Source | None) -> object:
+    if isinstance(source, ModelTensor):
+        return source.name, source.kind, source.tensor.requires_grad
+    return source
+
+
+def assert_inverse(program: Program) -> None:
+    """Asserts that a program comes back from its text, in either form, and the text from that."""
+    for text in (text_to_compare(program), str(program)):
+        parsed = verify(parse_program(text))
+        assert list(numbered(parsed)) == list(numbered(program))
+        assert text_to_compare(parsed) == text_to_compare(program)
+        assert str(parsed) == str(program)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_random_programs_come_back(seed: int) -> None:
+    assert_inverse(random_program(seed))
+
+
+@lazyinline.lazy_inline
+class Block(nn.Module):
+    """Has views, a random mask, statistics that it changes, and modes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.norm = nn.BatchNorm1d(4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            y = self.linear(x).t().relu()
+        with torch.no_grad():
+            scale = x.square().mean()
+        return self.norm(nn.functional.dropout(y.t().float(), 0.5)) * scale + x
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleDict({"first": Block(), "its name, with a blank": Block()})
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        for block in self.blocks.values():
+            x = block(x)
+        return {"loss": x[::2].sum(), "rows": x.unbind(0)[1]}
+
+
+@pytest.mark.parametrize("recompute", [None, "full"])
+def test_the_programs_of_every_pass_come_back(recompute: Any) -> None:
+    compiler = Compiler(Options(backend="eager", recompute=recompute))
+    state = compiler.started(Subject(Net(), (torch.randn(6, 4),), {}, train=True))
+    seen = set()
+
+    def look(one: Pass, before: Compilation, after: Compilation) -> None:
+        for program in after.programs.values():
+            seen.add(one.name)
+            assert_inverse(program)
+
+    run(until("decompose", MODULE), state, look)
+    assert {"capture", "autodiff", "decompose"} <= seen
+
+
+def test_a_program_whose_sizes_vary_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With sizes that are computed from symbols, in types and in operands."""
+    seen = []
+    decomposed = Context.decomposed
+
+    def noted(self: Context, program: Program) -> Program:
+        seen.extend([program, after := decomposed(self, program)])
+        return after
+
+    monkeypatch.setattr(Context, "decomposed", noted)
+
+    class Varying(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = nn.functional.pad(super().forward(x), (0, 0, 1, 0)).view(-1, 2, 2).transpose(0, 1)
+            return y.reshape(x.shape[0] + 1, 4)[: x.shape[0] // 2 * 2] * x.shape[0]
+
+    compiled = lazyinline.compile(Varying(4, 4), backend="eager", dynamic=True)
+    compiled(torch.randn(6, 4)).sum().backward()
+    assert any("size(" in str(program) for program in seen)
+    for program in seen:
+        assert_inverse(program)
+
+
+EVERYTHING = """\
+$struct0 = struct()
+$struct1 = struct(f32[], $struct0, i64[2])
+$struct2 = struct(f32[], f32[3,4])
+
+aten eager closure @leaf(%a0: f32[3:1,4:3], %s1: $struct1) -> ($struct2, f32[12]) {
+  %3: f32[3:1,4:3] = clone(%a0)
+  %4: f32[3:1,4:3] = mul.Tensor(%3, -2)
+  %5: f32[3:1,4:3] = no_grad(mul.Tensor(%4, -2.5e-07))
+  %6: c64[3:1,4:3] = autocast_cpu_bf16(no_grad(mul.Tensor(%5, complex(0.0, 2.0))))
+  %7: f64[2,2] = full([2, 2], inf, dtype=f64, layout=torch.strided, device=device('cpu'))
+  %8: f32[12] = flatten.using_ints(%a0)
+  %9: f32[2,4] = index.Tensor(%a0, [%s1.1])
+  %10: [f32[3:1,2:3], f32[3:1,2:3]] = split.Tensor(%a0, 2, 1)
+  %11: f32[3:1,2:3] = getitem(%10, -1)
+  %12: f32[3,4] = clone(%a0, memory_format=torch.contiguous_format)
+  %13: f32[3,4] = div.Tensor_mode(%a0, %s1.0, rounding_mode='floor')
+  %14: f32[3:1,4:3] = div.Tensor_mode(%a0, %s1.0, rounding_mode=None)
+  return %s1.0, %12, %8
+}
+
+program @main(%x: f32[3:1,4:3] = input(0, grad, switched), %i: i64[2] = buffer(),
+      %w: f32[] = buffer('a b')) -> (f32[], $struct2) {
+  %v = pack()
+  %v_1 = pack(%w, %v, %i)
+  %y, %z = call @leaf(%x, %v_1, at='a,\\x20b', recompute='full')
+  %f, %g = unpack(%y)
+  return %f, %y
+  write(%w, output=0)
+}
+"""
+
+
+def test_every_kind_of_operand_and_type_comes_back() -> None:
+    program = parse_program(EVERYTHING)
+    text = re.sub(r"\s+// .*", "", str(program))
+    assert text == EVERYTHING
+    assert_inverse(program)
+
+
+def test_types_may_be_left_out_where_the_operators_give_them() -> None:
+    short = """
+closure @block(%x: f32[3,4], %w: f32[4,4]) {
+  %y = mm(%x, %w)  // a comment
+  %z = no_grad(tanh(%y))
+  return %z
+}
+program @main(%x: f32[3,4], %w: f32[4,4]) {
+  %h = call @block(%x, %w)
+  return %h
+}
+"""
+    program = verify(parse_program(short))
+    assert_inverse(program)
+    assert "closure @block(%x: f32[3,4], %w: f32[4,4]) -> (f32[3,4]) {" in str(program)
+    assert "  %2: f32[3,4] = mm(%x, %w)\n  %3: f32[3,4] = no_grad(tanh(%2))\n" in str(program)
+
+
+# What stands in a leaf or in a program: the place that is refused, and what is said of it.
+LEAF = "closure @f(%x: f32[3]) -> (f32[3]) {\n  <>\n  return %y\n}"
+MAIN = (
+    "closure @f(%x: f32[3]) {\n  %y = sin(%x)\n  return %y\n}\nprogram @main(%x: f32[3]) {\n  <>\n}"
+)
+REFUSED = {
+    (LEAF, "%y = «sinn»(%x)"): "there is no operator 'sinn'",
+    (LEAF, "%y = «builtins.eval»('1')"): "there is no operator 'builtins.eval'",
+    (LEAF, "%y = «from_file»('/etc/passwd')"): "there is no operator 'from_file'",
+    (LEAF, "%y = sin(«os»)"): "expected int or float or str",
+    (LEAF, "%y = sin(«open('a')»)"): "expected int",
+    (LEAF, "%y = sin(«%x.real»)"): "%x.real is not defined",
+    (LEAF, "%y = sin(«[1 for a in b]»)"): "expected int",
+    (LEAF, "%y = sin(«%z»)"): "%z is not defined",
+    (LEAF, "«%x = sin(%x)»"): "%x is defined twice",
+    (LEAF, "«y = sin(%x)»"): "expected a name %...",
+    (LEAF, "%y = «mm(%x)»"): "aten.mm.default cannot be given this",
+    (LEAF, "%y = «sin(%x, dim=1)»"): "aten.sin.default cannot be given this",
+    (LEAF, "%y: «f32[4]» = sin(%x)"): "the operator gives f32[3]",
+    (LEAF, "%y: «f32[3:2]» = sin(%x)"): "the operator gives f32[3]",
+    (LEAF, "%y = sin(%x)«;»"): "unexpected ';'",
+    (LEAF, "%y = sin(%x)  «#» a"): "unexpected '#'",
+    (LEAF, "%y = sin«(»"): "'(' was never closed",
+    (LEAF, "import os"): "expected a name %...",
+    (LEAF, "%y: f32[«__import__»] = sin(%x)"): "expected a size",
+    (LEAF, "%y: f32[«s0.real»] = sin(%x)"): "expected a size",
+    (LEAF, "%y: f32[«9**s0»] = sin(%x)"): "expected a size",
+    (LEAF, "%y: f32[«9**99»] = sin(%x)"): "expected a size",
+    (LEAF, "%y: f32[«9999999999999»] = sin(%x)"): "a size is from 0",
+    (LEAF, "%y: «f33[3]» = sin(%x)"): "expected a type",
+    (LEAF, "%y: «f32[3:1,4]» = sin(%x)"): "expected a type",
+    (LEAF, "%y: f32[3]@«gpu» = sin(%x)"): "there is no device 'gpu'",
+    (LEAF, "%y = autocast_cpu_f33(«sin(%x)»)"): "autocast_cpu_f33 names no dtype",
+    (MAIN, "%y = call «@g»(%x)"): "@g is not defined",
+    (MAIN, "%y = «eval»(%x)"): "@val is not defined",
+    (MAIN, "«%y, %z = call @f(%x)»"): "2 names for 1 results",
+    (MAIN, "%y = call «@f(%x, inline='yes')»"): "expected at='path'",
+    (MAIN, "%y = «unpack»(%x)"): "unpack takes one struct",
+    (MAIN, "return %x\n  write(«%y», output=0)"): "%y is not defined",
+    (MAIN, "%y = call @f(%x)\n  return %y\n  «write(%y, output=0)»"): "expected write(%input",
+    (MAIN, "return %x\n}\n«closure @g(%x: f32[3]) {»\n  return %x"): "nothing after the program",
+    ("closure @f(%x: f32[3]) {\n  return %x\n«}»", ""): "expected a program at the end",
+    ("program @main(%x: f32[3] = «input()») {\n  return\n}", ""): "what a tensor is bound to",
+    (
+        "program @main(%x: f32[3] = input(0), «%y: f32[3]») {\n  return\n}",
+        "",
+    ): "non-default argument",
+    ("«program @main(%x: f32[3]) -> () {»\n  return %x\n}", ""): "other result types",
+}
+
+
+@pytest.mark.parametrize("case", REFUSED, ids="".join)
+def test_what_is_no_program_is_refused_where_it_stands(case: tuple[str, str]) -> None:
+    whole, part = case
+    marked = whole.replace("<>", part)
+    before, _, _ = marked.partition("«")
+    with pytest.raises(ParseError) as refused:
+        parse_program(marked.replace("«", "").replace("»", ""))
+    said, _, caret = str(refused.value).split("\n")
+    assert REFUSED[case] in said
+    if "«" in marked:
+        assert said.startswith(f"line {before.count(chr(10)) + 1}: ")
+        assert caret == " " * len(before.rpartition("\n")[2]) + "^"
+
+
+def test_a_mistake_is_shown_with_its_line_and_place() -> None:
+    with pytest.raises(ParseError) as refused:
+        parse_program("\n" + LEAF.replace("<>", "%layers.0.y: f32[] = sum(%undefined)"))
+    assert str(refused.value) == (
+        "line 3: %undefined is not defined\n"
+        "  %layers.0.y: f32[] = sum(%undefined)\n"
+        "                           ^"
+    )
