@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import array
+import logging
 import struct
 import sys
 import threading
@@ -45,6 +46,8 @@ def has_plain_class(value: Any) -> bool:
 
 def is_looked_into(kind: type) -> bool:
     """Whether attributes and slots of objects of a class are looked into, whosever class it is."""
+    if kind is logging.LoggerAdapter:  # an object like a user's, around one with a row
+        return True
     name = kind.__module__
     return not (isinstance(name, str) and name.partition(".")[0] in _READ_BY_ROWS)
 

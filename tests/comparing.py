@@ -175,7 +175,7 @@ def assert_equals_eager(
     run = _opened(model, door, backend, options)
     owner = run if door == "compile" else model  # a wrapper shows the model's own state
     is_step = door == "step"
-    train: Callable[..., Any] = _run_step if is_step else _run
+    train: Callable[..., Any] = _run_step if is_step else run_once
     optimizers = [optimizer(m.parameters()) for m in (model, reference)] if optimizer else []
     data = list(batches) or [args] * calls
     if tolerance is None:
@@ -185,19 +185,19 @@ def assert_equals_eager(
             one.zero_grad()
         if is_step:  # its gradients are those of this step alone
             reference.zero_grad()
-        expected = _run(reference, inputs, kwargs or {}, call, is_loss=is_step)
+        expected = run_once(reference, inputs, kwargs or {}, call, is_loss=is_step)
         found = train(run, inputs, kwargs or {}, call)
-        for name, ours, theirs in zip(_PARTS, found, expected, strict=True):
+        for name, ours, theirs in zip(PARTS, found, expected, strict=True):
             assert_same(ours, theirs, f"call {call}: {name}", tolerance)
-        assert_same(_state(owner), _state(reference), f"call {call}: state", tolerance)
+        assert_same(state_of(owner), state_of(reference), f"call {call}: state", tolerance)
         for one in optimizers:
             one.step()
-    assert_same(_state(owner), _state(reference), "at the end: state", tolerance)
+    assert_same(state_of(owner), state_of(reference), "at the end: state", tolerance)
     report = None if door == "torch.compile" else lazyinline.last_report(run)
     return Outcome(run, report)
 
 
-_PARTS = ("outputs", "inputs after the call", "gradients of inputs", "generators after the call")
+PARTS = ("outputs", "inputs after the call", "gradients of inputs", "generators after the call")
 
 
 def _tolerance_of(model: nn.Module, inputs: Any) -> float:
@@ -215,7 +215,7 @@ def _opened(model: nn.Module, door: Door, backend: str, options: dict[str, Any])
     return lazyinline.compile(model, backend=backend, in_place=door == "in place", **options)
 
 
-def _run(
+def run_once(
     model: Callable[..., Any],
     args: Sequence[Any],
     kwargs: dict[str, Any],
@@ -223,6 +223,7 @@ def _run(
     *,
     is_loss: bool = False,
 ) -> Any:
+    """Calls a model and its backward; returns what PARTS names."""
     inputs, keywords, copies, given = _copied(args, kwargs)
     seed_all(seed)
     output = model(*inputs, **keywords)
@@ -272,7 +273,8 @@ def _weigh(tensor: Tensor) -> Tensor:
     return (real.double().reshape(-1) * weights).sum()
 
 
-def _state(model: nn.Module) -> dict[str, Any]:
+def state_of(model: nn.Module) -> dict[str, Any]:
+    """Returns the tensors of a model's state, and its gradients."""
     tensors = {n: t.detach() for n, t in model.state_dict().items()}
     return {**tensors, **{f"{n}.grad": p.grad for n, p in model.named_parameters()}}
 
@@ -289,7 +291,12 @@ def assert_same(ours: Any, theirs: Any, what: str, tolerance: float = TOLERANCE)
             assert a.requires_grad == b.requires_grad, f"{where}: requires_grad"
             assert a.stride() == b.stride(), f"{where}: layout"
             torch.testing.assert_close(
-                a, b, rtol=tolerance, atol=tolerance, msg=lambda m, where=where: f"{where}: {m}"
+                a,
+                b,
+                rtol=tolerance,
+                atol=tolerance,
+                equal_nan=True,
+                msg=lambda m, where=where: f"{where}: {m}",
             )
         else:
             assert a is b or a == b, f"{where}: {a!r} instead of {b!r}"
