@@ -20,7 +20,6 @@ from lazyinline.autodiff.derivative import Differentiator, Recipe
 from lazyinline.frontend.requests import differentiable_inputs
 from lazyinline.reuse.ir.printer import (
     WIDTH,
-    closure_names,
     diff_texts,
     format_program,
     text_to_compare,
@@ -34,7 +33,6 @@ from lazyinline.reuse.ir.program import (
     Program,
     UserInput,
     Value,
-    count_calls,
     walk_closures,
 )
 from lazyinline.reuse.ir.rewrite import inline_calls
@@ -129,35 +127,9 @@ BLOCK = Composite("block", chain(EXPERT, FIVE, EXPERT))
 NESTED = chain(BLOCK, BLOCK, THREE, BLOCK)
 
 
-def test_nodes_are_counted_once_per_closure_held_and_once_per_call_inlined() -> None:
-    # main 4 calls + block 3 + expert 2 + five 5 + three 3
-    assert NESTED.num_nodes() == 4 + 3 + 2 + 5 + 3
-    expert = 3 + 3
-    block = expert + 5 + expert
-    assert NESTED.num_nodes_if_inlined() == block + block + 3 + block
-
-
-def test_one_call_more_is_one_node_held_more() -> None:
-    more = chain(BLOCK, BLOCK, THREE, BLOCK, BLOCK)
-    assert more.num_nodes() == NESTED.num_nodes() + 1
-    assert more.num_nodes_if_inlined() == NESTED.num_nodes_if_inlined() + 17
-
-
 def test_closures_come_once_each_callees_first() -> None:
     assert NESTED.closures == (THREE, EXPERT, FIVE, BLOCK)
     assert list(walk_closures(NESTED)) == list(NESTED.closures)
-
-
-def test_calls_are_counted_over_all_bodies() -> None:
-    assert dict(count_calls(NESTED)) == {THREE: 3, EXPERT: 2, FIVE: 1, BLOCK: 3}
-
-
-def test_packing_counts_as_a_call_held_and_as_nothing_inlined() -> None:
-    struct = StructType((MATRIX,))
-    x, packed = Value(MATRIX), Value(struct)
-    program = Program((x,), (Call(Pack(struct), (x,), (packed,)),), (packed,))
-    assert program.num_nodes() == 1
-    assert program.num_nodes_if_inlined() == 0
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -252,19 +224,8 @@ def training_programs(layers: int) -> tuple[Program, Program]:
     return derivative.forward.program, derivative.backward.program
 
 
-def without_versions(text: str) -> str:
-    """Leaves out what PyTorch's decompositions decide: bodies are hidden, counts replaced."""
-    text = re.sub(r"\d+ nodes? held, \d+ if inlined", "nodes", text)
-    return re.sub(r"\d+ nodes?,", "nodes,", re.sub(r"(  return) .*(\n      .*)*", r"\1 ...", text))
-
-
 def test_captured_program_as_text(golden: Callable[[str, str], None]) -> None:
     golden("captured", str(lazyinline.capture(Model(3), (IDS,), train=True)))
-
-
-def test_training_programs_as_text(golden: Callable[[str, str], None]) -> None:
-    for name, program in zip(("forward", "backward"), training_programs(3), strict=True):
-        golden(f"training_{name}", without_versions(format_program(program, bodies="hide")))
 
 
 def test_same_model_prints_the_same_bytes() -> None:
@@ -282,26 +243,6 @@ def test_source_lines_are_shown_on_request() -> None:
     assert ".py:" not in format_program(program)
 
 
-def test_closures_of_one_name_are_told_apart() -> None:
-    first, second = leaf_of(1, "glue"), leaf_of(2, "glue")
-    program = chain(first, second, Composite("glue", chain(first)))
-    assert list(closure_names(program).values()) == ["glue", "glue_1", "glue_2"]
-    assert re.findall(r"call @(\w+)\(", str(program)) == ["glue", "glue", "glue_1", "glue_2"]
-
-
-def test_values_of_one_hint_are_told_apart() -> None:
-    text = str(chain(THREE, THREE, THREE))
-    assert "%y = call @three(%x)" in text
-    assert "%y_1 = call @three(%y)" in text
-    assert "%y_2 = call @three(%y_1)" in text
-
-
-def test_count_is_singular_for_one() -> None:
-    text = str(chain(leaf_of(1, "one"), leaf_of(2, "two"), leaf_of(2, "two")))
-    assert "{  // 1 node, 1 call\n" in text
-    assert "{  // 2 nodes, 1 call\n" in text
-
-
 def test_difference_shows_what_a_pass_changed() -> None:
     before, after = chain(THREE, FIVE), chain(THREE, THREE)
     lines = diff_texts(str(before), str(after)).splitlines()
@@ -317,52 +258,6 @@ def test_depth_adds_one_line_per_layer_and_direction() -> None:
         assert len(large.calls) == len(small.calls) + 10
         assert large.num_nodes() == small.num_nodes() + 10
         assert str(large).count(" = ") == str(small).count(" = ") + 10
-
-
-def test_writes_are_printed() -> None:
-    class Counter(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("count", torch.zeros(()))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            self.count.add_(1)
-            return x * self.count
-
-    program = lazyinline.capture(Counter(), (torch.zeros(2),))
-    assert [program.sources[target].name for _, target in program.writes] == ["count"]
-    assert "  write(%count, output=1)\n" in str(program)
-
-
-def test_operands_are_printed_with_their_python_types() -> None:
-    builder = LeafBuilder([VECTOR])
-    (x,) = builder.nodes
-    builder.add(aten.mul.Tensor, x, 2)
-    builder.add(aten.mul.Tensor, x, 2.0)
-    builder.add(aten.sum.dim_IntList, x, [0], True)
-    text = str(chain_of(builder.leaf([builder.nodes[-1]], "constants")))
-    assert "mul.Tensor(%a0, 2)\n" in text
-    assert "mul.Tensor(%a0, 2.0)\n" in text
-    assert "sum.dim_IntList(%a0, [0], True)\n" in text
-
-
-def chain_of(leaf: Leaf) -> Program:
-    inputs = tuple(Value(t) for t in leaf.input_types)
-    results = tuple(Value(t) for t in leaf.output_types)
-    return Program(inputs, (Call(leaf, inputs, results),), results)
-
-
-def test_modes_are_printed_with_the_operator() -> None:
-    class Modes(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            with torch.no_grad():
-                y = torch.sin(x)
-            with torch.autocast("cpu", dtype=torch.bfloat16):
-                return torch.mm(x, y)
-
-    text = str(lazyinline.capture(Modes(), (torch.zeros(3, 3),), train=True))
-    assert re.search(r"= no_grad\(sin\(%\w+\)\)\n", text)
-    assert re.search(r"bf16\[3,3\] = autocast_cpu_bf16\(mm\(.*\)\)\n", text)
 
 
 def test_a_printed_program_says_once_what_all_its_lines_share_and_fits_a_screen() -> None:

@@ -239,9 +239,7 @@ class _Reader:
 
     def _outputs(self, tree: ast.FunctionDef) -> list[Type] | None:
         """Returns the result types in a header, if there are any."""
-        if tree.returns is None:
-            return None
-        return list(map(self._type, _parts(tree.returns)))
+        return None if tree.returns is None else list(map(self._type, _parts(tree.returns)))
 
     def _composite(self, tree: ast.FunctionDef, name: str) -> ir.Composite:
         program = self._body(tree)

@@ -299,6 +299,7 @@ def _format_leaf(
 ) -> str:
     values: dict[torch.fx.Node, str] = {}
     header = list(_input_texts(leaf, values, structs))
+    values.update(dict.fromkeys(leaf.entries[len(values) :], "%undefined"))  # of a broken leaf
     names = UniqueNames()
     for taken in values.values():
         names.take(taken[1:])

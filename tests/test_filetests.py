@@ -1,0 +1,35 @@
+"""Each test in the files of ``filetests``: its passes give the text that it says, or the error."""
+
+from pathlib import Path
+
+import pytest
+from filetests import FOLDER, FileTest
+
+from lazyinline import LazyInlineError
+from lazyinline.reuse.ir.printer import diff_texts
+
+CASES = [
+    pytest.param(path, index, id=f"{path.stem}: {test.title}")
+    for path in sorted(FOLDER.glob("*.txt"))
+    for index, test in enumerate(FileTest.read(path))
+]
+
+
+@pytest.mark.parametrize(("path", "index"), CASES)
+def test_passes_give_what_the_file_says(
+    path: Path, index: int, request: pytest.FixtureRequest
+) -> None:
+    test = FileTest.read(path)[index]
+    assert test.error or test.check or test.executes, "a file test expects something"
+    if test.error:
+        with pytest.raises(LazyInlineError) as refused:
+            test.text()
+        assert test.error in str(refused.value).partition("\n")[0]
+        return
+    text = test.text()
+    if not test.check:
+        return
+    if request.config.getoption("--update-golden"):
+        test.write(path, index, text)
+    elif text != test.expected:
+        pytest.fail(diff_texts(test.expected, text), pytrace=False)
