@@ -22,7 +22,7 @@ After this page you know which folder to open. There is one line for each folder
 `__init__.py` of each has one for each file in it. Beside each other they stand in the order of
 imports: each may import those above it, and a test holds that. Top folders: `frontend/` sees all of
 them; `recompute/`, `pipeline_parallel/` and `backend/` import `autodiff/` and `reuse/`, `autodiff/`
-imports `reuse/`, `reuse/` none.
+imports `reuse/`, `reuse/` none. New here? [Read these five files first](read-first.md).
 
 """
 
