@@ -17,13 +17,12 @@ from ...reuse.errors import PlanError, door
 from ..capture.blocks import Reuse
 from ..checks.models import check_example
 from ..checks.refusals import check_runnable
-from ..compiled_module import CompiledModule
 from ..compiler import Compiler
 from ..options import Batching, Options
 from ..report import CompileReport
-from ..training_step import LossModel, TrainingStep
-from .report import Errors, MeasureReport
-from .workload import Tensors, Workload, generators_kept, largest_error, split_batch
+from ..training_step import LossModel
+from .report import MeasureReport, Step
+from .workload import Workload, errors, generators_kept, split_batch
 
 if TYPE_CHECKING:
     from torch.utils.benchmark import Measurement
@@ -90,43 +89,32 @@ def measure(
     found = partial(
         MeasureReport, type(model).__name__, train, backend, micro_batches, torch.get_num_threads()
     )
-    if not execute:
-        compiled = partial(_compiled, model, args, kwargs or {}, train, micro_batches)
-        return found(compiled(late), compiled(early))
     work = partial(Workload, model, args, kwargs or {}, train=train, micro_batches=micro_batches)
     with generators_kept(), graph_cache_off(backend):
-        sides = {
-            "late": work(make=partial(_to_compile, late, micro_batches)),
-            "early": work(make=partial(_to_compile, early, micro_batches)),
-        }
+        if not execute:
+            compiled = partial(_compiled, model, args, kwargs or {}, train, micro_batches)
+            return found(compiled(late), compiled(early))
+        sides = {"late": work(options=late), "early": work(options=early)}
         for side in sides.values():
             gc.collect()  # so that no side pays for what was there before
             _seeded(side)  # compiles
-        compiles = {name: side.run.last_report for name, side in sides.items()}
+        reports = {name: side.run.last_report for name, side in sides.items()}
         ways = {"eager": work()} | sides
-        _seeded(ways["eager"])
+        _seeded(ways["eager"])  # the first step makes what later ones reuse, the second counts
         results = {name: _seeded(way) for name, way in ways.items()}
-        errors = {name: _errors(results[name], results["eager"]) for name in sides}
+        # Before more steps: they write their gradients where these lie.
+        off = {name: errors(results[name], results["eager"]) for name in sides}
         steps = _timed({name: way.step for name, way in ways.items()})
-    again = {name for name, side in sides.items() if side.run.last_report is not compiles[name]}
+    again = {name for name, side in sides.items() if side.run.last_report is not reports[name]}
     assert not again, f"{again}: compiled again for the same inputs, which is not a step"
-    return found(compiles["late"], compiles["early"], steps, errors)
+    return found(reports["late"], reports["early"], steps, off)
 
 
 def warm_up_compiler(*, backend: BackendName, train: bool) -> None:
     """Compiles a tiny model, so that imports and first uses are paid."""
-    with generators_kept(), torch.device("cpu"):
+    with generators_kept(), graph_cache_off(backend), torch.device("cpu"):
         tiny = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.GELU(), nn.Softmax(-1))
         _compiled(tiny, (torch.ones(4, 8),), {}, train, 1, Options(backend=backend))
-
-
-def _to_compile(
-    options: Options, micro_batches: int, model: nn.Module
-) -> CompiledModule | TrainingStep:
-    """Returns what compiles itself in its first step."""
-    if micro_batches == 1:
-        return CompiledModule(model, options)
-    return TrainingStep(model, None, options, Batching(micro_batches))
 
 
 def _compiled(
@@ -139,7 +127,7 @@ def _compiled(
 ) -> CompileReport:
     """Compiles, and runs nothing."""
     compiler = Compiler(options)
-    with generators_kept(), graph_cache_off(options.backend), torch.set_grad_enabled(train):
+    with torch.set_grad_enabled(train):
         if micro_batches == 1:
             return compiler.compile(model, args, kwargs, train=train)[1]
         args, kwargs = split_batch(args, kwargs, micro_batches)[0]
@@ -147,16 +135,9 @@ def _compiled(
         return compiler.compile_step(loss, args, kwargs, Batching(micro_batches))[1]
 
 
-def _seeded(work: Workload) -> tuple[Tensors, Tensors]:
-    torch.manual_seed(0)
+def _seeded(work: Workload) -> Step:
+    torch.manual_seed(0)  # dropout draws the same in every way
     return work.step()
-
-
-def _errors(actual: tuple[Tensors, Tensors], expected: tuple[Tensors, Tensors]) -> Errors:
-    (output, _) = largest_error(actual[0], expected[0], relative=False)
-    if not expected[1]:
-        return Errors(output)
-    return Errors(output, *largest_error(actual[1], expected[1], relative=True))
 
 
 def _timed(steps: Mapping[str, Callable[[], Any]]) -> dict[str, Measurement]:

@@ -7,7 +7,9 @@ import os
 import pathlib
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+
+import torch
 
 from ...backend.kernels.lower import BackendName
 from ...reuse.ir.printer import folded
@@ -18,6 +20,9 @@ from ..report import CompileReport
 
 if TYPE_CHECKING:
     from torch.utils.benchmark import Measurement
+
+Step: TypeAlias = tuple[Mapping[str, torch.Tensor | None], Mapping[str, torch.Tensor | None]]
+"""The outputs and the gradients of one step, by name."""
 
 _SIZES = {
     "graph nodes held": "num_nodes",

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import nn
 
 from ...reuse import torch_pytree
 from ...reuse.errors import PlanError
+from ..compiled_module import CompiledModule
+from ..options import Batching, Options
 from ..training_step import TrainingStep, check_splits
-
-Tensors: TypeAlias = Mapping[str, torch.Tensor | None]
+from .report import Errors, Step
 
 
 class Workload:
@@ -26,8 +27,8 @@ class Workload:
         args: positional inputs of a step.
         kwargs: keyword inputs of a step.
         train: whether a step has gradients.
-        make: makes of the copy what runs it; None runs the copy itself.
-        micro_batches: parts of the batch that the copy runs one after another, for their mean loss.
+        micro_batches: parts of the batch that are run one after another, for their mean loss.
+        options: how the copy is compiled, in its first step; None runs the copy itself.
     """
 
     def __init__(
@@ -37,24 +38,28 @@ class Workload:
         kwargs: Mapping[str, Any],
         *,
         train: bool,
-        make: Callable[[nn.Module], Any] | None = None,
         micro_batches: int = 1,
+        options: Options | None = None,
     ) -> None:
-        self._model, self._train = copy.deepcopy(model), train
-        self.run: Any = self._model if make is None else make(self._model)
-        args, kwargs = _copied((tuple(args), dict(kwargs)))
+        model, self._train = copy.deepcopy(model), train
+        self.run: Any = model
+        if options is not None and micro_batches > 1:
+            self.run = TrainingStep(model, None, options, Batching(micro_batches))
+            micro_batches = 1  # it splits the batch itself
+        elif options is not None:
+            self.run = CompiledModule(model, options)
+        args, kwargs = torch_pytree.copied((tuple(args), dict(kwargs)))
         inputs = _tensors_in((args, kwargs))
-        named = dict(self._model.named_parameters()) | {f"input {n}": t for n, t in inputs.items()}
+        named = dict(model.named_parameters()) | {f"input {n}": t for n, t in inputs.items()}
         self._wanted = {name: t for name, t in named.items() if t.requires_grad and train}
         if train and not self._wanted:
             raise PlanError(
                 f"Nothing in {type(model).__name__} requires grad, so there is no training step to "
                 "measure. Pass train=False, or parameters that require grad."
             )
-        # What is compiled for micro-batches splits the batch itself.
-        self._parts = split_batch(args, kwargs, 1 if make else micro_batches)
+        self._parts = split_batch(args, kwargs, micro_batches)
 
-    def step(self) -> tuple[Tensors, Tensors]:
+    def step(self) -> Step:
         """Runs a forward, and in training a backward; returns outputs and gradients by name."""
         for tensor in self._wanted.values():
             tensor.grad = None
@@ -79,15 +84,6 @@ def split_batch(
     check_splits(leaves, count)
     split = [x.tensor_split(count) if isinstance(x, torch.Tensor) else [x] * count for x in leaves]
     return [torch_pytree.unflatten([part[i] for part in split], tree) for i in range(count)]
-
-
-def _copied(inputs: Any) -> Any:
-    leaves, tree = torch_pytree.flatten(inputs)
-    copies = [
-        x.detach().clone().requires_grad_(x.requires_grad) if isinstance(x, torch.Tensor) else x
-        for x in leaves
-    ]
-    return torch_pytree.unflatten(copies, tree)
 
 
 def _tensors_in(value: Any) -> dict[str, torch.Tensor]:
@@ -118,17 +114,21 @@ def generators_kept() -> Iterator[None]:
         yield
 
 
-def largest_error(actual: Tensors, expected: Tensors, *, relative: bool) -> tuple[float, str]:
-    """Returns the largest difference from what is right, and the name of the tensor it is in.
+def errors(actual: Step, expected: Step) -> Errors:
+    """Returns how far a step is from what is right: the largest of outputs and of gradients."""
+    outputs, gradients = (
+        {name: difference(found.get(name), b, relative=relative) for name, b in right.items()}
+        for found, right, relative in zip(actual, expected, (False, True), strict=True)
+    )
+    output = max(outputs.values(), default=0.0)
+    if not gradients:
+        return Errors(output)
+    worst = max(gradients, key=gradients.__getitem__)
+    return Errors(output, gradients[worst], worst)
 
-    It is that of any two numbers; relative, the norm of the difference by that of what is right.
-    """
-    found = {name: _error(actual.get(name), expected[name], relative) for name in expected}
-    worst = max(found, key=found.__getitem__, default="")
-    return found.get(worst, 0.0), worst
 
-
-def _error(a: torch.Tensor | None, b: torch.Tensor | None, relative: bool) -> float:
+def difference(a: torch.Tensor | None, b: torch.Tensor | None, *, relative: bool) -> float:
+    """Returns the largest difference of two numbers; or its norm, relative to that of ``b``."""
     given = b if a is None else a
     if given is None:
         return 0.0
