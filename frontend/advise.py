@@ -29,18 +29,18 @@ from .measure.measure import warm_up_compiler
 from .measure.workload import generators_kept
 from .options import Options
 
-_TOLD = 15
-"""The column where what is told of blocks that were kept apart begins."""
+_REASONS_INDENT = 15
+"""Where the reasons begin, below a pair of blocks that were kept apart."""
 
 
 @dataclass(frozen=True)
 class ClassAdvice:
-    """One class whose instances repeat.
+    """Holds what sharing one class saves.
 
     Attributes:
         name: of the class.
         place: file and line of the class.
-        is_marked: whether it is marked already.
+        is_marked: says if it is marked already.
         instances: paths of its instances, in the order they run; one per call.
         num_closures: different closures that its calls need.
         num_nodes: graph nodes of the largest of these, calls inside expanded.
@@ -70,7 +70,7 @@ class ClassAdvice:
 
 @dataclass(frozen=True)
 class KeptApart:
-    """Blocks of one class that could not share a trace, and why.
+    """Holds two blocks of one class that could not share a trace, and why.
 
     Attributes:
         class_name: of the blocks.
@@ -97,13 +97,13 @@ class KeptApart:
             ("graphs", self.graphs),
             ("change", self.change),
         )
-        told = [f"      {name:<8} {text}" for name, text in rows if text]
-        return "\n".join([*lines, *(folded(line, indent=_TOLD) for line in told)])
+        reasons = [f"      {name:<8} {text}" for name, text in rows if text]
+        return "\n".join([*lines, *(folded(x, indent=_REASONS_INDENT) for x in reasons)])
 
 
 @dataclass(frozen=True)
 class Advice:
-    """What :func:`lazyinline.advise` returns; ``print(advice)`` shows it.
+    """Holds the result of :func:`lazyinline.advise`; ``print(advice)`` shows it.
 
     Attributes:
         model: class of the model.
@@ -209,6 +209,7 @@ def advise(
     warm_up_compiler(backend=backend, train=train)
     with generators_kept(), torch.set_grad_enabled(train):
         _, report = Compiler(options).compile(model, args, dict(kwargs or {}), train=train)
+        # Again, since a compile drops blocks that nearly share: here they are to be compared.
         captured = capture_candidates(model, args, kwargs, train=train)
     seconds_per_node = report.cpu_s / max(report.num_nodes, 1)
     classes = _classes(model, captured.program, captured.decisions, seconds_per_node)
@@ -305,7 +306,7 @@ def _kept_apart(program: Program, decisions: Sequence[SharingDecision]) -> Itera
 
 
 def _shape(reason: str) -> str:
-    """Returns a reason without its values, to put those together that differ in the same way."""
+    """Returns a reason without its values, so that blocks that differ alike are one entry."""
     return reason.partition(" is ")[0]
 
 
@@ -323,6 +324,7 @@ def _rows(closure: Closure) -> Iterator[tuple[str, str, str]]:
 
 def _graph_difference(first: Closure, second: Closure) -> tuple[_Difference, str]:
     """Says where the graphs of two closures part: at an operator, or else at what it is given."""
+    # Operators first: operands before a branch may differ for reasons that end at the branch.
     rows = list(zip_longest(_rows(first), _rows(second), fillvalue=("no operator", "", "")))
     for one, other in rows:
         if one[0] != other[0]:

@@ -1,4 +1,4 @@
-"""What the commands of ``lazyinline`` do, once their arguments are parsed."""
+"""The commands of ``lazyinline``, run with their parsed arguments."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ def run_advise(options: argparse.Namespace) -> None:
 
 
 def run_cache(options: argparse.Namespace) -> None:
-    """Runs ``cache``: what the on-disk cache holds, or emptying it.
+    """Runs ``cache``: prints what the on-disk cache holds, or empties it.
 
     Raises:
         CacheError: if the directory cannot be used.
@@ -212,6 +212,7 @@ def said_of(error: Exception) -> str | None:
     where = ""
     for frame, line in traceback.walk_tb(error.__traceback__):
         code = frame.f_code
+        # The innermost frame of the user's counts, and one of ours below it makes the error ours.
         if code.co_filename.startswith(own_places()):
             where = ""
         elif not (is_library_frame(frame) or is_standard_frame(frame)):

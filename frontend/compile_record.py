@@ -1,7 +1,7 @@
-"""What a compile did and made: numbers, who shares, the programs, and what a GPU would need.
+"""Records of a compile: its numbers, who shares, its programs, and the needs of a GPU.
 
-A record outlives what it reports on, so nothing here holds the model's tensors or an arena; what
-was made is looked at only when a page is asked for.
+A record outlives what it reports on, so nothing here holds the model's tensors or an arena. A page
+reads the programs only when it is asked for.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _MAX_PATHS = 3  # that one line of parts names
 
 @dataclass(frozen=True, slots=True)
 class PassRecord:
-    """One pass of one compile."""
+    """Holds what one pass of one compile took."""
 
     name: str
     cpu_s: float
@@ -41,7 +41,7 @@ class PassRecord:
 
 @dataclass(frozen=True, slots=True)
 class ClosureRecord:
-    """One closure of a captured program."""
+    """Holds the size of one closure of a captured program, and how often it is called."""
 
     name: str
     num_nodes: int
@@ -50,14 +50,14 @@ class ClosureRecord:
 
 @dataclass(frozen=True, slots=True)
 class PartRecord:
-    """One module of a model that runs itself.
+    """Holds how one module was run, of a model that runs eagerly as a whole.
 
     Attributes:
         path: of the module.
         class_name: of the module.
         num_programs: how many programs there are for its calls.
-        ran_eagerly: why its newest call ran its own Python, if it did.
-        is_small: whether that is because a program would not pay.
+        ran_eagerly: why its newest call ran eagerly, if it did.
+        is_small: says that it did because a program would not pay.
     """
 
     path: str
@@ -68,7 +68,7 @@ class PartRecord:
 
     @property
     def how(self) -> str:
-        """What its calls ran."""
+        """Says how its calls run: compiled, or eagerly and why."""
         return f"runs itself, {self.ran_eagerly}" if self.ran_eagerly else "compiled"
 
 
@@ -85,7 +85,7 @@ def part_lines(parts: Iterable[PartRecord]) -> Iterator[str]:
 
 @dataclass
 class CompileRecord:
-    """The numbers of one compile, and what it made.
+    """Holds the numbers of one compile, and what it made.
 
     Attributes:
         model: its class.
@@ -109,8 +109,8 @@ class CompileRecord:
         recomputed_flops: FLOPs that one backward spends on computing forward values again.
         recompute: per closure and variant, what is saved and what is computed again.
         recompute_chosen_for: where sizes are symbols, the shapes of inputs that it was chosen for.
-        ran_eagerly: why the model itself ran, if so.
-        parts: how the modules in a model that ran itself were run by then.
+        ran_eagerly: why the model ran eagerly, if it did.
+        parts: how the modules of a model that ran eagerly were run by then.
         num_compiles: compiles of the module so far, this one included.
         num_links: further shapes that only cost a link.
         num_backwards: backwards that there are by now: one for each set of outputs that a loss
@@ -174,22 +174,22 @@ class CompileRecord:
 
     @property
     def cpu_s(self) -> float:
-        """CPU-seconds of all passes, child processes included."""
+        """Returns the CPU-seconds of all passes, child processes included."""
         return sum(p.cpu_s for p in self.passes)
 
     @property
     def wall_s(self) -> float:
-        """Wall seconds of all passes."""
+        """Returns the wall seconds of all passes."""
         return sum(p.wall_s for p in self.passes)
 
     @property
     def num_shared_calls(self) -> int:
-        """Instances whose Python did not run, or whose graph turned out to be another's."""
+        """Counts instances whose Python did not run, or whose graph turned out to be another's."""
         return sum(d.shared or bool(d.shares) for d in self.decisions)
 
     @property
     def recompute_shapes(self) -> str:
-        """The shapes that recompute was chosen for, in words."""
+        """Names the shapes that recompute was chosen for."""
         return ", ".join(str(shape) for shape in dict.fromkeys(self.recompute_chosen_for) if shape)
 
     def notes(self) -> Iterator[str]:
@@ -209,17 +209,17 @@ class CompileRecord:
             yield f"recompute was chosen for inputs of {self.recompute_shapes}"
 
     def not_shared(self) -> list[SharingDecision]:
-        """Instances that were traced although an earlier one of their class was known."""
+        """Returns instances that were traced although an earlier one of their class was known."""
         return [d for d in self.decisions if not (d.shared or d.shares) and d.reason]
 
     def shared_with_constants(self) -> list[SharingDecision]:
-        """Instances that were traced again and share a closure that takes constants."""
+        """Returns instances that were traced again and share a closure that takes constants."""
         return [d for d in self.decisions if d.shares and d.reason]
 
 
 @dataclass(frozen=True, eq=False)
 class Memory:
-    """Where the buffers of a linked program lie.
+    """Holds where the buffers of a linked program lie.
 
     Attributes:
         layout: every buffer and launch, on one timeline.
@@ -237,7 +237,8 @@ class Memory:
 
     @property
     def gradients(self) -> dict[int, int]:
-        """Buffers that lie behind the arena, with their offset in bytes."""
+        """Returns the buffers that lie behind the arena, with their offset in bytes."""
+        # A plan has one offset more for each of them, after those of the arena.
         found = gradients_of(self.layout) if self.hosts == "gradients" else []
         first = len(self.plan.offsets) - len(found)
         return dict(zip(found, self.plan.offsets[first:].tolist(), strict=True))
@@ -245,7 +246,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class FrontierPoint:
-    """One way to differentiate a call: what it saves, and what it computes again for that."""
+    """Holds one way to differentiate a call: bytes that it saves, work that it does again."""
 
     saved_bytes: int
     extra_s: float
@@ -254,7 +255,7 @@ class FrontierPoint:
 
 @dataclass(frozen=True)
 class Frontier:
-    """The ways to differentiate a closure that no other beats, fewest bytes first."""
+    """Holds the ways to differentiate a closure that no other beats, fewest bytes first."""
 
     closure: str
     num_calls: int
@@ -263,7 +264,7 @@ class Frontier:
 
 @dataclass(frozen=True, eq=False)
 class Made:
-    """What one compile made.
+    """Holds what one compile made, for a page to draw.
 
     Attributes:
         captured: the model as captured.
@@ -283,13 +284,13 @@ class Made:
     frontiers: Callable[[], Sequence[Frontier]] = tuple
 
     def __deepcopy__(self, memo: object) -> Made:
-        """Nothing in it changes, so a copy is itself."""
+        """Returns itself: nothing in it changes."""
         return self
 
 
 @dataclass(frozen=True)
 class GpuRecord:
-    """A program for a GPU, compiled and planned.
+    """Holds what is known of a program for a GPU, compiled and planned.
 
     Attributes:
         target: the GPU.
@@ -319,18 +320,18 @@ class GpuRecord:
 
     @property
     def peak_bytes(self) -> int:
-        """What a run holds of the GPU's memory, at most: all of it, the optimizer's state not."""
+        """Returns the most bytes of GPU memory that a run holds, without the optimizer's state."""
         held = self.given_bytes + self.arena_bytes
         return held + self.outside_bytes + self.workspace_bytes
 
     @property
     def budget_bytes(self) -> int:
-        """What the GPU leaves for activations, gradients, scratch and cuBLAS."""
+        """Returns the bytes left on the GPU for activations, gradients, scratch and cuBLAS."""
         return max(self.target.memory_bytes - self.given_bytes, 0)
 
     @property
     def fits(self) -> bool:
-        """Whether the GPU has that much."""
+        """Says if the GPU has that much memory."""
         return self.peak_bytes <= self.target.memory_bytes
 
     def lines(self) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Looking at programs: as captured, after any pass, and what the pass changed."""
+"""Programs as text: as captured, after any pass, and the change that a pass made."""
 
 from __future__ import annotations
 
@@ -175,6 +175,7 @@ def _shown(name: str, passes: Sequence[Pass], state: State, *, diff: bool) -> st
     if name not in names:
         raise LazyInlineError(f"There is no pass {name!r} here; there are {', '.join(names)}.")
     number = names.index(name)
+    # The state before is kept for the diff: a state is never changed, so it costs nothing.
     before = run(passes[:number], state)
     one = passes[number]
     if not one.wanted(before):

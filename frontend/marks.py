@@ -110,6 +110,7 @@ def recompute(target: Target, policy: PolicyName | None = "full") -> Target:
             "whole program: compile(model, recompute=Budget(...))."
         )
     if isinstance(target, nn.Module):
+        # Not by setattr: a module with a __setattr__ of its own need not know of marks.
         target.__dict__[_RECOMPUTE] = policy or _SAVE
     elif isinstance(target, type) and issubclass(target, nn.Module):
         setattr(target, _RECOMPUTE, policy or _SAVE)
@@ -128,15 +129,16 @@ def recompute_mark(module: nn.Module) -> RecomputeMark:
 
 
 def is_marked(cls: type) -> bool:
-    """Whether a class, one of its bases, or their ``__init__`` carries the mark."""
+    """Says if a class, one of its bases, or their ``__init__`` carries the mark."""
+    # By attribute lookup, so that subclasses are marked too, as the decorator promises.
     return hasattr(cls, _MARK) or hasattr(cls.__init__, _MARK)  # type: ignore[misc]
 
 
 def is_block(module: nn.Module) -> bool:
-    """Whether a module is captured as a block: its class is marked, or it is, for a stage."""
+    """Says if a module is captured as a block: its class is marked, or it is, for a stage."""
     return is_marked(type(module)) or STAGE_MARK in module_state(module)
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether a module is what ``compile`` put around a model."""
+    """Says if a module is the wrapper that ``compile`` put around a model."""
     return WRAPPED in module_state(module)

@@ -68,7 +68,7 @@ def check_rule(
 
 
 class _Pair:
-    """An operator and its rule, to run on the same arguments."""
+    """Holds an operator and its rule, to run on the same arguments."""
 
     def __init__(
         self, operator: Any, rule: Rule, parameters: Sequence[Parameter], arguments: Arguments
@@ -105,6 +105,7 @@ def _check(pair: _Pair, checks: Checks) -> None:
             made = _run(rule, args, kwargs)
     except Exception as error:
         raise pair.wrong(f"raises {type(error).__name__} ({error})") from error
+    # By versions, not values: an operand may be written with the values that it has.
     if versions(tensors_in((args, kwargs))) != before:
         raise pair.wrong("changes an operand in place. Let it work on a copy: x = x.clone()")
     _compare(pair, "another result", made, expected)
@@ -144,7 +145,7 @@ def _compare(pair: _Pair, what: str, made: Any, expected: Any) -> None:
 
 
 def _run(function: Callable[..., Any], args: Sequence[Any], kwargs: Arguments) -> Any:
-    torch.manual_seed(0)
+    torch.manual_seed(0)  # an operator may draw, and its rule then draws the same
     return function(*args, **kwargs)
 
 

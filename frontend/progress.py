@@ -1,4 +1,4 @@
-"""What is seen of a compile that takes long: a bar on a terminal, or a line per pass."""
+"""Progress of a compile that takes long: a bar on a terminal, or a line per pass."""
 
 from __future__ import annotations
 
@@ -20,12 +20,13 @@ VARIABLE = "LAZYINLINE_PROGRESS"
 Shown = Literal["auto", "bar", "lines", "off"]
 """``auto``: a bar on a terminal, else nothing; ``lines``: one line on stderr for each pass."""
 
+# A context variable: two threads that compile may be shown in two ways.
 _SHOWN: ContextVar[Shown] = ContextVar("shown", default="auto")
 
 
 @contextmanager
 def showing(shown: Shown) -> Iterator[None]:
-    """Within it this is shown, unless the environment variable says something else."""
+    """Shows progress in this form inside the block, unless the environment says otherwise."""
     token = _SHOWN.set(shown)
     try:
         yield

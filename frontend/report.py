@@ -1,4 +1,4 @@
-"""What a compile did: nodes held and if inlined, seconds per pass, why blocks were traced."""
+"""The report of a compile as text: nodes held, seconds per pass, why blocks were traced."""
 
 from __future__ import annotations
 
@@ -43,7 +43,8 @@ class CompileReport(CompileRecord):
             how = "only parts are compiled" if compiled else "not compiled"
             head = [f"{kind}: {how}, {self.ran_eagerly}"]
             return folded("\n".join([*head, *(f"  {line}" for line in part_lines(shown))]))
-        saves = self.num_nodes < self.num_nodes_if_inlined  # equal graphs share all the same
+        # Graphs that turn out equal share a closure even where no instance was told to share.
+        saves = self.num_nodes < self.num_nodes_if_inlined
         lines = [self.nothing_shared] if self.nothing_shared and not saves else []
         lines += [
             f"{kind}, backend {self.backend}, reuse {self.reuse}: "
@@ -106,6 +107,7 @@ class _Nodes:
 
 def cpu_seconds() -> float:
     """Returns CPU-seconds used so far by this process and its finished children."""
+    # g++ and TorchInductor's workers are children: most seconds of a cold compile are theirs.
     total = 0.0
     for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN):
         usage = resource.getrusage(who)

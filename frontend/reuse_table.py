@@ -23,7 +23,7 @@ _WIDTH = WIDTH - len(_INDENT)
 
 @dataclass(frozen=True)
 class ReuseRow:
-    """One trace and the instances that call its closure.
+    """Holds one trace and the instances that call its closure.
 
     Attributes:
         key: class and constructor arguments; one that differs among them shows its range.
@@ -76,7 +76,7 @@ def reuse_table(decisions: Sequence[SharingDecision]) -> list[str]:
 def not_shared_lines(decisions: Sequence[SharingDecision]) -> list[str]:
     """Returns a line for each reason why blocks were traced anew: ``layers.0..3: not shared, ...``.
 
-    Blocks whose paths differ in one number alone are told of together.
+    Blocks whose paths differ in one number alone share a line: ``layers.0..3``.
     """
     groups: dict[tuple[str, tuple[str, ...]], list[list[str]]] = {}
     for decision in decisions:
@@ -85,6 +85,7 @@ def not_shared_lines(decisions: Sequence[SharingDecision]) -> list[str]:
     lines = []
     for (reason, texts), found in groups.items():
         columns = list(zip(*found, strict=True))
+        # With two numbers that vary a range would name blocks that are not among them.
         varying = [column for column in columns if len(set(column)) > 1]
         rows = [list(map(_range_text, columns))] if len(varying) <= 1 else found
         for numbers in rows:

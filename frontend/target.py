@@ -18,7 +18,7 @@ FORM = "package.module:function, a function without arguments that returns (mode
 
 
 class Target(NamedTuple):
-    """A model with example inputs."""
+    """Holds a model with example inputs."""
 
     model: nn.Module
     args: tuple[Any, ...]
@@ -53,6 +53,7 @@ def load_target(text: str, *arguments: int) -> Target:
         raise
     except Exception as error:
         frames = traceback.extract_tb(error.__traceback__)
+        # Where the user's function failed, not where it was imported and called.
         inside = [f for f in frames if f.filename != __file__ and "importlib" not in f.filename]
         where = f" at {inside[-1].filename}:{inside[-1].lineno}" if inside else ""
         raise LazyInlineError(

@@ -13,6 +13,7 @@ import zipfile
 
 import pytest
 from link_tree import COMMAND, PUBLIC_FACE, ROOT, all_packages, package_folders
+from test_architecture import imported_names, package_of, sources
 
 import lazyinline
 from lazyinline.reuse import process
@@ -92,13 +93,9 @@ def test_wheel_has_every_file_and_no_other(wheel: pathlib.Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     info = f"lazyinline-{lazyinline.__version__}.dist-info"
     assert {name for name in names if not name.startswith(f"{info}/")} == expected
-    assert {name.removeprefix(f"{info}/") for name in names if name.startswith(f"{info}/")} == {
-        "METADATA",
-        "RECORD",
-        "WHEEL",
-        "entry_points.txt",
-        "licenses/LICENSE",
-        "top_level.txt",
+    told = {name.removeprefix(f"{info}/") for name in names if name.startswith(f"{info}/")}
+    assert told == {
+        *("METADATA", "RECORD", "WHEEL", "entry_points.txt", "licenses/LICENSE", "top_level.txt")
     }
     assert wheel.name == f"lazyinline-{lazyinline.__version__}-py3-none-any.whl"
 
@@ -133,16 +130,13 @@ def test_wheel_imports_by_itself(wheel: pathlib.Path, tmp_path: pathlib.Path) ->
 @pytest.mark.sweep
 def test_tests_run_on_the_checkout(tmp_path: pathlib.Path) -> None:
     # In this process, and in one that is started elsewhere, as pipeline ranks are.
-    assert lazyinline.__file__ is not None
-    assert pathlib.Path(lazyinline.__file__).resolve() == PUBLIC_FACE / "__init__.py"
     code = "import lazyinline.backend as b, lazyinline as l; print(l.__file__); print(b.__file__)"
-    files = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True
-    ).stdout
-    assert [pathlib.Path(line).resolve() for line in files.splitlines()] == [
-        PUBLIC_FACE / "__init__.py",
-        ROOT / "backend" / "__init__.py",
-    ]
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+    face = PUBLIC_FACE / "__init__.py"
+    expected = [face, ROOT / "backend" / "__init__.py"]
+    assert [pathlib.Path(line).resolve() for line in done.stdout.splitlines()] == expected
+    assert pathlib.Path(str(lazyinline.__file__)).resolve() == face
 
 
 def test_only_declared_libraries_are_imported() -> None:
@@ -152,21 +146,13 @@ def test_only_declared_libraries_are_imported() -> None:
         re.match(r"[\w.-]+", requirement).group().replace("-", "_")  # type: ignore[union-attr]
         for requirement in project["dependencies"] + extras
     }
-    known = (
-        declared | set(sys.stdlib_module_names) | {"lazyinline", "lazyinline_command", "__future__"}
-    )
-    found = {}
-    for folder in package_folders():
-        for path in folder.rglob("*.py"):
-            for node in ast.walk(ast.parse(path.read_text())):
-                names = []
-                if isinstance(node, ast.Import):
-                    names = [alias.name for alias in node.names]
-                elif isinstance(node, ast.ImportFrom) and node.level == 0:
-                    names = [node.module or ""]
-                for name in names:
-                    if name.partition(".")[0] not in known:
-                        found[f"{path.relative_to(ROOT)}:{node.lineno}"] = name
+    known = declared | sys.stdlib_module_names | {"lazyinline", "lazyinline_command", "__future__"}
+    found = {
+        f"{path.relative_to(ROOT)}:{line}": name
+        for path in sources()
+        for line, name in imported_names(ast.parse(path.read_text()), package_of(path))
+        if name.partition(".")[0] not in known
+    }
     assert not found, f"imported, but not among the dependencies: {found}"
 
 

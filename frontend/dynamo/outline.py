@@ -81,7 +81,7 @@ _MIN_NODES_SAVED = 16
 
 @lazy_inline
 class Block(nn.Module):
-    """One call of a module that repeats. Blocks that compute the same hold one graph."""
+    """Stands for one call of a module that repeats. Blocks that compute the same hold one graph."""
 
     def __init__(self, body: torch.fx.GraphModule) -> None:
         super().__init__()
@@ -94,13 +94,13 @@ class Block(nn.Module):
 
 @dataclass(frozen=True)
 class ModuleCall:
-    """A call of a module, as a node tells of it.
+    """Holds a call of a module, as the nodes in it record it.
 
     Attributes:
-        key: tells calls apart, those of one module included.
+        key: differs from call to call, also of one module.
         path: where the module stands, such as ``layers.0``.
         kind: the name of its class.
-        is_marked: whether the user asked for it to be compiled once.
+        is_marked: says that the user asked for it to be compiled once.
     """
 
     key: str
@@ -121,7 +121,7 @@ def outlined(module: torch.fx.GraphModule, calls: ModuleCalls) -> torch.fx.Graph
 
 @dataclass(frozen=True)
 class _Run:
-    """What one call of a module left in a graph."""
+    """Holds the nodes that one call of a module left in a graph."""
 
     call: ModuleCall
     nodes: tuple[Node, ...]
@@ -130,7 +130,7 @@ class _Run:
 
 @dataclass(frozen=True)
 class _Region:
-    """A run, what goes in and out of it, and all that another must have to share its graph."""
+    """Holds a run, its inputs and outputs, and the key of all runs that share its graph."""
 
     run: _Run
     inputs: tuple[Node, ...]
@@ -169,6 +169,7 @@ def _chosen(module: nn.Module, runs: Sequence[_Run]) -> list[_Region]:
     """Returns the outermost regions that repeat and are worth a closure."""
     if not runs:
         return []
+    # A call in two pieces has something between that is not its own: no region stands for it.
     pieces = Counter(run.call for run in runs)
     regions = [_region(module, run) for run in runs if pieces[run.call] == 1]
     uses = Counter(region.key for region in regions if _gives_tensors(region))
@@ -195,7 +196,7 @@ def _region(module: nn.Module, run: _Run) -> _Region:
 
 
 def _gives_tensors(region: _Region) -> bool:
-    """Whether tensors are all that is used outside: no size, and no mode that is left there."""
+    """Says if only tensors of it are used outside: no size, and no mode that is left switched."""
     values = (node.meta.get("example_value") for node in region.outputs)
     return all(isinstance(value, torch.Tensor) for value in values)
 

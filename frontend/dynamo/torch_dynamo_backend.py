@@ -51,12 +51,12 @@ _TRANSFORMS = ("torch._functorch", "torch._C._functorch")
 
 
 class HandedOnError(Exception):
-    """A graph that is left to another compiler; says why."""
+    """Says why a graph is left to another compiler."""
 
 
 @dataclass(frozen=True)
 class DynamoGraph:
-    """A graph of Dynamo's, in words of ours.
+    """Holds a graph of Dynamo's in the form that capture takes.
 
     Attributes:
         module: the graph, in which a checkpoint is a call of ``torch.utils.checkpoint`` and sizes
@@ -162,7 +162,8 @@ def _opens_only(node: Node) -> bool:
 def _calls(module: torch.fx.GraphModule, pairs: Sequence[tuple[Node, Node]]) -> ModuleCalls:
     """Returns the calls that operators were made in.
 
-    Dynamo does not say it of modes: they belong to the innermost call that all between them is in.
+    Dynamo does not record it for switches of modes: they belong to the innermost call that holds
+    all that stands between them.
     """
     found = {node: tuple(_calls_of(node)) for node in module.graph.nodes}
     operators = [node for node in module.graph.nodes if node.op.startswith("call_")]
@@ -295,11 +296,11 @@ _OPTIONS = ("backend", "recompute", "reuse")
 
 
 class HandedOnWarning(UserWarning):
-    """A graph of Dynamo's is left to another compiler."""
+    """Warns that a graph of Dynamo's is left to another compiler."""
 
 
 class CompiledGraph:
-    """What Dynamo runs in place of a graph."""
+    """Runs in place of a graph of Dynamo's."""
 
     def __init__(self, graph: DynamoGraph, options: Options) -> None:
         module = graph.module if options.reuse == "off" else outlined(graph.module, graph.calls)
@@ -308,7 +309,7 @@ class CompiledGraph:
 
     @property
     def last_report(self) -> CompileReport | None:
-        """What the newest compile did."""
+        """Returns the report of the newest compile."""
         return self._calls.last_report
 
     def prepare(self, inputs: Sequence[Any]) -> None:
@@ -350,8 +351,9 @@ def compile_graph(
     """
     chosen = _checked(options or {}, mode)
     try:
-        with tracing(None):
+        with tracing(None):  # Dynamo's own trace is under way here, and is none of ours
             graph = CompiledGraph(read_graph(module), chosen)
+            # Fake inputs have no values to compile with: the first call compiles then.
             if not any(isinstance(x, FakeTensor) for x in inputs):
                 graph.prepare(inputs)
         return graph

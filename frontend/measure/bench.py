@@ -26,7 +26,7 @@ HEAD = (
 
 
 class Decoder(nn.Module):
-    """PyTorch's own layers between an embedding and a head, as a GPT has them."""
+    """Puts PyTorch's own layers between an embedding and a head, as a GPT has them."""
 
     def __init__(self, layers: int, hidden: int = 256, vocab: int = 1000, seq: int = 64) -> None:
         super().__init__()
@@ -68,6 +68,7 @@ def bench(
         say: takes a line.
         options: of :func:`lazyinline.measure`.
     """
+    # C++ kernels are shared by all depths: without this the first row would pay for them alone.
     if layers:
         say(f"warm-up: {min(layers)} layers, late and early; imports, C++ kernels built ...")
         measure(*make(min(layers)), **options, execute=False)

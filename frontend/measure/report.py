@@ -1,4 +1,4 @@
-"""What :func:`lazyinline.measure` found, as a table, JSON and a page."""
+"""The report of :func:`lazyinline.measure`: a table, JSON and a page."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _SIZES = {
 
 
 class Errors(NamedTuple):
-    """How far a step is from eager's.
+    """Holds how far a step is from eager's.
 
     Attributes:
         output: largest absolute difference of a number.
@@ -51,7 +51,7 @@ class Errors(NamedTuple):
 
 @dataclass(frozen=True)
 class MeasureReport:
-    """Late against early inlining of one model, both against eager.
+    """Holds late against early inlining of one model, both against eager.
 
     Attributes:
         late: the compile with blocks compiled once, inlined at link.
@@ -74,12 +74,12 @@ class MeasureReport:
 
     @property
     def sides(self) -> dict[str, CompileReport]:
-        """Both compiles by name."""
+        """Returns both compiles by name."""
         return {"late": self.late, "early": self.early}
 
     @property
     def noise(self) -> str:
-        """Why the times of steps are not to be trusted; an empty text where they are."""
+        """Says why the times of steps are not to be trusted; an empty text where they are."""
         if not any(step.has_warnings for step in self.steps.values()):
             return ""
         widest = max(step.iqr / step.median for step in self.steps.values())

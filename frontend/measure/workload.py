@@ -20,7 +20,7 @@ from .report import Errors, Step
 
 
 class Workload:
-    """A copy of a model and of its inputs, so that a step leaves the user's own as they are.
+    """Holds a copy of a model and of its inputs: a step leaves the user's own as they are.
 
     Args:
         model: the model.

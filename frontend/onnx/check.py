@@ -1,4 +1,4 @@
-"""What is exported, and a check of the file: onnxruntime against the model, on example inputs."""
+"""The check of an exported file: onnxruntime against the model, on the example inputs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Subject:
-    """What is exported: a program, and the model it was captured from, if it is known."""
+    """Holds what is exported: a program, and its model, where that is known."""
 
     program: Program
     model: nn.Module | None
@@ -39,13 +39,13 @@ class Subject:
 
     @property
     def conditions(self) -> tuple[str, ...]:
-        """What must hold of the sizes."""
+        """Returns the conditions on sizes under which the file is valid."""
         return () if self.sizes is None else self.sizes.conditions()
 
 
 @dataclass(frozen=True)
 class Names:
-    """What the inputs and outputs of a file are called.
+    """Holds the names of a file's inputs and outputs.
 
     Attributes:
         inputs: a name for each program input.
@@ -149,7 +149,7 @@ def run_file(
             "pip install 'lazyinline[onnx]', or pass verify=False."
         ) from None
     options = onnxruntime.SessionOptions()
-    options.log_severity_level = 3
+    options.log_severity_level = 3  # errors alone
     try:
         session = onnxruntime.InferenceSession(
             str(path), options, providers=["CPUExecutionProvider"]
@@ -179,6 +179,7 @@ def compare(expected: Mapping[str, torch.Tensor], results: Mapping[str, torch.Te
                 f"Output {name} is {list(result.shape)} in onnxruntime and {list(value.shape)} in "
                 "eager. This is a bug of lazyinline or torch.onnx; verify=False writes it anyway."
             )
+        # Relative to the whole output: a value near zero has few right digits in eager, too.
         error = relative_difference(result, value)
         limit = TOLERANCE.get(value.dtype, _DEFAULT_TOLERANCE)
         _LOG.debug("%s: onnxruntime and eager differ by %.2e (relative)", name, error)
@@ -193,7 +194,10 @@ def compare(expected: Mapping[str, torch.Tensor], results: Mapping[str, torch.Te
 
 
 def relative_difference(result: torch.Tensor, expected: torch.Tensor) -> float:
-    """Largest difference, relative to the largest finite value; inf and nan must agree."""
+    """Returns the largest difference, relative to the largest finite value.
+
+    Where one side is infinite or NaN and the other is not, it is infinite.
+    """
     if not expected.is_floating_point():
         return 0.0 if torch.equal(result, expected) else float("inf")
     a, b = result.double(), expected.detach().cpu().double()

@@ -42,7 +42,7 @@ _LOG = logging.getLogger("lazyinline")
 
 @dataclass(frozen=True)
 class ExportReport:
-    """What an export wrote.
+    """Holds what an export wrote.
 
     Attributes:
         path: the file.
@@ -69,7 +69,7 @@ class ExportReport:
 
     @property
     def stored_nodes(self) -> int:
-        """Nodes of the main graph and of every function, each once."""
+        """Counts the nodes of the main graph and of every function, each once."""
         return self.main_nodes + sum(self.functions.values())
 
     def __str__(self) -> str:
@@ -85,7 +85,7 @@ class ExportReport:
 
 @dataclass(frozen=True)
 class _Request:
-    """How a model is to be captured."""
+    """Holds how a model is to be captured."""
 
     reuse: Reuse
     train: bool
@@ -310,7 +310,8 @@ def _write(
             from .check import check
 
             error = check(draft, model, subject, names)
-        for file in sorted(pathlib.Path(folder).iterdir(), reverse=True):  # weights first
+        # Weights first: a reader that sees the new graph must not find old weights beside it.
+        for file in sorted(pathlib.Path(folder).iterdir(), reverse=True):
             os.replace(file, path.resolve().parent / file.name)
     report = ExportReport(
         path,

@@ -92,6 +92,7 @@ def _of_program(memory: Memory) -> tuple[IntArray, dict[str, Any]] | None:
     if not offsets:
         return None
     buffers = buffers_of([layout.instances[i] for i in offsets])
+    # A gradient is the user's: its place stays taken to the end, whatever its last use.
     is_gradient = np.array([i in gradients for i in offsets])
     death = np.where(is_gradient, layout.time, buffers.death)
     calls = _Calls(_program_launches(layout), layout.time)
@@ -147,7 +148,7 @@ def _of_rank(plan: RankPlan) -> tuple[IntArray, dict[str, Any]] | None:
     columns = [[r.birth, r.death, r.offset, r.num_bytes, _USES[r.use]] for r in found]
     birth, death, offset, num_bytes, kind = np.array(columns, np.int64).T
     (first, launch), (last, _) = calls.at(birth), calls.at(death - 1)
-    kind[(kind == 1) & (first == last)] = 0
+    kind[(kind == 1) & (first == last)] = 0  # of one call, though the plan says "of a part"
     size = -(-num_bytes // ALIGNMENT) * ALIGNMENT
     foreign = plan.foreign_lives()
     outside = ["made or used inside one launch", len(foreign), plan.foreign_peak_bytes]

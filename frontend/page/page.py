@@ -62,6 +62,7 @@ def measured_page(
             the compiles late and early.
         subtitle: names what was measured.
     """
+    # The deepest model is where late and early differ most, and what people care about.
     found, sides = max(rows, key=lambda row: row[0]["layers"] or 0)
     late, early = sides["late"], sides["early"]
     return {
@@ -85,7 +86,7 @@ def compile_sections(record: CompileRecord, sides: Mapping[str, CompileRecord]) 
         record: the compile whose program is drawn.
         sides: the compiles whose time is shown side by side.
     """
-    made = record.made
+    made = record.made  # None where the model ran eagerly
     memory = made.memory if made is not None else None
     return {
         "program": program_section(made) if made is not None else None,
@@ -146,6 +147,7 @@ def _comparison(found: Numbers, late: CompileRecord, early: CompileRecord) -> st
 
 def _against_eager(found: Numbers) -> list[float]:
     """Returns late over eager, by the fastest step and by the median."""
+    # Both, as a range: on a busy machine they disagree, and one number would hide it.
     return [found[time]["late"] / found[time]["eager"] for time in ("step_min_ms", "step_ms")]
 
 
@@ -257,6 +259,7 @@ def _run_tiles(found: Numbers) -> Iterator[Tile]:
     kind = "max_rel_grad_error" if found["train"] else "max_abs_error"
     error, worst = found[kind]["late"], found["worst_gradient"]["late"]
     note = f"relative, of a gradient: {worst}" if found["train"] else "absolute, of an output"
+    # Of outputs only infinity is wrong for sure: an absolute error has no scale.
     exact = float(error) <= _EXACT if found["train"] else error != "inf"
     label = "Largest difference from eager"
     yield tile(label, error_text(error), note, good=exact, otherwise="warn")

@@ -75,6 +75,7 @@ def runs(keys: Sequence[Any]) -> Iterator[tuple[int, int, int]]:
             pattern = keys[start : start + period]
             while keys[start + times * period : start + (times + 1) * period] == pattern:
                 times += 1
+            # Only more is better: "aaaa" is four of one call, not two of a pair.
             if times > 1 and times * period > best[0] * best[1]:
                 best = (period, times)
         yield (start, *best)
@@ -156,6 +157,7 @@ def _shown(program: Program) -> list[Call]:
 def _twins(captured: Program, runs_as: Program) -> dict[Closure, Closure]:
     """Pairs what runs with what was captured, call by call; nothing if they are not alike."""
     a, b = _shown(runs_as), _shown(captured)
+    # Recompute and constants change what runs, so only calls that still pair up are named.
     if len(a) != len(b) or any(x.path != y.path for x, y in zip(a, b, strict=True)):
         return {}
     return {x.closure: y.closure for x, y in zip(a, b, strict=True)}
@@ -212,7 +214,7 @@ def _totals(record: CompileRecord) -> dict[str, Any]:
 
 
 def _pass_row(record: CompileRecord, name: str) -> dict[str, Any]:
-    """One pass; where it ran several times, all of it."""
+    """Returns one pass; where it ran several times, all of it."""
     found = [p for p in record.passes if p.name == name]
     cpu_s, wall_s = sum(p.cpu_s for p in found), sum(p.wall_s for p in found)
     return {"cpu_s": cpu_s, "wall_s": wall_s, "nodes": found[-1].num_nodes if found else None}
@@ -285,9 +287,10 @@ def _rank(plan: PipelinePlan, rank: int) -> dict[str, Any]:
     )
     slots = sorted((s for s in plan.timeline.slots if s.rank == rank), key=lambda s: s.start_s)
     busy = sum(s.end_s - s.start_s for s in slots)
+    # A micro-batch holds what a stage saves from its forward to its last backward.
     sizes = {s.index: s.flight_bytes for s in own}
     held = parameters + gradients
-    points = {0.0: held}  # a micro-batch is in flight from its forward to its last backward
+    points = {0.0: held}
     for slot in slots:
         if slot.action.kind == FORWARD:
             held += sizes[slot.action.stage]

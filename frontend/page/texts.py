@@ -13,7 +13,7 @@ def times_less(late: float, early: float) -> str:
     if not late or not early:
         return "equal" if late == early else "-"
     ratio = early / late
-    if abs(ratio - 1) <= _EQUAL:
+    if abs(ratio - 1) <= _EQUAL:  # a hundredth less is noise, and no news
         return "equal"
     return f"{ratio:.3g}\u00d7 less" if ratio > 1 else f"{1 / ratio:.3g}\u00d7 more"
 

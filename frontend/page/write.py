@@ -29,6 +29,7 @@ def write_page(data: PageData) -> str:
     """
     import jinja2  # only here: whoever asks for no page does not wait for it
 
+    # The script draws a section for each name that it finds.
     present = {name: section for name, section in data.items() if section is not None}
     files = {name: _asset(name) for name in ("page.css", "echarts.min.js", "page.js")}
     template = jinja2.Environment(autoescape=True).from_string(_asset("page.html.jinja"))
