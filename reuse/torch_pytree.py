@@ -199,16 +199,6 @@ def changeable_parts(tree: Any) -> list[Any]:
     return found
 
 
-def copied(tree: Any) -> Any:
-    """Returns a structure with a copy of each tensor, which requires grad as the tensor does."""
-    leaves, spec = flatten(tree)
-    copies = [
-        x.detach().clone().requires_grad_(x.requires_grad) if isinstance(x, torch.Tensor) else x
-        for x in leaves
-    ]
-    return unflatten(copies, spec)
-
-
 def flatten_with_names(tree: Any) -> list[tuple[str, Any]]:
     """Returns the leaves with readable names, such as ``position_embeddings.0``."""
     classes = cache_classes()

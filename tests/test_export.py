@@ -429,11 +429,14 @@ GRID = block(lambda self, x: F.grid_sample(x, self.linear(x).tanh()[:, 0, :, Non
 def test_what_has_no_translation_is_named_with_block_and_line(
     odd: type[nn.Module], shape: tuple[int, ...], train: bool, said: str, path: pathlib.Path
 ) -> None:
-    looped = Around(lambda layers, x: layers[1](layers[0](x)).square().mean(), odd(), odd())
+    if train:
+        model = Around(lambda layers, x: layers[0](x).square().mean(), odd())
+    else:
+        model = Stack(odd(), odd())
     with pytest.raises(ExportError) as caught:
-        lazyinline.export_onnx(looped, (example(*shape, grad=False),), path, train=train)
+        lazyinline.export_onnx(model, (example(*shape, grad=False),), path, train=train)
     text = str(caught.value)
-    assert said in text and text.count(said.split(".")[1]) == 1
+    assert said in text and text.count("erfinv") == (odd is ERFINV)
     assert not path.exists()
 
 

@@ -14,6 +14,7 @@ from torch import nn
 from ...reuse import torch_pytree
 from ...reuse.errors import PlanError
 from ..compiled_module import CompiledModule
+from ..onnx.check import copied
 from ..options import Batching, Options
 from ..training_step import TrainingStep, check_splits
 from .report import Errors, Step
@@ -48,7 +49,7 @@ class Workload:
             micro_batches = 1  # it splits the batch itself
         elif options is not None:
             self.run = CompiledModule(model, options)
-        args, kwargs = torch_pytree.copied((tuple(args), dict(kwargs)))
+        args, kwargs = copied((tuple(args), dict(kwargs)))
         inputs = _tensors_in((args, kwargs))
         named = dict(model.named_parameters()) | {f"input {n}": t for n, t in inputs.items()}
         self._wanted = {name: t for name, t in named.items() if t.requires_grad and train}

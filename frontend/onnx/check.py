@@ -238,7 +238,7 @@ def reference_outputs(subject: Subject, names: Names) -> dict[str, torch.Tensor]
     with _undone(subject):
         if subject.model is None or subject.program.writes:
             return _interpreted(subject, names)
-        args, kwargs = torch_pytree.copied((subject.args, dict(subject.kwargs)))
+        args, kwargs = copied((subject.args, dict(subject.kwargs)))
         with slots_empty(subject.model), torch.set_grad_enabled(bool(names.gradients)):
             result = subject.model(*args, **kwargs)
             leaves, _ = torch_pytree.flatten(result)
@@ -273,6 +273,16 @@ def _gradients(
         name: torch.zeros_like(tensor) if gradient is None else gradient
         for name, tensor, gradient in zip(names.gradients.values(), wanted, found, strict=True)
     }
+
+
+def copied(tree: Any) -> Any:
+    """Returns a structure with a copy of each tensor, which requires grad as the tensor does."""
+    leaves, spec = torch_pytree.flatten(tree)
+    copies = [
+        x.detach().clone().requires_grad_(x.requires_grad) if isinstance(x, torch.Tensor) else x
+        for x in leaves
+    ]
+    return torch_pytree.unflatten(copies, spec)
 
 
 @contextmanager
