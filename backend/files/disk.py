@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import logging
 import os
 import pathlib
 import stat
@@ -48,6 +49,7 @@ _ENTRIES, _OBJECTS = "entries", "objects"
 _TEMPORARY = ".new-"  # how the name of a file that is being written begins
 
 T = TypeVar("T")
+_LOG = logging.getLogger("lazyinline")
 
 
 @dataclass(frozen=True)
@@ -174,8 +176,10 @@ class DiskCache:
                     held.enter_context(FileLock(lock).acquire(timeout=wait_s))
                 except Timeout:
                     continue
-                except (OSError, NotImplementedError):
-                    pass  # no lock can be had here: what two make costs time only
+                except (OSError, NotImplementedError) as error:
+                    # Some network file systems have no locks. Nothing wrong can come of that: what
+                    # two processes make is the same, and each file appears complete or not at all.
+                    _LOG.info("%s may be made by several processes at once: %s", key, error)
                 mine.append(key)
             yield mine
 

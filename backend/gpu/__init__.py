@@ -5,5 +5,4 @@ torch_gpu     adapter: what Inductor asks of a GPU, answered for one that is not
 torch_triton  adapter: Triton kernels as machine code, and as something to launch
 roofline      how long a GPU will need at least
 streams       two streams for one closure: who is on the second, who waits for whom
-moved_leaf    a leaf for another device than it was traced on
 """

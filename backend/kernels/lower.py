@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Literal, Protocol, TypeAlias, get_args
 
 import torch
@@ -24,9 +25,8 @@ from ...reuse.ir.leaf import flat_types, without_autocast
 from ...reuse.ir.program import Leaf
 from ...reuse.ir.torch_symbols import Values, module_at, symbols_of, type_at
 from ...reuse.torch_names import RESHAPES
-from ..gpu.moved_leaf import moved_leaf
 from ..gpu.targets import Target, target_named
-from ..gpu.torch_gpu import gpu_described
+from ..gpu.torch_gpu import gpu_described, moved_leaf
 from ..gpu.torch_triton import MachineCode, TritonKernel, is_interpreting, machine_code
 from ..launches.kernel_list import KernelList
 from . import torch_corrections, torch_inductor, torch_recorder
@@ -113,26 +113,27 @@ class EagerBackend:
         return kernels
 
 
+def _compiled_recipe(rewrite: Callable[[torch.fx.GraphModule], torch.fx.GraphModule]) -> Recipe:
+    return Recipe(
+        torch_corrections.decompositions(),
+        "min_cut",
+        torch_inductor.rewrite_joint,
+        rewrite=rewrite,
+    )
+
+
 class InductorBackend:
     """TorchInductor kernels."""
 
     name: BackendName = "inductor"
 
-    def __init__(self) -> None:
-        self._recipe: Recipe | None = None
+    @cached_property
+    def _recipe(self) -> Recipe:
+        return _compiled_recipe(with_plain_attention)
 
     def recipe(self, leaf: Leaf) -> Recipe:
         """Inductor's decompositions, passes and min-cut split; tiny leaves stay as they are."""
-        if is_tiny(leaf):
-            return Recipe(kernels="eager")
-        if self._recipe is None:
-            self._recipe = Recipe(
-                torch_corrections.decompositions(),
-                "min_cut",
-                torch_inductor.rewrite_joint,
-                rewrite=with_plain_attention,
-            )
-        return self._recipe
+        return Recipe(kernels="eager") if is_tiny(leaf) else self._recipe
 
     def lower(self, leaves: Sequence[Leaf], on_done: Callable[[], None]) -> list[Kernel]:
         """Compiles the leaves that are worth it."""
@@ -167,18 +168,14 @@ class GpuBackend:
 
     def __init__(self, target: Target) -> None:
         self.target = target
-        self._recipe: Recipe | None = None
         self.built: dict[str, MachineCode] = {}
+
+    @cached_property
+    def _recipe(self) -> Recipe:
+        return _compiled_recipe(as_on_a_gpu)
 
     def recipe(self, leaf: Leaf) -> Recipe:
         """As for a CPU, but for the attention that the GPU runs."""
-        if self._recipe is None:
-            self._recipe = Recipe(
-                torch_corrections.decompositions(),
-                "min_cut",
-                torch_inductor.rewrite_joint,
-                rewrite=as_on_a_gpu,
-            )
         return self._recipe
 
     def lower(self, leaves: Sequence[Leaf], on_done: Callable[[], None]) -> list[Kernel]:

@@ -2,7 +2,7 @@
 
 link             a program of calls becomes one flat list of launches
 layout           kernel lists relocated to their calls, on one timeline, and who owns results
-part_layout      parts that take turns for many flights, laid out once
+unit_layout      parts that take turns for many flights, laid out once
 placement        where the buffers of a layout lie: in an arena, or in the memory of gradients
 torch_generated  adapter: a generated function, how it is bound, what it asks of PyTorch
 program_writer   the generated function of one part of a layout

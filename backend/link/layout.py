@@ -271,7 +271,7 @@ def _scratch_of(kernels: KernelList) -> list[tuple[int, int]]:
     return [(i, num_bytes) for i, num_bytes in sizes if num_bytes]
 
 
-def lay_out(
+def layout_of(
     flats: Sequence[FlatProgram],
     kernel_lists: Mapping[Leaf, KernelList],
     num_results: Sequence[int],

@@ -65,13 +65,13 @@ def link(program: Program) -> FlatProgram:
 
     Every struct value is spread over slots here, so packing costs nothing at run time.
     """
-    layout = _Layout()
-    env = {value: layout.new_slots(value) for value in program.inputs}
+    expansion = _Expansion()
+    env = {value: expansion.new_slots(value) for value in program.inputs}
     inputs = tuple(slot for value in program.inputs for slot in env[value])
-    layout.body(program, env, "")
+    expansion.body(program, env, "")
     outputs = tuple(slot for value in program.outputs for slot in env[value])
-    launches = _with_frees(_summed_at_once(layout.launches), inputs, outputs)
-    return FlatProgram(inputs, launches, outputs, tuple(layout.types))
+    launches = _with_frees(_summed_at_once(expansion.launches), inputs, outputs)
+    return FlatProgram(inputs, launches, outputs, tuple(expansion.types))
 
 
 def check_flat(flat: FlatProgram) -> None:
@@ -101,7 +101,7 @@ def check_flat(flat: FlatProgram) -> None:
         raise VerifyError("an output is a slot that is not written or already freed")
 
 
-class _Layout:
+class _Expansion:
     """Expands calls, numbering slots as it goes."""
 
     def __init__(self) -> None:

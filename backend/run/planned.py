@@ -11,7 +11,6 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import accumulate
 from types import CodeType
 from typing import Any, Literal
 
@@ -19,12 +18,20 @@ import torch
 
 from ...reuse.ir.program import Leaf
 from ...reuse.process import ProcessLock
+from ..arena.live_ranges import lower_bound
 from ..gpu.streams import with_streams
 from ..gpu.targets import Place
 from ..launches import torch_native
 from ..launches.kernel_list import KernelList
 from ..launches.present_memory import check_memory
-from ..link.layout import Results, add_workspaces, handed_on, lay_out, outside_bytes
+from ..link.layout import (
+    Results,
+    add_workspaces,
+    buffers_of,
+    handed_on,
+    layout_of,
+    outside_bytes,
+)
 from ..link.link import FlatProgram
 from ..link.placement import (
     TOOLS,
@@ -86,7 +93,7 @@ class PlannedProgram:
         if target is not None:
             leaves = dict.fromkeys(launch.leaf for flat in flats for launch in flat.launches)
             kernel_lists = {leaf: with_streams(kernel_lists[leaf], target) for leaf in leaves}
-        self.layout = lay_out(
+        self.layout = layout_of(
             flats,
             kernel_lists,
             num_results,
@@ -149,14 +156,9 @@ class PlannedProgram:
     @property
     def foreign_peak_bytes(self) -> int:
         """Most bytes of other foreign tensors that live at once in a run."""
-        foreign = [
-            b
-            for i, b in enumerate(self.layout.instances)
-            if b.kind == "foreign" and i not in self._handed_on
-        ]
-        changes = [(b.birth, b.num_bytes) for b in foreign]
-        changes += [(b.death, -b.num_bytes) for b in foreign]
-        return max(accumulate((size for _, size in sorted(changes)), initial=0))
+        instances = enumerate(self.layout.instances)
+        own = [b for i, b in instances if b.kind == "foreign" and i not in self._handed_on]
+        return lower_bound(buffers_of(own)) if own else 0
 
     @property
     def num_launches(self) -> int:

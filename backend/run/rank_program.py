@@ -20,9 +20,9 @@ from ...reuse.ir.leaf import without_autocast
 from ..arena.arena import ArenaPlan
 from ..arena.live_ranges import Buffers, lower_bound
 from ..launches.present_memory import check_memory
-from ..link.part_layout import Box, PlacedBuffer, UnitLayout, view_of_box
 from ..link.placement import Tools
 from ..link.torch_generated import Memory, Runner
+from ..link.unit_layout import Box, PlacedBuffer, UnitLayout, view_of_box
 
 
 @dataclass(frozen=True)

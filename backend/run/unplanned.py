@@ -21,9 +21,9 @@ from ..arena.live_ranges import Buffers, lower_bound
 from ..kernels.lower import Kernel
 from ..launches.present_memory import check_addresses, check_memory
 from ..link.link import FlatProgram, Launch, Slots
-from ..link.part_layout import PartSpec, Source
 from ..link.program_writer import Ranges
 from ..link.torch_generated import Runner, begin_range, end_range, profiler_runs
+from ..link.unit_layout import PartSpec, Source
 from . import cuda_graph
 from .planned import Lease, PlannedProgram
 

@@ -16,7 +16,7 @@ from ...backend.gpu.targets import ALIGNMENT_BYTES, Place, target_like
 from ...backend.kernels.lower import GpuBackend
 from ...backend.launches.kernel_list import KernelList
 from ...backend.launches.torch_native import NotBuiltError
-from ...backend.link.layout import lay_out, least_bytes
+from ...backend.link.layout import layout_of, least_bytes
 from ...backend.link.link import FlatProgram, link
 from ...backend.link.placement import Tools, UnalignedError
 from ...backend.run.planned import PlannedProgram
@@ -231,7 +231,7 @@ def module_bytes(state: Compilation) -> int:
         assert isinstance(planned, PlannedProgram)
         return planned.held_bytes
     returned, sources = returned_of(state.captured.program, state.derivative)
-    return least_bytes(lay_out(state.linked, launches(state), returned, sources))
+    return least_bytes(layout_of(state.linked, launches(state), returned, sources))
 
 
 def _module_hindrance(state: Compilation) -> Unplanned | None:
@@ -288,7 +288,9 @@ def step_bytes(state: StepCompilation) -> int:
         assert isinstance(planned, PlannedProgram)
         held = planned.held_bytes
     else:
-        held = least_bytes(lay_out([flat], launches(state), [len(flat.outputs)], results="pinned"))
+        held = least_bytes(
+            layout_of([flat], launches(state), [len(flat.outputs)], results="pinned")
+        )
     return held + state.batching.loss_bytes
 
 

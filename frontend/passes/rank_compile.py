@@ -8,8 +8,8 @@ from functools import partial
 
 from ...backend.launches.kernel_list import KernelList
 from ...backend.link.link import FlatProgram
-from ...backend.link.part_layout import PartSpec, PlanBuffers, Source, UnitLayout
 from ...backend.link.placement import place
+from ...backend.link.unit_layout import PartSpec, PlanBuffers, Source, UnitLayout
 from ...backend.run.rank_program import RankPlan, RankProgram, Run, Schedule
 from ...backend.run.unplanned import UnplannedRank
 from ...pipeline_parallel.actions import (

@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import partial
 
 from ...autodiff.derivative import Request
-from ...backend.link.part_layout import least
+from ...backend.link.unit_layout import least
 from ...pipeline_parallel.cut import Stage, cut_program
 from ...pipeline_parallel.plan import make_plan
 from ...pipeline_parallel.rank_order import StageMemory, bytes_beside, rank_order
