@@ -22,7 +22,7 @@ ACTION_TEXT = {
     BACKWARD_WEIGHT: "backward of weights",
 }
 
-
+# How many stages PyTorch's class of that name takes on one rank.
 _STAGES_PER_RANK = {
     "GPipe": "one",
     "1F1B": "one",
@@ -33,6 +33,7 @@ _STAGES_PER_RANK = {
     "DualPipeV": "two",
 }
 SCHEDULES = tuple(_STAGES_PER_RANK)
+# Here stage s and the one as far from the end share a rank: the rank of the loss begins backwards.
 _V_SHAPED = ("ZBVZeroBubble", "DualPipeV")
 _ALIASES = {"zbv": "ZBVZeroBubble"}
 
@@ -68,6 +69,7 @@ class ActionTable:
     ranks: tuple[tuple[Action, ...], ...]
     rank_of: tuple[int, ...]
     num_micro_batches: int
+    # Not compared: a dict has no hash, and it follows from the rest.
     posted: Mapping[Action, int] = field(default_factory=dict, compare=False)
     num_actions_sending: int | None = None
 
@@ -116,6 +118,7 @@ def _flights(actions: Sequence[Action]) -> Iterator[Counter[int]]:
         if action.kind == FORWARD:
             flights[action.stage] += 1
             yield flights
+        # The early half of a backward ends nothing: the late one reads what the forward saved.
         elif action.kind in (BACKWARD, BACKWARD_WEIGHT):
             flights[action.stage] -= 1
     assert not +flights, f"{halved} end without a backward"

@@ -85,6 +85,7 @@ class CallCosts:
         return costs
 
     def _body(self, program: Program, active: set[Value]) -> list[CallCost]:
+        """Costs of a body's calls; ``active`` are values with a gradient, and grows."""
         costs = []
         made: set[Value] = set()
         for call in program.calls:
@@ -105,6 +106,7 @@ class CallCosts:
             return CallCost(alone.seconds, 0.0, alone.flops)
         forward = self._costs.closure(derivative.forward)
         backward = self._costs.closure(derivative.backward)
+        # Parameters are there in any case; what another call made is kept alive for this one.
         kept = {call.args[i] for i in derivative.kept_inputs} & made
         variants: Sequence[tuple[int, float]] = [(derivative.saved_type.num_bytes, 0.0)]
         if self._trade_offs is not None:

@@ -51,6 +51,7 @@ def _layers(program: Program, num_stages: int) -> list[Path]:
     opened: set[Path] = set()
     while True:
         units = units_of(program, opened)
+        # What is called once is no layer, however large it is: an embedding, a head.
         layers = [p for p, c in units if counts[c.closure] > 1 and _size(c.closure) >= _GLUE_NODES]
         if len(layers) >= num_stages:
             return layers
@@ -219,6 +220,7 @@ class _Search:
 
     def best(self) -> Partition | None:
         finite = self.times[np.isfinite(self.times)]
+        # The longest stage takes one of the times that occur, so no other bound needs a look.
         self._bounds = np.unique(finite)
         if not len(self._bounds) or not np.isfinite(self._sum(len(self._bounds) - 1)):
             return None
@@ -315,6 +317,8 @@ def color_balanced(
     owned = _owned_bytes(program, units)
     flights = np.array(table.in_flight())[:, None, None]
     if memory_bytes_per_rank is not None:
+        # Which stages meet on a rank does not depend on the cut, but what each needs does: so they
+        # share the rank's memory evenly.
         room = memory_bytes_per_rank / stages_per_rank(table) - owned
         times += extra_seconds([c.variants for c in costs], room[None] / flights - _kept(costs))
     found = partition(times, table.num_micro_batches)
@@ -336,6 +340,7 @@ def _opened(program: Program, model: CallCosts, num_stages: int) -> set[Path]:
     while True:
         units = units_of(program, opened)
         costs = [c.forward_s + c.backward_s for c in model.units(program, opened)]
+        # A call that takes longer than that would hold all other stages up: it is cut inside.
         share = _SHARE * sum(costs) / num_stages
         few = len(units) < num_stages
         found = [
@@ -353,6 +358,7 @@ def _stage_times(costs: Sequence[CallCost], num_stages: int) -> np.ndarray:
     total = np.concatenate([[0.0], np.cumsum([c.forward_s + c.backward_s for c in costs])])
     size = len(total)
     times = np.broadcast_to(total[None, :] - total[:, None], (num_stages, size, size)).copy()
+    # No stage is empty: its rank would only pass values on.
     times[:, ~np.triu(np.ones((size, size), np.bool_), 1)] = np.inf
     return times
 
@@ -449,6 +455,7 @@ def _tensors(program: Program, path: Path) -> dict[int, int]:
     for value in program.calls[path[0]].args:
         source = sources.get(value)
         if isinstance(source, ModelTensor):
+            # Beside a parameter lies the sum of its gradients.
             copies = 2 if source.tensor.requires_grad else 1
             found[id(source)] = copies * value.type.num_bytes
     return found

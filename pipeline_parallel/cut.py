@@ -160,6 +160,7 @@ def _split_calls(
         first = _lowest(color)
         body = call.closure.program
         env = dict(zip(body.inputs, args, strict=True))
+        # Counted from its first stage: a closure cut alike on other stages has the same parts.
         pieces, outputs = _parts_of(call.closure, _relative(color, first), parts)
         for part in pieces:
             results = tuple(Value(v.type, v.hint) for v in part.results)
@@ -176,6 +177,7 @@ def _parts_of(
     closure: Composite, colors: Colors, known: _Parts
 ) -> tuple[list[_Part], tuple[Value, ...]]:
     """Cuts a composite's body where its colour changes; returns the parts and its outputs."""
+    # Calls that are cut in the same way share their parts, so each part is compiled once.
     key = (closure, colors)
     if key not in known:
         body = closure.program
@@ -196,7 +198,7 @@ def _part(
     later = {v for c, color in zip(calls, flat, strict=True) if color != stage for v in c.args}
     args = tuple(dict.fromkeys(v for c in own for v in c.args if v not in made))
     results = tuple(v for c in own for v in c.results if v in later or v in outputs)
-    if len(own) == 1:
+    if len(own) == 1:  # needs no composite around it, and keeps its path and its mark
         only = own[0]
         return _Part(only.closure, only.args, only.results, stage, only.path, only.recompute)
     inner = Composite(f"{name}.part{stage}", Program(args, tuple(own), results))
@@ -249,6 +251,7 @@ class _Cutter:
 
     def _crossing(self, boundary: int) -> list[Value]:
         """What stage ``boundary`` sends to the next one."""
+        # Only neighbours exchange: what a later stage needs passes through those between.
         return [
             v for v, made in self._made_on.items() if made <= boundary < self._last_use.get(v, -1)
         ]
@@ -269,6 +272,7 @@ class _Cutter:
         used.update(dict.fromkeys(v for v in sent if v in self._sources))
         used.update(dict.fromkeys(target for _, target in writes))
         own = [v for v in program.inputs if v in used]
+        # A stage is a program of its own, so what arrives is a new value, its input.
         copies = {v: Value(v.type, v.hint) for v in received}
         body = Program(
             (*copies.values(), *own),

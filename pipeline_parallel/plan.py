@@ -111,6 +111,7 @@ def _ready_s(
         made = next((o for o in options if o in done), None)
         if made is None:
             return None
+        # What stays on a rank is there as soon as it is made.
         travels = table.rank_of[made.stage] != table.rank_of[action.stage]
         times.append(done[made] + (transfer_s(made) if travels else 0.0))
     return max(times)
@@ -123,9 +124,11 @@ def _needs(action: Action, num_stages: int) -> list[list[Action]]:
         return [[Action(FORWARD, stage - 1, number)]] if stage else []
     if action.kind == BACKWARD_WEIGHT:
         return [[Action(BACKWARD_INPUT, stage, number)]]
+    # The loss is the last stage's own: that backward waits for no other stage.
     own = [Action(FORWARD, stage, number)]
     if stage == num_stages - 1:
         return [own]
+    # A whole backward or its early half sends the gradient: a schedule may mix the two.
     return [own, [Action(kind, stage + 1, number) for kind in TRAVELS_BACK]]
 
 
@@ -280,6 +283,7 @@ def predicted_durations(stages: Sequence[StagePlan]) -> Durations:
         stage = by_stage[action.stage]
         if action.kind == FORWARD:
             return stage.forward_s
+        # The cost of a backward is predicted as a whole, whether it runs in halves or not.
         return stage.backward_s if action.kind == BACKWARD else stage.backward_s / 2
 
     assert set(COMPUTE) == {FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT}

@@ -53,6 +53,7 @@ class GradientSums:
             self.flat.append(flat)
             for name, part in zip(names, flat.split(sizes), strict=True):
                 type_ = self._types[name]
+                # ``torch.save`` of one gradient would write the whole flat tensor otherwise.
                 buffer = part.as_strided(type_.shape, type_.stride)
                 self.buffers[name] = in_own_storage(buffer)
 
@@ -68,6 +69,7 @@ def copy_state(own: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
     Raises:
         PipelineError: if one is missing or has another shape.
     """
+    # Tied parameters are one memory: a state that has one name of it has all.
     found = {t.data_ptr() for n, t in own.items() if n in state}
     missing = [n for n, t in own.items() if n not in state and t.data_ptr() not in found]
     if missing:
@@ -95,6 +97,7 @@ def read_parts(folder: str | pathlib.Path) -> dict[str, Tensor]:
         raise PipelineError(f"There is no stages-*.pt in {folder}.")
     state: dict[str, Tensor] = {}
     for path in files:
+        # Mapped and not read: a rank copies its own part out, of files that hold the whole model.
         state.update(torch.load(path, map_location="cpu", mmap=True))
     return state
 
@@ -148,6 +151,7 @@ class Ranks:
             "schedule": table.schedule,
             "num_stages": table.num_stages,
             "micro_batches": table.num_micro_batches,
+            # A digest, for the text of a large model is megabytes, and all ranks send it to all.
             "model (its captured program)": hashlib.sha256(
                 text_to_compare(program).encode()
             ).hexdigest()[:12],
@@ -196,6 +200,7 @@ class Ranks:
         """
         everyone: list[Any] = [None] * self.num_ranks
         dist.all_gather_object(everyone, place or f"rank {self.rank}", group=self.group)
+        # One barrier for all: the leader comes to it after its turn, the others before theirs.
         leads = everyone.index(everyone[self.rank]) == self.rank
         if not leads:
             dist.barrier(group=self.group)
@@ -222,6 +227,7 @@ class Ranks:
     def _subgroup(self, members: Sequence[int]) -> Any:
         """Makes the group of some ranks of every pipeline; all ranks call this alike."""
         made = None
+        # ``new_group`` is a collective: ranks that are not in a group help to make it.
         for row in self.rows:
             ranks = [row[m] for m in members]
             group = dist.new_group(ranks, timeout=self.timeout)

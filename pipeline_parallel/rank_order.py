@@ -16,12 +16,11 @@ GPipe likewise, 1F1B when the next one is sent).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ..reuse.errors import PipelineError
 from .actions import (
     BACKWARD,
     BACKWARD_INPUT,
@@ -31,6 +30,7 @@ from .actions import (
     Action,
     ActionTable,
 )
+from .plan import simulate
 
 
 @dataclass(frozen=True)
@@ -84,6 +84,7 @@ def rank_order(table: ActionTable, rank: int, boundaries: Boundaries) -> RankOrd
         taker = _taker(action, split, boundaries)
         if taker is not None and split.rank_of[taker.stage] != rank:
             found = arrivals.get(action, len(actions))
+            # PyTorch's runtime may itself wait for a send sooner than any message tells.
             if table.num_actions_sending is not None:
                 found = min(found, number[action] + table.num_actions_sending)
             delivered[action] = min(found, len(actions))
@@ -94,6 +95,8 @@ def _split_table(table: ActionTable) -> ActionTable:
     """Replaces every backward by its two halves, if any backward is split."""
     if not table.splits_backward:
         return table
+    # A schedule may mix whole and split backwards. The halves serve both, so a stage is compiled
+    # for halves alone, and a whole backward is one after the other.
     ranks, posted = [], {}
     for actions in table.ranks:
         found: list[Action] = []
@@ -115,7 +118,7 @@ def _halves(action: Action) -> list[Action]:
 def _maker(action: Action, table: ActionTable, boundaries: Boundaries) -> Action | None:
     """The action of the neighbouring stage whose result this one waits for."""
     if action.kind == BACKWARD_WEIGHT:
-        return None
+        return None  # it goes on from what the early half of its own stage left
     step = -1 if action.kind == FORWARD else 1
     return _neighbour(action, step, table, boundaries, sends=True)
 
@@ -148,6 +151,8 @@ def _arrivals(table: ActionTable, rank: int, boundaries: Boundaries) -> dict[Act
         if taker is None or table.rank_of[taker.stage] == rank:
             continue
         other, position = place[taker]
+        # Who takes a value has it when it begins, so the first action that can only run after that
+        # one began is proof that the value arrived.
         known = np.flatnonzero(clocks[index + 1 :, other] >= position)
         if len(known):
             found[action] = index + 1 + int(known[0])
@@ -160,8 +165,9 @@ def _clocks(
     """For each action, the last action of each rank that had certainly begun before it."""
     num_ranks = len(table.ranks)
     clocks = [np.full((len(actions), num_ranks), -1) for actions in table.ranks]
-    for rank, index in _in_some_order(table, place, boundaries):
+    for rank, index in _in_some_order(table):
         clock = clocks[rank][index]
+        # Two things tell of other ranks: what this rank knew before, and what a message brings.
         if index:
             np.maximum(clock, clocks[rank][index - 1], out=clock)
         maker = _maker(table.ranks[rank][index], table, boundaries)
@@ -171,26 +177,12 @@ def _clocks(
     return clocks
 
 
-def _in_some_order(
-    table: ActionTable, place: Mapping[Action, tuple[int, int]], boundaries: Boundaries
-) -> Iterator[tuple[int, int]]:
-    """Yields every action (rank, number) after all that it waits for."""
-    done = [0] * len(table.ranks)
-
-    def is_ready(actions: Sequence[Action], index: int) -> bool:
-        maker = _maker(actions[index], table, boundaries)
-        return maker is None or place[maker][1] < done[place[maker][0]]
-
-    moved = True
-    while moved:
-        moved = False
-        for rank, actions in enumerate(table.ranks):
-            while done[rank] < len(actions) and is_ready(actions, done[rank]):
-                yield rank, done[rank]
-                done[rank] += 1
-                moved = True
-    if done != [len(actions) for actions in table.ranks]:
-        raise PipelineError("The schedule cannot go on: its actions wait for each other.")
+def _in_some_order(table: ActionTable) -> Iterator[tuple[int, int]]:
+    """Yields every action (rank, number) after all that it may wait for."""
+    num_done: Counter[int] = Counter()
+    for slot in simulate(table, lambda _: 0.0, lambda _: 0.0).slots:
+        yield slot.rank, num_done[slot.rank]
+        num_done[slot.rank] += 1
 
 
 @dataclass(frozen=True)
@@ -238,7 +230,7 @@ def bytes_beside(table: ActionTable, rank: int, stages: Mapping[int, StageMemory
             flights[action.stage] -= 1
         returned = 0 if action.kind == FORWARD else own.gradients
         peak = max(peak, held + sum(sent) + sum(sent_back) + new + arrived + returned)
-        if table.schedule == "1F1B":
+        if table.schedule == "1F1B":  # it waits for what it sent before it sends again
             queue.clear()
         if _crosses(table, action):
             queue.append(new)

@@ -111,6 +111,7 @@ class _BodySplit:
 
     def _place(self, call: Call) -> None:
         needed = [i for i, v in enumerate(call.results) if v in self._needed]
+        # Unpacking costs nothing: each half does it for what it needs.
         if isinstance(call.closure, Unpack):
             self._late_calls.append(call)
             if needed:
@@ -128,6 +129,7 @@ class _BodySplit:
 
     def _split_call(self, call: Call, needed: Sequence[int]) -> None:
         halves = self._splitter.split(call.closure, needed)
+        # Some results are early and some are not, so there is something in both halves.
         assert halves.early is not None and halves.late is not None
         carried = Value(halves.carried_type, "carried")
         args = tuple(call.args[i] for i in halves.early_inputs)
@@ -203,6 +205,7 @@ def _split_leaf(leaf: Leaf, early: frozenset[int]) -> Halves:
         first, allowed = set(leaf.nodes), set()
     else:
         first = _with_picks(leaf, _ancestors(early_results))
+        # A view is made again in the late half: carrying it over would keep the same memory.
         allowed = {n for n in _ancestors(late_results) if n not in first or _is_free(n)}
     second = _ancestors_within(late_results, allowed)
     carried = _carried(second, late_results, first)

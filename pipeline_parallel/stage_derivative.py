@@ -120,7 +120,8 @@ def differentiate_stages(
     active = _active_received(stages, differentiator)
     splitter = Splitter()
     found: list[StageDerivative] = []
-    arriving: tuple[int, ...] = (0,)
+    arriving: tuple[int, ...] = (0,)  # result 0 of the last stage is the loss
+    # Backwards: which gradients come back to a stage is known once the next one is derived.
     for stage, flags in zip(reversed(stages), reversed(active), strict=True):
         wanted = tuple(i for i, flag in enumerate(flags) if flag)
         request = Request(Composite(f"stage{stage.index}", stage.program), wanted, arriving)
@@ -129,7 +130,7 @@ def differentiate_stages(
         split = None
         if derivative is not None:
             sent = tuple(i for i in derivative.gradient_inputs if i < stage.num_received)
-            if stage.paths:
+            if stage.paths:  # a stage of glue alone has no block to choose for
                 request = chosen(stage, request)
                 derivative = differentiator.of(request)
                 assert derivative is not None

@@ -83,7 +83,11 @@ class Progress:
         self._num_done = 0
 
     def begin(self, action: Action) -> None:
-        """Notes that an action runs now."""
+        """Notes that an action runs now.
+
+        Raises:
+            PipelineError: if another one was planned.
+        """
         planned = self._order.actions[self._num_done : self._num_done + 1]
         if planned != (action,):
             self._refuse(f"runs {action}", f"{planned[0] if planned else 'the end'}")
@@ -144,6 +148,7 @@ class StageSteps:
         outputs = self._run(FORWARD, micro_batch)
         present = self.tensors() if self._targets else ()
         first = len(outputs) - len(self._targets)
+        # Running means and their like: the next micro-batch reads them from the model's tensors.
         for state, target in zip(outputs[first:], self._targets, strict=True):
             present[target].copy_(state)
         # Results may lie in an arena, where the next micro-batch writes its own.

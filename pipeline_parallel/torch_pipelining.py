@@ -139,6 +139,7 @@ class ClosureStage(PipelineStage):
         self, steps: StageSteps, num_stages: int, device: torch.device, group: Any
     ) -> None:
         stage = steps.derived.stage
+        # Of the module nothing is used: each method of PyTorch's that would call it is replaced.
         super().__init__(nn.Module(), stage.index, num_stages, device, group=group)
         self.steps = steps
         self.doing = ""
@@ -289,13 +290,15 @@ class Runner:
             stage.give(user)
         losses: list[Tensor] = []
         options: dict[str, Any] = {"return_outputs": False}
+        # A schedule calls the loss function only where it has targets. The last stage has computed
+        # the loss already, so any targets do.
         if self._has_last:
             options |= {
                 "target": torch.zeros(self._num_micro_batches, device="cpu"),
                 "losses": losses,
             }
         try:
-            with torch.enable_grad():
+            with torch.enable_grad():  # a schedule with backwards refuses to run without
                 self._schedule.step(**options)
         except Exception as error:
             self._forget()

@@ -113,6 +113,7 @@ class BudgetFit:
             assert budget.saved_bytes is not None
             limit = int(budget.saved_bytes)
             plain_peak = limit + 1
+            # Linking compiles kernels, so it is not done for what cannot fit by the guess.
             if self._peaks.guessed(plain) <= limit:
                 plain_peak = self._peaks.linked(plain)
                 self._keep_plain()

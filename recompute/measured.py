@@ -40,6 +40,7 @@ class Measured:
         """See :class:`ValueCosts`."""
         if is_free(node):
             return 0.0
+        # Operators of one kind over operands of one type take the same time: measured once.
         key = (node.target, str(_types(node.args)), str(_types(node.kwargs)))
         if key not in self._known:
             try:
@@ -58,7 +59,7 @@ def _run(node: torch.fx.Node, num_runs: int) -> float:
     best = float("inf")
     with torch.no_grad(), torch.random.fork_rng():
         args, kwargs = _real(node.args), _real(node.kwargs)
-        for _ in range(num_runs + 1):
+        for _ in range(num_runs + 1):  # the first one warms caches up
             start = time.perf_counter()
             node.target(*args, **kwargs)
             best = min(best, time.perf_counter() - start)

@@ -107,7 +107,7 @@ class Planner:
         sites = self.sites(request)
         assert isinstance(closure, Composite)
         if len(sites) > 1 or len(closure.program.calls) > 1:
-            return Whole()
+            return Whole()  # saves its inputs alone; inside of a single call there may be fewer
         return _per_call([self.full(s.request) for s in sites])
 
     def selective(self, request: Request) -> Choice | None:
@@ -182,6 +182,7 @@ class Planner:
         assert joint is not None
         assert isinstance(derivative.backward, Leaf)
         assert isinstance(derivative.forward, Leaf)
+        # The recipe's cut is read off the backward that it made: nothing says it beforehand.
         needed = [n.name for n in input_nodes(derivative.backward.module)]
         point = self._problem(request).evaluate(_bases(joint.graph_module, needed))
         if point is None:

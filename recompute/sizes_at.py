@@ -59,7 +59,7 @@ class SizesAt:
 
         A graph that has no symbol is returned as it is.
         """
-        if not symbols_of(module):
+        if not symbols_of(module):  # the same object, so that what is known of it stays known
             return module
         made, mode = module_at(module, self.values), new_fake_mode()
 

@@ -5,7 +5,7 @@ percent on the programs at hand. :func:`plan` takes the best of several plans, f
 and stops as soon as one reaches the lower bound:
 
 1. the program repeats its calls: plan repeated scratch once, colour equal long-lived buffers
-   (:mod:`.repeats`, :mod:`.repeats`); near-linear time, for any number of buffers
+   (:mod:`.repeats`); near-linear time, for any number of buffers
 2. best fit along time (:func:`.packing.sweep`)
 3. first fit along several orders, each improved by moving up the buffers that end above the lower
    bound, on chains of equal buffers (:func:`.packing.attempts`); quadratic time

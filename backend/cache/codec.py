@@ -63,6 +63,7 @@ def _complex_of(parts: list[str]) -> complex:
 _PLAIN = (type(None), bool, int, str)  # as JSON has them; a list of JSON is a tuple
 # How a value of a kind is named, written and read: what is whole, and what has parts.
 _WHOLE: dict[type, Coded] = {
+    # Hexadecimal is exact, and has infinities and NaN, which JSON lacks.
     float: ("float", float.hex, float.fromhex),
     complex: ("complex", lambda z: [z.real.hex(), z.imag.hex()], _complex_of),
     bytes: ("bytes", lambda b: base64.b64encode(b).decode(), base64.b64decode),
@@ -108,7 +109,7 @@ def decode_value(data: Any, own: Decode | None = None) -> Any:
         return data
     if isinstance(data, list):
         return tuple(decode_value(item, own) for item in data)
-    ((name, inner),) = data.items()
+    ((name, inner),) = data.items()  # any other shape raises, and the entry is made anew
     if name in _READ_WHOLE:
         return _READ_WHOLE[name](inner)
     if name in _READ_PARTS:
@@ -200,6 +201,7 @@ class _Graph:
         if node.op not in ("call_function", "output"):
             raise NotCacheableError(f"a node of kind {node.op}")
         target = node.target if node.op == "call_function" else "output"
+        # Where a line stands says nothing of what it computes.
         stamp = replace(stamp_of(node), source="")
         parts = (target, node.args, dict(node.kwargs), None if stamp == DEFAULT_STAMP else stamp)
         return [node.op, *(encode_value(part, self._own) for part in parts)]
@@ -266,6 +268,7 @@ def encode_kernels(kernels: KernelList, object_of: Callable[[BuiltKernel], Any])
             raise NotCacheableError("a kernel whose object was not kept")
         return {"kernel": reference}
 
+    # The native form holds addresses of this process; it is made again from the launch.
     launches = tuple(replace(launch, native=None) for launch in kernels.launches)
     return encode_value(replace(kernels, name="", launches=launches), own)
 

@@ -54,7 +54,8 @@ from .codec import (
 T = TypeVar("T")
 Trace = Callable[[], tuple[Leaf, Any]]
 
-# What decoding an entry raises if it does not say what it should.
+# What decoding an entry raises if it does not say what it should. An entry is data from a disk: no
+# content of it may end a compile.
 _BAD_ENTRY = (
     MalformedError,
     LookupError,
@@ -124,10 +125,11 @@ class CompileCache:
         if self._disk is None:
             return
         facts = torch_facts.facts()
-        if facts is None:
+        if facts is None:  # no key can stand for a function of the user's
             self._facts = None
             self._use.not_kept.append("a setting of Inductor holds code, which nothing stands for")
             return
+        # An object is bound to one version of Python: our native library is an extension module.
         own: dict[str, Any] = {"package": package_digest(), "python": EXTENSION_SUFFIXES[0]}
         if self._target:
             own["target"] = [self._target, triton_version()]
@@ -149,6 +151,7 @@ class CompileCache:
         assert isinstance(leaf, Leaf)
         asked = [list(request.inputs), list(request.outputs)]
         trace = partial(_derivative_traced, leaf, request)
+        # Only what the backend's recipe saves is kept: a key says nothing of another choice.
         key = self._key("derivative", leaf, asked, trace) if request.choice is None else None
 
         def decode(data: Any) -> Derivative | None:
@@ -161,7 +164,7 @@ class CompileCache:
 
     def decomposed(self, leaf: Leaf, make: Callable[[], Leaf]) -> Leaf:
         """Returns a leaf taken apart, without a derivative."""
-        if leaf.level == "aten":
+        if leaf.level == "aten":  # costs nothing to make
             return make()
 
         def decode(data: Any) -> Leaf:
@@ -211,6 +214,7 @@ class CompileCache:
         if self._disk is not None and self._facts is not None:
             arrays = (buffers.birth, buffers.death, buffers.size)
             ranges = [hashlib.sha256(a.astype("<i8").tobytes()).hexdigest() for a in arrays]
+            # Without the facts: where buffers lie depends on their lives and on our planner alone.
             key = _digest(["plan", package_digest(), len(buffers), ranges, list(asked)])
 
         def decode(data: Any) -> ArenaPlan:

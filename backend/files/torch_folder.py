@@ -60,6 +60,7 @@ def sound_object(path: Path) -> Path:
     """
     if is_own(path) and is_whole_object(path):
         return path
+    # Only in Inductor's own folder is it ours to delete; then Inductor builds it again.
     if path.resolve().is_relative_to(own_folder().resolve()):
         with contextlib.suppress(OSError):
             path.unlink()

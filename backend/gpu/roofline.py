@@ -62,6 +62,7 @@ def predict(lists: Iterable[tuple[KernelList, int]], target: Target) -> Predicti
         for launch in kernels.launches:
             cost = launch_cost(launch, target).times(num_calls)
             total += cost
+            # Above both the time to move bytes and the time to start, a launch computes.
             moved_s = target.rates.seconds(0, cost.moved_bytes)
             product_s += cost.seconds if cost.seconds > max(moved_s, num_calls * _LEAST_S) else 0.0
             num_launches += num_calls
@@ -76,6 +77,7 @@ def launch_cost(launch: Launch, target: Target) -> Cost:
     kwargs = dict(launch.kwargs)
     results = kwargs.pop("out", None) or launch.results
     named = {name: _as_meta(value) for name, value in kwargs.items()}
+    # Inductor launches ``torch.mm``; FLOPs are known of operators.
     operator = _PRODUCTS.get(launch.function, launch.function)
     flops = flops_of(operator, _as_meta(launch.args), named, _as_meta(results))
     dtype = next((v.dtype for v in views if v.dtype.is_floating_point), torch.float32)

@@ -44,6 +44,7 @@ class Access:
 def accesses(kernels: KernelList) -> list[Access]:
     """Returns what each launch of a closure reads and writes."""
     found = [_access(launch) for launch in kernels.launches]
+    # Two operands of a call may be one memory, so a write to one counts as a write to all.
     inputs = frozenset(range(kernels.num_inputs))
     if not any(access.writes & inputs for access in found):
         return found
@@ -160,7 +161,7 @@ def may_move(kernels: KernelList) -> list[int]:
     What allocates cannot: PyTorch hands its memory on when the main stream is done with it. Nor can
     a launch of which it is not known what it writes.
     """
-    if kernels.in_place:
+    if kernels.in_place:  # a result that takes over an operand's memory, chosen call by call
         return []
     foreign = set(kernels.foreign)
     return [

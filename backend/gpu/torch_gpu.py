@@ -54,6 +54,7 @@ def gpu_described(target: Target) -> Iterator[None]:
     facts = _device_properties(target)
     _forget_gpus()
     with ExitStack() as stack:
+        # Also at the end: what was asked within is remembered, and there is no such GPU.
         stack.callback(_forget_gpus)
         for name, answer in _answers(target).items():
             stack.enter_context(mock.patch.object(torch.cuda, name, answer))
@@ -95,6 +96,7 @@ def _forget_gpus() -> None:
 @functools.cache
 def _fake_tensors_on_cuda() -> None:
     """Lets a PyTorch without CUDA run every operator on fake tensors of it, for good."""
+    # Fake tensors ask for a guard of their device, which such a PyTorch does not have.
     if torch.version.cuda is None:
         file = Path(__file__).with_name("native_device_guard.cpp")
         built_library(file.read_text(), [file], ["c10"])
@@ -111,6 +113,7 @@ def check_triton() -> None:
 
 def gpu_codegen_settings() -> dict[str, Any]:
     """Returns the settings of Inductor that make its code a plain list of launches."""
+    # In one thread of this process, where the patches are; tuning would need the device.
     return {"compile_threads": 1, "triton.autotune_at_compile_time": False}
 
 

@@ -59,6 +59,7 @@ def machine_code(kernels: Iterable[TritonKernel]) -> dict[str, MachineCode]:
         PlanError: if Triton cannot compile one.
     """
     different = {kernel.content: kernel for kernel in kernels}
+    # Threads do: the time goes to C++, and to NVIDIA's assembler, a process of its own.
     with _compiling_without_driver(), ThreadPoolExecutor(os.cpu_count()) as pool:
         return dict(zip(different, pool.map(_compiled, different.values()), strict=True))
 
@@ -150,7 +151,7 @@ class LoadedKernel:
         """Which parameters it is compiled for at multiples of 16; all, if that is not known."""
         meta = getattr(self._tuner, "triton_meta", {})
         known = meta.get("configs")
-        if not known:
+        if not known:  # believed of all: a check too many is an error that says what to do
             return frozenset(range(len(self.argument_names)))
         return frozenset(position for (position,) in known[0])
 

@@ -99,6 +99,7 @@ def loaded_kernel(path: Path, symbol: str, argument_types: Sequence[str]) -> Bui
     if not all(map(is_known_type, argument_types)):
         raise ValueError(f"{argument_types} are no types of a kernel's parameters")
     kernel = BuiltKernel(path, symbol, tuple(argument_types))
+    # Both are looked up now, so that an object that lacks one is noticed before a program needs it.
     _checked(kernel)
     assert kernel.address
     return kernel

@@ -60,6 +60,7 @@ def _kernel(launch: Launch) -> NativeOp | None:
     num_addresses = sum(isinstance(a, View) for a in launch.args)
     sizes = launch.args[num_addresses:]  # Inductor passes sizes after all tensors
     plain = all(type(size) is int for size in sizes) and not launch.kwargs
+    # The loop keeps the arguments of a call in an array of that size.
     if address is None or not plain or len(launch.args) > _MAX_KERNEL_ARGS:
         return None
     return NativeOp((_KERNEL, address, num_addresses, len(sizes), *launch.args))
@@ -80,6 +81,7 @@ def _addmm(args: Sequence[Any], kwargs: dict[str, Any]) -> NativeOp | None:
     words = _gemm(a, b, out, beta=1)
     if words is None or bias.dtype != out.dtype or not out.is_contiguous:
         return None
+    # BLAS adds to what lies in the result, so the bias is copied into each row before.
     rows, width = out.shape
     if bias.stride[-1:] != (1,) or tuple(bias.shape) != (width,):
         return None
@@ -91,6 +93,7 @@ def _bmm(args: Sequence[Any], kwargs: dict[str, Any]) -> NativeOp | None:
     out = kwargs.pop("out")
     batch, rows, inner = a.shape
     work = rows * inner * b.shape[2]
+    # PyTorch's own loops add up in another order, and bits would differ.
     if kwargs or work < _MIN_BATCHED_WORK or not out.is_contiguous:
         return None
     steps = [v.stride[0] for v in (b, a, out)]

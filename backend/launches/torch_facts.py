@@ -46,6 +46,7 @@ def operator_name(target: Any) -> str | None:
     """Returns the name of an operator of PyTorch's own, or None."""
     if not isinstance(target, OPERATOR_TYPES):
         return None
+    # Two operators may print alike: a name is one only if it leads back.
     name = str(target)
     with contextlib.suppress(LookupError):
         if operator_named(name) is target:
@@ -62,21 +63,18 @@ def operator_named(name: str) -> Any:
     parts = name.split(".")
     if parts[0] not in _NAMESPACES or not 2 <= len(parts) <= 3:
         raise LookupError(f"{name} is no operator of PyTorch's own")
-    try:
-        found = _resolved(parts)
-    except AttributeError:
-        if parts[0] not in ("prims", "inductor"):
-            raise LookupError(f"there is no operator {name}") from None
+    with contextlib.suppress(AttributeError):
+        return _resolved(parts)
+    if parts[0] in ("prims", "inductor"):  # Inductor adds some as it is imported, which is dear
         importlib.import_module("torch._inductor.inductor_prims")
-        found = _resolved(parts, LookupError(f"there is no operator {name}"))
-    return found
+        with contextlib.suppress(AttributeError):
+            return _resolved(parts)
+    raise LookupError(f"there is no operator {name}")
 
 
-def _resolved(parts: Sequence[str], error: LookupError | None = None) -> Any:
+def _resolved(parts: Sequence[str]) -> Any:
     found: Any = torch.ops
     for part in parts:
-        if error is not None and not hasattr(found, part):
-            raise error
         found = getattr(found, part)
     if not isinstance(found, OPERATOR_TYPES):
         raise LookupError(f"{'.'.join(parts)} is no operator")
@@ -146,6 +144,7 @@ def facts() -> Mapping[str, Any] | None:
     return {
         "torch": [torch.__version__, str(torch.version.git_version), str(torch.version.cuda)],
         **{name: _sorted(config) for name, config in settings.items()},
+        # Inductor writes the number of threads into kernels that run in parallel.
         "threads": torch.get_num_threads(),
         "cpu": [torch.backends.cpu.get_cpu_capability(), os.environ.get(_VECTORS), cpu_kind()],
         "gpu": _gpu_kind(),
@@ -213,6 +212,6 @@ def cpu_kind() -> str:
 
 
 def _gpu_kind() -> list[str]:
-    if not torch.cuda.is_initialized():
+    if not torch.cuda.is_initialized():  # to ask would initialize it, and forbid a fork
         return []
     return [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]

@@ -113,7 +113,7 @@ def built_library(source: str, files: Sequence[Path], libraries: Sequence[str] =
     try:
         try:
             return sound.load(source, extra_flags=flags)
-        except DamagedObjectError:  # it is gone now
+        except DamagedObjectError:  # it is gone now, so that the second try builds it
             return sound.load(source, extra_flags=flags)
     except Exception as error:
         raise NotBuiltError(f"{[str(file) for file in files]} cannot be built: {error}") from error

@@ -208,6 +208,7 @@ class _Hosts:
             found = waiting[(death[waiting] <= birth[host]) & (size[waiting] <= room)]
             if not len(found):
                 continue
+            # What dies last is placed first, at the bottom: what dies sooner fits above it.
             sub = self._padded.take(found)
             places = fit(sub, np.lexsort((-sub.size, -sub.death)))
             fits = places + sub.size <= room

@@ -231,6 +231,7 @@ class CodeWriter:
             return self._region_slot(index), self._offsets[index] + offset_bytes
         if index in self._fixed:
             return self._bound_slot(index), offset_bytes
+        # Known only in a run: the function writes the address into the table, then calls the loop.
         base = self._base(placed.place(view))
         return self._local_slot(index, base), offset_bytes - base.offset_bytes
 
@@ -262,6 +263,7 @@ class CodeWriter:
 
     def _flush(self) -> None:
         """Writes the call that runs the native launches collected so far."""
+        # As late as can be: each call of the loop from Python costs as much as a small launch.
         if self._num_native:
             start = self._native_start * self._code.words.itemsize
             call = f"run_native(words + {start}, {self._num_native}, table)"
@@ -322,6 +324,7 @@ class CodeWriter:
     def _operand(self, value: Any, placed: PlacedLaunch) -> str:
         if isinstance(value, View):
             place = placed.place(value)
+            # Views that start at one address are one operand to it, so fewer have to be bound.
             if placed.launch.operands == "addresses":
                 return self._address(place)
             return self._name(place)

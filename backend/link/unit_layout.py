@@ -319,6 +319,7 @@ class UnitLayout:
 
     def _place(self, members: Sequence[int], plan: PlanBuffers) -> int:
         """Places the scratch of a phase; returns its bytes."""
+        # Scratch is shared by all flights, since parts run one at a time.
         found = plan(buffers_of([self.layout.instances[i] for i in members]))
         for index, offset in zip(members, found.offsets.tolist(), strict=True):
             self._offsets[index] = offset

@@ -80,7 +80,7 @@ def inline_functions(model: ir.Model) -> None:
     paths = list(_paths(model, model.graph, ""))
     passes.InlinePass()(model)
     passes.RemoveUnusedOpsetsPass()(model)
-    kept = {v for v in model.graph.outputs}
+    kept = {v for v in model.graph.outputs}  # the user chose their names
     for node, (path, operator) in zip(model.graph, paths, strict=True):
         assert node.op_type == operator, (node.op_type, operator)
         if path:
@@ -97,6 +97,7 @@ def _paths(model: ir.Model, nodes: Iterable[ir.Node], path: str) -> Iterator[tup
         if function is None:
             yield path, node.op_type
         else:
+            # Operators outside of any block have no module to be named after.
             name = (
                 "" if "." not in str(node.name) and str(node.name).startswith("glue") else node.name
             )

@@ -121,6 +121,7 @@ class _Builder:
         self._paths = _call_paths(program)
 
     def build(self) -> ir.Model:
+        # Callees come first, so that a function's calls find theirs.
         for closure in self._program.closures:
             if not isinstance(closure, (Pack, Unpack)):
                 self._functions[closure] = self._function(closure)
@@ -169,6 +170,7 @@ class _Builder:
         if len(hints) != len(closure.input_types):
             hints = [""] * len(closure.input_types)
         call = self._paths[closure][0]
+        # Of several calls none can give its own names to what they share.
         if self._counts[closure] == 1 or not any(hints):
             hints = [v.hint or hint for v, hint in zip(call.args, hints, strict=True)]
         names = UniqueNames()
@@ -176,13 +178,8 @@ class _Builder:
 
     def _about(self, closure: Closure) -> str:
         paths = [c.path for c in self._paths[closure] if c.path]
-        where = (
-            ""
-            if not paths
-            else f": {paths[0]}"
-            if len(paths) == 1
-            else f": {paths[0]} ... {paths[-1]}"
-        )
+        ends = dict.fromkeys((paths[0], paths[-1])) if paths else {}
+        where = f": {' ... '.join(ends)}" if ends else ""
         count = self._counts[closure]
         return f"{self._names[closure]}, {count} call{'s' if count > 1 else ''}{where}"
 
@@ -238,6 +235,7 @@ class _Builder:
 
     def _main(self) -> ir.Graph:
         program, body = self._program, _Body()
+        # The user's names are taken first: no value inside may have one.
         for name in self._naming.outputs:
             if name is not None:
                 body.values.take(name)
@@ -318,6 +316,7 @@ def leaf_graph(leaf: Leaf, opset: int, input_names: Sequence[str]) -> ir.Graph:
     model = _translated(leaf, module, opset)
     for node in model.graph:
         _set_source(node)
+    # torch.onnx translates for one operator set; the converter takes the graph to the one asked.
     version_converter.convert_version(model, opset)
     optimizer.optimize_ir(model)
     _constants_inside(model.graph)
@@ -356,6 +355,7 @@ def _traced(leaf: Leaf, opset: int) -> torch.fx.GraphModule:
         node.meta["stack_trace"] = stamp_of(node).source
     module, table = leaf.module, torch_onnx.keeping_decompositions(opset)
     inputs, mode = _fake_inputs(leaf)
+    # ONNX has no changes in place and no autocast: a trace before it writes both out.
     changing = any(mutated_args(n) or stamp_of(n).autocast for n in leaf.nodes)
     if changing or rules_in(leaf.nodes):  # what a rule does inside is not known
         with torch_onnx.exact_attention(), sizes_kept_open(mode):
@@ -408,6 +408,7 @@ def _place(leaf: Leaf, node: torch.fx.Node) -> str:
 def _set_source(node: ir.Node) -> None:
     """Leaves the user's line on a node, and nothing else."""
     source = node.metadata_props.get("pkg.torch.onnx.stack_trace", "")
+    # torch.onnx leaves whole stack traces and module names of this machine on each node.
     node.metadata_props.clear()
     node.meta.clear()
     if source:

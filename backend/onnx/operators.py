@@ -36,6 +36,7 @@ def convolution_backward(
     stride, padding, dilation = (_per_dim(x, dims) for x in (stride, padding, dilation))
     grad_input = grad_weight = grad_bias = None
     if output_mask[0]:
+        # A stride may not reach the last elements of the input: they get zeros.
         missing = [0] * dims
         if not transposed:
             reached = [

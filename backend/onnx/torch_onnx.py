@@ -100,6 +100,7 @@ def keeping_decompositions(opset: int) -> Decompositions:
     for operator in _composite_operators():
         if operator not in known.implemented:
             table.setdefault(operator, operator.decompose)
+    # Whole where it can be: one operator of ONNX's that runtimes have a kernel for.
     table[_ATTENTION] = _masked_attention
     return table
 
@@ -197,6 +198,7 @@ def _name(node: torch.fx.Node) -> str:
 def prepare(module: torch.fx.GraphModule) -> None:
     """Makes type promotion explicit and drops checks, in place."""
     for node in list(module.graph.nodes):
+        # A forward under no_grad says so in the graph; ONNX knows no gradients.
         if node.op == "call_function" and _name(node) == "_set_grad_enabled":
             module.graph.erase_node(node)
     module.graph.eliminate_dead_code()

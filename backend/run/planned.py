@@ -48,8 +48,8 @@ from ..link.program_writer import CodeWriter, result_base
 from ..link.torch_generated import Memory, Runner, begin_range, end_range
 from . import cuda_graph
 
-_MAX_IDLE_ARENAS = 4
-_NUM_SPELLS = 4
+_MAX_IDLE_ARENAS = 4  # an arena is as large as all activations: more of them are no saving
+_NUM_SPELLS = 4  # that are remembered, so that a lone forward between steps frees no arena
 
 _address_of = torch.Tensor.data_ptr
 
@@ -131,6 +131,7 @@ class PlannedProgram:
             for index, part in enumerate(self.layout.parts)
         ]
         self._codes = [writer(ranges="offered").write() for writer in self._writers]
+        # Compiled once; each arena executes the code again, in a scope with its own views.
         self._compiled: list[CodeType] = [
             compile(code.source, "<lazyinline program>", "exec") for code in self._codes
         ]
@@ -243,6 +244,7 @@ class PlannedProgram:
         """Takes an arena back."""
         with self._lock:
             self._use.end()
+            # An arena that is bound to other tensors than the present ones is of no use again.
             if lease.addresses == self._addresses and lease.has_its_arena():
                 idle = Lease(lease.arena, lease.runners, lease.tensors, lease.addresses, None)
                 self._pool.append(idle)
@@ -293,6 +295,7 @@ class PlannedProgram:
             lease: of that program, after its forward ran.
             handed: what the forward handed on.
         """
+        # The two backwards differ, and so do the places of what the forward saved for them.
         twin = self.lease(lease.tensors)
         foreign = list(handed[: len(handed) - other.num_hosts])
         hosts = [self._new_host(instance) for instance in self.overlay.hosts]
@@ -332,6 +335,7 @@ class PlannedProgram:
                 self._writers, self._codes, self._compiled, strict=True
             )
         ]
+        # A graph replays fixed addresses: results that are made anew in each run have none.
         if self._tools.place.graphs == "captured" and self._results == "pinned":
             runners = [self._as_graph(runner) for runner in runners]
         return Lease(arena, tuple(runners), held, list(map(_address_of, tensors)), None)

@@ -92,6 +92,7 @@ class RankPlan:
             for unit, layout in units.items()
         }
         self._times = self._run_times()
+        # An outbox that the same rank takes from is the inbox there, so nothing is copied.
         self._joined = self._join()
         lives = self.region_lives()
         self.arena = plan(_buffers(lives))
@@ -141,11 +142,13 @@ class RankPlan:
                 for number, region in enumerate(layout.regions):
                     birth = begins[region.first] + region.first_phase
                     death = begins[region.last] + region.last_phase + 1
+                    # The other rank may write from when the receive is posted on.
                     if number in inboxes:
                         key = (unit, inboxes[number], flight)
                         arriving = schedule.arriving[key]
                         birth = times[schedule.posted.get(key, arriving)]
                         death = max(death, times[arriving] + 2)
+                    # And it may read until it has certainly received.
                     if number in outboxes:
                         key = (unit, outboxes[number], flight)
                         death = max(death, times[schedule.delivered.get(key, 0)] + 1)
@@ -243,6 +246,7 @@ class RankPlan:
             layout, number = self.units[run.unit], self.part_number(run.unit, run.part)
             if number is None:
                 continue
+            # Between two runs lies a moment in which only what is left for later runs is held.
             lives.append((2 * index + 1, 2 * index + 2, layout.foreign_scratch_bytes(number)))
             for instance in layout.hand_overs[number].left:
                 _, last, num_bytes = layout.foreign_span(instance)
@@ -379,6 +383,7 @@ class RankProgram:
             return known
         layout = self.plan.units[unit]
         starts = {r: self.plan.start_of((unit, r, flight)) for r in layout.used_regions[number]}
+        # Flights whose regions lie at the same places share one bound function.
         places = (unit, number, *starts.values())
         if places not in self._bound:
             self._bound[places] = self._bind(unit, number, starts)

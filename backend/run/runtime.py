@@ -82,7 +82,7 @@ class ClosureRuntime:
         assert self._backward is not None
         boxed = [*flight, *operands]
         check_addresses(boxed)
-        if graph == "free":
+        if graph == "free":  # so that each saved tensor goes after its last use
             flight.clear()
         return self._backward.run(boxed)
 

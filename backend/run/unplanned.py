@@ -306,6 +306,7 @@ class UnplannedRank:
         buffers = self._inboxes.pop((unit, spec.way, flight), ())
         for index, (wire, buffer) in enumerate(zip(spec.inboxes, buffers, strict=False)):
             self._keep(unit, flight, Source("inbox", index, spec.way), wire.unpack(buffer))
+        # The caller changes these after the part; a backward reads them as this part did.
         for index in spec.written:
             state, source = self._tensors[tensors[index]], Source("model", index)
             if self._last.get((unit, source), part) != part:
@@ -338,6 +339,7 @@ class UnplannedRank:
         return inputs
 
     def _keep(self, unit: int, flight: int, source: Source, value: torch.Tensor) -> None:
+        """Keeps a value if a part of the unit takes it."""
         if (unit, source) in self._last:
             self._values[unit, flight][source] = value
 
