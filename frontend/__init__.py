@@ -2,7 +2,7 @@
 
 lazyinline           the public names
 lazyinline_command   the ``lazyinline`` command, up to where it needs PyTorch
-marks                ``lazy_inline`` and ``recompute``: marks on classes and modules
+marks                ``lazy_inline``, ``recompute``, ``stage``: marks on classes and modules
 compiler             the lists of passes, one for each way in, and who runs them
 options              what a user asks of a compile, checked
 compiled             what a compile gives

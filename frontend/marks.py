@@ -1,6 +1,6 @@
-"""``lazy_inline``: the mark on a layer class whose instances should share one closure.
+"""Marks that users put on modules: what to share, what to compute again, and in which stage it is.
 
-The mark is a wish, never a promise: capture shares two instances only on evidence.
+``lazy_inline`` is a wish, never a promise: capture shares two instances only on evidence.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, TypeVar, overload
 from torch import nn
 
 from ..recompute.policy import POLICIES, PolicyName
-from ..reuse.errors import PlanError, ReuseError
+from ..reuse.errors import PipelineError, PlanError, ReuseError
 from ..reuse.evidence.module_state import module_state
 from ..reuse.ir.program import RecomputeMark
 
@@ -120,6 +120,28 @@ def recompute(target: Target, policy: PolicyName | None = "full") -> Target:
             "use torch.utils.checkpoint, which is honoured."
         )
     return target
+
+
+def stage(module: nn.Module, number: int) -> nn.Module:
+    """Marks a module for a pipeline stage; returns the module.
+
+    What runs in no marked module goes to the first stage that has what it needs.
+
+    Args:
+        module: a layer, or anything that contains layers.
+        number: the stage, counted from 0.
+
+    Raises:
+        PipelineError: if the number is negative.
+
+    Example:
+        >>> for i, layer in enumerate(model.layers):
+        ...     lazyinline.stage(layer, i // 8)
+    """
+    if number < 0:
+        raise PipelineError(f"stage {number}: stages are counted from 0.")
+    module.__dict__[STAGE_MARK] = number
+    return module
 
 
 def recompute_mark(module: nn.Module) -> RecomputeMark:

@@ -34,7 +34,6 @@ from .checks.torch_state import watching_class, why_no_memory
 from .compile_record import CompileRecord
 from .compiler import RANK_CUT, RANK_FIT
 from .guards.guard import Guard
-from .marks import STAGE_MARK
 from .options import Options
 from .page.page import compile_sections, notes, program_tiles, tile
 from .page.sections import Measured, pipeline_section, plan_rows, predicted_section, recompute_rows
@@ -187,28 +186,6 @@ def plan_page(plan: ShownPlan, measured_s: Measured | None = None) -> PageData:
 _ATTEMPTS = 6
 
 
-def stage(module: nn.Module, number: int) -> nn.Module:
-    """Marks a module for a pipeline stage; returns the module.
-
-    What runs in no marked module goes to the first stage that has what it needs.
-
-    Args:
-        module: a layer, or anything that contains layers.
-        number: the stage, counted from 0.
-
-    Raises:
-        PipelineError: if the number is negative.
-
-    Example:
-        >>> for i, layer in enumerate(model.layers):
-        ...     lazyinline.stage(layer, i // 8)
-    """
-    if number < 0:
-        raise PipelineError(f"stage {number}: stages are counted from 0.")
-    module.__dict__[STAGE_MARK] = number
-    return module
-
-
 @door
 def pipeline(
     model: nn.Module,
@@ -240,7 +217,7 @@ def pipeline(
             ``"LoopedBFS"``, ``"InterleavedZeroBubble"``, ``"ZBVZeroBubble"`` or ``"DualPipeV"``
             (two stages per rank).
         split: ``"auto"`` balances predicted time, ``"even"`` counts layers; marks made with
-            :func:`stage` win over both.
+            :func:`.marks.stage` win over both.
         loss_fn: computes the scalar loss from the model's output.
         recompute: ``"full"`` or ``"selective"`` computes forward again in the backward; modules
             may also be marked one by one (``lazyinline.recompute``). A ``Budget`` bounds what a

@@ -112,7 +112,6 @@ class ActionTable:
 
 def _flights(actions: Sequence[Action]) -> Iterator[Counter[int]]:
     """Yields, after each forward of a rank, how many micro-batches each stage has in flight."""
-    halved = {a.micro_batch for a in actions if a.kind == BACKWARD_WEIGHT}
     flights: Counter[int] = Counter()
     for action in actions:
         if action.kind == FORWARD:
@@ -121,7 +120,7 @@ def _flights(actions: Sequence[Action]) -> Iterator[Counter[int]]:
         # The early half of a backward ends nothing: the late one reads what the forward saved.
         elif action.kind in (BACKWARD, BACKWARD_WEIGHT):
             flights[action.stage] -= 1
-    assert not +flights, f"{halved} end without a backward"
+    assert not +flights, f"{flights} end without a backward"
 
 
 def schedule_name(name: str) -> str:

@@ -19,7 +19,7 @@ from ..reuse.errors import PipelineError
 from ..reuse.ir.program import Call, Closure, Composite, ModelTensor, Program, Value, count_calls
 from .actions import ActionTable
 from .call_costs import CallCost, CallCosts
-from .cut import Colors
+from .cut import Colors, stages_in
 
 Path = tuple[int, ...]
 """Where a call is: its position in the program, then in the composite it calls, and so on."""
@@ -129,7 +129,7 @@ def color_by_marks(program: Program, marks: Mapping[str, int], num_stages: int) 
             )
     made_on: dict[Value, int] = {}
     colors = _mark_body(program, "", marks, made_on)
-    missing = set(range(num_stages)) - _stages_in(colors)
+    missing = set(range(num_stages)) - stages_in(colors)
     if missing:
         raise PipelineError(
             f"No marked module puts anything on stage(s) {sorted(missing)}. Mark one with "
@@ -154,8 +154,8 @@ def _mark_body(
             }
             color: int | Colors = _mark_body(call.closure.program, path, marks, inner)
             made = [inner.get(v, 0) for v in call.closure.program.outputs]
-            if isinstance(color, tuple) and len(_stages_in(color)) == 1:
-                color = next(iter(_stages_in(color)))
+            if isinstance(color, tuple) and len(stages_in(color)) == 1:
+                color = next(iter(stages_in(color)))
         else:
             color = needs if stage is None else stage
             made = [color] * len(call.results)
@@ -170,13 +170,6 @@ def _mark_of(path: str, marks: Mapping[str, int]) -> int | None:
             return marks[path]
         path = path.rpartition(".")[0]
     return marks.get("")
-
-
-def _stages_in(colors: Colors) -> set[int]:
-    found: set[int] = set()
-    for color in colors:
-        found |= {color} if isinstance(color, int) else _stages_in(color)
-    return found
 
 
 FloatArray = npt.NDArray[np.float64]

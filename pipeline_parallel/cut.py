@@ -157,7 +157,7 @@ def _split_calls(
             flat.append(color)
             continue
         assert isinstance(call.closure, Composite)
-        first = _lowest(color)
+        first = min(stages_in(color))
         body = call.closure.program
         env = dict(zip(body.inputs, args, strict=True))
         # Counted from its first stage: a closure cut alike on other stages has the same parts.
@@ -205,8 +205,10 @@ def _part(
     return _Part(inner, args, results, stage)
 
 
-def _lowest(colors: Colors) -> int:
-    return min(c if isinstance(c, int) else _lowest(c) for c in colors)
+def stages_in(colors: Colors) -> set[int]:
+    """Returns the stages that some of the calls are on."""
+    parts = ({c} if isinstance(c, int) else stages_in(c) for c in colors)
+    return set().union(*parts)
 
 
 def _relative(colors: Colors, first: int) -> Colors:

@@ -19,7 +19,6 @@ from .actions import (
     BACKWARD,
     BACKWARD_INPUT,
     BACKWARD_WEIGHT,
-    COMPUTE,
     FORWARD,
     TRAVELS_BACK,
     Action,
@@ -286,7 +285,6 @@ def predicted_durations(stages: Sequence[StagePlan]) -> Durations:
         # The cost of a backward is predicted as a whole, whether it runs in halves or not.
         return stage.backward_s if action.kind == BACKWARD else stage.backward_s / 2
 
-    assert set(COMPUTE) == {FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT}
     return duration_s
 
 

@@ -6,11 +6,9 @@ received something that was sent after the other rank had what it was waiting fo
 the action tables of all ranks, by vector clocks; nothing waits for it. (Lamport, "Time, Clocks, and
 the Ordering of Events in a Distributed System", 1978; Mattern, "Virtual Time", 1989.)
 
-Before a rank is planned, the tensors that travel and the gradients that one backward makes are
-counted beside what its micro-batches keep. That is a bound from above: a planned arena holds what
-was sent only until it has arrived, and adds each gradient to its sum at once. Without a plan,
-PyTorch's runtime lets go of what it sent when the step ends (schedules with one stage per rank:
-GPipe likewise, 1F1B when the next one is sent).
+Without a plan, the tensors that travel and the gradients that one backward makes are counted beside
+what micro-batches keep: PyTorch's runtime lets go of what it sent when the step ends (1F1B: when it
+sends the next).
 """
 
 from __future__ import annotations

@@ -207,7 +207,7 @@ def _split_leaf(leaf: Leaf, early: frozenset[int]) -> Halves:
         first = _with_picks(leaf, _ancestors(early_results))
         # A view is made again in the late half: carrying it over would keep the same memory.
         allowed = {n for n in _ancestors(late_results) if n not in first or _is_free(n)}
-    second = _ancestors_within(late_results, allowed)
+    second = _ancestors(late_results, allowed)
     carried = _carried(second, late_results, first)
     entries = leaf.entries
     owner = [i for i, type_ in enumerate(leaf.input_types) for _ in flatten_type(type_)]
@@ -236,28 +236,18 @@ def _output_groups(leaf: Leaf) -> list[list[torch.fx.Node]]:
     return [[n for n in group if isinstance(n, torch.fx.Node)] for group in groups]
 
 
-def _ancestors(nodes: Iterable[torch.fx.Node]) -> set[torch.fx.Node]:
-    """The operators that these nodes need, themselves included; no inputs."""
+def _ancestors(
+    nodes: Iterable[torch.fx.Node], allowed: set[torch.fx.Node] | None = None
+) -> set[torch.fx.Node]:
+    """The operators (those allowed) that these nodes need, themselves included; no inputs."""
     found: set[torch.fx.Node] = set()
     stack = list(nodes)
     while stack:
         node = stack.pop()
-        if node.op != "placeholder" and node not in found:
+        is_known = node.op == "placeholder" or node in found
+        if not is_known and (allowed is None or node in allowed):
             found.add(node)
             stack.extend(node.all_input_nodes)
-    return found
-
-
-def _ancestors_within(
-    nodes: Iterable[torch.fx.Node], allowed: set[torch.fx.Node]
-) -> set[torch.fx.Node]:
-    found: set[torch.fx.Node] = set()
-    stack = [n for n in nodes if n in allowed]
-    while stack:
-        node = stack.pop()
-        if node not in found:
-            found.add(node)
-            stack.extend(n for n in node.all_input_nodes if n in allowed)
     return found
 
 

@@ -83,11 +83,7 @@ class Progress:
         self._num_done = 0
 
     def begin(self, action: Action) -> None:
-        """Notes that an action runs now.
-
-        Raises:
-            PipelineError: if another one was planned.
-        """
+        """Notes that an action runs now, if it is the one that was planned."""
         planned = self._order.actions[self._num_done : self._num_done + 1]
         if planned != (action,):
             self._refuse(f"runs {action}", f"{planned[0] if planned else 'the end'}")

@@ -10,8 +10,8 @@ CEILINGS: dict[str, tuple[int, int]] = {
     "reuse": (7_630, 35),  # the printer writes all of a program, and a parser reads it
     "autodiff": (6_240, 37),
     "recompute": (1_500, 9),
-    "pipeline_parallel": (3_040, 12),
-    "backend": (11_970, 56),
+    "pipeline_parallel": (3_045, 12),
+    "backend": (11_970, 54),
 }
 SUFFIXES = (".py", ".cpp", ".h", ".js", ".css", ".html", ".jinja")
 SLACK = 300  # a ceiling further above than this has not been lowered

@@ -64,7 +64,7 @@ def gpu_described(target: Target) -> Iterator[None]:
         hashed = mock.patch.object(_triton, "triton_hash_with_backend", lambda: target.name)
         stack.enter_context(hashed)
         # Generated code imports it; a PyTorch without CUDA does not have it.
-        stream = mock.patch.object(torch._C, "_cuda_getCurrentRawStream", _no_stream, create=True)
+        stream = mock.patch.object(torch._C, "_cuda_getCurrentRawStream", no_stream, create=True)
         stack.enter_context(stream)
         yield
 
@@ -168,7 +168,8 @@ def _device_properties(target: Target) -> Any:
     return DeviceProperties(**{name: known[name] for name in DeviceProperties._fields})
 
 
-def _no_stream(device: int) -> int:
+def no_stream(device: int) -> int:
+    """Stands for the stream of a launch, which is known when it is run."""
     return 0
 
 

@@ -35,7 +35,7 @@ from ..launches.kernel_list import Launch, View
 
 aten = torch.ops.aten
 _FUSED = aten.scaled_dot_product_attention.default
-_PLAIN = aten._scaled_dot_product_attention_math.default
+_PLAIN = torch.ops.aten._scaled_dot_product_attention_math.default
 _MAX_KEYS = 64
 
 

@@ -23,6 +23,7 @@ from ...reuse.ir.leaf import flat_types
 from ...reuse.ir.program import Leaf
 from ...reuse.ir.types import TensorType, strides_that_matter
 from ...reuse.torch_names import is_lazy, memory_id
+from ..gpu.torch_gpu import no_stream
 from ..gpu.torch_triton import triton_kernel
 from ..launches.kernel_list import (
     BufferInfo,
@@ -80,10 +81,9 @@ def record_wrapper(
         elif (kernel := triton_kernel(scope[name])) is not None:
             scope[name] = _Launched(name, kernel, recorder)
     scope["reinterpret_tensor"] = recorder.reinterpret
-    scope["copy_if_misaligned"] = (
-        _as_it_is  # what the plan places is aligned, and it checks the rest
-    )
-    scope["get_raw_stream"] = _no_stream
+    # What the plan places is aligned, and it checks the rest.
+    scope["copy_if_misaligned"] = _as_it_is
+    scope["get_raw_stream"] = no_stream
     if "extern_kernels" in scope:  # code that calls none does not always have it
         scope["extern_kernels"] = _ExternKernels(scope["extern_kernels"], recorder)
     code = types.FunctionType(function.__code__, scope, function.__name__)
@@ -125,11 +125,6 @@ def _ignore(*args: Any, **kwargs: Any) -> None:
 
 def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
-
-
-def _no_stream(device: int) -> int:
-    """Stands for the stream of a launch, which is known when it is run."""
-    return 0
 
 
 class _Launched:

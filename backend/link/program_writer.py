@@ -173,7 +173,7 @@ class CodeWriter:
 
     def _handed_base(self, instance_index: int) -> Placed:
         if instance_index in self._overlay.hosts:
-            return self._host_base(instance_index)
+            return host_base(self._layout, instance_index)
         for part in self._layout.parts:
             for launch in part.launches:
                 for view in launch.launch.results:
@@ -384,7 +384,8 @@ class CodeWriter:
     def _base(self, placed: Placed) -> Placed:
         """The local tensor that a view starts from, made here if the user will own it."""
         if placed.instance not in self._locals:
-            self._make_result(placed.instance, self._result_base(placed, self._part))
+            base = _result_base(self._layout, self._part, placed)
+            self._make_result(placed.instance, base)
         return self._locals[placed.instance]
 
     def _local_view(self, name: str, placed: Placed, base: Placed) -> None:
@@ -410,16 +411,14 @@ class CodeWriter:
         self._locals[instance] = base
         self._names[base] = name
 
-    def _host_base(self, instance: int) -> Placed:
-        part = self._layout.parts[-1]
-        (output, *_) = (p for p in part.outputs if p.instance == instance)
-        return self._result_base(output, part)
 
-    def _result_base(self, placed: Placed, part: Part) -> Placed:
-        return result_base(self._layout, part, placed)
+def host_base(layout: Layout, instance: int) -> Placed:
+    """Returns the whole buffer of a gradient whose memory a forward allocates."""
+    part = layout.parts[-1]
+    return _result_base(layout, part, next(p for p in part.outputs if p.instance == instance))
 
 
-def result_base(layout: Layout, part: Part, placed: Placed) -> Placed:
+def _result_base(layout: Layout, part: Part, placed: Placed) -> Placed:
     """Returns the whole buffer of a result: as a part returns it, if that covers it."""
     whole_bytes = layout.instances[placed.instance].num_bytes
     for output in part.outputs:

@@ -284,9 +284,8 @@ class UnitLayout:
         return [start + cut for cut in cuts]
 
     def _make_regions(self, plan: PlanBuffers) -> None:
-        boxes = {
-            p for places in (self._inbox_places, self._outbox_places) for _, p in _flat(places)
-        }
+        ways = [*self._inbox_places.values(), *self._outbox_places.values()]
+        boxes = {instance for places in ways for instance, _ in places}
         where = [(part, i) for part, cuts in enumerate(self._cuts) for i in range(len(cuts))]
         phases = self._find_spans([cut for cuts in self._cuts for cut in cuts])
         groups: dict[tuple[int, int], list[int]] = {}
@@ -446,10 +445,6 @@ class UnitLayout:
     def num_launches(self) -> list[int]:
         """Launches of each part."""
         return [len(part.launches) for part in self._parts]
-
-
-def _flat(places: Mapping[str, Sequence[tuple[int, Wire]]]) -> list[tuple[str, int]]:
-    return [(way, instance) for way, found in places.items() for instance, _ in found]
 
 
 def view_of_box(box: Box, arena: torch.Tensor, start: int) -> torch.Tensor:

@@ -44,7 +44,7 @@ from ..link.placement import (
     planned,
     planned_overlaid,
 )
-from ..link.program_writer import CodeWriter, result_base
+from ..link.program_writer import CodeWriter, host_base
 from ..link.torch_generated import Memory, Runner, begin_range, end_range
 from . import cuda_graph
 
@@ -315,9 +315,7 @@ class PlannedProgram:
         return memory[start : start + self.layout.instances[instance].num_bytes]
 
     def _new_host(self, instance: int) -> torch.Tensor:
-        part = self.layout.parts[1]
-        output = next(p for p in part.outputs if p.instance == instance)
-        base = result_base(self.layout, part, output)
+        base = host_base(self.layout, instance)
         return new_host(base.shape, base.stride, base.dtype, self.overlay.hosts[instance])
 
     def _bind(self, tensors: list[torch.Tensor], arena: torch.Tensor) -> Lease:

@@ -19,12 +19,12 @@ import lazyinline.func as func
 from lazyinline.frontend.advise import Advice, advise
 from lazyinline.frontend.compiled_module import CompiledModule, compile, last_report
 from lazyinline.frontend.inspection import capture
-from lazyinline.frontend.marks import lazy_inline, recompute
+from lazyinline.frontend.marks import lazy_inline, recompute, stage
 from lazyinline.frontend.measure.measure import measure
 from lazyinline.frontend.measure.report import MeasureReport
 from lazyinline.frontend.onnx.export import ExportReport, export_onnx
 from lazyinline.frontend.operators import decomposition
-from lazyinline.frontend.pipeline import Pipeline, pipeline, stage
+from lazyinline.frontend.pipeline import Pipeline, pipeline
 from lazyinline.frontend.report import CompileReport
 from lazyinline.frontend.training_step import StepStats, TrainingStep, compile_step
 from lazyinline.recompute.policy import Budget

@@ -13,6 +13,7 @@ from ...backend.link.unit_layout import PartSpec, PlanBuffers, Source, UnitLayou
 from ...backend.run.rank_program import RankPlan, RankProgram, Run, Schedule
 from ...backend.run.unplanned import UnplannedRank
 from ...pipeline_parallel.actions import (
+    ACTION_TEXT,
     BACKWARD,
     BACKWARD_INPUT,
     BACKWARD_WEIGHT,
@@ -30,12 +31,6 @@ from .state import Unplanned
 
 # Into how many phases parts are cut, at most; few where scratch is large, many where slabs are.
 _PHASES = (1, 2, 4, 8, 16)
-_KINDS = {
-    FORWARD: "forward",
-    BACKWARD: "backward",
-    BACKWARD_INPUT: "backward of inputs",
-    BACKWARD_WEIGHT: "backward of weights",
-}
 # Most phases of all runs together: planning costs as much as there are.
 _MAX_PHASES = 2048
 
@@ -104,7 +99,7 @@ def sum_names(own: Sequence[StageDerivative]) -> list[str]:
 
 def part_name(derived: StageDerivative, kind: str) -> str:
     """Names a part of a stage among the programs of a rank."""
-    return f"stage {derived.stage.index}, {_KINDS[kind]}"
+    return f"stage {derived.stage.index}, {ACTION_TEXT[kind]}"
 
 
 def unplanned_rank(state: RankCompilation) -> UnplannedRank:
