@@ -2526,7 +2526,6 @@ def test_a_pytorch_with_cuda_tells_its_stream(stream: Any) -> None:
 @contract(
     "attribute _scaled_dot_product_flash_attention",
     "attribute _scaled_dot_product_efficient_attention",
-    "attribute _scaled_dot_product_attention_math",
 )
 def test_attention_of_a_gpu_can_be_differentiated_on_fake_tensors_of_a_cpu() -> None:
     with fake_mode():
