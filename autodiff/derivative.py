@@ -156,8 +156,10 @@ class Differentiator:
         return self._sites.get(request, ())
 
     def _make(self, request: Request) -> Derivative | None:
+        # Nothing to differentiate is common: a block behind frozen layers, a result no loss reads.
         if not request.inputs or not request.outputs:
             return None
+        # Before leaves and composites: what is called again may be either, taken as it is.
         if isinstance(request.choice, Whole):
             return self._called_again(request)
         if isinstance(request.closure, Leaf):
@@ -179,10 +181,13 @@ class Differentiator:
 
     def _traced(self, request: Request) -> tuple[JointTrace, Recipe]:
         """Traces a leaf's joint graph once, whatever is chosen later."""
+        # Tracing is the expensive part, and a choice only cuts what was traced: a solver that tries
+        # many choices traces a leaf once.
         leaf, plain = request.closure, replace(request, choice=None)
         assert isinstance(leaf, Leaf)
         if plain not in self._joints:
             types, recipe = flat_types(leaf.input_types), self._recipe_for(leaf)
+            # First of all: the form that the backend prefers is the one to differentiate.
             module = recipe.rewrite(leaf.module)
             joint = JointTrace(
                 module,
@@ -206,6 +211,7 @@ class Differentiator:
         if isinstance(request.choice, Cut):
             forward, backward = cut_joint(graph, number, request.choice.saved)
         else:
+            # A copy, since PyTorch's partitioners change the graph that they are given.
             forward, backward = partition(copy_graph(graph), number, recipe.policy)
             if recipe.policy == "save" and recipe.gradients == "final":
                 save_memory_once(forward, backward)
@@ -213,6 +219,7 @@ class Differentiator:
         if recipe.gradients == "final":
             return make_pair(leaf, forward, backward, joint, recipe.kernels)
         pair = make_pair(leaf, forward, backward, joint, recipe.kernels, "composite")
+        # The next derivative must not ask autograd for gradients of, say, a norm's statistics.
         stop_what_has_no_gradient(forward, flat_types(leaf.input_types), request.inputs)
         return pair
 
@@ -303,6 +310,7 @@ class _Reversal:
 
     def _add_cotangent(self, value: Value, cotangent: Value) -> None:
         """Sums cotangents where a value fans out."""
+        # The first one is the sum so far: added to zeros, it would cost a kernel.
         present = self._cotangents.get(value)
         if present is None:
             self._cotangents[value] = cotangent
@@ -328,6 +336,8 @@ class _Reversal:
         return tuple(self._asked.get(call) for call in self._program.calls)
 
     def _reverse(self, call: Call) -> None:
+        # Calls of one closure may differ in their active operands: each pattern is a request of its
+        # own, and equal patterns share a derivative.
         wanted = [i for i, v in enumerate(call.args) if v in self._active]
         seeded = [i for i, v in enumerate(call.results) if v in self._cotangents]
         choice = self._choices.get(call)
@@ -349,6 +359,7 @@ class _Reversal:
             self._add_cotangent(target, result)
 
     def _keep(self, value: Value) -> Value:
+        # A result that is an operand, passed through, would else be saved a second time.
         value = self._same.get(value, value)
         if value not in self._kept:
             self._kept[value] = Value(value.type, value.hint)
@@ -369,6 +380,7 @@ class _Reversal:
             if value in self._kept and value not in seen:
                 kept_outputs.append(index)
                 seen.add(value)
+        # Inputs and results are the caller's anyway; only the rest is memory that a forward holds.
         packed = [v for v in self._kept if v not in seen]
         struct = StructType(tuple(v.type for v in packed))
         saved = Value(struct, "saved")

@@ -101,6 +101,7 @@ def _computed_from(node: torch.fx.Node) -> Iterable[torch.fx.Node]:
     schema = operator_schema(node)
     names = [argument.name for argument in schema.arguments] if schema is not None else []
     given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    # In eval mode a norm computes with its running statistics, so then they are operands as any.
     if not any(given.get(name) is True for name in _TRAINING):
         return node.all_input_nodes
     unused = [given.get(name) for name in _STATISTICS]
@@ -119,6 +120,7 @@ def trained_inputs(program: Program) -> Flows:
 
 def _carries_back(leaf: Leaf) -> Flows:
     number = len(flat_types(leaf.input_types))
+    # One input at a time: with several active no output would tell from which its gradient is.
     flags = [is_active(leaf, [i == index for i in range(number)]) for index in range(number)]
     outputs = range(len(flat_types(leaf.output_types)))
     return [frozenset(i for i, carries in enumerate(flags) if carries[o]) for o in outputs]
@@ -132,6 +134,8 @@ def _flows(program: Program, of_leaf: Callable[[Leaf], Flows]) -> Flows:
         elif isinstance(closure, Composite):
             found[closure] = _of_program(closure.program, found)
         else:
+            # Pack and unpack: a struct is opaque, so all of it flows to all of it, which is on the
+            # safe side.
             everything = frozenset(range(len(closure.input_types)))
             found[closure] = [everything] * len(closure.output_types)
     return _of_program(program, found)

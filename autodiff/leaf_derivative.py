@@ -58,6 +58,8 @@ def make_pair(
     primal_results = results[: joint.num_outputs]
     needed = [n.name for n in input_nodes(backward)]
     tangents = [n for n in needed if n.startswith("tangents_")]
+    # Both halves were cut from one graph, where a name stands for one value: so names tell what
+    # crosses the boundary.
     kept_inputs = [primals.index(n) for n in needed if n in primals]
     kept_outputs = [
         primal_results.index(n) for n in needed if n in primal_results and n not in primals
@@ -118,6 +120,7 @@ def _reorder_inputs(module: torch.fx.GraphModule, names: Sequence[str]) -> None:
     """Puts placeholders into the given order; all of them are named."""
     by_name = {n.name: n for n in input_nodes(module)}
     assert set(names) == set(by_name), (names, list(by_name))
+    # Placeholders define the order of arguments, so they are moved and not made anew.
     anchor = next(iter(module.graph.nodes))
     for name in names:
         node = by_name[name]
@@ -150,6 +153,7 @@ def save_memory_once(forward: torch.fx.GraphModule, backward: torch.fx.GraphModu
         groups.setdefault(_source_of(chain) if chain else by_name[name], []).append(name)
     own = {n.name for n in backward.graph.nodes if n.op != "placeholder"}
     for source, names in groups.items():
+        # An input is handed over and costs nothing; a name that the backward has itself is taken.
         if len(names) == 1 or _is_input(source) or source.name in own:
             continue
         views = [node_type(by_name[n]).num_bytes for n in names]

@@ -126,6 +126,7 @@ class MissingCotangents:
             return _leaf(closure, flags)
         if isinstance(closure, Composite):
             return self._composite(closure, flags)
+        # Structs hold what the forward saved. One that holds a cotangent is not of our making.
         raise _UnknownError  # what is packed is saved, and no cotangent
 
     def _composite(self, closure: Composite, flags: tuple[str, ...]) -> _Found:
@@ -136,6 +137,7 @@ class MissingCotangents:
         for call in program.calls:
             given = tuple(kinds[v] for v in call.args)
             args = tuple(same.get(v, v) for v in call.args if kinds[v] != _UNDEFINED)
+            # A sum of a cotangent and nothing is that cotangent: adding zeros would cost a kernel.
             if _is_sum(call.closure) and given.count(_UNDEFINED) == 1:
                 (total,) = call.results
                 same[total], kinds[total] = args[0], _COTANGENT
@@ -160,6 +162,7 @@ def _reads(derivative: Derivative) -> frozenset[int]:
     flat = FlatStructs().program(derivative.backward.program)
     num_saved, num_kept = len(flat_types([derivative.saved_type])), len(derivative.kept_inputs)
     num_read = num_saved + num_kept + len(derivative.kept_outputs)
+    # Inputs outlive the backward whoever reads them; only what the forward made is freed.
     inputs_of_forward = range(num_saved, num_saved + num_kept)
     return frozenset(i for i in used_inputs(flat) if i < num_read and i not in inputs_of_forward)
 
@@ -219,11 +222,13 @@ def _kind(node: torch.fx.Node, kinds: dict[torch.fx.Node, str]) -> str:
     operands = [n for n in node.all_input_nodes if kinds[n] != _GIVEN]
     if not operands:
         return _GIVEN
+    # What a write leaves behind is seen under other names, so that no flag tells what it is.
     if mutated_args(node):
         raise _UnknownError
     undefined = [n for n in operands if kinds[n] == _UNDEFINED]
     if len(undefined) == len(operands):
         return _UNDEFINED
+    # One operand of several: autograd, too, puts zeros there, as the operator wants a tensor.
     if undefined and not _becomes_other(node, undefined[0]):
         for operand in undefined:
             node.replace_input_with(operand, _zeros(operand, node, kinds))

@@ -99,6 +99,7 @@ def _rerun_leaf(leaf: Leaf, needed: tuple[int, ...]) -> Rerun:
     entries = leaf.entries
     drawn = _drawn_values([n for n in wanted if isinstance(n, torch.fx.Node)])
     results = [n for group in groups[:count] for n in group]
+    # The first run draws whatever it drew before, or the next layer would draw other numbers.
     moving = [n for n in leaf.nodes if is_draw(n)]  # the generator, read or not
     first = extract(leaf.module, entries, [*results, *drawn], also=moving)
     struct = StructType(tuple(TensorType.of(n.meta["val"]) for n in drawn))
@@ -185,6 +186,7 @@ class _ProgramRerun:
         program = self._program
         wanted = {program.outputs[i] for i in self._needed}
         plans: list[Rerun | None] = []
+        # From the last call to the first: what a call needs again is known once its readers are.
         for call in reversed(program.calls):
             plans.append(self._plan(call, wanted))
         plans.reverse()
@@ -203,6 +205,7 @@ class _ProgramRerun:
             if positions:
                 wanted.update(call.args)
             return None
+        # What no gradient flows through has one form only: it runs again as it is, unless it draws.
         if num_results(closure) == len(call.results):  # not differentiated
             if positions and not self._rerunner.draws(closure):
                 wanted.update(call.args)
@@ -277,6 +280,7 @@ def run_again(closure: Closure, plain: Derivative, rerunner: Rerunner) -> Deriva
         rerunner: takes the forward apart.
     """
     last = len(plain.forward.output_types) - 1
+    # The forward that saves is what runs again: its struct is what the plain backward takes.
     rerun = rerunner.rerun(plain.forward, (*plain.kept_outputs, last))
     assert rerun.again is not None, "the saved struct was asked for"
     values = [Value(t, "again") for t in rerun.again.output_types]

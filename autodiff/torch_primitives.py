@@ -92,6 +92,7 @@ def _as_primitives(leaf: Leaf, table: Decompositions) -> Leaf:
     types = flat_types(leaf.input_types)
     results = flat_types(leaf.output_types)
     module = leaf.module
+    # Attention has to be taken apart before PyTorch picks a fused kernel for it.
     if leaf.level == "composite":
         with _attention_as_products():
             module = trace_forward(module, types, {})

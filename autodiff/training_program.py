@@ -114,6 +114,7 @@ class _Composer:
         operands += [self._seed]
         gradients = tuple(Value(t) for t in d.backward.output_types)
         self._calls.append(Call(d.backward, tuple(operands), gradients, f"micro_batch_{index}"))
+        # The first micro-batch's gradients are the sums so far: nothing is added to zeros.
         if self._totals:
             totals = tuple(_copy(gradient) for gradient in gradients)
             self._calls.append(Call(self._accumulate, (*self._totals, *gradients), totals))

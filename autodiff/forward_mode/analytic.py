@@ -194,6 +194,7 @@ def softplus(
     """Expands ``log(1 + exp(beta x)) / beta``, and ``x`` itself beyond the threshold."""
     steep = scaled(x, beta)
     beyond = steep > threshold
+    # By the sigmoid, which stays finite where exp(beta x) does not.
     gate = sigmoid(steep, torch.sigmoid(steep), order - 1)
     inside = [scaled(c, beta**k / (k + 1)) for k, c in enumerate(gate)]
     return [y, *(torch.where(beyond, 1.0 if k == 0 else 0.0, c) for k, c in enumerate(inside))]

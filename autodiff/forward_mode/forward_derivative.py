@@ -106,6 +106,7 @@ class ForwardDerivatives:
 
     def _made(self, request: ForwardRequest) -> ForwardDerivative:
         closure = request.closure
+        # Not on the way from what moves: the closure itself serves, and is not compiled twice.
         if not any(request.inputs):
             return ForwardDerivative(closure, request.inputs, ((),) * len(closure.output_types))
         if isinstance(closure, Composite):
@@ -122,6 +123,7 @@ class ForwardDerivatives:
             flowing[value] = _beside(value, orders, series)
         calls, fallbacks = [], dict[Fallback, None]()
         for call in program.calls:
+            # Which orders are zero is part of the request: equal blocks agree from the second on.
             inner = tuple(tuple(flowing.get(v, ())) for v in call.args)
             derivative = self.of_request(ForwardRequest(call.closure, inner, series))
             fallbacks.update(dict.fromkeys(derivative.fallbacks))
@@ -159,6 +161,7 @@ class ForwardDerivatives:
         _refuse_own_derivatives(leaf)
         plain, series = self._taken_apart(leaf), request.series
         lanes = Lanes(series)
+        # One run while it is traced: what it computes on fake tensors is the derived graph.
         interpreter = JetInterpreter(plain, lanes, stop_in_trace)
         types = [_tensor_type(t) for t in leaf.input_types]
         given = [

@@ -39,6 +39,8 @@ def by_nesting(lanes: Lanes, target: Any, operands: Operands) -> Any:
     """
     results = operands.call(target)
     flat = _listed(results)
+    # Asked of autograd, since forward mode gives a result that it cannot follow no tangent,
+    # without an error.
     moving = _differentiable(target, operands)
     _refuse_wrong(target, flat, moving, lanes.order)
     if not moving:
@@ -189,6 +191,7 @@ class JetInterpreter(SizedInterpreter):
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         """Calls an operator, or its rule."""
         operands = Operands.of(args, kwargs)
+        # First: a detach that is left in the graph is the user's, and stops tangents as gradients.
         if target is torch.ops.aten.detach.default:
             return self._stop(operands.call(lambda tensor: tensor))
         if not operands.jets:

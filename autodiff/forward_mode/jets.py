@@ -91,6 +91,7 @@ class Lanes:
         pushed = [self._pushed(push, [self._of(j, n) for j in jets]) for n in range(self.count)]
         found = [self._gathered([lane[i] for lane in pushed]) for i in range(len(pushed[0]))]
         sums = [self._sum_of(jet) for jet in jets]
+        # Linear in the top coefficient: the sum over directions goes through once, as a tangent.
         if self.series.collapsed and any(s is not None for s in sums):
             for coefficients, (top,) in zip(found, push(*([s] for s in sums)), strict=True):
                 before = coefficients.get(self.order)
@@ -129,6 +130,7 @@ class Lanes:
     def _pushed(
         self, push: Push, operands: list[list[Coefficient]]
     ) -> Sequence[Sequence[Coefficient]]:
+        # vmap takes tensors alone, so zeros stay outside and keep costing nothing.
         given = [t for series in operands for t in series if t is not None]
         if not self.are_batched or not given:
             return push(*operands)
@@ -165,6 +167,7 @@ class Lanes:
             jet: what it is applied to.
             dim: -1 or -2.
         """
+        # One product of a tall matrix in place of several: it reads the constant operand once.
         rows, many = [jet.primal], []
         for order, lanes in sorted(jet.coefficients.items()):
             is_many = self._has_rows(order)
@@ -194,6 +197,7 @@ def _conformed(tensor: Tensor, shape: tuple[Any, ...], dtype: torch.dtype, many:
     if tuple(tensor.shape) == shape:
         return tensor
     missing = len(shape) - tensor.dim()
+    # The direction leads; dimensions that broadcasting would add belong behind it.
     if many and missing:
         tensor = tensor.reshape(tensor.shape[0], *[1] * missing, *tensor.shape[1:])
     return tensor.expand(shape)

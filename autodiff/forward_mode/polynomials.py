@@ -69,6 +69,7 @@ def powers(series: Sequence[Coefficient], highest: int) -> list[list[Coefficient
     plain = [None, *series]
     found = [plain]
     for exponent in range(2, highest + 1):
+        # Even powers are squares of half of them, which cost half the products.
         half = found[exponent // 2 - 1]
         one = half if exponent % 2 == 0 else found[exponent - 2]
         found.append(

@@ -39,6 +39,7 @@ def of_one_variable(taylor: TaylorCoefficients) -> Rule:
         if jet.primal.is_complex() or not jet.primal.is_floating_point():
             return NotImplemented
         value = operands.call(target)
+        # The factors are of the point alone, and shared by all directions.
         factors = taylor(jet.primal, value, lanes.order, *operands.args[1:], **operands.kwargs)
         highest = max((k for k, factor in enumerate(factors) if factor is not None), default=1)
         parts = lanes.along(lambda series: powers(series, max(highest, 1)), jet)
@@ -106,6 +107,7 @@ def logsumexp(lanes: Lanes, target: Any, operands: Operands) -> Any:
     (jet,) = operands.jets
     dims, keepdim = operands.args[1], operands.option("keepdim", 2, False)
     value = operands.call(target)
+    # By the value, so that no exponential overflows.
     kept = value if keepdim else torch.logsumexp(jet.primal, dims, keepdim=True)
     weigh = _weighed(torch.exp(jet.primal - kept), dims, keepdim=keepdim)
 
@@ -156,6 +158,7 @@ def matrices(lanes: Lanes, target: Any, operands: Operands) -> Any:
 
 def matrix_product(lanes: Lanes, product: Product, a: Any, b: Any) -> Any:
     """Returns the product of two matrices, or two batches of them, of which one has a series."""
+    # Linear in the one that moves: its value and all coefficients are rows of one matrix.
     if not isinstance(b, Jet):
         return lanes.at_once(lambda rows: product(rows, b), a, -2)
     if not isinstance(a, Jet):
@@ -205,6 +208,7 @@ def _product(lanes: Lanes, product: Product, a: Any, b: Any) -> Coefficients:
         return lanes.each(lambda t: product(t, b), a)[0]
     if not isinstance(a, Jet):
         return lanes.each(lambda t: product(a, t), b)[0]
+    # A square needs half the products of a general one.
     if a is b and product is torch.mul:
         return lanes.along(partial(_square, a.primal), a)[0]
     return lanes.along(partial(_cauchy, product, a.primal, b.primal), a, b)[0]
@@ -258,6 +262,7 @@ def divide(lanes: Lanes, target: Any, operands: Operands) -> Any:
 
 def dropout(lanes: Lanes, target: Any, operands: Operands) -> Any:
     """Differentiates dropout: one mask is drawn, for the value and its coefficients."""
+    # Drawn once: a tangent through another mask is one of another function.
     value, mask = operands.call(target)
     p, train = operands.args[1:3]
     if train is False or p == 0:

@@ -130,6 +130,7 @@ def is_wrong_nested(target: Any) -> bool:
 def rule_of(target: Any) -> Rule | None:
     """Returns the rule of an operator."""
     namespace, _, name = str(target).partition(".")
+    # An operator of the user's may bear a name of PyTorch's.
     if namespace != "aten":
         return None
     return RULES.get(name) or RULES.get(name.partition(".")[0])
@@ -147,6 +148,7 @@ def _variance_and_mean(
     dims = dim or [*range(x.dim())]
     count = math.prod(x.shape[d] for d in dims)
     mean = x.mean(dims, keepdim=True)
+    # Squares of differences: the difference of squares would cancel.
     rest = x - mean
     free = max(count - (1 if correction is None else correction), 0)
     variance = (rest * rest).sum(dims, keepdim=keepdim) / free

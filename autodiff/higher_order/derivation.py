@@ -173,6 +173,7 @@ def refuse_hidden_paths(
             f"The derivative at {asked.source} is by two tensors of which one is computed from the "
             "other, which cannot be followed. Ask for them one by one."
         )
+    # Inputs of the program may depend on one another outside of it, where no call shows.
     needed = set(asked.outputs)
     for call in reversed(calls):
         if not needed.isdisjoint(call.results):

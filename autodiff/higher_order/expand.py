@@ -91,6 +91,8 @@ def _beside(
         raise CaptureError(f"{error} (asked for at {asked.source})") from None
     assert isinstance(derivative.closure, Composite)
     body = derivative.closure.program
+    # Then the calls cannot be replaced: a direction is computed from them, and comes before the
+    # series. They run twice, under names of their own.
     if _is_made_between(asked.directions, before, between):
         body = _renamed(body, results)
     calls, coefficients = _called(derivative, body, inputs, outputs, asked)

@@ -66,6 +66,7 @@ class GradientPrograms:
             outputs: positions of the outputs that have a cotangent.
             sources: of what the program takes, then of a cotangent for each output.
         """
+        # Sources belong to entry programs; a closure's has none.
         closure = Composite("main", replace(program, sources=()))
         request = Request(closure, tuple(inputs), tuple(outputs))
         derivative = self._differentiator.of(request)

@@ -76,6 +76,7 @@ class InnerGradients:
         if any(new is not c.closure for new, c in zip(closures, program.calls, strict=True)):
             pairs = zip(program.calls, closures, strict=True)
             program = replace(program, calls=tuple(replace(c, closure=new) for c, new in pairs))
+        # One after another: what one puts in place may be what the next differentiates.
         while True:
             asked = ((i, a) for i, call in enumerate(program.calls) if (a := derivative_call(call)))
             place, one = next(asked, (0, None))
@@ -107,6 +108,7 @@ class InnerGradients:
         """Returns the program with the gradients that one call asks for."""
         calls = calls_between(program.calls[:place], asked.inputs, asked.outputs)
         read = {a for call in calls for a in call.args} | set(asked.outputs)
+        # Forwards that run already, for another gradient: what they saved serves this one as well.
         kept = {c for c in calls if c.closure in self._originals and not self._saved(c) & read}
         while True:
             between = DifferentiatedRange(
@@ -119,6 +121,8 @@ class InnerGradients:
                 return replace(program, calls=remaining)
             assert isinstance(derivative.forward, Composite)
             forwards = dict(zip(calls, derivative.forward.program.calls[:-1], strict=True))
+            # A forward that ran for another gradient may have saved otherwise than this one needs;
+            # then it runs in a form of its own.
             others = {c for c in kept if self._flat.closure(forwards[c].closure) is not c.closure}
             if not others:
                 break
@@ -189,6 +193,8 @@ class DifferentiatedRange:
         used |= set(self.program.outputs)
         others = [v for call in calls for v in call.results if v in used and v not in self.seeded]
         body = Program(inputs, calls, (*self.seeded, *others))
+        # A custom backward is Python of the user's: traced, it would be differentiated by what it
+        # happened to compute.
         function = own_derivative(body)
         if function:
             raise CaptureError(

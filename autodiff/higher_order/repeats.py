@@ -147,6 +147,7 @@ def _longest(nodes: Sequence[torch.fx.Node]) -> list[range]:
     labels = [_label(node) for node in nodes]
     best: tuple[int, bool] = (0, False)
     chosen: list[range] = []
+    # From two on: a single operator is no closure worth a call.
     for period in range(2, len(nodes) // 2 + 1):
         for begin, end in _equal_runs(labels, period):
             for start in range(begin, min(begin + period, end - 2 * period + 1)):
@@ -195,6 +196,7 @@ def _really_equal(nodes: Sequence[torch.fx.Node], places: Iterable[range]) -> li
     before = None
     for place in places:
         part = nodes[place.start : place.stop]
+        # Without a product the operators fuse into their neighbours; a call would tear that apart.
         key = _key(part) if any(n.target in _PRODUCTS for n in part) else None
         row = [*row, place] if key is not None and key == before else [place]
         before = key

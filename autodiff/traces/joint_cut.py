@@ -100,12 +100,14 @@ def cut_joint(
     entries = input_nodes(joint)
     primals = [n for n in entries if not is_tangent(n)]
     tangents = [n for n in entries if is_tangent(n)]
+    # Also those that nobody reads: they move the generator on, as in eager.
     drawn = [n for n in joint.graph.nodes if is_draw(n) and n in early]
     forward = extract(joint, primals, [*outputs[:num_outputs], *keep], also=drawn)
     gradients = outputs[num_outputs:]
     ends = [*primals, *keep, *tangents]
     reached = ancestors((n for n in (*gradients, *late) if isinstance(n, torch.fx.Node)), ends)
     twice = [n.name for n in drawn if n in reached and n not in keep]
+    # A second draw gives another mask: a wrong gradient that no shape or type would show.
     assert not twice, f"{twice} would be drawn twice"
     used = [n for n in (*primals, *keep) if n in reached]
     backward = extract(joint, [*used, *tangents], gradients, also=late, order="when_needed")
@@ -151,6 +153,7 @@ def _just_in_time(
     nodes: Sequence[torch.fx.Node], backward: set[torch.fx.Node]
 ) -> list[torch.fx.Node]:
     """Orders recomputed nodes right before the first backward node that needs them."""
+    # A stack of its own in place of recursion: a chain of recomputed nodes may be thousands long.
     wanted, placed = set(nodes), dict[torch.fx.Node, None]()
 
     def place(node: torch.fx.Node) -> None:

@@ -73,6 +73,7 @@ class JointTrace:
         self._module = module
         mode = new_fake_mode(module)
         primals = [fake_tensor(mode, t) for t in input_types]
+        # Only what is wanted: autograd then leaves out the branches that lead to nothing else.
         for index in wanted_inputs:
             primals[index].requires_grad_()
         with self._attention():
@@ -114,6 +115,8 @@ class JointTrace:
         with mode, sizes_kept_open(mode), torch.enable_grad():
             outputs = ModalInterpreter(self._module, attention_as_traced).run_flat(primals)
         self.num_outputs = len(outputs)
+        # A run before the trace: a tangent is an input of the trace, and its layout is that of the
+        # result, which nobody knows before.
         self.tangent_outputs = tuple(i for i in wanted if outputs[i].requires_grad)
         captured = captured_results(self._module)
         types = [
@@ -129,6 +132,7 @@ class JointTrace:
         kind = DifferentiableInterpreter if self._is_differentiated else NotingInterpreter
         interpreter = kind(self._module, graph, attention_as_traced)
         outputs = results_as_captured(self._module, interpreter.run_flat(primals))
+        # What stands in the graph now is the forward; all that autograd runs comes behind it.
         self._forward = {n.name for n in graph.nodes}
         gradients = torch.autograd.grad(
             [outputs[i] for i in self.tangent_outputs],
@@ -138,6 +142,7 @@ class JointTrace:
             create_graph=self._is_differentiated,
         )
         interpreter.write()
+        # None is no zero: no path leads there, and an optimizer has to skip such a parameter.
         pairs = [(i, g) for i, g in zip(wanted, gradients, strict=True) if g is not None]
         self.grad_inputs = tuple(i for i, _ in pairs)
         return (

@@ -23,6 +23,7 @@ def laid_out_as(gradient: torch.Tensor, type_: TensorType) -> torch.Tensor:
             f"The gradient of a {type_} tensor is sparse, and compiled programs have dense ones "
             "only. Use sparse=False in the embedding."
         )
+    # One element has no order: any strides will do.
     if TensorType.of(gradient).stride == type_.stride or gradient.numel() <= 1:
         return gradient
     environment = environment_of_tensor(gradient)
@@ -94,6 +95,7 @@ def _permuted_as(result: Any, traced: Any) -> Any:
         return result
     type_ = TensorType.of(traced)
     found, stride = TensorType.of(result).stride, type_.stride
+    # Strides that are symbols cannot be ordered without settling them; they stay as they are.
     is_open = not all(isinstance(n, int) for n in (*stride, *found))
     if found == stride or is_open or not type_.is_dense:
         return result

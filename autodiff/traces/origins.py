@@ -86,6 +86,7 @@ class NotingInterpreter(ModalInterpreter):
             self._functions.add(function)
             if hasattr(function, "variable"):  # sums a gradient up; nothing is traced
                 continue
+            # The engine runs a node's prehooks right before it: what is traced next belongs to it.
             function.register_prehook(lambda _, origin=origin: self._mark(origin))
             todo += [f for f, _ in function.next_functions]
 

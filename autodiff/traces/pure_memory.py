@@ -37,6 +37,7 @@ def of_pure_memory(
     if not any(mutated_args(n) or is_lazy(n) for n in module.graph.nodes):
         return module
     _refuse_draws_into_gaps(module)
+    # Last, so that they win: a backend's rule for a draw is one for fresh memory.
     table = {**decompositions, **_INTO_MEMORY, **WRITTEN}
     functional = _functionalized(module, inputs, table, sizes_in(module) if sizes else ())
     drop_copies(functional)
@@ -70,6 +71,7 @@ def _functionalized(
     sizes: Sequence[Any],
 ) -> torch.fx.GraphModule:
     """Traces a graph once more, without what changes something in place; its forward stays one."""
+    # Tags are lost in the new trace, and a partitioner needs to know where the forward ends.
     last = [n.name for n in module.graph.nodes if "partitioner_tag" in n.meta][-1:]
     forward: set[str] = set()
     layouts = [
@@ -83,6 +85,7 @@ def _functionalized(
         pairs = zip(results, layouts, strict=True)
         return tuple(r if t is None else laid_out_as(r, t) for r, t in pairs)
 
+    # Views stay views: only writes are taken out, so that layouts are those of the first trace.
     without_changes = torch.func.functionalize(run, remove="mutations")
     functional = traced(without_changes, [list(inputs)], sizes, decompositions)
     for node in functional.graph.nodes:

@@ -34,6 +34,7 @@ class StoppingInterpreter(NotingInterpreter):
         result = super().run_node(n)
         if n.op != "call_function":
             return result
+        # Under no_grad a result is a constant to autograd, but a trace shows no sign of that.
         if n.target is torch.ops.aten.detach.default or not stamp_of(n).grad_enabled:
             return stopped(result, self._graph)
         return result

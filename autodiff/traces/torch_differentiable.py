@@ -31,6 +31,7 @@ def _determinant(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torc
     takes the one for singular matrices, whose own derivative is no number where singular values are
     equal (from 2.15 it takes both, and picks). By the logarithm a singular matrix is an error.
     """
+    # Factors and pivots too, since captured graphs hold the operator with all its results.
     sign, logarithm, factors, pivots = torch.ops.aten._linalg_slogdet.default(matrix)
     return sign * logarithm.exp(), factors, pivots
 

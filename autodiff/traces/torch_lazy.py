@@ -30,6 +30,7 @@ def _written(write: Any, of_number: Callable[[Any], Any]) -> Callable[[Any], Any
         if not isinstance(tensor, torch.Tensor):  # the 2j of `x * 2j`, which autograd conjugates
             return of_number(tensor)
         shape, repeated = tensor.shape, tensor
+        # Expanded dimensions are written once: `x.expand(1000, n).conj()` is n numbers.
         for dim, (size, step) in enumerate(zip(shape, tensor.stride(), strict=True)):
             if step == 0 and size > 1:
                 repeated = repeated.narrow(dim, 0, 1)

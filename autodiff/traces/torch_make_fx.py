@@ -36,6 +36,7 @@ def traced(
         decompositions: of operators, as they are called.
     """
     table = {**decompositions, **PLAIN_ZEROS}
+    # Sizes are inputs of the trace, or each reading of one would be a node of its own.
     run = make_fx(lambda *groups: function(*groups[:-1]), decomposition_table=table)
     module = run(*inputs, list(sizes))
     if sizes:

@@ -33,6 +33,7 @@ def partition(
         min_cut_rematerialization_partition,
     )
 
+    # The partitioners know what an operator of several results gives by its picks alone.
     _drop_unread_picks(joint)
     _pick_of_unread(joint)
     split = default_partition if policy == "save" else min_cut_rematerialization_partition

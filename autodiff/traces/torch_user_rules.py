@@ -252,6 +252,7 @@ def _standing_for(operator: Any, rule: Rule) -> Callable[..., Any]:
     def decomposed(*args: Any, **kwargs: Any) -> Any:
         given, named = arguments_in_full(operator, args, kwargs)
         operands = tensors_in((given, named))
+        # A rule that writes an operand would change what the caller holds; the operator does not.
         before = versions(operands)
         made = rule.function(*given, **named)
         if versions(operands) != before:
@@ -290,6 +291,7 @@ def _as_of(
         if isinstance(leaf, torch.Tensor):
             if types:
                 leaf = _laid_out(rule, leaf, types.pop(0))
+            # An operator returns new memory; a result that is an operand would change with it.
             if any(_is_same_memory(leaf, other) for other in taken):
                 leaf = leaf.clone()
             taken.append(leaf)
