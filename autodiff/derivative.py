@@ -19,7 +19,7 @@ import torch.fx
 
 from ..reuse.ir.leaf import flat_types, is_active, make_leaf, without_autocast
 from ..reuse.ir.program import Call, Closure, Composite, Kernels, Leaf, Pack, Program, Unpack, Value
-from ..reuse.ir.types import StructType, TensorType, flatten_type
+from ..reuse.ir.types import StructType, TensorType
 from .leaf_derivative import (
     Derivative,
     cotangent_type,
@@ -411,8 +411,3 @@ class _Reversal:
             tuple(i for i, _ in used),
             tuple(gradients),
         )
-
-
-def saved_bytes(derivative: Derivative) -> int:
-    """Returns the bytes that a forward saves for its backward, without what is handed over."""
-    return sum(t.num_bytes for t in flatten_type(derivative.saved_type))

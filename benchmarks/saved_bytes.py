@@ -27,7 +27,6 @@ from torch import Tensor, nn
 from torch._decomp import decomposition_table
 
 import lazyinline
-from lazyinline.autodiff.derivative import saved_bytes
 from lazyinline.autodiff.traces.forwards import trace_forward
 from lazyinline.backend.kernels.lower import BackendName
 from lazyinline.frontend.compiler import MODULE, Compiler
@@ -245,7 +244,7 @@ def kept(case: Case, backend: BackendName = "inductor") -> Kept:
     state = compiler.started(Subject(model, inputs, {}, train=True))
     state = run((MODULE[0], differentiate), state)
     assert state.derivative is not None
-    ours = saved_bytes(state.derivative)
+    ours = state.derivative.saved_type.num_bytes
     early = _taken_apart(state.captured.program)
     tensors = iter(inputs)
     sources = [

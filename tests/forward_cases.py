@@ -3,16 +3,16 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 import lazyinline
 from lazyinline.autodiff.forward_mode.forward_derivative import (
-    Entry,
     ForwardDerivative,
     ForwardDerivatives,
+    ForwardRequest,
 )
 from lazyinline.autodiff.forward_mode.series import Series
 from lazyinline.reuse.ir.interpreter import interpret
@@ -21,6 +21,7 @@ from lazyinline.reuse.ir.types import TensorType
 from lazyinline.reuse.ir.verify import verify
 
 Function = Callable[..., Any]
+Entry = Literal["curves", "lines"]
 Curves = list[list[Tensor]]
 """For each active input its coefficients, one tensor of all directions for each order."""
 
@@ -46,6 +47,21 @@ def captured(model: nn.Module, args: Sequence[Tensor]) -> tuple[Program, list[Te
 
 def closure_of(program: Program) -> Composite:
     return Composite("main", replace(program, sources=(), output_tree=None))
+
+
+def derived(
+    closure: Closure,
+    active: Sequence[bool],
+    series: Series,
+    entry: Entry = "curves",
+    derivatives: ForwardDerivatives | None = None,
+) -> ForwardDerivative:
+    """Returns a closure with its series; what enters has all orders, or moves along a line."""
+    derivatives = derivatives or ForwardDerivatives()
+    if entry == "lines":
+        return derivatives.along_lines(closure, tuple(active), series)
+    orders = tuple(series.orders if flag else () for flag in active)
+    return derivatives.of(ForwardRequest(closure, orders, series))
 
 
 def random_like(tensor: Tensor, *lead: int, seed: int) -> Tensor:
@@ -155,7 +171,7 @@ def assert_series(
     moving = []
     for source in program.sources:
         moving.append(not isinstance(source, ModelTensor) and flags[source.index])
-    derivative = (derivatives or ForwardDerivatives()).of(closure, tuple(moving), series, entry)
+    derivative = derived(closure, moving, series, entry, derivatives)
     points = [t for t, flag in zip(tensors, flags, strict=True) if flag]
     curves = dict(
         zip([i for i, f in enumerate(flags) if f], curves_for(points, series, entry), strict=True)

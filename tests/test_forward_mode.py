@@ -16,6 +16,7 @@ from forward_cases import (
     closure_of,
     compare,
     curves_for,
+    derived,
     one_call,
     random_like,
     run_series,
@@ -26,7 +27,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lazyinline import PlanError, lazy_inline
 from lazyinline.autodiff.derivative import Differentiator, Recipe
-from lazyinline.autodiff.forward_mode.forward_derivative import ForwardDerivatives
 from lazyinline.autodiff.forward_mode.series import Series
 from lazyinline.autodiff.traces.torch_differentiable import DIFFERENTIABLE
 from lazyinline.frontend.compiler import Compiler
@@ -258,7 +258,7 @@ def test_no_grad_stops_tangents_as_it_stops_gradients() -> None:
 def test_one_mask_is_drawn_for_a_value_and_its_series() -> None:
     series = Series(2, 2)
     program, values = captured(nn.Dropout(0.5), [torch.ones(64, 4).double()])
-    derivative = ForwardDerivatives().of(closure_of(program), (True,), series)
+    derivative = derived(closure_of(program), (True,), series)
     rows = [matrix(2, 64, 4, seed=k) for k in (1, 2)]
     torch.manual_seed(3)
     (found,) = run_series(derivative, derivative.closure, values, [rows], series)
@@ -344,7 +344,7 @@ def test_equal_blocks_have_one_derived_closure() -> None:
     for num in (3, 9):
         program, _ = captured(nn.Sequential(*(Block() for _ in range(num))).double(), [CUBE])
         active = tuple(not isinstance(source, ModelTensor) for source in program.sources)
-        derivative = ForwardDerivatives().of(closure_of(program), active, KINDS[1])
+        derivative = derived(closure_of(program), active, KINDS[1])
         assert isinstance(derivative.closure, Composite)
         counts.append(leaves_of(derivative.closure))
     assert counts[0] == counts[1]
@@ -363,7 +363,7 @@ def test_random_programs_have_the_same_series_late_and_early(series: Series, see
     found = []
     for one in (program, inline_calls(program)):
         closure = Composite("main", one)
-        derivative = ForwardDerivatives().of(closure, active, series)
+        derivative = derived(closure, active, series)
         found.append(run_series(derivative, closure, values, given, series))
     for late, early in zip(*found, strict=True):
         for a, b in zip(late, early, strict=True):
@@ -397,7 +397,7 @@ def test_a_forward_laplacian_has_the_gradients_of_eager() -> None:
     program, values = captured(model, [x])
     series = Series(2, 2, collapsed=True)
     active = tuple(not isinstance(source, ModelTensor) for source in program.sources)
-    derivative = ForwardDerivatives().of(closure_of(program), active, series, "lines")
+    derivative = derived(closure_of(program), active, series, "lines")
     assert derivative.outputs == ((1, 2),)
     lines = torch.eye(2).double()[:, None].expand(2, 5, 2).contiguous()
 
@@ -445,7 +445,7 @@ def program_of(closure: Closure) -> Program:
 def test_what_stops_a_tangent_stops_the_gradient_of_a_series_too(function: Any) -> None:
     series = Series(2, 1)
     program, values = captured(Wrapped(function), [X])
-    derivative = ForwardDerivatives().of(closure_of(program), (True,), series, "lines")
+    derivative = derived(closure_of(program), (True,), series, "lines")
     line = matrix(1, 3, 4, seed=5)
     place = len(derivative.outputs) + 1
     _, gradients = reversed_through(
@@ -499,9 +499,9 @@ def test_sizes_may_be_symbols() -> None:
     program = run((capture_pass,), compiler.started(subject)).captured.program
     assert program.inputs[0].type.is_symbolic  # type: ignore[union-attr]
     active = tuple(not isinstance(source, ModelTensor) for source in program.sources)
-    derivative = ForwardDerivatives().of(closure_of(program), active, series, "lines")
-    derived = program_of(derivative.closure)
-    (call,) = verify(derived).calls
+    derivative = derived(closure_of(program), active, series, "lines")
+    body = program_of(derivative.closure)
+    (call,) = verify(body).calls
     assert isinstance(call.closure, Leaf)
     numbers = Values({program.inputs[0].type.shape[0]: 7})  # type: ignore[union-attr]
     values = [s.tensor.detach() if isinstance(s, ModelTensor) else x for s in program.sources]
@@ -521,4 +521,4 @@ def test_statistics_of_a_batch_move_and_running_ones_are_written() -> None:
     derivative = assert_series(None, [X], KINDS[1], model=model, reference=reference)
     assert isinstance(derivative.closure, Composite)
     assert derivative.closure.program.writes
-    assert derivative.active_outputs == (True, False, False, False)
+    assert [bool(orders) for orders in derivative.outputs] == [True, False, False, False]

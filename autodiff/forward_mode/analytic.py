@@ -20,28 +20,28 @@ TaylorCoefficients: TypeAlias = Callable[..., list[Coefficient]]
 
 def tanh(x: Tensor, y: Tensor, order: int) -> list[Coefficient]:
     """Solves ``y' = 1 - y^2``."""
-    found: list[Coefficient] = [y, 1 - y * y]
-    while len(found) <= order:
-        k = len(found) - 1
-        found.append(scaled(square_term(found, k), -1 / (k + 1)))
-    return found[: order + 1]
+    return _quadratic(y, 1 - y * y, order, 0, -1)
 
 
 def tan(x: Tensor, y: Tensor, order: int) -> list[Coefficient]:
     """Solves ``y' = 1 + y^2``."""
-    found: list[Coefficient] = [y, 1 + y * y]
-    while len(found) <= order:
-        k = len(found) - 1
-        found.append(scaled(square_term(found, k), 1 / (k + 1)))
-    return found[: order + 1]
+    return _quadratic(y, 1 + y * y, order, 0, 1)
 
 
 def sigmoid(x: Tensor, y: Tensor, order: int) -> list[Coefficient]:
     """Solves ``y' = y - y^2``."""
-    found: list[Coefficient] = [y, y * (1 - y)]
+    return _quadratic(y, y * (1 - y), order, 1, -1)
+
+
+def _quadratic(
+    y: Tensor, slope: Tensor, order: int, linear: float, square: float
+) -> list[Coefficient]:
+    """Solves ``y' = constant + linear y + square y^2``, given ``y`` and ``y'`` at the point."""
+    found: list[Coefficient] = [y, slope]
     while len(found) <= order:
         k = len(found) - 1
-        found.append(scaled(found[k] - square_term(found, k), 1 / (k + 1)))
+        grown = plus(scaled(found[k], linear), scaled(square_term(found, k), square))
+        found.append(scaled(grown, 1 / (k + 1)))
     return found[: order + 1]
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 import torch.fx
 from torch import Tensor
@@ -26,9 +26,6 @@ from .jet_interpreter import Fallback, JetInterpreter
 from .jets import Jet, Lanes
 from .series import Orders, Series
 from .torch_rules import taken_apart
-
-Entry: TypeAlias = Literal["curves", "lines"]
-"""Whether what an active input moves along has all orders, or is a line: order 1 alone."""
 
 
 @dataclass(frozen=True)
@@ -62,11 +59,6 @@ class ForwardDerivative:
     outputs: tuple[Orders, ...]
     fallbacks: tuple[Fallback, ...] = ()
 
-    @property
-    def active_outputs(self) -> tuple[bool, ...]:
-        """Returns which results have a coefficient that is not zero by itself."""
-        return tuple(map(bool, self.outputs))
-
 
 class ForwardDerivatives:
     """Makes forward derivatives, each once per closure, series and what is known to be zero."""
@@ -75,31 +67,29 @@ class ForwardDerivatives:
         self._derivatives: dict[ForwardRequest, ForwardDerivative] = {}
         self._plain: dict[Leaf, torch.fx.GraphModule] = {}
 
-    def of(
-        self,
-        closure: Closure,
-        active: tuple[bool, ...],
-        series: Series,
-        entry: Entry = "curves",
+    def along_lines(
+        self, closure: Closure, active: tuple[bool, ...], series: Series
     ) -> ForwardDerivative:
-        """Returns a closure with its series.
+        """Returns a closure with its series where active inputs move along lines.
 
         Args:
             closure: of tensors alone, captured for training: where gradients are off, tangents
                 stop.
-            active: which inputs move.
+            active: which inputs move; of their coefficients only the directions are not zero.
             series: what flows beside them.
-            entry: ``"lines"`` takes directions alone: what else there would be is zero.
 
         Raises:
             PlanError: if an operator has no forward derivative.
         """
-        orders = series.orders if entry == "curves" else (1,)
-        inputs = tuple(orders if flag else () for flag in active)
-        return self.of_request(ForwardRequest(closure, inputs, series))
+        inputs = tuple((1,) if flag else () for flag in active)
+        return self.of(ForwardRequest(closure, inputs, series))
 
-    def of_request(self, request: ForwardRequest) -> ForwardDerivative:
-        """Returns a closure with its series, whatever of it is zero."""
+    def of(self, request: ForwardRequest) -> ForwardDerivative:
+        """Returns a closure with its series, whatever of it is zero.
+
+        Raises:
+            PlanError: if an operator has no forward derivative.
+        """
         if request not in self._derivatives:
             self._derivatives[request] = self._made(request)
         return self._derivatives[request]
@@ -125,7 +115,7 @@ class ForwardDerivatives:
         for call in program.calls:
             # Which orders are zero is part of the request: equal blocks agree from the second on.
             inner = tuple(tuple(flowing.get(v, ())) for v in call.args)
-            derivative = self.of_request(ForwardRequest(call.closure, inner, series))
+            derivative = self.of(ForwardRequest(call.closure, inner, series))
             fallbacks.update(dict.fromkeys(derivative.fallbacks))
             for value, found in zip(call.results, derivative.outputs, strict=True):
                 flowing[value] = _beside(value, found, series)

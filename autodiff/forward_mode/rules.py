@@ -166,32 +166,6 @@ def matrix_product(lanes: Lanes, product: Product, a: Any, b: Any) -> Any:
     return Jet(product(a.primal, b.primal), _product(lanes, product, a, b))
 
 
-def matrices_plus(lanes: Lanes, target: Any, operands: Operands) -> Any:
-    """Differentiates ``beta c + alpha a @ b``."""
-    c, a, b = operands.args[:3]
-    alpha, beta = operands.kwargs.get("alpha", 1), operands.kwargs.get("beta", 1)
-    product: Any = torch.bmm if _rank(a) == 3 else torch.mm
-    if not isinstance(a, Jet) and not isinstance(b, Jet):
-        (coefficients,) = lanes.each(lambda t: t * beta, c)
-        return lanes.conformed(operands.call(target), coefficients)
-    found = matrix_product(lanes, product, a, b)
-    if alpha != 1:
-        found = Jet(found.primal * alpha, lanes.each(lambda t: t * alpha, found)[0])
-    c = c if beta == 1 else _multiple(lanes, c, beta)
-    value = found.primal + (c.primal if isinstance(c, Jet) else c)
-    return lanes.conformed(value, sum_of(lanes, found, c))
-
-
-def _multiple(lanes: Lanes, value: Any, factor: float) -> Any:
-    if not isinstance(value, Jet):
-        return value * factor
-    return Jet(value.primal * factor, lanes.each(lambda t: t * factor, value)[0])
-
-
-def _rank(value: Any) -> int:
-    return (value.primal if isinstance(value, Jet) else value).dim()
-
-
 def pairwise(lanes: Lanes, target: Any, operands: Operands) -> Any:
     """Differentiates any other product: linear in each of two operands."""
     a, b = operands.args[:2]
@@ -275,13 +249,22 @@ def dropout(lanes: Lanes, target: Any, operands: Operands) -> Any:
 # ---- what is linear in its operands: it is applied to each coefficient -------------------------
 
 
-def first_operand(lanes: Lanes, target: Any, operands: Operands) -> Any:
-    """Differentiates an operator that is linear in its first operand, the others being constant."""
-    (jet,) = operands.jets[:1]
-    if len(operands.jets) != 1 or operands.args[0] is not jet:
-        return NotImplemented
-    coefficients = lanes.each(lambda t: operands.call(target, [t]), jet)
-    return results_of(lanes, operands.call(target), coefficients)
+def first_operand(*constants: int) -> Rule:
+    """Returns the rule of an operator that is linear in its first operand, the others constant.
+
+    Args:
+        constants: places of constants that are added to it, and are zero beside a coefficient.
+    """
+
+    def rule(lanes: Lanes, target: Any, operands: Operands) -> Any:
+        if len(operands.jets) != 1 or operands.args[0] is not operands.jets[0]:
+            return NotImplemented
+        coefficients = lanes.each(
+            lambda t: operands.call(target, [t], zeros_at=constants), operands.jets[0]
+        )
+        return results_of(lanes, operands.call(target), coefficients)
+
+    return rule
 
 
 def jointly(*places: int) -> Rule:
@@ -354,19 +337,3 @@ def _by_order(a: Jet, b: Jet, factor: Any) -> dict[int, tuple[Tensor, ...]]:
         one, other = a.coefficients.get(order, (None,))[0], b.coefficients.get(order, (None,))[0]
         found[order] = (plus(one, scaled(other, factor)),)
     return found
-
-
-def masked_fill(lanes: Lanes, target: Any, operands: Operands) -> Any:
-    """Differentiates filling in a number where a mask says so."""
-    if len(operands.jets) != 1 or operands.args[0] is not operands.jets[0]:
-        return NotImplemented
-    mask = operands.args[1]
-    coefficients = lanes.each(lambda t: t.masked_fill(mask, 0), operands.jets[0])
-    return results_of(lanes, operands.call(target), coefficients)
-
-
-def padded(lanes: Lanes, target: Any, operands: Operands) -> Any:
-    """Differentiates padding with a number: coefficients are padded with zeros."""
-    (jet,) = operands.jets
-    coefficients = lanes.each(lambda t: target(t, operands.args[1]), jet)
-    return results_of(lanes, operands.call(target), coefficients)

@@ -20,28 +20,10 @@ def _names(text: str) -> tuple[str, ...]:
     return tuple(text.split())
 
 
-_ONE_VARIABLE: Mapping[str, analytic.TaylorCoefficients] = {
-    "cos": analytic.cos,
-    "cosh": analytic.cosh,
-    "erf": analytic.erf,
-    "exp": analytic.exp,
-    "expm1": analytic.expm1,
-    "gelu": analytic.gelu,
-    "log": analytic.log,
-    "log1p": analytic.log1p,
-    "pow.Tensor_Scalar": analytic.power,
-    "reciprocal": analytic.reciprocal,
-    "rsqrt": analytic.rsqrt,
-    "sigmoid": analytic.sigmoid,
-    "silu": analytic.silu,
-    "sin": analytic.sin,
-    "sinh": analytic.sinh,
-    "softplus": analytic.softplus,
-    "sqrt": analytic.sqrt,
-    "square": analytic.square,
-    "tan": analytic.tan,
-    "tanh": analytic.tanh,
-}
+_ONE_VARIABLE = _names("""
+    cos cosh erf exp expm1 gelu log log1p reciprocal rsqrt sigmoid silu sin sinh softplus sqrt
+    square tan tanh
+""")
 
 _MADE_OF_LINES = _names("abs clamp clamp_max clamp_min hardtanh leaky_relu relu")
 
@@ -82,27 +64,26 @@ _CONSTANT = _names("""
 """)
 
 RULES: Mapping[str, Rule] = {
-    **{name: rules.of_one_variable(taylor) for name, taylor in _ONE_VARIABLE.items()},
+    **{name: rules.of_one_variable(getattr(analytic, name)) for name in _ONE_VARIABLE},
     **dict.fromkeys(_MADE_OF_LINES, rules.made_of_lines),
-    **dict.fromkeys(_LINEAR_IN_THE_FIRST, rules.first_operand),
+    **dict.fromkeys(_LINEAR_IN_THE_FIRST, rules.first_operand()),
     **{name: rules.jointly(*places) for name, places in _LINEAR_TOGETHER.items()},
     **dict.fromkeys(_CONSTANT, rules.of_constant),
     "_log_softmax": rules.log_softmax,
     "_safe_softmax": rules.softmax,
     "_softmax": rules.softmax,
     "add": rules.add,
-    "addmm": rules.matrices_plus,
-    "baddbmm": rules.matrices_plus,
     "bmm": rules.matrices,
-    "constant_pad_nd": rules.padded,
+    "constant_pad_nd": rules.first_operand(2),
     "div": rules.divide,
     "dot": rules.pairwise,
     "logsumexp": rules.logsumexp,
-    "masked_fill.Scalar": rules.masked_fill,
+    "masked_fill.Scalar": rules.first_operand(2),
     "mm": rules.matrices,
     "mul": rules.multiply,
     "mv": rules.pairwise,
     "native_dropout": rules.dropout,
+    "pow.Tensor_Scalar": rules.of_one_variable(analytic.power),
     "sub": rules.subtract,
 }
 """By the name of an operator, or of one overload of it."""
@@ -155,11 +136,19 @@ def _variance_and_mean(
     return variance, mean if keepdim else x.mean(dims)
 
 
+def _product_plus(c: Tensor, a: Tensor, b: Tensor, *, beta: Any = 1, alpha: Any = 1) -> Tensor:
+    # Nothing is multiplied by one: it would be a kernel of its own for value and coefficients.
+    product = a @ b if alpha == 1 else (a @ b) * alpha
+    return product + (c if beta == 1 else c * beta)
+
+
 def taken_apart() -> dict[Any, Callable[..., Any]]:
     """Returns how operators are made of those that have rules, with the same derivatives."""
     table = torch._decomp.decomposition_table
     aten = torch.ops.aten
     found: dict[Any, Callable[..., Any]] = {
+        aten.addmm.default: _product_plus,
+        aten.baddbmm.default: _product_plus,
         aten.var.correction: _variance,
         aten.var_mean.correction: _variance_and_mean,
     }

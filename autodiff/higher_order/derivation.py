@@ -21,79 +21,45 @@ from ..forward_mode.series import Series
 
 
 @dataclass(frozen=True)
-class Derivation:
-    """Marks a gradient: a leaf's one operator, of outputs, inputs and a cotangent per output.
+class DerivativeMark:
+    """Marks derivatives that a forward takes: a leaf's one operator, which is never run.
 
-    It gives the gradient of each input, and is never run.
+    It takes outputs, inputs and a cotangent of each output, and gives the gradient of each input.
+    With a series it takes outputs, inputs and the directions of each input, and gives the Taylor
+    coefficients of each output, order by order.
     """
 
     num_outputs: int
     num_inputs: int
-    __name__ = "gradient"
+    series: Series | None = None
+
+    @property
+    def __name__(self) -> str:
+        return "gradient" if self.series is None else "series"
 
     def __call__(self, *operands: Any) -> Any:
         """Raises AssertionError."""
-        raise AssertionError("a gradient that a forward takes was not made")
+        raise AssertionError(f"a {self.__name__} that a forward takes was not made")
 
 
 @dataclass(frozen=True)
-class Expansion:
-    """Marks a series: a leaf's one operator, of outputs, inputs and directions per input.
-
-    It gives the Taylor coefficients of each output, order by order, and is never run.
-    """
-
-    num_outputs: int
-    num_inputs: int
-    series: Series
-    __name__ = "series"
-
-    def __call__(self, *operands: Any) -> Any:
-        """Raises AssertionError."""
-        raise AssertionError("a series that a forward takes was not made")
-
-
-DerivativeMark = Derivation | Expansion
-"""What stands for a derivative, until it is made."""
-
-
-@dataclass(frozen=True)
-class GradientCall:
-    """Names the gradients that a marked call has to become.
+class DerivativeCall:
+    """Names the derivatives that a marked call has to become.
 
     Attributes:
-        outputs: the values that gradients come from.
-        inputs: the values whose gradients are asked for.
-        seeds: a cotangent for each output.
-        results: which input the gradient is of, and the value that it has to become.
+        outputs: the values that are differentiated.
+        inputs: the values with respect to which they are.
+        seeds: a cotangent of each output; for a series the directions of each input.
+        series: which coefficients; None for gradients.
+        results: the number of the derivative, and the value that it has to become.
         source: the user's line.
     """
 
     outputs: tuple[Value, ...]
     inputs: tuple[Value, ...]
     seeds: tuple[Value, ...]
+    series: Series | None
     results: tuple[tuple[int, Value], ...]
-    source: str
-
-
-@dataclass(frozen=True)
-class SeriesCall:
-    """Names the coefficients that a marked call has to become.
-
-    Attributes:
-        outputs: the values whose series are asked for.
-        inputs: the values that move along lines.
-        directions: of each input, one row per direction.
-        series: which coefficients.
-        results: output, order, and the value that the coefficient has to become.
-        source: the user's line.
-    """
-
-    outputs: tuple[Value, ...]
-    inputs: tuple[Value, ...]
-    directions: tuple[Value, ...]
-    series: Series
-    results: tuple[tuple[Value, int, Value], ...]
     source: str
 
 
@@ -103,7 +69,7 @@ def takes_gradients(program: Program) -> bool:
     return any(_derivation(leaf) is not None for leaf in leaves)
 
 
-def derivative_call(call: Call) -> GradientCall | SeriesCall | None:
+def derivative_call(call: Call) -> DerivativeCall | None:
     """Returns what a call asks for, if its closure stands for a derivative."""
     node = _derivation(call.closure) if isinstance(call.closure, Leaf) else None
     if node is None:
@@ -117,12 +83,8 @@ def derivative_call(call: Call) -> GradientCall | SeriesCall | None:
     picked = [int(n.args[1]) for n in _returned(call.closure)]  # type: ignore[arg-type]
     results = list(zip(picked, call.results, strict=True))
     first, second = target.num_outputs, target.num_outputs + target.num_inputs
-    outputs, inputs, more = operands[:first], operands[first:second], operands[second:]
-    if isinstance(target, Derivation):
-        return GradientCall(outputs, inputs, more, tuple(results), source)
-    orders = target.series.orders
-    of = tuple((outputs[i // len(orders)], orders[i % len(orders)], v) for i, v in results)
-    return SeriesCall(outputs, inputs, more, target.series, of, source)
+    parts = operands[:first], operands[first:second], operands[second:]
+    return DerivativeCall(*parts, target.series, tuple(results), source)
 
 
 def _derivation(leaf: Leaf) -> torch.fx.Node | None:
@@ -155,7 +117,7 @@ def calls_between(
 def refuse_hidden_paths(
     calls: Sequence[Call],
     inputs: Collection[Value],
-    asked: GradientCall | SeriesCall,
+    asked: DerivativeCall,
     may_depend: Collection[Value],
 ) -> None:
     """Raises CaptureError where an output may depend on an input in a way that no call shows.

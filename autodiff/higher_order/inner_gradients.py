@@ -29,7 +29,7 @@ from ..forward_mode.forward_derivative import ForwardDerivatives
 from ..forward_mode.jet_interpreter import Fallback
 from ..traces.torch_differentiable import DIFFERENTIABLE
 from ..training_program import backward_calls
-from .derivation import GradientCall, calls_between, derivative_call, refuse_hidden_paths
+from .derivation import DerivativeCall, calls_between, derivative_call, refuse_hidden_paths
 from .expand import expanded
 from .gradient_program import own_derivative
 from .repeats import Repeats
@@ -83,7 +83,7 @@ class InnerGradients:
             if one is None:
                 return program
             refuse_hidden_paths(program.calls[:place], program.inputs, one, may_depend)
-            if isinstance(one, GradientCall):
+            if one.series is None:
                 program = self._flat.program(self._derived(program, place, one))
             else:
                 program, found_none = expanded(program, place, one, self._forward)
@@ -104,7 +104,7 @@ class InnerGradients:
         fallbacks.update(own)
         return made
 
-    def _derived(self, program: Program, place: int, asked: GradientCall) -> Program:
+    def _derived(self, program: Program, place: int, asked: DerivativeCall) -> Program:
         """Returns the program with the gradients that one call asks for."""
         calls = calls_between(program.calls[:place], asked.inputs, asked.outputs)
         read = {a for call in calls for a in call.args} | set(asked.outputs)
@@ -167,7 +167,7 @@ class DifferentiatedRange:
     """
 
     program: Program
-    asked: GradientCall
+    asked: DerivativeCall
     calls: Sequence[Call]
     originals: dict[Call, Call]
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
 from ...autodiff.forward_mode.series import Series
-from ...autodiff.higher_order.derivation import Derivation, Expansion
+from ...autodiff.higher_order.derivation import DerivativeMark
 from ...reuse.errors import CaptureError
 from ...reuse.evidence.module_state import raw_attribute
 from ...reuse.freeze import Freezer, Identity
@@ -281,7 +281,7 @@ class ModelWatcher:
         for _, end in used:
             end.meta[DIFFERENTIATED] = True
         operands = [*nodes, *(end for _, end in used), *cotangents]
-        node = tracer.call(Derivation(len(nodes), len(used)), operands)
+        node = tracer.call(DerivativeMark(len(nodes), len(used)), operands)
         made = {
             end: tracer.track_new(TensorType.of(x).cotangent(), given, tracer.item(node, i))
             for i, (x, end) in enumerate(used)
@@ -304,7 +304,7 @@ class ModelWatcher:
         operands = [tensors.node_of(x) for x in (*outputs, *inputs, *directions)]
         for node in operands[len(outputs) : len(outputs) + len(inputs)]:
             node.meta[DIFFERENTIATED] = True
-        node = tracer.call(Expansion(len(outputs), len(inputs), series), operands)
+        node = tracer.call(DerivativeMark(len(outputs), len(inputs), series), operands)
         places = [(y, order) for y in outputs for order in series.orders]
         made = [
             tracer.track_new(
