@@ -10,9 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
@@ -56,79 +54,8 @@ class _Laplacian(nn.Module):
 
     def forward(self, points: torch.Tensor) -> torch.Tensor:
         """Returns the sum of the second derivatives."""
-        num = points.shape[-1]
-        units = [[float(i == k) for i in range(num)] for k in range(num)]
-        series = Series(2, num, collapsed=True)
-        asked = _ByCoordinates(
-            "laplacian", units, series, lambda x: x, _reverse_laplacian, 1 + 2 * num
-        )
-        return asked.of(self.func, points, self._mode)
-
-
-class _InReverse(Protocol):
-    def __call__(
-        self, column: torch.Tensor, points: torch.Tensor, /, *, goes_on: bool
-    ) -> torch.Tensor:
-        """Returns a derivative of one number at each point."""
-
-
-@dataclass(frozen=True)
-class _ByCoordinates:
-    """Describes a derivative by coordinates, in both modes.
-
-    Attributes:
-        what: it is, in words.
-        directions: of the lines that it is taken along in Taylor mode.
-        series: along them.
-        from_lines: makes it of the highest derivatives along them.
-        in_reverse: makes it, of one number at each point.
-        passes_back: how often that runs the linear maps of what is differentiated.
-    """
-
-    what: str
-    directions: Sequence[Sequence[float]]
-    series: Series
-    from_lines: Callable[[torch.Tensor], torch.Tensor]
-    in_reverse: _InReverse
-    passes_back: int
-
-    def of(self, func: Function, points: torch.Tensor, mode: TaylorMode) -> torch.Tensor:
-        """Returns it, of a function at some points."""
-        goes_on = torch.is_grad_enabled()
-        with torch.enable_grad():
-            # Made before what is differentiated runs: the series then take its place.
-            lines = _everywhere(self.directions, points) if may_follow(mode) else points
-            (given,), _ = renamed((points,))
-            result = _result_of(func, given)
-
-            columns = _columns(result, given)
-            taken = mode_taken(
-                self.what,
-                mode,
-                "taylor",
-                passes=1 + self.series.num_coefficients,
-                passes_back=1 + self.passes_back * len(columns),
-            )
-            if taken == "taylor":
-                found = self.from_lines(taylor(result, given, lines, self.series))
-            else:
-                parts = [self.in_reverse(column, given, goes_on=goes_on) for column in columns]
-                found = torch.stack(parts, -1).reshape(result.shape)
-        return found if goes_on else found.detach()
-
-
-def _reverse_laplacian(
-    column: torch.Tensor, points: torch.Tensor, *, goes_on: bool
-) -> torch.Tensor:
-    (first,) = gradients([column.sum()], [points], None, goes_on=True)
-    second = [_by(first[..., i], points, i, goes_on=goes_on) for i in range(points.shape[-1])]
-    return torch.stack(second).sum(0)
-
-
-def _by(column: torch.Tensor, points: torch.Tensor, place: int, *, goes_on: bool) -> torch.Tensor:
-    """Returns the derivative of each point's number by one of its coordinates."""
-    (found,) = gradients([column.sum()], [points], None, goes_on=goes_on)
-    return found[..., place]
+        terms = [(place, place) for place in range(points.shape[-1])]
+        return _sum_of_partials("laplacian", terms, self.func, points, self._mode)
 
 
 @door
@@ -165,22 +92,75 @@ def derivative(
         ...         return derivative(self.net, x, "xxxx").square().mean()
     """
     places = _places(by, coordinates, points.shape[-1])
-    order, weights = len(places), _polarized(places, points.shape[-1])
+    return _sum_of_partials(f"derivative by {by!r}", [places], func, points, mode)
 
-    def from_lines(along: torch.Tensor) -> torch.Tensor:
-        scale = math.factorial(order)
-        terms = [along[k] * (weight / scale) for k, weight in enumerate(weights.values())]
-        return torch.stack(terms).sum(0)
 
-    def in_reverse(column: torch.Tensor, given: torch.Tensor, *, goes_on: bool) -> torch.Tensor:
-        for number, place in enumerate(places, start=1):
-            column = _by(column, given, place, goes_on=goes_on or number < order)
-        return column
+Term = tuple[int, ...]
+"""A partial derivative: the place of a coordinate for each order."""
 
-    series, passes_back = Series(order, len(weights)), 2**order - 1
-    what = f"derivative by {by!r}"
-    asked = _ByCoordinates(what, list(weights), series, from_lines, in_reverse, passes_back)
-    return asked.of(func, points, mode)
+
+def _sum_of_partials(
+    what: str, terms: Sequence[Term], func: Function, points: torch.Tensor, mode: TaylorMode
+) -> torch.Tensor:
+    """Returns the sum of partial derivatives of one order, in the shape of a function's result."""
+    goes_on, order = torch.is_grad_enabled(), len(terms[0])
+    weights: dict[tuple[float, ...], float] = {}
+    for term in terms:
+        for along, weight in _polarized(term, points.shape[-1]).items():
+            weights[along] = weights.get(along, 0.0) + weight / math.factorial(order)
+    factors = [*weights.values()]
+    # With equal weights only the sum over the directions has to flow, as for a Laplacian.
+    is_sum = order > 1 and len(factors) > 1 and len({*factors}) == 1
+    series = Series(order, len(factors), collapsed=is_sum)
+    with torch.enable_grad():
+        # Made before what is differentiated runs: the series then take its place.
+        lines = _everywhere([*weights], points) if may_follow(mode) else points
+        (given,), _ = renamed((points,))
+        result = _result_of(func, given)
+        columns = _columns(result, given)
+        passes, passes_back = 1 + series.num_coefficients, 1 + len(columns) * _passes_back(terms)
+        if mode_taken(what, mode, "taylor", passes=passes, passes_back=passes_back) == "taylor":
+            highest = taylor(result, given, lines, series)
+            if is_sum:
+                found = highest if factors[0] == 1 else highest * factors[0]
+            else:
+                parts = [highest[k] * factor for k, factor in enumerate(factors)]
+                found = torch.stack(parts).sum(0)
+        else:
+            parts = [_in_reverse(column, given, terms, goes_on=goes_on) for column in columns]
+            found = torch.stack(parts, -1).reshape(result.shape)
+    return found if goes_on else found.detach()
+
+
+def _by_first(terms: Sequence[Term]) -> Mapping[int, Sequence[Term]]:
+    """Returns, by the first coordinate of some terms, what is left of them."""
+    found: dict[int, list[Term]] = {}
+    for first, *rest in terms:
+        found.setdefault(first, []).append(tuple(rest))
+    return found
+
+
+def _passes_back(terms: Sequence[Term]) -> int:
+    """Returns how often reverse mode runs the linear maps of what is differentiated.
+
+    A gradient runs them once more, and a gradient of a gradient also those of the first.
+    """
+    return 1 + 2 * sum(_passes_back(rest) for rest in _by_first(terms).values() if rest[0])
+
+
+def _in_reverse(
+    column: torch.Tensor, points: torch.Tensor, terms: Sequence[Term], *, goes_on: bool
+) -> torch.Tensor:
+    """Returns the sum of partial derivatives of one number at each point."""
+    is_last = len(terms[0]) == 1
+    (slope,) = gradients([column.sum()], [points], None, goes_on=goes_on or not is_last)
+    found = [
+        slope[..., place]
+        if is_last
+        else _in_reverse(slope[..., place], points, rest, goes_on=goes_on)
+        for place, rest in _by_first(terms).items()
+    ]
+    return found[0] if len(found) == 1 else torch.stack(found).sum(0)
 
 
 def _polarized(places: Sequence[int], num: int) -> Mapping[tuple[float, ...], float]:
@@ -214,7 +194,7 @@ def _everywhere(directions: Sequence[Sequence[float]], points: torch.Tensor) -> 
     return whole.expand(num, *points.shape).contiguous()
 
 
-def _places(by: str, coordinates: str, num: int) -> Sequence[int]:
+def _places(by: str, coordinates: str, num: int) -> Term:
     known = coordinates[:num]
     unknown = [letter for letter in by if letter not in known]
     if unknown or not by:
@@ -222,7 +202,7 @@ def _places(by: str, coordinates: str, num: int) -> Sequence[int]:
             f"derivative by {by!r}: the {num} coordinates of these points are named "
             f'{", ".join(known)}. Pass coordinates=, such as "xt", to name others.'
         )
-    return [known.index(letter) for letter in by]
+    return tuple(known.index(letter) for letter in by)
 
 
 def _result_of(func: Function, points: torch.Tensor) -> torch.Tensor:

@@ -306,8 +306,8 @@ class Jacobian:
 
     ``J[i]`` is the row of result ``i``, ``J[i, j]`` an entry of it, and indices may be slices;
     ``J @ v`` is the product with a tensor of the input's shape, ``v @ J`` that with one of the
-    result's, neither of which computes a row; ``J.diagonal()`` computes all rows, and of a
-    Hessian none: it is the second derivatives along each coordinate; ``J.dense()`` is the whole, of
+    result's, neither of which computes a row; ``J.diagonal()`` computes all rows, of which a
+    Hessian keeps only the entries; ``J.dense()`` is the whole, of
     shape ``(*result, *input)``. Many rows are computed at once, up to 64: memory for what the
     function computes so many times. Where that draws random numbers, all parts are of the same.
 
