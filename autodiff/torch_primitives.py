@@ -14,7 +14,6 @@ from typing import Any
 import torch
 import torch.fx
 from torch._decomp import get_decompositions
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..reuse.ir.leaf import Stamp, flat_types, without_autocast
@@ -23,11 +22,10 @@ from ..reuse.ir.program import Leaf, Program
 from ..reuse.ir.rewrite import map_leaves
 from .derivative import Derivative, Differentiator, Recipe, Request
 from .traces.forwards import trace_forward
-from .traces.layouts import laid_out_as, lying_as_traced
-from .traces.origins import NotingInterpreter, origin_of
-from .traces.pure_memory import draw_mask, of_pure_memory
-from .traces.torch_make_fx import Decompositions, fake_tensor, growing_graph, new_fake_mode
-from .traces.torch_user_rules import rules_beneath_autograd
+from .traces.layouts import lying_as_traced
+from .traces.origins import origin_of
+from .traces.pure_memory import draw_mask
+from .traces.torch_make_fx import Decompositions
 
 _ATEN = torch.ops.aten
 # PyTorch has a rule for these that leads to core ATen, and does not count it among those.
@@ -88,26 +86,13 @@ def _as_primitives(leaf: Leaf, table: Decompositions) -> Leaf:
     What no rule takes apart stays, for a verifier to name. Each operator is stamped with the user's
     line that it comes from.
     """
-    table = {**table, **rules_beneath_autograd()}
     types = flat_types(leaf.input_types)
-    results = flat_types(leaf.output_types)
     module = leaf.module
     # Attention has to be taken apart before PyTorch picks a fused kernel for it.
     if leaf.level == "composite":
         with _attention_as_products():
             module = trace_forward(module, types, {})
-    mode = new_fake_mode(module)
-    inputs = [fake_tensor(mode, t) for t in types]
-
-    def run(*flat: torch.Tensor) -> tuple[Any, ...]:
-        interpreter = NotingInterpreter(module, growing_graph(), lying_as_traced)
-        found = interpreter.run_flat(flat)
-        interpreter.write()
-        return tuple(laid_out_as(r, t) for r, t in zip(found, results, strict=True))
-
-    with mode, torch.no_grad():
-        reduced = make_fx(run, decomposition_table=table)(*inputs)
-        reduced = of_pure_memory(reduced, inputs, table, ())  # some rules write in place
+    reduced = trace_forward(module, types, table, lying_as_traced)
     _drop_unused(reduced.graph)
     for node in reduced.graph.nodes:
         origin = origin_of(node)

@@ -82,15 +82,17 @@ def third_order(model: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 def assert_same(
     compiled: Any, expected: nn.Module, loss: Callable[..., Tensor], *args: Any
 ) -> None:
-    """Compares a loss, the gradients of all parameters and those of the input."""
+    """Compares a loss, the gradients of all parameters and of the input, buffers, and draws."""
     found = []
     for model in (compiled, expected):
+        torch.manual_seed(3)
         model.zero_grad()
         inputs = [a.clone() for a in args]
         value = loss(model, *inputs)
         value.backward()
         gradients = [p.grad for p in model.parameters()]
-        found.append([value.detach(), *gradients, *(x.grad for x in inputs)])
+        state = [*model.buffers(), torch.rand(2)]
+        found.append([value.detach(), *gradients, *(x.grad for x in inputs), *state])
     for one, other in zip(*found, strict=True):
         assert (one is None) == (other is None)
         if one is not None:
@@ -166,30 +168,20 @@ def test_what_stops_a_gradient_stops_it_at_every_order(forward: Any, loss: Any) 
     assert_same(compiled, expected, loss, points())
 
 
-class Determinant(nn.Module):
-    def __init__(self, det: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.det = det
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.det(x @ x.mT + torch.eye(3, dtype=x.dtype)).sum()
-
-
 @pytest.mark.parametrize("det", [torch.det, torch.linalg.det], ids=["det", "linalg.det"])
 def test_a_determinant_has_a_second_derivative_where_singular_values_are_equal(
     det: Callable[[Tensor], Tensor],
 ) -> None:
+    class Determinant(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return det(x @ x.mT + torch.eye(3, dtype=x.dtype)).sum()
+
+    def loss(model: Any, x: Tensor) -> Tensor:
+        return gradient(model(x.requires_grad_()), x).square().sum()
+
     matrices = torch.eye(3).double().repeat(2, 1, 1)
     matrices[1] += torch.arange(9.0).reshape(3, 3) / 9
-
-    def second(model: nn.Module) -> tuple[Tensor, Tensor]:
-        x = matrices.clone().requires_grad_()
-        (first,) = torch.autograd.grad(model(x), x, create_graph=True)
-        (found,) = torch.autograd.grad(first.square().sum(), x)
-        return first.detach(), found
-
-    compiled = lazyinline.compile(Determinant(det), backend="eager", fallback="error")
-    torch.testing.assert_close(second(compiled), second(Determinant(det)))
+    assert_same(*pair(Determinant(), fallback="error"), loss, matrices)
 
 
 def test_a_cotangent_that_is_a_function_gets_its_gradient() -> None:
@@ -332,19 +324,17 @@ def test_batch_norm_trains_by_its_gradients_gradient_as_in_eager() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return x + self.norm(self.linear(x)).tanh()
 
+    def loss(model: Any, x: Tensor) -> Tensor:
+        found = penalty(model, x)
+        model(x.detach() + 1)
+        return found
+
     compiled, expected = pair(Net(2, Normed))
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.05) for m in (compiled, expected)]
     for seed in range(3):
-        for model, optimizer in zip((compiled, expected), optimizers, strict=True):
-            optimizer.zero_grad()
-            loss = penalty(model, points(seed=seed))
-            model(points(seed=seed + 9))
-            loss.backward()
+        assert_same(compiled, expected, loss, points(seed=seed))
+        for optimizer in optimizers:
             optimizer.step()
-        for mine, other in zip(compiled.parameters(), expected.parameters(), strict=True):
-            torch.testing.assert_close(mine.grad, other.grad)
-    for mine, other in zip(compiled.buffers(), expected.buffers(), strict=True):
-        torch.testing.assert_close(mine, other)
 
 
 @lazy_inline
@@ -367,23 +357,18 @@ class Dropping(nn.Module):
 @pytest.mark.parametrize("loss", [penalty, third_order])
 @pytest.mark.sweep(keep="penalty-eager")
 def test_masks_are_those_of_the_forward_at_every_order(loss: Any, backend: str) -> None:
+    def drawing_between(model: Any, x: Tensor) -> Tensor:
+        def drawing(x: Tensor) -> Tensor:
+            y: Tensor = model(x)
+            torch.rand(3)
+            return y
+
+        found: Tensor = loss(drawing, x)
+        return found
+
     compiled, expected = pair(Net(2, Dropping), backend)
     for seed in range(2):
-        found = []
-        for model in (compiled, expected):
-            torch.manual_seed(seed)
-
-            def drawing_between(x: Tensor, model: Any = model) -> Tensor:
-                y: Tensor = model(x)
-                torch.rand(3)
-                return y
-
-            value = loss(drawing_between, points())
-            model.zero_grad()
-            value.backward()
-            gradients = [p.grad for p in model.parameters() if p.grad is not None]
-            found.append([value, *gradients, torch.rand(2)])
-        torch.testing.assert_close(*found)
+        assert_same(compiled, expected, drawing_between, points(seed=seed))
 
 
 def test_what_a_gradient_would_draw_otherwise_is_refused() -> None:

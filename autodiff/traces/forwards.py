@@ -9,7 +9,7 @@ import torch
 import torch.fx
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ...reuse.ir.leaf import without_autocast
+from ...reuse.ir.leaf import LaidOut, as_it_is, without_autocast
 from ...reuse.ir.torch_symbols import sizes_in
 from ...reuse.ir.types import TensorType
 from .layouts import attention_as_traced, results_as_captured
@@ -31,13 +31,24 @@ from .torch_user_rules import rules_above_autograd, rules_beneath_autograd
 
 @without_autocast
 def trace_forward(
-    module: torch.fx.GraphModule, types: Sequence[TensorType], decompositions: Decompositions
+    module: torch.fx.GraphModule,
+    types: Sequence[TensorType],
+    decompositions: Decompositions,
+    laid_out: LaidOut = as_it_is,
 ) -> torch.fx.GraphModule:
-    """Takes composite operators of a leaf body apart; no derivative, no in-place operators."""
+    """Takes composite operators of a leaf body apart; no derivative, no in-place operators.
+
+    Args:
+        module: the body.
+        types: of its inputs.
+        decompositions: of the operators.
+        laid_out: gives each operator's result its layout, as of ModalInterpreter.
+    """
     mode = new_fake_mode(module)
     inputs = [fake_tensor(mode, t) for t in types]
     with sizes_kept_open(mode):
-        return trace_forward_on(module, inputs, mode, decompositions, sizes_in(module))
+        sizes = sizes_in(module)
+        return trace_forward_on(module, inputs, mode, decompositions, sizes, laid_out)
 
 
 @without_autocast
@@ -47,6 +58,7 @@ def trace_forward_on(
     mode: FakeTensorMode,
     decompositions: Decompositions,
     sizes: Sequence[Any] = (),
+    laid_out: LaidOut = as_it_is,
 ) -> torch.fx.GraphModule:
     """Does :func:`trace_forward` on given fake inputs.
 
@@ -54,7 +66,7 @@ def trace_forward_on(
     """
 
     def forward(flat: list[torch.Tensor]) -> tuple[Any, ...]:
-        interpreter = NotingInterpreter(module, growing_graph())
+        interpreter = NotingInterpreter(module, growing_graph(), laid_out)
         results = results_as_captured(module, interpreter.run_flat(flat))
         interpreter.write()
         return results
