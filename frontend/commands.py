@@ -28,11 +28,7 @@ from .tracing.torch_tracing import is_library_frame, is_standard_frame
 
 
 def run_bench(options: argparse.Namespace) -> None:
-    """Runs ``bench``: measures late against early inlining; prints a row per depth.
-
-    Raises:
-        LazyInlineError: if something was asked that cannot be done.
-    """
+    """Runs ``bench``: measures late against early inlining; prints a row per depth."""
     _check_folders(options.json, options.html)
     micro_batches, layers = options.micro_batches or 1, options.layers or ()
     if options.model is None:
@@ -62,11 +58,7 @@ def _say(line: str) -> None:
 
 
 def run_inspect(options: argparse.Namespace) -> None:
-    """Runs ``inspect``: prints a model's programs.
-
-    Raises:
-        LazyInlineError: if something was asked that cannot be done.
-    """
+    """Runs ``inspect``: prints a model's programs."""
     if options.passes:
         print(pass_lists(), end="")
         return
@@ -101,11 +93,7 @@ def run_inspect(options: argparse.Namespace) -> None:
 
 
 def run_export(options: argparse.Namespace) -> None:
-    """Runs ``export``: writes an ONNX file.
-
-    Raises:
-        LazyInlineError: if something was asked that cannot be done.
-    """
+    """Runs ``export``: writes an ONNX file."""
     target = load_target(options.target)
     report = export_onnx(
         target.model,
@@ -122,11 +110,7 @@ def run_export(options: argparse.Namespace) -> None:
 
 
 def run_report(options: argparse.Namespace) -> None:
-    """Runs ``report``: measures a model, prints what came out, writes a page.
-
-    Raises:
-        LazyInlineError: if something was asked that cannot be done.
-    """
+    """Runs ``report``: measures a model, prints what came out, writes a page."""
     _check_folders(options.html)
     model, args, kwargs = load_target(options.target)
     report = measure(
@@ -151,11 +135,7 @@ def _check_folders(*files: pathlib.Path | None) -> None:
 
 
 def run_advise(options: argparse.Namespace) -> None:
-    """Runs ``advise``: prints which classes to mark.
-
-    Raises:
-        LazyInlineError: if something was asked that cannot be done.
-    """
+    """Runs ``advise``: prints which classes to mark."""
     target = load_target(options.target)
     print(
         advise(
@@ -169,11 +149,7 @@ def run_advise(options: argparse.Namespace) -> None:
 
 
 def run_cache(options: argparse.Namespace) -> None:
-    """Runs ``cache``: prints what the on-disk cache holds, or empties it.
-
-    Raises:
-        CacheError: if the directory cannot be used.
-    """
+    """Runs ``cache``: prints what the on-disk cache holds, or empties it."""
     try:
         found = DiskCache(default_directory(), max_bytes())
     except OSError as error:

@@ -5,6 +5,7 @@ runs counts as well.
 """
 
 import ast
+import functools
 import itertools
 import pathlib
 import re
@@ -58,6 +59,12 @@ def package_of(path: pathlib.Path, root: pathlib.Path = ROOT) -> str:
 def sources() -> list[pathlib.Path]:
     """Returns every Python file of the package."""
     return sorted(path for folder in package_folders() for path in folder.rglob("*.py"))
+
+
+@functools.cache
+def tree_of(path: pathlib.Path) -> ast.Module:
+    """Returns a file's syntax tree: read by many tests, parsed once."""
+    return ast.parse(path.read_text())
 
 
 def is_adapter(path: pathlib.Path) -> bool:
@@ -194,7 +201,7 @@ class PrivateTorchNames(ast.NodeVisitor):
 
 def private_torch_names(path: pathlib.Path) -> list[tuple[int, str]]:
     """Returns line and name of each private torch name in a file, in order, once per line."""
-    return sorted(set(PrivateTorchNames(ast.parse(path.read_text())).found))
+    return sorted(set(PrivateTorchNames(tree_of(path)).found))
 
 
 def own_names(trees: Iterable[ast.AST]) -> set[str]:
@@ -221,7 +228,7 @@ def foreign_private_attributes(tree: ast.AST, own: set[str]) -> list[tuple[int, 
         if isinstance(node, ast.Import)
         for alias in node.names
     }
-    found = []
+    found, known = [], own | STABLE
     for node in ast.walk(tree):
         name: object = None
         if isinstance(node, ast.Attribute):
@@ -231,7 +238,7 @@ def foreign_private_attributes(tree: ast.AST, own: set[str]) -> list[tuple[int, 
             name = literal.value if isinstance(literal, ast.Constant) else None
         if not isinstance(name, str) or not PRIVATE_PART.fullmatch(name):
             continue
-        if name in own | STABLE or ast.unparse(base).partition(".")[0] in modules:
+        if name in known or ast.unparse(base).partition(".")[0] in modules:
             continue
         found.append((node.lineno, ast.unparse(node)))
     return found
@@ -244,11 +251,7 @@ def test_folders_are_known() -> None:
 
 
 def test_import_direction() -> None:
-    found = [
-        row
-        for path in sources()
-        for row in against_direction(ast.parse(path.read_text()), path, ROOT)
-    ]
+    found = [row for path in sources() for row in against_direction(tree_of(path), path, ROOT)]
     assert not found, "imports against the direction:\n" + "\n".join(found)
 
 
@@ -263,7 +266,7 @@ def test_private_torch_names_stay_in_adapters() -> None:
 
 
 def test_foreign_private_attributes_stay_in_adapters() -> None:
-    trees = {path: ast.parse(path.read_text()) for path in sources()}
+    trees = {path: tree_of(path) for path in sources()}
     own = own_names(trees.values())
     found = [
         f"{path.relative_to(ROOT)}:{line} {text}"
@@ -276,7 +279,7 @@ def test_foreign_private_attributes_stay_in_adapters() -> None:
 
 def test_adapters_and_they_alone_are_named_so() -> None:
     for path in sources():
-        docstring = ast.get_docstring(ast.parse(path.read_text())) or ""
+        docstring = ast.get_docstring(tree_of(path)) or ""
         assert docstring.startswith("Adapter: ") == is_adapter(path), path
 
 

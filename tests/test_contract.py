@@ -33,6 +33,7 @@ from test_architecture import (
     own_names,
     private_torch_names,
     sources,
+    tree_of,
 )
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -166,7 +167,7 @@ def test_every_private_name_of_an_adapter_has_a_contract() -> None:
 
 
 def test_every_private_attribute_of_an_adapter_has_a_contract() -> None:
-    trees = {path: ast.parse(path.read_text()) for path in sources()}
+    trees = {path: tree_of(path) for path in sources()}
     own = own_names(trees.values())
     used = set()
     for path, tree in trees.items():

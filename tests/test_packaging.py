@@ -1,6 +1,5 @@
 """What is installed: every folder, nothing else, from a wheel and from the checkout."""
 
-import ast
 import importlib.metadata
 import os
 import pathlib
@@ -13,7 +12,7 @@ import zipfile
 
 import pytest
 from link_tree import COMMAND, PUBLIC_FACE, ROOT, all_packages, package_folders
-from test_architecture import imported_names, package_of, sources
+from test_architecture import imported_names, package_of, sources, tree_of
 
 import lazyinline
 from lazyinline.reuse import process
@@ -150,7 +149,7 @@ def test_only_declared_libraries_are_imported() -> None:
     found = {
         f"{path.relative_to(ROOT)}:{line}": name
         for path in sources()
-        for line, name in imported_names(ast.parse(path.read_text()), package_of(path))
+        for line, name in imported_names(tree_of(path), package_of(path))
         if name.partition(".")[0] not in known
     }
     assert not found, f"imported, but not among the dependencies: {found}"

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import networkx as nx
 import pytest
 from link_tree import PUBLIC_FACE, ROOT, all_packages, package_folders
-from test_architecture import imported_names, module_name, package_of, sources
+from test_architecture import imported_names, module_name, package_of, sources, tree_of
 
 PAGE = ROOT / "docs" / "rooms.md"
 HEAD = """# The rooms
@@ -34,13 +34,13 @@ ROOMS = [folder for folder in all_packages().values() if folder != PUBLIC_FACE]
 
 def lines_of(folder: pathlib.Path) -> dict[str, str]:
     """Returns what the docstring of a folder says of each name in it, in order."""
-    text = ast.get_docstring(ast.parse((folder / "__init__.py").read_text())) or ""
+    text = ast.get_docstring(tree_of(folder / "__init__.py")) or ""
     return dict(re.findall(r"^(\w+)  +(.+)$", text, re.MULTILINE))
 
 
 def title_of(folder: pathlib.Path) -> str:
     """Returns the first line of a folder's docstring."""
-    text = ast.get_docstring(ast.parse((folder / "__init__.py").read_text())) or ""
+    text = ast.get_docstring(tree_of(folder / "__init__.py")) or ""
     return text.partition("\n")[0]
 
 
@@ -62,7 +62,7 @@ def arrows() -> set[tuple[str, str]]:
     modules = {module_name(path): path for path in sources() if path.name != "__init__.py"}
     found = set()
     for module, path in modules.items():
-        for _, name in imported_names(ast.parse(path.read_text()), package_of(path)):
+        for _, name in imported_names(tree_of(path), package_of(path)):
             target = name if name in modules else name.rpartition(".")[0]
             if target in modules and target != module:
                 found.add((module.partition(".")[2], target.partition(".")[2]))
