@@ -24,7 +24,7 @@ from .options import Options
 from .page.page import measured_page
 from .page.write import write_page
 from .target import FORM, load_target
-from .tracing.torch_tracing import is_library_frame, is_standard_frame
+from .tracing.frames import is_library_frame, is_standard_frame
 
 
 def run_bench(options: argparse.Namespace) -> None:

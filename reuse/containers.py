@@ -103,7 +103,7 @@ class Container(NamedTuple):
     known: int | None = None
 
 
-class Apart:
+class ContainerFlattener:
     """Takes containers apart, each once.
 
     Args:
@@ -207,7 +207,7 @@ def _has_slots(kind: type) -> bool:
     return any(vars(base).get("__slots__") for base in kind.__mro__)
 
 
-class Together:
+class ContainerBuilder:
     """Puts containers together from their forms and leaves.
 
     Args:

@@ -148,8 +148,6 @@ class Freezer:
         kinds, whole = kinds_of(value), is_whole(kind)
         if kind is object or not (kinds or whole):  # object(): made to be told apart
             return Unrepeatable(value) if is_unrepeatable(value) else Identity(value)
-        if any(row.is_state for row in kinds):
-            return Unrepeatable(value)
         parts = [] if whole else [Identity(value)]
         for row in kinds:
             held = row.read(value)

@@ -5,28 +5,29 @@ holds the same (:mod:`.freeze`), and a snapshot, to tell whether the same object
 (:mod:`.evidence.snapshot`). A kind that one of them knew and the other had forgotten would be a
 silent wrong result.
 
-Tensors and modules have no row, since the structure of a model compares their parts, nor have
-classes and Python modules, which are read by name. An object of any class shows its attributes and
-slots. What has no row beside and is written in C is *opaque*: equal to itself alone.
+The rows are what the forwards of transformers, diffusers and timm hold. Tensors and modules have
+none, since the structure of a model compares their parts, nor have classes and Python modules,
+which are read by name. An object of any class shows its attributes and slots. What has no row
+beside and is written in C is *opaque*: equal to itself alone, and a forward that reads what it
+holds runs eagerly.
 """
 
 from __future__ import annotations
 
-import array
 import collections
 import contextvars
 import datetime
 import decimal
 import enum
 import functools
+import gc
 import io
 import logging
-import pickle
 import random
 import re
 import types
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,13 +55,15 @@ NO_WAY = ("key", None)  # to a member of a set, or to the key of a dictionary
 # functools.singledispatch reaches the cache beside its registry.
 _NO_STATE = ("_torchdynamo", "__dynamo", "_dynamo", "_clear_cache")
 _CLOSED = (torch.Tensor, nn.Module, type, types.ModuleType, types.CodeType, *OPERATOR_TYPES)
+_WAYS_OUT = (type, types.ModuleType, types.FrameType, types.CodeType, nn.Module)
+_SCOPE = "__builtins__"  # what a dictionary of globals has
+_ATOMS = frozenset((bool, int, float, complex, str, bytes, type(None)))
 _LRU_CACHE = type(functools.lru_cache(len))
-_VIEWS: tuple[type, ...] = (type({}.keys()), type({}.values()), type({}.items()))
 _METHODS = (types.BuiltinFunctionType, types.MethodWrapperType)
-_PROXIES = (weakref.ProxyType, weakref.CallableProxyType)
 # Each equal to itself alone, but written in C so that nobody can change it.
 _NEVER_CHANGED = (
-    *(enum.Enum, np.dtype, np.ufunc, re.Match, types.GenericAlias, types.UnionType),
+    *(enum.Enum, np.dtype, np.ufunc, types.GenericAlias, types.UnionType, re.Match, re.Pattern),
+    *(decimal.Decimal, datetime.date, datetime.time, datetime.timedelta, datetime.tzinfo),
     *(types.GetSetDescriptorType, types.MemberDescriptorType, types.WrapperDescriptorType),
     *(types.MethodDescriptorType, types.ClassMethodDescriptorType),
     *(torch.dtype, torch.device, torch.layout, torch.memory_format),
@@ -80,7 +83,6 @@ class Kind:
         name: for people, of what was changed; the class's name, if left out.
         is_fixed: an object holds these items for good.
         is_whole: nothing else tells two objects of these very classes apart.
-        is_state: the items are an inner state, which each use moves on.
     """
 
     classes: tuple[type, ...]
@@ -90,7 +92,6 @@ class Kind:
     name: str = ""
     is_fixed: bool = False
     is_whole: bool = False
-    is_state: bool = False
 
 
 def kinds_of(value: Any) -> Sequence[Kind]:
@@ -144,12 +145,15 @@ def is_opaque(value: Any) -> bool:
     return not (is_whole(type(value)) or is_unrepeatable(value))
 
 
-def holds_unseen_items(value: Any) -> bool:
-    """Whether an operator, such as ``value[0]`` or ``for``, reads what an opaque object holds.
+def is_unreadable(value: Any) -> bool:
+    """Whether code can use what an object holds, by operators, while nothing shows what that is.
 
-    Of a function in C that reads it, the call is seen.
+    An iterator, a random generator, a memory, a weak table: a forward that reads one runs eagerly.
+    (Of a function in C that reads an object, the call is seen.)
     """
-    return any(hasattr(type(value), name) for name in _READING_OPERATORS)
+    if is_opaque(value):
+        return any(hasattr(type(value), name) for name in _READING_OPERATORS)
+    return is_iterator(value)
 
 
 def getters_of(kind: type, names: Collection[str]) -> Iterator[str]:
@@ -295,17 +299,6 @@ def _put_factory(value: Any, items: Sequence[Any]) -> None:
     value.default_factory = items[0]
 
 
-def _read_weak(value: Any) -> Sequence[Any]:
-    return list(value) if isinstance(value, weakref.WeakSet) else _entries(value)
-
-
-def _put_weak(value: Any, items: Sequence[Any]) -> None:
-    if isinstance(value, weakref.WeakSet):
-        _put_set(value, items)
-    else:
-        _put_entries(value, items)
-
-
 def _attributes(*names: str) -> dict[str, Any]:
     """Reads an object's items from attributes that it always has."""
     return {
@@ -314,12 +307,7 @@ def _attributes(*names: str) -> dict[str, Any]:
     }
 
 
-# ---- memory and inner states -------------------------------------------------------------------
-
-
-def _put_array(value: array.array[Any], items: Sequence[Any]) -> None:
-    del value[:]
-    value.frombytes(items[1])
+# ---- arrays, context variables, loggers --------------------------------------------------------
 
 
 def _read_ndarray(value: Any) -> Sequence[Any]:
@@ -339,41 +327,9 @@ def _put_ndarray(value: Any, items: Sequence[Any]) -> None:
         plain[...] = np.frombuffer(held[0], plain.dtype).reshape(shape)
 
 
-def _put_memoryview(value: memoryview, items: Sequence[Any]) -> None:
-    if value.c_contiguous and not value.readonly:
-        value.cast("B")[:] = items[0]
-
-
 def _put_variable(value: contextvars.ContextVar[Any], items: Sequence[Any]) -> None:
     if items[0] is not ABSENT:  # only the token of whoever set it could unset it
         value.set(items[0])
-
-
-def _put_state(value: random.Random, items: Sequence[Any]) -> None:
-    value.setstate(items[0])
-
-
-def _read_bits(value: Any) -> Sequence[Any]:
-    return [pickle.dumps(getattr(value, "bit_generator", value).state)]
-
-
-def _put_bits(value: Any, items: Sequence[Any]) -> None:
-    getattr(value, "bit_generator", value).state = pickle.loads(items[0])
-
-
-def _read_old_state(value: np.random.RandomState) -> Sequence[Any]:
-    return [pickle.dumps(value.get_state(legacy=False))]
-
-
-def _put_old_state(value: np.random.RandomState, items: Sequence[Any]) -> None:
-    value.set_state(pickle.loads(items[0]))
-
-
-def _read_proxy(value: Any) -> Sequence[Any]:
-    try:
-        return [value.__dir__.__self__]
-    except ReferenceError:
-        return [ABSENT]
 
 
 def _read_logger(value: logging.Logger) -> Sequence[Any]:
@@ -385,15 +341,9 @@ def _put_logger(value: logging.Logger, items: Sequence[Any]) -> None:
     value.disabled = items[1]
 
 
-def _put_partial(value: Any, items: Sequence[Any]) -> None:
-    value.__setstate__(tuple(items))
-
-
 # ---- the table ---------------------------------------------------------------------------------
 
 _TABLES = (dict, collections.OrderedDict, collections.defaultdict, collections.Counter)
-_WEAK_TABLES = (weakref.WeakKeyDictionary, weakref.WeakValueDictionary, weakref.WeakSet)
-_GENERATORS = (np.random.Generator, np.random.BitGenerator)
 
 # What is said of these tells all of their value; a class derived from one may hold more beside.
 _VALUES = tuple(
@@ -404,14 +354,6 @@ _VALUES = tuple(
         (complex, lambda v: [complex.__pos__(v)]),
         (str, lambda v: [str.__str__(v)]),
         (bytes, lambda v: [bytes.__getitem__(v, slice(None))]),
-        (decimal.Decimal, decimal.Decimal.__reduce__),
-        (datetime.date, datetime.date.__reduce__),
-        (datetime.datetime, lambda v: datetime.datetime.__reduce_ex__(v, 4)),
-        (datetime.time, lambda v: datetime.time.__reduce_ex__(v, 4)),
-        (datetime.timedelta, datetime.timedelta.__reduce__),
-        (datetime.timezone, lambda v: v.__getinitargs__()),
-        (datetime.tzinfo, lambda v: []),
-        (re.Pattern, lambda v: [v.pattern, v.flags]),
     )
 )
 
@@ -424,10 +366,7 @@ KINDS: tuple[Kind, ...] = (
     Kind((range, slice), **_attributes("start", "stop", "step"), is_fixed=True, is_whole=True),
     Kind((types.MethodType,), **_attributes("__func__", "__self__"), is_fixed=True, is_whole=True),
     Kind(
-        (functools.partial,),
-        **_attributes("func", "args", "keywords", "__dict__"),
-        put=_put_partial,
-        is_whole=True,
+        (functools.partial,), **_attributes("func", "args", "keywords", "__dict__"), is_whole=True
     ),
     *_VALUES,
     Kind((collections.defaultdict,), **_attributes("default_factory"), put=_put_factory),
@@ -435,35 +374,20 @@ KINDS: tuple[Kind, ...] = (
     Kind((collections.deque,), **_attributes("maxlen"), is_fixed=True),
     Kind((np.ndarray, np.generic), _read_ndarray, None, _put_ndarray, is_whole=True),
     Kind((types.MappingProxyType,), _entries, _entry_ways, is_whole=True),
-    Kind(_VIEWS, **_attributes("mapping"), is_fixed=True),
     Kind(
         (weakref.ReferenceType,),
         lambda r: [r()],
         lambda r: [("referent", "referent")],
         is_whole=True,
     ),
-    # Objects that few models hold: noticed and put back like all the others, shared by nobody
-    # but blocks that hold the very same. (Of these, the forwards of transformers 5.23 read a
-    # ContextVar only; but compared by identity alone, a change in place would go unnoticed.)
     Kind(_METHODS, **_attributes("__self__"), is_fixed=True),
-    Kind(_PROXIES, _read_proxy),
     Kind((logging.Logger,), _read_logger, put=_put_logger),
     Kind((property,), **_attributes("fget"), is_fixed=True),
     Kind((staticmethod, classmethod), **_attributes("__func__"), is_fixed=True),
     Kind((functools.cached_property,), **_attributes("func"), is_fixed=True),
     Kind((_LRU_CACHE,), **_attributes("__dict__"), is_fixed=True),
     Kind((types.CellType,), lambda c: [cell_contents(c)], None, _put_cell),
-    Kind(
-        (BaseException,), **_attributes("args"), put=lambda e, items: setattr(e, "args", items[0])
-    ),
     Kind((contextvars.ContextVar,), lambda c: [c.get(ABSENT)], None, _put_variable),
-    Kind((bytearray,), lambda b: [bytes(b)], None, lambda b, i: _put_items(b, i[0]), is_whole=True),
-    Kind((array.array,), lambda a: [a.typecode, a.tobytes()], None, _put_array, is_whole=True),
-    Kind((memoryview,), lambda m: [m.tobytes()], None, _put_memoryview),
-    Kind(_WEAK_TABLES, _read_weak, None, _put_weak),
-    Kind((random.Random,), lambda r: [r.getstate()], None, _put_state, is_state=True),
-    Kind(_GENERATORS, _read_bits, None, _put_bits, is_state=True),
-    Kind((np.random.RandomState,), _read_old_state, None, _put_old_state, is_state=True),
 )
 
 _CLASSES = tuple(dict.fromkeys(cls for kind in KINDS for cls in kind.classes))
@@ -505,6 +429,30 @@ def attribute_parts(value: Any) -> list[tuple[str, Any, Any]]:
         if content is not ABSENT:
             found.append((slot.__name__, ("slot", number), content))
     return sorted(found, key=lambda attribute: str(attribute[0]))
+
+
+def reachable(values: Iterable[Any]) -> Iterator[Any]:
+    """Yields all that some values lead to, however they hold it: in Python, in C, by a weak link.
+
+    Nothing is yielded through classes, modules, scopes and frames: they lead to all of Python.
+    """
+    todo, seen = list(values), set[int]()
+    while todo:
+        value = todo.pop()
+        if id(value) in seen or type(value) in _ATOMS:
+            continue
+        seen.add(id(value))
+        yield value
+        if isinstance(value, torch.Tensor):
+            todo += vars(value).values()
+        elif isinstance(value, types.FunctionType):
+            todo += [part for _, part in function_parts(value)]
+        elif not isinstance(value, _WAYS_OUT) and not (type(value) is dict and _SCOPE in value):
+            todo += gc.get_referents(value)
+            if isinstance(value, weakref.ReferenceType):
+                todo.append(value())
+            elif isinstance(value, np.ndarray) and value.dtype.hasobject:
+                todo += value.ravel().tolist()
 
 
 def follow(value: Any, way: tuple[str, Any]) -> Any:

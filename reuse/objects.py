@@ -1,8 +1,7 @@
-"""What an object is and holds by itself, read past any code of its class."""
+"""Reads what an object is and holds without running any code of its class."""
 
 from __future__ import annotations
 
-import array
 import logging
 import struct
 import sys
@@ -15,7 +14,7 @@ from typing import Any
 ABSENT: Any = object()
 
 TRANSPARENT = (
-    *(object, list, tuple, dict, set, frozenset, deque, defaultdict, bytearray, array.array),
+    *(object, list, tuple, dict, set, frozenset, deque, defaultdict),
     *(types.FunctionType, types.MethodType, types.SimpleNamespace, threading.local),
 )
 _POINTER_BYTES = struct.calcsize("P")
@@ -25,7 +24,7 @@ _LIBRARIES = sys.stdlib_module_names | {"torch", "lazyinline"}
 
 
 OWN_PATCH = "_lazyinline_patch"
-"""What marks a function that stands on a class of somebody else's while a model is captured."""
+"""Attribute of the functions that patch somebody else's class while a model is captured."""
 
 
 def is_own_patch(value: Any) -> bool:
@@ -36,6 +35,20 @@ def is_own_patch(value: Any) -> bool:
 def is_library(module_name: Any) -> bool:
     """Whether a module is Python's own, PyTorch's or ours, whose globals steer no model."""
     return isinstance(module_name, str) and module_name.partition(".")[0] in _LIBRARIES
+
+
+def is_of_library(owner: Any) -> bool:
+    """Whether a scope, class, module or object is Python's own, PyTorch's, ours or numpy's.
+
+    Models neither write there nor use what it keeps for itself.
+    """
+    if type(owner) is dict:
+        name = owner.get("__name__")
+    elif isinstance(owner, types.ModuleType):
+        name = owner.__name__
+    else:
+        name = getattr(owner if isinstance(owner, type) else type(owner), "__module__", "")
+    return is_library(name) or str(name).partition(".")[0] == "numpy"
 
 
 def has_plain_class(value: Any) -> bool:

@@ -1,8 +1,8 @@
-"""A whole number of one instance of a block, such as a layer's index, that notes what it tells.
+"""A stand-in for a layer's index that notes how the layer's Python uses it.
 
 A number that is only an index (which slot of a cache is a layer's) need not be equal for two blocks
 to share a closure. So Python is handed an :class:`OpenIndex` in its place: it answers whatever it
-is asked, and notes that it was.
+is asked, and notes whether that revealed its value.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ from typing import Any
 
 
 class OpenIndex:
-    """A whole number of one instance of a block, that others have otherwise; notes what it tells.
+    """Stands for a whole number that each instance of a block has another value of.
 
-    What it is compared with is noted with the answer. Whatever else is asked of it tells its value,
-    but for who knows it: what is watched takes it as an index.
+    Comparisons are noted with their answers: another instance may share if its number answers the
+    same. Anything else asked of it reveals its value; a watched list or dictionary does not need
+    to ask, it takes the index as a key.
     """
 
     __slots__ = ("_tests", "_value", "_was_asked")
@@ -31,30 +32,30 @@ class OpenIndex:
             return int
         if name in OpenIndex.__slots__:
             return object.__getattribute__(self, name)
-        return getattr(told(self), name)
+        return getattr(reveal(self), name)
 
 
 def is_index(value: Any) -> bool:
-    """Whether a value is an index that notes what it tells."""
+    """Whether a value stands for a layer's index."""
     return type(value) is OpenIndex
 
 
-def told(value: Any) -> Any:
-    """Returns a value as it is, and of an index its number, which is told by that."""
+def reveal(value: Any) -> Any:
+    """Returns the number of an index, which is no secret from then on; other values as they are."""
     if type(value) is not OpenIndex:
         return value
     value._was_asked = True
     return value._value
 
 
-def untold(index: Any) -> int:
-    """Returns the number of an index, to be used as that alone."""
+def peek(index: Any) -> int:
+    """Returns the number of an index without revealing it: to find an item with."""
     value: int = index._value
     return value
 
 
 def tests_of(index: Any) -> tuple[tuple[str, int, bool], ...] | None:
-    """Returns what an index was compared with, and the answers; None if its value was told."""
+    """Returns what an index was compared with, and the answers; None if it was revealed."""
     if index._was_asked:
         return None
     return tuple((name, other, answer) for (name, other), answer in index._tests.items())
@@ -72,7 +73,7 @@ def _tested(name: str) -> Callable[[Any, Any], Any]:
 
     def test(index: Any, other: Any) -> Any:
         if type(other) is not int:
-            return compare(told(index), told(other))
+            return compare(reveal(index), reveal(other))
         answer = index._tests[name, other] = compare(index._value, other)
         return answer
 
@@ -80,11 +81,11 @@ def _tested(name: str) -> Callable[[Any, Any], Any]:
 
 
 def _telling(apply: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda *values: apply(*map(told, values))
+    return lambda *values: apply(*map(reveal, values))
 
 
 def _reflected(apply: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    return lambda index, other: apply(told(other), told(index))
+    return lambda index, other: apply(reveal(other), reveal(index))
 
 
 _TESTS = ("lt", "le", "gt", "ge", "eq", "ne")
@@ -100,4 +101,4 @@ for _apply in (*(getattr(operator, name) for name in _BINARY), operator.rshift, 
     _name = _apply.__name__.strip("_")
     setattr(OpenIndex, f"__{_name}__", _telling(_apply))
     setattr(OpenIndex, f"__r{_name}__", _reflected(_apply))
-OpenIndex.__reduce_ex__ = lambda index, protocol: (int, (told(index),))  # type: ignore[method-assign,assignment]
+OpenIndex.__reduce_ex__ = lambda index, protocol: (int, (reveal(index),))  # type: ignore[method-assign,assignment]

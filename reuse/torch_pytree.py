@@ -14,7 +14,15 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch.utils import _pytree
 
-from .containers import Apart, Container, Together, cache_classes, growing_dims, held, is_count
+from .containers import (
+    Container,
+    ContainerBuilder,
+    ContainerFlattener,
+    cache_classes,
+    growing_dims,
+    held,
+    is_count,
+)
 
 _TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
 _LEAVES = frozenset({*_TENSORS, bool, int, float, str, type(None)})
@@ -56,7 +64,7 @@ def _taken_apart(
     classes = cache_classes()
     if not any(isinstance(leaf, classes) for leaf in leaves):
         return leaves, outer, ()
-    apart = Apart(classes, known)
+    apart = ContainerFlattener(classes, known)
     numbers = []
     for leaf in leaves:
         numbers.append(apart.add(leaf))
@@ -103,7 +111,7 @@ def outer_names(tree: Any) -> list[str]:
 def containers(tree: Any) -> list[Any]:
     """Returns the containers in a structure, and those in them, by number."""
     classes = cache_classes()
-    apart = Apart(classes)
+    apart = ContainerFlattener(classes)
     for leaf in flatten_outer(tree)[0]:
         apart.add(leaf)
     return apart.objects
@@ -161,7 +169,7 @@ def unflatten(leaves: list[Any], spec: TreeSpec, given: Sequence[Any] = ()) -> A
             return leaves[0]
         return _rebuilt(iter(leaves), spec) if _has_size(spec) else spec.unflatten(leaves)
     rest = iter(leaves)
-    together = Together(spec.forms, rest, given)
+    together = ContainerBuilder(spec.forms, rest, given)
     found = [next(rest) if n < 0 else together.container(n) for n in spec.containers]
     return unflatten(found, spec.outer)
 
@@ -202,7 +210,7 @@ def changeable_parts(tree: Any) -> list[Any]:
 def flatten_with_names(tree: Any) -> list[tuple[str, Any]]:
     """Returns the leaves with readable names, such as ``position_embeddings.0``."""
     classes = cache_classes()
-    apart, named = Apart(classes), []
+    apart, named = ContainerFlattener(classes), []
     for path, leaf in _leaves_with_paths(tree, classes):
         name = ".".join(path)
         num_leaves, num_objects = len(apart.leaves), len(apart.objects)

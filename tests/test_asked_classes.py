@@ -238,10 +238,8 @@ def first(*values: Any) -> bool:
 
 def made_again(module: nn.Module, *values: Any) -> bool:
     found = dict.fromkeys(values, 1)
-    found = {key: found.get(key) for key in found}
-    found = type(found)(found)
-    found = found.__class__(x=values[0])
-    return type(found)(x=values[0]) == found
+    made = type(found)(found)
+    return made.__class__(x=values[0]) == {"x": values[0]}
 
 
 @dataclasses.dataclass

@@ -6,8 +6,8 @@ from link_tree import ROOT
 # Lines and files of each top folder, without pictures' library and licences. A commit that takes
 # something out lowers what it can; none raises one.
 CEILINGS: dict[str, tuple[int, int]] = {
-    "frontend": (23_610, 114),
-    "reuse": (7_630, 35),  # the printer writes all of a program, and a parser reads it
+    "frontend": (23_310, 113),
+    "reuse": (7_560, 35),  # the printer writes all of a program, and a parser reads it
     "autodiff": (6_200, 37),
     "recompute": (1_500, 9),
     "pipeline_parallel": (3_045, 12),

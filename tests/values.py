@@ -408,6 +408,7 @@ MOVING = {
     "cycle": ("itertools.cycle([1.0, 2.0])", "next(v)"),
     "generator": ("(float(i) for i in range(9))", "next(v)"),
     "iterator in a list": ("[iter([1.0, 2.0, 3.0])]", "next(v[0])"),
+    "iterator in an object": ("NS(deep=[{'a': iter([1.0, 2.0, 3.0])}])", "next(v.deep[0]['a'])"),
     "random numbers": ("random.Random(0)", "v.random()"),
     "generator of numpy": ("np.random.default_rng(0)", "v.random()"),
     "old generator of numpy": ("np.random.RandomState(0)", "v.rand()"),

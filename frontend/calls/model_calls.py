@@ -20,7 +20,7 @@ from ...reuse.errors import FinalCaptureError, LazyInlineError
 from ..checks.models import way_of, wrapped_parts
 from ..options import Options
 from ..report import CompileReport
-from ..tracing.torch_tracing import user_frame
+from ..tracing.frames import user_frame
 from .calls import Calls, Itself
 from .entry import ModuleEntry
 from .parts import Parts, Routes, alone, why_alone

@@ -21,7 +21,7 @@ from ...reuse.errors import CaptureError, FinalCaptureError, LazyInlineError, Pl
 from ...reuse.evidence.module_state import module_state, walk_modules
 from ...reuse.process import ProcessLock
 from ..capture.signatures import shapes_of
-from ..checks.refusals import DIFFERENTIATES, ITERATES, SETS_FOR_BACKWARDS
+from ..checks.refusals import DIFFERENTIATES, SETS_FOR_BACKWARDS
 from ..compiler import Compiler
 from ..options import Options
 from ..passes.state import Compilation, Pass
@@ -137,8 +137,8 @@ def alone(thread: threading.local, why: str) -> Iterator[None]:
 
 def why_alone(reason: str) -> str:
     """Returns why the parts of a module run themselves, too, if they do where it does."""
-    if DIFFERENTIATES in reason or ITERATES in reason:
-        return "what calls it differentiates it inside its forward, or reads an iterator"
+    if DIFFERENTIATES in reason:
+        return "what calls it differentiates it inside its forward"
     if SETS_FOR_BACKWARDS in reason:
         return f"what calls it {SETS_FOR_BACKWARDS}"
     return ""

@@ -88,7 +88,7 @@ class _Body:
 
 @dataclass
 class _Unit:
-    """One call to be: its closure, operands and results as outer nodes."""
+    """Holds the outer nodes that become one call: of a region, of a call site, or glue."""
 
     nodes: list[torch.fx.Node]
     region: Region | None = None

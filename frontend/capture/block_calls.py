@@ -1,6 +1,6 @@
-"""Which block calls become call nodes: those whose module agrees with an earlier one's evidence.
+"""Puts call nodes in place of block calls whose module agrees with an earlier one's evidence.
 
-One instance is traced as a region, and it is decided whether others can call it.
+One instance is traced as a region, and it is decided whether others can call its closure.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ...reuse.evidence.module_state import (
     walk_modules,
 )
 from ...reuse.evidence.slots import FoundSlots, SlotEvidence, name_of
-from ...reuse.open_index import told
+from ...reuse.open_index import reveal
 from ..marks import recompute_mark
 from ..tracing.torch_tracing import is_fake
 from .blocks import dissolve
@@ -44,7 +44,7 @@ from .signatures import (
 
 @dataclass(frozen=True, eq=False)
 class BlockCall:
-    """One call of a block: by which module, with what, and what a closure must fit.
+    """Describes one call of a block: its module, its arguments, and what a closure must fit.
 
     Attributes:
         args: as they were passed, with fakes in place of tensors.
@@ -168,7 +168,7 @@ class BlockCalls:
         recording = self._recording
         if not self._blocks.wants(module, recording.current):
             return self._run_inline(module, args, kwargs, proceed)
-        args, kwargs = tuple(map(told, args)), {name: told(x) for name, x in kwargs.items()}
+        args, kwargs = tuple(map(reveal, args)), {name: reveal(x) for name, x in kwargs.items()}
         with recording.bookkeeping():
             call = self._described(module, args, kwargs)
             plain = not recording.tensors.have_attributes(call.leaves)

@@ -1,4 +1,4 @@
-"""Which module calls capture may share: the marked ones, none, or those that repeat by structure.
+"""Chooses the module calls that capture may share: marked ones, none, or those that repeat.
 
 ``reuse="auto"`` leaves no trace on the user's classes. Two modules are *alike* if their trees
 agree in classes, names and parameter layouts. A module is a candidate where alike ones occur
@@ -20,7 +20,7 @@ from ..marks import is_block
 from .regions import Region, regions_inside
 
 Reuse: TypeAlias = Literal["auto", "marked", "off"]
-"""What shares closures: marked blocks and what repeats, marked blocks only, or nothing."""
+"""Shares closures among marked blocks and modules that repeat, marked blocks only, or nothing."""
 REUSE_CHOICES: tuple[Reuse, ...] = get_args(Reuse)
 
 # A module without sub-modules (a norm, an activation) is usually fused with its neighbours, which

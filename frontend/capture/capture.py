@@ -20,14 +20,12 @@ from torch import nn
 from ...reuse.errors import CaptureError, FinalCaptureError
 from ...reuse.evidence.module_state import module_state, walk_modules
 from ...reuse.evidence.root_evidence import RootEvidence
-from ...reuse.evidence.snapshot import refuse_iterators
 from ...reuse.ir.constants import Shared, share_constants
 from ...reuse.ir.printer import text_to_compare
 from ...reuse.ir.program import ModelTensor, Program
 from ..checks.models import refuse_backward_hooks, refuse_uncapturable
 from ..checks.refusals import (
     DIFFERENTIATES,
-    ITERATES,
     SETS_FOR_BACKWARDS,
     RaisedError,
     check_memory,
@@ -48,7 +46,7 @@ from .blocks import (
     choose_blocks,
     dissolve,
 )
-from .recorder import Recorder, UnsettledError
+from .recorder import ChangedStateError, Recorder
 from .recording import Recording
 from .regions import CapturedModel, CrossingError, Region, SharingDecision, Sizes, regions_inside
 from .surroundings import (
@@ -60,11 +58,13 @@ from .surroundings import (
 
 
 @dataclasses.dataclass(frozen=True)
-class Arguments:
-    """Example inputs, and what makes their dynamic dimensions anew for each run."""
+class _Request:
+    """Holds a model and inputs to capture; ``sizes`` makes the dynamic dimensions for each run."""
 
+    model: nn.Module
     args: Sequence[Any]
     kwargs: Mapping[str, Any]
+    train: bool
     sizes: Callable[[], Sizes] | None = None
     effects: OnEffects = "refuse"
     for_gpu: bool = False
@@ -107,11 +107,11 @@ def capture_model(
     refuse_uncapturable(model)
     if train:
         refuse_backward_hooks(model)
-    arguments = Arguments(args, kwargs or {}, sizes, effects, for_gpu, only_reverse)
+    request = _Request(model, args, kwargs or {}, train, sizes, effects, for_gpu, only_reverse)
     if reuse == "auto":
-        captured = _capture_repeated(model, arguments, RepeatedBlocks, train=train)
+        captured = _capture_repeated(request, RepeatedBlocks)
     else:
-        captured = _capture_chosen(model, arguments, reuse, train=train)
+        captured = _capture_chosen(request, reuse)
     check_memory(captured.program)
     check_operand_types(captured.program, model_name(model))
     return captured
@@ -123,152 +123,118 @@ def capture_candidates(
 ) -> CapturedModel:
     """Captures as ``reuse="auto"`` does, and keeps the blocks that nearly share as closures."""
     refuse_uncapturable(model)
-    return _capture_repeated(
-        model,
-        Arguments(args, kwargs or {}, effects="undo"),
-        NearlyRepeatedBlocks,
-        train=train,
-    )
+    request = _Request(model, args, kwargs or {}, train, effects="undo")
+    return _capture_repeated(request, NearlyRepeatedBlocks)
 
 
-def _capture_repeated(
-    model: nn.Module,
-    arguments: Arguments,
-    choice: type[RepeatedBlocks],
-    *,
-    train: bool,
-) -> CapturedModel:
+def _capture_repeated(request: _Request, choice: type[RepeatedBlocks]) -> CapturedModel:
     """Captures with the blocks that repeat; what nobody marked never makes a capture fail."""
     made: list[RepeatedBlocks] = []
     again: frozenset[int] = frozenset()
 
     def blocks() -> Blocks:
-        made.append(choice(model, again))
+        made.append(choice(request.model, again))
         return made[-1]
 
     try:
-        captured = _capture(model, arguments, blocks, train=train)
+        captured = _capture(request, blocks)
         again = made[-1].run_again()
-        return _capture(model, arguments, blocks, train=train) if again else captured
+        return _capture(request, blocks) if again else captured
     except EffectError:
         raise
     except CaptureError as error:
         if isinstance(error, RaisedError) and not error.after_sharing:
             raise
         try:
-            return _capture_chosen(model, arguments, "marked", train=train)
+            return _capture_chosen(request, "marked")
         except CaptureError:
             raise error from error.__cause__
 
 
-def _capture_chosen(
-    model: nn.Module, arguments: Arguments, reuse: Reuse, *, train: bool
-) -> CapturedModel:
+def _capture_chosen(request: _Request, reuse: Reuse) -> CapturedModel:
     """Captures with the marked blocks, or without any where no closure can express one.
 
     A mark never makes a model fail that works without it.
     """
     try:
-        return _capture(model, arguments, lambda: choose_blocks(reuse), train=train)
+        return _capture(request, lambda: choose_blocks(reuse))
     except CrossingError as crossing:
         if reuse == "off":
             raise
         reason = f"nothing is shared in this model: {crossing}"
-    captured = _capture(model, arguments, lambda: choose_blocks("off"), train=train)
+    captured = _capture(request, lambda: choose_blocks("off"))
     decisions = [
         SharingDecision(path, type(module).__name__, shared=False, reason=reason)
-        for path, module in walk_modules(model)
+        for path, module in walk_modules(request.model)
         if path and is_marked(type(module))
     ]
     return dataclasses.replace(captured, decisions=decisions)
 
 
-def _capture(
-    model: nn.Module, arguments: Arguments, blocks: Callable[[], Blocks], *, train: bool
-) -> CapturedModel:
+def _capture(request: _Request, blocks: Callable[[], Blocks]) -> CapturedModel:
     try:
-        captured = _capture_once(model, arguments, blocks, train=train)
-    except UnsettledError as unsettled:
-        if unsettled.recording.ran_backwards:  # eager's would see what the last layer set
-            unsettled.recording.let_go()
-            text = str(unsettled)
-            also = f" It {SETS_FOR_BACKWARDS}." if " changes " in text else ""
-            raise _with_iterators(text + also, unsettled.recording) from None
-        first = _assemble(unsettled.recording, unsettled.results, unsettled.tree)
-        unsettled.recording.let_go()
-        captured = _capture_settled(model, arguments, unsettled, first, blocks, train=train)
-    if arguments.effects == "refuse":
-        captured.evidence.refuse_unseen()
-    iterators = captured.evidence.iterators
-    if iterators:  # each forward may make its own, and then it is no state
-        again = _capture_once(model, arguments, blocks, train=train)
-        refuse_iterators(iterators, again.evidence.held_iterators())
-    return captured
+        return _capture_once(request, blocks)
+    except ChangedStateError as unsettled:
+        first = unsettled
+    return _capture_settled(request, first, blocks)
 
 
-def _capture_once(
-    model: nn.Module, arguments: Arguments, blocks: Callable[[], Blocks], *, train: bool
-) -> CapturedModel:
+def _capture_once(request: _Request, blocks: Callable[[], Blocks]) -> CapturedModel:
     """Captures in one run; where a look-alike of a part of a cache stands in the way, without."""
-    recorder = _recorder(model, arguments, blocks())
+    recorder = _recorder(request, blocks())
     try:
-        return _recorded(recorder, arguments, train=train)
-    except (UnsettledError, EffectError, CrossingError, FinalCaptureError):
+        return _recorded(recorder, request)
+    except (ChangedStateError, EffectError, CrossingError, FinalCaptureError):
         raise
     except CaptureError:
         if not recorder.recording.objects.was_used:
             raise
-    recorder = _recorder(model, arguments, blocks())
+    recorder = _recorder(request, blocks())
     recorder.recording.objects.is_open = False
-    return _recorded(recorder, arguments, train=train)
+    return _recorded(recorder, request)
 
 
-def _recorder(model: nn.Module, arguments: Arguments, blocks: Blocks) -> Recorder:
-    sizes = None if arguments.sizes is None else arguments.sizes()
-    recorder = Recorder(model, blocks, sizes, arguments.effects)
-    if arguments.for_gpu:
+def _recorder(request: _Request, blocks: Blocks) -> Recorder:
+    sizes = None if request.sizes is None else request.sizes()
+    recorder = Recorder(request.model, blocks, sizes, request.effects)
+    if request.for_gpu:
         recorder.recording.tracer.casts = GpuCasts(recorder.recording.tracer.fake_mode)
-    recorder.recording.only_reverse = arguments.only_reverse
+    recorder.recording.only_reverse = request.only_reverse
     return recorder
 
 
-def _recorded(recorder: Recorder, arguments: Arguments, *, train: bool) -> CapturedModel:
+def _recorded(recorder: Recorder, request: _Request) -> CapturedModel:
     is_settled = True
     try:
-        results, tree = _run(recorder, arguments, train=train)
+        results, tree = _run(recorder, request)
         return _assemble(recorder.recording, results, tree)
-    except UnsettledError:
+    except ChangedStateError:
         is_settled = False
         raise
     finally:
         if is_settled:
-            recorder.recording.let_go()
+            recorder.recording.release()
 
 
-def _run(recorder: Recorder, arguments: Arguments, *, train: bool) -> tuple[list[Any], ResultTree]:
+def _run(recorder: Recorder, request: _Request) -> tuple[list[Any], ResultTree]:
     try:
         with (
-            torch.set_grad_enabled(train),
+            torch.set_grad_enabled(request.train),
             garbage_collection_paused(),
             no_python_randomness(),
-            generator_not_seeded(arguments.effects),
-            autocast_as_on_a_gpu() if arguments.for_gpu else nullcontext(),
+            generator_not_seeded(request.effects),
+            autocast_as_on_a_gpu() if request.for_gpu else nullcontext(),
         ):
-            return recorder.run(arguments.args, arguments.kwargs)
-    except (UnsettledError, CrossingError):
+            return recorder.run(request.args, request.kwargs)
+    except (ChangedStateError, CrossingError):
         raise
-    except EffectError as effect:
-        effect = _with_iterators(str(effect), recorder.recording)
-        raise _also_differentiates(effect, recorder.recording) from None
     except CaptureError as error:
-        _refuse_moved_on(recorder, error)
         raise _also_differentiates(error, recorder.recording) from error.__cause__
     except Exception as error:
-        has_symbols = arguments.sizes is not None
+        has_symbols = request.sizes is not None
         made = capture_error(recorder.model, error, has_symbols=has_symbols)
         if isinstance(made, RaisedError):
             made.after_sharing = any(one.shared for one in recorder.recording.decisions)
-        _refuse_moved_on(recorder, made)
         raise _also_differentiates(made, recorder.recording) from error
 
 
@@ -280,56 +246,38 @@ def _also_differentiates(error: CaptureError, recording: Recording) -> CaptureEr
     return error
 
 
-def _refuse_moved_on(recorder: Recorder, error: CaptureError) -> None:
-    """Raises FinalCaptureError if a run that failed was handed an iterator: a use moves it on."""
-    iterators = _iterators_of(recorder.recording)
-    if iterators and not isinstance(error, FinalCaptureError):
-        raise FinalCaptureError(
-            f"{error} The model cannot run itself instead: its forward reads a "
-            f"{type(iterators[0]).__name__} from an attribute or global, which may have moved on."
-        ) from None
-
-
-def _with_iterators(reason: str, recording: Recording) -> EffectError:
-    """Returns why the model runs itself; an iterator that it read keeps its parts uncompiled."""
-    found = _iterators_of(recording)
-    also = f" It {ITERATES}, too ({type(found[0]).__name__})." if found else ""
-    return EffectError(reason + also)
-
-
-def _iterators_of(recording: Recording) -> Sequence[Any]:
-    return RootEvidence(recording.reads, recording.paths, ()).iterators
-
-
 def _capture_settled(
-    model: nn.Module,
-    arguments: Arguments,
-    unsettled: UnsettledError,
-    first: CapturedModel,
-    blocks: Callable[[], Blocks],
-    *,
-    train: bool,
+    request: _Request, unsettled: ChangedStateError, blocks: Callable[[], Blocks]
 ) -> CapturedModel:
     """Captures again with what the first run changed left changed, as eager would leave it.
 
     That is right only if nothing changes any more and the program is the same: a forward that
     notes a configuration the first time. A forward that counts is refused.
     """
-    effects = unsettled.recording.effects
-    unsettled.redo()
+    recording, text = unsettled.recording, str(unsettled)
+    if recording.ran_backwards and " changes " in text:
+        text += f" It {SETS_FOR_BACKWARDS}."
     try:
-        second = _capture_once(model, arguments, blocks, train=train)
+        if recording.ran_backwards:  # eager's would see what the last layer set
+            raise EffectError(text)
+        first = _assemble(recording, unsettled.results, unsettled.tree)
+        second = _capture_once(request, blocks)
         if text_to_compare(first.program) != text_to_compare(second.program):
-            raise EffectError(str(unsettled))
-    except (UnsettledError, EffectError) as again:
-        unsettled.undo()
-        if isinstance(again, UnsettledError):
-            effects.emit(known=tuple(again.recording.effects.output))
-        raise _with_iterators(str(unsettled), unsettled.recording) from None
+            raise EffectError(text)
+    except ChangedStateError as again:
+        again.recording.undo()
+        recording.undo()
+        recording.effects.emit(known=tuple(again.recording.effects.output))
+        raise EffectError(text) from None
+    except EffectError:
+        recording.undo()
+        raise EffectError(text) from None
     except BaseException:
-        unsettled.undo()
+        recording.undo()
         raise
-    effects.emit()
+    finally:
+        recording.release()
+    recording.effects.emit()
     return second
 
 
@@ -371,12 +319,14 @@ def _can_be_watched(module: nn.Module) -> bool:
 
 
 def _root_evidence(recording: Recording, program: Program, met: list[nn.Module]) -> RootEvidence:
-    """What the run read, but for what the guard looks at itself in each module."""
+    """Returns the reads of the run, without those that the guard compares itself in each module."""
     attributes = recording.tensors.attributes_read(recording.reads.names())
     for held in (*attributes, *recording.given):
         recording.reads.contents.look_into(held)
     placed = {id(s.tensor) for s in program.sources if isinstance(s, ModelTensor)}
-    return RootEvidence(recording.reads, {*recording.paths, *map(id, met)}, placed)
+    evidence = RootEvidence(recording.reads, {*recording.paths, *map(id, met)}, placed)
+    recording.refuse_unreadable()
+    return evidence
 
 
 def _build(

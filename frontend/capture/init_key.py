@@ -26,7 +26,7 @@ _UNKNOWN: Any = object()
 
 @dataclass(frozen=True)
 class InitArgument:
-    """One argument of a constructor.
+    """Holds one argument of a constructor.
 
     Attributes:
         name: of the parameter.

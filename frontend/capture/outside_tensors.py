@@ -62,7 +62,7 @@ class OutsideTensors:
             self.watch(fake, tensor)
         return fake
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Forgets every real tensor."""
         for node in self._outside.values():
             node.meta.pop("val", None)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,14 +16,13 @@ from ...reuse.errors import CaptureError
 from ...reuse.ir.program import UserInput
 from ...reuse.torch_names import own_attributes
 from ..checks.refusals import refuse_read_attributes, refuse_unlike_constants
-from ..effects.changes import Change, is_plain
 from ..effects.effects import EffectError, OnEffects
 from ..effects.given_objects import watched
 from ..effects.torch_allowed_calls import is_allowed
+from ..tracing.frames import profiled_calls
 from ..tracing.torch_asked_classes import sizes_like_numbers
 from ..tracing.torch_patches import intercepted
 from ..tracing.torch_settings import settings_put_back
-from ..tracing.torch_tracing import profiled_calls
 from .assemble import ResultTree
 from .block_calls import BlockCalls
 from .blocks import Blocks
@@ -34,39 +32,19 @@ from .signatures import argument_names
 from .watcher import ModelWatcher
 
 
-class UnsettledError(CaptureError):
-    """The forward changed plain data that the model holds; running it again may not.
+class ChangedStateError(CaptureError):
+    """The forward changed something that running it again may not: it stays changed meanwhile.
 
-    Carries the finished trace, and ``redo``, which makes the change again.
+    Carries the finished run.
     """
 
     def __init__(
-        self,
-        text: str,
-        recorder: Recorder,
-        results: list[Any],
-        tree: ResultTree,
-        redo: Callable[[], None],
+        self, text: str, recording: Recording, results: list[Any], tree: ResultTree
     ) -> None:
         super().__init__(text)
-        self.recording = recorder.recording
-        self._recorder = recorder
+        self.recording = recording
         self.results = results
         self.tree = tree
-        self.redo = redo
-
-    def undo(self) -> None:
-        """Puts back what :attr:`redo` changed again."""
-        self._recorder.undo()
-
-
-@dataclass(frozen=True)
-class _Changes:
-    """What a run changed in the model, as a text; whether the next may not; what does it again."""
-
-    what: str
-    may_settle: bool
-    redo: Callable[[], None]
 
 
 class Recorder:
@@ -81,14 +59,6 @@ class Recorder:
     ) -> None:
         self.model = model
         self.recording = Recording(model, blocks, sizes, effects)
-        self._changed: list[Change] = []
-
-    def undo(self) -> None:
-        """Puts back what the run changed and what was then changed again."""
-        self.recording.inside.contents.put_back()
-        for change in self._changed:
-            change.undo()
-        self.recording.put_back_outside()
 
     def run(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], ResultTree]:
         """Runs the model once under fake tensors, and leaves everything as it was before.
@@ -99,7 +69,7 @@ class Recorder:
         Raises:
             CaptureError: if its Python cannot be traced, or changed what cannot be restored.
             EffectError: if it does more at each call than compute.
-            UnsettledError: if it changed plain data, which another run may find settled.
+            ChangedStateError: if it changed plain data, which another run may find settled.
         """
         recording = self.recording
         leaves, spec = torch_pytree.flatten((tuple(args), dict(kwargs)))
@@ -116,16 +86,14 @@ class Recorder:
 
         try:
             recording.tracer.run(trace, [self._input_fake(t) for t in distinct.values()])
-        except BaseException:
-            recording.put_back_outside()
+        except BaseException:  # nothing of a capture may stay behind in the model
+            recording.find_changes()
+            recording.undo()
             raise
         finally:
-            recording.asked_classes.let_go()
-            # Also of a run that failed: nothing of a capture may stay behind in the model.
-            inside = self._undo_inside()
-        results, tree = outcomes[0]
-        self._refuse_changes(inside, results, tree)
-        return results, tree
+            recording.asked_classes.release()
+        self._refuse_changes(*outcomes[0])
+        return outcomes[0]
 
     def _note_inputs(
         self,
@@ -158,6 +126,7 @@ class Recorder:
             fakes[id(x)] if isinstance(x, torch.Tensor) else self._given(index, x)
             for index, x in enumerate(leaves)
         ]
+        recording.refuse_unreadable()
         args, kwargs = torch_pytree.unflatten(filled, spec)
         before = torch_pytree.flatten_outer((args, kwargs))
         known = numbered(torch_pytree.containers((args, kwargs)))
@@ -193,52 +162,33 @@ class Recorder:
         self.recording.tracer.track_size(given)
         return given
 
-    def _undo_inside(self) -> _Changes:
-        """Puts back what the run changed in the model's attributes and in what they hold."""
-        recording = self.recording
-        contents = recording.inside.contents
-        new, change_again = contents.changed_values(), contents.put_forward()
-        what = contents.put_back()
-        what = f"{what} that an attribute holds" if what else ""
-        self._changed = changes = recording.inside.put_back(recording.reads)
-        if contents.lasting:
-            recording.put_back_outside()
-            contents.refuse_lasting()
-        if changes:
-            first, line = changes[0], recording.inside.line_of(changes[0])
-            what = f"attribute {first.name!r} of {type(first.module).__name__}"
-            what = f"{what} at {line}" if line else what
-
-        def redo() -> None:
-            change_again()
-            for change in changes:
-                change.redo()
-
-        may_settle = all(map(is_plain, new)) and all(change.may_settle() for change in changes)
-        return _Changes(what, may_settle, redo)
-
-    def _refuse_changes(self, inside: _Changes, results: list[Any], tree: ResultTree) -> None:
+    def _refuse_changes(self, results: list[Any], tree: ResultTree) -> None:
         """Raises for what the run changed: a program would not change it at each call.
 
-        Plain data may be written once only (a configuration that is noted at the first call), so
-        the capture tries again with it. An object that is changed may be changed at each call.
+        What may be done once only (a configuration that is noted at the first call, a line that is
+        printed once) stays done as eager would leave it, for another run to show. An object that is
+        changed may be changed at each call.
         """
-        effects = self.recording.effects
-        if not inside.what:
-            effects.end(self.recording.reads)
-            outside = effects.unsettled()
-            if outside:
-                raise UnsettledError(outside, self, results, tree, effects.redo)
-            return
-        self.recording.put_back_outside()
-        text = (
-            f"The model's forward changes {inside.what}, and a compiled program could not keep "
-            "doing that at every call. Register it as a buffer and change it in place "
-            "(add_, copy_), or return it."
-        )
-        if inside.may_settle:
-            raise UnsettledError(text, self, results, tree, inside.redo)
-        raise EffectError(text)
+        recording = self.recording
+        recording.find_changes()
+        inside, effects = recording.inside, recording.effects
+        error, text = effects.refusal(), effects.unsettled()
+        if inside.what:
+            error = None
+            text = (
+                f"The model's forward changes {inside.what}, and a compiled program could not keep "
+                "doing that at every call. Register it as a buffer and change it in place "
+                "(add_, copy_), or return it."
+            )
+        if error is None and text:
+            if inside.may_settle:
+                raise ChangedStateError(text, recording, results, tree)
+            error = EffectError(text)
+        recording.undo()
+        if error is not None:
+            raise error
+        if effects.policy == "undo":
+            effects.emit()
 
     def _input_fake(self, tensor: torch.Tensor) -> torch.Tensor:
         sizes, tracer = self.recording.sizes, self.recording.tracer

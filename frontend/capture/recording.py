@@ -1,4 +1,4 @@
-"""What has been recorded so far of a model that runs under the tracer."""
+"""The record of a model that runs under the tracer: its graph, its reads, its changes."""
 
 from __future__ import annotations
 
@@ -18,23 +18,21 @@ from ...reuse.evidence.reads import Reads
 from ...reuse.evidence.slots import FoundSlots, SlotEvidence, SlotReads, put_at
 from ...reuse.ir.program import RecomputeMark
 from ...reuse.objects import ABSENT
-from ..effects.changes import InsideChanges, OutsideChanges, is_cache
+from ..effects.changes import ModuleChanges, OuterChanges, is_cache
 from ..effects.effects import Effects, OnEffects
 from ..effects.given_objects import GivenObjects
 from ..effects.torch_allowed_calls import reach_of
 from ..tracing.capture_errors import user_path
+from ..tracing.frames import frame_text, is_user_frame, unprofiled
 from ..tracing.readings import CacheState, Reading
 from ..tracing.torch_asked_classes import AskedClasses
 from ..tracing.torch_settings import answer, is_reading
 from ..tracing.torch_tracing import (
     Tracer,
-    frame_text,
     is_context,
     is_mode_switch,
-    is_user_frame,
     new_fake_mode,
     plain_tensor_access,
-    unprofiled,
 )
 from .blocks import Blocks
 from .init_key import InitKey
@@ -72,8 +70,8 @@ class Recording:
         self.sizes = sizes
         places = walk_modules(model)
         self.paths = {id(module): user_path(model, path) for path, module in reversed(places)}
-        self.effects = Effects(OutsideChanges(model), effects)
-        self.inside = InsideChanges(model, self.effects.changes.meets)
+        self.effects = Effects(OuterChanges(model), effects)
+        self.inside = ModuleChanges(model, self.effects.changes.meets)
         self.reads = Reads(self.inside.contents, self.effects.changes.found, is_root=True)
         self.root = self.current = Region(model, "", type(model).__name__, reads=self.reads)
         self.tracer = Tracer(sizes.mode if sizes else new_fake_mode(), self._add_node)
@@ -90,13 +88,14 @@ class Recording:
         self.objects = GivenObjects(places, self._readers, self.bookkeeping)
         self.readings: dict[Reading, Any] = {}
         self._applies = False
+        self._num_unreadable = 0
         self.quiet = False
         self._ran: set[tuple[Any, type]] = set()
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Lets go of the model's tensors; what was recorded stays, in cycles, until collected."""
         self.tracer.forget_tensors()
-        self.tensors.let_go()
+        self.tensors.release()
         self.reads.attributes.clear()
         self.given.clear()
 
@@ -104,9 +103,21 @@ class Recording:
         """Whether the model, or what else its Python read, holds an object."""
         return self.inside.contents.has_met(value) or self.effects.changes.contents.has_met(value)
 
-    def put_back_outside(self) -> None:
-        """Puts back what was changed outside the model."""
-        self.effects.put_back(self.reads)
+    def find_changes(self) -> None:
+        """Finds what the finished run has changed, in the model and outside."""
+        self.inside.find(self.reads)
+        self.effects.find(self.reads)
+
+    def undo(self) -> None:
+        """Puts back what was found to be changed.
+
+        Raises:
+            FinalCaptureError: if something of it cannot be.
+        """
+        self.inside.undo()
+        self.effects.changes.undo()
+        for contents in (self.inside.contents, self.effects.changes.contents):
+            contents.refuse_lasting()
 
     def path(self, module: nn.Module) -> str:
         """Returns where a module sits in the model; empty outside of it."""
@@ -114,7 +125,7 @@ class Recording:
 
     @contextmanager
     def bookkeeping(self) -> Iterator[None]:
-        """What capture itself reads, writes and runs inside is not the model's doing."""
+        """Marks reads, writes and calls inside as capture's own, not the model's."""
         before, self.quiet = self.quiet, True
         try:
             with plain_tensor_access(), unprofiled():
@@ -133,7 +144,7 @@ class Recording:
 
     @contextmanager
     def applying(self) -> Iterator[None]:
-        """What runs inside is a ``torch.autograd.Function``, applied in a way that is seen."""
+        """Marks what runs inside as a ``torch.autograd.Function`` whose ``apply`` was seen."""
         before, self._applies = self._applies, True
         try:
             yield
@@ -144,7 +155,7 @@ class Recording:
 
     @contextmanager
     def inside_block(self, region: Region) -> Iterator[None]:
-        """What runs inside belongs to a block's region."""
+        """Adds nodes and reads inside to a block's region."""
         parent = self.current
         parent.items.append(region)
         self.current = region
@@ -157,7 +168,7 @@ class Recording:
 
     @contextmanager
     def inside_part(self, name: str, path: str, mark: RecomputeMark) -> Iterator[None]:
-        """What runs inside is a region of its own, marked for recompute."""
+        """Makes a region of its own of what runs inside, marked for recompute."""
         parent = self.current
         region = Region(self.model, path, name, parent, reads=parent.reads, recompute=mark)
         self.current = region
@@ -212,7 +223,9 @@ class Recording:
         code = frame.f_code
         if not self.quiet:
             self.asked_classes.began(frame)
-        self.effects.changes.began(frame)
+        name = self.effects.changes.began(frame)
+        if name:
+            self.effects.refuse_captured(name, frame_text(frame))
         first = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
         if is_context(first) and not self._applies and not self.quiet and is_user_frame(frame):
             raise CaptureError(
@@ -220,7 +233,11 @@ class Recording:
                 "is not seen: its apply was kept before (f = Function.apply), or is given "
                 "keywords. Write Function.apply(...) where it is called, without keywords."
             )
-        reads = self.current.reads
+        self._note_function(frame, first)
+        self.refuse_unreadable(frame_text(frame))
+
+    def _note_function(self, frame: Any, first: Any) -> None:
+        code, reads = frame.f_code, self.current.reads
         if reads is not self.reads:
             reads.function(frame)
         elif (code, type(first)) not in self._ran:  # another layer's finds what this one found
@@ -247,6 +264,26 @@ class Recording:
                 found = answer(getter)
             if found is not ABSENT:
                 self.readings[getter] = found
+
+    def refuse_unreadable(self, line: str = "") -> None:
+        """Raises CaptureError if the forward has found an object whose contents nothing shows.
+
+        Each is refused before the forward uses it: an iterator that had moved on could not be put
+        back for eager.
+
+        Args:
+            line: where the forward is, for what it has just found; without, all counts, also what
+                was refused before, should the model's Python have caught the error.
+        """
+        found = [*self.inside.contents.unreadable, *self.effects.changes.contents.unreadable]
+        is_new, self._num_unreadable = len(found) > self._num_unreadable, len(found)
+        if found and (is_new or not line):
+            raise CaptureError(
+                f"The model's forward reads a {type(found[-1]).__qualname__}"
+                f"{f' at {line}' if line else ''}. What it holds can be neither compared nor put "
+                "back, so a compiled program would use the same at every call. Keep it in a list, "
+                "an array or a buffer, or pass it in; draw random numbers with torch."
+            )
 
     def caches_asked(self) -> None:
         """Notes what the function caches keep that were used, or that a module holds."""

@@ -28,7 +28,7 @@ class CrossingError(CaptureError):
 
 @dataclass(eq=False)
 class Region:
-    """One traced instance of a block, a part marked for recompute, or the whole model (the root).
+    """Holds a traced instance of a block, a part marked for recompute, or the model (the root).
 
     ``recompute`` is how the user wants it recomputed, if at all; ``init_key`` is the block's.
     """
@@ -79,7 +79,7 @@ def regions_inside(root: Region) -> Iterator[Region]:
 
 @dataclass(frozen=True)
 class OutputLeaf:
-    """One leaf of a block's result: a new tensor, an input passed through, or a constant."""
+    """Describes a leaf of a block's result: a new tensor, an input passed through, a constant."""
 
     kind: Literal["new", "input", "constant"]
     index: int = -1
@@ -93,7 +93,7 @@ class OutputLeaf:
 
 @dataclass(frozen=True)
 class Template:
-    """What is needed to replace another instance by a call on a region's closure.
+    """Holds what it takes to replace another instance by a call on a region's closure.
 
     Attributes:
         written: the operands of the call, by position, that it changes in place.
@@ -170,11 +170,11 @@ class CapturedModel:
     decisions: list[SharingDecision]
     num_traced: int
     evidence: RootEvidence
-    """What the model's Python read."""
+    """The reads of the model's Python, which the guard compares."""
     modules: list[nn.Module]
     """The modules outside the model's tree that it read."""
     readings: Mapping[Reading, Any]
-    """What it asked for that can be asked again, and the answers."""
+    """Settings and registries that it asked for, and the answers: the guard asks again."""
     sizes: Any = None
     """The dynamic sizes it was captured with, if any."""
     modes: Sequence[ModeChoice] = ()
@@ -189,7 +189,7 @@ class CapturedModel:
 
 
 DIFFERENTIATED = "differentiated"
-"""What marks a node, in ``meta``, that a gradient is taken with respect to in the forward."""
+"""Key in ``meta`` of a node that a gradient is taken with respect to in the forward."""
 
 
 def shared_call(*operands: Any) -> Any:

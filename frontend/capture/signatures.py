@@ -18,13 +18,13 @@ from ...reuse.torch_names import memory_id
 from ..checks.torch_state import default_device
 
 CallKey = tuple[type, torch_pytree.TreeSpec, "CallSignature", Any, tuple[tuple[str, str], ...]]
-"""What two calls must have in common to share: class, nesting, signature, modes, marks inside."""
+"""Equal for two calls that may share: class, nesting, signature, modes, marks inside."""
 
 _PLAIN_TYPES = (bool, int, str, type(None))
 
 
 class CallSignature:
-    """What a call passes, compared in full: layouts, shared memory, and all other values.
+    """Compares the arguments of calls in full: layouts, shared memory, and all other values.
 
     Args:
         module: the block called.

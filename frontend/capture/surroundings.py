@@ -1,4 +1,4 @@
-"""What stands still around a capture: other threads, interrupts, random numbers, collection."""
+"""Holds off other threads, interrupts, random numbers and garbage collection in a capture."""
 
 from __future__ import annotations
 

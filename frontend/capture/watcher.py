@@ -1,4 +1,4 @@
-"""What the model's Python does while it is recorded: noted, replaced, or refused."""
+"""Notes, replaces or refuses what the model's Python does while it is recorded."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ from ...reuse.ir.program import RecomputeMark
 from ...reuse.ir.types import TensorType
 from ..checks.refusals import DIFFERENTIATES, refuse_recurrent
 from ..tracing.capture_errors import model_name
+from ..tracing.frames import user_line
 from ..tracing.readings import Reading
 from ..tracing.torch_patches import GradientCall
 from ..tracing.torch_tensor_answers import SWITCHES, changes_layout, may_compute, state_of
-from ..tracing.torch_tracing import is_fake, user_line
+from ..tracing.torch_tracing import is_fake
 from ..tracing.ways import differentiated, leads_to, made_of
 from .block_calls import BlockCalls
 from .recording import Recording
@@ -115,6 +116,12 @@ class ModelWatcher:
         if not reads.knows(module, name):
             with recording.bookkeeping():
                 reads.attribute(module, name)
+            self._refuse_unreadable()
+
+    def _refuse_unreadable(self) -> None:
+        contents = self._recording.inside.contents
+        if contents.unreadable:
+            self._recording.refuse_unreadable(user_line())
 
     def number(self, module: nn.Module, name: str, value: int) -> Any:
         """Hands out a whole number, to a block that was given a cache as an index."""
@@ -132,6 +139,7 @@ class ModelWatcher:
         with recording.bookkeeping():
             recording.inside.meets(module)
             recording.current.reads.all_attributes(module)
+        self._refuse_unreadable()
 
     def write(self, module: nn.Module, name: str, value: Any) -> bool:
         """Notes a module before the first write, to put it back; says whether to leave it as it is.
@@ -193,7 +201,7 @@ class ModelWatcher:
             self._is_in_function = False
 
     def checkpoint(self, policy: RecomputeMark) -> AbstractContextManager[None]:
-        """What runs inside is to be computed again in the backward."""
+        """Marks what runs inside for recompute in the backward."""
         recording = self._recording
         if recording.quiet or not torch.is_grad_enabled():
             return nullcontext()

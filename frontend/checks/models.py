@@ -1,4 +1,4 @@
-"""Which models can be compiled at all: what no capture can take, and wrappers for several devices.
+"""Refuses models that no capture can take, and finds wrappers for several devices.
 
 Wrappers train a model on several devices; their Python runs around every pass. A program would not
 run it again, and each replica would then train on its own. So it is kept: the wrapper runs as it

@@ -1,9 +1,7 @@
-"""What no compiled program can be run with, or return: tensors, containers, writes, operands."""
+"""Refuses what no compiled program can take or return: tensors, containers, writes, operands."""
 
 from __future__ import annotations
 
-import gc
-import types
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -17,16 +15,13 @@ from ...reuse.evidence.snapshot import is_constant
 from ...reuse.ir.leaf import stamp_of
 from ...reuse.ir.program import Leaf, ModelTensor, Program, UserInput, walk_closures
 from ...reuse.ir.torch_symbols import SIZE_TYPES
-from ...reuse.kinds import function_parts, is_unrepeatable, kinds_of
+from ...reuse.kinds import is_unrepeatable, reachable
 from ...reuse.torch_names import is_lazy
 from .torch_state import watching_class, why_no_memory
 
 _MAX_SEARCHED = 10_000  # objects
 DIFFERENTIATES = "differentiates inside"
 """In the reason why a forward is refused that runs a backward of its own."""
-ITERATES = "reads an iterator"
-"""In the reason why a forward runs itself whose parts might be handed an iterator: a capture of a
-part would move it on."""
 SETS_FOR_BACKWARDS = "may set what a backward of a torch.autograd.Function reads"
 """In the reason why a forward runs itself whose parts run themselves, too: a backward reads what
 the last of them set."""
@@ -46,7 +41,7 @@ class RaisedError(CaptureError):
 
     @property
     def raised(self) -> str:
-        """What it raises, and at which line."""
+        """The error that the model's Python raises, and the line."""
         return str(self).partition(CANNOT)[2]
 
 
@@ -89,20 +84,10 @@ def refuse_unlike_constants(results: Sequence[Any]) -> None:
 
 
 def _leads_to_tensors(value: Any) -> bool:
-    """Whether a tensor or module can be reached from a value, in C as in Python."""
-    todo, seen = [value], set[int]()
-    while todo:
-        value = todo.pop()
-        if isinstance(value, (torch.Tensor, nn.Module)) or len(seen) > _MAX_SEARCHED:
+    """Whether a tensor or module can be reached from a value, or more than can be looked at."""
+    for count, found in enumerate(reachable([value])):
+        if isinstance(found, (torch.Tensor, nn.Module)) or count > _MAX_SEARCHED:
             return True
-        if id(value) in seen or isinstance(value, (type, types.ModuleType, types.CodeType)):
-            continue
-        seen.add(id(value))
-        if isinstance(value, types.FunctionType):
-            todo += [part for _, part in function_parts(value)]
-        else:
-            todo += gc.get_referents(value)  # and what rows say: a weak reference is none of these
-            todo += [part for kind in kinds_of(value) for part in kind.read(value)]
     return False
 
 

@@ -120,7 +120,7 @@ class Modes:
 
 
 def _modes_of_state() -> tuple[Any, ...]:
-    """What ``GlobalStateGuard`` compares too, in one call."""
+    """Returns the modes that ``GlobalStateGuard`` compares, too."""
     devices = ("cpu", "cuda") if torch.cuda.is_initialized() else ("cpu",)
     return (
         torch.is_grad_enabled(),
@@ -233,7 +233,7 @@ class TensorLayouts:
             return list(map(_address_of, tensors))
         return [t.data_ptr() if t.layout is torch.strided else 0 for t in tensors]
 
-    def surely_same(self, tensors: Sequence[torch.Tensor]) -> bool:
+    def fast_same(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Whether so many tensors have the same layouts and classes; False where that is not known.
 
         Under the same grad mode, which the caller compares.
@@ -245,7 +245,7 @@ class TensorLayouts:
 
     def same(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Whether these tensors, in the same order, have the same layouts."""
-        if self._grad_mode == torch.is_grad_enabled() and self.surely_same(tensors):
+        if self._grad_mode == torch.is_grad_enabled() and self.fast_same(tensors):
             return True
         # A False is not conclusive: the C++ guard also reacts to the caller's modes (autocast,
         # inference). So compare exactly.

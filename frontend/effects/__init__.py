@@ -1,4 +1,4 @@
-"""What a forward does besides computing: found after a run, undone, or a reason to refuse.
+"""Side effects of a forward: found after a run, undone, or a reason to run eagerly.
 
 effects              all that a program would not do at each call
 changes              what a run changes, outside the model and in its modules, and how it is undone

@@ -1,4 +1,4 @@
-"""What a forward does besides computing, which a compiled program would not do at each call.
+"""Side effects of a forward, which a compiled program would not have at each call.
 
 Found by evidence after the run: what is changed outside the model or in its arguments, a tensor of
 the trace among that, and what it prints or logs.
@@ -15,11 +15,11 @@ from ...reuse import torch_pytree
 from ...reuse.errors import CaptureError, VerifyError
 from ...reuse.evidence.reads import Reads
 from ...reuse.ir.types import TensorType
-from ..tracing.torch_tracing import user_line
-from .changes import OutsideChanges, find_fake
+from ..tracing.frames import user_line
+from .changes import OuterChanges, find_fake
 
 OnEffects = Literal["refuse", "undo"]
-"""What becomes of a forward that does more at each call than compute."""
+"""Refuses a forward with side effects, or undoes them and goes on."""
 
 _MAX_STATES = 8
 
@@ -37,18 +37,15 @@ class Effects:
             who only looks at the program or writes it to a file.
 
     Attributes:
-        changed: what was changed outside, or an empty text.
         policy: as given.
         output: what was printed or logged, held back: the line, and what brings it out.
     """
 
-    def __init__(self, changes: OutsideChanges, policy: OnEffects) -> None:
+    def __init__(self, changes: OuterChanges, policy: OnEffects) -> None:
         self.changes = changes
-        self.changed = ""
         self.output: dict[str, Callable[[], None]] = {}
         self.policy = policy
         self._error: EffectError | None = None
-        self._again: Callable[[], None] = _nothing
         self._kept: torch.Tensor | None = None
 
     def hold_back(self, emit: Callable[[], None], where: str) -> None:
@@ -76,6 +73,14 @@ class Effects:
         self.note(doing)
         if self._error is not None:
             raise self._error
+
+    def refuse_captured(self, name: str, where: str) -> None:
+        """Refuses a function that sets a captured variable, whatever the policy: none is undone."""
+        self._error = EffectError(
+            f"The model's forward may set the captured variable {name} (nonlocal) at {where}, and "
+            "a compiled program would not at each call. Keep it in an attribute of an object."
+        )
+        raise self._error
 
     def note(self, doing: str) -> None:
         """Refuses at the end of the run: what is being done now must be finished."""
@@ -136,49 +141,32 @@ class Effects:
             return
         raise EffectError(f"The model's forward {text}.")
 
-    def end(self, reads: Reads) -> None:
-        """Looks at what the finished run left, and puts it back.
+    def find(self, reads: Reads) -> None:
+        """Looks at what a finished run has left outside."""
+        reads.closures.release()
+        new = self.changes.find(reads)
+        cached = self.changes.empty_caches()
+        self._kept = cached if cached is not None else find_fake(new)
 
-        Raises:
-            EffectError: if the next run would do it again.
-        """
-        reads.closures.let_go()
-        self.put_back(reads)
-        if self.policy == "undo":
-            self.emit()
-        elif self._kept is not None:
+    def refusal(self) -> EffectError | None:
+        """Returns why the next run would do again what this one did, if that is sure."""
+        if self._kept is not None and self.policy == "refuse":
             line = f"; {self.changes.hooked} has a forward hook" if self.changes.hooked else ""
-            raise EffectError(
+            return EffectError(
                 f"The model's forward keeps a tensor ({TensorType.of(self._kept)}) outside of it, "
                 f"at each call anew{line}."
             )
-        elif self._error is not None:
-            raise self._error
-
-    def put_back(self, reads: Reads) -> None:
-        """Puts what was changed outside back.
-
-        Raises:
-            CaptureError: if something of it cannot be.
-        """
-        self.changes.ended(reads)
-        self.changed, self._again, new = self.changes.put_back(reads.names())
-        cached = self.changes.empty_caches()
-        self._kept = cached if cached is not None else find_fake(new)
-        self.changes.contents.refuse_lasting()
-
-    def redo(self) -> None:
-        """Changes again what :meth:`put_back` put back."""
-        self._again()
+        return self._error
 
     def unsettled(self) -> str:
         """Says what the run did that the next may not do again, or returns an empty text."""
         if self.policy == "undo":
             return ""
-        if self.changed:
+        what = self.changes.what
+        if what:
             return (
-                f"The model's forward changes {self.changed}, and a compiled program could not "
-                "keep doing that at every call."
+                f"The model's forward changes {what}, and a compiled program could not keep doing "
+                "that at every call."
             )
         if self.output:
             return f"The model's forward prints or logs something at {next(iter(self.output))}."
@@ -197,7 +185,7 @@ def refuse_traced(result: Any) -> None:
 
 
 class EffectsSeen:
-    """Which states of a model had a forward with effects, so that the model itself runs.
+    """Remembers the states of a model in which its forward has effects, so that it runs eagerly.
 
     What the model keeps once only, such as a cache that is filled at the first call, is no effect
     at the next: a state is tried again at its 2nd, 4th, 8th ... call.
@@ -222,7 +210,3 @@ class EffectsSeen:
             return ""
         self._seen[state] = (reason, count + 1)
         return reason if (count + 1).bit_count() > 1 else ""
-
-
-def _nothing() -> None:
-    """Stands for no change."""

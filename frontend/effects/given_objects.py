@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -22,7 +22,8 @@ from ...reuse.evidence.module_state import Places, module_state
 from ...reuse.evidence.reads import Reads
 from ...reuse.evidence.slots import Index, SlotReads, Step
 from ...reuse.objects import ABSENT, OWN_PATCH, is_own_patch, own_table
-from ...reuse.open_index import OpenIndex, is_index, told, untold
+from ...reuse.open_index import OpenIndex, is_index, peek, reveal
+from ..tracing.torch_patches import replace_attributes
 from ..tracing.torch_tracing import is_fake
 
 _SAFE = frozenset({"__class__", "__doc__", "__module__"})
@@ -30,7 +31,7 @@ _HIDDEN = object()
 
 
 class ObjectWatcher(Protocol):
-    """What is told of watched objects."""
+    """Receives what happens to watched objects."""
 
     def watches(self) -> bool:
         """Whether what happens now is to be told."""
@@ -52,12 +53,10 @@ class ObjectWatcher(Protocol):
 def watched(classes: tuple[type, ...], watcher: ObjectWatcher) -> Iterator[None]:
     """Lets ``watcher`` see what this thread does to objects of some classes."""
     thread = threading.get_ident()
-    undo = [_patch(cls, watcher, thread) for cls in classes]
-    try:
+    with ExitStack() as undo:
+        for cls in classes:
+            undo.callback(_patch(cls, watcher, thread))
         yield
-    finally:
-        for restore in reversed(undo):
-            restore()
 
 
 def is_watched(kind: type) -> bool:
@@ -106,15 +105,9 @@ def _patch(cls: type, watcher: ObjectWatcher, thread: int) -> Callable[[], None]
         delete(self, name)
 
     patches = {"__getattribute__": getattribute, "__setattr__": setattr_, "__delattr__": delattr_}
-    for name, patch in patches.items():
+    for patch in patches.values():
         setattr(patch, OWN_PATCH, True)
-        setattr(cls, name, patch)
-
-    def restore() -> None:
-        for name in patches:
-            delattr(cls, name)
-
-    return restore
+    return replace_attributes(cls, patches)
 
 
 class SeenList(list[Any]):
@@ -218,7 +211,7 @@ class SeenDict(dict[Any, Any]):
 
 
 def _plain(key: Any) -> Any:
-    return untold(key) if is_index(key) else key
+    return peek(key) if is_index(key) else key
 
 
 def original_of(value: Any) -> Any:
@@ -302,7 +295,7 @@ class GivenObjects:
 
     @cached_property
     def _varying(self) -> set[tuple[type, str]]:
-        """Which attributes are whole numbers that tell the instances of a class apart."""
+        """Returns the attributes that are whole numbers and differ among instances of a class."""
         found: dict[tuple[type, str], set[int]] = {}
         for _, module in self._places:
             for name, value in module_state(module).items():
@@ -317,13 +310,13 @@ class GivenObjects:
         """Returns what code gets that reads a whole number of a module."""
         known = self._indexes.get((id(module), name))
         if reads.slots is None or (type(module), name) not in self._varying:
-            told(known)
+            reveal(known)
             return value
         if known is None:
             known = self._indexes[id(module), name] = OpenIndex(value)
             self._owners[id(known)] = Index(module, name)
-        if untold(known) != value or module_state(module).get(name) is not value:
-            return told(known)
+        if peek(known) != value or module_state(module).get(name) is not value:
+            return reveal(known)
         reads.indexes[id(module), name] = known
         return known
 
@@ -350,7 +343,7 @@ class GivenObjects:
 
     def writes(self, holder: Any, step: Step, value: Any) -> Any:
         """Notes that something is written."""
-        value = original_of(told(value))
+        value = original_of(reveal(value))
         is_object = torch_pytree.is_container(value) or type(value) in _LOOK_ALIKES
         for reader in self._readers():
             if is_object and reader.knows(holder):

@@ -108,7 +108,7 @@ ALLOWED = (
         "numpy.random._pcg64. numpy.random._mt19937.",
     ),
 )
-"""What may be called."""
+"""The functions in C that a forward may call."""
 
 
 def reach_of(function: Any, frame: types.FrameType) -> str:

@@ -164,11 +164,11 @@ class Guard:
             return False
         return self._layouts_of_tensors.addresses(self.tensors) == self._memory
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Holds no memory of tensors that the model has no more; they are looked up again."""
         with self._lock:
             self._unchanged, self._memory, self._num_changes = _unknown, None, 0
-            self._evidence.let_go()
+            self._evidence.release()
             held = set(map(id, self._evidence.tensors))
             self._asked = [t for t in self._asked if id(t) in held]
             if not all(map(operator.is_, self._present(), self._placed)):
@@ -263,12 +263,12 @@ class Guard:
         if len(leaves) != len(self._layouts) or _repeated(leaves) != self._repeated_inputs:
             return False
         layouts = self._layouts
-        if self._plain_inputs.surely_same([leaves[i] for i in self._plain_at]):
+        if self._plain_inputs.fast_same([leaves[i] for i in self._plain_at]):
             return all([_matches(leaves[i], layouts[i]) for i in self._others_at])
         return all(map(_matches, leaves, layouts))
 
     def _memories(self, leaves: Sequence[Any]) -> list[int]:
-        """Which inputs share memory, if the program changes one of its inputs."""
+        """Numbers the memory of inputs, if the program changes one: which share some."""
         if not self._written:
             return []
         numbers: dict[int, int] = {}
@@ -338,7 +338,7 @@ def _is_int(layout: Any) -> bool:
 
 @dataclass(frozen=True)
 class Difference:
-    """What differs between a call and a program, and how, if that can be shown."""
+    """Says what differs between a call and a program, and how, if that can be shown."""
 
     what: str
     before: str = ""

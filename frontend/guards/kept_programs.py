@@ -1,4 +1,4 @@
-"""Which compiled programs of a module are kept, and which of them keep memory while idle."""
+"""Keeps the compiled programs of a module, and lets some of them keep memory while idle."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from torch import nn
 from ...reuse import torch_pytree
 from ..capture.signatures import leaf_names, shapes_of
 from ..checks.torch_state import have_own_memory
-from ..tracing.torch_tracing import user_frame
+from ..tracing.frames import user_frame
 from .guard import Difference, Guard
 
 MAX_PROGRAMS = 32
 """Programs of one module that are kept; others are compiled again when they are needed."""
 MAX_LINKED = 256
-"""The same for linked shapes of symbolic programs, which cost a link only: lengths of a text."""
+"""Linked shapes of symbolic programs that are kept: each costs a link only."""
 MAX_WITH_ARENAS = 8
 """Of all these, how many keep arenas while idle; others allocate and bind one again."""
 SMALL_ARENA = 256 * 1024
@@ -33,7 +33,7 @@ _MAX_NAMED = 3
 
 @dataclass(frozen=True)
 class Inputs:
-    """One call: what it passes, and the same flat.
+    """Holds the arguments of one call, nested and flat.
 
     Attributes:
         args, kwargs: what is passed, or of a training step its first micro-batch.
@@ -62,7 +62,7 @@ class CompiledRepeatedlyWarning(UserWarning):
 
 
 class Entry(Protocol):
-    """One program and when it applies."""
+    """Holds one program and its guard."""
 
     guard: Guard
     can_be_linked_again: bool
@@ -173,7 +173,7 @@ class KeptPrograms(Generic[AnyEntry]):
             guard = other.guard  # with the token of what fits now, it has those very tensors
             if guard.token is entry.guard.token or guard.is_bound_to_present():
                 break  # what was used before it was looked at when it was used
-            other.guard.let_go()
+            other.guard.release()
             other.rest()
 
 

@@ -1,6 +1,7 @@
 """How PyTorch is made to show what a model runs. Mostly adapters.
 
 torch_tracing     pre-dispatch tracing with fake tensors
+frames            whose code runs, and what a forward of the user's calls
 torch_patches     the temporary patches that let capture watch a model run
 ways              what a tensor was computed from: by operators, by writes, and as autograd says
 torch_tensor_answers  what a tensor without numbers may answer; all else is told

@@ -1,4 +1,4 @@
-"""What the user is told of an error of their model that met a capture."""
+"""Turns an error of the user's model in a capture into one that has the line and a remedy."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from torch import nn
 
 from ...reuse.errors import CaptureError, LazyInlineError
 from ..checks.refusals import CANNOT, RaisedError, WrongCallError
-from .torch_tracing import DATA_DEPENDENT_ERRORS, LEAVES_PYTORCH, frame_text, user_frame
+from .frames import frame_text, user_frame
+from .torch_tracing import DATA_DEPENDENT_ERRORS, LEAVES_PYTORCH
 
 WHOLE = "model"
 """The path of a model in what computes its loss."""

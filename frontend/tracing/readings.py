@@ -1,4 +1,4 @@
-"""What a forward was told and can be asked again at each call: the guard compares the answers."""
+"""Questions that a forward asked and that the guard asks again at each call."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class IsLogged:
 
 @dataclass(frozen=True, eq=False)
 class _Registry:
-    """What a module's lines have warned of."""
+    """Holds the warnings that a module's lines have given."""
 
     table: dict[Any, Any]
 
@@ -100,7 +100,7 @@ def warned_at(frame: Any, level: int, text: str, category: type[Warning]) -> IsW
 
 @dataclass(frozen=True)
 class CacheState:
-    """What a function cache keeps: what is found there runs no body, so nothing is read."""
+    """The results that a function cache keeps: a hit runs no body, so nothing is read."""
 
     cache: Any
 

@@ -14,10 +14,10 @@ import itertools
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from types import CodeType, FrameType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import nn
@@ -25,12 +25,13 @@ from torch import nn
 from ...reuse.errors import CaptureError
 from ...reuse.ir.torch_symbols import SIZE_TYPES
 from ...reuse.objects import own_table
-from .torch_tracing import is_library_frame, is_user_frame
+from .frames import is_library_frame, is_user_frame
+from .torch_patches import replace_attributes
 
 _NUMBERS = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
 _COMPUTES_WITH_SYMBOLS = "sympy"
 _SIZES = frozenset(("shape", "size", "numel", "stride"))
-_LOADS = ("LOAD_FAST", "LOAD_DEREF", "LOAD_GLOBAL", "LOAD_NAME")
+_NAMES = ("LOAD_FAST", "LOAD_DEREF", "LOAD_GLOBAL", "LOAD_NAME")
 _ENDS = ("RAISE", "RETURN", "STORE", "POP_JUMP", "JUMP", "YIELD", "FOR_ITER")
 _ITERATED = ".0"  # what Python calls the argument of a comprehension
 # Functions that ask for a class and do the same with a fake tensor's, with the reason.
@@ -52,12 +53,10 @@ def sizes_like_numbers() -> Iterator[None]:
     Where its text is asked for, or what only a number has, a size stays this number.
     """
     thread = threading.get_ident()
-    undo = [_patched(kind, number, thread) for kind, number in _NUMBERS.items()]
-    try:
+    with ExitStack() as undo:
+        for kind, number in _NUMBERS.items():
+            undo.callback(_patched(kind, number, thread))
         yield
-    finally:
-        for restore in undo:
-            restore()
 
 
 def _patched(kind: Any, number: Callable[[Any], Any], thread: int) -> Callable[[], None]:
@@ -90,17 +89,8 @@ def _patched(kind: Any, number: Callable[[Any], Any], thread: int) -> Callable[[
     def formatted(self: Any, how: str) -> str:
         return format(number(self), how) if is_asked() else format(shown(self), how)
 
-    kind.__repr__ = text
     added = {"__getattribute__": getattribute, "__getattr__": missing, "__format__": formatted}
-    for name, method in added.items():
-        setattr(kind, name, method)
-
-    def restore() -> None:
-        kind.__repr__ = shown
-        for name in added:
-            delattr(kind, name)
-
-    return restore
+    return replace_attributes(kind, {**added, "__repr__": text})
 
 
 def _is_models(frame: FrameType) -> bool:
@@ -111,21 +101,10 @@ def _is_models(frame: FrameType) -> bool:
 
 # ---- what code asks of objects without asking them ---------------------------------------------
 
+_Path: TypeAlias = tuple[Any, ...]
+"""The way to a value: ``a.b[0]`` is ``("a", ".b", 0)``, and ``a[i]`` ``("a", _ANY)``."""
 
-class _Names(NamedTuple):
-    """What stands in an expression: variables, attributes, and whether something is called.
-
-    Attributes:
-        path: of ``a.b[0]`` what leads there, ``("a", ".b", 0)``; empty of another expression.
-    """
-
-    variables: frozenset[str]
-    attributes: frozenset[str]
-    calls: bool
-    path: tuple[Any, ...] = ()
-
-
-_NOTHING = _Names(frozenset(), frozenset(), False)
+_ANY: Any = object()
 
 
 class _Question(NamedTuple):
@@ -133,21 +112,20 @@ class _Question(NamedTuple):
 
     Attributes:
         line: where it is asked.
-        names: what it asks about.
-        iterated: what the function iterates over, if it asks about what a loop sets.
-        varies: whether it asks about a variable that is set more than once.
+        paths: what leads to all values that it may be asked of.
+        is_open: whether these are not all: what is asked of is computed, or one of several values
+            that a variable had. Then all that the function holds counts.
         kinds: the classes whose instances answer otherwise than in eager.
     """
 
     line: int
-    names: _Names
-    iterated: _Names
-    varies: bool
+    paths: tuple[_Path, ...]
+    is_open: bool
     kinds: tuple[type, ...]
 
 
 class AskedClasses:
-    """Which functions of a model ask for the class or identity of something, and of what.
+    """Notes the functions of a model that ask for the class or identity of something.
 
     Args:
         of_sizes: whether sizes vary, so that asking it of them is noted too.
@@ -156,7 +134,7 @@ class AskedClasses:
     def __init__(self, *, of_sizes: bool) -> None:
         self._of_sizes = of_sizes
         self._known: dict[int, tuple[CodeType, list[_Question]]] = {}  # to hash one takes long
-        self._asking: list[tuple[FrameType, FrameType | None, Mapping[str, Any]]] = []
+        self._asking: list[tuple[FrameType, list[Mapping[str, Any]]]] = []
 
     def began(self, frame: FrameType) -> None:
         """Notes a function of the model that begins, if it asks anything."""
@@ -170,7 +148,8 @@ class AskedClasses:
         if known[1]:
             # What a comprehension iterates over stands in the function around it.
             around = frame.f_back if _ITERATED in code.co_varnames else None
-            self._asking.append((frame, around, dict(frame.f_locals)))
+            given: list[Mapping[str, Any]] = [dict(frame.f_locals)]
+            self._asking.append((frame, given if around is None else [*given, around.f_locals]))
 
     def refuse(self) -> None:
         """Refuses a class that is not eager's, in the functions that have run.
@@ -179,13 +158,13 @@ class AskedClasses:
             CaptureError: if one asked for the class of a tensor, or for that or the identity of a
                 size that varies.
         """
-        for frame, around, given in self._asking:
+        for frame, given in self._asking:
             for question in self._known[id(frame.f_code)][1]:
-                for value in _asked(question, frame, around, given):
+                for value in _asked(question, [frame.f_locals, *given], frame.f_globals):
                     if isinstance(value, question.kinds):
                         _refuse(question, frame, of_tensor=isinstance(value, torch.Tensor))
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Lets go of the functions that have run."""
         self._asking.clear()
 
@@ -204,40 +183,18 @@ def _refuse(question: _Question, frame: FrameType, *, of_tensor: bool) -> None:
 
 
 def _asked(
-    question: _Question, frame: FrameType, around: FrameType | None, given: Mapping[str, Any]
+    question: _Question, variables: Sequence[Mapping[str, Any]], scope: Mapping[str, Any]
 ) -> Iterator[Any]:
     """Yields what a question that a function said may have been asked of."""
-    tables = [frame.f_locals, given]
-    for table in (*tables, frame.f_globals):
-        yield from _named(question.names, table)
-        for value in _named(question.iterated, table):
+    for table in (*variables, scope):
+        for path in question.paths:
+            yield from _at(path, table)
+    for table in variables if question.is_open else ():
+        for value in table.values():
             yield from _with_items(value)
-    if around is not None:
-        for value in _named(_iterated(around.f_code), around.f_locals):
-            yield from _with_items(value)
-    if question.varies or question.names.calls:
-        for table in tables:
-            for value in table.values():
-                yield from _with_items(value)
 
 
-def _named(names: _Names, table: Mapping[str, Any]) -> Iterator[Any]:
-    """Yields the values of names, of attributes of theirs, and what these contain."""
-    if names.path:
-        yield from _at(names.path, table)
-        return
-    for name in names.variables & table.keys():
-        value = table[name]
-        if isinstance(value, torch.Tensor) and names.attributes & _SIZES:
-            yield from value.shape
-            continue
-        yield from _with_items(value)
-        for attributes in _tables(value) if names.attributes else ():
-            for attribute in names.attributes & attributes.keys():
-                yield from _with_items(attributes[attribute])
-
-
-def _at(path: Sequence[Any], table: Mapping[str, Any]) -> Iterator[Any]:
+def _at(path: _Path, table: Mapping[str, Any]) -> Iterator[Any]:
     """Yields what a path leads to, or what stands where it cannot be followed."""
     value = table.get(path[0])
     for step in path[1:]:
@@ -248,13 +205,15 @@ def _at(path: Sequence[Any], table: Mapping[str, Any]) -> Iterator[Any]:
             found = [held[step[1:]] for held in _tables(value) if step[1:] in held]
         elif isinstance(value, (list, tuple)):
             found = value[step : step + 1 or None] if isinstance(step, int) else value
+        elif isinstance(value, dict) and step is not _ANY:
+            found = [value[step]] if step in value else []
         else:
-            found = [value[step]] if isinstance(value, dict) and step in value else []
+            found = list(_with_items(value))
         if len(found) != 1:
             yield from found or (value,)
             return
         value = found[0]
-    yield value
+    yield from _with_items(value) if isinstance(value, torch.Size) else (value,)
 
 
 def _tables(value: Any) -> list[Mapping[str, Any]]:
@@ -277,39 +236,30 @@ def _with_items(value: Any) -> Iterator[Any]:
 
 
 def _questions(code: CodeType) -> list[_Question]:
-    """Returns what a function asks; ``is None`` and ``is True`` say the same of every tensor."""
+    """Returns what a function asks; ``is None`` says the same of every tensor."""
     asks = "type" in code.co_names or "__class__" in code.co_names
     return _read(code) if asks or dis.opmap["IS_OP"] in code.co_code[::2] else []
 
 
 @functools.lru_cache(maxsize=4096)  # a tenth of a small model's capture where each reads it anew
 def _read(code: CodeType) -> list[_Question]:
-    steps = _steps(code)
+    steps = [step for step in dis.get_instructions(code) if step.opname != "CACHE"]
     found, line = [], code.co_firstlineno
     for index, step in enumerate(steps):
         line = _line(step) or line
         if step.opname == "IS_OP" and not _is_none(steps[index - 1]):
             asked, kinds = _operands(steps, index, 2), SIZE_TYPES
-            is_called = False
         elif step.opname.startswith("LOAD_ATTR") and step.argval == "__class__":
             asked, kinds = _operands(steps, index, 1), (torch.Tensor,)
-            is_method = "NULL" in step.argrepr  # from Python 3.12 on
-            is_called = is_method or _is_called(steps, index - len(asked), index)
         elif step.opname in ("LOAD_GLOBAL", "LOAD_NAME") and step.argval == "type":
-            asked, last = _argument(steps, index)
-            kinds, is_called = (torch.Tensor, *SIZE_TYPES), _is_called(steps, index, last)
+            asked, kinds = _argument(steps, index), (torch.Tensor, *SIZE_TYPES)
         else:
             continue
         if not _raises(steps, index):
-            question = _question(code, steps, asked, line, kinds)
-            # Another of its class that is made fails of a traced tensor's: one name is enough.
-            once = question._replace(iterated=_NOTHING, varies=False)
-            found.append(once if is_called else question)
+            paths, is_computed = _paths(asked)
+            is_open = is_computed or _is_set_again({path[0] for path in paths}, code, steps)
+            found.append(_Question(line, paths, is_open, kinds))
     return found
-
-
-def _steps(code: CodeType) -> list[dis.Instruction]:
-    return [step for step in dis.get_instructions(code) if step.opname != "CACHE"]
 
 
 def _line(step: Any) -> int | None:
@@ -331,27 +281,15 @@ def _operands(steps: list[dis.Instruction], index: int, num_values: int) -> list
     return steps[first:index]
 
 
-def _argument(steps: list[dis.Instruction], index: int) -> tuple[list[dis.Instruction], int]:
-    """Returns what computes the argument of a function that is loaded, and where it is called."""
+def _argument(steps: list[dis.Instruction], index: int) -> list[dis.Instruction]:
+    """Returns what computes the argument of a function that is loaded."""
     held, last = _pushed(steps[index]), index
     while last + 1 < len(steps):
         last += 1
         held += _pushed(steps[last])
         if steps[last].opname.startswith("CALL") and held <= 1:
             break
-    return [step for step in steps[index + 1 : last] if step.opname != "PRECALL"], last
-
-
-def _is_called(steps: list[dis.Instruction], first: int, last: int) -> bool:
-    """Whether what some instructions leave on the stack is called."""
-    if (3, 11) <= sys.version_info < (3, 13):  # else nothing stands before a function
-        return steps[first - 1].opname == "PUSH_NULL"
-    held = 1
-    for step in steps[last + 1 :]:
-        held += _pushed(step)
-        if held <= 1:
-            return held == 1 and step.opname.startswith("CALL")
-    return False
+    return steps[index + 1 : last]
 
 
 def _pushed(step: dis.Instruction) -> int:
@@ -359,57 +297,32 @@ def _pushed(step: dis.Instruction) -> int:
     return dis.stack_effect(step.opcode, step.arg if has_argument else None, jump=False)
 
 
-def _question(
-    code: CodeType,
-    steps: list[dis.Instruction],
-    asked: list[dis.Instruction],
-    line: int,
-    kinds: tuple[type, ...],
-) -> _Question:
-    names = _names(asked)
-    given = code.co_varnames[: code.co_argcount]
-    stores = [step for step in steps if step.opname.startswith(("STORE_FAST", "STORE_DEREF"))]
-    stored = [name for step in stores for name in _argvals(step) if name in names.variables]
-    is_looped = bool(stored) and any(step.opname.startswith("FOR_ITER") for step in steps)
-    set_again = len(stored) - len(set(stored)) + len(set(stored) & set(given)) > 0
-    return _Question(line, names, _iterated(code) if is_looped else _NOTHING, set_again, kinds)
-
-
-def _iterated(code: CodeType) -> _Names:
-    """Returns what a function iterates over, in loops and in comprehensions."""
-    steps = _steps(code)
-    starts = [index for index, step in enumerate(steps) if step.opname == "GET_ITER"]
-    return _names([step for index in starts for step in _operands(steps, index, 1)])
-
-
-def _names(steps: list[dis.Instruction]) -> _Names:
-    variables: set[str] = set()
-    attributes: set[str] = set()
+def _paths(steps: list[dis.Instruction]) -> tuple[tuple[_Path, ...], bool]:
+    """Returns what leads to the values in an expression, and whether it computes others."""
+    found: list[_Path] = []
+    is_computed = False
     for step in steps:
-        if step.opname.startswith(("LOAD_ATTR", "LOAD_METHOD")):
-            attributes.update(_argvals(step))
-        elif step.opname.startswith("LOAD_") and not step.opname.startswith("LOAD_CONST"):
-            variables.update(name for name in _argvals(step) if isinstance(name, str))
-    calls = any(step.opname.startswith("CALL") for step in steps)
-    return _Names(frozenset(variables), frozenset(attributes), calls, _path(steps))
+        if step.opname.startswith(_NAMES):
+            found += [(name,) for name in _argvals(step) if isinstance(name, str)]
+        elif step.opname.startswith(("LOAD_ATTR", "LOAD_METHOD")) and found:
+            found[-1] = (*found[-1], f".{step.argval}")
+        elif step.opname.startswith("LOAD_"):
+            found.append((None, step.argval))
+        elif (step.opname == "BINARY_SUBSCR" or step.argrepr == "[]") and len(found) > 1:
+            first, *key = found.pop()
+            found[-1] = (*found[-1], *(key if first is None else (_ANY,)))
+        elif step.opname != "PRECALL":
+            is_computed = True
+    return tuple(path for path in found if path[0] is not None), is_computed
 
 
-def _path(steps: list[dis.Instruction]) -> tuple[Any, ...]:
-    """Returns what a single variable, attribute or item is reached by, or nothing."""
-    path: list[Any] = []
-    for index, step in enumerate(steps):
-        if step.opname.startswith(_LOADS) and not path and isinstance(step.argval, str):
-            path.append(step.argval)
-        elif step.opname.startswith("LOAD_ATTR"):
-            path.append(f".{step.argval}")
-        elif step.opname == "LOAD_CONST" and index + 1 < len(steps):
-            if steps[index + 1].argrepr not in ("", "[]"):
-                return ()
-        elif step.opname == "BINARY_SUBSCR" or step.argrepr == "[]":
-            path.append(steps[index - 1].argval)
-        else:
-            return ()
-    return tuple(path)
+def _is_set_again(names: Collection[str], code: CodeType, steps: Sequence[dis.Instruction]) -> bool:
+    """Whether one of some variables may have had several values: in a loop, or set twice."""
+    stores = [step for step in steps if step.opname.startswith(("STORE_FAST", "STORE_DEREF"))]
+    stored = [name for step in stores for name in _argvals(step) if name in names]
+    is_looped = bool(stored) and any(step.opname.startswith("FOR_ITER") for step in steps)
+    given = set(code.co_varnames[: code.co_argcount])
+    return is_looped or len(set(stored)) < len(stored) or not given.isdisjoint(stored)
 
 
 def _raises(steps: list[dis.Instruction], index: int) -> bool:

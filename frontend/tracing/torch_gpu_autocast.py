@@ -70,7 +70,7 @@ def _switched(device: str, *, on: bool) -> Iterator[None]:
 
 
 class GpuCasts:
-    """What a GPU's autocast does to an operator, done by operators that are traced.
+    """Does what a GPU's autocast does to an operator, by operators that are traced.
 
     Args:
         mode: the fake mode of the trace.
@@ -164,7 +164,7 @@ class GpuCasts:
 
 @dataclass(frozen=True)
 class _Rule:
-    """What autocast does to one call of an operator.
+    """Holds what autocast does to one call of an operator.
 
     Attributes:
         casts: the dtype that each operand is cast to, by the operand's id.

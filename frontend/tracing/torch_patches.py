@@ -30,17 +30,17 @@ from torch.autograd.function import _SingleLevelFunction
 from torch.jit._state import _try_get_jit_cached_function
 
 from ...reuse.ir.program import RecomputeMark
-from ...reuse.open_index import told
+from ...reuse.open_index import reveal
 from ...reuse.torch_names import CALL_SLOT
-from .readings import ONCE, Reading, warned_at
-from .torch_tensor_answers import is_answer, watched_names
-from .torch_tracing import (
+from .frames import (
     acts_on_modules,
     is_library_frame,
     is_torch_frame,
     is_user_frame,
     user_line,
 )
+from .readings import ONCE, Reading, warned_at
+from .torch_tensor_answers import is_answer, watched_names
 
 _LOCK = threading.RLock()
 _PLAIN_TENSORS = (torch.Tensor, nn.Parameter)
@@ -74,7 +74,7 @@ class GradientCall:
 
 
 class Watcher(Protocol):
-    """What capture wants to know."""
+    """Receives what the patches see."""
 
     def call(self, module: nn.Module, args: Any, kwargs: Any, proceed: Callable[..., Any]) -> Any:
         """Takes a module call; ``proceed(module, *args, **kwargs)`` runs it."""
@@ -149,12 +149,7 @@ def _patch_calls(watcher: Watcher, thread: int) -> Callable[[], None]:
             return original(self, *args, **kwargs)
         return watcher.call(self, args, kwargs, original)
 
-    nn.Module.__call__ = call  # type: ignore[method-assign]
-
-    def restore() -> None:
-        nn.Module.__call__ = original  # type: ignore[method-assign]
-
-    return restore
+    return replace_attributes(nn.Module, {"__call__": call})
 
 
 def _patch_reads(watcher: Watcher, thread: int) -> Callable[[], None]:
@@ -181,21 +176,15 @@ def _patch_reads(watcher: Watcher, thread: int) -> Callable[[], None]:
             return watcher.substitute(value)
         return value
 
-    nn.Module.__getattribute__ = getattribute  # type: ignore[method-assign,assignment]
-    nn.Module.__getattr__ = getattr_  # type: ignore[method-assign]
-
-    def restore() -> None:
-        del nn.Module.__getattribute__
-        nn.Module.__getattr__ = fallback  # type: ignore[method-assign]
-
-    return restore
+    patches = {"__getattribute__": getattribute, "__getattr__": getattr_}
+    return replace_attributes(nn.Module, patches)
 
 
 def _patch_writes(watcher: Watcher, thread: int) -> Callable[[], None]:
     store, delete = nn.Module.__setattr__, nn.Module.__delattr__
 
     def setattr_(self: nn.Module, name: str, value: Any) -> None:
-        value = told(value)
+        value = reveal(value)
         if threading.get_ident() == thread and watcher.write(self, name, value):
             return
         store(self, name, value)
@@ -205,25 +194,17 @@ def _patch_writes(watcher: Watcher, thread: int) -> Callable[[], None]:
             watcher.write(self, name, None)
         delete(self, name)
 
-    nn.Module.__setattr__ = setattr_  # type: ignore[method-assign,assignment]
-    nn.Module.__delattr__ = delattr_  # type: ignore[method-assign,assignment]
-
-    def restore() -> None:
-        nn.Module.__setattr__ = store  # type: ignore[method-assign]
-        nn.Module.__delattr__ = delete  # type: ignore[method-assign]
-
-    return restore
+    return replace_attributes(nn.Module, {"__setattr__": setattr_, "__delattr__": delattr_})
 
 
 def _patch_functions(watcher: Watcher, thread: int) -> Callable[[], None]:
-    """What ``apply`` of every function ends in.
+    """Patches what ``apply`` of every function ends in.
 
     Before torch 2.15 also that of one that was kept (``act = Act.apply``); since then it is C's
     own, and :func:`is_context` tells that one runs.
     """
     is_of_c = isinstance(vars(torch.autograd.Function)["apply"], types.ClassMethodDescriptorType)
     base: Any = torch.autograd.Function if is_of_c else _SingleLevelFunction
-    before = vars(base).get("apply")
 
     def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
         bound = super(base, cls).apply
@@ -231,15 +212,7 @@ def _patch_functions(watcher: Watcher, thread: int) -> Callable[[], None]:
             return bound(*args, **kwargs)
         return watcher.custom_function(cls, args, bound)
 
-    base.apply = classmethod(apply)
-
-    def restore() -> None:
-        if before is None:
-            del base.apply
-        else:
-            base.apply = before
-
-    return restore
+    return replace_attributes(base, {"apply": classmethod(apply)})
 
 
 def _patch_scripted(watcher: Watcher, thread: int) -> Callable[[], None]:
@@ -257,12 +230,7 @@ def _patch_scripted(watcher: Watcher, thread: int) -> Callable[[], None]:
         is_scripted = known is not None and known.qualified_name == self.qualified_name
         return watcher.scripted(original if is_scripted else None)(*args, **kwargs)
 
-    kind.__call__ = call
-
-    def restore() -> None:
-        kind.__call__ = run
-
-    return restore
+    return replace_attributes(kind, {"__call__": call})
 
 
 def _patch_checkpoint(watcher: Watcher, thread: int) -> Callable[[], None]:
@@ -281,12 +249,7 @@ def _patch_checkpoint(watcher: Watcher, thread: int) -> Callable[[], None]:
         with watcher.checkpoint("full" if context_fn is plain else "selective"):
             yield
 
-    setattr(module, name, generator)
-
-    def restore() -> None:
-        setattr(module, name, original)
-
-    return restore
+    return replace_attributes(module, {name: generator})
 
 
 def _patch_values(watcher: Watcher, thread: int) -> Callable[[], None]:
@@ -304,11 +267,12 @@ def _patch_values(watcher: Watcher, thread: int) -> Callable[[], None]:
 
         return read
 
-    return _replace({name: reading(getattr(torch.Tensor, name)) for name in _VALUE_READERS})
+    readers = {name: reading(getattr(torch.Tensor, name)) for name in _VALUE_READERS}
+    return replace_attributes(torch.Tensor, readers)
 
 
 def _patch_answers(watcher: Watcher, thread: int) -> Callable[[], None]:
-    """Whatever is neither an operator nor an answer of a fake tensor, whoever defines it.
+    """Patches whatever is neither an operator nor an answer of a fake tensor.
 
     PyTorch's own code may ask as it needs; what it changes of the model's own tensors is told, and
     so is what ``torch.nn`` asks of them to change them (``zero_grad``).
@@ -340,7 +304,8 @@ def _patch_answers(watcher: Watcher, thread: int) -> Callable[[], None]:
             original.__delete__,
         )
 
-    return _replace({name: watched(name, value) for name, value in watched_names().items()})
+    names = {name: watched(name, value) for name, value in watched_names().items()}
+    return replace_attributes(torch.Tensor, names)
 
 
 def _asking_frame() -> types.FrameType:
@@ -365,11 +330,12 @@ def _patch_texts(watcher: Watcher, thread: int) -> Callable[[], None]:
 
         return text
 
-    return _replace({name: writing(getattr(torch.Tensor, name)) for name in _TEXTS})
+    texts = {name: writing(getattr(torch.Tensor, name)) for name in _TEXTS}
+    return replace_attributes(torch.Tensor, texts)
 
 
 def _patch_output(watcher: Watcher, thread: int) -> Callable[[], None]:
-    """What user code prints and saves, warns of, and logs that its loggers would write."""
+    """Patches what user code prints, saves, warns of, and logs if its loggers would write it."""
     show, handle, save = builtins.print, logging.Logger.handle, torch.save
     warn: Any = warnings.warn
 
@@ -405,22 +371,16 @@ def _patch_output(watcher: Watcher, thread: int) -> Callable[[], None]:
             watcher.saves()
         save(*args, **kwargs)
 
-    builtins.print = print_
-    logging.Logger.handle = handle_  # type: ignore[method-assign]
-    torch.save = save_
-    warnings.warn = warn_  # type: ignore[assignment]
-
-    def restore() -> None:
-        warnings.warn = warn
-        torch.save = save
-        builtins.print = show
-        logging.Logger.handle = handle  # type: ignore[method-assign]
-
-    return restore
+    with ExitStack() as undo:
+        undo.callback(replace_attributes(builtins, {"print": print_}))
+        undo.callback(replace_attributes(logging.Logger, {"handle": handle_}))
+        undo.callback(replace_attributes(torch, {"save": save_}))
+        undo.callback(replace_attributes(warnings, {"warn": warn_}))
+        return undo.pop_all().close
 
 
 def _patch_backward(watcher: Watcher, thread: int) -> Callable[[], None]:
-    """What ``torch.autograd.grad`` and every ``backward`` end in, however they were imported."""
+    """Patches what ``torch.autograd.grad`` and every ``backward`` end in, however imported."""
     engine: Any = torch.autograd._engine_run_backward
 
     def run(
@@ -444,29 +404,24 @@ def _patch_backward(watcher: Watcher, thread: int) -> Callable[[], None]:
             return found
         return tuple(None if g is None else g.detach() for g in found)
 
-    torch.autograd._engine_run_backward = run  # type: ignore[assignment]
-
-    def restore() -> None:
-        torch.autograd._engine_run_backward = engine
-
-    return restore
+    return replace_attributes(torch.autograd, {"_engine_run_backward": run})
 
 
-def _replace(attributes: Mapping[str, Any]) -> Callable[[], None]:
-    """Puts attributes on ``torch.Tensor``; returns what puts back what was there."""
-    own = {name: vars(torch.Tensor)[name] for name in attributes if name in vars(torch.Tensor)}
+def replace_attributes(owner: Any, attributes: Mapping[str, Any]) -> Callable[[], None]:
+    """Puts attributes on a class or module; returns what puts back what it had of its own."""
+    own = {name: vars(owner)[name] for name in attributes if name in vars(owner)}
 
     def restore() -> None:
         for name in attributes:
             if name in own:
-                setattr(torch.Tensor, name, own[name])
-            elif name in vars(torch.Tensor):
-                delattr(torch.Tensor, name)
+                setattr(owner, name, own[name])
+            elif name in vars(owner):
+                delattr(owner, name)
 
     try:
         for name, value in attributes.items():
-            setattr(torch.Tensor, name, value)
-    except BaseException:
+            setattr(owner, name, value)
+    except BaseException:  # an interrupt between two of them
         restore()
         raise
     return restore
@@ -483,12 +438,7 @@ def _patch_hooks(watcher: Watcher, thread: int) -> Callable[[], None]:
             watcher.saving_hook()
         return enter(self)
 
-    saving.__enter__ = entered  # type: ignore[method-assign]
-
-    def restore() -> None:
-        saving.__enter__ = enter  # type: ignore[method-assign]
-
-    return restore
+    return replace_attributes(saving, {"__enter__": entered})
 
 
 _PATCHES = (

@@ -57,7 +57,7 @@ def plain_autograd() -> Iterator[None]:
 
 
 class Settings(NamedTuple):
-    """What can be set in PyTorch.
+    """Lists what can be set in PyTorch.
 
     Attributes:
         getters: by name, those in C.

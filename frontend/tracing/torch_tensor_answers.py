@@ -46,7 +46,7 @@ ANSWERS: Mapping[str, tuple[str, ...]] = {
 """Names of ``torch.Tensor`` that are not watched, by reason."""
 
 SWITCHES = ("requires_grad", "requires_grad_")
-"""What switches whether a tensor wants a gradient."""
+"""Names that switch whether a tensor requires grad."""
 
 OPERATORS: Mapping[str, tuple[str, ...]] = {
     "conversions to a dtype": (
@@ -67,7 +67,7 @@ _CALLED = (
 
 
 class TensorState(NamedTuple):
-    """What a tensor is besides its numbers: whatever Python, or C for it, can change of it.
+    """Holds what can change of a tensor besides its numbers.
 
     Attributes:
         kind: its class, dtype and layout.

@@ -1,4 +1,4 @@
-"""What a tensor of a trace was computed from, as the trace has it and as autograd has it."""
+"""Finds what a tensor of a trace was computed from: in the trace, and in autograd's graph."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ...reuse.ir.leaf import memory_of, stamp_of
 from ...reuse.ir.operators import mutated_args
 
 WRITES = "writes"
-"""What names, in ``meta``, the operands that a node of ours writes to; others have a schema."""
+"""Key in ``meta`` of the operands that a node of ours writes to; others have a schema."""
 
 
 def _all_operands(node: torch.fx.Node) -> Sequence[torch.fx.Node]:

@@ -1,4 +1,4 @@
-"""What the model's Python read: does another instance agree, and is it still so?
+"""The reads of the model's Python: does another instance agree, is it still so at a call?
 
 evidence            what a traced block depended on, and whether another instance agrees
 reads               what the Python of one traced instance read

@@ -15,7 +15,6 @@ instance's Python read:
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cached_property, partial
 from typing import Any, Literal, NamedTuple
@@ -81,7 +80,7 @@ class _Outside(NamedTuple):
 
 
 class Evidence:
-    """What an instance must agree with to share the closure of ``root``.
+    """Holds what an instance must agree with to share the closure of ``root``.
 
     Args:
         root: the instance that was traced.
@@ -134,7 +133,7 @@ class Evidence:
         return _Outside(what, now, frozen, value, self._settles(value, frozen))
 
     def _settles(self, value: Any, frozen: Any) -> bool:
-        return isinstance(frozen, Identity) or self._held.vouches_for(value)
+        return isinstance(frozen, Identity) or self._held.covers(value)
 
     def _modules_seen_outside(self, walked: Iterable[nn.Module]) -> dict[int, str]:
         """Finds every module that code reached from outside: a block may look for itself there."""
@@ -219,13 +218,6 @@ class Evidence:
         for scope, name, before in self._globals:
             if not same_shallow(look_up(scope, name), before):
                 return f"its forward changes {outside_name(scope, name)}"
-        runs = Counter(id(function.__code__) for _, _, function in self._cells)
-        for cell, now, function in self._cells:
-            code = function.__code__
-            before = reads.functions.get((code, id(function.__globals__)), {})
-            name = code.co_freevars[(function.__closure__ or ()).index(cell)]
-            if runs[id(code)] == len(code.co_freevars) and before.get(name, now) != now:
-                return f"its forward changes the captured variable {name}"
         return ""
 
     def mismatch(self, instance: nn.Module) -> str:
@@ -235,7 +227,7 @@ class Evidence:
         return self.mismatch_at(walk_modules(instance))
 
     def mismatch_at(self, places: Places) -> str:
-        """The same for the module tree of an instance of the right class."""
+        """Does the same for the module tree of an instance of the right class."""
         modules = dict(places)
         held: Held = "same" if self._held.same() else "changed"
         return (
@@ -269,7 +261,7 @@ class Evidence:
         return ""
 
     def _alias_mismatch(self, places: Places) -> str:
-        """What was one tensor must be one: a list may hold a parameter's, or another's by now."""
+        """Says which two ways led to one tensor and do not here: a list may hold a parameter."""
         root = places[0][1]
         for first, second in self._aliases:
             if follow_tensor_path(root, first) is not follow_tensor_path(root, second):

@@ -31,6 +31,7 @@ from ..errors import CaptureError
 # In a class body's scope of annotations, since Python 3.12, a global has an instruction of its own.
 _LOADS = frozenset(["LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"])
 _STORES = frozenset(["STORE_GLOBAL"])
+_CAPTURED_STORES = frozenset(["STORE_DEREF", "DELETE_DEREF"])
 
 
 @functools.lru_cache(maxsize=4096)
@@ -49,6 +50,16 @@ def globals_used(code: types.CodeType) -> tuple[str, ...]:
 def modules_imported(code: types.CodeType) -> tuple[str, ...]:
     """Returns the names of the modules that a function imports."""
     return _arguments(code, frozenset(["IMPORT_NAME"]))
+
+
+@functools.lru_cache(maxsize=4096)
+def captured_set(code: types.CodeType) -> frozenset[str]:
+    """Returns the captured variables that a function, or one that it makes, sets (``nonlocal``)."""
+    names = set(_arguments(code, _CAPTURED_STORES))
+    for inner in code.co_consts:
+        if isinstance(inner, types.CodeType):
+            names |= captured_set(inner)
+    return frozenset(names.intersection(code.co_freevars))
 
 
 def texts_of(code: types.CodeType) -> list[str]:
@@ -83,8 +94,8 @@ _WEAK = ("weakref", "_weakrefset")
 _LRU_CACHE = type(functools.lru_cache(len))
 
 
-def way_of(code: types.CodeType, scope: dict[str, Any], owner: Any) -> str:
-    """Returns the way by which a function may tell objects apart, or an empty text.
+def identity_leak_of(code: types.CodeType, scope: dict[str, Any], owner: Any) -> str:
+    """Names what a function uses that differs between equal objects (``id()``), or "".
 
     Args:
         code: the function's.
@@ -99,8 +110,8 @@ def way_of(code: types.CodeType, scope: dict[str, Any], owner: Any) -> str:
     return next((f"{name}()" for name in (*names, *methods) if name not in scope), "")
 
 
-def way_through(value: Any) -> str:
-    """The same for something that a function found outside the model."""
+def identity_leak_through(value: Any) -> str:
+    """Does the same for a value that a function found outside the model."""
     if id(value) in _FUNCTIONS:
         return f"{_FUNCTIONS[id(value)]}()"
     if id(value) in _MODULES:
@@ -148,7 +159,7 @@ class Closures:
         """Notes a frame that has just begun."""
         self._frames.append(frame)
         if len(self._frames) > _MAX_FRAMES:
-            self.let_go()
+            self.release()
         if len(self._frames) > _MAX_FRAMES:  # they tell nothing, so their code has to do
             self._codes.update(_codes_of(self._frames))
             self._frames = []
@@ -159,7 +170,7 @@ class Closures:
         Raises:
             CaptureError: if one cannot be found, because ``gc.freeze`` hid it.
         """
-        self.let_go()
+        self.release()
         wanted = {**self._codes, **_codes_of(self._frames)}
         if wanted:
             self._find_by_code(wanted)
@@ -167,13 +178,13 @@ class Closures:
 
     def absorb(self, later: Closures) -> None:
         """Takes over what ran since the last frame noted here."""
-        later.let_go()
+        later.release()
         self._frames += later._frames
         self._codes.update(later._codes)
         self._found.update(later._found)
-        self.let_go()
+        self.release()
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Lets go of the frames that have ended, which hold all that was in their variables."""
         running = []
         for frame in self._frames:

@@ -1,8 +1,8 @@
 """Many checks by identity as one function: does everything hold what it held?
 
 A model of a hundred modules needs a thousand of them at each call, so what one costs counts. The
-native library compares them through CPython's C interface, in some ten nanoseconds each; a plain
-loop, ten times slower, does where it is not at hand.
+native library compares them through CPython's C interface, in some ten nanoseconds each; loops over
+columns of them do where it is not at hand.
 
 Everything is looked at each time, instead of being told of changes (``PyDict_Watch``): that exists
 from Python 3.12 on only, for eight users per process and for dictionaries alone, and saves little.
@@ -10,11 +10,13 @@ from Python 3.12 on only, for eight users per process and for dictionaries alone
 
 from __future__ import annotations
 
+import operator
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from itertools import repeat
 from types import CellType
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeAlias, get_args
 
 from ..objects import ABSENT
 from .snapshot import is_constant, same_value
@@ -76,7 +78,7 @@ class IdentityChecks:
         fact = (table, None, tuple(_values_of(table)))
         if isinstance(table, OrderedDict) and table:
             # Its order is its own, and no function of Python.h tells it.
-            self._others.append(partial(_holds_values, *fact))
+            self._others.append(partial(_holds_values, table, fact[2]))
         else:
             self._facts["values"] += fact
 
@@ -100,9 +102,11 @@ class IdentityChecks:
         Args:
             hold: the native comparison, if it is at hand.
         """
-        compare = partial(hold or hold_in_python, *map(tuple, self._facts.values()))
+        compare = _in_python(self._facts)
+        if hold is not None:
+            compare = partial(hold, *map(tuple, self._facts.values()))
         others = tuple(self._others)
-        return partial(_all_hold, compare, others) if others else compare
+        return partial(_all_hold, (compare, *others)) if others else compare
 
     def copy(self) -> IdentityChecks:
         """Returns the same checks, to which others can be added."""
@@ -112,67 +116,57 @@ class IdentityChecks:
         return made
 
 
-def hold_in_python(*facts: Sequence[Any]) -> bool:
-    """Compares as the native library does."""
-    try:
-        return all(
-            all(map(fact, flat[::3], flat[1::3], flat[2::3]))
-            for fact, flat in zip(_FACTS.values(), facts, strict=True)
-        )
-    except Exception:
-        return False
+def _in_python(facts: Mapping[Kind, Sequence[Any]]) -> Check:
+    """Returns what compares facts as the native library does.
 
+    Loops in C over columns of facts: a function in Python for each would take five times as long.
+    """
+    checks: list[Check] = []
 
-def _all_hold(compare: Check, others: Sequence[Check]) -> bool:
-    if not compare():
-        return False
-    try:
-        return all(check() for check in others)
-    except Exception:
-        return False
+    def add(rows: Iterable[_Row], look: Callable[..., Any], *more: Iterable[Any]) -> None:
+        columns = list(zip(*rows, strict=True))
+        if columns:
+            owners, names, expected = columns
+            checks.append(lambda: all(map(operator.is_, map(look, owners, names, *more), expected)))
 
-
-def _holds_entry(table: Any, name: Any, value: Any) -> bool:
+    absent = ((table, name, ABSENT) for table, name, _ in _rows(facts["absent"]))
+    entries = [*_rows(facts["entry"]), *absent]
     # Past the methods of a class of the user's, which may say anything.
-    found = dict.get(table, name, ABSENT) if isinstance(table, dict) else table.get(name, ABSENT)
-    return found is value
+    add((row for row in entries if isinstance(row[0], dict)), dict.get, repeat(ABSENT))
+    add((row for row in entries if not isinstance(row[0], dict)), _entry_of)
+    add(_rows(facts["attribute"]), getattr)
+    add(_rows(facts["own attribute"]), object.__getattribute__)
+    add(_rows(facts["class"]), lambda owner, _: type(owner))
+    empty = [table for table, _, values in _rows(facts["values"]) if not values]
+    checks.append(lambda: not any(map(dict.__len__, empty)))
+    full = (row for row in _rows(facts["values"]) if row[2])
+    checks += [partial(_holds_values, table, values) for table, _, values in full]
+    return partial(_all_hold, checks)
 
 
-def _lacks_entry(table: Any, name: Any, _: None) -> bool:
-    return not (dict.__contains__(table, name) if isinstance(table, dict) else name in table)
+_Row: TypeAlias = tuple[Any, Any, Any]
 
 
-def _holds_values(table: Any, _: None, values: Sequence[Any]) -> bool:
+def _rows(flat: Sequence[Any]) -> list[_Row]:
+    return list(zip(flat[::3], flat[1::3], flat[2::3], strict=True))
+
+
+def _entry_of(table: Any, name: Any) -> Any:
+    return table.get(name, ABSENT)
+
+
+def _all_hold(checks: Sequence[Check]) -> bool:
+    try:
+        return all(check() for check in checks)
+    except Exception:
+        return False
+
+
+def _holds_values(table: Any, values: Sequence[Any]) -> bool:
     found = _values_of(table)
-    return len(found) == len(values) and all(map(_is_same, found, values))
-
-
-def _has_attribute(owner: Any, name: str, value: Any) -> bool:
-    return getattr(owner, name) is value
-
-
-def _has_own_attribute(owner: Any, name: str, value: Any) -> bool:
-    return object.__getattribute__(owner, name) is value
-
-
-def _is_of_class(owner: Any, _: None, kind: type) -> bool:
-    return type(owner) is kind
-
-
-def _is_same(found: Any, expected: Any) -> bool:
-    return found is expected
+    return len(found) == len(values) and all(map(operator.is_, found, values))
 
 
 def _values_of(table: Any) -> list[Any]:
     is_ordered = type(table) is OrderedDict  # dict's own methods do not know its order
     return list(table.values() if is_ordered else dict.values(table))
-
-
-_FACTS: dict[Kind, Callable[[Any, Any, Any], bool]] = {
-    "entry": _holds_entry,
-    "absent": _lacks_entry,
-    "values": _holds_values,
-    "attribute": _has_attribute,
-    "own attribute": _has_own_attribute,
-    "class": _is_of_class,
-}

@@ -1,4 +1,4 @@
-"""What a module holds, and what its tree is built of, read past any code of the user's."""
+"""Reads what a module and its tree hold, without running any code of the user's."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def raw_attribute(module: nn.Module, name: str) -> Any:
 
 
 def find_attribute(module: nn.Module, name: str) -> tuple[Where, Any]:
-    """The same, and where it is."""
+    """Returns where a module has an attribute, and its value."""
     state = module_state(module)
     if name == WHOLE:
         return "", tuple(own_names(state))
@@ -102,13 +102,13 @@ TensorPath = tuple[Any, ...]  # (module path, attribute name, *keys inside the a
 
 
 def tensor_facts(tensor: torch.Tensor) -> Any:
-    """What a trace sees of a tensor, but its values."""
+    """Returns what a trace sees of a tensor, but its values."""
     facts = (type(tensor), TensorType.of(tensor), tensor.requires_grad)
     return (*facts, _attributes_of(tensor) if tensor.__dict__ else ())
 
 
 def _attributes_of(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """What Python put on a tensor: ``weight.scale = 2.0``."""
+    """Returns what Python put on a tensor: ``weight.scale = 2.0``."""
     freeze = Freezer(on_tensor=lambda inner, keys: Identity(inner)).freeze
     return tuple((name, freeze(value)) for name, value in sorted(tensor.__dict__.items()))
 

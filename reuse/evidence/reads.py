@@ -1,4 +1,4 @@
-"""What the Python of one traced instance read: attributes, globals, captured variables."""
+"""Notes what the Python of a traced instance reads: attributes, globals, captured variables."""
 
 from __future__ import annotations
 
@@ -20,9 +20,16 @@ from torch import nn
 from ..freeze import Freezer, Identity, Unrepeatable
 from ..kinds import is_unrepeatable
 from ..objects import ABSENT, cell_contents, is_library, is_own_patch, is_python_defined
-from ..open_index import OpenIndex, told
+from ..open_index import OpenIndex, reveal
 from ..torch_pytree import is_container
-from .functions import Closures, globals_used, modules_imported, texts_of, way_of, way_through
+from .functions import (
+    Closures,
+    globals_used,
+    identity_leak_of,
+    identity_leak_through,
+    modules_imported,
+    texts_of,
+)
 from .module_state import WHOLE, Where, find_attribute, module_state, own_names
 from .slots import SlotReads
 from .snapshot import Snapshot
@@ -67,7 +74,7 @@ class AttributeRead(NamedTuple):
 
 
 class BlockEvidence(Protocol):
-    """What is known of a block that was called inside; see :class:`.evidence.Evidence`."""
+    """The evidence of a block that was called inside; see :class:`.evidence.Evidence`."""
 
     @property
     def plain_reads(self) -> tuple[tuple[str, str, Where], ...]:
@@ -83,7 +90,7 @@ class BlockEvidence(Protocol):
 
 @dataclass
 class Reads:
-    """What the Python of one traced instance, or of the whole model, read; filled in while it runs.
+    """Holds what the Python of an instance, or of the whole model, reads while it runs.
 
     Attributes:
         contents: what the attributes of modules held then, in the whole run.
@@ -138,7 +145,7 @@ class Reads:
             return
         where, value = find_attribute(module, name)
         self._attribute(module, name, where, value)
-        self.unseen = self.unseen or way_through(value)
+        self.unseen = self.unseen or identity_leak_through(value)
 
     def like(
         self, reads: Iterable[tuple[str, str, Where]], modules: Mapping[str, nn.Module]
@@ -177,7 +184,7 @@ class Reads:
         """Notes that the module's ``__dict__`` was read as a whole."""
         for (owner, _), index in self.indexes.items():
             if owner == id(module):
-                told(index)
+                reveal(index)
         for name in (WHOLE, *own_names(module_state(module))):
             self.attribute(module, name)
 
@@ -192,7 +199,7 @@ class Reads:
             self.closures.ran(frame)
         if (code, id(scope)) in self.functions:
             return
-        self.unseen = self.unseen or way_of(code, scope, owner)
+        self.unseen = self.unseen or identity_leak_of(code, scope, owner)
         captured = {
             name: variables[name]
             for name in code.co_freevars
@@ -212,7 +219,7 @@ class Reads:
         for name in imports:
             self._named_attributes(sys.modules.get(name), code.co_names, 0)
         for value in captured.values():
-            self.unseen = self.unseen or way_through(value)
+            self.unseen = self.unseen or identity_leak_through(value)
             self._named_attributes(value, code.co_names, 0)
 
     def places(self) -> list[tuple[Any, str]]:
@@ -261,7 +268,7 @@ class Reads:
             self.owners.add(id(owner))
             if self.seen is not None:
                 self.seen(owner, name, value)
-            self.unseen = self.unseen or way_through(value)
+            self.unseen = self.unseen or identity_leak_through(value)
         self._named_attributes(value, names, depth + 1)
 
     def _library(self, module: types.ModuleType, names: tuple[str, ...], depth: int) -> None:

@@ -1,4 +1,4 @@
-"""What the whole model's Python read, asked of the same objects later: is it still so?
+"""Compares what the whole model's Python read with what the same objects hold at a call.
 
 The reads are those that tell blocks apart. Here each is a place (a dictionary and a name, a slot, a
 variable captured by a function) and the very object found there; what that held, a snapshot knows.
@@ -7,23 +7,20 @@ variable captured by a function) and the very object found there; what that held
 from __future__ import annotations
 
 import inspect
-import operator
 import os
 import types
-from collections.abc import Collection, Iterator, Mapping
-from itertools import repeat
-from typing import Any
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from ..errors import CaptureError
-from ..kinds import getters_of, holds_unseen_items, is_opaque
-from ..objects import ABSENT, cell_contents, is_library, own_table
+from ..kinds import getters_of, is_opaque
+from ..objects import ABSENT, cell_contents, is_library, is_of_library, own_table
 from .identity_checks import IdentityChecks
 from .module_state import WHOLE, module_state
 from .reads import AttributeRead, Reads, look_up, may_hold_state
-from .snapshot import Snapshot, same_value
+from .snapshot import same_value
 
 # What can be replaced in a function or class while it stays who it is, and shows in no table of it.
 _OF_RUNNING = ("__code__", "__defaults__", "__kwdefaults__")
@@ -35,8 +32,32 @@ _WITH_METHODS = (torch.Tensor, nn.Module)
 _NOTED_BY_PYTHON = ("__slotnames__", "__annotations__", "__annotations_cache__")
 
 
+class _Fact(NamedTuple):
+    """Holds what was found in one place.
+
+    Attributes:
+        look: finds it again, given the two below.
+        owner: a table, a class, or what has a part.
+        name: under which it was found, if under one.
+        value: what was found; ABSENT where there was nothing.
+    """
+
+    look: Callable[[Any, Any], Any]
+    owner: Any
+    name: Any
+    value: Any
+
+    def now(self) -> Any:
+        """Returns what is there now."""
+        return self.look(self.owner, self.name)
+
+    def holds(self) -> bool:
+        """Whether that is what it was, or equal to it."""
+        return same_value(self.now(), self.value)
+
+
 class RootEvidence:
-    """What a run of the model read, inside and outside, and whether all of that is still so.
+    """Holds what a run of the model read, inside and outside, and says whether it is still so.
 
     All of it are dictionary entries (of modules, classes and objects), slots, variables captured by
     functions, and what functions and classes are made of.
@@ -52,16 +73,8 @@ class RootEvidence:
 
     def __init__(self, reads: Reads, modules: Collection[int], placed: Collection[int]) -> None:
         self._contents = reads.contents
-        self._entries: dict[type, tuple[list[Any], list[str], list[Any]]] = {
-            dict: ([], [], []),
-            types.MappingProxyType: ([], [], []),
-        }
-        self._absent: tuple[list[Any], list[str]] = ([], [])
-        self._whole: list[tuple[dict[str, Any], list[str]]] = []
-        self._bases: dict[int, tuple[type, tuple[type, ...]]] = {}
+        self._facts: dict[Any, _Fact] = {}
         self._objects: dict[int, tuple[Any, type, Any]] = {}
-        self._parts: list[tuple[Any, str, Any]] = []
-        self._sizes: list[tuple[Any, int]] = []
         for (number, name), read in reads.attributes.items():
             if number in modules and id(read.value) not in placed:
                 self._add_attribute(name, read)
@@ -84,21 +97,6 @@ class RootEvidence:
             if not names.isdisjoint(vars(tensor)):
                 self._contents.look_into(vars(tensor))
 
-    @property
-    def iterators(self) -> list[Any]:
-        """Those that the model's Python was handed; each use moves them on."""
-        return self._contents.iterators
-
-    def held_iterators(self) -> list[Any]:
-        """Returns those that are still where they were read."""
-        now = Snapshot()
-        for kind, (tables, names, _) in self._entries.items():
-            for value in map(kind.get, tables, names):  # type: ignore[attr-defined]
-                now.look_into(value)
-        for owner, name, _ in self._parts:
-            now.look_into(_part_of(owner, name))
-        return now.iterators
-
     def look_into(self, value: Any) -> None:
         """Notes what a further object holds."""
         self._contents.look_into(value)
@@ -110,26 +108,23 @@ class RootEvidence:
     def _add_attribute(self, name: str, read: AttributeRead) -> None:
         in_own_table = read.table is module_state(read.module)
         if name == WHOLE:
-            self._whole.append((read.table, list(read.table)))
+            self._add_fact(_names_of, read.table)
         elif read.value is ABSENT:
             if name != "forward":  # nobody has one of its own: the guard sees to that
-                self._add_absent(read.table, name)
+                self._add_fact(_entry_of, read.table, name)
         elif in_own_table or not isinstance(read.value, nn.Module):
-            self._add_entry(read.table, name, read.value)
+            self._add_fact(_entry_of, read.table, name, read.value)
 
-    def _add_entry(self, table: Mapping[Any, Any], name: Any, value: Any) -> None:
-        kind = dict if isinstance(table, dict) else types.MappingProxyType
-        for column, part in zip(self._entries[kind], (table, name, value), strict=True):
-            column.append(part)
-
-    def _add_absent(self, table: Mapping[Any, Any], name: Any) -> None:
-        self._absent[0].append(table)
-        self._absent[1].append(name)
+    def _add_fact(
+        self, look: Callable[[Any, Any], Any], owner: Any, name: Any = None, value: Any = ABSENT
+    ) -> None:
+        """Notes what is found somewhere: what the run read there, or what is there now."""
+        value = look(owner, name) if value is ABSENT else value
+        self._facts.setdefault((look, id(owner), name), _Fact(look, owner, name, value))
 
     def _add_part(self, owner: Any, name: str) -> None:
-        value = _part_of(owner, name)
-        self._parts.append((owner, name, value))
-        self._contents.look_into(value)
+        self._add_fact(_part_of, owner, name)
+        self._contents.look_into(_part_of(owner, name))
 
     def _add_cell(self, cell: types.CellType) -> None:
         if cell_contents(cell) is not ABSENT:
@@ -137,21 +132,20 @@ class RootEvidence:
 
     def _add(self, owner: Any, name: str) -> None:
         kind = owner if isinstance(owner, type) else type(owner)
-        self._bases[id(kind)] = (kind, kind.__mro__)
+        self._add_fact(_bases_of, kind)
         if not isinstance(owner, (dict, type, types.ModuleType)):
             self._objects[id(owner)] = (owner, type(owner), own_table(owner))
         for table in _tables(owner):
-            if name in table:
-                break
-            self._add_absent(table, name)
-        else:
-            return
-        value = table[name]
-        if isinstance(value, types.MemberDescriptorType) and not isinstance(owner, type):
-            self._add_part(owner, name)
-        else:
-            self._add_entry(table, name, value)
-            self._contents.look_into(value)
+            value = table.get(name, ABSENT)
+            if isinstance(value, types.MemberDescriptorType) and not isinstance(owner, type):
+                self._add_part(owner, name)
+                return
+            self._add_fact(_entry_of, table, name)
+            if value is not ABSENT:
+                of_library = is_of_library(owner)
+                look = self._contents.look_into_library if of_library else self._contents.look_into
+                look(value)
+                return
 
     def _add_holders(self, names: set[str], known: Collection[tuple[int, str]]) -> None:
         """Adds what classes and modules met on the way hold under the names that code speaks of."""
@@ -178,29 +172,16 @@ class RootEvidence:
             for name in getters_of(type(value), names):
                 self._add_part(value, name)
 
-    def refuse_unseen(self) -> None:
-        """Raises CaptureError for objects whose state operators read, and nothing compares."""
-        for value in self._contents.opaque.values():
-            if holds_unseen_items(value):
-                raise CaptureError(
-                    f"The model's forward reads a {type(value).__qualname__}, which shows nothing "
-                    "of what it holds, so that no call could tell whether that changed. Keep it "
-                    "in a list, a dictionary, an array or a buffer."
-                )
-
     def _add_methods(self, names: Collection[str]) -> None:
         """Adds the methods of tensors and modules, which are found on them without any look-up.
 
         Those of tensors are in C: one in Python that hides it is one more in the class.
         """
         for kind in _WITH_METHODS:
-            self._sizes.append((vars(kind), _num_own(vars(kind))))
+            self._add_fact(_size_of, vars(kind))
             for name in vars(kind).keys() & names:
                 if callable(vars(kind)[name]):
-                    self._add_entry(vars(kind), name, vars(kind)[name])
-
-    def _same_sizes(self) -> bool:
-        return all(_num_own(table) == size for table, size in self._sizes)
+                    self._add_fact(_entry_of, vars(kind), name)
 
     def _add_functions(self, reads: Reads, names: Collection[str]) -> None:
         """Adds what can be replaced in functions and classes, while they stay who they are.
@@ -232,63 +213,48 @@ class RootEvidence:
             return
         for text in texts:
             name = os.environ.encodekey(text)  # type: ignore[attr-defined]
-            if name in table:
-                self._add_entry(table, name, table[name])
-            elif text.isupper():
-                self._add_absent(table, name)
+            if name in table or text.isupper():
+                self._add_fact(_entry_of, table, name)
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Holds no tensor that is not where it was any more; what held it is another for good."""
-        for kind, (tables, names, values) in self._entries.items():
-            for i, value in enumerate(values):
-                if isinstance(value, torch.Tensor):
-                    now = kind.get(tables[i], names[i])  # type: ignore[attr-defined]
-                    if now is not value:
-                        self.tensors = [t for t in self.tensors if t is not value]
-                        values[i] = object()
+        for key, fact in list(self._facts.items()):
+            if isinstance(fact.value, torch.Tensor) and fact.now() is not fact.value:
+                self.tensors = [t for t in self.tensors if t is not fact.value]
+                self._facts[key] = fact._replace(value=object())
 
     # ---- is it still so? ---------------------------------------------------------------------
 
     def add_identity_checks(self, checks: IdentityChecks) -> None:
         """Adds that each of them is the very object that it is now, if that is as good."""
-        for kind, columns in self._entries.items():
-            for table, name, before in zip(*columns, strict=True):
-                now = kind.get(table, name, ABSENT)  # type: ignore[attr-defined]
-                if now is ABSENT:
-                    checks.absent(table, name)
+        for fact in self._facts.values():
+            look, owner, name, before = fact
+            now = fact.now()
+            if look is _names_of:
+                checks.names(owner)
+            elif look is _bases_of:
+                checks.bases(owner)
+            elif look is _size_of:
+                checks.holds(fact.holds)
+            else:
+                if look is _part_of:
+                    checks.attribute(owner, name, now)
+                elif now is ABSENT:
+                    checks.absent(owner, name)
                 else:
-                    checks.entry(table, name, now)
+                    checks.entry(owner, name, now)
                 checks.still_like(now, before)
-        for table, name in zip(*self._absent, strict=True):
-            checks.absent(table, name)
-        for table, _ in self._whole:
-            checks.names(table)
-        for kind, _ in self._bases.values():
-            checks.bases(kind)
         for owner, kind, own in self._objects.values():
             if own is None:
                 checks.kind(owner, kind)
             else:
                 checks.held_in(owner, kind, own)
-        checks.holds(self._same_sizes)
-        for owner, name, before in self._parts:
-            now = _part_of(owner, name)
-            checks.attribute(owner, name, now)
-            checks.still_like(now, before)
 
     def still_holds(self) -> bool:
         """Whether all of them are what they were, or equal to it."""
-        return (
-            self._same_sizes()
-            and all(self._same_entries(kind) for kind in self._entries)
-            and not any(map(operator.contains, *self._absent))
-            and all([*table] == names for table, names in self._whole)
-            and all(kind.__mro__ is order for kind, order in self._bases.values())
-            and all(
-                type(owner) is kind and own_table(owner) is table
-                for owner, kind, table in self._objects.values()
-            )
-            and all(same_value(_part_of(o, name), value) for o, name, value in self._parts)
+        return all(fact.holds() for fact in self._facts.values()) and all(
+            type(owner) is kind and own_table(owner) is table
+            for owner, kind, table in self._objects.values()
         )
 
     def same_contents(self) -> bool:
@@ -297,14 +263,9 @@ class RootEvidence:
 
     def changed(self) -> Iterator[tuple[dict[str, Any], str, Any, Any]]:
         """Yields the dictionary, the name, and the values before and now of each that changed."""
-        for table, name, before in zip(*self._entries[dict], strict=True):
-            if not same_value(now := table.get(name, ABSENT), before):
-                yield table, name, before, now
-
-    def _same_entries(self, kind: Any) -> bool:
-        tables, names, before = self._entries[kind]
-        now = list(map(kind.get, tables, names, repeat(ABSENT)))
-        return all(map(operator.is_, now, before)) or all(map(same_value, now, before))
+        for fact in self._facts.values():
+            if fact.look is _entry_of and isinstance(fact.owner, dict) and not fact.holds():
+                yield fact.owner, fact.name, fact.value, fact.now()
 
 
 def _part_of(owner: Any, name: str) -> Any:
@@ -357,6 +318,19 @@ def _tables(owner: Any) -> Iterator[Mapping[str, Any]]:
         yield base.__dict__
 
 
-def _num_own(table: Mapping[str, Any]) -> int:
+def _entry_of(table: Mapping[Any, Any], name: Any) -> Any:
+    # Past the methods of a class of the user's, which may say anything.
+    return dict.get(table, name, ABSENT) if isinstance(table, dict) else table.get(name, ABSENT)
+
+
+def _names_of(table: Mapping[Any, Any], _: None) -> list[Any]:
+    return [*table]
+
+
+def _bases_of(kind: type, _: None) -> tuple[type, ...]:
+    return kind.__mro__
+
+
+def _size_of(table: Mapping[str, Any], _: None) -> int:
     """Returns how many names a class has, but for those that Python notes there by itself."""
     return len(table) - sum(name in table for name in _NOTED_BY_PYTHON)

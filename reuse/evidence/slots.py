@@ -1,4 +1,4 @@
-"""What a block reads and writes of the objects that it is given: its layer's part of a cache.
+"""Notes what a block reads and writes of objects among its arguments: its part of a cache.
 
 A *way* leads from an argument to a place: ``cache``, its ``layers``, the item at the block's own
 ``layer_idx``, that one's ``keys``. What a block finds at the end of its ways is its input, and what
@@ -41,7 +41,7 @@ Way = tuple[Any, ...]
 
 @dataclass(eq=False)
 class SlotReads:
-    """What the Python of one traced block did to objects among its arguments, while it runs.
+    """Holds what the Python of a traced block does to objects among its arguments.
 
     Args:
         given: the objects, by their numbers among the flat arguments.
@@ -137,7 +137,7 @@ class Written(NamedTuple):
 
 
 class SlotEvidence:
-    """What another instance must find in the objects that it is given.
+    """Holds what another instance must find in the objects that it is given.
 
     Args:
         reads: what the traced instance found there.

@@ -1,4 +1,4 @@
-"""What objects hold, all the way down, as of now: to see later whether they hold it still.
+"""Records what objects hold, all the way down, to see later whether they hold it still.
 
 A model's Python reads more than attributes: ``self.config.scale``, ``self.tables[0]``. The objects
 in between are looked into when they are first read, and compared by identity, item by item.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import operator
 import types
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import repeat
 from typing import Any
 
@@ -24,8 +24,8 @@ from ..kinds import (
     WHOLE_FUNCTION,
     Kind,
     attribute_parts,
-    is_iterator,
     is_opaque,
+    is_unreadable,
     is_unrepeatable,
     is_whole,
     kinds_of,
@@ -35,7 +35,6 @@ from ..objects import has_plain_class, is_library, is_looked_into
 
 _ATOMS = frozenset(IMMUTABLE)
 _SCALARS = (bool, int, str, bytes, range, torch.device, torch.Size)
-_SHOWN = (list, tuple, dict)  # code that reads one of these directly reads what is in it
 _MAX_OBJECTS = 2**20
 _MAX_VOUCHED = 4096
 _attributes_of = operator.attrgetter("__dict__")
@@ -43,7 +42,7 @@ _END = object()  # of what one object holds
 
 
 class Snapshot:
-    """What the objects looked into held then.
+    """Keeps what the objects looked into held then.
 
     Args:
         functions: the row of functions: what was put on them, or all that they are made of.
@@ -55,7 +54,7 @@ class Snapshot:
         classes: the classes of the objects met, whose operators may be used.
         functions: the functions met.
         opaque: the objects met that show nothing of their state.
-        iterators: those that the code itself was handed; each use moves them on.
+        unreadable: the iterators, memories and the like met: code may use what nothing shows.
         lasting: what was changed and could not be put back, or an empty text.
     """
 
@@ -66,7 +65,7 @@ class Snapshot:
         self.classes: dict[int, type] = {}
         self.functions: dict[int, types.FunctionType] = {}
         self.opaque: dict[int, Any] = {}
-        self.iterators: list[Any] = []
+        self.unreadable: list[Any] = []
         self.lasting = ""
         self._function = functions
         self._on_holder = on_holder
@@ -81,9 +80,9 @@ class Snapshot:
         Raises:
             CaptureError: if that is a million objects.
         """
-        todo = [(value, True)]
+        todo = [value]
         while todo:
-            value, is_direct = todo.pop()
+            value = todo.pop()
             if id(value) in self._seen or is_constant(value):
                 continue
             self._seen[id(value)] = value
@@ -94,10 +93,15 @@ class Snapshot:
                     "noticed at every call. Keep what the forward needs in attributes of their "
                     "own, numbers in a tensor."
                 )
-            if is_direct and is_iterator(value):
-                self.iterators.append(value)
-            shown = is_direct and isinstance(value, _SHOWN)
-            todo += [(item, shown) for item in self._note(value)]
+            if is_unreadable(value):
+                self.unreadable.append(value)
+            todo += self._note(value)
+
+    def look_into_library(self, value: Any) -> None:
+        """Does the same for what a library keeps: threads and streams, which no model reads."""
+        num_unreadable = len(self.unreadable)
+        self.look_into(value)
+        del self.unreadable[num_unreadable:]
 
     def has_met(self, value: Any) -> bool:
         """Whether an object was looked into, or is held by one that was."""
@@ -118,7 +122,7 @@ class Snapshot:
             elif not kind.is_fixed:
                 self._noted.append((value, kind, held))
                 self._held += (*held, _END)
-            found += [] if kind.is_state or is_set_of_outputs(value) else held
+            found += [] if is_set_of_outputs(value) else held
         if isinstance(value, types.FunctionType):
             self.functions[id(value)] = value
             found += [value.__defaults__, value.__kwdefaults__]
@@ -159,7 +163,7 @@ class Snapshot:
         yield from self._noted
         yield from ((function, FUNCTION, ()) for function in self._bare)
 
-    def vouches_for(self, value: Any) -> bool:
+    def covers(self, value: Any) -> bool:
         """Looks into a value; says whether :meth:`same` notices all that freezing it would.
 
         Only a snapshot of whole functions can say so.
@@ -182,26 +186,17 @@ class Snapshot:
         rows = [(v, kind, before, list(kind.read(v))) for v, kind, before in self._rows()]
         return [row for row in rows if not _same(row[3], row[2])]
 
-    def changed_values(self) -> list[Any]:
-        """Returns every value that is new in an object looked into."""
+    def what_changed(self) -> tuple[str, list[Any]]:
+        """Returns what was changed, or an empty text, and every value that is new there."""
+        changed = self._changed()
         new: list[Any] = []
-        for value, kind, before, now in self._changed():
+        for _, _, before, now in changed:
             known = set(map(id, before))
-            new += [value] if kind.is_state else [x for x in now if id(x) not in known]
-        return new
+            new += [x for x in now if id(x) not in known]
+        return (_name_of(*changed[-1][:2]) if changed else ""), new
 
-    def put_forward(self) -> Callable[[], None]:
-        """Returns what brings the present contents back after :meth:`put_back`."""
-        changed = [(value, kind, now) for value, kind, _, now in self._changed()]
-
-        def redo() -> None:
-            for value, kind, now in changed:
-                _put(value, kind, now)
-
-        return redo
-
-    def put_back(self) -> str:
-        """Undoes changes; returns what was changed, or an empty text."""
+    def undo(self) -> None:
+        """Undoes changes."""
         changed = self._changed()
         for value, kind, before, _ in changed:
             _put(value, kind, before)
@@ -209,7 +204,6 @@ class Snapshot:
             # What a weak reference led to is gone for others, too: no doing of the forward.
             if not (isinstance(value, weakref.ReferenceType) or _same(kind.read(value), before)):
                 self.lasting = _name_of(value, kind)
-        return _name_of(*changed[-1][:2]) if changed else ""
 
     def refuse_lasting(self) -> None:
         """Raises CaptureError if a run changed something that could not be put back.
@@ -221,19 +215,6 @@ class Snapshot:
                 f"The model's forward changes {self.lasting}, and what it held before cannot be "
                 "restored after the run that captures the model, so the change would be made "
                 "twice. Keep what changes in a list, a dictionary, an attribute or a buffer."
-            )
-
-
-def refuse_iterators(first: Iterable[Any], second: Iterable[Any]) -> None:
-    """Raises CaptureError for an iterator that two runs of the model's code were both handed."""
-    known = set(map(id, first))
-    for found in second:
-        if id(found) in known:
-            raise FinalCaptureError(
-                f"The model's forward reads a {type(found).__name__} from an attribute or global, "
-                "which gives something else at each use, and a compiled program would use the "
-                "same at every call. Keep the items in a list and a number in a buffer, or pass "
-                "the item in."
             )
 
 
@@ -255,9 +236,7 @@ def _shows_all(value: Any) -> bool:
     if isinstance(value, (*BY_IDENTITY, types.FunctionType)):
         return True
     kind, kinds = type(value), kinds_of(value)
-    if not (kinds or is_whole(kind)) or any(row.is_state for row in kinds):
-        return not is_unrepeatable(value)
-    return True
+    return bool(kinds) or is_whole(kind) or not is_unrepeatable(value)
 
 
 def same_value(now: Any, before: Any) -> bool:

@@ -1,0 +1,247 @@
+"""Whose code runs: the user's, PyTorch's, Python's or ours; and what a forward of the user's calls.
+
+A capture sees the model's Python through ``sys.setprofile``. Frames are told apart by the folder of
+their file, so what PyTorch calls for itself is not taken for the model's doing.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from ...reuse.process import own_places
+from .readings import ASKED_IN_PYTHON
+from .torch_settings import may_ask, python_getter, settings
+
+_TORCH_FOLDER = os.path.dirname(torch.__file__) + os.sep
+_LIBRARY_FOLDERS = (_TORCH_FOLDER, *own_places())
+_ACTING_FOLDERS = tuple(_TORCH_FOLDER + name + os.sep for name in ("nn", "optim"))
+_STANDARD_FOLDER = os.path.dirname(os.__file__) + os.sep
+_GENERATED = "<string>"
+# Imported by a first run, by decorators and by loggers; what settings there are live elsewhere (os,
+# logging).
+_MACHINERY = frozenset(
+    [
+        "abc",
+        "collections",
+        "contextlib",
+        "dataclasses",
+        "enum",
+        "functools",
+        "importlib",
+        "inspect",
+        "mpmath",
+        "re",
+        "sympy",
+        "typing",
+        "typing_extensions",
+    ]
+)
+_USERS, _PYTORCHS = "the user's", "PyTorch's"
+_PLACES = (type, types.ModuleType)
+
+
+def user_frame(frame: Any) -> Any:
+    """Returns the innermost frame that is neither PyTorch's nor ours, or None."""
+    while frame is not None:
+        filename = frame.f_code.co_filename
+        if not filename.startswith(_LIBRARY_FOLDERS) and filename[0] != "<":
+            return frame
+        frame = frame.f_back
+    return None
+
+
+def is_library_frame(frame: Any) -> bool:
+    """Whether a frame runs PyTorch's code or ours."""
+    return str(frame.f_code.co_filename).startswith(_LIBRARY_FOLDERS)
+
+
+def is_user_frame(frame: Any) -> bool:
+    """Whether a frame runs neither PyTorch's code nor ours, nor Python's for one of them."""
+    return not (is_library_frame(frame) or _served_pytorch(frame))
+
+
+def acts_on_modules(frame: Any) -> bool:
+    """Whether a frame runs PyTorch's code for modules and optimizers because the user called it."""
+    filename = str(frame.f_code.co_filename)
+    if not filename.startswith(_ACTING_FOLDERS):
+        return False
+    while filename.startswith(_ACTING_FOLDERS) and frame.f_back is not None:
+        frame = frame.f_back
+        filename = str(frame.f_code.co_filename)
+    return not is_library_frame(frame)
+
+
+def is_torch_frame(frame: Any) -> bool:
+    """Whether a frame runs PyTorch's code."""
+    return str(frame.f_code.co_filename).startswith(_TORCH_FOLDER)
+
+
+def frame_text(frame: Any) -> str:
+    """Returns ``file.py:31 Block.forward`` of a frame."""
+    code = frame.f_code
+    name = getattr(code, "co_qualname", "") or _qualified_name(frame)
+    return f"{os.path.basename(code.co_filename)}:{frame.f_lineno} {name}"
+
+
+def _qualified_name(frame: Any) -> str:
+    """Returns ``Block.forward`` of a frame on Python 3.10, whose code does not tell the class."""
+    code = frame.f_code
+    first = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
+    for owner in type(first).__mro__:
+        method: Any = vars(owner).get(code.co_name)
+        if getattr(method, "__code__", None) is code:
+            return str(method.__qualname__)
+    return str(code.co_name)
+
+
+def user_line() -> str:
+    """Returns where the running user code is, such as ``file.py:31 Block.forward``.
+
+    What Python's own library does for the user is shown where the user called it.
+    """
+    frame = nearest = user_frame(sys._getframe(1))
+    while frame is not None and is_standard_frame(frame):
+        frame = user_frame(frame.f_back)
+    shown = nearest if frame is None else frame
+    return "an unknown line" if shown is None else frame_text(shown)
+
+
+def is_standard_frame(frame: Any) -> bool:
+    """Whether a frame runs code of Python's own library."""
+    filename = str(frame.f_code.co_filename)
+    return filename.startswith(_STANDARD_FOLDER) and "site-packages" not in filename
+
+
+def _is_machinery(module_name: Any) -> bool:
+    """Whether a module of Python's own holds nothing that steers a model (imports, decorators)."""
+    name = str(module_name).partition(".")[0]
+    return name in _MACHINERY or name.startswith("namedtuple_")
+
+
+def _is_of_user(frame: Any) -> bool:
+    """Whether a frame runs code that steers a model: neither PyTorch's, nor ours, nor machinery."""
+    scope, filename = frame.f_globals, frame.f_code.co_filename
+    if filename == _GENERATED:  # such as what @dataclass makes: it is its module's
+        filename = str(scope.get("__file__"))
+    return not (_is_machinery(scope.get("__name__")) or filename.startswith(_LIBRARY_FOLDERS))
+
+
+def _served_pytorch(frame: Any) -> bool:
+    """Whether Python's own library runs because PyTorch called it (to log, to show a stack).
+
+    What somebody's handler does with a record that PyTorch logs is no doing of the model's, either.
+    """
+    while frame is not None:
+        if _top_name(frame) not in sys.stdlib_module_names:
+            frame = _logging_above(frame)
+            continue
+        frame = frame.f_back
+        if frame is not None and is_library_frame(frame):
+            return True
+    return False
+
+
+def _logging_above(frame: Any) -> Any:
+    """Returns the nearest caller in ``logging``, or None if PyTorch's code or ours is nearer."""
+    while frame is not None and not is_library_frame(frame):
+        if _top_name(frame) == "logging":
+            return frame
+        frame = frame.f_back
+    return None
+
+
+def _top_name(frame: Any) -> str:
+    return str(frame.f_globals.get("__name__")).partition(".")[0]
+
+
+def _role_of(frame: Any) -> Any:
+    """Returns whose code a frame runs, if it is looked at; of what tells something, that."""
+    if frame.f_code in ASKED_IN_PYTHON:
+        return (ASKED_IN_PYTHON[frame.f_code],)
+    if _is_of_user(frame):
+        return _USERS
+    return (python_getter(frame) or _PYTORCHS) if may_ask(frame) else None
+
+
+@contextmanager
+def profiled_calls(
+    on_call: Callable[[Any], None],
+    on_builtin: Callable[[Any, Any], None],
+    on_reading: Callable[[Any], None],
+    is_allowed: Callable[[Any], bool],
+) -> Iterator[None]:
+    """Tells of each call of a user function (not PyTorch's, not ours), and by one.
+
+    Args:
+        on_call: is given the frame of a user function that begins.
+        on_builtin: is given the frame of a user function and a function in C that it is about to
+            call and that is not allowed; also of PyTorch's, where it sets something.
+        on_reading: is given a function that tells one of PyTorch's settings, and is being asked.
+        is_allowed: whether there is nothing to tell of calls of a function in C.
+    """
+    known: dict[int, tuple[Any, Any]] = {}  # by id: to hash a code object takes longer than this
+    allowed: dict[Any, Any] = {}
+    of_settings = settings().names
+
+    def profile(frame: Any, event: str, argument: Any) -> None:
+        if event != "call" and event != "c_call":
+            return
+        code = frame.f_code
+        found = known.get(id(code))
+        if found is None:
+            found = known[id(code)] = (_role_of(frame), code)
+        role = found[0]
+        if role is None:
+            return
+        if event == "call":
+            if role is _USERS:
+                if not _served_pytorch(frame):
+                    on_call(frame)
+            elif type(role) is tuple:
+                if not _served_pytorch(frame):
+                    on_reading(role[0](**frame.f_locals))
+            elif role is not _PYTORCHS:
+                on_reading(role)
+        elif role is not _USERS:
+            if argument.__name__ in of_settings:
+                on_builtin(frame, argument)
+        else:
+            place = argument.__self__
+            if not isinstance(place, _PLACES):
+                place = type(place)
+            key = argument if argument.__module__ else (id(place), argument.__name__)
+            if key not in allowed:
+                if is_allowed(argument):
+                    allowed[key] = place  # so that nothing else gets its number
+                elif not _served_pytorch(frame):
+                    on_builtin(frame, argument)
+
+    previous: Any = sys.getprofile()
+    sys.setprofile(profile)
+    try:
+        yield
+    finally:
+        sys.setprofile(previous if callable(previous) else None)
+        if hasattr(previous, "enable"):  # cProfile hands itself out, but cannot be set back
+            previous.enable()
+
+
+@contextmanager
+def unprofiled() -> Iterator[None]:
+    """Spares functions of ours the cost of :func:`profiled_calls`."""
+    profile: Any = sys.getprofile()
+    if not callable(profile):
+        yield
+        return
+    sys.setprofile(None)
+    try:
+        yield
+    finally:
+        sys.setprofile(profile)
