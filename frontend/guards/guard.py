@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from ...reuse import torch_pytree
-from ...reuse.evidence.identity_checks import Check, Hold, IdentityChecks
+from ...reuse.evidence.identity_checks import Check, CompareFacts, IdentityChecks
 from ...reuse.evidence.module_state import module_state, walk_modules
 from ...reuse.evidence.snapshot import same_value
 from ...reuse.ir.program import ModelTensor, Program
@@ -48,7 +48,7 @@ class Guard:
         captured: what capture saw.
         leaves: the flat inputs it was captured with.
         tree: their structure.
-        hold: the native comparison of what objects hold, if it is at hand.
+        native: the native library's comparison of facts, if it is at hand.
 
     Attributes:
         shapes: of the flat inputs.
@@ -62,10 +62,10 @@ class Guard:
         captured: CapturedModel,
         leaves: Sequence[Any],
         tree: torch_pytree.TreeSpec,
-        hold: Hold | None = None,
+        native: CompareFacts | None = None,
     ) -> None:
         self._tree = tree
-        self._hold = hold
+        self._native = native
         self._set_inputs(leaves)
         self._modes = Modes(captured.readings)
         self._modules = [*model.modules(), *captured.modules]
@@ -75,7 +75,7 @@ class Guard:
         for leaf in leaves:  # an argument that is an object may hold something else next time
             self._evidence.look_into(leaf)
         self._structure = self._structure_checks()
-        self._same_structure = self._structure.function(hold)
+        self._same_structure = self._structure.function(native)
         places = _places(self._modules, captured.program.sources)
         self._place_tables = [table for found in places for table, _ in found]
         self._place_names = [name for found in places for _, name in found]
@@ -156,7 +156,7 @@ class Guard:
         asked, layouts_of_asked = self._asked, self._layouts_of_asked
         if asked:
             checks.holds(lambda: layouts_of_asked.same(asked))
-        return checks.function(self._hold)
+        return checks.function(self._native)
 
     def is_bound_to_present(self) -> bool:
         """Whether the tensors that it holds are where the model's present ones are."""

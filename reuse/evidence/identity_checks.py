@@ -22,8 +22,8 @@ from ..objects import ABSENT
 from .snapshot import is_constant, same_value
 
 Check = Callable[[], bool]
-Hold = Callable[..., bool]
-"""``hold(*facts)``: as the native library has it; one flat tuple for each :data:`Kind`."""
+CompareFacts = Callable[..., bool]
+"""``compare(*facts)``: as the native library has it; one flat tuple for each :data:`Kind`."""
 Kind = Literal["entry", "absent", "values", "attribute", "own attribute", "class"]
 
 
@@ -96,15 +96,15 @@ class IdentityChecks:
         if value is not before and not is_constant(value):
             self.holds(partial(same_value, value, before))
 
-    def function(self, hold: Hold | None = None) -> Check:
+    def function(self, native: CompareFacts | None = None) -> Check:
         """Returns what tells whether all checks hold; what raises an error does not.
 
         Args:
-            hold: the native comparison, if it is at hand.
+            native: the comparison of the native library, if it is at hand.
         """
         compare = _in_python(self._facts)
-        if hold is not None:
-            compare = partial(hold, *map(tuple, self._facts.values()))
+        if native is not None:
+            compare = partial(native, *map(tuple, self._facts.values()))
         others = tuple(self._others)
         return partial(_all_hold, (compare, *others)) if others else compare
 
