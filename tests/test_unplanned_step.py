@@ -6,7 +6,6 @@ Where there is no GPU, a graph is stood in for by what runs the closures again o
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,8 +14,8 @@ from decoders import DecoderBlock, llama
 from torch import nn
 
 import lazyinline
+from lazyinline.backend.gpu.targets import Run
 from lazyinline.backend.link.link import FlatProgram
-from lazyinline.backend.run import cuda_graph
 from lazyinline.backend.run import unplanned as running
 from lazyinline.backend.run.unplanned import UnplannedStep
 from lazyinline.frontend.passes import memory
@@ -34,21 +33,20 @@ class Graphs:
         self.failure = failure
         self.num_captures = self.num_replays = 0
 
-    def capture(
-        self, run: cuda_graph.Run, device: torch.device
-    ) -> tuple[Callable[[], None], list[torch.Tensor]]:
+    def capture(self, run: Run, device: torch.device) -> Run:
         if self.failure:
             raise RuntimeError(self.failure)
         self.num_captures += 1
         results = run()
         kept = [torch.full_like(r, 7) for r in results]  # a captured run computes nothing yet
 
-        def replay() -> None:
+        def replay() -> list[torch.Tensor]:
             self.num_replays += 1
             for result, new in zip(kept, run(), strict=True):
                 result.copy_(new)
+            return kept
 
-        return replay, kept
+        return replay
 
 
 @pytest.fixture(params=["plain", "graph", "no graph"])
@@ -58,7 +56,7 @@ def graphs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> G
     unplanned(monkeypatch)
     if request.param != "plain":
         monkeypatch.setattr(running, "_is_on_gpu", lambda flat: True)
-        monkeypatch.setattr(cuda_graph, "device_of", lambda flat: CPU)
+        monkeypatch.setattr(running, "_device_of", lambda flat: CPU)
         monkeypatch.setattr(UnplannedStep.__init__, "__defaults__", (found.capture,))
     return found
 
@@ -192,10 +190,10 @@ def test_only_a_program_of_one_gpu_becomes_a_graph() -> None:
         types = tuple(TensorType(torch.float32, (2,), (1,), device) for device in devices)
         return FlatProgram(tuple(range(len(types))), (), (), types)
 
-    assert cuda_graph.device_of(flat(GPU, GPU)) == GPU
+    assert running._device_of(flat(GPU, GPU)) == GPU
     for devices, named in (((CPU,), "cpu"), ((CPU, GPU), "cpu, cuda:0")):
         with pytest.raises(RuntimeError, match=f"the program uses {named}$"):
-            cuda_graph.device_of(flat(*devices))
+            running._device_of(flat(*devices))
 
 
 @pytest.mark.parametrize("device", DEVICES, ids=str)

@@ -20,7 +20,7 @@ from ...reuse.ir.program import Leaf
 from ...reuse.process import ProcessLock
 from ..arena.live_ranges import lower_bound
 from ..gpu.streams import with_streams
-from ..gpu.targets import Place
+from ..gpu.targets import Capture, Place, capture_graph
 from ..launches import torch_native
 from ..launches.kernel_list import KernelList
 from ..launches.present_memory import check_memory
@@ -46,7 +46,6 @@ from ..link.placement import (
 )
 from ..link.program_writer import CodeWriter, host_base
 from ..link.torch_generated import Memory, Runner, begin_range, end_range
-from . import cuda_graph
 
 _MAX_IDLE_ARENAS = 4  # an arena is as large as all activations: more of them are no saving
 _NUM_SPELLS = 4  # that are remembered, so that a lone forward between steps frees no arena
@@ -112,7 +111,7 @@ class PlannedProgram:
         self.offsets, self.plan, self.arena_bytes, self.overlay = found
         self._tools = tools
         self._results = results
-        self._capture: cuda_graph.Capture = cuda_graph.capture
+        self._capture: Capture = capture_graph
         self.why_no_graph = ""
         self._handed_on = handed_on(self.layout)
         handed = (*self._handed_on, *self.overlay.hosts)
@@ -351,17 +350,12 @@ class PlannedProgram:
 
     def _captured(self, runner: Runner) -> Callable[[], list[Any]]:
         try:
-            replay, results = self._capture(lambda: runner([]), self._tools.place.device)
+            replay = self._capture(lambda: runner([]), self._tools.place.device)
         except RuntimeError as error:
             self.why_no_graph = str(error)
             return lambda: runner([])
         self.why_no_graph = ""
-
-        def again() -> list[Any]:
-            replay()
-            return results
-
-        return again
+        return replay
 
 
 class ProfiledPart:

@@ -7,7 +7,7 @@ the parts of a pipeline rank's stages an :class:`UnplannedRank`.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,13 +18,13 @@ from ...reuse.ir.leaf import without_autocast
 from ...reuse.ir.program import Leaf
 from ..arena.arena import ArenaPlan
 from ..arena.live_ranges import Buffers, lower_bound
+from ..gpu.targets import Capture, Run, capture_graph
 from ..kernels.lower import Kernel
 from ..launches.present_memory import check_addresses, check_memory
 from ..link.link import FlatProgram, Launch, Slots
 from ..link.program_writer import Ranges
 from ..link.torch_generated import Runner, begin_range, end_range, profiler_runs
 from ..link.unit_layout import PartSpec, Source
-from . import cuda_graph
 from .planned import Lease, PlannedProgram
 
 _NO_PLAN = ArenaPlan(np.zeros(0, np.int64), 0, 0, "none")
@@ -135,7 +135,7 @@ class UnplannedStep:
         self,
         flat: FlatProgram,
         kernels: Mapping[Leaf, Kernel],
-        capture: cuda_graph.Capture = cuda_graph.capture,
+        capture: Capture = capture_graph,
     ) -> None:
         self._flat = flat
         self._run = Executable(flat, kernels).run
@@ -180,27 +180,21 @@ class UnplannedStep:
             check_addresses(bound)
             return self._run(list(bound))
 
-        if not _is_on_gpu(self._flat):
-            return _Plain(run)
-        try:
-            device = cuda_graph.device_of(self._flat)
-            replay, results = self._capture(lambda: _copies(run()), device)
-        except RuntimeError as error:
-            self.why_no_graph = str(error)
-            return _Plain(run)
-        self.why_no_graph = ""
-
-        def again(_: list[Any]) -> list[torch.Tensor]:
-            replay()
-            return results
-
-        return again
+        if _is_on_gpu(self._flat):
+            try:
+                replay = self._capture(lambda: _copies(run()), _device_of(self._flat))
+            except RuntimeError as error:
+                self.why_no_graph = str(error)
+            else:
+                self.why_no_graph = ""
+                return lambda _: replay()
+        return _Plain(run)
 
 
 class _Plain:
     """Runs closures one by one, and keeps the results at one place."""
 
-    def __init__(self, run: cuda_graph.Run) -> None:
+    def __init__(self, run: Run) -> None:
         self._run = run
         self._results: list[torch.Tensor] = []
 
@@ -221,6 +215,31 @@ def _copies(results: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 def _is_on_gpu(flat: FlatProgram) -> bool:
     return any(type_.device.type == "cuda" for type_ in flat.slot_types)
+
+
+def _device_of(flat: FlatProgram) -> torch.device:
+    """Returns the GPU that a program runs on, all of it.
+
+    Raises:
+        RuntimeError: if there is none. What else ran while a graph was captured would run just
+            then, and not again.
+    """
+    leaves = dict.fromkeys(launch.leaf for launch in flat.launches)
+    found = {t.device for t in flat.slot_types} | {d for leaf in leaves for d in _devices_in(leaf)}
+    names = sorted(map(str, found))
+    if len(found) != 1 or next(iter(found)).type != "cuda":
+        raise RuntimeError(f"a graph is for one GPU, and the program uses {', '.join(names)}")
+    return next(iter(found))
+
+
+def _devices_in(leaf: Leaf) -> Iterable[torch.device]:
+    for node in leaf.module.graph.nodes:
+        made = node.meta.get("val")
+        for value in made if isinstance(made, (list, tuple)) else [made]:
+            if isinstance(value, torch.Tensor):
+                yield value.device
+        if isinstance(node.kwargs.get("device"), torch.device):
+            yield node.kwargs["device"]
 
 
 def live_bytes(flat: FlatProgram) -> int:
