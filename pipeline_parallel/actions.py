@@ -75,7 +75,7 @@ class ActionTable:
 
     @property
     def num_stages(self) -> int:
-        """How many stages there are."""
+        """The number of stages."""
         return len(self.rank_of)
 
     @property

@@ -1,4 +1,4 @@
-"""What calls cost, forward and backward, and what they may save instead.
+"""Costs of calls, forward and backward, and what else each call may save.
 
 Their programs are counted as all others (:mod:`..reuse.ir.costs`). Only ratios matter for
 balancing stages.
@@ -14,7 +14,7 @@ from ..reuse.ir.costs import Cost, ProgramCosts
 from ..reuse.ir.program import Call, Composite, ModelTensor, Program, Value
 
 TradeOffs = Callable[[Request], Sequence[tuple[int, float]]]
-"""What one call may save, and the seconds that it then computes again; fewest bytes first."""
+"""Returns bytes that one call may save and seconds that it then computes again, fewest first."""
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from .call_costs import CallCost, CallCosts
 from .cut import Colors, stages_in
 
 Path = tuple[int, ...]
-"""Where a call is: its position in the program, then in the composite it calls, and so on."""
+"""A call by its position in the program, then in the composite that it calls, and so on."""
 
 # A closure of fewer operators is glue: it goes with its neighbours and is no layer.
 _GLUE_NODES = 8
@@ -177,7 +177,7 @@ FloatArray = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Partition:
-    """Where each stage begins, and what it costs.
+    """The starts of the stages, and the predicted time.
 
     Attributes:
         bounds: unit at which each stage begins, and the number of units.
@@ -272,7 +272,7 @@ class _Search:
         return tables
 
     def _traced(self, index: int) -> tuple[int, ...]:
-        """Where the stages begin in a best partition under a bound."""
+        """Returns the starts of the stages in a best partition under a bound."""
         tables = self._tables(index)
         allowed = np.where(self.times <= self._bounds[index], self.times, np.inf)
         end = self.times.shape[1] - 1

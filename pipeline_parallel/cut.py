@@ -252,7 +252,7 @@ class _Cutter:
         return [self._stage(index) for index in range(self._num_stages)]
 
     def _crossing(self, boundary: int) -> list[Value]:
-        """What stage ``boundary`` sends to the next one."""
+        """Returns the values that stage ``boundary`` sends to the next one."""
         # Only neighbours exchange: what a later stage needs passes through those between.
         return [
             v for v, made in self._made_on.items() if made <= boundary < self._last_use.get(v, -1)

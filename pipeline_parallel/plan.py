@@ -117,7 +117,7 @@ def _ready_s(
 
 
 def _needs(action: Action, num_stages: int) -> list[list[Action]]:
-    """What must be done before an action: one of each list."""
+    """Returns lists of actions; one of each must be done before this one."""
     stage, number = action.stage, action.micro_batch
     if action.kind == FORWARD:
         return [[Action(FORWARD, stage - 1, number)]] if stage else []
@@ -133,7 +133,7 @@ def _needs(action: Action, num_stages: int) -> list[list[Action]]:
 
 @dataclass(frozen=True)
 class StagePlan:
-    """What one stage holds and costs, per micro-batch where it says so.
+    """Bytes and costs of one stage, per micro-batch where it says so.
 
     Attributes:
         index: its number.
@@ -165,7 +165,7 @@ class StagePlan:
 
     @property
     def flight_bytes(self) -> int:
-        """What one micro-batch in flight holds."""
+        """Bytes that one micro-batch in flight holds."""
         return self.saved_bytes + self.received_bytes
 
 

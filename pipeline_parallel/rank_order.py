@@ -46,7 +46,7 @@ class Boundaries:
 
 @dataclass(frozen=True)
 class RankOrder:
-    """What one rank does, step by step.
+    """The actions of one rank, step by step.
 
     Attributes:
         actions: in order; where any backward is split, every one is, into two that follow.
@@ -236,7 +236,7 @@ def bytes_beside(table: ActionTable, rank: int, stages: Mapping[int, StageMemory
 
 
 def _crosses(table: ActionTable, action: Action) -> bool:
-    """Whether what an action makes goes to another rank; a neighbour on this one takes it over."""
+    """Whether the result of an action goes to another rank, and not to a neighbour on this one."""
     neighbor = action.stage + (1 if action.kind == FORWARD else -1)
     if not 0 <= neighbor < table.num_stages:
         return False

@@ -45,14 +45,14 @@ class StageDerivative:
 
     @property
     def forward(self) -> Program:
-        """What a forward step runs."""
+        """The program of a forward step."""
         if self.derivative is None:
             return self.stage.program
         return _body(self.derivative.forward)
 
     @property
     def backward(self) -> tuple[Program | None, ...]:
-        """What backward steps run: the whole backward, or its early and its late half."""
+        """The programs of backward steps: the whole backward, or its early and its late half."""
         if self.derivative is None:
             return ()
         if self.halves is None:
@@ -93,7 +93,7 @@ class StageDerivative:
 
     @property
     def saved_bytes(self) -> int:
-        """What one micro-batch keeps between forward and backward (handed-over values aside)."""
+        """Bytes that one micro-batch keeps for its backward (handed-over values aside)."""
         return 0 if self.derivative is None else self.derivative.saved_type.num_bytes
 
 

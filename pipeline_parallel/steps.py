@@ -23,7 +23,7 @@ from .stage_derivative import StageDerivative
 
 @dataclass
 class StageCounts:
-    """How often each step ran, and the seconds of each kind of action; for reports and tests."""
+    """Counts runs of each step, and the seconds of each kind of action; for reports and tests."""
 
     forward: int = 0
     backward: int = 0
@@ -68,7 +68,7 @@ class RankRunner(Protocol):
 
 
 class Progress:
-    """How far a rank is in its order; the plan holds in no other, so a difference is an error.
+    """Follows a rank through its order; its plan holds in no other, so a difference is an error.
 
     Args:
         order: what was planned for.
@@ -106,7 +106,7 @@ class Progress:
 
 @dataclass
 class StageSteps:
-    """What a schedule asks of a stage, one micro-batch at a time.
+    """Runs the steps that a schedule asks of a stage, one micro-batch at a time.
 
     Args:
         derived: the stage and its backward.

@@ -28,7 +28,7 @@ _ALLOWANCE = 0.04  # of the budget, for what the first guess may lack
 
 @dataclass(frozen=True)
 class Peaks:
-    """What a program holds at its peak under a choice, in bytes.
+    """Tells the bytes that a program holds at its peak under a choice.
 
     Attributes:
         linked: compiles and links the program.

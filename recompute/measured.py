@@ -1,4 +1,4 @@
-"""What operators take when they are run here, where a budget asks for measured costs."""
+"""Measures operators by running them here, where a budget asks for measured costs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..reuse.ir.types import TensorType
 
 
 class ValueCosts(Protocol):
-    """What computing a value again and what saving it costs, in seconds."""
+    """Tells the seconds to compute a value again, and to save it."""
 
     def redo_s(self, node: torch.fx.Node) -> float:
         """Seconds to compute a node's value from its operands."""

@@ -1,4 +1,4 @@
-"""What a user asks for: the recompute policies, and the budget."""
+"""The recompute policies and the budget that a user asks for."""
 
 from __future__ import annotations
 

@@ -171,7 +171,7 @@ class Group:
         )
 
     def bytes_of(self, counts: Sequence[int]) -> int:
-        """What so many calls of each variant save together."""
+        """Returns the bytes that so many calls of each variant save together."""
         return sum(n * size for n, size in zip(counts, self.num_bytes, strict=True))
 
     def steps(self) -> list[tuple[int, float, float]]:

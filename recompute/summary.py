@@ -1,4 +1,4 @@
-"""What a derivative saves and what its backward computes again, closure by closure."""
+"""Lists what a derivative saves and what its backward computes again, closure by closure."""
 
 from __future__ import annotations
 

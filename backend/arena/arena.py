@@ -58,7 +58,7 @@ MAX_PASSES = 400
 
 @dataclass(frozen=True, eq=False)
 class ArenaPlan:
-    """Where each buffer lies.
+    """Holds the place of each buffer.
 
     Attributes:
         offsets: bytes from the start of the arena, in the order of the buffers.

@@ -1,4 +1,4 @@
-"""What the cache holds, as JSON: leaf closures, derivatives, kernel lists.
+"""Cached leaf closures, derivatives and kernel lists as JSON.
 
 Encoding is exact or it fails: whatever is not known here (an operator of the user's own, a symbolic
 size, a tensor) raises :class:`NotCacheableError`, and the closure is compiled as if there were no

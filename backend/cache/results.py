@@ -1,4 +1,4 @@
-"""What a compile asks of the cache: derivatives, decompositions, kernels and memory plans.
+"""Results that a compile takes from the cache: derivatives, decompositions, kernels, memory plans.
 
 Each is kept per closure (a plan: per set of live ranges), under a key made of everything that
 decides it: the graph with its constants, layouts and modes, what was asked of it, and the facts
@@ -69,7 +69,7 @@ _BAD_ENTRY = (
 
 @dataclass
 class CacheUse:
-    """What one compile took from the cache.
+    """Counts what one compile took from the cache.
 
     Attributes:
         directory: where the cache is; empty if there is none.
@@ -116,7 +116,7 @@ class CompileCache:
 
     @property
     def directory(self) -> str:
-        """Where the cache is; empty if there is none."""
+        """The directory of the cache; empty if there is none."""
         return self._use.directory
 
     def begin(self) -> None:

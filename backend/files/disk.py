@@ -54,7 +54,7 @@ _LOG = logging.getLogger("lazyinline")
 
 @dataclass(frozen=True)
 class CacheInfo:
-    """What a cache directory holds.
+    """Counts the contents of a cache directory.
 
     Attributes:
         directory: where it is.

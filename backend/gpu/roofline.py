@@ -1,4 +1,4 @@
-"""How long a GPU will need at least: its launches, by the roofline of :mod:`...reuse.ir.costs`.
+"""Predicts the least time that a GPU needs, by the roofline of :mod:`...reuse.ir.costs`.
 
 No program reaches the peak rates of a GPU, so this is a lower bound, predicted and not measured. A
 launch never takes less than it takes to start.
@@ -29,7 +29,7 @@ _PRODUCTS: Mapping[Any, Any] = {
 
 @dataclass(frozen=True)
 class Prediction:
-    """What the launches of a program will take, at least.
+    """The least that the launches of a program will take.
 
     Attributes:
         cost: of all launches, one after the other.

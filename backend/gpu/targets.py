@@ -21,8 +21,8 @@ from .torch_triton import TritonKernel
 
 GIB = 2**30
 ALIGNMENT_BYTES = 256
-"""What the addresses of buffers on a GPU are multiples of: its wide loads and TMA need up to 128,
-and PyTorch's own allocator gives no less."""
+"""Addresses of buffers on a GPU are multiples of this: its wide loads and TMA need up to 128, and
+PyTorch's own allocator gives no less."""
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ Loader: TypeAlias = Callable[[TritonKernel], Callable[..., Any]]
 
 @dataclass(frozen=True)
 class Place:
-    """Where a program runs: its memory, and who launches its kernels.
+    """The memory that a program runs in, and who launches its kernels.
 
     Attributes:
         device: of the memory.
@@ -216,10 +216,10 @@ class _InOrder:
     """Stands for a stream where launches run as they are called."""
 
     def record_event(self) -> None:
-        """What ran, ran."""
+        """Does nothing: all that was launched has run."""
 
     def wait_event(self, event: None) -> None:
-        """There is nothing to wait for."""
+        """Does nothing: there is nothing to wait for."""
 
 
 HERE = Place()

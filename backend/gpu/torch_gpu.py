@@ -118,7 +118,7 @@ def gpu_codegen_settings() -> dict[str, Any]:
 
 
 def _answers(target: Target) -> dict[str, Callable[..., Any]]:
-    """What functions of ``torch.cuda`` return."""
+    """Returns answers in place of functions of ``torch.cuda``."""
     properties = types.SimpleNamespace(
         name=target.board,
         major=target.capability[0],

@@ -20,7 +20,7 @@ from ...reuse.errors import PlanError
 
 @dataclass(frozen=True)
 class MachineCode:
-    """What Triton's compiler made of a kernel.
+    """A kernel as Triton's compiler made it.
 
     Attributes:
         code: for the GPU that it was compiled for.

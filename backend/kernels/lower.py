@@ -33,7 +33,7 @@ from . import torch_corrections, torch_inductor, torch_recorder
 from .torch_attention import as_on_a_gpu, with_plain_attention
 
 BackendName: TypeAlias = Literal["inductor", "eager"]
-"""Who makes the kernels."""
+"""The maker of kernels, by name."""
 BACKENDS: tuple[BackendName, ...] = get_args(BackendName)
 
 _STRIDED = torch.ops.aten.as_strided.default
@@ -84,7 +84,7 @@ KeptCode: TypeAlias = Callable[
 
 
 class Backend(Protocol):
-    """What the compiler asks of a backend."""
+    """Makes kernels, and says how leaves are differentiated for them."""
 
     name: BackendName
 

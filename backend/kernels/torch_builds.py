@@ -34,7 +34,7 @@ _FORMAT = 1
 
 
 class Builds:
-    """What waits for the C++ compiler.
+    """Wrappers whose kernels wait for the C++ compiler.
 
     Args:
         finish: waits for one wrapper's kernels, and puts them into its scope.

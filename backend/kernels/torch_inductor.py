@@ -76,7 +76,7 @@ def rewrite_joint(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
 
 
 class Layouts:
-    """How the values of a graph are laid out before Inductor's passes run over it.
+    """Remembers how values of a graph are laid out before Inductor's passes run over it.
 
     The passes take a product with one, a sum with zero and their like for the operand if shape and
     dtype agree, whatever the strides, and note the strides of the one for the other. Who reads it

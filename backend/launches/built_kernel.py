@@ -54,7 +54,7 @@ class BuiltKernel:
 
     @property
     def address(self) -> int:
-        """Where the function is.
+        """The address of the function.
 
         Raises:
             OSError: if the object does not load.

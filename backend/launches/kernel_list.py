@@ -68,7 +68,7 @@ class BufferInfo:
 
 @dataclass(frozen=True, slots=True)
 class NativeOp:
-    """What the native loop does for one launch: words, and views where an address goes."""
+    """A launch for the native loop: words, and views where an address goes."""
 
     operands: tuple[int | View, ...]
     num_operations: int = 1

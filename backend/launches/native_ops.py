@@ -130,7 +130,7 @@ def _gemm(
 
 
 def _leading(matrix: View) -> tuple[int, int] | None:
-    """How BLAS, which reads by columns, sees the transpose of a matrix: its flag and stride."""
+    """Returns the flag and stride of a matrix for BLAS, which reads its transpose by columns."""
     (rows, columns), (row_stride, column_stride) = matrix.shape, matrix.stride
     if column_stride == 1 and row_stride >= max(1, columns):
         return ord("N"), row_stride

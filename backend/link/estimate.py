@@ -1,4 +1,4 @@
-"""How much memory a program will need, told before its kernels are made.
+"""Estimates the memory that a program will need, before its kernels are made.
 
 A leaf that is not compiled yet gets an estimated kernel list from its ATen graph: operators that
 Inductor fuses into their readers hold no memory, every other one writes its result. Such lists are

@@ -1,4 +1,4 @@
-"""Where the buffers of a layout lie: in an arena, some in memory that gradients will fill.
+"""Places the buffers of a layout in an arena, and some in memory that gradients will fill.
 
 A gradient belongs to the user, in memory of its own. Until the launch that writes it, that memory
 is idle. So the memory of large gradients (*hosts*) is allocated as the forward begins, and buffers
@@ -60,7 +60,7 @@ class Overlay:
 
 @dataclass(frozen=True)
 class Tools:
-    """What makes a planned program, so that a cache can stand before it.
+    """Functions that a planned program is made with, so that a cache can answer in their place.
 
     Attributes:
         plan: places buffers, or remembers where they were placed when the same was asked.

@@ -25,8 +25,8 @@ from .placement import Overlay, new_host
 from .torch_generated import ARENA_SLOT, IF_IT_RUNS, GeneratedCode, check_layout, view_of
 
 Ranges: TypeAlias = Literal["none", "offered", "shown"]
-"""What a profiler sees of a part: nothing; if one runs, the part as written with ranges; or ranges
-for each call of a block and each launch."""
+"""The ranges that a profiler sees: none; those of a second function, written if a profiler runs; or
+one for each call of a block and each launch."""
 
 
 class CodeWriter:

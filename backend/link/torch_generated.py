@@ -64,7 +64,7 @@ class GeneratedCode:
 
 @dataclass(frozen=True)
 class Memory:
-    """What generated functions are bound to: an arena, and the model's tensors.
+    """Binds generated functions to an arena and to the model's tensors.
 
     Attributes:
         arena: the bytes.

@@ -37,7 +37,7 @@ PlanBuffers = Callable[[Buffers], ArenaPlan]
 
 @dataclass(frozen=True)
 class Source:
-    """Where an input of a part comes from.
+    """Names the origin of an input of a part.
 
     ``kind``: ``"inbox"`` (number ``index`` of the part's own way), ``"model"``, ``"given"`` (by the
     caller in each run), ``"output"`` or ``"input"`` (number ``index`` of ``part``).
@@ -101,7 +101,7 @@ class Region:
 
 @dataclass(frozen=True)
 class Box:
-    """Where a value that travels lies: a region, and what it holds."""
+    """A region that holds a value on its way, and the form of the value."""
 
     region: int
     wire: Wire
@@ -109,7 +109,7 @@ class Box:
 
 @dataclass(frozen=True)
 class HandOver:
-    """What a run of a part takes and leaves besides what lies in the arena.
+    """Lists the tensors outside of the arena that a run of a part takes and leaves.
 
     Attributes:
         given: which of the caller's tensors its code takes, in order.
@@ -230,7 +230,7 @@ class UnitLayout:
         return (part.outputs if source.kind == "output" else part.inputs)[source.index]
 
     def _arrived(self, instance: int, wire: Wire, number: int, unpacked: list[Any]) -> Placed:
-        """What arrived, in the layout that its type asks for."""
+        """Returns a value that arrived, in the layout that its type asks for."""
         type_ = wire.type
         if wire.as_it_stands:
             return Placed(instance, type_.dtype, type_.shape, type_.stride, 0)
@@ -266,7 +266,7 @@ class UnitLayout:
         return list(zip(first.tolist(), np.maximum(first, last).tolist(), strict=True))
 
     def _cut(self, number: int, num_phases: int) -> list[int]:
-        """Where the phases of a part begin: about equally long, where little is live between."""
+        """Returns the starts of the phases of a part: about equally long, cut where little is live."""
         start, end = self._spans[number]
         live = np.zeros(end - start + 1, np.int64)
         for instance, used in zip(self.layout.instances, self._used, strict=True):
@@ -359,7 +359,7 @@ class UnitLayout:
         return len(self._cuts[number])
 
     def phase_moments(self, number: int) -> list[int]:
-        """Where the phases of a part begin, and where the last ends, from the part's start."""
+        """Returns the starts of the phases, and the end of the last, from the start of the part."""
         start, end = self._spans[number]
         return [*(cut - start for cut in self._cuts[number]), end - start + 1]
 
@@ -379,7 +379,7 @@ class UnitLayout:
 
     @cached_property
     def hand_overs(self) -> list[HandOver]:
-        """What each part takes and leaves besides what lies in the arena."""
+        """The tensors outside of the arena that each part takes and leaves."""
         return [self._hand_over(number) for number in range(len(self._parts))]
 
     def _hand_over(self, number: int) -> HandOver:
@@ -416,7 +416,7 @@ class UnitLayout:
         return sorted(views | set(code.regions))
 
     def offsets_from(self, number: int, starts: Mapping[int, int]) -> dict[int, int]:
-        """Where in the arena the buffers are that the code of a part has views of."""
+        """Returns the offsets in the arena of the buffers that the code of a part has views of."""
         used = {placed.instance for placed in self.codes[number].arena_views.values()}
         return {i: starts[self._region_of[i]] + self._offsets[i] for i in used}
 

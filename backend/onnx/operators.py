@@ -157,7 +157,7 @@ def _end(offs: Any, group: int) -> Any:
 
 
 def _rest(left: Any, right: Any, start: Any, axis: int) -> Any:
-    """What lies behind the last group, which no matrix belongs to: zeros.
+    """Returns zeros for the rows behind the last group, which no matrix belongs to.
 
     PyTorch leaves it undefined; without it the result would be shorter than PyTorch's.
     """

@@ -46,7 +46,7 @@ _METADATA_OPERATORS = frozenset(
 
 @dataclass(frozen=True)
 class Operators:
-    """What torch.onnx can translate.
+    """Operators that torch.onnx can translate.
 
     Attributes:
         registry: its translations for one operator set.

@@ -381,7 +381,7 @@ class ProfiledPart:
 
 
 class _Use:
-    """How many arenas are in use, and how many were lately: so many are kept when they are idle.
+    """Counts the arenas in use now and lately: so many are kept when they are idle.
 
     A spell of use begins with the first lease and ends when all are given back.
     """
@@ -402,7 +402,7 @@ class _Use:
 
     @property
     def num_idle_kept(self) -> int:
-        """How many idle arenas are worth their memory."""
+        """Returns the number of idle arenas that are worth their memory."""
         lately = max((self._most, *self._spells))
         return min(lately - self._num_leased, _MAX_IDLE_ARENAS)
 

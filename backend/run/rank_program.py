@@ -240,7 +240,7 @@ class RankPlan:
         return lower_bound(self.foreign_lives())
 
     def foreign_lives(self) -> Buffers:
-        """What lies outside the arena while runs need it, in runs."""
+        """Returns the buffers outside of the arena, and the runs for which they live."""
         lives = []
         for index, run in enumerate(self.schedule.runs):
             layout, number = self.units[run.unit], self.part_number(run.unit, run.part)
@@ -269,7 +269,7 @@ class RankPlan:
         return total
 
     def start_of(self, key: Key) -> int:
-        """Where a region of a flight starts in the arena, in bytes."""
+        """Returns the start of a region of a flight in the arena, in bytes."""
         return self._starts[_root(self._joined, key)]
 
 
@@ -285,7 +285,7 @@ def _buffers(lives: Mapping[Any, tuple[int, int, int]]) -> Buffers:
 
 
 class RankProgram:
-    """What a rank runs, over one planned arena.
+    """Runs the parts of a rank's units in one planned arena.
 
     A run binds the code of its part to the places of its regions, once per different set of places.
 

@@ -20,7 +20,7 @@ from .planned import Lease, PlannedProgram
 from .unplanned import Executable
 
 Graph: TypeAlias = Literal["keep", "free"]
-"""What becomes of what a backward needs: ``"keep"`` it if the backward may run again."""
+"""Whether saved tensors are kept after a backward, as it may run again, or freed."""
 
 
 class Runtime(Protocol):
@@ -43,7 +43,7 @@ class Runtime(Protocol):
         Args:
             flight: from the forward.
             operands: kept inputs, kept outputs and cotangents.
-            graph: what becomes of what the backward needs.
+            graph: whether saved tensors are kept.
         """
 
     def rest(self) -> None:

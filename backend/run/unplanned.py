@@ -386,4 +386,4 @@ class UnplannedRank:
 
 
 StepRunner = PlannedProgram | UnplannedStep
-"""What runs a training step."""
+"""Runs a training step."""
