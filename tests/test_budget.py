@@ -9,9 +9,9 @@ CEILINGS: dict[str, tuple[int, int]] = {
     "frontend": (23_310, 113),
     "reuse": (7_560, 35),  # the printer writes all of a program, and a parser reads it
     "autodiff": (6_200, 37),
-    "recompute": (1_500, 9),
+    "recompute": (1_460, 9),
     "pipeline_parallel": (3_045, 12),
-    "backend": (11_970, 54),
+    "backend": (11_960, 53),
 }
 SUFFIXES = (".py", ".cpp", ".h", ".js", ".css", ".html", ".jinja")
 SLACK = 300  # a ceiling further above than this has not been lowered

@@ -266,7 +266,7 @@ class UnitLayout:
         return list(zip(first.tolist(), np.maximum(first, last).tolist(), strict=True))
 
     def _cut(self, number: int, num_phases: int) -> list[int]:
-        """Returns the starts of the phases of a part: about equally long, cut where little is live."""
+        """Returns the starts of phases of a part: about equally long, cut where little is live."""
         start, end = self._spans[number]
         live = np.zeros(end - start + 1, np.int64)
         for instance, used in zip(self.layout.instances, self._used, strict=True):
