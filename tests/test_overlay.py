@@ -10,62 +10,14 @@ import pytest
 import torch
 from conftest import ROOT
 from decoders import DecoderBlock, llama
-from halves import differentiated
-from programs import assert_same
-from test_planned import check_arena, plan
+from test_planned import check_guests
 
 import lazyinline
-from lazyinline.backend.arena.proof import check_no_overlap
 from lazyinline.backend.link import placement
 from lazyinline.backend.run.planned import PlannedProgram
 from lazyinline.recompute.policy import Budget
 
 Grads = list[torch.Tensor]
-
-
-def check_guests(planned: PlannedProgram) -> None:
-    """Guests are inside their host, overlap no other guest, and are dead when it is written."""
-    instances = planned.layout.instances
-    for host, room in planned.overlay.hosts.items():
-        guests = {i: at for i, (h, at) in planned.overlay.guests.items() if h == host}
-        assert guests
-        check_no_overlap(
-            [instances[i].birth for i in guests],
-            [instances[i].death for i in guests],
-            list(guests.values()),
-            [instances[i].num_bytes for i in guests],
-        )
-        for i, at in guests.items():
-            assert at + instances[i].num_bytes <= room
-            assert instances[i].death <= instances[host].birth
-
-
-def test_random_programs_in_the_memory_of_their_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two flights, each through a backward that keeps the graph and one that frees it."""
-    monkeypatch.setattr(placement, "_MIN_HOST_BYTES", 4)
-    monkeypatch.setattr(placement, "ALIGNMENT", 4)
-    num_guests = 0
-    for seed in range(30):
-        halves = differentiated(seed)
-        planned = plan(halves.programs, model_inputs=[], **halves.options, gradients="overlaid")
-        num_guests += len(planned.overlay.guests)
-        check_arena(planned)
-        check_guests(planned)
-        runtime = halves.runtime(planned)
-        generator = torch.Generator().manual_seed(seed)
-        flights = []
-        for number in range(2):
-            args, seeds = halves.arguments(seed + number, generator)
-            flights.append((args, seeds, *runtime.forward(list(args))))
-        received = []
-        for graph in ("keep", "free"):
-            for args, seeds, results, flight in flights:
-                _, expected = halves.interpreted(args, seeds)
-                ours = halves.handed(args, results, seeds)
-                received.append((runtime.backward(flight, ours, graph), expected))
-        for gradients, expected in received:  # after all runs: nobody wrote to them since
-            assert_same(gradients, expected, f"seed {seed}")
-    assert num_guests > 30, num_guests
 
 
 # ---- a decoder ---------------------------------------------------------------------------------

@@ -1,101 +1,257 @@
-"""Programs over one planned arena give the reference interpreter's bits, run after run."""
+"""Programs in one arena, their launches in any order, give the reference interpreter's bits.
 
+Random programs, with fan-out, aliases, views and sums that may be made in their operand's memory,
+are laid out as they stand and in random topological orders, planned and run. Where buffers live is
+found again from the launches, and no two that live at the same time may share a byte.
+"""
+
+import random
 import threading
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from halves import differentiated
-from programs import assert_same, random_arguments, random_program
+from programs import MATRIX, assert_same, binary_leaf, random_arguments, random_program
 
-from lazyinline.backend.arena.proof import check_no_overlap
 from lazyinline.backend.kernels.torch_recorder import record_graph
-from lazyinline.backend.link.link import link
+from lazyinline.backend.link import placement
+from lazyinline.backend.link.link import FlatProgram, link
 from lazyinline.backend.run.planned import PlannedProgram
 from lazyinline.backend.run.runtime import PlannedRuntime
 from lazyinline.reuse.ir.interpreter import flatten_value, interpret
-from lazyinline.reuse.ir.leaf import flat_types
-from lazyinline.reuse.ir.program import Leaf, Program, walk_closures
+from lazyinline.reuse.ir.operators import is_mutable
+from lazyinline.reuse.ir.program import Call, Program, Value
 
-SEEDS = range(120)
+SEEDS = range(300)
+BATCH = 25
+"""Programs per test: a test each would cost more than the programs."""
 
-
-def plan(programs: Sequence[Program], **options: Any) -> PlannedProgram:
-    leaves = {c for p in programs for c in walk_closures(p) if isinstance(c, Leaf)}
-    lists = {leaf: record_graph(leaf) for leaf in leaves}
-    return PlannedProgram([link(p) for p in programs], lists, **options)
+ADD = binary_leaf(torch.ops.aten.add.Tensor, name="sum")
 
 
-def check_arena(planned: PlannedProgram) -> None:
-    instances = planned.layout.instances
-    placed = [i for i, b in enumerate(instances) if b.kind == "arena"]
-    check_no_overlap(
-        [instances[i].birth for i in placed],
-        [instances[i].death for i in placed],
-        [planned.offsets[i] for i in placed],
-        [instances[i].num_bytes for i in placed],
+def with_sums(program: Program, rng: random.Random) -> Program:
+    """Adds sums of a program's matrices: each may take over the memory of its first operand."""
+    values = [*program.inputs, *(v for call in program.calls for v in call.results)]
+    pool = [v for v in values if v.type == MATRIX]
+    calls, made = list(program.calls), []
+    for _ in range(rng.randint(2, 6) if pool else 0):
+        first, second = rng.choice(pool), rng.choice(pool)
+        total = Value(MATRIX)
+        calls.append(Call(ADD, (first, second), (total,)))
+        if rng.random() < 0.7 and len(pool) > 1:
+            pool.remove(first)  # so that this is its last use
+        pool.append(total)
+        made.append(total)
+    outputs = (*program.outputs, *made[-1:], *rng.sample(made, min(1, len(made))))
+    return Program(program.inputs, tuple(calls), outputs)
+
+
+def in_random_order(flat: FlatProgram, rng: random.Random) -> FlatProgram:
+    """Returns the launches in a random topological order, with last uses found anew."""
+    waiting = list(flat.launches)
+    there, order = set(flat.inputs), []
+    while waiting:
+        ready = [launch for launch in waiting if there.issuperset(launch.operands)]
+        launch = rng.choice(ready)
+        waiting.remove(launch)
+        there.update(launch.results)
+        order.append(launch)
+    last = {}
+    for index, launch in enumerate(order):
+        last.update(dict.fromkeys((*launch.operands, *launch.results), index))
+    launches = tuple(
+        replace(
+            launch,
+            frees=tuple(s for s, at in last.items() if at == index and s not in flat.outputs),
+        )
+        for index, launch in enumerate(order)
     )
+    return replace(flat, launches=launches)
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-def test_random_program_in_an_arena_equals_the_interpreter(seed: int) -> None:
-    program = random_program(seed)
-    args = random_arguments(program, seed)
-    flat = flatten_value(tuple(args))
-    expected = flatten_value(interpret(program, args))
-    num_outputs = len(flat_types(v.type for v in program.outputs))
-    planned = plan([program], model_inputs=[], num_results=[num_outputs])
-    check_arena(planned)
-    runtime = PlannedRuntime(planned, num_outputs, 0)
-    first, _ = runtime.forward(list(flat))
-    kept = [t.clone() for t in first]
-    second, _ = runtime.forward([t + 0 for t in flat])
-    assert_same(first, expected, f"seed {seed}, first run")
-    assert_same(second, expected, f"seed {seed}, second run")
-    assert_same(first, kept, f"seed {seed}, results of the first run after the second")
+def plan(flats: Sequence[FlatProgram], **options: Any) -> PlannedProgram:
+    """Plans linked programs in one arena; no two live buffers share memory."""
+    leaves = {launch.leaf: None for flat in flats for launch in flat.launches}
+    planned = PlannedProgram(flats, {leaf: record_graph(leaf) for leaf in leaves}, **options)
+    assert_no_clash(planned)
+    return planned
 
 
-@pytest.mark.parametrize("seed", SEEDS[:40])
-def test_results_pinned_in_the_arena_equal_the_interpreter(seed: int) -> None:
-    program = random_program(seed)
-    args = random_arguments(program, seed)
-    flat = flatten_value(tuple(args))
-    num_outputs = len(flat_types(v.type for v in program.outputs))
-    inputs = range(len(flat))
-    planned = plan([program], model_inputs=inputs, num_results=[num_outputs], results="pinned")
-    check_arena(planned)
-    lease = planned.lease(list(flat))
-    expected = flatten_value(interpret(program, args))
-    for run in range(2):
-        outputs = lease.runners[0]([])
-        assert_same(outputs, expected, f"seed {seed}, run {run}")
+def lives(planned: PlannedProgram) -> dict[int, tuple[int, int]]:
+    """First and last launch that touches each arena buffer; what stays pinned lives to the end."""
+    found: dict[int, tuple[int, int]] = {}
+    number = 0
+    for part in planned.layout.parts:
+        for placed in part.launches:
+            for view in placed.launch.views():
+                instance = placed.bases[view.buffer][0]
+                found[instance] = (found.get(instance, (number, 0))[0], number)
+            number += 1
+    for place in planned.layout.parts[-1].outputs:
+        if place.instance in found:
+            found[place.instance] = (found[place.instance][0], number)
+    kinds = [instance.kind for instance in planned.layout.instances]
+    return {i: span for i, span in found.items() if kinds[i] == "arena"}
+
+
+def assert_no_clash(planned: PlannedProgram) -> None:
+    """All pairs: two buffers share bytes only if one is done with before the other begins."""
+    boxes = [
+        (*span, planned.offsets[i], planned.layout.instances[i].num_bytes)
+        for i, span in lives(planned).items()
+    ]
+    for index, (first, last, offset, size) in enumerate(boxes):
+        for other_first, other_last, other_offset, other_size in boxes[:index]:
+            apart_in_time = last < other_first or other_last < first
+            apart_in_memory = offset + size <= other_offset or other_offset + other_size <= offset
+            assert apart_in_time or apart_in_memory, "two live buffers share memory"
+        assert offset >= 0 and offset + size <= planned.plan.peak_bytes, "outside of the arena"
+
+
+def subject(seed: int) -> tuple[Program, list[Any], random.Random]:
+    rng = random.Random(seed)
+    program = with_sums(random_program(seed), rng)
+    return program, random_arguments(program, seed), rng
+
+
+@pytest.mark.parametrize("start", SEEDS[::BATCH])
+@pytest.mark.sweep(keep=["[0]", "[75]", "[150]"])
+def test_any_order_of_launches_gives_the_interpreters_bits(start: int) -> None:
+    for seed in range(start, start + BATCH):
+        program, args, rng = subject(seed)
+        expected = flatten_value(interpret(program, args))
+        given = flatten_value(tuple(args))
+        before = [t.clone() for t in given]
+        flat = link(program)
+        for order, run in (
+            (flat, run_owned),
+            (flat, run_pinned),
+            (in_random_order(flat, rng), run_pinned if seed % 3 else run_owned),
+        ):
+            for number, results in enumerate(run(order, given)):
+                assert_same(results, expected, f"seed {seed}, run {number}")
+            assert_same(given, before, f"seed {seed}: inputs")
+
+
+def run_owned(flat: FlatProgram, given: list[Any]) -> list[list[Any]]:
+    """Runs twice; results belong to the user, so both runs' are looked at in the end."""
+    count = len(flat.outputs)
+    runtime = PlannedRuntime(plan([flat], model_inputs=[], num_results=[count]), count, 0)
+    return [runtime.forward([t + 0 for t in given])[0] for _ in range(2)]
+
+
+def run_pinned(flat: FlatProgram, given: list[Any]) -> list[list[Any]]:
+    """Runs twice; results stay in the arena, so each run's are copied before the next."""
+    inputs, count = range(len(given)), len(flat.outputs)
+    lease = plan([flat], model_inputs=inputs, num_results=[count], results="pinned").lease(given)
+    found = [[t.clone() for t in lease.runners[0]([])] for _ in range(2)]
     places = [t.data_ptr() for t in lease.runners[0]([]) if t.numel()]
     assert len(set(places)) == len(places), "two pinned results share memory"
+    return found
 
 
-@pytest.mark.parametrize("seed", SEEDS[:40])
-def test_forward_and_backward_share_one_arena(seed: int) -> None:
-    halves = differentiated(seed)
-    planned = plan(halves.programs, model_inputs=[], **halves.options)
-    check_arena(planned)
-    runtime = halves.runtime(planned)
-    generator = torch.Generator().manual_seed(seed)
-    flights = []
-    for number in range(2):  # two forwards in flight before the first backward
-        args, seeds = halves.arguments(seed + number, generator)
-        flights.append((args, seeds, *runtime.forward(list(args))))
-    for graph in ("keep", "free"):
-        for args, seeds, results, flight in flights:
-            primal, expected = halves.interpreted(args, seeds)
-            gradients = runtime.backward(flight, halves.handed(args, results, seeds), graph)
-            assert_same(results, primal, f"seed {seed}, forward")
-            assert_same(gradients, expected, f"seed {seed}, {graph} backward")
+@pytest.mark.parametrize("gradients", ["apart", "overlaid"])
+def test_forward_and_backward_share_one_arena(
+    gradients: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two flights, each through a backward that keeps the graph and one that frees it.
+
+    Overlaid, activations lie in the memory of gradients to come: inside their host, apart from one
+    another, and dead when it is written.
+    """
+    monkeypatch.setattr(placement, "_MIN_HOST_BYTES", 4)
+    monkeypatch.setattr(placement, "ALIGNMENT", 4)
+    num_guests = 0
+    for seed in range(40):
+        halves = differentiated(seed)
+        flats = list(map(link, halves.programs))
+        if seed % 2:
+            flats = [in_random_order(flat, random.Random(seed)) for flat in flats]
+        planned = plan(flats, model_inputs=[], **halves.options, gradients=gradients)
+        check_guests(planned)
+        num_guests += len(planned.overlay.guests)
+        runtime = halves.runtime(planned)
+        generator = torch.Generator().manual_seed(seed)
+        flights = []
+        for number in range(2):
+            args, seeds = halves.arguments(seed + number, generator)
+            flights.append((args, seeds, *runtime.forward(list(args))))
+        received = []
+        for graph in ("keep", "free"):
+            for args, seeds, results, flight in flights:
+                primal, expected = halves.interpreted(args, seeds)
+                handed = halves.handed(args, results, seeds)
+                received.append((runtime.backward(flight, handed, graph), expected))
+                assert_same(results, primal, f"seed {seed}, forward")
+        for found, expected in received:  # after all runs: nobody wrote to them since
+            assert_same(found, expected, f"seed {seed}, backward")
+    assert (num_guests > 30) == (gradients == "overlaid"), num_guests
+
+
+def check_guests(planned: PlannedProgram) -> None:
+    """Guests are inside their host, overlap no other guest, and are dead when it is written."""
+    instances, overlay = planned.layout.instances, planned.overlay
+    for guest, (host, at) in overlay.guests.items():
+        assert at + instances[guest].num_bytes <= overlay.hosts[host]
+        assert instances[guest].death <= instances[host].birth
+        for other, (other_host, other_at) in overlay.guests.items():
+            if other == guest or other_host != host:
+                continue
+            first, second = instances[guest], instances[other]
+            apart = first.death <= second.birth or second.death <= first.birth
+            assert apart or at + first.num_bytes <= other_at or other_at + second.num_bytes <= at
+
+
+def test_orders_and_programs_cover_what_they_should() -> None:
+    seen: Counter[str] = Counter()
+    for seed in SEEDS[::3]:
+        program, _, rng = subject(seed)
+        flat = link(program)
+        shuffled = in_random_order(flat, rng)
+        seen["another order"] += [x.results for x in shuffled.launches] != [
+            x.results for x in flat.launches
+        ]
+        uses = Counter(s for launch in flat.launches for s in launch.operands)
+        seen["fan-out"] += any(n > 1 for n in uses.values())
+        planned = plan([shuffled], model_inputs=[], num_results=[len(flat.outputs)])
+        kinds = Counter(instance.kind for instance in planned.layout.instances)
+        seen["made in its operand's memory"] += kinds["unused"] > 0
+        seen["made by the operator"] += kinds["foreign"] > 0
+        parts = planned.layout.parts
+        places = [p for part in parts for p in part.outputs]
+        seen["results that share memory"] += len({p.instance for p in places}) < len(places)
+        views = [v for part in parts for placed in part.launches for v in placed.launch.views()]
+        seen["views with an offset"] += any(view.offset_bytes for view in views)
+        arena_bytes = sum(planned.layout.instances[i].num_bytes for i in lives(planned))
+        seen["bytes used twice"] += arena_bytes > planned.plan.peak_bytes
+        nodes = (n for launch in flat.launches for n in launch.leaf.nodes)
+        seen["operators in place"] += any(is_mutable(node.target) for node in nodes)
+    few = {what: n for what, n in seen.items() if n < len(SEEDS[::3]) // 10}
+    assert not few, f"hardly ever, of {len(SEEDS[::3])} programs: {few}"
+
+
+def test_the_proof_finds_a_clash(monkeypatch: pytest.MonkeyPatch) -> None:
+    program, _, _ = subject(1)
+    planned = plan([link(program)], model_inputs=[], num_results=[1])
+    monkeypatch.setattr(planned, "offsets", [0] * len(planned.offsets))
+    with pytest.raises(AssertionError, match="share memory"):
+        assert_no_clash(planned)
+
+
+# ---- arenas are leased -------------------------------------------------------------------------
+
+
+def planned_random(seed: int) -> tuple[Program, PlannedProgram]:
+    program = random_program(seed, structs=False)
+    return program, plan([link(program)], model_inputs=[], num_results=[len(program.outputs)])
 
 
 def test_lease_returns_when_a_forward_is_dropped() -> None:
-    program = random_program(3, structs=False)
-    planned = plan([program], model_inputs=[], num_results=[len(program.outputs)])
+    _, planned = planned_random(3)
     lease = planned.lease([])
     address = lease.arena.data_ptr()
     del lease
@@ -104,8 +260,7 @@ def test_lease_returns_when_a_forward_is_dropped() -> None:
 
 def test_a_forward_that_is_dropped_while_another_takes_an_arena_blocks_nobody() -> None:
     """Python may collect garbage, and so a flight, at any allocation: under the lock too."""
-    program = random_program(3, structs=False)
-    planned = plan([program], model_inputs=[], num_results=[len(program.outputs)])
+    _, planned = planned_random(3)
     lease = planned.lease([])
 
     def work() -> None:
@@ -119,10 +274,9 @@ def test_a_forward_that_is_dropped_while_another_takes_an_arena_blocks_nobody() 
 
 
 def test_threads_get_arenas_of_their_own() -> None:
-    program = random_program(5, structs=False)
+    program, planned = planned_random(5)
     args = random_arguments(program, 5)
     expected = interpret(program, args)
-    planned = plan([program], model_inputs=[], num_results=[len(program.outputs)])
     runtime = PlannedRuntime(planned, len(program.outputs), 0)
     wrong: list[int] = []
 

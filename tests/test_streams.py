@@ -23,7 +23,7 @@ from stream_orders import (
     reordered,
     traced,
 )
-from test_link_orders import subject
+from test_planned import subject
 
 from lazyinline.backend.gpu import streams
 from lazyinline.backend.gpu.roofline import is_product

@@ -72,25 +72,35 @@ def use(outputs: dict[str, Tensor], names: Sequence[str]) -> Tensor:
     return torch.stack([outputs[name].sum() for name in names]).sum()
 
 
-# Gradients of the second are memory for activations; what can be used is the same on both.
+# Gradients of the larger are memory for activations; what can be used is the same on both.
 ALL = ["loss", "logits", "metric", "half", "own"]
 FEW_USES = [["loss"], ["loss"], ["logits", "half"], ["own"], ["loss"], ALL, ["loss"]]
+AT_LENGTHS = [["loss"], ["loss"], ["logits", "half"], ["loss", "own"], ["loss"], ["loss"]]
+LENGTHS = (4, 6, 4, 6, 9, 11)
 
 
 @pytest.mark.parametrize(
-    ("backend", "size", "uses"), [("eager", 8, USES), ("inductor", 160, FEW_USES)]
+    ("backend", "dynamic", "size", "lengths", "uses"),
+    [
+        ("eager", False, 8, [4] * len(USES), USES),
+        ("inductor", False, 160, [4] * len(FEW_USES), FEW_USES),
+        ("eager", None, 8, LENGTHS, AT_LENGTHS),
+        ("eager", True, 8, LENGTHS, AT_LENGTHS),
+        ("inductor", True, 8, LENGTHS, AT_LENGTHS),
+    ],
 )
-@pytest.mark.sweep(keep="eager")
+@pytest.mark.sweep(keep="eager-False")
 def test_gradients_equal_eager_whatever_a_loss_uses(
-    backend: str, size: int, uses: list[list[str]]
+    backend: str, dynamic: bool | None, size: int, lengths: Sequence[int], uses: list[list[str]]
 ) -> None:
+    """Where lengths vary, it is one program of symbols, and a backward of it for each use."""
     torch.manual_seed(0)
     model = Net(size)
     expected = twin(model)
-    compiled = lazyinline.compile(model, backend=backend)
+    compiled = lazyinline.compile(model, backend=backend, dynamic=dynamic)
     runs: list[Any] = [(m, torch.optim.SGD(m.parameters(), lr=0.01)) for m in (compiled, expected)]
-    for names in uses:
-        x = torch.randn(4, size)
+    for length, names in zip(lengths, uses, strict=True):
+        x = torch.randn(length, size)
         for run, optimizer in runs:
             optimizer.zero_grad()
             use(run(x), names).backward()
@@ -101,25 +111,37 @@ def test_gradients_equal_eager_whatever_a_loss_uses(
             assert_same_gradients(model, expected)
             for _, optimizer in runs:
                 optimizer.step()
-    assert compiled.last_report.num_compiles == 1
-    assert compiled.last_report.num_backwards == len({tuple(names) for names in uses})
+    report = compiled.last_report
+    assert report.num_compiles == (2 if dynamic is None else 1)
+    if dynamic is not False:
+        assert report.num_links == (2 if dynamic is None else 3) and not report.why_static
+        assert report.num_backwards == 2
+    else:
+        assert report.num_backwards == len({tuple(names) for names in uses})
 
 
-@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@pytest.mark.parametrize(
+    ("backend", "dynamic", "lengths"),
+    [("eager", False, [4]), ("inductor", False, [4]), ("eager", True, [4, 6])],
+)
 @pytest.mark.sweep(keep="eager")
-def test_a_kept_graph_takes_one_loss_after_another(backend: str) -> None:
+def test_kept_graphs_take_one_loss_after_another(
+    backend: str, dynamic: bool, lengths: list[int]
+) -> None:
     torch.manual_seed(0)
     model = Net()
     expected = twin(model)
-    compiled = lazyinline.compile(model, backend=backend)
+    compiled = lazyinline.compile(model, backend=backend, dynamic=dynamic)
     for _ in range(2):
-        x = torch.randn(4, 8)
+        inputs = [torch.randn(length, 8) for length in lengths]
         for run in (compiled, expected):
             run.zero_grad()
-            out = run(x)
+            outs = [run(x) for x in inputs]
             for names in (["loss"], ["half", "logits"], ["loss", "own"]):
-                use(out, names).backward(retain_graph=True)
-            use(out, ["half"]).backward()
+                for out in outs:
+                    use(out, names).backward(retain_graph=True)
+            for out in outs:
+                use(out, ["half"]).backward()
         assert_same_gradients(model, expected)
 
 
@@ -155,8 +177,8 @@ def test_outputs_that_share_nothing_can_follow_one_another() -> None:
     model = Towers()
     expected = twin(model)
     compiled = lazyinline.compile(model, backend="eager")
-    for order in ((0, 1), (1, 0), (0,), (2,)):
-        x = torch.randn(3, 4)
+    for length, order in ((3, (0, 1)), (3, (1, 0)), (3, (0,)), (3, (2,)), (5, (0, 1)), (7, (1, 0))):
+        x = torch.randn(length, 4)
         for run in (compiled, expected):
             run.zero_grad()
             out = run(x)
@@ -220,67 +242,6 @@ def test_gradients_that_are_zero_in_eager_are_zero() -> None:
         run()[0].sum().backward()
     assert_same_gradients(model, expected)
     assert model.y.grad is not None
-
-
-# ---- lengths that vary: one program of symbols, and a backward of it for each use ------------
-
-
-@pytest.mark.parametrize(
-    ("backend", "dynamic"), [("eager", None), ("eager", True), ("inductor", True)]
-)
-@pytest.mark.sweep
-def test_gradients_equal_eager_at_every_length(backend: str, dynamic: bool | None) -> None:
-    torch.manual_seed(0)
-    model = Net()
-    expected = twin(model)
-    compiled = lazyinline.compile(model, backend=backend, dynamic=dynamic)
-    runs: list[Any] = [(m, torch.optim.SGD(m.parameters(), lr=0.01)) for m in (compiled, expected)]
-    uses = [["loss"], ["loss"], ["logits", "half"], ["loss", "own"]]
-    for length, names in zip((4, 6, 4, 6, 9, 11), [*uses, *uses[:2]], strict=True):
-        x = torch.randn(length, 8)
-        for run, optimizer in runs:
-            optimizer.zero_grad()
-            use(run(x), names).backward()
-        assert_same_gradients(model, expected)
-        for _, optimizer in runs:
-            optimizer.step()
-    report = compiled.last_report
-    assert (report.num_compiles, report.num_links) == ((2, 2) if dynamic is None else (1, 3))
-    assert report.num_backwards == 2 and not report.why_static
-
-
-def test_kept_graphs_of_two_lengths_take_losses_in_turns() -> None:
-    torch.manual_seed(0)
-    model = Net()
-    expected = twin(model)
-    compiled = lazyinline.compile(model, backend="eager", dynamic=True)
-    inputs = [torch.randn(length, 8) for length in (4, 6)]
-    for run in (compiled, expected):
-        outs = [run(x) for x in inputs]
-        for names in (["loss"], ["logits", "half"], ["loss"]):
-            for out in outs:
-                use(out, names).backward(retain_graph=True)
-        for out in outs:
-            use(out, ["half"]).backward()
-    assert_same_gradients(model, expected)
-
-
-@pytest.mark.sweep
-def test_outputs_that_share_nothing_can_follow_one_another_at_every_length() -> None:
-    torch.manual_seed(0)
-    model = Towers()
-    expected = twin(model)
-    compiled = lazyinline.compile(model, backend="eager")
-    for length in (3, 5, 7):
-        x = torch.randn(length, 4)
-        for run in (compiled, expected):
-            run.zero_grad()
-            out = run(x)
-            out[0].sum().backward()
-            out[1].sum().backward()
-            with pytest.raises(RuntimeError, match="second time"):
-                out[2].backward()
-        assert_same_gradients(model, expected)
 
 
 class Parts(nn.Module):
