@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 from link_tree import PUBLIC_FACE, ROOT, package_folders
 
-from lazyinline.frontend.tracing import torch_tracing
+from lazyinline.frontend.tracing import frames
 from lazyinline.reuse import process
 
 
@@ -58,8 +58,8 @@ def test_no_frame_of_ours_is_a_frame_of_the_user() -> None:
     assert len(ours) > 100
     for path in ours:
         frame = frame_of(path)
-        assert torch_tracing.is_library_frame(frame), path
-        assert torch_tracing.user_frame(frame) is None, path
+        assert frames.is_library_frame(frame), path
+        assert frames.user_frame(frame) is None, path
 
 
 def test_what_stands_beside_our_folders_is_the_users() -> None:
@@ -70,6 +70,6 @@ def test_what_stands_beside_our_folders_is_the_users() -> None:
     beside += [root / "model.py", root / "frontend_of_mine" / "model.py", root / "reuse.py"]
     for path in beside:
         frame = frame_of(path)
-        assert torch_tracing.is_user_frame(frame), path
-        assert torch_tracing.user_frame(frame) is frame, path
-    assert torch_tracing.user_frame(sys._getframe()) is sys._getframe()
+        assert frames.is_user_frame(frame), path
+        assert frames.user_frame(frame) is frame, path
+    assert frames.user_frame(sys._getframe()) is sys._getframe()
