@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import os
 import re
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -18,7 +17,15 @@ from ..backend.kernels.lower import BackendName
 from ..reuse.errors import door
 from ..reuse.ir.leaf import stamp_of
 from ..reuse.ir.printer import folded, operand_text, operator_name
-from ..reuse.ir.program import Closure, Composite, Leaf, Program, count_calls, walk_closures
+from ..reuse.ir.program import (
+    Closure,
+    Composite,
+    Leaf,
+    Program,
+    count_calls,
+    nodes_if_inlined,
+    walk_closures,
+)
 from ..reuse.ir.rewrite import inline_calls
 from .capture.capture import capture_candidates
 from .capture.regions import SharingDecision
@@ -28,6 +35,7 @@ from .marks import is_marked
 from .measure.measure import warm_up_compiler
 from .measure.workload import generators_kept
 from .options import Options
+from .reuse_table import alike
 
 _REASONS_INDENT = 15
 """Where the reasons begin, below a pair of blocks that were kept apart."""
@@ -253,28 +261,25 @@ def _classes(
 
 def _inlined_sizes(program: Program) -> dict[Closure, int]:
     """Returns the operators of each closure with its calls expanded."""
-    sizes: dict[Closure, int] = {}
-    for closure in walk_closures(program):
-        if isinstance(closure, Composite):
-            sizes[closure] = sum(sizes[call.closure] for call in closure.program.calls)
-        else:
-            sizes[closure] = closure.num_nodes if isinstance(closure, Leaf) else 0
-    return sizes
+    return {
+        one: nodes_if_inlined(one.program) if isinstance(one, Composite) else one.num_nodes
+        for one in walk_closures(program)
+    }
 
 
 def _closures_by_path(program: Program) -> dict[str, Closure]:
     """Returns the closure of each instance that was traced."""
     found: dict[str, Closure] = {}
+    entered: set[Closure] = set()
 
     def visit(body: Program, prefix: str) -> None:
         for call in body.calls:
-            path = ".".join(p for p in (prefix, call.path) if p)
             if not call.path:
                 continue  # glue
-            is_new = call.closure not in found.values()
-            found.setdefault(path, call.closure)
-            if is_new and isinstance(call.closure, Composite):
-                visit(call.closure.program, path)
+            found.setdefault(f"{prefix}{call.path}", call.closure)
+            if isinstance(call.closure, Composite) and call.closure not in entered:
+                entered.add(call.closure)  # what is inside was traced in the first instance alone
+                visit(call.closure.program, f"{prefix}{call.path}.")
 
     visit(program, "")
     return found
@@ -283,13 +288,7 @@ def _closures_by_path(program: Program) -> dict[str, Closure]:
 def _kept_apart(program: Program, decisions: Sequence[SharingDecision]) -> Iterator[KeptApart]:
     closures = _closures_by_path(program)
     apart = [d for d in decisions if not d.shared and d.reason]
-    alike = Counter((d.class_name, _shape(d.reason)) for d in apart)
-    seen: set[tuple[str, str]] = set()
-    for decision in apart:
-        kind = (decision.class_name, _shape(decision.reason))
-        if kind in seen:
-            continue
-        seen.add(kind)
+    for decision, *more in alike(apart, lambda d: (d.class_name, _shape(d.reason))):
         first, second = (closures.get(p) for p in (decision.compared_with, decision.path))
         where: _Difference | None = None
         graphs = ""
@@ -298,7 +297,7 @@ def _kept_apart(program: Program, decisions: Sequence[SharingDecision]) -> Itera
         yield KeptApart(
             class_name=decision.class_name,
             paths=(decision.path, decision.compared_with),
-            num_more=alike[kind] - 1,
+            num_more=len(more),
             cause=decision.reason,
             graphs=f"the block {decision.shares}" if decision.shares else graphs,
             change=_change(decision.reason, where),

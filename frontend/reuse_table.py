@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -19,6 +19,16 @@ _CALLS = 7
 _INDENT = "  "
 _WIDTH = WIDTH - len(_INDENT)
 """Of the table: a report indents it."""
+
+
+def alike(
+    decisions: Iterable[SharingDecision], kind: Callable[[SharingDecision], Hashable]
+) -> list[list[SharingDecision]]:
+    """Puts decisions of one kind together, in the order of the first of each kind."""
+    groups: dict[Hashable, list[SharingDecision]] = {}
+    for decision in decisions:
+        groups.setdefault(kind(decision), []).append(decision)
+    return list(groups.values())
 
 
 @dataclass(frozen=True)
@@ -38,18 +48,21 @@ class ReuseRow:
 
 def reuse_rows(decisions: Sequence[SharingDecision]) -> list[ReuseRow]:
     """Returns a row for each traced block, in the order they were traced."""
-    members: dict[str, list[SharingDecision]] = {}
-    for decision in decisions:
-        traced = decision.compared_with if decision.shared else decision.path
-        members.setdefault(traced, []).append(decision)
+    groups = alike(decisions, _traced_at)
+    members = {_traced_at(group[0]): group for group in groups}
     return [
         ReuseRow(
             text_of_keys([d.key for d in group]),
             sum(_num_runs(d.path, members) for d in group),
             _note(group, members),
         )
-        for group in members.values()
+        for group in groups
     ]
+
+
+def _traced_at(decision: SharingDecision) -> str:
+    """Returns the path of the instance whose trace serves this one."""
+    return decision.compared_with if decision.shared else decision.path
 
 
 def reuse_table(decisions: Sequence[SharingDecision]) -> list[str]:

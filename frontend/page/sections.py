@@ -27,7 +27,7 @@ from ...reuse.ir.program import Call, Closure, Composite, Leaf, Pack, Program, U
 from ...reuse.ir.types import StructType
 from ..capture.regions import SharingDecision
 from ..compile_record import CompileRecord, Frontier, Made
-from ..reuse_table import reuse_rows
+from ..reuse_table import alike, reuse_rows
 from .texts import error_text
 
 _LONGEST_PERIOD = 12
@@ -176,19 +176,21 @@ def reuse_section(
     """Returns calls per key, and what became of each instance; None if the model has no block."""
     if not decisions and not nothing_shared:
         return None
-    alike: dict[tuple[str, ...], list[SharingDecision]] = {}
-    for d in decisions:
-        state = "shared" if d.shared or d.shares else "kept apart" if d.reason else "traced"
-        alike.setdefault((d.class_name, state, d.compared_with, d.shares or d.reason), []).append(d)
     names = ("block", "state", "with", "why")
     return {
         "keys": [asdict(row) for row in reuse_rows(decisions)],
         "instances": [
-            dict(zip(names, key, strict=True)) | {"count": len(group), "paths": _paths(group)}
-            for key, group in alike.items()
+            dict(zip(names, _fate(group[0]), strict=True))
+            | {"count": len(group), "paths": _paths(group)}
+            for group in alike(decisions, _fate)
         ],
         "nothing_shared": nothing_shared,
     }
+
+
+def _fate(d: SharingDecision) -> tuple[str, str, str, str]:
+    state = "shared" if d.shared or d.shares else "kept apart" if d.reason else "traced"
+    return d.class_name, state, d.compared_with, d.shares or d.reason
 
 
 def passes_section(sides: Mapping[str, CompileRecord]) -> dict[str, Any] | None:
