@@ -143,6 +143,7 @@ class Absence:
         if unused not in self._found:
             derivative = self._compiled.derivative
             assert derivative is not None
+            # Of the program as captured: autograd goes by what the user wrote, not by what runs.
             reach = trained_inputs(self._compiled.captured.program)
             outputs = set(derivative.cotangent_outputs).difference(unused)
             used = frozenset().union(*(reach[output] for output in outputs))
@@ -366,6 +367,7 @@ class _CompiledFunction(torch.autograd.Function):
         kept, flight, graph = step.taken(ctx, left, following)
         backward = bridge.backwards.of(left)
         if backward is not step.prepared:
+            # The forward laid its values out for another backward, which has another arena.
             flight = backward.runtime.taken_over(step.prepared.runtime, flight)
             graph = "free"
         seeds = [

@@ -46,6 +46,7 @@ class Gradients:
             PlanError: if there is none.
         """
         assert self._compiled.gradients is not None
+        # Which cotangents move is part of the request: a constant one needs no gradient of its own.
         if request not in self._made:
             made = self._compiled.gradients(request)
             run = None

@@ -190,6 +190,7 @@ def _everywhere(directions: Sequence[Sequence[float]], points: torch.Tensor) -> 
     """Returns the same directions at every point, ``[K, *points.shape]``."""
     rows = torch.tensor(directions, dtype=points.dtype, device=points.device)
     num, size = rows.shape
+    # Written out, as the types of coefficients say that they lie.
     whole = rows.reshape(num, *[1] * (points.dim() - 1), size)
     return whole.expand(num, *points.shape).contiguous()
 

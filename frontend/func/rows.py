@@ -145,6 +145,7 @@ class AtOnce:
 
     def __call__(self, directions: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Runs the program for as many directions, which it makes the first time."""
+        # The number of directions is a size of the program: a symbol there would stop Taylor mode.
         num = len(directions)
         if num not in self._made:
             self._made[num] = self._make()
@@ -194,6 +195,7 @@ class SameDraws:
             before = self._states()
             found = product(directions)
             pairs = zip(before, self._states(), strict=True)
+            # Asked once: where nothing is drawn, generators need not be put back at each product.
             self._has_drawn = not all(torch.equal(one, other) for one, other in pairs)
             self._start = before
             return found
@@ -286,6 +288,7 @@ def _lazily(
             maps = [None if derive is None else one.to(derive) for derive in (row, columns)]
             return Jacobian(Products(*maps), tuple(one.result.shape), like=point)
         same = SameDraws(point.device)
+        # A gradient has the shape of its input. Another result's is known once it has run.
         if compute is computed_gradient:
             shape = point.shape
         else:
@@ -428,6 +431,7 @@ class Jacobian:
     def _by_units(self, function: LinearMap, places: Sequence[int]) -> torch.Tensor:
         """Returns what a function of several tangents is along units, in equal groups."""
         shape = self._input_shape
+        # Groups of one size: the last one is filled up with zeros, and needs no program of its own.
         size = _group_size(math.prod(shape))
         groups = [places[i : i + size] for i in range(0, len(places), size)]
         found = [function(self._units(group, shape, size))[: len(group)] for group in groups]

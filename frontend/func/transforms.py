@@ -173,6 +173,7 @@ def gradients(
     given = given if seeds is None else list(seeds)
     pairs = zip(outputs, given, strict=True)
     flowing = [(y, seed) for y, seed in pairs if y.requires_grad]
+    # torch.autograd.grad takes a result without a graph for a mistake; here it is a zero.
     if not flowing:
         return [torch.zeros_like(x) for x in inputs]
     return list(
@@ -190,6 +191,7 @@ def gradients(
 
 def _in_place_of(tree: Any, inputs: list[torch.Tensor], found: list[torch.Tensor]) -> Any:
     """Returns gradients in the nesting of what they are of; zeros where there can be none."""
+    # By identity: a tensor that is passed twice has two names, and a gradient for each.
     made = {id(x): g for x, g in zip(inputs, found, strict=True)}
     leaves = tensors_in(tree, "what is differentiated")
     return like(tree, [made[id(x)] if id(x) in made else torch.zeros_like(x) for x in leaves])
@@ -221,6 +223,7 @@ def vjp(func: Function, *primals: Any, has_aux: bool = False) -> tuple[Any, ...]
 
     def back(*cotangents: Any) -> tuple[Any, ...]:
         seeds = tensors_in(cotangents if len(cotangents) > 1 else cotangents[0], "a cotangent")
+        # Whoever calls it may differentiate on, whatever was so where the function ran.
         goes_further = goes_on or torch.is_grad_enabled()
         with torch.enable_grad():
             found = gradients(outputs, inputs, seeds, goes_on=goes_further)
@@ -280,6 +283,8 @@ def tangents_of(
     if watcher is not None:
         series = watcher.series(outputs, inputs, rows, Series(1, len(rows[0])))
         return [tangents for (tangents,) in series]
+    # Reverse mode twice: the gradient is linear in its cotangent, so that the derivative by the
+    # cotangent, along a direction, is the product with it.
     seeds = [torch.zeros_like(y).requires_grad_() for y in outputs]
     linear = gradients(outputs, inputs, seeds, goes_on=True)
     along = [gradients(linear, seeds, list(row), goes_on=True) for row in zip(*rows, strict=True)]
