@@ -22,7 +22,7 @@ from ..reuse.ir.program import Leaf, Program
 from ..reuse.ir.rewrite import map_leaves
 from .derivative import Derivative, Differentiator, Recipe, Request
 from .traces.forwards import trace_forward
-from .traces.layouts import lying_as_traced
+from .traces.layouts import laid_out_as_traced
 from .traces.origins import origin_of
 from .traces.pure_memory import draw_mask
 from .traces.torch_make_fx import Decompositions
@@ -92,7 +92,7 @@ def _as_primitives(leaf: Leaf, table: Decompositions) -> Leaf:
     if leaf.level == "composite":
         with _attention_as_products():
             module = trace_forward(module, types, {})
-    reduced = trace_forward(module, types, table, lying_as_traced)
+    reduced = trace_forward(module, types, table, laid_out_as_traced)
     _drop_unused(reduced.graph)
     for node in reduced.graph.nodes:
         origin = origin_of(node)

@@ -1219,7 +1219,7 @@ def test_every_backward_passes_one_function_of_autograd(engine: Any) -> None:
 
 
 def test_pytorch_says_which_argument_no_gradient_can_be_asked_for() -> None:
-    from lazyinline.autodiff.traces.stops import NOT_DIFFERENTIABLE
+    from lazyinline.autodiff.traces.detach_points import NOT_DIFFERENTIABLE
 
     x, statistics = torch.randn(3, 2), torch.ones(2, requires_grad=True)
     with pytest.raises(RuntimeError, match=NOT_DIFFERENTIABLE):

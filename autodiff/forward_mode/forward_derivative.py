@@ -19,9 +19,9 @@ from ...reuse.ir.leaf import flat_types, stamp_of, without_autocast
 from ...reuse.ir.program import Call, Closure, Composite, Leaf, Program, Value
 from ...reuse.ir.types import TensorType
 from ...reuse.torch_names import OPERATOR_TYPES
+from ..traces.detach_points import stop_in_trace
 from ..traces.forwards import trace_function, trace_taken_apart
 from ..traces.layouts import laid_out_as
-from ..traces.stops import stop_in_trace
 from .jet_interpreter import Fallback, JetInterpreter
 from .jets import Jet, Lanes
 from .series import Orders, Series

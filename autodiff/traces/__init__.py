@@ -7,7 +7,7 @@ torch_partition       adapter: PyTorch's partitioners
 joint_cut             cuts of a joint graph: any set of forward values may be the saved ones
 pure_memory           graphs that do nothing but compute: nothing in place, no marks on memory
 layouts               results and gradients that lie in memory as it was traced
-stops                 where no gradient flows: what the user stops, and what autograd gives none
+detach_points         where no gradient flows: what the user stops, and what autograd gives none
 origins               where the operators of a joint graph come from
 torch_make_fx         adapter: a function traced into a graph, on fake tensors of given types
 torch_user_rules      adapter: rules of users that take an operator of theirs apart

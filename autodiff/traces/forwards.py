@@ -12,10 +12,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from ...reuse.ir.leaf import LaidOut, as_it_is, without_autocast
 from ...reuse.ir.torch_symbols import sizes_in
 from ...reuse.ir.types import TensorType
+from .detach_points import StoppingInterpreter
 from .layouts import attention_as_traced, results_as_captured
 from .origins import NotingInterpreter
 from .pure_memory import of_pure_memory, strip_detach
-from .stops import StoppingInterpreter
 from .torch_differentiable import DIFFERENTIABLE
 from .torch_make_fx import (
     Decompositions,

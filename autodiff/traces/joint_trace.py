@@ -20,8 +20,8 @@ from .layouts import (
     attention_as_traced,
     captured_results,
     laid_out_as,
-    lying_as,
     results_as_captured,
+    type_as_captured,
 )
 from .origins import NotingInterpreter
 from .pure_memory import of_pure_memory
@@ -120,7 +120,7 @@ class JointTrace:
         self.tangent_outputs = tuple(i for i in wanted if outputs[i].requires_grad)
         captured = captured_results(self._module)
         types = [
-            lying_as(TensorType.of(outputs[i]), captured[i]).cotangent()
+            type_as_captured(TensorType.of(outputs[i]), captured[i]).cotangent()
             for i in self.tangent_outputs
         ]
         return [fake_tensor(mode, t) for t in types]

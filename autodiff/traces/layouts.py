@@ -42,11 +42,11 @@ def _copied(tensor: torch.Tensor, shape: Sequence[Any], stride: Sequence[Any]) -
     return torch.ops.aten.copy.default(target, tensor)
 
 
-def lying_as_traced(result: Any, node: torch.fx.Node) -> Any:
+def laid_out_as_traced(result: Any, node: torch.fx.Node) -> Any:
     """Gives a result the layout that its node was traced with, unless it is somebody's memory."""
     if node.op != "call_function" or is_view(node) or mutated_args(node):
         return result
-    return _lying_as(result, node.meta.get("val"))
+    return _as_traced(result, node.meta.get("val"))
 
 
 def captured_results(module: torch.fx.GraphModule) -> list[Any]:
@@ -55,7 +55,7 @@ def captured_results(module: torch.fx.GraphModule) -> list[Any]:
     return [n.meta.get("val") if isinstance(n, torch.fx.Node) else None for n in nodes]
 
 
-def lying_as(type_: TensorType, captured: Any) -> TensorType:
+def type_as_captured(type_: TensorType, captured: Any) -> TensorType:
     """Returns the type of a result that is laid out as it was captured."""
     return replace(type_, stride=TensorType.of(captured).stride) if captured is not None else type_
 
@@ -69,13 +69,13 @@ def results_as_captured(module: torch.fx.GraphModule, results: Sequence[Any]) ->
     return tuple(r if t is None else _permuted_as(r, t) for r, t in pairs)
 
 
-def _lying_as(result: Any, traced: Any) -> Any:
+def _as_traced(result: Any, traced: Any) -> Any:
     """Gives results the layouts that they were traced with, which views of them rely on.
 
     Some operators lay theirs out by an operand's mark (a solver, if its matrix is conjugated).
     """
     if isinstance(traced, (tuple, list)):
-        return type(traced)(map(_lying_as, result, traced))
+        return type(traced)(map(_as_traced, result, traced))
     if not isinstance(traced, torch.Tensor) or traced.layout is not torch.strided:
         return result
     return laid_out_as(result, TensorType.of(traced))

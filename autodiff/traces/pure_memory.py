@@ -14,8 +14,8 @@ from ...reuse.ir.operators import mutated_args
 from ...reuse.ir.program import input_nodes, outputs_of
 from ...reuse.ir.torch_symbols import SizedInterpreter, sizes_in
 from ...reuse.ir.types import TensorType
-from .layouts import laid_out_as, lying_as_traced
-from .stops import is_stop
+from .detach_points import is_stop
+from .layouts import laid_out_as, laid_out_as_traced
 from .torch_differentiable import Gradients
 from .torch_lazy import WRITTEN, drop_copies, drop_pairs, is_lazy, mark_after_strided
 from .torch_make_fx import Decompositions, growing_graph, traced
@@ -156,7 +156,7 @@ class _Boundary(SizedInterpreter):
     def run_node(self, n: torch.fx.Node) -> Any:
         graph = growing_graph()
         last = next(iter(reversed(graph.nodes)), None)
-        result = lying_as_traced(super().run_node(n), n)
+        result = laid_out_as_traced(super().run_node(n), n)
         if "origin" in n.meta:
             for new in itertools.takewhile(lambda node: node is not last, reversed(graph.nodes)):
                 new.meta["origin"] = n.meta["origin"]
