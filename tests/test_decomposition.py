@@ -337,51 +337,23 @@ class Adding(nn.Module):
         return x * y + self.operator(x).t().reshape(-1)[:1]
 
 
-@pytest.mark.parametrize("own", [False, True])
-def test_a_result_that_is_the_operand_is_new_memory(own: bool) -> None:
-    def contiguous(x: Tensor) -> Tensor:
-        return x.clone(memory_format=torch.contiguous_format)
-
-    operator = new_operator(f"same_{own}", contiguous)
-    operator.register_fake(lambda x: x.new_empty(x.shape))
-    if own:
-        operator.register_autograd(lambda context, gradient: gradient)
-    lazyinline.decomposition(operator)(lambda x: x.contiguous())
-    x = points()
-    compiled = lazyinline.compile(Adding(operator), backend="eager")
-    with torch.no_grad():
-        assert_close(compiled(x), Adding(operator)(x))
-    assert torch.equal(x, points())
-
-
-@pytest.mark.parametrize("own", [False, True])
-def test_results_are_laid_out_as_the_operator_lays_them_out(own: bool) -> None:
-    operator = new_operator(f"laid_{own}", torch.exp, schema="(Tensor x) -> Tensor")
-    operator.register_fake(torch.empty_like)
-    if own:
-        operator.register_autograd(lambda context, gradient: gradient)
-
-    @lazyinline.decomposition(operator, check=False)
-    def transposed(x: Tensor) -> Tensor:
-        return x.t().contiguous().exp().t()
-
-    compiled = lazyinline.compile(Adding(operator), backend="eager")
-    with torch.no_grad():
-        assert_close(compiled(points()), Adding(operator)(points()))
-
-
-def test_a_rule_that_gives_another_shape_leaves_the_model_to_eager() -> None:
-    operator = new_operator("shape", torch.exp, schema="(Tensor x) -> Tensor")
-    operator.register_fake(torch.empty_like)
-    lazyinline.decomposition(operator, check=False)(lambda x: x.exp()[:1])
-    compiled = lazyinline.compile(Adding(operator), backend="eager")
-    with torch.no_grad():
-        assert_close(compiled(points()), Adding(operator)(points()))
-    with pytest.raises(lazyinline.CaptureError, match=r"gives f32\[1,8\].*f32\[4,8\]"):
-        lazyinline.capture(Adding(operator), (points(),))
-
-
 OUTSIDE = torch.tensor([0.5])
+
+
+def contiguous(x: Tensor) -> Tensor:
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def returned_itself(x: Tensor) -> Tensor:
+    return x.contiguous()
+
+
+def transposed(x: Tensor) -> Tensor:
+    return x.t().contiguous().exp().t()
+
+
+def another_shape(x: Tensor) -> Tensor:
+    return x.exp()[:1]
 
 
 def of_literals(x: Tensor) -> Tensor:
@@ -396,25 +368,45 @@ def by_value(x: Tensor) -> Tensor:
     return x * 2 if x.sum() > 0 else x * 3
 
 
+# A rule, its operator's kernel, and how the rule is checked.
+ODD: list[tuple[Callable[..., Tensor], Callable[..., Tensor], Any]] = [
+    (returned_itself, contiguous, True),
+    (transposed, torch.exp, False),
+    (another_shape, torch.exp, False),
+    *((rule, rule, "values") for rule in (of_literals, of_another_tensor, by_value)),
+]
+
+
 @pytest.mark.parametrize("own", [False, True])
-@pytest.mark.parametrize("rule", [of_literals, of_another_tensor, by_value])
-def test_a_rule_of_more_than_its_operands_runs_as_in_eager(
-    rule: Callable[..., Tensor], own: bool
+@pytest.mark.parametrize(
+    ("rule", "kernel", "check"), ODD, ids=lambda case: getattr(case, "__name__", "")
+)
+def test_whatever_a_rule_does_results_are_those_of_the_operator(
+    rule: Callable[..., Tensor], kernel: Callable[..., Tensor], check: Any, own: bool
 ) -> None:
-    operator = new_operator(f"{rule.__name__}_{own}", rule)
+    """New memory in the operator's layout; what is more than its operands runs as in eager."""
+    schema = "(Tensor x) -> Tensor"
+    operator = new_operator(f"{rule.__name__}_{own}", kernel, schema=schema)
+    is_dense = kernel is contiguous
+    operator.register_fake(lambda x: x.new_empty(x.shape) if is_dense else torch.empty_like(x))
     if own:
         operator.register_autograd(lambda context, gradient: gradient)
-    lazyinline.decomposition(operator, check="values")(rule)
+    lazyinline.decomposition(operator, check=check)(rule)
     compiled = lazyinline.compile(Adding(operator), backend="eager")
     for x in (points(), -points() - 1):
+        before = x.clone()
         with torch.no_grad():
             assert_close(compiled(x), Adding(operator)(x))
-    if own:
+        assert torch.equal(x, before)
+    if own and check == "values":
         x = points().requires_grad_()
         compiled(x).sum().backward()
         said = " ".join(str(compiled.last_report).split())
         assert re.search(rf"The rule of .*test_decomposition\.py:\d+ {rule.__name__}", said)
         assert "While executing" not in said
+    if rule is another_shape and not own:
+        with pytest.raises(lazyinline.CaptureError, match=r"gives f32\[1,8\].*f32\[4,8\]"):
+            lazyinline.capture(Adding(operator), (points(),))
 
 
 # ---- a rule that is wrong is found -------------------------------------------------------------
