@@ -1,7 +1,7 @@
 """Small models that tests compile, in place of one of its own in each file.
 
-Those of the first part are marked by nobody: ``marked(Block)`` is the same class with the mark.
-Those of the second part are float64 and made around a forward that the test writes.
+Those of the first part are float32, with and without a mark. Those of the second part are float64
+and made around a forward that the test writes.
 """
 
 from collections.abc import Callable
@@ -21,11 +21,6 @@ def batch(rows: int = 3, width: int = WIDTH, *, seed: int = 0) -> Tensor:
     return torch.randn(rows, width, generator=torch.Generator().manual_seed(seed))
 
 
-def marked(kind: type[nn.Module]) -> type[Any]:
-    """Returns a marked class that is a module class otherwise."""
-    return lazy_inline(type(kind.__name__, (kind,), {"__module__": kind.__module__}))
-
-
 class Block(nn.Module):
     """A residual MLP: of a layer norm, and with dropout, if asked for."""
 
@@ -41,6 +36,11 @@ class Block(nn.Module):
         return x + self.dropout(self.down(h))
 
 
+@lazy_inline
+class MarkedBlock(Block):
+    """The same with a mark."""
+
+
 class BatchNormBlock(nn.Module):
     """Keeps running statistics: a state that each call changes."""
 
@@ -52,6 +52,11 @@ class BatchNormBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x + torch.tanh(self.norm(self.linear(x)))
+
+
+@lazy_inline
+class MarkedBatchNormBlock(BatchNormBlock):
+    """The same with a mark."""
 
 
 class Attention(nn.Module):
@@ -69,7 +74,7 @@ class Attention(nn.Module):
 
 
 class Net(nn.Module):
-    """Blocks one after another, and a head."""
+    """Blocks one after another, and a head; takes arguments by position and by name."""
 
     def __init__(
         self,
@@ -83,9 +88,9 @@ class Net(nn.Module):
         self.blocks = nn.ModuleList(block() for _ in range(num_blocks))
         self.head = nn.Linear(width, num_outputs)
 
-    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+    def forward(self, x: Tensor, scale: float = 1.0, *, bias: Tensor | None = None) -> Tensor:
         for block in self.blocks:
-            x = block(x)
+            x = block(x) if bias is None else block(x) + bias
         return self.head(x) * scale
 
 

@@ -1,4 +1,7 @@
-"""Wrappers for several devices around compiled models: kept as they are, and equal to eager."""
+"""Wrappers for several devices around and inside compiled models: equal to eager, or refused.
+
+Two real processes, gloo, on the CPU: they are started once and run every task.
+"""
 
 import contextlib
 import functools
@@ -10,41 +13,30 @@ import pytest
 import torch
 from comparing import relative_error
 from conftest import selected
+from models import MarkedBatchNormBlock, Net
 from ranks import run_ranks
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import lazyinline
-from lazyinline import PlanError, lazy_inline
+from lazyinline import CaptureError, PlanError
 from lazyinline.frontend.training_step import TrainingStep
 
 Wrap = Callable[[Any], Any]
 STEPS = 3
 
 
-@lazy_inline
-class Block(nn.Module):
+def net() -> Net:
+    return Net(MarkedBatchNormBlock)
+
+
+class HalfUsed(Net):
+    """Has a layer that no loss reaches, as data parallelism has to be told."""
+
     def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(4, 4, bias=False)  # before a norm its gradient is rounding alone
-        self.norm = nn.BatchNorm1d(4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + torch.tanh(self.norm(self.up(x)))
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
-        self.head = nn.Linear(4, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        logits: Tensor = self.head(x)
-        return logits
+        super().__init__(MarkedBatchNormBlock)
+        self.unused = nn.Linear(4, 2)
 
 
 def loss_of(output: Tensor) -> Tensor:
@@ -59,10 +51,12 @@ def step_of(model: Any, **options: Any) -> Any:
     return lazyinline.compile_step(model, loss_fn=loss_of, backend="eager", **options)
 
 
-def trained(rank: int, wrap: Wrap, accumulate: int = 1) -> tuple[dict[str, Tensor], Any]:
+def trained(
+    rank: int, wrap: Wrap, accumulate: int = 1, kind: Callable[[], Net] = net
+) -> tuple[dict[str, Tensor], Any]:
     """Trains a model inside what wraps it; returns parameters, buffers, and that."""
     torch.manual_seed(0)
-    model = Net()
+    model = kind()
     wrapped = wrap(model)
     is_step = isinstance(wrapped, TrainingStep)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
@@ -89,9 +83,15 @@ def report_of(module: Any) -> Any:
         return None
 
 
-def error(rank: int, wrap: Wrap, expected: dict[str, Tensor], accumulate: int = 1) -> float:
+def error(
+    rank: int,
+    wrap: Wrap,
+    expected: dict[str, Tensor],
+    accumulate: int = 1,
+    kind: Callable[[], Net] = net,
+) -> float:
     """Returns how far what was trained is from eager; nan if nothing was compiled."""
-    state, wrapped = trained(rank, wrap, accumulate)
+    state, wrapped = trained(rank, wrap, accumulate, kind)
     found = [wrapped, *wrapped.modules()] if isinstance(wrapped, nn.Module) else [wrapped]
     reports = [r for r in map(report_of, found) if r is not None]
     if not reports or any(r.ran_eagerly or r.num_compiles > 1 for r in reports):
@@ -106,8 +106,13 @@ def data_parallel(rank: int, folder: pathlib.Path) -> dict[str, float]:
     views: Wrap = functools.partial(
         parallel, gradient_as_bucket_view=True, find_unused_parameters=True
     )
+    unused: Wrap = functools.partial(
+        parallel, find_unused_parameters=True, broadcast_buffers=False, bucket_cap_mb=1
+    )
     once, twice = trained(rank, parallel)[0], trained(rank, parallel, accumulate=2)[0]
+    apart = trained(rank, unused, 2, HalfUsed)[0]
     return {
+        "inside": error(rank, lambda m: unused(compiled(m)), apart, 2, HalfUsed),
         "around": error(rank, lambda m: compiled(views(m)), twice, accumulate=2),
         "in place": error(rank, lambda m: compiled(static(m), in_place=True), once),
         "around in place": error(rank, lambda m: parallel(compiled(m, in_place=True)), once),
@@ -158,8 +163,7 @@ def checkpoints(rank: int, folder: pathlib.Path) -> dict[str, float]:
         assert sorted(saved) == sorted(expected), name
         dcp.save(saved, checkpoint_id=folder / name)
         torch.manual_seed(1)
-        model = Net()
-        again = wrap(model)
+        again = wrap(net())
         empty = get_model_state_dict(again)
         dcp.load(empty, checkpoint_id=folder / name)
         set_model_state_dict(again, empty)
@@ -169,8 +173,75 @@ def checkpoints(rank: int, folder: pathlib.Path) -> dict[str, float]:
     return found
 
 
-def everything(rank: int, folder: pathlib.Path) -> dict[str, dict[str, float]]:
-    tasks = (data_parallel, in_shards, checkpoints)
+def refused(make: Callable[[nn.Module], Any]) -> str:
+    """Returns why a model, wrapped and compiled, does not run; "" if it does."""
+    torch.manual_seed(0)
+    try:
+        made = make(net())
+        for _ in range(2):
+            made(torch.randn(5, 4)).square().mean()
+    except CaptureError as error:
+        return str(error)
+    return ""
+
+
+def called(module: Any) -> Any:
+    module(torch.randn(5, 4))
+    return module
+
+
+def with_compiled_blocks(model: nn.Module, late: bool = False) -> nn.Module:
+    model.blocks = nn.ModuleList(map(compiled, model.blocks))  # type: ignore[arg-type, union-attr]
+    if late:
+        called(model)
+    for block in model.blocks:  # type: ignore[union-attr]
+        fully_shard(block)
+    return model
+
+
+def refusals(rank: int, folder: pathlib.Path) -> dict[str, Any]:
+    """Wraps models in ways that cannot be followed; returns what each compile says."""
+    from torch.distributed._composable.replicate import replicate
+    from torch.distributed.fsdp import FullyShardedDataParallel
+    from torch.nn.parallel import DataParallel
+
+    def full(model: nn.Module) -> nn.Module:
+        return FullyShardedDataParallel(model, device_id=torch.device("cpu"))
+
+    return {
+        "DistributedDataParallel inside": refused(
+            lambda m: step_of(nn.Sequential(DistributedDataParallel(m), nn.ReLU()))
+        ),
+        "DataParallel": refused(lambda m: compiled(DataParallel(m))),
+        "FullyShardedDataParallel": refused(lambda m: compiled(full(m))),
+        "FSDPModule step": refused(lambda m: step_of(fully_shard(m))),
+        "FSDPModule compiled blocks": refused(with_compiled_blocks),
+        "FSDPModule blocks that ran": refused(lambda m: with_compiled_blocks(m, late=True)),
+        "FSDPModule what ran": refused(lambda m: fully_shard(called(compiled(m)))),
+        "DDP": refused(lambda m: compiled(replicate(m))),
+        "": refused(lambda m: DistributedDataParallel(compiled(m))),
+        "root": root_error(),
+    }
+
+
+def root_error() -> float:
+    """Trains compiled blocks whose parameters a sharded root frees; how far from eager."""
+    x, models = torch.randn(5, 4), []
+    for block_of in (lambda b: b, lazyinline.compile):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(block_of(nn.Linear(4, 4)) for _ in range(3)))
+        fully_shard(model, reshard_after_forward=True)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(3):
+            optimizer.zero_grad()
+            loss_of(model(x)).backward()
+            optimizer.step()
+        models.append([p.to_local() for p in model.parameters()])  # type: ignore[attr-defined]
+    return max(relative_error(a, b) for a, b in zip(*models, strict=True))
+
+
+def everything(rank: int, folder: pathlib.Path) -> dict[str, dict[str, Any]]:
+    tasks = (data_parallel, in_shards, checkpoints, refusals)
     wanted = (folder / "tasks").read_text().split()
     return {task.__name__: task(rank, folder) for task in tasks if task.__name__ in wanted}
 
@@ -195,12 +266,23 @@ def test_models_in_wrappers_train_and_are_saved_as_in_eager(
             assert far <= 1e-5, (way, far)
 
 
+@pytest.mark.parametrize("task", ["refusals"])
+def test_wrappers_are_refused_by_name_and_what_frees_parameters_is_followed(
+    task: str, two_ranks: list[dict[str, Any]]
+) -> None:
+    for said in two_ranks:
+        messages = dict(said[task])
+        assert messages.pop("root") <= 1e-5
+        for name, message in messages.items():
+            assert name.partition(" ")[0] in message if name else not message, (name, message)
+
+
 def test_a_model_with_a_call_of_its_own_is_refused_inside_a_wrapper(
     tmp_path: pathlib.Path,
 ) -> None:
     import torch.distributed as dist
 
-    class Around(Net):
+    class Around(Net):  # type: ignore[misc]
         def __call__(self, x: Tensor) -> Tensor:
             return self.forward(x)
 

@@ -5,13 +5,17 @@ from typing import Any
 import pytest
 import torch
 from comparing import DOORS, Door, assert_equals_eager
-from models import Attention, BatchNormBlock, Block, Net, batch, marked
+from models import Attention, BatchNormBlock, Block, Net, batch
 from torch import Tensor, nn
+
+from lazyinline import lazy_inline
 
 
 @pytest.mark.smoke
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
 @pytest.mark.parametrize("door", DOORS)
-def test_a_model_with_dropout_and_statistics_trains_as_in_eager_by_every_door(door: Door) -> None:
+@pytest.mark.sweep(keep="eager")
+def test_dropout_and_running_statistics_are_eagers_by_every_door(door: Door, backend: str) -> None:
     kinds = (lambda: Block(8, norm=True, dropout=0.1), lambda: BatchNormBlock(8))
     for kind in kinds:
         model = Net(kind, width=8)
@@ -20,13 +24,17 @@ def test_a_model_with_dropout_and_statistics_trains_as_in_eager_by_every_door(do
             model,
             batches=data,
             door=door,
+            backend=backend,
             optimizer=lambda parameters: torch.optim.SGD(parameters, 0.1),
         )
+        if door == "compile":
+            model.zero_grad()  # a copy has no gradients
+            assert_equals_eager(model.eval(), (batch(5, 8),), backend=backend)
 
 
 def test_blocks_are_shared_marked_or_not() -> None:
     tokens = torch.randn(2, 5, 8).requires_grad_()  # as between layers
-    for kind in (Attention, marked(Attention)):
+    for kind in (Attention, lazy_inline(type("Marked", (Attention,), {}))):
         outcome = assert_equals_eager(nn.Sequential(kind(), kind(), kind()), (tokens,))
         assert outcome.shared == 2
 

@@ -16,11 +16,11 @@ import operator
 import os
 import subprocess
 import sys
-import threading
 import types
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
+from unittest import mock
 
 import pytest
 import sympy
@@ -142,6 +142,22 @@ def traced(
     return make_fx(function, table, pre_dispatch=pre_dispatch)(*inputs)
 
 
+class Watch(TorchDispatchMode):
+    """Notes each operator with its keyword arguments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[Any, dict[str, Any]]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append((func, kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def parameters_of(function: Any) -> list[str]:
+    return list(inspect.signature(function).parameters)
+
+
 def targets(module: torch.fx.GraphModule) -> list[Any]:
     return [n.target for n in module.graph.nodes if n.op == "call_function"]
 
@@ -176,6 +192,38 @@ def test_every_private_attribute_of_an_adapter_has_a_contract() -> None:
                 node: Any = ast.parse(text, mode="eval").body
                 used.add(node.attr if isinstance(node, ast.Attribute) else node.args[1].value)
     assert used == {n.removeprefix("attribute ") for n in CONTRACTS if n.startswith("attribute ")}
+
+
+# ---- what is asked by its signature or its value alone ----------------------------------------
+
+INDUCTOR = "torch._inductor"
+EXPORTER = "torch.onnx._internal.exporter"
+PLAIN: dict[str, Callable[[Any], bool]] = {
+    f"{INDUCTOR}.async_compile.AsyncCompile.cpp_pybinding": lambda ask: (
+        parameters_of(ask) == ["self", "argtypes", "source_code"]
+    ),
+    f"{INDUCTOR}.async_compile.get_compile_threads": lambda count: count() >= 1,
+    f"{INDUCTOR}.utils.parallel_num_threads": lambda count: count() == torch.get_num_threads(),
+    f"{INDUCTOR}.inductor_prims": lambda module: (
+        str(torch.ops.prims.inductor_seeds.default) == "prims.inductor_seeds.default"
+    ),
+    f"{INDUCTOR}.codecache.CppPythonBindingsCodeCache": lambda kind: (
+        kind.entry_function == "kernel"
+    ),
+    f"{EXPORTER}": inspect.ismodule,
+    f"{EXPORTER}._constants": inspect.ismodule,
+    f"{EXPORTER}._constants.ONNX_IR_VERSION": lambda version: version >= 10,
+    "optional torch._C._cuda_getCurrentRawStream": lambda stream: (
+        stream is None or callable(stream)
+    ),
+    "torch._dynamo.lookup_backend": lambda lookup: callable(lookup("inductor")),
+}
+CONTRACTS.update({name.removeprefix("optional "): "test_plain_names" for name in PLAIN})
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_plain_names_are_what_the_adapters_take_them_for(name: str) -> None:
+    assert PLAIN[name](resolve_optional(name)), name
 
 
 # ---- fake tensors -----------------------------------------------------------------------------
@@ -659,11 +707,8 @@ def test_module_calls_can_be_replaced_on_the_class() -> None:
         seen.append(type(self))
         return original(self, *args, **kwargs)
 
-    nn.Module.__call__ = call  # type: ignore[method-assign]
-    try:
+    with mock.patch.object(nn.Module, "__call__", call):
         nn.Sequential(nn.Linear(2, 2), nn.Tanh())(torch.ones(2))
-    finally:
-        nn.Module.__call__ = original  # type: ignore[method-assign]
     assert seen == [nn.Sequential, nn.Linear, nn.Tanh]
 
 
@@ -674,13 +719,10 @@ def test_parameters_are_found_by_getattr_and_plain_attributes_are_not() -> None:
         seen.append(name)
         return original(self, name)
 
-    nn.Module.__getattr__ = getattr_  # type: ignore[method-assign]
-    try:
+    with mock.patch.object(nn.Module, "__getattr__", getattr_):
         linear = nn.Linear(2, 2)
         seen.clear()
         _ = linear.weight, linear.in_features, linear.training
-    finally:
-        nn.Module.__getattr__ = original  # type: ignore[method-assign]
     assert seen == ["weight"]
     assert "__getattribute__" not in vars(nn.Module), "reads are watched by adding one"
     assert nn.Module.__module__ == "torch.nn.modules.module"
@@ -771,12 +813,9 @@ def test_checkpoint_runs_the_function_between_two_steps_of_a_generator() -> None
         yield
         seen.append("after")
 
-    setattr(module, original.__name__, generator)
-    try:
+    with mock.patch.object(module, original.__name__, generator):
         x = torch.ones(2, requires_grad=True)
         module.checkpoint(lambda x, y: seen.append("run"), x, y=2, use_reentrant=False)
-    finally:
-        setattr(module, original.__name__, original)
     assert seen == [module.noop_context_fn, "run", "after"]
 
 
@@ -801,6 +840,7 @@ def test_trees_go_apart_and_together(
 ) -> None:
     tree = {"b": [1, (2, None)], "a": 3}
     assert structure(tree) == flatten(tree)[1]
+    assert structure(((0, 0), {})) == flatten(((1, 2), {}))[1]
     leaves, spec = flatten(tree)
     assert leaves == [1, 2, None, 3] or leaves == [1, 2, 3], "None is a leaf, or structure"
     assert isinstance(spec, spec_class)
@@ -810,12 +850,6 @@ def test_trees_go_apart_and_together(
     first = pairs[0][0]
     assert [getattr(k, "key", getattr(k, "idx", None)) for k in first] == ["b", 0]
     assert tree_map(lambda x: x, tree) == tree
-
-
-@contract("torch.utils._pytree.tree_structure")
-def test_structure_is_what_flattening_gives(structure: Any) -> None:
-    flatten = resolve("torch.utils._pytree.tree_flatten")
-    assert structure(((0, 0), {})) == flatten(((1, 2), {}))[1]
 
 
 @contract("torch.utils._pytree.SUPPORTED_NODES")
@@ -1070,21 +1104,12 @@ def test_out_forms_write_what_the_operator_returns(*forms: Any) -> None:
 
 
 @contract("torch.utils._python_dispatch.TorchDispatchMode")
-def test_a_dispatch_mode_sees_each_operator_and_can_be_left_out(mode: Any) -> None:
-    disable = torch._C._DisableTorchDispatch
-    seen: list[Any] = []
-
-    class Watch(mode):  # type: ignore[misc]
-        def __torch_dispatch__(
-            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-        ) -> Any:
-            seen.append(func)
-            return func(*args, **(kwargs or {}))
-
-    with Watch():
+def test_a_dispatch_mode_sees_each_operator_and_can_be_left_out(_: Any) -> None:
+    with Watch() as watch:
         torch.ones(2).exp_()
-        with disable():
+        with torch._C._DisableTorchDispatch():
             torch.zeros(2)
+    seen = [operator_ for operator_, _ in watch.seen]
     assert seen == [torch.ops.aten.ones.default, torch.ops.aten.exp_.default]
 
 
@@ -1205,15 +1230,14 @@ def test_a_view_of_what_nobody_else_holds_is_a_reshape(unsafe_view: Any) -> None
 def test_every_backward_passes_one_function_of_autograd(engine: Any) -> None:
     module: Any = torch.autograd
     x, seen = torch.ones(2, requires_grad=True), []
-    module._engine_run_backward = lambda *args, **kwargs: (
-        seen.append((len(args), *kwargs)) or engine(*args, **kwargs)
-    )
-    try:
+    with mock.patch.object(
+        module,
+        "_engine_run_backward",
+        lambda *args, **kwargs: seen.append((len(args), *kwargs)) or engine(*args, **kwargs),
+    ):
         (x * 2).sum().backward()
         torch.autograd.backward((x * 2).sum())
         torch.autograd.grad((x * 2).sum(), x)
-    finally:
-        module._engine_run_backward = engine
     of_backward = (5, "allow_unreachable", "accumulate_grad")
     assert seen == [of_backward, of_backward, (6, "accumulate_grad")]
 
@@ -1553,32 +1577,20 @@ def test_functionalizing_a_trace_takes_in_place_operators_out() -> None:
 def test_a_gpus_autocast_is_known_without_a_gpu(has_kernel: Any, cast: Any) -> None:
     assert has_kernel("aten::mm", "AutocastCUDA") and not has_kernel("aten::sin", "AutocastCUDA")
     assert has_kernel("aten::cross_entropy_loss", "CompositeImplicitAutograd")
-    seen: list[Any] = []
-
-    class Watch(TorchDispatchMode):
-        def __torch_dispatch__(
-            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-        ) -> Any:
-            seen.append((func, (kwargs or {}).get("dtype")))
-            return func(*args, **(kwargs or {}))
-
     mode = fake_mode()
     with mode:
         x = FakeTensor(mode, torch.empty(4, 4, device="meta"), torch.device("cuda", 0))
     dtype = torch.get_autocast_dtype("cuda")
     torch.set_autocast_enabled("cuda", True)
     try:
-        with torch.no_grad(), mode, Watch():
+        with torch.no_grad(), mode, Watch() as watch:
             assert torch.mm(x, x).dtype == dtype
     finally:
         torch.set_autocast_enabled("cuda", False)
-    assert (cast, dtype) in seen
+    assert any(seen is cast and given.get("dtype") is dtype for seen, given in watch.seen)
 
 
 # ---- Inductor ---------------------------------------------------------------------------------
-
-
-INDUCTOR = "torch._inductor"
 
 
 @contract(
@@ -1744,8 +1756,7 @@ def test_joint_graph_passes_take_a_graph_and_give_one_that_computes_the_same(pas
     def function(x: Tensor) -> tuple[Tensor]:
         return ((x * 1 + 0).view(4).view(2, 2),)
 
-    mode = fake_mode()
-    with mode:
+    with fake_mode() as mode:
         module = traced(function, mode.from_tensor(torch.ones(2, 2)))
     result = passes(module, input_device=torch.device("cpu"))
     assert isinstance(result, torch.fx.GraphModule)
@@ -1759,8 +1770,7 @@ def test_joint_graph_passes_put_in_values_of_the_graphs_fake_mode(*_: Any) -> No
         zeros = torch.full((3, 5), 0.0)
         return (torch.ops.aten.scatter.value(zeros, 1, x, 1.0),)
 
-    mode = fake_mode()
-    with mode:
+    with fake_mode() as mode:
         module = traced(one_hot, mode.from_tensor(torch.tensor([[1], [4], [0]])))
     module.graph.set_codegen(torch.fx.graph.CodeGen())
     module.recompile()
@@ -1780,8 +1790,7 @@ def test_joint_graph_passes_put_in_values_of_the_graphs_fake_mode(*_: Any) -> No
     ids=["contiguous", "transposed", "read by strides"],
 )
 def test_joint_graph_passes_keep_the_layouts_that_were_traced(use: Any) -> None:
-    mode = fake_mode()
-    with mode:
+    with fake_mode() as mode:
         module = traced(lambda x: (use(x.expand(4, 3)),), mode.from_tensor(torch.tensor(3.0)))
     module.graph.set_codegen(torch.fx.graph.CodeGen())
     module.recompile()
@@ -1794,8 +1803,7 @@ def test_joint_graph_passes_keep_the_layouts_that_were_traced(use: Any) -> None:
 @functools.cache
 def compiled_leaf() -> tuple[torch.fx.GraphModule, Any]:
     """One small graph, compiled as the backend does."""
-    mode = fake_mode()
-    with mode:
+    with fake_mode() as mode:
         inputs = [mode.from_tensor(torch.randn(4, 8)), mode.from_tensor(torch.randn(8, 3))]
         table = decompositions()
         module = traced(lambda x, w: (torch.tanh(x @ w).t(), x.exp()), *inputs, table=table)
@@ -1830,37 +1838,12 @@ def test_inductors_wrapper_is_a_function_whose_globals_hold_kernels_and_allocato
     "torch._inductor.async_compile.AsyncCompile.wait",
 )
 def test_building_waits_in_one_method_that_takes_the_scope(async_compile: Any, wait: Any) -> None:
-    assert list(inspect.signature(wait).parameters) == ["self", "scope"]
-    calls = []
-    original = async_compile.wait
-
-    def watched(self: Any, scope: dict[str, Any]) -> None:
-        calls.append(threading.get_ident())
-        original(self, scope)
-
-    mode = fake_mode()
-    with mode:
+    assert parameters_of(wait) == ["self", "scope"]
+    with fake_mode() as mode:
         module = traced(lambda x: (torch.tanh(x) * 3.25,), mode.from_tensor(torch.randn(7)))
-    async_compile.wait = watched
-    try:
+    with mock.patch.object(async_compile, "wait", autospec=True, side_effect=wait) as watched:
         compile_leaves([module], lambda: None)
-    finally:
-        async_compile.wait = original
-    assert calls, "the module of the generated code no longer waits there"
-
-
-@contract(
-    f"{INDUCTOR}.async_compile.AsyncCompile.cpp_pybinding",
-    f"{INDUCTOR}.async_compile.get_compile_threads",
-)
-def test_a_cpu_kernel_is_asked_for_by_its_argument_types_and_source(ask: Any, threads: Any) -> None:
-    assert list(inspect.signature(ask).parameters) == ["self", "argtypes", "source_code"]
-    assert threads() >= 1
-
-
-@contract(f"{INDUCTOR}.utils.parallel_num_threads")
-def test_kernels_are_written_for_as_many_threads_as_there_are(num_threads: Any) -> None:
-    assert num_threads() == torch.get_num_threads()
+    assert watched.called, "the module of the generated code no longer waits there"
 
 
 @contract(
@@ -1930,14 +1913,11 @@ def test_kernels_built_together_have_the_flags_of_kernels_built_alone(
 
     header = "#include <torch/csrc/inductor/cpp_prefix.h>"
     entry = 'extern "C" void kernel(float* x) { x[0] = 3.0f; }'
-    builder.get_command_line = noted
-    try:
+    with mock.patch.object(builder, "get_command_line", noted):
         alone = load(["float*"], f"{header}\n{entry}")
         wanted = {line for line in commands if " i " in line}  # names stand for those of files
         commands.clear()
         together = build_file(f"{header}\n// not built alone\n{entry}")
-    finally:
-        builder.get_command_line = command
     assert wanted and wanted <= set(commands), "a file of kernels is built with other flags"
     assert any(line in build_setting() for line in wanted), "the key names other flags"
     x = torch.zeros(1)
@@ -1987,13 +1967,9 @@ def test_vector_units_are_probed_with_the_flags_and_the_header_of_kernels(
         return commands[-1]
 
     never_built = f"{code}\n// {os.urandom(8).hex()}"
-    builder.get_command_line = noted
-    try:
-        with vector_units_probed_here():
-            assert isa.check_build(never_built)
-            assert not isa.check_build(f"{never_built}\n#error no such vectors")
-    finally:
-        builder.get_command_line = command
+    with mock.patch.object(builder, "get_command_line", noted), vector_units_probed_here():
+        assert isa.check_build(never_built)
+        assert not isa.check_build(f"{never_built}\n#error no such vectors")
     assert any(line in build_setting() for line in commands), "the flags are not those of kernels"
     assert any("-include " in line for line in commands), "the header was read again"
     assert cache.pick_vec_isa is pick
@@ -2018,19 +1994,6 @@ def test_vector_units_are_asked_for_by_loading_an_object(
 
 
 # ---- torch.onnx -------------------------------------------------------------------------------
-
-EXPORTER = "torch.onnx._internal.exporter"
-
-
-@contract(
-    EXPORTER,
-    f"{EXPORTER}._constants",
-    f"{EXPORTER}._constants.ONNX_IR_VERSION",
-)
-def test_translations_are_of_a_version_that_is_written(
-    _: Any, constants: Any, ir_version: int
-) -> None:
-    assert ir_version >= 10
 
 
 @contract(
@@ -2243,17 +2206,6 @@ def test_settings_are_plain_values_that_can_be_listed(
     assert all_of_functorch()["activation_memory_budget"] == functorch.activation_memory_budget
 
 
-@contract("torch._inductor.inductor_prims")
-def test_inductors_own_operators_are_made_by_one_module(_: Any) -> None:
-    assert str(torch.ops.prims.inductor_seeds.default) == "prims.inductor_seeds.default"
-
-
-def test_inductor_calls_every_cpp_kernel_alike() -> None:
-    from torch._inductor.codecache import CppPythonBindingsCodeCache
-
-    assert CppPythonBindingsCodeCache.entry_function == "kernel"
-
-
 @contract("torch.fx._lazy_graph_module._LazyGraphModule")
 def test_a_lazy_graph_module_runs(lazy: Any) -> None:
     graph = torch.fx.Graph()
@@ -2322,11 +2274,6 @@ def graphs_of(function: Callable[..., Any], *inputs: Any) -> list[Any]:
     torch.compile(function, backend=backend)(*inputs)
     torch._dynamo.reset()
     return given
-
-
-@contract("torch._dynamo.lookup_backend")
-def test_backends_are_found_by_name(lookup: Any) -> None:
-    assert callable(lookup("inductor"))
 
 
 @contract("torch._guards.tracing")
@@ -2517,11 +2464,6 @@ def test_inductor_hands_over_kernels_as_text_and_compiles_them_one_by_one(
     assert callable(static.can_statically_launch)
     one = inspect.signature(heuristics.CachingAutotuner._precompile_config)
     assert list(one.parameters)[:2] == ["self", "cfg"]
-
-
-@contract("optional torch._C._cuda_getCurrentRawStream")
-def test_a_pytorch_with_cuda_tells_its_stream(stream: Any) -> None:
-    assert stream is None or callable(stream)
 
 
 @contract(

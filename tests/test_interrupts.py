@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from models import Block
 from torch import Tensor, nn
 
 import lazyinline
@@ -24,17 +25,8 @@ from lazyinline.reuse.errors import CompileInterrupted
 MAX_FRAMES = 8
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down, self.norm = nn.Linear(8, 16), nn.Linear(16, 8), nn.LayerNorm(8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.norm(x + self.down(nn.functional.gelu(self.up(x), approximate="tanh"))) * 2
-
-
 def body() -> nn.Module:
-    return nn.Sequential(*(Block() for _ in range(3)))
+    return nn.Sequential(*(Block(8, norm=True) for _ in range(3)))
 
 
 def state() -> list[Any]:
@@ -120,7 +112,7 @@ def test_an_interrupt_at_any_call_of_a_capture_leaves_everything_as_it_was(in_pl
 
     x = torch.randn(2, 8)
     for at in (1, 2):
-        net = nn.Sequential(Interrupting(), Block(), Interrupting())
+        net = nn.Sequential(Interrupting(8), Block(8), Interrupting(8))
         expected = net(x)
         compiled = lazyinline.compile(net, backend="eager", in_place=in_place)
         before = state()
@@ -230,7 +222,7 @@ ERRORS: dict[str, Callable[[nn.Module, Tensor], Any]] = {
 def test_the_traceback_of_an_error_of_ours_ends_at_the_public_function(
     way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    net, x = nn.Sequential(Block(), Asks()), torch.randn(4, 8)
+    net, x = nn.Sequential(Block(8), Asks(8)), torch.randn(4, 8)
     with pytest.raises(lazyinline.LazyInlineError) as caught:
         ERRORS[way](net, x)
     assert_ends_here(caught.value)

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from comparing import assert_same_gradients
-from test_compile import Net, batch, make
+from comparing import assert_close, assert_same_gradients, gradients
+from models import batch
+from test_compile import WAYS, make, net
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
@@ -18,24 +19,32 @@ import lazyinline
 from lazyinline import CaptureError
 
 
-@pytest.fixture(params=["eager", "inductor"])
-def backend(request: pytest.FixtureRequest) -> str:
-    name: str = request.param
-    return name
+@pytest.fixture(params=WAYS)
+def pair(request: pytest.FixtureRequest) -> tuple[Any, Any]:
+    """A model that was compiled, with a wrapper or in place, and its twin for eager."""
+    way: str = request.param
+    compiled, _, expected = make(net, way.partition("-")[2], in_place=WAYS[way])
+    return compiled, expected
 
 
-def test_forward_mode_runs_the_model_itself_and_says_so(backend: str) -> None:
-    compiled, _, expected = make(Net, backend)
+def why_eager(compiled: Any) -> str:
+    report = lazyinline.last_report(compiled)
+    assert report is not None
+    return report.ran_eagerly
+
+
+def test_forward_mode_runs_the_model_itself_and_says_so(pair: tuple[Any, Any]) -> None:
+    compiled, expected = pair
     x, tangent = batch(), batch(seed=1)
     compiled(x)
     found = torch.func.jvp(compiled, (x,), (tangent,))
     for ours, theirs in zip(found, torch.func.jvp(expected, (x,), (tangent,)), strict=True):
         torch.testing.assert_close(ours, theirs)
-    assert "a transform of torch.func is active" in compiled.last_report.ran_eagerly
+    assert "a transform of torch.func is active" in why_eager(compiled)
     with torch.autograd.forward_ad.dual_level():
         dual = torch.autograd.forward_ad.make_dual(x, tangent)
         assert torch.autograd.forward_ad.unpack_dual(compiled(dual)).tangent is not None
-    assert "forward-mode differentiation is active" in compiled.last_report.ran_eagerly
+    assert "forward-mode differentiation is active" in why_eager(compiled)
 
 
 class Doubling(TorchFunctionMode):
@@ -55,8 +64,8 @@ class DoublingProducts(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("mode", [Doubling, DoublingProducts])
-def test_a_mode_that_sees_operators_sees_the_models_own(mode: Any, backend: str) -> None:
-    compiled, _, expected = make(Net, backend)
+def test_a_mode_that_sees_operators_sees_the_models_own(mode: Any, pair: tuple[Any, Any]) -> None:
+    compiled, expected = pair
     with torch.no_grad():
         for _ in range(2):  # what is compiled between knows nothing of the mode
             with mode():
@@ -69,7 +78,7 @@ def test_a_mode_that_the_forward_enters_sees_the_operators_inside(mode: Any) -> 
     class Entering(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.inner = Net()
+            self.inner = net()
 
         def forward(self, x: Tensor) -> Tensor:
             with mode():
@@ -98,12 +107,17 @@ def test_the_default_device_is_part_of_what_a_program_was_compiled_for() -> None
     assert compiled(batch())[1].device.type == "cpu"
 
 
-def test_torch_compile_around_a_compiled_module_leaves_it_alone(backend: str) -> None:
-    compiled, model, expected = make(Net, backend)
+def test_torch_compile_around_it_runs_a_wrapper_and_the_own_python_of_what_is_in_place(
+    pair: tuple[Any, Any],
+) -> None:
+    compiled, expected = pair
     around = torch.compile(lambda x: compiled(x) * 2, backend="eager")
     for run in (around, lambda x: expected(x) * 2):
         run(batch()).square().sum().backward()
-    assert_same_gradients(model, expected)
+    found, wanted = (gradients(model).values() for model in (compiled, expected))
+    assert_close([*found], [*wanted])
+    assert (lazyinline.last_report(compiled) is None) is (type(compiled) is type(expected))
+    assert_close(torch.compile(compiled, backend="eager")(batch()), expected(batch()))
 
 
 class OfAnotherLayout(nn.Module):
@@ -130,8 +144,11 @@ def test_a_kernel_that_lays_its_result_out_in_another_way_stops_no_backward() ->
 
 
 @pytest.mark.parametrize("called_before", [False, True])
-def test_what_traces_the_model_traces_the_model_itself(called_before: bool) -> None:
-    compiled, _, expected = make(Net, "eager")
+@pytest.mark.sweep(keep="eager-")
+def test_what_traces_the_model_traces_the_model_itself(
+    called_before: bool, pair: tuple[Any, Any]
+) -> None:
+    compiled, expected = pair
     if called_before:
         compiled(batch())
     other = batch(seed=5)
@@ -141,10 +158,13 @@ def test_what_traces_the_model_traces_the_model_itself(called_before: bool) -> N
         torch.export.export(compiled, (batch(),)).module(),
     ):
         torch.testing.assert_close(traced(other), expected(other))
+    both = torch.stack([batch(), other])
+    torch.testing.assert_close(torch.vmap(compiled)(both), torch.vmap(expected)(both))
+    assert "torch.func" in why_eager(compiled)
 
 
 def test_no_property_of_what_is_compiled_raises() -> None:
-    compiled, model, _ = make(Net, "eager")
+    compiled, model, _ = make(net, "eager")
     assert compiled.last_report is None
     step = lazyinline.compile_step(model, loss_fn=lambda y: y.sum(), backend="eager")
     assert step.last_report is None

@@ -70,6 +70,7 @@ def saved_bytes() -> ModuleType:
 
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
 @pytest.mark.parametrize("case", SAVING)
+@pytest.mark.sweep(keep=["eager", "layer_norm-inductor", "Llama block-inductor"])
 def test_no_more_is_saved_than_eager_saves(
     saved_bytes: ModuleType, case: str, backend: str
 ) -> None:
@@ -149,6 +150,7 @@ DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("num_threads", [1, 3])
 @pytest.mark.parametrize("layout", ["heads first", "tokens first"])
+@pytest.mark.sweep(keep=["tokens first-3-torch.float32", "heads first-1-torch.bfloat16"])
 def test_scratch_of_attention_is_bounded(
     memory_events: ModuleType, dtype: torch.dtype, num_threads: int, layout: str
 ) -> None:

@@ -11,6 +11,7 @@ from unittest import mock
 import pytest
 import torch
 from link_tree import package_folders
+from models import Block
 from torch import Tensor, nn
 
 import lazyinline
@@ -22,22 +23,13 @@ SAME_AS_TORCHS = {"model", "dynamic", "backend"}
 PIPELINES = ("share_optimizer", "gather", "state_dict", "load_state_dict", "save", "load", "step")
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down, self.norm = nn.Linear(8, 16), nn.Linear(16, 8), nn.LayerNorm(8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.norm(x + self.down(nn.functional.gelu(self.up(x), approximate="tanh"))) * 2
-
-
 class Net(nn.Module):
     """Raises where it is told to: in an embedding, in its own Python, in a block, at the end."""
 
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(10, 8)
-        self.body = nn.Sequential(*(Block() for _ in range(3)))
+        self.body = nn.Sequential(*(Block(8, norm=True) for _ in range(3)))
         self.head = nn.Linear(8, 4)
 
     def forward(self, ids: Tensor, scale: Any = 1.0, table: Any = None) -> Tensor:
