@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -26,6 +27,7 @@ from lazyinline.frontend.compiler import WAYS, Compiler, run
 from lazyinline.frontend.options import Batching, Options
 from lazyinline.frontend.passes.programs import PARTS, returned_of, with_derivative
 from lazyinline.frontend.passes.state import Compilation, Subject
+from lazyinline.pipeline_parallel.cut import cut_program, split_composites
 from lazyinline.reuse.ir.constants import share_constants
 from lazyinline.reuse.ir.interpreter import flatten_value, interpret
 from lazyinline.reuse.ir.leaf import flat_types
@@ -148,6 +150,14 @@ def _without_cotangents(state: Compilation, outputs: str) -> Compilation:
     return with_derivative(state, state.request, fewer)
 
 
+def _cut(state: Compilation, stages: str) -> Compilation:
+    """Composites that span stages in parts; ``stages`` has the stage of each call."""
+    (program,) = state.programs.values()
+    colors = ast.literal_eval(f"({stages},)")
+    cut_program(program, colors, num_stages=len(set(re.findall(r"\d+", stages))))
+    return replace(state, programs={PARTS[0]: split_composites(program, colors)[0]})
+
+
 def _constants(program: Program) -> Program:
     return share_constants(program)[0]
 
@@ -155,6 +165,7 @@ def _constants(program: Program) -> Program:
 _OTHERS: Mapping[str, Callable[[Compilation, str], Compilation]] = {
     "inline": _each(inline_calls),
     "constants": _each(_constants),
+    "cut": _cut,
     "verify": _verified,
     "unused": _without_cotangents,
 }

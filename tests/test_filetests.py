@@ -1,12 +1,15 @@
 """Each test in the files of ``filetests``: its passes give the text that it says, or the error."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from filetests import FOLDER, FileTest
+from programs import random_program
 
 from lazyinline import LazyInlineError
 from lazyinline.reuse.ir.printer import diff_texts
+from lazyinline.reuse.ir.program import UserInput
 
 CASES = [
     pytest.param(path, index, id=f"{path.stem}: {test.title}")
@@ -33,3 +36,14 @@ def test_passes_give_what_the_file_says(
         test.write(path, index, text)
     elif text != test.expected:
         pytest.fail(diff_texts(test.expected, text), pytrace=False)
+
+
+@pytest.mark.parametrize("recompute", ["recompute", "recompute=full", "recompute=selective"])
+def test_random_programs_give_what_pytorch_gives_after_each_pass(recompute: str) -> None:
+    passes = [(name, option) for name, _, option in [recompute.partition("=")]]
+    passes = [("autodiff", ""), *passes, ("decompose", ""), ("lower", ""), ("link", "")]
+    for seed in range(12):
+        program = random_program(seed, structs=False)
+        sources = [UserInput(i, v.hint, True) for i, v in enumerate(program.inputs)]
+        text = str(replace(program, sources=tuple(sources)))
+        FileTest(text, passes, executes=True, error="", check="", expected="").text()

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from comparing import num_calls
-from programs import closure_depth, random_arguments, random_program
+from programs import random_arguments, random_program
 from torch import Tensor
 
 import lazyinline
@@ -27,7 +27,7 @@ from lazyinline.pipeline_parallel.cut import Colors, Stage, cut_program
 from lazyinline.pipeline_parallel.split_backward import Splitter
 from lazyinline.pipeline_parallel.torch_pipelining import action_table
 from lazyinline.reuse.ir.interpreter import interpret
-from lazyinline.reuse.ir.program import Composite, Program, UserInput, walk_closures
+from lazyinline.reuse.ir.program import Composite, Program, UserInput
 from lazyinline.reuse.ir.transfer import Wire
 from lazyinline.reuse.ir.types import TensorType
 from lazyinline.reuse.ir.verify import verify
@@ -82,55 +82,6 @@ def test_stages_in_a_row_give_what_the_whole_gives(seed: int) -> None:
     stages = cut_program(program, colors, num_stages)
     args = random_arguments(program, seed)
     assert_equal(run_stages(stages, args), interpret(program, args))
-
-
-def test_equal_composites_cut_alike_share_their_parts() -> None:
-    for seed in SEEDS:
-        program = sourced(seed)
-        twice = [
-            c for c in walk_closures(program) if isinstance(c, Composite) and closure_depth(c) == 1
-        ]
-        called = [i for i, c in enumerate(program.calls) if c.closure in twice]
-        if (
-            len(called) < 2
-            or program.calls[called[0]].closure is not program.calls[called[1]].closure
-        ):
-            continue
-        first, second = called[:2]
-        size = len(program.calls[first].closure.program.calls)  # type: ignore[union-attr]
-        inner = tuple(int(i > 0) for i in range(size))
-        colors = [0 if i < first else 1 for i in range(len(program.calls))]
-        late = [c + 2 for c in inner]
-        whole: list[Any] = [*colors]
-        whole[first] = inner
-        for i in range(second, len(whole)):
-            whole[i] = 3
-        whole[second] = tuple(late)
-        for i in range(first + 1, second):
-            whole[i] = 1
-        if size < 2:
-            continue
-        stages = cut_program(program, tuple(whole), 4)
-        parts = [{c.closure for c in s.program.calls} for s in stages]
-        assert parts[0] & parts[2] or parts[1] & parts[3]
-        return
-    pytest.fail("no random program calls a composite twice")
-
-
-def test_a_value_that_a_later_stage_makes_is_refused() -> None:
-    program = next(
-        p
-        for p in map(sourced, SEEDS)
-        if any(set(b.args) & set(a.results) for a, b in itertools.pairwise(p.calls))
-    )
-    index = next(
-        i
-        for i, (a, b) in enumerate(itertools.pairwise(program.calls))
-        if set(b.args) & set(a.results)
-    )
-    colors = tuple(1 if i <= index else 0 for i in range(len(program.calls)))
-    with pytest.raises(PipelineError, match="follow the order"):
-        cut_program(program, colors, 2)
 
 
 @pytest.mark.parametrize("structs", [False, True])

@@ -269,14 +269,6 @@ def records_of(model: nn.Module, policy: Any = None) -> dict[tuple[str, str], in
     return {(r.closure, r.choice): r.num_calls for r in step.last_report.recompute}
 
 
-def test_single_layer_can_be_marked() -> None:
-    model = Model(num_layers=3)
-    lazyinline.recompute(model.layers[1])
-    found = records_of(model)
-    assert found["FlatBlock", "cut"] == 1
-    assert found["FlatBlock", "as the backend saves"] == 2
-
-
 def test_mark_on_a_class_and_exemption_of_an_instance() -> None:
     class Marked(FlatBlock):
         pass
