@@ -9,7 +9,7 @@ split_backward    a backward in two halves: for what travels, and for parameters
 stage_derivative  one stage's forward and backward as programs
 plan              the plan of a pipeline: stages, costs, memory, and a step of it in time
 process_groups    ranks agree, sum gradients of what they share, and load what others saved
-steps             what a schedule asks of a stage, on PyTorch's tensors or in a planned arena
+steps             the steps that a schedule asks of a stage, and their counts
 torch_pipelining  adapter: PyTorch's schedules and runtime of pipelines
 
 It imports ``reuse`` and ``autodiff`` only.

@@ -173,14 +173,14 @@ class CompileCache:
         key = self._key("decomposed", leaf, None, partial(_forward_traced, leaf))
         return self._of(key, decode, make, encode_leaf)
 
-    def kernels(self, leaf: Leaf, anywhere: Collection[int] = ()) -> KernelList | None:
+    def kernels(self, leaf: Leaf, unaligned: Collection[int] = ()) -> KernelList | None:
         """Returns the launches of an ATen leaf, if they are there.
 
         Args:
             leaf: at the ATen level.
-            anywhere: inputs that begin where a GPU kernel cannot load several elements at once.
+            unaligned: inputs that begin where a GPU kernel cannot load several elements at once.
         """
-        key = self._key("kernels", leaf, sorted(anywhere))
+        key = self._key("kernels", leaf, sorted(unaligned))
         runs: Literal["native", "python"] = "python" if self._target else "native"
         found = self._load(key, lambda data: decode_kernels(data, leaf.name, self._kernel, runs))
         return found[0] if found else None
@@ -201,9 +201,11 @@ class CompileCache:
             self._store(keys[content], partial(encode_value, code))
         return {content: found[0] for content, found in loaded.items() if found} | made
 
-    def keep_kernels(self, leaf: Leaf, kernels: KernelList, anywhere: Collection[int] = ()) -> None:
+    def keep_kernels(
+        self, leaf: Leaf, kernels: KernelList, unaligned: Collection[int] = ()
+    ) -> None:
         """Stores the launches of an ATen leaf."""
-        key = self._key("kernels", leaf, sorted(anywhere))
+        key = self._key("kernels", leaf, sorted(unaligned))
         self._store(key, lambda: encode_kernels(kernels, self._object))
 
     def plan(

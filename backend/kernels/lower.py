@@ -277,7 +277,7 @@ def lower_leaves(
     leaves: Iterable[Leaf],
     backend: Backend,
     on_done: Callable[[], None],
-    anywhere: Mapping[Leaf, Collection[int]] | None = None,
+    unaligned: Mapping[Leaf, Collection[int]] | None = None,
 ) -> dict[Leaf, Kernel]:
     """Makes a kernel for each different leaf.
 
@@ -285,18 +285,18 @@ def lower_leaves(
         leaves: at the ATen level.
         backend: who makes them.
         on_done: called after each leaf.
-        anywhere: by leaf, its inputs that begin at any address; others, on a GPU, at one that
+        unaligned: by leaf, its inputs that begin at any address; others, on a GPU, at one that
             allows to load several elements at once.
     """
     different = list(dict.fromkeys(leaves))
-    begun = [_begun(leaf, (anywhere or {}).get(leaf, ())) for leaf in different]
+    begun = [_begun(leaf, (unaligned or {}).get(leaf, ())) for leaf in different]
     return dict(zip(different, backend.lower(begun, on_done), strict=True))
 
 
-def _begun(leaf: Leaf, anywhere: Collection[int]) -> Leaf:
-    if not anywhere:
+def _begun(leaf: Leaf, unaligned: Collection[int]) -> Leaf:
+    if not unaligned:
         return leaf
-    module = torch_inductor.with_inputs_anywhere(leaf.module, anywhere)
+    module = torch_inductor.with_unaligned_inputs(leaf.module, unaligned)
     return replace(leaf, module=module)
 
 

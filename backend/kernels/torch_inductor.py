@@ -241,7 +241,7 @@ def write_gpu_leaves(
     return written
 
 
-def with_inputs_anywhere(
+def with_unaligned_inputs(
     module: torch.fx.GraphModule, positions: Collection[int]
 ) -> torch.fx.GraphModule:
     """Returns a graph whose kernels take some inputs at any address.
@@ -251,13 +251,13 @@ def with_inputs_anywhere(
     """
     copied = copy_graph(module)
     for position in positions:
-        input_nodes(copied)[position].meta["anywhere"] = True
+        input_nodes(copied)[position].meta["unaligned"] = True
     return copied
 
 
 def _example(node: torch.fx.Node) -> Any:
     value = node.meta["val"]
-    if not node.meta.get("anywhere"):
+    if not node.meta.get("unaligned"):
         return value
     with value.fake_mode:
         size = value.untyped_storage().nbytes() // value.element_size()

@@ -29,6 +29,10 @@ Ranges: TypeAlias = Literal["none", "offered", "shown"]
 one for each call of a block and each launch."""
 
 
+BESIDE = "with beside(second): "
+"""Comes before a launch on the second stream."""
+
+
 class CodeWriter:
     """Writes one part of a layout as a Python function ``program(inputs) -> outputs``.
 
@@ -428,10 +432,6 @@ def _result_base(layout: Layout, part: Part, placed: Placed) -> Placed:
             return output
     count = whole_bytes // placed.dtype.itemsize
     return Placed(placed.instance, placed.dtype, (count,), (1,), 0)
-
-
-BESIDE = "with beside(second): "
-"""Comes before a launch on the second stream."""
 
 
 class Events:

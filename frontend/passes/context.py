@@ -77,7 +77,7 @@ class Context:
         self.progress = Progress()
         self._leaves: dict[Any, Leaf] = {}
         self._decomposed: dict[Leaf, Leaf] = {}
-        self._anywhere: dict[Leaf, frozenset[int]] = {}
+        self._unaligned: dict[Leaf, frozenset[int]] = {}
         self._estimates = Estimates(fuses=options.backend == "inductor")
 
     def _tools(self) -> Tools:
@@ -128,7 +128,7 @@ class Context:
 
     def _lower_leaves(self, new: Sequence[Leaf]) -> None:
         for leaf in new:
-            launches = self._cache.kernels(leaf, self._anywhere.get(leaf, ()))
+            launches = self._cache.kernels(leaf, self._unaligned.get(leaf, ()))
             if launches is not None:
                 self.recorded[leaf] = launches
         self._make_kernels([leaf for leaf in new if leaf not in self.recorded])
@@ -136,17 +136,17 @@ class Context:
             lists = [self.recorded.get(c) or self.kernels[c].launches for c in new]
             self.backend.build(lists, self._cache.machine_code)
 
-    def lower_for_anywhere(self, inputs: Mapping[Leaf, frozenset[int]]) -> bool:
+    def lower_unaligned(self, inputs: Mapping[Leaf, frozenset[int]]) -> bool:
         """Makes the kernels of leaves anew, for inputs that begin at any address.
 
         Returns:
             Whether that can help: each leaf has kernels, and none that allow it already.
         """
         known = {**self.kernels, **self.recorded}
-        if any(c not in known or n <= self._anywhere.get(c, n - n) for c, n in inputs.items()):
+        if any(c not in known or n <= self._unaligned.get(c, n - n) for c, n in inputs.items()):
             return False
         for leaf, positions in inputs.items():
-            self._anywhere[leaf] = self._anywhere.get(leaf, frozenset()) | positions
+            self._unaligned[leaf] = self._unaligned.get(leaf, frozenset()) | positions
             self.forget(leaf)
         self._lower_leaves(list(inputs))
         return True
@@ -162,7 +162,7 @@ class Context:
             if leaf not in self.recorded:
                 self.recorded[leaf] = made = kernel_list(leaf, self.kernels[leaf])
                 if not self.kernels[leaf].why_eager:  # each process tries, and says so
-                    self._cache.keep_kernels(leaf, made, self._anywhere.get(leaf, ()))
+                    self._cache.keep_kernels(leaf, made, self._unaligned.get(leaf, ()))
         return self.recorded
 
     def likely_launches_of(self, flats: Sequence[FlatProgram]) -> Mapping[Leaf, KernelList]:
@@ -193,7 +193,7 @@ class Context:
     def _make_kernels(self, leaves: Sequence[Leaf]) -> None:
         new = [leaf for leaf in leaves if leaf not in self.kernels]
         with self.progress.parts(len(new), "closures") as advance:
-            self.kernels.update(lower_leaves(new, self.backend, advance, self._anywhere))
+            self.kernels.update(lower_leaves(new, self.backend, advance, self._unaligned))
 
 
 def leaves_of(flats: Sequence[FlatProgram]) -> list[Leaf]:

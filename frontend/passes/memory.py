@@ -202,7 +202,7 @@ def _aligned(state: Compilation, plan: Callable[[], PlannedProgram]) -> PlannedP
         try:
             return plan()
         except UnalignedError as found:
-            if not state.context.lower_for_anywhere(found.inputs):
+            if not state.context.lower_unaligned(found.inputs):
                 raise
 
 
