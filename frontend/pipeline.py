@@ -95,7 +95,7 @@ class Batch:
                 f"A batch tensor is a {kind.__name__}, whose class sees each operator, and kernels "
                 "read memory past it. Pass plain tensors."
             )
-        if is_lazy(leaf):
+        if is_lazy(leaf):  # in the memory of a copy the numbers are what they say
             leaf = leaf.clone()
         if leaf.dim() == 0 or leaf.shape[0] % self._count:
             raise PipelineError(
@@ -285,6 +285,7 @@ class Pipeline:
         self._places = model_places(program)
         self._names = [model_name(s.name) for s in program.sources if isinstance(s, ModelTensor)]
         state = run(RANK_CUT, state)
+        # Ranks that share a cache compile in turn: the others find what the first one built.
         with ranks.leader_first(context.cache_place), context.cached(self.last_report):
             state = fitted(state)
         state = run((predict,), state)
@@ -477,6 +478,7 @@ class Pipeline:
             pass_through_autograd(list(given), list(given.values()))
             return
         for parameter, gradient in given.items():
+            # The sums stay where they are, so after the first step there is nothing to assign.
             if parameter.grad is not gradient:
                 parameter.grad = gradient
 
@@ -493,6 +495,7 @@ def fitted(state: RankCompilation) -> RankCompilation:
         held = made.runs.plan.held_bytes if isinstance(made.runs, RankProgram) else 0
         if limit is None or held <= limit:
             return made
+        # More each time: less to save is more to compute again, which needs scratch of its own.
         more = (attempt + 1) * (held - limit)
         state = replace(state, withheld_bytes=state.withheld_bytes + more)
     raise PipelineError(

@@ -224,7 +224,7 @@ class PlannedProgram:
             self._use.begin()
         if lease is None:
             lease = self._bound(tensors)
-        return Lease(lease.arena, lease.runners, lease.tensors, lease.addresses, self)
+        return lease.owned_by(self)
 
     def followed(self, lease: Lease) -> Lease:
         """Returns a lease on the same arena, bound to where its tensors' memory is now.
@@ -237,7 +237,7 @@ class PlannedProgram:
         check_memory(lease.tensors, self._names)
         bound = self._bind(lease.tensors, lease.arena)
         lease.hand_over()
-        return Lease(bound.arena, bound.runners, bound.tensors, bound.addresses, self)
+        return bound.owned_by(self)
 
     def release(self, lease: Lease) -> None:
         """Takes an arena back."""
@@ -245,8 +245,7 @@ class PlannedProgram:
             self._use.end()
             # An arena that is bound to other tensors than the present ones is of no use again.
             if lease.addresses == self._addresses and lease.has_its_arena():
-                idle = Lease(lease.arena, lease.runners, lease.tensors, lease.addresses, None)
-                self._pool.append(idle)
+                self._pool.append(lease.owned_by(None))
             del self._pool[self._use.num_idle_kept :]
 
     def _bound(self, tensors: list[torch.Tensor]) -> Lease:
@@ -426,6 +425,10 @@ class Lease:
         self.tensors = tensors
         self.addresses = addresses
         self._owner = owner
+
+    def owned_by(self, owner: PlannedProgram | None) -> Lease:
+        """Returns a lease on the same arena that gives it back to this program."""
+        return Lease(self.arena, self.runners, self.tensors, self.addresses, owner)
 
     def is_bound_to(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Whether these tensors are where they were when the arena was bound."""
