@@ -176,7 +176,7 @@ COMMANDS: Mapping[str, Callable[[argparse.Namespace], None]] = {
 }
 
 
-def said_of(error: Exception) -> str | None:
+def error_line(error: Exception) -> str | None:
     """Returns one line for an error that is the user's to mend; None for one that is ours.
 
     What the model itself raises, also deep in PyTorch, is the user's. Where code of ours stands

@@ -62,13 +62,13 @@ def lazy_inline(target: Any) -> Any:
         setattr(target, _MARK, True)
         return target
     raise ReuseError(
-        f"lazy_inline marks a subclass of nn.Module or its __init__, not {_told(target)}. "
+        f"lazy_inline marks a subclass of nn.Module or its __init__, not {_described(target)}. "
         "Put it above the class, above def __init__, or call lazy_inline(TheLayerClass)."
     )
 
 
-def _told(target: Any) -> str:
-    """Says what was marked, and in which line: as a reader knows it."""
+def _described(target: Any) -> str:
+    """Names what was marked, with its line, as its author knows it."""
     if inspect.isfunction(target):
         code = target.__code__
         place = f"{os.path.basename(code.co_filename)}:{code.co_firstlineno}"

@@ -63,8 +63,8 @@ def check_rule(
             try:
                 _check(_Pair(operator, rule, parameters, arguments), checks)
             except DecompositionError as error:
-                told = ", ".join(f"{name}={_value_text(x)}" for name, x in arguments.items())
-                raise DecompositionError(f"{error} Given {told}.") from error.__cause__
+                given = ", ".join(f"{name}={_value_text(x)}" for name, x in arguments.items())
+                raise DecompositionError(f"{error} Given {given}.") from error.__cause__
 
 
 class _Pair:
@@ -297,7 +297,7 @@ def _checked_operator(target: Any) -> Any:
         raise DecompositionError(
             f"{which}{target}.{names[0]}."
             if names
-            else f"{_told(target)} is no operator. A rule is for what torch.library.custom_op "
+            else f"{_described(target)} is no operator. A rule is for what torch.library.custom_op "
             "returned, or for torch.ops.<namespace>.<name>."
         )
     if is_pytorchs(found):
@@ -310,7 +310,7 @@ def _checked_operator(target: Any) -> Any:
     return found
 
 
-def _told(target: Any) -> str:
+def _described(target: Any) -> str:
     name = getattr(target, "__qualname__", None) or type(target).__name__
     return f"{name!r}"
 

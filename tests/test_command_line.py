@@ -21,7 +21,7 @@ from lazyinline.backend.kernels import lower
 from lazyinline.frontend import commands, inspection
 from lazyinline.frontend import target as target_module
 from lazyinline.frontend.capture import blocks
-from lazyinline.frontend.commands import COMMANDS, said_of
+from lazyinline.frontend.commands import COMMANDS, error_line
 from lazyinline.frontend.measure import bench, measure
 from lazyinline.frontend.onnx import export
 from lazyinline.recompute import policy
@@ -371,7 +371,7 @@ def test_an_error_of_the_model_is_one_line_and_its_traceback_is_for_the_asking(
 
 def test_an_error_of_ours_keeps_its_traceback() -> None:
     error = raised_by(lambda: lazyinline.reuse.ir.verify.verify(None, "shared"))  # type: ignore[arg-type]
-    assert said_of(error) is None
+    assert error_line(error) is None
 
 
 def raised_by(function: Callable[[], object]) -> Exception:

@@ -1,12 +1,12 @@
 """Adapter: the backend that PyTorch finds by its name, ``torch.compile(backend="lazyinline")``.
 
 Dynamo calls :func:`compile_graph` with each graph it captured, and runs what it returns. Graph
-breaks are Dynamo's, and so is the question whether a graph fits a call; what a program relies on
-besides is asked at each run, as for any compiled module. A graph that no program can stand for is
-handed on, with a warning that says why: to Inductor as PyTorch has it, or to PyTorch's own kernels.
+breaks and the guards of a graph are Dynamo's; a program's own guard runs as for any compiled
+module. A graph that cannot be a program is handed on, with a warning that says why: to Inductor, or
+to PyTorch's own kernels.
 
-What a graph says it says in ways of Dynamo's own: the calls of modules in ``meta``, modes as
-operators that switch them, ``torch.utils.checkpoint`` and each call of a
+A graph of Dynamo's has forms of its own: the calls of modules are in ``meta``, modes are operators
+that switch them, ``torch.utils.checkpoint`` and each call of a
 ``torch.compiler.nested_compile_region`` as higher-order operators on a graph, and each size that
 varies as an input beside the tensors that have it.
 """

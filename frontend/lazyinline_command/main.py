@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(options: argparse.Namespace) -> int:
     # Only now: this imports PyTorch.
-    from lazyinline.frontend.commands import COMMANDS, said_of
+    from lazyinline.frontend.commands import COMMANDS, error_line
     from lazyinline.frontend.progress import showing
 
     try:
@@ -59,10 +59,10 @@ def _run(options: argparse.Namespace) -> int:
     except (KeyboardInterrupt, BrokenPipeError):
         raise
     except Exception as error:
-        said = said_of(error)
-        if said is None or options.debug:
+        line = error_line(error)
+        if line is None or options.debug:
             raise
-        _say_error(said)
+        _say_error(line)
         return 2
     return 0
 

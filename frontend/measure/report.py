@@ -144,7 +144,7 @@ class MeasureReport:
         return folded("\n".join([self.title(), "", *map(str.rstrip, rows), "", *self.notes()]))
 
     def _rows(self) -> Iterator[tuple[str, ...]]:
-        """Yields what is printed: sizes and seconds late and early, a step beside eager."""
+        """Yields the printed rows: sizes and seconds late and early, and a step of all three."""
         both = [self.late, self.early]
         yield "", *self.sides
         for label, name in _SIZES.items():

@@ -50,7 +50,7 @@ class _Calls:
     """Finds the call and the launch of each moment.
 
     Args:
-        launches: in order: its moment, what tells its call from the one before, the name of the
+        launches: in order: its moment, a value that differs from call to call, the name of the
             call, and its own.
         end: the number of moments. One without a launch belongs to the launch before it.
     """

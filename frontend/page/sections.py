@@ -344,7 +344,7 @@ def recompute_rows(record: CompileRecord) -> Iterator[Row]:
 
 
 def plan_rows(plan: PipelinePlan, measured_s: Measured | None) -> Iterator[Row]:
-    """Yields predicted beside measured seconds of actions, and of the step that they make."""
+    """Yields predicted and measured seconds of actions, and of the step that they make."""
     for (stage, kind), seconds in sorted((measured_s or {}).items()):
         what = f"stage {stage}, {ACTION_TEXT[kind]}"
         predicted = plan.stages[stage]
