@@ -50,11 +50,13 @@ def prepare(mode: str, subject: Subject) -> Step:
     model, blocks = subject.model, subject.blocks
     if mode == "lazyinline":
         return LazyInlineStep(subject)
-    if mode == "nested":
+    if mode in ("nested", "nested-here"):
         block_class: Any = type(blocks[0])
         block_class.forward = torch.compiler.nested_compile_region(block_class.forward)
     if mode in ("full", "nested"):
-        return whole_step(subject)
+        return whole_step(subject, "inductor")
+    if mode == "nested-here":
+        return whole_step(subject, "lazyinline")
     if mode in ("per-block", "per-part"):
         for block in blocks:
             block.compile(fullgraph=True)
@@ -62,17 +64,17 @@ def prepare(mode: str, subject: Subject) -> Step:
     return lambda: subject.loss(run)
 
 
-def whole_step(subject: Subject) -> Step:
+def whole_step(subject: Subject, backend: str) -> Step:
     """Compiles the model as one graph; of several micro-batches, the unrolled loop over them."""
     model = subject.model
     if subject.micro_batches == 1:
-        compiled = torch.compile(model, fullgraph=True)
+        compiled = torch.compile(model, fullgraph=True, backend=backend)
         return lambda: subject.loss(compiled)
 
     def unrolled(parts: Sequence[Batch]) -> Tensor:
         return mean_loss(model, parts)
 
-    loop, parts = torch.compile(unrolled, fullgraph=True), subject.parts()
+    loop, parts = torch.compile(unrolled, fullgraph=True, backend=backend), subject.parts()
     return lambda: loop(parts)
 
 
