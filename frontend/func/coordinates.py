@@ -117,8 +117,8 @@ def _sum_of_partials(
         lines = _everywhere([*weights], points) if may_follow(mode) else points
         (given,), _ = renamed((points,))
         result = _result_of(func, given)
-        columns = _columns(result, given)
-        passes, passes_back = 1 + series.num_coefficients, 1 + len(columns) * _passes_back(terms)
+        num_columns = math.prod(result.shape[given.dim() - 1 :])
+        passes, passes_back = 1 + series.num_coefficients, 1 + num_columns * _passes_back(terms)
         if mode_taken(what, mode, "taylor", passes=passes, passes_back=passes_back) == "taylor":
             highest = taylor(result, given, lines, series)
             if is_sum:
@@ -127,6 +127,7 @@ def _sum_of_partials(
                 parts = [highest[k] * factor for k, factor in enumerate(factors)]
                 found = torch.stack(parts).sum(0)
         else:
+            columns = _columns(result, given)
             parts = [_in_reverse(column, given, terms, goes_on=goes_on) for column in columns]
             found = torch.stack(parts, -1).reshape(result.shape)
     return found if goes_on else found.detach()
