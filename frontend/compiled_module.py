@@ -123,9 +123,10 @@ def compile(
     """
     if not isinstance(model, nn.Module):
         raise PlanError(f"compile takes an nn.Module, not {type(model).__name__}.")
-    refuse_unknown_wrappers(model)
-    refuse_compiled(model)
-    refuse_scripted(walk_modules(model) if fallback == "error" else [("", model)])
+    places = walk_modules(model)
+    refuse_unknown_wrappers(places)
+    refuse_compiled(places)
+    refuse_scripted(places if fallback == "error" else [("", model)])
     if target is not None:  # there is nothing to run itself, and nothing to run again
         fallback, dynamic = "error", False
     options = Options(

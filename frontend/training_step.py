@@ -19,6 +19,7 @@ from ..backend.run.planned import Lease
 from ..recompute.policy import Policy
 from ..reuse import torch_pytree
 from ..reuse.errors import OURS, CaptureError, PlanError, ended_here, without_torchs
+from ..reuse.evidence.module_state import walk_modules
 from ..reuse.ir.leaf import without_autocast
 from ..reuse.ir.program import ModelTensor
 from ..reuse.process import ProcessLock
@@ -241,7 +242,7 @@ class TrainingStep:
         return TrainingStep, self._made_of
 
     def _compile(self, leaves: list[Any], tree: torch_pytree.TreeSpec) -> _StepEntry:
-        refuse_wrappers(self._model)
+        refuse_wrappers(walk_modules(self._model))
         if watching := watching_tensor(self._model, leaves):
             raise PlanError(
                 f"A step cannot be compiled: {watching}, and kernels read memory past it. Use "

@@ -312,6 +312,7 @@ def _region_inputs(
     inside = set(nodes)
     used = dict.fromkeys(n for node in nodes for n in node.all_input_nodes if n not in inside)
     named = dict(zip(region.inputs, region.input_names, strict=True))
+    # All instances pass the same operands, whether the traced one had a use for each or not.
     order = [n for n in region.inputs if n in used or region.num_calls > 1]
     order += [n for n in used if n not in named]
     return order, tuple(named.get(n, n.name) for n in order)

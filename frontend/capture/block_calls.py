@@ -168,9 +168,11 @@ class BlockCalls:
         recording = self._recording
         if not self._blocks.wants(module, recording.current):
             return self._run_inline(module, args, kwargs, proceed)
+        # Arguments are compared by value, so an index that is passed on is a number there.
         args, kwargs = tuple(map(reveal, args)), {name: reveal(x) for name, x in kwargs.items()}
         with recording.bookkeeping():
             call = self._described(module, args, kwargs)
+            # A closure takes numbers, not what Python has put on a tensor.
             plain = not recording.tensors.have_attributes(call.leaves)
             known = self._templates.setdefault(call.key, []) if plain else []
             template, reason, compared, found = self._agreeing(call, known)
@@ -185,7 +187,7 @@ class BlockCalls:
             return result
         region = self._new_region(call)
         made, why, result = trace_block(recording, self._templating, region, call, proceed)
-        if not self._blocks.pays(region):
+        if not self._blocks.pays(region):  # a call costs more than it saves: its nodes join others'
             dissolve(recording.current, {region})
             return result
         if made is not None and len(known) < _MAX_CLOSURES_PER_BLOCK:

@@ -145,6 +145,7 @@ def _capture_repeated(request: _Request, choice: type[RepeatedBlocks]) -> Captur
     except CaptureError as error:
         if isinstance(error, RaisedError) and not error.after_sharing:
             raise
+        # What nobody marked may be what stands in the way: a shared block did not run its Python.
         try:
             return _capture_chosen(request, "marked")
         except CaptureError:
@@ -189,6 +190,7 @@ def _capture_once(request: _Request, blocks: Callable[[], Blocks]) -> CapturedMo
     except CaptureError:
         if not recorder.recording.objects.was_used:
             raise
+    # C code that takes a look-alike for a list raises: then no block is given an object.
     recorder = _recorder(request, blocks())
     recorder.recording.objects.is_open = False
     return _recorded(recorder, request)
@@ -208,7 +210,7 @@ def _recorded(recorder: Recorder, request: _Request) -> CapturedModel:
     try:
         results, tree = _run(recorder, request)
         return _assemble(recorder.recording, results, tree)
-    except ChangedStateError:
+    except ChangedStateError:  # its program is compared with that of a second run
         is_settled = False
         raise
     finally:

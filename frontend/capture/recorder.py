@@ -172,6 +172,7 @@ class Recorder:
         recording = self.recording
         recording.find_changes()
         inside, effects = recording.inside, recording.effects
+        # What a run surely does again is no matter of another run.
         error, text = effects.refusal(), effects.unsettled()
         if inside.what:
             error = None

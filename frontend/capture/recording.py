@@ -69,9 +69,10 @@ class Recording:
         self.blocks = blocks
         self.sizes = sizes
         places = walk_modules(model)
+        # Reversed, so that a module with several places has the path of its first.
         self.paths = {id(module): user_path(model, path) for path, module in reversed(places)}
-        self.effects = Effects(OuterChanges(model), effects)
-        self.inside = ModuleChanges(model, self.effects.changes.meets)
+        self.effects = Effects(OuterChanges(places), effects)
+        self.inside = ModuleChanges(places, self.effects.changes.meets)
         self.reads = Reads(self.inside.contents, self.effects.changes.found, is_root=True)
         self.root = self.current = Region(model, "", type(model).__name__, reads=self.reads)
         self.tracer = Tracer(sizes.mode if sizes else new_fake_mode(), self._add_node)

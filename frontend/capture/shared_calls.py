@@ -209,6 +209,8 @@ class TemplateMaker:
         assert leaf.type is not None
         assert leaf.prototype is not None
         history = history if leaf.requires_grad else ()
+        # A view has to be made by an operator, to share its base's memory; anything else is made
+        # without one, in a tenth of the time.
         if leaf.alias_of < 0 and not leaf.type.is_symbolic:
             return self._tracer.track_new(leaf.type, history, node)  # type: ignore[no-any-return]
         shape, stride = leaf.prototype.shape, leaf.prototype.stride()

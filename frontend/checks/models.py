@@ -20,14 +20,15 @@ from ..marks import is_compiled
 
 def refuse_uncapturable(model: nn.Module) -> None:
     """Raises CaptureError for wrappers, for what is compiled already, and for what is no Python."""
-    refuse_wrappers(model)
-    refuse_compiled(model)
-    refuse_scripted(walk_modules(model))
+    places = walk_modules(model)
+    refuse_wrappers(places)
+    refuse_compiled(places)
+    refuse_scripted(places)
 
 
-def refuse_compiled(model: nn.Module) -> None:
-    """Raises CaptureError if a module of the tree is compiled already."""
-    for path, module in walk_modules(model):
+def refuse_compiled(places: Places) -> None:
+    """Raises CaptureError if one of some modules is compiled already."""
+    for path, module in places:
         if is_compiled(module):
             raise CaptureError(
                 f"{path or 'The model'} is a compiled module already. Compile the outer model with "
@@ -154,19 +155,19 @@ def model_inside(module: nn.Module) -> nn.Module | None:
     return inner
 
 
-def refuse_unknown_wrappers(model: nn.Module) -> None:
-    """Raises FinalCaptureError if a wrapper is in a model's tree that is not kept."""
-    for path, module in walk_modules(model):
+def refuse_unknown_wrappers(places: Places) -> None:
+    """Raises FinalCaptureError if one of some modules is a wrapper that is not kept."""
+    for path, module in places:
         if way_of(module) == "none":
             refuse_wrapper(module, path)
 
 
-def refuse_wrappers(model: nn.Module) -> None:
-    """Raises FinalCaptureError if a wrapper of PyTorch's for several devices is in a model's tree.
+def refuse_wrappers(places: Places) -> None:
+    """Raises FinalCaptureError if one of some modules is a wrapper for several devices.
 
     One that stands around a module by hooks is none while it has no hooks.
     """
-    for path, module in walk_modules(model):
+    for path, module in places:
         if way_of(module) != "hooks" or has_own_hooks(module, "forward"):
             refuse_wrapper(module, path)
 

@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 from ...reuse.evidence.functions import captured_set
-from ...reuse.evidence.module_state import HOOK_TABLES, class_attribute, module_state, walk_modules
+from ...reuse.evidence.module_state import HOOK_TABLES, Places, class_attribute, module_state
 from ...reuse.evidence.reads import Reads, outside_name
 from ...reuse.evidence.snapshot import Snapshot, same_value
 from ...reuse.freeze import Freezer
@@ -62,7 +62,7 @@ class OuterChanges:
         hooked: names the module whose forward hooks run, if one has any.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, places: Places) -> None:
         self.contents = Snapshot(on_holder=self.meets)
         self.what = ""
         self.hooked = ""
@@ -71,7 +71,7 @@ class OuterChanges:
         self._nested: set[types.CodeType] = set()  # code of functions that the run itself makes
         self._ran: set[types.CodeType] = set()
         self._caches: dict[int, tuple[Any, Any]] = {}
-        for path, module in walk_modules(model):
+        for path, module in places:
             for table in _FORWARD_TABLES:
                 for hook in module_state(module).get(table, {}).values():
                     self.hooked = self.hooked or f"{path or 'the model'} ({type(module).__name__})"
@@ -157,6 +157,7 @@ class OuterChanges:
         for cache, _ in self._caches.values():
             held = find_fake(gc.get_referents(cache))
             if held is not None:
+                # A hit at the next call would hand out a tensor without numbers.
                 found = held
                 cache.cache_clear()
         return found
@@ -219,7 +220,7 @@ class ModuleChanges:
     """Keeps what the modules that one run meets held before it.
 
     Args:
-        model: the model.
+        places: the modules of the model.
         on_class: told of each class met, of a module or an attribute: code may write there.
 
     Attributes:
@@ -229,7 +230,7 @@ class ModuleChanges:
         met: the modules outside the model's tree whose attributes were read, by ``id``.
     """
 
-    def __init__(self, model: nn.Module, on_class: Callable[[Any], None]) -> None:
+    def __init__(self, places: Places, on_class: Callable[[Any], None]) -> None:
         self.contents = Snapshot(on_holder=on_class)
         self._on_class = on_class
         self.met: dict[int, nn.Module] = {}
@@ -239,7 +240,7 @@ class ModuleChanges:
         self.what = ""
         self.may_settle = True
         self._before: dict[int, tuple[nn.Module, list[tuple[dict[Any, Any], dict[Any, Any]]]]] = {}
-        for _, module in walk_modules(model):
+        for _, module in places:
             self._note(module)
 
     def meets(self, module: nn.Module) -> None:
@@ -259,6 +260,7 @@ class ModuleChanges:
 
     def _note(self, module: nn.Module) -> None:
         self._on_class(type(module))
+        # Copies, since code may write past nn.Module, where no patch of ours sees it.
         state = module_state(module)
         tables = [state, *(state[name] for name in _TABLES if name in state)]
         self._before[id(module)] = (module, [(table, dict(table)) for table in tables])

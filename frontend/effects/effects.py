@@ -50,6 +50,7 @@ class Effects:
 
     def hold_back(self, emit: Callable[[], None], where: str) -> None:
         """Takes what would be printed or logged at a line."""
+        # A line in a loop prints several times, and each counts.
         number = sum(key.startswith(where) for key in self.output)
         self.output[f"{where} ({number})" if number else where] = emit
 

@@ -114,6 +114,7 @@ class SeenList(list[Any]):
     """Stands for a list that a watched object holds."""
 
     def __init__(self, original: list[Any], watcher: ObjectWatcher) -> None:
+        # C code that asks past the methods finds the right length, and items that are of no use.
         super().__init__([_HIDDEN] * len(original))
         self.original = original
         self._watcher = watcher

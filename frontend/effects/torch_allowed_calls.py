@@ -68,7 +68,7 @@ ALLOWED = (
         "_is_flash_attention_available _cuda_isCurrentStreamCapturing",
     ),
     Group(
-        "computes with numbers, texts and containers, whose contents are compared and put back",
+        "computes with numbers, texts and containers: contents that last are compared and put back",
         "math cmath _operator itertools itertools. _functools functools. _bisect _heapq array. "
         "_collections collections. _struct _struct. _string _sre re. _json unicodedata binascii",
         but="__setstate__ cache_clear cache_info tofile fromfile",
