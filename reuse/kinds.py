@@ -145,15 +145,12 @@ def is_opaque(value: Any) -> bool:
     return not (is_whole(type(value)) or is_unrepeatable(value))
 
 
-def is_unreadable(value: Any) -> bool:
-    """Whether code can use what an object holds, by operators, while nothing shows what that is.
+def is_read_by_operators(value: Any) -> bool:
+    """Whether an operator, such as ``value[0]`` or ``for``, reads what an opaque object holds.
 
-    An iterator, a random generator, a memory, a weak table: a forward that reads one runs eagerly.
-    (Of a function in C that reads an object, the call is seen.)
+    Of a function in C that reads it, the call is seen.
     """
-    if is_opaque(value):
-        return any(hasattr(type(value), name) for name in _READING_OPERATORS)
-    return is_iterator(value)
+    return any(hasattr(type(value), name) for name in _READING_OPERATORS)
 
 
 def getters_of(kind: type, names: Collection[str]) -> Iterator[str]:

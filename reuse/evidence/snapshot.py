@@ -24,8 +24,9 @@ from ..kinds import (
     WHOLE_FUNCTION,
     Kind,
     attribute_parts,
+    is_iterator,
     is_opaque,
-    is_unreadable,
+    is_read_by_operators,
     is_unrepeatable,
     is_whole,
     kinds_of,
@@ -93,8 +94,6 @@ class Snapshot:
                     "noticed at every call. Keep what the forward needs in attributes of their "
                     "own, numbers in a tensor."
                 )
-            if is_unreadable(value):
-                self.unreadable.append(value)
             todo += self._note(value)
 
     def look_into_library(self, value: Any) -> None:
@@ -130,6 +129,10 @@ class Snapshot:
             self._meets(value)
         elif is_opaque(value):
             self.opaque[id(value)] = value
+            if is_read_by_operators(value):
+                self.unreadable.append(value)
+        elif is_iterator(value):
+            self.unreadable.append(value)
         elif kinds and is_looked_into(type(value)):
             self._meets(type(value))
             self.classes[id(type(value))] = type(value)
