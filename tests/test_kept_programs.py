@@ -18,8 +18,11 @@ import torch
 from torch import nn
 
 import lazyinline
+from lazyinline import lazy_inline
+from lazyinline.frontend.checks.torch_state import TensorLayouts
 from lazyinline.frontend.guards import kept_programs
 from lazyinline.frontend.sizes import shapes as dynamic
+from lazyinline.reuse import torch_pytree
 
 logger = logging.getLogger(__name__)
 
@@ -238,3 +241,69 @@ def test_programs_are_bounded_and_one_warning_names_what_keeps_changing(
     if way == "step":
         assert sum(entry._lease is not None for entry in entries) == 2
         assert sum(bool(entry._batch) for entry in entries) == 2  # our copies of batches
+
+
+# ---- the cost of noticing --------------------------------------------------------------------
+
+
+@pytest.mark.sweep
+def test_noticing_takes_few_lines_of_python_per_block() -> None:
+    """Of a Hugging Face Llama block: 13 modules, 9 tensors, 16 attributes read.
+
+    Counted where no word of memory answers for them: two lines for each, a loop's and a check's.
+    """
+    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+    kind = lazy_inline(type("Layer", (LlamaDecoderLayer,), {}))
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "vocab_size": 32, "use_cache": False}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
+
+    def guard(layers: int) -> Callable[[], bool]:
+        model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=layers, **sizes, **heads))
+        for layer in model.model.layers:
+            layer.__class__ = kind
+        ids = torch.zeros(1, 4, dtype=torch.long)
+        compiled = lazyinline.compile(model, backend="eager")
+        compiled(ids, labels=ids)
+        (entry,) = vars(compiled)["_lazyinline_calls"].entries
+        leaves, tree = torch_pytree.flatten(((ids,), {"labels": ids}))
+        assert entry.guard.accepts(leaves, tree)
+        return functools.partial(entry.guard.accepts, leaves, tree)
+
+    few, many = (num_lines(guard(layers)) for layers in (2, 34))
+    assert 0 < many - few <= 32 * 2 * (13 + 9 + 16), (few, many)
+
+
+def num_lines(function: Callable[[], object]) -> int:
+    """Counts the lines of Python that a function runs, its own and those of what it calls."""
+    count = 0
+
+    def trace(frame: Any, event: str, argument: Any) -> Any:
+        nonlocal count
+        count += event == "line"
+        return trace
+
+    function()
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        function()
+    finally:
+        sys.settrace(before)
+    return count
+
+
+def test_layouts_are_compared_exactly_whatever_the_callers_modes() -> None:
+    tensors = [torch.ones(3, 3, requires_grad=True), torch.ones(2)]
+    layouts = TensorLayouts(tensors)
+    assert layouts.same(tensors)
+    for mode in (torch.no_grad(), torch.inference_mode(), torch.autocast("cpu")):
+        with mode:
+            assert layouts.same(tensors)
+            assert TensorLayouts(tensors).same(tensors)
+            assert not layouts.same([tensors[0].detach(), tensors[1]])
+    tensors[0].requires_grad_(False)
+    assert not layouts.same(tensors)
+    with torch.no_grad():
+        assert not layouts.same(tensors)

@@ -1,0 +1,742 @@
+"""Which block instances share one closure, and why not: each case also equals eager PyTorch.
+
+The values that blocks hold are in ``test_values.py``, the ways to them in ``test_places.py``.
+"""
+
+import copy
+import pickle
+import warnings
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from blocks import Stack, block, example, linear
+from torch import nn
+from values import HELPERS
+from worlds import World, assert_as_eager
+
+import lazyinline
+from lazyinline import ReuseError, lazy_inline
+from lazyinline.frontend.capture.capture import capture_model
+from lazyinline.reuse.evidence.evidence import Evidence
+from lazyinline.reuse.evidence.reads import Reads
+
+SETUP = """
+TANH = lambda self, x: x + torch.tanh(self.linear(x))
+SCALED = lambda self, x: torch.tanh(self.linear(x)) * self.scale
+def scaled(*scales):
+    B = block(SCALED)
+    return [B(scale=s) for s in scales]
+def pair(forward=TANH, first={}, second=None):
+    B = block(forward)
+    return Stack(B(**first), B(**(first if second is None else second)))
+def acts(first, second):
+    return pair(lambda self, x: self.act(self.linear(x)), {"act": first}, {"act": second})
+def times(factor): return lambda x: x * factor
+class Times:
+    def __init__(self, factor): self.factor = factor
+    def __call__(self, x): return x * self.factor
+def outer(*factors):
+    inner, kind = block(SCALED), block(lambda self, x: self.linear(self.second(self.first(x))))
+    return Stack(*(kind(first=inner(scale=f), second=inner(scale=f)) for f in factors))
+def inner_that_was_shared():
+    B, outer = block(SCALED), block(lambda self, x: self.inner(x))
+    return Stack(B(scale=2.0), outer(inner=B(scale=2.0)), outer(inner=B(scale=3.0)))
+class Lora(nn.Module):
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer.requires_grad_(False)
+        self.down = nn.Parameter(example(4, 2, seed=1, grad=False))
+        self.up = nn.Parameter(example(2, 4, seed=2, grad=False))
+    def forward(self, x): return self.layer(x) + x @ self.down @ self.up
+def with_lora(*places):
+    model = stack(4)
+    for place in places: model.layers[place].linear = Lora(model.layers[place].linear)
+    return model
+def stack(count, forward=TANH, **attributes):
+    B = block(forward)
+    return Stack(*(B(**copy.deepcopy(attributes)) for _ in range(count)))
+def after(model, change, *places):
+    for place in places or range(len(model.layers)): change(model.layers[place])
+    return model
+def weight_norm(layer): nn.utils.parametrizations.weight_norm(layer.linear)
+def spectral_norm(layer): nn.utils.parametrizations.spectral_norm(layer.linear)
+def doubling(module, args, output): return output * 2
+def table(seed):
+    first, second = (example(seed=s, grad=False) for s in (seed, seed + 9))
+    return {"table": first, "nested": {"a": [second]}}
+def tie(layer, other=None): layer.other.weight = layer.linear.weight
+def recursive(self, x, depth=2):
+    x = torch.tanh(self.linear(x))
+    return self(x, depth - 1) if depth else x
+def dropped(self, x):
+    run = lambda v: torch.dropout(torch.tanh(self.linear(v)), 0.5, True)
+    return torch.utils.checkpoint.checkpoint(run, x, use_reentrant=False) * torch.rand_like(x)
+def middle():
+    inner, mid = block(TANH), block(lambda self, x: self.b(self.a(x)))
+    out = block(lambda self, x: self.m(x) * 2)
+    return Stack(*(out(m=mid(a=inner(), b=inner())) for _ in range(3)))
+def repeated(*times):
+    inner = block(TANH)
+    def forward(self, x):
+        for _ in range(self.times): x = self.inner(x)
+        return x
+    B = block(forward)
+    return Stack(*(B(inner=inner(), times=n) for n in times))
+def tied_embedding_and_head():
+    def body(layers, x):
+        h = layers[0](torch.arange(3))
+        for layer in layers[1:3]: h = layer(h)
+        return layers[3](h) + x.sum()
+    B, embedding = block(TANH), nn.Embedding(9, 4, dtype=torch.float64)
+    head = nn.Linear(4, 9, bias=False)
+    head.weight = embedding.weight
+    return Around(body, embedding, B(), B(), head)
+def local(factor): return block(lambda self, x: self.linear(x) * factor)
+def unmarked(): return block(TANH, mark=False)
+def marked_after():
+    B = unmarked()
+    model = Stack(B(), B())
+    lazy_inline(B)
+    return model
+def child():
+    base = block(TANH)
+    class Child(base):
+        def forward(self, x): return super().forward(x) * 2
+    return Stack(base(), Child(), Child())
+def marked_init():
+    class Marked(nn.Module):
+        @lazy_inline
+        def __init__(self, scale=1.0):
+            super().__init__()
+            self.linear, self.scale = linear(), scale
+        forward = SCALED
+    return Stack(Marked(), Marked(scale=1.0))
+"""
+
+
+class Case(NamedTuple):
+    """A model; how many block calls share; a part of the reason why another one does not."""
+
+    model: str
+    shared: int
+    reason: str = ""
+
+
+# fmt: off
+CASES = {
+    # ---- attributes
+    "argument that is not used": Case(
+        "Stack(*(B(index=i) for B in [block(TANH)] for i in range(3)))", 2),
+    "argument that is used": Case("Stack(*scaled(1, 2))", 0, "attribute scale is 2, not 1"),
+    "two groups": Case("Stack(*scaled(1, 2, 1, 2))", 2, "attribute scale is 2, not 1"),
+    "one and True": Case("Stack(*scaled(1, True))", 0, "attribute scale is True, not 1"),
+    "changed after init": Case("after(Stack(*scaled(1.0, 1.0)), setting('scale', 3.0), 1)", 0,
+        "attribute scale is 3.0, not 1.0"),
+    "attribute that only one has": Case(
+        "pair(lambda self, x: self.linear(x) * getattr(self, 'scale', 5.0), {}, {'scale': 2.0})", 0,
+        "attribute scale is 2.0, not <missing>"),
+    "in a list": Case(
+        "pair(lambda self, x: self.linear(x) * sum(self.scale), {'scale': [1, 2.0]}, "
+        "{'scale': [1, 3.0]})", 0, "attribute scale[1] is 3.0, not 2.0"),
+    "configurations": Case(
+        "pair(lambda self, x: self.linear(x) * self.c.value, {'c': Value(1.0)}, {'c': Value(2.0)})",
+        0, "attribute c.value is 2.0, not 1.0"),
+    "equal configurations": Case(
+        "pair(lambda self, x: self.linear(x) * self.c.value.n, {'c': Value(NS(n=1))}, {'c': "
+        "Value(NS(n=1))})", 1),
+    "equal closures": Case("acts(times(2), times(2))", 1),
+    "closures": Case("acts(times(2), times(3))", 0, "attribute act is <function>"),
+    "lambdas": Case("acts(lambda x: x * 2, lambda x: x * 3)", 0, "attribute act is <function>"),
+    "lambdas over one variable": Case("acts(*[lambda x: x * k for k in (2, 3)])", 1),
+    "lambdas over defaults": Case("acts(*(lambda x, k=k: x * k for k in (2, 3)))", 0,
+        "attribute act is <function>"),
+    "callables": Case("acts(Times(2), Times(3))", 0, "attribute act.factor is 3, not 2"),
+    "bound methods": Case("acts(Times(2).__call__, Times(3).__call__)", 0,
+        "attribute act is <method>"),
+    "forward of one": Case(
+        "after(pair(), lambda h: setattr(h, 'forward', types.MethodType(lambda self, x: "
+        "self.linear(x) * 5, h)), 1)", 0, "attribute forward is <method>"),
+    "name that only one holds": Case(
+        "after(stack(4, lambda self, x: self.linear(x) * vars(self).get('extra', 1.25)), "
+        "setting('extra', 2.0), 2)", 2, "__dict__ is read, and differs in extra"),
+    # ---- modules, parameters and modes
+    "class of a module inside": Case("acts(nn.ReLU(), nn.Tanh())", 0, "class of act differs"),
+    "modules inside": Case(
+        "pair(lambda self, x: self.more(self.linear(x)), *({'more': nn.Sequential(*(linear() "
+        "for _ in range(n)))} for n in (1, 2)))", 0, "sub-modules, not"),
+    "frozen in one": Case("after(pair(), lambda h: h.linear.weight.requires_grad_(False), 1)", 0,
+        "parameters of linear differs (weight: requires_grad)"),
+    "frozen in all": Case("after(pair(), lambda h: h.linear.weight.requires_grad_(False))", 1),
+    "tied in one": Case(
+        "after(pair(lambda self, x: self.other(torch.tanh(self.linear(x))), {'other': "
+        "linear()}, {'other': linear()}), tie, 1)", 0,
+        "parameters of other differs (weight: tying)"),
+    "tied in all": Case(
+        "after(pair(lambda self, x: self.other(torch.tanh(self.linear(x))), {'other': "
+        "linear()}, {'other': linear()}), tie)", 1),
+    "tied between instances": Case(
+        "made(pair(), 'v.layers[1].linear.weight = v.layers[0].linear.weight')", 1),
+    "bias in one": Case("after(pair(), lambda h: setattr(h, 'linear', linear(bias=False)), 1)", 0,
+        "parameters of linear differs"),
+    "precision of one": Case(
+        "after(pair(lambda self, x: x + "
+        "self.linear(x.to(self.linear.weight.dtype)).to(x.dtype)), lambda h: h.float(), 1)", 0,
+        "(weight: layout)"),
+    "mode of one": Case(
+        "after(pair(lambda self, x: self.linear(x) * (2 if self.training else 3)), lambda h: "
+        "h.eval(), 1)", 0, "train/eval mode of the block differs (training is False, not True)"),
+    "mode of one dropout": Case(
+        "after(pair(lambda self, x: self.drop(self.linear(x)), {'drop': nn.Dropout(0.5)}, "
+        "{'drop': nn.Dropout(0.5)}), lambda h: h.drop.eval(), 1)", 0,
+        "train/eval mode of drop differs"),
+    "hook on one": Case("after(pair(), lambda h: h.register_forward_hook(doubling), 1)", 0,
+        "it has forward hooks"),
+    "hook inside one": Case(
+        "after(pair(), lambda h: h.linear.register_forward_pre_hook(lambda m, a: (a[0] * 2,)), 1)",
+        0, "it has forward hooks"),
+    "hook on both": Case("after(pair(), lambda h: h.register_forward_hook(doubling))", 0,
+        "it has forward hooks"),
+    # ---- classes and the mark
+    "local classes of one name": Case("Stack(local(2)(), local(3)())", 0),
+    "subclass": Case("child()", 1),
+    "mark on init": Case("marked_init()", 1),
+    "mark after instances": Case("marked_after()", 1),
+    "copies": Case("Stack(*(lambda b: (b, copy.deepcopy(b)))(scaled(2.0)[0]))", 1),
+    "one instance twice": Case("Stack(*(lambda b: (b, b))(block(TANH)()))", 1),
+    "arguments without a hash": Case("pair(TANH, {'sizes': [1, {2}]}, {'sizes': [3, {4}]})", 1),
+    # ---- nesting
+    "nested": Case("outer(2.0, 2.0)", 2),
+    "nested and different": Case("outer(2.0, 3.0)", 2, "attribute scale is 3.0, not 2.0"),
+    "three deep": Case("middle()", 3),
+    "inner that was shared": Case("inner_that_was_shared()", 1,
+        "inner: attribute scale is 3.0, not 2.0"),
+    "inner calls": Case("repeated(1, 1)", 1),
+    "a block that calls itself": Case("stack(2, recursive)", 1),
+    "ten that hold their number": Case(
+        "Stack(*(B(layer_idx=i) for B in [block(TANH)] for i in range(10)))", 9),
+    "marked but outside its tree": Case(
+        "pair(lambda self, x: self.linear(self.helper[0](x)), *({'helper': h} for h in "
+        "[[block(TANH)()]] * 2))", 1, "outside its own tree"),
+    # ---- what layers are made of
+    "adapters on some": Case("with_lora(1, 3)", 2, "class of linear differs"),
+    "adapters on all": Case("with_lora(0, 1, 2, 3)", 3),
+    "weight norm": Case("after(stack(4), weight_norm, 1, 3)", 1, "class of linear differs"),
+    "spectral norm, which counts": Case("after(stack(4), spectral_norm, 0)", 2,
+        "class of linear differs"),
+    "embedding and head tied": Case("tied_embedding_and_head()", 1),
+    "dropout in a checkpoint": Case("stack(3, dropped)", 2),
+    "statistics and dropout": Case(
+        "stack(3, lambda self, x: torch.dropout(self.norm(self.linear(x)), 0.25, "
+        "self.training), norm=nn.BatchNorm1d(4, dtype=torch.float64))", 2),
+    # ---- tensors of blocks
+    "tensor of each": Case(
+        "pair(lambda self, x: self.linear(x) * self.table + self.nested['a'][0], table(1), "
+        "table(2))", 1),
+    "tensor in a partial": Case(
+        "acts(*(functools.partial(torch.mul, example(seed=s, grad=False)) for s in (1, 2)))", 1),
+    "tensor in an object": Case(
+        "pair(lambda self, x: self.linear(x) * self.c.value, *({'c': Value(example(seed=s, "
+        "grad=False))} for s in (1, 2)))", 1),
+    "tensors of two shapes": Case(
+        "pair(lambda self, x: self.linear(x) * self.t, *({'t': example(*s, grad=False)} for "
+        "s in ((3, 1), (1, 4))))", 0, "attribute t"),
+    "parameters()": Case(
+        "pair(lambda self, x: self.linear(x) + sum(p.sum() for p in self.parameters()))", 1),
+    "constants": Case(
+        "pair(lambda self, x: self.linear(x) * torch.tensor([1.0, 2, 3, self.s], "
+        "dtype=x.dtype), {'s': 2.0}, {'s': 2.0})", 1),
+    "other constants": Case(
+        "pair(lambda self, x: self.linear(x) * torch.tensor(self.s, dtype=x.dtype), {'s': "
+        "2.0}, {'s': 3.0})", 0, "attribute s is 3.0, not 2.0"),
+}
+# fmt: on
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_sharing(name: str) -> None:
+    model, shared, reason = CASES[name]
+    setting = "def setting(name, value): return lambda h: setattr(h, name, value)"
+    outcome = assert_as_eager(HELPERS, SETUP, setting, f"model = {model}", scene=[""] * 3)
+    assert not outcome.eagerly
+    assert outcome.shared == shared, outcome.reasons
+    if reason:
+        assert any(reason in found for found in outcome.reasons), outcome.reasons
+    else:
+        assert outcome.reasons == ()
+
+
+# ---- what happens between and around the calls of blocks -----------------------------------------
+
+# The forward of a block, where Y is its tanh(linear(x)); what the model does with its ``layers``;
+# how many share; why another one does not.
+# fmt: off
+BODIES = {
+    "iterator that all read": ("Y * next(self.held)",
+        "it = itertools.count(1)\nfor l in layers:\n    vars(l)['held'] = it\n    x = l(x)", 0,
+        "forward changes Block.held"),
+    "object changed between layers": ("Y * self.held.value",
+        "for i, l in enumerate(layers):\n    l.held.value = i + 1.0\n    x = "
+        "l(x)\nl.held.value = 1.0", 0, "attribute held.value is 2.0, not 1.0"),
+    "queue changed between layers": ("Y * self.held.value[0]",
+        "for i, l in enumerate(layers):\n    l.held.value = collections.deque([i + 1.0])\n   "
+        " x = l(x)\nl.held.value = 1.0", 0, "attribute held.value"),
+    "object that its forward changes": (
+        "(setattr(self.held, 'value', self.held.value + 1), Y * self.held.value)[1]",
+        "layers[0].held.value = 0.0\nfor l in layers: x = l(x)\nlayers[0].held.value = 1.0", 0,
+        "its forward changes Block.held"),
+    "object that its own method changes": ("Y * METER.step()",
+        "METER.value = 0.0\nfor l in layers: x = l(x)", 0, "its forward changes the global METER"),
+    "class that its forward changes": (
+        "(setattr(type(self), 'n', type(self).n + 1), Y * type(self).n)[1]",
+        "type(layers[0]).n = 0.0\nfor l in layers: x = l(x)", 0, "its forward changes Block.n"),
+    "module outside": ("Y * OTHER.factor",
+        "for i, l in enumerate(layers):\n    vars(OTHER)['factor'] = i + 1.0\n    x = l(x)", 0,
+        "changed between the calls"),
+    "defaults spelled out": ("Y * s + (0 if z is None else z)",
+        "x = layers[1](layers[0](x), None, s=1.0)", 1, ""),
+    "argument by name": ("Y * s + (0 if z is None else z)", "x = layers[1](x=layers[0](x), z=None)",
+        1, ""),
+    "order of names": ("Y * s + (0 if z is None else z)",
+        "x = layers[1](layers[0](x, z=x.cos(), s=2.0), s=2.0, z=x.cos())", 1, ""),
+    "other number": ("Y * s + (0 if z is None else z)", "x = layers[1](layers[0](x, s=2.0), s=3.0)",
+        0, ""),
+    "1 and 1.0": ("Y * s + (0 if z is None else z)", "x = layers[1](layers[0](x, s=1), s=1.0)", 0,
+        ""),
+    "None and a tensor": ("Y * s + (0 if z is None else z)", "x = layers[1](layers[0](x), x)", 0,
+        ""),
+    "another shape": ("Y", "x = layers[1](torch.cat([layers[0](x), x]))", 0, ""),
+    "other strides": ("Y", "x = layers[1](layers[0](x).t().contiguous().t())", 0, ""),
+    "another layout of one": ("Y * s + (0 if z is None else z)",
+        "x = layers[1](layers[0](x, x), x[:1])", 0, ""),
+    "same tensor twice, or not": ("Y * s + (0 if z is None else z)",
+        "x = layers[1](layers[0](x, x), x)", 0, ""),
+    "same tensor twice in both": ("Y * s + (0 if z is None else z)",
+        "y = layers[0](x, x)\nx = y + layers[1](y, y)", 1, ""),
+    "a view of the other argument": ("Y * s + (0 if z is None else z)",
+        "y = layers[0](x, x.sum())\nx = layers[1](y, y[0])", 0, ""),
+    "gradient wanted or not": ("Y", "x = layers[1](layers[0](x).detach())", 0, ""),
+    "list that blocks add to": ("(z.append(x), Y * sum(z))[1]",
+        "seen = []\nx = layers[1](layers[0](x, seen), seen)", 0, "its forward changes an argument"),
+    "object that blocks fill": ("(setattr(z, 'value', x), Y)[1]",
+        "a, b = Value(), Value()\nx = layers[1](layers[0](x, a), b) + a.value * b.value",
+        0, "its forward changes an argument"),
+    "no_grad around one": ("Y", "with torch.no_grad(): z = layers[0](x)\nx = layers[1](z) * x", 0,
+        ""),
+    "transposed": ("Y", "x = layers[1](layers[0](x.t().contiguous().t()))", 0, ""),
+    "expanded": ("Y", "x = layers[1](layers[0](x[:1].expand(3, 4)))", 0, ""),
+    "strided": ("Y", "x = layers[1](layers[0](torch.cat([x, x], 1)[:, ::2]))", 0, ""),
+    "flipped": ("Y", "x = layers[1](layers[0](x.flip(0)))", 1, ""),
+    "with an offset": ("Y", "x = layers[1](layers[0](torch.cat([x, x])[3:]))", 0, ""),
+    "written, and seen through a view": ("(x.mul_(2), self.linear(x))[1]",
+        "y = torch.sin(x)\nview = y[0]\nx = layers[1](layers[0](y)) + view", 0,
+        "seen through a view"),
+    "written where it is expanded": ("(x.__setitem__(0, 0.5), x + torch.tanh(self.linear(x)))[1]",
+        "for l in layers: x = l((x * 2)[:1].expand(3, 4))", 0, ""),
+    "written argument": ("(x.add_(1), torch.tanh(self.linear(x)))[1]",
+        "for l in layers:\n    y = torch.sin(x)\n    x = l(y) + y", 1, ""),
+    "attributes of tensors between blocks": (
+        'made(self.linear(x) * getattr(x, \'n\', 1.0), f\'v.n = {getattr(x, "n", 1.0) + 1}\')',
+        "for l in layers: x = l(x)", 0, ""),
+}
+# fmt: on
+BODY = """
+class Meter(Value):
+    def step(self):
+        self.value += 1
+        return self.value
+METER, OTHER = Meter(), made(nn.Identity(), "v.factor = 1.0")
+def forward(self, x, z=None, *, s=1.0):
+    return {forward}
+def body(layers, x):
+    x = torch.sin(x)
+{body}
+    return x
+B, HELD = block(forward), Value()
+model = Around(body, B(held=HELD), B(held=HELD))
+"""
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_sharing_follows_the_calls(name: str) -> None:
+    forward, body, shared, reason = BODIES[name]
+    lines = "\n".join("    " + line for line in body.split("\n"))
+    text = BODY.format(forward=forward.replace("Y", "torch.tanh(self.linear(x))"), body=lines)
+    outcome = assert_as_eager(HELPERS, text, state="HELD")
+    if not outcome.eagerly:
+        assert outcome.shared == shared, outcome.reasons
+    assert all(reason in found for found in outcome.reasons), outcome.reasons
+
+
+# fmt: off
+OWNERS = {
+    "a class": "derived(object, n=0)",
+    "a Python module": "types.ModuleType('users')",
+    "a function": "plain()",
+    "an object": "Value()",
+    "the class of an object": "derived(Value, n=0)()",
+}
+# fmt: on
+COUNTS = """
+def owner(self):
+    held = self.held
+    while isinstance(held, (list, dict)): held = held["o"] if isinstance(held, dict) else held[0]
+    return type(held) if {of_class} else held
+def forward(self, x):
+    owner(self).n += 1
+    return self.linear(x) * owner(self).n
+def body(layers, x):
+    owner(layers[0]).n = 0
+    for layer in layers: x = layer(x)
+    owner(layers[0]).n = 0
+    return x
+B, HELD = block(forward, mark={marked}), {way}
+model = Around(body, *(B(held=HELD) for _ in range(3)))
+"""
+
+
+@pytest.mark.parametrize("way", ["{0}", "[{0}]", "{{'o': [{0}]}}"])
+@pytest.mark.parametrize("name", OWNERS)
+@pytest.mark.parametrize("marked", [True, False])
+@pytest.mark.sweep(keep="True")
+def test_blocks_that_count_on_what_an_attribute_leads_to(name: str, way: str, marked: bool) -> None:
+    is_class = name == "the class of an object"
+    text = COUNTS.format(of_class=is_class, marked=marked, way=way.format(OWNERS[name]))
+    assert_as_eager(HELPERS, text)
+
+
+OPERANDS = ["x.to(torch.float64)", "x.contiguous()", "torch.dropout(x, 0.5, False)"]
+OPERANDS += ["x.flatten(1)", "x.type_as(x)", "x.expand_as(x)"]
+
+
+@pytest.mark.parametrize("operand", OPERANDS)
+@pytest.mark.parametrize("marked", [True, False])
+def test_operator_that_returns_its_operand_under_no_grad_takes_no_gradient_away(
+    operand: str, marked: bool
+) -> None:
+    forward = f"""
+def forward(self, x):
+    with torch.no_grad(): z = self.linear({operand})
+    return x + z
+B = block(forward, mark={marked})
+model = Stack(B(), B())
+"""
+    assert assert_as_eager(forward).shared == int(marked)
+
+
+@pytest.mark.filterwarnings("ignore:Complex modules")
+@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16", "float16", "complex128"])
+def test_blocks_in_another_dtype(dtype: str) -> None:
+    text = f"""
+dtype = torch.{dtype}
+def body(layers, x):
+    for layer in layers: x = layer(x.to(dtype))
+    return torch.view_as_real(x) if dtype.is_complex else x
+B = block(lambda self, x: self.linear(x) * 0.5)
+model = Around(body, B(), B(), B()).to(dtype)
+def inputs(): return [example(grad=False).to(dtype)]
+"""
+    tolerance = 1e-10 if dtype in ("float64", "complex128") else 1e-2
+    assert assert_as_eager(text, tolerance=tolerance).shared == 1
+
+
+# fmt: off
+PRECISIONS = {
+    "integers": (
+        "Around(lambda ls, x: x * ls[1](ls[0](torch.arange(5))).sum(), *(block(lambda self, "
+        "i: (i * 3 + self.s) % 7)(s=torch.tensor(s)) for s in (1, 2)))", 0),
+    "autocast around one": (
+        "Around(cast_one, *(B() for B in [block(lambda self, x: self.linear(x))] for _ in "
+        "range(2))).float()", 0),
+    "half and autocast on some": (
+        "halves(Around(mixed, *(B() for B in [block(lambda self, x: self.linear(x))] for _ "
+        "in range(5))).float())", 1),
+}
+# fmt: on
+
+
+@pytest.mark.parametrize("name", PRECISIONS)
+def test_blocks_of_several_precisions(name: str) -> None:
+    model, shared = PRECISIONS[name]
+    bodies = """
+def cast_one(layers, x):
+    x = layers[0](x)
+    with torch.autocast("cpu", dtype=torch.bfloat16): return layers[1](x)
+def mixed(layers, x):
+    x = layers[0](x)
+    with torch.autocast("cpu", dtype=torch.bfloat16): x = layers[1](x)
+    return layers[4](layers[3](layers[2](x.half()).float()))
+def halves(model):
+    model.layers[2].half()
+    return model
+def inputs(): return [example(grad=False).float()]
+"""
+    outcome = assert_as_eager(bodies, f"model = {model}", tolerance=1e-2)
+    assert outcome.shared == shared
+
+
+# ---- programs and copies -------------------------------------------------------------------------
+
+
+def tanh(self: Any, x: torch.Tensor) -> torch.Tensor:
+    return torch.tanh(self.linear(x))
+
+
+def test_each_instance_uses_its_own_parameters() -> None:
+    kind = block(tanh)
+    program = lazyinline.capture(Stack(*(kind() for _ in range(4))), (example(),), train=True)
+    used = [source.name for source in program.sources]
+    assert used == ["x"] + [f"layers.{i}.linear.{n}" for i in range(4) for n in ("weight", "bias")]
+    assert [call.path for call in program.calls] == [f"layers.{i}" for i in range(4)]
+    assert len(program.closures) == 1
+
+
+def test_blocks_traced_apart_still_share_an_equal_graph() -> None:
+    """The evidence says no (an attribute differs), the graphs turn out equal: one closure."""
+    kind = block(lambda self, x: self.linear(x) * (2 if self.scale > 0 else 3))
+    captured = capture_model(Stack(kind(scale=1), kind(scale=5)), (example(),), train=True)
+    assert captured.num_traced == 2
+    assert len(captured.program.closures) == 1
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.smoke
+def test_python_of_a_block_runs_once_whatever_the_depth(nested: bool) -> None:
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        warnings.warn("forward ran", stacklevel=1)  # held back, and brought out as often as it ran
+        return torch.tanh(self.linear(x))
+
+    kind = block(forward)
+    outer = block(lambda self, x: self.inner(x)) if nested else None
+    model = Stack(*((outer(inner=kind()) if outer else kind()) for _ in range(24)))
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        captured = capture_model(model, (example(),), train=True, effects="undo")
+    assert [str(w.message) for w in seen].count("forward ran") == 1
+    assert captured.num_traced == (2 if nested else 1)
+    assert captured.program.num_nodes() - len(captured.program.calls) <= 4
+
+
+def test_what_a_block_inside_read_counts_for_the_block_around_as_it_was_then() -> None:
+    module = nn.Linear(2, 2)
+    module.scale = [1.0]
+    inner, outer = Reads(), Reads()
+    inner.attribute(module, "scale")
+    inner.unseen = "id()"
+    module.scale.append(2.0)
+    outer.absorb(inner)
+    outer.attribute(module, "scale")
+    assert outer.attributes == inner.attributes
+    assert outer.unseen == "id()"
+    outer.unseen = ""
+    assert Evidence(module, outer).side_effect == "its forward changes Linear.scale"
+
+
+@lazy_inline
+class Cell(nn.Module):
+    """On module level, so that it can be pickled."""
+
+    def __init__(self, width: int = 4, *, scale: float = 2.0) -> None:
+        super().__init__()
+        self.linear, self.scale = linear(width), scale
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = torch.tanh(self.linear(x)) * self.scale
+        return result
+
+
+class Deeper(Cell):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(super().forward(x))
+
+
+@pytest.mark.parametrize("way", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+def test_copies_of_marked_modules_and_subclasses_share(way: Callable[[Any], Any]) -> None:
+    model = Stack(Cell(), Cell(4, scale=2.0), Deeper(), Deeper(width=4))
+    model.layers.append(way(model.layers[3]))
+    compiled = lazyinline.compile(way(model), backend="eager")
+    torch.testing.assert_close(compiled(example()), model(example()), rtol=1e-12, atol=0)
+    assert sum(d.shared for d in compiled.last_report.decisions) == 3
+
+
+def test_mark_leaves_the_class_as_it_was() -> None:
+    class Plain(nn.Module):
+        def __init__(self, size: int, *, flag: bool = True) -> None:
+            """Doc."""
+            super().__init__()
+
+    before = Plain.__init__
+    assert lazy_inline(Plain) is Plain
+    assert Plain.__init__ is before and before.__doc__ == "Doc."
+    assert list(Plain(3).state_dict()) == []
+    with pytest.raises(TypeError, match="size"):
+        Plain()
+
+
+@pytest.mark.parametrize("target", [3, len, nn.Linear(1, 1), int, tanh])
+def test_mark_on_anything_else_is_refused(target: Any) -> None:
+    with pytest.raises(ReuseError, match=r"lazy_inline marks a subclass of nn\.Module"):
+        lazy_inline(target)
+
+
+def test_a_block_that_tells_instances_apart_says_which_way_its_code_goes() -> None:
+    outcome = assert_as_eager(
+        "B = block(lambda self, x: x * (id(self) * 0 + 1))", "model = Stack(B(), B())"
+    )
+    assert outcome.reasons == ("its code uses id(), which may tell instances apart",) * 2
+
+
+def test_a_function_that_remembers_plain_results_keeps_no_block_apart() -> None:
+    factor = "factor = functools.cache(lambda name: float(len(name)))\nfactor('ab')"
+    blocks = "B = block(lambda self, x: self.linear(x) * factor('ab'))\nmodel = Stack(B(), B())"
+    assert assert_as_eager(factor, blocks).shared == 1
+
+
+# What changes with each run, or is asked of an input, runs eagerly, and is refused if it may not.
+# fmt: off
+ASKED = {
+    "gradient": "1.0 if self.linear.weight.grad is None else 2.0",
+    "version": "1.0 + self.linear.weight._version",
+    "address": "1.0 + self.linear.weight.data_ptr() * 0",
+    "storage": "1.0 + self.linear.weight.untyped_storage().nbytes()",
+    "written attribute": "setattr(self.linear.weight, 'seen', True) or 1.0",
+    "attribute of an input": "getattr(x, 'factor', 1.0)",
+}
+# fmt: on
+
+
+@pytest.mark.parametrize("what", ASKED)
+def test_what_only_a_run_can_answer_is_refused_or_run(what: str) -> None:
+    text = f"""
+model = block(lambda self, x: self.linear(x).sin() * ({ASKED[what]}))()
+def inputs(): return [made(example(), "v.factor = 3.0")]
+"""
+    compiled = lazyinline.compile(World(text).model, backend="eager", fallback="error")
+    with pytest.raises(lazyinline.CaptureError):
+        compiled(*World(text).inputs()[0])
+    assert assert_as_eager(text).eagerly or what == "attribute of an input"
+
+
+# ---- named cases that a row does not hold --------------------------------------------------------
+
+SCENES = {
+    "a name that appears where all names are read": (
+        "model = stack(4, lambda self, x: self.linear(x) * vars(self).get('extra', 1.25))",
+        [
+            "",
+            "model.layers[3].extra = 3.0",
+            "model.layers[0].extra = 5.0",
+            "del model.layers[3].extra",
+        ],
+    ),
+    "what a method calls is replaced, and the forward": (
+        "B = block(lambda self, x: self.act(self.linear(x)))\nB.act = lambda self, x: x.tanh()\n"
+        "model = Stack(B(), B())",
+        ["", "B.act = lambda self, x: x.sin()", "B.forward = lambda self, x: self.linear(x)"],
+    ),
+    "a hook on all modules comes and goes": (
+        "model = stack(3)",
+        [
+            "",
+            "h = nn.modules.module.register_module_forward_hook(doubling)",
+            "h.remove()",
+        ],
+    ),
+    "a backward hook on all modules comes and goes": (
+        "model = stack(3)",
+        [
+            "",
+            "h = nn.modules.module.register_module_full_backward_hook(halving)",
+            "h.remove()",
+        ],
+    ),
+}
+HALVING = """
+def halving(module, inputs, outputs): return tuple(None if g is None else g / 2 for g in inputs)
+def halving_first(module, outputs): return tuple(g / 2 for g in outputs)
+SEEN = []
+def seeing(module, inputs, outputs): SEEN.append([*inputs, *outputs])
+"""
+
+
+@pytest.mark.parametrize("name", SCENES)
+def test_scene(name: str) -> None:
+    model, scene = SCENES[name]
+    assert_as_eager(HELPERS, SETUP, HALVING, model, scene=scene)
+
+
+HOOKS = {
+    "register_full_backward_hook": "halving",
+    "register_full_backward_pre_hook": "halving_first",
+    "register_backward_hook": "halving",
+}
+
+
+@pytest.mark.parametrize("register", HOOKS)
+@pytest.mark.parametrize("place", ["layers.1", "layers.1.linear", ""])
+@pytest.mark.sweep(
+    keep=[
+        "layers.1-register_full_backward_hook",
+        "linear-register_backward_hook",
+        "-register_full_backward_pre",
+    ]
+)
+def test_a_backward_hook_runs_at_each_backward_and_the_reason_is_reported(
+    register: str, place: str
+) -> None:
+    owner = f"model.get_submodule({place!r})"
+    scene = ["", "", f"h = {owner}.{register}({HOOKS[register]})", "", "h.remove()"]
+    outcome = assert_as_eager(HELPERS, SETUP, HALVING, "model = stack(3)", scene=scene)
+    assert len(outcome.eagerly) == 2
+    assert f"{place or 'The model'} (" in outcome.eagerly[0]
+    without = assert_as_eager(
+        HELPERS, SETUP, HALVING, "model = stack(3)", scene=scene[2:4], grad=False
+    )
+    assert not without.eagerly  # no backward, so nothing stands in the way
+
+
+def test_a_backward_hook_sees_what_it_sees_in_eager() -> None:
+    hook = "model.layers[1].register_full_backward_hook(seeing)"
+    assert_as_eager(SETUP, HALVING, "model = stack(3)", hook, scene=[""] * 3, state="SEEN")
+
+
+def test_a_mark_never_makes_a_model_fail() -> None:
+    """No closure can express it, so it is captured without blocks."""
+    name = "written, and seen through a view"
+    forward, body, *_ = BODIES[name]
+    assert "Y" not in forward
+    lines = "\n".join("    " + line for line in body.split("\n"))
+    outcome = assert_as_eager(HELPERS, BODY.format(forward=forward, body=lines))
+    assert all("nothing is shared" in reason for reason in outcome.reasons)
+    assert outcome.reports[-1].num_block_calls == 2
+
+
+def test_dropout_masks_of_micro_batches_equal_eagers_under_one_seed() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            kind = block(lambda self, x: torch.dropout(self.linear(x), 0.5, True))
+            self.layers = nn.ModuleList(kind() for _ in range(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                x = layer(x)
+            return x.square().sum()
+
+    model, x = Model(), example(6, 4, grad=False)
+    reference = copy.deepcopy(model)
+    step = lazyinline.compile_step(model, micro_batches=3, backend="eager")
+    for _ in range(2):
+        model.zero_grad()
+        reference.zero_grad()
+        torch.manual_seed(5)
+        step(x)
+        after = torch.get_rng_state()
+        torch.manual_seed(5)
+        for part in x.chunk(3):
+            (reference(part) / 3).backward()
+        assert torch.equal(torch.get_rng_state(), after)
+        for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-10, atol=1e-12)
+    assert sum(d.shared for d in step.last_report.decisions) == 1
