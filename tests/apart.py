@@ -1,10 +1,12 @@
-"""Runs what may end a process in one of its own."""
+"""Runs what may end a process in one of its own, and work in several threads at once."""
 
 import os
 import pathlib
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
+from typing import Any
 
 _TESTS = pathlib.Path(__file__).parent
 _LIMIT_S = 300.0
@@ -29,3 +31,27 @@ def run_apart(function: Callable[..., None], *arguments: str, **environment: str
     )
     assert done.returncode == 0, f"ended with {done.returncode}:\n{done.stdout}"
     return done.stdout
+
+
+def in_threads(work: Callable[[int], Any], number: int = 3) -> list[Any]:
+    """Runs ``work(i)`` in threads that start together; raises what they raise."""
+    results: list[Any] = [None] * number
+    start = threading.Barrier(number)
+
+    def run(index: int) -> None:
+        start.wait(timeout=60)
+        try:
+            results[index] = work(index)
+        except Exception as error:
+            results[index] = error
+
+    threads = [threading.Thread(target=run, args=(i,), daemon=True) for i in range(number)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=120)
+        assert not thread.is_alive(), "a thread hangs"
+    for result in results:
+        if isinstance(result, Exception):
+            raise result
+    return results

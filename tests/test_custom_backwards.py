@@ -263,6 +263,7 @@ SETTERS = [SetsStrength, SetsThroughAttribute, SetsThroughItem, SetsOnOwnClass]
 
 @pytest.mark.parametrize("setter", SETTERS)
 @pytest.mark.parametrize("strengths", [(1.0, 1.0, 1.0), (1.0, 2.0, 3.0), (3.0, 2.0, 1.0)])
+@pytest.mark.sweep(keep=["strengths1", "-SetsStrength"])
 def test_a_strength_that_layers_set_is_what_the_last_of_them_set(
     strengths: tuple[float, ...], setter: type[Block]
 ) -> None:

@@ -2,12 +2,12 @@
 
 import copy
 import importlib
-import threading
 from collections.abc import Iterator
 from types import ModuleType
 
 import pytest
 import torch
+from apart import in_threads
 from conftest import ROOT
 from decoders import DecoderBlock, llama
 from test_planned import check_guests
@@ -229,22 +229,13 @@ def test_an_exception_in_a_backward_leaves_nothing_behind(subject: Subject) -> N
 def test_threads_have_gradients_of_their_own(subject: Subject) -> None:
     parameters = list(subject.model.parameters())
     expected = [subject.expected(seed) for seed in range(3)]
-    failed: list[BaseException] = []
 
     def work(seed: int) -> None:
-        try:
-            for _ in range(10):
-                loss = subject.compiled(*subject.batch(seed))
-                assert_close(list(torch.autograd.grad(loss, parameters)), expected[seed])
-        except BaseException as error:
-            failed.append(error)
+        for _ in range(10):
+            loss = subject.compiled(*subject.batch(seed))
+            assert_close(list(torch.autograd.grad(loss, parameters)), expected[seed])
 
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failed, failed
+    in_threads(work)
 
 
 def test_a_budget_does_not_count_on_the_memory_of_gradients() -> None:

@@ -1,5 +1,6 @@
 """A call that eager refuses: eager's own error, at once, in few lines."""
 
+import functools
 import inspect
 import pathlib
 import sys
@@ -98,18 +99,26 @@ def test_a_wrong_call_raises_what_eager_raises_after_one_capture(
     assert not compiled.last_report.ran_eagerly
 
 
+class Deciding(Net):
+    """Runs itself, as it asks for the value of a tensor."""
+
+    def forward(self, ids: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if ids.sum() > 0:
+            ids = ids.flip(0)
+        return super().forward(ids, *args, **kwargs)
+
+
+@functools.cache  # each wrong call is to leave it as it was for the next one
+def deciding() -> tuple[nn.Module, Any]:
+    net = Deciding()
+    return net, lazyinline.compile(net, backend="eager")
+
+
 @pytest.mark.parametrize("kind", WRONG)
 def test_a_wrong_call_of_a_model_that_runs_itself_raises_what_eager_raises(
     kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    class Deciding(Net):
-        def forward(self, ids: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-            if ids.sum() > 0:
-                ids = ids.flip(0)
-            return super().forward(ids, *args, **kwargs)
-
-    net = Deciding()
-    compiled = lazyinline.compile(net, backend="eager")
+    net, compiled = deciding()
     expected = raised_by(lambda: WRONG[kind](net))
     found = raised_by(lambda: WRONG[kind](compiled))
     assert (type(found), str(found)) == (type(expected), str(expected))

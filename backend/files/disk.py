@@ -229,7 +229,7 @@ class DiskCache:
             return None
         digest = _digest(content)
         path = self.directory / _OBJECTS / f"{digest}.so"
-        if not path.exists() and not self._put(path, content):
+        if self.object_path(digest) is None and not self._put(path, content):
             return None
         return digest
 
