@@ -11,7 +11,7 @@ CEILINGS: dict[str, tuple[int, int]] = {
     "autodiff": (6_200, 37),
     "recompute": (1_460, 9),
     "pipeline_parallel": (3_045, 12),
-    "backend": (11_960, 53),
+    "backend": (11_950, 53),
 }
 SUFFIXES = (".py", ".cpp", ".h", ".js", ".css", ".html", ".jinja")
 SLACK = 300  # a ceiling further above than this has not been lowered

@@ -172,8 +172,7 @@ def capture_graph(run: Run, device: torch.device) -> Run:
         RuntimeError: if it does what a graph cannot hold.
     """
     with torch.cuda.device(device):
-        # One stream for all captures: for each PyTorch keeps memory that cuBLAS works in.
-        stream = _capture_stream(device)
+        stream = _stream(device, "capture")
         stream.wait_stream(torch.cuda.current_stream())
         with torch.random.fork_rng([device]), torch.cuda.stream(stream):
             run()
@@ -190,25 +189,20 @@ def capture_graph(run: Run, device: torch.device) -> Run:
     return replay
 
 
-@functools.cache
-def _capture_stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
-
-
 def streams_on(device: torch.device) -> dict[str, Any]:
     """Returns what a generated function calls for two streams; a CPU has one, which is both."""
     if device.type == "cpu":
         return {"current_stream": _InOrder, "second": _InOrder(), "beside": nullcontext}
     return {
         "current_stream": partial(torch.cuda.current_stream, device),
-        "second": _second_stream(device),
+        "second": _stream(device, "second"),
         "beside": torch.cuda.stream,
     }
 
 
 @functools.cache
-def _second_stream(device: torch.device) -> Any:
-    """One for all programs: for each stream PyTorch keeps memory that cuBLAS works in."""
+def _stream(device: torch.device, use: Literal["second", "capture"]) -> torch.cuda.Stream:
+    """Returns one stream for all programs: for each PyTorch keeps memory that cuBLAS works in."""
     return torch.cuda.Stream(device)
 
 

@@ -166,6 +166,7 @@ def vector_units_probed_here() -> Iterator[None]:
     """
     from torch._inductor import config, cpu_vec_isa
 
+    # Half of a first compile's time went to these probes, where nothing was built before.
     own_folder()
     probe, build = getattr(cpu_vec_isa.VecISA, "_probe_load", None), cpu_vec_isa.VecISA.check_build
     listed = cpu_vec_isa.valid_vec_isa_list
