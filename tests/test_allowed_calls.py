@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import collections
+import copy
 import decimal
 import importlib
 import itertools
@@ -369,6 +370,52 @@ def test_what_is_refused_names_function_and_line() -> None:
 
 def test_builtins_that_reach_out_are_not_allowed() -> None:
     outward = ("breakpoint", "input", "open", "print")
+    asked_of_objects = ("dir", "hash", "id")  # not refused: see the test below
     named = [f for f in vars(builtins).values() if isinstance(f, types.BuiltinFunctionType)]
-    assert {f.__name__ for f in named if not is_allowed(f)} <= set(outward)
+    assert {f.__name__ for f in named if not is_allowed(f)} <= {*outward, *asked_of_objects}
     assert not any(is_allowed(getattr(builtins, name)) for name in ("input", "open", "breakpoint"))
+
+
+class Held:
+    """Calls by an attribute what code then does not name."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+BY_ADDRESS: dict[int, float] = {}
+SHOWN: dict[str, Callable[[Any], Any]] = {
+    "dir": lambda block: len(dir(block)),
+    "dir, by an attribute": lambda block: len(block.held.value(block)),
+    "__dir__": lambda block: len(block.__dir__()),
+    "__getattribute__": lambda block: object.__getattribute__(block, "number"),
+    "copy": lambda block: copy.copy(block).number,
+    "__reduce_ex__": lambda block: block.__reduce_ex__(2)[2]["number"],
+    "id, by an attribute": lambda block: BY_ADDRESS[block.held.value(block)],
+}
+
+
+@pytest.mark.parametrize("way", SHOWN)
+@pytest.mark.parametrize("changed", [0, 2])
+def test_what_shows_a_whole_object_is_compared_and_an_address_shares_nothing(
+    way: str, changed: int
+) -> None:
+    @lazyinline.lazy_inline
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+            self.held = Held(id if way.startswith("id") else dir)
+            self.number = 1.0
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(x) * SHOWN[way](self)
+
+    model = nn.Sequential(*(Block() for _ in range(3)))
+    BY_ADDRESS.update({id(block): float(i + 1) for i, block in enumerate(model)})
+    compiled, x = lazyinline.compile(model, backend="eager"), torch.randn(2, 4)
+    assert torch.equal(compiled(x), model(x))
+    model[changed].number = 2.0
+    model[changed].more = 1
+    for _ in range(2):
+        assert torch.equal(compiled(x), model(x))

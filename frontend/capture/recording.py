@@ -13,6 +13,7 @@ from torch import nn
 
 from ...reuse.errors import CaptureError
 from ...reuse.evidence.evidence import Evidence
+from ...reuse.evidence.functions import identity_leak_through, shows_whole_objects
 from ...reuse.evidence.module_state import walk_modules
 from ...reuse.evidence.reads import Reads
 from ...reuse.evidence.slots import FoundSlots, SlotEvidence, SlotReads, put_at
@@ -234,8 +235,18 @@ class Recording:
                 "is not seen: its apply was kept before (f = Function.apply), or is given "
                 "keywords. Write Function.apply(...) where it is called, without keywords."
             )
+        if not self.quiet and shows_whole_objects(code):
+            self._whole_modules_read(frame)
         self._note_function(frame, first)
         self.refuse_unreadable(frame_text(frame))
+
+    def _whole_modules_read(self, frame: Any) -> None:
+        """Notes all attributes of the modules that a function holds: it may ask for any, unseen."""
+        with self.bookkeeping():
+            for module in frame.f_locals.values():
+                if isinstance(module, nn.Module):
+                    self.inside.meets(module)
+                    self.current.reads.all_attributes(module)
 
     def _note_function(self, frame: Any, first: Any) -> None:
         code, reads = frame.f_code, self.current.reads
@@ -249,6 +260,12 @@ class Recording:
     def builtin_called(self, frame: Any, function: Any) -> None:
         """Refuses what may act outside, before it does; notes what PyTorch is asked for."""
         if self.quiet:
+            return
+        told = identity_leak_through(function)  # however it was reached: Holder(id).f(self)
+        if told:
+            self.current.reads.unseen = self.current.reads.unseen or told
+            if told == "dir()":
+                self._whole_modules_read(frame)
             return
         what = reach_of(function, frame)
         if what and function.__name__ in _LEAVES:

@@ -76,7 +76,7 @@ ALLOWED = (
     Group(
         "is Python itself, and runs what is followed",
         "builtins builtins. _abc types. typing.",
-        but="breakpoint input open print send throw asend athrow",
+        but="breakpoint input open print send throw asend athrow id hash dir",
     ),
     Group(
         "reads what a snapshot knows (context variables), or who still lives",

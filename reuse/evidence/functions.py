@@ -110,6 +110,12 @@ def identity_leak_of(code: types.CodeType, scope: dict[str, Any], owner: Any) ->
     return next((f"{name}()" for name in (*names, *methods) if name not in scope), "")
 
 
+def shows_whole_objects(code: types.CodeType) -> bool:
+    """Says whether a function names what shows all that an object holds, or hides a lookup."""
+    names, methods = _ways_in(code)
+    return "dir" in names or bool(methods)
+
+
 def identity_leak_through(value: Any) -> str:
     """Does the same for a value that a function found outside the model."""
     if id(value) in _FUNCTIONS:
