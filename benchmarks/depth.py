@@ -33,13 +33,14 @@ def measure(layers: int) -> dict[str, float]:
     import lazyinline
     from lazyinline.frontend.compiler import Compiler
     from lazyinline.frontend.options import Batching, Options
+    from lazyinline.frontend.passes.state import step_goal
 
     torch.set_num_threads(1)
     lazyinline.lazy_inline(models.DecoderBlock)
     with torch.device("meta"):
         model, args = models.llama(layers, hidden=256, num_heads=4, vocab=1000, seq=64)
     before = sum(os.times()[:4])
-    _, report = Compiler(Options()).compile_step(model, args, {}, Batching(1))
+    _, report = Compiler(Options()).compile(model, args, {}, step_goal(Batching(1)))
     seconds = {record.name: record.cpu_s for record in report.passes}
     return {**seconds, "all": sum(os.times()[:4]) - before}
 

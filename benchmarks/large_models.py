@@ -32,6 +32,7 @@ from lazyinline.frontend.options import Batching, Options
 from lazyinline.frontend.page.page import compile_page, gpu_tiles
 from lazyinline.frontend.page.sections import passes_section
 from lazyinline.frontend.page.write import PageData, write_page
+from lazyinline.frontend.passes.state import step_goal
 from lazyinline.frontend.report import CompileReport
 from lazyinline.recompute.policy import Budget, Policy
 
@@ -141,7 +142,8 @@ def compile_large(
         model = model.to(torch.bfloat16)
     batching = Batching(micro_batches or large.micro_batches, order)
     compiler = Compiler(Options(backend=backend, recompute=recompute, target=target))
-    compiled, report = compiler.compile_step(model, args, {}, batching)
+    compiled, report = compiler.compile(model, args, {}, step_goal(batching))
+    assert isinstance(compiled, CompiledStep)
     return _report(name, sum(p.numel() for p in model.parameters()), batching, compiled, report)
 
 

@@ -18,7 +18,7 @@ from large_models import GIB, WAYS, LargeModel, title_of, with_and_without_recom
 
 from lazyinline.backend.kernels.lower import BackendName
 from lazyinline.backend.run.rank_program import RankProgram
-from lazyinline.frontend.compiler import RANK
+from lazyinline.frontend.compiler import PASSES
 from lazyinline.frontend.marks import lazy_inline
 from lazyinline.frontend.options import Options
 from lazyinline.frontend.page.sections import passes_section
@@ -134,7 +134,7 @@ def compile_rank(
     micro_batches: int | None = None,
     num_stages: int | None = None,
     sizes: dict[str, Any] | None = None,
-    passes: Sequence[Pass] = RANK,
+    passes: Sequence[Pass] = PASSES,
 ) -> RankReport:
     """Compiles what one rank of a pipeline runs in a step, from capture to the planned program.
 
@@ -160,7 +160,7 @@ def compile_rank(
     table = action_table(large.schedule, stages, stages, micro_batches or large.micro_batches)
     number = rank_number(rank, stages)
     context = Context(options)
-    subject = Subject(LossModel(model, None), args, {}, train=True)
+    subject = Subject(LossModel(model, None), args, {})
     state = started(context, subject, table, number, Splitting("auto", None), CPU)
     with context.cached(state.report):
         state = run(passes, state)

@@ -29,10 +29,10 @@ from torch._decomp import decomposition_table
 import lazyinline
 from lazyinline.autodiff.traces.forwards import trace_forward
 from lazyinline.backend.kernels.lower import BackendName
-from lazyinline.frontend.compiler import MODULE, Compiler
+from lazyinline.frontend.compiler import Compiler
 from lazyinline.frontend.options import Options
-from lazyinline.frontend.passes.programs import differentiate
-from lazyinline.frontend.passes.state import Subject, run
+from lazyinline.frontend.passes.programs import capture, differentiate
+from lazyinline.frontend.passes.state import Goal, Subject, run
 from lazyinline.reuse.ir.interpreter import interpret
 from lazyinline.reuse.ir.leaf import flat_types
 from lazyinline.reuse.ir.program import Leaf, ModelTensor, Program
@@ -241,8 +241,8 @@ def kept(case: Case, backend: BackendName = "inductor") -> Kept:
     torch.manual_seed(0)
     model, inputs = case.model(), case.inputs()
     compiler = Compiler(Options(reuse="auto", backend=backend))
-    state = compiler.started(Subject(model, inputs, {}, train=True))
-    state = run((MODULE[0], differentiate), state)
+    state = compiler.started(Subject(model, inputs, {}), Goal(train=True))
+    state = run((capture, differentiate), state)
     assert state.derivative is not None
     ours = state.derivative.saved_type.num_bytes
     early = _taken_apart(state.captured.program)

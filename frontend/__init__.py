@@ -3,16 +3,15 @@
 lazyinline           the public names
 lazyinline_command   the ``lazyinline`` command, up to where it needs PyTorch
 marks                ``lazy_inline``, ``recompute``, ``stage``: marks on classes and modules
-compiler             the lists of passes, one for each way in, and who runs them
-options              what a user asks of a compile, checked
-compiled             what a compile gives
+compiler             the one list of passes, and the compiler that runs them
+options              the options of a compile, checked
+compiled             the results of a compile
 compiled_module      ``compile(model)``
 training_step        ``compile_step(model)``
 report               what a compile did, as text and as a page
 compile_record       what a compile did and made, in numbers, for reports
 reuse_table          which blocks share a closure, as a table
 progress             what is seen of a compile that takes long
-requests             what to differentiate, and with respect to what
 target               ``package.module:function``: how the command line names a model
 inspection           programs as captured, after any pass, and what the pass changed
 checks               whether what a user hands in can be compiled at all
@@ -25,7 +24,7 @@ guards               whether a compiled program still fits
 autograd             compiled programs inside PyTorch's autograd
 passes               the passes, and what runs a list of them
 sizes                sizes that vary
-calls                what runs a model's calls
+dispatch             runs a model's calls: by compiled programs, or eagerly
 func                 ``lazyinline.func``: derivatives to any order
 dynamo               ``torch.compile(model, backend="lazyinline")``
 onnx                 ``export_onnx``

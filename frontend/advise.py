@@ -35,6 +35,7 @@ from .marks import is_marked
 from .measure.measure import warm_up_compiler
 from .measure.workload import generators_kept
 from .options import Options
+from .passes.state import Goal
 from .reuse_table import alike
 
 _REASONS_INDENT = 15
@@ -216,7 +217,7 @@ def advise(
     options = Options(reuse="auto", backend=backend)
     warm_up_compiler(backend=backend, train=train)
     with generators_kept(), torch.set_grad_enabled(train):
-        _, report = Compiler(options).compile(model, args, dict(kwargs or {}), train=train)
+        _, report = Compiler(options).compile(model, args, dict(kwargs or {}), Goal(train=train))
         # Again, since a compile drops blocks that nearly share: here they are to be compared.
         captured = capture_candidates(model, args, kwargs, train=train)
     seconds_per_node = report.cpu_s / max(report.num_nodes, 1)

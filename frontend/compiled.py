@@ -1,10 +1,10 @@
-"""What a compile gives: a captured program or step, and what runs it."""
+"""The results of a compile: a captured program or step, and its runtime."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Any, Protocol, TypeAlias
 
 from ..autodiff.derivative import Derivative
 from ..autodiff.higher_order.gradient_program import GradientProgram
@@ -13,7 +13,9 @@ from ..autodiff.training_program import StepProgram
 from ..backend.launches.torch_native import Hold
 from ..backend.run.runtime import Runtime
 from ..backend.run.unplanned import StepRunner
+from ..reuse.ir.torch_symbols import Values
 from .capture.regions import CapturedModel
+from .report import CompileReport
 
 
 @dataclass(frozen=True)
@@ -31,13 +33,14 @@ class GradientRequest:
 
 @dataclass(frozen=True)
 class CompiledProgram:
-    """A captured program and what runs it.
+    """A captured program and its runtime.
 
     ``derivative`` is there when training: what the forward saves and hands over, and what the
     backward takes. ``watched_inputs`` share memory with what is saved, so that they must not change
     in between. ``without`` makes the same program with a backward for some outputs unused, of which
     ``unused_outputs`` knows the graphs. ``gradients`` compiles its gradients as a program of their
-    own, with a backward, for ``create_graph=True``.
+    own, with a backward, for ``create_graph=True``. ``linker`` links it for another shape, where
+    sizes are symbols.
     """
 
     captured: CapturedModel
@@ -47,10 +50,11 @@ class CompiledProgram:
     unused_outputs: MissingCotangents | None = None
     without: Callable[[CompiledProgram, Sequence[int]], CompiledProgram | None] | None = None
     gradients: Callable[[GradientRequest], CompiledGradients] | None = None
+    linker: Relinking | None = None
 
     @property
     def hold(self) -> Hold | None:
-        """The native comparison of a guard, if it is at hand."""
+        """C++ helper by which the guard compares identities; None if the extension is not built."""
         return self.runtime.hold
 
     def without_tensors(self) -> CompiledProgram:
@@ -68,25 +72,44 @@ class CompiledGradients:
 
 @dataclass(frozen=True)
 class CompiledStep:
-    """A training step, and what runs it; a micro-batch's forward saves so many bytes."""
+    """A training step and its runtime; a micro-batch's forward saves so many bytes."""
 
     captured: CapturedModel
     step: StepProgram
     runner: StepRunner
     saved_bytes: int
+    linker: Relinking | None = None
 
     @property
     def hold(self) -> Hold | None:
-        """The native comparison of a guard, if it is at hand."""
+        """C++ helper by which the guard compares identities; None if the extension is not built."""
         native = self.runner.native
         return native.hold if native else None
 
     def without_tensors(self) -> CompiledStep:
         """Returns the same for one who has the model's tensors from elsewhere."""
-        model = tuple(tensor.forgotten() for tensor in self.step.model)
-        step = replace(self.step, model=model)
+        step = step_without_tensors(self.step)
         return replace(self, captured=self.captured.without_tensors(), step=step)
 
 
-AnyCompiled = TypeVar("AnyCompiled", bound=CompiledProgram | CompiledStep)
-"""What a compile gives, of one kind."""
+def step_without_tensors(step: StepProgram) -> StepProgram:
+    """Returns the same step, which does not keep the model's tensors alive."""
+    return replace(step, model=tuple(tensor.forgotten() for tensor in step.model))
+
+
+Compiled: TypeAlias = CompiledProgram | CompiledStep
+
+
+class Relinking(Protocol):
+    """Links a program of symbolic sizes for further shapes."""
+
+    @property
+    def sizes(self) -> Any:
+        """The symbols, and what the compile took for granted of them."""
+
+    def relink(self, values: Values) -> tuple[Compiled, CompileReport]:
+        """Links it for numbers that its conditions hold for.
+
+        Raises:
+            PlanError: if it cannot be right for them after all.
+        """

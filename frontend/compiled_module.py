@@ -21,9 +21,6 @@ from ..reuse.errors import PlanError, without_torchs
 from ..reuse.evidence.module_state import has_own_hooks, module_state, walk_modules
 from ..reuse.ir.printer import folded
 from ..reuse.torch_names import global_hook_tables
-from .calls.calls import WRAPPED, calls_of
-from .calls.model_calls import ModelCalls
-from .calls.torch_slot import asks_slot, check_asks_slot, empty_slot, fill_slot, in_slot
 from .capture.blocks import Reuse
 from .checks.models import (
     refuse_compiled,
@@ -32,6 +29,9 @@ from .checks.models import (
     refuse_wrapper,
     wrapped_parts,
 )
+from .dispatch.model_dispatcher import ModelDispatcher
+from .dispatch.module_dispatcher import DISPATCHER_ATTRIBUTE, dispatcher_of
+from .dispatch.torch_slot import asks_slot, check_asks_slot, empty_slot, fill_slot, in_slot
 from .options import Fallback, Options
 from .report import CompileReport
 from .training_step import TrainingStep
@@ -96,22 +96,21 @@ def compile(
         in_place: compile the model that is given, and return it: its calls run the program, and all
             else (class, signature, hooks, ``state_dict``, saving) is as it was. Compiled again, the
             new options hold. Copies and saved models are plain.
-        fallback: ``"eager"`` runs a module itself that cannot be captured (its Python needs the
-            value of a tensor, say), and compiles the modules inside it whose calls can be; the
-            report has the line and the reason. ``"error"`` raises CaptureError; so does a
-            ``recompute``, which would not hold in a module that runs itself.
+        fallback: ``"eager"`` runs modules that cannot be captured in eager mode (their Python needs
+            the value of a tensor, say), and compiles the modules inside that can be; the report
+            has the line and the reason. ``"error"`` raises CaptureError; so does a ``recompute``,
+            which would not hold in a module that runs eagerly.
         target: ``"cuda:sm_90"`` and the like compile for a GPU that need not be here, for the
             shapes of each call: the report has the plan, and the call itself raises PlanError.
 
-    A forward that does more at each call than compute (a hook that collects activations, a counter
-    outside, ``print``) runs itself. While a module has a backward hook, calls that want gradients
-    run the model itself, hook and all; so do calls under a transform of ``torch.func``,
-    forward-mode differentiation, and modes or classes of
-    tensors that see each operator. The report says so.
+    Calls run eagerly, and the report says why, where a forward does more than compute (a hook that
+    collects activations, ``print``), where a module has a backward hook and gradients are wanted,
+    and under ``torch.func`` transforms, forward-mode differentiation, or modes and tensor classes
+    that see each operator.
 
     Returns:
-        A module; ``.last_report`` tells what the newest compile did (None before the first). In
-        place it is the model, and :func:`last_report` tells.
+        A module; ``.last_report`` is the report of the newest compile (None before the first). In
+        place it is the model, whose report :func:`last_report` returns.
 
     Raises:
         ReuseError, PlanError: for options that do not exist.
@@ -127,7 +126,7 @@ def compile(
     refuse_unknown_wrappers(places)
     refuse_compiled(places)
     refuse_scripted(places if fallback == "error" else [("", model)])
-    if target is not None:  # there is nothing to run itself, and nothing to run again
+    if target is not None:  # on a GPU that is not here nothing can run eagerly, nor a second time
         fallback, dynamic = "error", False
     options = Options(
         reuse=reuse,
@@ -137,16 +136,21 @@ def compile(
         fallback=fallback,
         target=target,
     )
-    if not in_place:
-        for _, part in wrapped_parts(model):
-            check_asks_slot(part)
-        return CompiledModule(model, options, dynamic)
+    if in_place:
+        return _compiled_in_place(model, options, dynamic)
+    for _, part in wrapped_parts(model):
+        check_asks_slot(part)
+    return CompiledModule(model, options, dynamic)
+
+
+def _compiled_in_place(model: nn.Module, options: Options, dynamic: bool | None) -> nn.Module:
+    """Fills the slots of a model, and of models inside that are called past it."""
     check_asks_slot(model)
-    calls = ModelCalls(model, options, dynamic)
-    fill_slot(model, calls)
-    for inside in calls.called_past():
+    dispatcher = ModelDispatcher(model, options, dynamic)
+    fill_slot(model, dispatcher)
+    for inside in dispatcher.called_past():
         fill_slot(inside.model, inside)
-    calls.warn_if_generate_is_eager()
+    dispatcher.warn_if_generate_is_eager(stacklevel=4)
     return model
 
 
@@ -171,7 +175,7 @@ def last_report(compiled: nn.Module | TrainingStep) -> CompileReport | None:
     """
     if isinstance(compiled, TrainingStep):
         return compiled.last_report
-    calls = calls_of(compiled)
+    calls = dispatcher_of(compiled)
     if calls is not None:
         return calls.last_report
     raise PlanError(
@@ -187,17 +191,17 @@ class CompiledModule(nn.Module):
     ``state_dict`` are the model's.
     """
 
-    _lazyinline_calls: ModelCalls
+    _lazyinline_calls: ModelDispatcher
 
     def __init__(self, model: nn.Module, options: Options, dynamic: bool | None = None) -> None:
         super().__init__()
-        state, calls = self.__dict__, ModelCalls(model, options, dynamic)
-        state[WRAPPED] = calls
+        state, calls = self.__dict__, ModelDispatcher(model, options, dynamic)
+        state[DISPATCHER_ATTRIBUTE] = calls
         state["forward"] = calls  # which has the signature of the model's
         tables = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
         for table in (*tables, "_load_state_dict_post_hooks"):
             state[table] = model.__dict__[table]
-        del state["training"]
+        del state["training"]  # the property below asks the model
 
     @property
     def training(self) -> bool:  # type: ignore[override]
@@ -206,7 +210,7 @@ class CompiledModule(nn.Module):
 
     @training.setter
     def training(self, mode: bool) -> None:
-        calls = self.__dict__.get(WRAPPED)
+        calls = self.__dict__.get(DISPATCHER_ATTRIBUTE)
         if calls is None:
             self.__dict__["training"] = mode
         else:
@@ -221,6 +225,7 @@ class CompiledModule(nn.Module):
         """Runs hooks and the program. Hooks on all modules run for the model, not once more."""
         if type(self) is not CompiledModule:
             refuse_wrapper(self, "The compiled module")
+        # A hook on all modules is called by the model's own call, and would see two modules here.
         if any(_HOOKS_ON_ALL) and not has_own_hooks(self, "forward"):
             return self.forward(*args, **kwargs)
         return super().__call__(*args, **kwargs)
@@ -246,7 +251,7 @@ class CompiledModule(nn.Module):
             return calling(self, calls, getattr(calls.model, name))
 
     def __setattr__(self, name: str, value: Any) -> None:
-        calls = self.__dict__.get(WRAPPED)
+        calls = self.__dict__.get(DISPATCHER_ATTRIBUTE)
         if calls is None or name in self.__dict__ or hasattr(type(self), name):
             super().__setattr__(name, value)
         else:
@@ -287,7 +292,7 @@ class CompiledModule(nn.Module):
 _OWN_COMPILER = "get_compiled_call"  # transformers' generate asks it, for the caches that it knows
 
 
-def calling(compiled: nn.Module, calls: ModelCalls, found: Any) -> Any:
+def calling(compiled: nn.Module, calls: ModelDispatcher, found: Any) -> Any:
     """Returns what was found on a model; a method of it calls the compiled model inside."""
     model = calls.model
     if not isinstance(found, types.MethodType) or found.__self__ is not model:
@@ -315,6 +320,7 @@ def calling(compiled: nn.Module, calls: ModelCalls, found: Any) -> Any:
 def _routed(model: nn.Module, compiled: Callable[..., Any]) -> Iterator[None]:
     """Calls of the model inside run the compiled one."""
     state, slot = module_state(model), in_slot(model)
+    # generate() of transformers compiles the decoding step itself; here that is compiled already.
     asked = hasattr(model, _OWN_COMPILER) and _OWN_COMPILER not in state
     fill_slot(model, compiled)
     if asked:

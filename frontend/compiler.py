@@ -1,15 +1,16 @@
-"""The compiler: for each way in, the list of passes in order, from a model to something that runs.
+"""The compiler: one list of passes, from a model to something that runs, and who runs it.
 
-A pass takes one compile to its next state (``passes/state.py``), which is never changed. One
-runner times each pass, verifies what it made where asked, and lets others look on. Everything
-before link costs one visit per different closure. ``lazyinline inspect --passes`` prints these
-lists; ``lazyinline inspect TARGET --after PASS --diff`` shows what one did.
+A pass takes one compile to its next state (``passes/state.py``), which is never changed, and asks
+the goal: whether a module is called, a step is run, a file is written. One runner times each pass,
+verifies what it made where asked, and lets others look on. Everything before link costs one visit
+per different closure. ``lazyinline inspect --passes`` prints the passes of each goal; ``lazyinline
+inspect TARGET --after PASS --diff`` shows what one did.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -21,49 +22,37 @@ from ..autodiff.missing_cotangents import MissingCotangents
 from ..backend.run.planned import PlannedProgram
 from ..backend.run.runtime import ClosureRuntime, PlannedRuntime
 from ..backend.run.unplanned import UnplannedStep
-from .capture.regions import CapturedModel
+from ..reuse.errors import PlanError
+from ..reuse.ir.program import Closure, Composite, Leaf, walk_closures
+from ..reuse.ir.torch_symbols import Values
+from .capture.regions import CapturedModel, Sizes
 from .capture.surroundings import one_at_a_time
-from .compiled import CompiledGradients, CompiledProgram, CompiledStep, GradientRequest
-from .options import Batching, Options
+from .compiled import (
+    Compiled,
+    CompiledGradients,
+    CompiledProgram,
+    CompiledStep,
+    GradientRequest,
+    step_without_tensors,
+)
+from .options import Options
 from .passes.context import Context
-from .passes.gradients import (
-    GradientCompilation,
-    add_gradients,
-    differentiate_gradients,
-    require_data,
-    take_gradients,
-)
+from .passes.gradients import add_gradients, require_data, take_gradients
+from .passes.link import describe_gpu, link_program, linked
 from .passes.made import made_by
-from .passes.memory import (
-    choose_recompute,
-    choose_step_recompute,
-    describe_gpu,
-    is_asked_for,
-    link_module,
-    link_step,
-)
+from .passes.numbers import AtNumbers, results_at
 from .passes.programs import (
     PARTS,
-    StepCompilation,
     capture,
     decompose,
     derive,
     differentiate,
-    differentiate_loss,
-    differentiate_whole,
     lower,
     programs_of,
     reduce_to_primitives,
     repeat_micro_batches,
 )
-from .passes.sizes import (
-    ShapeCompilation,
-    capture_sizes,
-    choose_recompute_sizes,
-    choose_step_recompute_sizes,
-    link_shape,
-    link_step_shape,
-)
+from .passes.recompute import choose_recompute, is_asked_for
 from .passes.stages import (
     choose_stage_recompute,
     differentiate_stages,
@@ -71,90 +60,69 @@ from .passes.stages import (
     predict,
     split,
 )
-from .passes.state import Compilation, Pass, Subject, Unplanned, Watch, no_watch, run
+from .passes.state import (
+    Compilation,
+    Goal,
+    GoalKind,
+    Pass,
+    Subject,
+    Unplanned,
+    Watch,
+    between,
+    no_watch,
+    of_goal,
+    run,
+)
 from .report import CompileReport
 
-# ---- the lists -------------------------------------------------------------------------------
-
-# lazyinline.compile: a module that is called, in training with its backward.
-MODULE = (
+PASSES = (
     capture,
     derive,
+    require_data,
+    split,
+    take_gradients,
     differentiate,
+    differentiate_stages,
+    add_gradients,
     choose_recompute,
-    decompose,
-    lower,
-    link_module,
-    describe_gpu,
-)
-
-# lazyinline.compile_step: forward and backward of all micro-batches as one program.
-STEP = (
-    capture,
-    derive,
-    differentiate_loss,
-    choose_step_recompute,
+    choose_stage_recompute,
     repeat_micro_batches,
+    reduce_to_primitives,
     decompose,
     lower,
-    link_step,
+    link_program,
+    link_rank,
     describe_gpu,
+    predict,
 )
+"""All passes, in order. A goal leaves out those that are for others."""
 
-# lazyinline.pipeline: one rank's stages. After capture the ranks compare what they saw; what
-# follows the cut is run again, with less to save, until the plan fits the rank's memory.
-RANK_CUT = (split, differentiate_stages)
-RANK_FIT = (choose_stage_recompute, decompose, lower, link_rank)
-RANK = (capture, derive, *RANK_CUT, *RANK_FIT, predict)
-
-# lazyinline.compile with sizes that vary: kernels once, for symbols; a link for each shape.
-SIZES = (capture_sizes, derive, differentiate, choose_recompute_sizes, decompose, lower)
-SHAPE = (link_shape,)
-
-# lazyinline.compile_step with sizes that vary.
-STEP_SIZES = (
-    capture_sizes,
-    derive,
-    differentiate_loss,
-    choose_step_recompute_sizes,
-    repeat_micro_batches,
-    decompose,
-    lower,
-)
-STEP_SHAPE = (link_step_shape,)
-
-# Another backward of a compiled module, for a loss that leaves outputs unused.
-BACKWARD = (decompose, lower, link_module)
-SIZES_BACKWARD = (decompose, lower)
-
-# create_graph=True: the gradients of a compiled module as a program, with a backward.
-GRADIENTS = (take_gradients, differentiate_gradients, decompose, lower, link_module)
-
-# lazyinline.export_onnx: what is translated, leaf by leaf.
-EXPORT = (capture, derive, require_data, add_gradients)
-
-# lazyinline inspect --level primitive: what is looked at, checked and counted; nothing runs it.
-PRIMITIVES = (capture, derive, differentiate_whole, reduce_to_primitives)
-
-WAYS: dict[str, tuple[str, Sequence[Pass]]] = {
-    "compile": ("a module that is called", MODULE),
-    "step": ("a training step of all micro-batches", STEP),
-    "rank": ("the stages of one rank of a pipeline", RANK),
-    "sizes": ("a module whose sizes vary", (*SIZES, *SHAPE)),
-    "step sizes": ("a training step whose sizes vary", (*STEP_SIZES, *STEP_SHAPE)),
-    "backward": ("a backward for fewer outputs", BACKWARD),
-    "gradients": ("the gradients of a module, to be differentiated", GRADIENTS),
-    "export": ("an ONNX file", EXPORT),
-    "primitives": ("a model as primitives, to be looked at", PRIMITIVES),
+GOALS: dict[GoalKind, str] = {
+    "module": "a module that is called (lazyinline.compile)",
+    "step": "a training step of all micro-batches (lazyinline.compile_step)",
+    "rank": "the stages of one rank (lazyinline.pipeline)",
+    "gradients": "the gradients of a module, to be differentiated (create_graph=True)",
+    "file": "an ONNX file (lazyinline.export_onnx)",
+    "primitives": "a model as primitives, to be looked at: nothing runs it",
 }
-"""Every way in, for people: what it makes, and its passes."""
+"""What each kind of goal is, for people."""
+
+# A backward for fewer outputs begins with its program; a further shape begins with what is lowered.
+_LOWER = between(PASSES, "decompose", "lower")
+_LINK = between(PASSES, "link", "link")
 
 
-# ---- who runs them ---------------------------------------------------------------------------
+def passes_for(kind: GoalKind) -> Sequence[Pass]:
+    """Returns the passes of one kind of goal, in order."""
+    return of_goal(PASSES, kind)
 
 
 class Compiler:
-    """Runs the passes; keeps what it made per closure for the next program it compiles."""
+    """Runs the passes; keeps what it made per closure for the next program it compiles.
+
+    With symbols for sizes it is a compiler for one capture alone, whose options keep nothing on
+    disk: an entry there would not bring the questions that were asked of sizes.
+    """
 
     def __init__(self, options: Options) -> None:
         self.options = options
@@ -165,64 +133,44 @@ class Compiler:
         """Makes derivatives as the backend wants them, each once."""
         return self.context.differentiator
 
-    def started(self, subject: Subject) -> Compilation:
-        """Returns what is known before the first pass."""
-        return Compilation(
-            context=self.context, report=self.context.report(train=subject.train), subject=subject
-        )
+    def started(self, subject: Subject, goal: Goal) -> Compilation:
+        """Returns the state before the first pass."""
+        report = self.context.report(train=goal.train)
+        return Compilation(context=self.context, report=report, goal=goal, subject=subject)
 
-    def step_started(self, subject: Subject, batching: Batching) -> StepCompilation:
-        """Returns what is known of a step before the first pass; its subject is a micro-batch."""
-        return StepCompilation(
-            context=self.context,
-            report=self.context.report(train=True),
-            subject=subject,
-            batching=batching,
-        )
-
-    @one_at_a_time
     def compile(
         self,
         model: nn.Module,
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
+        goal: Goal,
         *,
-        train: bool,
+        sizes: Callable[[], Sizes] | None = None,
         watch: Watch = no_watch,
-    ) -> tuple[CompiledProgram, CompileReport]:
-        """Compiles a model for inputs of these layouts.
+    ) -> tuple[Compiled, CompileReport]:
+        """Compiles a model for inputs of these layouts; of a step, those of one micro-batch.
+
+        Args:
+            model: what is compiled.
+            args: positional inputs, of which only the layouts count.
+            kwargs: keyword inputs.
+            goal: what for.
+            sizes: makes the sizes that are symbols, if any are.
+            watch: sees each pass that ran.
 
         Raises:
-            CaptureError: if the model cannot be captured.
-            PlanError: if it cannot be run (parameters on the meta device).
+            CaptureError: if the model cannot be captured, or not with symbols for sizes.
+            PlanError: if it cannot be run (parameters on the meta device), or a step has no loss
+                that depends on a parameter.
         """
-        state = self.started(Subject(model, args, kwargs, train))
+        state = self.started(Subject(model, args, kwargs, sizes=sizes), goal)
         with self.context.cached(state.report):
-            state = run(MODULE, state, watch)
+            state = run(PASSES, state, watch)
         note_recompute(state)
-        state.report.made = made_by(state)
-        return self._with_gradients(state, state.report), state.report
-
-    @one_at_a_time
-    def compile_step(
-        self,
-        model: nn.Module,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        batching: Batching,
-    ) -> tuple[CompiledStep, CompileReport]:
-        """Compiles a training step; ``args`` and ``kwargs`` are those of one micro-batch.
-
-        Raises:
-            CaptureError: if the model cannot be captured.
-            PlanError: if its result is not a scalar loss that depends on a parameter.
-        """
-        state = self.step_started(Subject(model, args, kwargs, train=True), batching)
-        with self.context.cached(state.report):
-            state = run(STEP, state)
-        note_recompute(state)
-        state.report.made = made_by(state)
-        return compiled_step(state), state.report
+        # A page draws programs with numbers; one with symbols is linked again for each shape.
+        if state.symbolic is None:
+            state.report.made = made_by(state)
+        return Linker.of(self, state).result(state), state.report
 
     @one_at_a_time
     def compile_gradients(
@@ -235,100 +183,210 @@ class Compiler:
         Raises:
             PlanError: if they have none.
         """
-        state = GradientCompilation(
-            context=self.context,
-            report=self.context.report(train=True),
-            seen=captured,
-            outputs=request.outputs,
-            moving=request.moving,
-        )
-        with self.context.cached(state.report):
-            state = run(GRADIENTS, state)
-        assert state.gradients is not None
-        counted.num_gradients += 1
-        return CompiledGradients(self._with_gradients(state, counted), state.gradients)
-
-    def _with_gradients(self, state: Compilation, counted: CompileReport) -> CompiledProgram:
-        made = compiled_program(state, self._relinked)
-        seen = made.captured.without_tensors()
-        return replace(made, gradients=partial(self.compile_gradients, seen, counted))
-
-    def _relinked(
-        self, compiled: CompiledProgram, derivative: Derivative, report: CompileReport
-    ) -> CompiledProgram:
-        """Compiles the same program with another derivative."""
         state = Compilation(
             context=self.context,
-            report=report,
-            seen=compiled.captured,
-            derivative=derivative,
-            programs=programs_of(derivative),
-            unplanned=unplanned_of(report),
+            report=self.context.report(train=True),
+            goal=Goal("gradients", train=True, gradients=request),
+            seen=captured,
         )
-        with self.context.cached(report):
-            state = run(BACKWARD, state)
-        assert isinstance(state.runs, PlannedRuntime | ClosureRuntime)
-        return replace(compiled, runtime=state.runs, derivative=derivative)
+        with self.context.cached(state.report):
+            state = run(PASSES, state)
+        assert state.gradients is not None
+        counted.num_gradients += 1
+        linker = Linker.of(self, state)
+        compiled = linker.result(state)
+        assert isinstance(compiled, CompiledProgram)
+        further = partial(linker.compile_gradients, None, counted)
+        return CompiledGradients(replace(compiled, gradients=further), state.gradients)
 
 
-def compiled_step(state: StepCompilation) -> CompiledStep:
-    """Returns what a finished compile of a training step made."""
-    assert isinstance(state.runs, PlannedProgram | UnplannedStep)
-    assert state.derivative is not None
-    saved_bytes = state.derivative.saved_type.num_bytes
-    return CompiledStep(state.captured, state.step, state.runs, saved_bytes)
+@dataclass(frozen=True)
+class Linker:
+    """One lowered program: links it for further shapes, and with further backwards.
 
-
-Relinked = Callable[[CompiledProgram, Derivative, CompileReport], CompiledProgram | None]
-"""Gives a compiled program another derivative; None where that cannot be had."""
-
-
-def compiled_program(state: Compilation, relinked: Relinked) -> CompiledProgram:
-    """Returns what a finished compile of a module made, and the way to other backwards of it."""
-    derivative = state.derivative
-    assert isinstance(state.runs, PlannedRuntime | ClosureRuntime)
-    if derivative is None:
-        return CompiledProgram(state.captured, state.runs)
-    watched = saved_inputs(state.programs[PARTS[0]])
-    without = partial(without_outputs, relinked=relinked, report=state.report)
-    unused = MissingCotangents(derivative)
-    return CompiledProgram(state.captured, state.runs, derivative, watched, unused, without)
-
-
-@one_at_a_time
-def without_outputs(
-    compiled: CompiledProgram, unused: Sequence[int], relinked: Relinked, report: CompileReport
-) -> CompiledProgram | None:
-    """Compiles another backward for the same forward; None where it cannot be had.
-
-    Where the backend's kernels do not go with the forward as it is, it gets PyTorch's.
+    Attributes:
+        compiler: compiled it.
+        lowered: the compile up to link, of which it holds no tensor of the model.
+        settled: which symbols had turned out to be others, or numbers, when it was compiled.
+        watched_inputs: see :class:`CompiledProgram`.
+        unused_outputs: the same; shapes share it.
+        backwards: what was lowered for losses that leave outputs unused, with symbols for sizes.
     """
-    known = compiled.unused_outputs
-    for kernels in ("backend", "eager"):
-        derivative = known.without(unused, kernels) if known is not None else None
-        if derivative is None:
-            break
-        passes = CompileReport(True, report.backend, report.reuse, unplanned=report.unplanned)
-        made = relinked(compiled, derivative, passes)
-        if made is not None and type(made.runtime) is type(compiled.runtime):
-            report.num_backwards += 1
-            return made
-    return None
+
+    compiler: Compiler
+    lowered: Compilation
+    settled: tuple[Any, ...]
+    watched_inputs: tuple[int, ...]
+    unused_outputs: MissingCotangents | None
+    backwards: dict[Closure, Compilation] = field(default_factory=dict)
+
+    @property
+    def sizes(self) -> Any:
+        """The symbols, and what the compile took for granted of them."""
+        return self.lowered.captured.sizes
+
+    @classmethod
+    def of(cls, compiler: Compiler, state: Compilation) -> Linker:
+        """Returns the linker for the program of a finished compile."""
+        sizes, composed = state.captured.sizes, state.composed
+        # Launches are as many as inlined copies: for numbers, which link only once more if a loss
+        # leaves outputs unused, they are not kept.
+        lowered = state.symbolic or replace(state, flats={}, request=None)
+        watched: tuple[int, ...] = ()
+        unused = None
+        if lowered.derivative is not None and state.goal.kind != "step":
+            watched = saved_inputs(lowered.programs[PARTS[0]])
+            unused = MissingCotangents(lowered.derivative)
+        lowered = replace(
+            lowered,
+            subject=None,
+            seen=state.captured.without_tensors(),
+            composed=composed and step_without_tensors(composed),
+            programs={},
+            runs=None,
+        )
+        settled = sizes.settled if sizes is not None else ()
+        return cls(compiler, lowered, settled, watched, unused)
+
+    def result(self, state: Compilation) -> Compiled:
+        """Returns the compiled program or step of a finished compile or link."""
+        captured, derivative = state.captured, state.derivative
+        linker = None if state.values is None else self
+        if state.values is not None:
+            captured = replace(captured, program=results_at(captured.program, state.values))
+        if state.goal.kind == "step":
+            assert isinstance(state.runs, PlannedProgram | UnplannedStep)
+            assert derivative is not None
+            saved_bytes = derivative.saved_type.num_bytes
+            return CompiledStep(captured, state.step, state.runs, saved_bytes, linker)
+        assert isinstance(state.runs, PlannedRuntime | ClosureRuntime)
+        return CompiledProgram(
+            captured,
+            state.runs,
+            derivative,
+            self.watched_inputs,
+            self.unused_outputs,
+            partial(self.without_outputs, state.values, state.report),
+            partial(self.compile_gradients, state.values, state.report),
+            linker,
+        )
+
+    def relink(self, values: Values) -> tuple[Compiled, CompileReport]:
+        """Links it for numbers that its conditions hold for.
+
+        Raises:
+            OverBudgetError: if what was chosen for other sizes holds more than the budget at these.
+            PlanError: if a kernel lays a result out in another way than the program says, or what
+                was compiled later settled sizes that this program has open.
+        """
+        if self.sizes.settled != self.settled:
+            raise PlanError(
+                "Compiling a backward for fewer outputs fixed a size that varies, so this program "
+                "is right for no further sizes."
+            )
+        report = self.lowered.context.report(train=self.lowered.goal.train)
+        state = run(_LINK, replace(self.lowered, values=values, report=report))
+        note_recompute(state)
+        report.describe(state.captured)
+        return self.result(state), report
+
+    @one_at_a_time
+    def without_outputs(
+        self,
+        values: Values | None,
+        report: CompileReport,
+        compiled: CompiledProgram,
+        unused: Sequence[int],
+    ) -> CompiledProgram | None:
+        """Compiles another backward for the same forward; None where it cannot be had.
+
+        Where the backend's kernels do not go with the forward as it is, it gets PyTorch's.
+
+        Args:
+            values: the numbers of symbols that the forward is linked for.
+            report: of the forward.
+            compiled: the forward, with a backward for all outputs.
+            unused: the outputs that have no cotangent.
+        """
+        for kernels in ("backend", "eager"):
+            known = self.unused_outputs
+            derivative = known.without(unused, kernels) if known is not None else None
+            if derivative is None:
+                break
+            runtime, derivative = self._other_backward(derivative, values, report)
+            if type(runtime) is type(compiled.runtime):
+                report.num_backwards += 1
+                return replace(compiled, runtime=runtime, derivative=derivative)
+        return None
+
+    def _other_backward(
+        self, derivative: Derivative, values: Values | None, report: CompileReport
+    ) -> tuple[Any, Derivative | None]:
+        """Returns the runtime and the derivative for another backward; None if it is not right.
+
+        With symbols it is compiled once for all shapes.
+        """
+        context, key = self.lowered.context, derivative.backward
+        passes = CompileReport(True, report.backend, report.reuse)
+        lowered = self.backwards.get(key)
+        try:
+            with context.cached(passes):
+                if lowered is None:
+                    lowered = linked(run(_LOWER, self._started(derivative, passes)))
+                if values is not None:
+                    self.backwards[key] = lowered
+                    if _is_compiled(key) and not self.sizes.are_right(values):
+                        return None, None
+                # Where memory is not planned for the forward, its backward takes tensors.
+                unplanned = Unplanned(report.unplanned) if report.unplanned else None
+                lowered = replace(lowered, values=values, report=passes, unplanned=unplanned)
+                state = run(_LINK, lowered)
+        except Exception:
+            if values is None:
+                raise
+            return None, None  # for these sizes alone it is compiled without symbols
+        return state.runs, state.derivative
+
+    def _started(self, derivative: Derivative, report: CompileReport) -> Compilation:
+        """Returns the state of another backward before it is lowered."""
+        programs = programs_of(derivative)
+        return replace(
+            self.lowered,
+            report=report,
+            request=None,
+            derivative=derivative,
+            programs=programs,
+            flats={},
+        )
+
+    def compile_gradients(
+        self, values: Values | None, counted: CompileReport, request: GradientRequest
+    ) -> CompiledGradients:
+        """Compiles gradients that are differentiated; with symbols, for these sizes alone."""
+        captured, compiler = self.lowered.captured, self.compiler
+        if values is not None:
+            program = AtNumbers(values).program(captured.program)
+            captured = replace(captured, program=program, sizes=None)
+            # What is kept per closure would be kept for closures of one shape.
+            compiler = Compiler(compiler.options)
+        return compiler.compile_gradients(captured, counted, request)
 
 
 def note_recompute(state: Compilation) -> None:
     """Says in the report what is saved and what is computed again, where there is a backward."""
-    if state.request is not None and state.derivative is not None:
-        state.context.recompute.note([state.request], state.report)
+    recompute, report = state.context.recompute, state.report
+    if state.request is None or state.derivative is None:
+        return
+    if state.values is not None:
+        if not is_asked_for(state):
+            return
+        recompute = recompute.at(state.values)
+        report.recompute_chosen_for = state.captured.sizes.shapes
+    recompute.note([state.request], report)
 
 
-def note_recompute_at(state: ShapeCompilation) -> None:
-    """The same for numbers in place of symbols, and for which it was chosen (where asked for)."""
-    if state.request is not None and is_asked_for(state):
-        state.context.recompute.at(state.values).note([state.request], state.report)
-        state.report.recompute_chosen_for = state.captured.sizes.shapes
-
-
-def unplanned_of(report: CompileReport) -> Unplanned | None:
-    """Returns what a report says of why memory is not planned: what follows is not either."""
-    return Unplanned(report.unplanned) if report.unplanned else None
+def _is_compiled(closure: Closure) -> bool:
+    """Whether the backend compiles any of it, which asks questions of sizes."""
+    assert isinstance(closure, Composite)
+    leaves = (c for c in walk_closures(closure.program) if isinstance(c, Leaf))
+    return any(leaf.kernels == "backend" for leaf in leaves)

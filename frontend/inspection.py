@@ -13,11 +13,11 @@ from ..reuse.ir.program import Program
 from ..reuse.ir.verify import not_primitive, operators_of, verify
 from .capture.blocks import Reuse
 from .checks.models import check_example
-from .compiler import MODULE, PRIMITIVES, STEP, WAYS, Compiler, note_recompute
+from .compiler import GOALS, PASSES, Compiler, note_recompute, passes_for
 from .options import Batching, Options
 from .passes.programs import PARTS
 from .passes.programs import capture as capture_pass
-from .passes.state import Compilation, Pass, State, Subject, check, run, until
+from .passes.state import Compilation, Goal, Subject, between, check, run, step_goal
 from .target import Target
 from .training_step import LossModel
 
@@ -60,30 +60,35 @@ def capture(
     """
     check_example("capture", model, args)
     compiler = Compiler(Options(reuse=reuse, backend="eager"))
-    subject = Subject(model, args, dict(kwargs or {}), train, effects="undo")
-    state = run((capture_pass,), compiler.started(subject))
+    subject = Subject(model, args, dict(kwargs or {}), effects="undo")
+    state = run((capture_pass,), compiler.started(subject, Goal(train=train)))
     return verify(state.captured.program)
 
 
 def pass_lists() -> str:
-    """Returns each way in with its passes in order, the level after each and what it does."""
+    """Returns each kind of goal with its passes in order, the level after each and what it does."""
     lines = []
-    for name, (what, passes) in WAYS.items():
-        lines.append(f"{name}: {what}")
-        lines += [f"  {one.name:<14}{one.level:<8}{one.summary}" for one in passes]
+    for kind, what in GOALS.items():
+        lines.append(f"{kind}: {what}")
+        lines += [f"  {one.name:<14}{one.level:<8}{one.summary}" for one in passes_for(kind)]
         lines.append("")
+    lines += [
+        "A further shape, where sizes vary, begins at link; a backward for fewer outputs at "
+        "decompose.",
+        "",
+    ]
     return folded("\n".join(lines), indent=24)
 
 
 def show_captured(target: Target, options: Options, *, train: bool, source: Shown = "hide") -> str:
     """Returns a captured program as text; in training, what is saved and computed again, too."""
     compiler = Compiler(options)
-    state = compiler.started(Subject(target.model, target.args, target.kwargs, train))
-    state = run(until("capture", MODULE), state)
+    subject = Subject(target.model, target.args, target.kwargs)
+    state = run((capture_pass,), compiler.started(subject, Goal(train=train)))
     text = format_program(state.programs[PARTS[0]], source=source)
     if not train:
         return text
-    state = run(until("recompute", MODULE)[1:], state)
+    state = run(between(PASSES, "derive", "recompute"), state)
     note_recompute(state)
     lines = ["saved for the backward, and computed again in it, per closure:"]
     return "\n".join([text, folded("\n".join([*lines, *map(str, state.report.recompute)])), ""])
@@ -110,9 +115,8 @@ def reduced(
         train: with gradients.
     """
     compiler = Compiler(options or Options(reuse="auto", backend="eager"))
-    return run(
-        PRIMITIVES, compiler.started(Subject(model, args, dict(kwargs or {}), train))
-    ).programs
+    subject, goal = Subject(model, args, dict(kwargs or {})), Goal("primitives", train=train)
+    return run(PASSES, compiler.started(subject, goal)).programs
 
 
 def show_primitives(
@@ -161,16 +165,11 @@ def show_after(
     Raises:
         LazyInlineError: if there is no such pass.
     """
-    compiler = Compiler(options)
-    if way == "step":
-        subject = Subject(LossModel(target.model, None), target.args, target.kwargs, train=True)
-        started = compiler.step_started(subject, Batching(micro_batches))
-        return _shown(name, STEP, started, diff=diff)
-    subject = Subject(target.model, target.args, target.kwargs, train)
-    return _shown(name, MODULE, compiler.started(subject), diff=diff)
-
-
-def _shown(name: str, passes: Sequence[Pass], state: State, *, diff: bool) -> str:
+    is_step = way == "step"
+    model = LossModel(target.model, None) if is_step else target.model
+    goal = step_goal(Batching(micro_batches)) if is_step else Goal(train=train)
+    state = Compiler(options).started(Subject(model, target.args, target.kwargs), goal)
+    passes = passes_for(goal.kind)
     names = [one.name for one in passes]
     if name not in names:
         raise LazyInlineError(f"There is no pass {name!r} here; there are {', '.join(names)}.")

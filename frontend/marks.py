@@ -20,7 +20,7 @@ from ..reuse.ir.program import RecomputeMark
 _MARK = "__lazy_inline__"
 STAGE_MARK = "_lazyinline_stage"
 """Attribute of a module that belongs to one pipeline stage."""
-WRAPPED = "_lazyinline_calls"
+DISPATCHER_ATTRIBUTE = "_lazyinline_calls"
 """Attribute of the module that ``compile`` puts around a model."""
 _RECOMPUTE = "_lazy_inline_recompute"
 _SAVE = "save"
@@ -163,4 +163,4 @@ def is_block(module: nn.Module) -> bool:
 
 def is_compiled(module: nn.Module) -> bool:
     """Says if a module is the wrapper that ``compile`` put around a model."""
-    return WRAPPED in module_state(module)
+    return DISPATCHER_ATTRIBUTE in module_state(module)

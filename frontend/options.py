@@ -1,4 +1,4 @@
-"""What a user asks of a compile, checked."""
+"""The options of a compile, checked."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Options:
     """``"disk"`` takes results of earlier processes; what is measured does not."""
 
     fallback: Fallback = "eager"
-    """``"eager"`` runs itself what cannot be captured, between what can."""
+    """``"eager"`` runs modules that cannot be captured in eager mode, between compiled ones."""
 
     target: str | None = None
     """A GPU that need not be here; None for the device that a model is on."""

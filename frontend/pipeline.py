@@ -32,7 +32,7 @@ from .checks.models import check_example
 from .checks.refusals import check_leaves, check_runnable, refuse_containers
 from .checks.torch_state import watching_class, why_no_memory
 from .compile_record import CompileRecord
-from .compiler import RANK_CUT, RANK_FIT
+from .compiler import PASSES
 from .guards.guard import Guard
 from .options import Options
 from .page.page import compile_sections, notes, program_tiles, tile
@@ -41,12 +41,11 @@ from .page.texts import bytes_text, count_text, seconds_text
 from .page.write import PageData, about, write_page
 from .passes.context import Context
 from .passes.made import made_by
-from .passes.programs import PARTS, capture, derive
+from .passes.programs import PARTS, model_name
 from .passes.rank import SPLITS, RankCompilation, Split, Splitting, started
 from .passes.rank_compile import model_places, sum_names, unplanned_rank
-from .passes.stages import predict, rank_limit_bytes
-from .passes.state import Subject, run
-from .requests import model_name
+from .passes.stages import rank_limit_bytes
+from .passes.state import Subject, between, run
 from .training_step import LossFunction, LossModel
 
 
@@ -275,20 +274,20 @@ class Pipeline:
         self._batch = Batch(example, table.num_micro_batches)
         args, kwargs = self._batch.first_micro_batch()
         rates = CUDA if ranks.device.type == "cuda" else CPU
-        subject = Subject(model, args, kwargs, train=True)
+        subject = Subject(model, args, kwargs)
         state = started(context, subject, table, ranks.rank, splitting, rates)
         self.last_report = state.report
-        state = run((capture, derive), state)
+        state = run(between(PASSES, "capture", "derive"), state)
         program = state.programs[PARTS[0]]
         ranks.check_same(program, table)
         self._guard = Guard(model, state.captured, *torch_pytree.flatten((args, kwargs)))
         self._places = model_places(program)
         self._names = [model_name(s.name) for s in program.sources if isinstance(s, ModelTensor)]
-        state = run(RANK_CUT, state)
+        state = run(between(PASSES, "split", "autodiff"), state)
         # Ranks that share a cache compile in turn: the others find what the first one built.
         with ranks.leader_first(context.cache_place), context.cached(self.last_report):
             state = fitted(state)
-        state = run((predict,), state)
+        state = run(between(PASSES, "predict"), state)
         self.last_report.made = made_by(state)
         self.plan = ShownPlan.of(state.plan, self.last_report, ranks.rank)
         self._derived = state.own
@@ -491,7 +490,7 @@ def fitted(state: RankCompilation) -> RankCompilation:
     """
     limit, held = rank_limit_bytes(state), 0
     for attempt in range(_ATTEMPTS):
-        made = run(RANK_FIT, state)
+        made = run(between(PASSES, "recompute", "link"), state)
         held = made.runs.plan.held_bytes if isinstance(made.runs, RankProgram) else 0
         if limit is None or held <= limit:
             return made

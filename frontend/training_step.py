@@ -26,7 +26,6 @@ from ..reuse.process import ProcessLock
 from ..reuse.torch_names import new_cpu_tensor
 from .autograd.bridge import picker
 from .autograd.tensors import HandedGradients
-from .calls.torch_slot import check_asks_slot, slot_filled
 from .capture.blocks import Reuse
 from .checks.models import model_inside, refuse_wrappers
 from .checks.refusals import (
@@ -34,17 +33,16 @@ from .checks.refusals import (
     check_runnable,
     refuse_containers,
     watching_tensor,
-    written_out,
 )
 from .checks.torch_state import autograd_mode_around, mode_around
 from .compiled import CompiledStep
-from .compiler import Compiler
+from .dispatch.dispatcher import Dispatcher
+from .dispatch.torch_slot import check_asks_slot, slot_filled
 from .effects.effects import EffectError
-from .guards.guard import Guard
-from .guards.kept_programs import Inputs, KeptPrograms
+from .guards.kept_programs import Inputs
 from .options import Batching, Options
-from .report import CompileReport
-from .sizes.shapes import Made, Shapes, SymbolicCompiling
+from .passes.state import step_goal
+from .sizes.shapes import CompileResult
 
 LossFunction = Callable[[Any], torch.Tensor]
 
@@ -137,7 +135,7 @@ class StepStats:
     why_no_graph: str = ""
 
 
-class TrainingStep:
+class TrainingStep(Dispatcher["_StepEntry"]):
     """Runs one training step. Made by :func:`compile_step`."""
 
     def __init__(
@@ -154,19 +152,10 @@ class TrainingStep:
             check_asks_slot(inside)
         self._wrapper = None if inside is None else model
         self._model = model if inside is None else inside
-        self._loss_model = LossModel(self._model, loss_fn)
+        super().__init__(LossModel(self._model, loss_fn), options, dynamic)
         self._given: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._compiler = Compiler(options)
         self._batching = batching
-        self._shapes = Shapes(self._loss_model, self._for_sizes, dynamic)
-        self._entries: KeptPrograms[_StepEntry] = KeptPrograms()
         self._lock = ProcessLock(threading.Lock)
-        self._report: CompileReport | None = None
-
-    @property
-    def last_report(self) -> CompileReport | None:
-        """What the newest compile did; None before the first step."""
-        return self._report
 
     @property
     def stats(self) -> StepStats | None:
@@ -204,6 +193,7 @@ class TrainingStep:
         def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
             return self._run(args, kwargs, _StepEntry.run_to_graph)
 
+        # Autograd adds to a gradient that is there, and a step sets them.
         for parameter, gradient in self._given:
             if parameter.grad is gradient:
                 parameter.grad = None
@@ -220,16 +210,14 @@ class TrainingStep:
         kwargs: dict[str, Any],
         run: Callable[[_StepEntry, Sequence[Any]], torch.Tensor],
     ) -> torch.Tensor:
+        # Two steps at once would set the same gradients: a mistake of the caller's, not a queue.
         if not self._lock.acquire(blocking=False):
             raise PlanError("This step is already running in another thread; it owns one arena.")
         try:
             leaves, tree, _ = torch_pytree.flatten_call(args, kwargs)
             first = self._entries.first
             handed = first.handed if first is not None else None
-            entry = self._entries.fitting(leaves, tree)
-            if entry is None and (plain := written_out(leaves)):
-                leaves = plain
-                entry = self._entries.fitting(leaves, tree)
+            entry, leaves = self._fitting(leaves, tree)
             entry = entry or self._compile(leaves, tree)
             if handed is not None and first is not entry:
                 entry.follow(handed)
@@ -255,48 +243,29 @@ class TrainingStep:
         parts = [distinct[id(leaf)] for leaf in leaves]  # one that is passed twice stays one
         first = [part[0] if isinstance(part, tuple) else part for part in parts]
         inputs = Inputs.of(first, tree, given=leaves)
-        made = self._shapes.made(inputs) or self._made_for(inputs)
-        entry = _StepEntry(made)
-        entry.can_be_linked_again = made.is_linked
-        if self._entries.add(entry):
-            self._compiler = Compiler(self._compiler.options)
-        self._report = made.report
-        return entry
-
-    def _for_sizes(self) -> SymbolicCompiling[CompiledStep]:
-        from .sizes.symbolic_compiler import SymbolicStepCompiler  # brings in sympy
-
-        return SymbolicStepCompiler(self._compiler.options, self._batching)
-
-    def _made_for(self, inputs: Inputs) -> Made[CompiledStep]:
-        """Compiles for the sizes and the Python numbers of a batch alone."""
-        self._entries.warn_if_many(self._model, Inputs.of(inputs.given, inputs.tree))
-        model = self._loss_model
         try:
-            compiled, report = self._compiler.compile_step(
-                model, inputs.args, inputs.kwargs, self._batching
-            )
+            return self._compile_for(inputs, step_goal(self._batching))
         except EffectError as effect:
             raise CaptureError(
                 f"{effect} A step is one program: do that outside of the model, or use "
                 "lazyinline.compile, which lets such a model run itself."
             ) from effect
-        guard = Guard(model, compiled.captured, inputs.given, inputs.tree, compiled.hold)
-        return self._shapes.note(Made(guard, compiled.without_tensors(), report), inputs)
+
+    def _entry(self, made: CompileResult, leaves: Sequence[Any]) -> _StepEntry:
+        return _StepEntry(made)
 
 
 class _StepEntry:
     """One compiled step: bound to its own copy of the batch, to the model, and to an arena."""
 
-    can_be_linked_again = False
-
-    def __init__(self, made: Made[CompiledStep]) -> None:
+    def __init__(self, made: CompileResult) -> None:
         compiled = made.compiled
+        assert isinstance(compiled, CompiledStep)
         runner = compiled.runner
         native = runner.native
         # No mode of the caller's changes what is copied beside native launches.
         self._move = native.move if native and runner.is_native else None
-        self.guard = made.guard
+        self.guard, self.can_be_linked_again = made.guard, made.is_linked
         self._compiled = compiled
         self._staging: list[tuple[int, _Staging]] = []
         self._batch: list[torch.Tensor] = []
@@ -310,6 +279,7 @@ class _StepEntry:
         self._trained_of = picker(compiled.step.gradients)
         sources = compiled.captured.program.sources
         self._names = self._trained_of([s.name for s in sources if isinstance(s, ModelTensor)])
+        # Each micro-batch's backward begins with its share of the mean: nothing is divided later.
         seed_type = compiled.step.program.inputs[-1].type
         self._seed = torch.full((), 1.0 / count, dtype=seed_type.dtype, device=seed_type.device)  # type: ignore[union-attr]
 
@@ -419,6 +389,7 @@ class _StepEntry:
 
     def _loss_for_user(self, outputs: Sequence[torch.Tensor]) -> torch.Tensor:
         """Returns the mean loss as a tensor of the user's own, which no later step changes."""
+        # The losses lie in the arena, where the next step writes.
         if self._num_losses > 1:
             return torch.stack(list(outputs[: self._num_losses])).mean()
         if not self._move:

@@ -23,10 +23,10 @@ from lazyinline.backend.link.link import link
 from lazyinline.backend.run.planned import PlannedProgram
 from lazyinline.backend.run.runtime import PlannedRuntime
 from lazyinline.frontend.capture.regions import CapturedModel
-from lazyinline.frontend.compiler import WAYS, Compiler, run
+from lazyinline.frontend.compiler import GOALS, Compiler, passes_for, run
 from lazyinline.frontend.options import Batching, Options
 from lazyinline.frontend.passes.programs import PARTS, returned_of, with_derivative
-from lazyinline.frontend.passes.state import Compilation, Subject
+from lazyinline.frontend.passes.state import Compilation, Goal, GoalKind, Subject
 from lazyinline.pipeline_parallel.cut import cut_program, split_composites
 from lazyinline.reuse.ir.constants import share_constants
 from lazyinline.reuse.ir.interpreter import flatten_value, interpret
@@ -94,12 +94,12 @@ class FileTest:
     def text(self) -> str:
         """Runs the passes, and each program if that is asked for; returns the last programs."""
         program = verify(parse_program(self.program))
-        way = self.passes[0][0] if self.passes and self.passes[0][0] in WAYS else "compile"
+        kind = next((kind for kind in GOALS if [kind] == [p[0] for p in self.passes[:1]]), "module")
         options = dict(self.passes)
-        state = started(program, way, options)
+        state = started(program, kind, options)
         for name, option in self.passes:
-            if name != way:
-                state = step_named(name, option, way)(state)
+            if name != kind:
+                state = step_named(name, option, kind)(state)
                 if self.executes:
                     compare(program, state, name)
         texts = [str(program) for program in state.programs.values()]
@@ -108,22 +108,21 @@ class FileTest:
         return "\n".join(texts)
 
 
-def started(program: Program, way: str, options: Mapping[str, str]) -> Compilation:
+def started(program: Program, kind: GoalKind, options: Mapping[str, str]) -> Compilation:
     """Returns what is known of a program as if a model had just been captured."""
     recompute: Any = options.get("recompute") or None
     compiler = Compiler(Options(backend="eager", recompute=recompute, cache="off"))
-    subject = Subject(nn.Identity(), (), {}, train="autodiff" in options)
-    state = compiler.started(subject)
-    if way == "step":
-        state = compiler.step_started(subject, Batching(int(options.get("repeat") or 1)))
+    batching = Batching(int(options.get("repeat") or 1))
+    goal = Goal(kind, train="autodiff" in options, batching=batching)
+    state = compiler.started(Subject(nn.Identity(), (), {}), goal)
     nothing: Any = None
     seen = CapturedModel(program, [], 0, nothing, [], {})
     return replace(state, seen=seen, programs={PARTS[0]: program})
 
 
-def step_named(name: str, option: str, way: str) -> Step:
-    """Returns a pass of the compiler's own list, or another rewrite."""
-    for one in WAYS[way][1]:
+def step_named(name: str, option: str, kind: GoalKind) -> Step:
+    """Returns a pass of the compiler, or another rewrite."""
+    for one in passes_for(kind):
         if one.name == name:
             return lambda state: run([one], state)
     return lambda state: _OTHERS[name](state, option)

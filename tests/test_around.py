@@ -290,7 +290,7 @@ def test_a_model_with_a_call_of_its_own_is_refused_inside_a_wrapper(
     dist.init_process_group("gloo", rank=0, world_size=1, store=store)
     try:
         for way in (compiled, step_of):
-            with pytest.raises(PlanError, match=r"Around has a __call__ of its own"):
+            with pytest.raises(PlanError, match=r"Around overrides __call__"):
                 way(DistributedDataParallel(Around()))
     finally:
         dist.destroy_process_group()

@@ -6,7 +6,7 @@ from link_tree import ROOT
 # Lines and files of each top folder, without pictures' library and licences. A commit that takes
 # something out lowers what it can; none raises one.
 CEILINGS: dict[str, tuple[int, int]] = {
-    "frontend": (23_310, 113),
+    "frontend": (23_100, 113),
     "reuse": (7_560, 35),  # the printer writes all of a program, and a parser reads it
     "autodiff": (6_200, 37),
     "recompute": (1_460, 9),

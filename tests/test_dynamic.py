@@ -18,7 +18,7 @@ from transformers import BertConfig, BertForMaskedLM
 
 import lazyinline
 from lazyinline import Budget, PlanError, lazy_inline
-from lazyinline.frontend.calls.calls import Calls
+from lazyinline.frontend.dispatch.module_dispatcher import ModuleDispatcher
 from lazyinline.frontend.options import Options
 from lazyinline.reuse.ir.torch_symbols import (
     SizeLiteral,
@@ -384,7 +384,7 @@ def test_sizes_that_are_named_from_the_start_may_meet_numbers_and_further_shapes
     """As Dynamo names them: of what is no tensor it says nothing."""
     model = Wrapped(lambda h, number: h * number)
     options = Options(reuse="off", backend="eager", recompute=None, cache="off")
-    run = Calls(model, options, names=(("s0", "", ""), ()))
+    run = ModuleDispatcher(model, options, names=(("s0", "", ""), ()))
     for batch in (4, 6, 1, 3):
         x = torch.randn(batch, 2, 8)
         assert_close(run(x, 3), model(x, 3))
@@ -401,12 +401,12 @@ def test_one_tensor_passed_twice_has_one_shape() -> None:
         inputs = pair(*sizes)
         assert_close(compiled(*inputs), model(*inputs))
     families = compiled.__dict__["_lazyinline_calls"]._shapes._compiles
-    symbolic = [family.symbolic[0] for family in families if family.symbolic is not None]
+    symbolic = [family.linker for family in families if family.linker is not None]
     assert len(symbolic) == 3  # one tensor and two learn apart: the first of each has numbers
     for program in symbolic:  # each symbol stands for one size of what is passed
         a, b = torch.randn(9, 8), torch.randn(11, 8)
         values = program.sizes.values([a, b])
-        types = [v.type for v in program.captured.program.inputs][:2]
+        types = [v.type for v in program.lowered.captured.program.inputs][:2]
         if values is not None:
             assert [tensor_type_at(t, values).shape[0] for t in types] == [9, 11]
 

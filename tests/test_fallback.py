@@ -26,7 +26,7 @@ from torch.utils.checkpoint import checkpoint
 import lazyinline
 from lazyinline import Budget, CaptureError, PlanError
 from lazyinline.backend.kernels import torch_builds, torch_inductor
-from lazyinline.frontend.calls import parts
+from lazyinline.frontend.dispatch import parts
 from lazyinline.reuse.torch_names import CALL_SLOT
 
 WIDTH = 4

@@ -32,7 +32,7 @@ from lazyinline.autodiff.traces.torch_differentiable import DIFFERENTIABLE
 from lazyinline.frontend.compiler import Compiler
 from lazyinline.frontend.options import Options
 from lazyinline.frontend.passes.programs import capture as capture_pass
-from lazyinline.frontend.passes.state import Subject, run
+from lazyinline.frontend.passes.state import Goal, Subject, run
 from lazyinline.frontend.sizes.torch_input_sizes import InputSizes
 from lazyinline.reuse.ir.interpreter import interpret
 from lazyinline.reuse.ir.program import (
@@ -495,8 +495,8 @@ def test_sizes_may_be_symbols() -> None:
     model, x, series = network(2), matrix(7, 2), Series(2, 6, collapsed=True)
     sizes = partial(InputSizes, [x], [("n", "")])
     compiler = Compiler(Options(backend="eager", cache="off"))
-    subject = Subject(model, (x,), {}, train=True, sizes=sizes)
-    program = run((capture_pass,), compiler.started(subject)).captured.program
+    subject = Subject(model, (x,), {}, sizes=sizes)
+    program = run((capture_pass,), compiler.started(subject, Goal(train=True))).captured.program
     assert program.inputs[0].type.is_symbolic  # type: ignore[union-attr]
     active = tuple(not isinstance(source, ModelTensor) for source in program.sources)
     derivative = derived(closure_of(program), active, series, "lines")

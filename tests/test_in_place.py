@@ -179,7 +179,7 @@ class Around(Small):
 
 
 def test_a_class_with_a_call_of_its_own_is_refused_in_place_only() -> None:
-    with pytest.raises(PlanError, match=r"Around has a __call__ of its own.*in_place=False"):
+    with pytest.raises(PlanError, match=r"Around overrides __call__.*in_place=False"):
         lazyinline.compile(Around(), in_place=True)
     model = Around().eval()
     compiled = lazyinline.compile(model, backend="eager")

@@ -13,15 +13,16 @@ from rank_bench import RankReport, compile_rank, rank_number, rank_page
 from torch import nn
 
 from lazyinline import LazyInlineError
-from lazyinline.frontend.compiler import RANK, Compiler
+from lazyinline.frontend.compiler import PASSES, Compiler
 from lazyinline.frontend.options import Options
 from lazyinline.frontend.passes.programs import estimate, lower
+from lazyinline.frontend.passes.state import Goal
 
 
 def test_kernels_are_built_and_planned_for_a_model_without_data() -> None:
     with torch.device("meta"):
         model, x = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 8)), torch.empty(4, 64)
-    _, report = Compiler(Options()).compile(model, (x,), {}, train=False)
+    _, report = Compiler(Options()).compile(model, (x,), {}, Goal())
     assert (report.num_kernels, report.unplanned) == (1, "")
     assert report.num_launches == 3
     assert report.peak_bytes is not None and report.peak_bytes >= 4 * 64 * 4
@@ -48,7 +49,7 @@ def test_nodes_held_grow_by_two_calls_and_the_sums_of_a_layer() -> None:
 TINY = {"hidden": 32, "num_heads": 2, "vocab": 50, "seq": 32, "batch": 4}
 
 
-ESTIMATED = tuple(estimate if one is lower else one for one in RANK)
+ESTIMATED = tuple(estimate if one is lower else one for one in PASSES)
 
 
 def rank_report(rank: str, micro_batches: int, recompute: str | None) -> RankReport:

@@ -12,10 +12,10 @@ from programs import random_program
 from torch import nn
 
 import lazyinline
-from lazyinline.frontend.compiler import MODULE, Compiler, run
+from lazyinline.frontend.compiler import PASSES, Compiler, run
 from lazyinline.frontend.options import Options
 from lazyinline.frontend.passes.context import Context
-from lazyinline.frontend.passes.state import Compilation, Pass, Subject, until
+from lazyinline.frontend.passes.state import Compilation, Goal, Pass, Subject, between
 from lazyinline.reuse.errors import ParseError
 from lazyinline.reuse.ir.leaf import leaf_key
 from lazyinline.reuse.ir.parser import parse_program
@@ -112,7 +112,7 @@ class Net(nn.Module):
 @pytest.mark.parametrize("recompute", [None, "full"])
 def test_the_programs_of_every_pass_come_back(recompute: Any) -> None:
     compiler = Compiler(Options(backend="eager", recompute=recompute))
-    state = compiler.started(Subject(Net(), (torch.randn(6, 4),), {}, train=True))
+    state = compiler.started(Subject(Net(), (torch.randn(6, 4),), {}), Goal(train=True))
     seen = set()
 
     def look(one: Pass, before: Compilation, after: Compilation) -> None:
@@ -120,7 +120,7 @@ def test_the_programs_of_every_pass_come_back(recompute: Any) -> None:
             seen.add(one.name)
             assert_inverse(program)
 
-    run(until("decompose", MODULE), state, look)
+    run(between(PASSES, last="decompose"), state, look)
     assert {"capture", "autodiff", "decompose"} <= seen
 
 

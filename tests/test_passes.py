@@ -12,12 +12,22 @@ from torch import nn
 
 import lazyinline
 from lazyinline import VerifyError, lazy_inline
-from lazyinline.frontend.compiler import MODULE, STEP, Compiler
+from lazyinline.frontend.compiler import Compiler, passes_for
 from lazyinline.frontend.options import Batching, Options
 from lazyinline.frontend.passes.programs import decompose
-from lazyinline.frontend.passes.state import Compilation, State, Subject, compile_pass, run
+from lazyinline.frontend.passes.state import (
+    Compilation,
+    Goal,
+    State,
+    Subject,
+    compile_pass,
+    run,
+    step_goal,
+)
 from lazyinline.frontend.report import CompileReport
 from lazyinline_command.main import main
+
+MODULE, STEP = passes_for("module"), passes_for("step")
 
 
 @lazy_inline
@@ -141,24 +151,22 @@ def test_wrong_questions_say_what_to_do(
 def test_reports_have_the_rows_of_their_list() -> None:
     """All of them in order, but for passes that nothing asked for."""
     compiler = Compiler(Options(backend="eager", recompute="full"))
-    _, module = compiler.compile(Net(), (torch.randn(4, 4),), {}, train=True)
-    _, step = compiler.compile_step(Net(), (torch.randn(2, 4),), {}, Batching(2))
+    _, module = compiler.compile(Net(), (torch.randn(4, 4),), {}, Goal(train=True))
+    _, step = compiler.compile(Net(), (torch.randn(2, 4),), {}, step_goal(Batching(2)))
     # For a forward that takes gradients, and for a GPU that is not here.
     others = ("derive", "predict")
     for report, passes in ((module, MODULE), (step, STEP)):
         assert [row.name for row in report.passes] == [
             one.name for one in passes if one.name not in others
         ]
-    _, plain = Compiler(Options(backend="eager")).compile(
-        Net(), (torch.ones(4, 4),), {}, train=False
-    )
+    _, plain = Compiler(Options(backend="eager")).compile(Net(), (torch.ones(4, 4),), {}, Goal())
     rows = [p.name for p in MODULE if p.name not in ("recompute", *others)]
     assert [row.name for row in plain.passes] == rows
 
 
 def started() -> Compilation:
     compiler = Compiler(Options(backend="eager"))
-    return compiler.started(Subject(Net(), (torch.randn(4, 4),), {}, train=False))
+    return compiler.started(Subject(Net(), (torch.randn(4, 4),), {}), Goal())
 
 
 @compile_pass("spoil")

@@ -17,7 +17,7 @@ from torch import nn
 
 import lazyinline
 from lazyinline.autodiff.derivative import Differentiator, Recipe
-from lazyinline.frontend.requests import differentiable_inputs
+from lazyinline.frontend.passes.programs import differentiable_inputs
 from lazyinline.reuse.ir.printer import (
     WIDTH,
     diff_texts,

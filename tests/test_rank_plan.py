@@ -10,7 +10,7 @@ from decoders import DecoderBlock, llama
 from lazyinline import PipelineError, lazy_inline
 from lazyinline.backend.arena.proof import check_no_overlap
 from lazyinline.backend.run.rank_program import RankPlan, RankProgram
-from lazyinline.frontend.compiler import RANK
+from lazyinline.frontend.compiler import PASSES
 from lazyinline.frontend.options import Options
 from lazyinline.frontend.page.arena import arena_section
 from lazyinline.frontend.passes.context import Context
@@ -102,7 +102,7 @@ def test_another_order_than_the_planned_one_is_refused() -> None:
         progress.begin(actions[0])
 
 
-ESTIMATED = tuple(estimate if one is lower else one for one in RANK)
+ESTIMATED = tuple(estimate if one is lower else one for one in PASSES)
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +115,7 @@ def planned(context: Context, schedule: str, rank: int, micro_batches: int) -> R
     """One rank's plan, without processes or kernels and with parameters on the meta device."""
     with torch.device("meta"):
         model, args = llama(8, hidden=32, num_heads=2, vocab=50, seq=8)
-    subject = Subject(LossModel(model, None), args, {}, train=True)
+    subject = Subject(LossModel(model, None), args, {})
     table = table_of(schedule, 2, micro_batches)
     state = started(context, subject, table, rank, Splitting("even", None), CPU)
     made = run(ESTIMATED, state).runs

@@ -35,7 +35,7 @@ from torch.autograd.grad_mode import _enter_inference_mode, _exit_inference_mode
 from ...reuse.errors import LazyInlineError, PlanError
 from ...reuse.ir.torch_symbols import expression_of
 from ...reuse.ir.types import contiguous_stride
-from ..calls.calls import Calls
+from ..dispatch.module_dispatcher import ModuleDispatcher
 from ..options import Options
 from ..report import CompileReport
 from .outline import ModuleCall, ModuleCalls, held, outlined, take_over
@@ -304,7 +304,7 @@ class CompiledGraph:
 
     def __init__(self, graph: DynamoGraph, options: Options) -> None:
         module = graph.module if options.reuse == "off" else outlined(graph.module, graph.calls)
-        self._calls = Calls(module, options, names=graph.names)
+        self._calls = ModuleDispatcher(module, options, names=graph.names)
         self._inputs = graph.inputs
 
     @property

@@ -19,6 +19,7 @@ from ..checks.models import check_example
 from ..checks.refusals import check_runnable
 from ..compiler import Compiler
 from ..options import Batching, Options
+from ..passes.state import Goal, step_goal
 from ..report import CompileReport
 from ..training_step import LossModel
 from .report import MeasureReport, Step
@@ -129,10 +130,10 @@ def _compiled(
     compiler = Compiler(options)
     with torch.set_grad_enabled(train):
         if micro_batches == 1:
-            return compiler.compile(model, args, kwargs, train=train)[1]
+            return compiler.compile(model, args, kwargs, Goal(train=train))[1]
         args, kwargs = split_batch(args, kwargs, micro_batches)[0]
         loss = LossModel(model, None)
-        return compiler.compile_step(loss, args, kwargs, Batching(micro_batches))[1]
+        return compiler.compile(loss, args, kwargs, step_goal(Batching(micro_batches)))[1]
 
 
 def _seeded(work: Workload) -> Step:

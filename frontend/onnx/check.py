@@ -18,7 +18,7 @@ from ...reuse import torch_pytree
 from ...reuse.errors import ExportError
 from ...reuse.ir.interpreter import interpret
 from ...reuse.ir.program import ModelTensor, Program, UserInput, tensor_type
-from ..calls.torch_slot import slots_empty
+from ..dispatch.torch_slot import slots_empty
 
 if TYPE_CHECKING:
     from onnxscript import ir

@@ -18,17 +18,16 @@ from ...reuse.errors import CaptureError, ExportError, door
 from ...reuse.ir.printer import folded
 from ...reuse.ir.program import ModelTensor, Program, UserInput
 from ...reuse.ir.verify import verify as verify_program
-from ..calls.calls import calls_of
 from ..capture.assemble import OutputTree
 from ..capture.blocks import Reuse
 from ..capture.surroundings import one_at_a_time
-from ..compiler import EXPORT
+from ..compiler import PASSES
+from ..dispatch.module_dispatcher import dispatcher_of
 from ..options import Options
 from ..passes.context import Context
-from ..passes.gradients import ExportCompilation
 from ..passes.programs import PARTS
+from ..passes.state import Compilation, Goal, run
 from ..passes.state import Subject as ModelSubject
-from ..passes.state import run
 from .check import Names, Subject
 
 if TYPE_CHECKING:
@@ -180,29 +179,37 @@ def _subject(
     if isinstance(model, Program):
         if not model.sources:
             raise ExportError("This program has no sources: export one that was captured.")
-        state = run(EXPORT[1:], replace(_started(request), programs={PARTS[0]: model}))
-        return Subject(verify_program(state.program), None, args, kwargs, state.gradients)
-    calls = calls_of(model)
+        state = run(PASSES, replace(_started(request), programs={PARTS[0]: model}))
+        return _exported(state, None, args, kwargs)
+    calls = dispatcher_of(model)
     if calls is not None:
         request, model = replace(request, reuse=calls.options.reuse), calls.model
     if not isinstance(model, nn.Module):
         raise ExportError(f"A model or a program is exported, not a {type(model).__name__}.")
-    subject = ModelSubject(model, args, kwargs, request.train, effects="undo")
+    subject = ModelSubject(model, args, kwargs, effects="undo")
     state = replace(_started(request), subject=subject)
-    state = run(EXPORT, state) if request.dynamic_shapes is None else _sized(state, request)
-    sizes = state.captured.sizes
-    return Subject(verify_program(state.program), model, args, kwargs, state.gradients, sizes)
+    state = run(PASSES, state) if request.dynamic_shapes is None else _sized(state, request)
+    return _exported(state, model, args, kwargs)
 
 
-def _started(request: _Request) -> ExportCompilation:
+def _exported(
+    state: Compilation, model: nn.Module | None, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Subject:
+    """Returns what finished passes leave to be written, with the model to check it by."""
+    program, derivative = verify_program(state.programs[PARTS[0]]), state.derivative
+    gradients = () if derivative is None else derivative.gradient_inputs
+    sizes = None if state.seen is None else state.seen.sizes
+    return Subject(program, model, args, kwargs, gradients, sizes)
+
+
+def _started(request: _Request) -> Compilation:
     context = Context(Options(reuse=request.reuse, backend="eager"))
     report = context.report(train=request.train)
-    return ExportCompilation(
-        context=context, report=report, opset=request.opset, train=request.train
-    )
+    goal = Goal("file", train=request.train, opset=request.opset)
+    return Compilation(context=context, report=report, goal=goal)
 
 
-def _sized(state: ExportCompilation, request: _Request) -> ExportCompilation:
+def _sized(state: Compilation, request: _Request) -> Compilation:
     """Runs the passes with symbols in place of the sizes that may vary."""
     from ...backend.onnx.torch_onnx import oblivious
     from ..sizes.torch_declared_sizes import DeclaredSizes
@@ -222,9 +229,9 @@ def _sized(state: ExportCompilation, request: _Request) -> ExportCompilation:
 
 
 def _run_sized(
-    state: ExportCompilation, subject: ModelSubject, sizes: Callable[[], DeclaredSizes]
-) -> ExportCompilation:
-    state = run(EXPORT, replace(state, subject=replace(subject, sizes=sizes)))
+    state: Compilation, subject: ModelSubject, sizes: Callable[[], DeclaredSizes]
+) -> Compilation:
+    state = run(PASSES, replace(state, subject=replace(subject, sizes=sizes)))
     state.captured.sizes.conditions()
     return state
 

@@ -1,4 +1,4 @@
-"""What a compiler keeps per closure, so that each is taken apart and lowered once."""
+"""Keeps results per closure, so that each is decomposed and lowered once."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import platform
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 from ...autodiff.derivative import Differentiator
@@ -40,7 +40,7 @@ from .recompute_choice import Recompute
 
 
 class Context:
-    """What passes share. One for each compiler; it outlives a compile.
+    """Holds what passes share. One for each compiler; it outlives a compile.
 
     Args:
         options: of the compiler.
@@ -48,9 +48,6 @@ class Context:
     Attributes:
         backend: makes kernels.
         differentiator: makes derivatives as the backend wants them, each once.
-        gradient_programs: makes gradients into programs, to be differentiated again.
-        derive: makes the gradients that a forward itself takes.
-        reducer: reduces programs to primitives, to be looked at.
         recompute: picks what a derivative saves.
         tools: what places buffers and runs launches.
         kernels: of each leaf that has one.
@@ -66,9 +63,6 @@ class Context:
         self._cache = found or CompileCache(None, options.backend)
         self.tools = self._tools()
         self.differentiator = Differentiator(self.backend.recipe, self._cache.derivative)
-        self.gradient_programs = GradientPrograms()
-        self.derive = InnerGradients()
-        self.reducer = Reducer()
         self.recompute = Recompute(
             self.differentiator, options.recompute, options.backend, self.tools.place.target
         )
@@ -78,7 +72,27 @@ class Context:
         self._leaves: dict[Any, Leaf] = {}
         self._decomposed: dict[Leaf, Leaf] = {}
         self._unaligned: dict[Leaf, frozenset[int]] = {}
-        self._estimates = Estimates(fuses=options.backend == "inductor")
+
+    # Made when something asks for them: most models differentiate nothing in their forward.
+
+    @cached_property
+    def gradient_programs(self) -> GradientPrograms:
+        """Makes gradients into programs, to be differentiated again."""
+        return GradientPrograms()
+
+    @cached_property
+    def derive(self) -> InnerGradients:
+        """Makes the gradients that a forward itself takes."""
+        return InnerGradients()
+
+    @cached_property
+    def reducer(self) -> Reducer:
+        """Reduces programs to primitives, to be looked at."""
+        return Reducer()
+
+    @cached_property
+    def _estimates(self) -> Estimates:
+        return Estimates(fuses=self.options.backend == "inductor")
 
     def _tools(self) -> Tools:
         tools = Tools(self._cache.plan, self._cache.native)
@@ -111,6 +125,7 @@ class Context:
     def decomposed(self, program: Program) -> Program:
         """Takes the composite operators of each leaf apart."""
 
+        # By the leaf itself: blocks that share a closure are one entry, whatever their number.
         def of_leaf(leaf: Leaf) -> Leaf:
             if leaf not in self._decomposed:
                 make = partial(decompose_leaf, leaf, self.backend)
@@ -120,7 +135,7 @@ class Context:
         return map_leaves(program, of_leaf)
 
     def lower(self, programs: Iterable[Program]) -> list[Leaf]:
-        """Makes what kernels programs need; returns the leaves that were new."""
+        """Makes the kernels that programs need; returns the leaves that were new."""
         leaves = {c: None for p in programs for c in walk_closures(p) if isinstance(c, Leaf)}
         new = [c for c in leaves if c not in self.kernels and c not in self.recorded]
         self._lower_leaves(new)
@@ -152,7 +167,7 @@ class Context:
         return True
 
     def kernels_of(self, flats: Sequence[FlatProgram]) -> Mapping[Leaf, Kernel]:
-        """Returns what to call for each leaf; launches from the cache do not stand for one here."""
+        """Returns the kernel of each leaf as a function; launches from the cache are none."""
         self._make_kernels(leaves_of(flats))
         return self.kernels
 

@@ -2,51 +2,27 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
 from ...autodiff.derivative import Differentiator, Recipe
 from ...autodiff.flows import Draws, used_inputs
-from ...autodiff.higher_order.gradient_program import (
-    GradientProgram,
-    own_derivative,
-)
+from ...autodiff.higher_order.gradient_program import own_derivative
 from ...autodiff.training_program import training_program
 from ...reuse.errors import ExportError, PlanError
 from ...reuse.ir.leaf import Leaf
 from ...reuse.ir.program import Composite, ModelTensor, Program, UserInput
 from ...reuse.ir.types import TensorType
 from ..capture.assemble import OutputTree
-from ..requests import differentiable_inputs, differentiation
-from .programs import PARTS, with_request
+from .programs import PARTS, differentiable_inputs
 from .state import Compilation, compile_pass
 
 
-@dataclass(frozen=True, kw_only=True)
-class ExportCompilation(Compilation):
-    """A program on its way to a file.
-
-    Attributes:
-        opset: version of the operators in it.
-        train: whether it holds gradients.
-        gradients: program inputs that have a gradient among the outputs.
-    """
-
-    opset: int
-    train: bool
-    gradients: tuple[int, ...] = ()
-
-    @property
-    def program(self) -> Program:
-        """What is written."""
-        return self.programs[PARTS[0]]
-
-
-@compile_pass("data")
-def require_data(state: ExportCompilation) -> ExportCompilation:
-    """What a file shall hold has to be there."""
-    for source in state.program.sources:
+@compile_pass("data", goals=("file",))
+def require_data(state: Compilation) -> Compilation:
+    """Refuses parameters on the meta device: a file needs their values."""
+    for source in state.programs[PARTS[0]].sources:
         if isinstance(source, ModelTensor) and source.tensor.is_meta:
             raise ExportError(
                 f"{source.name} is on the meta device and has no data to write. Materialize the "
@@ -55,18 +31,18 @@ def require_data(state: ExportCompilation) -> ExportCompilation:
     return state
 
 
-def _is_training(state: ExportCompilation) -> bool:
-    return state.train
+def _is_training(state: Compilation) -> bool:
+    return state.goal.train
 
 
-@compile_pass("autodiff", wanted=_is_training)
-def add_gradients(state: ExportCompilation) -> ExportCompilation:
+@compile_pass("autodiff", goals=("file",), wanted=_is_training)
+def add_gradients(state: Compilation) -> Compilation:
     """In training, the program also computes every gradient of the loss."""
     from ...backend.onnx.torch_onnx import exact_attention, exact_decompositions
 
-    program = state.program
+    program = state.programs[PARTS[0]]
     loss = loss_output(program)
-    table = exact_decompositions(state.opset)
+    table = exact_decompositions(state.goal.opset)
 
     def recipe(leaf: Leaf) -> Recipe:
         return Recipe(table)
@@ -83,7 +59,7 @@ def add_gradients(state: ExportCompilation) -> ExportCompilation:
     assert isinstance(type_, TensorType)
     seed = ModelTensor("loss.seed", torch.ones(type_.shape, dtype=type_.dtype, device=type_.device))
     programs = {PARTS[0]: training_program(program, derivative, [seed])}
-    return replace(state, programs=programs, gradients=derivative.gradient_inputs)
+    return replace(state, programs=programs, derivative=derivative)
 
 
 def loss_output(program: Program) -> int:
@@ -115,25 +91,11 @@ def _item_bytes(program: Program, output: int) -> int:
 # ---- create_graph=True: gradients as a program, with a backward -------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
-class GradientCompilation(Compilation):
-    """The gradients of a captured program on their way to something that runs.
-
-    Attributes:
-        outputs: of the program, those that have a cotangent.
-        moving: of these, those whose cotangent wants a gradient itself.
-        gradients: the program of gradients, once it is made.
-    """
-
-    outputs: tuple[int, ...]
-    moving: tuple[int, ...]
-    gradients: GradientProgram | None = None
-
-
-@compile_pass("gradients")
-def take_gradients(state: GradientCompilation) -> GradientCompilation:
+@compile_pass("gradients", goals=("gradients",))
+def take_gradients(state: Compilation) -> Compilation:
     """A program becomes that of its gradients, once per different closure."""
-    program = state.captured.program
+    program, request = state.captured.program, state.goal.gradients
+    assert request is not None
     function = own_derivative(program)
     if function:
         raise PlanError(
@@ -146,10 +108,10 @@ def take_gradients(state: GradientCompilation) -> GradientCompilation:
         UserInput(i, f"input_{i}", requires_grad=i in wanted) for i in range(len(program.inputs))
     ]
     sources += [
-        UserInput(len(sources), f"cotangent_{o}", requires_grad=o in state.moving)
-        for o in state.outputs
+        UserInput(len(sources), f"cotangent_{o}", requires_grad=o in request.moving)
+        for o in request.outputs
     ]
-    made = state.context.gradient_programs.of(program, wanted, state.outputs, sources)
+    made = state.context.gradient_programs.of(program, wanted, request.outputs, sources)
     if made is None:
         raise PlanError("No gradient flows to an input or a parameter that requires grad.")
     _require_same_draws(program, made.program)
@@ -182,9 +144,3 @@ def _require_same_draws(program: Program, gradients: Program) -> None:
         "model.eval() or set its dropout to 0; or call the model itself where its gradient is "
         "differentiated."
     )
-
-
-@compile_pass("autodiff")
-def differentiate_gradients(state: GradientCompilation) -> GradientCompilation:
-    """The program of gradients becomes two: a forward, and a backward with the calls reversed."""
-    return with_request(state, differentiation(state.programs[PARTS[0]]))

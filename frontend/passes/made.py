@@ -1,4 +1,4 @@
-"""What a compile made, kept in its report for a page; nothing of it is looked at before."""
+"""Collects what a compile made into its report; only a page looks at it."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from ...backend.run.rank_program import RankPlan, RankProgram
 from ...backend.run.runtime import PlannedRuntime
 from ...reuse.ir.program import Call, Composite, Leaf, Program, walk_closures
 from ..compile_record import Made, Memory
-from .memory import is_asked_for
-from .programs import PARTS, StepCompilation
+from .programs import PARTS
+from .recompute import is_asked_for
 from .state import Compilation
 
 
@@ -25,7 +25,7 @@ def made_by(state: Compilation) -> Made:
         captured=_bare(state.captured.program),
         forward=_bare(forward),
         backward=None if backward is None else _bare(backward),
-        micro_batches=state.batching.micro_batches if isinstance(state, StepCompilation) else 1,
+        micro_batches=state.goal.batching.micro_batches,
         kernels={leaf: context.recorded[leaf] for leaf in _leaves(state) & context.recorded.keys()},
         memory=_memory(planned),
         frontiers=partial(context.recompute.frontiers, request) if asked and request else tuple,
@@ -34,7 +34,7 @@ def made_by(state: Compilation) -> Made:
 
 def _programs(state: Compilation) -> tuple[Program, Program | None]:
     """The forward and the backward that run; of a step, those of its first micro-batch."""
-    if not isinstance(state, StepCompilation):
+    if state.goal.kind != "step":
         # A rank of a pipeline has parts of its own: what is shown is the whole model.
         forward = state.programs.get(PARTS[0], state.captured.program)
         return forward, state.programs.get(PARTS[1])

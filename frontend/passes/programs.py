@@ -6,23 +6,26 @@ A program and its derivative are two parts that are linked: a forward, and its b
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
+
+from torch import nn
 
 from ...autodiff.derivative import Derivative, Request
 from ...autodiff.higher_order.derivation import takes_gradients
-from ...autodiff.training_program import StepProgram, step_program
+from ...autodiff.training_program import step_program
 from ...reuse.errors import CaptureError, PlanError
 from ...reuse.ir.leaf import flat_types
-from ...reuse.ir.program import Composite, Program
+from ...reuse.ir.program import Composite, Leaf, ModelTensor, Program, walk_closures
+from ...reuse.ir.torch_symbols import refuse_inexact
 from ..capture.capture import capture_model
 from ..checks.refusals import DIFFERENTIATES, check_batch_is_kept
-from ..options import Batching
-from ..requests import class_name_of, differentiation, loss_differentiation
 from ..reuse_table import nothing_shared
-from .state import Compilation, State, compile_pass
+from .state import Compilation, GoalKind, State, compile_pass
 
 PARTS = ("forward", "backward")
+CAPTURED: tuple[GoalKind, ...] = ("module", "step", "rank", "file", "primitives")
+WITH_KERNELS: tuple[GoalKind, ...] = ("module", "step", "rank", "gradients")
 
 
 def programs_of(derivative: Derivative) -> dict[str, Program]:
@@ -56,26 +59,11 @@ def _backward_sources(
     return [*sources, *(("new", t) for t in types)]
 
 
-@dataclass(frozen=True, kw_only=True)
-class StepCompilation(Compilation):
-    """A training step's compile; what is captured is one micro-batch.
-
-    Attributes:
-        batching: how many micro-batches, in which order.
-        composed: the step, once it is put together.
-    """
-
-    batching: Batching
-    composed: StepProgram | None = None
-
-    @property
-    def step(self) -> StepProgram:
-        """The step, once it is put together."""
-        assert self.composed is not None
-        return self.composed
+def _is_uncaptured(state: Compilation) -> bool:
+    return state.subject is not None
 
 
-@compile_pass("capture")
+@compile_pass("capture", goals=CAPTURED, wanted=_is_uncaptured)
 def capture(state: State) -> State:
     """The model's Python runs once; each different block is traced, every other one is a call."""
     subject = state.subject
@@ -85,15 +73,20 @@ def capture(state: State) -> State:
         subject.args,
         subject.kwargs,
         reuse=state.context.options.reuse,
-        train=subject.train,
+        train=state.goal.train,
         sizes=subject.sizes,
         effects=subject.effects,
         for_gpu=state.context.options.target is not None,
         only_reverse=subject.only_reverse,
     )
+    # Kernels compute sizes in an order of their own, so no float may depend on one.
+    if subject.sizes and state.goal.kind != "file":
+        for closure in walk_closures(seen.program):
+            if isinstance(closure, Leaf):
+                refuse_inexact(closure.module)
     # Leaves with symbols are no others' equals: a symbol belongs to one capture.
     program = seen.program if subject.sizes else state.context.known(seen.program)
-    state.report.model = class_name_of(subject.model)
+    state.report.model = type(own_model(subject.model)).__name__
     state.report.describe(seen)
     state.report.nothing_shared = nothing_shared(
         subject.model, seen.decisions, state.context.options.reuse
@@ -105,7 +98,7 @@ def _takes_gradients(state: Compilation) -> bool:
     return takes_gradients(state.programs[PARTS[0]])
 
 
-@compile_pass("derive", wanted=_takes_gradients)
+@compile_pass("derive", goals=CAPTURED, wanted=_takes_gradients)
 def derive(state: State) -> State:
     """Gradients that the forward itself takes become calls of derivatives, once per closure."""
     assert state.subject is not None
@@ -127,19 +120,17 @@ def derive(state: State) -> State:
     return replace(state, seen=seen, programs={PARTS[0]: program})
 
 
-@compile_pass("autodiff")
+@compile_pass("autodiff", goals=("module", "step", "gradients", "primitives"))
 def differentiate(state: State) -> State:
     """With gradients, a program becomes two: a forward, and a backward with the calls reversed."""
-    assert state.subject is not None
-    if not state.subject.train:
+    if not state.goal.train:
         return state
-    return with_request(state, differentiation(state.programs[PARTS[0]]))
-
-
-@compile_pass("autodiff")
-def differentiate_loss(state: StepCompilation) -> StepCompilation:
-    """A micro-batch becomes two programs: a forward, and a backward from its loss."""
     program = state.programs[PARTS[0]]
+    if state.goal.kind == "primitives":  # each operator keeps the derivative it has
+        request = differentiation(program)
+        return with_derivative(state, request, state.context.reducer.derivative(request))
+    if state.goal.kind != "step":
+        return with_request(state, differentiation(program))
     check_batch_is_kept(program)
     state = with_request(state, loss_differentiation(program))
     if state.derivative is None:
@@ -160,28 +151,29 @@ def with_derivative(state: State, request: Request, derivative: Derivative | Non
     return replace(state, request=request, derivative=derivative, programs=programs)
 
 
-@compile_pass("repeat")
-def repeat_micro_batches(state: StepCompilation) -> StepCompilation:
+@compile_pass("repeat", goals=("step",))
+def repeat_micro_batches(state: State) -> State:
     """Forward and backward become one program that calls them once per micro-batch."""
     assert state.derivative is not None
+    batching = state.goal.batching
     composed = step_program(
         state.captured.program,
         state.derivative,
         state.context.differentiator,
-        micro_batches=state.batching.micro_batches,
-        order=state.batching.order,
+        micro_batches=batching.micro_batches,
+        order=batching.order,
     )
     return replace(state, composed=composed, programs={"step": composed.program})
 
 
-@compile_pass("decompose", "aten", verified="always")
+@compile_pass("decompose", "aten", goals=WITH_KERNELS, verified="always")
 def decompose(state: State) -> State:
     """Composite operators are taken apart, once per leaf."""
     programs = {n: state.context.decomposed(p) for n, p in state.programs.items()}
     return replace(state, programs=programs)
 
 
-@compile_pass("lower", "aten")
+@compile_pass("lower", "aten", goals=WITH_KERNELS)
 def lower(state: State) -> State:
     """Kernels are made, once per leaf."""
     new = state.context.lower(state.programs.values())
@@ -196,27 +188,60 @@ def lower(state: State) -> State:
     return replace(state, kernels="made")
 
 
-@compile_pass("lower", "aten")
+@compile_pass("lower", "aten", goals=WITH_KERNELS)
 def estimate(state: State) -> State:
-    """In place of kernels, what they will likely hold: nothing of it can run."""
+    """Estimates what kernels will hold, in place of making them: nothing of it can run."""
     return replace(state, kernels="estimated")
 
 
-# ---- the level `primitive`: looked at, checked and counted, not run ---------------------------
-
-
-@compile_pass("autodiff")
-def differentiate_whole(state: State) -> State:
-    """With gradients, a program becomes two; each operator keeps the derivative it has."""
-    assert state.subject is not None
-    if not state.subject.train:
-        return state
-    request = differentiation(state.programs[PARTS[0]])
-    return with_derivative(state, request, state.context.reducer.derivative(request))
-
-
-@compile_pass("reduce", "aten")
+@compile_pass("reduce", "aten", goals=("primitives",))
 def reduce_to_primitives(state: State) -> State:
     """Operators are taken apart into primitives, once per leaf, as far as rules are known."""
     programs = {n: state.context.reducer.of(p) for n, p in state.programs.items()}
     return replace(state, programs=programs)
+
+
+# ---- requests: which derivative of a captured program, and with respect to which inputs ---------
+
+
+def differentiable_inputs(program: Program) -> list[int]:
+    """Positions of the inputs that want a gradient: parameters and user inputs that ask for one."""
+    wanted = []
+    for index, source in enumerate(program.sources):
+        if isinstance(source, ModelTensor):
+            if source.tensor.requires_grad:
+                wanted.append(index)
+        elif source.requires_grad:
+            wanted.append(index)
+    return wanted
+
+
+def differentiation(program: Program) -> Request:
+    """Asks for the derivative of a captured model, with respect to all that wants one."""
+    written = {output for output, _ in program.writes}
+    outputs = tuple(i for i in range(len(program.outputs)) if i not in written)
+    inputs = tuple(differentiable_inputs(program))
+    return Request(_unbound("main", program), inputs, outputs)
+
+
+def loss_differentiation(program: Program) -> Request:
+    """Asks for the derivative of a micro-batch's loss with respect to the model's tensors."""
+    wanted = [
+        i for i in differentiable_inputs(program) if isinstance(program.sources[i], ModelTensor)
+    ]
+    return Request(_unbound("micro_batch", program), tuple(wanted), (0,))
+
+
+def model_name(name: str) -> str:
+    """Returns a tensor's or module's own name in the model: what computes the loss is around it."""
+    return name.removeprefix("model.")
+
+
+def own_model(model: nn.Module) -> Any:
+    """Returns the user's model: what computes the loss of a step is around it."""
+    return model.model if getattr(type(model), "is_around_a_model", False) else model
+
+
+def _unbound(name: str, program: Program) -> Composite:
+    """Returns a program as a closure, which does not hold the model's tensors."""
+    return Composite(name, replace(program, sources=()))

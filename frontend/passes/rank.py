@@ -20,7 +20,7 @@ from ...reuse.ir.program import Program
 from ..marks import STAGE_MARK
 from ..tracing.capture_errors import WHOLE, user_path
 from .context import Context
-from .state import Compilation, Subject
+from .state import Compilation, Goal, Subject
 
 Split: TypeAlias = Literal["auto", "even", "marked"]
 SPLITS: tuple[Split, ...] = get_args(Split)
@@ -133,6 +133,7 @@ def started(
     return RankCompilation(
         context=context,
         report=context.report(train=True),
+        goal=Goal("rank", train=True),
         subject=subject,
         table=table,
         rank=rank,

@@ -25,7 +25,7 @@ from ...reuse.ir.leaf import flat_types
 from ...reuse.ir.program import Leaf, ModelTensor, Program
 from ...reuse.ir.transfer import Wire
 from ...reuse.ir.types import TensorType
-from .memory import changed_buffer, hindrance, launches
+from .link import changed_buffer, hindrance, launches
 from .rank import RankCompilation
 from .state import Unplanned
 

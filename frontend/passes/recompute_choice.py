@@ -1,4 +1,4 @@
-"""The recompute pass: picks, per call, what is saved, and notes it in the report."""
+"""Picks, per call, what is saved for the backward, and notes it in the report."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PeakOf = Callable[[Request], int]
 
 @dataclass(frozen=True)
 class ProgramPeaks:
-    """What a program holds at its peak, in bytes, for a derivative that is asked for.
+    """Returns the bytes that a program holds at its peak, for a requested derivative.
 
     Attributes:
         linked: with its kernels.
@@ -62,6 +62,7 @@ class Recompute:
         self._policy = policy
         self._sizes = sizes or SizesAt()
         self._costs = OperatorCosts(target.rates if target else CPU, fused=backend != "eager")
+        # Measuring runs operators, so it is done only where the user asked for it.
         costs: ValueCosts = self._costs
         if isinstance(policy, Budget) and policy.costs == "measured":
             costs = Measured(self._costs)
@@ -69,7 +70,7 @@ class Recompute:
         self._again = partial(Recompute, differentiator, policy, backend, target)
 
     def at(self, values: Values) -> Recompute:
-        """Returns what chooses by the same policy where sizes are symbols, for these numbers."""
+        """Returns the same policy for sizes that are symbols, weighed at these numbers."""
         return self._again(SizesAt(values))
 
     def chosen(self, request: Request, peaks: ProgramPeaks, policy: Policy = None) -> Request:

@@ -21,7 +21,7 @@ from ...recompute.policy import Budget, Policy
 from ...reuse.errors import PipelineError, PlanError
 from ...reuse.ir.program import Program
 from ...reuse.ir.types import TensorType
-from .memory import hindrance, launches, linked
+from .link import hindrance, launches, linked
 from .programs import PARTS, decompose, estimate, lower
 from .rank import RankCompilation, colors_of
 from .rank_compile import boundaries_of, part_name, parts_of, plan_rank, unit_of
@@ -155,7 +155,7 @@ def _total(types: Sequence[TensorType]) -> int:
     return sum(t.num_bytes for t in types)
 
 
-@compile_pass("split")
+@compile_pass("split", goals=("rank",))
 def split(state: RankCompilation) -> RankCompilation:
     """Calls are coloured by stage, and shared closures cut where the colours change."""
     program, table = state.programs[PARTS[0]], state.table
@@ -166,14 +166,14 @@ def split(state: RankCompilation) -> RankCompilation:
     return replace(state, stages=stages, programs=programs)
 
 
-@compile_pass("autodiff")
+@compile_pass("autodiff", goals=("rank",))
 def differentiate_stages(state: RankCompilation) -> RankCompilation:
     """Each stage becomes a forward and a backward, from the loss to the first."""
     plain = tuple(derivatives_of(state.stages, state.context.differentiator, halves=False))
     return replace(state, plain=plain, derived=plain, programs=_programs(plain))
 
 
-@compile_pass("recompute")
+@compile_pass("recompute", goals=("rank",))
 def choose_stage_recompute(state: RankCompilation) -> RankCompilation:
     """What each stage saves is chosen; backwards are halved if the schedule wants it."""
     derived = derivatives_of(
@@ -188,7 +188,7 @@ def choose_stage_recompute(state: RankCompilation) -> RankCompilation:
     return replace(state, programs=_programs(state.own))
 
 
-@compile_pass("link", "flat")
+@compile_pass("link", "flat", goals=("rank",))
 def link_rank(state: RankCompilation) -> RankCompilation:
     """All that the rank runs is laid out in the schedule's order: the deferred inline."""
     order = rank_order(state.table, state.rank, boundaries_of(state.derived))
@@ -204,7 +204,7 @@ def link_rank(state: RankCompilation) -> RankCompilation:
     return replace(state, runs=planned)
 
 
-@compile_pass("predict", "flat")
+@compile_pass("predict", "flat", goals=("rank",))
 def predict(state: RankCompilation) -> RankCompilation:
     """The schedule is simulated: what a step of all ranks takes, and the bubble in it."""
     plan = make_plan(state.derived, state.table, state.costs, state.rates)

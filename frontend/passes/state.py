@@ -1,27 +1,62 @@
-"""One compile between two passes, what a pass is, and what runs a list of them."""
+"""The goal and the state of a compile, what a pass is, and the runner of passes."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar, get_args
 
 from torch import nn
 
 from ...autodiff.derivative import Derivative, Request
+from ...autodiff.higher_order.gradient_program import GradientProgram
+from ...autodiff.training_program import StepProgram
 from ...backend.link.link import FlatProgram, check_flat
 from ...reuse.ir.program import Program
+from ...reuse.ir.torch_symbols import Values
 from ...reuse.ir.verify import ProgramLevel, verify
 from ...reuse.torch_names import lazy_modules
 from ..capture.regions import CapturedModel, Sizes
 from ..capture.surroundings import one_at_a_time
+from ..compiled import GradientRequest
 from ..effects.effects import OnEffects
+from ..options import Batching
 from ..report import CompileReport
 from .context import Context
 
 VERIFY_VARIABLE = "LAZYINLINE_VERIFY"
 """The environment variable that has every program verified after each pass."""
+
+GoalKind = Literal["module", "step", "rank", "gradients", "file", "primitives"]
+GOAL_KINDS: tuple[GoalKind, ...] = get_args(GoalKind)
+
+
+@dataclass(frozen=True)
+class Goal:
+    """Says what programs are compiled for. Passes ask it, so that there is one list of them.
+
+    Attributes:
+        kind: ``"module"`` is called, and has a backward in training; ``"step"`` runs forward and
+            backward of the loss of all micro-batches; ``"rank"`` is a rank's part of such a step;
+            ``"gradients"`` are those of a module, to be differentiated; ``"file"`` is written, and
+            ``"primitives"`` are looked at.
+        train: whether gradients are wanted.
+        batching: of a step.
+        gradients: those that are to be differentiated.
+        opset: version of the operators in a file.
+    """
+
+    kind: GoalKind = "module"
+    train: bool = False
+    batching: Batching = field(default_factory=Batching)
+    gradients: GradientRequest | None = None
+    opset: int = 0
+
+
+def step_goal(batching: Batching) -> Goal:
+    """Returns the goal of a training step."""
+    return Goal("step", train=True, batching=batching)
 
 
 @dataclass(frozen=True)
@@ -33,10 +68,11 @@ class Unplanned:
 
 @dataclass(frozen=True)
 class Subject:
-    """What is compiled: a model, and example inputs of which only the layouts count.
+    """The model to compile, and example inputs of which only the layouts count.
+
+    The inputs of a step or a rank are those of one micro-batch.
 
     Attributes:
-        train: whether gradients are wanted.
         effects: what becomes of a forward that does more than compute, see ``capture_model``.
         sizes: makes the sizes that are symbols, if any are.
         only_reverse: why derivatives in the forward take no other mode, see ``capture_model``.
@@ -45,14 +81,13 @@ class Subject:
     model: nn.Module
     args: Sequence[Any]
     kwargs: Mapping[str, Any]
-    train: bool
     effects: OnEffects = "refuse"
     sizes: Callable[[], Sizes] | None = None
     only_reverse: str = ""
 
 
 class Runnable(Protocol):
-    """What a compile ends in."""
+    """The end of a compile: something that runs."""
 
     @property
     def num_launches(self) -> int:
@@ -61,31 +96,41 @@ class Runnable(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Compilation:
-    """What is known of one compile, between two passes.
+    """The state of one compile between two passes. Passes replace it and never change it.
 
     Attributes:
         context: what was made per closure, in this compile and earlier ones.
         report: gets what passes did.
-        subject: what is compiled.
+        goal: what it is for.
+        subject: what is compiled; None where a pass after capture is the first.
         seen: what capture saw.
         request: the derivative that is asked for; None without gradients.
         derivative: the derivative; None without gradients, or where none flows.
+        gradients: the program of gradients that are to be differentiated.
         programs: what will run, part by part.
+        composed: of a step, where its inputs and results belong.
         kernels: whether the parts' kernels are there, or only estimated.
         flats: the parts, linked.
+        values: the number of each symbol, where sizes are symbols and the program is for one shape.
+        symbolic: the same before numbers took the place of symbols: a further shape begins here.
         unplanned: why memory is not planned, if that is known.
         runs: what runs the parts.
     """
 
     context: Context
     report: CompileReport
+    goal: Goal
     subject: Subject | None = None
     seen: CapturedModel | None = None
     request: Request | None = None
     derivative: Derivative | None = None
+    gradients: GradientProgram | None = None
     programs: Mapping[str, Program] = field(default_factory=dict)
+    composed: StepProgram | None = None
     kernels: Literal["made", "estimated"] = "made"
     flats: Mapping[str, FlatProgram] = field(default_factory=dict)
+    values: Values | None = None
+    symbolic: Compilation | None = None
     unplanned: Unplanned | None = None
     runs: Runnable | None = None
 
@@ -94,6 +139,12 @@ class Compilation:
         """What capture saw, once it has run."""
         assert self.seen is not None, "a pass before capture asks for what it saw"
         return self.seen
+
+    @property
+    def step(self) -> StepProgram:
+        """The step, once it is put together."""
+        assert self.composed is not None
+        return self.composed
 
     @property
     def size(self) -> int:
@@ -123,13 +174,15 @@ class Pass:
         name: its row in a report.
         function: returns the state after it; the state before stays as it is.
         level: the rules that programs keep after it.
-        wanted: whether it is to run.
+        goals: the kinds of goals that it is for.
+        wanted: whether something asks for it in this compile.
         verified: ``"always"``, or only when every pass is.
     """
 
     name: str
     function: Callable[[Any], Any]
     level: ProgramLevel = "shared"
+    goals: Sequence[GoalKind] = GOAL_KINDS
     wanted: Callable[[Any], bool] = _always
     verified: Literal["always", "on request"] = "on request"
 
@@ -148,11 +201,12 @@ def compile_pass(
     name: str,
     level: ProgramLevel = "shared",
     *,
+    goals: Sequence[GoalKind] = GOAL_KINDS,
     wanted: Callable[[Any], bool] = _always,
     verified: Literal["always", "on request"] = "on request",
 ) -> Callable[[Callable[[State], State]], Pass]:
     """Makes a pass of a function; its docstring's first line is what lists of passes show."""
-    return lambda function: Pass(name, function, level, wanted, verified)
+    return lambda function: Pass(name, function, level, goals, wanted, verified)
 
 
 Watch = Callable[[Pass, Compilation, Compilation], None]
@@ -168,7 +222,7 @@ def run(passes: Sequence[Pass], state: State, watch: Watch = no_watch) -> State:
     """Runs passes in order: times each, and verifies what it made where that is asked for.
 
     Args:
-        passes: the list.
+        passes: in order; those for other goals are left out.
         state: what is known before.
         watch: sees each pass that ran.
 
@@ -176,7 +230,9 @@ def run(passes: Sequence[Pass], state: State, watch: Watch = no_watch) -> State:
         VerifyError: if a pass broke a rule of its level.
     """
     everything = os.environ.get(VERIFY_VARIABLE, "0") not in ("", "0")
+    passes = of_goal(passes, state.goal.kind)
     names = [one.name for one in passes]
+    # To write a graph as Python and compile that takes as long as to make it: only what runs is.
     with lazy_modules(), state.context.progress.passes(names) as followed:
         for one in passes:
             if not one.wanted(state):
@@ -192,14 +248,20 @@ def run(passes: Sequence[Pass], state: State, watch: Watch = no_watch) -> State:
 
 
 def apply(passes: Sequence[Pass], state: State) -> State:
-    """Runs passes to see what would come of it: nothing is timed, the report stays as it is."""
+    """Runs passes for a trial: nothing is timed, the report stays as it is."""
     report = state.report
+    # A trial's kernels are kept, but it is not the user's compile: its rows go to a copy.
     trial = replace(report, passes=[])
     state = replace(state, report=trial)
-    for one in passes:
+    for one in of_goal(passes, state.goal.kind):
         if one.wanted(state):
             state = one(state)
     return replace(state, report=report)
+
+
+def of_goal(passes: Sequence[Pass], kind: GoalKind) -> Sequence[Pass]:
+    """Returns the passes that are for one kind of goal, in order."""
+    return [one for one in passes if kind in one.goals]
 
 
 def check(state: Compilation, level: ProgramLevel) -> None:
@@ -212,7 +274,12 @@ def check(state: Compilation, level: ProgramLevel) -> None:
         verify(program, level)
 
 
-def until(name: str, passes: Sequence[Pass]) -> Sequence[Pass]:
-    """Returns the passes up to and with the one of a name; all, if there is none."""
+def between(passes: Sequence[Pass], first: str = "", last: str = "") -> Sequence[Pass]:
+    """Returns the passes from the first of one name to the last of another, with both.
+
+    The names belong to steps of the list, which more than one pass may be for: each for some goals.
+    """
     names = [one.name for one in passes]
-    return passes[: names.index(name) + 1] if name in names else passes
+    begin = names.index(first) if first else 0
+    end = len(names) - names[::-1].index(last) if last else len(names)
+    return passes[begin:end]

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -13,17 +13,18 @@ from torch import nn
 from ...reuse import torch_pytree
 from ...reuse.errors import LazyInlineError, PlanError
 from ..capture.capture import capture_model
-from ..capture.regions import CapturedModel
 from ..capture.signatures import shapes_of
 from ..checks.refusals import RaisedError, WrongCallError
-from ..compiled import AnyCompiled, CompiledProgram, CompiledStep
+from ..compiled import Compiled, Relinking
+from ..compiler import Compiler
 from ..guards.guard import Guard
 from ..guards.kept_programs import MAX_PROGRAMS, Inputs
-from ..passes.sizes import OverBudgetError
+from ..options import Options
+from ..passes.link import WRONG_SIZES, OverBudgetError
+from ..passes.state import Goal
 from ..report import CompileReport
 
 if TYPE_CHECKING:
-    from ...reuse.ir.torch_symbols import Values
     from .torch_input_sizes import InputSizes, Names
 
 MAX_SYMBOLIC = 8
@@ -31,86 +32,39 @@ MAX_SYMBOLIC = 8
 DYNAMIC_CHOICES = (None, True, False)
 
 
-class Symbolic(Protocol):
-    """What is compiled with symbols for sizes. Not run itself."""
-
-    @property
-    def captured(self) -> CapturedModel:
-        """What capture saw."""
-
-    @property
-    def sizes(self) -> InputSizes:
-        """The symbols, and what the compile took for granted of them."""
-
-    def without_tensors(self) -> Any:
-        """Returns the same for one who has the model's tensors from elsewhere."""
-
-
-Linked = TypeVar("Linked", bound=CompiledProgram | CompiledStep, covariant=True)
-
-
-class SymbolicCompiling(Protocol[Linked]):
-    """Compiles for any sizes. One for one capture: symbols of two are not the same."""
-
-    def report(self) -> CompileReport:
-        """Returns the report of a compile or a link that is about to begin."""
-
-    def compile_symbolic(
-        self,
-        model: nn.Module,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        sizes: Callable[[], InputSizes],
-        report: CompileReport,
-    ) -> Symbolic:
-        """Runs the passes up to link.
-
-        Raises:
-            CaptureError: if the model cannot be captured with symbolic sizes.
-            PlanError: if an option needs numbers.
-        """
-
-    def at(self, symbolic: Any, values: Values, report: CompileReport) -> Linked:
-        """Links for numbers that the conditions of what is compiled hold for.
-
-        Raises:
-            PlanError: if it cannot be right for them after all.
-        """
-
-
-@dataclass
-class Made(Generic[AnyCompiled]):
-    """What runs a call, when it may, and what making it took."""
+@dataclass(frozen=True)
+class CompileResult:
+    """A compiled program, the guard that says when it may run, and the report of its compile."""
 
     guard: Guard
-    compiled: AnyCompiled
+    compiled: Compiled
     report: CompileReport
     is_linked: bool = False
 
 
 @dataclass
-class _Compile(Generic[AnyCompiled]):
+class _Compile:
     """One compile of the past.
 
     Attributes:
         guard: of the call it was made for.
         shapes: of that call.
         why_static: why its sizes are numbers although others came, if so.
-        symbolic: the program, if its sizes are symbols, and what links it.
+        linker: links it for another shape, if its sizes are symbols and it may still be.
     """
 
     guard: Guard
     shapes: tuple[tuple[int, ...], ...]
     why_static: str = ""
-    symbolic: tuple[Symbolic, SymbolicCompiling[AnyCompiled]] | None = None
+    linker: Relinking | None = None
 
 
-class Shapes(Generic[AnyCompiled]):
-    """The compiles of one module, and what they teach about the next.
+class ShapeCache:
+    """Keeps the compiles of one module, and learns from them which sizes vary.
 
     Args:
         model: the module.
-        compiler: makes what compiles for any sizes; asked once they are known to vary.
+        options: how it is compiled.
         dynamic: None makes symbols of the dimensions that varied, True of all, False of none.
         names: of dimensions that are known to vary before any did.
 
@@ -119,23 +73,20 @@ class Shapes(Generic[AnyCompiled]):
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        compiler: Callable[[], SymbolicCompiling[AnyCompiled]],
-        dynamic: bool | None,
-        names: Names = (),
+        self, model: nn.Module, options: Options, dynamic: bool | None, names: Names = ()
     ) -> None:
         if dynamic not in DYNAMIC_CHOICES:
             raise PlanError(f"dynamic={dynamic!r} is unknown; there are {DYNAMIC_CHOICES}.")
         self._model = model
-        self._compiler = compiler
+        # An entry on disk would not bring the questions that were asked of sizes.
+        self._options = replace(options, cache="off")
         self.dynamic = dynamic
         self._names = names if any(map(any, names)) else ()
-        self._compiles: tuple[_Compile[AnyCompiled], ...] = ()  # the newest last
+        self._compiles: tuple[_Compile, ...] = ()  # the newest last
         self._num_compiles = self._num_links = 0
         self._why_static = ""
 
-    def made(self, inputs: Inputs) -> Made[AnyCompiled] | None:
+    def symbolic(self, inputs: Inputs, goal: Goal) -> CompileResult | None:
         """Returns a program of symbolic sizes for a call, or None if it gets one of its own."""
         self._why_static = ""
         fitting = self._fitting(inputs)
@@ -144,6 +95,7 @@ class Shapes(Generic[AnyCompiled]):
             if made is not None:
                 self._num_links += 1
                 return self._counted(made)
+        # What failed with symbols once fails again, and each try is a whole compile.
         alike = [c for c, _ in fitting]
         self._why_static = next((c.why_static for c in alike if c.why_static), "")
         growing = torch_pytree.growing_leaves(inputs.tree)
@@ -151,27 +103,34 @@ class Shapes(Generic[AnyCompiled]):
         expected = self.dynamic or alike or grows or self._names
         if self._why_static or not expected:
             return None
-        if sum(c.symbolic is not None for c in alike) >= MAX_SYMBOLIC:
+        if sum(c.linker is not None for c in alike) >= MAX_SYMBOLIC:
             return None
-        return self._compiled(alike, inputs)
+        return self._compiled(alike, inputs, goal)
 
-    def note(self, made: Made[AnyCompiled], inputs: Inputs) -> Made[AnyCompiled]:
+    def note(self, compiled: Compiled, report: CompileReport, inputs: Inputs) -> CompileResult:
         """Remembers a program that was compiled for the sizes of a call alone."""
-        made.report.why_static = self._why_static
-        shapes = shapes_of(inputs.leaves)
-        known: _Compile[AnyCompiled] = _Compile(made.guard, shapes, self._why_static)
-        self._keep(known)
-        return self._counted(made)
+        report.why_static = self._why_static
+        return self._counted(self._kept(compiled, report, inputs))
 
-    def _keep(self, compile_: _Compile[AnyCompiled]) -> None:
-        self._compiles = (*self._compiles, compile_)[-MAX_PROGRAMS:]
+    def _kept(self, compiled: Compiled, report: CompileReport, inputs: Inputs) -> CompileResult:
+        """Keeps a compile; makes the guard of its call."""
+        guard = Guard(self._model, compiled.captured, inputs.given, inputs.tree, compiled.hold)
+        known = _Compile(
+            guard,
+            shapes_of(inputs.leaves),
+            self._why_static,
+            compiled.linker,
+        )
+        self._compiles = (*self._compiles, known)[-MAX_PROGRAMS:]
         self._num_compiles += 1
+        is_linked = compiled.linker is not None
+        return CompileResult(guard, compiled.without_tensors(), report, is_linked=is_linked)
 
-    def _counted(self, made: Made[AnyCompiled]) -> Made[AnyCompiled]:
+    def _counted(self, made: CompileResult) -> CompileResult:
         made.report.num_compiles, made.report.num_links = self._num_compiles, self._num_links
         return made
 
-    def _fitting(self, inputs: Inputs) -> list[tuple[_Compile[AnyCompiled], Guard]]:
+    def _fitting(self, inputs: Inputs) -> list[tuple[_Compile, Guard]]:
         """Returns the compiles of calls that differ in sizes only, each with a guard for these."""
         if self.dynamic is False:
             return []
@@ -179,43 +138,35 @@ class Shapes(Generic[AnyCompiled]):
         pairs = [(c, g) for c, g in resized if g is not None]
         return [(c, g) for c, g in pairs if g.accepts(inputs.given, inputs.tree)]
 
-    def _linked(
-        self, compile_: _Compile[AnyCompiled], guard: Guard, inputs: Inputs
-    ) -> Made[AnyCompiled] | None:
+    def _linked(self, compile_: _Compile, guard: Guard, inputs: Inputs) -> CompileResult | None:
         """Links a program of symbolic sizes for a call, if it is right for its sizes."""
-        if compile_.symbolic is None:
+        linker = compile_.linker
+        values = linker.sizes.values(inputs.leaves) if linker is not None else None
+        if values is None or linker is None:
             return None
-        program, compiler = compile_.symbolic
-        values = program.sizes.values(inputs.leaves)
-        if values is None:
-            return None
-        report = compiler.report()
         try:
-            compiled = compiler.at(program, values, report)
+            compiled, report = linker.relink(values)
         except OverBudgetError:
             return None  # another may keep it, and this one will for other sizes
         except LazyInlineError as error:
-            compile_.symbolic, compile_.why_static = None, str(error)
+            compile_.linker, compile_.why_static = None, str(error)
             return None
-        return Made(guard, compiled, report, is_linked=True)
+        return CompileResult(guard, compiled, report, is_linked=True)
 
     def _compiled(
-        self, alike: Sequence[_Compile[AnyCompiled]], inputs: Inputs
-    ) -> Made[AnyCompiled] | None:
+        self, alike: Sequence[_Compile], inputs: Inputs, goal: Goal
+    ) -> CompileResult | None:
         """Compiles with symbols; returns None where the sizes of this call have to be numbers."""
         for names in self._learned(alike, inputs):
             try:
-                made = self._compiled_with(names, inputs)
+                return self._counted(self._compiled_with(names, inputs, goal))
             except WrongCallError:
                 raise
             except Exception as error:  # the call can be compiled for its sizes alone
                 self._why_static = f"{type(error).__name__}: {error}".splitlines()[0]
-            else:
-                self._why_static = ""
-                return self._counted(made)
         return None
 
-    def _learned(self, alike: Sequence[_Compile[AnyCompiled]], inputs: Inputs) -> list[Names]:
+    def _learned(self, alike: Sequence[_Compile], inputs: Inputs) -> list[Names]:
         """Returns which dimensions may be symbols, the most first: with a batch, and without."""
         from .torch_input_sizes import learned_names, without_numbers  # brings in sympy
 
@@ -228,20 +179,22 @@ class Shapes(Generic[AnyCompiled]):
             every=self.dynamic is True,
             growing=torch_pytree.growing_leaves(inputs.tree),
         )
-        programs = [c.symbolic[0].sizes for c in alike if c.symbolic is not None]
+        programs = [c.linker.sizes for c in alike if c.linker is not None]
         varied, with_batch = (
             without_numbers(names, programs) for names in (learned(), learned(batch="open"))
         )
         return list(dict.fromkeys([with_batch, varied])) if any(map(any, varied)) else []
 
-    def _compiled_with(self, names: Names, inputs: Inputs) -> Made[AnyCompiled]:
+    def _compiled_with(self, names: Names, inputs: Inputs, goal: Goal) -> CompileResult:
         from .torch_input_sizes import InputSizes
 
+        # A batch of 64 through a layer of width 64 would make one symbol of both: the examples that
+        # a trace sees keep clear of the model's own sizes.
         hints: frozenset[int] | None = _sizes_of(self._model, inputs)
         while True:
             sizes = partial(InputSizes, inputs.leaves, names, hints)
             try:
-                return self._compiled_once(sizes, inputs)
+                return self._compiled_once(sizes, inputs, goal)
             except Exception as error:
                 if isinstance(error, RaisedError) and hints is not None:
                     self._refuse_wrong(inputs)
@@ -260,20 +213,18 @@ class Shapes(Generic[AnyCompiled]):
         except Exception:  # it is told where the call is compiled for its sizes
             return
 
-    def _compiled_once(self, sizes: Callable[[], InputSizes], inputs: Inputs) -> Made[AnyCompiled]:
-        compiler = self._compiler()
-        report = compiler.report()
-        program = compiler.compile_symbolic(self._model, inputs.args, inputs.kwargs, sizes, report)
-        captured = program.captured
-        program = program.without_tensors()
-        values = program.sizes.values(inputs.leaves)
-        if values is None:
-            raise PlanError("its questions have other answers here")
-        compiled = compiler.at(program, values, report)
-        hold = compiled.hold  # at hand only once something is linked
-        guard = Guard(self._model, captured, inputs.given, inputs.tree, hold)
-        self._keep(_Compile(guard, shapes_of(inputs.leaves), symbolic=(program, compiler)))
-        return Made(guard, compiled, report, is_linked=True)
+    def _compiled_once(
+        self, sizes: Callable[[], InputSizes], inputs: Inputs, goal: Goal
+    ) -> CompileResult:
+        # Symbols of two captures are not the same, so each has a compiler of its own.
+        compiler = Compiler(self._options)
+        compiled, report = compiler.compile(
+            self._model, inputs.args, inputs.kwargs, goal, sizes=sizes
+        )
+        if compiled.captured.sizes.values(inputs.leaves) is None:
+            raise PlanError(WRONG_SIZES)
+        self._why_static = ""
+        return self._kept(compiled, report, inputs)
 
 
 def _sizes_of(model: nn.Module, inputs: Inputs) -> frozenset[int]:

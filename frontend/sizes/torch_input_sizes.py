@@ -249,6 +249,7 @@ class InputSizes(TracedSizes):
         found = Values()
         shapes, strides = shapes_of(leaves), _strides_of(leaves)
         for index, (names, example) in enumerate(zip(self._names, self._example, strict=True)):
+            # Kernels compute strides from symbols as those of a contiguous tensor.
             if any(names) and not _may_vary(leaves[index]):
                 return None
             if not any(names) and strides[index] != self._strides[index]:
@@ -257,6 +258,7 @@ class InputSizes(TracedSizes):
                 size = int(shapes[index][dim])
                 if not name and size != example[dim]:
                     return None
+                # Sizes 0 and 1 broadcast and vanish, so a kernel for symbols is not right for them.
                 symbol, size = name.partition("+")[0], size - offset_of(name)
                 if name and (size < 2 or found.setdefault(self._symbols[symbol], size) != size):
                     return None

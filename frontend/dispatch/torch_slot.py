@@ -25,12 +25,12 @@ def in_slot(module: nn.Module) -> Callable[..., Any] | None:
 
 
 def fill_slot(module: nn.Module, call: Callable[..., Any]) -> None:
-    """Makes calls of a module go there, hooks and all, in place of what was there."""
+    """Sends calls of a module there, hooks and all."""
     module_state(module)[CALL_SLOT] = call
 
 
 def empty_slot(module: nn.Module) -> None:
-    """Takes out what was filled in."""
+    """Empties the slot: calls run the module again."""
     module_state(module).pop(CALL_SLOT, None)
 
 
@@ -43,14 +43,14 @@ def check_asks_slot(module: nn.Module) -> None:
     """Raises PlanError if calls of a module do not look into the slot."""
     if not asks_slot(module):
         raise PlanError(
-            f"{type(module).__name__} has a __call__ of its own, and what is compiled in place "
-            "(in_place=True, or inside a wrapper such as DistributedDataParallel) is what "
-            "nn.Module's does. Compile it with in_place=False, and wrap that."
+            f"{type(module).__name__} overrides __call__, so it cannot be compiled in place "
+            "(in_place=True, or inside a wrapper such as DistributedDataParallel). Use "
+            "compile(model, in_place=False) and wrap the result."
         )
 
 
 def call_past_slot(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Calls the module itself, hooks and all."""
+    """Calls a module eagerly, hooks and all."""
     if in_slot(module) is None:
         return module(*args, **kwargs)
     return module._call_impl(*args, **kwargs)

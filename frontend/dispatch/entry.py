@@ -14,20 +14,19 @@ from ..capture.assemble import OutputTree
 from ..compiled import CompiledProgram
 from ..effects.effects import refuse_traced
 from ..guards.kept_programs import SMALL_ARENA
-from ..sizes.shapes import Made
+from ..sizes.shapes import CompileResult
 from ..tracing.torch_tracing import is_traced
 
 
 class ModuleEntry:
     """One compiled program: when it applies, how its inputs are found, how its result is built."""
 
-    can_be_linked_again = False
-
-    def __init__(self, made: Made[CompiledProgram], leaves: Sequence[Any]) -> None:
+    def __init__(self, made: CompileResult, leaves: Sequence[Any]) -> None:
         compiled = made.compiled
+        assert isinstance(compiled, CompiledProgram)
         program = compiled.captured.program
         self._compiled = compiled
-        self.guard = made.guard
+        self.guard, self.can_be_linked_again = made.guard, made.is_linked
         self._pick_inputs = picker(_input_order(program.sources, leaves))
         self._switched = _switched_on(program.sources, leaves)
         self._writes = program.writes
@@ -61,6 +60,7 @@ class ModuleEntry:
 
     def run(self, leaves: Sequence[Any], containers: Sequence[Any] = ()) -> Any:
         """Runs the program on flat inputs, and brings the containers they came from up to date."""
+        # As the forward does to the caller's own tensor, before anything is computed from it.
         for place in self._switched:
             leaves[place].requires_grad_(True)
         inputs = self._pick_inputs([*leaves, *self.guard.tensors])
@@ -121,7 +121,7 @@ class _Result:
 
 
 def _switched_on(sources: Sequence[Any], leaves: Sequence[Any]) -> list[int]:
-    """Places of the inputs of which the forward itself begins by wanting a gradient."""
+    """Returns the places of inputs whose requires_grad the forward switches on."""
     places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
     switched = [s.index for s in sources if isinstance(s, UserInput) and s.is_switched]
     return [places[index] for index in switched]

@@ -1,4 +1,4 @@
-"""The parts of a model that runs itself: modules in it whose own calls are compiled.
+"""The parts of a model that runs eagerly: modules in it whose own calls are compiled.
 
 While the model's Python runs, calls of the modules in it go through PyTorch's own slot, and each
 either runs a program of its own or its own Python, between whose calls it is the same again. Parts
@@ -26,18 +26,18 @@ from ..compiler import Compiler
 from ..options import Options
 from ..passes.state import Compilation, Pass
 from ..report import PartRecord
-from .calls import Accepted, Calls, Refusals
 from .entry import ModuleEntry
+from .module_dispatcher import Accepted, ModuleDispatcher, Refusals
 from .torch_slot import asks_slot, empty_slot, fill_slot, in_slot
 
 MIN_NODES = 3
 """Graph nodes from which on a program may pay; fewer are left to PyTorch's own kernels."""
 MAX_PROGRAMS = 8
-"""Programs of one part; where calls keep changing, it runs itself from then on."""
+"""Programs of one part; where calls keep changing, it runs eagerly from then on."""
 MAX_SHAPES = 4
 """Sets of input shapes for which parts that are alike are compiled, each for itself."""
 MAX_DEPTH = 30
-"""How deep modules may be nested: what takes a part's calls takes of Python's recursion limit."""
+"""How deep modules may be nested: each dispatcher on the way adds frames to Python's stack."""
 
 Likeness = tuple[Any, ...]
 
@@ -61,7 +61,7 @@ class Alike:
         self.shapes: set[Any] = set()
 
 
-class PartCalls(Calls):
+class PartDispatcher(ModuleDispatcher):
     """Takes the calls of one part.
 
     Where there are parts like it, sizes are numbers: kernels for numbers are made once for all of
@@ -78,6 +78,7 @@ class PartCalls(Calls):
         accepted: Accepted,
         thread: threading.local,
     ) -> None:
+        # Equal layers share kernels for numbers; symbols of two captures are never equal.
         learns = dynamic is None and alike.num_members > 1
         dynamic = False if learns else dynamic
         super().__init__(module, options, dynamic, compiler=compiler, accepted=accepted)
@@ -89,22 +90,22 @@ class PartCalls(Calls):
         why = getattr(self._thread, "why_alone", "")
         return self._run_alone(why, args, kwargs) if why else super()._run(args, kwargs)
 
-    def _why_itself(self, leaves: Sequence[Any]) -> str:
+    def _why_eager(self, leaves: Sequence[Any]) -> str:
         if len(self.entries) >= MAX_PROGRAMS:
             return f"its calls keep changing, and it has {MAX_PROGRAMS} programs already"
         known, shapes = self._alike.shapes, shapes_of(leaves)
         if self.dynamic is False and shapes not in known and len(known) >= MAX_SHAPES:
             return f"the sizes of its inputs keep changing (now {_text(shapes)})"
-        return super()._why_itself(leaves)
+        return super()._why_eager(leaves)
 
     def _compile(self, leaves: list[Any], tree: torch_pytree.TreeSpec) -> ModuleEntry:
         entry = super()._compile(leaves, tree)
         self._alike.shapes.add(shapes_of(leaves))
         return entry
 
-    def _run_itself(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run_eagerly(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with alone(self._thread, why_alone(reason)):
-            return super()._run_itself(reason, args, kwargs)
+            return super()._run_eagerly(reason, args, kwargs)
 
     def _run_wrong(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with alone(self._thread, "what calls it raised where it was captured"):
@@ -116,7 +117,7 @@ class PartCalls(Calls):
             if count < MIN_NODES:
                 raise TooSmallError(f"{_SMALL} {count} operators, fewer than {MIN_NODES}")
 
-    def _may_run_itself(self, error: LazyInlineError) -> bool:
+    def _may_run_eagerly(self, error: LazyInlineError) -> bool:
         is_known = isinstance(error, (CaptureError, PlanError))
         return is_known and not isinstance(error, FinalCaptureError)
 
@@ -145,10 +146,10 @@ def why_alone(reason: str) -> str:
 
 
 class Parts:
-    """The parts of one model, and the way of their calls while the model runs itself.
+    """The parts of one model, and the routes of their calls while the model runs eagerly.
 
     Attributes:
-        routes: lead their calls to what is compiled for them.
+        routes: lead their calls to their dispatchers.
         thread: notes which threads run a module that keeps those inside from being compiled.
     """
 
@@ -163,19 +164,20 @@ class Parts:
         self._model = model
         self._options, self._dynamic = options, dynamic
         self._compiler, self._accepted = compiler, accepted
-        self._calls: dict[int, PartCalls] = {}
+        self._calls: dict[int, PartDispatcher] = {}
         self._alike: dict[Likeness, Alike] = {}
         self._paths: dict[int, str] = {}
         self.routes = Routes(self._find)
         self.thread = threading.local()
 
-    def _find(self) -> list[PartCalls]:
-        """Returns what takes the calls of the modules that are in the model now."""
+    def _find(self) -> list[PartDispatcher]:
+        """Returns the dispatchers of the modules that are in the model now."""
         places = walk_modules(self._model)
         if max(path.count(".") for path, _ in places) > MAX_DEPTH:
             return []
         wanted = {
             id(module): (path, module)
+            # Backwards, so that a module with several paths is named by the first of them.
             for path, module in reversed(places)
             if module is not self._model and in_slot(module) is None and _may_pay(module)
         }
@@ -184,7 +186,7 @@ class Parts:
         return [self._calls[id_] for id_ in wanted]
 
     def _make(self, places: Sequence[tuple[str, nn.Module]]) -> None:
-        """Makes what takes the calls of modules that are new."""
+        """Makes dispatchers for modules that are new."""
         likeness = {id(module): _likeness(module) for _, module in places}
         counts = Counter(likeness.values())
         self._paths = {id(module): path for path, module in places}
@@ -195,7 +197,7 @@ class Parts:
             calls = known.get(id(module))
             if calls is None:
                 shared = (alike, self._compiler, self._accepted, self.thread)
-                calls = PartCalls(module, self._options, self._dynamic, *shared)
+                calls = PartDispatcher(module, self._options, self._dynamic, *shared)
             self._calls[id(module)] = calls
 
     def compiled(self) -> list[nn.Module]:
@@ -230,7 +232,7 @@ def _may_pay(module: nn.Module) -> bool:
 
 
 def _likeness(module: nn.Module) -> Likeness:
-    """Describes a module for telling parts that may well share: what is compared later is more."""
+    """Returns classes and layouts, equal for parts that may share; a capture compares the rest."""
     tensors = tuple((t.dtype, t.device, tuple(t.shape)) for t in module.parameters())
     return (tuple(map(type, module.modules())), tensors)
 
@@ -243,18 +245,18 @@ class Routes:
     """Fills PyTorch's own slots of modules for as long as any thread runs the model around them.
 
     Args:
-        find: returns what takes the calls; asked when the first thread comes.
+        find: returns the dispatchers; asked when the first thread comes.
     """
 
-    def __init__(self, find: Callable[[], Sequence[Calls]]) -> None:
+    def __init__(self, find: Callable[[], Sequence[ModuleDispatcher]]) -> None:
         self._find = find
         self._lock = ProcessLock()
         self._num_running = 0
-        self._taken: list[tuple[Calls, Callable[[], None]]] = []
+        self._taken: list[tuple[ModuleDispatcher, Callable[[], None]]] = []
 
     @contextmanager
     def opened(self) -> Iterator[None]:
-        """Within it the calls of the modules go to what is compiled for them."""
+        """Within it the calls of the modules go to their dispatchers."""
         with self._lock:
             if not self._num_running:
                 self._taken = [(calls, _filled(calls)) for calls in self._find()]
@@ -264,7 +266,7 @@ class Routes:
         finally:
             with self._lock:
                 self._num_running -= 1
-                if not self._num_running:
+                if not self._num_running:  # the last thread inside, whichever came first
                     self._close()
 
     def _close(self) -> None:
@@ -274,8 +276,8 @@ class Routes:
         self._taken = []
 
 
-def _filled(calls: Calls) -> Callable[[], None]:
-    """Fills a module's slot; returns what puts back what was there."""
+def _filled(calls: ModuleDispatcher) -> Callable[[], None]:
+    """Fills a module's slot; returns a function that restores it."""
     module, before = calls.model, in_slot(calls.model)
     fill_slot(module, calls)
     return lambda: empty_slot(module) if before is None else fill_slot(module, before)

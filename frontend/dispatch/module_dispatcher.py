@@ -1,6 +1,6 @@
-"""What runs the calls of a model: the programs compiled for it, and itself where none can.
+"""Runs the calls of a module: by programs compiled for it, or eagerly where none can be.
 
-Which kinds of calls run the module itself is remembered: none could be captured for one like them.
+Kinds of calls that could not be captured are remembered, so that they are not tried at each call.
 """
 
 from __future__ import annotations
@@ -18,26 +18,23 @@ from ...reuse import torch_pytree
 from ...reuse.errors import OURS, CaptureError, FinalCaptureError, LazyInlineError, ended_here
 from ...reuse.evidence.module_state import module_state, own_hooks
 from ...reuse.ir.leaf import current_autocast
-from ..capture.surroundings import one_at_a_time
 from ..checks.models import backward_hooked, model_inside
 from ..checks.refusals import (
     WrongCallError,
     check_runnable,
     check_writes,
     watching_tensor,
-    written_out,
 )
 from ..checks.torch_state import mode_around
-from ..compiled import CompiledProgram
 from ..compiler import Compiler
 from ..effects.effects import EffectError, EffectsSeen, refuse_traced
-from ..guards.guard import Guard
-from ..guards.kept_programs import Inputs, KeptPrograms
-from ..marks import WRAPPED
+from ..guards.kept_programs import Inputs
+from ..marks import DISPATCHER_ATTRIBUTE
 from ..options import Options
-from ..passes.state import Compilation, Pass
+from ..passes.state import Goal
 from ..report import CompileReport
-from ..sizes.shapes import Made, Shapes, SymbolicCompiling
+from ..sizes.shapes import CompileResult
+from .dispatcher import Dispatcher
 from .entry import ModuleEntry
 from .torch_slot import call_past_slot, in_slot
 
@@ -49,7 +46,7 @@ _TOLD_APART = (bool, str, type(None))  # such an argument may decide which way a
 
 @dataclass(frozen=True)
 class CallKind:
-    """What tells calls apart that may take different ways through a forward."""
+    """Arguments and modes by which a forward may branch: calls of two kinds are tried apart."""
 
     tree: torch_pytree.TreeSpec
     leaves: tuple[Any, ...]
@@ -63,7 +60,7 @@ class CallKind:
 
 
 class Accepted:
-    """What a model's Python raised in captures and not in eager; shared by all parts of a model."""
+    """Holds errors that captures raised and eager did not; shared by all parts of a model."""
 
     def __init__(self) -> None:
         self._known: dict[str, None] = {}
@@ -77,9 +74,9 @@ class Accepted:
 
 
 class Refusals:
-    """Why kinds of calls run a module itself; shared by modules that are alike.
+    """Remembers which kinds of calls run eagerly, and why; shared by modules that are alike.
 
-    To run a module itself is always right, so nothing has to be compared exactly. The second call
+    Eager is always right, so nothing has to be compared exactly. The second call
     of a kind is tried again: the first may have made something that the module keeps.
     """
 
@@ -87,14 +84,15 @@ class Refusals:
         self._known: dict[CallKind, tuple[str, int]] = {}
         self._floats: dict[CallKind, set[tuple[str, ...]]] = {}
 
-    def why_itself(self, call: CallKind) -> str:
-        """Returns why a call runs the module itself; "" if that is not known."""
+    def why_eager(self, call: CallKind) -> str:
+        """Returns why a call runs eagerly; "" if that is not known."""
         reason, count = self._known.get(call, ("", 0))
         return reason if count > 1 else ""
 
     def note(self, call: CallKind, reason: str, *, is_lasting: bool = False) -> None:
         """Remembers that a call could not be captured; ``is_lasting`` if no other try will help."""
         count = 2 if is_lasting else self._known.pop(call, ("", 0))[1] + 1
+        # Replaced, not changed: other threads may be reading it.
         self._known = {**dict([*self._known.items()][1 - _MAX_KINDS :]), call: (reason, count)}
 
     def note_floats(self, call: CallKind, leaves: Sequence[Any]) -> None:
@@ -116,8 +114,8 @@ class Refusals:
 
 
 @dataclass(frozen=True)
-class Itself:
-    """A call is to run the model itself.
+class RunEagerly:
+    """The decision that a call runs the model eagerly.
 
     Attributes:
         reason: why.
@@ -134,15 +132,15 @@ class Itself:
     then: Callable[[], None] | None = None
 
 
-class Calls:
-    """Takes a model's calls: finds or compiles the program for each, and runs it.
+class ModuleDispatcher(Dispatcher[ModuleEntry]):
+    """Takes a module's calls: runs the program of each, or the module eagerly.
 
     It has the signature of the model's ``forward``, which tools look at.
 
     Attributes:
         model: whose calls they are.
         options: how they are compiled.
-        dynamic: which sizes are symbols, see :class:`Shapes`; so do ``names``.
+        dynamic: which sizes are symbols, see :class:`ShapeCache`; so do ``names``.
         entries: the programs there are.
     """
 
@@ -155,14 +153,10 @@ class Calls:
         compiler: Compiler | None = None,
         accepted: Accepted | None = None,
     ) -> None:
-        self.model = model
-        self.options = options
-        self.dynamic = dynamic
-        self.entries = KeptPrograms[ModuleEntry]()
-        self._report: CompileReport | None = None
+        super().__init__(model, options, dynamic, names, compiler)
+        self.model, self.options, self.dynamic = model, options, dynamic
+        self.entries = self._entries
         self._eager: CompileReport | None = None
-        self._compiler = compiler or Compiler(options)
-        self._shapes = Shapes(model, self._for_sizes, dynamic, names)
         self._effects = EffectsSeen()
         self._refusals = Refusals()
         self._accepted = accepted or Accepted()
@@ -179,12 +173,12 @@ class Calls:
     def prepare(self, *args: Any, **kwargs: Any) -> None:
         """Compiles for the layout of a call, and runs nothing."""
         leaves, tree, _ = torch_pytree.flatten_call(args, kwargs)
-        if not (mode_around() or self._why_itself(leaves)):
+        if not (mode_around() or self._why_eager(leaves)):
             self._compile(leaves, tree)
 
     @property
     def last_report(self) -> CompileReport | None:
-        """What the newest compile did, or why the newest call ran the model itself.
+        """Returns what the newest compile did, or why the newest call ran eagerly.
 
         None before the first call.
         """
@@ -218,64 +212,66 @@ class Calls:
         return _no_calls, ()
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        # Kernels call no operators, so a mode would see nothing of what runs.
         mode = mode_around()
         if mode:
             reason = f"{mode} is active, which sees or changes every operator"
             return self._run_alone(reason, args, kwargs)
         leaves, tree, containers = torch_pytree.flatten_call(args, kwargs)
-        entry = self.entries.fitting(leaves, tree)
-        if entry is not None:
-            self._eager = None
-            return entry.run(leaves, containers)
-        plain = written_out(leaves)
-        if plain is not None:
-            entry = self.entries.fitting(plain, tree)
+        entry, plain = self._fitting(leaves, tree)
         if entry is None:
-            found = self._compiled(leaves, leaves if plain is None else plain, tree)
-            if isinstance(found, Itself):
-                run = self._run_wrong if found.raised else self._run_itself
-                result = run(found.reason, args, kwargs)
-                refuse_traced(result)
-                if found.refused is not None:  # a call that is wrong in eager, too, is not noted
-                    note = self._refusals.note
-                    note(found.refused, found.reason, is_lasting=found.is_lasting)
-                    if found.raised:
-                        self._accepted.note(found.raised)
-                if found.then is not None:
-                    found.then()
-                return result
+            found = self._find_or_compile(leaves, plain, tree)
+            if isinstance(found, RunEagerly):
+                return self._run_as_told(found, args, kwargs)
             entry = found
-        if plain is not None and entry.is_tied_to_inputs:
-            reason = "an input that it changes or returns is conjugated or negated only in name"
-            return self._run_itself(reason, args, kwargs)
+        if plain is not leaves and entry.is_tied_to_inputs:
+            reason = (
+                "an input that the model changes or returns is a lazy conjugate (x.conj()) or a "
+                "lazy negation"
+            )
+            return self._run_eagerly(reason, args, kwargs)
         self._eager = None
-        return entry.run(leaves if plain is None else plain, containers)
+        return entry.run(plain, containers)
 
-    def _compiled(
+    def _run_as_told(self, found: RunEagerly, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        # The capture ended in an exception of the model's: eager may raise it, too, so no part is
+        # compiled before it is known that the call is right.
+        run = self._run_wrong if found.raised else self._run_eagerly
+        result = run(found.reason, args, kwargs)
+        refuse_traced(result)
+        if found.refused is not None:  # a call that is wrong in eager, too, is not noted
+            self._refusals.note(found.refused, found.reason, is_lasting=found.is_lasting)
+            if found.raised:
+                self._accepted.note(found.raised)
+        if found.then is not None:
+            found.then()
+        return result
+
+    def _find_or_compile(
         self, leaves: list[Any], plain: list[Any], tree: torch_pytree.TreeSpec
-    ) -> ModuleEntry | Itself:
-        """Returns a program for a call with new inputs, or why it runs the model itself."""
+    ) -> ModuleEntry | RunEagerly:
+        """Returns a program for a call with new inputs, or why it runs eagerly."""
         call = CallKind.of(leaves, tree, training=self.model.training)
-        reason = self._refusals.why_itself(call) or self._why_itself(leaves)
+        reason = self._refusals.why_eager(call) or self._why_eager(leaves)
         if reason:
-            return Itself(reason)
+            return RunEagerly(reason)
         try:
             entry = self._compile(plain, tree)
         except EffectError as effect:
-            return Itself(self._effects.note(self._state(), str(effect)))
+            return RunEagerly(self._effects.note(self._state(), str(effect)))
         except LazyInlineError as error:
-            if not self._may_run_itself(error):
+            if not self._may_run_eagerly(error):
                 raise
             raised = error.raised if isinstance(error, WrongCallError) else ""
             raised = "" if raised in self._accepted else raised
-            return Itself(str(error), call, self._is_lasting(error), raised)
+            return RunEagerly(str(error), call, self._is_lasting(error), raised)
         self._refusals.note_floats(call, plain)
         return entry
 
-    # ---- where the model itself runs -----------------------------------------------------
+    # ---- where the model runs eagerly ----------------------------------------------------
 
-    def _may_run_itself(self, error: LazyInlineError) -> bool:
-        """Whether the model runs itself after an error of its compile."""
+    def _may_run_eagerly(self, error: LazyInlineError) -> bool:
+        """Whether the model runs eagerly after an error of its compile."""
         is_capture = isinstance(error, CaptureError) and not isinstance(error, FinalCaptureError)
         return is_capture and self.options.fallback == "eager"
 
@@ -283,7 +279,7 @@ class Calls:
         """Whether an error will be the same at another try."""
         return False
 
-    def _why_itself(self, leaves: Sequence[Any]) -> str:
+    def _why_eager(self, leaves: Sequence[Any]) -> str:
         """Returns why no program can stand for a call of the model, or an empty text."""
         watching = watching_tensor(self.model, leaves)
         if watching:
@@ -294,24 +290,24 @@ class Calls:
         return self._effects.why_itself(self._state()) if self._effects else ""
 
     def _state(self) -> tuple[Any, ...]:
-        """What the effects of a forward may depend on: modes, and which hooks there are."""
+        """Returns what the effects of a forward may depend on: modes, and which hooks there are."""
         modes = [(m.training, *own_hooks(m, "forward")) for m in self.model.modules()]
         return (torch.is_grad_enabled(), *modes)
 
-    def _run_itself(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run_eagerly(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return self._run_alone(reason, args, kwargs)
 
     def _run_wrong(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Runs the model itself, and nothing that is compiled, as eager may refuse the call."""
+        """Runs the model, and nothing compiled in it, since eager may refuse the call as well."""
         return self._run_alone(reason, args, kwargs)
 
     def _run_alone(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Runs the model itself, and nothing that is compiled."""
+        """Runs the model eagerly, and nothing compiled in it."""
         self._report_eager(reason)
         return call_past_slot(self.model, args, kwargs)
 
     def _report_eager(self, reason: str) -> None:
-        """Notes why the model itself runs."""
+        """Notes why the model runs eagerly."""
         if self._eager is None or self._eager.ran_eagerly != reason:
             backend, reuse = self.options.backend, self.options.reuse
             train = torch.is_grad_enabled()
@@ -319,57 +315,28 @@ class Calls:
 
     # ---- where a program is compiled -----------------------------------------------------
 
-    @one_at_a_time
     def _compile(self, leaves: list[Any], tree: torch_pytree.TreeSpec) -> ModuleEntry:
-        made_meanwhile = self.entries.fitting(leaves, tree)
-        if made_meanwhile is not None:
-            return made_meanwhile
         check_runnable(self.model)
-        inputs = Inputs.of(leaves, tree)
-        made = self._shapes.made(inputs) or self._made_for(inputs)
+        return self._compile_for(Inputs.of(leaves, tree), Goal(train=torch.is_grad_enabled()))
+
+    def _entry(self, made: CompileResult, leaves: Sequence[Any]) -> ModuleEntry:
         check_writes(made.compiled.captured.program)
-        entry = ModuleEntry(made, leaves)
-        entry.can_be_linked_again = made.is_linked
-        if self.entries.add(entry):
-            self._compiler = Compiler(self.options)
-        self._report = made.report
-        return entry
-
-    def _made_for(self, inputs: Inputs) -> Made[CompiledProgram]:
-        """Compiles for the sizes and the Python numbers of a call alone."""
-        compiled, report = self._compiler.compile(
-            self.model,
-            inputs.args,
-            inputs.kwargs,
-            train=torch.is_grad_enabled(),
-            watch=self._watch,
-        )
-        self.entries.warn_if_many(self.model, inputs)
-        guard = Guard(self.model, compiled.captured, inputs.leaves, inputs.tree, compiled.hold)
-        return self._shapes.note(Made(guard, compiled.without_tensors(), report), inputs)
-
-    def _watch(self, one: Pass, before: Compilation, after: Compilation) -> None:
-        """Looks at each pass of a compile, and may raise to end it."""
-
-    def _for_sizes(self) -> SymbolicCompiling[CompiledProgram]:
-        from ..sizes.symbolic_compiler import SymbolicCompiler  # brings in sympy
-
-        return SymbolicCompiler(self.options)
+        return ModuleEntry(made, leaves)
 
 
 def _counted(count: int, noun: str) -> str:
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
-def calls_of(module: Any) -> Calls | None:
-    """Returns what runs the calls of a module that was compiled, in place or with a wrapper."""
+def dispatcher_of(module: Any) -> ModuleDispatcher | None:
+    """Returns the dispatcher of a module that was compiled, in place or with a wrapper."""
     if not isinstance(module, nn.Module):
         return None
-    held = module_state(module).get(WRAPPED, in_slot(module))
+    held = module_state(module).get(DISPATCHER_ATTRIBUTE, in_slot(module))
     if held is None:
         inside = model_inside(module)
-        return None if inside is None else calls_of(inside)
-    return held if isinstance(held, Calls) else None
+        return None if inside is None else dispatcher_of(inside)
+    return held if isinstance(held, ModuleDispatcher) else None
 
 
 def _no_calls() -> None:

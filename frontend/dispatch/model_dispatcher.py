@@ -1,4 +1,4 @@
-"""What runs the calls of a whole model, also where it runs itself around compiled modules in it.
+"""Runs the calls of a whole model, also where it runs eagerly around compiled modules in it.
 
 PEFT's models are known by their class, once the user's code has imported PEFT: their ``generate``
 calls the model inside and not themselves. This module alone says those names.
@@ -21,20 +21,20 @@ from ..checks.models import way_of, wrapped_parts
 from ..options import Options
 from ..report import CompileReport
 from ..tracing.frames import user_frame
-from .calls import Calls, Itself
 from .entry import ModuleEntry
+from .module_dispatcher import ModuleDispatcher, RunEagerly
 from .parts import Parts, Routes, alone, why_alone
 from .torch_slot import asks_slot, call_past_slot, call_with_hooks_around
 
 _WORTH_A_WORD = 2
-"""The call that says so if it and those before it ran the model itself."""
+"""The call that warns if it and those before it ran eagerly."""
 
 
-class ModelCalls(Calls):
+class ModelDispatcher(ModuleDispatcher):
     """Takes a model's calls, and compiles modules in it where no program can stand for the whole.
 
     That is so for two reasons. A wrapper for several devices runs as it is, around the models that
-    it wraps, of which each is a whole model. And what cannot be captured runs itself, around its
+    it wraps, of which each is a whole model. And what cannot be captured runs eagerly, around its
     parts.
     """
 
@@ -42,17 +42,17 @@ class ModelCalls(Calls):
         super().__init__(model, options, dynamic)
         self._class: type | None = None
         self._has_hooks_around = False
-        self._wrapped: tuple[ModelCalls, ...] = ()
+        self._wrapped: tuple[ModelDispatcher, ...] = ()
         self._to_wrapped = Routes(lambda: self._wrapped)
         self._parts: Parts | None = None
-        self._generating: ModelCalls | None = None
+        self._generating: ModelDispatcher | None = None
         self._has_warned = False
         self._has_told = False
-        self._num_itself = 0  # calls since the last compile that ran the model itself
+        self._num_eager = 0  # calls since the last compile that ran eagerly
 
     @property
     def last_report(self) -> CompileReport | None:
-        """That of the newest compile of what wrappers stand around, or with what parts became.
+        """Returns that of the newest compile inside wrappers, or with a record of each part.
 
         Before the first call, that of the model inside that generates.
         """
@@ -69,30 +69,30 @@ class ModelCalls(Calls):
         if not (self.look_for_wrappers() or self._has_hooks_around):
             super().prepare(*args, **kwargs)
 
-    def look_for_wrappers(self) -> tuple[ModelCalls, ...]:
-        """Returns what runs the calls of models that wrappers in this one stand around."""
+    def look_for_wrappers(self) -> tuple[ModelDispatcher, ...]:
+        """Returns the dispatchers of models that are wrapped inside this one."""
         self._class = type(self.model)
         self._has_hooks_around = way_of(self.model) == "hooks"
         inside = [part for _, part in wrapped_parts(self.model)]
         if list(map(id, inside)) == [id(self.model)]:
             inside = []
         if list(map(id, inside)) != [id(known.model) for known in self._wrapped]:
-            self._wrapped = tuple(ModelCalls(m, self.options, self.dynamic) for m in inside)
+            self._wrapped = tuple(ModelDispatcher(m, self.options, self.dynamic) for m in inside)
         return self._wrapped
 
-    def called_past(self) -> tuple[ModelCalls, ...]:
-        """Returns what runs the calls of models inside that are not only called by this one."""
+    def called_past(self) -> tuple[ModelDispatcher, ...]:
+        """Returns the dispatchers of models inside that others call as well."""
         inside = self.look_for_wrappers()
         generating = [known.look_for_generating() for known in (self, *inside)]
         return (*inside, *(known for known in generating if known is not None))
 
-    def look_for_generating(self) -> ModelCalls | None:
-        """Returns what runs the calls of the model that generates, if this one only calls that."""
+    def look_for_generating(self) -> ModelDispatcher | None:
+        """Returns the dispatcher of the model that generates, if this one only calls that."""
         inside = model_that_generates(self.model)
         if inside is None or not asks_slot(inside):
             return None
         if self._generating is None or self._generating.model is not inside:
-            self._generating = ModelCalls(inside, self.options, self.dynamic)
+            self._generating = ModelDispatcher(inside, self.options, self.dynamic)
         return self._generating
 
     def warn_if_generate_is_eager(self, stacklevel: int = 3) -> str:
@@ -137,21 +137,24 @@ class ModelCalls(Calls):
             )
         return super()._run(args, kwargs)
 
-    def _compiled(
+    def _find_or_compile(
         self, leaves: list[Any], plain: list[Any], tree: torch_pytree.TreeSpec
-    ) -> ModuleEntry | Itself:
+    ) -> ModuleEntry | RunEagerly:
         if self.look_for_wrappers():
-            return Itself("a wrapper for several devices was put into it")
-        found = super()._compiled(leaves, plain, tree)
-        self._num_itself = self._num_itself + 1 if isinstance(found, Itself) else 0
-        if isinstance(found, Itself) and self._num_itself == _WORTH_A_WORD and not self._has_told:
+            return RunEagerly("a wrapper for several devices was put into it")
+        found = super()._find_or_compile(leaves, plain, tree)
+        if not isinstance(found, RunEagerly):
+            self._num_eager = 0
+            return found
+        self._num_eager += 1
+        if self._num_eager == _WORTH_A_WORD and not self._has_told:
             return replace(found, then=partial(self._warn_if_mostly_eager, found))
         return found
 
-    def _warn_if_mostly_eager(self, found: Itself) -> None:
+    def _warn_if_mostly_eager(self, found: RunEagerly) -> None:
         """Says where most of the model ran eagerly although it was compiled, and why.
 
-        The first such call may have made what the model keeps, so the second says it.
+        The first such call may have filled a cache of the model, so the second warns.
         """
         layers = [m for m in self.model.modules() if not any(True for _ in m.children())]
         compiled = self._parts.compiled() if self._parts else []
@@ -170,8 +173,8 @@ class ModelCalls(Calls):
             *((frame.f_code.co_filename, frame.f_lineno) if frame else ("", 0)),
         )
 
-    def _may_run_itself(self, error: LazyInlineError) -> bool:
-        may = super()._may_run_itself(error)
+    def _may_run_eagerly(self, error: LazyInlineError) -> bool:
+        may = super()._may_run_eagerly(error)
         if may and self.options.recompute is not None:
             raise FinalCaptureError(
                 f"{error} The model could run itself, but recompute={self.options.recompute!r} "
@@ -183,7 +186,7 @@ class ModelCalls(Calls):
         with self._to_wrapped.opened():
             return call_past_slot(self.model, args, kwargs)
 
-    def _run_itself(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run_eagerly(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._wrapped:
             return self._run_around_wrapped(args, kwargs)
         with ExitStack() as inside:
@@ -193,7 +196,7 @@ class ModelCalls(Calls):
                     self._parts = Parts(self.model, *made_of)
                 inside.enter_context(self._parts.routes.opened())
                 inside.enter_context(alone(self._parts.thread, why_alone(reason)))
-            return super()._run_itself(reason, args, kwargs)
+            return super()._run_eagerly(reason, args, kwargs)
 
 
 _CLASSES = ("PeftModel", "PeftMixedModel")

@@ -1,0 +1,298 @@
+"""Link, the deferred inline, and the plan of memory, or why there is none."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from ...autodiff.derivative import Derivative
+from ...autodiff.flows import view_roots
+from ...backend.gpu.targets import ALIGNMENT_BYTES, Place, target_like
+from ...backend.kernels.lower import GpuBackend
+from ...backend.launches.kernel_list import KernelList
+from ...backend.launches.torch_native import NotBuiltError
+from ...backend.link.layout import Layout, layout_of, least_bytes
+from ...backend.link.link import FlatProgram, link
+from ...backend.link.placement import Tools, UnalignedError
+from ...backend.run.planned import PlannedProgram
+from ...backend.run.runtime import ClosureRuntime, PlannedRuntime
+from ...backend.run.unplanned import Executable, UnplannedStep, live_bytes
+from ...recompute.policy import Budget
+from ...reuse.errors import PlanError
+from ...reuse.ir.leaf import flat_types
+from ...reuse.ir.program import Leaf, ModelTensor, Program
+from ...reuse.ir.torch_symbols import Values
+from ..compile_record import gpu_record
+from .context import leaves_of
+from .numbers import check_layouts, forget_numbers, kernel_at_numbers, with_numbers
+from .programs import model_name, returned_of
+from .state import Compilation, GoalKind, Runnable, State, Unplanned, compile_pass
+
+LINKED: tuple[GoalKind, ...] = ("module", "step", "gradients")
+
+
+WRONG_SIZES = "A condition on sizes that the compile relied on does not hold for these."
+
+
+class OverBudgetError(PlanError):
+    """A program whose recompute was chosen for other sizes does not keep the budget at these."""
+
+
+@compile_pass("link", "flat", goals=LINKED)
+def link_program(state: State) -> State:
+    """All calls are laid out, numbers for symbols; memory is planned: the deferred inline."""
+    state = state if state.flats else linked(state)
+    if state.captured.sizes is None:
+        return _planned_and_run(state)
+    if state.values is not None:
+        return _linked_at(state, state.values)
+    example = state.captured.sizes.example
+    # Hints may have differed from the sizes of the call, for which the compile has to be right.
+    if not state.captured.sizes.are_right(example):
+        raise PlanError(WRONG_SIZES)
+    return _linked_at(replace(state, symbolic=state), example)
+
+
+def _linked_at(state: State, values: Values) -> State:
+    """Plans what is linked for the numbers of one shape; kernels of it are kept there only.
+
+    Raises:
+        OverBudgetError: if what was chosen for other sizes holds more than the budget at these.
+        PlanError: if a kernel lays a result out in another way than the program says.
+    """
+    context = state.context
+    leaves = {leaf: kernel_at_numbers(context, leaf, values) for leaf in leaves_of(state.linked)}
+    state = _planned_and_run(replace(with_numbers(state, values, leaves), values=values))
+    for leaf in leaves.values():
+        check_layouts(context.recorded.get(leaf))
+    forget_numbers(context, leaves)
+    _check_budget(state)
+    return state
+
+
+def _check_budget(state: Compilation) -> None:
+    policy = state.context.options.recompute
+    limit = policy.saved_bytes if isinstance(policy, Budget) else None
+    if limit is None or state.request is None or state.derivative is None:
+        return
+    held = held_bytes(state)
+    if held > limit:
+        raise OverBudgetError(f"{held} bytes are held, and the budget is {limit}")
+
+
+def linked(state: State) -> State:
+    """Lays out the calls of each part."""
+    return replace(state, flats={name: link(p) for name, p in state.programs.items()})
+
+
+def _planned_and_run(state: State) -> State:
+    """Plans memory where nothing hinders it; else closures allocate what they return."""
+    planned, report = _planned_or_why_not(state), state.report
+    if isinstance(planned, Unplanned):
+        report.unplanned = planned.reason
+        state = replace(state, unplanned=planned, runs=_closures_run(state))
+    else:
+        report.peak_bytes = planned.plan.peak_bytes
+        report.arena_bytes = planned.arena_bytes
+        report.held_bytes = planned.held_bytes + planned.result_bytes
+        report.lower_bound_bytes = planned.plan.lower_bound_bytes
+        state = replace(state, runs=_arena_runs(state, planned))
+    assert state.runs is not None
+    report.num_launches = state.runs.num_launches
+    return state
+
+
+def _arena_runs(state: Compilation, planned: PlannedProgram) -> Runnable:
+    if state.goal.kind == "step":
+        return planned
+    derivative = state.derivative
+    num_saved = len(flat_types([derivative.saved_type])) if derivative is not None else 0
+    return PlannedRuntime(planned, len(state.captured.program.outputs), num_saved)
+
+
+def _closures_run(state: Compilation) -> Runnable:
+    kernels = state.context.kernels_of(state.linked)
+    if state.goal.kind == "step":
+        (flat,) = state.linked
+        return UnplannedStep(flat, kernels)
+    forward, *backward = (Executable(flat, kernels) for flat in state.linked)
+    num_results = len(state.captured.program.outputs)
+    return ClosureRuntime(forward, backward[0] if backward else None, num_results)
+
+
+def _has_target(state: Any) -> bool:
+    return state.context.options.target is not None
+
+
+@compile_pass("predict", "flat", goals=("module", "step"), wanted=_has_target)
+def describe_gpu(state: State) -> State:
+    """For a GPU that is not here: what a run will hold and take, by the plan and the roofline."""
+    runs, backend = state.runs, state.context.backend
+    program = runs.program if isinstance(runs, PlannedRuntime) else runs
+    if not isinstance(program, PlannedProgram):
+        why = state.report.unplanned
+        raise PlanError(f"A program for a GPU needs a memory plan, and there is none: {why}.")
+    assert isinstance(backend, GpuBackend)
+    calls = Counter(launch.leaf for flat in state.linked for launch in flat.launches)
+    lists = [(state.context.recorded[leaf], count) for leaf, count in calls.items()]
+    state.report.gpu = gpu_record(program, lists, backend)
+    return state
+
+
+# ---- what hinders a plan ---------------------------------------------------------------------
+
+
+def hindrance(state: Compilation) -> Unplanned | None:
+    """Says why linked parts cannot have their memory planned together; None if they can."""
+    backend = state.context.options.backend
+    # A step owns its whole arena, so its memory is planned for any backend.
+    if state.goal.kind != "step" and backend != "inductor":
+        return Unplanned(f"backend {backend} runs operator by operator")
+    return other_devices(state.linked) or _unrecordable(state)
+
+
+def _why_unplanned(state: Compilation) -> Unplanned | None:
+    if state.goal.kind == "step":  # which writes what it changes once all of it has run
+        return hindrance(state)
+    known = state.unplanned or hindrance(state)
+    return known or changed_buffer(state.captured.program, state.derivative)
+
+
+def other_devices(flats: Sequence[FlatProgram]) -> Unplanned | None:
+    """Memory has one kind of address: the CPU's, or that of one GPU."""
+    devices = {t.device for flat in flats for t in flat.slot_types}
+    if len(devices) <= 1 and {device.type for device in devices} <= {"cpu", "cuda"}:
+        return None
+    names = ", ".join(sorted(map(str, devices)))
+    return Unplanned(f"memory is planned on one device, and the program uses {names}")
+
+
+def tools_of(state: Compilation) -> Tools:
+    """Returns what places buffers and runs launches, on the device of a linked program."""
+    tools = state.context.tools
+    devices = {t.device for flat in state.linked for t in flat.slot_types}
+    gpu = next((device for device in devices if device.type == "cuda"), None)
+    if gpu is None:
+        return tools
+    is_here = torch.cuda.is_available()
+    target = target_like(torch.cuda.get_device_capability(gpu)) if is_here else None
+    # Never run on one by us: docs/gpu.md
+    place = Place(device=gpu, graphs="captured", target=target)
+    return replace(tools, alignment=ALIGNMENT_BYTES, place=place)
+
+
+def _unrecordable(state: Compilation) -> Unplanned | None:
+    leaf = state.context.unrecordable(state.linked) if state.kernels == "made" else None
+    if leaf is None:
+        return None
+    return Unplanned(f"the kernels of @{leaf.name} are not a plain list of launches")
+
+
+def changed_buffer(program: Program, derivative: Derivative | None) -> Unplanned | None:
+    """A state that the forward replaces lies where the backward reads the old one."""
+    written = {target for _, target in program.writes}
+    if derivative is not None and written & set(derivative.kept_inputs):
+        return Unplanned("the forward changes a buffer whose old value the backward needs")
+    return None
+
+
+# ---- the plan ---------------------------------------------------------------------------------
+
+
+def plan(state: Compilation) -> PlannedProgram | Unplanned:
+    """Plans the arena of a linked program and its backward, or of a step, which is one program.
+
+    Kernels of a GPU that do not allow where an operand begins are made anew.
+    """
+    why = _why_unplanned(state)
+    while why is None:
+        try:
+            return _step_plan(state) if state.goal.kind == "step" else _module_plan(state)
+        except UnalignedError as found:
+            if not state.context.lower_unaligned(found.inputs):
+                raise
+    return why
+
+
+def _step_plan(state: Compilation) -> PlannedProgram:
+    """Plans a step, whose results stay where they are until the next one."""
+    (flat,) = state.linked
+    own_copies = [""] * sum(map(len, state.step.batch))
+    return PlannedProgram(
+        [flat],
+        launches(state),
+        range(len(flat.inputs)),
+        [len(flat.outputs)],
+        results="pinned",
+        tools=tools_of(state),
+        names=[*own_copies, *(model_name(s.name) for s in state.step.model)],
+    )
+
+
+def _module_plan(state: Compilation) -> PlannedProgram:
+    program = state.captured.program
+    own = {i: s.name for i, s in enumerate(program.sources) if isinstance(s, ModelTensor)}
+    num_returned, sources = returned_of(program, state.derivative)
+    # A budget bounds what a forward in flight holds, which is less without gradients.
+    has_budget = isinstance(state.context.options.recompute, Budget)
+    return PlannedProgram(
+        state.linked,
+        launches(state),
+        list(own),
+        num_returned,
+        sources,
+        tools=tools_of(state),
+        gradients="apart" if has_budget else "overlaid",
+        names=list(own.values()),
+        roots=view_roots(program),
+    )
+
+
+def _planned_or_why_not(state: Compilation) -> PlannedProgram | Unplanned:
+    """Plans; where our own C++ cannot be built (a full disk), closures allocate."""
+    try:
+        planned = plan(state)
+        if isinstance(planned, PlannedProgram) and state.kernels == "made":
+            _ = planned.native
+    except NotBuiltError as error:
+        return Unplanned(str(error))
+    return planned
+
+
+def held_bytes(state: Compilation) -> int:
+    """Returns what a linked program holds at its peak: as planned, at least, or saved."""
+    is_step = state.goal.kind == "step"
+    losses = state.goal.batching.loss_bytes if is_step else 0
+    made: object = state.runs.program if isinstance(state.runs, PlannedRuntime) else state.runs
+    if state.kernels == "made" and not isinstance(made, PlannedProgram):
+        made = plan(state)
+    if isinstance(made, PlannedProgram):
+        return made.held_bytes + losses
+    if _why_unplanned(state) is not None:
+        return losses + (live_bytes(state.linked[0]) if is_step else _saved_bytes(state))
+    return losses + least_bytes(_layout(state))
+
+
+def _saved_bytes(state: Compilation) -> int:
+    assert state.derivative is not None
+    return state.derivative.saved_type.num_bytes
+
+
+def _layout(state: Compilation) -> Layout:
+    """Lays out what would be planned, for kernels that are only estimated."""
+    if state.goal.kind == "step":
+        (flat,) = state.linked
+        return layout_of([flat], launches(state), [len(flat.outputs)], results="pinned")
+    returned, sources = returned_of(state.captured.program, state.derivative)
+    return layout_of(state.linked, launches(state), returned, sources)
+
+
+def launches(state: Compilation) -> Mapping[Leaf, KernelList]:
+    """Returns the kernel list of each leaf that is launched."""
+    if state.kernels == "made":
+        return state.context.launches_of(state.linked)
+    return state.context.likely_launches_of(state.linked)

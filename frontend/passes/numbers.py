@@ -1,0 +1,154 @@
+"""Numbers in place of symbols: in a captured program, and in a linked one with its kernels.
+
+Kernels are made once, for symbols; a shape has them for its numbers while it is linked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.fx
+
+from ...autodiff.derivative import Derivative
+from ...autodiff.traces.torch_make_fx import fake_tensor, new_fake_mode
+from ...backend.kernels.lower import kernel_at
+from ...backend.link.link import FlatProgram, Launch
+from ...recompute.sizes_at import SizesAt
+from ...reuse.errors import PlanError
+from ...reuse.ir.leaf import ModalInterpreter, flat_types, without_autocast
+from ...reuse.ir.program import Call, Closure, Composite, Leaf, Program, Value
+from ...reuse.ir.torch_symbols import (
+    SIZE_TYPES,
+    Values,
+    expression_of,
+    tensor_type_at,
+    type_at,
+    value_of,
+)
+from .context import Context
+from .state import State
+
+
+class AtNumbers:
+    """Puts numbers in place of sizes, once per closure.
+
+    Args:
+        values: of the symbols.
+    """
+
+    def __init__(self, values: Values) -> None:
+        self._sizes = SizesAt(values)
+        self._closures: dict[Closure, Closure] = {}
+
+    def program(self, program: Program) -> Program:
+        """Returns the program for these sizes; as captured, not differentiated."""
+        new: dict[Value, Value] = {}
+
+        def of(values: tuple[Value, ...]) -> tuple[Value, ...]:
+            for value in values:
+                if value not in new:
+                    new[value] = Value(self._sizes.type(value.type), value.hint)
+            return tuple(new[value] for value in values)
+
+        inputs = of(program.inputs)
+        calls = tuple(
+            Call(self._closure(c.closure), of(c.args), of(c.results), c.path, c.recompute)
+            for c in program.calls
+        )
+        return replace(program, inputs=inputs, calls=calls, outputs=of(program.outputs))
+
+    def _closure(self, closure: Closure) -> Closure:
+        if closure not in self._closures:
+            if isinstance(closure, Composite):
+                made: Closure = replace(closure, program=self.program(closure.program))
+            else:
+                assert isinstance(closure, Leaf)
+                made = self._leaf(closure)
+            self._closures[closure] = made
+        return self._closures[closure]
+
+    @without_autocast
+    def _leaf(self, leaf: Leaf) -> Leaf:
+        made = self._sizes.leaf(leaf)
+        if made is not leaf:
+            # The strides of a view depend on sizes, and aliasing is read off these examples.
+            mode = new_fake_mode()
+            inputs = [fake_tensor(mode, t) for t in flat_types(made.input_types)]
+            with mode, torch.no_grad():
+                _Refreshing(made.module).run_flat(inputs)
+        return made
+
+
+class _Refreshing(ModalInterpreter):
+    """Notes on each operator what it gives, so that views share the memory they are of."""
+
+    def run_node(self, n: torch.fx.Node) -> Any:
+        result = super().run_node(n)
+        if n.op != "output":
+            n.meta["val"] = result
+        return result
+
+
+def results_at(program: Program, values: Values) -> Program:
+    """Returns the program with numbers among its results."""
+    tree = program.output_tree
+    leaves = tuple(
+        (kind, value_of(expression_of(value), values) if isinstance(value, SIZE_TYPES) else value)
+        for kind, value in tree.leaves
+    )
+    return replace(program, output_tree=replace(tree, leaves=leaves))
+
+
+def kernel_at_numbers(context: Context, leaf: Leaf, values: Values) -> Leaf:
+    """Makes the kernel of a leaf for numbers; returns the leaf that has it."""
+    found, kernel = kernel_at(leaf, context.kernels[leaf], values)
+    context.kernels[found] = kernel
+    return found
+
+
+def forget_numbers(context: Context, leaves: Mapping[Leaf, Leaf]) -> None:
+    """Drops the kernels of one shape."""
+    for of_symbols, leaf in leaves.items():
+        if leaf is not of_symbols:
+            context.forget(leaf)
+
+
+def with_numbers(state: State, values: Values, leaves: Mapping[Leaf, Leaf]) -> State:
+    """Returns a linked state with numbers for symbols, given its leaves for them."""
+    flats = {name: _flat_at(flat, values, leaves) for name, flat in state.flats.items()}
+    derivative = state.derivative and _derivative_at(state.derivative, values)
+    return replace(state, flats=flats, derivative=derivative)
+
+
+def _flat_at(flat: FlatProgram, values: Values, leaves: Mapping[Leaf, Leaf]) -> FlatProgram:
+    types = {t: tensor_type_at(t, values) for t in set(flat.slot_types)}
+    launches = tuple(
+        Launch(leaves[one.leaf], one.operands, one.results, one.frees, one.path)
+        for one in flat.launches
+    )
+    slot_types = tuple(types[t] for t in flat.slot_types)
+    return FlatProgram(flat.inputs, launches, flat.outputs, slot_types)
+
+
+def check_layouts(kernels: Any) -> None:
+    """Raises PlanError unless what a closure returns is laid out as the program says."""
+    for view, type_ in zip(kernels.outputs, kernels.output_types, strict=True) if kernels else ():
+        strides = zip(view.shape, view.stride, type_.stride, strict=True)
+        # A stride of a dimension of size 1 is never used, so it may be anything.
+        if view.shape != type_.shape or any(n > 1 and a != b for n, a, b in strides):
+            raise PlanError(f"@{kernels.name} returns strides {view.stride}, not {type_.stride}")
+
+
+def _derivative_at(derivative: Derivative, values: Values) -> Derivative:
+    forward, backward = (_signature(c, values) for c in (derivative.forward, derivative.backward))
+    return replace(derivative, forward=forward, backward=backward)
+
+
+def _signature(closure: Closure, values: Values) -> Composite:
+    """Returns a closure of the same types, for those who ask for types only."""
+    inputs = tuple(Value(type_at(t, values)) for t in closure.input_types)
+    outputs = tuple(Value(type_at(t, values)) for t in closure.output_types)
+    return Composite(closure.name, Program(inputs, (), outputs))

@@ -1,0 +1,69 @@
+"""The recompute pass: weighs choices by what the program would hold, by trial compiles."""
+
+from __future__ import annotations
+
+from ...autodiff.derivative import Request
+from ...recompute.sizes_at import SizesAt
+from ...reuse.ir.program import Composite, Leaf
+from ...reuse.ir.torch_symbols import Values
+from .context import leaves_of
+from .link import held_bytes, linked
+from .numbers import forget_numbers, kernel_at_numbers, with_numbers
+from .programs import decompose, estimate, lower, repeat_micro_batches, with_request
+from .recompute_choice import ProgramPeaks, has_marks
+from .state import Compilation, Pass, State, apply, compile_pass
+
+
+def is_asked_for(state: Compilation) -> bool:
+    """Whether a policy or a mark wants something computed again."""
+    request = state.request
+    if request is None or state.derivative is None:
+        return False
+    assert isinstance(request.closure, Composite)
+    return state.context.options.recompute is not None or has_marks(request.closure)
+
+
+@compile_pass("recompute", goals=("module", "step"), wanted=is_asked_for)
+def choose_recompute(state: State) -> State:
+    """Per call, what the forward saves and what the backward computes again (where asked for)."""
+    assert state.request is not None
+    sizes, recompute = state.captured.sizes, state.context.recompute
+    if sizes is not None:  # weighed at the sizes of the call at hand
+        recompute = recompute.at(sizes.example)
+    trials = Trials(state)
+    try:
+        return with_request(state, recompute.chosen(state.request, trials.peaks))
+    finally:
+        trials.end()
+
+
+class Trials:
+    """Measures what a program holds under a request, by running the passes that follow."""
+
+    def __init__(self, state: Compilation) -> None:
+        self._state = state
+        sizes = state.captured.sizes
+        self._values = None if sizes is None else sizes.example
+        self._sizes = SizesAt(self._values or Values())
+        self._made, self._guessed = dict[Leaf, Leaf](), dict[Leaf, Leaf]()
+        self.peaks = ProgramPeaks(lambda r: self._held(r, lower), lambda r: self._held(r, estimate))
+
+    def _held(self, request: Request, kernels: Pass) -> int:
+        passes = (repeat_micro_batches, decompose, kernels)
+        state = linked(apply(passes, with_request(self._state, request)))
+        if self._values is None:
+            return held_bytes(state)
+        known = self._made if state.kernels == "made" else self._guessed
+        for leaf in leaves_of(state.linked):
+            if leaf not in known:
+                known[leaf] = self._at_numbers(leaf, self._values, state)
+        return held_bytes(with_numbers(state, self._values, known))
+
+    def _at_numbers(self, leaf: Leaf, values: Values, state: Compilation) -> Leaf:
+        if state.kernels == "estimated":
+            return self._sizes.leaf(leaf)
+        return kernel_at_numbers(state.context, leaf, values)
+
+    def end(self) -> None:
+        """Drops the kernels that trials made for numbers."""
+        forget_numbers(self._state.context, self._made)
