@@ -5,7 +5,6 @@ import functools
 import gc
 import io
 import pickle
-import threading
 import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -14,6 +13,7 @@ import psutil
 import pytest
 import torch
 import torch.nn.functional as F
+from apart import in_threads
 from comparing import (
     assert_close,
     assert_equals_eager,
@@ -798,30 +798,6 @@ def test_many_dropped_forwards_do_not_grow_memory(backend: str) -> None:
     assert grown < 60e6, f"{grown / 1e6:.0f} MB after 40 dropped forwards"
 
 
-def in_threads(work: Callable[[int], Any], number: int = 3) -> list[Any]:
-    """Runs ``work(i)`` in threads that start together; raises what they raise."""
-    results: list[Any] = [None] * number
-    start = threading.Barrier(number)
-
-    def run(index: int) -> None:
-        start.wait(timeout=60)
-        try:
-            results[index] = work(index)
-        except Exception as error:
-            results[index] = error
-
-    threads = [threading.Thread(target=run, args=(i,), daemon=True) for i in range(number)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=120)
-        assert not thread.is_alive(), "a thread hangs"
-    for result in results:
-        if isinstance(result, Exception):
-            raise result
-    return results
-
-
 def test_threads_share_a_compiled_module(backend: str, compiles: Compiles) -> None:
     compiled, model, expected = make(net, backend)
     inputs = [batch(seed=i) for i in range(3)]
@@ -852,20 +828,6 @@ def test_threads_compile_different_modules_at_once() -> None:
         assert_same_gradients(model, expected)
 
     in_threads(work)
-
-
-def test_eager_models_run_undisturbed_while_another_thread_captures() -> None:
-    compiled, _, expected = make(lambda: net(6), "eager")
-    want = expected(batch())
-
-    def work(index: int) -> None:
-        if index == 0:
-            assert_close(compiled(batch()), want)
-            return
-        for _ in range(100):
-            assert torch.equal(expected(batch()), want)
-
-    in_threads(work, 2)
 
 
 # ---- copies -----------------------------------------------------------------------------------

@@ -1,11 +1,12 @@
 """compile_step: one planned program per step, gradients of the mean loss over micro-batches."""
 
 import copy
-import threading
 from collections.abc import Callable
 
 import pytest
 import torch
+from apart import in_threads
+from comparing import relative_error
 from decoders import DecoderBlock, llama
 from torch import nn
 
@@ -13,10 +14,6 @@ import lazyinline
 from lazyinline.frontend.training_step import compile_step
 
 SIZES = {"hidden": 32, "num_heads": 2, "vocab": 61, "seq": 8}
-
-
-def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    return float((actual - expected).norm() / expected.norm().clamp_min(1e-12))
 
 
 def decoder(
@@ -184,22 +181,15 @@ def test_step_in_two_threads_at_once_is_refused_or_right() -> None:
     model, args = decoder(2)
     step = compile_step(model, backend="eager")
     expected = step(*args).item()
-    outcomes: list[object] = []
 
-    def work() -> None:
+    def work(index: int) -> None:
         for _ in range(20):
             try:
-                outcomes.append(step(*args).item() == expected)
+                assert step(*args).item() == expected
             except lazyinline.PlanError as error:
-                outcomes.append("another thread" in str(error))
+                assert "another thread" in str(error)
 
-    threads = [threading.Thread(target=work) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(outcomes) == 60
-    assert all(outcomes)
+    in_threads(work)
 
 
 BATCHES: dict[str, Callable[[], torch.Tensor]] = {
@@ -222,10 +212,3 @@ def test_a_batch_is_taken_however_it_lies_in_memory(kind: str, micro_batches: in
         batch = BATCHES[kind]()
         losses = [model(part).sum() for part in batch.tensor_split(micro_batches)]
         torch.testing.assert_close(step(batch), torch.stack(losses).mean().detach())
-
-
-def test_a_batch_of_the_same_layout_may_be_negated_in_the_next_step() -> None:
-    model, numbers = nn.Linear(6, 6), torch.randn(4, 6)
-    step = compile_step(model, loss_fn=torch.sum, backend="eager")
-    for batch in (numbers, torch._neg_view(numbers), numbers):
-        torch.testing.assert_close(step(batch), model(batch).sum().detach())
