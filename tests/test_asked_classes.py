@@ -137,24 +137,38 @@ ASKED: dict[str, tuple[Callable[[Tensor, Any], Any], bool]] = {
 
 
 class Asking(nn.Module):
-    def __init__(self, ask: Callable[[Tensor, Any], Any]) -> None:
+    """Asks of the length in several ways."""
+
+    def __init__(self, *asks: Callable[[Tensor, Any], Any]) -> None:
         super().__init__()
-        self.ask = ask
+        self.asks = asks
 
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.ask(x, x.shape[0])
+    def forward(self, x: Tensor) -> list[Tensor]:
+        return [x * ask(x, x.shape[0]) for ask in self.asks]
 
 
-@pytest.mark.parametrize("name", ASKED)
-def test_a_size_answers_as_a_number_at_every_length(name: str) -> None:
-    ask, is_one = ASKED[name]
-    model = Asking(ask)
+NUM_TOGETHER = 8
+OF_ALL = [name for name, (_, is_one) in ASKED.items() if is_one]
+OF_EACH = [name for name in ASKED if name not in OF_ALL]
+GROUPS = [
+    n[i : i + NUM_TOGETHER] for n in (OF_ALL, OF_EACH) for i in range(0, len(n), NUM_TOGETHER)
+]
+
+
+@pytest.mark.parametrize("names", GROUPS, ids=lambda names: names[0])
+def test_a_size_answers_as_a_number_at_every_length(names: list[str]) -> None:
+    model = Asking(*(ASKED[name][0] for name in names))
     run = lazyinline.compile(model, backend="eager")
     for length in (3, 4, 5, 6, 7, 300, 5, 301):
         x = torch.ones(length, 2)
-        torch.testing.assert_close(run(x), model(x), rtol=0, atol=0)
-    if is_one:
-        assert lazyinline.last_report(run).num_compiles == 2
+        for name, found, expected in zip(names, run(x), model(x), strict=True):
+            torch.testing.assert_close(found, expected, rtol=0, atol=0, msg=f"{name} at {length}")
+    report = lazyinline.last_report(run)
+    if report.ran_eagerly and len(names) > 1:  # which answers for all of them: ask each alone
+        for name in names:
+            test_a_size_answers_as_a_number_at_every_length([name])
+    elif names[0] in OF_ALL:
+        assert report.num_compiles == 2
 
 
 def test_sizes_are_sizes_again_after_a_capture() -> None:

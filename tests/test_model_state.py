@@ -1,69 +1,52 @@
 """A compiled module and its model are one state; what changes in it counts at the next call."""
 
-import types
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 from comparing import assert_close, assert_same_gradients, relative_error, twin
 from decoders import llama
-from torch import Tensor, nn
+from torch import nn
+from values import HELPERS
+from worlds import World, assert_as_eager
 
 import lazyinline
-from lazyinline import CompileReport, lazy_inline
+from lazyinline import CompileReport
 
-
-class Config:
-    def __init__(self) -> None:
-        self.scale = 1.5
-        self.inner = types.SimpleNamespace(shift=0.25)
-
-
+NET = """
 @lazy_inline
 class Block(nn.Module):
     factor = 1.0
-
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config):
         super().__init__()
-        self.config = config
-        self.linear = nn.Linear(8, 8)
-        self.dropout = nn.Dropout(0.0)
-        self.gain = 2.0
-        self.table = torch.linspace(0, 1, 8)
-        self.tables = [torch.ones(8), torch.zeros(8)]
-        self.options: dict[str, Any] = {"activation": "tanh", "power": 1}
+        self.config, self.linear, self.dropout = config, nn.Linear(8, 8), nn.Dropout(0.0)
+        self.gain, self.table = 2.0, torch.linspace(0, 1, 8)
+        self.tables, self.options = [torch.ones(8), torch.zeros(8)], {"act": "tanh", "power": 1}
         self.register_buffer("offset", torch.full((8,), 0.5))
-
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         h = self.dropout(self.linear(x)) * self.gain * self.factor
         h = h * self.config.scale + self.config.inner.shift + self.table + self.offset
         h = h * self.tables[0] + self.tables[1]
-        h = h.tanh() if self.options["activation"] == "tanh" else h.sigmoid()
+        h = h.tanh() if self.options["act"] == "tanh" else h.sigmoid()
         return x + h ** self.options["power"]
-
-
 class Net(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.config = Config()
+        self.config = NS(scale=1.5, inner=NS(shift=0.25))
         self.embedding = nn.Embedding(11, 8)
         self.blocks = nn.ModuleList(Block(self.config) for _ in range(2))
         self.head = nn.Linear(8, 11, bias=False)
         self.head.weight = self.embedding.weight
-        self.temperature = 1.0
-        self.extra: nn.Module | None = None
-        self.names = ["a", "b"]
-
-    def forward(self, ids: Tensor) -> Tensor:
+        self.temperature, self.extra, self.names = 1.0, None, ["a", "b"]
+    def forward(self, ids):
         x = self.embedding(ids)
-        for block in self.blocks:
-            x = block(x)
+        for block in self.blocks: x = block(x)
         x = x if self.extra is None else self.extra(x)
-        logits: Tensor = self.head(x) / self.temperature * len(self.names) * self.config.scale
-        return logits
-
-
+        return self.head(x) / self.temperature * len(self.names) * self.config.scale
+def inputs(): return [torch.arange(6).view(2, 3)]
+model = Net()
+"""
 IDS = torch.arange(6).view(2, 3)
 
 
@@ -73,9 +56,8 @@ def backend(request: pytest.FixtureRequest) -> str:
     return name
 
 
-def build(backend: str = "eager") -> tuple[Any, Net]:
-    torch.manual_seed(0)
-    model = Net()
+def build(backend: str = "eager") -> tuple[Any, Any]:
+    model = World(HELPERS, NET).model
     return lazyinline.compile(model, backend=backend), model
 
 
@@ -96,7 +78,7 @@ def test_names_and_objects_are_the_models() -> None:
 def test_state_dict_goes_round_between_compiled_and_eager(backend: str) -> None:
     compiled, model = build(backend)
     compiled(IDS).sum().backward()
-    plain = Net()
+    plain = build()[1]
     plain.load_state_dict(compiled.state_dict())
     assert_close(compiled(IDS), plain(IDS))
     with torch.no_grad():
@@ -105,7 +87,7 @@ def test_state_dict_goes_round_between_compiled_and_eager(backend: str) -> None:
     loaded = compiled.load_state_dict(plain.state_dict())
     assert not loaded.missing_keys and not loaded.unexpected_keys
     assert_close(compiled(IDS), plain(IDS))
-    compiled.load_state_dict(Net().state_dict(), assign=True)
+    compiled.load_state_dict(build()[1].state_dict(), assign=True)
     assert_close(compiled(IDS), model(IDS))
 
 
@@ -148,8 +130,7 @@ def test_attributes_are_read_and_written_through() -> None:
 
 
 def test_an_optimizer_made_before_compiling_keeps_its_state() -> None:
-    torch.manual_seed(0)
-    model = Net()
+    model = build()[1]
     expected = twin(model)
     pairs = []
     for owner in (model, expected):
@@ -172,232 +153,240 @@ def test_an_optimizer_made_before_compiling_keeps_its_state() -> None:
 
 # ---- changes after compiling ------------------------------------------------------------------
 
-
-def replace_parameter(model: Net) -> None:
-    model.blocks[1].linear.weight = nn.Parameter(torch.randn(8, 8))
-
-
-def replace_data(model: Net) -> None:
-    model.blocks[1].linear.weight.data = torch.randn(8, 8)
-
-
-def swap_data_of_two(model: Net) -> None:
-    a, b = model.blocks[0].linear.weight, model.blocks[1].linear.weight
-    a.data, b.data = b.data, a.data
-
-
-def set_storage(model: Net) -> None:
-    with torch.no_grad():
-        model.blocks[0].linear.bias.set_(torch.randn(8))
-
-
-def transpose_data(model: Net) -> None:
-    model.blocks[0].linear.weight.data = model.blocks[0].linear.weight.data.t()
-
-
-def to_double(model: Net) -> None:
-    model.double()
-
-
-def to_bfloat16_and_back(model: Net) -> None:
-    model.bfloat16().float()
-
-
-def untie(model: Net) -> None:
-    model.head.weight = nn.Parameter(torch.randn(11, 8))
-
-
-def untie_the_other(model: Net) -> None:
-    model.embedding.weight = nn.Parameter(torch.randn(11, 8))
-
-
-def tie(model: Net) -> None:
-    model.blocks[1].linear.weight = model.blocks[0].linear.weight
-
-
-def replace_buffer(model: Net) -> None:
-    model.blocks[0].offset = torch.randn(8)
-
-
-def replace_plain_tensor(model: Net) -> None:
-    model.blocks[1].table = torch.randn(8)
-
-
-def replace_tensor_in_a_list(model: Net) -> None:
-    model.blocks[1].tables[0] = torch.full((8,), 3.0)
-
-
-def replace_block(model: Net) -> None:
-    model.blocks[1] = Block(model.config)
-
-
-def replace_inner_module(model: Net) -> None:
-    model.blocks[1].linear = nn.Linear(8, 8, bias=False)
-
-
-def append_block(model: Net) -> None:
-    model.blocks.append(Block(model.config))
-
-
-def remove_block(model: Net) -> None:
-    del model.blocks[0]
-
-
-def reorder_blocks(model: Net) -> None:
-    first, second = model.blocks
-    model.blocks[0], model.blocks[1] = second, first
-
-
-def set_module_that_was_none(model: Net) -> None:
-    model.extra = nn.Linear(8, 8)
-
-
-def set_bias_that_was_none(model: Net) -> None:
-    model.head.bias = nn.Parameter(torch.randn(11))
-
-
-def drop_bias(model: Net) -> None:
-    model.blocks[0].linear.bias = None
-
-
-def change_number(model: Net) -> None:
-    model.blocks[1].gain = 3.0
-
-
-def change_number_of_the_model(model: Net) -> None:
-    model.temperature = 0.5
-
-
-def shadow_class_attribute(model: Net) -> None:
-    model.blocks[0].factor = 4.0
-
-
-def change_config(model: Net) -> None:
-    model.config.scale = 0.5
-
-
-def change_nested_config(model: Net) -> None:
-    model.config.inner.shift = -3.0
-
-
-def change_dictionary(model: Net) -> None:
-    model.blocks[0].options["activation"] = "sigmoid"
-
-
-def change_list(model: Net) -> None:
-    model.names.append("c")
-
-
-def override_forward(model: Net) -> None:
-    linear = model.blocks[1].linear
-    linear.forward = types.MethodType(lambda self, x: 5 * nn.Linear.forward(self, x), linear)
-
-
-def change_class(model: Net) -> None:
-    class Doubled(Block):
-        def forward(self, x: Tensor) -> Tensor:
-            return 2 * super().forward(x)
-
-    model.blocks[1].__class__ = Doubled
-
-
-def add_forward_hook(model: Net) -> None:
-    model.blocks[1].linear.register_forward_hook(lambda module, args, out: out * 2)
-
-
-def add_forward_pre_hook(model: Net) -> None:
-    model.blocks[0].register_forward_pre_hook(lambda module, args: (args[0] * 2,))
-
-
-def parametrize(model: Net) -> None:
-    class Double(nn.Module):
-        def forward(self, weight: Tensor) -> Tensor:
-            return weight * 2
-
-    nn.utils.parametrize.register_parametrization(model.blocks[0].linear, "weight", Double())
-
-
-CHANGES: list[Callable[[Net], None]] = [
-    replace_parameter,
-    replace_data,
-    swap_data_of_two,
-    set_storage,
-    transpose_data,
-    to_double,
-    to_bfloat16_and_back,
-    untie,
-    untie_the_other,
-    tie,
-    replace_buffer,
-    replace_plain_tensor,
-    replace_tensor_in_a_list,
-    replace_block,
-    replace_inner_module,
-    append_block,
-    remove_block,
-    reorder_blocks,
-    set_module_that_was_none,
-    set_bias_that_was_none,
-    drop_bias,
-    change_number,
-    change_number_of_the_model,
-    shadow_class_attribute,
-    change_config,
-    change_nested_config,
-    change_dictionary,
-    change_list,
-    override_forward,
-    change_class,
-    add_forward_hook,
-    add_forward_pre_hook,
-    parametrize,
-]
-# Where memory is bound ahead of the call, these would read the old one.
-ON_MEMORY = CHANGES[:13]
-
-
-def assert_noticed(backend: str, change: Callable[[Net], None]) -> None:
-    compiled, model = build(backend)
-    before = compiled(IDS)
-    before.square().mean().backward()
-    compiled(IDS).square().mean().backward()  # from the pool of what the first run bound
-    model.zero_grad()
-    torch.manual_seed(1)
-    change(model)
-    expected = twin(model)
-    want, out = expected(IDS), compiled(IDS)
-    changed = change is not to_bfloat16_and_back
-    error = relative_error(before.detach(), want.detach())
-    assert error > (1e-2 if changed else 1e-4) or change is to_double
-    assert_close(out, want)
-    out.square().mean().backward()
-    want.square().mean().backward()
-    assert_same_gradients(model, expected)
-
-
-@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
-@pytest.mark.sweep(
-    keep=[
-        "replace_parameter",
-        "to_bfloat16_and_back",
-        "[untie]",
-        "replace_block",
-        "drop_bias",
-        "change_number]",
-        "change_config",
-        "override_forward",
-        "add_forward_hook",
-        "parametrize",
-    ]
-)
-def test_a_change_after_compiling_counts_at_the_next_call(change: Callable[[Net], None]) -> None:
-    assert_noticed("eager", change)
-
-
-@pytest.mark.parametrize("change", ON_MEMORY, ids=lambda change: change.__name__)
-@pytest.mark.sweep(keep=["replace_parameter", "replace_data", "swap_data", "set_storage"])
-def test_a_change_of_memory_counts_with_bound_memory(change: Callable[[Net], None]) -> None:
-    assert_noticed("inductor", change)
+# fmt: off
+ON_MEMORY = {
+    "parameter": "b[1].linear.weight = nn.Parameter(torch.randn(8, 8))",
+    "data": "b[1].linear.weight.data = torch.randn(8, 8)",
+    "data of two": "p, q = b[0].linear.weight, b[1].linear.weight\np.data, q.data = q.data, p.data",
+    "storage": "with torch.no_grad(): b[0].linear.bias.set_(torch.randn(8))",
+    "transposed data": "b[0].linear.weight.data = b[0].linear.weight.data.t()",
+    "to double": "model.double()",
+    "to bfloat16 and back": "model.bfloat16().float()",
+    "untied": "model.head.weight = nn.Parameter(torch.randn(11, 8))",
+    "the other untied": "model.embedding.weight = nn.Parameter(torch.randn(11, 8))",
+    "tied": "b[1].linear.weight = b[0].linear.weight",
+    "buffer": "b[0].offset = torch.randn(8)",
+    "plain tensor": "b[1].table = torch.randn(8)",
+    "tensor in a list": "b[1].tables[0] = torch.full((8,), 3.0)",
+    "frozen": "b[0].linear.weight.requires_grad_(False)",
+}
+CHANGES = {
+    "number": "b[1].gain = 3.0",
+    "number of the model": "model.temperature = 0.5",
+    "class attribute hidden": "b[0].factor = 4.0",
+    "configuration": "model.config.scale = 0.5",
+    "nested configuration": "model.config.inner.shift = -3.0",
+    "dictionary": "b[0].options['act'] = 'sigmoid'",
+    "list": "model.names.append('c')",
+    "attributes replaced": "b[0].__dict__ = {**vars(b[0]), 'gain': 3.0}",
+    "an entry past the module": "vars(b[1]).update(gain=5.0)",
+    "parameters replaced": "b[0].linear._parameters = nn.Linear(8, 8)._parameters",
+    "buffers replaced": "b[0]._buffers = {'offset': torch.ones(8)}",
+    "block": "b[1] = Block(model.config)",
+    "module inside": "b[1].linear = nn.Linear(8, 8, bias=False)",
+    "block more": "b.append(Block(model.config))",
+    "block less": "del b[0]",
+    "other order": "first, second, *_ = b\nb[0], b[1] = second, first",
+    "module that was none": "model.extra = nn.Linear(8, 8)",
+    "bias that was none": "model.head.bias = nn.Parameter(torch.randn(11))",
+    "bias dropped": "b[0].linear.bias = None",
+    "modules replaced": "b[0]._modules = {'linear': nn.Linear(8, 8), 'dropout': nn.Dropout(0.0)}",
+    "forward of one": "b[1].linear.forward = lambda x: F.linear(x, b[1].linear.weight) * 5",
+    "class":
+        "b[1].__class__ = type('Doubled', (Block,), {'forward': lambda s, x: 2 * "
+        "Block.forward(s, x)})",
+    "hook": "b[1].linear.register_forward_hook(lambda module, args, out: out * 2)",
+    "hook before": "b[0].register_forward_pre_hook(lambda module, args: (args[0] * 2,))",
+    "hooks replaced": "b[0].linear._forward_hooks = {0: lambda *args: args[2] * 2}",
+    "parametrized":
+        "nn.utils.parametrize.register_parametrization(b[0].linear, 'weight', nn.Softplus())",
+    "how a class is called": "Block.__call__ = lambda self, x: self.forward(x) * 3",
+    "bases of a class": "Block.__bases__ = (type('Base', (nn.Module,), {}),)",
+}
+# fmt: on
+NUM_TOGETHER = 5
+
+
+def in_groups(names: Sequence[str]) -> list[Any]:
+    groups = [list(names)[i : i + NUM_TOGETHER] for i in range(0, len(names), NUM_TOGETHER)]
+    return [pytest.param(group, id=group[0]) for group in groups]
+
+
+def assert_noticed(names: Sequence[str], backend: str) -> None:
+    changes = {**ON_MEMORY, **CHANGES}
+    scene = ["", "", *(f"model.zero_grad()\nb = model.blocks\n{changes[n]}" for n in names), ""]
+    outcome = assert_as_eager(HELPERS, NET, scene=scene, backend=backend, tolerance=1e-4)
+    before = outcome.seen[1]["outputs"]
+    for name, seen in zip(names, outcome.seen[2:], strict=False):
+        now = seen["outputs"]
+        is_same = name in ("frozen", "to bfloat16 and back", "to double", "bases of a class")
+        assert is_same or not torch.allclose(before, now), f"{name}: changes nothing"
+        before = now
+
+
+@pytest.mark.parametrize("names", in_groups([*ON_MEMORY, *CHANGES]))
+def test_a_change_after_compiling_counts_at_the_next_call(names: list[str]) -> None:
+    assert_noticed(names, "eager")
+
+
+@pytest.mark.parametrize("names", in_groups([*ON_MEMORY]))
+@pytest.mark.sweep(keep="[parameter]")
+def test_a_change_of_memory_counts_with_bound_memory(names: list[str]) -> None:
+    assert_noticed(names, "inductor")
+
+
+# ---- modules that stand outside of the tree, and PyTorch's own code ------------------------------
+
+# What a forward computes of ``y = self.linear(x)``, and what changes it, and back.
+# fmt: off
+READ = {
+    "mode of a module outside": ("y * (2 if OTHER.training else 3)", "OTHER.eval()"),
+    "parameter of one": ("OTHER(y)", "OTHER.weight = nn.Parameter(torch.ones(4, 4, dtype=y_type))"),
+    "forward of one": ("OTHER(y)", "OTHER.forward = torch.neg"),
+    "hook on one": ("OTHER(y)", "OTHER.register_forward_hook(lambda m, a, r: r * 2)"),
+    "forward of one in a dictionary": ("HELD['a'](y)", "HELD['a'].forward = torch.neg"),
+    "attribute of a hidden one": ("y * self.hidden.out_features", "model.hidden.out_features = 5"),
+    "hidden one": ("y * self.hidden.out_features",
+        "object.__setattr__(model, 'hidden', nn.Linear(6, 6))"),
+    "size of a parameter": ("y * self.linear.weight.shape[0] + len(self.w)",
+        "model.w = nn.Parameter(torch.ones(5))"),
+    "attribute of a weight": ("y * self.linear.weight.scale", "model.linear.weight.scale = 3.0"),
+    "name that is a method's": ("y * self.half", "model.half = 3.0"),
+    "global that is a parameter": ("y * globals()['SHARED'].sum()",
+        "model.w = nn.Parameter(torch.ones(3) * 7)"),
+    "function of PyTorch": ("F.gelu(y)", "KEPT = F.gelu; F.gelu = lambda *a: a[-1] * 3",
+        "F.gelu = KEPT"),
+    "function in a module below": ("torch.special.expit(y)",
+        "EXPIT = torch.special.expit; torch.special.expit = torch.neg",
+        "torch.special.expit = EXPIT"),
+    "by a partial": ("torch.sigmoid(y)",
+        "S = torch.sigmoid; torch.sigmoid = functools.partial(torch.mul, 3)", "torch.sigmoid = S"),
+    "method of a tensor in C": ("y.relu()", "Tensor.relu = lambda t: t * 3", "del Tensor.relu"),
+    "method of a tensor in Python": ("y * y.norm()",
+        "N = Tensor.norm; Tensor.norm = lambda t: t.sum()", "Tensor.norm = N"),
+    "operator of a tensor": ("y * y", "Tensor.__mul__ = lambda a, b: a + b", "del Tensor.__mul__"),
+    "method of a layer": ("self.conv(y[None, None])",
+        "C = nn.Conv2d._conv_forward; nn.Conv2d._conv_forward = lambda s, x, *_: x * 5",
+        "nn.Conv2d._conv_forward = C"),
+    "a setting": ("y * (2 if torch.are_deterministic_algorithms_enabled() else 1)",
+        "torch.use_deterministic_algorithms(True)", "torch.use_deterministic_algorithms(False)"),
+    "a cache that keeps": ("y * cached(2)", "FACTOR = 3.0", "cached.cache_clear()"),
+    "a method that is cached": ("y * self.factor()",
+        "FACTOR = 4.0; type(model).factor.cache_clear()"),
+}
+# fmt: on
+READING = """
+FACTOR, OTHER = 2.0, linear()
+HELD = {"a": linear()}
+y_type = torch.float64
+@functools.lru_cache
+def cached(power): return FACTOR ** power
+def forward(self, x):
+    y = self.linear(x)
+    return [EACH]
+B = block(forward)
+B.factor = functools.lru_cache(lambda self: FACTOR)
+model = B(conv=nn.Conv2d(1, 1, 1, dtype=y_type), w=nn.Parameter(torch.ones(3)), half=2.0)
+object.__setattr__(model, "hidden", nn.Linear(4, 4))
+model.linear.weight.scale = 1.0
+SHARED = model.w
+"""
+
+
+@pytest.mark.parametrize("names", in_groups([*READ]))
+def test_a_change_of_what_else_a_forward_reads_is_noticed(names: list[str]) -> None:
+    text = READING.replace("EACH", ", ".join(READ[name][0] for name in names))
+    changes = [change for name in names for change in READ[name][1:]]
+    assert_as_eager(text, scene=["", "", *changes, ""])
+
+
+# ---- parameters that are held in two places ------------------------------------------------------
+
+# How a block holds its parameter ``a`` besides its module's table, and how its forward finds it.
+# fmt: off
+HOLDERS = {
+    "list": ("h.held = [h.a]", "self.held[0]"),
+    "tuple": ("h.held = (h.a,)", "self.held[0]"),
+    "dictionary": ("h.held = {'a': [h.a]}", "self.held['a'][0]"),
+    "namespace": ("h.held = NS(a=h.a)", "self.held.a"),
+    "closure": ("h.held = captured(h.a)", "self.held()"),
+    "list of a module outside": (
+        "h.held = [made(nn.Module(), 'v.held = []')]; h.held[0].held.append(h.a)",
+        "self.held[0].held[0]"),
+    "list made anew": ("pass", "(setattr(self, 'held', [self.a, self.b]), self.held[0])[1]"),
+    "list filled anew": ("h.held = []",
+        "(self.held.clear(), self.held.append(self.a), self.held[0])[2]"),
+    "ParameterList": ("h.held = nn.ParameterList([h.a])", "self.held[:1][0]"),
+}
+EXCHANGES = {
+    "replaced": "model[1].a = nn.Parameter(torch.full((4,), 3.0, dtype=torch.float64))",
+    "exchanged": "model[1].a, model[1].b = model[1].b, model[1].a",
+    "frozen": "model[1].a.requires_grad_(False)",
+}
+# fmt: on
+HOLDING = """
+class Holding(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = (nn.Parameter(torch.rand(4, dtype=torch.float64)) for _ in range(2))
+    def forward(self, x): return torch.tanh(x * {find}) * self.b
+lazy_inline(Holding)
+def hold(h):
+    {hold}
+    return h
+model = nn.Sequential(*(hold(Holding()) for _ in range(3)))
+EVERY = list(model.parameters())
+def train():
+    EVERY.extend(p for p in model.parameters() if all(p is not k for k in EVERY))
+    torch.optim.SGD(EVERY, lr=0.1).step()
+    for p in EVERY: p.grad = None
+"""
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES)
+@pytest.mark.parametrize("holder", HOLDERS)
+@pytest.mark.sweep(keep=["[list-", "closure-frozen", "list made anew-replaced", "List-exchanged"])
+def test_a_parameter_that_is_held_twice_is_read_where_eager_reads_it(
+    holder: str, exchange: str
+) -> None:
+    hold, find = HOLDERS[holder]
+    scene = ["", "train()", f"train()\n{EXCHANGES[exchange]}", "train()"]
+    assert_as_eager(HELPERS, HOLDING.format(hold=hold, find=find), scene=scene, state="EVERY")
+
+
+# ---- numbers in tensors that are no attribute ----------------------------------------------------
+
+WRAPPED = {
+    "list": ("[t]", "h[0]"),
+    "dictionary": ("{'a': t}", "h['a']"),
+    "object": ("NS(t=t)", "h.t"),
+    "distribution": ("torch.distributions.Normal(t, 1.0)", "h.loc"),
+}
+READS = ["t.item()", "float(t)", "t.tolist()", "float(t.numpy())", "float(np.asarray(t))"]
+READS += ["[5.0, 6.0, 7.0][int(t)]", "1.0 + torch.equal(t, t)", "(t * 2).item()"]
+READS += ["(torch.tensor(2.0) * t).item()", "torch.tensor(2.0).mul_(t).item()"]
+READS += ["torch.add(torch.ones(4), torch.ones(4), alpha=t + 0)"]
+
+
+@pytest.mark.parametrize("read", READS)
+@pytest.mark.parametrize("wrapped", WRAPPED)
+@pytest.mark.sweep(keep=["list-", "object-t.item", "distribution-torch.add"])
+def test_the_number_in_a_tensor_that_is_no_attribute_is_no_constant(
+    wrapped: str, read: str
+) -> None:
+    wrap, unwrap = WRAPPED[wrapped]
+    text = f"""
+def read(h):
+    t = {unwrap}
+    return {read}
+B = block(lambda self, x: self.linear(x) * read(self.h))
+def wrap(t): return {wrap}
+model = Stack(*(B(h=wrap(torch.tensor(v))) for v in (1.0, 2.0, 1.0)))
+"""
+    assert len(assert_as_eager(HELPERS, text).eagerly) == 2
+
+
+# ---- the whole state --------------------------------------------------------------------------
 
 
 def test_weights_changed_in_place_are_read_anew(backend: str) -> None:

@@ -1,0 +1,603 @@
+"""What a forward may do besides computing: it gives eager's numbers, or runs eagerly with its line.
+
+Each forward below is played by eager and compiled on the same inputs, and all that can be seen is
+compared: results, gradients, buffers, parameters, inputs, random states, and what it did outside.
+"""
+
+import pytest
+import torch
+from comparing import assert_equals_eager
+from torch import nn
+from values import HELPERS
+from worlds import World, assert_as_eager, assert_refused, shown
+
+import lazyinline
+from lazyinline import CaptureError
+
+SETUP = """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.register_buffer("count", torch.zeros(()))
+        self.calls, self.log, self.cache, self.config = 0, [], {}, NS(kind=None)
+class Cube(torch.autograd.Function):
+    'A backward that is not the derivative, so that it shows which one ran.'
+    @staticmethod
+    def forward(ctx, x, factor):
+        ctx.save_for_backward(x)
+        ctx.factor = factor
+        positive = x > 0
+        ctx.mark_non_differentiable(positive)
+        return x**3, positive
+    @staticmethod
+    def backward(ctx, gradient, _):
+        (x,) = ctx.saved_tensors
+        return gradient * x * ctx.factor, None
+class Handler(logging.Handler):
+    def emit(self, record): KEPT.append(record.getMessage())
+def counting():
+    count = 0
+    def hook(*_):
+        nonlocal count
+        count += 1
+        KEPT[:] = [count]
+    return hook
+def keeping():
+    while True: KEPT.append((yield))
+class Collector:
+    def __init__(self): self.kept, self.count = [], 0
+    def hook(self, module, args, output):
+        self.kept.append(output.detach())
+        self.count += 1
+class Clock(datetime.tzinfo): pass
+KEPT, COUNT, FILE, QUEUE, COLLECTOR = [], 0, io.StringIO(), queue.SimpleQueue(), Collector()
+LOGGER = logging.Logger("world")
+LOGGER.addHandler(Handler())
+GENERATOR = keeping()
+next(GENERATOR)
+EVENT, LOCK = threading.Event(), threading.Lock()
+RLOCK, CONDITION = threading.RLock(), threading.Condition()
+@functools.lru_cache
+def scale(width): return torch.full((width,), 2.0)
+def inputs(): return [torch.randn((4, 8), generator=torch.Generator().manual_seed(3))]
+"""
+
+
+def net(forward: str, *more: str) -> tuple[str, ...]:
+    """A model of two linear layers with this forward, and what is done to it."""
+    lines = "\n".join("        " + line for line in forward.split("\n"))
+    kind = f"class Model(Net):\n    def forward(self, x):\n{lines}\nmodel = Model()"
+    return HELPERS, SETUP, kind, *more
+
+
+# fmt: off
+EQUAL = {
+    # ---- in place
+    "assign to a slice": "out = torch.zeros(4, 16)\nout[:, :8] = self.first(x)\nreturn out * 2",
+    "write through a view":
+        "h = torch.zeros(8, 8)\nh[2:6].copy_(self.first(x))\nreturn (h * 2).tanh()",
+    "read through a view made before":
+        "h = x.clone()\nview = h.view(-1)\nh.add_(self.first(x))\nreturn view * 2",
+    "write under no_grad":
+        "h = self.first(x).clone()\nwith torch.no_grad(): h[:, :2] = 0\nreturn self.second(h)",
+    "change the input": "x.mul_(2)\nreturn self.first(x)",
+    "fill where": "return self.first(x).masked_fill_(x > 0, 0.5).exp()",
+    "relu in place": "h = self.first(x)\nreturn self.second(F.relu_(h)) + h",
+    "transpose in place": "return self.first(x).t_().exp()",
+    "count in a buffer": "self.count.add_(1)\nreturn self.first(x) * self.count",
+    "count by +=": "self.count += 1\nreturn self.first(x) * self.count",
+    "read a buffer around a write":
+        "before = self.first(x) + self.count\nwith torch.no_grad(): "
+        "self.count.mul_(0.9).add_(x.mean())\nreturn before, self.second(x) + self.count",
+    "scatter":
+        "i = torch.arange(8).expand(4, 8).contiguous() // 2\nh = torch.zeros(4, "
+        "8).scatter_add_(1, i, self.first(x))\nreturn h + torch.zeros(4, "
+        "8).index_put_((torch.tensor([0, 1]),), self.second(x)[:2], accumulate=True)",
+    # ---- random numbers
+    "draw many kinds":
+        "a, b = torch.rand(4, 8), torch.randn(8)\nh = F.dropout(self.first(x) * a + b, "
+        "0.3)\nh = F.dropout(self.second(h).tanh(), 0.5)[:, torch.randint(0, 8, "
+        "(4,))]\nreturn h + torch.rand_like(h) + torch.bernoulli(torch.full((4,), 0.5)) + "
+        "torch.randperm(4)",
+    "draw what nobody reads": "torch.rand(3)\nreturn F.dropout(self.first(x).tanh().exp(), 0.5)",
+    "draw early and use late":
+        "a = torch.rand(4, 8)\nh = self.first(x).tanh().exp()\nb = torch.rand(4, 8)\nreturn "
+        "(h * b).exp().sum(0) + (a * 2).exp(), F.dropout(h, 0.5) * b",
+    "draw in place":
+        "noise = torch.empty(4, 8).uniform_() + torch.empty(8).bernoulli_(0.5)\nreturn "
+        "self.first(x) * noise + torch.zeros(4, 8).normal_()",
+    "drop in another layout":
+        "h = F.dropout(self.first(x).t(), 0.5)\nreturn F.dropout(h.t(), 0.3, inplace=True)",
+    "draw in another type or layout":
+        "h = self.first(x)\nodds = h.detach().t().double().sigmoid()\nmask = "
+        "torch.bernoulli(odds) + torch.bernoulli(odds * 2, p=0.3)\nmask = mask + "
+        "torch.empty(4, 8).t().bernoulli_(0.4) + torch.empty(4, 8).t().random_(1, 5)\nmask = "
+        "mask + torch.empty(8, 4).random_(3, None).log()\nreturn h * mask.t() + "
+        "torch.bernoulli(torch.ones(8, dtype=torch.int32), p=0.5)",
+    "draw for gumbel and alpha":
+        "h = F.gumbel_softmax(self.first(x), hard=True) + F.rrelu(self.second(x), "
+        "training=True)\nreturn F.alpha_dropout(h, 0.3, training=True)",
+    "attend with dropout":
+        "q, k = self.first(x).view(1, 2, 4, 4), self.second(x).view(1, 2, 4, 4)\nreturn "
+        "F.scaled_dot_product_attention(q, k, q, dropout_p=0.3, is_causal=True)",
+    "seed the default generator":
+        "torch.default_generator.manual_seed(0)\nreturn self.first(x) + torch.rand(8)",
+    # ---- autograd
+    "round straight through":
+        "h = self.first(x)\nreturn h + (h.round() - h).detach() + self.second(h.detach())",
+    "switch grad off and on":
+        "with torch.no_grad(): t = self.first(x).tanh()\ntorch.set_grad_enabled(False)\nu = "
+        "self.first(x).exp()\ntorch.set_grad_enabled(True)\nreturn self.second(x) * t + "
+        "self.first(x) * u",
+    "compute in inference mode":
+        "with torch.inference_mode(): t = self.first(x).tanh()\nreturn self.second(x) * t.clone()",
+    "return a tensor and its detached self":
+        "h = self.first(x).exp()\nreturn h, h.detach(), h.view(-1), h[0], h",
+    "return weights and views of them":
+        "return self.first(x), self.first.weight.t(), self.second.weight, self.second.weight[0]",
+    "return the input and views of it": "return self.first(x), x, x.view(-1)",
+    "apply a function":
+        "h, positive = Cube.apply(self.first(x), 7.0)\nother, _ = Cube.apply(self.second(h), "
+        "-2.0)\nreturn torch.where(positive, h, other)",
+    "checkpoint a sequence":
+        "parts = [self.first, self.second, self.first]\nreturn "
+        "torch.utils.checkpoint.checkpoint_sequential(parts, 2, self.second(x), "
+        "use_reentrant=False)",
+    "differentiate inside":
+        "with torch.enable_grad():\n    x = x.detach().requires_grad_()\n    energy = "
+        "self.first(x).exp().sum()\n    (force,) = torch.autograd.grad(energy, x, "
+        "create_graph=True)\nreturn energy + force.square().sum()",
+    # ---- values and modes
+    "make tensors from data":
+        "column = torch.tensor([1.0, 2.0, 3.0, 4.0]).unsqueeze(1)\ntable = "
+        "torch.from_numpy(np.linspace(0, 1, 8).astype('f4'))\nh = self.first(x) * table + "
+        "column * torch.arange(8) + torch.as_tensor(2.5)\nreturn h + torch.full((8,), 0.5) + "
+        "x.new_ones(8)",
+    "take a number back": "return self.first(x) * torch.tensor(2.0).item()",
+    "nest autocast":
+        "with torch.autocast('cpu', dtype=torch.bfloat16):\n    h = self.first(x)\n    with "
+        "torch.autocast('cpu', enabled=False): h = self.second(h.float())\nreturn "
+        "self.second(h)",
+    "return plain values":
+        "return {'y': self.first(x), 'size': x.shape[0], 'dtype': x.dtype, 'none': None, 'f': 0.5}",
+    "sort and search":
+        "order, top = self.first(x).sort(-1), self.second(x).topk(3)\nreturn order.values, "
+        "order.indices, top.values, top.indices, self.first(x).max(1)",
+    "go through complex numbers":
+        "s = torch.fft.rfft(self.first(x)) * torch.fft.rfft(self.second(x))\nreturn "
+        "torch.fft.irfft(s), s.abs()",
+    "lists of one call":
+        "seen, count = [], 0\ndef note(h):\n    nonlocal count\n    count += 1\n    "
+        "seen.append(h)\n    return h\nreturn self.second(note(self.first(x))) + sum(seen) * "
+        "count",
+    "make a module":
+        "return nn.CrossEntropyLoss(label_smoothing=0.1)(self.first(x), torch.arange(4))",
+    "print": "print(self.count)\nreturn self.first(x)",
+    # ---- noted once
+    "note the kind at the first call":
+        "if self.config.kind is None: self.config.kind = 'regression'\nreturn self.first(x) "
+        "if self.config.kind == 'regression' else x",
+    "remember the largest length": "self.calls = max(self.calls, len(x))\nreturn self.first(x)",
+    "fill a cache once":
+        "if 'mask' not in self.cache: self.cache['mask'] = torch.ones(8)\nreturn "
+        "self.first(x) * scale(8) * self.cache['mask']",
+    "cached property":
+        'type(self).p = vars(type(self)).get(\'p\') or made(functools.cached_property(lambda '
+        's: [2.0]), "v.__set_name__(object, \'p\')")\nreturn self.first(x) * self.p[0]',
+    "locks": "with LOCK, RLOCK, CONDITION: return self.first(x)",
+    "set what is set": "torch.autograd.set_multithreading_enabled(True)\nreturn self.first(x)",
+}
+# What is said of the forward when it is refused.
+# fmt: off
+REFUSED = {
+    "set the state": (
+        "torch.set_rng_state(torch.Generator().manual_seed(3).get_state())\nreturn "
+        "self.first(x) + torch.rand(8)", "Generator"),
+    "ask for the seed": ("return self.first(x) + torch.rand(8) * (torch.initial_seed() % 7)",
+        "Generator"),
+    "fork": (
+        "with torch.random.fork_rng():\n    torch.manual_seed(3)\n    return self.first(x) + "
+        "torch.rand(8)", "Generator"),
+    "seed": ("torch.manual_seed(3)\nreturn self.first(x) + torch.rand(8)", "Generator"),
+    "use .data": ("h = self.first(x)\nreturn h + (h.round() - h).data", "detach"),
+    "change .data": ("h = self.first(x)\nh.data.mul_(2)\nreturn h.exp()", "detach"),
+    "hook a gradient": (
+        "h = self.first(x)\nh.register_hook(lambda g: g * 3)\nreturn self.second(h)", "hook"),
+    "transform inside": (
+        "return torch.func.grad(lambda t: self.first(t).exp().sum())(x) + self.second(x)", ""),
+    "map inside": ("return torch.func.vmap(lambda row: self.first(row).exp())(x) + self.second(x)",
+        ""),
+    "draw in Python": ("return self.first(x) * random.random()", "random"),
+    "draw in numpy": ("return self.first(x) * float(np.random.rand())", "random"),
+    "draw from a generator": (
+        "return self.first(x) * torch.rand(4, 8, generator=torch.Generator().manual_seed(3))",
+        "Generator"),
+    "count in Python": ("self.calls += 1\nreturn self.first(x) * self.calls", "'calls'"),
+    "count past the module": ("self.__dict__['calls'] += 1\nreturn self.first(x) * self.calls",
+        "'calls'"),
+    "count by update": (
+        "vars(self).update(calls=self.calls + 1)\nreturn self.first(x) * self.calls", "'calls'"),
+    "count by object.__setattr__": (
+        "object.__setattr__(self, 'calls', self.calls + 1)\nreturn self.first(x) * self.calls",
+        "'calls'"),
+    "make an attribute": (
+        "if not hasattr(self, 'made'):\n    self.made = True\n    return self.first(x)\nreturn x",
+        "changes attribute"),
+    "go another way the first time": (
+        "if self.config.kind is None:\n    self.config.kind = 'seen'\n    return "
+        "self.first(x)\nreturn x", "changes a dictionary or object"),
+    "count in an object": (
+        "self.config.kind = (self.config.kind or 0) + 1\nreturn self.first(x) * self.config.kind",
+        "changes a dictionary or object"),
+    "replace a buffer": ("self.count = self.count + 1\nreturn self.first(x) * self.count",
+        "'count'"),
+    "keep a tensor": ("self.last = self.first(x)\nreturn self.second(self.last)", "'last'"),
+    "append to a list": ("self.log.append(1.0)\nreturn self.first(x) * len(self.log)", "list"),
+    "fill a cache": (
+        "if x.shape not in self.cache: self.cache[x.shape] = torch.ones(x.shape)\nreturn "
+        "self.first(x) * self.cache[x.shape]", "dictionary"),
+    "branch on data": ("return self.first(x) if x.sum() > 0 else self.second(x)",
+        "value of a tensor"),
+    "take an item": ("return self.first(x) * x.max().item()", "value of a tensor"),
+    "select by mask": ("return self.first(x)[x[:, 0] > 0]", "value of a tensor"),
+    "set the default dtype": (
+        "torch.set_default_dtype(torch.float64)\nh = "
+        "torch.arange(8.0)\ntorch.set_default_dtype(torch.float32)\nreturn self.first(x) * h",
+        "default dtype"),
+    "fill a global": ("h = self.first(x)\nKEPT.append(h)\nreturn self.second(h)", "forward"),
+    "count in a global": ("global COUNT\nCOUNT += 1\nreturn self.first(x)", "forward"),
+    "write out a tensor": ("h = self.first(x)\nKEPT.append(f'{h.mean()}')\nreturn h", "forward"),
+    "log": ("LOGGER.warning('%s rows', len(x))\nreturn self.first(x)", "forward"),
+    "write a file": ("FILE.write('rows')\nreturn self.first(x)", "forward"),
+    "put into a queue of C": ("h = self.first(x)\nQUEUE.put(h.detach())\nreturn h", "forward"),
+    "set the environment": (
+        "os.environ['LAZYINLINE_T'] = os.environ.get('LAZYINLINE_T', '') + 'x'\nreturn "
+        "self.first(x)", "forward"),
+    "set an event": ("EVENT.set()\nreturn self.first(x)", "Event|calls|lock"),
+    "take a lock": ("LOCK.acquire(blocking=False)\nreturn self.first(x)", "acquire"),
+    "append an argument": ("sys.argv.append('more')\nreturn self.first(x)", "forward"),
+    "ask for the folder": ("return self.first(x) * len(os.getcwd())", "getcwd"),
+    "ask for the time": ("return self.first(x) * (time.perf_counter_ns() > 0)", "perf_counter_ns"),
+    "leave grad mode off": ("torch.set_grad_enabled(False)\nreturn self.first(x)", ""),
+    "set a locale": ("locale.setlocale(locale.LC_NUMERIC, 'C')\nreturn self.first(x)", "setlocale"),
+}
+# fmt: on
+# fmt: on
+STATE = "[model.calls, model.log, model.cache, model.config, KEPT, COUNT, FILE.getvalue(), "
+STATE += "QUEUE.qsize(), os.environ.pop('LAZYINLINE_T', ''), EVENT.is_set(), LOCK.locked(), "
+STATE += "'more' in sys.argv and sys.argv.pop(), torch.get_default_dtype()]"
+
+
+def play(*texts: str, backend: str = "eager") -> list[str]:
+    outcome = assert_as_eager(*texts, scene=[""] * 3, state=STATE, tolerance=2e-5, backend=backend)
+    torch.set_grad_enabled(True)
+    return outcome.eagerly
+
+
+@pytest.mark.parametrize("name", EQUAL)
+def test_forward_equals_eager(name: str) -> None:
+    play(*net(EQUAL[name]))
+
+
+# Where a code generator may put things in another order.
+ORDERED = ("assign", "read", "draw", "return")
+
+
+@pytest.mark.parametrize(
+    "name", [n for n in EQUAL if n.startswith(("assign", "read", "draw", "return"))]
+)
+@pytest.mark.sweep(keep=["[assign", "draw early", "return weights"])
+def test_forward_equals_eager_with_generated_kernels(name: str) -> None:
+    play(*net(EQUAL[name]), backend="inductor")
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_no_program_repeats_is_run_and_refused_where_it_cannot_be(name: str) -> None:
+    forward, reason = REFUSED[name]
+    reasons = play(*net(forward))
+    assert reasons, "it was compiled"
+    text = assert_refused(*net(forward), state=STATE)
+    assert not reason or any(part in text for part in reason.split("|")), text
+
+
+# fmt: off
+HOOKED = {
+    "fills a list": "lambda m, a, o: KEPT.append(o)",
+    "of an object": "COLLECTOR.hook",
+    "fills a deque": "functools.partial(lambda kept, m, a, o: kept.append(o.data), KEPT)",
+    "keeps parameters and inputs": "lambda m, a, o, kept=KEPT: kept.extend([m.bias, a[0]])",
+    "sends to a generator": "lambda m, a, o: GENERATOR.send(o)",
+    "counts": "counting()",
+    "saves a tensor":
+        "lambda m, a, o: torch.save(o.detach(), KEPT.append(io.BytesIO()) or KEPT[-1])",
+}
+# fmt: on
+
+
+@pytest.mark.parametrize("name", HOOKED)
+@pytest.mark.sweep(keep=["fills a list", "[counts", "keeps"])
+def test_what_a_hook_does_happens_at_each_call(name: str) -> None:
+    hook = f"handle = model.first.register_forward_hook({HOOKED[name]})"
+    texts = net("return self.second(self.first(x).relu())", hook)
+    state = "[[k for k in KEPT if not isinstance(k, io.BytesIO)], len(KEPT), COLLECTOR]"
+    removed = ["", "", "handle.remove()", ""]
+    outcome = assert_as_eager(*texts, scene=removed, state=state, tolerance=2e-5)
+    assert len(outcome.eagerly) == 2
+    assert_refused(*texts, state=state)
+
+
+# What a forward does to its modules.
+ACTS = {
+    "zero_grad": "self.first.zero_grad()",
+    "frozen": "self.first.requires_grad_(False)",
+    "converted": "self.first.double().float()",
+    "filled from a vector": "nn.utils.vector_to_parameters(torch.ones(8), [self.first.bias])",
+    "swapped": "torch.utils.swap_tensors(self.first.weight, nn.Parameter(torch.ones(8, 8)))",
+    "data": "self.first.weight.data = self.first.weight.data * 0.5",
+    "hook": "self.first.weight.register_hook(lambda g: g * 2)",
+    "forward hook": "self.first.register_forward_hook(lambda m, a, r: r * 2)",
+    "in place": "with torch.no_grad(): self.first.weight.mul_(0.5)",
+}
+
+
+@pytest.mark.parametrize("act", ACTS)
+def test_what_a_forward_does_to_its_modules_is_done_at_each_call(act: str) -> None:
+    play(*net(f"{ACTS[act]}\nreturn self.first(x)"))
+
+
+SETTING_GRADIENTS = {
+    "begins with it": "x.requires_grad_(True)\nreturn self.first(x.tanh())",
+    "sets it": "x.requires_grad = True\nreturn self.first(x.tanh())",
+    "takes forces": "x.requires_grad_(True)\ne = x.tanh().sum()\n"
+    "return self.first(torch.autograd.grad(e, x, create_graph=True)[0] * e)",
+    "uses it before": "before = x * 3\nx.requires_grad_(True)\nreturn before * x",
+}
+
+
+@pytest.mark.parametrize("name", SETTING_GRADIENTS)
+def test_an_input_is_switched_to_want_a_gradient_at_each_call(name: str) -> None:
+    reasons = play(*net(SETTING_GRADIENTS[name]))
+    assert name == "uses it before" or not reasons
+
+
+# ---- what it says: warnings, logs, prints --------------------------------------------------------
+
+SAYING = """
+def saying(run, action, calls, *args):
+    'Returns what each call of something warns of.'
+    found = []
+    with warnings.catch_warnings(record=True) as log:
+        warnings.simplefilter(action)
+        warnings.filterwarnings("ignore", message=".*runs eagerly")
+        for _ in range(calls):
+            run(*args)
+            found.append([(str(w.message), w.category.__name__, w.lineno % 1000) for w in log])
+            log.clear()
+    return found
+"""
+WARNING = {
+    "once a line": "warnings.warn(f'of {x.dim()} dimensions', FutureWarning)",
+    "as a message": "warnings.warn(UserWarning('a message'))",
+    "and needs a number": "warnings.warn('before a number')\nfloat(x.sum())",
+}
+
+
+@pytest.mark.parametrize("action", ["default", "always", "module", "once", "ignore"])
+@pytest.mark.parametrize("name", WARNING)
+def test_a_warning_is_given_as_often_as_eager_gives_it(name: str, action: str) -> None:
+    given = []
+    for is_compiled in (False, True):
+        world = World(*net(f"{WARNING[name]}\nreturn self.first(x)"), SAYING)
+        model = world.model
+        run = lazyinline.compile(model, backend="eager") if is_compiled else model
+        given.append(world.value("saying")(run, action, 4, *world.inputs()[0]))
+    assert given[0] == given[1]
+
+
+def test_a_filter_that_shows_a_warning_from_now_on_is_asked_at_each_call() -> None:
+    world = World(*net(f"{WARNING['once a line']}\nreturn self.first(x)"), SAYING)
+    compiled = lazyinline.compile(world.model, backend="eager")
+    actions = ("ignore", "always", "default")
+    said = [world.value("saying")(compiled, a, 1, *world.inputs()[0])[0] for a in actions]
+    assert [len(log) for log in said] == [0, 1, 1]
+    assert not compiled.last_report.ran_eagerly
+    with pytest.raises(FutureWarning, match="of 2 dimensions"):
+        world.value("saying")(compiled, "error", 1, *world.inputs()[0])
+
+
+LEVELS = ["", *(f"LOGGER.setLevel({level})" for level in (30, 10, 10, 30))]
+
+
+@pytest.mark.parametrize(
+    "forward",
+    [
+        "LOGGER.debug('a line')\nreturn self.first(x)",
+        "return self.first(x) * (2 if LOGGER.isEnabledFor(20) else 1)",
+    ],
+)
+def test_a_log_follows_its_level_at_each_call(forward: str) -> None:
+    assert_as_eager(*net(forward), scene=LEVELS, state="KEPT", tolerance=2e-5)
+
+
+def test_a_print_comes_once_a_call(capsys: pytest.CaptureFixture[str]) -> None:
+    world = World(*net("print('rows', len(x))\nreturn self.first(x)"))
+    compiled = lazyinline.compile(world.model, backend="eager")
+    for _ in range(3):
+        compiled(*world.inputs()[0])
+        assert capsys.readouterr().out == "rows 4\n"
+
+
+# ---- arguments that it fills; captures that end --------------------------------------------------
+
+# An argument, and how a forward puts a tensor t into it (``a``).
+# fmt: off
+FILLED = {
+    "object": ("Value([])", "a.value.append(t); a.last = t"),
+    "object, bound anew": ("Value([])", "a.value = [*a.value, t]"),
+    "slots": ("Slotted([])", "a.value.append(t); a.more = t"),
+    "namespace": ("NS(v=[])", "a.v.append(t); a.last = t"),
+    "list": ("[]", "a.append(t)"),
+    "list of a class": ("Items()", "a.append(t)"),
+    "deque": ("collections.deque()", "a.append(t)"),
+    "dictionary": ("{}", "a[len(a)] = t"),
+    "ordered dictionary": ("collections.OrderedDict()", "a[len(a)] = t"),
+    "default dictionary": ("collections.defaultdict(list)", "a[len(a)] = t"),
+    "object in containers": ("({'k': Value([])},)",
+        "a[0]['k'].value.append(t); a[0]['k'].last = t"),
+    "object in an object": ("NS(h=[Slotted([])])", "a.h[0].value.append(t)"),
+    "dictionary that loses": ("{'x': torch.ones(1), 'n': 0}", "a.pop('x', None); a['n'] += 1"),
+}
+ENDS = {
+    "nothing": "pass",
+    "a value": "t.sum().item()",
+    "numpy": "t.detach().numpy()",
+    "a text": "str(t)",
+    "an error on a fake": "if type(t) is not Tensor: raise ZeroDivisionError",
+}
+# fmt: on
+FILLING = """
+ARGUMENT = {0}
+def inputs(): return example(grad=False), ARGUMENT
+def forward(self, x, a):
+    t = self.linear(x)
+    {1}
+    {2}
+    return t * 2
+model = block(forward)()
+"""
+
+
+@pytest.mark.parametrize("end", ENDS)
+@pytest.mark.parametrize("holder", FILLED)
+@pytest.mark.sweep(keep=["[slots-", "[list-", "[dictionary-", "-nothing"])
+def test_what_an_argument_holds_is_as_eager_leaves_it(holder: str, end: str) -> None:
+    text = FILLING.format(*FILLED[holder], ENDS[end])
+    assert_as_eager(HELPERS, text, scene=[""] * 3, state="ARGUMENT", grad=False)
+
+
+@pytest.mark.parametrize("error", ["KeyboardInterrupt", "SystemExit", "RuntimeError"])
+@pytest.mark.parametrize("holder", FILLED)
+@pytest.mark.sweep(keep=["[slots-", "[list-"])
+def test_an_error_of_any_kind_leaves_no_tensor_of_a_capture(holder: str, error: str) -> None:
+    world = World(HELPERS, FILLING.format(*FILLED[holder], f"KEPT.append(t)\n    raise {error}"))
+    world.run("KEPT = []")
+    compiled = lazyinline.compile(world.model, backend="eager")
+    with pytest.raises(eval(error)):
+        compiled(*world.inputs()[0])
+    shown([world.value("ARGUMENT"), world.value("KEPT")])  # says if one is no plain tensor
+
+
+def test_the_door_raises_where_a_tensor_of_a_capture_was_left() -> None:
+    from lazyinline.frontend.tracing.torch_tracing import new_fake_mode
+
+    with new_fake_mode():
+        left = torch.ones(3)
+
+    class Leaky(nn.Module):
+        def forward(self, x: torch.Tensor) -> object:
+            return [{"left": left}, x.sum().item()]
+
+    with pytest.raises(lazyinline.VerifyError, match="a capture was left"):
+        lazyinline.compile(Leaky(), backend="eager")(torch.randn(3))
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "unset.set(unset.get(0) + 1)",
+        "dispatch.register(KINDS[len(dispatch.registry)], plain)",
+    ],
+)
+def test_a_change_that_cannot_be_taken_back_is_not_made_twice(statement: str) -> None:
+    setup = "unset = contextvars.ContextVar('unset')\nKINDS = [None, int, str, bytes]\n"
+    setup += "dispatch = functools.singledispatch(plain)"
+    state = "[unset.get(0), len(dispatch.registry)]"
+    try:
+        assert_as_eager(*net(f"{statement}\nreturn self.first(x)"), setup, scene=[""], state=state)
+    except CaptureError as error:
+        assert "cannot be restored" in str(error)
+
+
+WRAP = "@torch.fx.wrap\ndef doubled(x): return x * 2\ndef trebled(x): return x * 3"
+
+
+@pytest.mark.parametrize(
+    "forward",
+    [
+        "return self.second(doubled(self.first(x)))",
+        "global doubled\nh, doubled = doubled(self.first(x)), trebled\nreturn self.second(h)",
+    ],
+)
+def test_a_global_that_fx_wraps_is_what_it_is_in_eager(forward: str) -> None:
+    """PyTorch's tracers exchange it while they run."""
+    outcome = assert_as_eager(
+        *net(forward), WRAP, scene=[""] * 3, state="doubled is trebled", tolerance=2e-5
+    )
+    assert not outcome.reports[-1].ran_eagerly
+
+
+# ---- PyTorch's own layers ------------------------------------------------------------------------
+
+
+def drawn(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(3))
+
+
+def layers() -> dict[str, tuple[nn.Module, torch.Tensor]]:
+    torch.manual_seed(1)
+    norms = nn.Sequential(
+        nn.Conv2d(3, 4, 3, bias=False),
+        nn.BatchNorm2d(4),
+        nn.ReLU(inplace=True),
+        nn.MaxPool2d(2),
+        nn.ConvTranspose2d(4, 2, 2, stride=2, bias=False),
+        nn.Dropout2d(0.3),
+        nn.InstanceNorm2d(2, track_running_stats=True),
+        nn.GroupNorm(1, 2),
+    )
+    encoder = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.1, batch_first=True)
+    transposed = nn.Linear(8, 8)
+    transposed.weight = nn.Parameter(drawn(8, 8).t())
+    return {
+        "attention": (nn.TransformerEncoder(encoder, 2), drawn(2, 5, 8)),
+        "convolutions": (norms, drawn(2, 3, 8, 8)),
+        "channels_last": (
+            nn.Sequential(nn.Conv2d(3, 4, 3), nn.GELU()).to(memory_format=torch.channels_last),
+            drawn(2, 3, 8, 8).to(memory_format=torch.channels_last),
+        ),
+        "embedding": (nn.Embedding(10, 8, padding_idx=1, scale_grad_by_freq=True), torch.arange(6)),
+        "bag": (nn.EmbeddingBag(10, 8, mode="mean"), torch.arange(6).view(2, 3)),
+        "weight_norm": (nn.utils.parametrizations.weight_norm(nn.Linear(8, 8)), drawn(4, 8)),
+        "orthogonal": (nn.utils.parametrizations.orthogonal(nn.Linear(8, 8)), drawn(4, 8)),
+        "transposed_weight": (transposed, drawn(4, 8)),
+        "nothing": (nn.Identity(), drawn(4, 8)),
+        "empty_batch": (nn.Sequential(nn.Linear(8, 8), nn.Tanh()), drawn(0, 8)),
+    }
+
+
+@pytest.mark.parametrize("name", list(layers()))
+def test_layer_equals_eager(name: str) -> None:
+    model, x = layers()[name]
+    assert_equals_eager(model, [x], tolerance=2e-5)
+
+
+@pytest.mark.parametrize("name", ["attention", "convolutions", "transposed_weight", "empty_batch"])
+@pytest.mark.sweep(keep=["transposed", "empty"])
+def test_layer_equals_eager_with_generated_kernels(name: str) -> None:
+    model, x = layers()[name]
+    assert_equals_eager(model, [x], backend="inductor", tolerance=2e-5)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        nn.Embedding(10, 8, sparse=True),
+        nn.Embedding(10, 8, max_norm=1.0),
+        nn.Sequential(nn.Embedding(10, 8), nn.BatchNorm1d(2, momentum=None)),
+    ],
+    ids=["sparse_gradient", "renormalized_weight", "momentum_from_data"],
+)
+def test_layer_is_refused(model: nn.Module) -> None:
+    with pytest.raises(CaptureError):
+        lazyinline.compile(model, backend="eager", fallback="error")(torch.tensor([[1, 2], [3, 4]]))
