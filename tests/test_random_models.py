@@ -22,6 +22,7 @@ import lazyinline
 from lazyinline import CaptureError, CompiledModule
 
 _EXAMPLES = int(os.environ.get("LAZYINLINE_EXAMPLES", "0"))
+_USUAL = 24
 
 
 @dataclass
@@ -169,11 +170,8 @@ def assert_unchanged(model: nn.Module, before: nn.Module) -> None:
 
 # Eager warns about hooks and layouts of random models; that is not what is compared.
 @pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.sweep(keep="few")
-@pytest.mark.parametrize("num_models", [pytest.param(8, id="few"), pytest.param(24, id="many")])
-def test_random_models_equal_eager_before_and_after_random_changes(num_models: int) -> None:
-    num_models = _EXAMPLES or num_models
-    tally = Tally()
+def test_random_models_equal_eager_before_and_after_random_changes() -> None:
+    num_models, tally = _EXAMPLES or _USUAL, Tally()
 
     @settings(
         max_examples=num_models,
