@@ -30,7 +30,7 @@ _ADD = torch.ops.aten.add.Tensor
 
 
 _GIVEN, _COTANGENT, _UNDEFINED = "given", "cotangent", "undefined"
-"""What a value is: no cotangent, one, or one that is undefined."""
+"""A value is no cotangent, one, or one that is undefined."""
 
 
 class _UnknownError(Exception):

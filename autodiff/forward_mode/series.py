@@ -1,4 +1,4 @@
-"""What is asked of a forward derivative, and the types of what flows beside the values.
+"""Describes the series of a forward derivative, and the types of its coefficients.
 
 Beside an active value ``x`` flow *Taylor coefficients*: along direction ``k`` the value is
 ``x(t) = x + x_1[k] t + x_2[k] t^2 + ...``, so the n-th derivative at 0 is ``n!`` times the n-th

@@ -1,4 +1,4 @@
-"""Where no gradient flows: through what the user's code stops, and to what autograd gives none.
+"""Keeps gradients from flowing: where the user's code stops them, and where autograd has none.
 
 Below autograd ``detach`` is the identity, and a trace is full of those that autograd makes of what
 it saves. Where gradients are differentiated in their turn the user's own have to stay.
@@ -58,7 +58,7 @@ def stop_in_trace(tensor: torch.Tensor) -> torch.Tensor:
 
 
 NOT_DIFFERENTIABLE = "is not differentiable with respect to argument"
-"""What PyTorch says of an operand that no gradient can be asked for."""
+"""PyTorch's error where a gradient is asked for by an operand that can have none."""
 
 
 @without_autocast

@@ -38,7 +38,7 @@ from .torch_make_fx import (
 from .torch_user_rules import rules_above_autograd, rules_beneath_autograd
 
 CHANGED_IN_PLACE = "has been modified by an inplace operation"
-"""What PyTorch's autograd says of a saved value that is no longer what was saved."""
+"""The error of PyTorch's autograd at a saved value that was changed in place since."""
 
 
 class JointTrace:

@@ -1,4 +1,4 @@
-"""How results and gradients lie in memory: as it was traced, whatever made them."""
+"""Lays results and gradients out in memory as it was traced, whatever made them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the operators of a joint graph come from: what the user called, and on which line."""
+"""Notes where operators of a joint graph come from: what the user called, and on which line."""
 
 from __future__ import annotations
 

@@ -125,7 +125,7 @@ def _end_of(dtype: torch.dtype) -> int:
 
 
 _ON_ITS_OWN: Mapping[Any, Callable[..., torch.Tensor]] = {torch.ops.aten.bernoulli.p: draw_mask}
-"""What a graph calls itself under the name that a draw into memory has without memory."""
+"""Draws that a graph calls by itself, under names that draws into memory get without memory."""
 
 _INTO_MEMORY: Mapping[Any, Callable[..., torch.Tensor]] = {
     torch.ops.aten.bernoulli.p: _mask_in,

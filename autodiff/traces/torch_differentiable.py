@@ -12,7 +12,7 @@ from .torch_make_fx import Decompositions
 from .torch_user_rules import dense_as
 
 Gradients: TypeAlias = Literal["final", "differentiated"]
-"""What becomes of gradients: whether they are differentiated in their turn."""
+"""Whether gradients are the last derivative, or are differentiated in their turn."""
 
 
 def copied(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> Any:

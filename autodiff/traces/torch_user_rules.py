@@ -32,13 +32,13 @@ from ...reuse.ir.types import TensorType
 from ...reuse.torch_names import memory_id, version_of
 
 NO_DERIVATIVE = "no autograd formula was registered"
-"""What PyTorch's autograd says of an operator without a derivative."""
+"""The error of PyTorch's autograd at an operator without a derivative."""
 
 DATA_DEPENDENT_ERRORS: tuple[type[Exception], ...] = (
     DataDependentOutputException,
     DynamicOutputShapeException,
 )
-"""What a fake tensor raises where Python asks for what it does not have."""
+"""The errors of a fake tensor where Python asks for its numbers, or for a size made of them."""
 
 _AUTOGRAD_KEYS = ("Autograd", "AutogradCPU", "AutogradCUDA")
 _PYTORCHS = ("aten", "prim", "prims")

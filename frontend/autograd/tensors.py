@@ -22,6 +22,7 @@ def cotangent_like(type_: Type, gradient: torch.Tensor | None = None) -> torch.T
         return torch.empty_strided(
             type_.shape, type_.stride, dtype=type_.dtype, device=type_.device
         ).zero_()
+    # First: a subclass would see the questions that follow.
     gradient = plain_cotangent(gradient)
     same = gradient.stride() == type_.stride and gradient.dtype == type_.dtype
     if same and not is_lazy(gradient):

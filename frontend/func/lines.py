@@ -47,6 +47,7 @@ def mode_taken(
         return "reverse"
     if mode == along:
         return along
+    # By passes alone, known before anything is made: to count both modes, both had to be made.
     is_along = passes <= _WORTH * passes_back
     few, many = (passes, passes_back) if is_along else (passes_back, passes)
     found: str = watcher.open_mode(
