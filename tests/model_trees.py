@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from blocks import WIDTH, linear
 from hypothesis import strategies as st
+from models import WIDTH, linear
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint  # noqa: F401, the drawn classes use it
 

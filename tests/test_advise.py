@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from blocks import Around, Stack, example, linear
+from models import Around, Stack, example, linear
 from torch import Tensor, nn
 
 import lazyinline

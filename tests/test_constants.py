@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from blocks import Stack, block, example, linear
-from comparing import assert_close, assert_same_gradients, twin
-from equality import assert_equals_eager
+from comparing import assert_close, assert_equals_eager, assert_same_gradients, twin
+from models import Stack, block, example, linear
 from printed import unfolded
 from programs import CPU, tensor_type
 from torch import nn

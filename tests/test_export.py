@@ -18,7 +18,7 @@ import onnxruntime
 import pytest
 import torch
 import torch.nn.functional as F
-from blocks import Around, Stack, block, example
+from models import Around, Stack, block, example
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from blocks import example, linear
 from comparing import assert_close, assert_same_gradients
+from models import example, linear
 from torch import nn
 
 import lazyinline
