@@ -94,7 +94,8 @@ class Reads:
 
     Attributes:
         contents: what the attributes of modules held then, in the whole run.
-        seen: told of each value outside, once.
+        seen: called with each value outside, once.
+        functions: the code and scope of those that ran.
         owners: of what was found outside, by ``id``, in the whole run.
         walked: the modules whose children or tensors were looked through.
         slots: what it did to objects among its arguments, if there are any.
@@ -109,7 +110,7 @@ class Reads:
     slots: SlotReads | None = None
     indexes: dict[tuple[int, str], OpenIndex] = field(default_factory=dict)
     attributes: dict[tuple[int, str], AttributeRead] = field(default_factory=dict)
-    functions: dict[tuple[types.CodeType, int], dict[str, Any]] = field(default_factory=dict)
+    functions: set[tuple[types.CodeType, int]] = field(default_factory=set)
     globals: dict[tuple[int, str], tuple[Any, Any]] = field(default_factory=dict)
     nested: list[tuple[nn.Module, BlockEvidence]] = field(default_factory=list)
     walked: dict[int, nn.Module] = field(default_factory=dict)
@@ -124,7 +125,7 @@ class Reads:
     def absorb(self, inner: Reads) -> None:
         """Takes over what a block read that ran inside: what was read here before came first."""
         self.attributes = {**self.attributes, **inner.attributes, **self.attributes}
-        self.functions = {**self.functions, **inner.functions, **self.functions}
+        self.functions |= inner.functions
         self.globals = {**self.globals, **inner.globals, **self.globals}
         self.walked |= inner.walked
         self.indexes |= inner.indexes
@@ -200,12 +201,8 @@ class Reads:
         if (code, id(scope)) in self.functions:
             return
         self.unseen = self.unseen or identity_leak_of(code, scope, owner)
-        captured = {
-            name: variables[name]
-            for name in code.co_freevars
-            if name in variables and not self._is_of_run(variables[name])
-        }
-        self.functions[code, id(scope)] = {k: shallow_snapshot(v) for k, v in captured.items()}
+        captured = [variables[name] for name in code.co_freevars if name in variables]
+        self.functions.add((code, id(scope)))
         for holder in self._held.holders.values():
             self._holder(holder, code.co_names)
         names, imports = globals_used(code), modules_imported(code)
@@ -218,7 +215,9 @@ class Reads:
                 self._outside(scope, name, code.co_names, 0)
         for name in imports:
             self._named_attributes(sys.modules.get(name), code.co_names, 0)
-        for value in captured.values():
+        for value in captured:
+            if self._is_of_run(value):
+                continue
             self.unseen = self.unseen or identity_leak_through(value)
             self._named_attributes(value, code.co_names, 0)
 
