@@ -8,7 +8,6 @@ import copy
 import decimal
 import importlib
 import itertools
-import locale
 import multiprocessing
 import os
 import sys
@@ -292,49 +291,6 @@ def test_what_a_forward_reads_of_the_interpreter_is_read_at_each_call(
     for step in range(3):
         change(step)
         assert torch.equal(compiled(x), model(x)), step
-
-
-DOINGS: dict[str, tuple[Callable[[], Any], Callable[[], Any], Callable[[], Any]]] = {
-    "Event.set": (lambda: EVENT.set(), lambda: EVENT.clear(), lambda: EVENT.is_set()),
-    "a shared number": (
-        lambda: setattr(SHARED, "value", 7),
-        lambda: setattr(SHARED, "value", 0),
-        lambda: SHARED.value == 7,
-    ),
-    "Lock.acquire": (
-        lambda: LOCK.acquire(blocking=False),
-        lambda: LOCK.locked() and LOCK.release(),
-        lambda: LOCK.locked(),
-    ),
-    "sys.argv": (
-        lambda: sys.argv.append("more"),
-        lambda: "more" in sys.argv and sys.argv.remove("more"),
-        lambda: "more" in sys.argv,
-    ),
-    "grad mode left off": (
-        lambda: torch.set_grad_enabled(False),
-        lambda: torch.set_grad_enabled(True),
-        lambda: not torch.is_grad_enabled(),
-    ),
-    "locale": (
-        lambda: locale.setlocale(locale.LC_NUMERIC, "C.UTF-8"),
-        lambda: locale.setlocale(locale.LC_NUMERIC, "C"),
-        lambda: locale.setlocale(locale.LC_NUMERIC) == "C.UTF-8",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", DOINGS)
-def test_what_a_forward_does_in_c_is_done_at_each_call(name: str, restored: None) -> None:
-    act, undo, is_done = DOINGS[name]
-    compiled = lazyinline.compile(Asks(act), backend="eager")
-    try:
-        for _ in range(3):
-            undo()
-            compiled(torch.ones(2, 2))
-            assert is_done()
-    finally:
-        undo()
 
 
 def product(x: Tensor) -> Tensor:

@@ -1,7 +1,5 @@
 """How often a model is compiled, and how many of its programs are kept."""
 
-import collections
-import dataclasses
 import functools
 import logging
 import re
@@ -9,10 +7,8 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
-import numpy
 import pytest
 import torch
 from torch import nn
@@ -104,92 +100,6 @@ def test_switching_back_and_forth_between_adapters_compiles_each_once() -> None:
     model.active.append("b")  # the equal list that took the first one's place
     assert torch.equal(compiled(x), model(x))
     assert num_compiles(compiled) == 3
-
-
-@dataclasses.dataclass
-class Settings:
-    scale: float = 2.0
-    names: list[str] = dataclasses.field(default_factory=list)
-
-
-class Silent:
-    """An object that is equal to itself alone."""
-
-    def __init__(self) -> None:
-        self.scale = 2.0
-
-
-def change_item(value: Any) -> None:
-    value["x"][0]["y"].append(1.0)
-
-
-CONTAINERS: dict[str, tuple[Callable[[], Any], Callable[[Any], object], bool]] = {
-    "list": (lambda: [1, 2.5], lambda v: v.append(0.5), True),
-    "nested": (lambda: {"x": [{"y": [1.0]}]}, change_item, True),
-    "dict": (lambda: {"a": 1, "b": 2}, lambda v: v.update(a=3), True),
-    "set": (lambda: {1, 2}, lambda v: v.add(3), True),
-    "deque": (lambda: collections.deque([1]), lambda v: v.append(3), True),
-    "default dict": (lambda: collections.defaultdict(int, a=1), lambda v: v.update(a=2), True),
-    "array": (lambda: numpy.ones(2), lambda v: v.fill(3), True),
-    "dataclass": (Settings, lambda v: setattr(v, "scale", 3.0), True),
-    "in a dataclass": (Settings, lambda v: v.names.append("more"), True),
-    "namespace": (lambda: SimpleNamespace(a=1), lambda v: setattr(v, "a", 3), True),
-    "object": (Silent, lambda v: setattr(v, "scale", 3.0), False),
-}
-
-
-def total(value: Any) -> float:
-    """Reads all that a value holds."""
-    if isinstance(value, (int, float)):
-        return float(value)
-    if isinstance(value, (str, type(None))):
-        return float(len(value or ""))
-    if hasattr(value, "__dict__"):
-        return total(vars(value))
-    return sum(map(total, value.values() if isinstance(value, dict) else value))
-
-
-class Reading(nn.Module):
-    def __init__(self, value: Any) -> None:
-        super().__init__()
-        self.value = value
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x * total(self.value) + total(LIMIT)
-
-
-LIMIT: Any = 0
-
-
-@pytest.mark.parametrize("name", CONTAINERS)
-@pytest.mark.parametrize("place", ["attribute", "global"])
-@pytest.mark.sweep(keep=["attribute-list", "attribute-nested", "attribute-dataclass"])
-def test_an_equal_container_in_a_containers_place_is_as_good_until_it_changes(
-    name: str, place: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    make, change, is_equal = CONTAINERS[name]
-    model, x = Reading(1), torch.ones(2)
-    compiled = lazyinline.compile(model, backend="eager")
-
-    def put(value: Any) -> Any:
-        if place == "attribute":
-            model.value = value
-        else:
-            monkeypatch.setattr(sys.modules[__name__], "LIMIT", value)
-        return value
-
-    first = put(make())
-    compiled(x)
-    for _ in range(3):
-        value = put(make())
-        for _ in range(2):
-            assert torch.equal(compiled(x), model(x))
-    assert (num_compiles(compiled) == 1) == is_equal
-    change(value)
-    assert torch.equal(compiled(x), model(x))
-    put(first)
-    change(first)
-    assert torch.equal(compiled(x), model(x))
 
 
 class Varying(nn.Module):

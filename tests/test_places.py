@@ -10,6 +10,16 @@ import pytest
 from values import HELPERS
 from worlds import Outcome, assert_as_eager
 
+from lazyinline.backend.launches.torch_native import native_library
+from lazyinline.backend.run.runtime import ClosureRuntime
+
+
+@pytest.fixture(autouse=True)
+def natively(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eager kernels need no native library; guards compare by it all the same, as with others."""
+    monkeypatch.setattr(ClosureRuntime, "hold", native_library().hold)
+
+
 # ---- from a block to what belongs to it ----------------------------------------------------------
 
 AROUND = '''

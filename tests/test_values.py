@@ -14,6 +14,8 @@ from values import COUNTING, HELPERS, HIDDEN, MOVING, RARE, ROWS, SHOWN, USUAL
 from worlds import Outcome, World, assert_as_eager, assert_refused
 
 from lazyinline import CaptureError
+from lazyinline.backend.launches.torch_native import native_library
+from lazyinline.backend.run.runtime import ClosureRuntime
 from lazyinline.reuse.evidence.snapshot import Snapshot, same_value
 from lazyinline.reuse.freeze import Freezer, describe
 from lazyinline.reuse.kinds import WHOLE_FUNCTION, is_unrepeatable
@@ -22,6 +24,12 @@ NUM_TOGETHER = 12
 HELD = {"itself": lambda v: v, "in a list": lambda v: [v], "deeper": lambda v: {"a": (v,)}}
 # Who runs is watched where it runs: its code, its defaults and what it captured.
 OF_FUNCTIONS = ("code", "captured", "default", "default by name", "in what is captured")
+
+
+@pytest.fixture(autouse=True)
+def natively(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eager kernels need no native library; guards compare by it all the same, as with others."""
+    monkeypatch.setattr(ClosureRuntime, "hold", native_library().hold)
 
 
 def freeze(value: Any) -> Any:
@@ -244,6 +252,21 @@ def test_a_change_by_the_forward_itself_is_left_as_eager_leaves_it(name: str) ->
         )
     except CaptureError as error:  # it would be made twice
         assert "cannot be restored" in str(error) and name not in USUAL
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("list", "tuple in a list", "dictionary", "set", "deque", "default dictionary"),
+        *("array of numpy", "data", "in data", "namespace"),
+    ],
+)
+@pytest.mark.sweep(keep=["[list]", "[tuple in a list]", "[data]"])
+def test_an_equal_value_in_its_place_is_as_good_until_it_changes(name: str) -> None:
+    row = ROWS[name]
+    scene = ["", *(f"model.v = {row.value}",) * 2, f"v = model.v\n{row.change}"]
+    reports = assert_as_eager(*writes(row.value, "pass", row.read), scene=scene).reports
+    assert reports[0] is reports[2] is not reports[3]
 
 
 @pytest.mark.parametrize("name", COUNTING)
