@@ -32,6 +32,7 @@ def run_bench(options: argparse.Namespace) -> None:
     _check_folders(options.json, options.html)
     micro_batches, layers = options.micro_batches or 1, options.layers or ()
     if options.model is None:
+        # A micro-batch has as many sequences as a step without them: rows can be compared.
         make: Callable[..., Any] = partial(
             decoder, batch=2 * micro_batches, train=not options.infer
         )
@@ -74,11 +75,9 @@ def run_inspect(options: argparse.Namespace) -> None:
     target = load_target(options.target)
     settings = Options(reuse=options.reuse, backend=options.backend, recompute=options.recompute)
     source: Shown = "show" if options.source else "hide"
-    if options.level == "primitive":
-        print(show_primitives(target, settings, train=options.train, source=source), end="")
-        return
     if options.after is None:
-        print(show_captured(target, settings, train=options.train, source=source), end="")
+        show = show_primitives if options.level == "primitive" else show_captured
+        print(show(target, settings, train=options.train, source=source), end="")
         return
     text = show_after(
         options.after,
@@ -136,16 +135,9 @@ def _check_folders(*files: pathlib.Path | None) -> None:
 
 def run_advise(options: argparse.Namespace) -> None:
     """Runs ``advise``: prints which classes to mark."""
-    target = load_target(options.target)
-    print(
-        advise(
-            target.model,
-            target.args,
-            target.kwargs,
-            train=not options.infer,
-            backend=options.backend,
-        )
-    )
+    model, args, kwargs = load_target(options.target)
+    train = not options.infer
+    print(advise(model, args, kwargs, train=train, backend=options.backend))
 
 
 def run_cache(options: argparse.Namespace) -> None:

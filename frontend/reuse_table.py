@@ -143,6 +143,7 @@ def nothing_shared(model: nn.Module, decisions: Sequence[SharingDecision], reuse
 
 def _num_runs(path: str, members: dict[str, list[SharingDecision]]) -> int:
     """Returns how often an instance runs: as often as the traced block around it."""
+    # Blocks inside a shared block were traced in its first instance, and run in every one.
     outer = path.rpartition(".")[0]
     while outer and outer not in members:
         outer = outer.rpartition(".")[0]

@@ -63,9 +63,7 @@ def load_target(text: str, *arguments: int) -> Target:
 
 
 def _checked(text: str, result: Any) -> Target:
-    model, args, kwargs = (
-        (*result, {}, {}, {})[:3] if isinstance(result, tuple) else (result, None, None)
-    )
+    model, args, kwargs = (*result, {}, {}, {})[:3] if isinstance(result, tuple) else (None,) * 3
     wrong = ""
     if not isinstance(result, tuple) or len(result) not in (2, 3):
         wrong = f"a {type(result).__name__}"

@@ -152,6 +152,7 @@ def test_layers_inside_layers_are_shared_inside() -> None:
     assert compiled.reports[0].num_nodes < 4 * 9 * 2
 
 
+@pytest.mark.sweep
 def test_the_own_decoder_is_like_eager() -> None:
     model, args = llama(4)
     expected = twin(model)

@@ -30,11 +30,7 @@ def region_key(
 ) -> FullKey:
     """Returns a value that is equal for two regions only if they compute the same.
 
-    Args:
-        root: what holds the graphs that nodes of the region refer to.
-        nodes: the region, in order.
-        inputs: what it takes from outside, in order.
-        outputs: what is used outside, in order.
+    All are in order; ``root`` holds the graphs that nodes of the region refer to.
     """
     number = {node: index for index, node in enumerate((*inputs, *nodes))}
     rows = _rows(root, nodes, number)

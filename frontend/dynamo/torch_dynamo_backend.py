@@ -313,11 +313,7 @@ class CompiledGraph:
         return self._calls.last_report
 
     def prepare(self, inputs: Sequence[Any]) -> None:
-        """Compiles for inputs of a layout.
-
-        Raises:
-            LazyInlineError: if there can be no program.
-        """
+        """Compiles for inputs of a layout; raises LazyInlineError if there can be no program."""
         self._calls.prepare(*self._taken(inputs))
 
     def __call__(self, *inputs: Any) -> Any:

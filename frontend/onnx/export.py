@@ -285,6 +285,7 @@ def _free(wish: str, taken: set[str]) -> str:
 def _build(subject: Subject, opset: int) -> tuple[ir.Model, Names]:
     from lazyinline import __version__
 
+    # Here, since it needs onnxscript, an extra that need not be installed.
     from ...backend.onnx.functions import Naming, build_model
 
     names = _names(subject)

@@ -124,18 +124,18 @@ def _program_launches(layout: Layout) -> Iterator[tuple[int, int, str, str]]:
 
 def _outside(layout: Layout) -> list[list[Any]]:
     """Returns what no plan places: its kind, how many, and the most bytes live at once."""
-
-    def live(buffers: list[Instance]) -> int:
-        return lower_bound(buffers_of(buffers))
-
     foreign = [b for b in layout.instances if b.kind == "foreign" and b.num_bytes]
     scratch, work = list(layout.scratch), [b.num_bytes for b in layout.workspaces]
     rows = [
-        ["made by an operator that allocates its own result", len(foreign), live(foreign)],
-        ["scratch inside one launch", len(scratch), live(scratch)],
+        ["made by an operator that allocates its own result", len(foreign), _most(foreign)],
+        ["scratch inside one launch", len(scratch), _most(scratch)],
         ["workspace of cuBLAS, per stream", len(work), sum(work)],
     ]
     return [row for row in rows if row[1]]
+
+
+def _most(buffers: list[Instance]) -> int:
+    return lower_bound(buffers_of(buffers))
 
 
 def _of_rank(plan: RankPlan) -> tuple[IntArray, dict[str, Any]] | None:

@@ -80,12 +80,7 @@ def measured_page(
 
 
 def compile_sections(record: CompileRecord, sides: Mapping[str, CompileRecord]) -> PageData:
-    """Returns the sections that a compile is shown in.
-
-    Args:
-        record: the compile whose program is drawn.
-        sides: the compiles whose time is shown side by side.
-    """
+    """Returns the sections of a compile; the times of ``sides`` are shown side by side."""
     made = record.made  # None where the model ran eagerly
     memory = made.memory if made is not None else None
     return {
@@ -195,11 +190,9 @@ def _compile_tiles(record: CompileRecord) -> Iterator[Tile]:
 
 
 def gpu_tiles(gpu: GpuRecord | None, variant: str = "") -> Iterator[Tile]:
-    """Yields what a program for a GPU that is not here will hold and take; nothing without one.
+    """Yields the predicted memory and time of a program for a GPU that is not here, if any.
 
-    Args:
-        gpu: what is known of the program.
-        variant: distinguishes it where there are several.
+    ``variant`` distinguishes the program where there are several.
     """
     if gpu is None:
         return
@@ -215,6 +208,7 @@ def gpu_tiles(gpu: GpuRecord | None, variant: str = "") -> Iterator[Tile]:
         good=gpu.fits,
         otherwise="warn",
     )
+    # A roofline is a bound from below: no step of these launches can be faster.
     yield tile(
         f"Step on {where}",
         f"\u2265 {seconds_text(predicted.cost.seconds)}",
