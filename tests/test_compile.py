@@ -31,9 +31,9 @@ from torch.utils.checkpoint import checkpoint
 
 import lazyinline
 from lazyinline import CompileReport, LazyInlineError, lazy_inline
-from lazyinline.frontend.calls.calls import calls_of
 from lazyinline.frontend.compiled_module import CompiledModule
 from lazyinline.frontend.compiler import Compiler
+from lazyinline.frontend.dispatch.module_dispatcher import dispatcher_of
 from lazyinline.frontend.options import Options
 
 lazy_inline(DecoderBlock)
@@ -72,7 +72,7 @@ def make(
     model = model_class()
     expected = twin(model)
     compiled = lazyinline.compile(model, backend=backend, in_place=in_place)  # type: ignore[call-overload]
-    calls = calls_of(compiled)
+    calls = dispatcher_of(compiled)
     assert calls is not None
     calls._compiler = COMPILERS[backend]
     return compiled, model, expected
