@@ -20,15 +20,16 @@ import torch.fx
 from torch.fx.node import map_aggregate
 
 from ..errors import ParseError
-from ..torch_names import OPERATOR_TYPES, module_of
+from ..torch_names import OPERATOR_TYPES, module_of, schema_of
 from . import program as ir
 from .leaf import ModalInterpreter, Stamp, flat_types
-from .printer import node_type, tensor_type_text
+from .printer import node_type
 from .torch_read_sizes import SIZE_FUNCTIONS, ReadSizes
 from .types import DTYPES, StructType, TensorType, Type, contiguous_stride, flatten_type
 
 _MAX_SIZE = 2**40  # of a dimension: more than any memory holds
-_MAX_EXPONENT = 64
+_UNTYPED = ast.dump(ast.Constant(...))  # the type of what is no tensor
+_MAX_RESULTS = 2**16  # of one operator: each is an object of its own
 _FORBIDDEN = ("aten.from_file.default", "aten.from_file.out")  # they open a file of any name
 
 # Letters, which no printed name has, for what is none in Python.
@@ -69,7 +70,11 @@ def parse_program(text: str) -> ir.Program:
     Raises:
         ParseError: names the line and shows the place.
     """
-    return _Reader(text).program()
+    reader = _Reader(text)
+    try:
+        return reader.program()
+    except RecursionError:
+        reader.fail_at(1, 0, "too many brackets or signs within one another")
 
 
 class _Reader:
@@ -87,9 +92,9 @@ class _Reader:
         try:
             statements = ast.parse(_SIGNS.sub(self._as_python, self._text)).body
         except SyntaxError as error:
-            self._fail_at(error.lineno or 1, (error.offset or 1) - 1, error.msg)
-        except (RecursionError, MemoryError, ValueError) as error:
-            self._fail_at(1, 0, f"this cannot be read: {error}")
+            self.fail_at(error.lineno or 1, (error.offset or 1) - 1, error.msg)
+        except (MemoryError, ValueError) as error:
+            self.fail_at(1, 0, f"this cannot be read: {error}")
         for tree in statements:
             if isinstance(tree, ast.Assign):
                 self._structs[ast.unparse(tree.targets[0])] = self._struct(tree.value)
@@ -103,10 +108,12 @@ class _Reader:
                 return self._body(tree)
             if name in self._closures:
                 self._fail(tree, f"@{name} is defined twice")
-            self._closures[name] = (
-                self._composite(tree, name) if "composite" in words else self._leaf(tree, words)
-            )
-        self._fail_at(self._text.count("\n") + 1, 0, "expected a program at the end")
+            if "composite" in words:
+                body = self._body(tree)
+                self._closures[name] = ir.Composite(name, body, tuple(v.hint for v in body.inputs))
+            else:
+                self._closures[name] = self._leaf(tree, words)
+        self.fail_at(self._text.count("\n") + 1, 0, "expected a program at the end")
 
     def _as_python(self, found: re.Match[str]) -> str:
         """Returns as many characters of Python for a sign that Python does not have."""
@@ -114,7 +121,7 @@ class _Reader:
         if sign == "foreign":
             line = self._text.count("\n", 0, found.start())
             start = self._text.rfind("\n", 0, found.start()) + 1
-            self._fail_at(line + 1, found.start() - start, f"unexpected {text!r}")
+            self.fail_at(line + 1, found.start() - start, f"unexpected {text!r}")
         if sign == "head":
             self._heads.append(text.split())
             return "def".ljust(len(text))
@@ -127,9 +134,9 @@ class _Reader:
 
     def _fail(self, tree: Any, message: str) -> NoReturn:
         line = _SIGNS.sub(self._as_python, self._text).split("\n")[tree.lineno - 1]
-        self._fail_at(tree.lineno, len(line.encode()[: tree.col_offset].decode()), message)
+        self.fail_at(tree.lineno, len(line.encode()[: tree.col_offset].decode()), message)
 
-    def _fail_at(self, line: int, column: int, message: str) -> NoReturn:
+    def fail_at(self, line: int, column: int, message: str) -> NoReturn:
         text = self._text.split("\n")[line - 1]
         raise ParseError(f"line {line}: {message}\n{text}\n{' ' * column}^") from None
 
@@ -184,9 +191,8 @@ class _Reader:
         if not strided:
             shape = tuple(map(self._size, sizes))
             return TensorType(dtype, shape, contiguous_stride(shape), device)
-        shape, stride = (
-            tuple(self._size(getattr(size, end)) for size in strided) for end in ("lower", "upper")
-        )
+        shape = tuple(self._size(size.lower) for size in strided)
+        stride = tuple(self._size(size.upper) for size in strided)
         return TensorType(dtype, shape, stride, device)
 
     def _device(self, tree: Any) -> torch.device:
@@ -202,7 +208,7 @@ class _Reader:
             size = self._computed(tree)
         except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError):
             self._fail(tree, "expected a size")
-        if isinstance(size, int) and not 0 <= size <= _MAX_SIZE:
+        if isinstance(size, float) or (isinstance(size, int) and not 0 <= size <= _MAX_SIZE):
             self._fail(tree, f"a size is from 0 to {_MAX_SIZE}")
         return size
 
@@ -218,7 +224,7 @@ class _Reader:
         if isinstance(tree, ast.Call):
             return SIZE_FUNCTIONS[ast.unparse(tree.func)](*map(self._computed, tree.args))
         if isinstance(tree.op, ast.Pow):
-            return self._computed(tree.left) ** range(_MAX_EXPONENT)[tree.right.value]
+            return self._computed(tree.left) ** range(64)[tree.right.value]
         return _ARITHMETIC[type(tree.op)](*map(self._computed, (tree.left, tree.right)))
 
     # ---- programs ----------------------------------------------------------------------------
@@ -240,10 +246,6 @@ class _Reader:
     def _outputs(self, tree: ast.FunctionDef) -> list[Type] | None:
         """Returns the result types in a header, if there are any."""
         return None if tree.returns is None else list(map(self._type, _parts(tree.returns)))
-
-    def _composite(self, tree: ast.FunctionDef, name: str) -> ir.Composite:
-        program = self._body(tree)
-        return ir.Composite(name, program, tuple(v.hint for v in program.inputs))
 
     def _body(self, tree: ast.FunctionDef) -> ir.Program:
         inputs = self._inputs(tree)
@@ -282,7 +284,8 @@ class _Reader:
 
     def _call(self, line: Any, values: dict[str, ir.Value]) -> ir.Call:
         call = getattr(line, "value", None)
-        if not isinstance(line, (ast.Assign, ast.Expr)) or not isinstance(call, ast.Call):
+        is_line = _is_plain(line) or isinstance(line, ast.Expr)
+        if not is_line or not isinstance(call, ast.Call):
             self._fail(line, "expected %name, ... = call @name(...)")
         names: dict[str, None] = {}
         for target in _parts(line.targets[0]) if isinstance(line, ast.Assign) else []:
@@ -329,9 +332,8 @@ class _Reader:
         nodes: dict[str, torch.fx.Node] = {}
         types = []
         for name, type_, _ in self._inputs(tree):
-            is_struct = isinstance(type_, StructType)
-            for index, _ in enumerate(flatten_type(type_)):
-                own = f"{name}.{index}" if is_struct else name
+            fields = [f"{name}.{i}" for i, _ in enumerate(flatten_type(type_))]
+            for own in fields if isinstance(type_, StructType) else [name]:
                 nodes[own] = graph.placeholder(f"a{len(nodes)}")
             types.append(type_)
         names = tuple(nodes)
@@ -339,7 +341,9 @@ class _Reader:
         lines: dict[Any, Any] = {}
         body: list[Any] = tree.body
         for line in body[:-1]:
-            target = getattr(line, "target", None) or getattr(line, "targets", [line])[0]
+            (target,) = line.targets if _is_plain(line) else [getattr(line, "target", line)]
+            if not _is_plain(line) and (type(line) is not ast.AnnAssign or line.value is None):
+                self._fail(line, "expected %name: type = operator(...)")
             name = self._defined(target, nodes)
             nodes[name] = self._node(graph, nodes, line.value, shared)
             lines[nodes[name]] = line
@@ -444,16 +448,14 @@ class _Reader:
             self._fail(line.value, f"{values.node.target} cannot be given this: {reason}")
         for node, line in lines.items():
             said, found = getattr(line, "annotation", None), node_type(node)
-            if said is not None and self._printed(said) not in (found, "..."):
+            as_said = ast.parse(found.replace("[]", ""), mode="eval").body
+            if said is not None and ast.dump(said) not in (ast.dump(as_said), _UNTYPED):
                 self._fail(said, f"the operator gives {found}")
 
-    def _printed(self, tree: Any) -> str:
-        """Returns the type of a node as the printer has it."""
-        if isinstance(tree, ast.Constant) and tree.value is ...:
-            return "..."
-        if isinstance(tree, ast.List):
-            return "[" + ", ".join(map(self._printed, tree.elts)) + "]"
-        return tensor_type_text(self._tensor_type(tree))
+
+def _is_plain(line: Any) -> bool:
+    """Whether a line is an assignment with one equals sign."""
+    return isinstance(line, ast.Assign) and len(line.targets) == 1
 
 
 def _parts(tree: Any) -> list[Any]:
@@ -471,6 +473,12 @@ class _Values(ModalInterpreter):
     def run_node(self, n: torch.fx.Node) -> Any:
         """Runs a node, and keeps an alias of what it gives: its layout may be changed in place."""
         self.node = n
+        many = any(
+            str(r.type) == "List[Tensor]" for r in getattr(schema_of(n.target), "returns", ())
+        )
+        sizes = [size for i in n.all_input_nodes for size in getattr(i.meta["val"], "shape", ())]
+        if many and any(type(size) is int and size > _MAX_RESULTS for size in sizes):
+            raise ValueError(f"it may have more than {_MAX_RESULTS} results")
         value = super().run_node(n)
         if n.op != "output":
             n.meta["val"] = map_aggregate(

@@ -110,7 +110,9 @@ class UniqueNames:
 def closure_names(program: Program) -> dict[Closure, str]:
     """Returns a unique printed name for each closure, callees first."""
     names = UniqueNames()
-    return {c: names.take(_plain(c.name)) for c in program.closures if not _is_structural(c)}
+    return {
+        c: names.take(_plain(c.name)) for c in program.closures if not isinstance(c, (Pack, Unpack))
+    }
 
 
 def format_program(
@@ -173,10 +175,6 @@ def diff_texts(before: str, after: str) -> str:
 
 def _count(number: int, noun: str) -> str:
     return f"{number} {noun}" + ("" if number == 1 else "s")
-
-
-def _is_structural(closure: Closure) -> bool:
-    return isinstance(closure, (Pack, Unpack))
 
 
 class _Structs:
@@ -252,7 +250,7 @@ def _format_body(
         for v, source in zip_longest(program.inputs, program.sources[: len(program.inputs)])
     )
     results = structs.row(v.type for v in program.outputs)
-    lines = [_header(f"{head}({header}) -> {results}", note)]
+    lines = [_with_comment(f"{head}({header}) -> {results} {{", note)]
     for call in program.calls:
         for value in call.results:
             values[value] = "%" + names.take(_plain(value.hint or "v"))
@@ -283,7 +281,7 @@ def _format_call(call: Call, values: Mapping[Value, str], closures: Mapping[Clos
     args = [values.get(v, "%undefined") for v in call.args]
     results = ", ".join(values[v] for v in call.results)
     head = f"  {results} = " if results else "  "
-    if _is_structural(call.closure):
+    if isinstance(call.closure, (Pack, Unpack)):
         return f"{head}{call.closure.name}({', '.join(args)})"
     args += [f"at={_in_quotes(call.path)}"] if call.path else []
     args += [f"recompute={call.recompute!r}"] if call.recompute else []
@@ -307,7 +305,7 @@ def _format_leaf(
     words = [leaf.level] * (leaf.level != "composite") + [leaf.kernels] * (leaf.kernels == "eager")
     results = structs.row(leaf.output_types)
     signature = f"closure @{name}({', '.join(header)}) -> {results}"
-    lines = [_header(" ".join([*words, *shared, signature]), note)]
+    lines = [_with_comment(" ".join([*words, *shared, signature, "{"]), note)]
     for node in leaf.nodes:
         values[node] = "%" + names.take(str(len(values)))
         if bodies == "show":
@@ -359,11 +357,6 @@ def _shared_modes(leaf: Leaf) -> list[str]:
     """Returns the modes of all nodes, which the header then says once; none if they differ."""
     found = {tuple(_modes(node)) for node in leaf.nodes}
     return list(found.pop()) if len(found) == 1 else []
-
-
-def _header(text: str, note: str) -> str:
-    """Returns the line that opens a body."""
-    return _with_comment(f"{text} {{", note)
 
 
 def _with_comment(text: str, comment: str) -> str:

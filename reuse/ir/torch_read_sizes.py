@@ -57,11 +57,9 @@ class ReadSizes:
 
     def fake(self, type_: TensorType) -> torch.Tensor:
         """Returns a fake tensor of a type."""
-        shape, stride = (
-            [size_in(self._environment, n) for n in sizes] for sizes in (type_.shape, type_.stride)
-        )
+        layout = [[size_in(self._environment, n) for n in t] for t in (type_.shape, type_.stride)]
         with self._mode:
-            return torch.empty_strided(shape, stride, dtype=type_.dtype, device=type_.device)
+            return torch.empty_strided(*layout, dtype=type_.dtype, device=type_.device)
 
     @contextmanager
     def running(self) -> Iterator[None]:
