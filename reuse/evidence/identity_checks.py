@@ -14,7 +14,7 @@ import operator
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from itertools import repeat
+from itertools import chain, repeat
 from types import CellType
 from typing import Any, Literal, TypeAlias, get_args
 
@@ -136,11 +136,14 @@ def _in_python(facts: Mapping[Kind, Sequence[Any]]) -> Check:
     add((row for row in entries if not isinstance(row[0], dict)), _entry_of)
     add(_rows(facts["attribute"]), getattr)
     add(_rows(facts["own attribute"]), object.__getattribute__)
-    add(_rows(facts["class"]), lambda owner, _: type(owner))
-    empty = [table for table, _, values in _rows(facts["values"]) if not values]
-    checks.append(lambda: not any(map(dict.__len__, empty)))
-    full = (row for row in _rows(facts["values"]) if row[2])
-    checks += [partial(_holds_values, table, values) for table, _, values in full]
+    owners, classes = facts["class"][::3], facts["class"][2::3]
+    checks.append(lambda: all(map(operator.is_, map(type, owners), classes)))
+    tables, held = facts["values"][::3], facts["values"][2::3]
+    lengths, values = [*map(len, held)], [*chain.from_iterable(held)]
+    checks.append(lambda: all(map(operator.eq, map(dict.__len__, tables), lengths)))
+    checks.append(
+        lambda: all(map(operator.is_, chain.from_iterable(map(dict.values, tables)), values))
+    )
     return partial(_all_hold, checks)
 
 
