@@ -139,7 +139,7 @@ def _elements(base: torch.Tensor, view: torch.Tensor) -> tuple[bool, bool]:
     ]
     if not base.numel() or not view.numel():
         return False, False
-    mask = torch.zeros(max(ends) - first, dtype=torch.bool)
+    mask = torch.zeros(max(ends) - first, dtype=torch.bool, device="cpu")
     mask.as_strided(base.shape, base.stride(), base.storage_offset() - first).fill_(True)
     found = mask.as_strided(view.shape, view.stride(), view.storage_offset() - first)
     is_plain = int(mask.sum()) == base.numel()
