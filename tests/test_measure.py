@@ -86,7 +86,7 @@ def test_a_report_has_both_sides_as_text_and_as_json(
     one = Measurement(1, [0.01], report.steps["late"].task_spec)
     quiet = replace(report, steps=dict.fromkeys(report.steps, one))
     keys = [f"{name}: {', '.join(x)}" if isinstance(x, dict) else name for name, x in row.items()]
-    text = re.sub(r" *\(? *\d[\d.e+-]*\)?", " #", str(quiet))
+    text = re.sub(r" *\(? *\d[\d.e+-]*\)?", " #", str(quiet)).replace("threads", "thread")
     golden("measured", "\n".join([text, "", *keys]))
 
 
