@@ -18,7 +18,7 @@ from lazyinline.backend.gpu.targets import Run
 from lazyinline.backend.link.link import FlatProgram
 from lazyinline.backend.run import unplanned as running
 from lazyinline.backend.run.unplanned import UnplannedStep
-from lazyinline.frontend.passes import memory
+from lazyinline.frontend.passes import link
 from lazyinline.reuse.ir.types import TensorType
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -61,8 +61,8 @@ def graphs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> G
 
 
 def unplanned(monkeypatch: pytest.MonkeyPatch) -> None:
-    why = memory.Unplanned("not planned in this test")
-    monkeypatch.setattr(memory, "other_devices", lambda flats: why)
+    why = link.Unplanned("not planned in this test")
+    monkeypatch.setattr(link, "other_devices", lambda flats: why)
 
 
 def decoder(num_layers: int = 2, batch: int = 4) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
