@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.utils.checkpoint
-from blocks import Around, Stack, block, example, linear
-from equality import assert_equals_eager
+from comparing import assert_equals_eager
+from models import Around, Stack, block, example, linear
 from torch import nn
 
 import lazyinline

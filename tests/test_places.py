@@ -332,7 +332,12 @@ def written(name: str, forward: str, body: str, **scene: Sequence[str]) -> Outco
 
 @pytest.mark.parametrize("name", [n for n in OUTSIDE if n != "registered with an abstract class"])
 @pytest.mark.smoke
-@pytest.mark.sweep(keep=["[global]", "[call]", "[context variable]", "[attribute of a class]"])
+@pytest.mark.sweep(
+    keep=[
+        *("[global]", "[call]", "[context variable]", "[attribute of a class]"),
+        *("[class of a class]", "[number of a class]"),
+    ]
+)
 def test_a_value_outside_that_changes_between_blocks_keeps_them_apart(name: str) -> None:
     """What is left there is eager's, whoever writes between the calls."""
     read = "lambda self, x: torch.tanh(self.linear(x)) * get()"

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 import torch
-from blocks import example
 from hypothesis import HealthCheck, given, settings
 from model_trees import HANDED, Built, ModelPlan, build, model_plans, mutate
+from models import example
 from torch import Tensor, nn
 
 import lazyinline

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from blocks import Stack, block, example, linear
+from models import Stack, block, example, linear
 from torch import nn
 from values import HELPERS
 from worlds import World, assert_as_eager
@@ -93,6 +93,11 @@ def tied_embedding_and_head():
     head = nn.Linear(4, 9, bias=False)
     head.weight = embedding.weight
     return Around(body, embedding, B(), B(), head)
+def held_weights():
+    B = block(lambda self, x: self.linear(x) * self.held[0].sum())
+    model = Stack(B(), B())
+    for layer in model.layers: layer.held = [model.layers[0].linear.weight]
+    return model
 def local(factor): return block(lambda self, x: self.linear(x) * factor)
 def unmarked(): return block(TANH, mark=False)
 def marked_after():
@@ -242,6 +247,7 @@ CASES = {
     "tensors of two shapes": Case(
         "pair(lambda self, x: self.linear(x) * self.t, *({'t': example(*s, grad=False)} for "
         "s in ((3, 1), (1, 4))))", 0, "attribute t"),
+    "list of its own or another's weight": Case("held_weights()", 0, "are two tensors here"),
     "parameters()": Case(
         "pair(lambda self, x: self.linear(x) + sum(p.sum() for p in self.parameters()))", 1),
     "constants": Case(

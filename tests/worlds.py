@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import blocks
+import models
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -56,7 +56,7 @@ class Beside(nn.Module):
 # What the text of a world may name.
 NAMES: dict[str, Any] = {name: importlib.import_module(name) for name in MODULES}
 NAMES |= {"torch": torch, "nn": nn, "F": F, "Tensor": Tensor, "np": np, "lazyinline": lazyinline}
-NAMES |= {name: getattr(blocks, name) for name in ("Around", "Stack", "block", "example", "linear")}
+NAMES |= {name: getattr(models, name) for name in ("Around", "Stack", "block", "example", "linear")}
 NAMES |= {"Beside": Beside, "lazy_inline": lazyinline.lazy_inline, "made": made}
 _worlds = itertools.count()
 
@@ -97,7 +97,7 @@ class World:
 
     def inputs(self) -> tuple[Sequence[Any], dict[str, Any]]:
         """Returns positional and keyword arguments, made anew."""
-        made_by = self.scope.get("inputs", lambda: (blocks.example(),))
+        made_by = self.scope.get("inputs", lambda: (models.example(),))
         return tuple(made_by()), self.scope.get("keywords", dict)()
 
 

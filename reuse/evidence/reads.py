@@ -304,7 +304,10 @@ def look_up(owner: Any, name: str) -> Any:
     state = getattr(owner, "__dict__", {})
     if name in state:
         return state[name]
-    for base in owner.__mro__ if isinstance(owner, type) else type(owner).__mro__:
+    kinds = type(owner).__mro__
+    if isinstance(owner, type):  # what its metaclass has is found by its name, too
+        kinds = (*owner.__mro__, *(kind for kind in kinds if kind is not type))
+    for base in kinds:
         if name in base.__dict__:
             value = base.__dict__[name]
             is_slot = isinstance(value, types.MemberDescriptorType) and base is not owner
@@ -350,7 +353,11 @@ def may_hold_state(value: Any) -> bool:
         return not is_library(value.__module__)
     if isinstance(value, types.FunctionType):
         return bool(value.__dict__)
-    return not isinstance(value, (nn.Module, *_PLAIN)) and is_python_defined(type(value))
+    kind = type(value)
+    if isinstance(value, nn.Module) or kind in _PLAIN:
+        return False
+    # Of a user's class that derives from one in C (a number, a date), what the class holds is seen.
+    return is_python_defined(kind) or not is_library(kind.__module__)
 
 
 def outside_name(owner: Any, name: str) -> str:
