@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from ..freeze import Freezer, Identity, Unrepeatable
-from ..kinds import is_unrepeatable
+from ..kinds import is_opaque, is_unrepeatable
 from ..objects import ABSENT, cell_contents, is_library, is_own_patch, is_python_defined
 from ..open_index import OpenIndex, reveal
 from ..torch_pytree import is_container
@@ -54,6 +54,7 @@ _DATA = (bool, int, float, str, tuple, list, dict, set, frozenset, deque)
 _PLAIN = (*_DATA, type(None))
 _MAX_LIBRARY_DEPTH = 3  # torch.nn.functional
 _KNOWN_BY_STRUCTURE = (torch.Tensor, nn.Module)
+_GETTERS_IN_C = (types.MemberDescriptorType, types.GetSetDescriptorType)
 _OUTSIDE = Freezer(by_identity=(types.FunctionType,), max_items=_MAX_OUTSIDE_ITEMS)
 
 
@@ -304,14 +305,12 @@ def look_up(owner: Any, name: str) -> Any:
     state = getattr(owner, "__dict__", {})
     if name in state:
         return state[name]
-    kinds = type(owner).__mro__
-    if isinstance(owner, type):  # what its metaclass has is found by its name, too
-        kinds = (*owner.__mro__, *(kind for kind in kinds if kind is not type))
-    for base in kinds:
+    kinds = type(owner).__mro__  # what a class's metaclass has is found by its name, too
+    for base in (*owner.__mro__, *kinds) if isinstance(owner, type) else kinds:
         if name in base.__dict__:
             value = base.__dict__[name]
-            is_slot = isinstance(value, types.MemberDescriptorType) and base is not owner
-            return getattr(owner, name, ABSENT) if is_slot else value
+            is_state = isinstance(value, _GETTERS_IN_C) and base is not owner
+            return getattr(owner, name, ABSENT) if is_state else value
     return ABSENT
 
 
@@ -326,6 +325,9 @@ def shallow_snapshot(value: Any) -> Any:
         return ("context variable", shallow_snapshot(value.get(ABSENT)))
     if type(value) in _PLAIN or _is_data(value):
         return _OUTSIDE.freeze(value)
+    if isinstance(value, types.FunctionType) and not is_library(value.__module__ or ""):
+        defaults = (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())
+        return tuple(map(Identity, (value, value.__code__, *defaults)))
     return Unrepeatable(value) if is_unrepeatable(value) else Identity(value)
 
 
@@ -354,10 +356,10 @@ def may_hold_state(value: Any) -> bool:
     if isinstance(value, types.FunctionType):
         return bool(value.__dict__)
     kind = type(value)
-    if isinstance(value, nn.Module) or kind in _PLAIN:
+    if isinstance(value, _KNOWN_BY_STRUCTURE) or kind in _PLAIN:
         return False
-    # Of a user's class that derives from one in C (a number, a date), what the class holds is seen.
-    return is_python_defined(kind) or not is_library(kind.__module__)
+    # Of an object from C its getters are asked; of a user's class derived from C, the class.
+    return is_opaque(value) or is_python_defined(kind) or not is_library(kind.__module__)
 
 
 def outside_name(owner: Any, name: str) -> str:
