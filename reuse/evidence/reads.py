@@ -49,13 +49,12 @@ _ENVIRONMENT_CODES = frozenset(
 )
 _IMPORTERS = frozenset({"__import__", "import_module"})
 _MAX_OUTSIDE_DEPTH = 8
-_MAX_OUTSIDE_ITEMS = 256
 _DATA = (bool, int, float, str, tuple, list, dict, set, frozenset, deque)
 _PLAIN = (*_DATA, type(None))
 _MAX_LIBRARY_DEPTH = 3  # torch.nn.functional
 _KNOWN_BY_STRUCTURE = (torch.Tensor, nn.Module)
 _GETTERS_IN_C = (types.MemberDescriptorType, types.GetSetDescriptorType)
-_OUTSIDE = Freezer(by_identity=(types.FunctionType,), max_items=_MAX_OUTSIDE_ITEMS)
+_OUTSIDE = Freezer(by_identity=(types.FunctionType,), max_items=256)
 
 
 class AttributeRead(NamedTuple):
@@ -305,12 +304,13 @@ def look_up(owner: Any, name: str) -> Any:
     state = getattr(owner, "__dict__", {})
     if name in state:
         return state[name]
-    kinds = type(owner).__mro__  # what a class's metaclass has is found by its name, too
-    for base in (*owner.__mro__, *kinds) if isinstance(owner, type) else kinds:
+    for base in owner.__mro__ if isinstance(owner, type) else ():
         if name in base.__dict__:
-            value = base.__dict__[name]
-            is_state = isinstance(value, _GETTERS_IN_C) and base is not owner
-            return getattr(owner, name, ABSENT) if is_state else value
+            return base.__dict__[name]
+    for kind in type(owner).__mro__:  # of a class, its metaclass
+        if kind is not type and name in kind.__dict__:
+            value = kind.__dict__[name]
+            return getattr(owner, name, ABSENT) if isinstance(value, _GETTERS_IN_C) else value
     return ABSENT
 
 
