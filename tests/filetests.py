@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from program_parser import parse_program
 from programs import random_value
 from torch import nn
 
@@ -32,6 +31,7 @@ from lazyinline.pipeline_parallel.cut import cut_program, split_composites
 from lazyinline.reuse.ir.constants import share_constants
 from lazyinline.reuse.ir.interpreter import flatten_value, interpret
 from lazyinline.reuse.ir.leaf import flat_types
+from lazyinline.reuse.ir.parser import parse_program
 from lazyinline.reuse.ir.program import Leaf, ModelTensor, Program, walk_closures
 from lazyinline.reuse.ir.rewrite import inline_calls
 from lazyinline.reuse.ir.verify import verify

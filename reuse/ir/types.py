@@ -35,6 +35,10 @@ def dtype_name(dtype: torch.dtype) -> str:
     return _DTYPE_NAMES.get(dtype, str(dtype).removeprefix("torch."))
 
 
+DTYPES = {dtype_name(d): d for d in vars(torch).values() if isinstance(d, torch.dtype)}
+"""Every dtype by its short name."""
+
+
 def strides_that_matter(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
     """Returns the strides along which there is a second element; none if there is no element."""
     if 0 in shape:
