@@ -16,7 +16,7 @@ from torch.func import functional_call
 
 import lazyinline
 from lazyinline import PlanError, func, lazy_inline
-from lazyinline.frontend.func.rows import Jacobian, Products
+from lazyinline.frontend.func.rows import Jacobian
 
 WIDTH = 8
 
@@ -545,7 +545,7 @@ def matrix_calls(matrix: Tensor, *, is_symmetric: bool) -> tuple[Jacobian, list[
     row = None if is_symmetric else noted("row", lambda v: v @ matrix)
     columns = noted("columns", lambda v: v @ matrix.t())
     like = matrix.new_empty(matrix.shape[1])
-    return Jacobian(Products(row, columns), (len(matrix),), like=like), calls
+    return Jacobian((row, columns), (len(matrix),), like=like), calls
 
 
 def test_many_rows_of_a_hessian_are_computed_at_once_in_equal_groups() -> None:

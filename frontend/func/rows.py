@@ -37,30 +37,6 @@ LinearMap = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True)
-class Products:
-    """Holds the products that a Jacobian at one point is computed by.
-
-    Attributes:
-        row: a cotangent times it; None where it is symmetric and columns do.
-        columns: it times several tangents, ``[K, *input]`` to ``[K, *result]``; None where it is
-            symmetric and rows do.
-    """
-
-    row: LinearMap | None
-    columns: LinearMap | None
-
-    def times_cotangent(self, cotangent: torch.Tensor) -> torch.Tensor:
-        """Returns a cotangent times the Jacobian."""
-        return self.row(cotangent) if self.row else self.times_tangent(cotangent)
-
-    def times_tangent(self, tangent: torch.Tensor) -> torch.Tensor:
-        """Returns the Jacobian times a tangent."""
-        if self.columns is None:
-            return self.times_cotangent(tangent)
-        return self.columns(tangent.unsqueeze(0)).squeeze(0)
-
-
-@dataclass(frozen=True)
 class Computed:
     """Holds what a function computed, and the point that it was computed at.
 
@@ -136,21 +112,18 @@ class Product(nn.Module):
         return self._compute(self.func, self._argnums, args, kwargs).to(self._derive)(given)
 
 
-class AtOnce:
-    """Runs one program for each number of directions."""
+def at_once(make: Callable[[], nn.Module]) -> Callable[..., torch.Tensor]:
+    """Returns what runs a program for each number of directions, made the first time."""
+    made: dict[int, nn.Module] = {}
 
-    def __init__(self, make: Callable[[], nn.Module]) -> None:
-        self._make = make
-        self._made: dict[int, nn.Module] = {}
-
-    def __call__(self, directions: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Runs the program for as many directions, which it makes the first time."""
+    def run(directions: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         # The number of directions is a size of the program: a symbol there would stop Taylor mode.
         num = len(directions)
-        if num not in self._made:
-            self._made[num] = self._make()
-        found: torch.Tensor = self._made[num](directions, *args, **kwargs)
-        return found
+        if num not in made:
+            made[num] = make()
+        return made[num](directions, *args, **kwargs)
+
+    return run
 
 
 def cotangent_product(at: Computed, cotangent: torch.Tensor) -> torch.Tensor:
@@ -278,7 +251,7 @@ def _lazily(
 
     programs: list[Callable[..., torch.Tensor] | None] = [
         None if row is None else program(row),
-        None if columns is None else AtOnce(lambda: program(columns)),
+        None if columns is None else at_once(lambda: program(columns)),
     ]
 
     def at(*args: Any, **kwargs: Any) -> Jacobian:
@@ -286,7 +259,7 @@ def _lazily(
         if follower() is not None:
             one = compute(func, argnums, args, kwargs)
             maps = [None if derive is None else one.to(derive) for derive in (row, columns)]
-            return Jacobian(Products(*maps), tuple(one.result.shape), like=point)
+            return Jacobian(maps, tuple(one.result.shape), like=point)
         same = SameDraws(point.device)
         # A gradient has the shape of its input. Another result's is known once it has run.
         if compute is computed_gradient:
@@ -299,7 +272,7 @@ def _lazily(
             return same.among(lambda directions: run(directions, *args, **kwargs))
 
         maps = [None if run is None else bound(run) for run in programs]
-        return Jacobian(Products(*maps), tuple(shape), like=point)
+        return Jacobian(maps, tuple(shape), like=point)
 
     return at
 
@@ -314,18 +287,21 @@ class Jacobian:
     shape ``(*result, *input)``. Many rows are computed at once, up to 64: memory for what the
     function computes so many times. Where that draws random numbers, all parts are of the same.
 
-    Attributes:
-        shape: of the whole.
+    Args:
+        maps: what it is computed by: a cotangent times it; and it times several tangents,
+            ``[K, *input]`` to ``[K, *result]``. None for one, where it is symmetric.
+        result_shape: of what was differentiated.
+        like: what it was differentiated with respect to.
     """
 
     def __init__(
         self,
-        products: Products,
+        maps: Sequence[LinearMap | None],
         result_shape: tuple[int, ...],
         *,
         like: torch.Tensor,
     ) -> None:
-        self._products = products
+        self._row, self._columns = maps
         self._result_shape = result_shape
         self._input_shape = tuple(like.shape)
         self._like = like
@@ -365,7 +341,7 @@ class Jacobian:
             PlanError: if the shape is another one.
         """
         self._check(vector, self._input_shape, "J @ v")
-        return self._products.times_tangent(vector)
+        return self._times_tangent(vector)
 
     def __rmatmul__(self, vector: torch.Tensor) -> torch.Tensor:
         """Returns the product of a tensor of the result's shape with this.
@@ -374,7 +350,15 @@ class Jacobian:
             PlanError: if the shape is another one.
         """
         self._check(vector, self._result_shape, "v @ J")
-        return self._products.times_cotangent(vector)
+        return self._times_cotangent(vector)
+
+    def _times_cotangent(self, cotangent: torch.Tensor) -> torch.Tensor:
+        return self._row(cotangent) if self._row else self._times_tangent(cotangent)
+
+    def _times_tangent(self, tangent: torch.Tensor) -> torch.Tensor:
+        if self._columns is None:
+            return self._times_cotangent(tangent)
+        return self._columns(tangent.unsqueeze(0)).squeeze(0)
 
     def diagonal(self) -> torch.Tensor:
         """Returns the derivative of each result by the input at its place.
@@ -387,8 +371,8 @@ class Jacobian:
                 f"Only a square Jacobian has a diagonal; this is {self._result_shape} by "
                 f"{self._input_shape}."
             )
-        everything, columns = range(self.num_rows), self._products.columns
-        if self._products.row is None and columns is not None and len(self._rows) < self.num_rows:
+        everything, columns = range(self.num_rows), self._columns
+        if self._row is None and columns is not None and len(self._rows) < self.num_rows:
             # Only an entry of each row is kept: all rows would take the square of its memory.
             entries = self._by_units(lambda v: (columns(v) * v).flatten(1).sum(1), everything)
             return entries.reshape(self._result_shape)
@@ -409,8 +393,8 @@ class Jacobian:
     def _compute(self, numbers: Sequence[int]) -> None:
         """Computes the rows that are not there yet: at once, by columns, or one by one."""
         missing = [number for number in dict.fromkeys(numbers) if number not in self._rows]
-        num_columns, columns = math.prod(self._input_shape), self._products.columns
-        is_symmetric = self._products.row is None
+        num_columns, columns = math.prod(self._input_shape), self._columns
+        is_symmetric = self._row is None
         is_worth_a_group = _WORTH * len(missing) >= _group_size(self.num_rows)
         found: Iterable[torch.Tensor]
         if columns is None or len(missing) < 2:
@@ -426,15 +410,14 @@ class Jacobian:
         self._rows.update(zip(missing, found, strict=True))
 
     def _one_by_one(self, numbers: Sequence[int]) -> Iterable[torch.Tensor]:
-        return [self._products.times_cotangent(self._unit(number)) for number in numbers]
+        return [self._times_cotangent(self._unit(number)) for number in numbers]
 
     def _by_units(self, function: LinearMap, places: Sequence[int]) -> torch.Tensor:
         """Returns what a function of several tangents is along units, in equal groups."""
-        shape = self._input_shape
         # Groups of one size: the last one is filled up with zeros, and needs no program of its own.
-        size = _group_size(math.prod(shape))
+        size = _group_size(math.prod(self._input_shape))
         groups = [places[i : i + size] for i in range(0, len(places), size)]
-        found = [function(self._units(group, shape, size))[: len(group)] for group in groups]
+        found = [function(self._units(group, size))[: len(group)] for group in groups]
         return torch.cat(found)
 
     def _unit(self, number: int) -> torch.Tensor:
@@ -443,10 +426,10 @@ class Jacobian:
         unit.view(-1)[number] = 1
         return unit
 
-    def _units(self, places: Sequence[int], shape: tuple[int, ...], num: int) -> torch.Tensor:
+    def _units(self, places: Sequence[int], num: int) -> torch.Tensor:
         """Returns ``num`` tensors: each is one at a place and else zero, and the rest are zero."""
-        size = math.prod(shape)
-        units = self._like.new_zeros(num, *shape)
+        size = math.prod(self._input_shape)
+        units = self._like.new_zeros(num, *self._input_shape)
         ones = [row * size + place for row, place in enumerate(places)]
         units.view(-1).index_fill_(0, torch.tensor(ones, device=units.device), 1)
         return units
