@@ -85,7 +85,7 @@ _REENTRANT_CHECKPOINT = ("torch.utils.checkpoint", "CheckpointFunction")
 
 
 class ModelWatcher:
-    """Answers what the patches of PyTorch report; see :class:`..tracing.torch_patches.Watcher`."""
+    """Answers what the patches of PyTorch report (:mod:`..tracing.torch_patches`)."""
 
     def __init__(self, recording: Recording, calls: BlockCalls) -> None:
         self._recording = recording

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -30,27 +30,8 @@ _SAFE = frozenset({"__class__", "__doc__", "__module__"})
 _HIDDEN = object()
 
 
-class ObjectWatcher(Protocol):
-    """Receives what happens to watched objects."""
-
-    def watches(self) -> bool:
-        """Whether what happens now is to be told."""
-
-    def found(self, holder: Any, step: Any, value: Any) -> Any:
-        """Takes what was read at a step from an object; returns what the reader gets."""
-
-    def writes(self, holder: Any, step: Any, value: Any) -> Any:
-        """Takes what is to be written there; returns what is written."""
-
-    def key(self, key: Any) -> Any:
-        """Returns the step that the key of an item is."""
-
-    def whole(self, holder: Any) -> None:
-        """An object is read or changed in a way that is not told step by step."""
-
-
 @contextmanager
-def watched(classes: tuple[type, ...], watcher: ObjectWatcher) -> Iterator[None]:
+def watched(classes: tuple[type, ...], watcher: GivenObjects) -> Iterator[None]:
     """Lets ``watcher`` see what this thread does to objects of some classes."""
     thread = threading.get_ident()
     with ExitStack() as undo:
@@ -71,7 +52,7 @@ def is_watched(kind: type) -> bool:
     )
 
 
-def _patch(cls: type, watcher: ObjectWatcher, thread: int) -> Callable[[], None]:
+def _patch(cls: type, watcher: GivenObjects, thread: int) -> Callable[[], None]:
     lookup: Any = cls.__getattribute__
     store: Any = cls.__setattr__
     delete: Any = cls.__delattr__
@@ -113,7 +94,7 @@ def _patch(cls: type, watcher: ObjectWatcher, thread: int) -> Callable[[], None]
 class SeenList(list[Any]):
     """Stands for a list that a watched object holds."""
 
-    def __init__(self, original: list[Any], watcher: ObjectWatcher) -> None:
+    def __init__(self, original: list[Any], watcher: GivenObjects) -> None:
         # C code that asks past the methods finds the right length, and items that are of no use.
         super().__init__([_HIDDEN] * len(original))
         self.original = original
@@ -153,7 +134,7 @@ class SeenList(list[Any]):
 class SeenDict(dict[Any, Any]):
     """Stands for a dictionary that a watched object holds."""
 
-    def __init__(self, original: dict[Any, Any], watcher: ObjectWatcher) -> None:
+    def __init__(self, original: dict[Any, Any], watcher: GivenObjects) -> None:
         super().__init__()
         self.original = original
         self._watcher = watcher
@@ -182,7 +163,9 @@ class SeenDict(dict[Any, Any]):
         step = self._watcher.key(key)
         if step is None:
             self._watcher.whole(self.original)
-        self.original[_plain(key)] = self._watcher.writes(self.original, step, value)
+            self.original[key] = value
+        else:
+            self.original[_plain(key)] = self._watcher.writes(self.original, step, value)
 
     def __len__(self) -> int:
         return len(self._keys())
@@ -321,7 +304,7 @@ class GivenObjects:
         reads.indexes[id(module), name] = known
         return known
 
-    # ---- what is told of watched objects; see ObjectWatcher ------------------------------
+    # ---- what is told of watched objects ------------------------------------
 
     def watches(self) -> bool:
         """Whether a block that was given objects is being traced."""

@@ -73,66 +73,34 @@ class GradientCall:
     allow_unused: bool
 
 
-class Watcher(Protocol):
-    """Receives what the patches see."""
+_Run = Callable[..., Any]
 
-    def call(self, module: nn.Module, args: Any, kwargs: Any, proceed: Callable[..., Any]) -> Any:
-        """Takes a module call; ``proceed(module, *args, **kwargs)`` runs it."""
 
-    def read(self, module: nn.Module, name: str) -> None:
-        """An attribute is about to be read."""
+class _Watcher(Protocol):
+    """Receives what the patches see; see :class:`..capture.watcher.ModelWatcher`."""
 
-    def read_all(self, module: nn.Module) -> None:
-        """The module's ``__dict__`` was read as a whole."""
-
-    def number(self, module: nn.Module, name: str, value: int) -> Any:
-        """Returns what the model shall see in place of a whole number that a module holds."""
-
-    def substitute(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns what the model shall see in place of its own tensor."""
-
-    def write(self, module: nn.Module, name: str, value: Any) -> bool:
-        """An attribute is about to be written, or deleted; returns True to leave it as it is."""
-
-    def custom_function(self, function: type, args: Any, proceed: Callable[..., Any]) -> Any:
-        """Takes the application of a ``torch.autograd.Function``."""
-
-    def checkpoint(self, policy: RecomputeMark) -> AbstractContextManager[None]:
-        """``torch.utils.checkpoint`` is about to run a function; it runs inside."""
-
-    def owns(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor is the model's own."""
-
-    def asks(self, tensor: torch.Tensor, name: str, do: Callable[[torch.Tensor], Any]) -> Any:
-        """Takes what is neither an operator nor an answer; ``do`` asks or changes a tensor."""
-
-    def output(self, emit: Callable[[], None], where: str) -> bool:
-        """User code prints or logs; returns True to hold it back, for ``emit`` to bring out."""
-
-    def asked(self, reading: Reading) -> None:
-        """User code was told something that can be asked again."""
-
-    def text(self, tensor: torch.Tensor) -> None:
-        """User code is about to write out a tensor."""
-
-    def saves(self) -> None:
-        """Code is about to write a file (``torch.save``)."""
-
-    def backward(self) -> None:
-        """Code is about to run a backward."""
-
-    def gradient(self, asked: GradientCall) -> tuple[torch.Tensor | None, ...] | None:
-        """Takes ``torch.autograd.grad``; returns None for PyTorch to compute it."""
-
-    def scripted(self, original: Callable[..., Any] | None) -> Callable[..., Any]:
-        """Returns what is to run in place of a function of torch.jit, given its Python, if any."""
-
-    def saving_hook(self) -> None:
-        """User code puts a hook on what is saved."""
+    def call(self, module: nn.Module, args: Any, kwargs: Any, proceed: _Run) -> Any: ...
+    def read(self, module: nn.Module, name: str) -> None: ...
+    def read_all(self, module: nn.Module) -> None: ...
+    def number(self, module: nn.Module, name: str, value: int) -> Any: ...
+    def substitute(self, tensor: torch.Tensor) -> torch.Tensor: ...
+    def write(self, module: nn.Module, name: str, value: Any) -> bool: ...
+    def custom_function(self, function: type, args: Any, proceed: _Run) -> Any: ...
+    def checkpoint(self, policy: RecomputeMark) -> AbstractContextManager[None]: ...
+    def owns(self, tensor: torch.Tensor) -> bool: ...
+    def asks(self, tensor: torch.Tensor, name: str, do: Callable[[torch.Tensor], Any]) -> Any: ...
+    def output(self, emit: Callable[[], None], where: str) -> bool: ...
+    def asked(self, reading: Reading) -> None: ...
+    def text(self, tensor: torch.Tensor) -> None: ...
+    def saves(self) -> None: ...
+    def backward(self) -> None: ...
+    def gradient(self, asked: GradientCall) -> tuple[torch.Tensor | None, ...] | None: ...
+    def scripted(self, original: _Run | None) -> _Run: ...
+    def saving_hook(self) -> None: ...
 
 
 @contextmanager
-def intercepted(watcher: Watcher) -> Iterator[None]:
+def intercepted(watcher: _Watcher) -> Iterator[None]:
     """Lets ``watcher`` see this thread's module calls, attribute reads and writes."""
     thread = threading.get_ident()
     with _LOCK, ExitStack() as undo:
@@ -141,7 +109,7 @@ def intercepted(watcher: Watcher) -> Iterator[None]:
         yield
 
 
-def _patch_calls(watcher: Watcher, thread: int) -> Callable[[], None]:
+def _patch_calls(watcher: _Watcher, thread: int) -> Callable[[], None]:
     original = nn.Module.__call__
 
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -152,7 +120,7 @@ def _patch_calls(watcher: Watcher, thread: int) -> Callable[[], None]:
     return replace_attributes(nn.Module, {"__call__": call})
 
 
-def _patch_reads(watcher: Watcher, thread: int) -> Callable[[], None]:
+def _patch_reads(watcher: _Watcher, thread: int) -> Callable[[], None]:
     lookup, fallback = object.__getattribute__, nn.Module.__getattr__
 
     def getattribute(self: nn.Module, name: str) -> Any:
@@ -180,7 +148,7 @@ def _patch_reads(watcher: Watcher, thread: int) -> Callable[[], None]:
     return replace_attributes(nn.Module, patches)
 
 
-def _patch_writes(watcher: Watcher, thread: int) -> Callable[[], None]:
+def _patch_writes(watcher: _Watcher, thread: int) -> Callable[[], None]:
     store, delete = nn.Module.__setattr__, nn.Module.__delattr__
 
     def setattr_(self: nn.Module, name: str, value: Any) -> None:
@@ -197,7 +165,7 @@ def _patch_writes(watcher: Watcher, thread: int) -> Callable[[], None]:
     return replace_attributes(nn.Module, {"__setattr__": setattr_, "__delattr__": delattr_})
 
 
-def _patch_functions(watcher: Watcher, thread: int) -> Callable[[], None]:
+def _patch_functions(watcher: _Watcher, thread: int) -> Callable[[], None]:
     """Patches what ``apply`` of every function ends in.
 
     Before torch 2.15 also that of one that was kept (``act = Act.apply``); since then it is C's
@@ -215,7 +183,7 @@ def _patch_functions(watcher: Watcher, thread: int) -> Callable[[], None]:
     return replace_attributes(base, {"apply": classmethod(apply)})
 
 
-def _patch_scripted(watcher: Watcher, thread: int) -> Callable[[], None]:
+def _patch_scripted(watcher: _Watcher, thread: int) -> Callable[[], None]:
     """Functions of ``torch.jit``: from the second call on a graph runs with its own derivative."""
     kind: Any = torch.jit.ScriptFunction
     run = kind.__call__
@@ -233,7 +201,7 @@ def _patch_scripted(watcher: Watcher, thread: int) -> Callable[[], None]:
     return replace_attributes(kind, {"__call__": call})
 
 
-def _patch_checkpoint(watcher: Watcher, thread: int) -> Callable[[], None]:
+def _patch_checkpoint(watcher: _Watcher, thread: int) -> Callable[[], None]:
     """Checkpoint without reentrance runs the function between the two halves of a generator."""
     module: Any = torch.utils.checkpoint
     name = next(name for name in _CHECKPOINT_GENERATORS if hasattr(module, name))
@@ -252,7 +220,7 @@ def _patch_checkpoint(watcher: Watcher, thread: int) -> Callable[[], None]:
     return replace_attributes(module, {name: generator})
 
 
-def _patch_values(watcher: Watcher, thread: int) -> Callable[[], None]:
+def _patch_values(watcher: _Watcher, thread: int) -> Callable[[], None]:
     """Readers of a tensor's memory that are no operators, so that no trace sees them."""
 
     def reading(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -271,7 +239,7 @@ def _patch_values(watcher: Watcher, thread: int) -> Callable[[], None]:
     return replace_attributes(torch.Tensor, readers)
 
 
-def _patch_answers(watcher: Watcher, thread: int) -> Callable[[], None]:
+def _patch_answers(watcher: _Watcher, thread: int) -> Callable[[], None]:
     """Patches whatever is neither an operator nor an answer of a fake tensor.
 
     PyTorch's own code may ask as it needs; what it changes of the model's own tensors is told, and
@@ -319,7 +287,7 @@ def _asking_frame() -> types.FrameType:
     return frame  # type: ignore[no-any-return]
 
 
-def _patch_texts(watcher: Watcher, thread: int) -> Callable[[], None]:
+def _patch_texts(watcher: _Watcher, thread: int) -> Callable[[], None]:
     """Writing out a tensor shows its numbers."""
 
     def writing(original: Any) -> Callable[..., str]:
@@ -334,7 +302,7 @@ def _patch_texts(watcher: Watcher, thread: int) -> Callable[[], None]:
     return replace_attributes(torch.Tensor, texts)
 
 
-def _patch_output(watcher: Watcher, thread: int) -> Callable[[], None]:
+def _patch_output(watcher: _Watcher, thread: int) -> Callable[[], None]:
     """Patches what user code prints, saves, warns of, and logs if its loggers would write it."""
     show, handle, save = builtins.print, logging.Logger.handle, torch.save
     warn: Any = warnings.warn
@@ -379,7 +347,7 @@ def _patch_output(watcher: Watcher, thread: int) -> Callable[[], None]:
         return undo.pop_all().close
 
 
-def _patch_backward(watcher: Watcher, thread: int) -> Callable[[], None]:
+def _patch_backward(watcher: _Watcher, thread: int) -> Callable[[], None]:
     """Patches what ``torch.autograd.grad`` and every ``backward`` end in, however imported."""
     engine: Any = torch.autograd._engine_run_backward
 
@@ -427,7 +395,7 @@ def replace_attributes(owner: Any, attributes: Mapping[str, Any]) -> Callable[[]
     return restore
 
 
-def _patch_hooks(watcher: Watcher, thread: int) -> Callable[[], None]:
+def _patch_hooks(watcher: _Watcher, thread: int) -> Callable[[], None]:
     """Hooks on what the nodes of the graph save."""
     saving = torch.autograd.graph.saved_tensors_hooks
     enter = saving.__enter__
