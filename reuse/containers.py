@@ -158,21 +158,9 @@ class ContainerFlattener:
 
     def names_from(self, first: int, prefix: str) -> list[str]:
         """Names the leaves of the containers from a number on: ``prefix.layers.0.keys``."""
-        seen = set(range(first))
-
-        def walk(number: int, path: str) -> Iterator[str]:
-            form = self._forms[number]
-            seen.add(number)
-            for name, (what, value) in zip(
-                form.names or itertools.count(), form.parts, strict=False
-            ):
-                inner = f"{path}.{name}" if path else str(name)
-                if what == "leaf":
-                    yield inner
-                elif what == "container" and value not in seen:
-                    yield from walk(value, inner)
-
-        return list(walk(first, prefix)) if first < len(self.objects) else []
+        if first == len(self.objects):
+            return []
+        return [path for *_, path in held(self.forms, first, set(range(first)), prefix)]
 
     @property
     def forms(self) -> tuple[Container, ...]:
@@ -261,20 +249,24 @@ def numbered(objects: Sequence[Any]) -> dict[int, int]:
     return dict(zip(map(id, objects), itertools.count()))
 
 
-def held(forms: Sequence[Container], number: int, seen: set[int]) -> Iterator[tuple[type, Any]]:
-    """Yields for each leaf of a container the class of what holds it, and its name there.
+def held(
+    forms: Sequence[Container], number: int, seen: set[int], path: str = ""
+) -> Iterator[tuple[type, Any, str]]:
+    """Yields for each leaf of a container the class of what holds it, its name there, and its path.
 
     Args:
         forms: of all containers.
         number: of this one.
         seen: containers whose leaves were taken already; takes up those seen here.
+        path: of this one.
     """
     if number in seen:
         return
     seen.add(number)
     form = forms[number]
     for name, (what, value) in zip(form.names or itertools.count(), form.parts, strict=False):
+        inner = f"{path}.{name}" if path else str(name)
         if what == "leaf":
-            yield form.kind, name
+            yield form.kind, name, inner
         elif what == "container":
-            yield from held(forms, value, seen)
+            yield from held(forms, value, seen, inner)

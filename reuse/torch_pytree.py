@@ -129,11 +129,11 @@ def growing_leaves(spec: TreeSpec) -> list[int | None]:
 def counting_leaves(spec: TreeSpec) -> frozenset[int]:
     """Returns which leaves are counts of a container, which vary as sizes do."""
     holders = enumerate(_holders(spec))
-    return frozenset(index for index, one in holders if one is not None and is_count(*one))
+    return frozenset(index for index, one in holders if one is not None and is_count(*one[:2]))
 
 
-def _holders(spec: TreeSpec) -> Iterator[tuple[type, Any] | None]:
-    """Yields for each leaf which class of container holds it, and its name there; None if none."""
+def _holders(spec: TreeSpec) -> Iterator[tuple[type, Any, str] | None]:
+    """Yields for each leaf what :func:`held` says; None for one that no container holds."""
     if not isinstance(spec, Nested):
         return
     seen: set[int] = set()
