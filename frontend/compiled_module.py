@@ -31,7 +31,7 @@ from .checks.models import (
 )
 from .dispatch.model_dispatcher import ModelDispatcher
 from .dispatch.module_dispatcher import DISPATCHER_ATTRIBUTE, dispatcher_of
-from .dispatch.torch_slot import asks_slot, check_asks_slot, empty_slot, fill_slot, in_slot
+from .dispatch.torch_slot import asks_slot, check_asks_slot, fill_slot, slot_filled
 from .options import Fallback, Options
 from .report import CompileReport
 from .training_step import TrainingStep
@@ -319,18 +319,14 @@ def calling(compiled: nn.Module, calls: ModelDispatcher, found: Any) -> Any:
 @contextmanager
 def _routed(model: nn.Module, compiled: Callable[..., Any]) -> Iterator[None]:
     """Calls of the model inside run the compiled one."""
-    state, slot = module_state(model), in_slot(model)
+    state = module_state(model)
     # generate() of transformers compiles the decoding step itself; here that is compiled already.
     asked = hasattr(model, _OWN_COMPILER) and _OWN_COMPILER not in state
-    fill_slot(model, compiled)
     if asked:
         state[_OWN_COMPILER] = lambda *_: model.__call__
     try:
-        yield
+        with slot_filled(model, compiled):
+            yield
     finally:
-        if slot is None:
-            empty_slot(model)
-        else:
-            fill_slot(model, slot)
         if asked:
             state.pop(_OWN_COMPILER, None)

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import nn
 
-from ..autodiff.derivative import Derivative, Differentiator
+from ..autodiff.derivative import Derivative
 from ..autodiff.flows import saved_inputs
 from ..autodiff.missing_cotangents import MissingCotangents
 from ..backend.run.planned import PlannedProgram
@@ -69,7 +69,6 @@ from .passes.state import (
     Unplanned,
     Watch,
     between,
-    no_watch,
     of_goal,
     run,
 )
@@ -128,11 +127,6 @@ class Compiler:
         self.options = options
         self.context = Context(options)
 
-    @property
-    def differentiator(self) -> Differentiator:
-        """Makes derivatives as the backend wants them, each once."""
-        return self.context.differentiator
-
     def started(self, subject: Subject, goal: Goal) -> Compilation:
         """Returns the state before the first pass."""
         report = self.context.report(train=goal.train)
@@ -146,7 +140,7 @@ class Compiler:
         goal: Goal,
         *,
         sizes: Callable[[], Sizes] | None = None,
-        watch: Watch = no_watch,
+        watch: Watch | None = None,
     ) -> tuple[Compiled, CompileReport]:
         """Compiles a model for inputs of these layouts; of a step, those of one micro-batch.
 

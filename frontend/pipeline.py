@@ -41,10 +41,10 @@ from .page.texts import bytes_text, count_text, seconds_text
 from .page.write import PageData, about, write_page
 from .passes.context import Context
 from .passes.made import made_by
-from .passes.programs import PARTS, model_name
+from .passes.programs import PARTS, tensor_name
 from .passes.rank import SPLITS, RankCompilation, Split, Splitting, started
 from .passes.rank_compile import model_places, sum_names, unplanned_rank
-from .passes.stages import rank_limit_bytes
+from .passes.stages import limit_bytes
 from .passes.state import Subject, between, run
 from .training_step import LossFunction, LossModel
 
@@ -282,7 +282,7 @@ class Pipeline:
         ranks.check_same(program, table)
         self._guard = Guard(model, state.captured, *torch_pytree.flatten((args, kwargs)))
         self._places = model_places(program)
-        self._names = [model_name(s.name) for s in program.sources if isinstance(s, ModelTensor)]
+        self._names = [tensor_name(s.name) for s in program.sources if isinstance(s, ModelTensor)]
         state = run(between(PASSES, "split", "autodiff"), state)
         # Ranks that share a cache compile in turn: the others find what the first one built.
         with ranks.leader_first(context.cache_place), context.cached(self.last_report):
@@ -353,7 +353,7 @@ class Pipeline:
         for name, source in self._parameters.items():
             parameter = self._guard.tensors[self._places[id(source)]]
             assert isinstance(parameter, nn.Parameter)
-            yield model_name(name), parameter
+            yield tensor_name(name), parameter
 
     @door
     def state_dict(self) -> dict[str, Tensor]:
@@ -488,7 +488,7 @@ def fitted(state: RankCompilation) -> RankCompilation:
     Raises:
         PipelineError: if it does not.
     """
-    limit, held = rank_limit_bytes(state), 0
+    limit, held = limit_bytes(state, state.rank), 0
     for attempt in range(_ATTEMPTS):
         made = run(between(PASSES, "recompute", "link"), state)
         held = made.runs.plan.held_bytes if isinstance(made.runs, RankProgram) else 0

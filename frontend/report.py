@@ -5,9 +5,6 @@ from __future__ import annotations
 import os
 import pathlib
 import resource
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 from ..reuse.ir.printer import closure_names, folded
@@ -24,16 +21,6 @@ __all__ = ["CompileReport", "PartRecord", "PassRecord", "cpu_seconds"]
 @dataclass
 class CompileReport(CompileRecord):
     """The newest compile of a module; see :class:`CompileRecord` for its numbers."""
-
-    @contextmanager
-    def timed(self, name: str) -> Iterator[_Nodes]:
-        """Times one pass; set ``.count`` on what is yielded to the nodes held after it."""
-        nodes = _Nodes()
-        cpu, wall = cpu_seconds(), time.perf_counter()
-        yield nodes
-        self.passes.append(
-            PassRecord(name, cpu_seconds() - cpu, time.perf_counter() - wall, nodes.count)
-        )
 
     def __str__(self) -> str:
         kind = "training" if self.train else "inference"
@@ -98,11 +85,6 @@ class CompileReport(CompileRecord):
             >>> compiled.last_report.save_html("report.html")
         """
         pathlib.Path(path).write_text(write_page(compile_page(self)), encoding="utf-8")
-
-
-@dataclass
-class _Nodes:
-    count: int = 0
 
 
 def cpu_seconds() -> float:

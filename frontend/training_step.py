@@ -484,16 +484,11 @@ class LossModel(nn.Module):
         _check_takes_output(loss_fn)
         self.__dict__["_loss_fn"] = loss_fn
 
-    @property
-    def lazyinline_name(self) -> str:
-        """What errors call it."""
-        return type(self.model).__name__
-
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Returns the scalar loss."""
         output = self.model(*args, **kwargs)
         loss_fn = self.__dict__["_loss_fn"]
-        loss = loss_fn(output) if loss_fn is not None else _loss_of(output)
+        loss = loss_fn(output) if loss_fn is not None else loss_of(output)
         if not isinstance(loss, torch.Tensor) or loss.dim():
             shape = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
             raise PlanError(
@@ -524,7 +519,8 @@ def _check_takes_output(loss_fn: LossFunction | None) -> None:
         ) from None
 
 
-def _loss_of(output: Any) -> Any:
+def loss_of(output: Any) -> Any:
+    """Returns the loss in what a model returned: itself, or its ``.loss``."""
     if isinstance(output, torch.Tensor):
         return output
     if isinstance(output, Mapping) and "loss" in output:

@@ -31,7 +31,7 @@ lazy_inline(DecoderBlock)
 @cache
 def captured() -> tuple[Program, Differentiator]:
     model, args = llama(6, hidden=16, num_heads=2, vocab=400, seq=8)
-    differentiator = Compiler(Options(backend="eager")).differentiator
+    differentiator = Compiler(Options(backend="eager")).context.differentiator
     return lazyinline.capture(model, args, train=True), differentiator
 
 

@@ -124,7 +124,7 @@ def test_no_operator_but_views_runs_in_both_halves() -> None:
     block = next(c for c in program.closures if c.name == "DecoderBlock")
     names = block.input_names  # type: ignore[union-attr]
     wanted = [i for i, name in enumerate(names) if name not in ("cos_TK", "sin_TK")]
-    differentiator = Compiler(Options(backend="eager")).differentiator
+    differentiator = Compiler(Options(backend="eager")).context.differentiator
     derivative = differentiator.vjp(block, wanted, [0])
     assert derivative is not None
     state = derivative.gradient_inputs.index(names.index("x_BTD"))

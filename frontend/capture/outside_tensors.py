@@ -17,7 +17,7 @@ from ...reuse.errors import CaptureError
 from ...reuse.evidence.module_state import Places, module_state
 from ...reuse.ir.leaf import stamp_of
 from ...reuse.ir.operators import changed_operand
-from ...reuse.ir.program import ModelTensor, Source, TensorKind, UserInput
+from ...reuse.ir.program import ModelTensor, Source, TensorKind, UserInput, wants_gradient
 from ...reuse.ir.types import TensorType
 from ...reuse.torch_names import own_attributes
 from ..checks.torch_state import why_no_memory
@@ -154,7 +154,7 @@ class OutsideTensors:
             )
         made = made_of(node) if self._switched and result.requires_grad else ()
         if any(self.node_of(x) in made for x in self._switched) and not any(
-            _wants_gradient(self.sources[n]) for n in made if n in self.sources
+            wants_gradient(self.sources[n]) for n in made if n in self.sources
         ):
             raise CaptureError(
                 "The model's forward returns a tensor that wants a gradient for a tensor of the "
@@ -257,10 +257,6 @@ class OutsideTensors:
         for key, fake in self.fakes.items():
             if self._tracer.node_of(fake) is not self._outside[key]:
                 self._tracer.track(fake, self._outside[key])
-
-
-def _wants_gradient(source: Source) -> bool:
-    return source.requires_grad if isinstance(source, UserInput) else source.tensor.requires_grad
 
 
 def _tensor_names(places: Places) -> dict[int, ModelTensor]:

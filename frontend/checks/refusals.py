@@ -13,7 +13,14 @@ from ...reuse import torch_pytree
 from ...reuse.errors import CaptureError, PlanError
 from ...reuse.evidence.snapshot import is_constant
 from ...reuse.ir.leaf import stamp_of
-from ...reuse.ir.program import Leaf, ModelTensor, Program, UserInput, walk_closures
+from ...reuse.ir.program import (
+    Leaf,
+    ModelTensor,
+    Program,
+    UserInput,
+    walk_closures,
+    wants_gradient,
+)
 from ...reuse.ir.torch_symbols import SIZE_TYPES
 from ...reuse.kinds import is_unrepeatable, reachable
 from ...reuse.torch_names import is_lazy
@@ -170,9 +177,7 @@ def check_writes(program: Program) -> None:
     """Raises CaptureError if the model changes, in place, an input that wants a gradient."""
     for _, target in program.writes:
         source = program.sources[target]
-        tensor_wants = isinstance(source, ModelTensor) and source.tensor.requires_grad
-        input_wants = isinstance(source, UserInput) and source.requires_grad
-        if torch.is_grad_enabled() and (tensor_wants or input_wants):
+        if torch.is_grad_enabled() and wants_gradient(source):
             raise CaptureError(
                 f"The model's forward changes {source.name} in place, and it requires grad. "
                 "Outside no_grad PyTorch forbids that for a leaf; use the out-of-place operator, "

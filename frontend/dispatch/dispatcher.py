@@ -17,10 +17,10 @@ from ..checks.refusals import written_out
 from ..compiler import Compiler
 from ..guards.kept_programs import AnyEntry, Inputs, KeptPrograms
 from ..options import Options
-from ..passes.programs import own_model
 from ..passes.state import Compilation, Goal, Pass
 from ..report import CompileReport
 from ..sizes.shapes import CompileResult, ShapeCache
+from ..tracing.capture_errors import own_model
 
 
 class Dispatcher(Generic[AnyEntry]):

@@ -18,6 +18,7 @@ from ...reuse import torch_pytree
 from ...reuse.errors import OURS, CaptureError, FinalCaptureError, LazyInlineError, ended_here
 from ...reuse.evidence.module_state import module_state, own_hooks
 from ...reuse.ir.leaf import current_autocast
+from ...reuse.ir.printer import counted
 from ..checks.models import backward_hooked, model_inside
 from ..checks.refusals import (
     WrongCallError,
@@ -202,10 +203,10 @@ class ModuleDispatcher(Dispatcher[ModuleEntry]):
         report = self.last_report
         if report is None:
             return f"{how}not compiled yet"
-        how += _counted(len(self.entries), "program")
+        how += counted(len(self.entries), "program")
         if report.ran_eagerly:
             return f"{how}, not compiled last: {report.ran_eagerly}"
-        return f"{how}, {_counted(report.num_shared_calls, 'shared call')}"
+        return f"{how}, {counted(report.num_shared_calls, 'shared call')}"
 
     def __reduce__(self) -> Any:
         """A copy of a module that holds this has an empty place there: the copy is plain."""
@@ -322,10 +323,6 @@ class ModuleDispatcher(Dispatcher[ModuleEntry]):
     def _entry(self, made: CompileResult, leaves: Sequence[Any]) -> ModuleEntry:
         check_writes(made.compiled.captured.program)
         return ModuleEntry(made, leaves)
-
-
-def _counted(count: int, noun: str) -> str:
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def dispatcher_of(module: Any) -> ModuleDispatcher | None:

@@ -28,7 +28,7 @@ from ..passes.state import Compilation, Pass
 from ..report import PartRecord
 from .entry import ModuleEntry
 from .module_dispatcher import Accepted, ModuleDispatcher, Refusals
-from .torch_slot import asks_slot, empty_slot, fill_slot, in_slot
+from .torch_slot import asks_slot, fill_slot, in_slot
 
 MIN_NODES = 3
 """Graph nodes from which on a program may pay; fewer are left to PyTorch's own kernels."""
@@ -95,7 +95,8 @@ class PartDispatcher(ModuleDispatcher):
             return f"its calls keep changing, and it has {MAX_PROGRAMS} programs already"
         known, shapes = self._alike.shapes, shapes_of(leaves)
         if self.dynamic is False and shapes not in known and len(known) >= MAX_SHAPES:
-            return f"the sizes of its inputs keep changing (now {_text(shapes)})"
+            now = ", ".join(map(str, shapes))
+            return f"the sizes of its inputs keep changing (now {now})"
         return super()._why_eager(leaves)
 
     def _compile(self, leaves: list[Any], tree: torch_pytree.TreeSpec) -> ModuleEntry:
@@ -237,10 +238,6 @@ def _likeness(module: nn.Module) -> Likeness:
     return (tuple(map(type, module.modules())), tensors)
 
 
-def _text(shapes: Sequence[Sequence[int]]) -> str:
-    return ", ".join(str(tuple(shape)) for shape in shapes)
-
-
 class Routes:
     """Fills PyTorch's own slots of modules for as long as any thread runs the model around them.
 
@@ -259,7 +256,7 @@ class Routes:
         """Within it the calls of the modules go to their dispatchers."""
         with self._lock:
             if not self._num_running:
-                self._taken = [(calls, _filled(calls)) for calls in self._find()]
+                self._taken = [(calls, fill_slot(calls.model, calls)) for calls in self._find()]
             self._num_running += 1
         try:
             yield
@@ -274,10 +271,3 @@ class Routes:
             if in_slot(calls.model) is calls:  # else the model's Python has filled it anew
                 put_back()
         self._taken = []
-
-
-def _filled(calls: ModuleDispatcher) -> Callable[[], None]:
-    """Fills a module's slot; returns a function that restores it."""
-    module, before = calls.model, in_slot(calls.model)
-    fill_slot(module, calls)
-    return lambda: empty_slot(module) if before is None else fill_slot(module, before)

@@ -24,14 +24,18 @@ def in_slot(module: nn.Module) -> Callable[..., Any] | None:
     return held
 
 
-def fill_slot(module: nn.Module, call: Callable[..., Any]) -> None:
-    """Sends calls of a module there, hooks and all."""
-    module_state(module)[CALL_SLOT] = call
+def fill_slot(module: nn.Module, call: Callable[..., Any]) -> Callable[[], None]:
+    """Sends calls of a module there, hooks and all; returns what puts back what was there."""
+    state, before = module_state(module), in_slot(module)
+    state[CALL_SLOT] = call
 
+    def put_back() -> None:
+        if before is None:
+            state.pop(CALL_SLOT, None)
+        else:
+            state[CALL_SLOT] = before
 
-def empty_slot(module: nn.Module) -> None:
-    """Empties the slot: calls run the module again."""
-    module_state(module).pop(CALL_SLOT, None)
+    return put_back
 
 
 def asks_slot(module: nn.Module) -> bool:
@@ -71,18 +75,11 @@ def slots_empty(model: nn.Module) -> Iterator[None]:
 @contextmanager
 def slot_filled(module: nn.Module, call: Callable[..., Any]) -> Iterator[None]:
     """Inside, calls of a module go there."""
-    before = in_slot(module)
-    if before is call:
-        yield
-        return
-    fill_slot(module, call)
+    put_back = fill_slot(module, call)
     try:
         yield
     finally:
-        if before is None:
-            module_state(module).pop(CALL_SLOT, None)
-        else:
-            fill_slot(module, before)
+        put_back()
 
 
 def call_with_hooks_around(

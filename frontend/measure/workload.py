@@ -16,7 +16,7 @@ from ...reuse.errors import PlanError
 from ..compiled_module import CompiledModule
 from ..onnx.check import copied
 from ..options import Batching, Options
-from ..training_step import TrainingStep, check_splits
+from ..training_step import TrainingStep, check_splits, loss_of
 from .report import Errors, Step
 
 
@@ -67,7 +67,7 @@ class Workload:
         with torch.set_grad_enabled(self._train):
             results = [self.run(*args, **kwargs) for args, kwargs in self._parts]
             if len(results) > 1:
-                results = [torch.stack([*map(_loss_of, results)]).mean()]
+                results = [torch.stack([*map(loss_of, results)]).mean()]
         outputs = _tensors_in(results[0])
         if self._train and not isinstance(self.run, TrainingStep):
             torch.autograd.backward(*_objective(results[0], outputs))
@@ -92,13 +92,9 @@ def _tensors_in(value: Any) -> dict[str, torch.Tensor]:
     return {name: leaf for name, leaf in leaves if isinstance(leaf, torch.Tensor)}
 
 
-def _loss_of(result: Any) -> Any:
-    return result.get("loss") if isinstance(result, Mapping) else getattr(result, "loss", result)
-
-
 def _objective(result: Any, outputs: Mapping[str, torch.Tensor]) -> tuple[Any, Any]:
     """Returns what is differentiated: the loss, or all outputs, each with its cotangent."""
-    loss = _loss_of(result)
+    loss = loss_of(result)
     if isinstance(loss, torch.Tensor) and loss.numel() == 1:
         return loss, None
     ends = [tensor for tensor in outputs.values() if tensor.requires_grad]

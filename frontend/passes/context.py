@@ -21,7 +21,6 @@ from ...backend.kernels.lower import (
     GpuBackend,
     Kernel,
     backend_named,
-    can_record,
     decompose_leaf,
     kernel_list,
     lower_leaves,
@@ -69,6 +68,7 @@ class Context:
         self.kernels: dict[Leaf, Kernel] = {}
         self.recorded: dict[Leaf, KernelList] = {}
         self.progress = Progress()
+        self._estimates = Estimates(fuses=options.backend == "inductor")
         self._leaves: dict[Any, Leaf] = {}
         self._decomposed: dict[Leaf, Leaf] = {}
         self._unaligned: dict[Leaf, frozenset[int]] = {}
@@ -89,10 +89,6 @@ class Context:
     def reducer(self) -> Reducer:
         """Reduces programs to primitives, to be looked at."""
         return Reducer()
-
-    @cached_property
-    def _estimates(self) -> Estimates:
-        return Estimates(fuses=self.options.backend == "inductor")
 
     def _tools(self) -> Tools:
         tools = Tools(self._cache.plan, self._cache.native)
@@ -183,17 +179,6 @@ class Context:
     def likely_launches_of(self, flats: Sequence[FlatProgram]) -> Mapping[Leaf, KernelList]:
         """Returns the kernel list of each leaf, an estimate where it has no kernel yet."""
         return self._estimates.lists(flats, self.recorded)
-
-    def unrecordable(self, flats: Sequence[FlatProgram]) -> Leaf | None:
-        """Returns a leaf whose kernel is not a plain list of launches, if there is one."""
-        return next(
-            (
-                leaf
-                for leaf in leaves_of(flats)
-                if leaf not in self.recorded and not can_record(self.kernels[leaf])
-            ),
-            None,
-        )
 
     def reasons_for_eager(self, leaves: Iterable[Leaf]) -> dict[Leaf, str]:
         """Says, of leaves that the backend has no kernel for, why not."""

@@ -31,11 +31,7 @@ def require_data(state: Compilation) -> Compilation:
     return state
 
 
-def _is_training(state: Compilation) -> bool:
-    return state.goal.train
-
-
-@compile_pass("autodiff", goals=("file",), wanted=_is_training)
+@compile_pass("autodiff", goals=("file",), wanted=lambda state: state.goal.train)
 def add_gradients(state: Compilation) -> Compilation:
     """In training, the program also computes every gradient of the loss."""
     from ...backend.onnx.torch_onnx import exact_attention, exact_decompositions

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 
 from ...autodiff.derivative import Derivative
 from ...autodiff.flows import view_roots
 from ...backend.gpu.targets import ALIGNMENT_BYTES, Place, target_like
-from ...backend.kernels.lower import GpuBackend
+from ...backend.kernels.lower import GpuBackend, can_record
 from ...backend.launches.kernel_list import KernelList
 from ...backend.launches.torch_native import NotBuiltError
 from ...backend.link.layout import Layout, layout_of, least_bytes
@@ -29,7 +28,7 @@ from ...reuse.ir.torch_symbols import Values
 from ..compile_record import gpu_record
 from .context import leaves_of
 from .numbers import check_layouts, forget_numbers, kernel_at_numbers, with_numbers
-from .programs import model_name, returned_of
+from .programs import returned_of, tensor_name
 from .state import Compilation, GoalKind, Runnable, State, Unplanned, compile_pass
 
 LINKED: tuple[GoalKind, ...] = ("module", "step", "gradients")
@@ -124,11 +123,12 @@ def _closures_run(state: Compilation) -> Runnable:
     return ClosureRuntime(forward, backward[0] if backward else None, num_results)
 
 
-def _has_target(state: Any) -> bool:
-    return state.context.options.target is not None
-
-
-@compile_pass("predict", "flat", goals=("module", "step"), wanted=_has_target)
+@compile_pass(
+    "predict",
+    "flat",
+    goals=("module", "step"),
+    wanted=lambda state: state.context.options.target is not None,
+)
 def describe_gpu(state: State) -> State:
     """For a GPU that is not here: what a run will hold and take, by the plan and the roofline."""
     runs, backend = state.runs, state.context.backend
@@ -186,10 +186,11 @@ def tools_of(state: Compilation) -> Tools:
 
 
 def _unrecordable(state: Compilation) -> Unplanned | None:
-    leaf = state.context.unrecordable(state.linked) if state.kernels == "made" else None
-    if leaf is None:
-        return None
-    return Unplanned(f"the kernels of @{leaf.name} are not a plain list of launches")
+    context = state.context
+    for leaf in leaves_of(state.linked) if state.kernels == "made" else ():
+        if leaf not in context.recorded and not can_record(context.kernels[leaf]):
+            return Unplanned(f"the kernels of @{leaf.name} are not a plain list of launches")
+    return None
 
 
 def changed_buffer(program: Program, derivative: Derivative | None) -> Unplanned | None:
@@ -229,7 +230,7 @@ def _step_plan(state: Compilation) -> PlannedProgram:
         [len(flat.outputs)],
         results="pinned",
         tools=tools_of(state),
-        names=[*own_copies, *(model_name(s.name) for s in state.step.model)],
+        names=[*own_copies, *(tensor_name(s.name) for s in state.step.model)],
     )
 
 
@@ -272,12 +273,10 @@ def held_bytes(state: Compilation) -> int:
         made = plan(state)
     if isinstance(made, PlannedProgram):
         return made.held_bytes + losses
-    if _why_unplanned(state) is not None:
-        return losses + (live_bytes(state.linked[0]) if is_step else _saved_bytes(state))
-    return losses + least_bytes(_layout(state))
-
-
-def _saved_bytes(state: Compilation) -> int:
+    if _why_unplanned(state) is None:
+        return losses + least_bytes(_layout(state))
+    if is_step:
+        return losses + live_bytes(state.linked[0])
     assert state.derivative is not None
     return state.derivative.saved_type.num_bytes
 

@@ -8,7 +8,7 @@ from functools import partial
 from ...backend.run.planned import PlannedProgram
 from ...backend.run.rank_program import RankPlan, RankProgram
 from ...backend.run.runtime import PlannedRuntime
-from ...reuse.ir.program import Call, Composite, Leaf, Program, walk_closures
+from ...reuse.ir.program import Composite, Program, walk_closures
 from ..compile_record import Made, Memory
 from .programs import PARTS
 from .recompute import is_asked_for
@@ -18,6 +18,7 @@ from .state import Compilation
 def made_by(state: Compilation) -> Made:
     """Returns what a finished compile made, without the model's tensors."""
     forward, backward = _programs(state)
+    held = {c for program in state.programs.values() for c in walk_closures(program)}
     planned = state.runs.program if isinstance(state.runs, PlannedRuntime) else state.runs
     context, request = state.context, state.request
     asked = request is not None and is_asked_for(state)
@@ -26,7 +27,7 @@ def made_by(state: Compilation) -> Made:
         forward=_bare(forward),
         backward=None if backward is None else _bare(backward),
         micro_batches=state.goal.batching.micro_batches,
-        kernels={leaf: context.recorded[leaf] for leaf in _leaves(state) & context.recorded.keys()},
+        kernels={leaf: one for leaf, one in context.recorded.items() if leaf in held},
         memory=_memory(planned),
         frontiers=partial(context.recompute.frontiers, request) if asked and request else tuple,
     )
@@ -39,26 +40,17 @@ def _programs(state: Compilation) -> tuple[Program, Program | None]:
         forward = state.programs.get(PARTS[0], state.captured.program)
         return forward, state.programs.get(PARTS[1])
     (step,) = state.programs.values()
-    one, other = _first_calls(step)
-    assert isinstance(one.closure, Composite)
-    assert isinstance(other.closure, Composite)
-    return one.closure.program, other.closure.program
-
-
-def _first_calls(step: Program) -> tuple[Call, Call]:
-    """A step calls one forward closure and one backward closure, each first for one part."""
-    forward = step.calls[0]
-    return forward, next(c for c in step.calls if c.path and c.closure is not forward.closure)
+    # A step calls one forward closure and one backward closure, each first for one part.
+    one = step.calls[0].closure
+    other = next(c.closure for c in step.calls if c.path and c.closure is not one)
+    assert isinstance(one, Composite)
+    assert isinstance(other, Composite)
+    return one.program, other.program
 
 
 def _bare(program: Program) -> Program:
     """The same without the model's tensors, which a report does not keep alive."""
     return replace(program, sources=())
-
-
-def _leaves(state: Compilation) -> set[Leaf]:
-    closures = {c for program in state.programs.values() for c in walk_closures(program)}
-    return {closure for closure in closures if isinstance(closure, Leaf)}
 
 
 def _memory(planned: object) -> Memory | RankPlan | None:

@@ -9,19 +9,25 @@ import warnings
 from dataclasses import replace
 from typing import Any
 
-from torch import nn
-
 from ...autodiff.derivative import Derivative, Request
 from ...autodiff.higher_order.derivation import takes_gradients
 from ...autodiff.training_program import step_program
 from ...reuse.errors import CaptureError, PlanError
 from ...reuse.ir.leaf import flat_types
-from ...reuse.ir.program import Composite, Leaf, ModelTensor, Program, walk_closures
+from ...reuse.ir.program import (
+    Composite,
+    Leaf,
+    ModelTensor,
+    Program,
+    walk_closures,
+    wants_gradient,
+)
 from ...reuse.ir.torch_symbols import refuse_inexact
 from ..capture.capture import capture_model
 from ..checks.refusals import DIFFERENTIATES, check_batch_is_kept
 from ..reuse_table import nothing_shared
-from .state import Compilation, GoalKind, State, compile_pass
+from ..tracing.capture_errors import model_name
+from .state import GoalKind, State, compile_pass
 
 PARTS = ("forward", "backward")
 CAPTURED: tuple[GoalKind, ...] = ("module", "step", "rank", "file", "primitives")
@@ -44,26 +50,15 @@ def returned_of(
     if derivative is None:
         return [num_results], []
     num_saved = len(flat_types([derivative.saved_type]))
-    returned = [num_results, len(derivative.gradient_inputs)]
-    return returned, _backward_sources(derivative, num_results, num_saved)
-
-
-def _backward_sources(
-    derivative: Derivative, num_results: int, num_saved: int
-) -> list[tuple[str, Any]]:
-    """Says where each flat input of the backward comes from."""
     types = derivative.backward.input_types[-len(derivative.cotangent_outputs) :]
     sources: list[tuple[str, Any]] = [("output", num_results + i) for i in range(num_saved)]
     sources += [("input", i) for i in derivative.kept_inputs]
     sources += [("output", i) for i in derivative.kept_outputs]
-    return [*sources, *(("new", t) for t in types)]
+    sources += [("new", t) for t in types]
+    return [num_results, len(derivative.gradient_inputs)], sources
 
 
-def _is_uncaptured(state: Compilation) -> bool:
-    return state.subject is not None
-
-
-@compile_pass("capture", goals=CAPTURED, wanted=_is_uncaptured)
+@compile_pass("capture", goals=CAPTURED, wanted=lambda state: state.subject is not None)
 def capture(state: State) -> State:
     """The model's Python runs once; each different block is traced, every other one is a call."""
     subject = state.subject
@@ -86,7 +81,7 @@ def capture(state: State) -> State:
                 refuse_inexact(closure.module)
     # Leaves with symbols are no others' equals: a symbol belongs to one capture.
     program = seen.program if subject.sizes else state.context.known(seen.program)
-    state.report.model = type(own_model(subject.model)).__name__
+    state.report.model = model_name(subject.model)
     state.report.describe(seen)
     state.report.nothing_shared = nothing_shared(
         subject.model, seen.decisions, state.context.options.reuse
@@ -94,11 +89,9 @@ def capture(state: State) -> State:
     return replace(state, seen=seen, programs={PARTS[0]: program})
 
 
-def _takes_gradients(state: Compilation) -> bool:
-    return takes_gradients(state.programs[PARTS[0]])
-
-
-@compile_pass("derive", goals=CAPTURED, wanted=_takes_gradients)
+@compile_pass(
+    "derive", goals=CAPTURED, wanted=lambda state: takes_gradients(state.programs[PARTS[0]])
+)
 def derive(state: State) -> State:
     """Gradients that the forward itself takes become calls of derivatives, once per closure."""
     assert state.subject is not None
@@ -206,14 +199,7 @@ def reduce_to_primitives(state: State) -> State:
 
 def differentiable_inputs(program: Program) -> list[int]:
     """Positions of the inputs that want a gradient: parameters and user inputs that ask for one."""
-    wanted = []
-    for index, source in enumerate(program.sources):
-        if isinstance(source, ModelTensor):
-            if source.tensor.requires_grad:
-                wanted.append(index)
-        elif source.requires_grad:
-            wanted.append(index)
-    return wanted
+    return [index for index, source in enumerate(program.sources) if wants_gradient(source)]
 
 
 def differentiation(program: Program) -> Request:
@@ -232,14 +218,9 @@ def loss_differentiation(program: Program) -> Request:
     return Request(_unbound("micro_batch", program), tuple(wanted), (0,))
 
 
-def model_name(name: str) -> str:
-    """Returns a tensor's or module's own name in the model: what computes the loss is around it."""
+def tensor_name(name: str) -> str:
+    """Returns a tensor's own name in the model: what computes the loss is around it."""
     return name.removeprefix("model.")
-
-
-def own_model(model: nn.Module) -> Any:
-    """Returns the user's model: what computes the loss of a step is around it."""
-    return model.model if getattr(type(model), "is_around_a_model", False) else model
 
 
 def _unbound(name: str, program: Program) -> Composite:

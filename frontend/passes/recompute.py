@@ -56,13 +56,12 @@ class Trials:
         known = self._made if state.kernels == "made" else self._guessed
         for leaf in leaves_of(state.linked):
             if leaf not in known:
-                known[leaf] = self._at_numbers(leaf, self._values, state)
+                known[leaf] = (
+                    kernel_at_numbers(state.context, leaf, self._values)
+                    if state.kernels == "made"
+                    else self._sizes.leaf(leaf)
+                )
         return held_bytes(with_numbers(state, self._values, known))
-
-    def _at_numbers(self, leaf: Leaf, values: Values, state: Compilation) -> Leaf:
-        if state.kernels == "estimated":
-            return self._sizes.leaf(leaf)
-        return kernel_at_numbers(state.context, leaf, values)
 
     def end(self) -> None:
         """Drops the kernels that trials made for numbers."""

@@ -12,7 +12,7 @@ from ...backend.gpu.targets import Target
 from ...backend.kernels.lower import BackendName
 from ...recompute.fit_budget import BudgetFit, Peaks
 from ...recompute.measured import Measured, ValueCosts
-from ...recompute.planner import Planner, Variant, policy_of
+from ...recompute.planner import Planner, policy_of
 from ...recompute.policy import Budget, Policy
 from ...recompute.sizes_at import SizesAt
 from ...recompute.summary import summarize
@@ -116,10 +116,12 @@ class Recompute:
             for site in self._planner.sites(request)
             if site.call.path and isinstance(site.request.closure, Leaf)
         )
-        return [
-            Frontier(asked.closure.name, number, tuple(map(_point, self._planner.frontier(asked))))
-            for asked, number in counts.items()
-        ]
+        found = []
+        for asked, number in counts.items():
+            variants = self._planner.frontier(asked)
+            points = (FrontierPoint(v.num_bytes, v.extra_s, v.extra_flops) for v in variants)
+            found.append(Frontier(asked.closure.name, number, tuple(points)))
+        return found
 
     def _choice(self, request: Request, peaks: ProgramPeaks, policy: Policy) -> Choice | None:
         if isinstance(policy, Budget):
@@ -135,10 +137,6 @@ class Recompute:
                 "layer class with lazy_inline, or a module with lazyinline.recompute."
             )
         return self._planner.choice(request, policy or "")
-
-
-def _point(variant: Variant) -> FrontierPoint:
-    return FrontierPoint(variant.num_bytes, variant.extra_s, variant.extra_flops)
 
 
 def has_marks(closure: Composite) -> bool:

@@ -61,18 +61,17 @@ class StageRecompute:
     def _policy(self, index: int) -> Policy:
         """The compiler's policy; a bound on a rank becomes one on a micro-batch of a stage."""
         policy = self._state.context.options.recompute
-        own = [self._state.plain[s] for s in self._table.stages_of(self._table.rank_of[index])]
-        limit = limit_bytes(self._state, own)
+        rank = self._table.rank_of[index]
+        limit = limit_bytes(self._state, rank)
         if limit is None:
             return policy
-        beside = 0 if self._is_planned else self._beside(own, index)
+        own, beside = _stages_of(self._state, rank), 0
+        if self._state.context.options.backend != "inductor":  # then memory is not planned
+            held = {d.stage.index: stage_memory(d) for d in own}
+            beside = bytes_beside(self._table, rank, held)
         room = max(limit - self._state.withheld_bytes - beside, 0)
         costs = policy.costs if isinstance(policy, Budget) else "estimated"
         return Budget(saved_bytes=self._share(own, index, room), costs=costs)
-
-    def _beside(self, own: Sequence[StageDerivative], index: int) -> int:
-        beside = {d.stage.index: stage_memory(d) for d in own}
-        return bytes_beside(self._table, self._table.rank_of[index], beside)
 
     def _share(self, own: Sequence[StageDerivative], index: int, room: int) -> int:
         """What one micro-batch of a stage may hold, if all hold the same part of what they want."""
@@ -111,24 +110,19 @@ class StageRecompute:
         unit = unit_of(derived, state.flats, launches(state), least)
         return unit.bytes_per_flight(self._table.in_flight()[stage.index])
 
-    @property
-    def _is_planned(self) -> bool:
-        return self._state.context.options.backend == "inductor"
+
+def _stages_of(state: RankCompilation, rank: int) -> list[StageDerivative]:
+    return [state.plain[stage] for stage in state.table.stages_of(rank)]
 
 
-def rank_limit_bytes(state: RankCompilation) -> int | None:
-    """Returns what a step may hold on this rank; None if there is no such bound."""
-    return limit_bytes(state, [state.plain[s] for s in state.table.stages_of(state.rank)])
-
-
-def limit_bytes(state: RankCompilation, own: Sequence[StageDerivative]) -> int | None:
-    """Returns what a step may hold on the rank of these stages; None if there is no such bound."""
+def limit_bytes(state: RankCompilation, rank: int) -> int | None:
+    """Returns what a step may hold on a rank; None if there is no such bound."""
     policy, memory = state.context.options.recompute, state.memory_bytes_per_rank
     limits = []
     if isinstance(policy, Budget) and policy.saved_bytes is not None:
         limits.append(policy.saved_bytes)
     if memory is not None and not isinstance(policy, str):
-        limits.append(memory - owned_bytes(own))
+        limits.append(memory - owned_bytes(_stages_of(state, rank)))
     return min(limits, default=None)
 
 

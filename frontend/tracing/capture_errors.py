@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import traceback
+from typing import Any
 
 from torch import nn
 
@@ -17,9 +18,18 @@ WHOLE = "model"
 _NEEDS_A_VALUE = "value out of a tracing tensor"
 
 
+def own_model(model: nn.Module) -> Any:
+    """Returns the user's model: what computes the loss of a step is around it."""
+    return model.model if _is_around(model) else model
+
+
 def model_name(model: nn.Module) -> str:
     """Returns what the user calls a model: its class, or that of the model in ours around it."""
-    return str(getattr(model, "lazyinline_name", type(model).__name__))
+    return type(own_model(model)).__name__
+
+
+def _is_around(model: nn.Module) -> bool:
+    return getattr(type(model), "is_around_a_model", False)
 
 
 def user_path(model: nn.Module, path: str) -> str:
@@ -27,8 +37,7 @@ def user_path(model: nn.Module, path: str) -> str:
 
     The user's model itself is then at :data:`WHOLE`: an empty path is the module around it.
     """
-    is_around = getattr(type(model), "is_around_a_model", False)
-    return path.removeprefix(f"{WHOLE}.") if is_around else path
+    return path.removeprefix(f"{WHOLE}.") if _is_around(model) else path
 
 
 def capture_error(model: nn.Module, error: Exception, *, has_symbols: bool) -> CaptureError:

@@ -115,35 +115,32 @@ def closure_names(program: Program) -> dict[Closure, str]:
     }
 
 
-def format_program(
-    program: Program, *, source: Shown = "hide", bodies: Shown = "show", width: int = WIDTH
-) -> str:
+def format_program(program: Program, *, source: Shown = "hide", width: int = WIDTH) -> str:
     """Returns the text of a program, for people: it fits a screen.
 
     Args:
         program: the program.
         source: ``"show"`` adds the user's line to each operator.
-        bodies: ``"hide"`` leaves out the operators of leaf closures.
         width: columns that it may take; what cannot be broken may be longer.
     """
-    text = _text(program, source, bodies)
+    text = _text(program, source)
     return "\n".join(piece for line in text.split("\n") for piece in _pieces(line, width))
 
 
 def text_to_compare(program: Program) -> str:
     """Returns the text of a program, a line for each call: a name's length breaks none."""
-    return _text(program, "hide", "show")
+    return _text(program, "hide")
 
 
-def _text(program: Program, source: Shown, bodies: Shown) -> str:
+def _text(program: Program, source: Shown) -> str:
     names = closure_names(program)
     counts = count_calls(program)
     structs = _Structs()
     parts = []
     for closure, name in names.items():
-        note = f"{_count(closure.num_nodes, 'node')}, {_count(counts[closure], 'call')}"
+        note = f"{counted(closure.num_nodes, 'node')}, {counted(counts[closure], 'call')}"
         if isinstance(closure, Leaf):
-            parts.append(_format_leaf(closure, name, note, structs, source, bodies))
+            parts.append(_format_leaf(closure, name, note, structs, source))
         elif isinstance(closure, Composite):
             head = f"composite closure @{name}"
             parts.append(
@@ -158,7 +155,7 @@ def closure_to_compare(closure: Closure) -> str:
     """Returns the text of one closure, and of those it calls; call counts are left out."""
     if isinstance(closure, Leaf):
         structs = _Structs()
-        body = _format_leaf(closure, closure.name, "", structs, "hide", "show")
+        body = _format_leaf(closure, closure.name, "", structs, "hide")
         return "\n".join([*structs.definitions(), body])
     if isinstance(closure, Composite):
         return text_to_compare(closure.program)
@@ -173,7 +170,8 @@ def diff_texts(before: str, after: str) -> str:
     return "\n".join(lines)
 
 
-def _count(number: int, noun: str) -> str:
+def counted(number: int, noun: str) -> str:
+    """Writes a number of things: ``1 call``, ``2 calls``."""
     return f"{number} {noun}" + ("" if number == 1 else "s")
 
 
@@ -292,9 +290,7 @@ def _format_return(returned: Iterable[str]) -> str:
     return f"  return {', '.join(returned)}".rstrip()
 
 
-def _format_leaf(
-    leaf: Leaf, name: str, note: str, structs: _Structs, source: Shown, bodies: Shown
-) -> str:
+def _format_leaf(leaf: Leaf, name: str, note: str, structs: _Structs, source: Shown) -> str:
     values: dict[torch.fx.Node, str] = {}
     header = list(_input_texts(leaf, values, structs))
     values.update(dict.fromkeys(leaf.entries[len(values) :], "%undefined"))  # of a broken leaf
@@ -308,8 +304,7 @@ def _format_leaf(
     lines = [_with_comment(" ".join([*words, *shared, signature, "{"]), note)]
     for node in leaf.nodes:
         values[node] = "%" + names.take(str(len(values)))
-        if bodies == "show":
-            lines.append(_format_node(node, values, source, [] if shared else _modes(node)))
+        lines.append(_format_node(node, values, source, [] if shared else _modes(node)))
     outputs = leaf.module.graph.output_node().args[0]
     returned = outputs if isinstance(outputs, (tuple, list)) else [outputs]
     lines.append(_format_return(operand_text(o, values) for o in returned))

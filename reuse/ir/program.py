@@ -200,6 +200,11 @@ class ModelTensor:
 Source = Union[UserInput, ModelTensor]  # noqa: UP007
 
 
+def wants_gradient(source: Source) -> bool:
+    """Whether an input wants a gradient: a parameter, or what the user asks for one of."""
+    return source.tensor.requires_grad if isinstance(source, ModelTensor) else source.requires_grad
+
+
 @dataclass(frozen=True, eq=False)
 class Program:
     """Calls in execution order, between inputs and outputs.
