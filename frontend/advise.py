@@ -23,8 +23,7 @@ from ..reuse.ir.program import (
     Leaf,
     Program,
     count_calls,
-    nodes_if_inlined,
-    walk_closures,
+    inlined_sizes,
 )
 from ..reuse.ir.rewrite import inline_calls
 from .capture.capture import capture_candidates
@@ -240,7 +239,7 @@ def _classes(
     decisions: Sequence[SharingDecision],
     seconds_per_node: float,
 ) -> Iterator[ClassAdvice]:
-    sizes, sites = _inlined_sizes(program), count_calls(program)
+    sizes, sites = inlined_sizes(program), count_calls(program)
     for name in dict.fromkeys(d.class_name for d in decisions):
         closures = [c for c in sizes if c.name == name]
         saved = sum((sites[c] - 1) * sizes[c] for c in closures)
@@ -258,14 +257,6 @@ def _classes(
             nodes_saved=saved,
             seconds_saved=saved * seconds_per_node,
         )
-
-
-def _inlined_sizes(program: Program) -> dict[Closure, int]:
-    """Returns the operators of each closure with its calls expanded."""
-    return {
-        one: nodes_if_inlined(one.program) if isinstance(one, Composite) else one.num_nodes
-        for one in walk_closures(program)
-    }
 
 
 def _closures_by_path(program: Program) -> dict[str, Closure]:
@@ -289,7 +280,8 @@ def _closures_by_path(program: Program) -> dict[str, Closure]:
 def _kept_apart(program: Program, decisions: Sequence[SharingDecision]) -> Iterator[KeptApart]:
     closures = _closures_by_path(program)
     apart = [d for d in decisions if not d.shared and d.reason]
-    for decision, *more in alike(apart, lambda d: (d.class_name, _shape(d.reason))):
+    # By reasons without values, so that blocks that differ alike are one entry.
+    for decision, *more in alike(apart, lambda d: (d.class_name, d.reason.partition(" is ")[0])):
         first, second = (closures.get(p) for p in (decision.compared_with, decision.path))
         where: _Difference | None = None
         graphs = ""
@@ -303,11 +295,6 @@ def _kept_apart(program: Program, decisions: Sequence[SharingDecision]) -> Itera
             graphs=f"the block {decision.shares}" if decision.shares else graphs,
             change=_change(decision.reason, where),
         )
-
-
-def _shape(reason: str) -> str:
-    """Returns a reason without its values, so that blocks that differ alike are one entry."""
-    return reason.partition(" is ")[0]
 
 
 def _rows(closure: Closure) -> Iterator[tuple[str, str, str]]:

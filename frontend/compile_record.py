@@ -187,11 +187,6 @@ class CompileRecord:
         """Counts instances whose Python did not run, or whose graph turned out to be another's."""
         return sum(d.shared or bool(d.shares) for d in self.decisions)
 
-    @property
-    def recompute_shapes(self) -> str:
-        """Names the shapes that recompute was chosen for."""
-        return ", ".join(str(shape) for shape in dict.fromkeys(self.recompute_chosen_for) if shape)
-
     def notes(self) -> Iterator[str]:
         """Yields what a reader should know of this compile and those before it."""
         if self.num_links or self.num_compiles > 1:
@@ -206,7 +201,8 @@ class CompileRecord:
         if self.why_static:
             yield f"sizes are numbers, because {self.why_static}"
         if self.recompute_chosen_for:
-            yield f"recompute was chosen for inputs of {self.recompute_shapes}"
+            shapes = ", ".join(map(str, filter(None, dict.fromkeys(self.recompute_chosen_for))))
+            yield f"recompute was chosen for inputs of {shapes}"
 
     def not_shared(self) -> list[SharingDecision]:
         """Returns instances that were traced although an earlier one of their class was known."""

@@ -6,7 +6,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any, Literal, get_args
 
@@ -47,7 +47,7 @@ class Progress:
         if shown == "lines":
             yield _line
         elif shown == "off" or self._bar is not None:  # passes inside a pass belong to that one
-            yield _nothing
+            yield nullcontext
         else:
             form = "{desc} |{bar}| {n_fmt}/{total_fmt} passes, {elapsed}{postfix}"
             with tqdm(total=len(names), bar_format=form, leave=False) as self._bar:
@@ -83,11 +83,6 @@ def _line(name: str) -> Iterator[None]:
     begun = time.perf_counter()
     yield
     print(f"lazyinline: {name} {time.perf_counter() - begun:.2f} s", file=sys.stderr, flush=True)
-
-
-@contextmanager
-def _nothing(name: str) -> Iterator[None]:
-    yield
 
 
 def _shown() -> Shown:

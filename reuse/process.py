@@ -42,7 +42,8 @@ def check_supported() -> None:
         )
     found = tuple(map(int, re.findall(r"\d+", torch.__version__)[:2]))
     wanted = f"PyTorch {_text(OLDEST_TORCH)} to {_text(NEWEST_TORCH)}"
-    command = f"pip install 'torch>={_text(OLDEST_TORCH)},<{_text(_next(NEWEST_TORCH))}'"
+    major, minor = NEWEST_TORCH
+    command = f"pip install 'torch>={_text(OLDEST_TORCH)},<{major}.{minor + 1}'"
     if found < OLDEST_TORCH:
         raise LazyInlineError(
             f"lazyinline needs {wanted}, and this is {torch.__version__}: {command}"
@@ -57,10 +58,6 @@ def _is_free_threaded() -> bool:
     """Whether this interpreter was built without a global lock, in use or not, or runs so."""
     has_lock = getattr(sys, "_is_gil_enabled", lambda: True)
     return bool(sysconfig.get_config_var("Py_GIL_DISABLED")) or not has_lock()
-
-
-def _next(version: tuple[int, int]) -> tuple[int, int]:
-    return version[0], version[1] + 1
 
 
 def _text(version: tuple[int, ...]) -> str:

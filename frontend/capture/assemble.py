@@ -127,7 +127,7 @@ def assemble(
     """
     outputs = list(dict.fromkeys(r for r in results if isinstance(r, torch.fx.Node)))
     assembler = Assembler({root: outputs, **{r: r.outputs for r in regions_inside(root)}})
-    used = _used_inputs(root, sources) | set(outputs)
+    used = {n for node in root.nodes() for n in node.all_input_nodes} | set(outputs)
     inputs = [n for n in sources if n in used or n.op == "placeholder"]
     env = {n: Value(node_type(n), sources[n].name) for n in inputs}
     start = dict(env)
@@ -147,10 +147,6 @@ def assemble(
         OutputTree(leaves, *tree),
     )
     return program, assembler.closures()
-
-
-def _used_inputs(root: Region, sources: Mapping[torch.fx.Node, Source]) -> set[torch.fx.Node]:
-    return {n for node in root.nodes() for n in node.all_input_nodes if n in sources}
 
 
 class Assembler:
@@ -218,7 +214,7 @@ class Assembler:
             if body is None:
                 continue
             place, mark = unit.place
-            operands = self._operands(unit, body)
+            operands: Sequence[Any] = unit.nodes[0].args if unit.site is not None else body.inputs
             types = body.closure.output_types
             values = [
                 Value(type_, node.name)
@@ -234,9 +230,6 @@ class Assembler:
                 _check_aliases(operands[position], last_use, index, body.closure.name)
                 env[operands[position]] = value
         return calls
-
-    def _operands(self, unit: _Unit, body: _Body) -> Sequence[torch.fx.Node]:
-        return list(unit.nodes[0].args) if unit.site is not None else body.inputs  # type: ignore[arg-type]
 
     def _unit_body(
         self, unit: _Unit, index: int, last_use: Mapping[torch.fx.Node, int]

@@ -25,6 +25,7 @@ from ...reuse.evidence.module_state import (
 )
 from ...reuse.evidence.slots import FoundSlots, SlotEvidence, name_of
 from ...reuse.open_index import reveal
+from ..checks.torch_state import modes_now
 from ..marks import recompute_mark
 from ..tracing.torch_tracing import is_fake
 from .blocks import dissolve
@@ -35,7 +36,6 @@ from .shared_calls import TemplateMaker
 from .signatures import (
     CallKey,
     CallSignature,
-    ambient_modes,
     bind_arguments,
     forward_signature,
     freeze_arguments,
@@ -220,7 +220,7 @@ class BlockCalls:
             leaves, spec = flatten(arguments)
         places = walk_modules(module)
         signature = CallSignature(module, leaves, self._recording.tensors.real_ids)
-        key = (type(module), spec, signature, ambient_modes(), _recompute_marks(places))
+        key = (type(module), spec, signature, modes_now(), _recompute_marks(places))
         init_key = self._init_keys.key(module)
         return BlockCall(module, args, kwargs, arguments, leaves, spec, places, key, init_key)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
-from typing import Any, Literal, Protocol, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias, get_args
 
 from torch import nn
 
@@ -30,17 +30,23 @@ _MIN_NODES_ALONE = 12
 _MIN_NODES_SAVED = 16
 
 
-class Blocks(Protocol):
-    """Decides which module calls are recorded as blocks."""
+class Blocks:
+    """Decides which module calls are recorded as blocks: the instances of marked classes.
+
+    A mark is a wish: the user decides what pays.
+    """
 
     def wants(self, module: nn.Module, around: Region) -> bool:
         """Whether a call of this module, inside a region, may become a call on a closure."""
+        return is_block(module)
 
     def pays(self, region: Region) -> bool:
         """Whether a block that has just been traced is worth a closure."""
+        return True
 
     def keeps(self, region: Region) -> bool:
         """Whether a block that was traced and never called again stays a closure."""
+        return True
 
     def ran(self, module: nn.Module, num_nodes: int) -> None:
         """Is told that a module that is no block has run."""
@@ -49,34 +55,7 @@ class Blocks(Protocol):
         """Is told that a module could not share although one like it was known."""
 
 
-def choose_blocks(reuse: Reuse) -> Blocks:
-    """Returns who decides about blocks, for ``"marked"`` and ``"off"``."""
-    return MarkedBlocks() if reuse == "marked" else NoBlocks()
-
-
-class MarkedBlocks:
-    """The instances of marked classes. A mark is a wish: the user decides what pays."""
-
-    def wants(self, module: nn.Module, around: Region) -> bool:
-        """Whether it is marked."""
-        return is_block(module)
-
-    def pays(self, region: Region) -> bool:
-        """Always."""
-        return True
-
-    def keeps(self, region: Region) -> bool:
-        """Always."""
-        return True
-
-    def ran(self, module: nn.Module, num_nodes: int) -> None:
-        """Does not matter here."""
-
-    def differs(self, module: nn.Module) -> None:
-        """Does not matter here."""
-
-
-class NoBlocks(MarkedBlocks):
+class NoBlocks(Blocks):
     """Nothing is shared."""
 
     def wants(self, module: nn.Module, around: Region) -> bool:
@@ -84,7 +63,7 @@ class NoBlocks(MarkedBlocks):
         return False
 
 
-class RepeatedBlocks:
+class RepeatedBlocks(Blocks):
     """Marked instances, and modules that repeat: outermost that pays, nested where that pays again.
 
     Args:

@@ -43,7 +43,6 @@ from .blocks import (
     NoBlocks,
     RepeatedBlocks,
     Reuse,
-    choose_blocks,
     dissolve,
 )
 from .recorder import ChangedStateError, Recorder
@@ -158,12 +157,12 @@ def _capture_chosen(request: _Request, reuse: Reuse) -> CapturedModel:
     A mark never makes a model fail that works without it.
     """
     try:
-        return _capture(request, lambda: choose_blocks(reuse))
+        return _capture(request, Blocks if reuse == "marked" else NoBlocks)
     except CrossingError as crossing:
         if reuse == "off":
             raise
         reason = f"nothing is shared in this model: {crossing}"
-    captured = _capture(request, lambda: choose_blocks("off"))
+    captured = _capture(request, NoBlocks)
     decisions = [
         SharingDecision(path, type(module).__name__, shared=False, reason=reason)
         for path, module in walk_modules(request.model)

@@ -74,7 +74,8 @@ class Recorder:
         recording = self.recording
         leaves, spec = torch_pytree.flatten((tuple(args), dict(kwargs)))
         tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
-        names = argument_names(self.model, args, kwargs)
+        given = zip(argument_names(self.model, args, kwargs), leaves, strict=True)
+        names = [name for name, leaf in given if isinstance(leaf, torch.Tensor)]
         distinct = {id(x): x for x in tensors}  # one that is passed twice is one in the trace
         outcomes: list[tuple[list[Any], ResultTree]] = []
 
@@ -108,7 +109,9 @@ class Recorder:
             assert node is not None
             if node not in known.sources:
                 node.meta["val"] = fakes[id(leaf)]
-                known.sources[node] = UserInput(index, names[index], leaf.requires_grad)
+                known.sources[node] = UserInput(
+                    index, names[index] or f"input{index}", leaf.requires_grad
+                )
                 known.watch(fakes[id(leaf)], leaf)
 
     def _outcome(

@@ -12,10 +12,8 @@ from torch import nn
 from ...reuse import torch_pytree
 from ...reuse.evidence.module_state import module_state, walk_modules
 from ...reuse.freeze import Freezer, Identity, describe
-from ...reuse.ir.leaf import current_autocast
 from ...reuse.ir.types import TensorType
 from ...reuse.torch_names import memory_id
-from ..checks.torch_state import default_device
 
 CallKey = tuple[type, torch_pytree.TreeSpec, "CallSignature", Any, tuple[tuple[str, str], ...]]
 """Equal for two calls that may share: class, nesting, signature, modes, marks inside."""
@@ -120,43 +118,27 @@ def freeze_arguments(leaves: Sequence[Any], tree: torch_pytree.TreeSpec) -> Any:
 
 
 def argument_names(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[str]:
-    """Names the tensor arguments after forward's parameters, in the order they are passed."""
+    """Names the flat arguments of a call after forward's parameters, in the order of these."""
     arguments = bind_arguments(forward_signature(model), args, kwargs)
     named: dict[int, list[str]] = {}
     for name, leaf in torch_pytree.flatten_with_names(arguments):
         named.setdefault(id(leaf), []).append(name)
-    leaves = [
-        x
-        for x in torch_pytree.flatten((tuple(args), dict(kwargs)))[0]
-        if isinstance(x, torch.Tensor)
-    ]
-    names = [named[id(leaf)].pop(0) if named.get(id(leaf)) else "" for leaf in leaves]
-    return [name or f"input{index}" for index, name in enumerate(names)]
-
-
-def leaf_names(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[str]:
-    """Names every flat argument of a call, tensor or not, in the order of the flat ones."""
-    signature = forward_signature(model)
-    known = list(signature.parameters) if signature is not None else []
-    firsts = dict(enumerate(known))
-    named = {firsts.get(i, f"args.{i}"): value for i, value in enumerate(args)}
-    return [
-        name for part in (named, dict(kwargs)) for name, _ in torch_pytree.flatten_with_names(part)
-    ]
+    leaves = torch_pytree.flatten((tuple(args), dict(kwargs)))[0]
+    return [named[id(leaf)].pop(0) if named.get(id(leaf)) else "" for leaf in leaves]
 
 
 def bind_arguments(
     signature: inspect.Signature | None, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Returns a call's arguments by name, defaults applied."""
-    if signature is not None:
-        try:
-            bound = signature.bind(*args, **kwargs)
-        except TypeError:
-            return {"args": list(args), "kwargs": dict(kwargs)}
-        bound.apply_defaults()
-        return dict(bound.arguments)
-    return {"args": list(args), "kwargs": dict(kwargs)}
+    try:
+        bound = None if signature is None else signature.bind(*args, **kwargs)
+    except TypeError:
+        bound = None
+    if bound is None:
+        return {"args": list(args), "kwargs": dict(kwargs)}
+    bound.apply_defaults()
+    return dict(bound.arguments)
 
 
 def forward_signature(module: nn.Module) -> inspect.Signature | None:
@@ -167,18 +149,6 @@ def forward_signature(module: nn.Module) -> inspect.Signature | None:
         return inspect.signature(forward)
     except (TypeError, ValueError):
         return None
-
-
-def ambient_modes() -> Any:
-    """Returns the global modes that a forward's operators run under."""
-    return (
-        torch.is_grad_enabled(),
-        torch.is_inference_mode_enabled(),
-        current_autocast(("cpu", "cuda")),
-        torch.get_default_dtype(),
-        torch.are_deterministic_algorithms_enabled(),
-        default_device(),
-    )
 
 
 def shapes_of(leaves: Sequence[Any]) -> tuple[tuple[int, ...], ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -226,18 +226,13 @@ def watching_tensor(model: nn.Module, leaves: Sequence[Any]) -> str:
     formless = torch_pytree.formless(leaves)
     if formless:
         return f"an input is a {formless}, whose state is more than tensors and numbers"
-    for name, tensor in _tensors_of(model):
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         kind = watching_class((tensor,))
         if kind is not None:
             return f"{name} is a {kind.__name__}, whose class sees each operator"
         if tensor.is_nested:
             return f"{name} is a nested tensor, which says no sizes"
     return ""
-
-
-def _tensors_of(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    yield from model.named_parameters()
-    yield from model.named_buffers()
 
 
 _aten = torch.ops.aten

@@ -101,8 +101,7 @@ class Modes:
     def __init__(self, readings: Mapping[Callable[[], Any], Any]) -> None:
         self._readings = tuple(readings.items())
         self._state = GlobalStateGuard()
-        self._others = _other_modes()
-        self._all = (_modes_of_state(), self._others)
+        self._all = modes_now()
 
     def hold(self) -> bool:
         """Whether they are now as they were."""
@@ -110,24 +109,24 @@ class Modes:
             if ask() != answer:
                 return False
         if self._state.check():
-            return _other_modes() == self._others
+            return _other_modes() == self._all[1]
         # A False is not conclusive: the C++ guard also reacts to the thread count and to settings
         # that are not in use. So compare exactly.
-        if (_modes_of_state(), _other_modes()) != self._all:
+        if modes_now() != self._all:
             return False
         self._state = GlobalStateGuard()
         return True
 
 
-def _modes_of_state() -> tuple[Any, ...]:
-    """Returns the modes that ``GlobalStateGuard`` compares, too."""
-    devices = ("cpu", "cuda") if torch.cuda.is_initialized() else ("cpu",)
-    return (
+def modes_now() -> tuple[Any, ...]:
+    """Returns the modes that operators run under: what ``GlobalStateGuard`` compares, and more."""
+    of_state = (
         torch.is_grad_enabled(),
-        current_autocast(devices),
+        current_autocast(("cpu", "cuda")),
         torch.get_default_dtype(),
         torch.are_deterministic_algorithms_enabled(),
     )
+    return of_state, _other_modes()
 
 
 def _other_modes() -> tuple[Any, ...]:

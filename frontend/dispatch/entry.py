@@ -27,8 +27,17 @@ class ModuleEntry:
         program = compiled.captured.program
         self._compiled = compiled
         self.guard, self.can_be_linked_again = made.guard, made.is_linked
-        self._pick_inputs = picker(_input_order(program.sources, leaves))
-        self._switched = _switched_on(program.sources, leaves)
+        places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+        order, own = [], len(leaves)  # after these come the model's tensors
+        self._switched: list[int] = []  # inputs whose requires_grad the forward switches on
+        for source in program.sources:
+            if isinstance(source, UserInput):
+                order.append(places[source.index])
+                self._switched += order[-1:] if source.is_switched else []
+            else:
+                order.append(own)
+                own += 1
+        self._pick_inputs = picker(order)
         self._writes = program.writes
         written = frozenset(target for _, target in program.writes)
         self._bridge = Bridge(compiled, written) if compiled.derivative is not None else None
@@ -118,24 +127,3 @@ class _Result:
             for kind, value in self._leaves
         ]
         return self._tree.built(leaves, given)
-
-
-def _switched_on(sources: Sequence[Any], leaves: Sequence[Any]) -> list[int]:
-    """Returns the places of inputs whose requires_grad the forward switches on."""
-    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-    switched = [s.index for s in sources if isinstance(s, UserInput) and s.is_switched]
-    return [places[index] for index in switched]
-
-
-def _input_order(sources: Sequence[Any], leaves: Sequence[Any]) -> list[int]:
-    """For each program input, its place in the leaves and the model's own tensors."""
-    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-    own = len(leaves)
-    order = []
-    for source in sources:
-        if isinstance(source, UserInput):
-            order.append(places[source.index])
-        else:
-            order.append(own)
-            own += 1
-    return order

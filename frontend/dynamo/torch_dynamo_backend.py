@@ -108,16 +108,14 @@ def _refuse(module: torch.fx.GraphModule) -> None:
                 raise HandedOnError("a nested_compile_region has options for another compiler")
         elif isinstance(target, HigherOrderOperator):
             raise HandedOnError(f"the graph holds a {target.name()}, which takes graphs")
-        elif node.op == "call_function" and _home(target).startswith(_TRANSFORMS):
+        elif node.op == "call_function" and str(getattr(target, "__module__", "")).startswith(
+            _TRANSFORMS
+        ):
             raise HandedOnError("the graph holds a transform of torch.func")
         elif node.op == "placeholder" and isinstance(
             node.meta.get("example_value"), torch.SymFloat | torch.SymBool
         ):
             raise HandedOnError(f"{node.name} is a number that varies")
-
-
-def _home(function: Any) -> str:
-    return str(getattr(function, "__module__", None) or "")
 
 
 # ---- modes ---------------------------------------------------------------------------------
@@ -134,8 +132,8 @@ def _switch_pairs(module: torch.fx.GraphModule) -> list[tuple[Node, Node]]:
     grad = torch.is_grad_enabled()
     for node in filter(_is_switch, module.graph.nodes):
         opens = node.target is _set_grad_enabled or node.target not in _EXITS
-        closes = bool(waiting) and not _opens_only(node) and waiting[-1][1] == node.args[0]
-        if closes:
+        opens_only = node.target in _EXITS.values()
+        if waiting and not opens_only and waiting[-1][1] == node.args[0]:
             pairs.append((waiting.pop()[0], node))
         elif opens:
             waiting.append((node, grad if node.target is _set_grad_enabled else node))
@@ -150,10 +148,6 @@ def _switch_pairs(module: torch.fx.GraphModule) -> list[tuple[Node, Node]]:
 
 def _is_switch(node: Node) -> bool:
     return node.op == "call_function" and node.target in _SWITCHES
-
-
-def _opens_only(node: Node) -> bool:
-    return node.target in _EXITS.values()
 
 
 # ---- calls of modules ----------------------------------------------------------------------

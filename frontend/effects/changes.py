@@ -48,10 +48,6 @@ class _Change(NamedTuple):
     before: Any
     now: Any
 
-    def undo(self) -> None:
-        """Puts back what was there before."""
-        self.put(self.before)
-
 
 class OuterChanges:
     """Keeps what the Python of one run found outside the model, as it was then.
@@ -145,7 +141,7 @@ class OuterChanges:
         """Undoes what was found to be changed."""
         self.contents.undo()
         for change in self._rebound:
-            change.undo()
+            change.put(change.before)
 
     def caches_used(self) -> list[Any]:
         """Returns the function caches that were asked."""
@@ -182,7 +178,7 @@ def is_cache(value: Any) -> bool:
 
 def find_fake(values: Iterable[Any]) -> torch.Tensor | None:
     """Returns a tensor of a trace that some values hold, however they hold it, if there is one."""
-    found = (x for x in itertools.islice(reachable(values), _MAX_SEARCHED))
+    found = itertools.islice(reachable(values), _MAX_SEARCHED)
     return next((x for x in found if isinstance(x, torch.Tensor) and is_traced(x)), None)
 
 
@@ -284,7 +280,7 @@ class ModuleChanges:
         """Undoes what was found to be changed."""
         self.contents.undo()
         for change in self._found:
-            change.undo()
+            change.put(change.before)
 
     def _described(self, module: nn.Module, name: Any) -> str:
         line = self._written.get((id(module), name), "")  # "": past nn.Module

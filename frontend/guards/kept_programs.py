@@ -12,7 +12,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from torch import nn
 
 from ...reuse import torch_pytree
-from ..capture.signatures import leaf_names, shapes_of
+from ..capture.signatures import argument_names, shapes_of
 from ..checks.torch_state import have_own_memory
 from ..tracing.frames import user_frame
 from .guard import Difference, Guard
@@ -147,7 +147,7 @@ class KeptPrograms(Generic[AnyEntry]):
         if self._num_compiles > MANY_COMPILES:
             return
         if self._entries:
-            names = leaf_names(model, inputs.args, inputs.kwargs)
+            names = argument_names(model, inputs.args, inputs.kwargs)
             self._differences += self._entries[0].guard.differences(inputs.leaves, names)
         if self._num_compiles == MANY_COMPILES:
             frame = user_frame(sys._getframe(1))

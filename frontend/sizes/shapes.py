@@ -115,12 +115,7 @@ class ShapeCache:
     def _kept(self, compiled: Compiled, report: CompileReport, inputs: Inputs) -> CompileResult:
         """Keeps a compile; makes the guard of its call."""
         guard = Guard(self._model, compiled.captured, inputs.given, inputs.tree, compiled.hold)
-        known = _Compile(
-            guard,
-            shapes_of(inputs.leaves),
-            self._why_static,
-            compiled.linker,
-        )
+        known = _Compile(guard, shapes_of(inputs.leaves), self._why_static, compiled.linker)
         self._compiles = (*self._compiles, known)[-MAX_PROGRAMS:]
         self._num_compiles += 1
         is_linked = compiled.linker is not None
@@ -190,7 +185,8 @@ class ShapeCache:
 
         # A batch of 64 through a layer of width 64 would make one symbol of both: the examples that
         # a trace sees keep clear of the model's own sizes.
-        hints: frozenset[int] | None = _sizes_of(self._model, inputs)
+        tensors = (*self._model.parameters(), *self._model.buffers())
+        hints: frozenset[int] | None = frozenset(n for tensor in tensors for n in tensor.shape)
         while True:
             sizes = partial(InputSizes, inputs.leaves, names, hints)
             try:
@@ -225,8 +221,3 @@ class ShapeCache:
             raise PlanError(WRONG_SIZES)
         self._why_static = ""
         return self._kept(compiled, report, inputs)
-
-
-def _sizes_of(model: nn.Module, inputs: Inputs) -> frozenset[int]:
-    """Returns the sizes that the model's tensors have."""
-    return frozenset(n for p in (*model.parameters(), *model.buffers()) for n in p.shape)

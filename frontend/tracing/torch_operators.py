@@ -137,20 +137,16 @@ _ROW_BYTES = 16  # rows of a grouped product start at multiples of this
 
 @contextmanager
 def kernels_own_rules() -> Iterator[None]:
-    """Adds the rules inside, where PyTorch has none of its own."""
-    added = [op for op in _rules() if op not in op_implementations_dict]
-    for op in added:
-        op_implementations_dict[op] = _rules()[op]
+    """Adds the rule inside, where PyTorch has none of its own."""
+    operator = getattr(getattr(torch.ops.aten, "_grouped_mm", None), "default", None)
+    if operator is None or operator in op_implementations_dict:
+        yield
+        return
+    op_implementations_dict[operator] = _grouped_mm
     try:
         yield
     finally:
-        for op in added:
-            del op_implementations_dict[op]
-
-
-def _rules() -> dict[Any, Any]:
-    grouped = getattr(torch.ops.aten, "_grouped_mm", None)
-    return {} if grouped is None else {grouped.default: _grouped_mm}
+        del op_implementations_dict[operator]
 
 
 def laid_out_by_kernel(operator: Any, args: tuple[Any, ...], result: Any) -> Any:

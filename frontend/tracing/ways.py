@@ -16,15 +16,11 @@ WRITES = "writes"
 """Key in ``meta`` of the operands that a node of ours writes to; others have a schema."""
 
 
-def _all_operands(node: torch.fx.Node) -> Sequence[torch.fx.Node]:
-    return node.all_input_nodes
-
-
 def made_of(
     *nodes: torch.fx.Node,
-    operands: Callable[[torch.fx.Node], Sequence[torch.fx.Node]] = _all_operands,
+    operands: Callable[[torch.fx.Node], Sequence[torch.fx.Node]] | None = None,
 ) -> Collection[torch.fx.Node]:
-    """Returns some nodes and all that they were made of.
+    """Returns some nodes and all that they were made of: by all operands, or by some.
 
     So is memory made of whatever was written into it before, through whichever view.
     """
@@ -32,7 +28,7 @@ def made_of(
     memory = set(map(memory_of, nodes))
     for node in reversed(nodes[0].graph.nodes) if nodes else ():
         if node in found or not memory.isdisjoint(map(memory_of, written_by(node))):
-            given = operands(node)
+            given = operands(node) if operands else node.all_input_nodes
             found.update(dict.fromkeys((node, *given)))
             memory.update(map(memory_of, given))
     return found

@@ -46,7 +46,7 @@ from .module_state import (
     tensor_facts,
     walk_modules,
 )
-from .reads import BlockEvidence, Reads, cell_reads, look_up, outside_name, same_shallow, snapshot
+from .reads import Reads, cell_reads, look_up, outside_name, same_shallow, snapshot
 from .snapshot import Snapshot
 
 Held = Literal["same", "changed"]
@@ -111,7 +111,7 @@ class Evidence:
             )
             for cell, frozen, function in self._cells
         ]
-        self._nested: list[tuple[str, BlockEvidence]] = []
+        self._nested: list[tuple[str, Any]] = []
         self.side_effect = self._find_side_effect(reads)
         self._index_attributes(root, reads)
         for module, evidence in reads.nested:
@@ -155,7 +155,7 @@ class Evidence:
         return ""
 
     def _index_attributes(self, root: nn.Module, reads: Reads) -> None:
-        freeze = self._freezer(self._paths, self._note_tensor)
+        freeze = Freezer(self._paths, self._note_tensor).freeze
         for (_, name), read in reads.attributes.items():
             module = read.module
             path = self._paths.get(id(module))
@@ -203,12 +203,6 @@ class Evidence:
         names = [f for _, _, f in self._external] + [f for _, _, f in self._globals]
         return pin in names or any(pin == expected for _, expected, _ in self._cells)
 
-    @staticmethod
-    def _freezer(
-        paths: Mapping[int, str], on_tensor: Callable[[torch.Tensor, tuple[Any, ...]], Any]
-    ) -> Callable[[Any, TensorPath], Any]:
-        return Freezer(paths, on_tensor).freeze
-
     def _find_side_effect(self, reads: Reads) -> str:
         if reads.unseen:
             return f"its code uses {reads.unseen}, which may tell instances apart"
@@ -247,7 +241,7 @@ class Evidence:
             rows = [row for row in rows if not _surely_agrees(row, modules[row.path])]
         if not rows:
             return ""
-        freeze = self._freezer(module_paths(places), lambda tensor, keys: tensor_facts(tensor))
+        freeze = Freezer(module_paths(places), lambda tensor, keys: tensor_facts(tensor)).freeze
         for path, name, expected, *_, tests in rows:
             if tests is not None and answers_alike(raw_attribute(modules[path], name), tests):
                 continue

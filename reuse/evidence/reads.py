@@ -73,19 +73,14 @@ class AttributeRead(NamedTuple):
     frozen: Any
 
 
-class BlockEvidence(Protocol):
+class _BlockEvidence(Protocol):
     """The evidence of a block that was called inside; see :class:`.evidence.Evidence`."""
 
     @property
-    def plain_reads(self) -> tuple[tuple[str, str, Where], ...]:
-        """The attributes read in its tree."""
-
+    def plain_reads(self) -> tuple[tuple[str, str, Where], ...]: ...
     @property
-    def tensor_ways(self) -> Iterable[tuple[Any, ...]]:
-        """How the traced instance reached its tensors, one way for each."""
-
-    def mismatch(self, instance: nn.Module) -> str:
-        """Returns why an instance cannot share, or an empty text."""
+    def tensor_ways(self) -> Iterable[tuple[Any, ...]]: ...
+    def mismatch(self, instance: nn.Module) -> str: ...
 
 
 @dataclass
@@ -112,7 +107,7 @@ class Reads:
     attributes: dict[tuple[int, str], AttributeRead] = field(default_factory=dict)
     functions: set[tuple[types.CodeType, int]] = field(default_factory=set)
     globals: dict[tuple[int, str], tuple[Any, Any]] = field(default_factory=dict)
-    nested: list[tuple[nn.Module, BlockEvidence]] = field(default_factory=list)
+    nested: list[tuple[nn.Module, _BlockEvidence]] = field(default_factory=list)
     walked: dict[int, nn.Module] = field(default_factory=dict)
     unseen: str = ""  # a way by which its code may tell instances apart
     closures: Closures = field(default_factory=Closures)

@@ -189,7 +189,9 @@ class SlotEvidence:
             else:
                 agrees = not is_tensor and _frozen(value) == frozen
             if not agrees:
-                return f"{_text(way)} is {_described(value)}, not {_described_frozen(frozen)}"
+                is_kind = isinstance(frozen, type)
+                wanted = f"a {frozen.__qualname__}" if is_kind else describe(frozen)
+                return f"{_text(way)} is {_described(value)}, not {wanted}"
         for way, layout in self._layouts.items():
             if _layout(found.at(way)) != layout or self._is_own(found.at(way)):
                 return f"{_text(way)} is {TensorType.of(found.at(way))}, not {layout[0]}"
@@ -332,10 +334,6 @@ def _step_text(step: Step) -> str:
 
 def _described(value: Any) -> str:
     return describe(_frozen(value)) if _is_plain(value) else f"a {type(value).__qualname__}"
-
-
-def _described_frozen(frozen: Any) -> str:
-    return f"a {frozen.__qualname__}" if isinstance(frozen, type) else describe(frozen)
 
 
 def _text(way: Way) -> str:

@@ -368,7 +368,7 @@ class _OpenBody:
 def _share_bodies(members: Sequence[_OpenBody]) -> dict[Closure, Shared]:
     first = members[0]
     columns = _columns([m.numbers for m in members], keep="none")
-    entries = [_entry(n) for n in columns.numbers(first.numbers)]
+    entries = [Value(n.type, "number") for n in columns.numbers(first.numbers)]
     calls = first.calls(columns, entries)
     old = first.program
     closure: Any = first.closure
@@ -383,10 +383,6 @@ def _share_bodies(members: Sequence[_OpenBody]) -> dict[Closure, Shared]:
     return shared
 
 
-def _entry(number: Number) -> Value:
-    return Value(number.type, "number")
-
-
 def _share_in_program(program: Program, found: Mapping[Closure, Shared]) -> Program:
     """Rewrites the calls of a whole program; its numbers become inputs bound to tensors."""
     body = _OpenBody(None, program, found)
@@ -397,11 +393,9 @@ def _share_in_program(program: Program, found: Mapping[Closure, Shared]) -> Prog
     if all(a is b for a, b in zip(calls, program.calls, strict=True)):
         return program
     sources = tuple(ModelTensor(repr(n.value), n.tensor(), "constant") for n in numbers)
-    return Program(
-        (*program.inputs, *entries),
-        tuple(calls),
-        program.outputs,
-        (*program.sources, *sources),
-        program.writes,
-        program.output_tree,
+    return replace_fields(
+        program,
+        inputs=(*program.inputs, *entries),
+        calls=tuple(calls),
+        sources=(*program.sources, *sources),
     )

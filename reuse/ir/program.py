@@ -232,7 +232,8 @@ class Program:
 
     def num_nodes_if_inlined(self) -> int:
         """Graph nodes there would be if every call were replaced by its callee's operators."""
-        return nodes_if_inlined(self)
+        sizes = inlined_sizes(self)
+        return sum(sizes[call.closure] for call in self.calls)
 
     def __str__(self) -> str:
         from .printer import format_program
@@ -266,15 +267,15 @@ def count_calls(program: Program) -> Counter[Closure]:
     return counts
 
 
-def nodes_if_inlined(program: Program) -> int:
-    """Operators of the program with every call expanded; visits each closure once."""
+def inlined_sizes(program: Program) -> dict[Closure, int]:
+    """Returns the operators of each closure with every call in it expanded."""
     sizes: dict[Closure, int] = {}
     for closure in walk_closures(program):
         if isinstance(closure, Composite):
             sizes[closure] = sum(sizes[call.closure] for call in closure.program.calls)
         else:
             sizes[closure] = closure.num_nodes
-    return sum(sizes[call.closure] for call in program.calls)
+    return sizes
 
 
 def tensor_type(value: Value) -> TensorType:

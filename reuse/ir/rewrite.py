@@ -35,9 +35,7 @@ def _replace_callees(program: Program, new: Mapping[Closure, Closure]) -> Progra
     if all(new[call.closure] is call.closure for call in program.calls):
         return program
     calls = tuple(replace(c, closure=new[c.closure]) for c in program.calls)
-    return Program(
-        program.inputs, calls, program.outputs, program.sources, program.writes, program.output_tree
-    )
+    return replace(program, calls=calls)
 
 
 def inline_calls(program: Program) -> Program:
@@ -52,14 +50,7 @@ def inline_calls(program: Program) -> Program:
     env = {v: v for v in program.inputs}
     expansion.body(program, env, "")
     outputs = tuple(env[v] for v in program.outputs)
-    return Program(
-        program.inputs,
-        tuple(expansion.calls),
-        outputs,
-        program.sources,
-        program.writes,
-        program.output_tree,
-    )
+    return replace(program, calls=tuple(expansion.calls), outputs=outputs)
 
 
 class _Expansion:
