@@ -305,7 +305,8 @@ def look_up(owner: Any, name: str) -> Any:
     for kind in type(owner).__mro__:  # of a class, its metaclass
         if kind is not type and name in kind.__dict__:
             value = kind.__dict__[name]
-            return getattr(owner, name, ABSENT) if isinstance(value, _GETTERS_IN_C) else value
+            is_state = isinstance(value, _GETTERS_IN_C) and not name.startswith("__")
+            return getattr(owner, name, ABSENT) if is_state else value
     return ABSENT
 
 
