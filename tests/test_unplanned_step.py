@@ -1,7 +1,4 @@
-"""A training step whose memory is not planned: the same numbers, on a GPU from one CUDA graph.
-
-Where there is no GPU, a graph is stood in for by what runs the closures again on the CPU.
-"""
+"""A training step whose memory is not planned: the same numbers."""
 
 from __future__ import annotations
 
@@ -14,53 +11,15 @@ from decoders import DecoderBlock, llama
 from torch import nn
 
 import lazyinline
-from lazyinline.backend.gpu.targets import Run
-from lazyinline.backend.link.link import FlatProgram
-from lazyinline.backend.run import unplanned as running
-from lazyinline.backend.run.unplanned import UnplannedStep
 from lazyinline.frontend.passes import link
-from lazyinline.reuse.ir.types import TensorType
 
-CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+GPU = torch.device("cuda", 0)
 SIZES = {"hidden": 32, "num_heads": 2, "vocab": 61, "seq": 8}
 
 
-class Graphs:
-    """Captures on any device: runs the same again, into the results of the first run."""
-
-    def __init__(self, failure: str = "") -> None:
-        self.failure = failure
-        self.num_captures = self.num_replays = 0
-
-    def capture(self, run: Run, device: torch.device) -> Run:
-        if self.failure:
-            raise RuntimeError(self.failure)
-        self.num_captures += 1
-        results = run()
-        kept = [torch.full_like(r, 7) for r in results]  # a captured run computes nothing yet
-
-        def replay() -> list[torch.Tensor]:
-            self.num_replays += 1
-            for result, new in zip(kept, run(), strict=True):
-                result.copy_(new)
-            return kept
-
-        return replay
-
-
-@pytest.fixture(params=["plain", "graph", "no graph"])
-def graphs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Graphs:
-    """Leaves steps on the CPU unplanned, as on a GPU; all but one way stand for a GPU."""
-    found = Graphs("operation not permitted when stream is capturing" * (request.param != "graph"))
-    unplanned(monkeypatch)
-    if request.param != "plain":
-        monkeypatch.setattr(running, "_is_on_gpu", lambda flat: True)
-        monkeypatch.setattr(running, "_device_of", lambda flat: CPU)
-        monkeypatch.setattr(UnplannedStep.__init__, "__defaults__", (found.capture,))
-    return found
-
-
+@pytest.fixture
 def unplanned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leaves steps without a plan of memory."""
     why = link.Unplanned("not planned in this test")
     monkeypatch.setattr(link, "other_devices", lambda flats: why)
 
@@ -89,9 +48,9 @@ def assert_step_is_eager(
     ("backend", "order", "micro_batches"),
     [("eager", "forward_first", 1), ("eager", "one_by_one", 2), ("inductor", "one_by_one", 2)],
 )
-@pytest.mark.sweep(keep=["plain-eager-one", "[graph-eager-one"])
+@pytest.mark.sweep(keep="eager-one")
 def test_an_unplanned_step_trains_as_eager_does(
-    graphs: Graphs, backend: str, order: str, micro_batches: int
+    unplanned: None, backend: str, order: str, micro_batches: int
 ) -> None:
     model, args = decoder()
     twin = copy.deepcopy(model)
@@ -108,27 +67,7 @@ def test_an_unplanned_step_trains_as_eager_does(
     assert step.last_report.peak_bytes is None
 
 
-@pytest.mark.sweep(keep="[graph")
-def test_a_graph_is_captured_once_and_replayed_at_every_step(graphs: Graphs) -> None:
-    model, args = decoder()
-    step = lazyinline.compile_step(model, backend="eager")
-    for _ in range(4):
-        step(*args)
-    captured = not graphs.failure
-    assert (graphs.num_captures, graphs.num_replays) == (captured, 4 * captured)
-
-
-def test_the_reason_for_no_graph_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    unplanned(monkeypatch)
-    monkeypatch.setattr(running, "_is_on_gpu", lambda flat: True)
-    model, args = decoder()
-    step = lazyinline.compile_step(model, backend="eager")
-    step(*args)
-    assert step.stats.why_no_graph == "a graph is for one GPU, and the program uses cpu"
-
-
-@pytest.mark.sweep(keep="[graph")
-def test_a_moved_parameter_is_read_where_it_is_now(graphs: Graphs) -> None:
+def test_a_moved_parameter_is_read_where_it_is_now(unplanned: None) -> None:
     model, args = decoder()
     twin = copy.deepcopy(model)
     step = lazyinline.compile_step(model, backend="eager")
@@ -140,7 +79,7 @@ def test_a_moved_parameter_is_read_where_it_is_now(graphs: Graphs) -> None:
         assert_step_is_eager(step, model, twin, args)
 
 
-def test_what_users_do_to_their_gradients_reaches_no_later_step(graphs: Graphs) -> None:
+def test_what_users_do_to_their_gradients_reaches_no_later_step(unplanned: None) -> None:
     class Scaled(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -159,7 +98,7 @@ def test_what_users_do_to_their_gradients_reaches_no_later_step(graphs: Graphs) 
     assert_step_is_eager(step, model, twin, args)
 
 
-def test_buffers_that_the_forward_changes_are_changed(graphs: Graphs) -> None:
+def test_buffers_that_the_forward_changes_are_changed(unplanned: None) -> None:
     model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6))
     twin, x = copy.deepcopy(model), torch.randn(5, 4)
     step = lazyinline.compile_step(model, loss_fn=lambda y: y.square().sum(), backend="eager")
@@ -171,8 +110,7 @@ def test_buffers_that_the_forward_changes_are_changed(graphs: Graphs) -> None:
 
 
 @pytest.mark.sweep
-def test_a_budget_counts_what_closures_give_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    unplanned(monkeypatch)
+def test_a_budget_counts_what_closures_give_each_other(unplanned: None) -> None:
     held = []
     for share in (1.0, 0.5):
         model, args = decoder(num_layers=4)
@@ -182,17 +120,6 @@ def test_a_budget_counts_what_closures_give_each_other(monkeypatch: pytest.Monke
         assert_step_is_eager(step, model, twin, args)
         held.append(step.stats.outside_bytes)
     assert held[1] <= 0.9 * held[0]
-
-
-def test_only_a_program_of_one_gpu_becomes_a_graph() -> None:
-    def flat(*devices: torch.device) -> FlatProgram:
-        types = tuple(TensorType(torch.float32, (2,), (1,), device) for device in devices)
-        return FlatProgram(tuple(range(len(types))), (), (), types)
-
-    assert running._device_of(flat(GPU, GPU)) == GPU
-    for devices, named in (((CPU,), "cpu"), ((CPU, GPU), "cpu, cuda:0")):
-        with pytest.raises(RuntimeError, match=f"the program uses {named}$"):
-            running._device_of(flat(*devices))
 
 
 @pytest.mark.gpu

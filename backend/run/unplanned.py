@@ -7,7 +7,7 @@ the parts of a pipeline rank's stages an :class:`UnplannedRank`.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +18,6 @@ from ...reuse.ir.leaf import without_autocast
 from ...reuse.ir.program import Leaf
 from ..arena.arena import ArenaPlan
 from ..arena.live_ranges import Buffers, lower_bound
-from ..gpu.targets import Capture, Run, capture_graph
 from ..kernels.lower import Kernel
 from ..launches.present_memory import check_addresses, check_memory
 from ..link.link import FlatProgram, Launch, Slots
@@ -113,7 +112,7 @@ def _line(launch: Launch, name: str, kernel: Kernel) -> str:
 
 
 class UnplannedStep:
-    """A training step over memory that PyTorch allocates; on a GPU one graph of it.
+    """A training step over memory that PyTorch allocates.
 
     It is run as a :class:`PlannedProgram` is, and what it returns lies at one place from run to
     run.
@@ -121,26 +120,20 @@ class UnplannedStep:
     Args:
         flat: the program.
         kernels: a kernel for each leaf in it.
-        capture: makes a graph of a run; tried for each lease.
 
     Attributes:
-        why_no_graph: why runs are no CUDA graph; empty while they are, or nothing ran.
+        why_no_graph: why runs on a GPU are no CUDA graph.
     """
 
     native = None
     is_native = False
     plan = _NO_PLAN
 
-    def __init__(
-        self,
-        flat: FlatProgram,
-        kernels: Mapping[Leaf, Kernel],
-        capture: Capture = capture_graph,
-    ) -> None:
+    def __init__(self, flat: FlatProgram, kernels: Mapping[Leaf, Kernel]) -> None:
         self._flat = flat
         self._run = Executable(flat, kernels).run
-        self._capture = capture
-        self.why_no_graph = ""
+        is_on_gpu = any(type_.device.type == "cuda" for type_ in flat.slot_types)
+        self.why_no_graph = "memory is not planned" if is_on_gpu else ""
 
     @property
     def num_launches(self) -> int:
@@ -170,76 +163,23 @@ class UnplannedStep:
         """Returns what runs the program on these tensors, as long as they stay where they are."""
         bound = [tensor.detach() for tensor in tensors]
         addresses = [tensor.data_ptr() for tensor in tensors]
-        return Lease(torch.empty(0, device="cpu"), (self._runner(bound),), bound, addresses, None)
+        kept: list[torch.Tensor] = []
+
+        def run(_: list[Any]) -> list[torch.Tensor]:
+            check_addresses(bound)
+            made = self._run(list(bound))
+            if not kept:
+                # Copies: users write to some, and one may be an input, or a kernel's constant.
+                kept.extend(result.clone() for result in made)
+            else:
+                for result, new in zip(kept, made, strict=True):
+                    result.copy_(new)
+            return kept
+
+        return Lease(torch.empty(0, device="cpu"), (run,), bound, addresses, None)
 
     def rest(self) -> None:
         """Nothing is held between leases."""
-
-    def _runner(self, bound: Sequence[torch.Tensor]) -> Runner:
-        def run() -> list[torch.Tensor]:
-            check_addresses(bound)
-            return self._run(list(bound))
-
-        if _is_on_gpu(self._flat):
-            try:
-                replay = self._capture(lambda: _copies(run()), _device_of(self._flat))
-            except RuntimeError as error:
-                self.why_no_graph = str(error)
-            else:
-                self.why_no_graph = ""
-                return lambda _: replay()
-        return _Plain(run)
-
-
-class _Plain:
-    """Runs closures one by one, and keeps the results at one place."""
-
-    def __init__(self, run: Run) -> None:
-        self._run = run
-        self._results: list[torch.Tensor] = []
-
-    def __call__(self, _: list[Any]) -> list[torch.Tensor]:
-        made = self._run()
-        if not self._results:
-            self._results = _copies(made)
-        else:
-            for result, new in zip(self._results, made, strict=True):
-                result.copy_(new)
-        return self._results
-
-
-def _copies(results: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Copies results: users write to some, and one may be an input, or a kernel's constant."""
-    return [result.clone() for result in results]
-
-
-def _is_on_gpu(flat: FlatProgram) -> bool:
-    return any(type_.device.type == "cuda" for type_ in flat.slot_types)
-
-
-def _device_of(flat: FlatProgram) -> torch.device:
-    """Returns the GPU that a program runs on, all of it.
-
-    Raises:
-        RuntimeError: if there is none. What else ran while a graph was captured would run just
-            then, and not again.
-    """
-    leaves = dict.fromkeys(launch.leaf for launch in flat.launches)
-    found = {t.device for t in flat.slot_types} | {d for leaf in leaves for d in _devices_in(leaf)}
-    names = sorted(map(str, found))
-    if len(found) != 1 or next(iter(found)).type != "cuda":
-        raise RuntimeError(f"a graph is for one GPU, and the program uses {', '.join(names)}")
-    return next(iter(found))
-
-
-def _devices_in(leaf: Leaf) -> Iterable[torch.device]:
-    for node in leaf.module.graph.nodes:
-        made = node.meta.get("val")
-        for value in made if isinstance(made, (list, tuple)) else [made]:
-            if isinstance(value, torch.Tensor):
-                yield value.device
-        if isinstance(node.kwargs.get("device"), torch.device):
-            yield node.kwargs["device"]
 
 
 def live_bytes(flat: FlatProgram) -> int:
