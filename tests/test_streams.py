@@ -205,7 +205,7 @@ def linear_backward(batch: int, inner: int, outer: int) -> KernelList:
     sizes = [2 * v.shape[0] * v.shape[1] for v in (g, x, w, gi, gw, last)]
     spans = ((0, 1), (0, 0), (1, 1), (1, 2), (0, 0), (2, 2))
     buffers = tuple(
-        BufferInfo("input" if i < 3 else "private", size, *span, i > 3)
+        BufferInfo("input" if i < 3 else "private", size, *span)
         for i, (size, span) in enumerate(zip(sizes, spans, strict=True))
     )
     return KernelList("linear.backward", 3, buffers, launches, (gw, last), ())

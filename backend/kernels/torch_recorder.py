@@ -33,7 +33,6 @@ from ..launches.kernel_list import (
     OperandForm,
     Returned,
     View,
-    views_in,
 )
 from ..launches.native_ops import with_native
 from .bundles import kept
@@ -324,14 +323,13 @@ class _Recorder(TorchDispatchMode):
         """Returns the kernel list."""
         types_ = tuple(flat_types(self._leaf.output_types))
         views = tuple(self._as_promised(t, p) for t, p in zip(outputs, types_, strict=True))
-        returned = {v.buffer for v in views}
         first, last = [-1] * len(self._kinds), [-1] * len(self._kinds)
         for index, launch in enumerate(self._launches):
             for view in launch.views():
                 first[view.buffer] = index if first[view.buffer] < 0 else first[view.buffer]
                 last[view.buffer] = index
         buffers = tuple(
-            BufferInfo(kind, size, first[i], last[i], i in returned)
+            BufferInfo(kind, size, first[i], last[i])
             for i, (kind, size) in enumerate(zip(self._kinds, self._bytes, strict=True))
         )
         launches = tuple(self._launches)
@@ -348,6 +346,3 @@ def _in_place(leaf: Leaf, launches: Sequence[Launch]) -> tuple[tuple[int, int], 
     first, total = launches[0].args[0], dict(launches[0].kwargs)["out"]
     same = (first.dtype, first.shape, first.stride) == (total.dtype, total.shape, total.stride)
     return ((total.buffer, first.buffer),) if same else ()
-
-
-__all__ = ["can_record", "record_graph", "record_wrapper", "views_in"]

@@ -35,10 +35,6 @@ class View:
         """Whether the elements fill one stretch of memory, in whatever order."""
         return is_dense(self.shape, self.stride)
 
-    def __str__(self) -> str:
-        at = f"+{self.offset_bytes}" if self.offset_bytes else ""
-        return f"b{self.buffer}{at}"
-
 
 ClosureBuffer: TypeAlias = Literal["input", "private", "foreign"]
 Returned: TypeAlias = Literal["nothing", "tensor", "tuple"]
@@ -55,15 +51,13 @@ class BufferInfo:
     """One buffer of a closure.
 
     ``kind`` is ``"input"``, ``"private"`` (placed by the plan) or ``"foreign"`` (allocated by the
-    launch that makes it). ``first`` and ``last`` are launch numbers; a buffer that is returned
-    lives on after ``last``.
+    launch that makes it). ``first`` and ``last`` are launch numbers.
     """
 
     kind: ClosureBuffer
     num_bytes: int
     first: int
     last: int
-    is_returned: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,19 +118,6 @@ class KernelList:
         """Buffers that a launch allocates itself."""
         return tuple(i for i, b in enumerate(self.buffers) if b.kind == "foreign")
 
-    def __str__(self) -> str:
-        lines = [f"kernels @{self.name}: {len(self.launches)} launches"]
-        for index, info in enumerate(self.buffers):
-            returned = ", returned" if info.is_returned else ""
-            span = f"[{info.first}, {info.last}]"
-            lines.append(f"  b{index}: {info.kind} {info.num_bytes} bytes {span}{returned}")
-        for launch in self.launches:
-            args = ", ".join(map(_text, launch.args))
-            kwargs = "".join(f", {k}={_text(v)}" for k, v in launch.kwargs)
-            made = ", ".join(map(str, launch.results)) + " = " if launch.results else ""
-            lines.append(f"  {made}{launch.name}({args}{kwargs})")
-        return "\n".join([*lines, f"  return {', '.join(map(str, self.outputs))}"])
-
 
 def views_in(value: Any) -> Iterator[View]:
     """Yields the views inside nested lists and tuples."""
@@ -145,9 +126,3 @@ def views_in(value: Any) -> Iterator[View]:
     elif isinstance(value, (list, tuple)):
         for item in value:
             yield from views_in(item)
-
-
-def _text(value: Any) -> str:
-    if isinstance(value, (list, tuple)):
-        return "[" + ", ".join(map(_text, value)) + "]"
-    return str(value)

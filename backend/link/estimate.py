@@ -83,7 +83,6 @@ class _Estimate:
                 self._visit(node)
 
     def kernel_list(self) -> KernelList:
-        returned = {self._buffer_of[n] for n in self._results}
         num_inputs = len(self._leaf.entries)
         buffers = tuple(
             BufferInfo(
@@ -91,7 +90,6 @@ class _Estimate:
                 t.num_bytes,
                 self._first[i],
                 max(self._last[i], self._first[i]),
-                i in returned,
             )
             for i, t in enumerate(self._types)
         )

@@ -18,7 +18,6 @@ import torch
 
 from ...reuse.ir.program import Leaf
 from ...reuse.process import ProcessLock
-from ..arena.live_ranges import lower_bound
 from ..gpu.streams import with_streams
 from ..gpu.targets import Capture, Place, capture_graph
 from ..launches import torch_native
@@ -27,7 +26,6 @@ from ..launches.present_memory import check_memory
 from ..link.layout import (
     Results,
     add_workspaces,
-    buffers_of,
     handed_on,
     layout_of,
     outside_bytes,
@@ -113,8 +111,7 @@ class PlannedProgram:
         self._results = results
         self._capture: Capture = capture_graph
         self.why_no_graph = ""
-        self._handed_on = handed_on(self.layout)
-        handed = (*self._handed_on, *self.overlay.hosts)
+        handed = (*handed_on(self.layout), *self.overlay.hosts)
         self._writers = [
             partial(
                 CodeWriter,
@@ -152,13 +149,6 @@ class PlannedProgram:
     def num_hosts(self) -> int:
         """Gradients whose memory a forward allocates; they follow what it hands on."""
         return len(self.overlay.hosts)
-
-    @property
-    def foreign_peak_bytes(self) -> int:
-        """Most bytes of other foreign tensors that live at once in a run."""
-        instances = enumerate(self.layout.instances)
-        own = [b for i, b in instances if b.kind == "foreign" and i not in self._handed_on]
-        return lower_bound(buffers_of(own)) if own else 0
 
     @property
     def num_launches(self) -> int:
