@@ -16,9 +16,10 @@ import os
 import platform
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -94,14 +95,12 @@ def deferred_builds() -> Iterator[Builds]:
 
     builds = Builds(finish)
 
-    AsyncCompile.wait = postpone  # type: ignore[method-assign]
-    AsyncCompile.cpp_pybinding = collect  # type: ignore[method-assign]
-    try:
-        yield builds
-    finally:
-        AsyncCompile.wait = wait  # type: ignore[method-assign]
-        AsyncCompile.cpp_pybinding = build_one  # type: ignore[method-assign]
-        bundles.close()
+    collecting = mock.patch.object(AsyncCompile, "cpp_pybinding", collect)
+    with mock.patch.object(AsyncCompile, "wait", postpone), collecting:
+        try:
+            yield builds
+        finally:
+            bundles.close()
 
 
 def _bundles() -> Bundles:
@@ -168,20 +167,16 @@ def vector_units_probed_here() -> Iterator[None]:
 
     # Half of a first compile's time went to these probes, where nothing was built before.
     own_folder()
-    probe, build = getattr(cpu_vec_isa.VecISA, "_probe_load", None), cpu_vec_isa.VecISA.check_build
-    listed = cpu_vec_isa.valid_vec_isa_list
-    if probe is not None:
-        cpu_vec_isa.VecISA._probe_load = _loads_here  # type: ignore[method-assign]
-        cpu_vec_isa.VecISA.check_build = _built_as_kernels(build)  # type: ignore[method-assign]
-    if takes_the_first(config.cpp.simdlen):
-        cpu_vec_isa.valid_vec_isa_list = best_vector_units  # type: ignore[assignment]
-    try:
+    units = cpu_vec_isa.VecISA
+    with ExitStack() as stack:
+        if hasattr(units, "_probe_load"):
+            built = _built_as_kernels(units.check_build)
+            stack.enter_context(mock.patch.object(units, "_probe_load", _loads_here))
+            stack.enter_context(mock.patch.object(units, "check_build", built))
+        if takes_the_first(config.cpp.simdlen):
+            best = mock.patch.object(cpu_vec_isa, "valid_vec_isa_list", best_vector_units)
+            stack.enter_context(best)
         yield
-    finally:
-        cpu_vec_isa.valid_vec_isa_list = listed
-        if probe is not None:
-            cpu_vec_isa.VecISA._probe_load = probe  # type: ignore[method-assign]
-            cpu_vec_isa.VecISA.check_build = build  # type: ignore[method-assign]
 
 
 def takes_the_first(vector_bits: int | None) -> bool:
@@ -241,14 +236,11 @@ def _builds(isa: Any, code: str) -> bool:
     """
     from torch._inductor import codecache
 
-    pick = codecache.pick_vec_isa
-    codecache.pick_vec_isa = lambda: isa
-    try:
-        build_file(f"{HEADER}\n{for_this_cpu(code)}")
-    except DamagedObjectError:
-        raise
-    except Exception:  # what the compiler says, or the loader: not this one, then
-        return False
-    finally:
-        codecache.pick_vec_isa = pick
+    with mock.patch.object(codecache, "pick_vec_isa", lambda: isa):
+        try:
+            build_file(f"{HEADER}\n{for_this_cpu(code)}")
+        except DamagedObjectError:
+            raise
+        except Exception:  # what the compiler says, or the loader: not this one, then
+            return False
     return True

@@ -28,6 +28,7 @@ import importlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.fx
@@ -70,15 +71,11 @@ def quotients_checked() -> Iterator[None]:
     """Lets kernels that are written within this context throw instead."""
     from torch._inductor.codegen.cpp import CppOverrides, CppVecOverrides
 
-    kinds: list[tuple[Any, str]] = [(CppOverrides, _ONE), (CppVecOverrides, _MANY)]
-    originals = [(kind, kind.__dict__["truncdiv"]) for kind, _ in kinds]
-    for kind, check in kinds:
-        kind.truncdiv = staticmethod(_checked(kind.truncdiv, check))
-    try:
+    one = staticmethod(_checked(CppOverrides.truncdiv, _ONE))
+    many = staticmethod(_checked(CppVecOverrides.truncdiv, _MANY))
+    patched = mock.patch.object
+    with patched(CppOverrides, "truncdiv", one), patched(CppVecOverrides, "truncdiv", many):
         yield
-    finally:
-        for kind, original in originals:
-            kind.truncdiv = original
 
 
 def _checked(quotient: Callable[[Any, Any], str], check: str) -> Callable[[Any, Any], str]:
@@ -111,17 +108,9 @@ def drawn_in_order() -> Iterator[None]:
             last = self, draw.get_name()
         return result
 
-    inductors_own = getattr(post_grad, "_chain_random_ops_for_ordering", None)
-    GraphLowering.run_node = ordered  # type: ignore[method-assign]
-    setattr(post_grad, _CHAIN, lambda graph: None)
-    try:
+    no_chain = mock.patch.object(post_grad, _CHAIN, lambda graph: None, create=True)
+    with mock.patch.object(GraphLowering, "run_node", ordered), no_chain:
         yield
-    finally:
-        GraphLowering.run_node = run_node  # type: ignore[method-assign]
-        if inductors_own is None:
-            delattr(post_grad, _CHAIN)
-        else:
-            setattr(post_grad, _CHAIN, inductors_own)
 
 
 def _of_the_draw(made: Sequence[Any]) -> Any:
@@ -143,12 +132,8 @@ def home_of_strides() -> Any:
 def polynomials_expanded() -> Iterator[None]:
     """Lets Inductor expand polynomials, within this context, where it simplifies an index."""
     home = home_of_strides()
-    original = home.sympy
-    home.sympy = _Sympy(original)
-    try:
+    with mock.patch.object(home, "sympy", _Sympy(home.sympy)):
         yield
-    finally:
-        home.sympy = original
 
 
 @contextmanager
@@ -165,11 +150,8 @@ def offsets_added_once() -> Iterator[None]:
             return original(self, name, index, value, mode)
         CppVecKernel.store(self, name, index, value, mode)  # it finds the place within the tile
 
-    CppTile2DKernel.store = store  # type: ignore[method-assign]
-    try:
+    with mock.patch.object(CppTile2DKernel, "store", store):
         yield
-    finally:
-        CppTile2DKernel.store = original  # type: ignore[method-assign]
 
 
 class _Sympy:

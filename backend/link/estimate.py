@@ -40,27 +40,14 @@ class Estimates:
     ) -> dict[Leaf, KernelList]:
         """Returns the kernel list of each leaf: the recorded one, or an estimate."""
         leaves = {launch.leaf: None for flat in flats for launch in flat.launches}
-        return {leaf: recorded.get(leaf) or self._estimated(leaf) for leaf in leaves}
-
-    def _estimated(self, leaf: Leaf) -> KernelList:
-        if leaf not in self._known:
+        for leaf in leaves.keys() - recorded.keys() - self._known.keys():
             fuses = self._fuses and leaf.kernels == "backend"
-            self._known[leaf] = estimated_list(leaf, fuses=fuses)
-        return self._known[leaf]
-
-
-def estimated_list(leaf: Leaf, *, fuses: bool) -> KernelList:
-    """Returns a kernel list with a leaf's likely buffers; its launches cannot run.
-
-    Args:
-        leaf: not compiled yet.
-        fuses: whether the backend computes elementwise values where they are read.
-    """
-    return _Estimate(leaf, fuses).kernel_list()
+            self._known[leaf] = _Estimate(leaf, fuses).kernel_list()
+        return {leaf: recorded.get(leaf) or self._known[leaf] for leaf in leaves}
 
 
 class _Estimate:
-    """Buffers of one leaf, found by a walk over its graph."""
+    """Likely buffers of one leaf, found by a walk over its graph; its launches cannot run."""
 
     def __init__(self, leaf: Leaf, fuses: bool) -> None:
         self._leaf = leaf
