@@ -6,12 +6,22 @@ turn, gradients flow through what is saved, one for each tensor.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 from ..reuse.ir.leaf import flat_types
 from ..reuse.ir.program import Call, Closure, Composite, Leaf, Pack, Program, Unpack, Value
-from ..reuse.ir.types import StructType
+from ..reuse.ir.types import StructType, Type, flatten_type
+
+T = TypeVar("T")
+
+
+def grouped(values: Iterable[T], types: Iterable[Type]) -> Iterator[list[T]]:
+    """Yields flat values by the type that they are of: one of a tensor, several of a struct."""
+    rest = iter(values)
+    for type_ in types:
+        yield [next(rest) for _ in flatten_type(type_)]
 
 
 class FlatStructs:
@@ -34,10 +44,8 @@ class FlatStructs:
             if isinstance(call.closure, Pack):
                 parts[call.results[0]] = taken(call.args)
             elif isinstance(call.closure, Unpack):
-                rest = list(parts[call.args[0]])
-                for value in call.results:
-                    number = len(flat_types([value.type]))
-                    parts[value], rest = tuple(rest[:number]), rest[number:]
+                inner = grouped(parts[call.args[0]], [v.type for v in call.results])
+                parts.update(zip(call.results, map(tuple, inner), strict=True))
             else:
                 parts.update((value, _parts(value)) for value in call.results)
                 args, results = taken(call.args), taken(call.results)

@@ -13,9 +13,18 @@ import torch.fx
 
 from ..reuse.ir.leaf import flat_types, is_active
 from ..reuse.ir.operators import is_draw, is_mutable, is_view, mutated_args
-from ..reuse.ir.program import Call, Closure, Composite, Leaf, Program, Value, walk_closures
-from ..reuse.ir.types import Type, flatten_type
+from ..reuse.ir.program import (
+    Call,
+    Closure,
+    Composite,
+    Leaf,
+    Program,
+    Value,
+    outputs_of,
+    walk_closures,
+)
 from ..reuse.torch_names import operator_schema
+from .flat_structs import grouped
 
 Inputs = frozenset[int]
 Flows = list[Inputs]
@@ -70,17 +79,13 @@ def _program_roots(program: Program, closures: Mapping[Closure, list[object]]) -
 
 
 def _leaf_roots(leaf: Leaf) -> list[object]:
-    owner = iter(i for i, type_ in enumerate(leaf.input_types) for _ in flatten_type(type_))
-    roots: dict[torch.fx.Node, object] = {}
-    for node in leaf.module.graph.nodes:
-        if node.op == "placeholder":
-            roots[node] = next(owner)
-        elif node.op != "output":
-            is_passed = is_view(node) and getattr(node.target, "namespace", "") == "aten"
-            is_passed = is_passed or node.target is operator.getitem
-            roots[node] = roots[node.all_input_nodes[0]] if is_passed else node
-    flat = leaf.module.graph.output_node().args[0]
-    assert isinstance(flat, (tuple, list))
+    entries = grouped(leaf.entries, leaf.input_types)
+    roots: dict[torch.fx.Node, object] = {n: i for i, group in enumerate(entries) for n in group}
+    for node in leaf.nodes:
+        is_passed = is_view(node) and getattr(node.target, "namespace", "") == "aten"
+        is_passed = is_passed or node.target is operator.getitem
+        roots[node] = roots[node.all_input_nodes[0]] if is_passed else node
+    flat = outputs_of(leaf.module)
     return [roots[n] if isinstance(n, torch.fx.Node) else object() for n in flat]
 
 
@@ -155,22 +160,12 @@ def _along(through: Through) -> Callable[[Leaf], Flows]:
 
 
 def _in_graph(leaf: Leaf, through: Through) -> Flows:
-    owner = iter(i for i, type_ in enumerate(leaf.input_types) for _ in flatten_type(type_))
-    nodes: dict[torch.fx.Node, Inputs] = {}
-    for node in leaf.module.graph.nodes:
-        if node.op == "placeholder":
-            nodes[node] = frozenset([next(owner)])
-        elif node.op != "output":
-            nodes[node] = _union(nodes[n] for n in through(node))
-    flat = leaf.module.graph.output_node().args[0]
-    assert isinstance(flat, (tuple, list))
-    rest = iter(flat)
-
-    def of(type_: Type) -> Inputs:
-        parts = [next(rest) for _ in flatten_type(type_)]
-        return _union(nodes[p] for p in parts if isinstance(p, torch.fx.Node))
-
-    return [of(type_) for type_ in leaf.output_types]
+    entries = grouped(leaf.entries, leaf.input_types)
+    nodes = {n: frozenset([i]) for i, group in enumerate(entries) for n in group}
+    for node in leaf.nodes:
+        nodes[node] = _union(nodes[n] for n in through(node))
+    results = grouped(outputs_of(leaf.module), leaf.output_types)
+    return [_union(nodes[n] for n in group if isinstance(n, torch.fx.Node)) for group in results]
 
 
 def _union(parts: Iterable[Inputs]) -> Inputs:

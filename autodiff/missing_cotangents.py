@@ -8,7 +8,7 @@ What the forward saves stays as it is, because who uses its outputs is known onl
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,12 +17,22 @@ import torch.fx
 
 from ..reuse.ir.leaf import flat_types
 from ..reuse.ir.operators import mutated_args
-from ..reuse.ir.program import Call, Closure, Composite, Kernels, Leaf, Program, Value, outputs_of
+from ..reuse.ir.program import (
+    Call,
+    Closure,
+    Composite,
+    Kernels,
+    Leaf,
+    Program,
+    Value,
+    input_nodes,
+    outputs_of,
+)
 from ..reuse.ir.rewrite import map_leaves
 from ..reuse.ir.torch_symbols import as_literal
-from ..reuse.ir.types import TensorType, contiguous_stride, flatten_type
+from ..reuse.ir.types import TensorType, contiguous_stride
 from .derivative import Derivative
-from .flat_structs import FlatStructs
+from .flat_structs import FlatStructs, grouped
 from .flows import used_inputs
 from .traces.joint_cut import copy_graph
 
@@ -180,9 +190,9 @@ def _leaf(leaf: Leaf, flags: tuple[str, ...]) -> _Found:
     module = copy_graph(leaf.module)
     graph = module.graph
     kinds: dict[torch.fx.Node, str] = {}
-    entries = iter([n for n in graph.nodes if n.op == "placeholder"])
-    for type_, flag in zip(leaf.input_types, flags, strict=True):
-        kinds.update((next(entries), flag) for _ in flatten_type(type_))
+    entries = grouped(input_nodes(module), leaf.input_types)
+    for group, flag in zip(entries, flags, strict=True):
+        kinds.update(dict.fromkeys(group, flag))
     for node in list(graph.nodes):
         if node.op in ("placeholder", "output"):
             continue
@@ -190,7 +200,7 @@ def _leaf(leaf: Leaf, flags: tuple[str, ...]) -> _Found:
     returned = outputs_of(module)
     results = tuple(
         next((kinds[n] for n in group if isinstance(n, torch.fx.Node)), _GIVEN)
-        for group in _groups(leaf, returned)
+        for group in grouped(returned, leaf.output_types)
     )
     if _UNDEFINED not in flags:
         return _Found(leaf, results)
@@ -276,9 +286,3 @@ def _zeros(
         view.meta = dict(operand.meta)
         kinds[view] = _GIVEN
     return view
-
-
-def _groups(leaf: Leaf, returned: Sequence[Any]) -> Iterator[list[Any]]:
-    rest = iter(returned)
-    for type_ in leaf.output_types:
-        yield [next(rest) for _ in flatten_type(type_)]

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 import torch.fx
 
-from ..reuse.ir.leaf import flat_types
 from ..reuse.ir.operators import is_draw
 from ..reuse.ir.program import (
     Call,
@@ -27,6 +26,7 @@ from ..reuse.ir.program import (
 )
 from ..reuse.ir.torch_symbols import is_certain
 from ..reuse.ir.types import StructType, TensorType, Type
+from .flat_structs import grouped
 from .flows import Draws
 from .leaf_derivative import Derivative, cotangent_type
 from .traces.joint_cut import ancestors, extract
@@ -93,7 +93,7 @@ def num_results(closure: Closure) -> int:
 
 
 def _rerun_leaf(leaf: Leaf, needed: tuple[int, ...]) -> Rerun:
-    groups = _grouped(leaf)
+    groups = list(grouped(outputs_of(leaf.module), leaf.output_types))
     count = num_results(leaf)
     wanted = [n for i in needed for n in groups[i]]
     entries = leaf.entries
@@ -128,12 +128,6 @@ def _rerun_leaf(leaf: Leaf, needed: tuple[int, ...]) -> Rerun:
         kernels=leaf.kernels,
     )
     return Rerun(first_leaf, again_leaf, used)
-
-
-def _grouped(leaf: Leaf) -> list[list[torch.fx.Node]]:
-    """Returns the leaf's flat outputs, by output."""
-    rest = iter(outputs_of(leaf.module))
-    return [[next(rest) for _ in flat_types([t])] for t in leaf.output_types]
 
 
 def _drawn_values(outputs: Sequence[torch.fx.Node]) -> list[torch.fx.Node]:

@@ -10,14 +10,26 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch.fx
 
+from ..autodiff.flat_structs import grouped
+from ..autodiff.traces.joint_cut import ancestors, extract
+from ..reuse.ir.leaf import node_type
 from ..reuse.ir.operators import is_view, mutated_args
-from ..reuse.ir.program import Call, Closure, Composite, Leaf, Pack, Program, Unpack, Value
-from ..reuse.ir.types import StructType, TensorType, Type, flatten_type
-from ..reuse.torch_names import module_of
+from ..reuse.ir.program import (
+    Call,
+    Closure,
+    Composite,
+    Leaf,
+    Pack,
+    Program,
+    Unpack,
+    Value,
+    outputs_of,
+)
+from ..reuse.ir.types import StructType, Type
 
 Positions = tuple[int, ...]
 
@@ -196,59 +208,59 @@ def _positions(inputs: Sequence[Value], wanted: Iterable[Value]) -> Positions:
 
 
 def _split_leaf(leaf: Leaf, early: frozenset[int]) -> Halves:
-    groups = _output_groups(leaf)
+    groups = list(grouped(outputs_of(leaf.module), leaf.output_types))
     early_outputs = tuple(i for i in range(len(groups)) if i in early)
     late_outputs = tuple(i for i in range(len(groups)) if i not in early)
-    early_results = [n for i in early_outputs for n in groups[i]]
-    late_results = [n for i in late_outputs for n in groups[i]]
-    if any(mutated_args(n) for n in leaf.nodes):  # order counts: all of it runs early
-        first, allowed = set(leaf.nodes), set()
-    else:
-        first = _with_picks(leaf, _ancestors(early_results))
-        # A view is made again in the late half: carrying it over would keep the same memory.
-        allowed = {n for n in _ancestors(late_results) if n not in first or _is_free(n)}
-    second = _ancestors(late_results, allowed)
-    carried = _carried(second, late_results, first)
-    entries = leaf.entries
-    owner = [i for i, type_ in enumerate(leaf.input_types) for _ in flatten_type(type_)]
-    carried_type = StructType(tuple(TensorType.of(n.meta["val"]) for n in carried))
-    early_inputs = _used_entries(entries, owner, first, early_results)
-    late_inputs = _used_entries(entries, owner, second, late_results)
-    half = _LeafHalf(leaf, owner)
-    types = [leaf.output_types[i] for i in early_outputs]
+    early_results = [n for i in early_outputs for n in groups[i] if isinstance(n, torch.fx.Node)]
+    late_results = [n for i in late_outputs for n in groups[i] if isinstance(n, torch.fx.Node)]
+    # Order counts where something is changed in place: all of it runs early.
+    changing = leaf.nodes if any(mutated_args(n) for n in leaf.nodes) else ()
+    first = _with_picks(leaf, ancestors([*early_results, *changing]))
+    # A view is made again in the late half: carrying it over would keep the same memory.
+    ends = first if changing else {n for n in first if not _is_free(n)}
+    second = ancestors(late_results, ends)
+    carried = [n for n in leaf.nodes if n in second and n in ends]
+    carried_type = StructType(tuple(map(node_type, carried)))
+    entries = list(grouped(leaf.entries, leaf.input_types))
+    early_inputs = tuple(i for i, group in enumerate(entries) if not first.isdisjoint(group))
+    late_inputs = tuple(i for i, group in enumerate(entries) if not second.isdisjoint(group))
     early_leaf = None
     if early_outputs:
-        results = [*early_results, *carried]
-        early_leaf = half.make("early", first, early_inputs, (), results, [*types, carried_type])
+        types = [leaf.output_types[i] for i in early_outputs]
+        module = extract(
+            leaf.module,
+            [n for i in early_inputs for n in entries[i]],
+            [*early_results, *carried],
+            also=changing,
+        )
+        given = [leaf.input_types[i] for i in early_inputs]
+        early_leaf = _half(leaf, "early", module, given, [*types, carried_type])
     late_leaf = None
     if late_outputs:
-        types = [leaf.output_types[i] for i in late_outputs]
-        struct = [carried] if early_outputs else []
-        late_leaf = half.make("late", second, late_inputs, struct, late_results, types)
+        module = extract(
+            leaf.module, [*carried, *(n for i in late_inputs for n in entries[i])], late_results
+        )
+        struct = [carried_type] if early_outputs else []
+        given = [*struct, *(leaf.input_types[i] for i in late_inputs)]
+        late_leaf = _half(leaf, "late", module, given, [leaf.output_types[i] for i in late_outputs])
     return Halves(early_leaf, late_leaf, early_inputs, late_inputs, early_outputs, late_outputs)
 
 
-def _output_groups(leaf: Leaf) -> list[list[torch.fx.Node]]:
-    flat = leaf.module.graph.output_node().args[0]
-    assert isinstance(flat, (tuple, list))
-    rest = iter(flat)
-    groups = [[next(rest) for _ in flatten_type(t)] for t in leaf.output_types]
-    return [[n for n in group if isinstance(n, torch.fx.Node)] for group in groups]
-
-
-def _ancestors(
-    nodes: Iterable[torch.fx.Node], allowed: set[torch.fx.Node] | None = None
-) -> set[torch.fx.Node]:
-    """The operators (those allowed) that these nodes need, themselves included; no inputs."""
-    found: set[torch.fx.Node] = set()
-    stack = list(nodes)
-    while stack:
-        node = stack.pop()
-        is_known = node.op == "placeholder" or node in found
-        if not is_known and (allowed is None or node in allowed):
-            found.add(node)
-            stack.extend(node.all_input_nodes)
-    return found
+def _half(
+    leaf: Leaf,
+    suffix: str,
+    module: torch.fx.GraphModule,
+    inputs: Sequence[Type],
+    outputs: Sequence[Type],
+) -> Leaf:
+    return replace(
+        leaf,
+        name=f"{leaf.name}.{suffix}",
+        module=module,
+        input_types=tuple(inputs),
+        output_types=tuple(outputs),
+        input_names=(),
+    )
 
 
 def _with_picks(leaf: Leaf, nodes: set[torch.fx.Node]) -> set[torch.fx.Node]:
@@ -260,65 +272,3 @@ def _with_picks(leaf: Leaf, nodes: set[torch.fx.Node]) -> set[torch.fx.Node]:
 def _is_free(node: torch.fx.Node) -> bool:
     """Whether a node costs nothing to run in both halves: a view of something."""
     return is_view(node) and len(node.all_input_nodes) == 1
-
-
-def _carried(
-    second: set[torch.fx.Node], results: Sequence[torch.fx.Node], first: set[torch.fx.Node]
-) -> list[torch.fx.Node]:
-    """Early nodes that the second half uses and does not run itself."""
-    used = [n for node in second for n in node.all_input_nodes] + list(results)
-    among = {n for n in used if n in first and n not in second}
-    ordered = next(iter(among)).graph.nodes if among else ()
-    return [n for n in ordered if n in among]
-
-
-def _used_entries(
-    entries: Sequence[torch.fx.Node],
-    owner: Sequence[int],
-    nodes: set[torch.fx.Node],
-    results: Sequence[torch.fx.Node],
-) -> Positions:
-    used = {n for node in nodes for n in node.all_input_nodes} | set(results)
-    return tuple(dict.fromkeys(owner[i] for i, n in enumerate(entries) if n in used))
-
-
-class _LeafHalf:
-    """Copies part of a leaf into a leaf of its own."""
-
-    def __init__(self, leaf: Leaf, owner: Sequence[int]) -> None:
-        self._leaf = leaf
-        self._owner = owner
-
-    def make(
-        self,
-        suffix: str,
-        nodes: set[torch.fx.Node],
-        inputs: Positions,
-        carried: Sequence[Sequence[torch.fx.Node]],
-        results: Sequence[torch.fx.Node],
-        output_types: Sequence[Type],
-    ) -> Leaf:
-        leaf = self._leaf
-        kept = set(inputs)
-        entries = [n for i, n in zip(self._owner, leaf.entries, strict=True) if i in kept]
-        sources = [n for group in carried for n in group] + entries
-        graph = torch.fx.Graph()
-        mapping: dict[torch.fx.Node, torch.fx.Node] = {}
-        for index, node in enumerate(sources):
-            mapping[node] = graph.placeholder(f"a{index}")
-            mapping[node].meta["val"] = node.meta.get("val")
-        for node in leaf.nodes:
-            if node in nodes:
-                mapping[node] = graph.node_copy(node, lambda n: mapping[n])
-        graph.output(tuple(mapping[n] for n in results))
-        struct_types = [
-            StructType(tuple(TensorType.of(n.meta["val"]) for n in group)) for group in carried
-        ]
-        return Leaf(
-            f"{leaf.name}.{suffix}",
-            module_of(graph),
-            (*struct_types, *(leaf.input_types[i] for i in inputs)),
-            tuple(output_types),
-            level=leaf.level,
-            kernels=leaf.kernels,
-        )

@@ -35,7 +35,7 @@ UNSTABLE = ("torch.fx.experimental",)
 STABLE = {"_buffers", "_modules", "_parameters"}
 
 DYNAMIC_IMPORTS = {"import_module", "__import__", "find_spec"}
-ATTRIBUTE_CALLS = {"getattr", "hasattr", "setattr", "delattr"}
+ATTRIBUTE_CALLS = {"getattr", "hasattr", "setattr", "delattr", "object"}  # of mock.patch
 
 PRIVATE_PART = re.compile(r"_[a-zA-Z]\w*")  # _x, but not __doc__
 
@@ -186,7 +186,7 @@ class PrivateTorchNames(ast.NodeVisitor):
             self.generic_visit(node)
 
     def visit_Call(self, node: ast.Call) -> None:
-        if called_name(node) in ATTRIBUTE_CALLS:
+        if called_name(node) in ATTRIBUTE_CALLS and len(node.args) > 1:
             name = node.args[1]
             base = self.dotted(node.args[0])
             if base and isinstance(name, ast.Constant) and isinstance(name.value, str):
@@ -233,7 +233,7 @@ def foreign_private_attributes(tree: ast.AST, own: set[str]) -> list[tuple[int, 
         name: object = None
         if isinstance(node, ast.Attribute):
             name, base = node.attr, node.value
-        elif isinstance(node, ast.Call) and called_name(node) in ATTRIBUTE_CALLS:
+        elif isinstance(node, ast.Call) and called_name(node) in ATTRIBUTE_CALLS and node.args:
             base, literal = node.args[0], node.args[1]
             name = literal.value if isinstance(literal, ast.Constant) else None
         if not isinstance(name, str) or not PRIVATE_PART.fullmatch(name):

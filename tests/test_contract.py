@@ -1849,8 +1849,13 @@ def test_building_waits_in_one_method_that_takes_the_scope(async_compile: Any, w
 @contract(
     f"{INDUCTOR}.codegen.cpp.CppOverrides",
     f"{INDUCTOR}.codegen.cpp.CppVecOverrides",
+    f"{INDUCTOR}.codegen.cpp.CppOverrides.truncdiv",
+    f"{INDUCTOR}.codegen.cpp.CppVecOverrides.truncdiv",
 )
-def test_a_quotient_of_integers_is_written_as_a_division(scalar: Any, vector: Any) -> None:
+def test_a_quotient_of_integers_is_written_as_a_division(
+    scalar: Any, vector: Any, *quotients: Any
+) -> None:
+    assert all(map(callable, quotients))
     assert scalar.truncdiv("a", "b") == "a / b"
     before = [kind.__dict__["truncdiv"] for kind in (scalar, vector)]
     with quotients_checked():
@@ -1979,6 +1984,7 @@ def test_vector_units_are_probed_with_the_flags_and_the_header_of_kernels(
     "torch._inductor.cpu_vec_isa.VecISA",
     "torch._inductor.cpu_vec_isa.VecISA.check_build",
     "optional torch._inductor.cpu_vec_isa.VecISA._probe_load",
+    "attribute _probe_load",
 )
 def test_vector_units_are_asked_for_by_loading_an_object(
     isa_class: Any, check: Any, probe: Any
@@ -2415,9 +2421,11 @@ def test_a_transform_of_torch_func_shows_in_the_homes_of_operators(*_: Any) -> N
     "torch._inductor.runtime.hints.DeviceProperties",
     "torch._inductor.runtime.hints.DeviceProperties._fields",
     "torch._C",
+    "torch._inductor.runtime.hints.DeviceProperties.create",
+    "torch.utils._triton.triton_hash_with_backend",
 )
 def test_inductor_asks_these_facts_of_a_gpu(
-    utilities: Any, triton: Any, has_package: Any, properties: Any, fields: Any, _: Any
+    utilities: Any, triton: Any, has_package: Any, properties: Any, fields: Any, *_: Any
 ) -> None:
     assert callable(triton.triton_hash_with_backend)
     assert any(hasattr(value, "cache_clear") for value in vars(utilities).values())
@@ -2450,9 +2458,11 @@ def test_answers_for_a_gpu_end_with_their_context() -> None:
     "torch._inductor.runtime.triton_heuristics",
     "torch._inductor.runtime.triton_heuristics.StaticTritonCompileResult",
     "attribute _precompile_config",
+    "torch._inductor.async_compile.AsyncCompile.triton",
+    "torch._inductor.runtime.triton_helpers.set_driver_to_gpu",
 )
 def test_inductor_hands_over_kernels_as_text_and_compiles_them_one_by_one(
-    compiler: Any, modules: Any, load: Any, helpers: Any, heuristics: Any, static: Any
+    compiler: Any, modules: Any, load: Any, helpers: Any, heuristics: Any, static: Any, *_: Any
 ) -> None:
     assert list(inspect.signature(compiler.triton).parameters)[:3] == [
         "self",

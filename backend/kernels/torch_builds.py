@@ -167,12 +167,11 @@ def vector_units_probed_here() -> Iterator[None]:
 
     # Half of a first compile's time went to these probes, where nothing was built before.
     own_folder()
-    units = cpu_vec_isa.VecISA
     with ExitStack() as stack:
-        if hasattr(units, "_probe_load"):
-            built = _built_as_kernels(units.check_build)
-            stack.enter_context(mock.patch.object(units, "_probe_load", _loads_here))
-            stack.enter_context(mock.patch.object(units, "check_build", built))
+        if hasattr(cpu_vec_isa.VecISA, "_probe_load"):
+            built = _built_as_kernels(cpu_vec_isa.VecISA.check_build)
+            stack.enter_context(mock.patch.object(cpu_vec_isa.VecISA, "_probe_load", _loads_here))
+            stack.enter_context(mock.patch.object(cpu_vec_isa.VecISA, "check_build", built))
         if takes_the_first(config.cpp.simdlen):
             best = mock.patch.object(cpu_vec_isa, "valid_vec_isa_list", best_vector_units)
             stack.enter_context(best)

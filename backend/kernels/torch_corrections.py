@@ -39,7 +39,6 @@ from ...reuse.ir.operators import may_draw
 from ...reuse.ir.types import TensorType
 from ...reuse.process import package_digest
 
-_CHAIN = "_chain_random_ops_for_ordering"  # not before torch 2.13
 _MESSAGE = '"ZeroDivisionError"'
 _ONE = f"[](auto divisor) {{ TORCH_CHECK(divisor != 0, {_MESSAGE}); return divisor; }}"
 _MANY = (
@@ -73,8 +72,8 @@ def quotients_checked() -> Iterator[None]:
 
     one = staticmethod(_checked(CppOverrides.truncdiv, _ONE))
     many = staticmethod(_checked(CppVecOverrides.truncdiv, _MANY))
-    patched = mock.patch.object
-    with patched(CppOverrides, "truncdiv", one), patched(CppVecOverrides, "truncdiv", many):
+    checked = mock.patch.object(CppOverrides, "truncdiv", one)
+    with checked, mock.patch.object(CppVecOverrides, "truncdiv", many):
         yield
 
 
@@ -108,7 +107,10 @@ def drawn_in_order() -> Iterator[None]:
             last = self, draw.get_name()
         return result
 
-    no_chain = mock.patch.object(post_grad, _CHAIN, lambda graph: None, create=True)
+    # Not before torch 2.13.
+    no_chain = mock.patch.object(
+        post_grad, "_chain_random_ops_for_ordering", lambda graph: None, create=True
+    )
     with mock.patch.object(GraphLowering, "run_node", ordered), no_chain:
         yield
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ...autodiff.flat_structs import grouped
 from ...reuse.errors import VerifyError
 from ...reuse.ir.leaf import flat_types
 from ...reuse.ir.program import Call, Composite, Leaf, Pack, Program, Unpack, Value
@@ -122,7 +123,8 @@ class _Expansion:
         if isinstance(closure, Pack):
             env[call.results[0]] = tuple(s for v in call.args for s in env[v])
         elif isinstance(closure, Unpack):
-            env.update(_split(env[call.args[0]], call.results))
+            parts = grouped(env[call.args[0]], [value.type for value in call.results])
+            env.update(zip(call.results, map(tuple, parts), strict=True))
         elif isinstance(closure, Composite):
             inner = dict(zip(closure.program.inputs, (env[v] for v in call.args), strict=True))
             self.body(closure.program, inner, _join(path, call.path))
@@ -138,15 +140,6 @@ class _Expansion:
 
 def _join(path: str, name: str) -> str:
     return f"{path}.{name}" if path and name else path or name
-
-
-def _split(slots: Slots, values: Sequence[Value]) -> dict[Value, Slots]:
-    parts, position = {}, 0
-    for value in values:
-        size = len(flat_types([value.type]))
-        parts[value] = slots[position : position + size]
-        position += size
-    return parts
 
 
 def _summed_at_once(launches: Sequence[Launch]) -> Sequence[Launch]:

@@ -17,6 +17,7 @@ import torch
 import torch.fx
 from onnxscript import ir, optimizer, version_converter
 
+from ...autodiff.flat_structs import grouped
 from ...autodiff.traces.forwards import trace_forward_on
 from ...autodiff.traces.origins import origin_of
 from ...autodiff.traces.torch_make_fx import fake_tensor, new_fake_mode, sizes_kept_open
@@ -192,9 +193,8 @@ class _Builder:
                 env[call.results[0]] = tuple(args)
             else:
                 outputs = args if isinstance(call.closure, Unpack) else self._node(call, args, body)
-                rest = iter(outputs)
-                for value in call.results:
-                    env[value] = tuple(next(rest) for _ in flat_types([value.type]))
+                bundles = grouped(outputs, [value.type for value in call.results])
+                env.update(zip(call.results, map(tuple, bundles), strict=True))
 
     def _node(self, call: Call, args: Sequence[ir.Value], body: _Body) -> Sequence[ir.Value]:
         function = self._functions[call.closure]
