@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch.fx
 
@@ -170,6 +170,16 @@ def _in_graph(leaf: Leaf, through: Through) -> Flows:
 
 def _union(parts: Iterable[Inputs]) -> Inputs:
     return frozenset().union(*parts)
+
+
+def needed_calls(calls: Sequence[Call], outputs: Iterable[Value]) -> list[Call]:
+    """Returns the calls that some outputs are computed from, in their order."""
+    needed, kept = set(outputs), []
+    for call in reversed(calls):
+        if not needed.isdisjoint(call.results):
+            needed.update(call.args)
+            kept.append(call)
+    return kept[::-1]
 
 
 class Draws:

@@ -11,12 +11,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from arena_proof import check_no_overlap
 from problem_csv import read_problem_csv, write_offsets_csv
 from training_buffers import RECOMPUTED, SAVED, training_step
 
 from lazyinline.backend.arena.arena import ArenaPlan, plan
 from lazyinline.backend.arena.live_ranges import Buffers
-from lazyinline.backend.arena.proof import check_no_overlap
 
 BLOCKS = {"recomputed": RECOMPUTED, "saved": SAVED}
 

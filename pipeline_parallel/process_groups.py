@@ -138,8 +138,7 @@ class Ranks:
 
     def merged(self, own: Mapping[Any, Any]) -> dict[Any, Any]:
         """Returns what all ranks of the pipeline hand in, together."""
-        everyone: list[Any] = [None] * self.num_ranks
-        dist.all_gather_object(everyone, dict(own), group=self.group)
+        everyone = _gathered(dict(own), self.group)
         return {key: value for part in everyone for key, value in part.items()}
 
     def check_same(self, program: Program, table: ActionTable) -> None:
@@ -174,9 +173,7 @@ class Ranks:
             self._compare(own, text, group=self.data_group)
 
     def _compare(self, own: Mapping[str, Any], text: str, group: Any = None) -> None:
-        group = self.group if group is None else group
-        everyone: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(everyone, dict(own), group=group)
+        everyone = _gathered(dict(own), self.group if group is None else group)
         different = []
         for key in dict.fromkeys(k for other in everyone for k in other):
             values: dict[Any, list[int]] = {}
@@ -198,8 +195,7 @@ class Ranks:
         Args:
             place: the same text for ranks that share what they leave; "" shares nothing.
         """
-        everyone: list[Any] = [None] * self.num_ranks
-        dist.all_gather_object(everyone, place or f"rank {self.rank}", group=self.group)
+        everyone = _gathered(place or f"rank {self.rank}", self.group)
         # One barrier for all: the leader comes to it after its turn, the others before theirs.
         leads = everyone.index(everyone[self.rank]) == self.rank
         if not leads:
@@ -218,22 +214,12 @@ class Ranks:
         shared = {n: ranks for n, ranks in users.items() if len(ranks) > 1}
         groups: dict[tuple[int, ...], Any] = {}
         for members in dict.fromkeys(shared.values()):
-            groups[members] = self._subgroup(members)
+            subsets = [[row[m] for m in members] for row in self.rows]
+            groups[members] = _member_group(subsets, self.timeout)
         own = {n: groups[ranks] for n, ranks in shared.items() if self.rank in ranks}
         for name in own:
             sums.add_parameter(name, types[name])
         return Reduction(sums, own, self.data_group, len(self.rows))
-
-    def _subgroup(self, members: Sequence[int]) -> Any:
-        """Makes the group of some ranks of every pipeline; all ranks call this alike."""
-        made = None
-        # ``new_group`` is a collective: ranks that are not in a group help to make it.
-        for row in self.rows:
-            ranks = [row[m] for m in members]
-            group = dist.new_group(ranks, timeout=self.timeout)
-            if dist.get_rank() in ranks:
-                made = group
-        return made
 
 
 @dataclass(frozen=True)
@@ -324,9 +310,17 @@ def _rows(mesh: Any) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(row) for row in ranks.tolist())
 
 
+def _gathered(own: object, group: Any) -> list[Any]:
+    """Returns what each rank of a group hands in."""
+    everyone: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, own, group=group)
+    return everyone
+
+
 def _member_group(sets: Iterable[Sequence[int]], timeout: datetime.timedelta) -> Any:
     """Makes a group of each set of ranks; returns the one that this rank is in."""
     own = None
+    # ``new_group`` is a collective: ranks that are not in a group help to make it.
     for ranks in sets:
         group = dist.new_group(list(ranks), timeout=timeout)
         if dist.get_rank() in ranks:

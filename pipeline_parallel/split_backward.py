@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 import torch.fx
 
 from ..autodiff.flat_structs import grouped
+from ..autodiff.flows import needed_calls
 from ..autodiff.traces.joint_cut import ancestors, extract
 from ..reuse.ir.leaf import node_type
 from ..reuse.ir.operators import is_view, mutated_args
@@ -108,9 +109,10 @@ class _BodySplit:
         self._early_calls.reverse()
         self._late_calls.reverse()
         program = self._program
-        late_calls = _used_calls(self._late_calls, [program.outputs[i] for i in self._late_outputs])
-        wanted = [v for call in late_calls for v in call.args]
-        wanted += [program.outputs[i] for i in self._late_outputs]
+        late_results = [program.outputs[i] for i in self._late_outputs]
+        # Without the unpacking that only the early half needs.
+        late_calls = needed_calls(self._late_calls, late_results)
+        wanted = [v for call in late_calls for v in call.args] + late_results
         made = {v for call in self._early_calls for v in call.results}
         made_late = {v for call in late_calls for v in call.results}
         carried = list(dict.fromkeys(v for v in wanted if v in made and v not in made_late))
@@ -186,17 +188,6 @@ class _BodySplit:
         unpack = Call(Unpack(struct), (packed,), tuple(carried))
         body = Program((packed, *kept), (unpack, *calls), outputs)
         return Composite(f"{self._closure.name}.late", body)
-
-
-def _used_calls(calls: Sequence[Call], outputs: Iterable[Value]) -> list[Call]:
-    """Drops calls that no output depends on (unpacking that only the early half needs)."""
-    used = set(outputs)
-    kept = []
-    for call in reversed(calls):
-        if any(v in used for v in call.results):
-            used.update(call.args)
-            kept.append(call)
-    return kept[::-1]
 
 
 def _positions(inputs: Sequence[Value], wanted: Iterable[Value]) -> Positions:

@@ -17,6 +17,7 @@ import decoders as models
 import pytest
 import torch
 import triton_on_cpu
+from arena_proof import check_no_overlap
 from hugging_face import VOCABULARY
 from stream_orders import an_order, assert_unordered_uses_share_nothing, reordered, traced
 from torch import nn
@@ -24,7 +25,6 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 import lazyinline
 from lazyinline import lazy_inline
-from lazyinline.backend.arena.proof import check_no_overlap
 from lazyinline.backend.gpu.streams import may_move, on_two_streams
 from lazyinline.backend.gpu.torch_triton import TritonKernel
 from lazyinline.backend.launches.kernel_list import KernelList, View

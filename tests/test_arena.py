@@ -9,6 +9,7 @@ from types import ModuleType
 import memory_plan
 import numpy as np
 import pytest
+from arena_proof import check_no_overlap
 from comparing import num_calls
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -17,7 +18,6 @@ from problem_csv import read_problem_csv, write_offsets_csv
 from lazyinline.backend.arena import packing
 from lazyinline.backend.arena.arena import ArenaPlan, plan
 from lazyinline.backend.arena.live_ranges import Buffers, breadth, lower_bound
-from lazyinline.backend.arena.proof import check_no_overlap
 from lazyinline.backend.arena.repeats import chains, patterns, splits
 from lazyinline.backend.launches import torch_native
 from lazyinline.reuse.errors import PlanError, VerifyError

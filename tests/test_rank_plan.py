@@ -5,10 +5,10 @@ import random
 import numpy as np
 import pytest
 import torch
+from arena_proof import check_no_overlap
 from decoders import DecoderBlock, llama
 
 from lazyinline import PipelineError, lazy_inline
-from lazyinline.backend.arena.proof import check_no_overlap
 from lazyinline.backend.run.rank_program import RankPlan, RankProgram
 from lazyinline.frontend.compiler import PASSES
 from lazyinline.frontend.options import Options

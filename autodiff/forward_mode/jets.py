@@ -37,11 +37,6 @@ class Jet:
     primal: Tensor
     coefficients: Coefficients
 
-    @property
-    def tensors(self) -> list[Tensor]:
-        """Returns all coefficients, in a fixed order."""
-        return [t for _, lanes in sorted(self.coefficients.items()) for t in lanes]
-
 
 class Lanes:
     """Computes the coefficients of a series: direction by direction, or all in one batch."""
@@ -204,7 +199,7 @@ def _conformed(tensor: Tensor, shape: tuple[Any, ...], dtype: torch.dtype, many:
 
 
 def like(coefficients: Coefficients, tensors: Sequence[Tensor]) -> dict[int, tuple[Tensor, ...]]:
-    """Returns tensors, in the order of :attr:`Jet.tensors`, as coefficients."""
+    """Returns tensors, lane by lane from the lowest order on, as coefficients."""
     rest = iter(tensors)
     return {
         order: tuple(next(rest) for _ in lanes) for order, lanes in sorted(coefficients.items())

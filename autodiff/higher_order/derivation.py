@@ -17,7 +17,9 @@ import torch.fx
 from ...reuse.errors import CaptureError
 from ...reuse.ir.leaf import stamp_of
 from ...reuse.ir.program import Call, Leaf, Program, Value, outputs_of, walk_closures
+from ..flows import needed_calls
 from ..forward_mode.series import Series
+from ..traces.joint_cut import ancestors
 
 
 @dataclass(frozen=True)
@@ -106,12 +108,7 @@ def calls_between(
         if not active.isdisjoint(call.args):
             active.update(call.results)
             reached.append(call)
-    needed, between = set(outputs), []
-    for call in reversed(reached):
-        if not needed.isdisjoint(call.results):
-            needed.update(call.args)
-            between.append(call)
-    return between[::-1]
+    return needed_calls(reached, outputs)
 
 
 def refuse_hidden_paths(
@@ -137,9 +134,7 @@ def refuse_hidden_paths(
         )
     # Inputs of the program may depend on one another outside of it, where no call shows.
     needed = set(asked.outputs)
-    for call in reversed(calls):
-        if not needed.isdisjoint(call.results):
-            needed.update(call.args)
+    needed.update(v for call in needed_calls(calls, asked.outputs) for v in call.args)
     beside = [v for v in may_depend if v in needed and v not in wanted]
     if beside and not wanted.isdisjoint(inputs):
         raise CaptureError(
@@ -163,9 +158,4 @@ def _may_be_of(call: Call, result: Value, value: Value) -> bool:
     if not isinstance(call.closure, Leaf):
         return True
     nodes = dict(zip(call.results, outputs_of(call.closure.module), strict=True))
-    seen, pending = {nodes[result]}, [nodes[result]]
-    while pending:
-        new = [n for n in pending.pop().all_input_nodes if n not in seen]
-        seen.update(new)
-        pending += new
-    return nodes[value] in seen
+    return nodes[value] in ancestors([nodes[result]])

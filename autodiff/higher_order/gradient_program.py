@@ -11,19 +11,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from types import BuiltinFunctionType
 
-from ...reuse.ir.program import (
-    Call,
-    Composite,
-    Leaf,
-    Program,
-    Source,
-    Value,
-    walk_closures,
-)
+from ...reuse.ir.program import Composite, Leaf, Program, Source, walk_closures
 from ...reuse.torch_names import OPERATOR_TYPES
 from ..derivative import Differentiator, Recipe, Request
 from ..flat_structs import FlatStructs
-from ..flows import Draws
+from ..flows import Draws, needed_calls
 from ..traces.torch_differentiable import DIFFERENTIABLE
 from ..training_program import training_program
 
@@ -81,20 +73,10 @@ class GradientPrograms:
         draws = Draws()
         drawing = [call for call in both.calls if draws.of_closure(call.closure)]
         drawn = [value for call in drawing for value in call.results]
-        calls = needed_calls(both.calls, (*gradients, *drawn))
+        calls = tuple(needed_calls(both.calls, (*gradients, *drawn)))
         alone = Program(both.inputs, calls, gradients, both.sources)
         flat = self._flat.program(alone)
         return GradientProgram(flat, seeded, derivative.gradient_inputs)
-
-
-def needed_calls(calls: Sequence[Call], outputs: Sequence[Value]) -> tuple[Call, ...]:
-    """Returns the calls that some outputs are computed from."""
-    needed, kept = set(outputs), []
-    for call in reversed(calls):
-        if any(result in needed for result in call.results):
-            needed.update(call.args)
-            kept.append(call)
-    return tuple(reversed(kept))
 
 
 def own_derivative(program: Program) -> str:

@@ -19,10 +19,6 @@ import torch.fx
 from ...reuse.ir.operators import is_view
 
 
-def _zeros(size: Any, *, device: Any = None, **options: Any) -> torch.Tensor:
-    return torch.zeros(size, device=device, **options)
-
-
 def _written(write: Any, of_number: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """Returns what applies an operator to numbers; those that are one in memory stay one."""
 
@@ -40,22 +36,19 @@ def _written(write: Any, of_number: Callable[[Any], Any]) -> Callable[[Any], Any
     return written
 
 
-def _conjugate(number: Any) -> Any:
-    return number.conjugate()
-
-
 WRITTEN: Mapping[Any, Callable[..., Any]] = {
-    torch.ops.aten._conj.default: _written(torch.ops.aten._conj_physical.default, _conjugate),
+    torch.ops.aten._conj.default: _written(
+        torch.ops.aten._conj_physical.default, lambda number: number.conjugate()
+    ),
     torch.ops.aten._neg_view.default: _written(torch.ops.aten.neg.default, operator.neg),
 }
 """Operators that only mark memory, and what writes the numbers that they stand for."""
 
 PLAIN_ZEROS: Mapping[Any, Callable[..., torch.Tensor]] = {
-    torch.ops.aten._efficientzerotensor.default: _zeros
+    torch.ops.aten._efficientzerotensor.default: torch.zeros
 }
 """Not left for later: an operator on fake lazy zeros makes its result on the meta device."""
 
-_TWICE = (torch.ops.aten._conj.default, torch.ops.aten._neg_view.default)
 _WRITERS = (torch.ops.aten._conj_physical.default, torch.ops.aten.neg.default)
 
 
@@ -70,7 +63,7 @@ def is_lazy(node: torch.fx.Node) -> bool:
 def drop_pairs(module: torch.fx.GraphModule) -> None:
     """Removes marks that undo each other: both are views, so it is the very same tensor."""
     for node in module.graph.nodes:
-        before = node.args[0] if node.target in _TWICE else None
+        before = node.args[0] if is_lazy(node) else None
         if isinstance(before, torch.fx.Node) and before.target is node.target:
             node.replace_all_uses_with(before.args[0])
     module.graph.eliminate_dead_code()

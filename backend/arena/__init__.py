@@ -4,5 +4,4 @@ arena        the planner: choices of strategy, and the plan
 live_ranges  buffers with live ranges, and the bytes live at once
 packing      buffers placed one by one: first fit, best fit
 repeats      repeated scratch, planned once per different block
-proof        no two buffers share a byte while both are live
 """

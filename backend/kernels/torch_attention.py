@@ -135,13 +135,7 @@ def _has_gaps(like: torch.Tensor) -> bool:
 
 
 def _plain(graph: torch.fx.Graph, node: torch.fx.Node, copies: Copies) -> torch.fx.Node:
-    arguments = _arguments(node)
-    query, key, value = (copies[arguments[name]] for name in ("query", "key", "value"))
-    positional = (query, key, value, None, 0.0, arguments["is_causal"])
-    named = {name: arguments[name] for name in ("scale", "enable_gqa")}
-    pair = graph.call_function(_PLAIN, positional, named)
-    first = graph.call_function(operator.getitem, (pair, 0))
-    return _laid_out(graph, first, node.meta["val"])
+    return _laid_out(graph, _Attention.of(graph, node, copies).plain(), node.meta["val"])
 
 
 # ---- scratch of the fused kernel on a CPU ------------------------------------------------------
@@ -278,9 +272,7 @@ def _native_dropout(graph: torch.fx.Graph, node: torch.fx.Node, copies: Copies) 
 
 
 def _written_for_gpu(graph: torch.fx.Graph, node: torch.fx.Node, copies: Copies) -> torch.fx.Node:
-    given = _arguments(node)
-    operands = {n: copies[x] for n, x in given.items() if isinstance(x, torch.fx.Node)}
-    return _laid_out(graph, _Attention(graph, given, operands).written(), node.meta["val"])
+    return _laid_out(graph, _Attention.of(graph, node, copies).as_on_gpu(), node.meta["val"])
 
 
 @dataclass(frozen=True)
@@ -297,21 +289,27 @@ class _Attention:
     given: dict[str, Any]
     operands: dict[str, torch.fx.Node]
 
-    def written(self) -> torch.fx.Node:
-        """Writes it; returns its result."""
-        return self._kind()()
+    @classmethod
+    def of(cls, graph: torch.fx.Graph, node: torch.fx.Node, copies: Copies) -> _Attention:
+        given = _arguments(node)
+        operands = {n: copies[x] for n, x in given.items() if isinstance(x, torch.fx.Node)}
+        return cls(graph, given, operands)
 
-    def _kind(self) -> Callable[[], torch.fx.Node]:
+    def as_on_gpu(self) -> torch.fx.Node:
+        """Writes it as PyTorch chooses on a GPU; returns its result."""
         query, key, value = (self._seen(name) for name in ("query", "key", "value"))
         masked = self.given["attn_mask"] is not None
         heads = {query.shape[-1], key.shape[-1], value.shape[-1]}
         fits = all(t.dim() == 4 and 0 not in t.shape for t in (query, key, value))
         wide = 16 // query.element_size()  # elements of the widest load
         if not fits or any(head % wide for head in heads) or (masked and self.given["is_causal"]):
-            return self._plain
+            return self.plain()
         if query.dtype in _HALF and not masked and len(heads) == 1 and max(heads) <= _MAX_HEAD:
-            return self._flash
-        return self._efficient if query.dtype in (*_HALF, torch.float32) else self._plain
+            return self._fused(_FLASH, self.given["dropout_p"], self.given["is_causal"], False)
+        if query.dtype not in (*_HALF, torch.float32):
+            return self.plain()
+        bias = self._bias() if masked else None
+        return self._fused(_EFFICIENT, bias, True, self.given["dropout_p"], self.given["is_causal"])
 
     def _seen(self, name: str) -> torch.Tensor:
         value: torch.Tensor = self.given[name].meta["val"]
@@ -320,27 +318,12 @@ class _Attention:
     def _call(self, target: Any, *args: Any, **kwargs: Any) -> torch.fx.Node:
         return self.graph.call_function(target, args, kwargs)
 
-    def _first(self, results: torch.fx.Node) -> torch.fx.Node:
-        return self._call(operator.getitem, results, 0)
+    def _fused(self, target: Any, *options: Any) -> torch.fx.Node:
+        made = self._call(target, *self._repeated(), *options, scale=self.given["scale"])
+        return self._call(operator.getitem, made, 0)
 
-    def _flash(self) -> torch.fx.Node:
-        query, key, value = self._repeated()
-        dropout, causal = self.given["dropout_p"], self.given["is_causal"]
-        made = self._call(
-            _FLASH, query, key, value, dropout, causal, False, scale=self.given["scale"]
-        )
-        return self._first(made)
-
-    def _efficient(self) -> torch.fx.Node:
-        query, key, value = self._repeated()
-        dropout, causal = self.given["dropout_p"], self.given["is_causal"]
-        bias = self._bias() if self.given["attn_mask"] is not None else None
-        made = self._call(
-            _EFFICIENT, query, key, value, bias, True, dropout, causal, scale=self.given["scale"]
-        )
-        return self._first(made)
-
-    def _plain(self) -> torch.fx.Node:
+    def plain(self) -> torch.fx.Node:
+        """Writes it as products and a softmax; returns its result."""
         operands = [self.operands[name] for name in ("query", "key", "value")]
         made = self._call(
             _PLAIN,
@@ -351,7 +334,7 @@ class _Attention:
             scale=self.given["scale"],
             enable_gqa=self.given["enable_gqa"],
         )
-        return self._first(made)
+        return self._call(operator.getitem, made, 0)
 
     def _repeated(self) -> list[torch.fx.Node]:
         """The operands, with keys and values repeated where several heads share one."""

@@ -147,13 +147,8 @@ class UnplannedStep:
 
     @property
     def outside_bytes(self) -> int:
-        """Most bytes at one time in what closures give each other."""
+        """Most bytes at one time in what closures give each other; scratch inside is left out."""
         return live_bytes(self._flat)
-
-    @property
-    def held_bytes(self) -> int:
-        """Most bytes that a run holds, but for the scratch inside a closure."""
-        return self.outside_bytes
 
     def foreign_launches(self) -> list[str]:
         """Names of the closures: each allocates its own results."""

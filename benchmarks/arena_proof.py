@@ -10,7 +10,7 @@ from bisect import bisect_left
 import numpy as np
 import numpy.typing as npt
 
-from ...reuse.errors import VerifyError
+from lazyinline.reuse.errors import VerifyError
 
 
 def check_no_overlap(
