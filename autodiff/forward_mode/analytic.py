@@ -7,7 +7,7 @@ coefficients up to that order, by the differential equation that the function so
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TypeAlias
 
 import torch
@@ -21,11 +21,6 @@ TaylorCoefficients: TypeAlias = Callable[..., list[Coefficient]]
 def tanh(x: Tensor, y: Tensor, order: int) -> list[Coefficient]:
     """Solves ``y' = 1 - y^2``."""
     return _quadratic(y, 1 - y * y, order, 0, -1)
-
-
-def tan(x: Tensor, y: Tensor, order: int) -> list[Coefficient]:
-    """Solves ``y' = 1 + y^2``."""
-    return _quadratic(y, 1 + y * y, order, 0, 1)
 
 
 def sigmoid(x: Tensor, y: Tensor, order: int) -> list[Coefficient]:
@@ -56,46 +51,15 @@ def exp(x: Tensor, y: Tensor, order: int) -> list[Coefficient]:
     return [y, *(scaled(y, 1 / math.factorial(k)) for k in range(1, order + 1))]
 
 
-def expm1(x: Tensor, y: Tensor, order: int) -> list[Coefficient]:
-    """Expands ``exp(x) - 1``."""
-    return [y, *exp(x, y + 1, order)[1:]]
-
-
-def sin(x: Tensor, y: Tensor, order: int) -> list[Coefficient]:
-    """Expands sine."""
-    return _turning(y, torch.cos(x), order)
-
-
-def cos(x: Tensor, y: Tensor, order: int) -> list[Coefficient]:
-    """Expands cosine."""
-    return _turning(y, -torch.sin(x), order)
-
-
-def _turning(y: Tensor, slope: Tensor, order: int) -> list[Coefficient]:
-    signs = (1, 1, -1, -1)
+def _turning(y: Tensor, slope: Tensor, order: int, sign: int) -> list[Coefficient]:
+    """Solves ``y'' = sign y``."""
+    signs = (1, 1, sign, sign)
     return [scaled((y, slope)[k % 2], signs[k % 4] / math.factorial(k)) for k in range(order + 1)]
-
-
-def sinh(x: Tensor, y: Tensor, order: int) -> list[Coefficient]:
-    """Expands the hyperbolic sine."""
-    pair = (y, torch.cosh(x))
-    return [scaled(pair[k % 2], 1 / math.factorial(k)) for k in range(order + 1)]
-
-
-def cosh(x: Tensor, y: Tensor, order: int) -> list[Coefficient]:
-    """Expands the hyperbolic cosine."""
-    pair = (y, torch.sinh(x))
-    return [scaled(pair[k % 2], 1 / math.factorial(k)) for k in range(order + 1)]
 
 
 def log(x: Tensor, y: Tensor, order: int) -> list[Coefficient]:
     """Expands the natural logarithm."""
     return [y, *_integrated(reciprocal(x, torch.reciprocal(x), order - 1))]
-
-
-def log1p(x: Tensor, y: Tensor, order: int) -> list[Coefficient]:
-    """Expands ``log(1 + x)``."""
-    return log(1 + x, y, order)
 
 
 def _integrated(slopes: list[Coefficient]) -> list[Coefficient]:
@@ -125,21 +89,6 @@ def power(x: Tensor, y: Tensor, order: int, exponent: float) -> list[Coefficient
         else:
             found.append(scaled(x if left == 1 else x**left, factor))
     return found
-
-
-def square(x: Tensor, y: Tensor, order: int) -> list[Coefficient]:
-    """Expands ``x ** 2``."""
-    return power(x, y, order, 2)
-
-
-def sqrt(x: Tensor, y: Tensor, order: int) -> list[Coefficient]:
-    """Expands the square root."""
-    return _root(x, y, order, 0.5)
-
-
-def rsqrt(x: Tensor, y: Tensor, order: int) -> list[Coefficient]:
-    """Expands ``1 / sqrt(x)``."""
-    return _root(x, y, order, -0.5)
 
 
 def _root(x: Tensor, y: Tensor, order: int, exponent: float) -> list[Coefficient]:
@@ -198,3 +147,28 @@ def softplus(
     gate = sigmoid(steep, torch.sigmoid(steep), order - 1)
     inside = [scaled(c, beta**k / (k + 1)) for k, c in enumerate(gate)]
     return [y, *(torch.where(beyond, 1.0 if k == 0 else 0.0, c) for k, c in enumerate(inside))]
+
+
+BY_NAME: Mapping[str, TaylorCoefficients] = {
+    "cos": lambda x, y, order: _turning(y, -torch.sin(x), order, -1),
+    "cosh": lambda x, y, order: _turning(y, torch.sinh(x), order, 1),
+    "erf": erf,
+    "exp": exp,
+    "expm1": lambda x, y, order: [y, *exp(x, y + 1, order)[1:]],
+    "gelu": gelu,
+    "log": log,
+    "log1p": lambda x, y, order: log(1 + x, y, order),
+    "pow.Tensor_Scalar": power,
+    "reciprocal": reciprocal,
+    "rsqrt": lambda x, y, order: _root(x, y, order, -0.5),
+    "sigmoid": sigmoid,
+    "silu": silu,
+    "sin": lambda x, y, order: _turning(y, torch.cos(x), order, -1),
+    "sinh": lambda x, y, order: _turning(y, torch.cosh(x), order, 1),
+    "softplus": softplus,
+    "sqrt": lambda x, y, order: _root(x, y, order, 0.5),
+    "square": lambda x, y, order: power(x, y, order, 2),
+    "tan": lambda x, y, order: _quadratic(y, 1 + y * y, order, 0, 1),  # y' = 1 + y^2
+    "tanh": tanh,
+}
+"""By the name of an operator."""

@@ -149,21 +149,16 @@ def multiply(lanes: Lanes, target: Any, operands: Operands) -> Any:
 
 
 def matrices(lanes: Lanes, target: Any, operands: Operands) -> Any:
-    """Differentiates a matrix product: with a constant, one product for all coefficients."""
+    """Differentiates a product of matrices, or of batches of them."""
     a, b = operands.args[:2]
     if operands.kwargs or len(operands.args) > 2:
         return NotImplemented
-    return matrix_product(lanes, target, a, b)
-
-
-def matrix_product(lanes: Lanes, product: Product, a: Any, b: Any) -> Any:
-    """Returns the product of two matrices, or two batches of them, of which one has a series."""
     # Linear in the one that moves: its value and all coefficients are rows of one matrix.
     if not isinstance(b, Jet):
-        return lanes.at_once(lambda rows: product(rows, b), a, -2)
+        return lanes.at_once(lambda rows: target(rows, b), a, -2)
     if not isinstance(a, Jet):
-        return lanes.at_once(lambda columns: product(a, columns), b, -1)
-    return Jet(product(a.primal, b.primal), _product(lanes, product, a, b))
+        return lanes.at_once(lambda columns: target(a, columns), b, -1)
+    return Jet(target(a.primal, b.primal), _product(lanes, target, a, b))
 
 
 def pairwise(lanes: Lanes, target: Any, operands: Operands) -> Any:
@@ -297,26 +292,16 @@ def jointly(*places: int) -> Rule:
     return rule
 
 
-def add(lanes: Lanes, target: Any, operands: Operands) -> Any:
-    """Differentiates ``a + alpha b``."""
-    return _sum(lanes, target, operands, 1)
-
-
-def subtract(lanes: Lanes, target: Any, operands: Operands) -> Any:
-    """Differentiates ``a - alpha b``."""
-    return _sum(lanes, target, operands, -1)
-
-
-def _sum(lanes: Lanes, target: Any, operands: Operands, sign: int) -> Any:
+def add(lanes: Lanes, target: Any, operands: Operands, *, sign: int) -> Any:
+    """Differentiates ``a + sign alpha b``."""
     a, b = operands.args[:2]
     factor = sign * operands.option("alpha", 2, 1)
-    return lanes.conformed(operands.call(target), sum_of(lanes, a, b, factor))
+    return lanes.conformed(operands.call(target), _sum(lanes, a, b, factor))
 
 
-def sum_of(lanes: Lanes, a: Any, b: Any, factor: Any = 1) -> Any:
-    """Returns the coefficients of ``a + factor b``."""
+def _sum(lanes: Lanes, a: Any, b: Any, factor: Any) -> Coefficients:
     if not isinstance(b, Jet):
-        return a.coefficients
+        return a.coefficients  # type: ignore[no-any-return]
 
     def push(
         first: Sequence[Coefficient], second: Sequence[Coefficient]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,11 +20,6 @@ from .jets import Rule
 def _names(text: str) -> tuple[str, ...]:
     return tuple(text.split())
 
-
-_ONE_VARIABLE = _names("""
-    cos cosh erf exp expm1 gelu log log1p reciprocal rsqrt sigmoid silu sin sinh softplus sqrt
-    square tan tanh
-""")
 
 _MADE_OF_LINES = _names("abs clamp clamp_max clamp_min hardtanh leaky_relu relu")
 
@@ -64,7 +60,7 @@ _CONSTANT = _names("""
 """)
 
 RULES: Mapping[str, Rule] = {
-    **{name: rules.of_one_variable(getattr(analytic, name)) for name in _ONE_VARIABLE},
+    **{name: rules.of_one_variable(taylor) for name, taylor in analytic.BY_NAME.items()},
     **dict.fromkeys(_MADE_OF_LINES, rules.made_of_lines),
     **dict.fromkeys(_LINEAR_IN_THE_FIRST, rules.first_operand()),
     **{name: rules.jointly(*places) for name, places in _LINEAR_TOGETHER.items()},
@@ -72,7 +68,7 @@ RULES: Mapping[str, Rule] = {
     "_log_softmax": rules.log_softmax,
     "_safe_softmax": rules.softmax,
     "_softmax": rules.softmax,
-    "add": rules.add,
+    "add": partial(rules.add, sign=1),
     "bmm": rules.matrices,
     "constant_pad_nd": rules.first_operand(2),
     "div": rules.divide,
@@ -83,8 +79,7 @@ RULES: Mapping[str, Rule] = {
     "mul": rules.multiply,
     "mv": rules.pairwise,
     "native_dropout": rules.dropout,
-    "pow.Tensor_Scalar": rules.of_one_variable(analytic.power),
-    "sub": rules.subtract,
+    "sub": partial(rules.add, sign=-1),
 }
 """By the name of an operator, or of one overload of it."""
 
