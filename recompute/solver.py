@@ -32,20 +32,15 @@ def fewest_bytes(
         may_redo: which values may be computed again (what was drawn at random never may).
     """
     model = _CutModel(problem, may_redo)
-    weights = _scaled([v.num_bytes for v in problem.values])
-    total = sum(v.redo_s + v.save_s for v in problem.values) or 1.0
-    redo = np.array([v.redo_s for v in problem.values]) / total
-    return model.solve(weights, _TIE * redo)
+    point = model.solve(model.num_bytes, _TIE * model.redo_s)
+    assert point is not None, "values that must not be redone can all be saved"
+    return point
 
 
 def cheapest(problem: CutProblem, max_bytes: int | None = None) -> CutPoint | None:
     """Returns the cut with the least work within a number of bytes; None if there is none."""
     model = _CutModel(problem, lambda value: True)
-    total = sum(v.redo_s + v.save_s for v in problem.values) or 1.0
-    redo = np.array([v.redo_s for v in problem.values]) / total
-    save = np.array([v.save_s for v in problem.values]) / total
-    weights = _scaled([v.num_bytes for v in problem.values])
-    return model.solve_within(save + _TIE * weights, redo, max_bytes)
+    return model.solve(model.save_s + _TIE * model.num_bytes, model.redo_s, max_bytes)
 
 
 def frontier(problem: CutProblem, num_points: int) -> list[CutPoint]:
@@ -80,12 +75,19 @@ def pareto(points: Sequence[Any], key: Callable[[Any], tuple[float, float]]) -> 
 
 
 class _CutModel:
-    """The integer program of one closure: ``save`` and ``redo`` of each value, 0 or 1."""
+    """The integer program of one closure: ``save`` and ``redo`` of each value, 0 or 1.
+
+    Bytes and seconds are scaled to a sum of one, for a solver whose tolerances are absolute.
+    """
 
     def __init__(self, problem: CutProblem, may_redo: Callable[[ForwardValue], bool]) -> None:
         self._problem = problem
         values = problem.values
         count = self._count = len(values)
+        sizes = np.array([v.num_bytes for v in values], float)
+        seconds = np.array([(v.redo_s, v.save_s) for v in values], float).reshape(-1, 2)
+        self.num_bytes = sizes / (sizes.sum() or 1.0)
+        self.redo_s, self.save_s = (seconds / (seconds.sum() or 1.0)).T
         rows: list[dict[int, float]] = []
         low: list[float] = []
         for index, value in enumerate(values):
@@ -104,14 +106,8 @@ class _CutModel:
         can_redo = [float(v.can_redo and may_redo(v)) for v in values]
         self._upper = np.array(can_save + can_redo)
 
-    def solve(self, save: np.ndarray, redo: np.ndarray) -> CutPoint:
-        """Returns the cut with the smallest weighted sum."""
-        point = self.solve_within(save, redo, None)
-        assert point is not None, "values that must not be redone can all be saved"
-        return point
-
-    def solve_within(
-        self, save: np.ndarray, redo: np.ndarray, max_bytes: int | None
+    def solve(
+        self, save: np.ndarray, redo: np.ndarray, max_bytes: int | None = None
     ) -> CutPoint | None:
         """Returns the cut with the smallest weighted sum within a number of bytes."""
         if not self._count:  # the backward needs nothing but what it is handed
@@ -123,7 +119,7 @@ class _CutModel:
             rows.append({i: -size / scale for i, size in sizes if size})
             low.append(-max_bytes / scale)
         weights = np.concatenate([save, redo])
-        found = _minimize(weights, rows, low, self._upper, np.ones(len(weights)))
+        found = _minimize(weights, rows, low, self._upper)
         if found is None:
             return None
         values = self._problem.values
@@ -131,12 +127,6 @@ class _CutModel:
         point = self._problem.evaluate(saved)
         assert point is not None, "the solver broke a constraint"
         return point if max_bytes is None or point.num_bytes <= max_bytes else None
-
-
-def _scaled(numbers: Sequence[float]) -> np.ndarray:
-    """Returns numbers divided by their sum, for a solver whose tolerances are absolute."""
-    array = np.array(numbers, float)
-    return array / (array.sum() or 1.0)
 
 
 # ---- many calls --------------------------------------------------------------------------
@@ -160,38 +150,6 @@ class Group:
     compiled: frozenset[int] = frozenset()
     max_variants: int = 3
 
-    def only(self, places: Sequence[int]) -> Group:
-        """The same calls with some of the variants."""
-        return Group(
-            self.num_calls,
-            tuple(self.num_bytes[i] for i in places),
-            tuple(self.extra_s[i] for i in places),
-            frozenset(places.index(i) for i in self.compiled),
-            self.max_variants,
-        )
-
-    def bytes_of(self, counts: Sequence[int]) -> int:
-        """Returns the bytes that so many calls of each variant save together."""
-        return sum(n * size for n, size in zip(counts, self.num_bytes, strict=True))
-
-    def steps(self) -> list[tuple[int, float, float]]:
-        """From hull point to hull point: bytes added, seconds saved, seconds per byte."""
-        found, here, last = [], 0, len(self.num_bytes) - 1
-        while here < last:
-            slopes = [
-                (
-                    (self.extra_s[here] - self.extra_s[i])
-                    / (self.num_bytes[i] - self.num_bytes[here]),
-                    i,
-                )
-                for i in range(here + 1, last + 1)
-            ]
-            slope, there = max(slopes)
-            added = self.num_bytes[there] - self.num_bytes[here]
-            found.append((added, self.extra_s[here] - self.extra_s[there], slope))
-            here = there
-        return found
-
 
 def spread(groups: Sequence[Group], max_bytes: int) -> list[tuple[int, ...]] | None:
     """Says how many calls of each group take which variant: the least work within the bytes.
@@ -206,62 +164,16 @@ def spread(groups: Sequence[Group], max_bytes: int) -> list[tuple[int, ...]] | N
     Returns:
         For each group the counts by variant, or None if the bytes do not suffice.
     """
-    places = _promising(groups, max_bytes)
-    if places is not None:
-        kept = [g.only(p) for g, p in zip(groups, places, strict=True)]
-        found = _spread_within(kept, max_bytes)
-        assert found is not None, "the greedy spread is among what was kept"
-        counts = []
-        for group, where, numbers in zip(groups, places, found, strict=True):
-            by_place = dict(zip(where, numbers, strict=True))
-            counts.append(tuple(by_place.get(i, 0) for i in range(len(group.num_bytes))))
-        return counts
-    return _spread_within(groups, max_bytes)
-
-
-def _spread_within(groups: Sequence[Group], max_bytes: int) -> list[tuple[int, ...]] | None:
-    """Spreads by the solver, whose bounds have a tolerance of a millionth; a budget has none.
-
-    What it takes too much is asked for less: exact but where the best spread is that close to the
-    budget, and never above it.
-    """
+    # The solver's bounds have a tolerance of a millionth, and a budget has none. What it takes too
+    # much is asked for less: exact but where the best spread is that close to the budget.
     asked = max_bytes
     while (found := _spread(groups, asked)) is not None:
         pairs = zip(groups, found, strict=True)
-        used = sum(g.bytes_of(counts) for g, counts in pairs)
+        used = sum(n * b for g, counts in pairs for n, b in zip(counts, g.num_bytes, strict=True))
         if used <= max_bytes:
             break
         asked -= used - max_bytes
     return found
-
-
-def _promising(groups: Sequence[Group], max_bytes: int) -> list[list[int]] | None:
-    """Returns the variants that an optimal spread can use; None if nothing is known.
-
-    Bytes get the price at which a spread with fractions would just fit. What a call pays above
-    the cheapest variant at that price is lost; a variant whose loss exceeds the gap between a
-    whole-numbered spread and the fractional one cannot be part of anything better.
-    """
-    if any(g.max_variants - len(g.compiled - {0}) < 3 for g in groups):
-        return None  # the greedy spread takes up to three, the smallest among them
-    steps = [(g, *step) for g in groups for step in g.steps()]
-    steps.sort(key=lambda s: -s[3])
-    room = max_bytes - sum(g.num_calls * g.num_bytes[0] for g in groups)
-    if room < 0:
-        return None
-    price = gap = 0.0
-    for group, num_bytes, saved_s, slope in steps:
-        taken = min(group.num_calls, room // num_bytes)
-        room -= taken * num_bytes
-        if taken < group.num_calls:
-            price, gap = slope, saved_s * room / num_bytes
-            break
-    kept = []
-    for group in groups:
-        paid = [s + price * b for b, s in zip(group.num_bytes, group.extra_s, strict=True)]
-        limit = min(paid) + gap * (1 + 1e-9) + 1e-15
-        kept.append([i for i, p in enumerate(paid) if p <= limit or i in group.compiled])
-    return kept
 
 
 def _spread(groups: Sequence[Group], max_bytes: int) -> list[tuple[int, ...]] | None:
@@ -292,7 +204,7 @@ def _spread(groups: Sequence[Group], max_bytes: int) -> list[tuple[int, ...]] | 
     for group, start in zip(groups, starts, strict=False):
         lower[[total + start + v for v in group.compiled]] = 1.0
     weights = np.concatenate([work / (work.max(initial=0.0) or 1.0), np.full(total, _TIE)])
-    found = _minimize(weights, rows, low, upper, np.ones(2 * total), lower)
+    found = _minimize(weights, rows, low, upper, lower)
     if found is None:
         return None
     counts = np.rint(found[:total]).astype(int).tolist()
@@ -304,10 +216,9 @@ def _minimize(
     rows: Sequence[dict[int, float]],
     low: Sequence[float],
     upper: np.ndarray,
-    integral: np.ndarray,
     lower: np.ndarray | None = None,
 ) -> np.ndarray | None:
-    """Minimizes ``weights @ x`` with ``rows @ x >= low`` and ``lower <= x <= upper``."""
+    """Minimizes ``weights @ x`` for integers, ``rows @ x >= low`` and ``lower <= x <= upper``."""
     # Imported late: only a budget or a policy needs it.
     from scipy.optimize import Bounds, LinearConstraint, milp
     from scipy.sparse import csr_array
@@ -317,7 +228,7 @@ def _minimize(
     matrix = csr_array((data, (at_row, at_column)), shape=(len(rows), len(weights)))
     result = milp(
         weights,
-        integrality=integral,
+        integrality=np.ones(len(weights)),
         bounds=Bounds(np.zeros(len(weights)) if lower is None else lower, upper),
         constraints=[LinearConstraint(matrix, np.array(low), np.inf)] if entries else [],
         options={"mip_rel_gap": 0.0, "time_limit": _TIME_LIMIT_S},
