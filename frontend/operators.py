@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, TypeVar
 
 import torch
@@ -67,23 +68,23 @@ def check_rule(
                 raise DecompositionError(f"{error} Given {given}.") from error.__cause__
 
 
+@dataclass(frozen=True)
 class _Pair:
     """Holds an operator and its rule, to run on the same arguments."""
 
-    def __init__(
-        self, operator: Any, rule: Rule, parameters: Sequence[Parameter], arguments: Arguments
-    ) -> None:
-        self.operator, self.rule = operator, rule
-        self._keywords = {p.name for p in parameters if p.is_keyword}
-        self._arguments = arguments
+    operator: Any
+    rule: Rule
+    parameters: Sequence[Parameter]
+    arguments: Arguments
 
     def inputs(self, *, differentiable: bool = False) -> tuple[list[Any], Arguments]:
         """Returns a copy of the arguments, each tensor with its strides."""
-        leaves, tree = torch_pytree.flatten(self._arguments)
+        leaves, tree = torch_pytree.flatten(self.arguments)
         copies = [_copy(x, differentiable) if isinstance(x, torch.Tensor) else x for x in leaves]
         named = torch_pytree.unflatten(copies, tree)
-        given = [value for name, value in named.items() if name not in self._keywords]
-        return given, {name: value for name, value in named.items() if name in self._keywords}
+        keywords = {p.name for p in self.parameters if p.is_keyword}
+        given = [value for name, value in named.items() if name not in keywords]
+        return given, {name: value for name, value in named.items() if name in keywords}
 
     def wrong(self, what: str) -> DecompositionError:
         """Returns what is wrong with the rule, as an error."""
@@ -297,7 +298,7 @@ def _checked_operator(target: Any) -> Any:
         raise DecompositionError(
             f"{which}{target}.{names[0]}."
             if names
-            else f"{_described(target)} is no operator. A rule is for what torch.library.custom_op "
+            else f"{_name_of(target)!r} is no operator. A rule is for what torch.library.custom_op "
             "returned, or for torch.ops.<namespace>.<name>."
         )
     if is_pytorchs(found):
@@ -310,17 +311,14 @@ def _checked_operator(target: Any) -> Any:
     return found
 
 
-def _described(target: Any) -> str:
-    name = getattr(target, "__qualname__", None) or type(target).__name__
-    return f"{name!r}"
+def _name_of(target: Any) -> str:
+    return getattr(target, "__qualname__", None) or type(target).__name__
 
 
 def _place_of(function: Callable[..., Any]) -> str:
     code = getattr(inspect.unwrap(function), "__code__", None)
-    name = getattr(function, "__qualname__", type(function).__name__)
-    if code is None:
-        return name
-    return f"{os.path.basename(code.co_filename)}:{code.co_firstlineno} {name}"
+    where = f"{os.path.basename(code.co_filename)}:{code.co_firstlineno} " if code else ""
+    return where + _name_of(function)
 
 
 def _check_signature(operator: Any, rule: Rule) -> None:

@@ -295,7 +295,8 @@ class Pipeline:
         self._runs = self._planned or unplanned_rank(state)
         self._sum_names = sum_names(self._derived)
         self._sums = GradientSums()
-        self._parameters = self._own_parameters()
+        own = self._own_tensors()
+        self._parameters = {s.name: s for s in own if isinstance(s.tensor, nn.Parameter)}
         self._check_tensors(state.derived)
         self._steps = self._compile(state)
         from ..pipeline_parallel.torch_pipelining import ClosureStage, Runner
@@ -332,10 +333,6 @@ class Pipeline:
 
         return tensors
 
-    def _own_parameters(self) -> dict[str, ModelTensor]:
-        own = self._own_tensors()
-        return {s.name: s for s in own if isinstance(s.tensor, nn.Parameter)}
-
     def _check_tensors(self, derived: Sequence[StageDerivative]) -> None:
         """What several ranks hold must start from the same values."""
         check_runnable(self._model)
@@ -350,8 +347,7 @@ class Pipeline:
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yields the parameters that this rank's stages use, under the model's own names."""
-        for name, source in self._parameters.items():
-            parameter = self._guard.tensors[self._places[id(source)]]
+        for name, parameter in self._present_parameters().items():
             assert isinstance(parameter, nn.Parameter)
             yield tensor_name(name), parameter
 

@@ -131,11 +131,10 @@ def parts_of(value: Any) -> Sequence[Kind]:
 def is_whole(kind: type) -> bool:
     """Whether rows and attributes show all the state that an object of this class can have."""
     is_number = kind.__module__ == "numpy" and issubclass(kind, np.generic)
-    return is_number or all(map(_shows_its_part, kind.__mro__))
-
-
-def _shows_its_part(base: type) -> bool:
-    return base in _WHOLE or (is_class_statement(base) and is_looked_into(base))
+    return is_number or all(
+        base in _WHOLE or (is_class_statement(base) and is_looked_into(base))
+        for base in kind.__mro__
+    )
 
 
 def is_opaque(value: Any) -> bool:

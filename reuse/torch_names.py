@@ -33,14 +33,17 @@ CALL_SLOT = "_compiled_call_impl"
 @functools.cache
 def operators_tagged(tag: torch.Tag) -> tuple[Any, ...]:
     """Returns the operators of ATen that PyTorch gives a tag."""
-    found = []
-    for name in torch._C._dispatch_get_all_op_names():
-        space, _, rest = name.partition("::")
-        packet, _, overload = rest.partition(".")
-        operator_ = getattr(getattr(torch.ops.aten, packet, None), overload or "default", None)
-        if space == "aten" and tag in getattr(operator_, "tags", ()):
-            found.append(operator_)
-    return tuple(found)
+    names = torch._C._dispatch_get_all_op_names()
+    found = (operator_named(name) for name in names if name.startswith("aten::"))
+    return tuple(operator_ for operator_ in found if tag in getattr(operator_, "tags", ()))
+
+
+def operator_named(name: str) -> Any:
+    """Returns the operator of a name as the dispatcher writes it, ``aten::add.Tensor``, or None."""
+    space, _, rest = name.partition("::")
+    packet, _, overload = rest.partition(".")
+    found = getattr(getattr(torch.ops, space), packet, None)
+    return getattr(found, overload or "default", None)
 
 
 def memory_id(tensor: torch.Tensor) -> int:

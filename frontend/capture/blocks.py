@@ -148,7 +148,12 @@ class NearlyRepeatedBlocks(RepeatedBlocks):
 
 
 def _pays(module: nn.Module, num_nodes: int, num_calls: int) -> bool:
-    least = _MIN_NODES if module_state(module)["_modules"] else _MIN_NODES_ALONE
+    is_alone = not module_state(module)["_modules"]
+    return pays(num_nodes, num_calls, _MIN_NODES_ALONE if is_alone else _MIN_NODES)
+
+
+def pays(num_nodes: int, num_calls: int, least: int = _MIN_NODES) -> bool:
+    """Whether so many calls of a graph of so many nodes are worth a closure."""
     return num_nodes >= least and num_nodes * (num_calls - 1) >= _MIN_NODES_SAVED
 
 

@@ -97,11 +97,13 @@ class InitKeys:
         found = []
         places = _near(module)
         for name, default in self._parameters[cls].items():
-            held = (_held(place, name) for place in places)
+            # A parameter or a module is seldom what the argument of its name was (``bias=True``).
+            held = (module_state(place).get(name, _UNKNOWN) for place in places)
             value = next((v for v in held if v is not _UNKNOWN), _UNKNOWN)
             if value is not _UNKNOWN:
-                text, identity = _described(value)
-                found.append(InitArgument(name, text, identity, _is_same(value, default)))
+                described = _described(value)
+                is_alike = type(value) is type(default) and described == _described(default)
+                found.append(InitArgument(name, *described, value is default or is_alike))
         return InitKey(cls.__name__, tuple(found))
 
 
@@ -127,23 +129,9 @@ def _near(module: nn.Module) -> list[nn.Module]:
     return [one for _, one in sorted(near, key=lambda place: place[0])]
 
 
-def _held(module: nn.Module, name: str) -> Any:
-    """Returns what a module holds under a name, without running any code of its class.
-
-    A parameter or a module is seldom what the argument of its name was (``bias=True``).
-    """
-    return module_state(module).get(name, _UNKNOWN)
-
-
 def _described(value: Any) -> tuple[str, str | int]:
     """Returns how a value is shown, and what it has in common with an equal one."""
     if isinstance(value, (*_PLAIN, tuple, list)):
         text = repr(value)
         return (text if len(text) <= _MAX_TEXT else f"{text[:_MAX_TEXT]}..."), text
     return getattr(value, "__name__", type(value).__name__), id(value)
-
-
-def _is_same(value: Any, default: Any) -> bool:
-    return value is default or (
-        type(value) is type(default) and _described(value) == _described(default)
-    )

@@ -13,6 +13,7 @@ from ...reuse import torch_pytree
 from ...reuse.evidence.evidence import Evidence
 from ...reuse.evidence.module_state import TensorPath, follow_tensor_path
 from ...reuse.evidence.slots import SlotEvidence
+from ...reuse.freeze import IMMUTABLE
 from ...reuse.ir.leaf import memory_of
 from ...reuse.ir.program import ModelTensor
 from ...reuse.ir.types import TensorType
@@ -225,17 +226,7 @@ class TemplateMaker:
 
 
 def _is_plain(value: Any) -> bool:
-    return value is None or type(value) in (
-        bool,
-        int,
-        float,
-        str,
-        complex,
-        torch.Size,
-        torch.dtype,
-        torch.device,
-        torch.SymInt,
-    )
+    return type(value) in (*IMMUTABLE, torch.SymInt)
 
 
 def _input_name(kind: str, where: Any, names: Sequence[str], node: torch.fx.Node) -> str:

@@ -11,6 +11,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -46,6 +47,7 @@ class TooSmallError(CaptureError):
     """A program of so few operators takes longer to call than it saves."""
 
 
+@dataclass
 class Alike:
     """Parts of the same classes and layouts, and what is known of all of them.
 
@@ -55,10 +57,9 @@ class Alike:
         shapes: those of the inputs for which some were compiled.
     """
 
-    def __init__(self, num_members: int) -> None:
-        self.num_members = num_members
-        self.refusals = Refusals()
-        self.shapes: set[Any] = set()
+    num_members: int
+    refusals: Refusals = field(default_factory=Refusals)
+    shapes: set[Any] = field(default_factory=set)
 
 
 class PartDispatcher(ModuleDispatcher):

@@ -19,6 +19,7 @@ from torch import nn
 
 from ...reuse.freeze import Identity
 from ...reuse.ir.leaf import FullKey, frozen_operands
+from ..capture.blocks import pays
 from ..marks import lazy_inline
 
 
@@ -70,9 +71,6 @@ def _target(root: torch.nn.Module, node: torch.fx.Node) -> Any:
 Node = torch.fx.Node
 
 _CALLS = ("call_function", "call_method", "call_module")
-# What is smaller is left where it is, as `reuse="auto"` does.
-_MIN_NODES = 4
-_MIN_NODES_SAVED = 16
 
 
 @lazy_inline
@@ -178,8 +176,7 @@ def _chosen(module: nn.Module, runs: Sequence[_Run]) -> list[_Region]:
 def _pays(region: _Region, num_calls: int) -> bool:
     if region.run.call.is_marked:
         return num_calls > 1
-    num_nodes = region.num_nodes
-    return num_nodes >= _MIN_NODES and num_nodes * (num_calls - 1) >= _MIN_NODES_SAVED
+    return pays(region.num_nodes, num_calls)
 
 
 def _region(module: nn.Module, run: _Run) -> _Region:

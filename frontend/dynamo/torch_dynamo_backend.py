@@ -308,14 +308,11 @@ class CompiledGraph:
 
     def prepare(self, inputs: Sequence[Any]) -> None:
         """Compiles for inputs of a layout; raises LazyInlineError if there can be no program."""
-        self._calls.prepare(*self._taken(inputs))
+        self._calls.prepare(*(inputs[index] for index in self._inputs))
 
     def __call__(self, *inputs: Any) -> Any:
         """Runs the program."""
-        return self._calls(*self._taken(inputs))
-
-    def _taken(self, inputs: Sequence[Any]) -> list[Any]:
-        return [inputs[index] for index in self._inputs]
+        return self._calls(*(inputs[index] for index in self._inputs))
 
 
 def compile_graph(

@@ -62,16 +62,12 @@ class Effects:
 
     def asks_for_text(self, tensor: torch.Tensor) -> None:
         """Refuses to write out a tensor: there are no numbers yet."""
-        if self.policy == "refuse":
-            self._error = EffectError(
-                f"The model's forward writes out a {TensorType.of(tensor)} tensor at {user_line()}"
-                " (print, an f-string, a log), whose numbers are others at every call."
-            )
-            raise self._error
+        why = " (print, an f-string, a log), whose numbers are others at every call"
+        self.refuse(f"writes out a {TensorType.of(tensor)} tensor", why)
 
-    def refuse(self, doing: str) -> None:
+    def refuse(self, doing: str, why: str = "") -> None:
         """Refuses what acts outside, or sets a state that a program would neither set nor obey."""
-        self.note(doing)
+        self.note(doing, why)
         if self._error is not None:
             raise self._error
 
@@ -83,10 +79,10 @@ class Effects:
         )
         raise self._error
 
-    def note(self, doing: str) -> None:
+    def note(self, doing: str, why: str = "") -> None:
         """Refuses at the end of the run: what is being done now must be finished."""
         if self.policy == "refuse":
-            self._error = EffectError(f"The model's forward {doing} at {user_line()}.")
+            self._error = EffectError(f"The model's forward {doing} at {user_line()}{why}.")
 
     def leaves_set(self, setting: str) -> None:
         """Refuses a forward after which one of PyTorch's settings is another one."""

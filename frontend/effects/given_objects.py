@@ -91,7 +91,25 @@ def _patch(cls: type, watcher: GivenObjects, thread: int) -> Callable[[], None]:
     return replace_attributes(cls, patches)
 
 
-class SeenList(list[Any]):
+class _Seen:
+    """Has what look-alikes of lists and dictionaries have in common."""
+
+    original: Any
+    _watcher: GivenObjects
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        step = self._watcher.key(key)
+        if step is None:
+            self._watcher.whole(self.original)
+            self.original[key] = value
+        else:
+            self.original[_plain(key)] = self._watcher.writes(self.original, step, value)
+
+    def __bool__(self) -> bool:
+        return len(self) > 0  # type: ignore[arg-type]
+
+
+class SeenList(_Seen, list[Any]):
     """Stands for a list that a watched object holds."""
 
     def __init__(self, original: list[Any], watcher: GivenObjects) -> None:
@@ -105,9 +123,6 @@ class SeenList(list[Any]):
         self._watcher.found(self.original, ("length", None), count)
         return count
 
-    def __bool__(self) -> bool:
-        return len(self) > 0
-
     def __getitem__(self, key: Any) -> Any:
         step = self._watcher.key(key)
         if step is None:
@@ -116,14 +131,6 @@ class SeenList(list[Any]):
         kind = self.original[_plain(key)]
         return self._watcher.found(self.original, step, kind)
 
-    def __setitem__(self, key: Any, value: Any) -> None:
-        step = self._watcher.key(key)
-        if step is None:
-            self._watcher.whole(self.original)
-            self.original[key] = value
-        else:
-            self.original[_plain(key)] = self._watcher.writes(self.original, step, value)
-
     def __iter__(self) -> Iterator[Any]:
         return (self[number] for number in range(len(self)))
 
@@ -131,7 +138,7 @@ class SeenList(list[Any]):
         return (self[number] for number in reversed(range(len(self))))
 
 
-class SeenDict(dict[Any, Any]):
+class SeenDict(_Seen, dict[Any, Any]):
     """Stands for a dictionary that a watched object holds."""
 
     def __init__(self, original: dict[Any, Any], watcher: GivenObjects) -> None:
@@ -159,19 +166,8 @@ class SeenDict(dict[Any, Any]):
     def __contains__(self, key: Any) -> bool:
         return self._found(key) is not ABSENT
 
-    def __setitem__(self, key: Any, value: Any) -> None:
-        step = self._watcher.key(key)
-        if step is None:
-            self._watcher.whole(self.original)
-            self.original[key] = value
-        else:
-            self.original[_plain(key)] = self._watcher.writes(self.original, step, value)
-
     def __len__(self) -> int:
         return len(self._keys())
-
-    def __bool__(self) -> bool:
-        return bool(self._keys())
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self._keys())
@@ -223,7 +219,7 @@ _LEFT_AS_THEY_ARE = frozenset(
 )
 
 for _cls in (SeenList, SeenDict):
-    for _name in {*dir(_cls)} - {*vars(_cls)} - _LEFT_AS_THEY_ARE:
+    for _name in {*dir(_cls)} - {*vars(_cls), *vars(_Seen)} - _LEFT_AS_THEY_ARE:
         if callable(getattr(_cls, _name)):
             setattr(_cls, _name, _as_a_whole(_name))
 

@@ -225,29 +225,22 @@ class Guard:
             found.append(Difference("types, layouts or requires_grad of the model's tensors"))
         return found or [Difference("what the forward reads outside its arguments")]
 
-    def _at(self, leaves: Sequence[Any]) -> Guard:
-        guard = copy.copy(self)
-        guard._set_inputs(leaves)
-        return guard
-
     def resized(self, leaves: Sequence[Any]) -> Guard | None:
         """Returns the guard of a program for inputs that differ in sizes only, None for others.
 
         What a cache counts is a size, too.
         """
-        layouts = [_layout(x) for x in leaves]
-        if len(layouts) != len(self._layouts) or _repeated(leaves) != self._repeated_inputs:
+        if len(leaves) != len(self._layouts) or _repeated(leaves) != self._repeated_inputs:
             return None
-        differing = {
-            index
-            for index, (layout, own) in enumerate(zip(layouts, self._layouts, strict=True))
-            if not _alike(layout, own)
-        }
-        if not differing:
-            return self._at(leaves)
-        numbers = {i for i in differing if _is_int(layouts[i]) and _is_int(self._layouts[i])}
         counting = torch_pytree.counting_leaves(self._tree)
-        return self._at(leaves) if differing <= numbers & counting else None
+        pairs = zip(map(_layout, leaves), self._layouts, strict=True)
+        for index, (layout, own) in enumerate(pairs):
+            is_count = index in counting and _is_int(layout) and _is_int(own)
+            if not (is_count or _alike(layout, own)):
+                return None
+        guard = copy.copy(self)
+        guard._set_inputs(leaves)
+        return guard
 
     def _set_inputs(self, leaves: Sequence[Any]) -> None:
         self._layouts = [_layout(x) for x in leaves]

@@ -82,16 +82,6 @@ class ExportReport:
         )
 
 
-@dataclass(frozen=True)
-class _Request:
-    """Holds how a model is to be captured."""
-
-    reuse: Reuse
-    train: bool
-    opset: int
-    dynamic_shapes: Any
-
-
 @door
 @one_at_a_time
 def export_onnx(
@@ -150,8 +140,8 @@ def export_onnx(
             "dynamic_shapes goes with a model and inference: leave train=False, and pass the model "
             "instead of a program."
         )
-    request = _Request(reuse, train, opset, dynamic_shapes)
-    subject = _subject(model, arguments, dict(kwargs or {}), request)
+    goal = Goal("file", train=train, opset=opset)
+    subject = _subject(model, arguments, dict(kwargs or {}), reuse, goal, dynamic_shapes)
     built, names = _build(subject, opset)
     if not functions:
         from ...backend.onnx.file import inline_functions
@@ -174,21 +164,23 @@ def _subject(
     model: nn.Module | Program,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
-    request: _Request,
+    reuse: Reuse,
+    goal: Goal,
+    dynamic_shapes: Any,
 ) -> Subject:
     if isinstance(model, Program):
         if not model.sources:
             raise ExportError("This program has no sources: export one that was captured.")
-        state = run(PASSES, replace(_started(request), programs={PARTS[0]: model}))
+        state = run(PASSES, replace(_started(reuse, goal), programs={PARTS[0]: model}))
         return _exported(state, None, args, kwargs)
     calls = dispatcher_of(model)
     if calls is not None:
-        request, model = replace(request, reuse=calls.options.reuse), calls.model
+        reuse, model = calls.options.reuse, calls.model
     if not isinstance(model, nn.Module):
         raise ExportError(f"A model or a program is exported, not a {type(model).__name__}.")
     subject = ModelSubject(model, args, kwargs, effects="undo")
-    state = replace(_started(request), subject=subject)
-    state = run(PASSES, state) if request.dynamic_shapes is None else _sized(state, request)
+    state = replace(_started(reuse, goal), subject=subject)
+    state = run(PASSES, state) if dynamic_shapes is None else _sized(state, subject, dynamic_shapes)
     return _exported(state, model, args, kwargs)
 
 
@@ -202,22 +194,18 @@ def _exported(
     return Subject(program, model, args, kwargs, gradients, sizes)
 
 
-def _started(request: _Request) -> Compilation:
-    context = Context(Options(reuse=request.reuse, backend="eager"))
-    report = context.report(train=request.train)
-    goal = Goal("file", train=request.train, opset=request.opset)
-    return Compilation(context=context, report=report, goal=goal)
+def _started(reuse: Reuse, goal: Goal) -> Compilation:
+    context = Context(Options(reuse=reuse, backend="eager"))
+    return Compilation(context=context, report=context.report(train=goal.train), goal=goal)
 
 
-def _sized(state: Compilation, request: _Request) -> Compilation:
+def _sized(state: Compilation, subject: ModelSubject, dynamic_shapes: Any) -> Compilation:
     """Runs the passes with symbols in place of the sizes that may vary."""
     from ...backend.onnx.torch_onnx import oblivious
     from ..sizes.torch_declared_sizes import DeclaredSizes
 
-    subject = state.subject
-    assert subject is not None
-    model, args, kwargs = subject.model, subject.args, subject.kwargs
-    sizes = functools.partial(DeclaredSizes, model, args, kwargs, request.dynamic_shapes)
+    given = (subject.model, subject.args, subject.kwargs, dynamic_shapes)
+    sizes = functools.partial(DeclaredSizes, *given)
     with oblivious():
         try:
             return _run_sized(state, subject, sizes)

@@ -29,7 +29,7 @@ from ...backend.launches.kernel_list import KernelList
 from ...backend.link.estimate import Estimates
 from ...backend.link.link import FlatProgram
 from ...backend.link.placement import Tools
-from ...reuse.ir.leaf import leaf_key
+from ...reuse.ir.leaf import FullKey, leaf_key
 from ...reuse.ir.program import Leaf, Program, walk_closures
 from ...reuse.ir.rewrite import map_leaves
 from ..options import Options
@@ -116,7 +116,7 @@ class Context:
 
     def known(self, program: Program) -> Program:
         """Replaces leaves by equal ones that an earlier compile has seen."""
-        return map_leaves(program, lambda leaf: self._leaves.setdefault(_LeafKey(leaf), leaf))
+        return map_leaves(program, lambda leaf: self._leaves.setdefault(_key_of(leaf), leaf))
 
     def decomposed(self, program: Program) -> Program:
         """Takes the composite operators of each leaf apart."""
@@ -201,14 +201,6 @@ def leaves_of(flats: Sequence[FlatProgram]) -> list[Leaf]:
     return list({launch.leaf: None for flat in flats for launch in flat.launches})
 
 
-class _LeafKey:
-    """A leaf as a dictionary key, equal to every leaf that computes the same."""
-
-    def __init__(self, leaf: Leaf) -> None:
-        self._key = (*leaf_key(leaf), rules_in(leaf.nodes))
-
-    def __hash__(self) -> int:
-        return hash((len(self._key), self._key[0], self._key[1]))
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _LeafKey) and self._key == other._key
+def _key_of(leaf: Leaf) -> FullKey:
+    """Returns a key that is equal to that of every leaf that computes the same."""
+    return FullKey((*leaf_key(leaf), rules_in(leaf.nodes)))

@@ -12,8 +12,7 @@ from ...autodiff.higher_order.gradient_program import own_derivative
 from ...autodiff.training_program import training_program
 from ...reuse.errors import ExportError, PlanError
 from ...reuse.ir.leaf import Leaf
-from ...reuse.ir.program import Composite, ModelTensor, Program, UserInput
-from ...reuse.ir.types import TensorType
+from ...reuse.ir.program import Composite, ModelTensor, Program, UserInput, tensor_type
 from ..capture.assemble import OutputTree
 from .programs import PARTS, differentiable_inputs
 from .state import Compilation, compile_pass
@@ -51,8 +50,7 @@ def add_gradients(state: Compilation) -> Compilation:
             "train=True: the loss depends on no parameter that requires grad. (A program has to "
             "be captured with train=True.)"
         )
-    type_ = program.outputs[loss].type
-    assert isinstance(type_, TensorType)
+    type_ = tensor_type(program.outputs[loss])
     seed = ModelTensor("loss.seed", torch.ones(type_.shape, dtype=type_.dtype, device=type_.device))
     programs = {PARTS[0]: training_program(program, derivative, [seed])}
     return replace(state, programs=programs, derivative=derivative)
@@ -69,19 +67,14 @@ def loss_output(program: Program) -> int:
     leaves = zip(tree.names, tree.leaves, strict=True)
     outputs = [(name, i) for name, (kind, i) in leaves if kind == "output"]
     found = [i for name, i in outputs if name == "loss"] or [i for _, i in outputs][:1]
-    if not found or program.outputs[found[0]].type.num_bytes != _item_bytes(program, found[0]):
+    types = [tensor_type(output) for output in program.outputs]
+    if not found or types[found[0]].num_bytes != types[found[0]].dtype.itemsize:
         returned = ", ".join(f"{n}: {program.outputs[i].type}" for n, i in outputs)
         raise ExportError(
             "train=True: the model has to return a scalar loss, or an output with .loss; it "
             f"returns {returned or 'no tensor'}."
         )
     return found[0]
-
-
-def _item_bytes(program: Program, output: int) -> int:
-    type_ = program.outputs[output].type
-    assert isinstance(type_, TensorType)
-    return type_.dtype.itemsize
 
 
 # ---- create_graph=True: gradients as a program, with a backward -------------------------------

@@ -20,6 +20,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from ...reuse.errors import ExportError
 from ...reuse.ir.program import Source
+from ...reuse.ir.torch_symbols import size_in
 from ..capture.regions import Region
 from .torch_sizes import TracedSizes, make_sizes_local
 
@@ -114,7 +115,7 @@ class DeclaredSizes(TracedSizes):
         if self._hints == "distinct":
             hint = self._free(hint, max(low, 2), high)
         symbol = self._new_symbol(name, example, hint)
-        size = self._size_of(symbol)
+        size = size_in(self._env, symbol)
         self._declared[name] = _Declared(name, symbol, size, example, low, high, strict)
         return size
 

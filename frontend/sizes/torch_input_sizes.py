@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from ...reuse.ir.torch_symbols import Values, value_of
+from ...reuse.ir.torch_symbols import Values, size_in, value_of
 from ...reuse.ir.types import contiguous_stride
 from ..capture.regions import Region
 from ..capture.signatures import shapes_of
@@ -226,7 +226,7 @@ class InputSizes(TracedSizes):
         if name not in self._symbols:
             hint = self._free(example) if self._moves else example
             self._symbols[name] = self._new_symbol(name, example, hint)
-        size = self._size_of(self._symbols[name])
+        size = size_in(self._env, self._symbols[name])
         return size + offset if offset else size
 
     def settle(self, root: Region, sources: Any) -> None:

@@ -17,11 +17,10 @@ import torch
 import torch.fx
 from torch._dynamo.source import ConstantSource
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
-from torch.fx.node import map_arg
 
 from ...reuse.ir.program import Source, UserInput
 from ...reuse.ir.torch_size_nodes import compute, size_expression
-from ...reuse.ir.torch_symbols import is_size, put_literal, size_in
+from ...reuse.ir.torch_symbols import is_size, put_literal, replace_operand
 from ...reuse.ir.types import TensorType
 from ..capture.regions import Region, regions_inside
 from ..tracing.torch_tracing import TracingFakeMode
@@ -117,22 +116,13 @@ class _Localizer:
                     s: graph.call_function(torch.ops.aten.sym_size.int, places[s])
                     for s in sorted(expression.free_symbols, key=str)
                 }
-                node_or_number = compute(expression, symbols)
-                _replace(node, size, node_or_number)
+                replace_operand(node, size, compute(expression, symbols))
         made = []
         while node.prev is not before:
             before = before.next
             before.meta["stamp"] = node.meta.get("stamp")
             made.append(before)
         return made
-
-
-def _replace(node: torch.fx.Node, old: torch.fx.Node, new: Any) -> None:
-    def swap(operand: torch.fx.Node) -> Any:
-        return new if operand is old else operand
-
-    node.args = map_arg(node.args, swap)
-    node.kwargs = map_arg(node.kwargs, swap)
 
 
 class TracedSizes:
@@ -165,9 +155,6 @@ class TracedSizes:
         self._taken.add(hint)
         self.moved = self.moved or hint != size
         return self._env.create_symbol(hint, ConstantSource(name), dynamic_dim=DimDynamic.DYNAMIC)
-
-    def _size_of(self, symbol: Any) -> Any:
-        return size_in(self._env, symbol)
 
     def _free(self, wanted: int, low: int = 2, high: float = float("inf")) -> int:
         """Returns a size in the range that no symbol has yet: the wanted one, or one beside it."""

@@ -76,9 +76,5 @@ def capture_error(model: nn.Module, error: Exception, *, has_symbols: bool) -> C
 
 
 def _user_line(error: Exception) -> str:
-    frames = [f for f, _ in traceback.walk_tb(error.__traceback__)]
-    for frame in reversed(frames):
-        found = frame if user_frame(frame) is frame else None
-        if found is not None:
-            return frame_text(found)
-    return ""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return next((frame_text(f) for f in reversed(frames) if user_frame(f) is f), "")

@@ -119,18 +119,13 @@ def is_standard_frame(frame: Any) -> bool:
     return filename.startswith(_STANDARD_FOLDER) and "site-packages" not in filename
 
 
-def _is_machinery(module_name: Any) -> bool:
-    """Whether a module of Python's own holds nothing that steers a model (imports, decorators)."""
-    name = str(module_name).partition(".")[0]
-    return name in _MACHINERY or name.startswith("namedtuple_")
-
-
 def _is_of_user(frame: Any) -> bool:
     """Whether a frame runs code that steers a model: neither PyTorch's, nor ours, nor machinery."""
-    scope, filename = frame.f_globals, frame.f_code.co_filename
+    name, filename = _top_name(frame), frame.f_code.co_filename
     if filename == _GENERATED:  # such as what @dataclass makes: it is its module's
-        filename = str(scope.get("__file__"))
-    return not (_is_machinery(scope.get("__name__")) or filename.startswith(_LIBRARY_FOLDERS))
+        filename = str(frame.f_globals.get("__file__"))
+    is_machinery = name in _MACHINERY or name.startswith("namedtuple_")
+    return not (is_machinery or filename.startswith(_LIBRARY_FOLDERS))
 
 
 def _served_pytorch(frame: Any) -> bool:

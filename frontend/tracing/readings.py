@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from types import CodeType
 from typing import Any
 
+from ...reuse.freeze import Identity
+
 Reading = Callable[[], Any]
 ONCE = ("default", "module", "once")
 """The actions of filters that show a warning once."""
@@ -20,27 +22,15 @@ _MAX_HELD = 32
 
 
 @dataclass(frozen=True)
-class IsSubclass:
-    """Whether a class counts as derived from an abstract one; ``register`` may change that."""
+class Asked:
+    """What a function of Python's own says of some arguments."""
 
-    kind: type
-    base: type
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
 
-    def __call__(self) -> bool:
+    def __call__(self) -> Any:
         """Asks again."""
-        return issubclass(self.kind, self.base)
-
-
-@dataclass(frozen=True)
-class IsLogged:
-    """Whether a logger writes what is of a level."""
-
-    logger: logging.Logger
-    level: int
-
-    def __call__(self) -> bool:
-        """Asks again."""
-        return self.logger.isEnabledFor(self.level)
+        return self.function(*self.args)
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,25 +101,18 @@ class CacheState:
         for table in [x for x in held if type(x) is dict]:
             held += table.values()
         order = sorted(held, key=id)
-        return (info.misses, info.currsize, tuple(map(_Same, order)))
+        return (info.misses, info.currsize, tuple(map(Identity, order)))
 
 
-class _Same:
-    """Compares an object by identity, and keeps it so that no other gets its number."""
-
-    def __init__(self, value: Any) -> None:
-        self._value = value
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and other._value is self._value
-
-    def __hash__(self) -> int:
-        return id(self._value)
-
-
+_is_logged = logging.Logger.isEnabledFor
 ASKED_IN_PYTHON: Mapping[CodeType, Callable[..., Reading]] = {
-    abc.ABCMeta.__instancecheck__.__code__: lambda cls, instance: IsSubclass(type(instance), cls),
-    abc.ABCMeta.__subclasscheck__.__code__: lambda cls, subclass: IsSubclass(subclass, cls),
-    logging.Logger.isEnabledFor.__code__: lambda self, level: IsLogged(self, level),
+    # Whether a class counts as derived from an abstract one: ``register`` may change that.
+    abc.ABCMeta.__instancecheck__.__code__: lambda cls, instance: _derives(type(instance), cls),
+    abc.ABCMeta.__subclasscheck__.__code__: lambda cls, subclass: _derives(subclass, cls),
+    _is_logged.__code__: lambda self, level: Asked(_is_logged, (self, level)),
 }
 """Functions of Python's own that tell something, and what asks it again, given their arguments."""
+
+
+def _derives(kind: type, base: type) -> Reading:
+    return Asked(issubclass, (kind, base))

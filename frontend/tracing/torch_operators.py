@@ -24,6 +24,7 @@ from torch._prims_common import suggest_memory_format
 from torch._subclasses.fake_impls import op_implementations_dict
 
 from ...reuse import torch_pytree
+from ...reuse.torch_names import operator_named
 
 _OWN_NAMESPACES = """
     _c10d_functional _c10d_functional_autograd _dtensor _native _quantized _test aten c10d cuda
@@ -38,15 +39,8 @@ _ALIAS = re.compile(r"\([a-zA-Z0-9_|]+!?( -> [a-zA-Z0-9_|*]+)?\)")
 def pure_forms() -> dict[Any, Callable[..., Any]]:
     """Returns, for each operator of somebody else that changes operands, what does it on copies."""
     names = torch._C._dispatch_get_all_op_names()
-    found = [_named(name) for name in names if not name.startswith(_PYTORCHS)]
+    found = [operator_named(name) for name in names if not name.startswith(_PYTORCHS)]
     return {o: _on_copies(o) for o in found if o is not None and o._schema.is_mutable}
-
-
-def _named(name: str) -> Any:
-    space, _, rest = name.partition("::")
-    packet, _, overload = rest.partition(".")
-    found = getattr(getattr(torch.ops, space), packet, None)
-    return None if found is None else getattr(found, overload or "default", None)
 
 
 def _on_copies(operator: Any) -> Callable[..., Any]:

@@ -112,12 +112,9 @@ def _of_python() -> Iterator[tuple[str, Callable[[], Any], Callable[[Any], Any]]
         held = vars(getattr(module, "m", module))  # a module whose settings are attributes
         for name, getter in list(held.items()):
             setter = held.get(name.replace("get_", "set_", 1))
-            if setter is not getter and _takes_nothing(getter) and callable(setter):
+            is_getter = isinstance(getter, types.FunctionType) and _is_alone(getter.__code__)
+            if is_getter and setter is not getter and callable(setter):
                 yield f"{module_name}.{name}", getter, setter
-
-
-def _takes_nothing(function: Any) -> bool:
-    return isinstance(function, types.FunctionType) and _is_alone(function.__code__)
 
 
 def _is_alone(code: types.CodeType) -> bool:

@@ -47,8 +47,9 @@ from .module_state import (
     walk_modules,
 )
 from .reads import Reads, cell_reads, look_up, outside_name, same_shallow, snapshot
-from .snapshot import Snapshot
+from .snapshot import Snapshot, same_value
 
+_NUMBERS = (int, float, bool, str)
 Held = Literal["same", "changed"]
 
 
@@ -303,15 +304,7 @@ def _surely_agrees(row: _Own, module: nn.Module) -> bool:
     if value is row.value and row.settled:
         return True
     is_in_structure = not row.compared and (where != "class" or value is row.value)
-    return is_in_structure or _same_number(value, row.value)
-
-
-def _same_number(value: Any, seen: Any) -> bool:
-    if type(value) is not type(seen):
-        return False
-    if type(value) is float:
-        return bool(value.hex() == seen.hex())
-    return type(value) in (int, bool, str) and bool(value == seen)
+    return is_in_structure or (type(value) in _NUMBERS and same_value(value, row.value))
 
 
 def _other_names(path: str, found: Any, expected: Any) -> str:

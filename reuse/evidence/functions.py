@@ -34,19 +34,16 @@ _STORES = frozenset(["STORE_GLOBAL"])
 _CAPTURED_STORES = frozenset(["STORE_DEREF", "DELETE_DEREF"])
 
 
-@functools.lru_cache(maxsize=4096)
 def globals_read(code: types.CodeType) -> tuple[str, ...]:
     """Returns the names that a function looks up among its globals or the builtins."""
     return _arguments(code, _LOADS)
 
 
-@functools.lru_cache(maxsize=4096)
 def globals_used(code: types.CodeType) -> tuple[str, ...]:
     """Returns the names that a function reads or sets among its globals."""
     return _arguments(code, _LOADS | _STORES)
 
 
-@functools.lru_cache(maxsize=4096)
 def modules_imported(code: types.CodeType) -> tuple[str, ...]:
     """Returns the names of the modules that a function imports."""
     return _arguments(code, frozenset(["IMPORT_NAME"]))
@@ -79,6 +76,7 @@ def _texts_in(constants: Iterable[Any]) -> Iterator[str]:
             yield from _texts_in(constant)
 
 
+@functools.lru_cache(maxsize=8192)
 def _arguments(code: types.CodeType, names: frozenset[str]) -> tuple[str, ...]:
     found = (i.argval for i in dis.get_instructions(code) if i.opname in names)
     return tuple(dict.fromkeys(found))

@@ -211,7 +211,10 @@ class Reads:
         for name in imports:
             self._named_attributes(sys.modules.get(name), code.co_names, 0)
         for value in captured:
-            if self._is_of_run(value):
+            # A cache to which nothing outside has led is given, or made in the run: a part of a
+            # method of its own captures it, as in ``any(x.is_full for x in self.layers)``.
+            is_known = id(value) in self.owners or self.contents.has_met(value)
+            if is_container(value) and not is_known:
                 continue
             self.unseen = self.unseen or identity_leak_through(value)
             self._named_attributes(value, code.co_names, 0)
@@ -243,15 +246,6 @@ class Reads:
             self._named_attributes(type(owner), names, _MAX_OUTSIDE_DEPTH - 1)
         elif id(owner) in self.owners:
             self._named_attributes(owner, names, 0)
-
-    def _is_of_run(self, value: Any) -> bool:
-        """Whether a value is a cache to which nothing outside has led: given, or made in the run.
-
-        A part of a method of its own captures it: ``any(x.is_full for x in self.layers)``.
-        """
-        return is_container(value) and not (
-            id(value) in self.owners or self.contents.has_met(value)
-        )
 
     def _outside(self, owner: Any, name: str, names: tuple[str, ...], depth: int) -> None:
         value = look_up(owner, name)

@@ -177,10 +177,14 @@ def as_literal(size: Any) -> Any:
 
 def put_literal(user: torch.fx.Node, size: torch.fx.Node) -> None:
     """Replaces a size among a node's operands by a literal."""
-    literal = as_literal(size.meta["val"])
+    replace_operand(user, size, as_literal(size.meta["val"]))
+
+
+def replace_operand(user: torch.fx.Node, old: torch.fx.Node, new: Any) -> None:
+    """Replaces one node among a node's operands."""
 
     def swap(operand: torch.fx.Node) -> Any:
-        return literal if operand is size else operand
+        return new if operand is old else operand
 
     user.args, user.kwargs = map_arg(user.args, swap), map_arg(user.kwargs, swap)
 
