@@ -275,18 +275,13 @@ class _StepEntry:
         self._loss_bytes = Batching(count).loss_bytes
         self._lease: Lease | None = None
         self._token: object = None
-        self._handed: HandedGradients | None = None
+        self.handed: HandedGradients | None = None  # by its last step
         self._trained_of = picker(compiled.step.gradients)
         sources = compiled.captured.program.sources
         self._names = self._trained_of([s.name for s in sources if isinstance(s, ModelTensor)])
         # Each micro-batch's backward begins with its share of the mean: nothing is divided later.
         seed_type = compiled.step.program.inputs[-1].type
         self._seed = torch.full((), 1.0 / count, dtype=seed_type.dtype, device=seed_type.device)  # type: ignore[union-attr]
-
-    @property
-    def handed(self) -> HandedGradients | None:
-        """The gradients that its last step handed out."""
-        return self._handed
 
     def follow(self, handed: HandedGradients) -> None:
         """Takes back gradients that another variant gave to what this one leaves out."""
@@ -352,25 +347,25 @@ class _StepEntry:
 
     def rest(self) -> None:
         """See :class:`kept_programs.Entry`. Gradients stay the user's, on the memory they are."""
-        self._handed = self._lease = self._token = None
+        self.handed = self._lease = self._token = None
         self._staging, self._batch = [], []
         self._compiled.runner.rest()
 
     def _lease_as_left(self) -> Lease | None:
         """Returns the lease, if the model and its gradients are as the last step left them."""
-        if self.guard.token is not self._token or self._handed is None:
+        if self.guard.token is not self._token or self.handed is None:
             return None
-        return self._lease if self._handed.are_as_left() else None
+        return self._lease if self.handed.are_as_left() else None
 
     def _leased(self) -> Lease:
         """Keeps one lease, for as long as the model's tensors and the arena stay where they are."""
-        if self._handed is not None and not self._handed.lie_there_still():
-            self._handed = None
+        if self.handed is not None and not self.handed.lie_there_still():
+            self.handed = None
         if self._lease is not None and not self._lease.has_its_arena():
-            self._handed = self._lease = None
+            self.handed = self._lease = None
         if self._lease is not None and self.guard.token is self._token:
             return self._lease
-        self._handed = None
+        self.handed = None
         check_leaves(zip(self._names, self._trained_of(self.guard.tensors), strict=True))
         tensors = [*self._batch, *self.guard.tensors, self._seed]
         if self._lease is None or not self._lease.is_bound_to(tensors):
@@ -381,11 +376,11 @@ class _StepEntry:
 
     def _handed_of(self, outputs: Sequence[torch.Tensor]) -> HandedGradients:
         """Returns the gradients; made for as long as the lease and the tensors stay."""
-        if self._handed is None:
+        if self.handed is None:
             gradients = outputs[self._num_losses : len(outputs) - self._num_writes]
             parameters = self._trained_of(self.guard.tensors)
-            self._handed = HandedGradients(parameters, gradients)
-        return self._handed
+            self.handed = HandedGradients(parameters, gradients)
+        return self.handed
 
     def _loss_for_user(self, outputs: Sequence[torch.Tensor]) -> torch.Tensor:
         """Returns the mean loss as a tensor of the user's own, which no later step changes."""

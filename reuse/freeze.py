@@ -27,7 +27,7 @@ from .kinds import (
     is_whole,
     kinds_of,
 )
-from .objects import has_plain_class
+from .objects import ABSENT, has_plain_class
 from .torch_names import OPERATOR_TYPES
 
 _MAX_DEPTH = 8
@@ -199,7 +199,7 @@ def describe(frozen: Any) -> str:
     if isinstance(frozen, tuple) and len(frozen) == 2 and frozen[0] is float:
         return repr(float.fromhex(frozen[1]))
     if isinstance(frozen, Identity):
-        return repr(frozen)
+        return "<missing>" if frozen.target is ABSENT else repr(frozen)
     if isinstance(frozen, tuple) and frozen and isinstance(frozen[0], type):
         return f"<{frozen[0].__qualname__}>"
     return "<missing>" if frozen is None else str(frozen)[:60]

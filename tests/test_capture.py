@@ -17,7 +17,7 @@ from torch import nn
 
 import lazyinline
 from lazyinline import CaptureError
-from lazyinline.frontend.capture.capture import capture_model
+from lazyinline.frontend.capture.capture import Subject, capture_model
 
 # ---- results of blocks ---------------------------------------------------------------------------
 
@@ -698,7 +698,7 @@ def test_model_on_the_meta_device_is_captured_but_not_run() -> None:
 def test_program_says_where_its_inputs_come_from(reuse: str) -> None:
     kind = with_buffers(running)
     model = Stack(kind(), kind())
-    captured = capture_model(model, (example(),), reuse=reuse, train=False)
+    captured = capture_model(Subject(model, (example(),)), reuse=reuse, train=False)
     sources = captured.program.sources
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     assert sources[0].name == "x"

@@ -15,7 +15,7 @@ from torch import nn
 
 import lazyinline
 from lazyinline import lazy_inline
-from lazyinline.frontend.capture.capture import capture_model
+from lazyinline.frontend.capture.capture import Subject, capture_model
 from lazyinline.frontend.training_step import compile_step
 from lazyinline.reuse.ir.constants import share_constants
 from lazyinline.reuse.ir.interpreter import interpret
@@ -103,7 +103,7 @@ def test_constant_that_does_not_differ_stays_in_the_graph() -> None:
 def test_unused_layer_idx_costs_no_second_trace() -> None:
     make = block(lambda self, x: x + self.linear(x))
     model = Stack(*(make(layer_idx=i) for i in range(6)))
-    captured = capture_model(model, (example(),), train=True)
+    captured = capture_model(Subject(model, (example(),)), train=True)
     assert captured.num_traced == 1
     assert constants_of(model, example()) == []
 
@@ -111,7 +111,7 @@ def test_unused_layer_idx_costs_no_second_trace() -> None:
 def test_layer_idx_in_arithmetic_is_traced_once_per_value_and_compiled_once() -> None:
     make = block(lambda self, x: x + self.linear(x) / (self.layer_idx + 1))
     model = Stack(*(make(layer_idx=i % 3) for i in range(9)))
-    captured = capture_model(model, (example(),), train=True)
+    captured = capture_model(Subject(model, (example(),)), train=True)
     assert captured.num_traced == 3
     assert [c.name for c in captured.program.closures] == ["Block"]
     compiled = assert_equals_eager(model, [example()], tolerance=0).compiled

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lazyinline import lazy_inline
-from lazyinline.frontend.capture.capture import capture_model
+from lazyinline.frontend.capture.capture import Subject, capture_model
 from lazyinline.reuse.ir.program import Program
 from lazyinline.reuse.ir.types import TensorType
 
@@ -39,7 +39,7 @@ def on_gpu(enabled: bool = True) -> Any:
 
 
 def captured(model: nn.Module, *args: Tensor) -> Program:
-    return capture_model(model, args, train=True, for_gpu=True).program
+    return capture_model(Subject(model, args), train=True, for_gpu=True).program
 
 
 def result_dtype(what: Callable[..., Any], *args: Tensor, region: Any = on_gpu) -> torch.dtype:

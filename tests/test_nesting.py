@@ -12,7 +12,7 @@ from torch import nn
 
 import lazyinline
 from lazyinline import lazy_inline
-from lazyinline.frontend.capture.capture import capture_model
+from lazyinline.frontend.capture.capture import Subject, capture_model
 from lazyinline.frontend.training_step import compile_step
 from lazyinline.reuse.ir.program import count_calls
 
@@ -90,7 +90,7 @@ def test_each_level_is_traced_once_and_called_where_it_stands(
     num_layers: int, num_experts: int
 ) -> None:
     model = Towers(num_layers, num_experts)
-    captured = capture_model(model, (example(3, 4),), train=True)
+    captured = capture_model(Subject(model, (example(3, 4),)), train=True)
     assert captured.num_traced == 4  # one encoder, one layer in it, attention and an expert in that
     names = Counter(c.name for c in captured.program.closures)
     assert {n: names[n] for n in ("Encoder", "Layer", "Attention", "Expert")} == {
@@ -148,7 +148,7 @@ def test_constants_of_nested_blocks_do_not_multiply_closures() -> None:
                 x = layer(x)
             return x
 
-    captured = capture_model(Deep(), (example(),), train=True)
+    captured = capture_model(Subject(Deep(), (example(),)), train=True)
     names = Counter(c.name for c in captured.program.closures)
     assert names["Scaled"] == 1
     assert names["Expert"] == 1

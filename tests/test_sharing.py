@@ -18,7 +18,7 @@ from worlds import World, assert_as_eager
 
 import lazyinline
 from lazyinline import ReuseError, lazy_inline
-from lazyinline.frontend.capture.capture import capture_model
+from lazyinline.frontend.capture.capture import Subject, capture_model
 from lazyinline.reuse.evidence.evidence import Evidence
 from lazyinline.reuse.evidence.reads import Reads
 
@@ -501,7 +501,7 @@ def test_each_instance_uses_its_own_parameters() -> None:
 def test_blocks_traced_apart_still_share_an_equal_graph() -> None:
     """The evidence says no (an attribute differs), the graphs turn out equal: one closure."""
     kind = block(lambda self, x: self.linear(x) * (2 if self.scale > 0 else 3))
-    captured = capture_model(Stack(kind(scale=1), kind(scale=5)), (example(),), train=True)
+    captured = capture_model(Subject(Stack(kind(scale=1), kind(scale=5)), (example(),)), train=True)
     assert captured.num_traced == 2
     assert len(captured.program.closures) == 1
 
@@ -518,7 +518,7 @@ def test_python_of_a_block_runs_once_whatever_the_depth(nested: bool) -> None:
     model = Stack(*((outer(inner=kind()) if outer else kind()) for _ in range(24)))
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
-        captured = capture_model(model, (example(),), train=True, effects="undo")
+        captured = capture_model(Subject(model, (example(),), effects="undo"), train=True)
     assert [str(w.message) for w in seen].count("forward ran") == 1
     assert captured.num_traced == (2 if nested else 1)
     assert captured.program.num_nodes() - len(captured.program.calls) <= 4

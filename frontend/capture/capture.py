@@ -57,62 +57,66 @@ from .surroundings import (
 
 
 @dataclasses.dataclass(frozen=True)
-class _Request:
-    """Holds a model and inputs to capture; ``sizes`` makes the dynamic dimensions for each run."""
+class Subject:
+    """The model to compile, and example inputs of which only the layouts count.
+
+    The inputs of a step or a rank are those of one micro-batch.
+
+    Attributes:
+        model: any ``nn.Module``; parameters may be on the meta device.
+        args: positional inputs.
+        kwargs: keyword inputs.
+        effects: ``"refuse"`` a forward that does more at each call than compute; ``"undo"`` what
+            it did, for who does not run the program in its place.
+        sizes: makes the sizes that are symbols for each run; None means that all are numbers.
+        only_reverse: why derivatives whose mode is open are taken in reverse; empty if they need
+            not be.
+    """
 
     model: nn.Module
     args: Sequence[Any]
-    kwargs: Mapping[str, Any]
-    train: bool
-    sizes: Callable[[], Sizes] | None = None
+    kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     effects: OnEffects = "refuse"
-    for_gpu: bool = False
+    sizes: Callable[[], Sizes] | None = None
     only_reverse: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Request:
+    """Holds what is captured, and how."""
+
+    subject: Subject
+    train: bool
+    for_gpu: bool = False
 
 
 @one_at_a_time
 def capture_model(
-    model: nn.Module,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any] | None = None,
-    *,
-    reuse: Reuse = "auto",
-    train: bool,
-    sizes: Callable[[], Sizes] | None = None,
-    effects: OnEffects = "refuse",
-    for_gpu: bool = False,
-    only_reverse: str = "",
+    subject: Subject, *, reuse: Reuse = "auto", train: bool, for_gpu: bool = False
 ) -> CapturedModel:
     """Captures a model as a program of closures and calls.
 
     Args:
-        model: any ``nn.Module``; parameters may be on the meta device.
-        args: example positional inputs; only their layout matters.
-        kwargs: example keyword inputs.
+        subject: the model, and example inputs.
         reuse: ``"auto"`` shares the instances of classes marked with ``lazy_inline``, and modules
             that repeat; ``"marked"`` only the first; ``"off"`` nothing.
         train: capture with grad mode on, so that a derivative can be taken.
-        sizes: makes the dynamic dimensions; None means that every size is a number.
-        effects: ``"refuse"`` a forward that does more at each call than compute; ``"undo"`` what
-            it did, for who does not run the program in its place.
         for_gpu: capture for a GPU that need not be here: its autocast is made with operators.
-        only_reverse: why derivatives whose mode is open are taken in reverse; empty if they need
-            not be.
 
     Raises:
         CaptureError: if the model's Python cannot be traced, naming the user's line; or if a tensor
             of the model is more or other than what its memory holds.
     """
-    refuse_uncapturable(model)
+    refuse_uncapturable(subject.model)
     if train:
-        refuse_backward_hooks(model)
-    request = _Request(model, args, kwargs or {}, train, sizes, effects, for_gpu, only_reverse)
+        refuse_backward_hooks(subject.model)
+    request = _Request(subject, train, for_gpu)
     if reuse == "auto":
         captured = _capture_repeated(request, RepeatedBlocks)
     else:
         captured = _capture_chosen(request, reuse)
     check_memory(captured.program)
-    check_operand_types(captured.program, model_name(model))
+    check_operand_types(captured.program, model_name(subject.model))
     return captured
 
 
@@ -122,7 +126,7 @@ def capture_candidates(
 ) -> CapturedModel:
     """Captures as ``reuse="auto"`` does, and keeps the blocks that nearly share as closures."""
     refuse_uncapturable(model)
-    request = _Request(model, args, kwargs or {}, train, effects="undo")
+    request = _Request(Subject(model, args, kwargs or {}, effects="undo"), train)
     return _capture_repeated(request, NearlyRepeatedBlocks)
 
 
@@ -132,7 +136,7 @@ def _capture_repeated(request: _Request, choice: type[RepeatedBlocks]) -> Captur
     again: frozenset[int] = frozenset()
 
     def blocks() -> Blocks:
-        made.append(choice(request.model, again))
+        made.append(choice(request.subject.model, again))
         return made[-1]
 
     try:
@@ -165,7 +169,7 @@ def _capture_chosen(request: _Request, reuse: Reuse) -> CapturedModel:
     captured = _capture(request, NoBlocks)
     decisions = [
         SharingDecision(path, type(module).__name__, shared=False, reason=reason)
-        for path, module in walk_modules(request.model)
+        for path, module in walk_modules(request.subject.model)
         if path and is_marked(type(module))
     ]
     return dataclasses.replace(captured, decisions=decisions)
@@ -196,11 +200,12 @@ def _capture_once(request: _Request, blocks: Callable[[], Blocks]) -> CapturedMo
 
 
 def _recorder(request: _Request, blocks: Blocks) -> Recorder:
-    sizes = None if request.sizes is None else request.sizes()
-    recorder = Recorder(request.model, blocks, sizes, request.effects)
+    subject = request.subject
+    sizes = None if subject.sizes is None else subject.sizes()
+    recorder = Recorder(subject.model, blocks, sizes, subject.effects)
     if request.for_gpu:
         recorder.recording.tracer.casts = GpuCasts(recorder.recording.tracer.fake_mode)
-    recorder.recording.only_reverse = request.only_reverse
+    recorder.recording.only_reverse = subject.only_reverse
     return recorder
 
 
@@ -223,16 +228,16 @@ def _run(recorder: Recorder, request: _Request) -> tuple[list[Any], ResultTree]:
             torch.set_grad_enabled(request.train),
             garbage_collection_paused(),
             no_python_randomness(),
-            generator_not_seeded(request.effects),
+            generator_not_seeded(request.subject.effects),
             autocast_as_on_a_gpu() if request.for_gpu else nullcontext(),
         ):
-            return recorder.run(request.args, request.kwargs)
+            return recorder.run(request.subject.args, request.subject.kwargs)
     except (ChangedStateError, CrossingError):
         raise
     except CaptureError as error:
         raise _also_differentiates(error, recorder.recording) from error.__cause__
     except Exception as error:
-        has_symbols = request.sizes is not None
+        has_symbols = request.subject.sizes is not None
         made = capture_error(recorder.model, error, has_symbols=has_symbols)
         if isinstance(made, RaisedError):
             made.after_sharing = any(one.shared for one in recorder.recording.decisions)

@@ -73,7 +73,7 @@ class Guard:
         self._training = list(map(_training_of, self._states))
         self._evidence = captured.evidence
         for leaf in leaves:  # an argument that is an object may hold something else next time
-            self._evidence.look_into(leaf)
+            self._evidence.contents.look_into(leaf)
         self._structure = self._structure_checks()
         self._same_structure = self._structure.function(native)
         places = _places(self._modules, captured.program.sources)
@@ -84,7 +84,7 @@ class Guard:
         self.tensors: list[torch.Tensor] = [table[name] for (table, name), *_ in places]
         # One that a list or a global holds as well stays there when a module gets another one.
         held = enumerate(self.tensors)
-        self._held_elsewhere = [(i, t) for i, t in held if self._evidence.holds(t)]
+        self._held_elsewhere = [(i, t) for i, t in held if self._evidence.contents.has_met(t)]
         self._layouts_of_tensors = TensorLayouts(self.tensors)
         # No operator takes these, but code may have asked for a shape.
         self._asked = [t for t in self._evidence.tensors if have_own_memory([t])]
@@ -105,7 +105,7 @@ class Guard:
             and (tree is self._tree or tree == self._tree)
             and self._modes.hold()
             and (self._unchanged() or self._same_by_value())
-            and self._evidence.same_contents()
+            and self._evidence.contents.same()
             and self._memories(leaves) == self._sharing
         )
         if fits:

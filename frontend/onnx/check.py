@@ -37,11 +37,6 @@ class Subject:
     gradients: tuple[int, ...] = ()  # program inputs that have a gradient among the outputs
     sizes: DeclaredSizes | None = None
 
-    @property
-    def conditions(self) -> tuple[str, ...]:
-        """Returns the conditions on sizes under which the file is valid."""
-        return () if self.sizes is None else self.sizes.conditions()
-
 
 @dataclass(frozen=True)
 class Names:

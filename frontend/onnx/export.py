@@ -318,7 +318,7 @@ def _write(
         tuple(str(v.name) for v in model.graph.inputs),
         tuple(str(v.name) for v in model.graph.outputs),
         error,
-        subject.conditions,
+        () if subject.sizes is None else subject.sizes.conditions(),
     )
     _LOG.info("%s", report)
     return report

@@ -64,15 +64,10 @@ def capture(state: State) -> State:
     subject = state.subject
     assert subject is not None
     seen = capture_model(
-        subject.model,
-        subject.args,
-        subject.kwargs,
+        subject,
         reuse=state.context.options.reuse,
         train=state.goal.train,
-        sizes=subject.sizes,
-        effects=subject.effects,
         for_gpu=state.context.options.target is not None,
-        only_reverse=subject.only_reverse,
     )
     # Kernels compute sizes in an order of their own, so no float may depend on one.
     if subject.sizes and state.goal.kind != "file":

@@ -8,8 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol, TypeVar, get_args
 
-from torch import nn
-
 from ...autodiff.derivative import Derivative, Request
 from ...autodiff.higher_order.gradient_program import GradientProgram
 from ...autodiff.training_program import StepProgram
@@ -18,10 +16,10 @@ from ...reuse.ir.program import Program
 from ...reuse.ir.torch_symbols import Values
 from ...reuse.ir.verify import ProgramLevel, verify
 from ...reuse.torch_names import lazy_modules
-from ..capture.regions import CapturedModel, Sizes
+from ..capture.capture import Subject
+from ..capture.regions import CapturedModel
 from ..capture.surroundings import one_at_a_time
 from ..compiled import GradientRequest
-from ..effects.effects import OnEffects
 from ..options import Batching
 from ..report import CompileReport, PassRecord, cpu_seconds
 from .context import Context
@@ -65,26 +63,6 @@ class Unplanned:
     """Why the memory of a program is not planned."""
 
     reason: str
-
-
-@dataclass(frozen=True)
-class Subject:
-    """The model to compile, and example inputs of which only the layouts count.
-
-    The inputs of a step or a rank are those of one micro-batch.
-
-    Attributes:
-        effects: what becomes of a forward that does more than compute, see ``capture_model``.
-        sizes: makes the sizes that are symbols, if any are.
-        only_reverse: why derivatives in the forward take no other mode, see ``capture_model``.
-    """
-
-    model: nn.Module
-    args: Sequence[Any]
-    kwargs: Mapping[str, Any]
-    effects: OnEffects = "refuse"
-    sizes: Callable[[], Sizes] | None = None
-    only_reverse: str = ""
 
 
 class Runnable(Protocol):

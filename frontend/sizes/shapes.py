@@ -12,7 +12,7 @@ from torch import nn
 
 from ...reuse import torch_pytree
 from ...reuse.errors import LazyInlineError, PlanError
-from ..capture.capture import capture_model
+from ..capture.capture import Subject, capture_model
 from ..capture.signatures import shapes_of
 from ..checks.refusals import RaisedError, WrongCallError
 from ..compiled import Compiled, Relinking
@@ -203,7 +203,8 @@ class ShapeCache:
         """Raises WrongCallError if the model's Python raises with the sizes of the call, too."""
         train = torch.is_grad_enabled()
         try:
-            capture_model(self._model, inputs.args, inputs.kwargs, reuse="off", train=train)
+            subject = Subject(self._model, inputs.args, inputs.kwargs)
+            capture_model(subject, reuse="off", train=train)
         except WrongCallError:
             raise
         except Exception:  # it is told where the call is compiled for its sizes

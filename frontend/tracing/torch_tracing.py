@@ -11,7 +11,7 @@ import operator
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import cached_property
 from typing import Any
@@ -35,6 +35,7 @@ from torch.fx.experimental.proxy_tensor import (
 )
 from torch.fx.node import _side_effectful_need_to_be_preserved_pre_dispatch
 from torch.utils._python_dispatch import _get_current_dispatch_mode
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from ...autodiff.traces.torch_user_rules import rules_above_autograd
 from ...reuse.errors import CaptureError
@@ -413,16 +414,14 @@ class Tracer:
         return disable_proxy_modes_tracing()  # type: ignore[no-any-return]
 
 
-class _NodeTable(MutableMapping[torch.Tensor, Any]):
+class _NodeTable(WeakTensorKeyDictionary):
     """The tracer's table of which node stands for a tensor, with one rule more.
 
     An operator that returns the very tensor it was given (``x.to(x.dtype)``, ``dropout`` in eval
     mode) does not take over its name: under ``no_grad`` the tensor would lose its gradient.
     """
 
-    def __init__(self, table: MutableMapping[torch.Tensor, Any]) -> None:
-        self._table = table
-        self._is_renaming = False
+    _is_renaming = False
 
     @contextmanager
     def renaming(self) -> Iterator[None]:
@@ -434,20 +433,8 @@ class _NodeTable(MutableMapping[torch.Tensor, Any]):
             self._is_renaming = False
 
     def __setitem__(self, tensor: torch.Tensor, proxy: Any) -> None:
-        if self._is_renaming or tensor not in self._table or mutated_args(proxy.proxy.node):
-            self._table[tensor] = proxy
-
-    def __getitem__(self, tensor: torch.Tensor) -> Any:
-        return self._table[tensor]
-
-    def __delitem__(self, tensor: torch.Tensor) -> None:
-        del self._table[tensor]
-
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        return iter(self._table)
-
-    def __len__(self) -> int:
-        return len(self._table)
+        if self._is_renaming or tensor not in self or mutated_args(proxy.proxy.node):
+            super().__setitem__(tensor, proxy)
 
 
 @contextmanager

@@ -29,7 +29,7 @@ from ..freeze import (
     narrow,
 )
 from ..kinds import WHOLE_FUNCTION
-from ..objects import ABSENT, cell_contents
+from ..objects import cell_contents
 from ..open_index import answers_alike, tests_of
 from .module_state import (
     WHOLE,
@@ -252,7 +252,7 @@ class Evidence:
             if found != expected:
                 inside, found, expected = narrow(found, expected)
                 where = f"{path}.{name}{inside}" if path else name + inside
-                return f"attribute {where} is {_describe(found)}, not {_describe(expected)}"
+                return f"attribute {where} is {describe(found)}, not {describe(expected)}"
         return ""
 
     def _alias_mismatch(self, places: Places) -> str:
@@ -312,11 +312,6 @@ def _other_names(path: str, found: Any, expected: Any) -> str:
     names = sorted({name for _, name in found[1]} ^ {name for _, name in expected[1]})
     where = f"{path}.{WHOLE}" if path else WHOLE
     return f"{where} is read, and differs in {', '.join(names) or 'the order of its names'}"
-
-
-def _describe(frozen: Any) -> str:
-    is_absent = isinstance(frozen, Identity) and frozen.target is ABSENT
-    return "<missing>" if is_absent else describe(frozen)
 
 
 def _modules_in(frozen: Any) -> Iterator[nn.Module]:

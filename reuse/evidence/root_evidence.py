@@ -68,11 +68,12 @@ class RootEvidence:
         placed: ``id`` of each tensor whose place the guard looks up itself.
 
     Attributes:
+        contents: what the objects among them held.
         tensors: the others that code was handed: it may have asked for a shape, or may next time.
     """
 
     def __init__(self, reads: Reads, modules: Collection[int], placed: Collection[int]) -> None:
-        self._contents = reads.contents
+        self.contents = reads.contents
         self._facts: dict[Any, _Fact] = {}
         self._objects: dict[int, tuple[Any, type, Any]] = {}
         for (number, name), read in reads.attributes.items():
@@ -84,26 +85,18 @@ class RootEvidence:
             self._add_cell(cell)
         names = reads.names()
         self._add_getters(names)
-        met = len(self._contents.opaque)
+        met = len(self.contents.opaque)
         self._add_holders(names, reads.globals)
         self._add_methods(names)
         self._add_functions(reads, names)
         self._add_getters(names, first=met)  # of what classes, modules and functions led to
         self._add_environment(reads.environment())
         found = [r.value for r in reads.attributes.values() if isinstance(r.value, torch.Tensor)]
-        found += self._contents.tensors()
+        found += self.contents.tensors()
         self.tensors = [*{id(t): t for t in found if id(t) not in placed}.values()]
         for tensor in self.tensors:
             if not names.isdisjoint(vars(tensor)):
-                self._contents.look_into(vars(tensor))
-
-    def look_into(self, value: Any) -> None:
-        """Notes what a further object holds."""
-        self._contents.look_into(value)
-
-    def holds(self, value: Any) -> bool:
-        """Whether an object outside the modules' own tables leads to this one: a list, a global."""
-        return self._contents.has_met(value)
+                self.contents.look_into(vars(tensor))
 
     def _add_attribute(self, name: str, read: AttributeRead) -> None:
         in_own_table = read.table is module_state(read.module)
@@ -124,7 +117,7 @@ class RootEvidence:
 
     def _add_part(self, owner: Any, name: str) -> None:
         self._add_fact(_part_of, owner, name)
-        self._contents.look_into(_part_of(owner, name))
+        self.contents.look_into(_part_of(owner, name))
 
     def _add_cell(self, cell: types.CellType) -> None:
         if cell_contents(cell) is not ABSENT:
@@ -143,14 +136,14 @@ class RootEvidence:
             self._add_fact(_entry_of, table, name)
             if value is not ABSENT:
                 of_library = is_of_library(owner)
-                look = self._contents.look_into_library if of_library else self._contents.look_into
+                look = self.contents.look_into_library if of_library else self.contents.look_into
                 look(value)
                 return
 
     def _add_holders(self, names: set[str], known: Collection[tuple[int, str]]) -> None:
         """Adds what classes and modules met on the way hold under the names that code speaks of."""
         done: set[int] = set()
-        todo = list(self._contents.holders.values())
+        todo = list(self.contents.holders.values())
         while todo:
             holder = todo.pop()
             if id(holder) in done:
@@ -160,15 +153,15 @@ class RootEvidence:
                 continue
             if isinstance(holder, type):
                 todo.append(type(holder))
-            used = id(holder) in self._contents.classes
+            used = id(holder) in self.contents.classes
             for name in _own_names(holder, names | _operators(holder) if used else names):
                 if (id(holder), name) not in known:
                     self._add(holder, name)
-            todo += [h for key, h in self._contents.holders.items() if key not in done]
+            todo += [h for key, h in self.contents.holders.items() if key not in done]
 
     def _add_getters(self, names: Collection[str], first: int = 0) -> None:
         """Adds what objects written in C, from the first-th on, say under the names in code."""
-        for value in list(self._contents.opaque.values())[first:]:
+        for value in list(self.contents.opaque.values())[first:]:
             for name in getters_of(type(value), names):
                 self._add_part(value, name)
 
@@ -192,7 +185,7 @@ class RootEvidence:
         names = {*names, *(("__closure__", *_OF_FUNCTIONS) if _uses_inspect(reads) else ())}
         spoken = [name for name in _OF_FUNCTIONS if name in names]
         done: set[int] = set()
-        while todo := [f for i, f in self._contents.functions.items() if i not in done]:
+        while todo := [f for i, f in self.contents.functions.items() if i not in done]:
             for function in todo:
                 done.add(id(function))
                 own = () if is_library(function.__module__) else spoken
@@ -201,7 +194,7 @@ class RootEvidence:
                 if "__closure__" in names and not is_library(function.__module__):
                     for cell in function.__closure__ or ():
                         self._add_cell(cell)
-        for kind in list(self._contents.holders.values()):
+        for kind in list(self.contents.holders.values()):
             if isinstance(kind, type) and not is_library(kind.__module__):
                 for name in _OF_CLASSES:
                     if name in names:
@@ -221,7 +214,7 @@ class RootEvidence:
         for key, fact in list(self._facts.items()):
             if isinstance(fact.value, torch.Tensor) and fact.now() is not fact.value:
                 self.tensors = [t for t in self.tensors if t is not fact.value]
-                self._facts[key] = fact._replace(value=object())
+                self._facts[key] = _Fact(*fact[:3], object())
 
     # ---- is it still so? ---------------------------------------------------------------------
 
@@ -256,10 +249,6 @@ class RootEvidence:
             type(owner) is kind and own_table(owner) is table
             for owner, kind, table in self._objects.values()
         )
-
-    def same_contents(self) -> bool:
-        """Whether the objects among them hold what they held."""
-        return self._contents.same()
 
     def changed(self) -> Iterator[tuple[dict[str, Any], str, Any, Any]]:
         """Yields the dictionary, the name, and the values before and now of each that changed."""
