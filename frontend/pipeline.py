@@ -30,7 +30,7 @@ from .autograd.torch_engine import have_hooks, pass_through_autograd
 from .capture.blocks import Reuse
 from .checks.models import check_example
 from .checks.refusals import check_leaves, check_runnable, refuse_containers
-from .checks.torch_state import watching_class, why_no_memory
+from .checks.torch_state import why_no_memory, why_watched
 from .compile_record import CompileRecord
 from .compiler import PASSES
 from .guards.guard import Guard
@@ -84,15 +84,9 @@ class Batch:
             return [leaf] * self._count
         if leaf.requires_grad:
             raise PipelineError("A pipeline takes inputs that do not require grad.")
-        if why := why_no_memory(leaf):
+        if why := why_watched((leaf,)) or why_no_memory(leaf):
             raise PipelineError(
-                f"A batch tensor is {why}, whose numbers lie in no memory that a kernel could "
-                "read. Pass plain tensors."
-            )
-        if kind := watching_class((leaf,)):
-            raise PipelineError(
-                f"A batch tensor is a {kind.__name__}, whose class sees each operator, and kernels "
-                "read memory past it. Pass plain tensors."
+                f"A batch tensor is {why}, and kernels read memory past it. Pass plain tensors."
             )
         if is_lazy(leaf):  # in the memory of a copy the numbers are what they say
             leaf = leaf.clone()

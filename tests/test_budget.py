@@ -6,8 +6,8 @@ from link_tree import ROOT
 # Lines and files of each top folder, without pictures' library and licences. A commit that takes
 # something out lowers what it can; none raises one.
 CEILINGS: dict[str, tuple[int, int]] = {
-    "frontend": (22_740, 113),
-    "reuse": (7_550, 35),  # the printer writes all of a program, and a parser reads it
+    "frontend": (22_680, 113),
+    "reuse": (7_540, 35),  # the printer writes all of a program, and a parser reads it
     "autodiff": (6_110, 36),
     "recompute": (1_390, 9),
     "pipeline_parallel": (3_000, 12),

@@ -11,7 +11,7 @@ from ...reuse.errors import PlanError
 from ...reuse.ir.transfer import in_own_storage
 from ...reuse.ir.types import TensorType, Type
 from ...reuse.torch_names import is_lazy, memory_id
-from ..checks.torch_state import TensorLayouts, plain_cotangent, watching_class
+from ..checks.torch_state import TensorLayouts, plain_cotangent, why_watched
 from .torch_engine import as_graph, have_hooks, pass_through_autograd
 
 
@@ -172,10 +172,10 @@ class SavedTensors:
 
 
 def _as_saved(tensor: torch.Tensor, type_: TensorType) -> torch.Tensor:
-    watching = watching_class((tensor,))
+    watching = why_watched((tensor,))
     same = (tensor.dtype, tensor.shape, tensor.device) == (type_.dtype, type_.shape, type_.device)
-    if watching is not None or not same:
-        given = f"a {watching.__name__}" if watching else f"{TensorType.of(tensor)}"
+    if watching or not same:
+        given = f"a {type(tensor).__name__}" if watching else f"{TensorType.of(tensor)}"
         raise PlanError(
             f"A hook on saved tensors gave back {given} on {tensor.device} for a saved {type_} on "
             f"{type_.device}, and a compiled backward reads memory as it was saved. Let unpack "

@@ -24,7 +24,7 @@ from ...reuse.ir.program import (
 from ...reuse.ir.torch_symbols import SIZE_TYPES
 from ...reuse.kinds import is_unrepeatable, reachable
 from ...reuse.torch_names import is_lazy
-from .torch_state import watching_class, why_no_memory
+from .torch_state import why_no_memory, why_watched
 
 _MAX_SEARCHED = 10_000  # objects
 DIFFERENTIATES = "differentiates inside"
@@ -139,11 +139,10 @@ def check_memory(program: Program) -> None:
         if not isinstance(source, ModelTensor):
             continue
         name, tensor = source.name, source.tensor
-        kind = watching_class((tensor,))
-        if kind is not None:
+        if why := why_watched((tensor,)):
             raise CaptureError(
-                f"{name} is a {kind.__name__}, whose class sees each operator, and kernels read "
-                "memory past it. Use a plain tensor, or call the model itself."
+                f"{name} is {why}, and kernels read memory past it. Use a plain tensor, or call "
+                "the model itself."
             )
         if is_lazy(tensor):
             raise CaptureError(
@@ -214,9 +213,8 @@ def watching_tensor(model: nn.Module, leaves: Sequence[Any]) -> str:
     It is of a class that sees each operator, has no memory of its own, or a cache holds it that
     cannot be taken apart.
     """
-    kind = watching_class(leaves)
-    if kind is not None:
-        return f"an input is a {kind.__name__}, whose class sees each operator"
+    if why := why_watched(leaves):
+        return f"an input is {why}"
     for leaf in leaves:
         why = why_no_memory(leaf) if isinstance(leaf, torch.Tensor) else ""
         if why and leaf.is_meta:
@@ -227,9 +225,8 @@ def watching_tensor(model: nn.Module, leaves: Sequence[Any]) -> str:
     if formless:
         return f"an input is a {formless}, whose state is more than tensors and numbers"
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        kind = watching_class((tensor,))
-        if kind is not None:
-            return f"{name} is a {kind.__name__}, whose class sees each operator"
+        if why := why_watched((tensor,)):
+            return f"{name} is {why}"
         if tensor.is_nested:
             return f"{name} is a nested tensor, which says no sizes"
     return ""

@@ -53,14 +53,15 @@ def autograd_mode_around() -> str:
     return ""
 
 
-def watching_class(values: Iterable[Any]) -> type | None:
-    """Returns a class of tensors among some values that sees each operator on it, or None.
+def why_watched(values: Iterable[Any]) -> str:
+    """Says what a tensor among some values is whose class sees each operator on it, if one is.
 
     It may compute anything, or give results a class of its own (as a plain subclass does, too);
     kernels are handed its memory, which may hold something else or be none.
     """
     kinds = {type(value) for value in values if isinstance(value, torch.Tensor)}
-    return next((kind for kind in kinds if kind is not torch.Tensor and _watches(kind)), None)
+    watching = [kind for kind in kinds if kind is not torch.Tensor and _watches(kind)]
+    return f"a {watching[0].__name__}, whose class sees each operator" if watching else ""
 
 
 def _watches(kind: type[torch.Tensor]) -> bool:

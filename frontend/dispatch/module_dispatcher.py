@@ -282,8 +282,7 @@ class ModuleDispatcher(Dispatcher[ModuleEntry]):
 
     def _why_eager(self, leaves: Sequence[Any]) -> str:
         """Returns why no program can stand for a call of the model, or an empty text."""
-        watching = watching_tensor(self.model, leaves)
-        if watching:
+        if watching := watching_tensor(self.model, leaves):
             return watching
         hooked = backward_hooked(self.model) if torch.is_grad_enabled() else ""
         if hooked:

@@ -166,9 +166,10 @@ def without_numbers(names: Names, programs: Sequence[InputSizes]) -> Names:
     )
 
 
-def offset_of(name: str) -> int:
-    """Returns what a dimension is larger by than the symbol that it is named after."""
-    return int(name.partition("+")[2] or 0)
+def parted(name: str) -> tuple[str, int]:
+    """Returns a dimension's symbol, and what it is larger by."""
+    symbol, _, offset = name.partition("+")
+    return symbol, int(offset or 0)
 
 
 def _may_vary(leaf: Any) -> bool:
@@ -221,7 +222,7 @@ class InputSizes(TracedSizes):
         return self._counts.get(index, leaf)
 
     def _size(self, dim: str, dim_example: int) -> Any:
-        name, offset = dim.partition("+")[0], offset_of(dim)
+        name, offset = parted(dim)
         example = dim_example - offset
         if name not in self._symbols:
             hint = self._free(example) if self._moves else example
@@ -237,9 +238,7 @@ class InputSizes(TracedSizes):
     def fixed(self) -> tuple[tuple[bool, ...], ...]:
         """Says of each dimension of the inputs whether its symbol turned out to be a number."""
         numbers = {n for n, s in self._symbols.items() if self._env.replace(s).is_number}
-        return tuple(
-            tuple(name.partition("+")[0] in numbers for name in names) for names in self._names
-        )
+        return tuple(tuple(parted(name)[0] in numbers for name in names) for names in self._names)
 
     def values(self, leaves: Sequence[Any]) -> Values | None:
         """Returns the number of each symbol for inputs that are known to differ in sizes only.
@@ -259,7 +258,8 @@ class InputSizes(TracedSizes):
                 if not name and size != example[dim]:
                     return None
                 # Sizes 0 and 1 broadcast and vanish, so a kernel for symbols is not right for them.
-                symbol, size = name.partition("+")[0], size - offset_of(name)
+                symbol, offset = parted(name)
+                size -= offset
                 if name and (size < 2 or found.setdefault(self._symbols[symbol], size) != size):
                     return None
         return found if self.are_right(found) else None
@@ -276,8 +276,8 @@ class InputSizes(TracedSizes):
         for names, sizes in zip(self._names, self._example, strict=True):
             for name, size in zip(names, sizes, strict=True):
                 if name:
-                    symbol = name.partition("+")[0]
-                    found[self._symbols[symbol]] = int(size) - offset_of(name)
+                    symbol, offset = parted(name)
+                    found[self._symbols[symbol]] = int(size) - offset
         return found
 
     @property
