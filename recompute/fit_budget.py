@@ -9,7 +9,7 @@ link reports corrects the guess, within the few variants that may be compiled.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from ..autodiff.derivative import Choice, PerCall, Request
@@ -216,12 +216,13 @@ class BudgetFit:
         self._peaks_linked[tuple(counts)] = peak
         return peak
 
+    def _taken(self, counts: Counts) -> Iterator[tuple[int, Variant]]:
+        """Yields how many calls take each variant."""
+        for same, numbers in zip(self._same, counts, strict=True):
+            yield from zip(numbers, same.variants, strict=True)
+
     def _extra_s(self, counts: Counts) -> float:
-        return sum(
-            n * v.extra_s
-            for same, numbers in zip(self._same, counts, strict=True)
-            for n, v in zip(numbers, same.variants, strict=True)
-        )
+        return sum(n * variant.extra_s for n, variant in self._taken(counts))
 
     def _all_at(self, variant: int) -> Counts:
         """All calls at one place of their closure's frontier."""
@@ -234,11 +235,7 @@ class BudgetFit:
         ]
 
     def _saved(self, counts: Counts) -> int:
-        return sum(
-            n * v.num_bytes
-            for same, numbers in zip(self._same, counts, strict=True)
-            for n, v in zip(numbers, same.variants, strict=True)
-        )
+        return sum(n * variant.num_bytes for n, variant in self._taken(counts))
 
     def _choice(self, counts: Counts | None) -> Choice | None:
         """Gives variants to calls. The first calls save least.

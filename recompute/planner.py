@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch.fx
@@ -72,13 +72,8 @@ class Planner:
             request: for a composite closure.
             policy: ``"full"``, ``"selective"``, or ``""`` for the marks alone.
         """
-        sites = {s.index: s for s in self.sites(request)}
-        assert isinstance(request.closure, Composite)
-        choices = [
-            self._of_call(sites[i], policy) if i in sites else None
-            for i in range(len(request.closure.program.calls))
-        ]
-        return _per_call(choices)
+        found = {s.index: self._of_call(s, policy) for s in self.sites(request)}
+        return _per_call(request, found)
 
     def sites(self, request: Request) -> list[Site]:
         """Returns the calls of a composite that a gradient flows through."""
@@ -108,7 +103,7 @@ class Planner:
         assert isinstance(closure, Composite)
         if len(sites) > 1 or len(closure.program.calls) > 1:
             return Whole()  # saves its inputs alone; inside of a single call there may be fewer
-        return _per_call([self.full(s.request) for s in sites])
+        return _per_call(request, {s.index: self.full(s.request) for s in sites})
 
     def selective(self, request: Request) -> Choice | None:
         """Saves the fewest bytes without a second matrix product, convolution or attention."""
@@ -116,14 +111,8 @@ class Planner:
         if isinstance(closure, Leaf):
             light = solver.fewest_bytes(self._problem(request), lambda value: not value.is_heavy)
             return Cut(light.saved)
-        sites = {s.index: s for s in self.sites(request)}
-        assert isinstance(closure, Composite)
-        return _per_call(
-            [
-                self.selective(sites[i].request) if i in sites else None
-                for i in range(len(closure.program.calls))
-            ]
-        )
+        found = {s.index: self.selective(s.request) for s in self.sites(request)}
+        return _per_call(request, found)
 
     # ---- variants ------------------------------------------------------------------------
 
@@ -170,16 +159,13 @@ class Planner:
 
     def as_it_is(self, request: Request) -> Variant:
         """Returns the variant that saves what the backend's recipe saves."""
-        derivative = self._make.of(request)
-        assert derivative is not None
-        num_bytes = self._sizes.num_bytes(derivative.saved_type)
         if not isinstance(request.closure, Leaf):
             inner = [self.as_it_is(s.request) for s in self.sites(request)]
-            return Variant(
-                None, num_bytes, sum(v.extra_s for v in inner), sum(v.extra_flops for v in inner)
-            )
-        joint = self._make.joint(request)
+            return self._composed(request, None, inner)
+        derivative, joint = self._make.of(request), self._make.joint(request)
+        assert derivative is not None
         assert joint is not None
+        num_bytes = self._sizes.num_bytes(derivative.saved_type)
         assert isinstance(derivative.backward, Leaf)
         assert isinstance(derivative.forward, Leaf)
         # The recipe's cut is read off the backward that it made: nothing says it beforehand.
@@ -209,38 +195,21 @@ class Planner:
             counts = solver.spread(groups, budget)
             assert counts is not None, "the smallest variants fit"
             chosen = [f[c.index(1)] for f, c in zip(frontiers, counts, strict=True)]
-            found.append(self._combined(request, sites, chosen))
+            by_call = {s.index: v.choice for s, v in zip(sites, chosen, strict=True)}
+            found.append(self._composed(request, _per_call(request, by_call), chosen))
         if len(sites) > 1:
-            found.append(self._called_again(request, frontiers))
+            found.append(self._composed(request, Whole(), [f[0] for f in frontiers]))
         return found
 
-    def _combined(
-        self, request: Request, sites: Sequence[Site], chosen: Sequence[Variant]
+    def _composed(
+        self, request: Request, choice: Choice | None, inner: Sequence[Variant]
     ) -> Variant:
-        assert isinstance(request.closure, Composite)
-        by_index = {s.index: v.choice for s, v in zip(sites, chosen, strict=True)}
-        calls = range(len(request.closure.program.calls))
-        choice = _per_call([by_index.get(i) for i in calls])
-        return Variant(
-            choice,
-            self._saved_bytes(request, choice),
-            sum(v.extra_s for v in chosen),
-            sum(v.extra_flops for v in chosen),
-        )
-
-    def _called_again(self, request: Request, frontiers: Sequence[tuple[Variant, ...]]) -> Variant:
-        fewest = [f[0] for f in frontiers]
-        return Variant(
-            Whole(),
-            self._saved_bytes(request, Whole()),
-            sum(v.extra_s for v in fewest),
-            sum(v.extra_flops for v in fewest),
-        )
-
-    def _saved_bytes(self, request: Request, choice: Choice | None) -> int:
+        """Returns the variant of a composite whose calls have these."""
         derivative = self._make.of(replace(request, choice=choice))
         assert derivative is not None
-        return self._sizes.num_bytes(derivative.saved_type)
+        num_bytes = self._sizes.num_bytes(derivative.saved_type)
+        extra_s, extra_flops = sum(v.extra_s for v in inner), sum(v.extra_flops for v in inner)
+        return Variant(choice, num_bytes, extra_s, extra_flops)
 
     def _problem(self, request: Request) -> CutProblem:
         if request not in self._problems:
@@ -261,8 +230,11 @@ def _variant(point: CutPoint) -> Variant:
     return Variant(Cut(point.saved), point.num_bytes, point.extra_s, point.extra_flops)
 
 
-def _per_call(choices: Sequence[Choice | None]) -> Choice | None:
-    return PerCall(tuple(choices)) if any(c is not None for c in choices) else None
+def _per_call(request: Request, found: Mapping[int, Choice | None]) -> Choice | None:
+    """Returns the choice of a composite, given those of some of its calls."""
+    assert isinstance(request.closure, Composite)
+    choices = tuple(found.get(i) for i in range(len(request.closure.program.calls)))
+    return PerCall(choices) if any(c is not None for c in choices) else None
 
 
 def _bases(joint: torch.fx.GraphModule, names: Sequence[str]) -> set[str]:

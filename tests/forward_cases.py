@@ -58,9 +58,8 @@ def derived(
 ) -> ForwardDerivative:
     """Returns a closure with its series; what enters has all orders, or moves along a line."""
     derivatives = derivatives or ForwardDerivatives()
-    if entry == "lines":
-        return derivatives.along_lines(closure, tuple(active), series)
-    orders = tuple(series.orders if flag else () for flag in active)
+    moving = (1,) if entry == "lines" else series.orders
+    orders = tuple(moving if flag else () for flag in active)
     return derivatives.of(ForwardRequest(closure, orders, series))
 
 

@@ -33,7 +33,8 @@ class ForwardRequest:
     """Names a forward derivative: of which closure, beside which inputs, with which series.
 
     Attributes:
-        closure: the primal.
+        closure: the primal, of tensors alone, captured for training: where gradients are off,
+            tangents stop.
         inputs: which orders flow beside each input.
         series: what flows beside active values.
     """
@@ -66,23 +67,6 @@ class ForwardDerivatives:
     def __init__(self) -> None:
         self._derivatives: dict[ForwardRequest, ForwardDerivative] = {}
         self._plain: dict[Leaf, torch.fx.GraphModule] = {}
-
-    def along_lines(
-        self, closure: Closure, active: tuple[bool, ...], series: Series
-    ) -> ForwardDerivative:
-        """Returns a closure with its series where active inputs move along lines.
-
-        Args:
-            closure: of tensors alone, captured for training: where gradients are off, tangents
-                stop.
-            active: which inputs move; of their coefficients only the directions are not zero.
-            series: what flows beside them.
-
-        Raises:
-            PlanError: if an operator has no forward derivative.
-        """
-        inputs = tuple((1,) if flag else () for flag in active)
-        return self.of(ForwardRequest(closure, inputs, series))
 
     def of(self, request: ForwardRequest) -> ForwardDerivative:
         """Returns a closure with its series, whatever of it is zero.

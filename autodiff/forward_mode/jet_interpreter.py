@@ -113,13 +113,9 @@ def _derivatives(
     width: int,
     order: int,
 ) -> list[tuple[Tensor, ...] | None]:
-    """Returns the results and their derivatives up to an order; None is zero.
+    """Returns the results and their derivatives up to an order, by those of all operands.
 
-    Args:
-        values: the operator, of its operands alone.
-        given: the operands and their derivatives.
-        width: how many operands there are.
-        order: of the highest derivative.
+    None is zero.
     """
     if order == 0:
         return [values(*(given[0, operand] for operand in range(width)))]

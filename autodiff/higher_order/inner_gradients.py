@@ -24,7 +24,7 @@ from ...reuse.torch_names import module_of
 from ..derivative import Derivative, Differentiator, Recipe, Request
 from ..flat_structs import FlatStructs
 from ..flows import drawing_leaf
-from ..forward_mode.forward_derivative import ForwardDerivative, ForwardDerivatives
+from ..forward_mode.forward_derivative import ForwardDerivative, ForwardDerivatives, ForwardRequest
 from ..forward_mode.jet_interpreter import Fallback
 from ..traces.torch_differentiable import DIFFERENTIABLE
 from ..training_program import backward_calls
@@ -297,9 +297,10 @@ def _derivative(
             f"@{leaf.name} draws random numbers between what is asked for at {asked.source} and "
             "what it moves with. Call model.eval(), or set its dropout to 0."
         )
-    active = tuple(v in asked.inputs for v in program.inputs)
+    # Along lines: of the coefficients of what moves only the directions are not zero.
+    moving = tuple((1,) if v in asked.inputs else () for v in program.inputs)
     try:
-        return derivatives.along_lines(Composite("along", program), active, asked.series)
+        return derivatives.of(ForwardRequest(Composite("along", program), moving, asked.series))
     except PlanError as error:
         raise CaptureError(f"{error} (asked for at {asked.source})") from None
 

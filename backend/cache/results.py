@@ -262,14 +262,7 @@ class CompileCache:
     def _key(
         self, kind: str, leaf: Leaf, asked: Any = None, trace: Trace | None = None
     ) -> str | None:
-        """Returns what a result is kept under, or None.
-
-        Args:
-            kind: of the result.
-            leaf: whose it is.
-            asked: what was asked of the leaf.
-            trace: how the leaf is traced if it has operators with rules.
-        """
+        """Returns what a result is kept under, or None; ``trace``: for operators with rules."""
         if self._disk is None or self._facts is None:
             return None
         content = self._content(leaf, trace if rules_in(leaf.nodes) else None)

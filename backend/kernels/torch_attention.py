@@ -277,17 +277,11 @@ def _written_for_gpu(graph: torch.fx.Graph, node: torch.fx.Node, copies: Copies)
 
 @dataclass(frozen=True)
 class _Attention:
-    """One attention, and the graph that it is written to.
-
-    Attributes:
-        graph: gets its operators.
-        given: its arguments, by name, as they were traced.
-        operands: those that are tensors, in the new graph.
-    """
+    """One attention, and the graph that it is written to."""
 
     graph: torch.fx.Graph
-    given: dict[str, Any]
-    operands: dict[str, torch.fx.Node]
+    given: dict[str, Any]  # its arguments, as they were traced
+    operands: dict[str, torch.fx.Node]  # those that are tensors, in the new graph
 
     @classmethod
     def of(cls, graph: torch.fx.Graph, node: torch.fx.Node, copies: Copies) -> _Attention:

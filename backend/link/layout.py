@@ -10,7 +10,7 @@ place that lasts until the next run.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeAlias
 
@@ -96,8 +96,12 @@ class PlacedLaunch:
 
     def place(self, view: View) -> Placed:
         """Returns where one of the launch's views is in the whole program."""
-        instance, offset = self.bases[view.buffer]
-        return Placed(instance, view.dtype, view.shape, view.stride, offset + view.offset_bytes)
+        return _placed(view, self.bases)
+
+
+def _placed(view: View, bases: Sequence[tuple[int, int]]) -> Placed:
+    instance, offset = bases[view.buffer]
+    return Placed(instance, view.dtype, view.shape, view.stride, offset + view.offset_bytes)
 
 
 @dataclass
@@ -166,9 +170,13 @@ class Layout:
                 self.scratch.append(Instance("scratch", num_bytes, at, at + 1, len(self.parts)))
             bases = self._bases(kernels, [slots[s] for s in call.operands])
             bases = self._taken_over(kernels, bases, call.operands, call.frees, live)
-            launches += _relocated(kernels, bases, self.time, call)
+            launches += [
+                PlacedLaunch(launch, bases, self.time + index, call, self.time)
+                for index, launch in enumerate(kernels.launches)
+            ]
             self.time += len(kernels.launches)
-            slots.update(zip(call.results, _results(kernels, bases), strict=True))
+            results = (_placed(view, bases) for view in kernels.outputs)
+            slots.update(zip(call.results, results, strict=True))
             live.update(slots[s].instance for s in call.results)
             # Added up at once: a gradient that waited for the end would be live until then.
             waiting += [s for s in call.results if s in sinks]
@@ -248,21 +256,6 @@ class Layout:
             new = Instance(kind, info.num_bytes, birth, max(death, birth + 1), len(self.parts))
             bases.append((self._add(new), 0))
         return tuple(bases)
-
-
-def _results(kernels: KernelList, bases: Sequence[tuple[int, int]]) -> Iterator[Placed]:
-    """Yields where the results of a call are, by its table of buffers."""
-    for view in kernels.outputs:
-        instance, offset = bases[view.buffer]
-        yield Placed(instance, view.dtype, view.shape, view.stride, offset + view.offset_bytes)
-
-
-def _relocated(
-    kernels: KernelList, bases: tuple[tuple[int, int], ...], time: int, of: ClosureCall
-) -> Iterator[PlacedLaunch]:
-    """Yields the launches of a call that begins at a time."""
-    for index, launch in enumerate(kernels.launches):
-        yield PlacedLaunch(launch, bases, time + index, of, time)
 
 
 def _scratch_of(kernels: KernelList) -> list[tuple[int, int]]:

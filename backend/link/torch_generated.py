@@ -147,13 +147,7 @@ def _new_tensor(
 def _bind_arena(
     views: Mapping[str, Placed], arena: torch.Tensor, offsets: Sequence[int] | Mapping[int, int]
 ) -> dict[str, torch.Tensor]:
-    """Makes every arena view once.
-
-    Args:
-        views: name -> place.
-        arena: the bytes, as uint8.
-        offsets: start of each instance in the arena, in bytes (unused for other kinds).
-    """
+    """Makes every arena view once."""
     typed: dict[torch.dtype, torch.Tensor] = {}
     bound = {}
     for name, placed in views.items():

@@ -7,6 +7,7 @@ dropped, so a training loop binds once and two forwards before a backward get tw
 
 from __future__ import annotations
 
+import functools
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -239,9 +240,9 @@ class PlannedProgram:
             del self._pool[self._use.num_idle_kept :]
 
     def _bound(self, tensors: list[torch.Tensor]) -> Lease:
+        size, device = max(self.arena_bytes, 64), self._tools.place.device
         try:
-            size = max(self.arena_bytes, 64)
-            return self._bind(tensors, self._new_arena(size))
+            return self._bind(tensors, torch.empty(size, dtype=torch.uint8, device=device))
         except BaseException:
             with self._lock:
                 self._use.end()
@@ -251,9 +252,6 @@ class PlannedProgram:
         """Runs it somewhere else from now on: a GPU program on CPU memory, kernel by kernel."""
         self.rest()
         self._tools = replace(self._tools, place=place)
-
-    def _new_arena(self, num_bytes: int) -> torch.Tensor:
-        return torch.empty(num_bytes, dtype=torch.uint8, device=self._tools.place.device)
 
     def rest(self) -> None:
         """Gives back the arenas that nobody runs in, and the model's tensors bound in them."""
@@ -316,7 +314,7 @@ class PlannedProgram:
             self._tools,
         )
         runners = [
-            memory.runner(code, compiled, profiled=ProfiledPart(writer, memory))
+            memory.runner(code, compiled, profiled=_profiled(writer, memory))
             for writer, code, compiled in zip(
                 self._writers, self._codes, self._compiled, strict=True
             )
@@ -328,45 +326,33 @@ class PlannedProgram:
 
     def _as_graph(self, runner: Runner) -> Runner:
         """Returns what captures a part at its first run, and replays it then: all has its place."""
-        graph: list[Callable[[], list[Any]]] = []
 
-        def run(inputs: list[Any]) -> list[Any]:
-            if not graph:
-                graph.append(self._captured(runner))
-            return graph[0]()
+        @functools.cache
+        def captured() -> Callable[[], list[Any]]:
+            try:
+                replay = self._capture(lambda: runner([]), self._tools.place.device)
+            except RuntimeError as error:
+                self.why_no_graph = str(error)
+                return lambda: runner([])
+            self.why_no_graph = ""
+            return replay
 
-        return run
-
-    def _captured(self, runner: Runner) -> Callable[[], list[Any]]:
-        try:
-            replay = self._capture(lambda: runner([]), self._tools.place.device)
-        except RuntimeError as error:
-            self.why_no_graph = str(error)
-            return lambda: runner([])
-        self.why_no_graph = ""
-        return replay
+        return lambda inputs: captured()()
 
 
-class ProfiledPart:
-    """A part that shows a profiler each call of a block, and each launch in it, as a range.
+def _profiled(writer: Callable[..., CodeWriter], memory: Memory) -> Runner:
+    """Returns a part that shows a profiler each call of a block, and each launch, as a range."""
 
-    It is written when a profiler runs for the first time.
-    """
+    @functools.cache  # written when a profiler runs for the first time
+    def written() -> Runner:
+        shown = begin_range("lazyinline: a program is bound for the profiler")
+        code = writer(ranges="shown").write()
+        compiled = compile(code.source, "<lazyinline program, profiled>", "exec")
+        runner = memory.runner(code, compiled, begin=begin_range, end=end_range)
+        end_range(shown)
+        return runner
 
-    def __init__(self, writer: Callable[..., CodeWriter], memory: Memory) -> None:
-        self._writer = writer
-        self._memory = memory
-        self._runner: Runner | None = None
-
-    def __call__(self, inputs: list[Any]) -> list[Any]:
-        """Runs the part."""
-        if self._runner is None:
-            written = begin_range("lazyinline: a program is bound for the profiler")
-            code = self._writer(ranges="shown").write()
-            compiled = compile(code.source, "<lazyinline program, profiled>", "exec")
-            self._runner = self._memory.runner(code, compiled, begin=begin_range, end=end_range)
-            end_range(written)
-        return self._runner(inputs)
+    return lambda inputs: written()(inputs)
 
 
 class _Use:
