@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import itertools
 import os
 import platform
@@ -34,39 +35,12 @@ _STORE = "lazyinline"  # in Inductor's folder, so that a clear of results builds
 _FORMAT = 1
 
 
-class Builds:
-    """Wrappers whose kernels wait for the C++ compiler.
-
-    Args:
-        finish: waits for one wrapper's kernels, and puts them into its scope.
-    """
-
-    def __init__(self, finish: Callable[[Any, dict[str, Any]], None]) -> None:
-        self._finish = finish
-        self._pending: list[tuple[Any, dict[str, Any]]] = []
-
-    def __len__(self) -> int:
-        return len(self._pending)
-
-    def add(self, waiting: Any, scope: dict[str, Any]) -> None:
-        """Notes a wrapper whose kernels are under way."""
-        self._pending.append((waiting, scope))
-
-    def errors(self) -> list[Exception | None]:
-        """Waits for all; returns why a wrapper's kernels could not be built, in order."""
-        return [self._error(*pending) for pending in self._pending]
-
-    def _error(self, waiting: Any, scope: dict[str, Any]) -> Exception | None:
-        try:
-            self._finish(waiting, scope)
-        except Exception as error:  # the compiler's, the loader's, a full disk's
-            return error
-        return None
-
-
 @contextmanager
-def deferred_builds() -> Iterator[Builds]:
-    """Postpones waiting for the C++ compiler until it is asked what failed."""
+def deferred_builds() -> Iterator[list[Callable[[], None]]]:
+    """Postpones waiting for the C++ compiler.
+
+    Yields what waits for the kernels of one wrapper each, and raises what failed in making them.
+    """
     from torch._inductor.async_compile import AsyncCompile
     from torch._inductor.utils import parallel_num_threads
 
@@ -84,7 +58,7 @@ def deferred_builds() -> Iterator[Builds]:
         return bundles.ask(source)
 
     def postpone(self: AsyncCompile, scope: dict[str, Any]) -> None:
-        builds.add(self, scope)
+        builds.append(functools.partial(finish, self, scope))
         bundles.start()
 
     def finish(waiting: AsyncCompile, scope: dict[str, Any]) -> None:
@@ -93,8 +67,7 @@ def deferred_builds() -> Iterator[Builds]:
         scope.update({name: kept(value) for name, value in promised.items()})
         wait(waiting, scope)
 
-    builds = Builds(finish)
-
+    builds: list[Callable[[], None]] = []
     collecting = mock.patch.object(AsyncCompile, "cpp_pybinding", collect)
     with mock.patch.object(AsyncCompile, "wait", postpone), collecting:
         try:

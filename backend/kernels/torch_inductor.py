@@ -193,8 +193,10 @@ def compile_leaves(
             compiled.append(_compiled_or_why_not(copy))  # its passes change what they get
             asked += [len(compiled) - 1] * (len(builds) - len(asked))
             on_compiled()
-        for place, error in zip(asked, builds.errors(), strict=True):
-            if error is not None:
+        for place, wait in zip(asked, builds, strict=True):
+            try:
+                wait()
+            except Exception as error:  # the compiler's, the loader's, a full disk's
                 compiled[place] = _why_not(error)
     return compiled
 
