@@ -19,7 +19,6 @@ from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
-import torch
 
 from ...reuse.ir.program import Leaf
 from ...reuse.ir.transfer import Wire
@@ -339,7 +338,9 @@ class UnitLayout:
     @cached_property
     def used_regions(self) -> list[list[int]]:
         """The regions that the code of each part works in."""
-        return [self._used_regions(code) for code in self.codes]
+        views = (code.arena_views.values() for code in self.codes)
+        placed = ({self._region_of[p.instance] for p in own} for own in views)
+        return [sorted(p | set(c.regions)) for p, c in zip(placed, self.codes, strict=True)]
 
     def bytes_per_flight(self, num_flights: int) -> int:
         """Returns what one of so many flights at once takes, with its share of the scratch."""
@@ -411,10 +412,6 @@ class UnitLayout:
         own += [b for b in self.layout.scratch if b.part == number]
         return lower_bound(buffers_of(own)) if own else 0
 
-    def _used_regions(self, code: GeneratedCode) -> list[int]:
-        views = {self._region_of[placed.instance] for placed in code.arena_views.values()}
-        return sorted(views | set(code.regions))
-
     def offsets_from(self, number: int, starts: Mapping[int, int]) -> dict[int, int]:
         """Returns the offsets in the arena of the buffers that the code of a part has views of."""
         used = {placed.instance for placed in self.codes[number].arena_views.values()}
@@ -445,12 +442,6 @@ class UnitLayout:
     def num_launches(self) -> list[int]:
         """Launches of each part."""
         return [len(part.launches) for part in self._parts]
-
-
-def view_of_box(box: Box, arena: torch.Tensor, start: int) -> torch.Tensor:
-    """Returns what travels, as a contiguous run of elements."""
-    whole = arena.narrow(0, start, box.wire.num_bytes)
-    return whole.view(box.wire.type.dtype)
 
 
 def least(buffers: Buffers) -> ArenaPlan:

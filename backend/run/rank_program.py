@@ -22,7 +22,7 @@ from ..arena.live_ranges import Buffers, lower_bound
 from ..launches.present_memory import check_memory
 from ..link.placement import Tools
 from ..link.torch_generated import Memory, Runner
-from ..link.unit_layout import Box, PlacedBuffer, UnitLayout, view_of_box
+from ..link.unit_layout import Box, PlacedBuffer, UnitLayout
 
 
 @dataclass(frozen=True)
@@ -184,9 +184,7 @@ class RankPlan:
                 born = max(begin[1] - 1, begin[0])
                 dead = end[0] + (end[0] < end[1])
                 found.append((born, max(dead, born + 1), num_bytes))
-        for index, _, buffer in self.buffers():
-            span = self._span(starts, index, buffer)
-            found.append((*span, buffer.num_bytes))
+        found += [(birth, death, b.num_bytes) for _, _, b, birth, death in self._placed(starts)]
         return _buffers(dict(enumerate(life for life in found if life[2])))
 
     def moments(self) -> tuple[list[int], list[tuple[int, int]]]:
@@ -205,26 +203,29 @@ class RankPlan:
         phases.append((starts[-1], starts[-1]))
         return starts, phases
 
-    def buffers(self) -> Iterator[tuple[int, int, PlacedBuffer]]:
-        """Yields each buffer of each run but boxes: number of the run, and of its part."""
+    def parts(self) -> Iterator[tuple[int, Run, UnitLayout, int]]:
+        """Yields the runs that run something: their number, they, their unit, the part's number."""
         for index, run in enumerate(self.schedule.runs):
             number = self.part_number(run.unit, run.part)
             if number is not None:
-                for buffer in self.units[run.unit].placed(number):
-                    yield index, number, buffer
+                yield index, run, self.units[run.unit], number
 
-    def _span(self, starts: Sequence[int], index: int, buffer: PlacedBuffer) -> tuple[int, int]:
-        run = self.schedule.runs[index]
-        last = self.units[run.unit].specs[buffer.last].name
-        end = self._numbers[Run(run.unit, last, run.flight)]
-        return starts[index] + buffer.birth, starts[end] + buffer.death
+    def _end_of(self, run: Run, part: int) -> int:
+        """Returns the number of the run of another part for the same flight."""
+        name = self.units[run.unit].specs[part].name
+        return self._numbers[Run(run.unit, name, run.flight)]
+
+    def _placed(self, starts: Sequence[int]) -> Iterator[tuple[Run, int, PlacedBuffer, int, int]]:
+        """Yields each buffer but boxes: its run, the part's number, it, and its life in moments."""
+        for index, run, unit, number in self.parts():
+            for buffer in unit.placed(number):
+                death = starts[self._end_of(run, buffer.last)] + buffer.death
+                yield run, number, buffer, starts[index] + buffer.birth, death
 
     def rows(self) -> Iterator[BufferRow]:
         """Yields every buffer with its place, in moments, for a picture."""
         starts, phases = self.moments()
-        for index, number, buffer in self.buffers():
-            run = self.schedule.runs[index]
-            birth, death = self._span(starts, index, buffer)
+        for run, number, buffer, birth, death in self._placed(starts):
             offset = self.start_of((run.unit, buffer.region, run.flight)) + buffer.offset
             use: BufferUse = "part" if buffer.last == number else "flight"
             yield BufferRow(birth, death, offset, buffer.num_bytes, use)
@@ -242,16 +243,12 @@ class RankPlan:
     def foreign_lives(self) -> Buffers:
         """Returns the buffers outside of the arena, and the runs for which they live."""
         lives = []
-        for index, run in enumerate(self.schedule.runs):
-            layout, number = self.units[run.unit], self.part_number(run.unit, run.part)
-            if number is None:
-                continue
+        for index, run, layout, number in self.parts():
             # Between two runs lies a moment in which only what is left for later runs is held.
             lives.append((2 * index + 1, 2 * index + 2, layout.foreign_scratch_bytes(number)))
             for instance in layout.hand_overs[number].left:
                 _, last, num_bytes = layout.foreign_span(instance)
-                end = self._numbers[Run(run.unit, layout.specs[last].name, run.flight)]
-                lives.append((2 * index + 1, 2 * end + 2, num_bytes))
+                lives.append((2 * index + 1, 2 * self._end_of(run, last) + 2, num_bytes))
         return _buffers(dict(enumerate(life for life in lives if life[2])))
 
     @property
@@ -262,11 +259,7 @@ class RankPlan:
     @property
     def num_launches(self) -> int:
         """Kernel launches of all runs together."""
-        total = 0
-        for run in self.schedule.runs:
-            number = self.part_number(run.unit, run.part)
-            total += 0 if number is None else self.units[run.unit].num_launches[number]
-        return total
+        return sum(layout.num_launches[number] for _, _, layout, number in self.parts())
 
     def start_of(self, key: Key) -> int:
         """Returns the start of a region of a flight in the arena, in bytes."""
@@ -374,8 +367,12 @@ class RankProgram:
 
     def _views(self, unit: int, boxes: Sequence[Box], flight: int) -> list[torch.Tensor]:
         assert self._arena is not None
-        starts = [self.plan.start_of((unit, box.region, flight)) for box in boxes]
-        return [view_of_box(b, self._arena, s) for b, s in zip(boxes, starts, strict=True)]
+        found = []
+        for box in boxes:
+            start = self.plan.start_of((unit, box.region, flight))
+            whole = self._arena.narrow(0, start, box.wire.num_bytes)
+            found.append(whole.view(box.wire.type.dtype))
+        return found
 
     def _runner(self, unit: int, number: int, flight: int) -> Runner:
         known = self._runners.get((unit, number, flight))

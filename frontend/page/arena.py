@@ -167,12 +167,9 @@ def _of_rank(plan: RankPlan) -> tuple[IntArray, dict[str, Any]] | None:
 def _rank_launches(
     plan: RankPlan, starts: list[int]
 ) -> Iterator[tuple[int, tuple[int, int], str, str]]:
-    for index, run in enumerate(plan.schedule.runs):
-        number = plan.part_number(run.unit, run.part)
-        if number is None:
-            continue
+    for index, run, unit, number in plan.parts():
         where = f"micro-batch {run.flight}, stage {run.unit}"
-        for moment, placed in plan.units[run.unit].launches_of(number):
+        for moment, placed in unit.launches_of(number):
             call = (index, id(placed.bases))
             name = f"{where}: {placed.block or 'between'}"
             yield starts[index] + moment, call, name, placed.launch.name
