@@ -53,15 +53,6 @@ class Halves:
     early_outputs: Positions
     late_outputs: Positions
 
-    @property
-    def carried_type(self) -> StructType:
-        """Type of what the early half hands to the late one."""
-        if self.early is None:
-            return StructType(())
-        carried = self.early.output_types[-1]
-        assert isinstance(carried, StructType)
-        return carried
-
 
 class Splitter:
     """Splits closures, each at most once per choice of early outputs."""
@@ -145,7 +136,7 @@ class _BodySplit:
         halves = self._splitter.split(call.closure, needed)
         # Some results are early and some are not, so there is something in both halves.
         assert halves.early is not None and halves.late is not None
-        carried = Value(halves.carried_type, "carried")
+        carried = Value(halves.early.output_types[-1], "carried")
         args = tuple(call.args[i] for i in halves.early_inputs)
         results = (*(call.results[i] for i in halves.early_outputs), carried)
         self._run_early(Call(halves.early, args, results, call.path))
