@@ -8,6 +8,7 @@ from __future__ import annotations
 import operator
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 
 import torch.fx
 
@@ -42,7 +43,7 @@ def saved_inputs(forward: Program) -> tuple[int, ...]:
     Autograd refuses a backward whose saved tensors were changed since the forward. It can do that
     for what lazyinline saves only if it is told which inputs are inside.
     """
-    return tuple(sorted(_flows(forward, _along(_shares_with))[-1]))
+    return tuple(sorted(_flows(forward, partial(_in_graph, _shares_with))[-1]))
 
 
 def _shares_with(node: torch.fx.Node) -> Iterable[torch.fx.Node]:
@@ -99,7 +100,7 @@ def used_inputs(program: Program) -> Inputs:
     leaves = (closure for closure in walk_closures(program) if isinstance(closure, Leaf))
     if any(is_mutable(node.target) for leaf in leaves for node in leaf.nodes):
         return frozenset(range(len(program.inputs)))
-    return frozenset().union(*_flows(program, _along(_computed_from)))
+    return frozenset().union(*_flows(program, partial(_in_graph, _computed_from)))
 
 
 def _computed_from(node: torch.fx.Node) -> Iterable[torch.fx.Node]:
@@ -154,12 +155,7 @@ def _of_program(program: Program, closures: Mapping[Closure, Flows]) -> Flows:
     return [values[value] for value in program.outputs]
 
 
-def _along(through: Through) -> Callable[[Leaf], Flows]:
-    """Returns what asks each operator of a leaf."""
-    return lambda leaf: _in_graph(leaf, through)
-
-
-def _in_graph(leaf: Leaf, through: Through) -> Flows:
+def _in_graph(through: Through, leaf: Leaf) -> Flows:
     entries = grouped(leaf.entries, leaf.input_types)
     nodes = {n: frozenset([i]) for i, group in enumerate(entries) for n in group}
     for node in leaf.nodes:

@@ -11,7 +11,7 @@ from ..autodiff.derivative import Choice, Cut, Differentiator, PerCall, Request,
 from ..reuse.ir.operators import is_view
 from ..reuse.ir.program import Call, Composite, Leaf, RecomputeMark, input_nodes
 from . import solver
-from .cut_problem import CutPoint, CutProblem
+from .cut_problem import CutProblem
 from .measured import ValueCosts
 from .sizes_at import SizesAt
 
@@ -119,8 +119,12 @@ class Planner:
     def frontier(self, request: Request) -> tuple[Variant, ...]:
         """Returns the variants of a closure that no other beats, fewest bytes first."""
         if request not in self._frontiers:
-            leaf = isinstance(request.closure, Leaf)
-            variants = self._leaf_variants(request) if leaf else self._inner_variants(request)
+            if isinstance(request.closure, Leaf):
+                cuts = solver.frontier(self._problem(request), _NUM_POINTS)
+                made = [Variant(Cut(c.saved), c.num_bytes, c.extra_s, c.extra_flops) for c in cuts]
+                variants = [self.as_it_is(request), *made]
+            else:
+                variants = self._inner_variants(request)
             points = solver.pareto(variants, lambda v: (v.num_bytes, v.extra_s))
             self._frontiers[request] = tuple(points)
         return self._frontiers[request]
@@ -175,10 +179,6 @@ class Planner:
             return Variant(None, num_bytes, 0.0, 0)
         return Variant(None, num_bytes, point.extra_s, point.extra_flops)
 
-    def _leaf_variants(self, request: Request) -> list[Variant]:
-        points = solver.frontier(self._problem(request), _NUM_POINTS)
-        return [self.as_it_is(request), *map(_variant, points)]
-
     def _inner_variants(self, request: Request) -> list[Variant]:
         """Variants of a composite: its calls chosen within several budgets, or called again."""
         sites = self.sites(request)
@@ -224,10 +224,6 @@ class Planner:
 def policy_of(call: Call, policy: RecomputeMark) -> RecomputeMark:
     """Returns the policy of a call: its own mark, or the given one if it is a block's call."""
     return call.recompute or (policy if call.path else "")
-
-
-def _variant(point: CutPoint) -> Variant:
-    return Variant(Cut(point.saved), point.num_bytes, point.extra_s, point.extra_flops)
 
 
 def _per_call(request: Request, found: Mapping[int, Choice | None]) -> Choice | None:

@@ -92,7 +92,8 @@ def _record(
     if request.choice is not None:
         choice = "cut" if isinstance(request.choice, (Cut, PerCall)) else "called again"
     again = list(_computed_again(derivative, sizes))
-    names = Counter(_operator_name(n) for n in again if not (is_free(n) or n.target in RESHAPES))
+    work = [n for n in again if not (is_free(n) or n.target in RESHAPES)]
+    names = Counter(str(n.target).removeprefix("aten.").split(".")[0] for n in work)
     return RecomputeRecord(
         request.closure.name,
         choice,
@@ -137,7 +138,3 @@ def _operators(closure: Closure, sizes: SizesAt) -> Iterator[torch.fx.Node]:
     elif isinstance(closure, Composite):
         for call in closure.program.calls:
             yield from _operators(call.closure, sizes)
-
-
-def _operator_name(node: torch.fx.Node) -> str:
-    return str(node.target).removeprefix("aten.").split(".")[0]

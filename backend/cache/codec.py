@@ -56,16 +56,16 @@ def _record(kind: type) -> Coded:
     return kind.__name__, lambda x: [getattr(x, name) for name in names], lambda made: kind(*made)
 
 
-def _complex_of(parts: list[str]) -> complex:
-    return complex(*map(float.fromhex, parts))
-
-
 _PLAIN = (type(None), bool, int, str)  # as JSON has them; a list of JSON is a tuple
 # How a value of a kind is named, written and read: what is whole, and what has parts.
 _WHOLE: dict[type, Coded] = {
     # Hexadecimal is exact, and has infinities and NaN, which JSON lacks.
     float: ("float", float.hex, float.fromhex),
-    complex: ("complex", lambda z: [z.real.hex(), z.imag.hex()], _complex_of),
+    complex: (
+        "complex",
+        lambda z: [z.real.hex(), z.imag.hex()],
+        lambda parts: complex(*map(float.fromhex, parts)),
+    ),
     bytes: ("bytes", lambda b: base64.b64encode(b).decode(), base64.b64decode),
     torch.device: ("device", str, torch.device),
     **{kind: _one_of_few(kind) for kind in (torch.dtype, torch.layout, torch.memory_format)},

@@ -87,14 +87,10 @@ def default_directory() -> pathlib.Path:
     return (pathlib.Path(home) if home else pathlib.Path.home() / ".cache") / "lazyinline"
 
 
-def is_switched_off() -> bool:
-    """Whether ``LAZYINLINE_CACHE=0`` turns the cache off."""
-    return os.environ.get(SWITCH_VARIABLE, "").strip().lower() in _OFF
-
-
 def open_cache() -> DiskCache | None:
     """Returns the user's cache, or None where it is turned off or cannot be used (a warning)."""
-    return None if is_switched_off() else open_store(default_directory())
+    is_off = os.environ.get(SWITCH_VARIABLE, "").strip().lower() in _OFF
+    return None if is_off else open_store(default_directory())
 
 
 def open_store(directory: pathlib.Path) -> DiskCache | None:

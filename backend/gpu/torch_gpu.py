@@ -47,7 +47,11 @@ def gpu_described(target: Target) -> Iterator[None]:
     Raises:
         PlanError: if Triton is not installed.
     """
-    check_triton()
+    if not _triton.has_triton_package():
+        raise PlanError(
+            "Programs for a GPU need Triton, which this PyTorch came without: pip install triton "
+            "(Linux)."
+        )
     _fake_tensors_on_cuda()
     from torch._inductor.runtime.hints import DeviceProperties
 
@@ -100,21 +104,6 @@ def _fake_tensors_on_cuda() -> None:
     if torch.version.cuda is None:
         file = Path(__file__).with_name("native_device_guard.cpp")
         built_library(file.read_text(), [file], ["c10"])
-
-
-def check_triton() -> None:
-    """Raises PlanError if Triton is not installed."""
-    if not _triton.has_triton_package():
-        raise PlanError(
-            "Programs for a GPU need Triton, which this PyTorch came without: pip install triton "
-            "(Linux)."
-        )
-
-
-def gpu_codegen_settings() -> dict[str, Any]:
-    """Returns the settings of Inductor that make its code a plain list of launches."""
-    # In one thread of this process, where the patches are; tuning would need the device.
-    return {"compile_threads": 1, "triton.autotune_at_compile_time": False}
 
 
 def _answers(target: Target) -> dict[str, Callable[..., Any]]:

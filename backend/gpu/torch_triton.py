@@ -83,18 +83,14 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
 
 
 def _compiled(kernel: TritonKernel) -> MachineCode:
-    tuner = _autotuner(kernel)
+    from torch._inductor.codecache import PyCodeCache
+
+    tuner: Any = getattr(PyCodeCache.load(kernel.source), kernel.name)
     try:
         made = tuner._precompile_config(tuner.configs[0]).kernel
     except Exception as error:
         raise PlanError(f"Triton cannot compile {kernel.name}: {error}") from error
     return MachineCode(made.asm["cubin"], made.metadata.shared, made.metadata.num_warps)
-
-
-def _autotuner(kernel: TritonKernel) -> Any:
-    from torch._inductor.codecache import PyCodeCache
-
-    return getattr(PyCodeCache.load(kernel.source), kernel.name)
 
 
 def triton_kernel(value: Any) -> Callable[..., None] | None:

@@ -289,15 +289,12 @@ def lower_leaves(
             allows to load several elements at once.
     """
     different = list(dict.fromkeys(leaves))
-    begun = [_begun(leaf, (unaligned or {}).get(leaf, ())) for leaf in different]
+    begun = []
+    for leaf in different:
+        begins = (unaligned or {}).get(leaf)
+        module = torch_inductor.with_unaligned_inputs(leaf.module, begins) if begins else None
+        begun.append(replace(leaf, module=module) if module is not None else leaf)
     return dict(zip(different, backend.lower(begun, on_done), strict=True))
-
-
-def _begun(leaf: Leaf, unaligned: Collection[int]) -> Leaf:
-    if not unaligned:
-        return leaf
-    module = torch_inductor.with_unaligned_inputs(leaf.module, unaligned)
-    return replace(leaf, module=module)
 
 
 def can_record(kernel: Kernel) -> bool:

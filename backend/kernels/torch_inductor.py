@@ -22,7 +22,7 @@ from ...reuse.errors import LazyInlineError
 from ...reuse.ir.program import input_nodes
 from ...reuse.ir.torch_symbols import sizes_as_literals, symbols_of, with_size_inputs
 from ...reuse.ir.types import TensorType, strides_that_matter
-from ..gpu.torch_gpu import gpu_codegen_settings, kernels_as_text
+from ..gpu.torch_gpu import kernels_as_text
 from ..launches.torch_native import check_cpp_compiler
 from .torch_builds import deferred_builds, vector_units_probed_here
 from .torch_corrections import (
@@ -235,8 +235,9 @@ def write_gpu_leaves(
     import torch._inductor.config as config
 
     written = []
-    way = drawn_in_order(), polynomials_expanded()
-    with settings(), config.patch(gpu_codegen_settings()), kernels_as_text(), way[0], way[1]:
+    # In one thread of this process, where the patches are; tuning would need the device.
+    plain = config.patch({"compile_threads": 1, "triton.autotune_at_compile_time": False})
+    with settings(), plain, kernels_as_text(), drawn_in_order(), polynomials_expanded():
         for module in modules:
             written.append(_compile(copy_graph(module)))  # its passes change what they get
             on_written()

@@ -77,12 +77,8 @@ class BuiltKernel:
         message = ctypes.create_string_buffer(_MESSAGE_BYTES)
         given = [address_in(a) if isinstance(a, torch.Tensor) else a for a in args]
         if _checked(self)(*given, message, _MESSAGE_BYTES):
-            raise _failure(message.value.decode(errors="replace"))
-
-
-def _failure(message: str) -> Exception:
-    """Returns what eager would raise."""
-    return IndexError(message) if "out of bounds" in message else RuntimeError(message)
+            text = message.value.decode(errors="replace")
+            raise IndexError(text) if "out of bounds" in text else RuntimeError(text)
 
 
 def loaded_kernel(path: Path, symbol: str, argument_types: Sequence[str]) -> BuiltKernel:

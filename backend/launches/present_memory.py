@@ -24,7 +24,8 @@ def check_memory(tensors: Iterable[torch.Tensor], names: Sequence[str] = ()) -> 
         RuntimeError: names the first that has not.
     """
     for position, tensor in enumerate(tensors):
-        if _lacks_memory(tensor):
+        held = tensor.untyped_storage().nbytes() if tensor.numel() and tensor.data_ptr() else 0
+        if tensor.numel() and held < _needed_bytes(tensor):
             name = names[position] if position < len(names) else ""
             raise RuntimeError(_message(tensor, name))
 
@@ -56,12 +57,6 @@ def no_address(tensor: torch.Tensor) -> int:
     """
     check_memory((tensor,))
     return 0
-
-
-def _lacks_memory(tensor: torch.Tensor) -> bool:
-    if not tensor.numel():
-        return False
-    return not tensor.data_ptr() or tensor.untyped_storage().nbytes() < _needed_bytes(tensor)
 
 
 def _needed_bytes(tensor: torch.Tensor) -> int:

@@ -150,22 +150,17 @@ def loaded_native(path: Path) -> NativeLibrary:
 
 
 def _native_of(library: ctypes.CDLL) -> NativeLibrary:
-    if not hasattr(library, f"PyInit_{_MODULE}"):  # built without Python's headers
-        return _foreign_native(library)
+    if not hasattr(library, f"PyInit_{_MODULE}"):  # built without Python's headers: by ctypes
+        function = library.lazyinline_run
+        function.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p]
+        function.restype = ctypes.c_int
+        return NativeLibrary(function, None, ctypes.memmove)
     loader = ExtensionFileLoader(_MODULE, library._name)
     spec = spec_from_file_location(_MODULE, library._name, loader=loader)
     assert spec is not None
     native: Any = module_from_spec(spec)
     loader.exec_module(native)
     return NativeLibrary(native.run, native.hold, native.move)
-
-
-def _foreign_native(library: ctypes.CDLL) -> NativeLibrary:
-    """The same by ctypes."""
-    function = library.lazyinline_run
-    function.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p]
-    function.restype = ctypes.c_int
-    return NativeLibrary(function, None, ctypes.memmove)
 
 
 def first_fit(buffers: Buffers, order: IntArray) -> IntArray:

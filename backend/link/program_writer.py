@@ -382,7 +382,11 @@ class CodeWriter:
         base = self._base(placed)
         if base == placed:
             return self._names[base]
-        self._local_view(name, placed, base)
+        offset = (placed.offset_bytes - base.offset_bytes) // placed.dtype.itemsize
+        view, dtype = self._constant(view_of), self._constant(placed.dtype)
+        args = f"{self._names[base]}, {placed.shape}, {placed.stride}, {offset}, {dtype}"
+        self._lines.append(f"  {name} = {view}({args})")
+        self._local_names.setdefault(placed.instance, []).append(name)
         return name
 
     def _base(self, placed: Placed) -> Placed:
@@ -391,13 +395,6 @@ class CodeWriter:
             base = _result_base(self._layout, self._part, placed)
             self._make_result(placed.instance, base)
         return self._locals[placed.instance]
-
-    def _local_view(self, name: str, placed: Placed, base: Placed) -> None:
-        offset = (placed.offset_bytes - base.offset_bytes) // placed.dtype.itemsize
-        view, dtype = self._constant(view_of), self._constant(placed.dtype)
-        args = f"{self._names[base]}, {placed.shape}, {placed.stride}, {offset}, {dtype}"
-        self._lines.append(f"  {name} = {view}({args})")
-        self._local_names.setdefault(placed.instance, []).append(name)
 
     def _make_result(self, instance: int, base: Placed) -> None:
         """Allocates a buffer that the user will own; views of it start from here."""
