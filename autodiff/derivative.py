@@ -391,13 +391,12 @@ class _Reversal:
         )
         entry = Value(struct, "saved")
         unpack = Call(Unpack(struct), (entry,), tuple(self._kept[v] for v in packed))
-        used = [(i, s) for i, s in self._seeds]
         backward = Program(
             (
                 entry,
                 *(self._kept[program.inputs[i]] for i in kept_inputs),
                 *(self._kept[program.outputs[i]] for i in kept_outputs),
-                *(seed for _, seed in used),
+                *(seed for _, seed in self._seeds),
             ),
             (unpack, *self._backward),
             tuple(self._cotangents[program.inputs[i]] for i in gradients),
@@ -408,6 +407,6 @@ class _Reversal:
             Composite(f"{name}.backward", backward),
             tuple(kept_inputs),
             tuple(kept_outputs),
-            tuple(i for i, _ in used),
+            tuple(i for i, _ in self._seeds),
             tuple(gradients),
         )

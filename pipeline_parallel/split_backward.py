@@ -167,18 +167,14 @@ class _BodySplit:
     ) -> Composite | None:
         if not self._late_outputs:
             return None
-        program = self._program
-        kept = [program.inputs[i] for i in late_inputs]
-        outputs = tuple(program.outputs[i] for i in self._late_outputs)
-        if not has_early:
-            return Composite(
-                f"{self._closure.name}.late", Program(tuple(kept), tuple(calls), outputs)
-            )
-        struct = StructType(tuple(v.type for v in carried))
-        packed = Value(struct, "carried")
-        unpack = Call(Unpack(struct), (packed,), tuple(carried))
-        body = Program((packed, *kept), (unpack, *calls), outputs)
-        return Composite(f"{self._closure.name}.late", body)
+        inputs = tuple(self._program.inputs[i] for i in late_inputs)
+        outputs = tuple(self._program.outputs[i] for i in self._late_outputs)
+        if has_early:
+            struct = StructType(tuple(v.type for v in carried))
+            packed = Value(struct, "carried")
+            inputs = (packed, *inputs)
+            calls = (Call(Unpack(struct), (packed,), tuple(carried)), *calls)
+        return Composite(f"{self._closure.name}.late", Program(inputs, tuple(calls), outputs))
 
 
 def _positions(inputs: Sequence[Value], wanted: Iterable[Value]) -> Positions:

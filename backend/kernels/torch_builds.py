@@ -181,23 +181,18 @@ def _loads_here(isa: Any, path: str) -> bool:
 
 
 def _built_as_kernels(check_build: Callable[[Any, str], bool]) -> Callable[[Any, str], bool]:
+    from torch._inductor import config
+
     def check(isa: Any, code: str) -> bool:
         for _ in range(2):
             with contextlib.suppress(DamagedObjectError):
-                return _builds(isa, code) if _shares_the_header(code) else check_build(isa, code)
+                # With the header of kernels, which is precompiled, before it a probe costs less. Of
+                # code without vectors in it Inductor builds a file for no instruction set.
+                is_short = config.cpp_cache_precompile_headers and "at::vec::" in code
+                return _builds(isa, code) if is_short else check_build(isa, code)
         return False
 
     return check
-
-
-def _shares_the_header(code: str) -> bool:
-    """Whether a probe costs less with the header of kernels, which is precompiled, before it.
-
-    Without vectors in it Inductor builds a file for no instruction set.
-    """
-    from torch._inductor import config
-
-    return config.cpp_cache_precompile_headers and "at::vec::" in code
 
 
 def _builds(isa: Any, code: str) -> bool:

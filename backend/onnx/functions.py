@@ -213,16 +213,12 @@ class _Builder:
         return node.outputs
 
     def _bundle(self, type_: Type, name: str, body: _Body) -> Bundle:
-        types = flat_types([type_])
-        return tuple(
-            self._value(t, body.values.take(name if len(types) == 1 else f"{name}.{i}"))
-            for i, t in enumerate(types)
-        )
-
-    def _value(self, type_: TensorType, name: str) -> ir.Value:
-        value = ir.Value(name=name)
-        self._describe(value, type_)
-        return value
+        types, bundle = flat_types([type_]), []
+        for i, inner in enumerate(types):
+            wish = name if len(types) == 1 else f"{name}.{i}"
+            bundle.append(ir.Value(name=body.values.take(wish)))
+            self._describe(bundle[-1], inner)
+        return tuple(bundle)
 
     def _describe(self, value: ir.Value, type_: TensorType) -> None:
         value.dtype = torch_onnx.onnx_dtype(type_.dtype)

@@ -6,6 +6,7 @@ the parts of a pipeline rank's stages an :class:`UnplannedRank`.
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -41,74 +42,53 @@ class Executable:
     """
 
     def __init__(self, flat: FlatProgram, kernels: Mapping[Leaf, Kernel]) -> None:
-        self.flat = flat
+        self._flat = flat
         self._kernels = kernels
-        self.source = _source(flat, kernels, "none")
-        self._function = _function(flat, kernels, self.source)
-        self._profiled: Runner | None = None
+        self._function = self._written("none")
 
     def run(self, inputs: list[Any]) -> list[Any]:
         """Runs on flat inputs; empties the list, so that inputs are freed when used up."""
-        if profiler_runs():
-            return self._run_profiled(inputs)
-        return self._function(inputs)
+        return self._shown(inputs) if profiler_runs() else self._function(inputs)
 
-    def _run_profiled(self, inputs: list[Any]) -> list[Any]:
-        """Runs with a range around each launch, which is a call of a block here."""
-        if self._profiled is None:
-            source = _source(self.flat, self._kernels, "shown")
-            self._profiled = _function(self.flat, self._kernels, source)
-        return self._profiled(inputs)
+    @functools.cached_property
+    def _shown(self) -> Runner:
+        """The function with a range around each launch, which is a call of a block here."""
+        return self._written("shown")
 
     @property
     def num_launches(self) -> int:
         """Kernel launches in one run."""
-        return len(self.flat.launches)
+        return len(self._flat.launches)
 
-
-def _function(flat: FlatProgram, kernels: Mapping[Leaf, Kernel], source: str) -> Runner:
-    scope: dict[str, Any] = {"begin": begin_range, "end": end_range}
-    scope.update((name, kernels[leaf].function) for leaf, name in _names(flat).items())
-    exec(compile(source, "<lazyinline program>", "exec"), scope)
-    program: Runner = scope.pop("program")
-    return program
-
-
-def _names(flat: FlatProgram) -> dict[Leaf, str]:
-    leaves = dict.fromkeys(launch.leaf for launch in flat.launches)
-    return {leaf: f"k{number}" for number, leaf in enumerate(leaves)}
-
-
-def _source(flat: FlatProgram, kernels: Mapping[Leaf, Kernel], ranges: Ranges) -> str:
-    names = _names(flat)
-    lines = ["def program(inputs):"]
-    if flat.inputs:
-        lines.append(f"  {_targets(flat.inputs)} = inputs")
-    lines.append("  inputs.clear()")
-    for launch in flat.launches:
-        line = _line(launch, names[launch.leaf], kernels[launch.leaf])
-        shown = [f"  block = begin({launch.block!r})", line, "  end(block)"]
-        lines += [line] if ranges == "none" else shown
-    lines.append(f"  return [{', '.join(f's{s}' for s in flat.outputs)}]")
-    return "\n".join(lines) + "\n"
-
-
-def _targets(slots: Slots) -> str:
-    return ", ".join(f"s{s}" for s in slots) + ","
+    def _written(self, ranges: Ranges) -> Runner:
+        flat = self._flat
+        scope: dict[str, Any] = {"begin": begin_range, "end": end_range}
+        leaves = dict.fromkeys(launch.leaf for launch in flat.launches)
+        names = {leaf: f"k{number}" for number, leaf in enumerate(leaves)}
+        scope.update((name, self._kernels[leaf].function) for leaf, name in names.items())
+        lines = ["def program(inputs):"]
+        if flat.inputs:
+            lines.append(f"  {_slots(flat.inputs)}, = inputs")
+        lines.append("  inputs.clear()")
+        for launch in flat.launches:
+            line = _line(launch, names[launch.leaf], self._kernels[launch.leaf])
+            shown = [f"  block = begin({launch.block!r})", line, "  end(block)"]
+            lines += [line] if ranges == "none" else shown
+        lines.append(f"  return [{_slots(flat.outputs)}]")
+        exec(compile("\n".join(lines), "<lazyinline program>", "exec"), scope)
+        program: Runner = scope.pop("program")
+        return program
 
 
 def _line(launch: Launch, name: str, kernel: Kernel) -> str:
     operands = ", ".join([*map(str, kernel.sizes), *(f"s{s}" for s in launch.operands)])
-    if kernel.convention == "boxed":
-        operands = f"[{operands}]"
-    line = (
-        f"  {_targets(launch.results)} = {name}({operands})"
-        if launch.results
-        else f"  {name}({operands})"
-    )
-    if launch.frees:
-        line += f"; del {', '.join(f's{s}' for s in launch.frees)}"
-    return line
+    call = f"{name}([{operands}])" if kernel.convention == "boxed" else f"{name}({operands})"
+    targets = f"{_slots(launch.results)}, = " if launch.results else ""
+    return f"  {targets}{call}" + (f"; del {_slots(launch.frees)}" if launch.frees else "")
+
+
+def _slots(slots: Slots) -> str:
+    return ", ".join(f"s{s}" for s in slots)
 
 
 class UnplannedStep:
