@@ -217,23 +217,15 @@ class _Search:
         self._bounds = np.unique(finite)
         if not len(self._bounds) or not np.isfinite(self._sum(len(self._bounds) - 1)):
             return None
-        low, high = self._lowest_feasible(), len(self._bounds) - 1
+        indices = range(len(self._bounds))
+        low = bisect.bisect_left(indices, True, key=lambda i: bool(np.isfinite(self._sum(i))))
+        high = len(self._bounds) - 1
         self._best = (np.inf, low)
         for index in (low, high):
             self._note(index)
         self._between(low, high)
         objective, index = self._best
         return Partition(self._traced(index), float(objective))
-
-    def _lowest_feasible(self) -> int:
-        low, high = 0, len(self._bounds) - 1
-        while low < high:
-            middle = (low + high) // 2
-            if np.isfinite(self._sum(middle)):
-                high = middle
-            else:
-                low = middle + 1
-        return low
 
     def _note(self, index: int) -> None:
         objective = self._sum(index) + (self.num_micro_batches - 1) * self._bounds[index]
@@ -348,9 +340,9 @@ def _opened(program: Program, model: CallCosts, num_stages: int) -> set[Path]:
 
 def _stage_times(costs: Sequence[CallCost], num_stages: int) -> np.ndarray:
     """Times of every run of units; the same on every stage."""
-    total = np.concatenate([[0.0], np.cumsum([c.forward_s + c.backward_s for c in costs])])
-    size = len(total)
-    times = np.broadcast_to(total[None, :] - total[:, None], (num_stages, size, size)).copy()
+    size = len(costs) + 1
+    times = _run_sums([c.forward_s + c.backward_s for c in costs])
+    times = np.broadcast_to(times, (num_stages, size, size)).copy()
     # No stage is empty: its rank would only pass values on.
     times[:, ~np.triu(np.ones((size, size), np.bool_), 1)] = np.inf
     return times
