@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -175,21 +174,8 @@ def _mark_of(path: str, marks: Mapping[str, int]) -> int | None:
 FloatArray = npt.NDArray[np.float64]
 
 
-@dataclass(frozen=True)
-class Partition:
-    """The starts of the stages, and the predicted time.
-
-    Attributes:
-        bounds: unit at which each stage begins, and the number of units.
-        objective: the minimised time.
-    """
-
-    bounds: tuple[int, ...]
-    objective: float
-
-
-def partition(times: FloatArray, num_micro_batches: int) -> Partition | None:
-    """Returns the best partition, or None if there is none.
+def partition(times: FloatArray, num_micro_batches: int) -> tuple[int, ...] | None:
+    """Returns the unit at which each stage begins, and the number of units; None if none fits.
 
     Args:
         times: ``times[s, i, j]`` is the time of stage s if it runs units i to j - 1, infinite if it
@@ -199,7 +185,6 @@ def partition(times: FloatArray, num_micro_batches: int) -> Partition | None:
     return _Search(times, num_micro_batches).best()
 
 
-@dataclass
 class _Search:
     """Bisects over bounds on the longest stage; between equal sums nothing can be better.
 
@@ -207,25 +192,24 @@ class _Search:
     is left out if even its best corner is no better than what is known.
     """
 
-    times: FloatArray
-    num_micro_batches: int
-    _sums: dict[int, float] = field(default_factory=dict)
-
-    def best(self) -> Partition | None:
-        finite = self.times[np.isfinite(self.times)]
+    def __init__(self, times: FloatArray, num_micro_batches: int) -> None:
+        self.times = times
+        self.num_micro_batches = num_micro_batches
         # The longest stage takes one of the times that occur, so no other bound needs a look.
-        self._bounds = np.unique(finite)
+        self._bounds = np.unique(times[np.isfinite(times)])
+        self._sums: dict[int, float] = {}
+        self._best = (np.inf, 0)  # the time, and the bound
+
+    def best(self) -> tuple[int, ...] | None:
         if not len(self._bounds) or not np.isfinite(self._sum(len(self._bounds) - 1)):
             return None
         indices = range(len(self._bounds))
         low = bisect.bisect_left(indices, True, key=lambda i: bool(np.isfinite(self._sum(i))))
         high = len(self._bounds) - 1
-        self._best = (np.inf, low)
-        for index in (low, high):
-            self._note(index)
+        self._note(low)
+        self._note(high)
         self._between(low, high)
-        objective, index = self._best
-        return Partition(self._traced(index), float(objective))
+        return self._traced(self._best[1])
 
     def _note(self, index: int) -> None:
         objective = self._sum(index) + (self.num_micro_batches - 1) * self._bounds[index]
@@ -316,7 +300,7 @@ def color_balanced(
             "(parameters, gradients and saved tensors of the micro-batches in flight). Use more "
             "stages, smaller micro-batches, or a schedule with fewer of them in flight."
         )
-    return color_by_bounds(program, [units[b][0] for b in found.bounds[1:-1]])
+    return color_by_bounds(program, [units[b][0] for b in found[1:-1]])
 
 
 def _opened(program: Program, model: CallCosts, num_stages: int) -> set[Path]:
