@@ -128,11 +128,7 @@ class Differentiator:
         self._adders: dict[TensorType, Leaf] = {}
 
     def vjp(
-        self,
-        closure: Closure,
-        inputs: Sequence[int],
-        outputs: Sequence[int],
-        choice: Choice | None = None,
+        self, closure: Closure, inputs: Sequence[int], outputs: Sequence[int]
     ) -> Derivative | None:
         """Returns the derivative of a closure, or None if no gradient flows.
 
@@ -140,9 +136,8 @@ class Differentiator:
             closure: the primal.
             inputs: positions of the inputs whose gradients are wanted.
             outputs: positions of the outputs that have a cotangent.
-            choice: what is saved and what is computed again; None saves what the recipe says.
         """
-        return self.of(Request(closure, tuple(inputs), tuple(outputs), choice))
+        return self.of(Request(closure, tuple(inputs), tuple(outputs)))
 
     def of(self, request: Request) -> Derivative | None:
         """Returns the derivative for a request; see :meth:`vjp`."""
