@@ -34,11 +34,6 @@ from ..launches.torch_native import built_library
 from .targets import Target
 from .torch_triton import TritonKernel
 
-_NUM_REGISTERS = 65536
-_NUM_THREADS = 2048
-_NUM_THREADS_OF_A_BLOCK = 1024
-_WARP = 32
-
 
 @contextmanager
 def gpu_described(target: Target) -> Iterator[None]:
@@ -106,23 +101,29 @@ def _fake_tensors_on_cuda() -> None:
         built_library(file.read_text(), [file], ["c10"])
 
 
-def _answers(target: Target) -> dict[str, Callable[..., Any]]:
-    """Returns answers in place of functions of ``torch.cuda``."""
-    properties = types.SimpleNamespace(
+def _properties(target: Target) -> types.SimpleNamespace:
+    """Returns what PyTorch says of a GPU."""
+    return types.SimpleNamespace(
         name=target.board,
         major=target.capability[0],
         minor=target.capability[1],
         multi_processor_count=target.num_multiprocessors,
-        max_threads_per_multi_processor=_NUM_THREADS,
-        max_threads_per_block=_NUM_THREADS_OF_A_BLOCK,
-        regs_per_multiprocessor=_NUM_REGISTERS,
-        warp_size=_WARP,
+        # These four are the same on all targets.
+        max_threads_per_multi_processor=2048,
+        max_threads_per_block=1024,
+        regs_per_multiprocessor=65536,
+        warp_size=32,
         total_memory=target.memory_bytes,
         shared_memory_per_block=48 * 1024,
         shared_memory_per_block_optin=target.shared_memory_bytes,
         L2_cache_size=target.l2_bytes,
         gcnArchName="",
     )
+
+
+def _answers(target: Target) -> dict[str, Callable[..., Any]]:
+    """Returns answers in place of functions of ``torch.cuda``."""
+    properties = _properties(target)
     state = torch.zeros(16, dtype=torch.uint8, device="cpu")
     return {
         "get_device_properties": lambda device=None: properties,
@@ -143,17 +144,8 @@ def _answers(target: Target) -> dict[str, Callable[..., Any]]:
 def _device_properties(target: Target) -> Any:
     from torch._inductor.runtime.hints import DeviceProperties
 
-    known = {
-        "type": "cuda",
-        "index": 0,
-        "multi_processor_count": target.num_multiprocessors,
-        "cc": target.capability[0] * 10 + target.capability[1],
-        "major": target.capability[0],
-        "regs_per_multiprocessor": _NUM_REGISTERS,
-        "max_threads_per_multi_processor": _NUM_THREADS,
-        "max_threads_per_block": _NUM_THREADS_OF_A_BLOCK,
-        "warp_size": _WARP,
-    }
+    major, minor = target.capability
+    known = {**vars(_properties(target)), "type": "cuda", "index": 0, "cc": major * 10 + minor}
     return DeviceProperties(**{name: known[name] for name in DeviceProperties._fields})
 
 
