@@ -8,10 +8,10 @@ from link_tree import ROOT
 CEILINGS: dict[str, tuple[int, int]] = {
     "frontend": (22_680, 113),
     "reuse": (7_540, 35),  # the printer writes all of a program, and a parser reads it
-    "autodiff": (6_090, 36),
+    "autodiff": (6_080, 36),
     "recompute": (1_350, 9),
-    "pipeline_parallel": (2_980, 12),
-    "backend": (11_600, 52),
+    "pipeline_parallel": (2_970, 12),
+    "backend": (11_590, 52),
 }
 SUFFIXES = (".py", ".cpp", ".h", ".js", ".css", ".html", ".jinja")
 SLACK = 300  # a ceiling further above than this has not been lowered
