@@ -273,6 +273,7 @@ def batch_norm(self: Any, x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("forward", [running, write_slice, view_then_write, write_after_use])
 @pytest.mark.parametrize("grad", [True, False])
 @pytest.mark.parametrize("twice", [False, True])
+@pytest.mark.sweep(keep=["False-True-", "True-False-running"])
 def test_buffers_written_in_forward_keep_their_values(
     forward: Callable[..., Any], grad: bool, twice: bool
 ) -> None:
@@ -427,6 +428,7 @@ def test_gradients_equal_eager(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["custom function with a constant", "no_grad region", "detach"])
+@pytest.mark.sweep(keep="detach")
 def test_gradients_equal_eager_without_any_block(name: str) -> None:
     kind = block(GRADIENTS[name], mark=False)
     assert assert_equals_eager(Stack(kind(), kind()), [example()]).shared == 0

@@ -49,6 +49,7 @@ def _relations(model: Returning, x: Tensor, results: tuple[Tensor, ...]) -> list
 
 @pytest.mark.parametrize("train", [True, False])
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
+@pytest.mark.sweep(keep=["eager-True", "inductor-False"])
 def test_results_are_the_tensors_that_eager_returns(backend: str, train: bool) -> None:
     model = Returning()
     compiled, x = lazyinline.compile(model, backend=backend), torch.randn(3, 4)
@@ -128,7 +129,12 @@ USED = [(name, (0, 1)) for name in SHARING]
 USED += [(name, used) for name in SHARING if name not in SAVED for used in ((0,), (1,))]
 
 
-@pytest.mark.sweep(keep="eager")
+@pytest.mark.sweep(
+    keep=[
+        *(f"eager-{i % 2}-{name}-(0, 1)" for i, name in enumerate(SHARING)),
+        *("eager-0-columns", "eager-1-chunks", "eager-1-itself and flat-(0, 1)"),
+    ]
+)
 @pytest.mark.parametrize(("name", "used"), USED, ids=str)
 @pytest.mark.parametrize("changed", [0, 1])
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
@@ -158,6 +164,7 @@ def test_parts_of_one_tensor_that_is_not_returned_are_refused_when_changed(backe
 
 @pytest.mark.parametrize("name", SHARING)
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
+@pytest.mark.sweep(keep=["eager", "inductor-columns"])
 def test_without_gradients_results_share_memory_as_in_eager(backend: str, name: str) -> None:
     model = Sharing(name)
     compiled, x = lazyinline.compile(model, backend=backend), torch.randn(3, 4)
