@@ -1,6 +1,7 @@
 """Runs in a process of its own, with TRITON_INTERPRET=1: GPU programs on CPU memory, beside eager.
 
-Prints a line of JSON for each case: the largest relative errors, and the arena's ratio.
+Is called with cases and ways, ``|`` between them, or with two empty texts for all. Prints a line of
+JSON for each case: the largest relative errors, and the arena's ratio.
 """
 
 from __future__ import annotations
@@ -18,10 +19,8 @@ import pytest
 import torch
 import triton_on_cpu
 from arena_proof import check_no_overlap
-from hugging_face import VOCABULARY
 from stream_orders import an_order, assert_unordered_uses_share_nothing, reordered, traced
 from torch import nn
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 import lazyinline
 from lazyinline import lazy_inline
@@ -32,6 +31,7 @@ from lazyinline.backend.run import planned
 from lazyinline.backend.run.planned import PlannedProgram
 
 TARGET = "cuda:sm_90"
+VOCABULARY = 67
 SMALL = {"hidden": 32, "num_heads": 2, "vocab": VOCABULARY, "seq": 16, "batch": 2}
 Made = tuple[nn.Module, dict[str, torch.Tensor]]
 
@@ -59,6 +59,8 @@ def in_autocast() -> Made:
 
 
 def llama() -> Made:
+    from transformers import LlamaConfig, LlamaForCausalLM  # which takes seconds
+
     config = LlamaConfig(
         vocab_size=VOCABULARY,
         hidden_size=32,
@@ -72,6 +74,8 @@ def llama() -> Made:
 
 def gpt2(dropout: float) -> Callable[[], Made]:
     def make() -> Made:
+        from transformers import GPT2Config, GPT2LMHeadModel
+
         rates = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), dropout)
         config = GPT2Config(
             vocab_size=VOCABULARY, n_embd=64, n_layer=2, n_head=4, n_positions=32, **rates
@@ -98,13 +102,15 @@ CASES: dict[str, Callable[[], Made]] = {
 def main() -> None:
     lazy_inline(models.DecoderBlock)
     library = triton_on_cpu.with_operators_of_a_gpu()
-    for name in sys.argv[1:] or CASES:
+    names, hows = (text.split("|") if text else [] for text in sys.argv[1:])
+    for name in names or CASES:
         torch.manual_seed(0)
         model, kwargs = CASES[name]()
         begin = time.process_time()
         train = trained_on_two_streams if name == "own decoder" else trained
         for how, run in (("training", train), ("inference", inferred)):
-            print(json.dumps({"case": name, "how": how, **run(model, kwargs)}), flush=True)
+            if not hows or how in hows:
+                print(json.dumps({"case": name, "how": how, **run(model, kwargs)}), flush=True)
         print(f"{name}: {time.process_time() - begin:.1f} CPU-s", flush=True)
     del library
 

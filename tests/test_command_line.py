@@ -230,16 +230,16 @@ def test_usage_errors(arguments: tuple[str, ...], capsys: pytest.CaptureFixture[
     assert "usage: lazyinline" in capsys.readouterr().err
 
 
-def test_in_a_pipe_each_pass_is_a_line_and_there_is_no_bar(models: str) -> None:
-    arguments = ["inspect", f"{models}:good", "--train", "--after", "link"]
-    command = [sys.executable, "-m", "lazyinline", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    lines = done.stderr.splitlines()
+def test_in_a_pipe_each_pass_is_a_line_and_there_is_no_bar(
+    models: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["inspect", f"{models}:good", "--train", "--after", "link"]) == 0
+    printed = capsys.readouterr()
+    lines = printed.err.splitlines()
     assert lines
     assert [line for line in lines if not re.fullmatch(r"lazyinline: \w+ [\d.]+ s", line)] == []
     assert {"capture", "autodiff", "lower", "link"} <= {line.split()[1] for line in lines}
-    assert "\r" not in done.stdout and "it/s" not in done.stdout
+    assert "\r" not in printed.out and "it/s" not in printed.out
 
 
 AFTER = ("autodiff", "link")

@@ -109,6 +109,7 @@ def points(rows: int = 4) -> Tensor:
 
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
 @both
+@pytest.mark.sweep(keep=["eager", "none-inductor"])
 def test_a_model_trains_as_in_eager(derivative: str, backend: str) -> None:
     model = Net(MADE[derivative](f"trains_{backend}"))
     expected = using(gate, model)
@@ -126,6 +127,7 @@ def test_a_model_trains_as_in_eager(derivative: str, backend: str) -> None:
 
 
 @both
+@pytest.mark.sweep(keep="own derivative")
 def test_a_rule_is_fused_and_planned(derivative: str) -> None:
     whole = lazyinline.compile_step(Net(with_derivative("whole", rules=False)))
     whole(points())
@@ -276,6 +278,7 @@ def test_second_derivatives_go_through_rules(derivative: str) -> None:
 
 @pytest.mark.parametrize("train", [False, True])
 @both
+@pytest.mark.sweep(keep="True")
 def test_it_is_written_as_onnx(derivative: str, train: bool, tmp_path: Any) -> None:
     model = Net(MADE[derivative](f"onnx_{train}"))
     report = lazyinline.export_onnx(model, (points(),), tmp_path / "model.onnx", train=train)
@@ -284,6 +287,7 @@ def test_it_is_written_as_onnx(derivative: str, train: bool, tmp_path: Any) -> N
 
 
 @both
+@pytest.mark.sweep(keep="none")
 def test_it_is_kept_on_disk_and_not_mistaken_for_a_changed_rule(derivative: str) -> None:
     def losses(factor: float) -> tuple[Tensor, Any]:
         def rule(x: Tensor, y: Tensor, scale: float) -> Tensor:

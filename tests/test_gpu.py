@@ -43,8 +43,9 @@ def cases(
         "PYTHONPATH": os.pathsep.join([str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]),
         "LAZYINLINE_CACHE_DIR": str(tmp_path_factory.mktemp("cache")),
     }
+    asked = ["|".join(selected(request, name)) for name in ("case", "how")]
     done = subprocess.run(
-        [sys.executable, str(ROOT / "tests" / "gpu_cases.py"), *selected(request, "case")],
+        [sys.executable, str(ROOT / "tests" / "gpu_cases.py"), *asked],
         env={**os.environ, **variables},
         capture_output=True,
         text=True,
@@ -68,7 +69,7 @@ def test_autocast_of_a_gpu_is_within_half_precision_of_eager(
 
 @pytest.mark.parametrize("how", ["training", "inference"])
 @pytest.mark.parametrize("case", ["own decoder", "llama", "gpt2", "gpt2 with dropout"])
-@pytest.mark.sweep(keep="own decoder")
+@pytest.mark.sweep(keep="own decoder-training")
 def test_a_gpu_program_on_cpu_memory_equals_eager(cases: Any, case: str, how: str) -> None:
     """Two steps with an update between: loss and gradients; with dropout, a GPU's masks."""
     found = cases[case, how]
@@ -100,28 +101,18 @@ def compiled_for_nothing(step: Any, *args: Any) -> lazyinline.CompileReport:
 
 @pytest.mark.parametrize("target", [target.name for target in TARGETS])
 @pytest.mark.sweep(keep="sm_90")
-def test_every_kernel_becomes_machine_code_of_the_target(target: str) -> None:
-    step, args = small_step(target=target)
-    gpu = compiled_for_nothing(step, *args).gpu
-    assert gpu is not None
-    assert gpu.num_built == gpu.num_kernels > 10
-    assert gpu.code_bytes > 1000 * gpu.num_kernels
-    assert gpu.fits
-    assert f"for {target}" in str(step.last_report)
-
-
-def test_a_second_compile_for_a_gpu_takes_kernels_and_plan_from_the_disk(
-    monkeypatch: pytest.MonkeyPatch,
+def test_a_step_for_a_target_is_machine_code_whose_memory_is_known_and_is_kept(
+    target: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def compiled() -> lazyinline.CompileReport:
-        step, args = small_step(target="cuda:sm_90")
-        return compiled_for_nothing(step, *args)
+    step, args = small_step(target=target)
+    first = compiled_for_nothing(step, *args)
+    assert_is_machine_code(first, target)
+    assert_memory_is_told(first, args)
+    assert not first.cache.not_kept
 
     def unexpected(*args: Any, **kwargs: Any) -> None:
         raise AssertionError("a warm start does not come here")
 
-    first = compiled()
-    assert not first.cache.not_kept
     for where in (
         "lazyinline.autodiff.derivative.JointTrace",
         "lazyinline.backend.gpu.torch_triton._compiled",
@@ -129,11 +120,37 @@ def test_a_second_compile_for_a_gpu_takes_kernels_and_plan_from_the_disk(
         "lazyinline.backend.link.placement.plan",
     ):
         monkeypatch.setattr(where, unexpected)
-    second = compiled()
+    step, args = small_step(target=target)
+    second = compiled_for_nothing(step, *args)
     assert second.cache.num_made == 0 < second.cache.num_loaded
     assert not second.cache.not_kept
     assert second.gpu == first.gpu
     assert second.peak_bytes == first.peak_bytes
+
+
+def assert_is_machine_code(report: lazyinline.CompileReport, target: str) -> None:
+    gpu = report.gpu
+    assert gpu is not None
+    assert gpu.num_built == gpu.num_kernels > 10
+    assert gpu.code_bytes > 1000 * gpu.num_kernels
+    assert gpu.fits
+    assert f"for {target}" in str(report)
+
+
+def assert_memory_is_told(report: lazyinline.CompileReport, args: tuple[Any, ...]) -> None:
+    gpu, model = report.gpu, models.llama(2, **SMALL)[0]
+    assert gpu is not None
+    held = [*model.parameters(), *model.buffers(), *args]
+    # The seed of the backward, and places of 256 bytes.
+    given = sum(t.numel() * t.element_size() for t in held)
+    assert given <= gpu.given_bytes <= given + 64
+    assert gpu.arena_bytes == report.peak_bytes <= 1.01 * report.lower_bound_bytes
+    assert gpu.workspace_bytes == gpu.target.workspace_bytes, "one stream has products"
+    assert report.peak_bytes % 256 == 0
+    planned = gpu.given_bytes + gpu.arena_bytes + gpu.outside_bytes
+    assert gpu.peak_bytes == planned + gpu.workspace_bytes
+    assert report.held_bytes == gpu.peak_bytes - gpu.given_bytes
+    assert any("attention" in name for name in gpu.allocating)
 
 
 @pytest.mark.sweep
@@ -168,24 +185,6 @@ def test_a_large_model_is_compiled_for_a_gpu_as_fast_as_for_a_cpu() -> None:
     assert more.compiled.gpu is not None
     assert more.compiled.gpu.num_kernels == gpu.num_kernels
     assert more.compiled.gpu.peak_bytes > gpu.peak_bytes
-
-
-def test_the_memory_of_a_gpu_program_is_in_its_report() -> None:
-    step, args = small_step(target="cuda:sm_90")
-    report = compiled_for_nothing(step, *args)
-    gpu, model = report.gpu, models.llama(2, **SMALL)[0]
-    assert gpu is not None
-    held = [*model.parameters(), *model.buffers(), *args]
-    # The seed of the backward, and places of 256 bytes.
-    given = sum(t.numel() * t.element_size() for t in held)
-    assert given <= gpu.given_bytes <= given + 64
-    assert gpu.arena_bytes == report.peak_bytes <= 1.01 * report.lower_bound_bytes
-    assert gpu.workspace_bytes == gpu.target.workspace_bytes, "one stream has products"
-    assert report.peak_bytes % 256 == 0
-    planned = gpu.given_bytes + gpu.arena_bytes + gpu.outside_bytes
-    assert gpu.peak_bytes == planned + gpu.workspace_bytes
-    assert report.held_bytes == gpu.peak_bytes - gpu.given_bytes
-    assert any("attention" in name for name in gpu.allocating)
 
 
 @pytest.mark.sweep

@@ -190,12 +190,6 @@ def outcome(run: Callable[..., Tensor], *args: Tensor) -> Any:
         return error
 
 
-@pytest.mark.sweep(keep="[pair]")
-@pytest.mark.parametrize("group", GROUPS)
-def test_a_wrong_index_is_an_error_and_leaves_all_usable(group: str) -> None:
-    run_apart(wrong_indices, group, OMP_NUM_THREADS="4")
-
-
 # ---- divisions -------------------------------------------------------------------------------
 
 DIVISIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
@@ -220,6 +214,15 @@ class Divided(nn.Module):
         return torch.stack([divide(a * 3, b * 1).double().sin() + 1 for divide, b in pairs])
 
 
+DIVIDED = {"pair": "int64", "pair in a step": "uint8"}
+
+
+def wrong_indices_and_divisors(group: str) -> None:
+    wrong_indices(group)
+    if group in DIVIDED:
+        zero_divisors(DIVIDED[group])
+
+
 def zero_divisors(dtype: str) -> None:
     ways = NOTICED if dtype == "int64" else ["truncate"]
     model = Divided(ways)
@@ -236,10 +239,10 @@ def zero_divisors(dtype: str) -> None:
         assert_close(compiled(a, *divisors), model(a, *divisors))
 
 
-@pytest.mark.sweep(keep="int64")
-@pytest.mark.parametrize("dtype", ["int64", "uint8"])
-def test_a_wrong_divisor_is_an_error_and_leaves_all_usable(dtype: str) -> None:
-    run_apart(zero_divisors, dtype, OMP_NUM_THREADS="4")
+@pytest.mark.sweep(keep="[pair]")
+@pytest.mark.parametrize("group", GROUPS)
+def test_a_wrong_index_or_divisor_is_an_error_and_leaves_all_usable(group: str) -> None:
+    run_apart(wrong_indices_and_divisors, group, OMP_NUM_THREADS="4")
 
 
 # ---- the text --------------------------------------------------------------------------------

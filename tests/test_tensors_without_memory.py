@@ -190,24 +190,17 @@ def run_all(cases: Iterator[tuple[str, Callable[[], None]]]) -> None:
         case()
 
 
-def run_calls() -> None:
+def run_calls_and_holding() -> None:
     for way, is_first in itertools.product(WAYS, (True, False)):
         print(way, is_first)
         run_all(calls(way, is_first))
-
-
-def run_holding() -> None:
     for way, how in itertools.product(WAYS, ("used", "unused", "in a list", "put there later")):
         print(way, how)
         run_all(held(way, how))
 
 
-def test_an_input_without_memory_runs_eagerly_or_is_refused() -> None:
-    run_apart(run_calls)
-
-
-def test_a_models_tensor_without_memory_runs_eagerly_or_is_refused() -> None:
-    run_apart(run_holding)
+def test_an_input_or_a_models_tensor_without_memory_runs_eagerly_or_is_refused() -> None:
+    run_apart(run_calls_and_holding)
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
