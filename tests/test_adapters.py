@@ -91,6 +91,7 @@ def trains_alike(model: Any, expected: Any, steps: int = 2) -> None:
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.sweep(keep="after")
 def test_adapters_train_switch_and_merge_as_in_eager(when: str) -> None:
     model = net()
     if when == "before":

@@ -97,6 +97,16 @@ SETTINGS = [
 
 
 @pytest.mark.parametrize(("getter", "setter"), SETTINGS)
+@pytest.mark.sweep(
+    keep=[
+        "cudnn_benchmark",
+        "default_dtype",
+        "num_threads",
+        "flash_sdp",
+        "grad_enabled",
+        "__future__",
+    ]
+)
 def test_a_setting_that_a_forward_asks_for_is_asked_for_at_each_call(
     getter: Callable[[], Any], setter: Callable[[Any], Any]
 ) -> None:
@@ -111,6 +121,16 @@ def test_a_setting_that_a_forward_asks_for_is_asked_for_at_each_call(
 
 
 @pytest.mark.parametrize(("getter", "setter"), SETTINGS)
+@pytest.mark.sweep(
+    keep=[
+        "mkldnn_enabled",
+        "default_dtype",
+        "num_threads",
+        "warnAlways",
+        "matmul_precision",
+        "multithreading",
+    ]
+)
 def test_a_setting_that_a_forward_leaves_changed_is_changed_at_each_call(
     getter: Callable[[], Any], setter: Callable[[Any], Any]
 ) -> None:
@@ -355,6 +375,7 @@ SHOWN: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("way", SHOWN)
 @pytest.mark.parametrize("changed", [0, 2])
+@pytest.mark.sweep(keep=["[2-", "[0-dir]"])
 def test_what_shows_a_whole_object_is_compared_and_an_address_shares_nothing(
     way: str, changed: int
 ) -> None:

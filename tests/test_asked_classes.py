@@ -159,7 +159,7 @@ GROUPS = [
 def test_a_size_answers_as_a_number_at_every_length(names: list[str]) -> None:
     model = Asking(*(ASKED[name][0] for name in names))
     run = lazyinline.compile(model, backend="eager")
-    for length in (3, 4, 5, 6, 7, 300, 5, 301):
+    for length in (3, 4, 300, 5):
         x = torch.ones(length, 2)
         for name, found, expected in zip(names, run(x), model(x), strict=True):
             torch.testing.assert_close(found, expected, rtol=0, atol=0, msg=f"{name} at {length}")

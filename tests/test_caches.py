@@ -63,7 +63,7 @@ def gemma2() -> nn.Module:
 
 def t5() -> nn.Module:
     torch.manual_seed(0)
-    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 2, "num_heads": 2}
+    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 1, "num_heads": 2}
     config = T5Config(vocab_size=VOCABULARY, decoder_start_token_id=0, dropout_rate=0.0, **sizes)
     return T5ForConditionalGeneration(config)
 

@@ -496,6 +496,7 @@ compiled_once = functools.cache(sides)
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("does", [*CONTRACT, *AROUND_THE_FIRST_CALL], ids=lambda f: f.__name__)
+@pytest.mark.sweep(keep=["compiled-eager", "two_forwards", "reentrant", "hooks_on_saved"])
 def test_autograd_is_kept_to_as_by_eager(does: Callable[[Side], Any], way: str) -> None:
     ours, theirs = (sides if does in AROUND_THE_FIRST_CALL else compiled_once)(way)
     ours.model.zero_grad(), theirs.model.zero_grad()

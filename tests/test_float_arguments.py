@@ -82,6 +82,7 @@ def num_programs(run: Any) -> int:
 @pytest.mark.filterwarnings(
     "ignore::lazyinline.frontend.guards.kept_programs.CompiledRepeatedlyWarning"
 )
+@pytest.mark.sweep(keep=["compile-True", "step-False"])
 def test_each_value_of_a_float_gets_a_program_with_eagers_bits(way: str, decides: bool) -> None:
     torch.manual_seed(0)
     net, x = Net(decides=decides), torch.randn(4, 3)
@@ -120,7 +121,7 @@ def test_a_module_runs_itself_with_further_values_and_says_what_to_pass(
 
 
 def test_many_values_of_a_float_are_warned_of_once_with_what_to_pass() -> None:
-    net, x = Net(), torch.randn(4, 3)
+    net, x = Scaled(), torch.randn(4, 3)
     run = as_it_runs(net, "compile")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

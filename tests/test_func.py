@@ -379,7 +379,7 @@ def random_function(seed: int) -> Callable[[Tensor], Tensor]:
 
 @pytest.mark.parametrize(
     "seed",
-    [*range(12), *(pytest.param(s, marks=pytest.mark.sweep) for s in range(12, 120))],
+    [*range(5), *(pytest.param(s, marks=pytest.mark.sweep) for s in range(5, 120))],
 )
 def test_random_forwards_that_differentiate_equal_eager(seed: int) -> None:
     class Model(nn.Module):
@@ -728,7 +728,7 @@ def test_all_parts_of_a_jacobian_are_of_the_random_numbers_that_one_run_draws(
 ) -> None:
     model, x = Parts(), tensor(4)
     torch.manual_seed(0)
-    found = (lazyinline.compile(model) if is_captured else model)(x)
+    found = (lazyinline.compile(model, backend="eager") if is_captured else model)(x)
     after = torch.rand(3)
 
     torch.manual_seed(0)

@@ -264,7 +264,7 @@ CASES = {
 def test_sharing(name: str) -> None:
     model, shared, reason = CASES[name]
     setting = "def setting(name, value): return lambda h: setattr(h, name, value)"
-    outcome = assert_as_eager(HELPERS, SETUP, setting, f"model = {model}", scene=[""] * 3)
+    outcome = assert_as_eager(HELPERS, SETUP, setting, f"model = {model}")
     assert not outcome.eagerly
     assert outcome.shared == shared, outcome.reasons
     if reason:
