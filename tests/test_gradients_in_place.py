@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import torch
@@ -93,24 +93,25 @@ ROOTS = [whole, through_a_view, through_a_view_of_what_is_returned, into_what_mo
 
 
 class Energies(nn.Module):
-    """Energies of molecules from a network per atom, written in place."""
+    """Energies of molecules from a network per atom, written in place, in each way again."""
 
-    def __init__(self, write: Write, root: Root) -> None:
+    def __init__(self, root: Root, *writes: Write) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double()
-        self.write, self.root = write, root
+        self.writes, self.root = writes, root
 
     def forward(self, positions: Tensor) -> Tensor:
-        return self.root(self.write, self.net(positions)[:, 0])
+        values = self.net(positions)[:, 0]
+        return torch.cat([self.root(write, values) for write in self.writes])
 
 
 class Forces(nn.Module):
     """Energies and their gradient, as packages of potentials take it: None means zeros."""
 
-    def __init__(self, write: Write, root: Root) -> None:
+    def __init__(self, root: Root, *writes: Write) -> None:
         super().__init__()
-        self.energies = Energies(write, root)
+        self.energies = Energies(root, *writes)
 
     def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         positions = positions.view_as(positions).requires_grad_()
@@ -131,20 +132,16 @@ def loss_of(result: tuple[Tensor, Tensor]) -> Tensor:
     return energies.sum() + forces.square().sum()
 
 
-def pairs(of: Literal["roots", "writes"]) -> Any:
-    """Each root with one write, or also each write into one root; all others are swept."""
-    found = []
-    for i, (name, write) in enumerate(WRITES.items()):
-        for k, root in enumerate(ROOTS):
-            is_swept = not (i == 0 or (of == "writes" and i % len(ROOTS) == k))
-            more = [pytest.mark.sweep] if is_swept else []
-            found.append(pytest.param(write, root, id=f"{name}-{root.__name__}", marks=more))
-    return pytest.mark.parametrize(("write", "root"), found)
+ALL = "all"
+roots = pytest.mark.parametrize("root", ROOTS, ids=lambda root: root.__name__)
+names = pytest.mark.parametrize("name", WRITES)
 
 
-@pairs("writes")
-def test_forces_and_all_gradients_are_eagers(write: Write, root: Root) -> None:
-    model = Forces(write, root)
+@roots
+@pytest.mark.parametrize("name", [ALL, *WRITES])
+@pytest.mark.sweep(keep=["[scatter_add_-", "[all-through_a_view]", "[all-into_what_moves"])
+def test_forces_and_all_gradients_are_eagers(name: str, root: Root) -> None:
+    model = Forces(root, *(WRITES.values() if name == ALL else [WRITES[name]]))
     expected = copy.deepcopy(model)
     compiled = lazyinline.compile(model, backend="eager", fallback="error")
     found, wanted = compiled(positions()), expected(positions())
@@ -156,9 +153,11 @@ def test_forces_and_all_gradients_are_eagers(write: Write, root: Root) -> None:
         torch.testing.assert_close(model.get_parameter(name).grad, parameter.grad)
 
 
-@pairs("roots")
-def test_a_step_trains_like_eager(write: Write, root: Root) -> None:
-    model = Forces(write, root)
+@roots
+@names
+@pytest.mark.sweep(keep=["[scatter_add_-through_a_view]", "[scatter_add_-into_what_moves"])
+def test_a_step_trains_like_eager(name: str, root: Root) -> None:
+    model = Forces(root, WRITES[name])
     expected = copy.deepcopy(model)
     step = lazyinline.compile_step(model, loss_fn=loss_of, backend="eager")
     optimizers = [torch.optim.SGD(one.parameters(), 0.1) for one in (model, expected)]
@@ -172,27 +171,30 @@ def test_a_step_trains_like_eager(write: Write, root: Root) -> None:
     torch.testing.assert_close(model.state_dict(), expected.state_dict())
 
 
-@pairs("roots")
-def test_gradients_of_functions_are_pytorchs(write: Write, root: Root) -> None:
-    energies = Energies(write, root)
+@roots
+@names
+@pytest.mark.sweep(keep="[scatter_add_-into_what_moves")
+def test_gradients_of_functions_are_pytorchs(name: str, root: Root) -> None:
+    energies = Energies(root, WRITES[name])
     given = positions().requires_grad_()
     (wanted,) = torch.autograd.grad(energies(given).square().sum(), given)
     found = func.grad(lambda x: energies(x).square().sum())(positions())
     torch.testing.assert_close(found, wanted)
 
 
-@pytest.mark.parametrize("root", ROOTS, ids=lambda root: root.__name__)
+@roots
+@pytest.mark.sweep(keep=["through_a_view]", "into_what_moves"])
 def test_forces_through_a_write_to_many_tensors_are_eagers(root: Root) -> None:
-    model = Forces(lambda into, values: torch._foreach_add_([into], [values[:2]]), root)
+    model = Forces(root, lambda into, values: torch._foreach_add_([into], [values[:2]]))
     torch.testing.assert_close(
         lazyinline.compile(model, backend="eager")(positions()), model(positions())
     )
 
 
-@pytest.mark.parametrize("root", ROOTS, ids=lambda root: root.__name__)
+@roots
 @pytest.mark.sweep(keep="into_what_moves")
 def test_hessians_of_functions_are_pytorchs(root: Root) -> None:
-    energies = Energies(WRITES["scatter_add_"], root)
+    energies = Energies(root, WRITES["scatter_add_"])
     wanted = torch.autograd.functional.hessian(lambda x: energies(x).square().sum(), positions())
     found = func.hessian(lambda x: energies(x).square().sum())(positions())
     torch.testing.assert_close(found[:], wanted)
@@ -226,6 +228,7 @@ class Keeps(nn.Module):
 
 @pytest.mark.parametrize("block", [Adds, Keeps])
 @pytest.mark.parametrize("by", ["positions", "weight"])
+@pytest.mark.sweep(keep=["positions-Adds", "weight-Keeps"])
 def test_a_call_on_a_shared_closure_writes_as_its_python_would(
     block: type[nn.Module], by: str
 ) -> None:
