@@ -7,6 +7,7 @@ import pathlib
 import shutil
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING
 
 import hypothesis
@@ -147,6 +148,14 @@ def cache_of_its_own(
     monkeypatch.setenv("LAZYINLINE_CACHE_DIR", str(directory))
     yield
     shutil.rmtree(directory, ignore_errors=True)
+
+
+@pytest.fixture
+def eager_derivatives(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What lazyinline.func compiles by itself runs eager's kernels: none are generated."""
+    from lazyinline.frontend.func import transforms
+
+    monkeypatch.setattr(transforms, "compile", partial(transforms.compile, backend="eager"))
 
 
 @pytest.fixture

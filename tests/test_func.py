@@ -481,6 +481,7 @@ def test_vjp_jvp_and_hvp_are_as_in_pytorch() -> None:
 
 
 @pytest.mark.smoke
+@pytest.mark.usefixtures("eager_derivatives")
 def test_a_hessian_computes_the_rows_it_is_asked_for_once() -> None:
     x, v = tensor(6), tensor(6, seed=1)
     hessian = func.hessian(cubic)(x)
@@ -518,6 +519,7 @@ def test_a_whole_hessian_can_be_differentiated_on() -> None:
         torch.testing.assert_close(mine.grad, other.grad)
 
 
+@pytest.mark.usefixtures("eager_derivatives")
 def test_a_hessian_of_what_forward_mode_cannot_follow() -> None:
     x = tensor(3, 3) + 3 * torch.eye(3)
 
@@ -606,6 +608,7 @@ def test_a_laplacian_of_several_results_or_of_one_number_for_each_point() -> Non
     torch.testing.assert_close(one(points), torch.full((7,), 4.0, dtype=torch.float64))
 
 
+@pytest.mark.usefixtures("eager_derivatives")
 def test_mistakes_are_told_with_what_to_do() -> None:
     x = tensor(3, 2)
     with pytest.raises(PlanError, match=r"scalar, not \(3, 2\)"):
@@ -722,6 +725,7 @@ class Parts(nn.Module):
 
 
 @pytest.mark.parametrize("is_captured", [False, True])
+@pytest.mark.usefixtures("eager_derivatives")
 @pytest.mark.sweep(keep="True")
 def test_all_parts_of_a_jacobian_are_of_the_random_numbers_that_one_run_draws(
     *, is_captured: bool

@@ -173,6 +173,7 @@ def test_a_step_trains_like_eager(name: str, root: Root) -> None:
 
 @roots
 @names
+@pytest.mark.usefixtures("eager_derivatives")
 @pytest.mark.sweep(keep="[scatter_add_-into_what_moves")
 def test_gradients_of_functions_are_pytorchs(name: str, root: Root) -> None:
     energies = Energies(root, WRITES[name])
@@ -192,6 +193,7 @@ def test_forces_through_a_write_to_many_tensors_are_eagers(root: Root) -> None:
 
 
 @roots
+@pytest.mark.usefixtures("eager_derivatives")
 @pytest.mark.sweep(keep="into_what_moves")
 def test_hessians_of_functions_are_pytorchs(root: Root) -> None:
     energies = Energies(root, WRITES["scatter_add_"])
