@@ -109,6 +109,7 @@ def test_a_step_refuses_a_weight_that_is_computed_outside(make: type[nn.Module])
 
 
 @pytest.mark.parametrize("make", [*COMPUTED, InAHook])
+@pytest.mark.sweep(keep=["Rebound", "InABuffer", "InAClosure", "OfAnother", "InAHook"])
 def test_compile_gives_its_gradient_to_what_a_weight_is_computed_from(
     make: type[nn.Module],
 ) -> None:

@@ -212,6 +212,7 @@ def test_every_source_that_is_built_names_its_kind_of_cpu(monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.sweep(keep="True")
 def test_what_inductor_writes_today_shares_files(
     dynamic: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -64,6 +64,7 @@ class DoublingProducts(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("mode", [Doubling, DoublingProducts])
+@pytest.mark.sweep(keep=["compiled-eager", "in place-eager-Doubling]"])
 def test_a_mode_that_sees_operators_sees_the_models_own(mode: Any, pair: tuple[Any, Any]) -> None:
     compiled, expected = pair
     with torch.no_grad():

@@ -173,6 +173,7 @@ def want_gradient(gradient: torch.Tensor) -> None:
 @pytest.mark.parametrize(
     "change", [other_memory, set_zeros, turn_over, other_process, resize, want_gradient]
 )
+@pytest.mark.sweep(keep=["eager", "set_zeros-inductor"])
 def test_what_users_do_to_their_gradients_does_not_reach_the_next_step(
     change: Callable[[torch.Tensor], None], backend: str
 ) -> None:

@@ -59,6 +59,9 @@ PLACES = ["activation", "part of an activation", "buffer", "input", "several"]
 
 @pytest.mark.parametrize("what", PLACES)
 @pytest.mark.parametrize("how", ["train", "no_grad", "compile_step"])
+@pytest.mark.sweep(
+    keep=["compile_step", "train-activation", "train-buffer", "no_grad-input", "no_grad-several"]
+)
 def test_what_an_operator_changes_is_changed(what: str, how: str) -> None:
     model = Changing(what)
     expected = copy.deepcopy(model)

@@ -215,7 +215,7 @@ def test_what_an_attribute_or_a_global_holds_is_refused_if_its_memory_holds_othe
 
 
 @pytest.mark.parametrize("kind", [*LAZY, *WATCHING])
-@pytest.mark.sweep(keep="eager")
+@pytest.mark.sweep(keep=["eager-negated", "eager-imaginary", "eager-efficient", "eager-a function"])
 def test_batches_of_steps_and_pipelines(kind: str, backend: str) -> None:
     torch.manual_seed(0)
     model = Net()

@@ -115,6 +115,7 @@ def deciding() -> tuple[nn.Module, Any]:
 
 
 @pytest.mark.parametrize("kind", WRONG)
+@pytest.mark.sweep(keep=["of its own", "no argument", "no tensor", "[a shape that does not fit]"])
 def test_a_wrong_call_of_a_model_that_runs_itself_raises_what_eager_raises(
     kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:
