@@ -7,6 +7,7 @@ run_again           a forward run again in the backward, without drawing random 
 flat_structs        programs without struct values
 missing_cotangents  the derivative for a loss that leaves outputs unused
 training_program    forward and backward as one program: once, or called per micro-batch
+updates             parameters updated within a step, each behind its gradient
 forward_mode        forward and Taylor mode: derivatives along curves, beside the results
 higher_order        derivatives of derivatives: the gradients of a program as a program
 torch_primitives    adapter: programs reduced to primitives, to be looked at

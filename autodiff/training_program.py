@@ -10,13 +10,48 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias, get_args
 
 from ..reuse.ir.program import Call, Composite, ModelTensor, Program, Source, UserInput, Value
 from .derivative import Derivative, Differentiator
 
 Order: TypeAlias = Literal["forward_first", "one_by_one"]
 ORDERS: tuple[Order, ...] = get_args(Order)
+
+
+@dataclass(frozen=True)
+class UpdateGroup:
+    """How parameters of one group of an optimizer are updated.
+
+    Attributes:
+        operator: an operator of :mod:`torch_updates`.
+        flags: what it takes after its numbers.
+        num_settings: how many numbers it takes.
+        members: ``id`` of the parameters.
+        has_state: whether a parameter has state beside it (SGD without momentum has none).
+    """
+
+    operator: Any
+    flags: tuple[bool, ...]
+    num_settings: int
+    members: frozenset[int]
+    has_state: bool = True
+
+
+@dataclass(frozen=True)
+class Updates:
+    """What one step updates.
+
+    Attributes:
+        state: (index into the step's ``model``, name) of each tensor of state, as the program takes
+            them; the numbers of the groups follow.
+        parameters: which of ``model`` are updated.
+        num_results: how many last outputs of the program are updated tensors.
+    """
+
+    state: tuple[tuple[int, str], ...] = ()
+    parameters: tuple[int, ...] = ()
+    num_results: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,6 +66,7 @@ class StepProgram:
         model: the tensors of the model, in order.
         gradients: which of ``model`` each gradient belongs to.
         writes: which of ``model`` each new state belongs to.
+        updates: what the step updates, whose tensors come last among ``model`` and the outputs.
     """
 
     program: Program
@@ -38,6 +74,7 @@ class StepProgram:
     model: tuple[ModelTensor, ...]
     gradients: tuple[int, ...]
     writes: tuple[int, ...]
+    updates: Updates = Updates()
 
 
 def step_program(

@@ -8,6 +8,7 @@ options              the options of a compile, checked
 compiled             the results of a compile
 compiled_module      ``compile(model)``
 training_step        ``compile_step(model)``
+torch_optimizer      adapter: what a step does with the user's optimizer
 report               what a compile did, as text and as a page
 compile_record       what a compile did and made, in numbers, for reports
 reuse_table          which blocks share a closure, as a table

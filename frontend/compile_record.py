@@ -118,6 +118,7 @@ class CompileRecord:
         num_gradients: programs of gradients by now, made for gradients that were differentiated.
         modes: where the mode of a derivative in the forward was left open, which one was taken and
             why.
+        update_after: why the optimizer's update runs after the step's program, if it does.
         nested_forward: operators that have no rule in Taylor mode, with the user's lines: forward
             mode was nested for them.
         eager_kernels: closures whose operators PyTorch runs one by one, since the backend makes no
@@ -149,6 +150,7 @@ class CompileRecord:
     lower_bound_bytes: int | None = None
     held_bytes: int | None = None
     unplanned: str = ""
+    update_after: str = ""
     saved_bytes: int | None = None
     recomputed_flops: int = 0
     recompute: list[RecomputeRecord] = field(default_factory=list)
@@ -198,6 +200,8 @@ class CompileRecord:
         yield from map(str, self.modes)
         yield from (f"no Taylor rule, forward mode nested: {one}" for one in self.nested_forward)
         yield from (f"run operator by operator, {one}" for one in self.eager_kernels)
+        if self.update_after:
+            yield f"the optimizer updates after the step, because {self.update_after}"
         if self.why_static:
             yield f"sizes are numbers, because {self.why_static}"
         if self.recompute_chosen_for:

@@ -51,6 +51,7 @@ from .passes.programs import (
     programs_of,
     reduce_to_primitives,
     repeat_micro_batches,
+    update_parameters,
 )
 from .passes.recompute import choose_recompute, is_asked_for
 from .passes.stages import (
@@ -86,6 +87,7 @@ PASSES = (
     choose_recompute,
     choose_stage_recompute,
     repeat_micro_batches,
+    update_parameters,
     reduce_to_primitives,
     decompose,
     lower,

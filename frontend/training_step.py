@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from ..autodiff.training_program import ORDERS, Order
+from ..autodiff.updates import NotUpdatedError
 from ..backend.kernels.lower import BackendName
 from ..backend.launches.present_memory import address_in
 from ..backend.launches.torch_native import Move
@@ -43,6 +44,7 @@ from .guards.kept_programs import Inputs
 from .options import Batching, Options
 from .passes.state import step_goal
 from .sizes.shapes import CompileResult
+from .torch_optimizer import StateFacts, StepOptimizer
 
 LossFunction = Callable[[Any], torch.Tensor]
 
@@ -59,6 +61,9 @@ def compile_step(
     order: Order = "forward_first",
     dynamic: bool | None = None,
     target: str | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    max_norm: float | None = None,
+    scaler: torch.amp.GradScaler | None = None,
 ) -> TrainingStep:
     """Returns a function that runs one training step and fills ``.grad``.
 
@@ -87,14 +92,21 @@ def compile_step(
             in several sizes.
         target: ``"cuda:sm_90"`` and the like compile for a GPU that need not be here: the report
             has the plan, and the step itself raises PlanError.
+        optimizer: updates the parameters in each step. SGD, Adam and AdamW do so inside the
+            program, by PyTorch's fused kernels: each parameter as soon as its gradient is complete,
+            whose memory is free from then on, so that ``.grad`` is None afterwards. What cannot be
+            there (hooks, other optimizers, parameters on a GPU) is called after the program, as
+            ``optimizer.step()``, and the report says why. Learning rates are read at each step.
+        max_norm: gradients are clipped to this norm first, all together.
+        scaler: scales the loss of a model in half precision.
 
     Raises:
         ReuseError, PlanError: for options that do not exist.
 
     Example:
-        >>> step = lazyinline.compile_step(model, micro_batches=4)
-        >>> loss = step(ids, targets)
-        >>> optimizer.step()
+        >>> step = lazyinline.compile_step(model, optimizer=torch.optim.AdamW(model.parameters()))
+        >>> for batch in batches:
+        ...     loss = step(*batch)
     """
     if micro_batches < 1:
         raise PlanError(f"micro_batches={micro_batches}: there must be at least one.")
@@ -105,7 +117,10 @@ def compile_step(
     options = Options(
         reuse=reuse, backend=backend, recompute=recompute, cache="disk", target=target
     )
-    return TrainingStep(model, loss_fn, options, Batching(micro_batches, order), dynamic)
+    if optimizer is None and (max_norm is not None or scaler is not None):
+        raise PlanError("max_norm= and scaler= say how optimizer= updates; pass the optimizer too.")
+    update = None if optimizer is None else StepOptimizer(optimizer, max_norm, scaler)
+    return TrainingStep(model, loss_fn, options, Batching(micro_batches, order), dynamic, update)
 
 
 @dataclass(frozen=True)
@@ -145,8 +160,10 @@ class TrainingStep(Dispatcher["_StepEntry"]):
         options: Options,
         batching: Batching,
         dynamic: bool | None = None,
+        optimizer: StepOptimizer | None = None,
     ) -> None:
-        self._made_of = (model, loss_fn, options, batching, dynamic)
+        self._made_of = (model, loss_fn, options, batching, dynamic, optimizer)
+        self._optimizer = optimizer
         inside = model_inside(model)
         if inside is not None:
             check_asks_slot(inside)
@@ -202,6 +219,8 @@ class TrainingStep(Dispatcher["_StepEntry"]):
             if loss.requires_grad:
                 loss.backward()
         self._given = [(p, p.grad) for p in wrapper.parameters() if p.grad is not None]
+        if self._optimizer is not None:
+            self._optimizer.update()
         return loss.detach()
 
     def _run(
@@ -215,13 +234,18 @@ class TrainingStep(Dispatcher["_StepEntry"]):
             raise PlanError("This step is already running in another thread; it owns one arena.")
         try:
             leaves, tree, _ = torch_pytree.flatten_call(args, kwargs)
+            if self._optimizer is not None and not self._optimizer.is_as_compiled():
+                self._forget()
             first = self._entries.first
             handed = first.handed if first is not None else None
             entry, leaves = self._fitting(leaves, tree)
             entry = entry or self._compile(leaves, tree)
             if handed is not None and first is not entry:
                 entry.follow(handed)
-            return run(entry, leaves)
+            loss = run(entry, leaves)
+            if self._optimizer is not None and self._optimizer.why_after and not self._wrapper:
+                self._optimizer.update()
+            return loss
         finally:
             self._lock.release()
 
@@ -244,23 +268,43 @@ class TrainingStep(Dispatcher["_StepEntry"]):
         first = [part[0] if isinstance(part, tuple) else part for part in parts]
         inputs = Inputs.of(first, tree, given=leaves)
         try:
-            return self._compile_for(inputs, step_goal(self._batching))
+            return self._compile_with_update(inputs)
         except EffectError as effect:
             raise CaptureError(
                 f"{effect} A step is one program: do that outside of the model, or use "
                 "lazyinline.compile, which lets such a model run itself."
             ) from effect
 
+    def _compile_with_update(self, inputs: Inputs) -> _StepEntry:
+        """Compiles with the optimizer's update in the program, or without it if it cannot be."""
+        if self._optimizer is None:
+            return self._compile_for(inputs, step_goal(self._batching))
+        why = "the model is in a wrapper, which reduces gradients" if self._wrapper else ""
+        why = "a program for a GPU ends with gradients" if self._compiler.options.target else why
+        try:
+            goal = step_goal(self._batching, self._optimizer.groups(why))
+            entry = self._compile_for(inputs, goal)
+        except NotUpdatedError as error:
+            self._optimizer.groups(str(error))
+            entry = self._compile_for(inputs, step_goal(self._batching))
+        assert self._report is not None
+        self._report.update_after = self._optimizer.why_after
+        return entry
+
     def _entry(self, made: CompileResult, leaves: Sequence[Any]) -> _StepEntry:
-        return _StepEntry(made)
+        return _StepEntry(made, self._optimizer)
 
 
 class _StepEntry:
     """One compiled step: bound to its own copy of the batch, to the model, and to an arena."""
 
-    def __init__(self, made: CompileResult) -> None:
+    def __init__(self, made: CompileResult, optimizer: StepOptimizer | None = None) -> None:
         compiled = made.compiled
         assert isinstance(compiled, CompiledStep)
+        self._optimizer = optimizer
+        self._updates = compiled.step.updates
+        self._state: StateFacts | None = None
+        self._hold = compiled.hold
         runner = compiled.runner
         native = runner.native
         # No mode of the caller's changes what is copied beside native launches.
@@ -282,6 +326,7 @@ class _StepEntry:
         # Each micro-batch's backward begins with its share of the mean: nothing is divided later.
         seed_type = compiled.step.program.inputs[-1].type
         self._seed = torch.full((), 1.0 / count, dtype=seed_type.dtype, device=seed_type.device)  # type: ignore[union-attr]
+        self._share = self._seed.clone()
 
     def follow(self, handed: HandedGradients) -> None:
         """Takes back gradients that another variant gave to what this one leaves out."""
@@ -297,6 +342,7 @@ class _StepEntry:
         with torch.no_grad():
             if not self._batch:
                 self._stage(leaves)
+            self._set_seed()
             self._take(leaves)
             loss, outputs = self._computed(self._leased())
             handed = self._handed_of(outputs)
@@ -308,6 +354,7 @@ class _StepEntry:
             return self._run(leaves)
 
     def _run(self, leaves: Sequence[Any]) -> torch.Tensor:
+        self._set_seed()
         left = self._lease_as_left()
         if left is None and not self._batch:
             self._stage(leaves)
@@ -316,6 +363,12 @@ class _StepEntry:
         if left is None:
             self._handed_of(outputs).hand_out()
         return loss
+
+    def _set_seed(self) -> None:
+        """Lets the backward begin with the scale of a loss that a GradScaler scales."""
+        scaled = self._optimizer.scaled(self._share) if self._optimizer is not None else None
+        if scaled is not None:
+            self._seed.copy_(scaled)
 
     def _stage(self, leaves: Sequence[Any]) -> None:
         """Makes our own copy of the batch; any that is taken is laid out like this one."""
@@ -355,6 +408,8 @@ class _StepEntry:
         """Returns the lease, if the model and its gradients are as the last step left them."""
         if self.guard.token is not self._token or self.handed is None:
             return None
+        if self._state is not None and not self._state.hold(self._hold):
+            return None
         return self._lease if self.handed.are_as_left() else None
 
     def _leased(self) -> Lease:
@@ -363,11 +418,15 @@ class _StepEntry:
             self.handed = None
         if self._lease is not None and not self._lease.has_its_arena():
             self.handed = self._lease = None
-        if self._lease is not None and self.guard.token is self._token:
+        same_state = self._state is None or self._state.hold(self._hold)
+        if self._lease is not None and self.guard.token is self._token and same_state:
             return self._lease
         self.handed = None
         check_leaves(zip(self._names, self._trained_of(self.guard.tensors), strict=True))
-        tensors = [*self._batch, *self.guard.tensors, self._seed]
+        state: list[torch.Tensor] = []
+        if self._optimizer is not None and self._updates.parameters:
+            state, self._state = self._optimizer.bound(self._updates, self.guard.tensors)
+        tensors = [*self._batch, *self.guard.tensors, *state, self._seed]
         if self._lease is None or not self._lease.is_bound_to(tensors):
             self._lease = None  # released before another one is made
             self._lease = self._compiled.runner.lease(tensors)

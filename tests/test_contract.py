@@ -17,6 +17,7 @@ import os
 import subprocess
 import sys
 import types
+import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
@@ -37,6 +38,10 @@ from test_architecture import (
 )
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lazyinline.autodiff.traces.torch_user_rules import (
@@ -73,10 +78,12 @@ from lazyinline.backend.kernels.torch_inductor import (
 from lazyinline.backend.launches.torch_native import native_file
 from lazyinline.backend.link import torch_generated
 from lazyinline.backend.onnx import torch_onnx
+from lazyinline.frontend.torch_optimizer import StepOptimizer, _make_state, _settings_of
 from lazyinline.frontend.tracing import torch_settings, torch_tracing
 from lazyinline.frontend.tracing.torch_operators import kernels_own_rules, pure_forms
 from lazyinline.reuse import torch_names
 from lazyinline.reuse.ir.operators import may_draw
+from lazyinline.reuse.ir.torch_updates import ADAM_STATE, SGD_STATE, adam_, sgd_
 from lazyinline.reuse.process import package_digest
 from lazyinline.reuse.torch_names import operators_tagged
 
@@ -2541,3 +2548,64 @@ def test_cotangents_in_a_batch_are_told_and_taken_apart(
     ((batched, level, whole),) = seen
     assert batched and level == 1 and not is_batched(rows)
     torch.testing.assert_close(whole, rows)
+
+
+# ---- optimizers ---------------------------------------------------------------------------------
+
+
+@contract("torch._fused_adam_", "torch._fused_adamw_", "torch._fused_sgd_", "torch._foreach_add_")
+def test_our_updates_in_place_have_the_bits_of_fused_optimizers(*_: Any) -> None:
+    kinds: list[tuple[Any, dict[str, Any]]] = [
+        (torch.optim.Adam, {"weight_decay": 0.1}),
+        (torch.optim.AdamW, {"maximize": True}),
+        (torch.optim.SGD, {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1}),
+    ]
+    for kind, options in kinds:
+        theirs = nn.Parameter(torch.randn(7, 33))
+        ours = theirs.detach().clone()
+        optimizer = kind([theirs], lr=1e-2, fused=True, **options)
+        state: dict[str, Any] = {}
+        (group,) = optimizer.param_groups
+        is_adam = "betas" in group
+        names = ADAM_STATE if is_adam else SGD_STATE
+        for name in names:
+            _make_state(state, name, ours)
+        numbers = torch.tensor(_settings_of(group), dtype=torch.float64)
+        for _ in range(3):
+            theirs.grad = torch.randn(7, 33)
+            rows = [[ours], [theirs.grad], *([state[name]] for name in names)]
+            flags = (kind is torch.optim.AdamW if is_adam else group["nesterov"], group["maximize"])
+            (adam_ if is_adam else sgd_)(*rows, numbers, *flags)
+            optimizer.step()
+        assert torch.equal(theirs, ours)
+        found = optimizer.state[theirs]
+        assert found.keys() == state.keys()
+        for name in names:
+            assert torch.equal(found[name], state[name]) and found[name].dtype == state[name].dtype
+
+
+def test_a_scheduler_asks_whether_its_optimizer_was_called() -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    with pytest.warns(UserWarning, match="before `optimizer.step"):
+        schedule.step()
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    optimizer._opt_called = True
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        schedule.step()
+
+
+def test_hooks_of_an_optimizer_are_in_two_tables_and_those_of_all_in_two() -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)
+    assert not StepOptimizer(optimizer)._have_hooks()
+    registers: list[Any] = [
+        optimizer.register_step_pre_hook,
+        optimizer.register_step_post_hook,
+        register_optimizer_step_pre_hook,
+        register_optimizer_step_post_hook,
+    ]
+    for register in registers:
+        handle = register(lambda *_: None)
+        assert StepOptimizer(optimizer)._have_hooks()
+        handle.remove()

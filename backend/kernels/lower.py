@@ -24,6 +24,7 @@ from ...reuse.errors import PlanError
 from ...reuse.ir.leaf import flat_types, without_autocast
 from ...reuse.ir.program import Leaf
 from ...reuse.ir.torch_symbols import Values, module_at, symbols_of, type_at
+from ...reuse.ir.torch_updates import update_of
 from ...reuse.torch_names import RESHAPES
 from ..gpu.targets import Target, target_named
 from ..gpu.torch_gpu import gpu_described, moved_leaf
@@ -181,7 +182,7 @@ class GpuBackend:
     def lower(self, leaves: Sequence[Leaf], on_done: Callable[[], None]) -> list[Kernel]:
         """Writes the kernels of each leaf, and records what launches them."""
         moved = [moved_leaf(leaf, self.target.device) for leaf in leaves]
-        written = [leaf for leaf in moved if leaf.num_nodes > 0]
+        written = [leaf for leaf in moved if leaf.num_nodes > 0 and update_of(leaf) is None]
         with gpu_described(self.target):
             modules = [leaf.module for leaf in written]
             wrappers = dict(

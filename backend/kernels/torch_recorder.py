@@ -15,12 +15,14 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.node import map_arg
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
 from ...reuse.errors import VerifyError
 from ...reuse.ir.leaf import flat_types
 from ...reuse.ir.program import Leaf
+from ...reuse.ir.torch_updates import IN_PLACE, results_in_place, update_of
 from ...reuse.ir.types import TensorType, strides_that_matter
 from ...reuse.torch_names import is_lazy, memory_id
 from ..gpu.torch_gpu import no_stream
@@ -94,10 +96,36 @@ def record_wrapper(
 
 def record_graph(leaf: Leaf) -> KernelList:
     """Records an ATen graph that runs on PyTorch's own kernels."""
+    if update_of(leaf) is not None:
+        return _record_update(leaf)
     recorder = _Recorder(leaf)
     with recorder.mode, torch.no_grad(), recorder:
         outputs = torch.fx.Interpreter(leaf.module).run(*recorder.inputs)
     return recorder.finish(outputs)
+
+
+def _record_update(leaf: Leaf) -> KernelList:
+    """Records an update of parameters: one launch, whose results lie where operands did."""
+    node, types_ = update_of(leaf), flat_types(leaf.input_types)
+    assert node is not None
+    buffers = {entry: i for i, entry in enumerate(leaf.entries)}
+    views = [View(i, t.dtype, t.shape, t.stride, 0) for i, t in enumerate(types_)]
+    args: Any = map_arg(node.args, lambda entry: views[buffers[entry]])  # type: ignore[arg-type, return-value]
+    places = results_in_place(leaf)
+    infos = [BufferInfo("input", t.num_bytes, 0, 0) for t in types_]
+    function = IN_PLACE[node.target]
+    launch = Launch(
+        leaf.name, function, tuple(list(a) if isinstance(a, (list, tuple)) else a for a in args), ()
+    )
+    results = tuple(views[i] for i in places)
+    return KernelList(
+        leaf.name,
+        len(types_),
+        tuple(infos),
+        (launch,),
+        results,
+        tuple(flat_types(leaf.output_types)),
+    )
 
 
 def can_record(wrapper: Callable[..., Any]) -> bool:

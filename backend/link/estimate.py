@@ -16,8 +16,10 @@ import torch.fx
 from ...reuse.ir.leaf import node_type
 from ...reuse.ir.operators import changed_operand, is_elementwise, is_view
 from ...reuse.ir.program import Leaf
+from ...reuse.ir.torch_updates import update_of
 from ...reuse.ir.types import TensorType
 from ...reuse.torch_names import operator_schema
+from ..kernels.torch_recorder import record_graph
 from ..launches.kernel_list import BufferInfo, KernelList, Launch, View
 from .link import FlatProgram
 
@@ -42,7 +44,9 @@ class Estimates:
         leaves = {launch.leaf: None for flat in flats for launch in flat.launches}
         for leaf in leaves.keys() - recorded.keys() - self._known.keys():
             fuses = self._fuses and leaf.kernels == "backend"
-            self._known[leaf] = _Estimate(leaf, fuses).kernel_list()
+            is_known = update_of(leaf) is not None  # all that it launches
+            made = record_graph(leaf) if is_known else _Estimate(leaf, fuses).kernel_list()
+            self._known[leaf] = made
         return {leaf: recorded.get(leaf) or self._known[leaf] for leaf in leaves}
 
 

@@ -289,7 +289,7 @@ def layout_of(
                 inputs.append(layout.given(which))
         layout.add(flat, inputs, kernel_lists)
     if results == "pinned":
-        _pin_results(layout)
+        _pin_results(layout, num_results[0])
     else:
         _own_results(layout, num_results, roots)
     return layout
@@ -373,11 +373,14 @@ def _whole(layout: Layout, placed: Placed) -> Placed:
     return Placed(placed.instance, placed.dtype, (count,), (1,), 0)
 
 
-def _pin_results(layout: Layout) -> None:
-    """Gives every output a place of its own in the arena, which lasts until the next run."""
+def _pin_results(layout: Layout, num_results: int) -> None:
+    """Gives each result a place of its own in the arena, which lasts until the next run.
+
+    Outputs after the results are updates, which lie where the tensors lay that they replace.
+    """
     part = layout.parts[-1]
     taken: set[int] = set()
-    for index, placed in enumerate(part.outputs):
+    for index, placed in enumerate(part.outputs[:num_results]):
         if layout.instances[placed.instance].kind != "arena" or placed.instance in taken:
             placed = part.outputs[index] = _copy_out(layout, part, placed, "arena")
         taken.add(placed.instance)

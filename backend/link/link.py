@@ -17,6 +17,7 @@ from ...autodiff.flat_structs import grouped
 from ...reuse.errors import VerifyError
 from ...reuse.ir.leaf import flat_types
 from ...reuse.ir.program import Call, Composite, Leaf, Pack, Program, Unpack, Value
+from ...reuse.ir.torch_updates import results_in_place, update_of
 from ...reuse.ir.types import TensorType, flatten_type
 
 Slots = tuple[int, ...]
@@ -71,7 +72,7 @@ def link(program: Program) -> FlatProgram:
     inputs = tuple(slot for value in program.inputs for slot in env[value])
     expansion.body(program, env, "")
     outputs = tuple(slot for value in program.outputs for slot in env[value])
-    launches = _with_frees(_summed_at_once(expansion.launches), inputs, outputs)
+    launches = _with_frees(_updated_at_once(_summed_at_once(expansion.launches)), inputs, outputs)
     return FlatProgram(inputs, launches, outputs, tuple(expansion.types))
 
 
@@ -83,10 +84,14 @@ def check_flat(flat: FlatProgram) -> None:
     """
     live = set(flat.inputs)
     written = set(flat.inputs)
+    updated: set[int] = set()
     for number, launch in enumerate(flat.launches):
         where = f"launch {number} of @{launch.leaf.name}"
         if not live.issuperset(launch.operands):
             raise VerifyError(f"{where} reads a slot that is not written or already freed")
+        if not updated.isdisjoint(launch.operands):
+            raise VerifyError(f"{where} reads a slot whose memory an update has taken over")
+        updated.update(launch.operands[i] for i in results_in_place(launch.leaf))
         if not written.isdisjoint(launch.results):
             raise VerifyError(f"{where} writes a slot that was written before")
         for slots, types in (
@@ -166,6 +171,26 @@ def _summed_at_once(launches: Sequence[Launch]) -> Sequence[Launch]:
             moved.setdefault(at, []).append(launch)
         made_at.update(dict.fromkeys(launch.results, at))
     return [one for index, launch in stay for one in (launch, *moved.get(index, ()))]
+
+
+def _updated_at_once(launches: Sequence[Launch]) -> Sequence[Launch]:
+    """Moves each update to where its operands are made and nobody else reads what it changes.
+
+    A program has its updates at the end; a gradient is free from its update on.
+    """
+    updates = {leaf for leaf in dict.fromkeys(one.leaf for one in launches) if update_of(leaf)}
+    if not updates:
+        return launches
+    last: dict[int, int] = {}  # where a slot is made, or read by what is no update
+    moved: dict[int, list[Launch]] = {}
+    stay = [one for one in launches if one.leaf not in updates]
+    for index, launch in enumerate(stay):
+        last.update(dict.fromkeys((*launch.operands, *launch.results), index))
+    for launch in launches:
+        if launch.leaf in updates:
+            at = max(last.get(slot, -1) for slot in launch.operands)
+            moved.setdefault(at, []).append(launch)
+    return [one for i, launch in enumerate(stay) for one in (launch, *moved.get(i, ()))]
 
 
 def _is_sum(leaf: Leaf) -> bool:

@@ -43,10 +43,15 @@ class Dispatcher(Generic[AnyEntry]):
         compiler: Compiler | None = None,
     ) -> None:
         self._subject = model
-        self._entries: KeptPrograms[AnyEntry] = KeptPrograms()
         self._compiler = compiler or Compiler(options)
-        self._shapes = ShapeCache(model, options, dynamic, names)
+        self._made_with = (options, dynamic, names)
+        self._forget()
         self._report: CompileReport | None = None
+
+    def _forget(self) -> None:
+        """Drops all programs; what was made per closure is kept."""
+        self._entries: KeptPrograms[AnyEntry] = KeptPrograms()
+        self._shapes = ShapeCache(self._subject, *self._made_with)
 
     @property
     def last_report(self) -> CompileReport | None:

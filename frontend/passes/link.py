@@ -10,6 +10,7 @@ import torch
 
 from ...autodiff.derivative import Derivative
 from ...autodiff.flows import view_roots
+from ...autodiff.updates import NotUpdatedError
 from ...backend.gpu.targets import ALIGNMENT_BYTES, Place, target_like
 from ...backend.kernels.lower import GpuBackend, can_record
 from ...backend.launches.kernel_list import KernelList
@@ -92,6 +93,8 @@ def _planned_and_run(state: State) -> State:
     """Plans memory where nothing hinders it; else closures allocate what they return."""
     planned, report = _planned_or_why_not(state), state.report
     if isinstance(planned, Unplanned):
+        if state.goal.updates:
+            raise NotUpdatedError(f"memory is not planned: {planned.reason}")
         report.unplanned = planned.reason
         state = replace(state, unplanned=planned, runs=_closures_run(state))
     else:
@@ -227,7 +230,7 @@ def _step_plan(state: Compilation) -> PlannedProgram:
         [flat],
         launches(state),
         range(len(flat.inputs)),
-        [len(flat.outputs)],
+        [len(flat.outputs) - state.step.updates.num_results],
         results="pinned",
         tools=tools_of(state),
         names=[*own_copies, *(tensor_name(s.name) for s in state.step.model)],
@@ -285,7 +288,8 @@ def _layout(state: Compilation) -> Layout:
     """Lays out what would be planned, for kernels that are only estimated."""
     if state.goal.kind == "step":
         (flat,) = state.linked
-        return layout_of([flat], launches(state), [len(flat.outputs)], results="pinned")
+        num_results = len(flat.outputs) - state.step.updates.num_results
+        return layout_of([flat], launches(state), [num_results], results="pinned")
     returned, sources = returned_of(state.captured.program, state.derivative)
     return layout_of(state.linked, launches(state), returned, sources)
 

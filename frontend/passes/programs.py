@@ -12,6 +12,7 @@ from typing import Any
 from ...autodiff.derivative import Derivative, Request
 from ...autodiff.higher_order.derivation import takes_gradients
 from ...autodiff.training_program import step_program
+from ...autodiff.updates import with_updates
 from ...reuse.errors import CaptureError, PlanError
 from ...reuse.ir.leaf import flat_types
 from ...reuse.ir.program import (
@@ -151,6 +152,17 @@ def repeat_micro_batches(state: State) -> State:
         micro_batches=batching.micro_batches,
         order=batching.order,
     )
+    return replace(state, composed=composed, programs={"step": composed.program})
+
+
+def _updates(state: State) -> bool:
+    return bool(state.goal.updates)
+
+
+@compile_pass("update", goals=("step",), wanted=_updates)
+def update_parameters(state: State) -> State:
+    """The optimizer's updates join the program, each behind its gradient (where asked for)."""
+    composed = with_updates(state.step, state.goal.updates)
     return replace(state, composed=composed, programs={"step": composed.program})
 
 

@@ -10,7 +10,7 @@ from typing import Any, Literal, Protocol, TypeVar, get_args
 
 from ...autodiff.derivative import Derivative, Request
 from ...autodiff.higher_order.gradient_program import GradientProgram
-from ...autodiff.training_program import StepProgram
+from ...autodiff.training_program import StepProgram, UpdateGroup
 from ...backend.link.link import FlatProgram, check_flat
 from ...reuse.ir.program import Program
 from ...reuse.ir.torch_symbols import Values
@@ -44,6 +44,7 @@ class Goal:
         batching: of a step.
         gradients: those that are to be differentiated.
         opset: version of the operators in a file.
+        updates: of a step, how groups of parameters are updated in it.
     """
 
     kind: GoalKind = "module"
@@ -51,11 +52,12 @@ class Goal:
     batching: Batching = field(default_factory=Batching)
     gradients: GradientRequest | None = None
     opset: int = 0
+    updates: tuple[UpdateGroup, ...] = ()
 
 
-def step_goal(batching: Batching) -> Goal:
+def step_goal(batching: Batching, updates: tuple[UpdateGroup, ...] = ()) -> Goal:
     """Returns the goal of a training step."""
-    return Goal("step", train=True, batching=batching)
+    return Goal("step", train=True, batching=batching, updates=updates)
 
 
 @dataclass(frozen=True)

@@ -14,5 +14,6 @@ constants         closures that differ in Python numbers only become one, with t
 torch_size_nodes  adapter: sizes computed by the nodes of a graph
 torch_read_sizes  adapter: sizes that are read from text, symbols and expressions of them
 torch_symbols     adapter: sizes that are expressions of symbols
+torch_updates     adapter: an optimizer's update as an operator, by PyTorch's fused kernels
 transfer          how one tensor travels between ranks, and how it stands in a storage of its own
 """

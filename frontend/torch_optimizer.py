@@ -1,0 +1,240 @@
+"""Adapter: what a step does with the user's optimizer, inside its program or after it.
+
+The numbers of its groups are read before each step, so that schedulers work; its state is PyTorch's
+own, used in place, so that ``state_dict`` and checkpoints stay what they are.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim import optimizer as torch_optimizer
+
+from ..autodiff.training_program import UpdateGroup, Updates
+from ..backend.launches.torch_native import Hold
+from ..reuse.errors import PlanError
+from ..reuse.ir.torch_updates import ADAM, ADAM_SETTINGS, SGD_SETTINGS
+from ..reuse.ir.torch_updates import SGD as SGD_UPDATE
+from .autograd.torch_engine import have_hooks
+
+_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+_GLOBAL_HOOKS = ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
+_REFUSED = ("amsgrad", "differentiable", "capturable", "dampening")
+_FLAGS = (*_REFUSED, "maximize", "nesterov", "decoupled_weight_decay")
+
+
+class StepOptimizer:
+    """The optimizer of a training step.
+
+    Args:
+        optimizer: the user's.
+        max_norm: gradients are clipped to this norm, all together, if it is given.
+        scaler: scales the loss, and skips updates with gradients that are not finite.
+
+    Attributes:
+        why_after: why the update runs after the step's program; empty if it is part of it.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        max_norm: float | None = None,
+        scaler: torch.amp.GradScaler | None = None,
+    ) -> None:
+        if not isinstance(optimizer, Optimizer):
+            raise PlanError(f"optimizer= takes a torch.optim.Optimizer, not {type(optimizer)}.")
+        self.optimizer, self._max_norm, self._scaler = optimizer, max_norm, scaler
+        self._compiled_for: list[Any] = []
+        self._written: list[list[float]] = []
+        self._settings: list[torch.Tensor] = []
+        self.why_after = ""
+
+    # ---- in the step's program ---------------------------------------------------------------
+
+    def groups(self, why_after: str = "") -> tuple[UpdateGroup, ...]:
+        """Returns the updates that a program is compiled with: none if they come after it.
+
+        Args:
+            why_after: why they have to, if the caller knows.
+        """
+        self.why_after = why_after or self._why_after()
+        found = () if self.why_after else tuple(self._groups())
+        self._compiled_for = self._structure() if found else []
+        self._written = [[] for _ in found]
+        self._settings = [
+            torch.zeros(one.num_settings, dtype=torch.float64, device="cpu") for one in found
+        ]
+        if found:
+            self._write_settings()
+        return found
+
+    def is_as_compiled(self) -> bool:
+        """Whether programs still fit the optimizer; writes its numbers to where they read them."""
+        if not self._compiled_for:
+            return True
+        if self._structure() != self._compiled_for:
+            return False
+        self._write_settings()
+        return True
+
+    def _write_settings(self) -> None:
+        for written, tensor, group in zip(
+            self._written, self._settings, self.optimizer.param_groups, strict=True
+        ):
+            numbers = _settings_of(group)
+            if numbers != written:
+                written[:] = numbers
+                tensor.copy_(torch.tensor(numbers, dtype=torch.float64, device="cpu"))
+
+    def _why_after(self) -> str:
+        kind = type(self.optimizer)
+        if kind not in (SGD, Adam, AdamW):
+            return f"{kind.__name__} has no fused update that a program can hold"
+        if self._max_norm is not None:
+            return "the norm of all gradients is known at the end alone"
+        if self._scaler is not None:
+            return "a GradScaler looks at all gradients before any update"
+        if self._have_hooks():
+            return "the optimizer or a parameter has hooks"
+        return next(filter(None, map(_why_not, self.optimizer.param_groups)), "")
+
+    def _structure(self) -> list[Any]:
+        """Returns what programs are compiled for, as far as it changes: asked at each step."""
+        groups = self.optimizer.param_groups
+        facts = [tuple(map(group.get, _FLAGS)) for group in groups]
+        facts += [(id(g["params"]), len(g["params"]), not g.get("momentum")) for g in groups]
+        return [self._have_hooks(), *facts]
+
+    def _have_hooks(self) -> bool:
+        """Whether something of the user's runs where gradients arrive, or around an update."""
+        if any(getattr(self.optimizer, name) for name in _HOOKS):
+            return True
+        if any(getattr(torch_optimizer, name) for name in _GLOBAL_HOOKS):
+            return True
+        return have_hooks([p for group in self.optimizer.param_groups for p in group["params"]])
+
+    def _groups(self) -> Iterator[UpdateGroup]:
+        for group in self.optimizer.param_groups:
+            members = frozenset(map(id, group["params"]))
+            if "betas" in group:
+                flags = (
+                    isinstance(self.optimizer, AdamW) or _is_decoupled(group),
+                    group["maximize"],
+                )
+                yield UpdateGroup(ADAM, flags, len(ADAM_SETTINGS), members)
+            else:
+                flags = (group["nesterov"], group["maximize"])
+                has_state = group["momentum"] != 0
+                yield UpdateGroup(SGD_UPDATE, flags, len(SGD_SETTINGS), members, has_state)
+
+    # ---- after it ----------------------------------------------------------------------------
+
+    def scaled(self, seed: torch.Tensor) -> torch.Tensor | None:
+        """Returns what a backward begins with in place of a seed, if a scaler scales the loss."""
+        return None if self._scaler is None else self._scaler.scale(seed)
+
+    def update(self) -> None:
+        """Updates the parameters by their ``.grad``, as a training loop does."""
+        if self._scaler is not None:
+            self._scaler.unscale_(self.optimizer)
+        if self._max_norm is not None:
+            params = [p for group in self.optimizer.param_groups for p in group["params"]]
+            torch.nn.utils.clip_grad_norm_(params, self._max_norm)
+        if self._scaler is None:
+            self.optimizer.step()
+        else:
+            self._scaler.step(self.optimizer)
+            self._scaler.update()
+
+    # ---- what a program is bound to ----------------------------------------------------------
+
+    def bound(
+        self, updates: Updates, parameters: Sequence[torch.Tensor]
+    ) -> tuple[list[torch.Tensor], StateFacts]:
+        """Returns the tensors that a program takes beside the model's, and what they were.
+
+        State that is not there yet is made, as PyTorch makes it before the first step.
+
+        Args:
+            updates: of the program.
+            parameters: the model's tensors.
+
+        Raises:
+            PlanError: if a loaded state is laid out in another way than its parameter.
+        """
+        for parameter in {id(parameters[i]): parameters[i] for i in updates.parameters}.values():
+            parameter.grad = None
+            for name in {name for i, name in updates.state if parameters[i] is parameter}:
+                _make_state(self.optimizer.state[parameter], name, parameter)
+        tensors = [self.optimizer.state[parameters[i]][name] for i, name in updates.state]
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers ask for it
+        return [*tensors, *self._settings], StateFacts(self.optimizer)
+
+
+class StateFacts:
+    """What an optimizer's state was when a program was bound to it.
+
+    Args:
+        optimizer: whose state.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer, self._state = optimizer, optimizer.state
+        tables: list[Mapping[Any, Any]] = [self._state, *self._state.values()]
+        self._values = tuple(
+            fact for table in tables for fact in (table, None, tuple(table.values()))
+        )
+
+    def hold(self, native: Hold | None) -> bool:
+        """Whether it is made of the same tensors still; asked at each step."""
+        if self._optimizer.state is not self._state:
+            return False
+        if native is not None:
+            return native((), (), self._values, (), (), ())
+        tables: Any = zip(self._values[::3], self._values[2::3], strict=True)
+        return all(
+            len(table) == len(held) and all(map(operator.is_, table.values(), held))
+            for table, held in tables
+        )
+
+
+def _why_not(group: Mapping[str, Any]) -> str:
+    """Says why a group's update is none that a program holds; empty if it is."""
+    for name in _REFUSED:
+        if group.get(name):
+            return f"{name}={group[name]}"
+    for parameter in group["params"]:
+        plain = type(parameter) in (torch.nn.Parameter, torch.Tensor)
+        if not plain or parameter.device.type != "cpu" or not parameter.is_floating_point():
+            return f"a parameter is a {type(parameter).__name__} on {parameter.device}"
+    return ""
+
+
+def _settings_of(group: Mapping[str, Any]) -> list[float]:
+    named = {**group, **dict(zip(("beta1", "beta2"), group.get("betas", ()), strict=False))}
+    return [float(named[name]) for name in (ADAM_SETTINGS if "betas" in group else SGD_SETTINGS)]
+
+
+def _is_decoupled(group: Mapping[str, Any]) -> bool:
+    return bool(group.get("decoupled_weight_decay", False))
+
+
+def _make_state(state: dict[str, Any], name: str, parameter: torch.Tensor) -> None:
+    found = state.get(name)
+    if found is None and name == "step":
+        state[name] = torch.zeros((), dtype=torch.float32, device=parameter.device)
+    elif found is None:
+        state[name] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+    elif name == "step":
+        if found.dtype != torch.float32:
+            state[name] = found.float()
+    elif found.dtype != parameter.dtype or found.stride() != parameter.stride():
+        raise PlanError(
+            f"The optimizer's {name} of a parameter of shape {tuple(parameter.shape)} is "
+            f"{found.dtype} with strides {found.stride()}; load a state that was saved for "
+            f"{parameter.dtype} with strides {parameter.stride()}."
+        )

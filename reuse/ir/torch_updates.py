@@ -1,0 +1,177 @@
+"""Adapter: an optimizer's update as an operator of a program, by PyTorch's fused kernels.
+
+A program is pure, so the operators return new tensors. What a planned program launches is the same
+kernel on the tensors themselves: each result takes over the memory of an operand, as donated
+buffers do in JAX. ``results_in_place`` says which; link lets nothing read those operands later.
+
+A schedule changes a learning rate from step to step, so numbers of an optimizer are an operand too:
+one tensor, whose entries are named by ``ADAM_SETTINGS`` and ``SGD_SETTINGS``.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.fx
+from torch import Tensor
+
+from ..torch_names import module_of
+from .program import Leaf
+from .types import TensorType
+
+ADAM_SETTINGS = ("lr", "beta1", "beta2", "eps", "weight_decay")
+SGD_SETTINGS = ("lr", "momentum", "weight_decay")
+ADAM_STATE = ("exp_avg", "exp_avg_sq", "step")
+SGD_STATE = ("momentum_buffer",)
+
+
+def adam_(
+    params: list[Tensor],
+    grads: list[Tensor],
+    exp_avgs: list[Tensor],
+    exp_avg_sqs: list[Tensor],
+    steps: list[Tensor],
+    settings: Tensor,
+    decoupled: bool,
+    maximize: bool,
+) -> None:
+    """Updates parameters and their state in place, as ``torch.optim.Adam(fused=True)`` does."""
+    lr, beta1, beta2, eps, weight_decay = settings.tolist()
+    torch._foreach_add_(steps, 1)
+    fused = torch._fused_adamw_ if decoupled else torch._fused_adam_
+    fused(
+        params,
+        grads,
+        exp_avgs,
+        exp_avg_sqs,
+        [],
+        steps,
+        amsgrad=False,
+        lr=lr,
+        beta1=beta1,
+        beta2=beta2,
+        weight_decay=weight_decay,
+        eps=eps,
+        maximize=maximize,
+    )
+
+
+def sgd_(
+    params: list[Tensor],
+    grads: list[Tensor],
+    momentum_buffers: list[Tensor],
+    settings: Tensor,
+    nesterov: bool,
+    maximize: bool,
+) -> None:
+    """Updates parameters in place, as ``torch.optim.SGD(fused=True)`` does.
+
+    A buffer of zeros is what PyTorch's has before the first step, where nothing is dampened.
+    """
+    lr, momentum, weight_decay = settings.tolist()
+    torch._fused_sgd_(
+        params,
+        grads,
+        momentum_buffers,
+        weight_decay=weight_decay,
+        momentum=momentum,
+        lr=lr,
+        dampening=0.0,
+        nesterov=nesterov,
+        maximize=maximize,
+        is_first_step=False,
+    )
+
+
+@torch.library.custom_op(
+    "lazyinline::adam",
+    mutates_args=(),
+    schema="(Tensor[] params, Tensor[] grads, Tensor[] exp_avgs, Tensor[] exp_avg_sqs, "
+    "Tensor[] steps, Tensor settings, bool decoupled, bool maximize) -> Tensor[]",
+)
+def _adam(
+    params: Any, grads: Any, exp_avgs: Any, exp_avg_sqs: Any, steps: Any, *settings: Any
+) -> list[Tensor]:
+    changed = [[t.clone() for t in part] for part in (params, exp_avgs, exp_avg_sqs, steps)]
+    new_params, *state = changed
+    adam_(new_params, list(grads), *state, *settings)  # type: ignore[arg-type]
+    return [t for part in changed for t in part]
+
+
+@torch.library.custom_op(
+    "lazyinline::sgd",
+    mutates_args=(),
+    schema="(Tensor[] params, Tensor[] grads, Tensor[] momentum_buffers, Tensor settings, "
+    "bool nesterov, bool maximize) -> Tensor[]",
+)
+def _sgd(params: Any, grads: Any, momentum_buffers: Any, *settings: Any) -> list[Tensor]:
+    changed = [[t.clone() for t in part] for part in (params, momentum_buffers)]
+    sgd_(changed[0], list(grads), changed[1], *settings)
+    return [t for part in changed for t in part]
+
+
+@_adam.register_fake
+def _(params: Any, grads: Any, exp_avgs: Any, exp_avg_sqs: Any, steps: Any, *_: Any) -> Any:
+    return [torch.empty_like(t) for t in (*params, *exp_avgs, *exp_avg_sqs, *steps)]
+
+
+@_sgd.register_fake
+def _(params: Any, grads: Any, momentum_buffers: Any, *_: Any) -> Any:
+    return [torch.empty_like(t) for t in (*params, *momentum_buffers)]
+
+
+ADAM = torch.ops.lazyinline.adam.default
+SGD = torch.ops.lazyinline.sgd.default
+IN_PLACE: dict[Any, Callable[..., None]] = {ADAM: adam_, SGD: sgd_}
+STATE = {ADAM: ADAM_STATE, SGD: SGD_STATE}
+
+
+def update_leaf(
+    target: Any, types: Sequence[Sequence[TensorType]], settings: TensorType, flags: Sequence[bool]
+) -> Leaf:
+    """Builds the closure of one update.
+
+    Args:
+        target: ``ADAM`` or ``SGD``.
+        types: of the parameters, their gradients, then each kind of state, a row each.
+        settings: type of the tensor of numbers.
+        flags: what the operator takes after the numbers.
+    """
+    graph = torch.fx.Graph()
+    rows = [
+        [graph.placeholder(f"a{i}_{j}") for j in range(len(row))] for i, row in enumerate(types)
+    ]
+    numbers = graph.placeholder("settings")
+    node = graph.call_function(target, (*rows, numbers, *flags))
+    changed = [row for i, row in enumerate(types) if i != 1]
+    flat = [one for row in changed for one in row]
+    results = [graph.call_function(operator.getitem, (node, i)) for i in range(len(flat))]
+    graph.output(tuple(results))
+    given = [one for row in types for one in row]
+    return Leaf(
+        target.name().partition("::")[2].partition(".")[0],
+        module_of(graph),
+        (*given, settings),
+        tuple(flat),
+        level="aten",
+        kernels="eager",
+    )
+
+
+def update_of(leaf: Leaf) -> torch.fx.Node | None:
+    """Returns the node of an update; None for any other closure."""
+    node = leaf.nodes[0] if leaf.num_nodes else None
+    return node if node is not None and node.target in IN_PLACE else None
+
+
+def results_in_place(leaf: Leaf) -> list[int]:
+    """Returns, for each result of an update, the operand whose memory it takes over."""
+    node = update_of(leaf)
+    if node is None:
+        return []
+    position = {entry: i for i, entry in enumerate(leaf.entries)}
+    rows = [row for i, row in enumerate(node.args) if isinstance(row, (list, tuple)) and i != 1]
+    return [position[entry] for row in rows for entry in row]  # type: ignore[index, union-attr]

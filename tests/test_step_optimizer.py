@@ -1,0 +1,296 @@
+"""compile_step(optimizer=): the update in the program has the bits of fused=True, or runs after."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from decoders import DecoderBlock, llama
+from models import Block, batch
+from torch import Tensor, nn
+
+import lazyinline
+from lazyinline import PlanError
+from lazyinline.autodiff.training_program import ORDERS
+from lazyinline.backend.link.link import FlatProgram, Launch, check_flat, link
+from lazyinline.frontend.torch_optimizer import StateFacts
+from lazyinline.reuse.errors import VerifyError
+
+Make = Callable[..., torch.optim.Optimizer]
+# Rules of each kind; `**more` is fused=True for the optimizer that PyTorch runs.
+OPTIMIZERS: dict[str, Make] = {
+    "AdamW": lambda params, **more: torch.optim.AdamW(params, lr=1e-2, **more),
+    "Adam": lambda params, **more: torch.optim.Adam(params, lr=1e-2, weight_decay=0.1, **more),
+    "maximize": lambda params, **more: torch.optim.Adam(params, maximize=True, **more),
+    "SGD": lambda params, **more: torch.optim.SGD(params, lr=1e-2, weight_decay=0.1, **more),
+    "momentum": lambda params, **more: torch.optim.SGD(params, lr=1e-2, momentum=0.9, **more),
+    "nesterov": lambda params, **more: torch.optim.SGD(
+        params, lr=1e-2, momentum=0.9, nesterov=True, **more
+    ),
+}
+
+
+def decoder(micro_batches: int = 1) -> tuple[nn.Module, tuple[Tensor, ...]]:
+    lazyinline.lazy_inline(DecoderBlock)
+    sizes: dict[str, Any] = {"hidden": 32, "num_heads": 2, "vocab": 700, "seq": 8}
+    return llama(num_layers=3, batch=2 * micro_batches, **sizes)
+
+
+def groups(model: nn.Module) -> list[dict[str, Any]]:
+    """Two groups: matrices decay, vectors do not and learn slower."""
+    large = [p for p in model.parameters() if p.dim() > 1]
+    small = [p for p in model.parameters() if p.dim() <= 1]
+    return [{"params": large, "weight_decay": 0.1}, {"params": small, "lr": 1e-3}]
+
+
+def one_cycle(optimizer: torch.optim.Optimizer) -> Any:
+    return torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.01, total_steps=20)
+
+
+def assert_same_training(
+    model: nn.Module,
+    expected: nn.Module,
+    ours: torch.optim.Optimizer,
+    theirs: torch.optim.Optimizer,
+) -> None:
+    """Parameters and state are equal to the bit, under the same names."""
+    for (name, p), q in zip(expected.named_parameters(), model.parameters(), strict=True):
+        assert torch.equal(p, q), name
+    state, wanted = ours.state_dict()["state"], theirs.state_dict()["state"]
+    assert state.keys() == wanted.keys()
+    for index, values in wanted.items():
+        for key, value in values.items():
+            if value is not None:
+                assert torch.equal(state[index][key], value), (index, key)
+                assert state[index][key].dtype == value.dtype
+
+
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.sweep(keep=["-eager", "AdamW-inductor"])
+@pytest.mark.smoke
+def test_ten_steps_with_a_schedule_and_two_groups_have_the_bits_of_fused(
+    kind: str, backend: str
+) -> None:
+    model, args = decoder()
+    next(model.parameters()).requires_grad_(False)
+    expected = copy.deepcopy(model)
+    ours = OPTIMIZERS[kind](groups(model))
+    theirs = OPTIMIZERS[kind](groups(expected), fused=True)
+    schedules = [one_cycle(one) for one in (ours, theirs)]
+    step = lazyinline.compile_step(model, backend=backend, optimizer=ours)
+    apart = lazyinline.compile_step(expected, backend=backend)
+    for _ in range(10):
+        want = apart(*args)
+        theirs.step()
+        assert torch.equal(step(*args), want)
+        for schedule in schedules:
+            schedule.step()
+    assert_same_training(model, expected, ours, theirs)
+    assert not step.last_report.update_after
+    assert step.last_report.num_compiles == 1
+    assert all(p.grad is None for p in model.parameters())
+    assert step.stats.peak_bytes < apart.stats.peak_bytes
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_micro_batches_are_added_up_before_an_update(order: Any) -> None:
+    model, args = decoder(micro_batches=3)
+    expected = copy.deepcopy(model)
+    ours = torch.optim.AdamW(model.parameters())
+    theirs = torch.optim.AdamW(expected.parameters(), fused=True)
+    more: dict[str, Any] = {"backend": "eager", "micro_batches": 3, "order": order}
+    step = lazyinline.compile_step(model, optimizer=ours, **more)
+    apart = lazyinline.compile_step(expected, **more)
+    for _ in range(3):
+        assert torch.equal(step(*args), apart(*args))
+        theirs.step()
+    assert_same_training(model, expected, ours, theirs)
+    assert step.stats.lower_bound_bytes <= apart.stats.lower_bound_bytes
+
+
+def test_a_checkpoint_saved_in_the_middle_resumes_to_the_bit() -> None:
+    model, args = decoder()
+    optimizer = torch.optim.AdamW(model.parameters())
+    step = lazyinline.compile_step(model, backend="eager", optimizer=optimizer)
+    for _ in range(2):
+        step(*args)
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    later = [step(*args) for _ in range(3)]
+    for place in (step, None):  # in the same step, and in a new one
+        model.load_state_dict(saved[0])
+        optimizer.load_state_dict(copy.deepcopy(saved[1]))
+        again = place or lazyinline.compile_step(model, backend="eager", optimizer=optimizer)
+        assert [again(*args).item() for _ in range(3)] == [x.item() for x in later]
+    assert step.last_report.num_compiles == 1
+
+
+def net() -> tuple[nn.Module, Tensor, Callable[[Any], Tensor]]:
+    torch.manual_seed(0)
+    return nn.Sequential(Block(), Block()), batch(), lambda y: y.square().mean()
+
+
+AFTER: dict[str, tuple[Make, dict[str, Any], str]] = {
+    "RMSprop": (lambda p: torch.optim.RMSprop(p, lr=1e-2), {}, "RMSprop"),
+    "amsgrad": (lambda p: torch.optim.AdamW(p, amsgrad=True), {}, "amsgrad=True"),
+    "dampening": (
+        lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, dampening=0.5),
+        {},
+        "dampening=0.5",
+    ),
+    "norm": (lambda p: torch.optim.AdamW(p), {"max_norm": 0.01}, "the norm of all"),
+    "scaler": (
+        lambda p: torch.optim.SGD(p, lr=0.1),
+        {"scaler": lambda: torch.amp.GradScaler("cpu", init_scale=8.0)},
+        "GradScaler",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", AFTER)
+def test_what_cannot_be_in_the_program_is_done_after_it_and_named(case: str) -> None:
+    make, options, reason = AFTER[case]
+    model, x, loss_fn = net()
+    expected = copy.deepcopy(model)
+    ours, theirs = make(model.parameters()), make(expected.parameters())
+    options = {k: v() if callable(v) else v for k, v in options.items()}
+    step = lazyinline.compile_step(
+        model, loss_fn=loss_fn, backend="eager", optimizer=ours, **options
+    )
+    for _ in range(4):
+        theirs.zero_grad()
+        want = loss_fn(expected(x))
+        want.backward()
+        if "max_norm" in options:
+            nn.utils.clip_grad_norm_(expected.parameters(), options["max_norm"])
+        theirs.step()
+        torch.testing.assert_close(step(x), want.detach())
+    for p, q in zip(model.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(p, q)
+    assert reason in step.last_report.update_after
+    assert reason in str(step.last_report)
+
+
+@pytest.mark.parametrize("where", ["optimizer", "parameter"])
+def test_hooks_run_also_if_they_come_after_a_compile(where: str) -> None:
+    model, x, loss_fn = net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    step = lazyinline.compile_step(model, loss_fn=loss_fn, backend="eager", optimizer=optimizer)
+    step(x)
+    assert not step.last_report.update_after
+    seen: list[int] = []
+    if where == "optimizer":
+        optimizer.register_step_post_hook(lambda *_: seen.append(1))
+    else:
+        next(model.parameters()).register_hook(lambda gradient: seen.append(1))
+    before = [p.detach().clone() for p in model.parameters()]
+    step(x)
+    assert seen == [1] and "hooks" in step.last_report.update_after
+    assert not any(map(torch.equal, before, model.parameters()))
+
+
+def test_state_replaced_by_hand_is_what_the_next_step_reads() -> None:
+    model, x, loss_fn = net()
+    expected = copy.deepcopy(model)
+    ours = torch.optim.AdamW(model.parameters())
+    theirs = torch.optim.AdamW(expected.parameters(), fused=True)
+    step = lazyinline.compile_step(model, loss_fn=loss_fn, backend="eager", optimizer=ours)
+    apart = lazyinline.compile_step(expected, loss_fn=loss_fn, backend="eager")
+    for number in range(3):
+        step(x), apart(x)
+        theirs.step()
+        for one in (ours, theirs):
+            if number:
+                for values in one.state.values():
+                    values["exp_avg"] = torch.full_like(values["exp_avg"], 0.1)
+    assert_same_training(model, expected, ours, theirs)
+    facts = StateFacts(ours)
+    assert facts.hold(None)
+    next(iter(ours.state.values()))["exp_avg"] = torch.zeros(1)
+    assert not facts.hold(None)
+
+
+def test_a_group_added_later_is_updated_and_others_keep_their_gradient() -> None:
+    model, x, loss_fn = net()
+    first, second = model
+    optimizer = torch.optim.SGD(first.parameters(), lr=0.1)
+    step = lazyinline.compile_step(model, loss_fn=loss_fn, backend="eager", optimizer=optimizer)
+    before = copy.deepcopy(model.state_dict())
+    step(x)
+    assert all(p.grad is not None for p in second.parameters())
+    assert all(p.grad is None for p in first.parameters())
+    changed = {n for n, p in model.named_parameters() if not torch.equal(p, before[n])}
+    assert changed == {n for n, _ in model.named_parameters() if n.startswith("0")}
+    optimizer.add_param_group({"params": list(second.parameters()), "lr": 0.01})
+    before = copy.deepcopy(model.state_dict())
+    step(x)
+    assert not any(torch.equal(p, before[n]) for n, p in model.named_parameters())
+
+
+def test_sizes_that_vary_share_the_state() -> None:
+    model, _, loss_fn = net()
+    expected = copy.deepcopy(model)
+    ours = torch.optim.AdamW(model.parameters())
+    theirs = torch.optim.AdamW(expected.parameters(), fused=True)
+    step = lazyinline.compile_step(model, loss_fn=loss_fn, backend="eager", optimizer=ours)
+    for rows in (3, 5, 3, 7):
+        step(batch(rows))
+        theirs.zero_grad()
+        loss_fn(expected(batch(rows))).backward()
+        theirs.step()
+    for p, q in zip(model.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(p, q)
+
+
+def test_an_update_stands_where_its_gradient_is_complete() -> None:
+    model, args = decoder()
+    optimizer = torch.optim.AdamW(model.parameters())
+    step = lazyinline.compile_step(model, backend="eager", optimizer=optimizer)
+    programs = []
+
+    def watch(one: Any, before: Any, after: Any) -> None:
+        if one.name == "update":
+            programs.append(after.programs["step"])
+
+    step._watch = watch  # type: ignore[method-assign]
+    step(*args)
+    flat = link(programs[0])
+    check_flat(flat)
+    names = [launch.leaf.name for launch in flat.launches]
+    assert names.index("adam") < len(names) - names.count("adam")
+    # One closure for the two large matrices, which are alike, and one for all small parameters.
+    assert len({launch.leaf for launch in flat.launches if launch.leaf.name == "adam"}) <= 3
+
+
+def test_reading_a_parameter_after_its_update_is_an_error() -> None:
+    model, x, loss_fn = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = lazyinline.compile_step(model, loss_fn=loss_fn, backend="eager", optimizer=optimizer)
+    flats: list[FlatProgram] = []
+    step._watch = lambda one, before, after: flats.extend(after.flats.values())  # type: ignore[method-assign]
+    step(x)
+    flat = flats[0]
+    update = next(one for one in flat.launches if one.leaf.name == "sgd")
+    others = [one for one in flat.launches if one is not update]
+    free = [Launch(one.leaf, one.operands, one.results, (), one.path) for one in (update, *others)]
+    wrong = FlatProgram(
+        (*flat.inputs, *(s for one in others for s in one.results)),
+        (free[0], *(one for one in free[1:] if set(one.operands) & set(update.operands))),
+        (),
+        flat.slot_types,
+    )
+    with pytest.raises(VerifyError, match="an update has taken over"):
+        check_flat(wrong)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"optimizer": "AdamW"}, "takes a torch.optim.Optimizer"),
+        ({"max_norm": 1.0}, "pass the optimizer too"),
+    ],
+)
+def test_wrong_arguments_say_what_is_taken(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        lazyinline.compile_step(Block(), **options)
