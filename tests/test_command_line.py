@@ -273,7 +273,7 @@ def test_what_is_printed_fits_100_columns(
 def test_reader_that_stops_early_is_no_error(models: str) -> None:
     command = f"{sys.executable} -m lazyinline inspect {models}:good | head -n 1"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
-    assert done.stdout.startswith("closure @Block")
+    assert done.stdout.startswith("no_grad closure @Block")
     assert "Traceback" not in done.stderr and "Broken" not in done.stderr
 
 

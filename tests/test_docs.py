@@ -177,7 +177,8 @@ def parallel_blocks() -> list[str]:
     found = [
         block for name in ("devices.md", "pipeline.md") for block in blocks(DOCS / name, "text")
     ]
-    return [one for block in found for one in block.strip().split("\n\n")]
+    # What follows a step (how replicas share an optimizer) stands in a block without one.
+    return [one for block in found for one in block.strip().split("\n\n") if "lazyinline." in one]
 
 
 def runs_parallel_blocks(rank: int, folder: pathlib.Path) -> list[tuple[str, float, float]]:
