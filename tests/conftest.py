@@ -1,6 +1,7 @@
 """Set-up that all tests share: the environment of torch, golden texts, markers."""
 
 import difflib
+import gc
 import importlib.util
 import os
 import pathlib
@@ -110,6 +111,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         function = item.nodeid.split("[")[0]
         if item.get_closest_marker("sweep").kwargs and function not in kept:
             raise pytest.UsageError(f"{function}: its mark `sweep` keeps no case")
+
+
+def pytest_collection_finish() -> None:
+    """Takes what is there by now out of what later collections of garbage walk."""
+    gc.collect()
+    gc.freeze()
 
 
 def selected(request: pytest.FixtureRequest, argument: str) -> list[str]:

@@ -389,6 +389,7 @@ model = Stack(*(B(h=wrap(torch.tensor(v))) for v in (1.0, 2.0, 1.0)))
 # ---- the whole state --------------------------------------------------------------------------
 
 
+@pytest.mark.sweep(keep="eager")
 def test_weights_changed_in_place_are_read_anew(backend: str) -> None:
     compiled, model = build(backend)
     compiled(IDS)
@@ -400,6 +401,7 @@ def test_weights_changed_in_place_are_read_anew(backend: str) -> None:
     assert_close(compiled(IDS), model(IDS))
 
 
+@pytest.mark.sweep(keep="eager")
 def test_averaged_weights_swapped_in_for_evaluation(backend: str) -> None:
     compiled, model = build(backend)
     average = {name: torch.randn_like(p) for name, p in model.named_parameters()}
@@ -414,6 +416,7 @@ def test_averaged_weights_swapped_in_for_evaluation(backend: str) -> None:
         assert relative_error(trained, averaged) > 1e-2
 
 
+@pytest.mark.sweep(keep="eager")
 def test_functional_call_with_other_parameters(backend: str) -> None:
     compiled, model = build(backend)
     compiled(IDS)
