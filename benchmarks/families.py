@@ -87,14 +87,14 @@ def inference_error(model: nn.Module, inputs: Mapping[str, Any], backend: str) -
 
 
 def check_compiled(compiled: Any) -> None:
-    """Raises LazyInlineError if a model ran itself, and nothing of it was compiled."""
+    """Raises LazyInlineError if a model ran eagerly, and nothing of it was compiled."""
     report = compiled.last_report
     if report.ran_eagerly and not compiled_parts(report):
-        raise LazyInlineError(f"it runs itself: {report.ran_eagerly}")
+        raise LazyInlineError(f"it runs eagerly: {report.ran_eagerly}")
 
 
 def compiled_parts(report: CompileReport) -> list[str]:
-    """Returns the compiled modules of a model that runs itself."""
+    """Returns the compiled modules of a model that runs eagerly."""
     return [part.path for part in report.parts if part.num_programs]
 
 

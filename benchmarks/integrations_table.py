@@ -213,9 +213,9 @@ ROWS = (
     ),
     _row(
         "what cannot be captured",
-        "runs itself between compiled parts; packed sequences, LSTM",
+        "runs eagerly between compiled parts; packed sequences, LSTM",
         "gradients, 1e-5",
-        "test_fallback.py::test_what_cannot_be_captured_runs_itself_between_compiled_parts",
+        "test_fallback.py::test_what_cannot_be_captured_runs_eagerly_between_compiled_parts",
         "test_fallback.py::test_packed_sequences_run_between_compiled_parts",
     ),
     _row(

@@ -75,7 +75,7 @@ Call = tuple[nn.Module, tuple[Any, ...], Mapping[str, Any]]
 
 
 def parts(model: nn.Module, inputs: Mapping[str, Any]) -> Iterator[Call]:
-    """Yields the modules that ``compile`` captures of a model that runs itself, with inputs."""
+    """Yields the modules that ``compile`` captures of a model that runs eagerly, with inputs."""
     transformers.set_seed(1)  # some skip layers at random
     compiled = lazyinline.compile(model, backend="eager")
     scalar(compiled(**inputs)).backward()

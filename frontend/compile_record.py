@@ -69,7 +69,7 @@ class PartRecord:
     @property
     def how(self) -> str:
         """Says how its calls run: compiled, or eagerly and why."""
-        return f"runs itself, {self.ran_eagerly}" if self.ran_eagerly else "compiled"
+        return f"runs eagerly, {self.ran_eagerly}" if self.ran_eagerly else "compiled"
 
 
 def part_lines(parts: Iterable[PartRecord]) -> Iterator[str]:

@@ -272,7 +272,7 @@ class TrainingStep(Dispatcher["_StepEntry"]):
         except EffectError as effect:
             raise CaptureError(
                 f"{effect} A step is one program: do that outside of the model, or use "
-                "lazyinline.compile, which lets such a model run itself."
+                "lazyinline.compile, which lets such a model run eagerly."
             ) from effect
 
     def _compile_with_update(self, inputs: Inputs) -> _StepEntry:

@@ -21,7 +21,7 @@ class CaptureError(LazyInlineError):
 
 
 class FinalCaptureError(CaptureError):
-    """The model must not run itself instead: that would not be right, or not what was asked for."""
+    """The model must not run eagerly instead: that would be wrong, or not what was asked for."""
 
 
 class ReuseError(LazyInlineError):

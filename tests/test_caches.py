@@ -246,7 +246,7 @@ class Remembers(nn.Module):
         return x * self.own.get_seq_length() + cache.layers[0].keys.sum()
 
 
-def test_a_model_that_holds_the_cache_that_it_is_given_runs_itself() -> None:
+def test_a_model_that_holds_the_cache_that_it_is_given_runs_eagerly() -> None:
     model = Remembers()
     expected = copy.deepcopy(model)
     run = compiled(model)

@@ -192,7 +192,7 @@ def test_what_a_function_reads_may_follow_a_schedule(function: Any, marked: bool
 
 
 @pytest.mark.parametrize("function", [NeedsAValue, Logs, Prints])
-def test_a_backward_that_does_more_than_compute_runs_itself(
+def test_a_backward_that_does_more_than_compute_runs_eagerly(
     function: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = Model(function)
@@ -304,7 +304,7 @@ def test_a_scripted_function_has_the_gradients_of_its_python() -> None:
     torch.testing.assert_close(gradients(model, compiled, torch.arange(4.0)), wanted)
 
 
-def test_a_function_that_was_traced_by_torch_jit_runs_itself() -> None:
+def test_a_function_that_was_traced_by_torch_jit_runs_eagerly() -> None:
     traced = torch.jit.trace(lambda x: x.sin(), torch.ones(2))
 
     class Calls(nn.Module):

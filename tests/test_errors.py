@@ -219,7 +219,7 @@ def test_what_no_program_does_is_told_with_the_line_and_what_to_write_instead(
     compiled = lazyinline.compile(model, backend="eager")
     compiled(x)
     (row,) = [x for x in str(compiled.last_report).splitlines() if "(Telling)" in x]
-    assert row.startswith("  1, 2 (Telling): runs itself")
+    assert row.startswith("  1, 2 (Telling): runs eagerly")
 
 
 @pytest.mark.parametrize("backend", ["eager", "inductor"])

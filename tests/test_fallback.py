@@ -1,4 +1,4 @@
-"""What cannot be captured runs itself, between parts of the model that are compiled."""
+"""What cannot be captured runs eagerly, between parts of the model that are compiled."""
 
 import copy
 import errno
@@ -131,7 +131,9 @@ def by_path(compiled: Any) -> dict[str, Any]:
     ("way", "backend"), [*((way, "eager") for way in WAYS), ("by_a_mask", "inductor")]
 )
 @pytest.mark.sweep(keep="by_a_mask-eager")
-def test_what_cannot_be_captured_runs_itself_between_compiled_parts(way: str, backend: str) -> None:
+def test_what_cannot_be_captured_runs_eagerly_between_compiled_parts(
+    way: str, backend: str
+) -> None:
     seed_all()
     compiled = assert_trains_like_eager(Around(WAYS[way]), *batches(), backend=backend)
     report, found = compiled.last_report, by_path(compiled)
@@ -143,7 +145,7 @@ def test_what_cannot_be_captured_runs_itself_between_compiled_parts(way: str, ba
         assert any(text in found["between"].ran_eagerly for text in lines)
         assert any(text in unfolded(report) for text in lines)
     assert "only parts are compiled" in str(report)
-    assert "between (Between): runs itself" in str(report)
+    assert "between (Between): runs eagerly" in str(report)
 
 
 def test_modes_around_a_call_hold_in_its_parts() -> None:
@@ -166,7 +168,7 @@ def test_errors_are_asked_for_and_options_checked() -> None:
         lazyinline.compile(Around(by_a_mask), fallback="python")
 
 
-def test_the_report_is_about_the_newest_call_that_compiled_or_ran_itself() -> None:
+def test_the_report_is_about_the_newest_call_that_compiled_or_ran_eagerly() -> None:
     compiled = lazyinline.compile(Mlp(), backend="eager")
     (x,) = batches()[0]
     compiled(x)
@@ -183,7 +185,7 @@ def test_what_was_asked_of_a_program_is_not_silently_left_out() -> None:
         compiled(*batches()[0])
 
 
-def test_scripted_modules_run_themselves() -> None:
+def test_scripted_modules_run_eagerly() -> None:
     seed_all()
     scripted = torch.jit.trace(nn.Linear(WIDTH, WIDTH), torch.randn(2, WIDTH))
     model = nn.Sequential(Mlp(), scripted)  # a copy of which has parameters that are no leaves
@@ -214,7 +216,7 @@ def test_tensors_whose_memory_holds_other_numbers_run_what_they_are_in() -> None
 
 
 @pytest.mark.sweep
-def test_a_model_in_a_wrapper_runs_itself_around_its_parts(tmp_path: pathlib.Path) -> None:
+def test_a_model_in_a_wrapper_runs_eagerly_around_its_parts(tmp_path: pathlib.Path) -> None:
     import torch.distributed as dist
 
     store = dist.FileStore(str(tmp_path / "store"), 1)
@@ -305,7 +307,7 @@ def test_work_does_not_grow_with_the_number_of_layers() -> None:
 
 
 @pytest.mark.sweep
-def test_parts_whose_sizes_keep_changing_run_themselves_before_long() -> None:
+def test_parts_whose_sizes_keep_changing_run_eagerly_before_long() -> None:
     compiled = assert_trains_like_eager(experts(1), *batches(12, rows=9))
     programs = {p: r.num_programs for p, r in by_path(compiled).items() if ".experts.experts." in p}
     assert all(count <= parts.MAX_SHAPES for count in programs.values())
@@ -391,7 +393,7 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.sweep(keep="spectral")
-def test_layers_that_hooks_give_their_weights_run_themselves(change: str) -> None:
+def test_layers_that_hooks_give_their_weights_run_eagerly(change: str) -> None:
     model = changed_by(CHANGES[change])
     expected = changed_by(CHANGES[change])  # PyTorch copies no weight that a hook has computed
     compiled = lazyinline.compile(model, backend="eager")
@@ -411,7 +413,7 @@ def test_layers_that_hooks_give_their_weights_run_themselves(change: str) -> Non
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.sweep
-def test_quantized_layers_run_themselves() -> None:
+def test_quantized_layers_run_eagerly() -> None:
     if not torch.backends.quantized.supported_engines[1:]:
         pytest.skip("no engine for quantized layers")
     quantize = torch.ao.quantization.quantize_dynamic
@@ -472,7 +474,7 @@ class Checkpointed(nn.Module):
         return x + checkpoint(self.part, x, use_reentrant=False)
 
 
-def test_what_eager_cannot_differentiate_runs_itself_and_so_does_what_only_eager_can() -> None:
+def test_what_eager_cannot_differentiate_runs_eagerly_and_so_does_what_only_eager_can() -> None:
     # Both halves share one version counter: eager says so in backward, but not under checkpoint.
     x = torch.randn(3, WIDTH)
     model: nn.Module = Halves()
@@ -527,7 +529,7 @@ def test_a_function_of_autograd_keeps_its_derivative_however_it_is_applied() -> 
     assert_trains_like_eager(Model(), *batches())
 
 
-def test_gradients_of_gradients_flow_through_what_runs_itself() -> None:
+def test_gradients_of_gradients_flow_through_what_runs_eagerly() -> None:
     class Penalty(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -571,7 +573,7 @@ def test_what_a_part_returns_can_be_changed_in_place() -> None:
 
 
 @pytest.mark.sweep
-def test_threads_share_a_model_that_runs_itself() -> None:
+def test_threads_share_a_model_that_runs_eagerly() -> None:
     model = Around(by_a_mask)
     compiled = lazyinline.compile(model, backend="eager")
 

@@ -102,7 +102,7 @@ def test_a_0d_tensor_is_one_program_for_all_values(way: str) -> None:
     assert num_programs(run) == 1
 
 
-def test_a_module_runs_itself_with_further_values_and_says_what_to_pass(
+def test_a_module_runs_eagerly_with_further_values_and_says_what_to_pass(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(module_dispatcher, "MAX_FLOATS", 3)

@@ -48,7 +48,7 @@ def of_forward(forward: Callable[..., Any], net: nn.Module) -> nn.Module:
 
 @contextlib.contextmanager
 def by_pytorch() -> Iterator[None]:
-    """Has derivatives of `lazyinline.func` run themselves; they are not compiled."""
+    """Has derivatives of `lazyinline.func` run eagerly; they are not compiled."""
     with pytest.MonkeyPatch.context() as patch:
         for name in ("transforms", "rows", "coordinates"):
             patch.setattr(f"lazyinline.frontend.func.{name}.compiled", lambda module: module)
@@ -642,7 +642,7 @@ def determinants(points: Tensor) -> Tensor:
     return torch.linalg.det(points.unsqueeze(-1) * points.unsqueeze(-2) + eye)
 
 
-def test_a_laplacian_of_what_forward_mode_is_wrong_for_runs_itself_and_names_it() -> None:
+def test_a_laplacian_of_what_forward_mode_is_wrong_for_runs_eagerly_and_names_it() -> None:
     x = tensor(4, 3)
     laplacian = func.laplacian(determinants, mode="taylor")
     # det(I + x x^T) is 1 + |x|^2
@@ -660,7 +660,7 @@ def test_what_does_not_move_has_zero_series() -> None:
     torch.testing.assert_close(compiled(tensor(4, 2)), model(tensor(4, 2)))
 
 
-def test_a_model_that_draws_between_runs_itself() -> None:
+def test_a_model_that_draws_between_runs_eagerly() -> None:
     """Also where it cannot be captured for another reason, and its parts could be compiled."""
 
     def forward(self: Any, x: Tensor) -> Tensor:

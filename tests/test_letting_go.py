@@ -52,7 +52,7 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 
 def assert_as_eager(kind: str, run: Any, model: nn.Module, dtype: torch.dtype) -> None:
-    """Loss and gradients of one more call equal those of a copy of the model that is run itself."""
+    """Loss and gradients of one more call equal those of a copy of the model run eagerly."""
     expected, x = copy.deepcopy(model), torch.randn(5, 4).to(dtype)
     torch.testing.assert_close(run(x), compiled_by("model", expected)(x))
     for ours, theirs in zip(model.parameters(), expected.parameters(), strict=True):

@@ -109,7 +109,7 @@ def check(plan: ModelPlan, tally: Tally) -> None:
         mutate(theirs, mutation)
         if not compare(compiled, ours, theirs, tally, held, kinds):
             break
-        if kinds[0] != "of a class":  # the model runs itself on one, whatever has changed
+        if kinds[0] != "of a class":  # the model runs eagerly on one, whatever has changed
             changed_and_compiled = True
             tally.counts["noticed"] += compiled.last_report is not before
     else:

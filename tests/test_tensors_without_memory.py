@@ -152,7 +152,7 @@ def called(model: nn.Module, made: Callable[[], Tensor], way: str, is_first: boo
             return
         assert plain(found) == plain(expected), (found, expected)
         assert "an input is a" in run.last_report.ran_eagerly
-        assert run(dense()).shape == (4, 8), "what ran itself left all usable"
+        assert run(dense()).shape == (4, 8), "what ran eagerly left all usable"
         assert not run.last_report.ran_eagerly
 
 

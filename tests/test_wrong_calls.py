@@ -100,7 +100,7 @@ def test_a_wrong_call_raises_what_eager_raises_after_one_capture(
 
 
 class Deciding(Net):
-    """Runs itself, as it asks for the value of a tensor."""
+    """Runs eagerly, as it asks for the value of a tensor."""
 
     def forward(self, ids: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if ids.sum() > 0:
@@ -116,7 +116,7 @@ def deciding() -> tuple[nn.Module, Any]:
 
 @pytest.mark.parametrize("kind", WRONG)
 @pytest.mark.sweep(keep=["of its own", "no argument", "no tensor", "[a shape that does not fit]"])
-def test_a_wrong_call_of_a_model_that_runs_itself_raises_what_eager_raises(
+def test_a_wrong_call_of_a_model_that_runs_eagerly_raises_what_eager_raises(
     kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     net, compiled = deciding()
@@ -181,7 +181,7 @@ def pythons_own_limit() -> Iterator[None]:
 @pytest.mark.parametrize("inner", [nn.Linear, Asks])
 @pytest.mark.parametrize("depth", [25, 60, 100, 150, 200])
 @pytest.mark.sweep(keep="200-")
-def test_modules_nested_deep_run_itself_at_once_where_no_capture_can_follow(
+def test_modules_nested_deep_run_eagerly_at_once_where_no_capture_can_follow(
     depth: int, inner: type[nn.Module]
 ) -> None:
     net = nested(depth, inner(4, 4))

@@ -174,7 +174,7 @@ def _changes_of_saved_values_refused(module: torch.fx.GraphModule) -> Iterator[N
     """Says in our words that a value which the backward reads is changed in place afterwards.
 
     Eager PyTorch refuses only the backward, and under ``checkpoint`` does not even look: a module
-    that runs itself is right wherever eager is.
+    that runs eagerly is right wherever eager is.
 
     Raises:
         CaptureError: with the lines that change something in place.

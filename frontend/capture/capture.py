@@ -245,7 +245,7 @@ def _run(recorder: Recorder, request: _Request) -> tuple[list[Any], ResultTree]:
 
 
 def _also_differentiates(error: CaptureError, recording: Recording) -> CaptureError:
-    """Returns why the model runs itself; one that takes gradients keeps its parts uncompiled."""
+    """Returns why the model runs eagerly; one that takes gradients keeps its parts uncompiled."""
     if not recording.differentiates or DIFFERENTIATES in str(error):
         return error
     error.args = (f"{error} It {DIFFERENTIATES}, too.",)

@@ -129,7 +129,7 @@ def _interrupted_between_changes() -> Iterator[None]:
 def no_python_randomness() -> Iterator[None]:
     """Raises CaptureError if the forward draws random numbers that are not PyTorch's.
 
-    They are drawn again when the model runs itself, also after a capture that failed otherwise.
+    They are drawn again when the model runs eagerly, also after a capture that failed otherwise.
     """
     python, numpy = random.getstate(), sys.modules.get("numpy")
     array = None if numpy is None else numpy.random.get_state()

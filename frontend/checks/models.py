@@ -65,7 +65,7 @@ def refuse_backward_hooks(model: nn.Module) -> None:
     if hooked:
         raise CaptureError(
             f"{hooked} has a backward hook, which a program could not call. Remove it, or put "
-            "hooks on parameters or on the compiled model. (compile() runs such a model itself.)"
+            "hooks on parameters or on the compiled model. (compile() runs such a model eagerly.)"
         )
 
 

@@ -30,11 +30,10 @@ _MAX_SEARCHED = 10_000  # objects
 DIFFERENTIATES = "differentiates inside"
 """In the reason why a forward is refused that runs a backward of its own."""
 SETS_FOR_BACKWARDS = "may set what a backward of a torch.autograd.Function reads"
-"""In the reason why a forward runs itself whose parts run themselves, too: a backward reads what
-the last of them set."""
+"""In the reason why a forward and its parts run eagerly: a backward reads what was set last."""
 
 CANNOT = "cannot be captured"
-"""In the reason why a forward runs itself, before the line and what stands in the way."""
+"""In the reason why a forward runs eagerly, before the line and what stands in the way."""
 
 
 class RaisedError(CaptureError):

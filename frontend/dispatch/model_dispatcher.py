@@ -112,15 +112,15 @@ class ModelDispatcher(ModuleDispatcher):
         if not self._has_warned:
             self._has_warned = True
             warnings.warn(
-                f"generate() of what was compiled runs {name} itself, since that has a __call__ of "
-                "its own, which nothing compiled is behind. Put what it does into forward; then "
-                "generate() runs compiled programs.",
+                f"generate() of the compiled model runs {name} eagerly: it has a __call__ of "
+                "its own, which is not compiled. Put what it does into forward; then generate() "
+                "runs compiled programs.",
                 stacklevel=stacklevel,
             )
         return reason
 
     def note_generate(self) -> None:
-        """Says, before ``generate`` runs, where it will run the model itself."""
+        """Reports, before ``generate`` runs, why it will run the model eagerly, if so."""
         reason = self.warn_if_generate_is_eager(stacklevel=4)
         if reason:
             self._report_eager(reason)
@@ -177,7 +177,7 @@ class ModelDispatcher(ModuleDispatcher):
         may = super()._may_run_eagerly(error)
         if may and self.options.recompute is not None:
             raise FinalCaptureError(
-                f"{error} The model could run itself, but recompute={self.options.recompute!r} "
+                f"{error} The model could run eagerly, but recompute={self.options.recompute!r} "
                 "would not hold there: compile with recompute=None."
             ) from error
         return may

@@ -129,7 +129,7 @@ class PartDispatcher(ModuleDispatcher):
 
 @contextmanager
 def alone(thread: threading.local, why: str) -> Iterator[None]:
-    """Within it a module runs whose parts run themselves, too, if it is said why."""
+    """Lets the parts of the module that runs inside run eagerly, too, where a reason is given."""
     before = getattr(thread, "why_alone", "")
     thread.why_alone = before or why
     try:
@@ -139,7 +139,7 @@ def alone(thread: threading.local, why: str) -> Iterator[None]:
 
 
 def why_alone(reason: str) -> str:
-    """Returns why the parts of a module run themselves, too, if they do where it does."""
+    """Returns why the parts of a module that runs eagerly do so as well, or ""."""
     if DIFFERENTIATES in reason:
         return "what calls it differentiates it inside its forward"
     if SETS_FOR_BACKWARDS in reason:

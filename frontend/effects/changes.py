@@ -2,9 +2,9 @@
 
 Outside are lists that hooks fill, counters, caches. What its Python can reach is noted before it
 can be changed: what hooks hold, what the globals and captured variables of each function hold as it
-begins, and what classes and modules hold. After the run, all of it is put back; the next run of the
-model itself makes the change as eager does. A function that sets a captured variable (``nonlocal``)
-is refused as it begins.
+begins, and what classes and modules hold. After the run, all of it is put back; the next eager
+run makes the change. A function that sets a captured variable (``nonlocal``) is refused as it
+begins.
 
 An attribute may be set past ``nn.Module``, in the module's ``__dict__`` itself, so the tables of
 all modules are kept before the run and compared after it. What was set in that way before it was

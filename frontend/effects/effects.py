@@ -25,7 +25,7 @@ _MAX_STATES = 8
 
 
 class EffectError(CaptureError):
-    """The forward does something at each call that a program could not do; run it itself."""
+    """The forward does something at each call that a program could not do; run it eagerly."""
 
 
 class Effects:
@@ -195,13 +195,13 @@ class EffectsSeen:
         return bool(self._seen)
 
     def note(self, state: Any, reason: str) -> str:
-        """Remembers why the model itself runs in a state; returns it."""
+        """Remembers why the model runs eagerly in a state; returns it."""
         count = self._seen.pop(state, ("", 1))[1]
         self._seen = {**dict([*self._seen.items()][-_MAX_STATES:]), state: (reason, count)}
         return reason
 
     def why_itself(self, state: Any) -> str:
-        """Counts a call; returns why the model itself runs, or "" if that is to be seen anew."""
+        """Counts a call; returns why the model runs eagerly, or "" to find that out anew."""
         reason, count = self._seen.get(state, ("", 0))
         if not reason:
             return ""

@@ -1,7 +1,7 @@
 """Adapter: the functions written in C that a forward may call, a reason for each group.
 
 Python's code is followed, what runs in C is not seen. So what is not listed here may read something
-that is other at the next call, or change something outside, and the model runs itself. The list is
+that is other at the next call, or change something outside, and the model runs eagerly. The list is
 what transformers, diffusers and timm call, by whole modules and classes where these are pure.
 """
 
@@ -61,7 +61,7 @@ ALLOWED = (
         "_is_any_autocast_enabled _is_autocast_available",
     ),
     Group(
-        "tells of modes under which a model runs itself, or of the installation",
+        "tells of modes under which a model runs eagerly, or of the installation",
         "torch._C",
         "_get_tracing_state _is_tracing _has_torch_function _has_torch_function_unary "
         "_has_torch_function_variadic _is_torch_function_enabled _log_api_usage_once "

@@ -31,7 +31,7 @@ def laplacian(func: Function, *, mode: TaylorMode = "auto") -> nn.Module:
         mode: ``"taylor"`` passes once, with the collapsed Taylor series along all coordinates
             (Dangel et al., arXiv 2505.13644); ``"reverse"`` differentiates twice. ``"auto"`` is
             the one with fewer passes through the function; the report says which.
-            Where PyTorch itself runs, it is always reverse mode.
+            Where the function runs eagerly, it is always reverse mode.
 
     Returns:
         A module that takes points and returns the sum of the second derivatives by each

@@ -305,7 +305,7 @@ def hvp(
         v: the vector, in the same nesting.
         mode: ``"forward"`` takes the tangent of the gradient, ``"reverse"`` the gradient of the
             gradient; ``"auto"`` is forward, and reverse where forward mode cannot follow.
-            Where PyTorch itself runs, it is always reverse mode.
+            Where the function runs eagerly, it is always reverse mode.
 
     Raises:
         PlanError: if what ``func`` returns is no scalar, or ``v`` is not as ``inputs`` are.

@@ -29,7 +29,7 @@ class Workload:
         kwargs: keyword inputs of a step.
         train: whether a step has gradients.
         micro_batches: parts of the batch that are run one after another, for their mean loss.
-        options: how the copy is compiled, in its first step; None runs the copy itself.
+        options: how the copy is compiled, in its first step; None runs the copy eagerly.
     """
 
     def __init__(

@@ -229,7 +229,7 @@ def _inputs(subject: Subject) -> list[torch.Tensor]:
 
 
 def reference_outputs(subject: Subject, names: Names) -> dict[str, torch.Tensor]:
-    """Runs the model itself, or interprets the program if there is no model."""
+    """Runs the model eagerly, or interprets the program if there is no model."""
     with _undone(subject):
         if subject.model is None or subject.program.writes:
             return _interpreted(subject, names)

@@ -94,7 +94,7 @@ def derive(state: State) -> State:
     modes = state.captured.modes
     try:
         program, fallbacks = state.context.derive.program(state.programs[PARTS[0]])
-    except Exception as error:  # what PyTorch cannot trace of it, too: the model itself can run
+    except Exception as error:  # also what PyTorch cannot trace of it: the model can run eagerly
         if any(choice.mode != "reverse" for choice in modes):
             # The user left the mode open, and reverse mode follows what the others cannot
             # (dropout, a custom backward): the calls of the forward then differ as well.

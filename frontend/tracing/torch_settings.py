@@ -36,7 +36,7 @@ _VARIABLE = inspect.CO_VARARGS | inspect.CO_VARKEYWORDS
 # Each operator of a trace knows under which of these it ran, or they choose among kernels that all
 # compute the same; so ``with torch.no_grad()``, autocast and sdpa_kernel may be inside a forward.
 _FOLLOWED = re.compile(r"_?set_((grad|multithreading)_enabled|autocast_\w+|sdp_\w+)$")
-# The tracer's own, or off while a model is captured: who asks for them runs itself.
+# The tracer's own, or off while a model is captured: a forward that asks for one runs eagerly.
 _OURS = frozenset({"_get_torch_function_state", "_get_tracing_state", "_get_graph_exec_group"}) | {
     "is_anomaly_enabled",
     "is_anomaly_check_nan_enabled",

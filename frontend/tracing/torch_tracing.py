@@ -234,7 +234,7 @@ class Tracer:
                 raise CaptureError(
                     f"The model's forward enters a TorchDispatchMode ({type(below).__name__}), "
                     f"which sees the operators at {user_line()}, and a compiled program would run "
-                    "them without it. Enter it around the call: the model then runs itself."
+                    "them without it. Enter it around the call: the model then runs eagerly."
                 )
             return _spared(dispatch, func, types, args, kwargs)
 

@@ -188,7 +188,7 @@ def test_a_base_whose_calls_go_past_what_is_compiled_says_so(make: Callable[...,
     base.__class__ = Called
     peft = adapted(base).eval()
     expected = generated(adapted(gpt2()).eval())
-    with pytest.warns(UserWarning, match=r"runs Called itself.*__call__ of its own"):
+    with pytest.warns(UserWarning, match=r"runs Called eagerly.*__call__ of its own"):
         assert torch.equal(generated(make(peft, backend="eager")), expected)
 
 
