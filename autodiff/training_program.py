@@ -40,7 +40,7 @@ class UpdateGroup:
 
 @dataclass(frozen=True)
 class Updates:
-    """What one step updates.
+    """The parameters and state that one step updates.
 
     Attributes:
         state: (index into the step's ``model``, name) of each tensor of state, as the program takes

@@ -1,4 +1,4 @@
-"""What users call: the mark, compile, reports. The only folder that sees everything.
+"""The functions users call: compile, marks, reports. The only folder that imports all others.
 
 lazyinline           the public names
 lazyinline_command   the ``lazyinline`` command, up to where it needs PyTorch

@@ -218,7 +218,7 @@ class CompiledModule(nn.Module):
 
     @property
     def last_report(self) -> CompileReport | None:
-        """What the newest compile did; None before the first call."""
+        """Returns the report of the newest compile; None before the first call."""
         return self._lazyinline_calls.last_report
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

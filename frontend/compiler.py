@@ -106,7 +106,7 @@ GOALS: dict[GoalKind, str] = {
     "file": "an ONNX file (lazyinline.export_onnx)",
     "primitives": "a model as primitives, to be looked at: nothing runs it",
 }
-"""What each kind of goal is, for people."""
+"""A description of each kind of goal, as the command line prints it."""
 
 # A backward for fewer outputs begins with its program; a further shape begins with what is lowered.
 _LOWER = between(PASSES, "decompose", "lower")

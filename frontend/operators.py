@@ -31,7 +31,7 @@ from ..reuse.ir.operators import is_mutable, returns_operand
 from ..reuse.ir.types import TensorType, strides_that_matter
 
 Checks: TypeAlias = Literal["all", "values"]
-"""What is compared: the gradients as well, or values alone (with shapes, types and strides)."""
+"""The results to compare: gradients as well, or values alone (with shapes, types and strides)."""
 
 Arguments: TypeAlias = dict[str, Any]
 """By name."""

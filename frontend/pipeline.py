@@ -328,7 +328,7 @@ class Pipeline:
         return tensors
 
     def _check_tensors(self, derived: Sequence[StageDerivative]) -> None:
-        """What several ranks hold must start from the same values."""
+        """Checks that tensors which several ranks hold start from the same values."""
         check_runnable(self._model)
         own = {s.name: s.tensor for s in self._own_tensors()}
         check_leaves(own.items())

@@ -176,7 +176,7 @@ class StepOptimizer:
 
 
 class StateFacts:
-    """What an optimizer's state was when a program was bound to it.
+    """Notes the state of an optimizer when a program was bound to it.
 
     Args:
         optimizer: whose state.

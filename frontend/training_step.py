@@ -125,7 +125,7 @@ def compile_step(
 
 @dataclass(frozen=True)
 class StepStats:
-    """What a compiled step holds.
+    """Sizes of a compiled step: its launches and its memory.
 
     Attributes:
         kernels: launches per step.
@@ -176,7 +176,7 @@ class TrainingStep(Dispatcher["_StepEntry"]):
 
     @property
     def stats(self) -> StepStats | None:
-        """What the step used last holds; None before the first step."""
+        """Returns the sizes of the step used last; None before the first step."""
         first = self._entries.first
         return first.stats() if first else None
 

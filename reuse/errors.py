@@ -80,7 +80,7 @@ for _public in (
 VARIABLE = "LAZYINLINE_DEBUG"
 """The environment variable that keeps tracebacks whole."""
 OURS = (LazyInlineError, CompileInterrupted)
-"""What is raised on purpose."""
+"""Exceptions that lazyinline raises on purpose."""
 
 INSTEAD: Mapping[str, str] = {
     "mode": 'backend="inductor" and backend="eager" are all there is to choose, so leave it out',

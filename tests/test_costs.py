@@ -1,4 +1,4 @@
-"""What operators and programs cost: FLOPs by PyTorch's table, seconds by a row of rates."""
+"""Costs of operators and programs: FLOPs by PyTorch's table, seconds by a row of rates."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ from .write import PageData, about
 
 Tile: TypeAlias = dict[str, str]
 Numbers = Mapping[str, Any]
-"""What :meth:`lazyinline.MeasureReport.to_dict` returns."""
+"""The result of :meth:`lazyinline.MeasureReport.to_dict`."""
 _EXACT = 1e-4
 """Relative errors above this are not rounding of 32-bit numbers."""
 

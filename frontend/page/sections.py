@@ -44,7 +44,7 @@ HELD = (
 
 Unit: TypeAlias = Literal["s", "bytes", "share"]
 Row: TypeAlias = tuple[str, Unit, float | None, float | None]
-"""What, its unit, predicted, measured; None where it was not predicted, or not measured."""
+"""Label, unit, predicted, measured; None where it was not predicted, or not measured."""
 Measured: TypeAlias = Mapping[tuple[int, str], float]
 """Seconds of (stage, kind of action), as ``pipe.measured_s()`` returns them."""
 

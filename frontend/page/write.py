@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 import torch
 
 PageData: TypeAlias = dict[str, Any]
-"""What a page shows: a title, and for each section what it draws. Plain values only."""
+"""The data of a page: a title, and the figures of each section. Plain values only."""
 
 _ASSETS = resources.files(__package__) / "assets"
 _CPU_INFO = pathlib.Path("/proc/cpuinfo")

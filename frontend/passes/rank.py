@@ -99,19 +99,19 @@ class RankCompilation(Compilation):
 
     @property
     def order(self) -> RankOrder:
-        """What this rank does, once it is linked."""
+        """Returns the actions of this rank in order, once it is linked."""
         assert self.ordered is not None
         return self.ordered
 
     @property
     def plan(self) -> PipelinePlan:
-        """What the pipeline will take, once it is predicted."""
+        """Returns the predicted times and bytes of the pipeline, once they are there."""
         assert self.predicted is not None
         return self.predicted
 
     @property
     def memory_bytes_per_rank(self) -> int | None:
-        """What a rank may hold, if that decides what is computed again."""
+        """Returns the budget of a rank in bytes, if it decides what is computed again."""
         splitting = self.splitting
         return splitting.memory_bytes_per_rank if splitting.split == "auto" else None
 

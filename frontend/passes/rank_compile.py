@@ -111,7 +111,7 @@ def unplanned_rank(state: RankCompilation) -> UnplannedRank:
 
 
 def parts_of(derived: StageDerivative) -> dict[str, Program]:
-    """What a stage runs, part by part, in the order in which a micro-batch needs them."""
+    """Returns the programs of a stage, in the order in which a micro-batch needs them."""
     names = (BACKWARD,) if derived.halves is None else (BACKWARD_INPUT, BACKWARD_WEIGHT)
     found = {FORWARD: derived.forward}
     for name, program in zip(names, derived.backward, strict=False):

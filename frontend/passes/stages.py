@@ -74,7 +74,7 @@ class StageRecompute:
         return Budget(saved_bytes=self._share(own, index, room), costs=costs)
 
     def _share(self, own: Sequence[StageDerivative], index: int, room: int) -> int:
-        """What one micro-batch of a stage may hold, if all hold the same part of what they want."""
+        """Returns the bytes that one micro-batch of a stage may hold: all get the same fraction."""
         depth = self._table.in_flight()
         wanted = {
             d.stage.index: self._peaks(d.stage).guessed(d.request)
@@ -91,9 +91,9 @@ class StageRecompute:
         return ProgramPeaks(partial(self._flight_bytes, stage, lower), guessed)
 
     def _flight_bytes(self, stage: Stage, kernels: Pass, request: Request) -> int:
-        """What one micro-batch of a stage holds, with its share of the scratch, if it is planned.
+        """Returns the bytes that one micro-batch of a stage holds, with its share of the scratch.
 
-        Otherwise what its forward saves.
+        Where memory is not planned, the bytes that its forward saves.
         """
         derivative = self._state.context.differentiator.of(request)
         if derivative is None:
@@ -169,7 +169,7 @@ def differentiate_stages(state: RankCompilation) -> RankCompilation:
 
 @compile_pass("recompute", goals=("rank",))
 def choose_stage_recompute(state: RankCompilation) -> RankCompilation:
-    """What each stage saves is chosen; backwards are halved if the schedule wants it."""
+    """Chooses what each stage saves; halves backwards if the schedule wants it."""
     derived = derivatives_of(
         state.stages,
         state.context.differentiator,

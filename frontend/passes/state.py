@@ -117,7 +117,7 @@ class Compilation:
 
     @property
     def captured(self) -> CapturedModel:
-        """What capture saw, once it has run."""
+        """Returns the captured model, once capture has run."""
         assert self.seen is not None, "a pass before capture asks for what it saw"
         return self.seen
 
@@ -174,7 +174,7 @@ class Pass:
 
     @property
     def summary(self) -> str:
-        """What it does, in one line."""
+        """Returns the first line of the pass's docstring."""
         return (self.function.__doc__ or "").partition("\n")[0]
 
 

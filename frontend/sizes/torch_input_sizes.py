@@ -282,7 +282,7 @@ class InputSizes(TracedSizes):
 
     @property
     def settled(self) -> tuple[Any, ...]:
-        """What each symbol turned out to be by now: itself, another one, or a number."""
+        """Returns what each symbol has become: the same symbol, another one, or a number."""
         return tuple(map(self._env.replace, self._symbols.values()))
 
     def are_right(self, values: Values) -> bool:

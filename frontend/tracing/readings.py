@@ -23,7 +23,7 @@ _MAX_HELD = 32
 
 @dataclass(frozen=True)
 class Asked:
-    """What a function of Python's own says of some arguments."""
+    """A call of a function of the standard library, whose result the guard compares."""
 
     function: Callable[..., Any]
     args: tuple[Any, ...]

@@ -181,7 +181,7 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True)
 class Shared:
-    """What took the place of a closure.
+    """The closure that took the place of others that differ in numbers only.
 
     Attributes:
         closure: the closure to call instead.
@@ -247,7 +247,7 @@ class _Columns:
     first: tuple[int, ...]
 
     def numbers(self, row: Sequence[Number]) -> tuple[Number, ...]:
-        """What one member passes."""
+        """Returns the numbers that one member passes."""
         return tuple(row[place] for place in self.first)
 
 

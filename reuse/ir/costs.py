@@ -1,4 +1,4 @@
-"""What operators and programs cost: FLOPs, bytes and seconds. A device is a row of rates.
+"""Costs of operators and programs: FLOPs, bytes and seconds. A device is a row of rates.
 
 An operator takes the longer of two times (the roofline): that of its FLOPs at the rate of the
 device's matrix products, and that of the bytes that it reads and writes at the rate of its memory.
@@ -26,7 +26,7 @@ from .types import TensorType
 
 @dataclass(frozen=True)
 class Rates:
-    """What a device sustains: one row for each device.
+    """Rates that a device sustains: one row for each device.
 
     Attributes:
         flops_per_s: of matrix products.
@@ -63,7 +63,7 @@ CUDA = Rates(3e14, 2e12)
 
 @dataclass(frozen=True)
 class Cost:
-    """What an operator or a program does in one run.
+    """The work of an operator or a program in one run.
 
     Attributes:
         flops: of products, convolutions and attention.
@@ -146,7 +146,7 @@ def _tensors(node: torch.fx.Node) -> list[torch.Tensor]:
 
 @dataclass(frozen=True)
 class OperatorCosts:
-    """What operators cost on one device.
+    """Costs of operators on one device.
 
     Attributes:
         rates: of the device.

@@ -1,4 +1,4 @@
-"""What an operator is, by PyTorch's schema and tags: a view, in place, random, a primitive.
+"""Kinds of operators, by PyTorch's schema and tags: view, in place, random, primitive.
 
 Each fact is asked here and nowhere else. An operator whose schema and tags are right needs no row
 of ours; what they hide has one.

@@ -17,7 +17,7 @@ from .torch_symbols import as_literal, size_in
 from .types import TensorType
 
 SIZE_FUNCTIONS = {n: f for n, f in vars(functions).items() if getattr(f, "is_Function", False)}
-"""What PyTorch computes sizes by, besides the operators of Python."""
+"""Functions by which PyTorch computes sizes, besides the operators of Python."""
 
 
 class _NamedSymbols(ShapeEnv):
