@@ -4,7 +4,7 @@ A way is text: what puts a value V where it is found (``h`` is the block), and t
 finds it. Ways inside lead from a block to what belongs to it; ways outside to what all share.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import pytest
 from values import HELPERS
@@ -108,23 +108,6 @@ INSIDE = SHARED_INSIDE | {
     "weak reference": ("h.v = weakref.ref(put(h, 'kept', Value(V)) or h.kept)", "self.v().value"),
 }
 # fmt: on
-NUM_TOGETHER = 6
-
-
-def groups(names: Sequence[str]) -> list[object]:
-    parts = [list(names)[i : i + NUM_TOGETHER] for i in range(0, len(names), NUM_TOGETHER)]
-    return [pytest.param(part, id=part[0]) for part in parts]
-
-
-def ask_of_each(question: Callable[[Sequence[str]], Outcome], names: Sequence[str]) -> None:
-    """Asks of all at once, and of halves where one of them makes all run eagerly."""
-    outcome = question(names)
-    if outcome.eagerly and len(names) > 1:
-        half = len(names) // 2
-        ask_of_each(question, names[:half])
-        ask_of_each(question, names[half:])
-
-
 @pytest.mark.parametrize(
     ("model", "scene"),
     [
@@ -158,30 +141,23 @@ def put(h, V):
     assert_as_eager(HELPERS, AROUND, by_address, f"model = {model}", scene=scene)
 
 
-def reached_inside(names: Sequence[str]) -> Outcome:
-    """Three blocks a way, the last of which finds another value; then the first finds one, too."""
-    lines, held, scene = ["V0 = 0.0"], [], [""]
-    for i, name in enumerate(names):
-        put, get = INSIDE[name]
-        lines += [
-            f"B_{i} = block(lambda self, x: torch.tanh(self.linear(x)) * ({get}))",
-            f"def put_{i}(h, V):\n    {put}\n    return h",
-        ]
-        held += [f"put_{i}(B_{i}(), {value})" for value in (1.0, 1.0, 2.0)]
-        scene.append(f"put_{i}(model.layers[{3 * i}], 3.0)")
-    lines.append(f"model = Beside({', '.join(held)})")
-    outcome = assert_as_eager(HELPERS, AROUND, "\n".join(lines), scene=scene)
-    for i, name in enumerate(names):
-        decisions = {d.path: d for d in outcome.reports[0].decisions}
-        layers = [f"layers.{3 * i + k}" for k in (1, 2)]
-        assert not (layers[1] in decisions and decisions[layers[1]].shared), name
-        assert name not in SHARED_INSIDE or decisions[layers[0]].shared, name
-    return outcome
-
-
-@pytest.mark.parametrize("names", groups([*INSIDE]))
-def test_what_blocks_find_inside_tells_them_apart_and_is_noticed(names: list[str]) -> None:
-    ask_of_each(reached_inside, names)
+@pytest.mark.parametrize("name", INSIDE)
+def test_what_a_block_finds_inside_tells_it_apart_and_is_noticed(name: str) -> None:
+    """Of three blocks the last finds another value; then the first finds one, too."""
+    put, get = INSIDE[name]
+    model = f"""
+V0 = 0.0
+B = block(lambda self, x: torch.tanh(self.linear(x)) * ({get}))
+def put_it(h, V):
+    {put}
+    return h
+model = Beside(*(put_it(B(), value) for value in (1.0, 1.0, 2.0)))
+"""
+    scene = ["", "put_it(model.layers[0], 3.0)"]
+    outcome = assert_as_eager(HELPERS, AROUND, model, scene=scene)
+    decisions = {d.path: d for d in outcome.reports[0].decisions}
+    assert not ("layers.2" in decisions and decisions["layers.2"].shared)
+    assert name not in SHARED_INSIDE or decisions["layers.1"].shared
 
 
 # ---- to what all share ---------------------------------------------------------------------------
@@ -280,29 +256,23 @@ WITH_REASON = [name for name, row in OUTSIDE.items() if row[2]]
 LASTING = ("registered", "registered with an abstract class")  # cannot be taken back
 
 
-def reached_outside(names: Sequence[str]) -> Outcome:
-    """Two blocks a way, which share; the value is changed between calls."""
-    lines, held, scene = ["V0 = 2.0"], [], ["", ""]
-    for i, name in enumerate(names):
-        put, get, _ = OUTSIDE[name]
-        lines += [
-            f"B_{i} = block(lambda self, x: torch.tanh(self.linear(x)) * ({get}))",
-            f"def put_{i}(V):\n    {put}",
-        ]
-        held += [f"B_{i}()", f"B_{i}()"]
-        scene += [f"put_{i}(3.0)", f"put_{i}(2.0)"]
-    lines.append(f"model = Beside({', '.join(held)})")
-    outcome = assert_as_eager(HELPERS, SURROUNDINGS, "\n".join(lines), scene=scene)
+@pytest.mark.parametrize("name", OUTSIDE)
+def test_what_blocks_find_outside_is_shared_and_a_change_is_noticed(name: str) -> None:
+    """Two blocks, which share; the value is changed between calls."""
+    put, get, _ = OUTSIDE[name]
+    model = f"""
+V0 = 2.0
+B = block(lambda self, x: torch.tanh(self.linear(x)) * ({get}))
+def put_it(V):
+    {put}
+model = Beside(B(), B())
+"""
+    scene = ["", "", "put_it(3.0)", "put_it(2.0)"]
+    outcome = assert_as_eager(HELPERS, SURROUNDINGS, model, scene=scene)
     if not outcome.eagerly:
         reasons = [d.reason for d in outcome.reports[0].decisions]
         # What `singledispatch` has found it keeps in a weak dictionary.
         assert not [reason for reason in reasons if reason and "weak references" not in reason]
-    return outcome
-
-
-@pytest.mark.parametrize("names", groups([*OUTSIDE]))
-def test_what_blocks_find_outside_is_shared_and_a_change_is_noticed(names: list[str]) -> None:
-    ask_of_each(reached_outside, names)
 
 
 BETWEEN = """
