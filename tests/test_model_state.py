@@ -370,7 +370,16 @@ READS += ["torch.add(torch.ones(4), torch.ones(4), alpha=t + 0)"]
 
 @pytest.mark.parametrize("read", READS)
 @pytest.mark.parametrize("wrapped", WRAPPED)
-@pytest.mark.sweep(keep=["list-", "object-t.item", "distribution-torch.add"])
+@pytest.mark.sweep(
+    keep=[
+        "list-t.item()",
+        "list-float(t)]",
+        "list-1.0",
+        "list-torch.add",
+        "object-t.item",
+        "distribution-torch.add",
+    ]
+)
 def test_the_number_in_a_tensor_that_is_no_attribute_is_no_constant(
     wrapped: str, read: str
 ) -> None:

@@ -33,6 +33,7 @@ def why_eager(compiled: Any) -> str:
     return report.ran_eagerly
 
 
+@pytest.mark.sweep(keep="eager")
 def test_forward_mode_runs_the_model_itself_and_says_so(pair: tuple[Any, Any]) -> None:
     compiled, expected = pair
     x, tangent = batch(), batch(seed=1)

@@ -99,6 +99,7 @@ tripled.register_autograd(lambda context, gradient: tripled(gradient))
 
 @pytest.mark.parametrize("train", [False, True], ids=["inference", "training"])
 @pytest.mark.parametrize("make", [models.gpt, models.llama], ids=["gpt", "llama"])
+@pytest.mark.sweep(keep="llama")
 def test_a_decoder_is_reduced_once_per_different_closure(make: Any, train: bool) -> None:
     model, args = make(3, **SMALL)
     programs = reduced(model, args, train=train)

@@ -52,6 +52,7 @@ def children(events: Any) -> dict[str, list[str]]:
 
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
 @pytest.mark.parametrize("compiled", [module, step])
+@pytest.mark.sweep(keep=["module-inductor", "step-eager"])
 def test_each_call_of_a_block_is_a_range_with_its_kernels(compiled: Any, backend: str) -> None:
     torch.manual_seed(0)
     model, x = Net(), torch.randn(4, 8)

@@ -58,6 +58,24 @@ LEADING: dict[str, tuple[str, str]] = {
 
 
 @pytest.mark.parametrize("name", LEADING)
+@pytest.mark.sweep(
+    keep=[
+        "[generator]",
+        "[map]",
+        "[iterator]",
+        "view of a dict",
+        "[set]",
+        "[function]",
+        "[default]",
+        "[partial]",
+        "[method]",
+        "[object]",
+        "[slots]",
+        "[cell]",
+        "[exception]",
+        "[module]",
+    ]
+)
 def test_a_result_that_leads_to_tensors_leads_to_eagers(name: str) -> None:
     result, read = LEADING[name]
     reading = f"def read(r, y): return [type(r).__name__, *({read})]"
