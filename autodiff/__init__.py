@@ -8,7 +8,7 @@ flat_structs        programs without struct values
 missing_cotangents  the derivative for a loss that leaves outputs unused
 training_program    forward and backward as one program: once, or called per micro-batch
 updates             parameters updated within a step, each behind its gradient
-forward_mode        forward and Taylor mode: derivatives along curves, beside the results
+forward_mode        forward and Taylor mode: derivatives along curves, with the results
 higher_order        derivatives of derivatives: the gradients of a program as a program
 torch_primitives    adapter: programs reduced to primitives, to be looked at
 flows               from where random numbers, memory, numbers and gradients flow in a program

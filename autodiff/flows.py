@@ -41,7 +41,7 @@ def saved_inputs(forward: Program) -> tuple[int, ...]:
     """Returns the inputs that share memory with the last output (the saved struct).
 
     Autograd refuses a backward whose saved tensors were changed since the forward. It can do that
-    for what lazyinline saves only if it is told which inputs are inside.
+    for what lazyinline saves only if it knows which inputs are inside.
     """
     return tuple(sorted(_flows(forward, partial(_in_graph, _shares_with))[-1]))
 

@@ -58,7 +58,7 @@ def make_pair(
     primal_results = results[: joint.num_outputs]
     needed = [n.name for n in input_nodes(backward)]
     tangents = [n for n in needed if n.startswith("tangents_")]
-    # Both halves were cut from one graph, where a name stands for one value: so names tell what
+    # Both halves were cut from one graph, where each name is one value: so names tell what
     # crosses the boundary.
     kept_inputs = [primals.index(n) for n in needed if n in primals]
     kept_outputs = [

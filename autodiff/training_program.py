@@ -28,7 +28,7 @@ class UpdateGroup:
         flags: what it takes after its numbers.
         num_settings: how many numbers it takes.
         members: ``id`` of the parameters.
-        has_state: whether a parameter has state beside it (SGD without momentum has none).
+        has_state: whether a parameter has state (SGD without momentum has none).
     """
 
     operator: Any

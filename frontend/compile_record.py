@@ -113,9 +113,9 @@ class CompileRecord:
         parts: how the modules of a model that ran eagerly were run by then.
         num_compiles: compiles of the module so far, this one included.
         num_links: further shapes that only cost a link.
-        num_backwards: backwards that there are by now: one for each set of outputs that a loss
+        num_backwards: backwards compiled so far: one for each set of outputs that a loss
             used, where it left some unused (their cotangents are undefined, which is not zero).
-        num_gradients: programs of gradients by now, made for gradients that were differentiated.
+        num_gradients: programs of gradients so far, made for gradients that were differentiated.
         modes: where the mode of a derivative in the forward was left open, which one was taken and
             why.
         update_after: why the optimizer's update runs after the step's program, if it does.
@@ -345,7 +345,7 @@ class GpuRecord:
             f"Triton kernels, {others} of PyTorch's"
         )
         if self.num_beside:
-            yield f"  {self.num_beside} launches on a second stream, beside others"
+            yield f"  {self.num_beside} launches on a second stream, in parallel with others"
         yield f"  {built} kernels compiled to machine code, {self.code_bytes / 2**10:.0f} KiB"
         verdict = "fits in" if self.fits else "does NOT fit in"
         yield f"  memory {_gib(self.peak_bytes)}, {verdict} {_gib(target.memory_bytes)}:"

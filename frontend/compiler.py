@@ -294,7 +294,7 @@ class Linker:
         compiled: CompiledProgram,
         unused: Sequence[int],
     ) -> CompiledProgram | None:
-        """Compiles another backward for the same forward; None where it cannot be had.
+        """Compiles another backward for the same forward; None where there is none.
 
         Where the backend's kernels do not go with the forward as it is, it gets PyTorch's.
 

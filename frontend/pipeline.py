@@ -132,7 +132,7 @@ class ShownPlan(PipelinePlan):
 
         Args:
             path: the file to write.
-            measured_s: what actions took, to be shown beside what was predicted: the result of
+            measured_s: what actions took, to be shown next to what was predicted: the result of
                 ``pipe.measured_s()``, which every rank calls.
 
         Example:

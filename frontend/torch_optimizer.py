@@ -155,7 +155,7 @@ class StepOptimizer:
     def bound(
         self, updates: Updates, parameters: Sequence[torch.Tensor]
     ) -> tuple[list[torch.Tensor], StateFacts]:
-        """Returns the tensors that a program takes beside the model's, and what they were.
+        """Returns the tensors that a program takes besides the model's, and facts of their state.
 
         State that is not there yet is made, as PyTorch makes it before the first step.
 

@@ -307,7 +307,7 @@ class _StepEntry:
         self._hold = compiled.hold
         runner = compiled.runner
         native = runner.native
-        # No mode of the caller's changes what is copied beside native launches.
+        # No mode of the caller's changes what is copied outside native launches.
         self._move = native.move if native and runner.is_native else None
         self.guard, self.can_be_linked_again = made.guard, made.is_linked
         self._compiled = compiled

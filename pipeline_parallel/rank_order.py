@@ -2,7 +2,7 @@
 
 PyTorch's runtime starts a receive some actions before the action that needs it, and waits for sends
 when the step ends. Memory that was sent may be used again much sooner: as soon as this rank has
-received something that was sent after the other rank had what it was waiting for. That is told from
+received something that was sent after the other rank had what it was waiting for. That follows from
 the action tables of all ranks, by vector clocks; nothing waits for it. (Lamport, "Time, Clocks, and
 the Ordering of Events in a Distributed System", 1978; Mattern, "Virtual Time", 1989.)
 

@@ -90,7 +90,7 @@ class Progress:
         self._num_done += 1
 
     def check_receive(self, action: Action) -> None:
-        """Checks that memory to receive into is free by now."""
+        """Checks that memory to receive into is free."""
         if self._num_done < self._order.posted.get(action, 0):
             self._refuse(
                 f"starts to receive for {action} after {self._num_done} actions",

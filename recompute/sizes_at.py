@@ -55,7 +55,7 @@ class SizesAt:
         )
 
     def module(self, module: torch.fx.GraphModule) -> torch.fx.GraphModule:
-        """Returns a graph of the same nodes with numbers for sizes, also in what nodes stand for.
+        """Returns a graph of the same nodes with numbers for sizes, also in the nodes' values.
 
         A graph that has no symbol is returned as it is.
         """

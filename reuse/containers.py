@@ -1,6 +1,6 @@
 """Objects that hold tensors and are changed in place: taken apart, put together, updated.
 
-A container is an object, and the lists and dictionaries in it. What it holds is told apart: tensors
+A container is an object, and the lists and dictionaries in it. Its contents are sorted: tensors
 and whole numbers are leaves, which differ from call to call; everything else (classes, names,
 flags) is its form, which is compared. A container that holds anything that is neither has no form.
 
@@ -72,7 +72,7 @@ def is_set_of_outputs(value: Any) -> bool:
 
 _CONSTANTS = (bool, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 _LEAVES = (torch.Tensor, int, torch.SymInt)
-# Most of what is held is of these very classes, which are told apart at once.
+# Most contents are exactly of these classes, so one look-up of the type decides.
 _USUAL_CONSTANTS = frozenset(_CONSTANTS)
 _USUAL_LEAVES = frozenset({torch.Tensor, int})
 

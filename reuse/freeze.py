@@ -146,7 +146,7 @@ class Freezer:
         if kind is types.FunctionType:
             return (kind, self._freeze_function(value, item), ())
         kinds, whole = kinds_of(value), is_whole(kind)
-        if kind is object or not (kinds or whole):  # object(): made to be told apart
+        if kind is object or not (kinds or whole):  # object(): only its identity matters
             return Unrepeatable(value) if is_unrepeatable(value) else Identity(value)
         parts = [] if whole else [Identity(value)]
         for row in kinds:
@@ -185,7 +185,7 @@ def _texts_of(function: types.FunctionType) -> tuple[Any, ...]:
 
 
 def annotations_of(function: types.FunctionType) -> Any:
-    """Returns a function's annotations, or what is equal to nothing if they cannot be had."""
+    """Returns a function's annotations, or what is equal to nothing if reading them fails."""
     try:
         return function.__annotations__
     except Exception:  # since Python 3.14 they are computed now, from names that may be missing

@@ -52,7 +52,7 @@ from .torch_names import OPERATOR_TYPES
 NO_WAY = ("key", None)  # to a member of a set, or to the key of a dictionary
 
 # What torch.compile notes on a function the first time that it runs, and how that made by
-# functools.singledispatch reaches the cache beside its registry.
+# functools.singledispatch reaches the cache next to its registry.
 _NO_STATE = ("_torchdynamo", "__dynamo", "_dynamo", "_clear_cache")
 _CLOSED = (torch.Tensor, nn.Module, type, types.ModuleType, types.CodeType, *OPERATOR_TYPES)
 _WAYS_OUT = (type, types.ModuleType, types.FrameType, types.CodeType, nn.Module)

@@ -71,7 +71,7 @@ def is_python_defined(kind: type) -> bool:
 
 
 def is_class_statement(kind: type) -> bool:
-    """Whether instances hold nothing beside ``__dict__`` and slots: no state in C."""
+    """Whether instances hold nothing besides ``__dict__`` and slots: no state in C."""
     heap_type = 1 << 9  # Py_TPFLAGS_HEAPTYPE
     visible = len(_own_slots(kind))
     visible += sum(name in kind.__dict__ for name in ("__dict__", "__weakref__"))

@@ -36,7 +36,7 @@ class OpenIndex:
 
 
 def is_index(value: Any) -> bool:
-    """Whether a value stands for a layer's index."""
+    """Whether a value is the stand-in of a layer's index."""
     return type(value) is OpenIndex
 
 

@@ -68,7 +68,7 @@ def _warn(message: str) -> None:
     warnings.warn(message, stacklevel=4)  # at the line that imports lazyinline
 
 
-# Named one by one: in a checkout they stand beside tests, examples and whatever else a user put
+# Named one by one: in a checkout they lie next to tests, examples and whatever else a user put
 # there, and code that is taken for ours is not watched.
 FOLDERS = ("autodiff", "backend", "frontend", "pipeline_parallel", "recompute", "reuse")
 

@@ -1,4 +1,4 @@
-"""Forward and Taylor mode: closures that compute derivatives along curves beside their results.
+"""Forward and Taylor mode: closures that compute derivatives along curves with their results.
 
 forward_derivative  ``ForwardDerivatives``: a closure with its series, made once per closure
 jet_interpreter     an operator graph, run on values that carry their series

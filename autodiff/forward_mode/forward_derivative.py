@@ -30,13 +30,13 @@ from .torch_rules import taken_apart
 
 @dataclass(frozen=True)
 class ForwardRequest:
-    """Names a forward derivative: of which closure, beside which inputs, with which series.
+    """Names a forward derivative: of which closure, for which inputs, with which series.
 
     Attributes:
         closure: the primal, of tensors alone, captured for training: where gradients are off,
             tangents stop.
-        inputs: which orders flow beside each input.
-        series: what flows beside active values.
+        inputs: which orders flow with each input.
+        series: what flows with active values.
     """
 
     closure: Closure
@@ -50,8 +50,8 @@ class ForwardDerivative:
 
     Attributes:
         closure: takes and returns the primal's values, then the coefficients that there are.
-        inputs: which orders it takes beside each input of the primal.
-        outputs: which orders it returns beside each result; the others are zero.
+        inputs: which orders it takes with each input of the primal.
+        outputs: which orders it returns with each result; the others are zero.
         fallbacks: operators that had no rule.
     """
 
@@ -174,7 +174,7 @@ class ForwardDerivatives:
 
 
 def _beside(value: Value, orders: Orders, series: Series) -> dict[int, Value]:
-    """Returns a new value for each coefficient beside a value."""
+    """Returns a new value for each coefficient of a value."""
     return {
         order: Value(
             series.coefficient_type(_tensor_type(value.type), order), f"{value.hint}_t{order}"

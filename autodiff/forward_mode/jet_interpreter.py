@@ -2,7 +2,7 @@
 
 An operator without a rule goes by forward mode inside forward mode. That is wasteful: the value and
 its lower derivatives are computed again at each order. And it is refused where it would be wrong
-without a word: PyTorch's formula of a tangent may read what the operator returns beside its result
+without a word: PyTorch's formula of a tangent may read what the operator returns besides its result
 (factors of a matrix, statistics of a norm), which to PyTorch are constants, so that the formula's
 own tangent lacks a part.
 """

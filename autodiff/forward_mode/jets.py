@@ -32,7 +32,7 @@ Push: TypeAlias = Callable[..., Sequence[Sequence[Coefficient]]]
 
 @dataclass(frozen=True, eq=False)
 class Jet:
-    """Holds a value and the coefficients that flow beside it."""
+    """Holds a value and the coefficients that flow with it."""
 
     primal: Tensor
     coefficients: Coefficients
@@ -244,7 +244,7 @@ class Operands:
 
         Args:
             target: the operator.
-            tensors: stand for the jets, in order; None takes their values.
+            tensors: replace the jets, in order; None takes their values.
             zeros_at: places where a constant counts as zero.
         """
         rest = iter([jet.primal for jet in self.jets] if tensors is None else tensors)

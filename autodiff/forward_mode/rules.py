@@ -248,7 +248,7 @@ def first_operand(*constants: int) -> Rule:
     """Returns the rule of an operator that is linear in its first operand, the others constant.
 
     Args:
-        constants: places of constants that are added to it, and are zero beside a coefficient.
+        constants: places of constants that are added to it, and are zero for a coefficient.
     """
 
     def rule(lanes: Lanes, target: Any, operands: Operands) -> Any:
@@ -266,7 +266,7 @@ def jointly(*places: int) -> Rule:
     """Returns the rule of an operator that is linear in some operands at once (``cat``, ``where``).
 
     Args:
-        places: of these operands; beside a coefficient of one those of the others may be zero.
+        places: of these operands; where one has a coefficient, those of the others may be zero.
     """
 
     def rule(lanes: Lanes, target: Any, operands: Operands) -> Any:

@@ -15,12 +15,12 @@ from typing import TypeAlias
 from ...reuse.ir.types import TensorType, contiguous_stride
 
 Orders: TypeAlias = tuple[int, ...]
-"""The orders whose coefficients flow beside a value; the others are zero. () is inactive."""
+"""The orders whose coefficients flow with a value; the others are zero. () is inactive."""
 
 
 @dataclass(frozen=True)
 class Series:
-    """Says which coefficients flow beside each active value.
+    """Says which coefficients flow with each active value.
 
     Attributes:
         order: of the highest derivative; 1 is a tangent, as of ``jvp``.
@@ -45,7 +45,7 @@ class Series:
 
     @property
     def num_coefficients(self) -> int:
-        """Returns how many tensors of its shape flow beside a value."""
+        """Returns how many tensors of its shape flow with a value."""
         lower = (self.order - 1) * self.directions
         return lower + (1 if self.collapsed else self.directions)
 
@@ -54,7 +54,7 @@ class Series:
         return self.collapsed and order == self.order
 
     def coefficient_type(self, type_: TensorType, order: int) -> TensorType:
-        """Returns the type of the coefficients of an order beside a value of a type."""
+        """Returns the type of the coefficients of an order of a value of a type."""
         like = type_.cotangent()
         if self.is_sum(order):
             return like

@@ -72,7 +72,7 @@ def takes_gradients(program: Program) -> bool:
 
 
 def derivative_call(call: Call) -> DerivativeCall | None:
-    """Returns what a call asks for, if its closure stands for a derivative."""
+    """Returns what a call asks for, if its closure is the mark of a derivative."""
     node = _derivation(call.closure) if isinstance(call.closure, Leaf) else None
     if node is None:
         return None
@@ -138,9 +138,9 @@ def refuse_hidden_paths(
     beside = [v for v in may_depend if v in needed and v not in wanted]
     if beside and not wanted.isdisjoint(inputs):
         raise CaptureError(
-            f"The derivative at {asked.source} is by a tensor that was passed in, beside others "
-            "that may have been computed from it. Take x.view_as(x) first, and the derivative by "
-            "that; or use lazyinline.func.grad."
+            f"The derivative at {asked.source} is by a tensor that was passed in, together with "
+            "others that may have been computed from it. Take x.view_as(x) first, and the "
+            "derivative by that; or use lazyinline.func.grad."
         )
     for call in calls:
         for value in wanted.intersection(call.results):

@@ -3,7 +3,7 @@
 The calls between what is differentiated and with respect to what become forwards that save, as in
 any reversal, and their backwards stand where the gradient was asked for. All of it is again a
 program that can be differentiated: in training it is, and a gradient of a gradient is one more.
-Where a series is asked for, the calls between become calls that compute its coefficients beside
+Where a series is asked for, the calls between become calls that compute its coefficients with
 their results; see :mod:`..forward_mode`. Each different closure is differentiated once.
 """
 
@@ -37,7 +37,7 @@ Fallbacks: TypeAlias = dict[Fallback, None]
 
 
 class InnerGradients:
-    """Puts gradients in the place of what stands for them."""
+    """Puts gradients in the place of their marks."""
 
     def __init__(self) -> None:
         recipe = Recipe(DIFFERENTIABLE, gradients="differentiated")

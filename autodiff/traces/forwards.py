@@ -87,7 +87,7 @@ def trace_taken_apart(
     """
     mode = new_fake_mode(module)
     inputs, sizes = [fake_tensor(mode, t) for t in types], sizes_in(module)
-    # A derivative of an operator's own goes backwards only: no rule stands for it here.
+    # A derivative of an operator's own goes backwards only: no rule replaces it here.
     decompositions = {**decompositions, **rules_above_autograd()}
 
     def forward(flat: list[torch.Tensor]) -> tuple[Any, ...]:

@@ -42,7 +42,7 @@ WRITTEN: Mapping[Any, Callable[..., Any]] = {
     ),
     torch.ops.aten._neg_view.default: _written(torch.ops.aten.neg.default, operator.neg),
 }
-"""Operators that only mark memory, and what writes the numbers that they stand for."""
+"""Operators that only mark memory, and the operator that writes out the numbers."""
 
 PLAIN_ZEROS: Mapping[Any, Callable[..., torch.Tensor]] = {
     torch.ops.aten._efficientzerotensor.default: torch.zeros
@@ -61,7 +61,7 @@ def is_lazy(node: torch.fx.Node) -> bool:
 
 
 def drop_pairs(module: torch.fx.GraphModule) -> None:
-    """Removes marks that undo each other: both are views, so it is the very same tensor."""
+    """Removes marks that undo each other: both are views, so it is the same tensor."""
     for node in module.graph.nodes:
         before = node.args[0] if is_lazy(node) else None
         if isinstance(before, torch.fx.Node) and before.target is node.target:

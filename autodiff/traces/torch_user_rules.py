@@ -78,7 +78,7 @@ class Rules:
 
 
 RULES = Rules()
-"""The rules of this process, beside PyTorch's own table of operators."""
+"""The rules of this process, besides PyTorch's own table of operators."""
 
 
 def rules_in(nodes: Iterable[torch.fx.Node]) -> tuple[Rule, ...]:

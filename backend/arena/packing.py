@@ -66,7 +66,7 @@ def first_fit(buffers: Buffers, order: IntArray) -> IntArray:
 
 
 def lowest_gap(low: IntArray, high: IntArray, size: int) -> int:
-    """Lowest address with ``size`` free bytes beside these, which are sorted by ``low``."""
+    """Returns the lowest gap of ``size`` bytes between these, which are sorted by ``low``."""
     if low[0] >= size:
         return 0
     top = np.maximum.accumulate(high)

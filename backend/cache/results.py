@@ -7,7 +7,7 @@ pipeline rank finds what any earlier process made of the same blocks.
 
 Neither the name of an operator that a rule takes apart nor the text of its rule says what it
 computes, nor what its derivative does. In a key stands what both are traced to, without a backend:
-that costs little beside kernels.
+that costs little compared with kernels.
 """
 
 from __future__ import annotations
@@ -125,9 +125,9 @@ class CompileCache:
         if self._disk is None:
             return
         facts = torch_facts.facts()
-        if facts is None:  # no key can stand for a function of the user's
+        if facts is None:  # no key can describe a function of the user's
             self._facts = None
-            self._use.not_kept.append("a setting of Inductor holds code, which nothing stands for")
+            self._use.not_kept.append("a setting of Inductor holds code, which no key describes")
             return
         # An object is bound to one version of Python: our native library is an extension module.
         own: dict[str, Any] = {"package": package_digest(), "python": EXTENSION_SUFFIXES[0]}

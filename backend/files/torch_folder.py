@@ -105,7 +105,7 @@ def _why_refused(folder: Path) -> str:
 
 @functools.cache
 def _private_folder() -> Path:
-    """A folder beside the cache that is kept, or one for this process."""
+    """Returns a folder next to the cache that is kept, or one for this process."""
     chosen = default_directory() / "inductor"
     if not _why_refused(chosen):
         return chosen

@@ -23,7 +23,7 @@ from .roofline import is_product, launch_cost
 from .targets import Target
 from .torch_triton import LoadedKernel, TritonKernel, read_only_arguments
 
-_INPUTS = -1  # stands for any input, where one is changed: two of them may share memory
+_INPUTS = -1  # any input, where one is changed: two of them may share memory
 _EVENTS_S = 3e-6  # what it costs to fork and to join: an edge of a CUDA graph each, about
 _TILE = 128  # rows and columns of a result that one multiprocessor computes
 _THREADS = 2048  # of one multiprocessor
@@ -182,7 +182,7 @@ def with_streams(kernels: KernelList, target: Target) -> KernelList:
 
 
 def worth_moving(kernels: KernelList, target: Target) -> list[int]:
-    """Returns the launches that gain from running beside those that neither need nor feed them."""
+    """Returns the launches that gain from running in parallel with independent ones."""
     seconds = [launch_cost(launch, target).seconds for launch in kernels.launches]
     shares = [_share(launch, target) for launch in kernels.launches]
     used, spare, chosen = accesses(kernels), list(seconds), list[int]()
@@ -201,7 +201,7 @@ def worth_moving(kernels: KernelList, target: Target) -> list[int]:
 
 
 def _take(spare: list[float], beside: Sequence[int], seconds: float) -> None:
-    """Notes that for so long another launch runs beside these already."""
+    """Notes that for so long another launch runs in parallel with these."""
     for index in beside:
         taken = min(spare[index], seconds)
         spare[index] -= taken

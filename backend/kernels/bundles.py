@@ -56,7 +56,7 @@ class Promise:
 
 
 def kept(value: Any) -> Any:
-    """Returns what a promise stands for; any other value as it is."""
+    """Returns the result of a promise; any other value as it is."""
     return value.result() if isinstance(value, Promise) else value
 
 
@@ -186,7 +186,7 @@ class Bundles:
         wait(self._asked.values())
 
     def close(self) -> None:
-        """Gives the threads back; what is not built by now is not promised any more."""
+        """Gives the threads back; what is not built yet is not promised any more."""
         with self._lock:
             self._waiting, self._is_closed = [], True
         for future in self._asked.values():

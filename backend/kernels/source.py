@@ -1,7 +1,7 @@
 """Text of Inductor's C++ kernels: recognised strictly, made safe, and put together in one file.
 
 Most of what a C++ compiler does for one kernel is reading headers, so one file with twenty kernels
-costs little more than one with one. A kernel may only stand beside others if it is a single
+costs little more than one with one. A kernel may only share a file with others if it is a single
 function that brings nothing else into the file: whatever is not exactly that is left alone.
 """
 
@@ -76,7 +76,7 @@ class KernelSource:
 
 
 def kernel_source(argument_types: Sequence[str], source: str) -> KernelSource | None:
-    """Returns a kernel that may stand beside others in a file, or None."""
+    """Returns a kernel that may share a file with others, or None."""
     found = _ENTRY.fullmatch(source)
     if found is None or not all(map(is_known_type, argument_types)):
         return None

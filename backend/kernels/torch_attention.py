@@ -144,7 +144,7 @@ _ON_CPU = "_scaled_dot_product_flash_attention_for_cpu"
 _KEY_BLOCK = 512
 _PACKED_WIDTH = 64
 _PACKED_HEADS = 4  # and more
-_PADDING_BYTES = 512  # of the small arrays that a thread allocates beside its blocks
+_PADDING_BYTES = 512  # of the small arrays that a thread allocates besides its blocks
 
 
 def scratch_bytes(launch: Launch) -> int:

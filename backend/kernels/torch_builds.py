@@ -102,7 +102,7 @@ def build_file(text: str) -> Path:
 
 
 def build_setting() -> str:
-    """Returns all that decides, beside its source, what becomes of a kernel."""
+    """Returns all facts, besides the source, that decide how a kernel is built."""
     from torch._inductor import config
     from torch._inductor.codecache import CppPythonBindingsCodeCache
     from torch._inductor.cpp_builder import (

@@ -140,7 +140,7 @@ def polynomials_expanded() -> Iterator[None]:
 
 @contextmanager
 def offsets_added_once() -> Iterator[None]:
-    """Lets kernels that are written within this context add where they are told to."""
+    """Lets kernels that are written within this context add into given memory."""
     from torch._inductor import config
     from torch._inductor.codegen.cpp import CppTile2DKernel, CppVecKernel
 

@@ -40,7 +40,7 @@ ClosureBuffer: TypeAlias = Literal["input", "private", "foreign"]
 Returned: TypeAlias = Literal["nothing", "tensor", "tuple"]
 OperandForm: TypeAlias = Literal["tensors", "addresses"]
 Stream: TypeAlias = Literal["main", "second"]
-"""Launches of one stream follow one another; those of two run beside each other if none waits."""
+"""Launches of one stream follow one another; those of two run in parallel if none waits."""
 ENTRY = -1
 """Stands for all that ran before a closure, among the launches that one of its launches waits for.
 """
@@ -72,7 +72,7 @@ class NativeOp:
 class Launch:
     """One kernel launch. Operands are :class:`View` or constants, lists of them included.
 
-    ``results`` stand for what the function returns if it makes foreign buffers; ``returns`` says
+    ``results`` are what the function returns if it makes foreign buffers; ``returns`` says
     whether that is a ``"tensor"`` or a ``"tuple"``. ``operands`` is ``"addresses"`` for a
     kernel that only takes the operands' first addresses, so that their shapes do not matter.
     ``native`` is the same launch for the native loop, where it has a form for it. ``waits_for`` are

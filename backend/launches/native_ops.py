@@ -37,7 +37,7 @@ def with_native(launch: Launch) -> Launch:
 
 
 def native_op(launch: Launch) -> NativeOp | None:
-    """Returns the operations that stand for a launch, or None where PyTorch must run it."""
+    """Returns the native operations of a launch, or None where PyTorch must run it."""
     if launch.operands == "addresses":
         return _kernel(launch)
     rule = _RULES.get(_key(launch.function))

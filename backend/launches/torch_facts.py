@@ -130,7 +130,7 @@ def fake_values(layouts: Sequence[Layout | None]) -> list[torch.Tensor | None]:
 def facts() -> Mapping[str, Any] | None:
     """Returns what else than a graph decides what PyTorch makes of it.
 
-    None means that a user's Python function takes part, which nothing can stand for.
+    None means that a user's Python function takes part, which no key can describe.
     """
     import torch._functorch.config as functorch_config
     import torch._inductor.config as inductor_config

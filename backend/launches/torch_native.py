@@ -45,7 +45,7 @@ Move = Callable[[int, int, int], object]
 
 @dataclass(frozen=True)
 class NativeLibrary:
-    """The native loop, and what is native beside it.
+    """The native loop, and the other native functions.
 
     Attributes:
         run: ``run(program, count, table)``, three addresses or counts, runs so many operations.

@@ -3,5 +3,5 @@
 functions   each closure one local function, each call one node
 torch_onnx  adapter: torch.onnx's operator translation
 operators   operators that torch.onnx cannot write, as operators that ONNX has
-file        flattened, and written to disk: weights inside, or streamed beside it
+file        flattened, and written to disk: weights inside, or streamed into a second file
 """

@@ -1,6 +1,6 @@
 """An ONNX model, flattened if asked for, and written to disk.
 
-Weights are inside the file, or streamed into a file beside it.
+Weights are inside the file, or streamed into a file next to it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def save_model(model: ir.Model, path: pathlib.Path, *, external_data: bool | Non
 
     Args:
         model: the model.
-        path: the ``.onnx`` file; weights go to ``<name>.data`` beside it.
+        path: the ``.onnx`` file; weights go to ``<name>.data`` next to it.
         external_data: whether weights go into their own file; None decides by their size.
 
     Raises:
@@ -71,7 +71,7 @@ def _nodes(graph: onnx.GraphProto | onnx.FunctionProto) -> Iterator[onnx.NodePro
 
 
 def graph_bytes(path: pathlib.Path) -> int:
-    """Size of the ``.onnx`` file, without weights beside it."""
+    """Size of the ``.onnx`` file, without weights in a second file."""
     return os.path.getsize(path)
 
 

@@ -201,7 +201,7 @@ class PlannedProgram:
     def lease(self, tensors: list[torch.Tensor]) -> Lease:
         """Returns an arena to run in, with the model's present tensors bound."""
         self._tools.place.check_is_here()
-        # What is bound keeps its memory alive, so an address stands for one memory. The tensor
+        # What is bound keeps its memory alive, so an address means one memory. The tensor
         # object would not: `parameter.data = ...` gives it another.
         addresses = list(map(_address_of, tensors))
         with self._lock:

@@ -60,7 +60,7 @@ BufferUse: TypeAlias = Literal["part", "flight", "travels"]
 
 @dataclass(frozen=True, slots=True)
 class BufferRow:
-    """A buffer of a run: when it lives, in moments; its place in the arena, in bytes; for whom."""
+    """A buffer of a run: its life in moments, its place in the arena in bytes, and its use."""
 
     birth: int
     death: int

@@ -42,7 +42,7 @@ class Aliases:
         owned: outputs whose elements are theirs alone among inputs and returned outputs.
         repeated: outputs that are the same tensor object as an earlier one.
         guards: inputs and outputs whose memory the backward needs under another name. They are
-            saved beside it, so that autograd notices a change in place.
+            saved with it, so that autograd notices a change in place.
         views: outputs that are views of an input or of another output, by PyTorch's operators.
     """
 

@@ -128,7 +128,7 @@ Backward = Callable[[Sequence[torch.Tensor | None], int], Sequence[torch.Tensor 
 
 
 def are_batched(cotangents: Sequence[torch.Tensor | None]) -> bool:
-    """Returns whether some cotangents stand for a batch of them."""
+    """Returns whether some cotangents are a batch, as with ``is_grads_batched``."""
     of_batch = torch._C._functorch.is_legacy_batchedtensor
     return any(g is not None and of_batch(g) for g in cotangents)
 

@@ -291,7 +291,7 @@ def _units(items: Sequence[torch.fx.Node | Region]) -> list[_Unit]:
 
 
 def _site_results(unit: _Unit, body: _Body) -> list[torch.fx.Node]:
-    """The node that stands for each result of a call, in the closure's order.
+    """Returns the node that represents each result of a call, in the closure's order.
 
     The nodes of the traced region itself stand in where an instance has no use for a result.
     """

@@ -97,7 +97,7 @@ class OutsideTensors:
         return id(tensor) in self._names
 
     def is_from_outside(self, fake: torch.Tensor) -> bool:
-        """Whether a fake stands for a tensor of the model or of the caller."""
+        """Whether a fake represents a tensor of the model or of the caller."""
         return self.node_of(fake) in self.sources
 
     def may_switch(self, fake: torch.Tensor, before: TensorState, now: TensorState) -> bool:
@@ -150,7 +150,7 @@ class OutsideTensors:
         if held:
             raise CaptureError(
                 f"The model's forward puts the attribute {next(iter(held))!r} on a tensor that it "
-                "returns, and a compiled program would not. Return it beside the tensor."
+                "returns, and a compiled program would not. Return it together with the tensor."
             )
         made = made_of(node) if self._switched and result.requires_grad else ()
         if any(self.node_of(x) in made for x in self._switched) and not any(
@@ -198,7 +198,7 @@ class OutsideTensors:
             )
 
     def is_own(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor is the model's, or stands for one of them."""
+        """Whether a tensor is the model's, or a fake of one."""
         return not is_fake(tensor) or id(tensor) in self.real_ids
 
     def node_of(self, tensor: torch.Tensor) -> torch.fx.Node:
@@ -212,7 +212,7 @@ class OutsideTensors:
         return self.resolve(node)
 
     def resolve(self, node: torch.fx.Node) -> torch.fx.Node:
-        """Maps a node to the one that stands for its tensor.
+        """Maps a node to the one that represents its tensor.
 
         Another one may be a constant that the tracer added itself, or an operator that changed the
         tensor in place and returned it.

@@ -136,7 +136,7 @@ class Recording:
             self.quiet = before
 
     def fake_of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns the fake that stands for a tensor of the model."""
+        """Returns the fake of a tensor of the model."""
         with self.bookkeeping():
             return self.tensors.fake_of(tensor)
 

@@ -164,7 +164,7 @@ class TemplateMaker:
     def _history(
         self, operands: Sequence[torch.fx.Node], leaves: Sequence[Any]
     ) -> list[torch.Tensor]:
-        """Returns what autograd may take results for functions of; the first stands for the rest.
+        """Returns what autograd may take results for functions of; the first represents the rest.
 
         The tensors of a block's own have no fakes, unless something else asked for them.
         """

@@ -157,7 +157,7 @@ def no_python_randomness() -> Iterator[None]:
 def generator_not_seeded(effects: OnEffects) -> Iterator[None]:
     """Raises EffectError if the forward seeds PyTorch's generator past the functions of torch.
 
-    A trace draws nothing, and seeding may leave the very state that was there: so the generator
+    A trace draws nothing, and seeding may leave the same state as before: so the generator
     has a seed of ours meanwhile, which nobody else sets.
     """
     generator = torch.default_generator

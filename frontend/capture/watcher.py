@@ -29,7 +29,7 @@ from .block_calls import BlockCalls
 from .recording import Recording
 from .regions import DIFFERENTIATED, ModeChoice
 
-TENSOR = object()  # stands for a tensor operand in a layout
+TENSOR = object()  # in a layout, for each tensor operand
 
 
 class CustomFunction:

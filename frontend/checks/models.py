@@ -2,7 +2,7 @@
 
 Wrappers train a model on several devices; their Python runs around every pass. A program would not
 run it again, and each replica would then train on its own. So it is kept: the wrapper runs as it
-is, around programs of what it wraps. Wrappers are told by name, so that nothing of
+is, around programs of what it wraps. Wrappers are recognised by name, so that nothing of
 ``torch.distributed`` is imported for it.
 """
 

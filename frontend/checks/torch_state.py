@@ -214,7 +214,7 @@ _requires_grad = operator.attrgetter("requires_grad")
 class TensorLayouts:
     """The classes, types, sizes, strides, devices, lazy bits and wishes that some tensors had.
 
-    ``.data = ...`` changes them on the very same tensor, and not always its address.
+    ``.data = ...`` changes them on the same tensor, and not always its address.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:

@@ -31,7 +31,7 @@ _WORTH_A_WORD = 2
 
 
 class ModelDispatcher(ModuleDispatcher):
-    """Takes a model's calls, and compiles modules in it where no program can stand for the whole.
+    """Takes a model's calls, and compiles modules in it where the whole cannot be one program.
 
     That is so for two reasons. A wrapper for several devices runs as it is, around the models that
     it wraps, of which each is a whole model. And what cannot be captured runs eagerly, around its

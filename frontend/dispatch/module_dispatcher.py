@@ -281,7 +281,7 @@ class ModuleDispatcher(Dispatcher[ModuleEntry]):
         return False
 
     def _why_eager(self, leaves: Sequence[Any]) -> str:
-        """Returns why no program can stand for a call of the model, or an empty text."""
+        """Returns why a call of the model cannot be a program, or an empty text."""
         if watching := watching_tensor(self.model, leaves):
             return watching
         hooked = backward_hooked(self.model) if torch.is_grad_enabled() else ""

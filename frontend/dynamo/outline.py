@@ -163,7 +163,7 @@ def _chosen(module: nn.Module, runs: Sequence[_Run]) -> list[_Region]:
     """Returns the outermost regions that repeat and are worth a closure."""
     if not runs:
         return []
-    # A call in two pieces has something between that is not its own: no region stands for it.
+    # A call in two pieces has something between that is not its own: it is no region.
     pieces = Counter(run.call for run in runs)
     regions = [_region(module, run) for run in runs if pieces[run.call] == 1]
     uses = Counter(region.key for region in regions if _gives_tensors(region))

@@ -8,7 +8,7 @@ to PyTorch's own kernels.
 A graph of Dynamo's has forms of its own: the calls of modules are in ``meta``, modes are operators
 that switch them, ``torch.utils.checkpoint`` and each call of a
 ``torch.compiler.nested_compile_region`` as higher-order operators on a graph, and each size that
-varies as an input beside the tensors that have it.
+varies as an input next to the tensors that have it.
 """
 
 from __future__ import annotations

@@ -88,7 +88,7 @@ class OuterChanges:
         self.contents.look_into(argument)
 
     def found(self, owner: Any, name: str, value: Any) -> None:
-        """Notes what a name outside the model stands for, the first time it is looked up."""
+        """Notes the value of a name outside the model, the first time it is looked up."""
         if not is_of_library(owner):
             self._look_into(value)
         elif type(value) in (list, dict, set):
@@ -290,7 +290,7 @@ class ModuleChanges:
         """Yields what tables of modules hold anew: module, table, name, value before and now.
 
         Args:
-            is_equal_enough: whether an equal value is as good as the very one: not if what that
+            is_equal_enough: whether an equal value is as good as the same object: not if what that
                 held may have been changed.
         """
         for module, tables in self._before.values():
@@ -328,7 +328,7 @@ def _is_empty(module: nn.Module) -> bool:
 
 
 def _same_entries(table: Mapping[Any, Any], before: Mapping[Any, Any]) -> bool:
-    """Whether a dictionary has the very entries that it had, in their order."""
+    """Whether a dictionary has the same objects as entries, in their order."""
     if len(table) != len(before) or [*table] != [*before]:
         return False
     return all(map(operator.is_, table.values(), before.values()))

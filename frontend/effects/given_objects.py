@@ -159,7 +159,7 @@ class SeenDict(_Seen, dict[Any, Any]):
         return self.original[_plain(key)] if found is ABSENT else found
 
     def get(self, key: Any, default: Any = None) -> Any:
-        """Returns an item, or what stands for one that is missing."""
+        """Returns an item, or a stand-in for one that is missing."""
         found = self._found(key)
         return default if found is ABSENT else found
 
@@ -195,7 +195,7 @@ def _plain(key: Any) -> Any:
 
 
 def original_of(value: Any) -> Any:
-    """Returns what a look-alike stands for; anything else as it is."""
+    """Returns the object behind a look-alike; anything else as it is."""
     return value.original if type(value) in (SeenList, SeenDict) else value
 
 
@@ -300,7 +300,7 @@ class GivenObjects:
         reads.indexes[id(module), name] = known
         return known
 
-    # ---- what is told of watched objects ------------------------------------
+    # ---- reads and writes of watched objects ------------------------------------
 
     def watches(self) -> bool:
         """Whether a block that was given objects is being traced."""

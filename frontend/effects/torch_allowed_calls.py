@@ -48,7 +48,7 @@ ALLOWED = (
         but="from_file",
     ),
     Group(
-        "tells of a layout what the guard compares, of a dtype what is fixed",
+        "return facts of a layout, which the guard compares, or of a dtype",
         "torch.Size torch.dtype torch.device torch.finfo torch.iinfo",
     ),
     Group(
@@ -61,7 +61,7 @@ ALLOWED = (
         "_is_any_autocast_enabled _is_autocast_available",
     ),
     Group(
-        "tells of modes under which a model runs eagerly, or of the installation",
+        "asks for modes under which a model runs eagerly, or for the installation",
         "torch._C",
         "_get_tracing_state _is_tracing _has_torch_function _has_torch_function_unary "
         "_has_torch_function_variadic _is_torch_function_enabled _log_api_usage_once "

@@ -240,7 +240,7 @@ def jvp(
     """Returns a function's result, and its derivative along tangents.
 
     The signature is that of ``torch.func.jvp``. It runs at once; see :func:`vjp`. Inside what is
-    compiled the tangents pass through once, beside the values; else what is computed is two
+    compiled the tangents pass through once, with the values; else what is computed is two
     reverse derivatives: the second is of the first, which is linear in its cotangent.
 
     Args:

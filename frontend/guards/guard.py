@@ -146,7 +146,7 @@ class Guard:
         return checks
 
     def _identity_checks(self) -> Check:
-        """Makes the check that everything is the very object that it is now."""
+        """Makes the check that everything is still the same object as now."""
         checks = self._structure.copy()
         self._evidence.add_identity_checks(checks)
         for table, name in zip(self._place_tables, self._place_names, strict=True):
@@ -178,7 +178,7 @@ class Guard:
         return list(map(dict.get, self._place_tables, self._place_names))
 
     def _same_by_value(self) -> bool:
-        """Whether what is not the very same object is as good; takes up replaced tensors.
+        """Whether what is not the same object is as good; takes up replaced tensors.
 
         Nobody may go by what was learnt while tensors are exchanged here, nor by what is learnt
         from values that another thread changed after they were found good.
@@ -339,7 +339,7 @@ class Difference:
 
 
 def _text(leaf: Any) -> str:
-    """Describes an argument, or a layout that stands for one."""
+    """Describes an argument or its layout."""
     if isinstance(leaf, torch.Tensor):
         leaf = _layout(leaf)
     if isinstance(leaf, tuple) and leaf and isinstance(leaf[0], torch.Size):

@@ -47,7 +47,7 @@ class ExportReport:
         path: the file.
         functions: nodes of each local function.
         main_nodes: nodes of the main graph: one per block instance, and the glue.
-        graph_bytes: size of the file; weights in a file beside it not counted.
+        graph_bytes: size of the file; weights in a second file not counted.
         weight_bytes: bytes of all initializers.
         inputs: names of the inputs.
         outputs: names of the outputs.
@@ -295,7 +295,7 @@ def _write(
     verify: bool,
     external_data: bool | None,
 ) -> ExportReport:
-    """Writes into a folder beside the file, checks there, and moves into place."""
+    """Writes into a folder next to the file, checks there, and moves into place."""
     from ...backend.onnx import file as onnx_file
 
     error = None
@@ -306,7 +306,7 @@ def _write(
             from .check import check
 
             error = check(draft, model, subject, names)
-        # Weights first: a reader that sees the new graph must not find old weights beside it.
+        # Weights first: a reader that sees the new graph must not find old weights next to it.
         for file in sorted(pathlib.Path(folder).iterdir(), reverse=True):
             os.replace(file, path.resolve().parent / file.name)
     report = ExportReport(

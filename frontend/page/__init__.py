@@ -2,7 +2,7 @@
 
 write     a page as text: one template, data, style, script, charts; where it was made
 page      the pages of a compile and of measurements: verdict, figures, sections
-sections  program, who shares, passes, steps, recompute, pipeline, predicted beside measured
+sections  program, who shares, passes, steps, recompute, pipeline, predicted and measured
 arena     the memory plan as a picture, of a program or of a rank of a pipeline
 texts     numbers as people read them
 """

@@ -8,7 +8,7 @@ numbers           numbers in place of symbols, for one shape
 made              what a compile made, kept for a page
 recompute         what is saved, chosen by what programs would hold
 recompute_choice  the choice by policy, budget or mark
-gradients         beside the loss in a file; and as programs, to be differentiated
+gradients         in a file, with the loss; and as programs, to be differentiated
 rank             the compile of one rank of a pipeline; where a model is cut into stages
 stages           split, derivatives and recompute of stages so that they fit, link, predict
 rank_compile      a rank's stages as one planned program

@@ -1,4 +1,4 @@
-"""Passes for gradients: in a file beside the loss; and as programs, to be differentiated."""
+"""Passes for gradients: in a file, with the loss; and as programs, to be differentiated."""
 
 from __future__ import annotations
 

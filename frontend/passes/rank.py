@@ -127,8 +127,8 @@ def started(
     """Returns what is known of a rank before the first pass; its subject is a micro-batch."""
     bounded = splitting.memory_bytes_per_rank is not None
     trade_offs = context.recompute.trade_offs if bounded else None
-    # Each operator counts by itself, also where the backend fuses: that is nearer to how long a
-    # layer takes beside the head (measured on five decoders), and a cut needs that ratio alone.
+    # Each operator counts by itself, also where the backend fuses: that is nearer to the time of a
+    # layer compared with the head (measured on five decoders), and a cut needs only that ratio.
     costs = ProgramCosts(OperatorCosts(rates, fused=False))
     return RankCompilation(
         context=context,

@@ -135,7 +135,7 @@ def owned_bytes(stages: Sequence[StageDerivative]) -> int:
 
 
 def stage_memory(derived: StageDerivative) -> StageMemory:
-    """Returns what a stage holds beside what its micro-batches keep."""
+    """Returns the bytes that a stage holds besides what its micro-batches keep."""
     return StageMemory(
         _total(derived.stage.received_types),
         _total(derived.stage.sent_types),

@@ -207,7 +207,7 @@ class ShapeCache:
             capture_model(subject, reuse="off", train=train)
         except WrongCallError:
             raise
-        except Exception:  # it is told where the call is compiled for its sizes
+        except Exception:  # reported where the call is compiled for its sizes
             return
 
     def _compiled_once(

@@ -47,7 +47,7 @@ class DeclaredSizes(TracedSizes):
         kwargs: example keyword inputs.
         dynamic_shapes: as ``torch.export.export`` takes it: by argument name or position, per
             tensor a dictionary or sequence of ``Dim``, ``Dim.DYNAMIC``, ``Dim.AUTO``, None, int, or
-            a name, which stands for a ``Dim`` of that name.
+            a name, which is short for a ``Dim`` of that name.
         hints: ``"distinct"`` moves hints apart where example sizes coincide; ``"example"`` takes
             the example's, which keeps relations between dimensions.
 

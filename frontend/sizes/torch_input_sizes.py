@@ -21,7 +21,7 @@ from .torch_sizes import TracedSizes, make_sizes_literal
 Names = tuple[tuple[str, ...], ...]
 """For each flat input, for each dimension the name of its symbol; empty where it is a number.
 
-``n0+2`` is larger by two than what ``n0`` stands for.
+``n0+2`` is larger by two than ``n0``.
 """
 Shapes = tuple[tuple[int, ...], ...]
 """For each flat input its shape; a whole number is its own, others have none."""

@@ -157,7 +157,7 @@ class TracedSizes:
         return self._env.create_symbol(hint, ConstantSource(name), dynamic_dim=DimDynamic.DYNAMIC)
 
     def _free(self, wanted: int, low: int = 2, high: float = float("inf")) -> int:
-        """Returns a size in the range that no symbol has yet: the wanted one, or one beside it."""
+        """Returns a size in the range that no symbol has yet: the wanted one, or one near it."""
         below, above = range(wanted, low - 1, -1), range(wanted + 1, wanted + len(self._taken) + 2)
         free = (n for n in (*below, *above) if n not in self._taken and n <= high)
         return next(free, wanted)

@@ -1,6 +1,6 @@
 """Whose code runs: the user's, PyTorch's, Python's or ours; and what a forward of the user's calls.
 
-A capture sees the model's Python through ``sys.setprofile``. Frames are told apart by the folder of
+A capture sees the model's Python through ``sys.setprofile``. Frames are classified by the folder of
 their file, so what PyTorch calls for itself is not taken for the model's doing.
 """
 

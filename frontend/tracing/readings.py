@@ -95,7 +95,7 @@ class CacheState:
     cache: Any
 
     def __call__(self) -> tuple[Any, ...]:
-        """Returns how much was computed and, of a small cache, the very results."""
+        """Returns how much was computed and, of a small cache, the results."""
         info = self.cache.cache_info()
         held = gc.get_referents(self.cache) if info.currsize <= _MAX_HELD else []
         for table in [x for x in held if type(x) is dict]:

@@ -19,7 +19,7 @@ from torch.fx.node import map_aggregate
 from torch.utils._python_dispatch import TorchDispatchMode
 
 _AS_ON_A_GPU = ("cpu", "cuda")
-"""A model that asks its tensors for their device is told the first, and means the second."""
+"""Device types: a model that asks its tensors gets the first, and means the second."""
 
 _GPU = torch.device("cuda", 0)
 _LOW = (torch.float16, torch.bfloat16)
@@ -168,7 +168,7 @@ class _Rule:
 
     Attributes:
         casts: the dtype that each operand is cast to, by the operand's id.
-        options: what the operator is told besides.
+        options: the operator's keyword arguments.
         casts_inside: whether it casts for an operator that this one is made of.
     """
 

@@ -131,7 +131,7 @@ def _patch_reads(watcher: _Watcher, thread: int) -> Callable[[], None]:
                 watcher.read_all(self)
             return lookup(self, name)
         if name == CALL_SLOT:
-            return None  # a module's own Python runs, also where something compiled stands for it
+            return None  # a module's own Python runs, also where it has a compiled form
         watcher.read(self, name)
         value = lookup(self, name)
         if type(value) is int:
@@ -242,8 +242,8 @@ def _patch_values(watcher: _Watcher, thread: int) -> Callable[[], None]:
 def _patch_answers(watcher: _Watcher, thread: int) -> Callable[[], None]:
     """Patches whatever is neither an operator nor an answer of a fake tensor.
 
-    PyTorch's own code may ask as it needs; what it changes of the model's own tensors is told, and
-    so is what ``torch.nn`` asks of them to change them (``zero_grad``).
+    PyTorch's own code may ask as it needs; what it changes of the model's own tensors is reported,
+    and so is what ``torch.nn`` asks of them to change them (``zero_grad``).
     """
 
     def reporting(name: str, do: Callable[..., Any], is_change: bool) -> Callable[..., Any]:
@@ -279,7 +279,7 @@ def _patch_answers(watcher: _Watcher, thread: int) -> Callable[[], None]:
 def _asking_frame() -> types.FrameType:
     """Returns the frame that asks a tensor, though by what it kept before (``f = Tensor.name``).
 
-    That is no patch of ours, but PyTorch's tracer is told of it and asks in its place.
+    That is no patch of ours, but PyTorch's tracer knows it and asks in its place.
     """
     frame: Any = sys._getframe(2)
     while frame.f_code.co_filename == _TRACER_FILE:

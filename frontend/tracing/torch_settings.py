@@ -160,7 +160,7 @@ def settings_put_back(refuse: Callable[[str], None]) -> Iterator[None]:
     """Puts settings back that what runs inside leaves changed, and refuses it.
 
     Args:
-        refuse: is told which setting it was.
+        refuse: called with the setting that it was.
     """
     before = [(name, getter, put, _told(getter)) for name, getter, put in settings().all]
     changed = ""

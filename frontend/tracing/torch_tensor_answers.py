@@ -1,4 +1,4 @@
-"""Adapter: what a fake tensor may answer to the model's Python; all else of a tensor is told.
+"""Adapter: what a fake tensor may answer to the model's Python; all else of a tensor is reported.
 
 An operator is in the trace, by whatever name it is called. What is none says something of this
 run's tensor, or changes it: its memory, gradient, version, hooks. Fake tensors say the same as real

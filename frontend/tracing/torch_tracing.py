@@ -295,7 +295,7 @@ class Tracer:
         return root
 
     def node_of(self, tensor: torch.Tensor) -> torch.fx.Node | None:
-        """Returns the node that stands for a tensor, or None if it is not traced."""
+        """Returns the node that represents a tensor, or None if it is not traced."""
         proxy = self._tracer.unwrap_proxy(tensor)
         return proxy.node if isinstance(proxy, torch.fx.Proxy) else None
 
@@ -309,11 +309,11 @@ class Tracer:
         return torch.fx.Node(self._tracer.graph, name, "get_attr", name, (), {})
 
     def attribute(self, node: torch.fx.Node) -> Any:
-        """Returns the outside tensor (or other object) that a ``get_attr`` node stands for."""
+        """Returns the outside tensor (or other object) of a ``get_attr`` node."""
         return getattr(self._tracer.root, str(node.target))
 
     def track(self, tensor: torch.Tensor, node: torch.fx.Node) -> None:
-        """Lets a node stand for a fake tensor from now on."""
+        """Lets a node represent a fake tensor from now on."""
         proxy = torch.fx.Proxy(node, self._tracer)
         with self._nodes.renaming():
             track_tensor_tree(tensor, proxy, constant=None, tracer=self._tracer)
@@ -328,7 +328,7 @@ class Tracer:
     def track_new(
         self, type_: TensorType, history: Sequence[torch.Tensor], node: torch.fx.Node
     ) -> Any:
-        """Returns a new fake tensor that a node stands for.
+        """Returns a new fake tensor that a node represents.
 
         No operator runs, which would take ten times as long.
 
@@ -368,7 +368,7 @@ class Tracer:
         return picked  # type: ignore[no-any-return]
 
     def constants(self) -> list[torch.fx.Node]:
-        """Returns every node that stands for an outside tensor or a constant."""
+        """Returns every node that represents an outside tensor or a constant."""
         return [n for n in self._tracer.graph.nodes if n.op == "get_attr"]
 
     def to_fake(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -415,9 +415,9 @@ class Tracer:
 
 
 class _NodeTable(WeakTensorKeyDictionary):
-    """The tracer's table of which node stands for a tensor, with one rule more.
+    """The tracer's table of which node represents a tensor, with one rule more.
 
-    An operator that returns the very tensor it was given (``x.to(x.dtype)``, ``dropout`` in eval
+    An operator that returns the tensor it was given (``x.to(x.dtype)``, ``dropout`` in eval
     mode) does not take over its name: under ``no_grad`` the tensor would lose its gradient.
     """
 

@@ -1,7 +1,7 @@
 """Compares what the whole model's Python read with what the same objects hold at a call.
 
 The reads are those that tell blocks apart. Here each is a place (a dictionary and a name, a slot, a
-variable captured by a function) and the very object found there; what that held, a snapshot knows.
+variable captured by a function) and the object found there; a snapshot has what that held.
 """
 
 from __future__ import annotations
@@ -219,7 +219,7 @@ class RootEvidence:
     # ---- is it still so? ---------------------------------------------------------------------
 
     def add_identity_checks(self, checks: IdentityChecks) -> None:
-        """Adds that each of them is the very object that it is now, if that is as good."""
+        """Adds that each of them is still the same object, if that is as good."""
         for fact in self._facts.values():
             look, owner, name, before = fact
             now = fact.now()

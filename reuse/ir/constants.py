@@ -186,7 +186,7 @@ class Shared:
     Attributes:
         closure: the closure to call instead.
         numbers: what to pass after the operands of before.
-        num_members: how many different closures it stands for.
+        num_members: how many different closures it replaces.
     """
 
     closure: Closure

@@ -116,7 +116,7 @@ class ModalInterpreter(SizedInterpreter):
         return self._laid_out(super().run_node(n), n)
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        """Calls an operator, or what stands for one whose checks a trace would lose."""
+        """Calls an operator, or the replacement of one whose checks a trace would lose."""
         return super().call_function(_CHECKED.get(target, target), args, kwargs)
 
     def _switch(self, stamp: Stamp) -> None:

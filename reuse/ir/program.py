@@ -28,7 +28,7 @@ from .types import StructType, TensorType, Type
 
 
 def input_nodes(module: torch.fx.GraphModule) -> list[torch.fx.Node]:
-    """Returns the nodes that stand for a graph's inputs, in order."""
+    """Returns the nodes of a graph's inputs, in order."""
     return [n for n in module.graph.nodes if n.op == "placeholder"]
 
 

@@ -80,7 +80,7 @@ def is_certain(relation: Any) -> bool:
 
 
 def is_size(node: torch.fx.Node) -> bool:
-    """Whether a node stands for a size, not a tensor."""
+    """Whether a node is a size, not a tensor."""
     return isinstance(node.meta.get("val"), SIZE_TYPES)
 
 
