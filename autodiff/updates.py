@@ -60,6 +60,8 @@ class _Updater:
         group_of = {member: i for i, one in enumerate(self._groups) for member in one.members}
         pairs = list(zip(self._step.gradients, self._gradients, strict=True))
         mine = [(i, g) for i, g in pairs if id(self._step.model[i].tensor) in group_of]
+        if not mine:
+            return self._step
         settings = [self._settings(one) for one in self._groups]
         together: dict[tuple[int, torch.dtype], list[tuple[int, Value]]] = defaultdict(list)
         for index, gradient in mine:

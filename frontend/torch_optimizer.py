@@ -81,6 +81,11 @@ class StepOptimizer:
         self._write_settings()
         return True
 
+    def has(self, parameters: Sequence[torch.Tensor]) -> bool:
+        """Whether its groups hold all of these; ``load_state_dict(assign=True)`` makes others."""
+        held = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
+        return held.issuperset(map(id, parameters))
+
     def _write_settings(self) -> None:
         for written, tensor, group in zip(
             self._written, self._settings, self.optimizer.param_groups, strict=True
@@ -106,7 +111,7 @@ class StepOptimizer:
         """Returns what programs are compiled for, as far as it changes: asked at each step."""
         groups = self.optimizer.param_groups
         facts = [tuple(map(group.get, _FLAGS)) for group in groups]
-        facts += [(id(g["params"]), len(g["params"]), not g.get("momentum")) for g in groups]
+        facts += [(not g.get("momentum"), *map(id, g["params"])) for g in groups]
         return [self._have_hooks(), *facts]
 
     def _have_hooks(self) -> bool:
@@ -166,10 +171,11 @@ class StepOptimizer:
         Raises:
             PlanError: if a loaded state is laid out in another way than its parameter.
         """
-        for parameter in {id(parameters[i]): parameters[i] for i in updates.parameters}.values():
-            parameter.grad = None
-            for name in {name for i, name in updates.state if parameters[i] is parameter}:
-                _make_state(self.optimizer.state[parameter], name, parameter)
+        for index in updates.parameters:
+            parameters[index].grad = None
+        # In the order of PyTorch's tables, where the number of steps is first.
+        for index, name in sorted(updates.state, key=lambda one: one[1] != "step"):
+            _make_state(self.optimizer.state[parameters[index]], name, parameters[index])
         tensors = [self.optimizer.state[parameters[i]][name] for i, name in updates.state]
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers ask for it
         return [*tensors, *self._settings], StateFacts(self.optimizer)

@@ -239,6 +239,9 @@ class TrainingStep(Dispatcher["_StepEntry"]):
             first = self._entries.first
             handed = first.handed if first is not None else None
             entry, leaves = self._fitting(leaves, tree)
+            if entry is not None and not entry.updates_its_parameters():
+                self._forget()
+                entry = None
             entry = entry or self._compile(leaves, tree)
             if handed is not None and first is not entry:
                 entry.follow(handed)
@@ -331,6 +334,12 @@ class _StepEntry:
     def follow(self, handed: HandedGradients) -> None:
         """Takes back gradients that another variant gave to what this one leaves out."""
         handed.take_back(self._trained_of(self.guard.tensors))
+
+    def updates_its_parameters(self) -> bool:
+        """Whether the optimizer still holds the parameters that the program updates."""
+        if self._optimizer is None or self.guard.token is self._token:
+            return True
+        return self._optimizer.has([self.guard.tensors[i] for i in self._updates.parameters])
 
     def run(self, leaves: Sequence[Any]) -> torch.Tensor:
         """Copies the batch in, runs the program, hands out the gradients."""

@@ -228,6 +228,23 @@ def test_a_group_added_later_is_updated_and_others_keep_their_gradient() -> None
     assert not any(torch.equal(p, before[n]) for n, p in model.named_parameters())
 
 
+@pytest.mark.parametrize("where", ["model", "group"])
+def test_a_parameter_that_the_optimizer_does_not_hold_any_more_is_not_updated(where: str) -> None:
+    model, x, loss_fn = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = lazyinline.compile_step(model, loss_fn=loss_fn, backend="eager", optimizer=optimizer)
+    step(x)
+    if where == "model":
+        state = {name: value.clone() for name, value in model.state_dict().items()}
+        model.load_state_dict(state, assign=True)
+    else:
+        optimizer.param_groups[0]["params"][:] = [nn.Parameter(torch.ones(2)) for _ in range(8)]
+    before = copy.deepcopy(model.state_dict())
+    step(x)
+    assert all(torch.equal(p, before[n]) for n, p in model.named_parameters())
+    assert all(p.grad is not None for p in model.parameters())
+
+
 def test_sizes_that_vary_share_the_state() -> None:
     model, _, loss_fn = net()
     expected = copy.deepcopy(model)
