@@ -169,14 +169,11 @@ COMMANDS: Mapping[str, Callable[[argparse.Namespace], None]] = {
 
 
 def error_line(error: Exception) -> str | None:
-    """Returns one line for an error that is the user's to mend; None for one that is ours.
-
-    What the model itself raises, also deep in PyTorch, is the user's. Where code of ours stands
-    between the model and what raised, it may be ours, and the traceback is what a report of it
-    needs.
-    """
+    """Returns one line for an error that is the user's to mend; None for one that is ours."""
     if isinstance(error, LazyInlineError):
         return str(error)
+    # What the model raises, also deep in PyTorch, is the user's. Where code of ours is between the
+    # model and what raised, it may be ours, and a bug report needs the traceback.
     where = ""
     for frame, line in traceback.walk_tb(error.__traceback__):
         code = frame.f_code

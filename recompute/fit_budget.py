@@ -170,10 +170,8 @@ class BudgetFit:
 
     @functools.cached_property
     def _lowest(self) -> Counts:
-        """The one variant for all calls whose guessed peak is lowest.
-
-        It need not be the one that saves least: what is computed again needs memory too.
-        """
+        """Returns the one variant for all calls whose guessed peak is lowest."""
+        # It need not be the one that saves least: recomputing needs memory, too.
         places = range(max((len(s.variants) for s in self._same), default=1))
         return min(map(self._all_at, places), key=lambda c: self._peaks.guessed(self._choice(c)))
 
@@ -238,14 +236,13 @@ class BudgetFit:
         return sum(n * variant.num_bytes for n, variant in self._taken(counts))
 
     def _choice(self, counts: Counts | None) -> Choice | None:
-        """Gives variants to calls. The first calls save least.
-
-        Their backwards run last, when most of memory is free for what they compute again.
-        """
+        """Gives variants to calls."""
         choices: list[Choice | None] = [None] * self._num_calls
         for index, choice in self._fixed.items():
             choices[index] = choice
         for same, numbers in zip(self._same, counts or (), strict=bool(counts)):
+            # The first calls save least: their backwards run last, when most of memory is free for
+            # what they compute again.
             order = [v for v, n in zip(same.variants, numbers, strict=True) for _ in range(n)]
             for site, variant in zip(same.sites, order, strict=True):
                 choices[site.index] = variant.choice

@@ -130,13 +130,11 @@ class Planner:
         return self._frontiers[request]
 
     def few(self, request: Request) -> tuple[Variant, ...]:
-        """Returns at most three of a closure's variants: for calls that several choices share.
-
-        A closure that is called inside others takes part in each of their variants. So that no more
-        than three of its own are compiled, all of them take from the same few: what saves least,
-        the backend's recipe (which a program that is called again whole takes too), and the one
-        between them that is worth most.
-        """
+        """Returns at most three of a closure's variants: for calls that several choices share."""
+        # A closure that is called inside others takes part in each of their variants. So that no
+        # more than three of its own are compiled, all take from the same few: the one that saves
+        # least, the backend's recipe (which a program that is called again whole takes too), and
+        # the one between them that is worth most.
         points = self.frontier(request)
         if not isinstance(request.closure, Leaf) or len(points) < 3:
             return points

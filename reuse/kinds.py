@@ -145,10 +145,8 @@ def is_opaque(value: Any) -> bool:
 
 
 def is_read_by_operators(value: Any) -> bool:
-    """Whether an operator, such as ``value[0]`` or ``for``, reads what an opaque object holds.
-
-    Of a function in C that reads it, the call is seen.
-    """
+    """Whether an operator, such as ``value[0]`` or ``for``, reads what an opaque object holds."""
+    # A function in C that reads the object is a call, which is seen; an operator is not.
     return any(hasattr(type(value), name) for name in _READING_OPERATORS)
 
 
@@ -411,10 +409,8 @@ def function_parts(function: types.FunctionType) -> list[tuple[Any, Any]]:
 
 
 def attribute_parts(value: Any) -> list[tuple[str, Any, Any]]:
-    """Returns the name of each attribute that an object itself holds, the way to it, and it.
-
-    What is read by rows alone keeps there what is its own business.
-    """
+    """Returns the name of each attribute that an object itself holds, the way to it, and it."""
+    # The attributes of a class that only rows read (of functools, logging) are the library's own.
     if not is_looked_into(type(value)):
         return []
     found: list[tuple[str, Any, Any]] = [

@@ -38,10 +38,8 @@ def is_library(module_name: Any) -> bool:
 
 
 def is_of_library(owner: Any) -> bool:
-    """Whether a scope, class, module or object is Python's own, PyTorch's, ours or numpy's.
-
-    Models neither write there nor use what it keeps for itself.
-    """
+    """Whether a scope, class, module or object is Python's own, PyTorch's, ours or numpy's."""
+    # Models neither write to a library nor use the state that it keeps for itself.
     if type(owner) is dict:
         name = owner.get("__name__")
     elif isinstance(owner, types.ModuleType):

@@ -74,11 +74,9 @@ FOLDERS = ("autodiff", "backend", "frontend", "pipeline_parallel", "recompute", 
 
 
 def package_root() -> Path:
-    """Returns what holds the folders of lazyinline: the installed package, or a checkout.
-
-    Links are not resolved: frames name the path by which a file was imported.
-    """
+    """Returns what holds the folders of lazyinline: the installed package, or a checkout."""
     depth = __name__.count(".")  # lazyinline.<folder>[.<folder>...].process
+    # Links are not resolved: frames name the path by which a file was imported.
     return Path(os.path.abspath(__file__)).parents[depth - 1]
 
 

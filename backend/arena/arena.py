@@ -247,11 +247,9 @@ def _improve(variants: list[Contraction], best: _Best, effort_s: float, fit: Fir
 
 
 def _choose(opened: list[_Try], turn: int, effort_s: float) -> _Try | None:
-    """Takes the best in every second turn, the next one in every fourth, and so on.
-
-    Those that have not gained for long come last.
-    """
+    """Takes the best in every second turn, the next one in every fourth, and so on."""
     able = [t for t in opened if t.cost_s <= effort_s and t.peak > t.bound]
+    # Those that have not gained for long come last.
     able.sort(key=lambda t: (t.num_stale // PATIENCE, t.peak, t.num_passes))
     rank = (turn & -turn).bit_length() - 1
     return able[min(rank, len(able) - 1)] if able else None

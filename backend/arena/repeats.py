@@ -223,17 +223,15 @@ def _chains(
 
 
 def _takeovers(birth: IntArray, death: IntArray, kind: IntArray) -> tuple[IntArray, IntArray]:
-    """Returns pairs: a buffer, and the one of its kind that takes over its slot.
-
-    Of each kind, a death opens a bracket and a birth closes one. On one level of nesting deaths
-    and births alternate, so a birth after a death on its level takes the slot of that death.
-    """
+    """Returns pairs: a buffer, and the one of its kind that takes over its slot."""
     count = len(birth)
     time, kinds = np.concatenate([death, birth]), np.concatenate([kind, kind])
     is_birth = np.arange(2 * count) >= count
     order = np.lexsort((is_birth, time, kinds))
     is_birth, kinds = is_birth[order], kinds[order]
-    # A kind has as many births as deaths, so the level is zero again where the next one starts.
+    # A death opens a bracket and a birth closes one. On one level of nesting deaths and births
+    # alternate, so a birth after a death on its level takes the slot of that death. A kind has as
+    # many births as deaths, so the level is zero again where the next one starts.
     level = np.cumsum(np.where(is_birth, -1, 1)) + is_birth
     by_level = np.lexsort((level, kinds))
     order, is_birth = order[by_level], is_birth[by_level]

@@ -394,16 +394,14 @@ def not_private(status: os.stat_result) -> str:
 
 
 def why_not_trusted(path: Path) -> str:
-    """Says why a file or folder may not be the user's own work; empty if it is.
-
-    Whoever can write to a folder above can put another one in its place, unless the folder is
-    sticky, as ``/tmp`` is.
-    """
+    """Says why a file or folder may not be the user's own work; empty if it is."""
     if os.name != "posix":
         return ""
     path = path.absolute()
     try:
         reason = _not_own(path.stat())
+        # Whoever can write to a folder above can put another one in its place, unless the folder is
+        # sticky, as ``/tmp`` is.
         return f"{path} cannot be trusted, since {reason}" if reason else why_exchangeable(path)
     except OSError as error:
         return str(error)

@@ -26,10 +26,7 @@ _ELF_HEADER_BYTES = 64
 
 
 def own_folder() -> Path:
-    """Returns Inductor's folder; another one, from here on in this process, if others can write it.
-
-    Inductor itself writes the folder it chose to the environment, where it looks for it next time.
-    """
+    """Returns Inductor's folder, or another one for this process if others can write to it."""
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
     folder = Path(os.environ.get(_VARIABLE) or default_cache_dir()).absolute()
@@ -42,6 +39,7 @@ def own_folder() -> Path:
             CacheWarning,
             stacklevel=2,
         )
+        # Inductor itself writes the folder it chose there, and looks there next time.
         os.environ[_VARIABLE] = str(private)
         return private
     return folder
@@ -84,14 +82,12 @@ def is_whole_object(path: Path) -> bool:
 
 
 def sound_code(cache: type, load: Callable[[str], Any]) -> Any:
-    """Returns one of Inductor's code caches that loads what is whole and the user's own.
-
-    Each call makes another: what a class has loaded it does not look for again.
-    """
+    """Returns one of Inductor's code caches that loads what is whole and the user's own."""
 
     def checked(path: str, key: str) -> Any:
         return load(str(sound_object(Path(path))))
 
+    # A new class each time: a class does not load again what it has loaded.
     return type("Sound", (cache,), {"cache": {}, "_load_library_inner": staticmethod(checked)})
 
 

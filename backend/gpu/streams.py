@@ -102,17 +102,15 @@ def on_two_streams(kernels: KernelList, second: Collection[int]) -> KernelList:
 
 
 def _waits(used: Sequence[Access], second: Collection[int]) -> Iterator[tuple[int, ...]]:
-    """Yields what each launch waits for, which is one launch on the other stream or none.
-
-    A launch on the main stream also waits for the last but one that was begun on the second: else
-    the operands of all of those would live to the end of the closure.
-    """
+    """Yields what each launch waits for, which is one launch on the other stream or none."""
     ended = {"main": ENTRY - 1, "second": ENTRY}  # the last launch of each that the other awaited
     begun: list[int] = []
     for number, access in enumerate(used):
         own, other = ("second", "main") if number in second else ("main", "second")
         earlier = [i for i in range(number) if (i in second) == (other == "second")]
         needed = [i for i in earlier if access.conflicts(used[i])]
+        # Without a wait for the last but one on the second stream, the operands of all those
+        # launches would live to the end of the closure.
         needed += begun[:-1] if own == "main" else [ENTRY]
         last = max(needed, default=ENTRY)
         if last > ended[other]:
@@ -156,14 +154,12 @@ def _lives(kernels: KernelList, spans: Sequence[tuple[int, int]]) -> Iterator[Bu
 
 
 def may_move(kernels: KernelList) -> list[int]:
-    """Returns the launches that can be on the second stream.
-
-    What allocates cannot: PyTorch hands its memory on when the main stream is done with it. Nor can
-    a launch of which it is not known what it writes.
-    """
+    """Returns the launches that can be on the second stream."""
     if kernels.in_place:  # a result that takes over an operand's memory, chosen call by call
         return []
     foreign = set(kernels.foreign)
+    # A launch that allocates cannot: PyTorch hands its memory on when the main stream is done with
+    # it. Nor can one whose writes are unknown.
     return [
         number
         for number, launch in enumerate(kernels.launches)

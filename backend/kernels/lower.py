@@ -245,12 +245,9 @@ def backend_named(name: BackendName, target: str | None = None) -> Backend:
 
 
 def is_tiny(leaf: Leaf) -> bool:
-    """Whether a leaf has at most two operators that compute (views cost nothing).
-
-    A layer norm counts as many: as PyTorch's kernel it is three results, made and looked at from
-    Python at each run, which takes several times its work on one row. So does an operator that a
-    rule takes apart.
-    """
+    """Whether a leaf has at most two operators that compute (views cost nothing)."""
+    # A layer norm is not tiny: as PyTorch's kernel it makes three results, looked at from Python at
+    # each run, which takes several times its work on one row. Nor is an operator with a rule.
     if rules_in(leaf.nodes):
         return False
     targets = [node.target for node in leaf.nodes if node.target not in _FREE_TARGETS]
@@ -335,13 +332,11 @@ def _eager_kernel(leaf: Leaf) -> Kernel:
 
 
 def _eager_function(module: torch.fx.GraphModule) -> Callable[..., Any]:
-    """Returns what runs a leaf's operators one by one, right for whatever layout a kernel chooses.
-
-    The strides that a trace saw are those of fake tensors, and a few kernels lay their results out
-    in another way (``softplus_backward`` of operands of different strides). Numbers do not depend
-    on that, but a view may be impossible then, and ``as_strided`` would read other elements.
-    """
+    """Returns a function of a leaf's operators, right for whatever layout a kernel chooses."""
     graph = module.graph
+    # The strides of a trace are those of fake tensors, and a few kernels lay results out in another
+    # way (``softplus_backward`` of operands of different strides). Numbers do not depend on that,
+    # but a view may be impossible then, and ``as_strided`` would read other elements.
     if any(node.target in (*RESHAPES, _STRIDED) for node in graph.nodes):
         graph = _of_any_layout(graph)
     # Not a lazy one, whose function would look at each call whether it is compiled.

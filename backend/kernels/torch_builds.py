@@ -127,18 +127,14 @@ def build_setting() -> str:
 
 @contextmanager
 def vector_units_probed_here() -> Iterator[None]:
-    """Asks for vector instructions no more than is needed, and in this process.
-
-    Inductor builds an object per instruction set that the CPU has and starts a Python process for
-    each to see whether it loads, and then takes the best. Here the sets are tried from the best
-    on, until one is good; and the question is whether an object built as kernels are, with their
-    precompiled header, loads into this process, where they are loaded a moment later. An object
-    that is not whole (its writer was killed) is built again. Versions of PyTorch that do not ask in
-    a function of their own go on as they are.
-    """
+    """Asks for vector instructions no more than is needed, and in this process."""
     from torch._inductor import config, cpu_vec_isa
 
-    # Half of a first compile's time went to these probes, where nothing was built before.
+    # Half of the first compile's time went to these probes, where nothing was built before:
+    # Inductor builds an object per instruction set of the CPU, starts a Python process for each to
+    # see whether it loads, and takes the best. Here they are tried from the best on until one is
+    # good, in this process, which loads the kernels a moment later. An object that is not whole
+    # (its writer was killed) is built again.
     own_folder()
     with ExitStack() as stack:
         if hasattr(cpu_vec_isa.VecISA, "_probe_load"):

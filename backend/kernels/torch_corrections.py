@@ -50,15 +50,13 @@ _MANY = (
 
 @contextmanager
 def settings() -> Iterator[None]:
-    """Holds the Inductor settings that lazyinline relies on.
-
-    Random operators keep PyTorch's generator, so that masks equal eager's under one seed. Layouts
-    are proved by the linker, not asserted in every kernel call. And what Inductor keeps on disk of
-    a graph was written with the same corrections: another version's, or none, find none of it.
-    """
+    """Holds the Inductor settings that lazyinline relies on."""
     import torch._inductor.config as config
 
     compiler_config: Any = importlib.import_module("torch.compiler.config")
+    # Eager's generator, so that masks equal eager's under one seed; and layouts are proved by the
+    # linker, not asserted in every kernel call. The tag keeps Inductor's own cache of graphs apart
+    # from those that were written with other corrections, or with none.
     own = {"fallback_random": True, "size_asserts": False, "alignment_asserts": False}
     tag = f"{compiler_config.cache_key_tag} lazyinline {package_digest()}"
     with config.patch(own), compiler_config.patch(cache_key_tag=tag):

@@ -39,21 +39,15 @@ BoxedCallable = Callable[[list[Any]], Sequence[Any]]
 
 
 def graph_cache_off() -> Any:
-    """Returns a context manager in which no compiled graph is taken from Inductor's cache.
-
-    Built C++ objects still are: what Python does is measured, not what a disk remembers.
-    """
+    """Returns a context manager in which no compiled graph is taken from Inductor's cache."""
     import torch._inductor.config as config
 
+    # Built C++ objects are still reused: the time of Python is measured, not a disk's memory.
     return config.patch(fx_graph_cache=False, fx_graph_remote_cache=False)
 
 
 def rewrite_joint(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
-    """Runs Inductor's passes over a joint forward and backward graph.
-
-    A pass may put in nodes of its own; within a tracing context they get values of the graph's fake
-    mode. A cut that saves such a value could not be compiled otherwise.
-    """
+    """Runs Inductor's passes over a joint forward and backward graph."""
     from torch._guards import TracingContext, tracing
     from torch._inductor.compile_fx import _recursive_joint_graph_passes
 
@@ -61,6 +55,8 @@ def rewrite_joint(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
     if symbols:
         module = with_size_inputs(module, symbols, "last")
     first = input_nodes(module)[0].meta["val"]
+    # A pass may put in nodes of its own: within a tracing context they get values of the graph's
+    # fake mode. A cut that saves such a value could not be compiled otherwise.
     device, context = first.device, TracingContext(first.fake_mode)
     if device.type == "cpu":
         check_cpp_compiler()
@@ -247,13 +243,11 @@ def write_gpu_leaves(
 def with_unaligned_inputs(
     module: torch.fx.GraphModule, positions: Collection[int]
 ) -> torch.fx.GraphModule:
-    """Returns a graph whose kernels take some inputs at any address.
-
-    Inductor believes of an input what the offset of its fake tensor says: one that is no multiple
-    of 16 bytes is not loaded several elements at once.
-    """
+    """Returns a graph whose kernels take some inputs at any address."""
     copied = copy_graph(module)
     for position in positions:
+        # Inductor goes by the offset of an input's fake tensor: where that is no multiple of 16
+        # bytes, it does not load several elements at once.
         input_nodes(copied)[position].meta["unaligned"] = True
     return copied
 

@@ -283,10 +283,7 @@ class _Recorder(TorchDispatchMode):
         )
 
     def _as_promised(self, tensor: torch.Tensor, promised: TensorType) -> View:
-        """Returns a result in the layout that its readers were compiled for.
-
-        A kernel may choose another one than PyTorch's rule for fake tensors says: it is copied.
-        """
+        """Returns a result in the layout that its readers were compiled for."""
         view = self._view(tensor)
         if (view.dtype, view.shape) != (promised.dtype, promised.shape):
             raise VerifyError(
@@ -296,6 +293,7 @@ class _Recorder(TorchDispatchMode):
         found = strides_that_matter(view.shape, view.stride)
         if found == strides_that_matter(promised.shape, promised.stride):
             return view
+        # A kernel may choose another layout than PyTorch's rule for fake tensors says.
         copy = self.allocate(promised.shape, promised.stride, promised.dtype)
         self._launch("copy_", torch.ops.aten.copy_.default, (copy, tensor), {})
         return self._view(copy)

@@ -142,10 +142,9 @@ def _leading(matrix: View) -> tuple[int, int] | None:
 
 
 def _lies_in_rows(matrix: View) -> bool:
-    """Whether the numbers lie as a contiguous matrix's do, whatever the strides say of one alone.
-
-    PyTorch, which goes by the strides, multiplies a copy of them.
-    """
+    """Whether the numbers lie as in a contiguous matrix; strides of dimensions of one aside."""
+    # PyTorch goes by the strides, also of a dimension of one, and multiplies a copy of such a
+    # matrix.
     (rows, columns), (row_stride, column_stride) = matrix.shape, matrix.stride
     return (columns == 1 or column_stride == 1) and (rows == 1 or row_stride == columns)
 

@@ -189,12 +189,9 @@ def _number_settings() -> list[Any]:
 
 
 def for_this_cpu(source: str) -> str:
-    """Returns a C++ source, marked so that an object made of it stays with its kind of CPU.
-
-    Inductor finds what it has built by source and flags, and the flags say "for the CPU at hand",
-    whichever that is. Where machines share its folder, an object may use instructions that the next
-    one lacks.
-    """
+    """Returns a C++ source, marked so that an object made of it stays with its kind of CPU."""
+    # Inductor finds what it has built by source and flags, and the flags only say "for this CPU".
+    # Where machines share its folder, an object may use instructions that the next one lacks.
     return f"{source}\n// {cpu_kind()}\n"
 
 

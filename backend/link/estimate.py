@@ -124,15 +124,13 @@ class _Estimate:
                         self._buffer_of[user] = self._new_buffer(TensorType.of(picked), place)
 
     def _beside(self, node: torch.fx.Node, type_: TensorType, place: int) -> int:
-        """The launch that makes a value: an earlier one over the same operand makes it too.
-
-        Inductor puts elementwise operators that read one buffer into one kernel.
-        """
+        """Returns the launch that makes a value, maybe an earlier one over the same operand."""
         if not self._fuses or not _is_pointwise(node):
             return place
         reads = self._reads(node)
         ready = max((self._first[b] for b in reads), default=-1)
         size = math.prod(type_.shape)
+        # Inductor puts elementwise operators that read one buffer into one kernel.
         for earlier, (elements, others) in self._kernels.items():
             if earlier > ready and elements == size and reads & others:
                 return earlier

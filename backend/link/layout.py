@@ -309,13 +309,11 @@ def outside_bytes(layout: Layout) -> int:
 
 
 def add_workspaces(layout: Layout, target: Target) -> None:
-    """Adds what cuBLAS works in: one place for each stream with products, as long as it runs.
-
-    PyTorch hands it out, and no public interface of PyTorch takes memory of ours for it: the plan
-    knows its size and its life, and not its address.
-    """
+    """Adds what cuBLAS works in: one place for each stream with products, as long as it runs."""
     launches = [placed.launch for part in layout.parts for placed in part.launches]
     for _ in dict.fromkeys(launch.stream for launch in launches if is_product(launch)):
+        # PyTorch hands it out, and has no public interface that takes memory of ours for it: the
+        # plan knows its size and its life, and not its address.
         whole = Instance("workspace", target.workspace_bytes, 0, max(layout.time, 1), 0)
         layout.workspaces.append(whole)
 
@@ -333,13 +331,10 @@ def handed_on(layout: Layout) -> list[int]:
 
 
 def _own_results(layout: Layout, num_results: Sequence[int], roots: Sequence[object] = ()) -> None:
-    """Gives the user buffers of their own for what they receive.
-
-    Results of the forward with one root share memory in eager, so they do here: what a user
-    changes in one is seen in the other. A result that the program still needs, or that lies in the
-    buffer of one with another root, is copied out; any other is made by its launch in the user's
-    buffer.
-    """
+    """Gives the user buffers of their own for what they receive."""
+    # Results of the forward with one root share memory in eager, so they do here: a change in one
+    # is seen in the other. A result that the program still needs, or that lies in the buffer of one
+    # with another root, is copied out; others are made in the user's buffer.
     for number, part in enumerate(layout.parts):
         results = part.outputs[: num_results[number]]
         needed = {p.instance for p in part.outputs[num_results[number] :]}

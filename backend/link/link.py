@@ -63,11 +63,9 @@ def _slots(slots: Slots) -> str:
 
 
 def link(program: Program) -> FlatProgram:
-    """Lays a program's calls out in execution order.
-
-    Every struct value is spread over slots here, so packing costs nothing at run time.
-    """
+    """Lays a program's calls out in execution order."""
     expansion = _Expansion()
+    # Every struct value is spread over slots here, so packing costs nothing at run time.
     env = {value: expansion.new_slots(value) for value in program.inputs}
     inputs = tuple(slot for value in program.inputs for slot in env[value])
     expansion.body(program, env, "")
@@ -148,14 +146,12 @@ def _join(path: str, name: str) -> str:
 
 
 def _summed_at_once(launches: Sequence[Launch]) -> Sequence[Launch]:
-    """Moves each sum of two values that nobody else reads to where the later of them is made.
-
-    A backward returns the gradients of a whole micro-batch, and they are added to those before:
-    all of them would be there twice.
-    """
+    """Moves each sum of two values that nobody else reads to where the later of them is made."""
     sums = {leaf for leaf in dict.fromkeys(one.leaf for one in launches) if _is_sum(leaf)}
     if not sums:
         return launches
+    # A backward returns the gradients of a whole micro-batch, and they are added to those before:
+    # without this, all of them would be there twice.
     uses = Counter(slot for launch in launches for slot in launch.operands)
     made_at: dict[int, int] = {}
     moved: dict[int, list[Launch]] = {}
@@ -174,13 +170,11 @@ def _summed_at_once(launches: Sequence[Launch]) -> Sequence[Launch]:
 
 
 def _updated_at_once(launches: Sequence[Launch]) -> Sequence[Launch]:
-    """Moves each update to where its operands are made and nobody else reads what it changes.
-
-    A program has its updates at the end; a gradient is free from its update on.
-    """
+    """Moves each update to where its operands are made and nobody else reads what it changes."""
     updates = {leaf for leaf in dict.fromkeys(one.leaf for one in launches) if update_of(leaf)}
     if not updates:
         return launches
+    # A program has its updates at the end, and a gradient is free from its update on.
     last: dict[int, int] = {}  # where a slot is made, or read by what is no update
     moved: dict[int, list[Launch]] = {}
     stay = [one for one in launches if one.leaf not in updates]

@@ -165,10 +165,8 @@ class CodeWriter:
         self._make_results_of_second()
 
     def _make_results_of_second(self) -> None:
-        """Allocates first what launches on the second stream make for the user.
-
-        Later, PyTorch might hand out memory that the main stream still works in.
-        """
+        """Allocates first what launches on the second stream make for the user."""
+        # Later, PyTorch might hand out memory that the main stream still works in.
         for launch in self._part.launches:
             for view in launch.launch.views() if launch.launch.stream == "second" else ():
                 placed = launch.place(view)

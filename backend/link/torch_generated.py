@@ -109,11 +109,7 @@ def bind_native(
     native: Callable[[], torch_native.NativeLibrary],
     region_starts: Mapping[int, int] | None = None,
 ) -> dict[str, Any]:
-    """Makes the address table of one lease, or of one run in regions that start at these bytes.
-
-    The function that gets these names owns what it is given by address: the table, the words, the
-    arena, and the memory of the model's tensors, which `parameter.data = ...` may take from them.
-    """
+    """Makes the address table of one lease, or of one run in regions that start at these bytes."""
     library = native()
     addresses = (ctypes.c_int64 * code.num_slots)()
     addresses[ARENA_SLOT] = arena.data_ptr()
@@ -124,6 +120,8 @@ def bind_native(
     return {
         "run_native": library.run,
         "words": code.words.buffer_info()[0],
+        # What is given by address must be owned: ``parameter.data = ...`` may take the memory of
+        # the model's tensors from them.
         "owned": (code.words, arena, [tensors[instance].detach() for instance in code.slots]),
         "addresses": addresses,
         "table": ctypes.addressof(addresses),

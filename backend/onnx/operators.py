@@ -157,10 +157,8 @@ def _end(offs: Any, group: int) -> Any:
 
 
 def _rest(left: Any, right: Any, start: Any, axis: int) -> Any:
-    """Returns zeros for the rows behind the last group, which no matrix belongs to.
-
-    PyTorch leaves it undefined; without it the result would be shorter than PyTorch's.
-    """
+    """Returns zeros for the rows behind the last group, which no matrix belongs to."""
+    # PyTorch leaves these rows undefined; without them the result would be shorter than PyTorch's.
     ragged, whole = (left, right) if axis == 0 else (right, left)
     end, along = op.Constant(value_ints=[_END]), op.Constant(value_ints=[axis])
     length = op.Shape(op.Slice(ragged, start, end, along), start=axis, end=axis + 1)

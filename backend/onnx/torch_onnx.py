@@ -74,12 +74,10 @@ def operators(opset: int) -> Operators:
 
 @functools.cache
 def exact_decompositions(opset: int) -> Decompositions:
-    """Returns decompositions that give every result of an operator its true value.
-
-    Some translations fake the results that only a backward reads (``nll_loss_forward`` gives a
-    total weight of 1), which no inference notices. So for training the operators that autograd
-    calls in place of the user's (``native_layer_norm`` for ``layer_norm``) are taken apart.
-    """
+    """Returns decompositions that give every result of an operator its true value."""
+    # Some translations fake the results that only a backward reads (``nll_loss_forward`` gives a
+    # total weight of 1), which no inference notices. So for training the operators that autograd
+    # calls in place of the user's (``native_layer_norm`` for ``layer_norm``) are taken apart.
     table = dict(operators(opset).decompositions)
     for operator, decompose in torch._decomp.decomposition_table.items():
         name = getattr(operator, "__name__", "")
@@ -125,14 +123,12 @@ def exact_attention() -> AbstractContextManager[None]:
 
 
 def _masked_attention(*args: Any, **kwargs: Any) -> Any:
-    """Takes attention with a mask apart, and leaves it whole without one.
-
-    Its translation has no answer for a query that may attend to nothing (padding on the left), for
-    which PyTorch gives zeros.
-    """
+    """Takes attention with a mask apart, and leaves it whole without one."""
     mask = args[3] if len(args) > 3 else kwargs.get("attn_mask")
     if mask is None:
         return NotImplemented
+    # The translation has no answer for a query that may attend to nothing (padding on the left),
+    # where PyTorch gives zeros.
     with exact_attention():
         return _ATTENTION.decompose(*args, **kwargs)
 

@@ -262,13 +262,11 @@ class PlannedProgram:
     def copy_of(
         self, lease: Lease, handed: Sequence[torch.Tensor]
     ) -> tuple[Lease, list[torch.Tensor]]:
-        """Returns a second arena with the same contents, and the same of what was handed on.
-
-        Foreign tensors are only read, so that they serve both; a backward writes to hosts.
-        """
+        """Returns a second arena with the same contents, and the same of what was handed on."""
         twin = self.lease(lease.tensors)
         twin.arena.copy_(lease.arena)
         foreign = len(handed) - self.num_hosts
+        # Foreign tensors are only read, so both share them; a backward writes to hosts.
         return twin, [*handed[:foreign], *map(copy_of_host, handed[foreign:])]
 
     def taken_over(

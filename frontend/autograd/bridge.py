@@ -64,10 +64,8 @@ class Backward:
 
 
 def _shared(operands: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> tuple[int, ...]:
-    """Returns the gradients that share memory with an operand or an earlier gradient.
-
-    The same in every run, so that the first one tells.
-    """
+    """Returns the gradients that share memory with an operand or an earlier gradient."""
+    # Memory is shared in the same way in every run, so the first run decides.
     seen, shared = {memory_id(t) for t in operands}, []
     for index, gradient in enumerate(gradients):
         memory = memory_id(gradient)
@@ -252,11 +250,7 @@ class Step:
     def taken(
         self, ctx: Any, unused: Sequence[int], following: int
     ) -> tuple[Sequence[torch.Tensor], Any, Graph]:
-        """Returns what was saved, the flight, and what is to become of it.
-
-        Once a backward frees the graph, another can follow for outputs that need nothing of what
-        the first one used, as if each had a graph of its own.
-        """
+        """Returns what was saved, the flight, and what is to become of it."""
         backwards, outputs = self.bridge.backwards, self.bridge.derivative.cotangent_outputs
         if self.flight is None or (
             self.used and not backwards.are_apart(self.used, set(outputs) - set(unused))
@@ -274,6 +268,8 @@ class Step:
         flight = self.flight
         if following or graph_is_kept():
             return kept, flight, "keep"
+        # Once a backward frees the graph, another can follow for outputs that need nothing of what
+        # the first one used, as if each had a graph of its own.
         used = (*self.used, *(i for i in outputs if i not in unused))
         rest = [i for i in unused if i not in self.used]
         if any(backwards.are_apart(used, [i]) for i in rest):

@@ -93,11 +93,7 @@ class Aliases:
     def with_views(
         self, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]
     ) -> Sequence[torch.Tensor]:
-        """Returns the outputs, with views made of their bases by PyTorch.
-
-        A user may then change either in place, as in eager: autograd knows that the other changes
-        too, which it refuses for two outputs of one ``torch.autograd.Function``.
-        """
+        """Returns the outputs, with views made of their bases by PyTorch."""
         if not self.views:
             return outputs
         found = list(outputs)
@@ -106,6 +102,9 @@ class Aliases:
             base = inputs[place] if kind == "input" else outputs[place]
             if index not in self._differentiable:
                 base = base.detach()
+            # Made by PyTorch, so that a user may change either in place: autograd then knows that
+            # the other changes, too. It refuses that for two outputs of one
+            # ``torch.autograd.Function``.
             found[index] = base.as_strided(like.shape, like.stride(), like.storage_offset())
         return found
 
@@ -128,10 +127,7 @@ class Aliases:
 
 
 def _elements(base: torch.Tensor, view: torch.Tensor) -> tuple[bool, bool]:
-    """Says of two tensors in one memory whether some, and whether all elements of one are in both.
-
-    Where an element of ``base`` stands at several places, no view is said to be whole in it.
-    """
+    """Says whether some, and whether all elements of a view are in ``base``, in one memory."""
     first = min(base.storage_offset(), view.storage_offset())
     ends = [
         t.storage_offset() + 1 + sum(s * (n - 1) for n, s in zip(t.shape, t.stride(), strict=True))
@@ -142,6 +138,7 @@ def _elements(base: torch.Tensor, view: torch.Tensor) -> tuple[bool, bool]:
     mask = torch.zeros(max(ends) - first, dtype=torch.bool, device="cpu")
     mask.as_strided(base.shape, base.stride(), base.storage_offset() - first).fill_(True)
     found = mask.as_strided(view.shape, view.stride(), view.storage_offset() - first)
+    # Where elements of ``base`` overlap, no view can be called whole in it.
     is_plain = int(mask.sum()) == base.numel()
     return bool(found.any()), is_plain and bool(found.all())
 

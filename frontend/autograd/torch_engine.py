@@ -18,13 +18,11 @@ _MARK = "lazyinline"  # under this name in the notes that PyTorch keeps for a no
 
 
 def have_hooks(tensors: Sequence[torch.Tensor]) -> bool:
-    """Returns whether a hook may run where gradients arrive at these tensors.
-
-    Somebody who holds the node that adds to ``.grad`` may have put hooks on it; what they are is
-    not told.
-    """
+    """Returns whether a hook may run where gradients arrive at these tensors."""
     if any(t._backward_hooks or t._post_accumulate_grad_hooks for t in tensors):
         return True
+    # Whoever holds the node that adds to ``.grad`` may have put hooks on it, which PyTorch does not
+    # show.
     # The node owns the tensor: of one that only its object in Python owns there is no node.
     are_shared = any(t._use_count() != 1 for t in tensors)  # type: ignore[attr-defined]
     return are_shared and _are_held(tensors)

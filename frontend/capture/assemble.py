@@ -260,10 +260,7 @@ def _stands_apart(item: torch.fx.Node | Region) -> bool:
 
 
 def _units(items: Sequence[torch.fx.Node | Region]) -> list[_Unit]:
-    """Groups items: a region or a call alone (with the picks of its results), glue together.
-
-    Glue ends at what a gradient is taken with respect to: there it is cut.
-    """
+    """Groups items: a region or a call alone (with the picks of its results), glue together."""
     units: list[_Unit] = []
     calls: dict[torch.fx.Node, _Unit] = {}
     gradients: dict[torch.fx.Node, _Unit] = {}
@@ -279,6 +276,7 @@ def _units(items: Sequence[torch.fx.Node | Region]) -> list[_Unit]:
         elif item.target is operator.getitem and item.args[0] in gradients:
             gradients[item.args[0]].nodes.append(item)  # type: ignore[index]
         elif isinstance(item.target, DerivativeMark):
+            # Glue ends where a gradient is taken: the program is cut there.
             gradients[item] = _Unit([item])
             units.append(gradients[item])
             is_open = False
@@ -291,11 +289,9 @@ def _units(items: Sequence[torch.fx.Node | Region]) -> list[_Unit]:
 
 
 def _site_results(unit: _Unit, body: _Body) -> list[torch.fx.Node]:
-    """Returns the node that represents each result of a call, in the closure's order.
-
-    The nodes of the traced region itself stand in where an instance has no use for a result.
-    """
+    """Returns the node that represents each result of a call, in the closure's order."""
     picked = {int(n.args[1]): n for n in unit.nodes[1:]}  # type: ignore[arg-type]
+    # The nodes of the traced region take the place of results that this instance does not use.
     return [picked.get(i, node) for i, node in enumerate(body.outputs)]
 
 

@@ -156,15 +156,13 @@ def _capture_repeated(request: _Request, choice: type[RepeatedBlocks]) -> Captur
 
 
 def _capture_chosen(request: _Request, reuse: Reuse) -> CapturedModel:
-    """Captures with the marked blocks, or without any where no closure can express one.
-
-    A mark never makes a model fail that works without it.
-    """
+    """Captures with the marked blocks, or without any where no closure can express one."""
     try:
         return _capture(request, Blocks if reuse == "marked" else NoBlocks)
     except CrossingError as crossing:
         if reuse == "off":
             raise
+        # A mark never makes a model fail that works without it.
         reason = f"nothing is shared in this model: {crossing}"
     captured = _capture(request, NoBlocks)
     decisions = [
@@ -255,17 +253,15 @@ def _also_differentiates(error: CaptureError, recording: Recording) -> CaptureEr
 def _capture_settled(
     request: _Request, unsettled: ChangedStateError, blocks: Callable[[], Blocks]
 ) -> CapturedModel:
-    """Captures again with what the first run changed left changed, as eager would leave it.
-
-    That is right only if nothing changes any more and the program is the same: a forward that
-    notes a configuration the first time. A forward that counts is refused.
-    """
+    """Captures again with what the first run changed left changed, as eager would leave it."""
     recording, text = unsettled.recording, str(unsettled)
     if recording.ran_backwards and " changes " in text:
         text += f" It {SETS_FOR_BACKWARDS}."
     try:
         if recording.ran_backwards:  # eager's would see what the last layer set
             raise EffectError(text)
+        # Right only if nothing changes any more and the program is the same: a forward may note a
+        # configuration at its first call. One that counts is refused.
         first = _assemble(recording, unsettled.results, unsettled.tree)
         second = _capture_once(request, blocks)
         if text_to_compare(first.program) != text_to_compare(second.program):

@@ -162,10 +162,8 @@ class OutsideTensors:
             )
 
     def refuse_lost_gradients(self, results: Iterable[Any]) -> None:
-        """Raises CaptureError for a result with a gradient where grad mode is off around the model.
-
-        The program of such a call has no backward: the model itself gives its result one.
-        """
+        """Raises CaptureError for a result with a gradient where the caller's grad mode is off."""
+        # The program of such a call has no backward, while the eager model gives its result one.
         for result in results:
             is_made = isinstance(result, torch.Tensor) and not torch.is_grad_enabled()
             if is_made and result.requires_grad and self.node_of(result) not in self.sources:

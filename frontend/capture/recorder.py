@@ -117,14 +117,12 @@ class Recorder:
     def _outcome(
         self, leaves: Sequence[Any], spec: torch_pytree.TreeSpec, fakes: Mapping[int, torch.Tensor]
     ) -> tuple[list[Any], ResultTree]:
-        """Calls the model with fakes in place of its tensors; returns what it returned, flat.
-
-        Containers that it was given are stand-ins. They follow the result, as the forward left
-        them, so that a run can bring the caller's own up to date.
-        """
+        """Calls the model with fakes in place of its tensors; returns what it returned, flat."""
         recording = self.recording
         watcher = ModelWatcher(recording, BlockCalls(recording))
         recording.tracer.let_follow(watcher)
+        # Containers are replaced by stand-ins. They follow the result as the forward left them, so
+        # that a run can bring the caller's own up to date.
         filled = [
             fakes[id(x)] if isinstance(x, torch.Tensor) else self._given(index, x)
             for index, x in enumerate(leaves)
@@ -166,12 +164,7 @@ class Recorder:
         return given
 
     def _refuse_changes(self, results: list[Any], tree: ResultTree) -> None:
-        """Raises for what the run changed: a program would not change it at each call.
-
-        What may be done once only (a configuration that is noted at the first call, a line that is
-        printed once) stays done as eager would leave it, for another run to show. An object that is
-        changed may be changed at each call.
-        """
+        """Raises for what the run changed: a program would not change it at each call."""
         recording = self.recording
         recording.find_changes()
         inside, effects = recording.inside, recording.effects
@@ -184,6 +177,9 @@ class Recorder:
                 "doing that at every call. Register it as a buffer and change it in place "
                 "(add_, copy_), or return it."
             )
+        # A change that may happen only once (a configuration noted at the first call, a line
+        # printed once) stays done, as eager leaves it, and another run shows whether it comes
+        # again. A changed object may be changed at each call.
         if error is None and text:
             if inside.may_settle:
                 raise ChangedStateError(text, recording, results, tree)

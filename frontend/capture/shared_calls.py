@@ -164,10 +164,8 @@ class TemplateMaker:
     def _history(
         self, operands: Sequence[torch.fx.Node], leaves: Sequence[Any]
     ) -> list[torch.Tensor]:
-        """Returns what autograd may take results for functions of; the first represents the rest.
-
-        The tensors of a block's own have no fakes, unless something else asked for them.
-        """
+        """Returns the tensors that results may be functions of, as far as autograd knows."""
+        # ``_own`` is for the block's own tensors, which have no fakes unless something else asked.
         known = (*leaves, *map(self._own_fake, operands))
         return [self._own, *(x for x in known if isinstance(x, torch.Tensor) and x.requires_grad)]
 

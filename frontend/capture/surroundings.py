@@ -38,11 +38,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def one_at_a_time(function: Function) -> Function:
-    """Makes threads wait for each other: PyTorch's tracers are one per process, not per thread.
-
-    What the caller asked of autograd (anomaly checks, hooks on saved tensors) is not meant for
-    tracing, and is off inside.
-    """
+    """Makes threads wait for each other: PyTorch's tracers are one per process, not per thread."""
 
     @wraps(function)
     def alone(*args: Any, **kwargs: Any) -> Any:
@@ -50,6 +46,8 @@ def one_at_a_time(function: Function) -> Function:
             with (
                 _LOCK,
                 _interrupted_between_changes(),
+                # Anomaly checks and hooks on saved tensors are meant for the caller's graph, not
+                # for traces.
                 plain_autograd(),
                 kernels_own_rules(),
                 garbage_collection_paused(),
@@ -127,16 +125,14 @@ def _interrupted_between_changes() -> Iterator[None]:
 
 @contextmanager
 def no_python_randomness() -> Iterator[None]:
-    """Raises CaptureError if the forward draws random numbers that are not PyTorch's.
-
-    They are drawn again when the model runs eagerly, also after a capture that failed otherwise.
-    """
+    """Raises CaptureError if the forward draws random numbers that are not PyTorch's."""
     python, numpy = random.getstate(), sys.modules.get("numpy")
     array = None if numpy is None else numpy.random.get_state()
     drawn = ""
     try:
         yield
     finally:
+        # Put back, also after a capture that failed otherwise: an eager run draws them again.
         if random.getstate() != python:
             drawn = "Python's random"
             random.setstate(python)
@@ -155,13 +151,11 @@ def no_python_randomness() -> Iterator[None]:
 
 @contextmanager
 def generator_not_seeded(effects: OnEffects) -> Iterator[None]:
-    """Raises EffectError if the forward seeds PyTorch's generator past the functions of torch.
-
-    A trace draws nothing, and seeding may leave the same state as before: so the generator
-    has a seed of ours meanwhile, which nobody else sets.
-    """
+    """Raises EffectError if the forward seeds PyTorch's generator past the functions of torch."""
     generator = torch.default_generator
     state = generator.get_state()
+    # A trace draws nothing, and seeding may leave the same state as before: so the generator has a
+    # seed of ours meanwhile, which nobody else sets.
     generator.manual_seed(_OUR_SEED)
     try:
         yield
@@ -174,16 +168,15 @@ def generator_not_seeded(effects: OnEffects) -> Iterator[None]:
 
 @contextmanager
 def garbage_collection_paused() -> Iterator[None]:
-    """Capture makes many long-lived objects; scanning them repeatedly costs more than it frees.
-
-    Afterwards they count as old, or the next few collections would scan all of them as new.
-    """
+    """Pauses garbage collection: a capture makes many long-lived objects, and scans free little."""
     enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
         if enabled:
+            # The new objects count as old from here on, or the next collections would scan all of
+            # them.
             if not gc.get_freeze_count():  # else this would thaw what somebody froze
                 gc.freeze()
                 gc.unfreeze()

@@ -142,14 +142,12 @@ class ModelWatcher:
         self._refuse_unreadable()
 
     def write(self, module: nn.Module, name: str, value: Any) -> bool:
-        """Notes a module before the first write, to put it back; says whether to leave it as it is.
-
-        Writing back a tensor that was changed in place (``self.count += 1``) writes nothing.
-        """
+        """Notes a module before the first write, to put it back; says whether to skip the write."""
         recording = self._recording
         if recording.quiet or module is recording.tracer.root:
             return False
         if value is recording.tensors.fakes.get(id(raw_attribute(module, name)), self):
+            # ``self.count += 1`` writes the changed tensor back: that is no write.
             return True
         with recording.bookkeeping():
             recording.inside.writes(module, name)
@@ -258,11 +256,7 @@ class ModelWatcher:
             )
 
     def gradient(self, asked: GradientCall) -> tuple[torch.Tensor | None, ...] | None:
-        """Records ``torch.autograd.grad``; a pass makes the calls that compute the gradients.
-
-        An input from which neither an operator, nor autograd's own graph, leads to an output has no
-        gradient: None, where that is allowed.
-        """
+        """Records ``torch.autograd.grad``; a pass makes the calls that compute the gradients."""
         if self._recording.quiet or self._is_in_function:
             return None
         self._recording.differentiates = True
@@ -283,6 +277,8 @@ class ModelWatcher:
             with self._recording.bookkeeping(), tracer.untraced():
                 hidden = [x for x, end in zip(fakes, ends, strict=True) if end not in leading]
                 is_hidden = any(leads_to(outputs, x) for x in hidden)
+            # An input is unused only if neither an operator nor autograd's own graph leads to an
+            # output.
             if is_hidden or not asked.allow_unused:
                 self.backward()
         cotangents = [tensors.node_of(seed) for seed in given[len(outputs) :]]
@@ -344,14 +340,12 @@ class ModelWatcher:
         return not self._recording.quiet and self._recording.tensors.is_named(tensor)
 
     def asks(self, tensor: torch.Tensor, name: str, do: Callable[[torch.Tensor], Any]) -> Any:
-        """Lets what turns out to be operators pass; refuses all else, before it is done.
-
-        It is tried with a fake tensor: what that is left with is in no program.
-        """
+        """Lets what turns out to be operators pass; refuses all else, before it is done."""
         recording = self._recording
         if recording.quiet:
             return do(tensor)
         if name in SWITCHES or may_compute(name):
+            # It is tried with a fake tensor, whose changes reach no program if the call is refused.
             tensor, num_nodes = recording.fake_of(tensor), recording.num_nodes
             with recording.bookkeeping():
                 before = state_of(tensor)

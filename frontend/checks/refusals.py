@@ -56,10 +56,8 @@ class WrongCallError(RaisedError):
 
 
 def refuse_recurrent(module: nn.Module) -> None:
-    """Raises CaptureError for PyTorch's own recurrent networks, whose steps would be unrolled.
-
-    PyTorch has kernels that loop; a program would have as many operators as there are steps.
-    """
+    """Raises CaptureError for PyTorch's own recurrent networks, whose steps would be unrolled."""
+    # PyTorch has kernels that loop; a program would have as many operators as there are steps.
     if isinstance(module, nn.RNNBase):
         raise CaptureError(
             f"A {type(module).__name__} loops over its steps in kernels of PyTorch's own, and a "
@@ -196,13 +194,11 @@ def check_batch_is_kept(program: Program) -> None:
 
 
 def written_out(leaves: Sequence[Any]) -> list[Any] | None:
-    """Returns the inputs with lazy ones (``x.conj()``) written out; None if there are none.
-
-    The gradient of what is written out flows on to what it was.
-    """
+    """Returns the inputs with lazy ones (``x.conj()``) written out; None if there are none."""
     lazy = [isinstance(x, torch.Tensor) and not why_no_memory(x) and is_lazy(x) for x in leaves]
     if not any(lazy):
         return None
+    # A clone, not a resolved view: gradients flow on through it to the lazy input.
     return [x.clone() if flag else x for x, flag in zip(leaves, lazy, strict=True)]
 
 

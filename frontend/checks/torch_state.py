@@ -25,12 +25,10 @@ from ...reuse.torch_names import is_lazy, matmul_precision
 
 
 def mode_around() -> str:
-    """Returns what around a call sees each operator, or an empty text.
-
-    The default device is none of that: it is a setting.
-    """
+    """Returns what around a call sees each operator, or an empty text."""
     if torch._C._len_torch_dispatch_stack():
         return "a TorchDispatchMode"
+    # The default device is such a mode as well, but only a setting.
     if torch._C._len_torch_function_stack() and not all(_is_device(m) for m in _function_modes()):
         return "a TorchFunctionMode"
     if torch._C._functorch.peek_interpreter_stack() is not None:
@@ -54,11 +52,9 @@ def autograd_mode_around() -> str:
 
 
 def why_watched(values: Iterable[Any]) -> str:
-    """Says what a tensor among some values is whose class sees each operator on it, if one is.
-
-    It may compute anything, or give results a class of its own (as a plain subclass does, too);
-    kernels are handed its memory, which may hold something else or be none.
-    """
+    """Says what a tensor among some values is whose class sees each operator on it, if one is."""
+    # Such a class may compute anything, or give results a class of its own (as a plain subclass
+    # does, too); kernels are handed its memory, which may hold something else or be none.
     kinds = {type(value) for value in values if isinstance(value, torch.Tensor)}
     watching = [kind for kind in kinds if kind is not torch.Tensor and _watches(kind)]
     return f"a {watching[0].__name__}, whose class sees each operator" if watching else ""

@@ -152,10 +152,8 @@ class ModelDispatcher(ModuleDispatcher):
         return found
 
     def _warn_if_mostly_eager(self, found: RunEagerly) -> None:
-        """Says where most of the model ran eagerly although it was compiled, and why.
-
-        The first such call may have filled a cache of the model, so the second warns.
-        """
+        """Says where most of the model ran eagerly although it was compiled, and why."""
+        # The second such call warns: the first may have filled a cache of the model.
         layers = [m for m in self.model.modules() if not any(True for _ in m.children())]
         compiled = self._parts.compiled() if self._parts else []
         inside = {id(layer) for part in compiled for layer in part.modules()}

@@ -97,10 +97,8 @@ class Refusals:
         self._known = {**dict([*self._known.items()][1 - _MAX_KINDS :]), call: (reason, count)}
 
     def note_floats(self, call: CallKind, leaves: Sequence[Any]) -> None:
-        """Remembers the Python floats of a call that was compiled: a program has them in it.
-
-        A schedule passes another value at each call, and a compile for each would never pay.
-        """
+        """Remembers the Python floats of a call that was compiled: a program has them in it."""
+        # A schedule passes another value at each call, and a compile for each would never pay.
         values = tuple(x.hex() for x in leaves if type(x) is float)
         known = self._floats.pop(call, set())
         if values:

@@ -154,17 +154,15 @@ def _is_switch(node: Node) -> bool:
 
 
 def _calls(module: torch.fx.GraphModule, pairs: Sequence[tuple[Node, Node]]) -> ModuleCalls:
-    """Returns the calls that operators were made in.
-
-    Dynamo does not record it for switches of modes: they belong to the innermost call that holds
-    all that stands between them.
-    """
+    """Returns the calls that operators were made in."""
     found = {node: tuple(_calls_of(node)) for node in module.graph.nodes}
     operators = [node for node in module.graph.nodes if node.op.startswith("call_")]
     place = {node: index for index, node in enumerate(operators)}
     for first, last in pairs:
         inside = operators[place[first] : place[last]]
         between = [found[node] for node in inside if not _is_switch(node)]
+        # Dynamo records no module for switches of modes: they belong to the innermost call that
+        # holds all between them.
         found[first] = found[last] = _common(between[0], between[-1]) if between else ()
     for node in module.graph.find_nodes(op="call_function", target=invoke_subgraph):
         # A region may be a plain function, so each call of one counts as a call of a module.

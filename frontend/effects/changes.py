@@ -319,10 +319,8 @@ def _may_settle(kind: type, name: Any, value: Any) -> bool:
 
 
 def _is_empty(module: nn.Module) -> bool:
-    """Whether a module has no attributes yet but those that every module has, or not even these.
-
-    It is met first where ``nn.Module.__init__`` reads of it.
-    """
+    """Whether a module has no attributes yet but those that every module has, or not even these."""
+    # A module is met first where ``nn.Module.__init__`` reads an attribute of it.
     state = module_state(module)
     return state.keys() <= _NEW_STATE.keys() and not any(map(state.get, _TABLES))
 

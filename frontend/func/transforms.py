@@ -25,10 +25,8 @@ Argnums = int | tuple[int, ...]
 
 
 def renamed(tree: Any) -> tuple[Any, list[torch.Tensor]]:
-    """Returns arguments with a new name for each tensor that can have a gradient, and these.
-
-    What a function reads elsewhere, under the old name, is not differentiated with respect to.
-    """
+    """Returns arguments with a new name for each tensor that can have a gradient, and these."""
+    # What a function reads elsewhere, under the old name, is a constant to the derivative.
     leaves, spec = torch_pytree.flatten(tree)
     new = [_own_name(leaf) for leaf in leaves]
     found = [x for x in new if isinstance(x, torch.Tensor) and x.requires_grad]

@@ -178,11 +178,9 @@ class Guard:
         return list(map(dict.get, self._place_tables, self._place_names))
 
     def _same_by_value(self) -> bool:
-        """Whether what is not the same object is as good; takes up replaced tensors.
-
-        Nobody may go by what was learnt while tensors are exchanged here, nor by what is learnt
-        from values that another thread changed after they were found good.
-        """
+        """Whether what is not the same object is as good; takes up replaced tensors."""
+        # No other thread may use the learnt checks while tensors are exchanged here, and values
+        # that another thread changed after they were found good must not be learnt.
         with self._lock:
             before, self._unchanged = self._unchanged, _unknown
             if not self._same_values():
@@ -226,15 +224,13 @@ class Guard:
         return found or [Difference("what the forward reads outside its arguments")]
 
     def resized(self, leaves: Sequence[Any]) -> Guard | None:
-        """Returns the guard of a program for inputs that differ in sizes only, None for others.
-
-        What a cache counts is a size, too.
-        """
+        """Returns the guard of a program for inputs that differ in sizes only, None for others."""
         if len(leaves) != len(self._layouts) or _repeated(leaves) != self._repeated_inputs:
             return None
         counting = torch_pytree.counting_leaves(self._tree)
         pairs = zip(map(_layout, leaves), self._layouts, strict=True)
         for index, (layout, own) in enumerate(pairs):
+            # The whole number that a cache counts is a size, too.
             is_count = index in counting and _is_int(layout) and _is_int(own)
             if not (is_count or _alike(layout, own)):
                 return None

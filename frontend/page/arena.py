@@ -29,19 +29,17 @@ _USES = {"part": 1, "flight": 2, "travels": 4}  # of a rank's buffer: the number
 
 
 def arena_section(memory: Memory | RankPlan, most_boxes: int = MOST_BOXES) -> dict[str, Any] | None:
-    """Returns the boxes and curves of an arena; None if it holds nothing.
-
-    A box is birth, death, offset, size, kind, call and launch of a buffer. Of too many buffers the
-    largest are drawn, by bytes times launches: a screen would not show the others.
-    """
+    """Returns the boxes and curves of an arena; None if it holds nothing."""
     of = _of_rank(memory) if isinstance(memory, RankPlan) else _of_program(memory)
     if of is None:
         return None
     rows, section = of
     drawn = rows
     if len(rows) > most_boxes:
+        # A screen would not show the small ones: the largest are drawn, by bytes times launches.
         area = (rows[:, 1] - rows[:, 0]) * rows[:, 3]
         drawn = rows[np.sort(np.argsort(-area, kind="stable")[:most_boxes])]
+    # A box is birth, death, offset, size, kind, call and launch of a buffer.
     boxes = {"boxes": drawn.tolist(), "kinds": KINDS, "num_buffers": len(rows)}
     return boxes | section | {"left_out": len(rows) - len(drawn)}
 

@@ -208,15 +208,13 @@ def changed_buffer(program: Program, derivative: Derivative | None) -> Unplanned
 
 
 def plan(state: Compilation) -> PlannedProgram | Unplanned:
-    """Plans the arena of a linked program and its backward, or of a step, which is one program.
-
-    Kernels of a GPU that do not allow where an operand begins are made anew.
-    """
+    """Plans the arena of a linked program and its backward, or of a step, which is one program."""
     why = _why_unplanned(state)
     while why is None:
         try:
             return _step_plan(state) if state.goal.kind == "step" else _module_plan(state)
         except UnalignedError as found:
+            # A kernel of a GPU may not take an operand where the arena puts it: it is made anew.
             if not state.context.lower_unaligned(found.inputs):
                 raise
     return why

@@ -150,14 +150,12 @@ def _symbols(
 
 
 def without_numbers(names: Names, programs: Sequence[InputSizes]) -> Names:
-    """Leaves out of names the dimensions that programs so far show to be numbers.
-
-    One program may be right for one size only because that size is an edge, as where a window is
-    just full. Where several are, more would be.
-    """
+    """Leaves out of names the dimensions that programs so far show to be numbers."""
     fixed = [program.fixed for program in programs]
 
     def name_of(index: int, dim: int, name: str) -> str:
+        # One program may need this very size because it is an edge, as where a window is just full.
+        # Where several do, so would more.
         return "" if sum(numbers[index][dim] for numbers in fixed) >= _EDGES else name
 
     return tuple(

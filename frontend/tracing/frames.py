@@ -102,11 +102,9 @@ def _qualified_name(frame: Any) -> str:
 
 
 def user_line() -> str:
-    """Returns where the running user code is, such as ``file.py:31 Block.forward``.
-
-    What Python's own library does for the user is shown where the user called it.
-    """
+    """Returns where the running user code is, such as ``file.py:31 Block.forward``."""
     frame = nearest = user_frame(sys._getframe(1))
+    # What Python's own library does for the user is shown where the user called it.
     while frame is not None and is_standard_frame(frame):
         frame = user_frame(frame.f_back)
     shown = nearest if frame is None else frame
@@ -129,12 +127,10 @@ def _is_of_user(frame: Any) -> bool:
 
 
 def _served_pytorch(frame: Any) -> bool:
-    """Whether Python's own library runs because PyTorch called it (to log, to show a stack).
-
-    What somebody's handler does with a record that PyTorch logs is no doing of the model's, either.
-    """
+    """Whether Python's own library runs because PyTorch called it (to log, to show a stack)."""
     while frame is not None:
         if _top_name(frame) not in sys.stdlib_module_names:
+            # What somebody's handler does with a record that PyTorch logs is not the model's doing.
             frame = _logging_above(frame)
             continue
         frame = frame.f_back

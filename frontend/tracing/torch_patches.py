@@ -166,12 +166,10 @@ def _patch_writes(watcher: _Watcher, thread: int) -> Callable[[], None]:
 
 
 def _patch_functions(watcher: _Watcher, thread: int) -> Callable[[], None]:
-    """Patches what ``apply`` of every function ends in.
-
-    Before torch 2.15 also that of one that was kept (``act = Act.apply``); since then it is C's
-    own, and :func:`is_context` tells that one runs.
-    """
+    """Patches what ``apply`` of every function ends in."""
     is_of_c = isinstance(vars(torch.autograd.Function)["apply"], types.ClassMethodDescriptorType)
+    # Since torch 2.15 ``apply`` is C's own. Before, patching what it ends in also catches one that
+    # was kept (``act = Act.apply``); after, :func:`is_context` notices that one runs.
     base: Any = torch.autograd.Function if is_of_c else _SingleLevelFunction
 
     def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
@@ -240,17 +238,15 @@ def _patch_values(watcher: _Watcher, thread: int) -> Callable[[], None]:
 
 
 def _patch_answers(watcher: _Watcher, thread: int) -> Callable[[], None]:
-    """Patches whatever is neither an operator nor an answer of a fake tensor.
-
-    PyTorch's own code may ask as it needs; what it changes of the model's own tensors is reported,
-    and so is what ``torch.nn`` asks of them to change them (``zero_grad``).
-    """
+    """Patches whatever is neither an operator nor an answer of a fake tensor."""
 
     def reporting(name: str, do: Callable[..., Any], is_change: bool) -> Callable[..., Any]:
         def asked(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             if threading.get_ident() != thread:
                 return do(self, *args, **kwargs)
             frame = _asking_frame()
+            # PyTorch's own code may ask as it needs. It may not change the model's own tensors
+            # unseen, nor may ``torch.nn`` (``zero_grad``).
             if is_library_frame(frame):
                 is_act = is_change or acts_on_modules(frame)
                 if not (is_act and watcher.owns(self)):
@@ -277,11 +273,10 @@ def _patch_answers(watcher: _Watcher, thread: int) -> Callable[[], None]:
 
 
 def _asking_frame() -> types.FrameType:
-    """Returns the frame that asks a tensor, though by what it kept before (``f = Tensor.name``).
-
-    That is no patch of ours, but PyTorch's tracer knows it and asks in its place.
-    """
+    """Returns the frame that asks a tensor."""
     frame: Any = sys._getframe(2)
+    # A method kept from before (``f = Tensor.name``) is no patch of ours: PyTorch's tracer asks in
+    # its place.
     while frame.f_code.co_filename == _TRACER_FILE:
         frame = frame.f_back
     return frame  # type: ignore[no-any-return]

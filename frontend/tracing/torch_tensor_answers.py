@@ -116,10 +116,8 @@ def watched_names() -> Mapping[str, Any]:
 
 @functools.cache
 def may_compute(name: str) -> bool:
-    """Whether something watched may turn out to be operators, once it is tried with a fake tensor.
-
-    All else is not: without memory below it, some of PyTorch's code ends the process.
-    """
+    """Whether something watched may turn out to be operators once a fake tensor tries it."""
+    # Nothing else is tried: on a tensor without memory, some of PyTorch's code ends the process.
     if changes_layout(name):
         return any(map(returns_operand, _overloads(name[:-1])))  # unlike resize_ and set_
     is_listed = any(name in names for names in OPERATORS.values())
@@ -156,13 +154,11 @@ def _is_of_python(name: str) -> bool:
 
 
 def _is_operator(name: str) -> bool:
-    """Whether a method is an operator of the same name that takes the tensor and makes tensors.
-
-    A change in place that has no form out of place (``requires_grad_``) is no operator; one of the
-    layout (``resize_``) is looked at when it is made.
-    """
+    """Whether a method is an operator of the same name that takes the tensor and makes tensors."""
     if changes_layout(name) or not any(map(_makes_tensors, _overloads(name))):
         return False
+    # A change in place that has no form out of place (``requires_grad_``) is no operator; one of
+    # the layout (``resize_``) is looked at when it is made.
     return not name.endswith("_") or name.startswith("__") or bool(_overloads(name[:-1]))
 
 

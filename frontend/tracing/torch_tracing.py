@@ -89,12 +89,11 @@ def feeds_only_lifts(node: torch.fx.Node) -> bool:
 
 
 def _spared(dispatch: Callable[..., Any], func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-    """Lets a mode run an operator; PyTorch's own are spared the cost of :func:`profiled_calls`.
-
-    What runs for one of them is PyTorch alone, thousands of calls. An operator of somebody else, or
-    one on tensors of somebody else's class, may run a user's function, which has to be seen.
-    """
+    """Lets a mode run an operator, PyTorch's own without :func:`profiled_calls`."""
     profile: Any = sys.getprofile()
+    # Below PyTorch's own operators run thousands of calls, of PyTorch alone. Somebody else's
+    # operator, or tensors of somebody else's class, may run a user's function, which has to be
+    # seen.
     is_own = func.namespace in _OWN_NAMESPACES and all(kind is FakeTensor for kind in types)
     if not (is_own and callable(profile)):
         return dispatch(func, types, args, kwargs)
@@ -241,12 +240,11 @@ class Tracer:
         return traced
 
     def _of_fakes_only(self, operator_: Any) -> Callable[..., Any]:
-        """Refuses an operator that hands Python the value of a tensor from outside.
+        """Refuses an operator that hands Python the value of a tensor from outside."""
 
-        The tracer would run it: a tensor in a list or an object of the model's, and what operators
-        make of it, would become a number of the program, the same for every instance and call.
-        """
-
+        # The tracer would run it: a tensor in a list or an object of the model's, and what
+        # operators make of it, would become a number of the program, the same for every instance
+        # and call.
         def read(*args: Any, **kwargs: Any) -> Any:
             operands = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)]
             if not all(map(self._is_of_literals, operands)):
@@ -372,13 +370,11 @@ class Tracer:
         return [n for n in self._tracer.graph.nodes if n.op == "get_attr"]
 
     def to_fake(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns a fake tensor with the metadata of a real one.
-
-        A tensor on the meta device has no data, only a layout: it is taken as one on the CPU, so
-        that a model without data compiles as it would with data.
-        """
+        """Returns a fake tensor with the metadata of a real one."""
         with self.untraced():
             if tensor.is_meta:
+                # A tensor on the meta device is taken as one on the CPU: a model without data then
+                # compiles as it would with data.
                 convert = self.fake_mode.fake_tensor_converter.from_meta_and_device
                 return convert(self.fake_mode, tensor, torch.device("cpu"))
             if tensor.is_leaf:
@@ -388,11 +384,9 @@ class Tracer:
                 return self.fake_mode.from_tensor(tensor)
 
     def forget_tensors(self) -> None:
-        """Lets go of the tensors that fakes and constants of the trace were made of.
-
-        The table of them holds a weak reference to each, with which PyTorch refuses to swap it
-        (``torch.utils.swap_tensors``, conversions and ``load_state_dict`` by swapping).
-        """
+        """Lets go of the tensors that fakes and constants of the trace were made of."""
+        # The table holds a weak reference to each, with which PyTorch refuses to swap them
+        # (``torch.utils.swap_tensors``, conversions and ``load_state_dict`` by swapping).
         describer = self.fake_mode.fake_tensor_converter.meta_converter.describer
         describer.lookup_tensor.clear()
         describer.lookup_storage.clear()

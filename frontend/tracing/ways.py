@@ -20,13 +20,11 @@ def made_of(
     *nodes: torch.fx.Node,
     operands: Callable[[torch.fx.Node], Sequence[torch.fx.Node]] | None = None,
 ) -> Collection[torch.fx.Node]:
-    """Returns some nodes and all that they were made of: by all operands, or by some.
-
-    So is memory made of whatever was written into it before, through whichever view.
-    """
+    """Returns some nodes and all that they were made of: by all operands, or by some."""
     found = dict.fromkeys(nodes)
     memory = set(map(memory_of, nodes))
     for node in reversed(nodes[0].graph.nodes) if nodes else ():
+        # Memory is also made of whatever was written into it before, through whichever view.
         if node in found or not memory.isdisjoint(map(memory_of, written_by(node))):
             given = operands(node) if operands else node.all_input_nodes
             found.update(dict.fromkeys((node, *given)))
@@ -35,10 +33,8 @@ def made_of(
 
 
 def differentiated(node: torch.fx.Node) -> Sequence[torch.fx.Node]:
-    """Returns the operands that gradients of a node may flow back to.
-
-    What is written without grad leaves the history of the memory as it was.
-    """
+    """Returns the operands that gradients of a node may flow back to."""
+    # A write without grad leaves the history of the memory as it was.
     return node.all_input_nodes if stamp_of(node).grad_enabled else written_by(node)
 
 

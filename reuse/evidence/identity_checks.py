@@ -117,10 +117,8 @@ class IdentityChecks:
 
 
 def _in_python(facts: Mapping[Kind, Sequence[Any]]) -> Check:
-    """Returns what compares facts as the native library does.
-
-    Loops in C over columns of facts: a function in Python for each would take five times as long.
-    """
+    """Returns what compares facts as the native library does."""
+    # Loops in C over columns of facts: a function in Python for each would take five times as long.
     checks: list[Check] = []
 
     def add(rows: Iterable[_Row], look: Callable[..., Any], *more: Iterable[Any]) -> None:

@@ -66,17 +66,15 @@ def module_state(module: nn.Module) -> dict[str, Any]:
 
 
 def walk_modules(root: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Returns every (path, module) of a tree, a shared module once per place it has.
-
-    The order is that of ``named_modules``, so that a shared tensor gets the name that
-    ``named_parameters`` gives it.
-    """
+    """Returns every (path, module) of a tree, a shared module once per place it has."""
     found, todo = [], [("", root)]
     while todo:
         path, module = todo.pop()
         found.append((path, module))
         prefix = f"{path}." if path else ""
         children = module_state(module).get("_modules", {}).items()  # none: TorchScript
+        # In the order of ``named_modules``, so that a shared tensor gets the name that
+        # ``named_parameters`` gives it.
         todo += [(prefix + name, child) for name, child in reversed(children) if child is not None]
     return found
 

@@ -166,10 +166,9 @@ class RootEvidence:
                 self._add_part(value, name)
 
     def _add_methods(self, names: Collection[str]) -> None:
-        """Adds the methods of tensors and modules, which are found on them without any look-up.
-
-        Those of tensors are in C: one in Python that hides it is one more in the class.
-        """
+        """Adds the methods of tensors and modules, which are found on them without any look-up."""
+        # The methods of tensors are in C: one in Python that hides it makes the class larger by
+        # one.
         for kind in _WITH_METHODS:
             self._add_fact(_size_of, vars(kind))
             for name in vars(kind).keys() & names:
@@ -177,10 +176,9 @@ class RootEvidence:
                     self._add_fact(_entry_of, vars(kind), name)
 
     def _add_functions(self, reads: Reads, names: Collection[str]) -> None:
-        """Adds what can be replaced in functions and classes, while they stay who they are.
-
-        Of functions that ran it was used; of others, what code speaks of.
-        """
+        """Adds what can be replaced in functions and classes, while they stay who they are."""
+        # A function that ran used its code and defaults; of others, code sees only what it
+        # mentions.
         ran = {code for code, _ in reads.functions}
         names = {*names, *(("__closure__", *_OF_FUNCTIONS) if _uses_inspect(reads) else ())}
         spoken = [name for name in _OF_FUNCTIONS if name in names]

@@ -209,10 +209,8 @@ class Snapshot:
                 self.lasting = _name_of(value, kind)
 
     def refuse_lasting(self) -> None:
-        """Raises CaptureError if a run changed something that could not be put back.
-
-        Another run, of a capture or of the model itself, would change it once more.
-        """
+        """Raises CaptureError if a run changed something that could not be put back."""
+        # Another run, of a capture or an eager one, would make the change once more.
         if self.lasting:
             raise FinalCaptureError(
                 f"The model's forward changes {self.lasting}, and what it held before cannot be "

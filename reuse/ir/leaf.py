@@ -136,11 +136,9 @@ def _one_hot(index: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
 
 
 def _scattered(operator: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Writes a number by an operator that writes a tensor.
+    """Writes a number by an operator that writes a tensor."""
 
-    A number in a constant tensor becomes a comparison with the index, which no index fails.
-    """
-
+    # A number in a constant tensor becomes a comparison with the index, which no index fails.
     def scatter(x: torch.Tensor, dim: int, index: torch.Tensor, value: Any) -> torch.Tensor:
         return operator(x, dim, index, x.new_full(index.shape, value))
 

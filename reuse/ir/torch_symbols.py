@@ -288,14 +288,12 @@ def type_at(type_: Type, values: Values) -> Type:
 
 
 def refuse_inexact(module: torch.fx.GraphModule) -> None:
-    """Raises CaptureError for a float size that symbols may compute in another order than Python.
-
-    Sums and products are reordered when they are expressions, which moves the last bit of floats.
-    """
+    """Raises CaptureError for a float size that symbols may compute in another order."""
     import sympy
 
     for size in _occurring(module):
         for part in sympy.preorder_traversal(size.node.expr):
+            # Sums and products are reordered in expressions, which moves the last bit of floats.
             reordered = isinstance(part, (sympy.Add, sympy.Mul, sympy.Pow))
             if reordered and not all(a.is_integer for a in part.args):
                 raise CaptureError(f"it computes {size.node.expr}, a float, from sizes")

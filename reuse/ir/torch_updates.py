@@ -67,10 +67,7 @@ def sgd_(
     nesterov: bool,
     maximize: bool,
 ) -> None:
-    """Updates parameters in place, as ``torch.optim.SGD(fused=True)`` does.
-
-    A buffer of zeros is what PyTorch's has before the first step, where nothing is dampened.
-    """
+    """Updates parameters in place, as ``torch.optim.SGD(fused=True)`` does."""
     lr, momentum, weight_decay = settings.tolist()
     torch._fused_sgd_(
         params,
@@ -82,6 +79,8 @@ def sgd_(
         dampening=0.0,
         nesterov=nesterov,
         maximize=maximize,
+        # The buffer of zeros is what PyTorch's has before the first step, where nothing is
+        # dampened.
         is_first_step=False,
     )
 
