@@ -25,6 +25,7 @@ from ...backend.kernels.lower import (
     kernel_list,
     lower_leaves,
 )
+from ...backend.kernels.torch_recorder import record_graph
 from ...backend.launches.kernel_list import KernelList
 from ...backend.link.estimate import Estimates
 from ...backend.link.link import FlatProgram
@@ -32,6 +33,7 @@ from ...backend.link.placement import Tools
 from ...reuse.ir.leaf import FullKey, leaf_key
 from ...reuse.ir.program import Leaf, Program, walk_closures
 from ...reuse.ir.rewrite import map_leaves
+from ...reuse.ir.torch_updates import update_of
 from ..options import Options
 from ..progress import Progress
 from ..report import CompileReport
@@ -123,6 +125,8 @@ class Context:
 
         # By the leaf itself: blocks that share a closure are one entry, whatever their number.
         def of_leaf(leaf: Leaf) -> Leaf:
+            if leaf.level == "aten":
+                return leaf
             if leaf not in self._decomposed:
                 make = partial(decompose_leaf, leaf, self.backend)
                 self._decomposed[leaf] = self._cache.decomposed(leaf, make)
@@ -139,7 +143,10 @@ class Context:
 
     def _lower_leaves(self, new: Sequence[Leaf]) -> None:
         for leaf in new:
-            launches = self._cache.kernels(leaf, self._unaligned.get(leaf, ()))
+            if update_of(leaf) is not None:  # its launch needs no kernel, so there is none to keep
+                launches: KernelList | None = record_graph(leaf)
+            else:
+                launches = self._cache.kernels(leaf, self._unaligned.get(leaf, ()))
             if launches is not None:
                 self.recorded[leaf] = launches
         self._make_kernels([leaf for leaf in new if leaf not in self.recorded])
