@@ -140,6 +140,7 @@ class BudgetFit:
         best = self._best_linked(limit)
         allowed = [frozenset(range(len(s.variants))) for s in self._same]
         correction = int(_ALLOWANCE * limit)
+        # At most three variants are compiled: the first round leaves one for what link corrects.
         one_for_later = not any(s.compiled for s in self._same)
         for _ in range(_MAX_ROUNDS):
             counts = self._guess(limit - correction, MAX_VARIANTS - one_for_later, allowed)

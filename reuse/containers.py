@@ -55,10 +55,8 @@ def growing_dims(kind: type) -> Mapping[str, int]:
 
 
 def is_count(kind: type, name: Any) -> bool:
-    """Whether an attribute of a container counts what came so far, if it is a whole number.
-
-    What transformers does with it is known: arithmetic and comparisons.
-    """
+    """Whether an attribute of a container counts what came so far, if it is a whole number."""
+    # What transformers does with it is known: arithmetic and comparisons.
     return name in _COUNTS and issubclass(kind, cache_classes())
 
 
@@ -131,6 +129,7 @@ class ContainerFlattener:
         try:
             return self._add(value)
         except _FormlessError:
+            # As if nothing had been taken apart.
             for formless in self.objects[num_objects:]:
                 del self._numbers[id(formless)]
             del self.leaves[num_leaves:], self.objects[num_objects:]
@@ -232,6 +231,7 @@ class ContainerBuilder:
             made[:] = parts
             return made
         table = made if form.kind is dict else vars(made)
+        # In place, since others may hold the table; emptied only if a name is gone.
         if tuple(table) != form.names and table.keys() - set(form.names):
             table.clear()
         table.update(zip(form.names, parts, strict=True))

@@ -110,10 +110,12 @@ class Freezer:
 
     def _freeze(self, value: Any, keys: tuple[Any, ...], above: tuple[int, ...], depth: int) -> Any:
         kind = type(value)
+        # A metaclass may call different classes equal: then only the object itself compares.
         if not has_plain_class(value):
             return Identity(value)
         if kind in _SCALARS:
             return (kind, value)
+        # ``hex`` tells 0.0 from -0.0, which ``==`` does not, and finds nan equal to nan.
         if kind is float:
             return (kind, value.hex())
         if kind is complex:
@@ -130,9 +132,11 @@ class Freezer:
         if kind is types.FunctionType and not _function_state(value):
             return (kind, Identity(value.__code__), Identity(value.__globals__), *_texts_of(value))
         self._items += 1
+        # Past the limits by identity, which is never wrong: it only shares less.
         if depth >= _MAX_DEPTH or self._items > self._max_items:
             return Identity(value)
         if id(value) in above:
+            # By distance, so that the same cycle in another instance is equal.
             return ("cycle", len(above) - above.index(id(value)))
         return self._freeze_object(value, keys, (*above, id(value)), depth + 1)
 
@@ -148,6 +152,7 @@ class Freezer:
         kinds, whole = kinds_of(value), is_whole(kind)
         if kind is object or not (kinds or whole):  # object(): only its identity matters
             return Unrepeatable(value) if is_unrepeatable(value) else Identity(value)
+        # An object with state in C equals only itself, and only while its rows show the same.
         parts = [] if whole else [Identity(value)]
         for row in kinds:
             held = row.read(value)

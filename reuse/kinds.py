@@ -54,7 +54,9 @@ NO_WAY = ("key", None)  # to a member of a set, or to the key of a dictionary
 # What torch.compile notes on a function the first time that it runs, and how that made by
 # functools.singledispatch reaches the cache next to its registry.
 _NO_STATE = ("_torchdynamo", "__dynamo", "_dynamo", "_clear_cache")
+# Compared by the structure of a model, or read by name: no row looks into them.
 _CLOSED = (torch.Tensor, nn.Module, type, types.ModuleType, types.CodeType, *OPERATOR_TYPES)
+# They lead to all of Python, so nothing is reached through them.
 _WAYS_OUT = (type, types.ModuleType, types.FrameType, types.CodeType, nn.Module)
 _SCOPE = "__builtins__"  # what a dictionary of globals has
 _ATOMS = frozenset((bool, int, float, complex, str, bytes, type(None)))
@@ -100,7 +102,8 @@ def kinds_of(value: Any) -> Sequence[Kind]:
     found = _EXACT.get(kind) if has_plain_class(value) else None
     if found is not None:
         return found
-    # Most objects come under none. One may say that it is of another class: a proxy of a list.
+    # Most objects come under none: ``isinstance`` for each row would ask for ``__class__``, which
+    # runs a configuration's own ``__getattribute__``. A proxy may say it is a list.
     is_frank = object.__getattribute__(value, "__class__") is kind
     if is_frank and not issubclass(kind, _CLASSES):
         return ()
@@ -154,6 +157,7 @@ def getters_of(kind: type, names: Collection[str]) -> Iterator[str]:
     """Yields those names under which objects of a class written in C have an attribute."""
     for name in names:
         found = next((vars(base)[name] for base in kind.__mro__ if name in vars(base)), None)
+        # A descriptor of data in C: reading it runs no code of the user's.
         if hasattr(type(found), "__set__") and not isinstance(found, property):
             yield name
 
@@ -183,6 +187,7 @@ def _read_slots(value: Any) -> Sequence[Any]:
 def _put_slots(value: Any, items: Sequence[Any]) -> None:
     for slot, content in zip(slots_of(type(value)), items, strict=True):
         if content is not ABSENT:
+            # Through the descriptor: the class may have a ``__setattr__`` of its own.
             slot.__set__(value, content)
         elif slot_contents(slot, value) is not ABSENT:
             slot.__delete__(value)
@@ -307,6 +312,7 @@ def _attributes(*names: str) -> dict[str, Any]:
 def _read_ndarray(value: Any) -> Sequence[Any]:
     plain = np.asarray(value)  # of a masked array, what is below the mask
     layout = [value.shape, value.strides, str(value.dtype)]
+    # Bytes, since ``==`` finds 0.0 equal to -0.0 and nan unequal to itself.
     return [*layout, *(plain.ravel().tolist() if plain.dtype.hasobject else [plain.tobytes()])]
 
 
@@ -316,6 +322,7 @@ def _put_ndarray(value: Any, items: Sequence[Any]) -> None:
         return
     plain = np.asarray(value)
     if plain.dtype.hasobject:
+        # One element more, or numpy would make dimensions of items that are lists.
         np.copyto(plain, np.array([*held, None], dtype=object)[:-1].reshape(shape))
     else:
         plain[...] = np.frombuffer(held[0], plain.dtype).reshape(shape)
@@ -424,10 +431,7 @@ def attribute_parts(value: Any) -> list[tuple[str, Any, Any]]:
 
 
 def reachable(values: Iterable[Any]) -> Iterator[Any]:
-    """Yields all that some values lead to, however they hold it: in Python, in C, by a weak link.
-
-    Nothing is yielded through classes, modules, scopes and frames: they lead to all of Python.
-    """
+    """Yields all that some values lead to, however held: in Python, in C, by a weak reference."""
     todo, seen = list(values), set[int]()
     while todo:
         value = todo.pop()

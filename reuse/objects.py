@@ -13,6 +13,7 @@ from typing import Any
 # What a name, a slot or a captured variable holds that has no value.
 ABSENT: Any = object()
 
+# Written in C, and items and attributes are all that they hold.
 TRANSPARENT = (
     *(object, list, tuple, dict, set, frozenset, deque, defaultdict),
     *(types.FunctionType, types.MethodType, types.SimpleNamespace, threading.local),
@@ -70,6 +71,7 @@ def is_python_defined(kind: type) -> bool:
 
 def is_class_statement(kind: type) -> bool:
     """Whether instances hold nothing besides ``__dict__`` and slots: no state in C."""
+    # State in C takes bytes that neither slots nor tables account for.
     heap_type = 1 << 9  # Py_TPFLAGS_HEAPTYPE
     visible = len(_own_slots(kind))
     visible += sum(name in kind.__dict__ for name in ("__dict__", "__weakref__"))
@@ -78,11 +80,9 @@ def is_class_statement(kind: type) -> bool:
 
 
 def own_table(value: Any) -> dict[str, Any] | None:
-    """Returns the dictionary of an object's attributes, past any code of its class, if it has one.
-
-    That of a ``threading.local`` is the present thread's.
-    """
+    """Returns an object's dictionary of attributes, past any code of its class, if it has one."""
     try:
+        # The present thread's: each has another.
         if isinstance(value, threading.local):
             return value.__dict__
         table = object.__getattribute__(value, "__dict__")

@@ -104,11 +104,9 @@ _VERSION = operator.attrgetter("_version")
 
 
 def matmul_precision() -> tuple[str, str]:
-    """Returns how exact float32 products are on CUDA and on CPU, however that was set.
-
-    ``torch.get_float32_matmul_precision`` raises after a setting by ``fp32_precision``. Products
-    are exact ("ieee") where nothing was set ("none").
-    """
+    """Returns how exact float32 products are on CUDA and on CPU, however that was set."""
+    # ``torch.get_float32_matmul_precision`` raises after a setting by ``fp32_precision``. Where
+    # nothing was set ("none") products are exact ("ieee").
     of = torch._C._get_fp32_precision_getter
     cuda, cpu = of("cuda", "matmul"), of("mkldnn", "matmul")
     return "ieee" if cuda == "none" else cuda, "ieee" if cpu == "none" else cpu

@@ -223,10 +223,8 @@ def flatten_with_names(tree: Any) -> list[tuple[str, Any]]:
 
 
 def _leaves_with_paths(tree: Any, classes: tuple[type, ...]) -> list[tuple[tuple[str, ...], Any]]:
-    """Returns the leaves, each with the names of the levels that it is in.
-
-    What a class holds that was registered without names for it is named by keys, or by position.
-    """
+    """Returns the leaves, each with the names of the levels that it is in."""
+    # A class that was registered without names is named by keys, or by position.
     try:
         pairs, _ = _pytree.tree_flatten_with_path(tree, is_leaf=lambda x: isinstance(x, classes))
         return [(tuple(map(_key_text, path)), leaf) for path, leaf in pairs]

@@ -95,6 +95,7 @@ class Evidence:
         self._structure = structure_of(places)
         self._tensor_paths: dict[int, TensorPath] = {}
         self._aliases: list[tuple[TensorPath, TensorPath]] = []  # two ways to one tensor
+        # Alive, or another tensor could get the ``id`` of one in the table.
         self._keep: list[torch.Tensor] = []
         self._attributes: list[_Own] = []
         self._held = Snapshot(WHOLE_FUNCTION)
@@ -126,6 +127,7 @@ class Evidence:
                 for inner in evidence.tensor_ways:
                     way = (".".join(p for p in (path, inner[0]) if p), *inner[1:])
                     self._note_way(follow_tensor_path(root, way), way)
+        # A block that reaches itself from outside finds what another instance would not.
         self._seen_outside = self._modules_seen_outside(reads.walked.values())
         self.side_effect = self.side_effect or self._seen_itself(walk_modules(root))
 
@@ -171,6 +173,7 @@ class Evidence:
             tests = None if index is None else tests_of(index)
             row = _Own(path, name, frozen, where, value, settled, not in_tree, tests)
             self._attributes.append(row)
+        # All tensors of the tree, read or not: a list that is read may hold one of them.
         for path, module in walk_modules(root):
             state = module_state(module)
             for name, tensor in (*state["_parameters"].items(), *state["_buffers"].items()):
@@ -224,6 +227,7 @@ class Evidence:
     def mismatch_at(self, places: Places) -> str:
         """Does the same for the module tree of an instance of the right class."""
         modules = dict(places)
+        # While nothing looked into has changed, most rows agree by identity.
         held: Held = "same" if self._held.same() else "changed"
         return (
             structure_mismatch(self._structure, structure_of(places))
@@ -303,6 +307,7 @@ def _surely_agrees(row: _Own, module: nn.Module) -> bool:
         return False
     if value is row.value and row.settled:
         return True
+    # The structure has compared it, unless it is what the class has.
     is_in_structure = not row.compared and (where != "class" or value is row.value)
     return is_in_structure or (type(value) in _NUMBERS and same_value(value, row.value))
 

@@ -60,11 +60,7 @@ def captured_set(code: types.CodeType) -> frozenset[str]:
 
 
 def texts_of(code: types.CodeType) -> list[str]:
-    """Returns the texts in a function: names for ``getattr``, ``globals()[...]`` and the like.
-
-    Which of them stand in tuples (those that a loop runs over, the keys of a dictionary) depends
-    on the version of Python.
-    """
+    """Returns the texts in a function: names for ``getattr``, ``globals()[...]`` and the like."""
     return list(_texts_in(code.co_consts))
 
 
@@ -72,6 +68,8 @@ def _texts_in(constants: Iterable[Any]) -> Iterator[str]:
     for constant in constants:
         if type(constant) is str:
             yield constant
+        # Versions of Python differ in what they put into tuples: a loop's texts, a dictionary's
+        # keys.
         elif type(constant) in (tuple, frozenset):
             yield from _texts_in(constant)
 
@@ -82,6 +80,7 @@ def _arguments(code: types.CodeType, names: frozenset[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(found))
 
 
+# What tells equal objects apart, or shows attributes past the read of one.
 _BUILTINS = ("id", "hash", "dir")
 _FUNCTIONS = {id(getattr(builtins, name)): name for name in _BUILTINS}
 _MODULES = {id(module): module.__name__ for module in (ctypes, gc, pickle)}
@@ -148,6 +147,7 @@ def _leads_to_model(keys: Iterable[Any]) -> bool:
     )
 
 
+# Frames hold their variables, tensors among them, so only so many wait for their end.
 _MAX_FRAMES = 64
 
 
@@ -201,6 +201,7 @@ class Closures:
 
     def _find_by_code(self, wanted: dict[int, types.CodeType]) -> None:
         """Takes all functions of the code of frames that do not tell: running ones, generators."""
+        # It looks at every object of the process: once for all codes, and only for these frames.
         for function in gc.get_referrers(*wanted.values()):
             if isinstance(function, types.FunctionType) and id(function.__code__) in wanted:
                 self._found[id(function)] = weakref.ref(function)

@@ -159,6 +159,7 @@ def _entry_of(table: Any, name: Any) -> Any:
 def _all_hold(checks: Sequence[Check]) -> bool:
     try:
         return all(check() for check in checks)
+    # What cannot be looked at any more is no longer what it was.
     except Exception:
         return False
 

@@ -54,6 +54,7 @@ _PLAIN = (*_DATA, type(None))
 _MAX_LIBRARY_DEPTH = 3  # torch.nn.functional
 _KNOWN_BY_STRUCTURE = (torch.Tensor, nn.Module)
 _GETTERS_IN_C = (types.MemberDescriptorType, types.GetSetDescriptorType)
+# Data outside may be a library's whole registry: past so many objects, identity has to do.
 _OUTSIDE = Freezer(by_identity=(types.FunctionType,), max_items=256)
 
 
@@ -119,6 +120,7 @@ class Reads:
 
     def absorb(self, inner: Reads) -> None:
         """Takes over what a block read that ran inside: what was read here before came first."""
+        # The first read of a place counts, and stays first.
         self.attributes = {**self.attributes, **inner.attributes, **self.attributes}
         self.functions |= inner.functions
         self.globals = {**self.globals, **inner.globals, **self.globals}
@@ -193,11 +195,13 @@ class Reads:
             self._method(owner, (*code.co_names, code.co_name))
         if code.co_freevars and code not in _ENVIRONMENT_CODES:
             self.closures.ran(frame)
+        # Code that ran before reads the same names; its object and variables were noted above.
         if (code, id(scope)) in self.functions:
             return
         self.unseen = self.unseen or identity_leak_of(code, scope, owner)
         captured = [variables[name] for name in code.co_freevars if name in variables]
         self.functions.add((code, id(scope)))
+        # This code may name attributes of classes that earlier reads led to.
         for holder in self._held.holders.values():
             self._holder(holder, code.co_names)
         names, imports = globals_used(code), modules_imported(code)
@@ -299,6 +303,7 @@ def look_up(owner: Any, name: str) -> Any:
     for kind in type(owner).__mro__:  # of a class, its metaclass
         if kind is not type and name in kind.__dict__:
             value = kind.__dict__[name]
+            # A getter in C shows state of the object; any other entry of a class is state as it is.
             is_state = isinstance(value, _GETTERS_IN_C) and not name.startswith("__")
             return getattr(owner, name, ABSENT) if is_state else value
     return ABSENT

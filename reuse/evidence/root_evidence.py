@@ -125,8 +125,10 @@ class RootEvidence:
 
     def _add(self, owner: Any, name: str) -> None:
         kind = owner if isinstance(owner, type) else type(owner)
+        # A further base could hide the name.
         self._add_fact(_bases_of, kind)
         if not isinstance(owner, (dict, type, types.ModuleType)):
+            # Another class or ``__dict__`` of an object shows in no entry of a table.
             self._objects[id(owner)] = (owner, type(owner), own_table(owner))
         for table in _tables(owner):
             value = table.get(name, ABSENT)
@@ -157,6 +159,7 @@ class RootEvidence:
             for name in _own_names(holder, names | _operators(holder) if used else names):
                 if (id(holder), name) not in known:
                     self._add(holder, name)
+            # What was looked into meanwhile may have led to more.
             todo += [h for key, h in self.contents.holders.items() if key not in done]
 
     def _add_getters(self, names: Collection[str], first: int = 0) -> None:
@@ -204,6 +207,7 @@ class RootEvidence:
             return
         for text in texts:
             name = os.environ.encodekey(text)  # type: ignore[attr-defined]
+            # A text in capitals that names no variable yet may name one later.
             if name in table or text.isupper():
                 self._add_fact(_entry_of, table, name)
 
@@ -212,6 +216,7 @@ class RootEvidence:
         for key, fact in list(self._facts.items()):
             if isinstance(fact.value, torch.Tensor) and fact.now() is not fact.value:
                 self.tensors = [t for t in self.tensors if t is not fact.value]
+                # An object that nothing equals: this program never fits again.
                 self._facts[key] = _Fact(*fact[:3], object())
 
     # ---- is it still so? ---------------------------------------------------------------------

@@ -64,6 +64,7 @@ class SlotReads:
     def __post_init__(self) -> None:
         self.objects: dict[Way, Any] = {}
         self._ways: dict[int, list[Way]] = {}
+        # Code in C may change them unseen, so they are compared at the end.
         self._before = [(holder, _contents(holder)) for holder in self.holders]
         for number, value in self.given.items():
             self._reach((number,), value)
@@ -164,6 +165,7 @@ class SlotEvidence:
         self._layouts = {settled(way): layout for way, (_, layout) in reads.tensors.items()}
         self._memory = _memory(arguments, self.tensors)
         self._is_own = is_own
+        # Reversed, so that the first of several ways to an object stays.
         first = {id(value): settled(way) for way, value in reversed(reads.objects.items())}
         self.written = [
             Written(first[id(holder)], _settled(step, paths))

@@ -121,6 +121,8 @@ class Snapshot:
             elif not kind.is_fixed:
                 self._noted.append((value, kind, held))
                 self._held += (*held, _END)
+            # transformers keeps all its output classes there, two fifths of a guard's facts, and no
+            # model reads them.
             found += [] if is_set_of_outputs(value) else held
         if isinstance(value, types.FunctionType):
             self.functions[id(value)] = value
@@ -153,6 +155,7 @@ class Snapshot:
 
     def same(self) -> bool:
         """Whether all of them hold the same objects still (or equal numbers and texts)."""
+        # One list of all contents, so that one loop in C compares them.
         held: list[Any] = []
         for value, kind, _ in self._noted:
             held += kind.read(value)
@@ -241,11 +244,8 @@ def _shows_all(value: Any) -> bool:
 
 
 def same_value(now: Any, before: Any) -> bool:
-    """Whether two values are one object, or of one plain type and hold equal values.
-
-    What is equal now may be changed later, unlike the one that was looked into: who goes by an
-    answer about two objects asks again.
-    """
+    """Whether two values are one object, or of one plain type and hold equal values."""
+    # Equal now may differ later, unlike one object: who goes by the answer asks again.
     return now is before or _same_plain(now, before, set())
 
 
@@ -269,6 +269,7 @@ def _same_plain(now: Any, before: Any, compared: set[tuple[int, int]]) -> bool:
     if kind in _SCALARS:
         return bool(now == before)
     pair = (id(now), id(before))
+    # Met again in a cycle: equal, unless another part differs.
     if pair in compared:
         return True
     compared.add(pair)

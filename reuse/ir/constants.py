@@ -138,6 +138,7 @@ def replace(
         node.meta["val"] = target(*map_arg(args, lambda n: _meta_tensor(n.meta["val"])))
         return node
 
+    # As the kernel does: computed in f32 with the number in f32, rounded once.
     if slot.rounded_to is not None:
         operand = add(aten.to.dtype, operand, torch.float32)
     made = add(_FORMS[slot.node.target], operand, entry)
@@ -165,6 +166,7 @@ def _gives(slot: Slot, expected: TensorType) -> bool:
     operand, entry = graph.placeholder("x"), graph.placeholder("number")
     operand.meta["val"] = slot.node.all_input_nodes[0].meta["val"]
     entry.meta["val"] = slot.number.tensor()
+    # In type promotion a 0-d tensor counts otherwise than a Python number.
     found = TensorType.of(replace(slot, graph, operand, entry).meta["val"])
     layout = (found.dtype, found.shape, found.stride)
     return layout == (expected.dtype, expected.shape, expected.stride)

@@ -267,10 +267,8 @@ def frozen_operands(operands: Any, number: Mapping[torch.fx.Node, int]) -> Any:
 
 
 def is_active(leaf: Leaf, active_inputs: Sequence[bool]) -> tuple[bool, ...]:
-    """Says which flat outputs can carry a gradient back to one of the active flat inputs.
-
-    May say yes where autograd says no, never the other way.
-    """
+    """Says which flat outputs can carry a gradient back to one of the active flat inputs."""
+    # It may say yes where autograd says no, never the other way: then a gradient would be lost.
     return tuple(map(carries_gradient(leaf, active_inputs), outputs_of(leaf.module)))
 
 

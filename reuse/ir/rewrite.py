@@ -14,10 +14,7 @@ from .program import Call, Closure, Composite, Leaf, Pack, Program, Unpack, Valu
 
 
 def map_leaves(program: Program, change: Callable[[Leaf], Leaf]) -> Program:
-    """Rewrites each leaf of a program once, callees first, and rewires the callers.
-
-    Returns the same program if no leaf changed.
-    """
+    """Rewrites each leaf once, callees first; the same program if no leaf changed."""
     new: dict[Closure, Closure] = {}
     for closure in walk_closures(program):
         if isinstance(closure, Leaf):

@@ -160,6 +160,7 @@ def _occurring(module: torch.fx.GraphModule) -> list[Any]:
 
 def sizes_as_literals(graph: torch.fx.Graph) -> None:
     """Replaces what computes sizes, inputs included, by literals in the arguments of its users."""
+    # Backwards, so that a size has no user left when it is erased.
     for node in reversed(list(graph.nodes)):
         if is_size(node):
             for user in list(node.users):

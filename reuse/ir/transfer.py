@@ -66,11 +66,9 @@ class Wire:
 
 
 def in_own_storage(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a tensor on the same memory, the storage of which has this tensor's bytes only.
-
-    What goes by the storage (``torch.save``, ``deepcopy``, sending it to another process) then
-    takes these alone. It keeps the whole memory alive and cannot be resized.
-    """
+    """Returns a tensor on the same memory, the storage of which has this tensor's bytes only."""
+    # ``torch.save``, ``deepcopy`` and sending to another process take the whole storage: of this
+    # one, the tensor's bytes alone. It keeps the whole memory alive and cannot be resized.
     extent = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) + 1
     num_bytes = extent * tensor.element_size() if tensor.numel() else 0
     start = tensor.storage_offset() * tensor.element_size()
