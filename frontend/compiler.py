@@ -119,11 +119,7 @@ def passes_for(kind: GoalKind) -> Sequence[Pass]:
 
 
 class Compiler:
-    """Runs the passes; keeps what it made per closure for the next program it compiles.
-
-    With symbols for sizes it is a compiler for one capture alone, whose options keep nothing on
-    disk: an entry there would not bring the questions that were asked of sizes.
-    """
+    """Runs the passes; keeps what it made per closure for the next program it compiles."""
 
     def __init__(self, options: Options) -> None:
         self.options = options

@@ -190,10 +190,6 @@ _grad_of = operator.attrgetter("grad")
 class HandedGradients:
     """Tensors of the user's own on the memory that a step writes its gradients to.
 
-    Each has a storage of its own, so that nothing reaches the rest of the arena through it. What
-    the user does to them (``p.grad.data = ...``) must not reach the step, and is noticed.
-    While a parameter has hooks, gradients come to all of them by PyTorch's engine, which runs them.
-
     Args:
         parameters: in the order of ``gradients``, which is that of their first use.
         gradients: the step's own tensors.
@@ -203,6 +199,7 @@ class HandedGradients:
         self, parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]
     ) -> None:
         self._parameters = list(parameters)
+        # In storages of their own, so that nothing reaches the rest of the arena through them.
         self._handed = list(map(in_own_storage, gradients))
         self._layouts = TensorLayouts(self._handed)
         self._addresses = self._layouts.addresses(self._handed)
@@ -222,6 +219,7 @@ class HandedGradients:
     def hand_out(self) -> None:
         """Sets ``.grad`` of every parameter that has another one, and has hooks run."""
         self._given = []
+        # PyTorch's engine runs the hooks, so all gradients go through it.
         if have_hooks(self._parameters):
             pass_through_autograd(self._parameters, self._handed)
             self._given = list(map(_grad_of, self._parameters))

@@ -132,6 +132,7 @@ def assemble(
     env = {n: Value(node_type(n), sources[n].name) for n in inputs}
     start = dict(env)
     calls = assembler.build(root.items, env, outputs, root.path)
+    # A new value in the place of an input: it is written back into the tensor after a run.
     changed = [n for n in inputs if env[n] is not start[n]]
     values = [env[n] for n in (*outputs, *changed)]
     leaves = tuple(
@@ -174,6 +175,7 @@ class Assembler:
     def _make_body(self, region: Region) -> _Body:
         nodes = region.nodes()
         within = {region, *regions_inside(region)}
+        # What the model or another block returns leaves this one, although its forward does not.
         further = {n for r, found in self._returned.items() if r not in within for n in found}
         outputs = tuple(region.outputs) + _leaked(region, nodes, further)
         inputs, names = _region_inputs(region, nodes)
@@ -334,6 +336,7 @@ def _changed_inputs(
     nodes: Sequence[torch.fx.Node], inputs: Sequence[torch.fx.Node], name: str
 ) -> tuple[int, ...]:
     """Positions of the inputs whose memory one of the nodes changes."""
+    # By memory, not by node: a change through a view changes the input as well.
     changed_memory: dict[int | None, torch.fx.Node] = {}
     for node in nodes:
         for operand in mutated_args(node):
@@ -341,6 +344,7 @@ def _changed_inputs(
     if not changed_memory:
         return ()
     changed = tuple(i for i, n in enumerate(inputs) if _storage(n) in changed_memory)
+    # Written back by copy, so each changed element must have one place and one name.
     repeated = any(_repeats_itself(inputs[i].meta["val"]) for i in changed)
     if repeated or len({_storage(inputs[i]) for i in changed}) < len(changed):
         node = changed_memory[_storage(inputs[changed[0]])]

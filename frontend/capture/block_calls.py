@@ -250,6 +250,7 @@ class BlockCalls:
             where the ways into its arguments lead.
         """
         reason, compared = "", ""
+        # No template fits the key, so the reason is how the key differs from the newest one.
         earlier = self._traced.get(type(call.module))
         if not known and earlier is not None:
             compared, reason = earlier[1], _other_call(call.key, earlier[0], call.names)
@@ -278,6 +279,7 @@ class BlockCalls:
 
     def _new_region(self, call: BlockCall) -> Region:
         recording, module = self._recording, call.module
+        # Reads of its own, which are its evidence; the region around absorbs them at its end.
         reads = recording.reads.of_block()
         with recording.bookkeeping():
             reads.slots = recording.objects.reads_of(call.leaves)
@@ -294,6 +296,7 @@ class BlockCalls:
 
 def _likeliest_first(known: Sequence[Template], init_key: InitKey) -> list[Template]:
     """Orders what a block may share with: made with equal arguments first, then the newest."""
+    # The sort is stable, so among equals the newest stays first.
     return sorted(reversed(known), key=lambda t: bool(init_key.differing(t.region.init_key)))
 
 

@@ -31,10 +31,7 @@ _MIN_NODES_SAVED = 16
 
 
 class Blocks:
-    """Decides which module calls are recorded as blocks: the instances of marked classes.
-
-    A mark is a wish: the user decides what pays.
-    """
+    """Decides which module calls are recorded as blocks: the instances of marked classes."""
 
     def wants(self, module: nn.Module, around: Region) -> bool:
         """Whether a call of this module, inside a region, may become a call on a closure."""
@@ -42,17 +39,17 @@ class Blocks:
 
     def pays(self, region: Region) -> bool:
         """Whether a block that has just been traced is worth a closure."""
-        return True
+        return True  # a mark is a wish: the user decides what pays
 
     def keeps(self, region: Region) -> bool:
         """Whether a block that was traced and never called again stays a closure."""
         return True
 
     def ran(self, module: nn.Module, num_nodes: int) -> None:
-        """Is told that a module that is no block has run."""
+        """Called when a module that is no block has run."""
 
     def differs(self, module: nn.Module) -> None:
-        """Is told that a module could not share although one like it was known."""
+        """Called when a module could not share although one like it was known."""
 
 
 class NoBlocks(Blocks):

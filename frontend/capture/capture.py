@@ -141,6 +141,7 @@ def _capture_repeated(request: _Request, choice: type[RepeatedBlocks]) -> Captur
 
     try:
         captured = _capture(request, blocks)
+        # A module that the tree holds once and the forward calls repeatedly shows in a run only.
         again = made[-1].run_again()
         return _capture(request, blocks) if again else captured
     except EffectError:
@@ -349,6 +350,7 @@ def _dissolve_idle(recording: Recording, results: list[Any], tree: ResultTree) -
     root, blocks = recording.root, recording.blocks
     idle = {r for r in regions_inside(root) if r.num_calls == 1 and not blocks.keeps(r)}
     names = Counter(region.name for region in regions_inside(root))
+    # A region that nothing else calls may still share its closure by constants: then it stays.
     if any(names[r.name] > 1 for r in idle):
         _, shared = _build(recording, results, tree)
         uses = Counter(s.closure for s in shared.values())

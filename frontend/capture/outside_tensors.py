@@ -101,16 +101,13 @@ class OutsideTensors:
         return self.node_of(fake) in self.sources
 
     def may_switch(self, fake: torch.Tensor, before: TensorState, now: TensorState) -> bool:
-        """Whether the forward may switch whether a tensor wants a gradient.
-
-        A tensor of its own it may; one from outside if nothing changes, or an input that no
-        operator has taken yet: each call of the program begins with that.
-        """
+        """Whether the forward may switch whether a tensor wants a gradient."""
         node = self.node_of(fake)
         source = self.sources.get(node)
         if now == before:
             return True
         if source is not None:
+            # Each call of the program begins with that, so no operator may have taken it yet.
             if not isinstance(source, UserInput) or node.users or not fake.requires_grad:
                 return False
             self.sources[node] = replace(source, requires_grad=True, is_switched=True)
@@ -210,11 +207,8 @@ class OutsideTensors:
         return self.resolve(node)
 
     def resolve(self, node: torch.fx.Node) -> torch.fx.Node:
-        """Maps a node to the one that represents its tensor.
-
-        Another one may be a constant that the tracer added itself, or an operator that changed the
-        tensor in place and returned it.
-        """
+        """Maps a node to the one that represents its tensor."""
+        # An operator that changed a tensor in place returns the same tensor under another node.
         operand = changed_operand(node)
         if operand is not None:
             return self.resolve(operand)

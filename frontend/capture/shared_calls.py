@@ -53,6 +53,7 @@ class TemplateMaker:
         results, spec = flat_result
         used = [self._tensors.resolve(n) for node in region.nodes() for n in node.all_input_nodes]
         used += [n for n in result_nodes if n is not None]
+        # Sizes become literals in the graph: no closure takes one.
         used = [n for n in used if not isinstance(n.meta.get("val"), torch.SymInt)]
         region.inputs = list(dict.fromkeys(n for n in used if n not in inside))
         region.outputs = list(

@@ -62,11 +62,7 @@ def one_at_a_time(function: Function) -> Function:
 
 
 class _Deferring:
-    """Handles SIGINT: not in an import, an operator, or where a state is changed or put back.
-
-    Half an import of PyTorch's cannot be repeated in a process, nor half a change be undone. Where
-    the dispatcher in C++ calls Python, an error may end the process (``noexcept``).
-    """
+    """Handles SIGINT: not in an import, an operator, or where a state is changed or put back."""
 
     def __init__(self, handler: Callable[[int, Any], Any]) -> None:
         self._handler = handler
@@ -75,6 +71,7 @@ class _Deferring:
     def __call__(self, number: int, frame: Any) -> None:
         """Calls the user's handler, now or as soon as it may."""
         if _is_changing(frame):
+            # Tried again soon: by then the import, the operator or the change may be done.
             again = threading.Timer(_DEFERRED_S, _thread.interrupt_main)
             again.daemon = True
             again.start()
@@ -93,6 +90,8 @@ class _Deferring:
 
 def _is_changing(frame: Any) -> bool:
     """Whether a frame runs for an import, an operator, or a context that begins or ends."""
+    # Half an import of PyTorch's cannot be repeated in a process, nor half a change undone. Where the
+    # dispatcher in C++ calls Python, an error may end the process (``noexcept``).
     top = frame
     while frame is not None:
         code = frame.f_code

@@ -33,11 +33,7 @@ TENSOR = object()  # in a layout, for each tensor operand
 
 
 class CustomFunction:
-    """A ``torch.autograd.Function`` as one operator, which keeps its own derivative.
-
-    Its Python may read anything, so only those of one capture are equal: a guard that no longer
-    holds leads to another capture, whose closures have to be made anew.
-    """
+    """A ``torch.autograd.Function`` as one operator, which keeps its own derivative."""
 
     def __init__(self, function: type, layout: tuple[Any, ...], capture: object) -> None:
         self._function = function
@@ -54,6 +50,8 @@ class CustomFunction:
     def _key(self) -> Any:
         constants = tuple(Freezer().freeze(p) for p in self._layout if p is not TENSOR)
         places = tuple(p is TENSOR for p in self._layout)
+        # Its Python may read anything, so only those of one capture are equal: where the guard no
+        # longer holds, closures are made anew.
         return (Identity(self._function), self._capture, places, constants)
 
     def __eq__(self, other: object) -> bool:
@@ -76,6 +74,7 @@ def run_both_ways(apply: Callable[..., Any], args: Sequence[Any]) -> Any:
     made = [r for r in results if isinstance(r, torch.Tensor) and r.requires_grad]
     if made and edges:
         seeds = [torch.zeros_like(r) for r in made]
+        # In this thread: the profiler that watches it is this thread's.
         with torch.autograd.set_multithreading_enabled(False):
             torch.autograd.grad(made, edges, seeds, retain_graph=True, allow_unused=True)
     return result
@@ -167,6 +166,7 @@ class ModelWatcher:
             with self._recording.applying():
                 return proceed(*args)
         if (_module_of(function), function.__name__) == _REENTRANT_CHECKPOINT:
+            # It only means recompute: what it runs is followed like any other code.
             run_function, _, *inputs = args
             with self.checkpoint("full"):
                 return run_function(*inputs)

@@ -75,19 +75,17 @@ class Accepted:
 
 
 class Refusals:
-    """Remembers which kinds of calls run eagerly, and why; shared by modules that are alike.
-
-    Eager is always right, so nothing has to be compared exactly. The second call
-    of a kind is tried again: the first may have made something that the module keeps.
-    """
+    """Remembers which kinds of calls run eagerly, and why; shared by modules that are alike."""
 
     def __init__(self) -> None:
+        # By kinds, not exactly: eager is always right, also for a call that could be compiled.
         self._known: dict[CallKind, tuple[str, int]] = {}
         self._floats: dict[CallKind, set[tuple[str, ...]]] = {}
 
     def why_eager(self, call: CallKind) -> str:
         """Returns why a call runs eagerly; "" if that is not known."""
         reason, count = self._known.get(call, ("", 0))
+        # Tried again at the second call: the first may have made something that the module keeps.
         return reason if count > 1 else ""
 
     def note(self, call: CallKind, reason: str, *, is_lasting: bool = False) -> None:
@@ -163,6 +161,7 @@ class ModuleDispatcher(Dispatcher[ModuleEntry]):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs a call's compiled program, compiling first if the inputs' layout is new."""
         if torch.compiler.is_dynamo_compiling():
+            # ``torch.compile`` around a compiled module leaves it alone.
             return torch.compiler.disable(self._run)(args, kwargs)
         try:
             return self._run(args, kwargs)
@@ -285,7 +284,7 @@ class ModuleDispatcher(Dispatcher[ModuleEntry]):
         hooked = backward_hooked(self.model) if torch.is_grad_enabled() else ""
         if hooked:
             return f"{hooked} has a backward hook, which no compiled program calls"
-        return self._effects.why_itself(self._state()) if self._effects else ""
+        return self._effects.why_eager(self._state()) if self._effects else ""
 
     def _state(self) -> tuple[Any, ...]:
         """Returns what the effects of a forward may depend on: modes, and which hooks there are."""

@@ -63,11 +63,7 @@ class Alike:
 
 
 class PartDispatcher(ModuleDispatcher):
-    """Takes the calls of one part.
-
-    Where there are parts like it, sizes are numbers: kernels for numbers are made once for all of
-    them, symbols belong to one program.
-    """
+    """Takes the calls of one part."""
 
     def __init__(
         self,

@@ -182,11 +182,7 @@ def refuse_traced(result: Any) -> None:
 
 
 class EffectsSeen:
-    """Remembers the states of a model in which its forward has effects, so that it runs eagerly.
-
-    What the model keeps once only, such as a cache that is filled at the first call, is no effect
-    at the next: a state is tried again at its 2nd, 4th, 8th ... call.
-    """
+    """Remembers the states of a model in which its forward has effects, so that it runs eagerly."""
 
     def __init__(self) -> None:
         self._seen: dict[Any, tuple[str, int]] = {}
@@ -200,10 +196,12 @@ class EffectsSeen:
         self._seen = {**dict([*self._seen.items()][-_MAX_STATES:]), state: (reason, count)}
         return reason
 
-    def why_itself(self, state: Any) -> str:
+    def why_eager(self, state: Any) -> str:
         """Counts a call; returns why the model runs eagerly, or "" to find that out anew."""
         reason, count = self._seen.get(state, ("", 0))
         if not reason:
             return ""
         self._seen[state] = (reason, count + 1)
+        # Tried again at the 2nd, 4th, 8th ... call: what a model keeps once only, such as a cache
+        # that its first call fills, is no effect at the next.
         return reason if (count + 1).bit_count() > 1 else ""

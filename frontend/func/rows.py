@@ -147,9 +147,6 @@ def hessian_products(at: Computed, tangents: torch.Tensor, *, mode: ForwardMode)
 class SameDraws:
     """Makes all products at one point draw the same random numbers: they are of one function.
 
-    The first that runs draws what comes next. The others begin where it began, and leave the
-    generators as they found them.
-
     Args:
         device: where the function runs; random numbers may be drawn there and on the CPU.
     """
@@ -174,6 +171,7 @@ class SameDraws:
             return found
         if not self._has_drawn:
             return product(directions)
+        # Begun where the first product began, with the generators left as they were found.
         with torch.random.fork_rng(self.devices):
             torch.set_rng_state(self._start[0])
             for device, state in zip(self.devices, self._start[1:], strict=True):

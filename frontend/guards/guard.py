@@ -106,6 +106,7 @@ class Guard:
             and self._modes.hold()
             and (self._unchanged() or self._same_by_value())
             and self._evidence.contents.same()
+            # A program that writes to memory is right only for what shared it at capture.
             and self._memories(leaves) == self._sharing
         )
         if fits:
@@ -114,6 +115,7 @@ class Guard:
 
     def _find_memory(self) -> None:
         """Notes where the model's tensors lie."""
+        # ``.data = ...`` moves a tensor that stays the same object; arenas are bound to addresses.
         memory = self._layouts_of_tensors.addresses(self.tensors)
         if memory != self._memory:
             self._memory, self.token = memory, object()
@@ -135,6 +137,7 @@ class Guard:
             for name in ("forward", "__call__"):
                 checks.attribute(kind, name, getattr(kind, name))
             checks.bases(kind)
+            # Methods of PyTorch's layers get replaced; those of a user's classes are evidence.
             for base in kind.__mro__[: kind.__mro__.index(nn.Module)]:
                 if is_library(base.__module__):
                     for name, method in vars(base).items():

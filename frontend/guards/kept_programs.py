@@ -79,11 +79,7 @@ AnyEntry = TypeVar("AnyEntry", bound=Entry)
 
 
 class KeptPrograms(Generic[AnyEntry]):
-    """The programs of one module, the last used first.
-
-    The sequence and the table of it by shapes are replaced, never changed: other threads may be
-    looking through them.
-    """
+    """The programs of one module, the last used first."""
 
     def __init__(self) -> None:
         self._entries: tuple[AnyEntry, ...] = ()
@@ -164,6 +160,7 @@ class KeptPrograms(Generic[AnyEntry]):
         rest = [other for other in self._entries if other is not entry]
         shapes = entry.guard.shapes
         alike = (other for other in self._by_shapes.get(shapes, ()) if other is not entry)
+        # Replaced, never changed: other threads may be looking through them.
         self._by_shapes = {**self._by_shapes, shapes: (entry, *alike)}
         self._entries, self._token = (entry, *rest), entry.guard.token
         for other in rest[MAX_WITH_ARENAS - 1 : MAX_WITH_ARENAS]:

@@ -178,6 +178,7 @@ class ShapeCache:
         varied, with_batch = (
             without_numbers(names, programs) for names in (learned(), learned(batch="open"))
         )
+        # The batch did not vary so far; a model that needs its number is compiled without.
         return list(dict.fromkeys([with_batch, varied])) if any(map(any, varied)) else []
 
     def _compiled_with(self, names: Names, inputs: Inputs, goal: Goal) -> CompileResult:
@@ -213,7 +214,8 @@ class ShapeCache:
     def _compiled_once(
         self, sizes: Callable[[], InputSizes], inputs: Inputs, goal: Goal
     ) -> CompileResult:
-        # Symbols of two captures are not the same, so each has a compiler of its own.
+        # Symbols of two captures are not the same, so each has a compiler of its own. It keeps nothing
+        # on disk: an entry there would not bring the questions that were asked of sizes.
         compiler = Compiler(self._options)
         compiled, report = compiler.compile(
             self._model, inputs.args, inputs.kwargs, goal, sizes=sizes

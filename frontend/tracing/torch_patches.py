@@ -152,6 +152,7 @@ def _patch_writes(watcher: _Watcher, thread: int) -> Callable[[], None]:
     store, delete = nn.Module.__setattr__, nn.Module.__delattr__
 
     def setattr_(self: nn.Module, name: str, value: Any) -> None:
+        # An index that is stored is read by other code, which must find a number.
         value = reveal(value)
         if threading.get_ident() == thread and watcher.write(self, name, value):
             return
@@ -304,6 +305,7 @@ def _patch_output(watcher: _Watcher, thread: int) -> Callable[[], None]:
 
     def print_(*values: Any, **kwargs: Any) -> None:
         if threading.get_ident() == thread and is_user_frame(sys._getframe(1)):
+            # Written out now: by the time they are shown, the objects may have changed.
             texts = list(map(str, values))
             if watcher.output(lambda: show(*texts, **kwargs), user_line()):
                 return
@@ -312,6 +314,7 @@ def _patch_output(watcher: _Watcher, thread: int) -> Callable[[], None]:
     def handle_(self: logging.Logger, record: logging.LogRecord) -> None:
         own = record.name.partition(".")[0] in ("torch", "lazyinline")
         if threading.get_ident() == thread and not own:
+            # Likewise: the arguments may have changed by the time it is handled.
             record.msg, record.args = record.getMessage(), None
             if watcher.output(lambda: handle(self, record), user_line()):
                 return

@@ -99,6 +99,7 @@ def _answers(getter: Any) -> bool:
     """Whether a function is one that takes no arguments and tells something plain."""
     try:
         with warnings.catch_warnings():
+            # A getter that warns would do so at each call, when the guard asks again.
             warnings.simplefilter("error")
             return isinstance(getter, _IS_BUILTIN) and isinstance(getter(), _PLAIN)
     except (TypeError, RuntimeError, Warning):

@@ -91,9 +91,9 @@ def feeds_only_lifts(node: torch.fx.Node) -> bool:
 def _spared(dispatch: Callable[..., Any], func: Any, types: Any, args: Any, kwargs: Any) -> Any:
     """Lets a mode run an operator, PyTorch's own without :func:`profiled_calls`."""
     profile: Any = sys.getprofile()
-    # Below PyTorch's own operators run thousands of calls, of PyTorch alone. Somebody else's
-    # operator, or tensors of somebody else's class, may run a user's function, which has to be
-    # seen.
+    # Below PyTorch's own operators run thousands of calls, of PyTorch alone: most of the 386,000
+    # events that a Llama of two layers made. Somebody else's operator, or tensors of somebody
+    # else's class, may run a user's function, which has to be seen.
     is_own = func.namespace in _OWN_NAMESPACES and all(kind is FakeTensor for kind in types)
     if not (is_own and callable(profile)):
         return dispatch(func, types, args, kwargs)
@@ -105,11 +105,7 @@ def _spared(dispatch: Callable[..., Any], func: Any, types: Any, args: Any, kwar
 
 
 class TracingFakeMode(FakeTensorMode):
-    """A fake mode that puts back what real tensors held before the trace.
-
-    An operator that is given real tensors alone (one in a list of the model's) is run, also one
-    that changes them.
-    """
+    """A fake mode that puts back what real tensors held before the trace."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -117,6 +113,7 @@ class TracingFakeMode(FakeTensorMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Runs an operator on fake tensors."""
+        # Given real tensors alone (one in a list of the model's), an operator changes them.
         if func._schema.is_mutable:
             self._keep_real((*args, *(kwargs or {}).values()))
         result = _spared(super().__torch_dispatch__, func, types, args, kwargs)
@@ -301,6 +298,7 @@ class Tracer:
         """Adds a node for a tensor that comes from outside the trace."""
         name = f"outside_{self._num_inputs}"
         self._num_inputs += 1
+        # Past ``nn.Module``, which would register a parameter.
         object.__setattr__(self._tracer.root, name, tensor)
         if self._has_sizes:
             return self._tracer.graph.create_node("get_attr", name, (), {})  # type: ignore[no-any-return]
@@ -409,11 +407,7 @@ class Tracer:
 
 
 class _NodeTable(WeakTensorKeyDictionary):
-    """The tracer's table of which node represents a tensor, with one rule more.
-
-    An operator that returns the tensor it was given (``x.to(x.dtype)``, ``dropout`` in eval
-    mode) does not take over its name: under ``no_grad`` the tensor would lose its gradient.
-    """
+    """The tracer's table of which node represents a tensor, with one rule more."""
 
     _is_renaming = False
 
@@ -427,6 +421,8 @@ class _NodeTable(WeakTensorKeyDictionary):
             self._is_renaming = False
 
     def __setitem__(self, tensor: torch.Tensor, proxy: Any) -> None:
+        # An operator that returns the tensor it was given (``x.to(x.dtype)``, ``dropout`` in eval
+        # mode) does not take over its name: under ``no_grad`` the tensor would lose its gradient.
         if self._is_renaming or tensor not in self or mutated_args(proxy.proxy.node):
             super().__setitem__(tensor, proxy)
 
