@@ -153,7 +153,13 @@ def is_reading(function: Any) -> bool:
 def answer(getter: Callable[[], Any]) -> Any:
     """Asks for something again; returns ABSENT where the answer is nothing that compares."""
     found = getter()
-    return found if isinstance(found, _PLAIN) else ABSENT
+    return found if _is_plain(found) else ABSENT
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a value compares; a stack of modes, which autocast asks for, holds the tracer's."""
+    parts = value if isinstance(value, (tuple, list)) else ()
+    return isinstance(value, _PLAIN) and all(map(_is_plain, parts))
 
 
 @contextmanager
