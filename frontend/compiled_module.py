@@ -180,7 +180,7 @@ def last_report(compiled: nn.Module | TrainingStep) -> CompileReport | None:
         return calls.last_report
     raise PlanError(
         f"This {type(compiled).__name__} was not compiled by lazyinline. Give what compile "
-        "returned (with in_place=True the model itself, which a copy of it is not)."
+        "returned (with in_place=True the model itself; a copy of it is a plain model)."
     )
 
 

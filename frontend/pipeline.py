@@ -86,7 +86,7 @@ class Batch:
             raise PipelineError("A pipeline takes inputs that do not require grad.")
         if why := why_watched((leaf,)) or why_no_memory(leaf):
             raise PipelineError(
-                f"A batch tensor is {why}, and kernels read memory past it. Pass plain tensors."
+                f"A batch tensor is {why}, and kernels bypass it. Pass plain tensors."
             )
         if is_lazy(leaf):  # in the memory of a copy the numbers are what they say
             leaf = leaf.clone()

@@ -30,7 +30,7 @@ class CompileReport(CompileRecord):
             how = "only parts are compiled" if compiled else "not compiled"
             head = [f"{kind}: {how}, {self.ran_eagerly}"]
             return folded("\n".join([*head, *(f"  {line}" for line in part_lines(shown))]))
-        # Graphs that turn out equal share a closure even where no instance was told to share.
+        # Graphs that turn out equal share a closure even where capture shared none.
         saves = self.num_nodes < self.num_nodes_if_inlined
         lines = [self.nothing_shared] if self.nothing_shared and not saves else []
         lines += [

@@ -189,7 +189,7 @@ class TrainingStep(Dispatcher["_StepEntry"]):
         """
         if mode := mode_around() or autograd_mode_around():
             raise PlanError(
-                f"{mode} is active, and a compiled step runs its kernels past it. Call the model "
+                f"{mode} is active, and the kernels of a compiled step bypass it. Call the model "
                 "itself inside, or the step outside."
             )
         try:
@@ -260,7 +260,7 @@ class TrainingStep(Dispatcher["_StepEntry"]):
         refuse_wrappers(walk_modules(self._model))
         if watching := watching_tensor(self._model, leaves):
             raise PlanError(
-                f"A step cannot be compiled: {watching}, and kernels read memory past it. Use "
+                f"A step cannot be compiled: {watching}, and kernels bypass it. Use "
                 "plain tensors, or call the model itself."
             )
         refuse_containers(tree, "compile_step")

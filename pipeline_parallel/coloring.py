@@ -37,8 +37,8 @@ def color_evenly(program: Program, num_stages: int) -> Colors:
     if len(layers) < num_stages:
         raise PipelineError(
             f"The model has {len(layers)} block(s) to spread and num_stages={num_stages}. Use "
-            "fewer stages, or mark the repeated layer class with lazy_inline so that it can be "
-            "told apart."
+            "fewer stages, or mark the repeated layer class with lazy_inline so that it is "
+            "recognised."
         )
     bounds = [layers[len(layers) * s // num_stages] for s in range(1, num_stages)]
     return color_by_bounds(program, bounds)

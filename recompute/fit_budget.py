@@ -261,7 +261,7 @@ class BudgetFit:
         )
 
     def _smallest(self) -> int:
-        """The smallest peak that was reached, and is reached again by whoever asks for it."""
+        """Returns the smallest peak reached, which a budget of so many bytes reaches again."""
         for peak in sorted(set(self._peaks_linked.values())):
             if BudgetFit(*self._begun_with)._search(peak) is not None:
                 return peak

@@ -58,7 +58,7 @@ Policy = Union[PolicyName, Budget, None]  # noqa: UP007
 
 
 def check_policy(policy: object) -> Policy:
-    """Returns a policy if there is such a one.
+    """Returns a policy if it is one.
 
     Raises:
         PlanError: if there is not.

@@ -4,7 +4,7 @@ A container is an object, and the lists and dictionaries in it. Its contents are
 and whole numbers are leaves, which differ from call to call; everything else (classes, names,
 flags) is its form, which is compared. A container that holds anything that is neither has no form.
 
-What a call returns may be, or hold, a container that it was given. Such a one is *known* by its
+What a call returns may be, or hold, a container that it was given. It is then *known* by its
 number, and is brought up to date in place of being made anew: whoever holds it, or a part of it,
 sees what eager would have left there.
 

@@ -63,7 +63,7 @@ class Identity:
 
 
 class Unrepeatable:
-    """Stands for an object that gives something else at each use; equal to nothing, not itself."""
+    """Represents an object that gives something else at each use; equal to nothing, not itself."""
 
     __slots__ = ("target",)
     __hash__ = object.__hash__

@@ -84,7 +84,7 @@ class Kind:
         put: makes an object hold items again, as far as that can be done.
         name: for people, of what was changed; the class's name, if left out.
         is_fixed: an object holds these items for good.
-        is_whole: nothing else tells two objects of these very classes apart.
+        is_whole: two objects of exactly these classes differ in nothing else.
     """
 
     classes: tuple[type, ...]
@@ -392,7 +392,7 @@ KINDS: tuple[Kind, ...] = (
 )
 
 _CLASSES = tuple(dict.fromkeys(cls for kind in KINDS for cls in kind.classes))
-# Of classes without attributes of their own, the rows can be told once and for all.
+# Of classes without attributes of their own, the rows are known once and for all.
 _EXACT: dict[type, tuple[Kind, ...]] = {
     cls: tuple(kind for kind in KINDS if issubclass(cls, kind.classes))
     for cls in _CLASSES

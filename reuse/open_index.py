@@ -13,7 +13,7 @@ from typing import Any
 
 
 class OpenIndex:
-    """Stands for a whole number that each instance of a block has another value of.
+    """Represents a whole number that differs from one instance of a block to another.
 
     Comparisons are noted with their answers: another instance may share if its number answers the
     same. Anything else asked of it reveals its value; a watched list or dictionary does not need
@@ -41,7 +41,7 @@ def is_index(value: Any) -> bool:
 
 
 def reveal(value: Any) -> Any:
-    """Returns the number of an index, which is no secret from then on; other values as they are."""
+    """Returns the number of an index, which counts as read then; other values as they are."""
     if type(value) is not OpenIndex:
         return value
     value._was_asked = True

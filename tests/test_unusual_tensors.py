@@ -171,7 +171,7 @@ def test_parameters_whose_class_sees_operators_run_the_model_itself(
     assert type(found) is type(want)
     torch.testing.assert_close(numbers(found), numbers(want))
     assert "scale is a " in compiled.last_report.ran_eagerly
-    with pytest.raises(PlanError, match=r"scale is a .*sees each operator"):
+    with pytest.raises(PlanError, match=r"scale is a .*intercepts operators"):
         step(x)
 
 
@@ -225,9 +225,9 @@ def test_batches_of_steps_and_pipelines(kind: str, backend: str) -> None:
     batch = Batch(((plain,), {}), 2)
     if kind in WATCHING:
         step(plain)
-        with pytest.raises(PlanError, match="class sees each operator"):
+        with pytest.raises(PlanError, match="class intercepts operators"):
             step(WATCHING[kind](plain))
-        with pytest.raises(PipelineError, match="class sees each operator"):
+        with pytest.raises(PipelineError, match="class intercepts operators"):
             batch.split((WATCHING[kind](plain),), {})
         return
     for x in (plain, LAZY[kind](plain), plain):

@@ -207,8 +207,8 @@ class DifferentiatedRange:
         found = () if derivative is None else derivative.gradient_inputs
         if any(self.wanted.index(self.asked.inputs[i]) not in found for i, _ in self.asked.results):
             raise CaptureError(
-                f"No gradient comes back to what torch.autograd.grad at {self.asked.source} is "
-                "asked for: nothing in the forward leads from there to the output, differentiably."
+                f"torch.autograd.grad at {self.asked.source} gets no gradient: no differentiable "
+                "path in the forward leads from what is asked for to the output."
             )
 
     def spliced(

@@ -158,7 +158,7 @@ class DiskCache:
 
     @contextlib.contextmanager
     def claimed(self, keys: Iterable[str], wait_s: float = 0.0) -> Iterator[list[str]]:
-        """Yields those keys that nobody else is making; who asks for them waits inside.
+        """Yields those keys that nobody else is making; a process that asks for them waits inside.
 
         Args:
             keys: of entries.

@@ -200,7 +200,7 @@ def _shared_blocks(plain: str, start: int, end: int) -> Iterator[tuple[int, int]
 
 
 def _loop_body(plain: str, start: int, clauses: str) -> tuple[int, int]:
-    """Returns the block inside as many loops as a pragma speaks of."""
+    """Returns the block inside as many loops as a pragma collapses."""
     collapsed = _COLLAPSED.search(clauses)
     at = start
     for depth in range(int(collapsed[1]) if collapsed else 1):

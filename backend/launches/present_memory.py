@@ -14,7 +14,7 @@ _address_of = torch.Tensor.data_ptr
 
 
 def check_memory(tensors: Iterable[torch.Tensor], names: Sequence[str] = ()) -> None:
-    """Checks that every tensor has all the memory that its sizes speak of.
+    """Checks that every tensor has all the memory that its sizes need.
 
     Args:
         tensors: what will be given by address.

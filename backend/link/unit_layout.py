@@ -8,7 +8,7 @@ Each part is laid out once, whatever the number of flights. What a buffer is dec
 * a slab holds what one phase of a flight leaves for another, all buffers with the same two phases,
 * an inbox or outbox holds one value on its way to or from another unit.
 
-A run is then told where its regions are, and nothing else.
+A run is then given the places of its regions, and nothing else.
 """
 
 from __future__ import annotations
@@ -211,8 +211,8 @@ class UnitLayout:
             place = self._outbox(number, part, part.outputs[output], wire)
             self._outbox_places.setdefault(spec.way, []).append((place, wire))
         self._spans.append((start, self.layout.time))
-        # A part may launch nothing, and two parts must never share a moment: buffers are told
-        # apart by the part in which they live.
+        # A part may launch nothing, and two parts must never share a moment: buffers
+        # are distinguished by the part in which they live.
         self.layout.time += 1
         return part
 

@@ -228,7 +228,7 @@ class HandedGradients:
                 parameter.grad = gradient
 
     def as_graph_of(self, loss: torch.Tensor) -> torch.Tensor:
-        """Returns a loss whose backward hands the gradients out, for who waits for one."""
+        """Returns a loss whose backward hands the gradients out, for wrappers that need one."""
         self._given = []
         return as_graph(loss, self._parameters, self._handed)
 

@@ -91,7 +91,7 @@ def trace_block(
         before = freeze_arguments(call.leaves, call.spec)
         arg_tensors = [(i, x) for i, x in enumerate(call.leaves) if isinstance(x, torch.Tensor)]
         arg_nodes = {tensors.node_of(x): i for i, x in reversed(arg_tensors)}
-        # An operator that returns its operand takes over its name: for who comes after the block,
+        # An operator that returns its operand takes over its name: for code after the block,
         # the tensor is what it was before.
         given = [x for _, x in arg_tensors]
         inside = [] if slots is None else slots.tensors_in_holders()

@@ -67,7 +67,7 @@ class Subject:
         args: positional inputs.
         kwargs: keyword inputs.
         effects: ``"refuse"`` a forward that does more at each call than compute; ``"undo"`` what
-            it did, for who does not run the program in its place.
+            it did, where the program is not run in its place.
         sizes: makes the sizes that are symbols for each run; None means that all are numbers.
         only_reverse: why derivatives whose mode is open are taken in reverse; empty if they need
             not be.

@@ -84,7 +84,7 @@ class OutsideTensors:
         return any(map(self.attributes_of, fakes))
 
     def attributes_read(self, names: Collection[str]) -> list[dict[str, Any]]:
-        """Returns the attributes of the model's tensors, where code speaks of one of them."""
+        """Returns the attributes of the model's tensors, where code uses the name of one."""
         found = [vars(tensor) for tensor in self._keep if vars(tensor)]
         return [held for held in found if not held.keys().isdisjoint(names)]
 
@@ -154,8 +154,8 @@ class OutsideTensors:
             wants_gradient(self.sources[n]) for n in made if n in self.sources
         ):
             raise CaptureError(
-                "The model's forward returns a tensor that wants a gradient for a tensor of the "
-                "forward's own alone (requires_grad_), to which no caller of a program can get."
+                "The model's forward returns a tensor whose gradient flows only to a tensor made "
+                "in the forward (requires_grad_), which no caller of a compiled program can reach."
             )
 
     def refuse_lost_gradients(self, results: Iterable[Any]) -> None:
@@ -187,9 +187,9 @@ class OutsideTensors:
         if why:
             source = self._names.get(id(tensor))
             raise CaptureError(
-                f"{source.name if source else 'A tensor outside the model'} is {why}, whose "
-                "numbers lie in no memory that a kernel could read: what is computed with it "
-                "cannot be followed, so it cannot be captured."
+                f"{source.name if source else 'A tensor outside the model'} is {why}, which "
+                "has no memory that a kernel could read, so what is computed with it cannot be "
+                "captured."
             )
 
     def is_own(self, tensor: torch.Tensor) -> bool:

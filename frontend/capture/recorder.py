@@ -168,7 +168,7 @@ class Recorder:
         recording = self.recording
         recording.find_changes()
         inside, effects = recording.inside, recording.effects
-        # What a run surely does again is no matter of another run.
+        # What a run surely does again needs no second run to show.
         error, text = effects.refusal(), effects.unsettled()
         if inside.what:
             error = None

@@ -165,7 +165,7 @@ class Recording:
             yield
         finally:
             self.current = parent
-            # A read is noted once, where it happened; whoever is around learns of it here.
+            # A read is noted once, where it happened; the regions around get it here.
             parent.reads.absorb(region.reads)
 
     @contextmanager

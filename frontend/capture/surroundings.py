@@ -90,8 +90,8 @@ class _Deferring:
 
 def _is_changing(frame: Any) -> bool:
     """Whether a frame runs for an import, an operator, or a context that begins or ends."""
-    # Half an import of PyTorch's cannot be repeated in a process, nor half a change undone. Where the
-    # dispatcher in C++ calls Python, an error may end the process (``noexcept``).
+    # Half an import of PyTorch's cannot be repeated in a process, nor half a change undone. Where
+    # the dispatcher in C++ calls Python, an error may end the process (``noexcept``).
     top = frame
     while frame is not None:
         code = frame.f_code

@@ -62,7 +62,7 @@ class CustomFunction:
 
 
 def run_both_ways(apply: Callable[..., Any], args: Sequence[Any]) -> Any:
-    """Applies a function and runs its backward once, for who watches what its Python does.
+    """Applies a function and runs its backward once, so that its Python is watched.
 
     Returns:
         The function's result.
@@ -215,7 +215,7 @@ class ModelWatcher:
         return not self._recording.quiet
 
     def asked(self, reading: Reading) -> None:
-        """Notes what the forward was told, for calls to ask again."""
+        """Notes an answer that the forward got, for calls to ask again."""
         self._recording.asked(reading)
 
     def text(self, tensor: torch.Tensor) -> None:

@@ -111,9 +111,9 @@ def refuse_read_attributes(inputs: Sequence[torch.Tensor], names: Collection[str
         for name in vars(tensor):
             if name in names:
                 raise CaptureError(
-                    f"An input tensor has the attribute {name!r}, and the model's forward speaks "
-                    "of that name. A compiled program would use what it holds now at every call: "
-                    "pass it in as an argument."
+                    f"An input tensor has the attribute {name!r}, and the model's forward uses "
+                    "that name. A compiled program would use what it holds now at every call: pass "
+                    "it in as an argument."
                 )
 
 
@@ -138,7 +138,7 @@ def check_memory(program: Program) -> None:
         name, tensor = source.name, source.tensor
         if why := why_watched((tensor,)):
             raise CaptureError(
-                f"{name} is {why}, and kernels read memory past it. Use a plain tensor, or call "
+                f"{name} is {why}, and kernels bypass it. Use a plain tensor, or call "
                 "the model itself."
             )
         if is_lazy(tensor):
@@ -215,7 +215,7 @@ def watching_tensor(model: nn.Module, leaves: Sequence[Any]) -> str:
         if why and leaf.is_meta:
             check_runnable(model)  # a model without data is refused, as with inputs that have some
         if why:
-            return f"an input is {why}, whose numbers lie in no memory that a kernel could read"
+            return f"an input is {why}, which has no memory that a kernel could read"
     formless = torch_pytree.formless(leaves)
     if formless:
         return f"an input is a {formless}, whose state is more than tensors and numbers"

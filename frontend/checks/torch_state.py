@@ -57,7 +57,7 @@ def why_watched(values: Iterable[Any]) -> str:
     # does, too); kernels are handed its memory, which may hold something else or be none.
     kinds = {type(value) for value in values if isinstance(value, torch.Tensor)}
     watching = [kind for kind in kinds if kind is not torch.Tensor and _watches(kind)]
-    return f"a {watching[0].__name__}, whose class sees each operator" if watching else ""
+    return f"a {watching[0].__name__}, whose class intercepts operators" if watching else ""
 
 
 def _watches(kind: type[torch.Tensor]) -> bool:
@@ -82,7 +82,7 @@ def plain_cotangent(gradient: torch.Tensor) -> torch.Tensor:
     if _sees_below_autograd(kind):
         raise PlanError(
             f"A compiled module was given a {kind.__name__} as a cotangent, whose class sees each "
-            "operator, and kernels read memory past it. Pass plain tensors to backward()."
+            "operator, and kernels bypass it. Pass plain tensors to backward()."
         )
     with torch._C.DisableTorchFunctionSubclass():
         return gradient.as_subclass(torch.Tensor)
@@ -92,7 +92,7 @@ class Modes:
     """The modes and settings, as they are now, that decide what operators compute.
 
     Args:
-        readings: others that a forward asked for, and what it was told.
+        readings: others that a forward asked for, and the answers.
     """
 
     def __init__(self, readings: Mapping[Callable[[], Any], Any]) -> None:

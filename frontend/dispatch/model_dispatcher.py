@@ -166,7 +166,7 @@ class ModelDispatcher(ModuleDispatcher):
         how = " fallback='error' makes that an error." if found.refused is not None else ""
         warnings.warn_explicit(
             f"{type(self.model).__name__} runs eagerly{but}: {found.reason.rstrip('.')}.{how} "
-            "lazyinline.last_report(model) says it at any time.",
+            "See lazyinline.last_report(model).",
             UserWarning,
             *((frame.f_code.co_filename, frame.f_lineno) if frame else ("", 0)),
         )

@@ -129,7 +129,7 @@ class OuterChanges:
     def find(self, reads: Reads) -> list[Any]:
         """Finds what a finished run has changed; returns the new values."""
         what, new = self.contents.what_changed()
-        # Only names that the code which ran speaks of: others are other threads' business.
+        # Only names that the code which ran uses: others are other threads' business.
         self._rebound = list(self._changes(reads.names(), is_equal_enough=not what))
         if self._rebound:
             self.what = self._rebound[0].what
@@ -217,7 +217,7 @@ class ModuleChanges:
 
     Args:
         places: the modules of the model.
-        on_class: told of each class met, of a module or an attribute: code may write there.
+        on_class: called with each class met, of a module or an attribute: code may write there.
 
     Attributes:
         contents: what the objects among the attributes that were read held then.

@@ -338,7 +338,7 @@ class GivenObjects:
         return ("item", key) if type(key) in (int, str) else None
 
     def whole(self, holder: Any) -> None:
-        """Notes that what happens to an object is not told step by step."""
+        """Notes that what happens to an object is not seen step by step."""
         for reader in self._readers():
             if reader.knows(holder):
                 reader.refuse(f"it uses a {type(holder).__qualname__} of an argument as a whole")

@@ -214,8 +214,8 @@ class ShapeCache:
     def _compiled_once(
         self, sizes: Callable[[], InputSizes], inputs: Inputs, goal: Goal
     ) -> CompileResult:
-        # Symbols of two captures are not the same, so each has a compiler of its own. It keeps nothing
-        # on disk: an entry there would not bring the questions that were asked of sizes.
+        # Symbols of two captures are not the same, so each has a compiler of its own. It keeps
+        # nothing on disk: an entry there would not bring the questions that were asked of sizes.
         compiler = Compiler(self._options)
         compiled, report = compiler.compile(
             self._model, inputs.args, inputs.kwargs, goal, sizes=sizes

@@ -42,7 +42,7 @@ class DeclaredSizes(TracedSizes):
     """The symbols of one capture, named by the user.
 
     Args:
-        model: its forward's signature says what ``dynamic_shapes`` speaks of.
+        model: its forward's signature says what ``dynamic_shapes`` names.
         args: example positional inputs.
         kwargs: example keyword inputs.
         dynamic_shapes: as ``torch.export.export`` takes it: by argument name or position, per

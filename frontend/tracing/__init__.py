@@ -6,7 +6,7 @@ torch_patches     the temporary patches that let capture watch a model run
 ways              what a tensor was computed from: by operators, by writes, and as autograd says
 torch_tensor_answers  what a tensor without numbers may answer; all else is reported
 torch_asked_classes  classes of tensors and sizes, asked for by code that asks nobody
-readings          what a forward was told and a call can be asked again
+readings          answers that a forward got and a call can ask for again
 torch_settings    PyTorch's own settings, found by rule
 torch_operators   operators in another form: changes of operands as pure ones, and layouts
 torch_gpu_autocast  autocast as on a GPU, for a model that is traced on the CPU

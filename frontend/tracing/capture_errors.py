@@ -62,13 +62,13 @@ def capture_error(model: nn.Module, error: Exception, *, has_symbols: bool) -> C
     if LEAVES_PYTORCH in text:
         return CaptureError(
             f"{name} cannot be captured: its forward leaves PyTorch{where} (.numpy()), and what "
-            "NumPy computes is in no program. Use PyTorch's functions, or make it an operator "
-            "with torch.library.custom_op."
+            "NumPy computes cannot be in a program. Use PyTorch's functions, or make it an "
+            "operator with torch.library.custom_op."
         )
     if isinstance(error, RecursionError):
         return WrongCallError(
-            f"{name} {CANNOT}: its calls are nested so deep that a capture, which takes some "
-            f"of Python's recursion limit ({sys.getrecursionlimit()}) at each, reaches it."
+            f"{name} {CANNOT}: its calls are nested so deep that a capture, which adds frames "
+            f"to each, reaches Python's recursion limit ({sys.getrecursionlimit()})."
         )
     is_ours = has_symbols or isinstance(error, NotImplementedError)  # no rule for fake tensors
     kind = RaisedError if is_ours else WrongCallError

@@ -178,7 +178,7 @@ def _refuse(question: _Question, frame: FrameType, *, of_tensor: bool) -> None:
         )
     raise CaptureError(
         f"The model's forward asks for the class or identity of a size at {line}, and a size that "
-        "is left open is no number of Python's."
+        "varies is a symbol, not a Python number."
     )
 
 

@@ -96,7 +96,7 @@ def _words(name: str) -> frozenset[str]:
 
 
 def _answers(getter: Any) -> bool:
-    """Whether a function is one that takes no arguments and tells something plain."""
+    """Whether a function takes no arguments and returns something plain."""
     try:
         with warnings.catch_warnings():
             # A getter that warns would do so at each call, when the guard asks again.
@@ -131,7 +131,7 @@ def may_ask(frame: types.FrameType) -> bool:
 
 
 def python_getter(frame: types.FrameType) -> Callable[[], Any] | None:
-    """Returns the function that a frame of PyTorch's runs, if that only tells a setting."""
+    """Returns the function that a frame of PyTorch's runs, if it only returns a setting."""
     code = frame.f_code
     is_getter = _GETTER.match(code.co_name) and not _FIXED.match(code.co_name)
     found = frame.f_globals.get(code.co_name) if is_getter and _is_alone(code) else None
@@ -146,7 +146,7 @@ def setting_of(function: Any) -> str:
 
 
 def is_reading(function: Any) -> bool:
-    """Whether a function in C tells a setting, which the guard can ask for again."""
+    """Whether a function in C returns a setting, which the guard can ask for again."""
     return function.__self__ is torch._C and function.__name__ in settings().getters
 
 

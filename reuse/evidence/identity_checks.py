@@ -4,7 +4,7 @@ A model of a hundred modules needs a thousand of them at each call, so what one 
 native library compares them through CPython's C interface, in some ten nanoseconds each; loops over
 columns of them do where it is not at hand.
 
-Everything is looked at each time, instead of being told of changes (``PyDict_Watch``): that exists
+Everything is looked at each time, and no changes are watched (``PyDict_Watch``): that exists
 from Python 3.12 on only, for eight users per process and for dictionaries alone, and saves little.
 """
 

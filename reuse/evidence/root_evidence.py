@@ -143,7 +143,7 @@ class RootEvidence:
                 return
 
     def _add_holders(self, names: set[str], known: Collection[tuple[int, str]]) -> None:
-        """Adds what classes and modules met on the way hold under the names that code speaks of."""
+        """Adds what classes and modules met on the way hold under the names that code uses."""
         done: set[int] = set()
         todo = list(self.contents.holders.values())
         while todo:

@@ -112,7 +112,7 @@ class SlotReads:
         return [value for value in held if isinstance(value, torch.Tensor)]
 
     def results(self) -> list[Any]:
-        """Returns what was left at the places that were written; notes what was not told."""
+        """Returns what was left at the places that were written; notes what was not seen."""
         for holder, before in self._before:
             now = _contents(holder)
             for key in {**before, **now}:

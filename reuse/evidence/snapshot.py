@@ -47,7 +47,7 @@ class Snapshot:
 
     Args:
         functions: the row of functions: what was put on them, or all that they are made of.
-        on_holder: told of each class and module when it is met.
+        on_holder: called with each class and module when it is met.
 
     Attributes:
         holders: the classes and modules met, and the classes of the objects met: what they hold
@@ -207,7 +207,7 @@ class Snapshot:
         for value, kind, before, _ in changed:
             _put(value, kind, before)
         for value, kind, before, _ in changed:
-            # What a weak reference led to is gone for others, too: no doing of the forward.
+            # What a weak reference led to is gone for others, too: the forward did not do that.
             if not (isinstance(value, weakref.ReferenceType) or _same(kind.read(value), before)):
                 self.lasting = _name_of(value, kind)
 

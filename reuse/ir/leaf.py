@@ -130,7 +130,7 @@ class ModalInterpreter(SizedInterpreter):
 
 
 def _one_hot(index: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
-    """Takes it apart so that a class that there is not remains an error."""
+    """Takes it apart so that a class out of range remains an error."""
     zeros, places = index.new_zeros((*index.shape, num_classes)), index.unsqueeze(-1)
     return zeros.scatter(-1, places, torch.ones_like(places))
 
