@@ -235,7 +235,7 @@ class CompiledModule(nn.Module):
         return self._lazyinline_calls(*args, **kwargs)
 
     def __repr__(self) -> str:
-        """One line about the compiled module, and the model's own text."""
+        """Returns a line about the compiled module, and the model's own text."""
         calls = self._lazyinline_calls
         return f"{folded(f'CompiledModule({calls.summary()})')}\n{calls.model!r}"
 
@@ -318,7 +318,7 @@ def calling(compiled: nn.Module, calls: ModelDispatcher, found: Any) -> Any:
 
 @contextmanager
 def _routed(model: nn.Module, compiled: Callable[..., Any]) -> Iterator[None]:
-    """Calls of the model inside run the compiled one."""
+    """Routes calls of the model inside to the compiled one."""
     state = module_state(model)
     # generate() of transformers compiles the decoding step itself; here that is compiled already.
     asked = hasattr(model, _OWN_COMPILER) and _OWN_COMPILER not in state

@@ -412,7 +412,7 @@ class Pipeline:
         return 0 if self._planned is None else self._planned.arena_bytes
 
     def measured_s(self) -> dict[tuple[int, str], float]:
-        """Mean seconds of each kind of action so far, of all stages; every rank calls it.
+        """Returns mean seconds of each kind of action, of all stages; every rank calls it.
 
         ``plan.simulated(pipe.measured_s())`` says how long a step takes if nothing else costs time.
         """

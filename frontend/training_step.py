@@ -253,7 +253,7 @@ class TrainingStep(Dispatcher["_StepEntry"]):
             self._lock.release()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """A copy compiles anew, at its first call."""
+        """Makes a copy that compiles anew, at its first call."""
         return TrainingStep, self._made_of
 
     def _compile(self, leaves: list[Any], tree: torch_pytree.TreeSpec) -> _StepEntry:
@@ -347,7 +347,7 @@ class _StepEntry:
 
     @without_autocast
     def run_to_graph(self, leaves: Sequence[Any]) -> torch.Tensor:
-        """The same, but that a backward of the loss hands out the gradients."""
+        """Does the same, but a backward of the loss hands out the gradients."""
         with torch.no_grad():
             if not self._batch:
                 self._stage(leaves)

@@ -84,7 +84,7 @@ class ActionTable:
         return any(a.kind == BACKWARD_INPUT for rank in self.ranks for a in rank)
 
     def stages_of(self, rank: int) -> list[int]:
-        """The stages that a rank holds, in order."""
+        """Returns the stages that a rank holds, in order."""
         return [s for s, r in enumerate(self.rank_of) if r == rank]
 
     def in_flight(self) -> list[int]:

@@ -230,7 +230,7 @@ class _Search:
             stack += [(middle, high), (low, middle)]
 
     def _sum(self, index: int) -> float:
-        """The smallest sum of times with no stage longer than a bound."""
+        """Returns the smallest sum of times with no stage longer than a bound."""
         if index not in self._sums:
             self._sums[index] = float(self._tables(index)[-1][-1])
         return self._sums[index]
@@ -343,7 +343,7 @@ def _kept(costs: Sequence[CallCost]) -> np.ndarray:
 
 
 def _owned_bytes(program: Program, units: Sequence[tuple[Path, Call]]) -> np.ndarray:
-    """Bytes of parameters and gradients of every run of units; what several units use once."""
+    """Returns the bytes of parameters and gradients of every run of units, each once."""
     size = len(units) + 1
     owned = np.zeros((size, size))
     tensors = [_tensors(program, path) for path, _ in units]
@@ -395,7 +395,7 @@ def extra_seconds(
 
 
 def hull_steps(options: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
-    """From variant to variant, those that pay best: bytes added, seconds spared; best first."""
+    """Returns the steps between variants that pay best: bytes added, seconds spared."""
     found, here = [], 0
     while here < len(options) - 1:
         rest = range(here + 1, len(options))
@@ -413,12 +413,12 @@ def hull_steps(options: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
 
 
 def stages_per_rank(table: ActionTable) -> int:
-    """The most stages that one rank holds."""
+    """Returns the most stages that one rank holds."""
     return max(len(table.stages_of(r)) for r in range(len(table.ranks)))
 
 
 def _tensors(program: Program, path: Path) -> dict[int, int]:
-    """Bytes of the model's tensors (and their gradients) that a unit's outermost call uses."""
+    """Returns the bytes of tensors (and gradients) that a unit's outermost call uses."""
     sources = dict(zip(program.inputs, program.sources, strict=True))
     found = {}
     for value in program.calls[path[0]].args:
@@ -431,7 +431,7 @@ def _tensors(program: Program, path: Path) -> dict[int, int]:
 
 
 def _least_bytes(bytes_: np.ndarray) -> int:
-    """The smallest possible largest stage."""
+    """Returns the bytes of the smallest possible largest stage."""
     allowed = np.where(np.triu(np.ones(bytes_.shape[1:], np.bool_), 1), bytes_, np.inf)
     table = np.full(bytes_.shape[1], np.inf)
     table[0] = 0.0

@@ -104,7 +104,7 @@ def _ready_s(
     done: dict[Action, float],
     transfer_s: Callable[[Action], float],
 ) -> float | None:
-    """When what an action needs is there; None if that is not known yet."""
+    """Returns when what an action needs is there; None if that is not known yet."""
     times = [0.0]
     for options in _needs(action, table.num_stages):
         made = next((o for o in options if o in done), None)
@@ -226,7 +226,7 @@ _HEAD = ("stage", "rank", "calls", "GFLOP", "forward", "backward", "params", "sa
 
 
 def _table(stages: Sequence[StagePlan]) -> list[str]:
-    """A line for each stage, no wider than a screen: names of layers are cut, numbers never."""
+    """Returns a line for each stage, no wider than a screen: names are cut, numbers never."""
     rows = [
         (
             *(str(n) for n in (s.index, s.rank, s.num_blocks)),
@@ -252,7 +252,7 @@ def _table(stages: Sequence[StagePlan]) -> list[str]:
 
 
 def _span(stage: StagePlan, width: int) -> str:
-    """The first and the last layer; where that is too long, what both begin with is said once."""
+    """Returns the first and the last layer; if too long, with their common beginning once."""
     first, last = stage.first, stage.last
     if first == last:
         return _end_of(first, width)
@@ -265,7 +265,7 @@ def _span(stage: StagePlan, width: int) -> str:
 
 
 def _end_of(path: str, width: int) -> str:
-    """A path, or the end of one that is too long."""
+    """Returns a path, or the end of one that is too long."""
     return path if len(path) <= width else f"...{path[-max(width - 3, 1) :]}"
 
 

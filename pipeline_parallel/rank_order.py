@@ -114,7 +114,7 @@ def _halves(action: Action) -> list[Action]:
 
 
 def _maker(action: Action, table: ActionTable, boundaries: Boundaries) -> Action | None:
-    """The action of the neighbouring stage whose result this one waits for."""
+    """Returns the action of the neighbouring stage whose result this one waits for."""
     if action.kind == BACKWARD_WEIGHT:
         return None  # it goes on from what the early half of its own stage left
     step = -1 if action.kind == FORWARD else 1
@@ -122,7 +122,7 @@ def _maker(action: Action, table: ActionTable, boundaries: Boundaries) -> Action
 
 
 def _taker(action: Action, table: ActionTable, boundaries: Boundaries) -> Action | None:
-    """The action of the neighbouring stage that waits for what this one makes."""
+    """Returns the action of the neighbouring stage that waits for this one's result."""
     if not boundaries.is_sent(action):
         return None
     step = 1 if action.kind == FORWARD else -1

@@ -49,7 +49,7 @@ class _SameCalls:
     num_others: int = 0  # variants compiled that are not among these
 
     def group(self, max_variants: int, allowed: frozenset[int]) -> Group:
-        """The knapsack's view of the variants that are allowed."""
+        """Returns the variants that are allowed as a group of the knapsack."""
         places = sorted(allowed | self.compiled)
         return Group(
             len(self.sites),
@@ -60,7 +60,7 @@ class _SameCalls:
         )
 
     def full(self, counts: Sequence[int], allowed: frozenset[int]) -> tuple[int, ...]:
-        """Counts of all variants, from counts of those in the group."""
+        """Returns counts of all variants, from counts of those in the group."""
         by_variant = dict(zip(sorted(allowed | self.compiled), counts, strict=True))
         return tuple(by_variant.get(i, 0) for i in range(len(self.variants)))
 
@@ -165,7 +165,7 @@ class BudgetFit:
         return tuple(counts) in self._peaks_linked
 
     def _best_linked(self, limit: int) -> Counts | None:
-        """The least work among what has been linked and stays within a limit."""
+        """Returns the least work among what has been linked and stays within a limit."""
         fitting = [list(c) for c, peak in self._peaks_linked.items() if peak <= limit]
         return min(fitting, key=self._extra_s, default=None)
 
@@ -224,7 +224,7 @@ class BudgetFit:
         return sum(n * variant.extra_s for n, variant in self._taken(counts))
 
     def _all_at(self, variant: int) -> Counts:
-        """All calls at one place of their closure's frontier."""
+        """Puts all calls at one place of their closure's frontier."""
         return [
             tuple(
                 len(s.sites) if i == min(variant, len(s.variants) - 1) else 0

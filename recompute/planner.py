@@ -178,7 +178,7 @@ class Planner:
         return Variant(None, num_bytes, point.extra_s, point.extra_flops)
 
     def _inner_variants(self, request: Request) -> list[Variant]:
-        """Variants of a composite: its calls chosen within several budgets, or called again."""
+        """Returns variants of a composite: its calls chosen for budgets, or called again."""
         sites = self.sites(request)
         frontiers = [self.few(s.request) for s in sites]
         groups = [
@@ -232,7 +232,7 @@ def _per_call(request: Request, found: Mapping[int, Choice | None]) -> Choice | 
 
 
 def _bases(joint: torch.fx.GraphModule, names: Sequence[str]) -> set[str]:
-    """Names of the values whose memory the named ones share."""
+    """Returns the names of the values whose memory the named ones share."""
     nodes = {n.name: n for n in joint.graph.nodes}
     found = set()
     for name in names:

@@ -116,7 +116,7 @@ def _saved(derivative: Derivative, sizes: SizesAt) -> Iterator[SavedTensor]:
 
 
 def _computed_again(derivative: Derivative, sizes: SizesAt) -> Iterator[torch.fx.Node]:
-    """Operators of the backward that the forward's results already needed."""
+    """Yields the operators of the backward that the forward's results already needed."""
     if isinstance(derivative.backward, Composite):
         first = derivative.backward.program.calls[0]
         yield from _operators(first.closure, sizes)

@@ -220,7 +220,7 @@ def _put_cell(cell: types.CellType, items: Sequence[Any]) -> None:
 
 
 def _attribute_names(function: Any) -> list[str]:
-    """The names of a function's attributes, but for what others note there."""
+    """Returns the names of a function's attributes, but for what others note there."""
     return [name for name in vars(function) if not name.startswith(_NO_STATE)]
 
 

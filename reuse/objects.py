@@ -97,7 +97,7 @@ def slots_of(kind: type) -> tuple[types.MemberDescriptorType, ...]:
 
 
 def _own_slots(kind: type) -> list[types.MemberDescriptorType]:
-    """The slots of a class statement, not by name: a private name is held under another one."""
+    """Returns the slots of a class, not by name: a private name is held under another."""
     members = vars(kind).values() if "__slots__" in vars(kind) else ()
     return [member for member in members if isinstance(member, types.MemberDescriptorType)]
 

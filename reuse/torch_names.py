@@ -143,7 +143,7 @@ def lazy_modules() -> AbstractContextManager[None]:
 
 @contextmanager
 def wrapped_globals_left() -> Iterator[Callable[[], None]]:
-    """A tracer that starts within it leaves the globals that ``torch.fx.wrap`` marks.
+    """Has a tracer that starts inside leave the globals that ``torch.fx.wrap`` marks.
 
     It would exchange them while it runs, so that the traced Python finds others than a later run.
 

@@ -7,7 +7,7 @@ from link_tree import ROOT
 # something out lowers what it can; none raises one, but for what an issue gives room to: the
 # optimizer in the step (frontend +280, reuse +160, autodiff +150, backend +40).
 CEILINGS: dict[str, tuple[int, int]] = {
-    "frontend": (22_960, 114),
+    "frontend": (22_920, 114),
     "reuse": (7_700, 36),  # the printer writes all of a program, and a parser reads it
     "autodiff": (6_240, 37),
     "recompute": (1_350, 9),

@@ -163,7 +163,7 @@ def moved_leaf(leaf: Leaf, device: torch.device) -> Leaf:
     mode = new_fake_mode(module)
 
     def moved(value: Any) -> Any:
-        """A value on the device: a name of a device, or the stand-in of a tensor there."""
+        """Returns a value on the device: a device's name, or the stand-in of a tensor."""
         if isinstance(value, torch.device):
             return device
         if isinstance(value, torch.Tensor):

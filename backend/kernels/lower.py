@@ -176,7 +176,7 @@ class GpuBackend:
         return _compiled_recipe(as_on_a_gpu)
 
     def recipe(self, leaf: Leaf) -> Recipe:
-        """As for a CPU, but for the attention that the GPU runs."""
+        """Does as for a CPU, but for the attention that the GPU runs."""
         return self._recipe
 
     def lower(self, leaves: Sequence[Leaf], on_done: Callable[[], None]) -> list[Kernel]:

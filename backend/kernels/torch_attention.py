@@ -231,7 +231,7 @@ def _is_reduced(dtype: torch.dtype) -> bool:
 
 
 def _accumulated(dtype: torch.dtype) -> int:
-    """Bytes of an element in which sums of such a type are kept."""
+    """Returns the bytes of an element in which sums of a type are kept."""
     return 4 if _is_reduced(dtype) else dtype.itemsize
 
 
@@ -331,7 +331,7 @@ class _Attention:
         return self._call(operator.getitem, made, 0)
 
     def _repeated(self) -> list[torch.fx.Node]:
-        """The operands, with keys and values repeated where several heads share one."""
+        """Returns the operands, keys and values repeated where several heads share one."""
         query, key, value = (self.operands[name] for name in ("query", "key", "value"))
         num_heads = self._seen("query").shape[1]
         if not self.given["enable_gqa"] or self._seen("key").shape[1] == num_heads:
@@ -343,7 +343,7 @@ class _Attention:
         ]
 
     def _bias(self) -> torch.fx.Node:
-        """The mask as numbers to add, of full shape, in rows that wide loads can read."""
+        """Returns the mask as numbers to add, of full shape, in rows for wide loads."""
         mask, seen, query = self.operands["attn_mask"], self._seen("attn_mask"), self._seen("query")
         num_keys = self._seen("key").shape[2]
         if seen.dtype is torch.bool:

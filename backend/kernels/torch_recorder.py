@@ -366,7 +366,7 @@ class _Recorder(TorchDispatchMode):
 
 
 def _in_place(leaf: Leaf, launches: Sequence[Launch]) -> tuple[tuple[int, int], ...]:
-    """An elementwise sum may be made in its first operand."""
+    """Returns the buffers that may share memory: an elementwise sum and its first operand."""
     if len(launches) != 1 or launches[0].function is not torch.ops.aten.add.out:
         return ()
     first, total = launches[0].args[0], dict(launches[0].kwargs)["out"]

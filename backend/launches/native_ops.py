@@ -111,7 +111,7 @@ def _bmm(args: Sequence[Any], kwargs: dict[str, Any]) -> NativeOp | None:
 def _gemm(
     a: View, b: View, out: View, *, beta: int, routine: str = ""
 ) -> tuple[int | View, ...] | None:
-    """A product of row-major matrices, as the transposed product of BLAS's column-major ones."""
+    """Returns the operation of a row-major product: BLAS's transposed column-major one."""
     if not (a.dtype == b.dtype == out.dtype) or out.dtype not in _TYPES:
         return None
     (rows, columns), inner = out.shape, a.shape[1]

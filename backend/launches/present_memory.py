@@ -60,7 +60,7 @@ def no_address(tensor: torch.Tensor) -> int:
 
 
 def _needed_bytes(tensor: torch.Tensor) -> int:
-    """Bytes of memory up to the last element."""
+    """Returns the bytes of memory up to the last element."""
     last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
     return int((tensor.storage_offset() + last + 1) * tensor.element_size())
 

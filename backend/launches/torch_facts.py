@@ -196,7 +196,7 @@ def for_this_cpu(source: str) -> str:
 
 
 def cpu_kind() -> str:
-    """A digest of what the kernel says about the CPU's model and instruction sets."""
+    """Returns a digest of what the kernel says about the CPU's model and instruction sets."""
     try:
         lines = pathlib.Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:

@@ -143,7 +143,7 @@ class _Estimate:
         self._launches.append(Launch(str(node.target), _cannot_run, (), ()))
 
     def _reads(self, node: torch.fx.Node) -> set[int]:
-        """The buffers that a node reads, itself or through what is fused into it."""
+        """Returns the buffers that a node reads, directly or through what is fused into it."""
         found: set[int] = set()
         for operand in node.all_input_nodes:
             if operand in self._buffer_of:
@@ -170,7 +170,7 @@ class _Estimate:
 
 
 def _viewed(node: torch.fx.Node) -> torch.fx.Node | None:
-    """The node whose memory a view, or a pick of a view's results, shows."""
+    """Returns the node whose memory a view, or a pick of a view's results, shows."""
     if node.op != "call_function" or not node.all_input_nodes:
         return None
     source = node.all_input_nodes[0]

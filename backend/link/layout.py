@@ -259,7 +259,7 @@ class Layout:
 
 
 def _scratch_of(kernels: KernelList) -> list[tuple[int, int]]:
-    """Which launches of a closure allocate scratch, and how much."""
+    """Returns which launches of a closure allocate scratch, and how much."""
     sizes = [(i, scratch_bytes(launch)) for i, launch in enumerate(kernels.launches)]
     return [(i, num_bytes) for i, num_bytes in sizes if num_bytes]
 

@@ -144,7 +144,7 @@ def gradients_of(layout: Layout) -> list[int]:
 
 
 def movable(layout: Layout, placed: Sequence[int]) -> list[bool]:
-    """Which instances only native launches use: those take any address, run by run."""
+    """Returns which instances only native launches use: those take any address."""
     fixed = {
         launch.bases[view.buffer][0]
         for part in layout.parts
@@ -234,7 +234,7 @@ class _Hosts:
                 self.of[guest], self.place[guest] = host, end - size[guest]
 
     def _lowest(self, guest: int, host: int) -> int:
-        """The lowest address in a host that is free all of a guest's life."""
+        """Returns the lowest address in a host that is free all of a guest's life."""
         birth, death = self._padded.birth, self._padded.death
         beside = np.flatnonzero(self.of == host)
         beside = beside[(birth[beside] < death[guest]) & (death[beside] > birth[guest])]

@@ -388,7 +388,7 @@ class CodeWriter:
         return name
 
     def _base(self, placed: Placed) -> Placed:
-        """The local tensor that a view starts from, made here if the user will own it."""
+        """Returns the local tensor that a view starts from, made here if the user gets it."""
         if placed.instance not in self._locals:
             base = _result_base(self._layout, self._part, placed)
             self._make_result(placed.instance, base)
@@ -485,5 +485,5 @@ def _recorded(stream: Stream) -> str:
 
 
 def _event(number: int) -> str:
-    """The name of what is recorded after a launch of a call; the next call uses it again."""
+    """Returns the name of the event after a launch; the next call uses it again."""
     return "entry" if number == ENTRY else f"event{number}"

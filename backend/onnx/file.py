@@ -50,7 +50,7 @@ def save_model(model: ir.Model, path: pathlib.Path, *, external_data: bool | Non
 
 
 def weight_bytes(model: ir.Model) -> int:
-    """Bytes of a model's initializers."""
+    """Returns the bytes of a model's initializers."""
     values = (v.const_value for v in model.graph.initializers.values())
     return sum(v.nbytes for v in values if v is not None)
 

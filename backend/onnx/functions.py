@@ -275,7 +275,7 @@ def _call_paths(program: Program) -> dict[Closure, list[Call]]:
 
 
 def _node_name(call: Call, closure_name: str) -> str:
-    """The module path; the backward of a block says so."""
+    """Returns the module path, with a word for the backward of a block."""
     if not call.path:
         return closure_name
     return f"{call.path}.backward" if closure_name.endswith(".backward") else call.path

@@ -68,7 +68,7 @@ def _correlation(
     dilation: Sequence[int],
     groups: int,
 ) -> Tensor:
-    """The gradient of a weight: one batch as the image, the other as a kernel that slides over it.
+    """Returns a weight's gradient: one batch as the image, the other as a kernel over it.
 
     Stride and dilation change places, channels and batch too; groups stay groups.
     """

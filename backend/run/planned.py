@@ -143,7 +143,7 @@ class PlannedProgram:
         return self._tools.native() if any(code.words for code in self._codes) else None
 
     def inputs_of(self, part: int) -> list[int]:
-        """Which inputs of a part its runner is given (the others are bound, or in the arena)."""
+        """Returns which inputs of a part its runner gets (others are bound, or in the arena)."""
         return self._codes[part].inputs
 
     @property
@@ -194,7 +194,7 @@ class PlannedProgram:
         return sum(code.num_made_per_run for code in self._codes)
 
     def foreign_launches(self) -> list[str]:
-        """Names of the launches that allocate their own results, outside the plan."""
+        """Returns the names of the launches that allocate their own results, outside the plan."""
         launches = (p.launch for part in self.layout.parts for p in part.launches)
         return [launch.name for launch in launches if launch.results]
 

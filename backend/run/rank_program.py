@@ -121,7 +121,7 @@ class RankPlan:
         return joined
 
     def _run_times(self) -> list[int]:
-        """When each run begins: a moment before it, then one for each phase; and the end."""
+        """Returns when runs begin: a moment before each, one per phase; and the end."""
         times = [0]
         for run in self.schedule.runs:
             part = self.part_number(run.unit, run.part)
@@ -188,7 +188,7 @@ class RankPlan:
         return _buffers(dict(enumerate(life for life in found if life[2])))
 
     def moments(self) -> tuple[list[int], list[tuple[int, int]]]:
-        """When each run starts and the last ends; begin and end of each phase.
+        """Returns when each run starts and the last ends; begin and end of each phase.
 
         A moment is a launch; each run has one more, in which its results are taken. Begin and end
         are equal for the moment before a run.

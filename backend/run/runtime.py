@@ -87,7 +87,7 @@ class ClosureRuntime:
         return self._backward.run(boxed)
 
     def rest(self) -> None:
-        """Nothing is held."""
+        """Does nothing: nothing is held."""
 
     def taken_over(self, other: Any, flight: Any) -> Any:
         """See :class:`Runtime`."""

@@ -131,7 +131,7 @@ class UnplannedStep:
         return live_bytes(self._flat)
 
     def foreign_launches(self) -> list[str]:
-        """Names of the closures: each allocates its own results."""
+        """Returns the names of the closures: each allocates its own results."""
         return [launch.leaf.name for launch in self._flat.launches]
 
     def lease(self, tensors: list[torch.Tensor]) -> Lease:
@@ -154,7 +154,7 @@ class UnplannedStep:
         return Lease(torch.empty(0, device="cpu"), (run,), bound, addresses, None)
 
     def rest(self) -> None:
-        """Nothing is held between leases."""
+        """Does nothing: nothing is held between leases."""
 
 
 def live_bytes(flat: FlatProgram) -> int:

@@ -312,7 +312,7 @@ def _region_inputs(
 def _leaked(
     region: Region, nodes: Sequence[torch.fx.Node], returned: set[torch.fx.Node]
 ) -> tuple[torch.fx.Node, ...]:
-    """Results that code outside the block uses, or returns, although the block did not."""
+    """Returns results that code outside the block uses or returns, though the block did not."""
     inside, known = set(nodes), set(region.outputs)
     leaked = [
         n
@@ -335,7 +335,7 @@ def _storage(node: torch.fx.Node) -> int | None:
 def _changed_inputs(
     nodes: Sequence[torch.fx.Node], inputs: Sequence[torch.fx.Node], name: str
 ) -> tuple[int, ...]:
-    """Positions of the inputs whose memory one of the nodes changes."""
+    """Returns the positions of the inputs whose memory one of the nodes changes."""
     # By memory, not by node: a change through a view changes the input as well.
     changed_memory: dict[int | None, torch.fx.Node] = {}
     for node in nodes:

@@ -56,7 +56,7 @@ class NoBlocks(Blocks):
     """Nothing is shared."""
 
     def wants(self, module: nn.Module, around: Region) -> bool:
-        """Never."""
+        """Returns False: no module is a block."""
         return False
 
 
@@ -86,7 +86,7 @@ class RepeatedBlocks(Blocks):
         return kind is not None and kind not in self._too_small and self._repeats(kind, around) > 1
 
     def _repeats(self, kind: int, around: Region) -> int:
-        """How often code of this kind would run if everything around it were shared."""
+        """Returns how often code of this kind would run if everything around it were shared."""
         inside, trusted = False, True
         region: Region | None = around
         while region is not None and region.parent is not None:
@@ -116,7 +116,7 @@ class RepeatedBlocks(Blocks):
             self._runs[id(module)] = (module, runs + 1, num_nodes)
 
     def differs(self, module: nn.Module) -> None:
-        """From now on, what is inside of such modules is looked at on its own merit."""
+        """Has what is inside of such modules judged by itself from now on."""
         kind = self._alike.kind(module)
         if kind is not None:
             self._different.add(kind)

@@ -47,7 +47,7 @@ class Region:
     init_key: InitKey = NO_KEY
 
     def nodes(self) -> list[torch.fx.Node]:
-        """All nodes of the region and of the regions inside it, in order."""
+        """Returns all nodes of the region and of the regions inside it, in order."""
         found: list[torch.fx.Node] = []
         for item in self.items:
             found.extend(item.nodes() if isinstance(item, Region) else [item])

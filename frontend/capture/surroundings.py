@@ -107,7 +107,7 @@ def _is_changing(frame: Any) -> bool:
 
 @contextmanager
 def _interrupted_between_changes() -> Iterator[None]:
-    """An interrupt inside is raised where nothing is half done."""
+    """Raises an interrupt inside where nothing is half done."""
     is_main = threading.current_thread() is threading.main_thread()
     handler = signal.getsignal(signal.SIGINT) if is_main else None
     if not callable(handler) or isinstance(handler, _Deferring):

@@ -191,7 +191,7 @@ class ModelWatcher:
 
     @contextmanager
     def _in_function(self) -> Iterator[None]:
-        """Runs inside are of a custom function; what it applies itself is no operator."""
+        """Marks what runs inside as a custom function's: what it applies is no operator."""
         self._is_in_function = True
         try:
             yield

@@ -206,7 +206,7 @@ class ModuleDispatcher(Dispatcher[ModuleEntry]):
         return f"{how}, {counted(report.num_shared_calls, 'shared call')}"
 
     def __reduce__(self) -> Any:
-        """A copy of a module that holds this has an empty place there: the copy is plain."""
+        """Leaves an empty place in a copy of the module that holds this: the copy is plain."""
         return _no_calls, ()
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -32,7 +32,7 @@ def require_data(state: Compilation) -> Compilation:
 
 @compile_pass("autodiff", goals=("file",), wanted=lambda state: state.goal.train)
 def add_gradients(state: Compilation) -> Compilation:
-    """In training, the program also computes every gradient of the loss."""
+    """Adds every gradient of the loss to the program, in training."""
     from ...backend.onnx.torch_onnx import exact_attention, exact_decompositions
 
     program = state.programs[PARTS[0]]
@@ -82,7 +82,7 @@ def loss_output(program: Program) -> int:
 
 @compile_pass("gradients", goals=("gradients",))
 def take_gradients(state: Compilation) -> Compilation:
-    """A program becomes that of its gradients, once per different closure."""
+    """Makes the program of a program's gradients, once per different closure."""
     program, request = state.captured.program, state.goal.gradients
     assert request is not None
     function = own_derivative(program)
@@ -115,7 +115,7 @@ def take_gradients(state: Compilation) -> Compilation:
 
 
 def _require_same_draws(program: Program, gradients: Program) -> None:
-    """The program of gradients runs the forward again, from where its random numbers began.
+    """Checks that a forward run again for gradients draws the same numbers.
 
     Raises:
         PlanError: if it would draw others.

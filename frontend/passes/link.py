@@ -44,7 +44,7 @@ class OverBudgetError(PlanError):
 
 @compile_pass("link", "flat", goals=LINKED)
 def link_program(state: State) -> State:
-    """All calls are laid out, numbers for symbols; memory is planned: the deferred inline."""
+    """Lays out all calls, numbers for symbols, and plans memory: the deferred inline."""
     state = state if state.flats else linked(state)
     if state.captured.sizes is None:
         return _planned_and_run(state)
@@ -133,7 +133,7 @@ def _closures_run(state: Compilation) -> Runnable:
     wanted=lambda state: state.context.options.target is not None,
 )
 def describe_gpu(state: State) -> State:
-    """For a GPU that is not here: what a run will hold and take, by the plan and the roofline."""
+    """Predicts what a run on a GPU that is not here holds and takes, by plan and roofline."""
     runs, backend = state.runs, state.context.backend
     program = runs.program if isinstance(runs, PlannedRuntime) else runs
     if not isinstance(program, PlannedProgram):
@@ -197,7 +197,7 @@ def _unrecordable(state: Compilation) -> Unplanned | None:
 
 
 def changed_buffer(program: Program, derivative: Derivative | None) -> Unplanned | None:
-    """A state that the forward replaces lies where the backward reads the old one."""
+    """Returns why not to plan where the backward reads a state that the forward replaces."""
     written = {target for _, target in program.writes}
     if derivative is not None and written & set(derivative.kept_inputs):
         return Unplanned("the forward changes a buffer whose old value the backward needs")

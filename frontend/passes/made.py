@@ -34,7 +34,7 @@ def made_by(state: Compilation) -> Made:
 
 
 def _programs(state: Compilation) -> tuple[Program, Program | None]:
-    """The forward and the backward that run; of a step, those of its first micro-batch."""
+    """Returns the forward and the backward that run; of a step, those of its first micro-batch."""
     if state.goal.kind != "step":
         # A rank of a pipeline has parts of its own: what is shown is the whole model.
         forward = state.programs.get(PARTS[0], state.captured.program)
@@ -49,7 +49,7 @@ def _programs(state: Compilation) -> tuple[Program, Program | None]:
 
 
 def _bare(program: Program) -> Program:
-    """The same without the model's tensors, which a report does not keep alive."""
+    """Returns the same without the model's tensors, which a report does not keep alive."""
     return replace(program, sources=())
 
 

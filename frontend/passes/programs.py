@@ -46,7 +46,7 @@ def programs_of(derivative: Derivative) -> dict[str, Program]:
 def returned_of(
     program: Program, derivative: Derivative | None
 ) -> tuple[list[int], list[tuple[str, Any]]]:
-    """How many outputs of each part the user receives, and where a backward's inputs come from."""
+    """Returns how many outputs of each part the user gets, and the sources of a backward."""
     num_results = len(program.outputs)
     if derivative is None:
         return [num_results], []
@@ -61,7 +61,7 @@ def returned_of(
 
 @compile_pass("capture", goals=CAPTURED, wanted=lambda state: state.subject is not None)
 def capture(state: State) -> State:
-    """The model's Python runs once; each different block is traced, every other one is a call."""
+    """Runs the model's Python once: traces each different block, makes every other one a call."""
     subject = state.subject
     assert subject is not None
     seen = capture_model(
@@ -89,7 +89,7 @@ def capture(state: State) -> State:
     "derive", goals=CAPTURED, wanted=lambda state: takes_gradients(state.programs[PARTS[0]])
 )
 def derive(state: State) -> State:
-    """Gradients that the forward itself takes become calls of derivatives, once per closure."""
+    """Turns gradients that the forward takes into calls of derivatives, once per closure."""
     assert state.subject is not None
     modes = state.captured.modes
     try:
@@ -111,7 +111,7 @@ def derive(state: State) -> State:
 
 @compile_pass("autodiff", goals=("module", "step", "gradients", "primitives"))
 def differentiate(state: State) -> State:
-    """With gradients, a program becomes two: a forward, and a backward with the calls reversed."""
+    """Makes two programs for gradients: a forward, and a backward with the calls reversed."""
     if not state.goal.train:
         return state
     program = state.programs[PARTS[0]]
@@ -142,7 +142,7 @@ def with_derivative(state: State, request: Request, derivative: Derivative | Non
 
 @compile_pass("repeat", goals=("step",))
 def repeat_micro_batches(state: State) -> State:
-    """Forward and backward become one program that calls them once per micro-batch."""
+    """Makes one program that calls forward and backward once per micro-batch."""
     assert state.derivative is not None
     batching = state.goal.batching
     composed = step_program(
@@ -161,21 +161,21 @@ def _updates(state: State) -> bool:
 
 @compile_pass("update", goals=("step",), wanted=_updates)
 def update_parameters(state: State) -> State:
-    """The optimizer's updates join the program, each behind its gradient (where asked for)."""
+    """Adds the optimizer's updates, each behind its gradient (where asked for)."""
     composed = with_updates(state.step, state.goal.updates)
     return replace(state, composed=composed, programs={"step": composed.program})
 
 
 @compile_pass("decompose", "aten", goals=WITH_KERNELS, verified="always")
 def decompose(state: State) -> State:
-    """Composite operators are taken apart, once per leaf."""
+    """Takes composite operators apart, once per leaf."""
     programs = {n: state.context.decomposed(p) for n, p in state.programs.items()}
     return replace(state, programs=programs)
 
 
 @compile_pass("lower", "aten", goals=WITH_KERNELS)
 def lower(state: State) -> State:
-    """Kernels are made, once per leaf."""
+    """Makes kernels, once per leaf."""
     new = state.context.lower(state.programs.values())
     reasons = state.context.reasons_for_eager(new)
     failed = [f"@{leaf.name}: {why}" for leaf, why in reasons.items()]
@@ -196,7 +196,7 @@ def estimate(state: State) -> State:
 
 @compile_pass("reduce", "aten", goals=("primitives",))
 def reduce_to_primitives(state: State) -> State:
-    """Operators are taken apart into primitives, once per leaf, as far as rules are known."""
+    """Takes operators apart into primitives, once per leaf, as far as rules are known."""
     programs = {n: state.context.reducer.of(p) for n, p in state.programs.items()}
     return replace(state, programs=programs)
 
@@ -205,7 +205,7 @@ def reduce_to_primitives(state: State) -> State:
 
 
 def differentiable_inputs(program: Program) -> list[int]:
-    """Positions of the inputs that want a gradient: parameters and user inputs that ask for one."""
+    """Returns the positions of inputs that want a gradient: parameters and user inputs."""
     return [index for index, source in enumerate(program.sources) if wants_gradient(source)]
 
 

@@ -207,7 +207,7 @@ def _forward(derived: StageDerivative, flat: FlatProgram) -> PartSpec:
 def _backwards(
     derived: StageDerivative, flats: Mapping[str, FlatProgram], seed: Source, num_models: int
 ) -> list[PartSpec]:
-    """The backward of a stage, or its halves; gradients are added to their sums as they appear."""
+    """Returns a stage's backward, or its halves, with gradients added to their sums."""
     operands = _operands(derived, seed)
     inboxes = [] if derived.stage.num_sent == 0 else [Wire(t) for t in derived.cotangent_types]
     sent = list(enumerate(map(Wire, derived.gradient_types)))
@@ -239,7 +239,7 @@ def _backwards(
 
 
 def _operands(derived: StageDerivative, seed: Source) -> list[list[Source]]:
-    """Where each input of the whole backward comes from, struct by struct."""
+    """Returns where each input of the whole backward comes from, struct by struct."""
     derivative, stage = derived.derivative, derived.stage
     assert derivative is not None
     first = len(stage.program.outputs)

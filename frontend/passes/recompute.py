@@ -25,7 +25,7 @@ def is_asked_for(state: Compilation) -> bool:
 
 @compile_pass("recompute", goals=("module", "step"), wanted=is_asked_for)
 def choose_recompute(state: State) -> State:
-    """Per call, what the forward saves and what the backward computes again (where asked for)."""
+    """Chooses per call what the forward saves and the backward computes again (where asked for)."""
     assert state.request is not None
     sizes, recompute = state.captured.sizes, state.context.recompute
     if sizes is not None:  # weighed at the sizes of the call at hand

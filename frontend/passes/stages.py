@@ -59,7 +59,7 @@ class StageRecompute:
             ) from error
 
     def _policy(self, index: int) -> Policy:
-        """The compiler's policy; a bound on a rank becomes one on a micro-batch of a stage."""
+        """Returns the policy; a bound on a rank becomes one on a stage's micro-batch."""
         policy = self._state.context.options.recompute
         rank = self._table.rank_of[index]
         limit = limit_bytes(self._state, rank)
@@ -127,7 +127,7 @@ def limit_bytes(state: RankCompilation, rank: int) -> int | None:
 
 
 def owned_bytes(stages: Sequence[StageDerivative]) -> int:
-    """Bytes of the model's tensors that stages use, and of the sums of their gradients."""
+    """Returns the bytes of the model's tensors in stages, and of the sums of their gradients."""
     tensors = {id(s.tensor): s.tensor for d in stages for s in d.stage.model_tensors}
     sums = {s.name: t for d in stages for s, t in d.trained_types}
     held = sum(t.numel() * t.element_size() for t in tensors.values())
@@ -151,7 +151,7 @@ def _total(types: Sequence[TensorType]) -> int:
 
 @compile_pass("split", goals=("rank",))
 def split(state: RankCompilation) -> RankCompilation:
-    """Calls are coloured by stage, and shared closures cut where the colours change."""
+    """Colours calls by stage; cuts shared closures where the colours change."""
     program, table = state.programs[PARTS[0]], state.table
     assert state.subject is not None
     colors = colors_of(state.subject.model, program, state.splitting, table, state.costs)
@@ -162,7 +162,7 @@ def split(state: RankCompilation) -> RankCompilation:
 
 @compile_pass("autodiff", goals=("rank",))
 def differentiate_stages(state: RankCompilation) -> RankCompilation:
-    """Each stage becomes a forward and a backward, from the loss to the first."""
+    """Makes a forward and a backward of each stage, from the loss to the first."""
     plain = tuple(derivatives_of(state.stages, state.context.differentiator, halves=False))
     return replace(state, plain=plain, derived=plain, programs=_programs(plain))
 
@@ -184,7 +184,7 @@ def choose_stage_recompute(state: RankCompilation) -> RankCompilation:
 
 @compile_pass("link", "flat", goals=("rank",))
 def link_rank(state: RankCompilation) -> RankCompilation:
-    """All that the rank runs is laid out in the schedule's order: the deferred inline."""
+    """Lays out all that the rank runs in the schedule's order: the deferred inline."""
     order = rank_order(state.table, state.rank, boundaries_of(state.derived))
     state = linked(replace(state, ordered=order))
     planned, report = plan_rank(state), state.report
@@ -200,7 +200,7 @@ def link_rank(state: RankCompilation) -> RankCompilation:
 
 @compile_pass("predict", "flat", goals=("rank",))
 def predict(state: RankCompilation) -> RankCompilation:
-    """The schedule is simulated: what a step of all ranks takes, and the bubble in it."""
+    """Simulates the schedule: what a step of all ranks takes, and the bubble in it."""
     plan = make_plan(state.derived, state.table, state.costs, state.rates)
     return replace(state, predicted=plan)
 

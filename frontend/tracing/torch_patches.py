@@ -183,7 +183,7 @@ def _patch_functions(watcher: _Watcher, thread: int) -> Callable[[], None]:
 
 
 def _patch_scripted(watcher: _Watcher, thread: int) -> Callable[[], None]:
-    """Functions of ``torch.jit``: from the second call on a graph runs with its own derivative."""
+    """Patches functions of ``torch.jit``, which run a graph with its own derivative."""
     kind: Any = torch.jit.ScriptFunction
     run = kind.__call__
 
@@ -201,7 +201,7 @@ def _patch_scripted(watcher: _Watcher, thread: int) -> Callable[[], None]:
 
 
 def _patch_checkpoint(watcher: _Watcher, thread: int) -> Callable[[], None]:
-    """Checkpoint without reentrance runs the function between the two halves of a generator."""
+    """Patches checkpoint without reentrance, whose function runs inside a generator."""
     module: Any = torch.utils.checkpoint
     name = next(name for name in _CHECKPOINT_GENERATORS if hasattr(module, name))
     original = getattr(module, name)
@@ -220,7 +220,7 @@ def _patch_checkpoint(watcher: _Watcher, thread: int) -> Callable[[], None]:
 
 
 def _patch_values(watcher: _Watcher, thread: int) -> Callable[[], None]:
-    """Readers of a tensor's memory that are no operators, so that no trace sees them."""
+    """Patches readers of a tensor's memory that are no operators, which no trace sees."""
 
     def reading(original: Callable[..., Any]) -> Callable[..., Any]:
         def read(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -284,7 +284,7 @@ def _asking_frame() -> types.FrameType:
 
 
 def _patch_texts(watcher: _Watcher, thread: int) -> Callable[[], None]:
-    """Writing out a tensor shows its numbers."""
+    """Patches what writes out a tensor: it shows numbers."""
 
     def writing(original: Any) -> Callable[..., str]:
         def text(self: torch.Tensor, *args: Any, **kwargs: Any) -> str:
@@ -394,7 +394,7 @@ def replace_attributes(owner: Any, attributes: Mapping[str, Any]) -> Callable[[]
 
 
 def _patch_hooks(watcher: _Watcher, thread: int) -> Callable[[], None]:
-    """Hooks on what the nodes of the graph save."""
+    """Patches hooks on what the nodes of the graph save."""
     saving = torch.autograd.graph.saved_tensors_hooks
     enter = saving.__enter__
 

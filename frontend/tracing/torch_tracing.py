@@ -155,7 +155,7 @@ def is_traced(tensor: torch.Tensor) -> bool:
 
 
 def plain_tensor_access() -> AbstractContextManager[Any]:
-    """Reading a tensor's metadata inside does not pass through the tracing modes (10 us each)."""
+    """Lets reads of a tensor's metadata inside pass by the tracing modes (10 us each)."""
     return torch._C.DisableTorchFunction()
 
 
@@ -402,7 +402,7 @@ class Tracer:
         return frozenset(vars(self.to_fake(torch.nn.Parameter(torch.empty(1, device="cpu")))))
 
     def untraced(self) -> AbstractContextManager[Any]:
-        """Operators inside run on fake tensors without becoming nodes."""
+        """Lets operators inside run on fake tensors without becoming nodes."""
         return disable_proxy_modes_tracing()  # type: ignore[no-any-return]
 
 

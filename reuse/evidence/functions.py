@@ -126,7 +126,7 @@ def identity_leak_through(value: Any) -> str:
 
 @functools.lru_cache(maxsize=4096)
 def _ways_in(code: types.CodeType) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The builtin functions, and the methods, that a function names."""
+    """Returns the builtin functions, and the methods, that a function names."""
     found = globals_read(code)
     used = {*code.co_names, *texts_of(code)}
     return tuple(n for n in _BUILTINS if n in found), tuple(sorted(_METHODS & used))

@@ -45,36 +45,36 @@ class IdentityChecks:
         self._others: list[Check] = []
 
     def entry(self, table: Mapping[Any, Any], name: str, value: Any) -> None:
-        """A table holds this very object under a name."""
+        """Checks that a table holds this object under a name."""
         self._facts["entry"] += (table, name, value)
 
     def absent(self, table: Mapping[Any, Any], name: str) -> None:
-        """A table has no such name."""
+        """Checks that a table has no such name."""
         self._facts["absent"] += (table, name, None)
 
     def attribute(self, owner: Any, name: str, value: Any) -> None:
-        """An attribute, looked up as usual, is this very object."""
+        """Checks that an attribute, looked up as usual, is this object."""
         self._facts["attribute"] += (owner, name, value)
 
     def captured(self, cell: CellType, value: Any) -> None:
-        """A captured variable holds this very object."""
+        """Checks that a captured variable holds this object."""
         self.attribute(cell, "cell_contents", value)
 
     def kind(self, owner: Any, kind: type) -> None:
-        """An object is of this very class."""
+        """Checks that an object is of exactly this class."""
         self._facts["class"] += (owner, None, kind)
 
     def bases(self, owner: type) -> None:
-        """A class has the same classes to look names up in, in the same order."""
+        """Checks that a class looks names up in the same classes, in the same order."""
         self.attribute(owner, "__mro__", owner.__mro__)
 
     def held_in(self, owner: Any, kind: type, table: dict[str, Any]) -> None:
-        """An object is of this very class, and has its attributes in this very dictionary."""
+        """Checks that an object is of exactly this class, with this dictionary of attributes."""
         self.kind(owner, kind)
         self._facts["own attribute"] += (owner, "__dict__", table)
 
     def values(self, table: dict[Any, Any]) -> None:
-        """A dictionary holds what it holds now, in this order."""
+        """Checks that a dictionary holds what it holds now, in this order."""
         fact = (table, None, tuple(_values_of(table)))
         if isinstance(table, OrderedDict) and table:
             # Its order is its own, and no function of Python.h tells it.
@@ -83,16 +83,16 @@ class IdentityChecks:
             self._facts["values"] += fact
 
     def names(self, table: Mapping[Any, Any]) -> None:
-        """A table has the names that it has now, in this order."""
+        """Checks that a table has the names that it has now, in this order."""
         names = [*table]
         self._others.append(lambda: [*table] == names)
 
     def holds(self, check: Check) -> None:
-        """Another check holds."""
+        """Adds another check."""
         self._others.append(check)
 
     def still_like(self, value: Any, before: Any) -> None:
-        """A value that took another's place is as good still, whatever was done to it since."""
+        """Checks that a value which took another's place still equals it."""
         if value is not before and not is_constant(value):
             self.holds(partial(same_value, value, before))
 

@@ -275,7 +275,7 @@ def _uses_inspect(reads: Reads) -> bool:
 
 
 def _operators(kind: type) -> set[str]:
-    """The methods of a class that Python calls without any code naming them: ``__len__``."""
+    """Returns methods of a class that Python calls though no code names them: ``__len__``."""
     return {
         name
         for base in kind.__mro__
@@ -299,7 +299,7 @@ def _own_names(holder: Any, names: set[str]) -> Iterator[str]:
 
 
 def _tables(owner: Any) -> Iterator[Mapping[str, Any]]:
-    """The dictionaries that a name of an owner is looked up in, in order."""
+    """Yields the dictionaries that a name of an owner is looked up in, in order."""
     if type(owner) is dict:
         yield owner
         return
