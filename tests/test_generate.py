@@ -165,6 +165,6 @@ def test_classes_of_outputs_of_other_models_are_not_looked_into() -> None:
     run = compiled(gpt2().eval())
     with torch.no_grad():
         run(tokens(4))
-    contents = vars(run)["_lazyinline_calls"].entries.first.guard._evidence._contents
+    contents = vars(run)["_lazyinline_calls"].entries.first.guard._evidence.contents
     assert contents.has_met(CausalLMOutputWithCrossAttentions)
     assert not contents.has_met(BaseModelOutputWithNoAttention)
