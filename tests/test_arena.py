@@ -17,7 +17,7 @@ from problem_csv import read_problem_csv, write_offsets_csv
 
 from lazyinline.backend.arena import packing
 from lazyinline.backend.arena.arena import ArenaPlan, plan
-from lazyinline.backend.arena.live_ranges import Buffers, breadth, lower_bound
+from lazyinline.backend.arena.live_ranges import Buffers, IntArray, breadth, lower_bound
 from lazyinline.backend.arena.repeats import chains, patterns, splits
 from lazyinline.backend.launches import torch_native
 from lazyinline.reuse.errors import PlanError, VerifyError
@@ -270,6 +270,106 @@ def test_a_large_training_step_is_planned_in_as_many_calls_as_a_small_one(
         counts.append(num_calls(lambda step=step, found=found: found.append(plan(step))))
         assert found[0].ratio <= 1.005
     assert counts[1] <= 1.1 * counts[0], counts
+
+
+# Exact search.
+
+# Six buffers that first fit along no order tried packs into the 19 bytes that are live at once.
+PUZZLE = Buffers(
+    np.array([3, 5, 0, 6, 5, 7]),
+    np.array([9, 10, 6, 12, 11, 12]),
+    np.array([4, 1, 6, 5, 6, 3]),
+)
+# Nine of which 13 bytes are live at once, and which need 14.
+WITHOUT = Buffers(
+    np.array([7, 8, 0, 9, 2, 3, 1, 0, 9]),
+    np.array([9, 12, 5, 10, 8, 9, 3, 1, 11]),
+    np.array([4, 4, 7, 7, 2, 4, 3, 6, 1]),
+)
+MANY_STEPS = 10**8
+
+
+def found_peak(buffers: Buffers, steps: int = MANY_STEPS) -> int | None:
+    """Returns the peak of what is found, from no sharing at all on; checks it for overlaps."""
+    most = int(buffers.size.sum()) + 1
+    offsets = torch_native.exact_search(buffers, lower_bound(buffers), most, steps)
+    if offsets is None:
+        return None
+    check_no_overlap(buffers.birth, buffers.death, offsets, buffers.size)
+    return int((offsets + buffers.size).max())
+
+
+def test_a_puzzle_that_first_fit_misses() -> None:
+    assert plan(PUZZLE, alignment=1).peak_bytes == 20
+    found = plan(PUZZLE, alignment=1, exact=torch_native.exact_search)
+    check(PUZZLE, found, 1)
+    assert (found.peak_bytes, found.method) == (19, "exact search")
+
+
+def test_what_cannot_be_planned_at_the_bound_is_planned_right_above_it() -> None:
+    assert (lower_bound(WITHOUT), found_peak(WITHOUT)) == (13, 14)
+
+
+@given(st.lists(rows, min_size=1, max_size=6).map(from_rows))
+@settings(max_examples=40)
+def test_the_search_finds_what_trying_all_orders_finds(buffers: Buffers) -> None:
+    buffers = buffers.take(buffers.size > 0)
+    orders = itertools.permutations(range(len(buffers)))
+    plans = (torch_native.first_fit(buffers, np.array(order, np.int64)) for order in orders)
+    if len(buffers):
+        assert found_peak(buffers) == min(int((p + buffers.size).max()) for p in plans)
+
+
+@given(problems(40))
+@settings(max_examples=100)
+def test_searched_plans_are_valid_and_not_worse(buffers: Buffers) -> None:
+    options = {"effort_s": 0.02, "fit": torch_native.first_fit}
+    found = plan(buffers, **options, exact=torch_native.exact_search)
+    check(buffers, found)
+    assert found.peak_bytes <= plan(buffers, **options).peak_bytes
+
+
+def test_the_search_keeps_to_its_steps_and_finds_the_same_every_time() -> None:
+    assert found_peak(PUZZLE, 0) is None
+    assert found_peak(PUZZLE, 10) is None  # a step is a buffer looked at
+    hard = random_problem(3, 200)
+    peaks = [found_peak(hard, steps) for steps in (10**3, 10**6, 10**7)]
+    assert peaks[0] is None
+    assert peaks[1:] == [found_peak(hard, steps) for steps in (10**6, 10**7)]
+
+
+def test_the_search_is_asked_only_where_the_plan_is_not_enough() -> None:
+    asked: list[tuple[int, int, int]] = []
+
+    def exact(buffers: Buffers, enough: int, peak: int, steps: int) -> None:
+        asked.append((len(buffers), enough, peak))
+
+    assert plan(PUZZLE, alignment=1, enough=1.06, exact=exact).peak_bytes == 20
+    assert not asked
+    assert plan(PUZZLE, alignment=1, exact=exact).peak_bytes == 20
+    assert asked == [(6, 19, 20)]
+    plan(random_problem(2, 2500), effort_s=0.1, exact=exact)
+    assert len(asked) == 1
+
+
+def test_a_training_step_is_searched_on_chains_of_equal_buffers(
+    training_buffers: ModuleType,
+) -> None:
+    step = training_buffers.training_step(
+        training_buffers.SAVED, layers=8, micro_batches=4, in_flight=2
+    )
+    asked: list[int] = []
+
+    def exact(buffers: Buffers, enough: int, peak: int, steps: int) -> IntArray | None:
+        asked.append(len(buffers))
+        return torch_native.exact_search(buffers, enough, peak, steps)
+
+    options = {"effort_s": 0.3, "enough": 1.005, "fit": torch_native.first_fit}
+    assert plan(step, **options).ratio > 1.005
+    found = plan(step, **options, exact=exact)
+    check_no_overlap(step.birth, step.death, found.offsets, step.size)
+    assert found.ratio <= 1.005
+    assert max(asked) < len(step) / 2
 
 
 # Published problems and files.

@@ -5,14 +5,15 @@ from link_tree import ROOT
 
 # Lines and files of each top folder, without pictures' library and licences. A commit that takes
 # something out lowers what it can; none raises one, but for what an issue gives room to: the
-# optimizer in the step (frontend +280, reuse +160, autodiff +150, backend +40).
+# optimizer in the step (frontend +280, reuse +160, autodiff +150, backend +40), the planner's exact
+# search (backend +250).
 CEILINGS: dict[str, tuple[int, int]] = {
     "frontend": (22_920, 114),
     "reuse": (7_700, 36),  # the printer writes all of a program, and a parser reads it
     "autodiff": (6_240, 37),
     "recompute": (1_350, 9),
     "pipeline_parallel": (2_970, 12),
-    "backend": (11_640, 52),
+    "backend": (11_890, 52),
 }
 SUFFIXES = (".py", ".cpp", ".h", ".js", ".css", ".html", ".jinja")
 SLACK = 300  # a ceiling further above than this has not been lowered

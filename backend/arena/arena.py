@@ -9,6 +9,7 @@ and stops as soon as one reaches the lower bound:
 2. best fit along time (:func:`.packing.sweep`)
 3. first fit along several orders, each improved by moving up the buffers that end above the lower
    bound, on chains of equal buffers (:func:`.packing.attempts`); quadratic time
+4. few buffers, or few once repeats are joined: exact search (``exact``), of so many steps
 
 What is worth trying is decided by a model of its cost, not by a clock: a plan does not depend on
 how fast the machine is.
@@ -22,7 +23,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from .live_ranges import Buffers, IntArray, lower_bound
-from .packing import FirstFit, attempts, first_fit, orders, sweep
+from .packing import ExactSearch, FirstFit, attempts, first_fit, orders, sweep
 from .repeats import (
     Contraction,
     Layers,
@@ -50,6 +51,11 @@ GOOD_SPLIT, POOR_SPLIT = 1.0005, 1.05
 GAP_POWERS = 20
 # A larger problem is not packed by first fit.
 MAX_FIRST_FIT = 100_000
+# A larger problem is not searched exactly. Others are with this many steps per second of effort,
+# about a second of a CPU, and variants of them with one of so many shares of that.
+MAX_EXACT = 2000
+EXACT_STEPS_PER_S = 10**9
+EXACT_SHARES = 8
 # Passes without gain after which an order goes to the end of the queue.
 PATIENCE = 8
 # Passes over all orders together after which improving gives up.
@@ -86,6 +92,7 @@ def plan(
     effort_s: float = EFFORT_S,
     enough: float = 1.0,
     fit: FirstFit = first_fit,
+    exact: ExactSearch | None = None,
 ) -> ArenaPlan:
     """Plans an arena.
 
@@ -96,13 +103,14 @@ def plan(
             effort gives the same plan everywhere. The near-linear part is always done.
         enough: ratio of peak to lower bound at which to stop.
         fit: does what :func:`.packing.first_fit` does; the plan is the same, and sooner there.
+        exact: searches where these plans are not enough, with the same effort again; None for not.
     """
     padded = buffers.aligned(alignment)
     sized = np.flatnonzero(padded.size)
     problem = padded.take(sized)
     best = _Best(problem, enough)
     if len(problem):
-        _search(problem, best, effort_s, fit)
+        _search(problem, best, effort_s, fit, exact)
     offsets = np.zeros(len(buffers), np.int64)
     offsets[sized] = best.offsets
     return ArenaPlan(offsets, best.peak, best.bound, best.method)
@@ -117,7 +125,7 @@ class _Best:
         self.peak = 0
         self.method = "empty"
         self._problem = problem
-        self._enough = self.bound + int((enough - 1.0) * self.bound)
+        self.enough = self.bound + int((enough - 1.0) * self.bound)
 
     def offer(self, method: str, offsets: IntArray) -> int:
         """Takes a plan of the whole problem; returns its peak."""
@@ -128,15 +136,36 @@ class _Best:
 
     @property
     def is_enough(self) -> bool:
-        return self.method != "empty" and self.peak <= self._enough
+        return self.method != "empty" and self.peak <= self.enough
 
 
-def _search(problem: Buffers, best: _Best, effort_s: float, fit: FirstFit) -> None:
+def _search(
+    problem: Buffers, best: _Best, effort_s: float, fit: FirstFit, exact: ExactSearch | None
+) -> None:
     layered = _plan_repeats(problem, best, effort_s, fit)
     if not best.is_enough and _sweep_cost_s(len(problem)) <= effort_s:
         best.offer("sweep", sweep(problem))
-    if not best.is_enough and len(problem) <= MAX_FIRST_FIT:
-        _improve(_variants(problem, layered), best, effort_s, fit)
+    if best.is_enough or len(problem) > MAX_FIRST_FIT:
+        return
+    variants = _variants(problem, layered)
+    _improve(variants, best, effort_s, fit)
+    if exact is not None and not best.is_enough:
+        _search_exactly(variants, best, int(effort_s * EXACT_STEPS_PER_S), exact)
+
+
+def _search_exactly(
+    variants: list[Contraction], best: _Best, steps: int, exact: ExactSearch
+) -> None:
+    """Searches small variants first, with a share of the steps: what can be found is found soon."""
+    able = {len(v.problem): v for v in variants if len(v.problem) <= MAX_EXACT}
+    for count, variant in able.items():
+        share = steps if count == max(able) else steps // EXACT_SHARES
+        enough = max(best.enough, lower_bound(variant.problem))
+        offsets = exact(variant.problem, enough, best.peak, share)
+        if offsets is not None:
+            best.offer("exact search", variant.expand(offsets))
+        if best.is_enough:
+            break
 
 
 def _plan_repeats(

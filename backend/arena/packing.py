@@ -17,6 +17,8 @@ import numpy as np
 from .live_ranges import Buffers, IntArray, breadth
 
 FirstFit = Callable[[Buffers, IntArray], IntArray]
+ExactSearch = Callable[[Buffers, int, int, int], IntArray | None]
+"""Given buffers with bytes, ``enough``, ``peak`` and steps: a plan below ``peak``, or None."""
 
 # How far buffers above the lower bound move up in an order, as a part of its length.
 PROMOTION = 0.5

@@ -179,6 +179,21 @@ def first_fit(buffers: Buffers, order: IntArray) -> IntArray:
     return offsets
 
 
+def exact_search(buffers: Buffers, enough: int, peak: int, steps: int) -> IntArray | None:
+    """Looks for a plan of fewer than ``peak`` bytes: an :data:`..arena.packing.ExactSearch`.
+
+    Raises:
+        NotBuiltError: if the library cannot be built.
+    """
+    function = _library().lazyinline_exact_search
+    function.argtypes = [*[ctypes.c_void_p] * 4, *[ctypes.c_int64] * 4]
+    function.restype = ctypes.c_int64
+    offsets = np.zeros(len(buffers), np.int64)
+    columns = (buffers.birth, buffers.death, buffers.size, offsets)
+    found = function(*(c.ctypes.data for c in columns), len(buffers), enough, peak, steps)
+    return offsets if found < peak else None
+
+
 def kernel_address(function: Callable[..., Any]) -> int | None:
     """Returns where an Inductor C++ kernel is, or None if ``function`` is something else."""
     if isinstance(function, BuiltKernel):

@@ -25,12 +25,12 @@ from ...reuse.errors import PlanError
 from ...reuse.ir.program import Leaf
 from ..arena.arena import ALIGNMENT, ArenaPlan, plan
 from ..arena.live_ranges import Buffers, IntArray, lower_bound
-from ..arena.packing import FirstFit, lowest_gap
+from ..arena.packing import lowest_gap
 from ..gpu.targets import HERE, Place
 from ..gpu.torch_triton import aligned_arguments
 from ..launches import torch_native
 from ..launches.kernel_list import KernelList, View
-from ..launches.torch_native import first_fit
+from ..launches.torch_native import exact_search, first_fit
 from .layout import Instance, Layout, PlacedLaunch, buffers_of
 
 # A plan within half a percent of the lower bound is good enough to stop looking.
@@ -99,13 +99,8 @@ def planned_overlaid(layout: Layout, tools: Tools) -> Placement | None:
         return None
     both = [[layout.instances[i] for i in part] for part in (placed, gradients)]
     buffers, can_move = buffers_with_gradients(*both), movable(layout, placed)
-    found = tools.plan(
-        buffers,
-        [len(gradients), *map(int, can_move)],
-        lambda: plan_overlaid(
-            buffers, can_move, first_fit, effort_s=_PLAN_EFFORT_S, enough=_ENOUGH
-        ),
-    )
+    asked = [len(gradients), *map(int, can_move)]
+    found = tools.plan(buffers, asked, lambda: plan_overlaid(buffers, can_move))
     arena_bytes, overlay = overlay_of(found, placed, gradients, layout)
     if not overlay.guests:
         return None
@@ -121,17 +116,12 @@ def _by_instance(layout: Layout, placed: Sequence[int], arena: ArenaPlan) -> lis
 
 def place(buffers: Buffers, tools: Tools) -> ArenaPlan:
     """Places buffers in an arena as well as a program's are placed."""
-    return tools.plan(
-        buffers,
-        (tools.alignment,),
-        lambda: plan(
-            buffers,
-            alignment=tools.alignment,
-            effort_s=_PLAN_EFFORT_S,
-            enough=_ENOUGH,
-            fit=first_fit,
-        ),
-    )
+    return tools.plan(buffers, (tools.alignment,), lambda: _plan(buffers, tools.alignment))
+
+
+def _plan(buffers: Buffers, alignment: int) -> ArenaPlan:
+    how = {"effort_s": _PLAN_EFFORT_S, "enough": _ENOUGH}
+    return plan(buffers, alignment=alignment, **how, fit=first_fit, exact=exact_search)
 
 
 def gradients_of(layout: Layout) -> list[int]:
@@ -162,17 +152,15 @@ def buffers_with_gradients(instances: Sequence[Instance], gradients: Sequence[In
     return buffers_of([*instances, *kept])
 
 
-def plan_overlaid(
-    buffers: Buffers, can_move: Sequence[bool], fit: FirstFit, *, effort_s: float, enough: float
-) -> ArenaPlan:
+def plan_overlaid(buffers: Buffers, can_move: Sequence[bool]) -> ArenaPlan:
     """Plans ``len(can_move)`` buffers, in memory of the gradients that follow or in an arena."""
     padded = buffers.aligned(ALIGNMENT)
     num_placed = len(can_move)
     hosts = _Hosts(padded, buffers.size, num_placed)
-    waiting = hosts.fill(np.flatnonzero(can_move), fit)
+    waiting = hosts.fill(np.flatnonzero(can_move))
     hosts.squeeze_in(waiting)
     rest = np.flatnonzero(hosts.of < 0)
-    arena = plan(buffers.take(rest), effort_s=effort_s, enough=enough, fit=fit)
+    arena = _plan(buffers.take(rest), ALIGNMENT)
     starts, peak_bytes = hosts.starts(arena.peak_bytes)
     offsets = np.concatenate([hosts.place, starts])
     guests = np.flatnonzero(hosts.of >= 0)
@@ -200,7 +188,7 @@ class _Hosts:
         self.of = np.full(num_placed, -1, np.int64)
         self.place = np.zeros(num_placed, np.int64)
 
-    def fill(self, waiting: IntArray, fit: FirstFit) -> IntArray:
+    def fill(self, waiting: IntArray) -> IntArray:
         """Packs one host after the other by first fit, what dies last first; returns the rest."""
         birth, death, size = self._padded.birth, self._padded.death, self._padded.size
         for host in self._hosts:
@@ -210,7 +198,7 @@ class _Hosts:
                 continue
             # What dies last is placed first, at the bottom: what dies sooner fits above it.
             sub = self._padded.take(found)
-            places = fit(sub, np.lexsort((-sub.size, -sub.death)))
+            places = first_fit(sub, np.lexsort((-sub.size, -sub.death)))
             fits = places + sub.size <= room
             self.of[found[fits]], self.place[found[fits]] = host, places[fits]
             waiting = np.setdiff1d(waiting, found[fits], assume_unique=True)
