@@ -43,10 +43,8 @@ _NOT_NOTED = frozenset(nn.Module().__dict__) - {"training"} | {
 }
 _CHILDREN = ("_modules", "_parameters", "_buffers")
 # What reading os.environ runs; it captures the encoding, which Python fixes when it starts.
-_ENVIRONMENT_CODES = frozenset(
-    getattr(os.environ, name).__code__
-    for name in ("encodekey", "encodevalue", "decodekey", "decodevalue")
-)
+_CODERS = ("encodekey", "encodevalue", "decodekey", "decodevalue")
+_ENVIRONMENT_CODES = frozenset(getattr(os.environ, name).__code__ for name in _CODERS)
 _IMPORTERS = frozenset({"__import__", "import_module"})
 _MAX_OUTSIDE_DEPTH = 8
 _DATA = (bool, int, float, str, tuple, list, dict, set, frozenset, deque)
@@ -56,6 +54,9 @@ _KNOWN_BY_STRUCTURE = (torch.Tensor, nn.Module)
 _GETTERS_IN_C = (types.MemberDescriptorType, types.GetSetDescriptorType)
 # Data outside may be a library's whole registry: past so many objects, identity has to do.
 _OUTSIDE = Freezer(by_identity=(types.FunctionType,), max_items=256)
+
+
+_Seen = dict[int, tuple[int, Any]]  # how deep a walk has come to an object, and the object
 
 
 class AttributeRead(NamedTuple):
@@ -209,11 +210,12 @@ class Reads:
             names = (*names, *texts_of(code))
         if not _IMPORTERS.isdisjoint(code.co_names):
             imports = (*imports, *texts_of(code))
+        seen: _Seen = {}
         for name in names:
             if name in scope:
-                self._outside(scope, name, code.co_names, 0)
+                self._outside(scope, name, code.co_names, 0, seen)
         for name in imports:
-            self._named_attributes(sys.modules.get(name), code.co_names, 0)
+            self._named_attributes(sys.modules.get(name), code.co_names, 0, seen)
         for value in captured:
             # A cache to which nothing outside has led is given, or made in the run: a part of a
             # method of its own captures it, as in ``any(x.is_full for x in self.layers)``.
@@ -221,7 +223,7 @@ class Reads:
             if is_container(value) and not is_known:
                 continue
             self.unseen = self.unseen or identity_leak_through(value)
-            self._named_attributes(value, code.co_names, 0)
+            self._named_attributes(value, code.co_names, 0, seen)
 
     def places(self) -> list[tuple[Any, str]]:
         """Returns every (owner, name) outside the model that was looked up."""
@@ -251,7 +253,9 @@ class Reads:
         elif id(owner) in self.owners:
             self._named_attributes(owner, names, 0)
 
-    def _outside(self, owner: Any, name: str, names: tuple[str, ...], depth: int) -> None:
+    def _outside(
+        self, owner: Any, name: str, names: tuple[str, ...], depth: int, seen: _Seen
+    ) -> None:
         value = look_up(owner, name)
         if is_own_patch(value):
             return
@@ -261,25 +265,34 @@ class Reads:
             if self.seen is not None:
                 self.seen(owner, name, value)
             self.unseen = self.unseen or identity_leak_through(value)
-        self._named_attributes(value, names, depth + 1)
+        self._named_attributes(value, names, depth + 1, seen)
 
-    def _library(self, module: types.ModuleType, names: tuple[str, ...], depth: int) -> None:
+    def _library(
+        self, module: types.ModuleType, names: tuple[str, ...], depth: int, seen: _Seen
+    ) -> None:
         """Notes functions of a library, which get replaced, and plain data (``sys.argv``)."""
         for name in names:
             value = vars(module).get(name)
             if isinstance(value, types.ModuleType):
                 if depth <= _MAX_LIBRARY_DEPTH:
-                    self._named_attributes(value, names, depth + 1)
+                    self._named_attributes(value, names, depth + 1, seen)
             elif callable(value) or (type(value) in _DATA and value is not sys.modules):
-                self._outside(module, name, (), _MAX_OUTSIDE_DEPTH)
+                self._outside(module, name, (), _MAX_OUTSIDE_DEPTH, {})
 
-    def _named_attributes(self, owner: Any, names: tuple[str, ...], depth: int) -> None:
+    def _named_attributes(
+        self, owner: Any, names: tuple[str, ...], depth: int, seen: _Seen | None = None
+    ) -> None:
+        # Members of an enumeration lead to their class, and that to them, by ever more ways.
+        seen = {} if seen is None else seen
+        if seen.get(id(owner), (_MAX_OUTSIDE_DEPTH + 1, owner))[0] <= depth:
+            return
+        seen[id(owner)] = (depth, owner)
         if isinstance(owner, types.ModuleType) and is_library(owner.__name__):
-            self._library(owner, names, depth)
+            self._library(owner, names, depth, seen)
         if depth < _MAX_OUTSIDE_DEPTH and may_hold_state(owner):
             for name in names:
                 if look_up(owner, name) is not ABSENT:
-                    self._outside(owner, name, names, depth)
+                    self._outside(owner, name, names, depth, seen)
 
 
 def _value_at(module: nn.Module, name: str, where: Where) -> Any:
