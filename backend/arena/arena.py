@@ -51,11 +51,11 @@ GOOD_SPLIT, POOR_SPLIT = 1.0005, 1.05
 GAP_POWERS = 20
 # A larger problem is not packed by first fit.
 MAX_FIRST_FIT = 100_000
-# A larger problem is not searched exactly. Others are with this many steps per second of effort,
-# about a second of a CPU, and variants of them with one of so many shares of that.
+# A larger problem is not searched exactly. Others are with so many steps per second of effort, about
+# half a second of a CPU, and variants of them with a part of that.
 MAX_EXACT = 2000
-EXACT_STEPS_PER_S = 10**9
-EXACT_SHARES = 8
+EXACT_STEPS_PER_S = 500_000_000
+EXACT_PART = 4
 # Passes without gain after which an order goes to the end of the queue.
 PATIENCE = 8
 # Passes over all orders together after which improving gives up.
@@ -156,10 +156,10 @@ def _search(
 def _search_exactly(
     variants: list[Contraction], best: _Best, steps: int, exact: ExactSearch
 ) -> None:
-    """Searches small variants first, with a share of the steps: what can be found is found soon."""
+    """Searches the variants, the smallest first and the whole problem last."""
     able = {len(v.problem): v for v in variants if len(v.problem) <= MAX_EXACT}
     for count, variant in able.items():
-        share = steps if count == max(able) else steps // EXACT_SHARES
+        share = steps if count == max(able) else steps // EXACT_PART
         enough = max(best.enough, lower_bound(variant.problem))
         offsets = exact(variant.problem, enough, best.peak, share)
         if offsets is not None:

@@ -1,9 +1,8 @@
 // First fit, as in packing.py: each buffer, in an order, gets the lowest address free all its life.
-// And a search that finds a plan of so many bytes, or shows that there is none (ExactSearch).
+// And a search for plans that no order tried gives (ExactSearch).
 
 #include <algorithm>
 #include <cstdint>
-#include <numeric>
 #include <tuple>
 #include <utility>
 #include <vector>
@@ -97,10 +96,10 @@ class ExactSearch {
 
   // Tries two orders in turns, each time with more steps, and takes them from `steps`.
   bool find(int64_t& steps) {
-    Indices all(count_);
-    std::iota(all.begin(), all.end(), 0);
+    Indices all;
+    for (int64_t i = 0; i < count_; ++i) all.push_back(i);
     by_area_ = false;
-    for (int64_t turn = 4000000;; turn *= by_area_ ? 1 : 4) {
+    for (int64_t turn = std::max<int64_t>(4000000, 40 * count_ * count_);; turn *= by_area_ ? 1 : 4) {
       undo_.clear();
       for (Indices* each : {&offset_, &is_placed_, &low_}) each->assign(count_, 0);
       for (Indices* each : {&floor_, &rest_, &joints_, &is_stale_}) each->assign(inside_.size(), 0);
