@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from ...reuse.objects import ABSENT
 from ..checks.torch_state import default_device
@@ -153,13 +154,9 @@ def is_reading(function: Any) -> bool:
 def answer(getter: Callable[[], Any]) -> Any:
     """Asks for something again; returns ABSENT where the answer is nothing that compares."""
     found = getter()
-    return found if _is_plain(found) else ABSENT
-
-
-def _is_plain(value: Any) -> bool:
-    """Whether a value compares; a stack of modes, which autocast asks for, holds the tracer's."""
-    parts = value if isinstance(value, (tuple, list)) else ()
-    return isinstance(value, _PLAIN) and all(map(_is_plain, parts))
+    # Autocast asks for the stack of modes, and the tracer's own are on it.
+    has_modes = isinstance(found, list) and any(isinstance(x, TorchFunctionMode) for x in found)
+    return found if isinstance(found, _PLAIN) and not has_modes else ABSENT
 
 
 @contextmanager
