@@ -51,8 +51,8 @@ GOOD_SPLIT, POOR_SPLIT = 1.0005, 1.05
 GAP_POWERS = 20
 # A larger problem is not packed by first fit.
 MAX_FIRST_FIT = 100_000
-# A larger problem is not searched exactly. Others are with so many steps per second of effort, about
-# half a second of a CPU, and variants of them with a part of that.
+# A larger problem is not searched exactly. Others are with so many steps per second of effort,
+# about half a second of a CPU, and variants of them with a part of that.
 MAX_EXACT = 2000
 EXACT_STEPS_PER_S = 500_000_000
 EXACT_PART = 4
