@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim import LBFGS, SGD, Adam, AdamW, Optimizer
 from torch.optim import optimizer as torch_optimizer
 
 from ..autodiff.training_program import UpdateGroup, Updates
@@ -47,6 +47,11 @@ class StepOptimizer:
     ) -> None:
         if not isinstance(optimizer, Optimizer):
             raise PlanError(f"optimizer= takes a torch.optim.Optimizer, not {type(optimizer)}.")
+        if isinstance(optimizer, LBFGS):
+            raise PlanError(
+                "LBFGS computes the loss several times for one update, so it is no part of a step. "
+                "Compile the model with lazyinline.compile, and call it in LBFGS's closure."
+            )
         self.optimizer, self._max_norm, self._scaler = optimizer, max_norm, scaler
         self._compiled_for: list[Any] = []
         self._written: list[list[float]] = []
@@ -61,22 +66,24 @@ class StepOptimizer:
         Args:
             why_after: why they have to, if the caller knows.
         """
+        structure = self._structure()
+        if structure != self._compiled_for:
+            self._compiled_for, self._settings, self._written = structure, [], []
         self.why_after = why_after or self._why_after()
-        found = () if self.why_after else tuple(self._groups())
-        self._compiled_for = self._structure() if found else []
-        self._written = [[] for _ in found]
-        self._settings = [
-            torch.zeros(one.num_settings, dtype=torch.float64, device="cpu") for one in found
-        ]
-        if found:
-            self._write_settings()
+        if self.why_after:
+            return ()
+        found = tuple(self._groups())
+        if not self._settings:  # programs for other sizes read the same
+            self._written = [[] for _ in found]
+            self._settings = [
+                torch.zeros(one.num_settings, dtype=torch.float64, device="cpu") for one in found
+            ]
+        self._write_settings()
         return found
 
     def is_as_compiled(self) -> bool:
         """Whether programs still fit the optimizer; writes its numbers to where they read them."""
-        if not self._compiled_for:
-            return True
-        if self._structure() != self._compiled_for:
+        if self._compiled_for and self._structure() != self._compiled_for:
             return False
         self._write_settings()
         return True
@@ -87,9 +94,8 @@ class StepOptimizer:
         return held.issuperset(map(id, parameters))
 
     def _write_settings(self) -> None:
-        for written, tensor, group in zip(
-            self._written, self._settings, self.optimizer.param_groups, strict=True
-        ):
+        groups = self.optimizer.param_groups if self._settings else ()
+        for written, tensor, group in zip(self._written, self._settings, groups, strict=True):
             numbers = _settings_of(group)
             if numbers != written:
                 written[:] = numbers
@@ -104,7 +110,7 @@ class StepOptimizer:
         if self._scaler is not None:
             return "a GradScaler looks at all gradients before any update"
         if self._have_hooks():
-            return "the optimizer or a parameter has hooks"
+            return "the optimizer or a parameter has hooks, or its step() was replaced"
         return next(filter(None, map(_why_not, self.optimizer.param_groups)), "")
 
     def _structure(self) -> list[Any]:
@@ -116,6 +122,9 @@ class StepOptimizer:
 
     def _have_hooks(self) -> bool:
         """Whether something of the user's runs where gradients arrive, or around an update."""
+        step = vars(self.optimizer).get("step")  # a scheduler puts a wrapper there, which it marks
+        if step is not None and not hasattr(step, "_wrapped_by_lr_sched"):
+            return True
         if any(getattr(self.optimizer, name) for name in _HOOKS):
             return True
         if any(getattr(torch_optimizer, name) for name in _GLOBAL_HOOKS):

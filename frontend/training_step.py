@@ -246,7 +246,7 @@ class TrainingStep(Dispatcher["_StepEntry"]):
             if handed is not None and first is not entry:
                 entry.follow(handed)
             loss = run(entry, leaves)
-            if self._optimizer is not None and self._optimizer.why_after and not self._wrapper:
+            if self._optimizer is not None and not (entry.is_updating or self._wrapper):
                 self._optimizer.update()
             return loss
         finally:
@@ -306,6 +306,7 @@ class _StepEntry:
         assert isinstance(compiled, CompiledStep)
         self._optimizer = optimizer
         self._updates = compiled.step.updates
+        self.is_updating = bool(self._updates.parameters)  # in the program, and not after it
         self._state: StateFacts | None = None
         self._hold = compiled.hold
         runner = compiled.runner
@@ -433,7 +434,7 @@ class _StepEntry:
         self.handed = None
         check_leaves(zip(self._names, self._trained_of(self.guard.tensors), strict=True))
         state: list[torch.Tensor] = []
-        if self._optimizer is not None and self._updates.parameters:
+        if self._optimizer is not None and self.is_updating:
             state, self._state = self._optimizer.bound(self._updates, self.guard.tensors)
         tensors = [*self._batch, *self.guard.tensors, *state, self._seed]
         if self._lease is None or not self._lease.is_bound_to(tensors):

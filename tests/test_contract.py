@@ -2584,9 +2584,11 @@ def test_our_updates_in_place_have_the_bits_of_fused_optimizers(*_: Any) -> None
             assert torch.equal(found[name], state[name]) and found[name].dtype == state[name].dtype
 
 
-def test_a_scheduler_asks_whether_its_optimizer_was_called() -> None:
+@contract("attribute _wrapped_by_lr_sched")
+def test_a_scheduler_marks_its_wrapper_of_step_and_asks_whether_that_was_called() -> None:
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    assert hasattr(vars(optimizer)["step"], "_wrapped_by_lr_sched")
     with pytest.warns(UserWarning, match="before `optimizer.step"):
         schedule.step()
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)

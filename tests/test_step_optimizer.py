@@ -13,7 +13,9 @@ from torch import Tensor, nn
 import lazyinline
 from lazyinline import PlanError
 from lazyinline.autodiff.training_program import ORDERS
+from lazyinline.autodiff.updates import NotUpdatedError
 from lazyinline.backend.link.link import FlatProgram, Launch, check_flat, link
+from lazyinline.frontend.passes import programs
 from lazyinline.frontend.torch_optimizer import StateFacts
 from lazyinline.reuse.errors import VerifyError
 
@@ -172,7 +174,7 @@ def test_what_cannot_be_in_the_program_is_done_after_it_and_named(case: str) -> 
     assert reason in str(step.last_report)
 
 
-@pytest.mark.parametrize("where", ["optimizer", "parameter"])
+@pytest.mark.parametrize("where", ["optimizer", "parameter", "step"])
 def test_hooks_run_also_if_they_come_after_a_compile(where: str) -> None:
     model, x, loss_fn = net()
     optimizer = torch.optim.AdamW(model.parameters())
@@ -182,6 +184,9 @@ def test_hooks_run_also_if_they_come_after_a_compile(where: str) -> None:
     seen: list[int] = []
     if where == "optimizer":
         optimizer.register_step_post_hook(lambda *_: seen.append(1))
+    elif where == "step":
+        plain = optimizer.step
+        optimizer.step = lambda: (seen.append(1), plain())[1]  # type: ignore[method-assign]
     else:
         next(model.parameters()).register_hook(lambda gradient: seen.append(1))
     before = [p.detach().clone() for p in model.parameters()]
@@ -245,19 +250,55 @@ def test_a_parameter_that_the_optimizer_does_not_hold_any_more_is_not_updated(wh
     assert all(p.grad is not None for p in model.parameters())
 
 
-def test_sizes_that_vary_share_the_state() -> None:
+@pytest.mark.parametrize("dynamic", [None, False])
+def test_programs_for_several_sizes_share_state_and_read_the_same_numbers(
+    dynamic: bool | None,
+) -> None:
     model, _, loss_fn = net()
-    expected = copy.deepcopy(model)
+    model, expected = model.double(), copy.deepcopy(model).double()
     ours = torch.optim.AdamW(model.parameters())
     theirs = torch.optim.AdamW(expected.parameters(), fused=True)
-    step = lazyinline.compile_step(model, loss_fn=loss_fn, backend="eager", optimizer=ours)
-    for rows in (3, 5, 3, 7):
-        step(batch(rows))
+    step = lazyinline.compile_step(
+        model, loss_fn=loss_fn, backend="eager", optimizer=ours, dynamic=dynamic
+    )
+    for number, rows in enumerate((3, 5, 3, 7, 5, 3)):
+        for one in (ours, theirs):
+            one.param_groups[0]["lr"] = 0.01 * (number + 1)
+        step(batch(rows).double())
         theirs.zero_grad()
-        loss_fn(expected(batch(rows))).backward()
+        loss_fn(expected(batch(rows).double())).backward()
         theirs.step()
-    for p, q in zip(model.parameters(), expected.parameters(), strict=True):
-        torch.testing.assert_close(p, q)
+        for p, q in zip(model.parameters(), expected.parameters(), strict=True):
+            torch.testing.assert_close(p, q)
+
+
+def test_a_size_that_is_updated_after_its_program_leaves_the_others_as_they_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One program cannot hold the update: those compiled before go on, and read each number."""
+    model, _, loss_fn = net()
+    model, expected = model.double(), copy.deepcopy(model).double()
+    ours = torch.optim.AdamW(model.parameters())
+    theirs = torch.optim.AdamW(expected.parameters())
+    step = lazyinline.compile_step(
+        model, loss_fn=loss_fn, backend="eager", optimizer=ours, dynamic=False
+    )
+    for number, rows in enumerate((3, 5, 3, 5, 3)):
+        if number == 1:
+            monkeypatch.setattr(programs, "with_updates", refuse)
+        for one in (ours, theirs):
+            one.param_groups[0]["lr"] = 0.01 * (number + 1)
+        step(batch(rows).double())
+        theirs.zero_grad()
+        loss_fn(expected(batch(rows).double())).backward()
+        theirs.step()
+        for p, q in zip(model.parameters(), expected.parameters(), strict=True):
+            torch.testing.assert_close(p, q)
+    assert "no room" in step.last_report.update_after
+
+
+def refuse(*_: Any) -> Any:
+    raise NotUpdatedError("there is no room")
 
 
 def test_an_update_stands_where_its_gradient_is_complete() -> None:
@@ -304,6 +345,7 @@ def test_reading_a_parameter_after_its_update_is_an_error() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ({"optimizer": torch.optim.LBFGS([torch.ones(1)])}, "in LBFGS's closure"),
         ({"optimizer": "AdamW"}, "takes a torch.optim.Optimizer"),
         ({"max_norm": 1.0}, "pass the optimizer too"),
     ],
