@@ -168,6 +168,8 @@ HANDED: dict[str, Callable[[Tensor], Tensor]] = {
     "zeros": lambda x: torch._efficientzerotensor(x.shape, dtype=x.dtype),
     "of a class": lambda x: x.as_subclass(Named),
 }
+RUN_EAGERLY = ("zeros", "of a class")
+"""Kinds of inputs that the model itself runs on."""
 
 
 @dataclass(frozen=True)

@@ -99,7 +99,18 @@ def test_inputs_whose_memory_holds_other_numbers(kind: str, backend: str) -> Non
     plain = torch.randn(3, 4)
     for x in (plain, LAZY[kind](plain), plain):
         assert_same_runs(compiled, expected, x, through=False)
-    assert not compiled.last_report.ran_eagerly
+        assert bool(compiled.last_report.ran_eagerly) == x._is_zerotensor()
+
+
+def test_results_of_lazy_zeros_are_laid_out_as_in_eager() -> None:
+    class Doubled(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x + x.t().contiguous().t().mul_(2)
+
+    model, zeros = Doubled(), torch._efficientzerotensor((3, 4))
+    compiled = lazyinline.compile(model, backend="eager")
+    assert compiled(zeros).stride() == model(zeros).stride() == (1, 3)
+    assert "lazy zero" in compiled.last_report.ran_eagerly
 
 
 @pytest.mark.parametrize("kind", LAZY)

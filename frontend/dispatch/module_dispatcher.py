@@ -19,6 +19,7 @@ from ...reuse.errors import OURS, CaptureError, FinalCaptureError, LazyInlineErr
 from ...reuse.evidence.module_state import module_state, own_hooks
 from ...reuse.ir.leaf import current_autocast
 from ...reuse.ir.printer import counted
+from ...reuse.torch_names import is_lazy_zero
 from ..checks.models import backward_hooked, model_inside
 from ..checks.refusals import (
     WrongCallError,
@@ -217,6 +218,9 @@ class ModuleDispatcher(Dispatcher[ModuleEntry]):
             return self._run_alone(reason, args, kwargs)
         leaves, tree, containers = torch_pytree.flatten_call(args, kwargs)
         entry, plain = self._fitting(leaves, tree)
+        if plain is not leaves and any(map(is_lazy_zero, leaves)):
+            reason = "an input is a lazy zero, whose results PyTorch lays out in a way of their own"
+            return self._run_eagerly(reason, args, kwargs)
         if entry is None:
             found = self._find_or_compile(leaves, plain, tree)
             if isinstance(found, RunEagerly):
