@@ -22,12 +22,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import nn
 
-from ..freeze import (
-    Freezer,
-    Identity,
-    describe,
-    narrow,
-)
+from ..freeze import Freezer, Identity, describe, narrow
 from ..kinds import WHOLE_FUNCTION
 from ..objects import cell_contents
 from ..open_index import answers_alike, tests_of
