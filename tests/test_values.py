@@ -209,6 +209,21 @@ def kept_apart(names: Sequence[str]) -> Outcome:
     return assert_as_eager(HELPERS, readers(names), "\n".join([*kinds, model]), scene=[""])
 
 
+def noticed_in_shared(names: Sequence[str]) -> Outcome:
+    """Changes in place what the second of two blocks holds, whose Python may never have run."""
+    forward = "lambda self, x: torch.tanh(self.linear(x)) * read_{0}(self.v)"
+    kinds = [f"B_{i} = block({forward.format(i)})" for i in range(len(names))]
+    pairs = [f"B_{i}(v={ROWS[n].value})" for i, n in enumerate(names) for _ in range(2)]
+    scene = [f"v = model.layers[{2 * i + 1}].v\n{ROWS[n].change}" for i, n in enumerate(names)]
+    model = f"model = Beside({', '.join(pairs)})"
+    texts = HELPERS, readers(names), "\n".join([*kinds, model])
+    outcome = assert_as_eager(*texts, scene=["", *scene])
+    if not outcome.reports[0].ran_eagerly:
+        shared = {d.path for d in outcome.reports[0].decisions if d.shared}
+        assert shared >= {f"layers.{2 * i + 1}" for i, n in enumerate(names) if n in USUAL}
+    return outcome
+
+
 def of_each(question: Callable[[Sequence[str]], Outcome], names: Sequence[str]) -> None:
     """Asks of all at once, and of halves where one of them makes all run eagerly."""
     outcome = question(names)
@@ -221,6 +236,12 @@ def of_each(question: Callable[[Sequence[str]], Outcome], names: Sequence[str]) 
 @pytest.mark.parametrize("names", together())
 def test_a_change_of_what_a_model_holds_is_noticed(names: list[str]) -> None:
     of_each(noticed, names)
+
+
+@pytest.mark.parametrize("names", together())
+@pytest.mark.sweep(keep="[template]")
+def test_a_change_of_what_a_block_that_shares_holds_is_noticed(names: list[str]) -> None:
+    of_each(noticed_in_shared, [name for name in names if ROWS[name].change])
 
 
 @pytest.mark.parametrize("names", together())

@@ -242,10 +242,6 @@ class Reads:
             return []
         return sorted({text for code, _ in self.functions for text in texts_of(code)})
 
-    def cells(self) -> list[types.CellType]:
-        """Returns the closure cells of the functions that ran."""
-        return list({id(cell): cell for cell, _, _ in cell_reads(self)}.values())
-
     def _method(self, owner: Any, names: tuple[str, ...]) -> None:
         """Notes what a method's object holds: a module's class, or an object seen outside."""
         if isinstance(owner, nn.Module):

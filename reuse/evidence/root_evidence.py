@@ -19,7 +19,7 @@ from ..kinds import getters_of, is_opaque
 from ..objects import ABSENT, cell_contents, is_library, is_of_library, own_table
 from .identity_checks import IdentityChecks
 from .module_state import WHOLE, module_state
-from .reads import AttributeRead, Reads, look_up, may_hold_state
+from .reads import AttributeRead, Reads, cell_reads, look_up, may_hold_state
 from .snapshot import same_value
 
 # What can be replaced in a function or class while it stays who it is, and shows in no table of it.
@@ -81,7 +81,7 @@ class RootEvidence:
                 self._add_attribute(name, read)
         for owner, name in reads.places():
             self._add(owner, name)
-        for cell in reads.cells():
+        for cell, *_ in cell_reads(reads):
             self._add_cell(cell)
         names = reads.names()
         self._add_getters(names)
@@ -170,8 +170,7 @@ class RootEvidence:
 
     def _add_methods(self, names: Collection[str]) -> None:
         """Adds the methods of tensors and modules, which are found on them without any look-up."""
-        # The methods of tensors are in C: one in Python that hides it makes the class larger by
-        # one.
+        # Those of tensors are in C: one in Python that hides it makes the class larger by one.
         for kind in _WITH_METHODS:
             self._add_fact(_size_of, vars(kind))
             for name in vars(kind).keys() & names:
@@ -180,8 +179,8 @@ class RootEvidence:
 
     def _add_functions(self, reads: Reads, names: Collection[str]) -> None:
         """Adds what can be replaced in functions and classes, while they stay who they are."""
-        # A function that ran used its code and defaults; of others, code sees only what it
-        # mentions.
+        # Code that ran stands for each function that has it: of blocks that share, one ran for all.
+        # Of other functions, code sees only what it mentions.
         ran = {code for code, _ in reads.functions}
         names = {*names, *(("__closure__", *_OF_FUNCTIONS) if _uses_inspect(reads) else ())}
         spoken = [name for name in _OF_FUNCTIONS if name in names]
@@ -190,9 +189,10 @@ class RootEvidence:
             for function in todo:
                 done.add(id(function))
                 own = () if is_library(function.__module__) else spoken
-                for name in {*own, *(_OF_RUNNING if function.__code__ in ran else ())}:
+                has_run = function.__code__ in ran
+                for name in {*own, *(_OF_RUNNING if has_run else ())}:
                     self._add_part(function, name)
-                if "__closure__" in names and not is_library(function.__module__):
+                if has_run or ("__closure__" in names and not is_library(function.__module__)):
                     for cell in function.__closure__ or ():
                         self._add_cell(cell)
         for kind in list(self.contents.holders.values()):
