@@ -199,8 +199,8 @@ def test_a_page_shows_what_a_gpu_will_hold() -> None:
     assert "Memory on cuda:sm_90, recompute what does not fit" in labels
     gpu = reports[0].compiled.gpu
     rows = {row[0]: row[2:] for row in page["predicted"]["rows"]}
-    assert rows["time on cuda:sm_90, at least"] == [gpu.prediction.cost.seconds, None]
-    assert rows["all memory on cuda:sm_90, parameters too"] == [gpu.peak_bytes, None]
+    assert rows["time on cuda:sm_90, at least"] == (gpu.prediction.cost.seconds, None)
+    assert rows["all memory on cuda:sm_90, parameters too"] == (gpu.peak_bytes, None)
 
 
 @pytest.mark.sweep
