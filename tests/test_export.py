@@ -377,6 +377,18 @@ def test_results_that_are_inputs_parameters_or_twice_the_same(path: pathlib.Path
     onnx.checker.check_model(str(path), full_check=True)
 
 
+@pytest.mark.parametrize("sizes", [None, {"x": {0: "rows"}, "y": {0: "rows"}}], ids=["", "dynamic"])
+def test_one_example_passed_as_two_arguments_is_two_inputs(sizes: Any, path: pathlib.Path) -> None:
+    class Difference(nn.Module):
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return x - 2 * y
+
+    model, x, y = Difference(), torch.randn(3, 4), torch.randn(3, 4)
+    report = lazyinline.export_onnx(model, (x,), path, kwargs={"y": x}, dynamic_shapes=sizes)
+    assert report.inputs == ("x", "y")
+    assert close(run(path, x=x, y=y)[0], model(x, y))
+
+
 def test_changed_buffers_are_results(path: pathlib.Path) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).train()
     x = torch.randn(8, 4)

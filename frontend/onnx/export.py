@@ -28,7 +28,7 @@ from ..passes.context import Context
 from ..passes.programs import PARTS
 from ..passes.state import Compilation, Goal, run
 from ..passes.state import Subject as ModelSubject
-from .check import Names, Subject
+from .check import Names, Subject, copied
 
 if TYPE_CHECKING:
     from onnxscript import ir
@@ -141,7 +141,9 @@ def export_onnx(
             "instead of a program."
         )
     goal = Goal("file", train=train, opset=opset)
-    subject = _subject(model, arguments, dict(kwargs or {}), reuse, goal, dynamic_shapes)
+    # A file has an input for each argument, also where one example tensor is passed as two.
+    arguments, keywords = copied((arguments, dict(kwargs or {})))
+    subject = _subject(model, arguments, keywords, reuse, goal, dynamic_shapes)
     built, names = _build(subject, opset)
     if not functions:
         from ...backend.onnx.file import inline_functions
