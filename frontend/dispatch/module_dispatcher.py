@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import CodeType
 from typing import Any
 
@@ -48,17 +48,24 @@ _TOLD_APART = (bool, str, type(None))  # such an argument may decide which way a
 
 @dataclass(frozen=True)
 class CallKind:
-    """Arguments and modes by which a forward may branch: calls of two kinds are tried apart."""
+    """Arguments, modes and hooks by which a call may branch: calls of two kinds are tried apart."""
 
     tree: torch_pytree.TreeSpec
     leaves: tuple[Any, ...]
     modes: tuple[Any, ...]
+    hooks: tuple[tuple[int, int], ...] = ()
 
     @classmethod
     def of(cls, leaves: Sequence[Any], tree: torch_pytree.TreeSpec, *, training: bool) -> CallKind:
         """Returns the kind of a call with these flat arguments."""
         kinds = tuple(x if isinstance(x, _TOLD_APART) else type(x) for x in leaves)
         return cls(tree, kinds, (training, torch.is_grad_enabled(), current_autocast(("cpu",))))
+
+    def with_hooks(self, model: nn.Module) -> CallKind:
+        """Returns the kind of the same call with the hooks that are on the model's modules now."""
+        # How many, not which: one that is put on anew for each call would have each call captured.
+        counts = [len(own_hooks(module, "forward")) for module in model.modules()]
+        return replace(self, hooks=tuple((i, n) for i, n in enumerate(counts) if n))
 
 
 class Accepted:
@@ -255,6 +262,9 @@ class ModuleDispatcher(Dispatcher[ModuleEntry]):
         """Returns a program for a call with new inputs, or why it runs eagerly."""
         call = CallKind.of(leaves, tree, training=self.model.training)
         reason = self._refusals.why_eager(call) or self._why_eager(leaves)
+        if not reason:  # what was refused without hooks is not asked for its hooks at each call
+            call = call.with_hooks(self.model)
+            reason = self._refusals.why_eager(call)
         if reason:
             return RunEagerly(reason)
         try:
