@@ -139,7 +139,8 @@ def test_no_two_live_regions_overlap_and_the_arena_grows_with_depth_alone(
         assert made.arena.peak_bytes <= 1.12 * made.arena.lower_bound_bytes
         assert made.lower_bound_bytes <= made.arena.peak_bytes
     if schedule not in ("GPipe", "LoopedBFS"):  # these run all forwards first
-        assert peaks[16] <= 1.02 * peaks[8]
+        # A search that comes nearer to the bound of one of the two shows as growth.
+        assert peaks[16] <= 1.03 * peaks[8]
 
 
 @pytest.mark.parametrize("most_boxes", [100_000, 500])
