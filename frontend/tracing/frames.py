@@ -128,24 +128,24 @@ def _is_of_user(frame: Any) -> bool:
 
 def _served_pytorch(frame: Any) -> bool:
     """Whether Python's own library runs because PyTorch called it (to log, to show a stack)."""
-    while frame is not None:
+    while frame is not None and not is_library_frame(frame):
         if _top_name(frame) not in sys.stdlib_module_names:
-            # What somebody's handler does with a record that PyTorch logs is not the model's doing.
-            frame = _logging_above(frame)
-            continue
-        frame = frame.f_back
-        if frame is not None and is_library_frame(frame):
-            return True
-    return False
+            # What somebody's handler does with a record that PyTorch logs is not the model's doing,
+            # nor what runs as a module of PyTorch's is imported.
+            frame = _go_between(frame)
+        else:
+            frame = frame.f_back
+    return frame is not None
 
 
-def _logging_above(frame: Any) -> Any:
-    """Returns the nearest caller in ``logging``, or None if PyTorch's code or ours is nearer."""
+def _go_between(frame: Any) -> Any:
+    """Returns the nearest caller that logs or imports, or None if PyTorch's code is nearer."""
     while frame is not None and not is_library_frame(frame):
         if _top_name(frame) == "logging":
             return frame
         frame = frame.f_back
-    return None
+    # A module's body is run by an import.
+    return frame if frame is not None and frame.f_code.co_name == "<module>" else None
 
 
 def _top_name(frame: Any) -> str:
