@@ -20,6 +20,7 @@ import torch.fx
 from ..reuse.ir.leaf import flat_types, is_active, make_leaf, without_autocast
 from ..reuse.ir.program import Call, Closure, Composite, Kernels, Leaf, Pack, Program, Unpack, Value
 from ..reuse.ir.types import StructType, TensorType
+from .control_derivative import Asked, control_derivative
 from .leaf_derivative import (
     Derivative,
     cotangent_type,
@@ -157,6 +158,9 @@ class Differentiator:
         # Before leaves and composites: what is called again may be either, taken as it is.
         if isinstance(request.choice, Whole):
             return self._called_again(request)
+        if isinstance(request.closure, Leaf) and request.closure.control is not None:
+            asked = Asked(request.closure, request.inputs, request.outputs)
+            return control_derivative(self, asked)
         if isinstance(request.closure, Leaf):
             make = partial(self._leaf, request, request.closure)
             return self._remember(request, make) if self._remember is not None else make()

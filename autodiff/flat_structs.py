@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
+from ..reuse.ir.control import with_bodies
 from ..reuse.ir.leaf import flat_types
 from ..reuse.ir.program import Call, Closure, Composite, Leaf, Pack, Program, Unpack, Value
 from ..reuse.ir.types import StructType, Type, flatten_type
@@ -67,6 +68,8 @@ class FlatStructs:
         if isinstance(closure, Composite):
             return Composite(closure.name, self.program(closure.program))
         assert isinstance(closure, Leaf)
+        if closure.bodies:  # its own operands are single tensors
+            return with_bodies(closure, [self.closure(body) for body in closure.bodies])  # type: ignore[misc]
         if not any(
             isinstance(t, StructType) for t in (*closure.input_types, *closure.output_types)
         ):

@@ -177,6 +177,14 @@ def _reads(derivative: Derivative) -> frozenset[int]:
     return frozenset(i for i in used_inputs(flat) if i < num_read and i not in inputs_of_forward)
 
 
+def _control(leaf: Leaf, flags: tuple[str, ...]) -> _Found:
+    """Takes control flow of cotangents as it is; of none of them, it gives nothing."""
+    if _COTANGENT in flags and _UNDEFINED in flags:
+        raise _UnknownError  # its bodies would be others
+    kind = _COTANGENT if _COTANGENT in flags else _UNDEFINED
+    return _Found(leaf if kind == _COTANGENT else None, (kind,) * len(leaf.output_types))
+
+
 def _is_sum(closure: Closure) -> bool:
     """Returns whether a closure adds its two operands, so that without one it is the other."""
     if not isinstance(closure, Leaf) or [n.target for n in closure.nodes] != [_ADD]:
@@ -187,6 +195,8 @@ def _is_sum(closure: Closure) -> bool:
 
 
 def _leaf(leaf: Leaf, flags: tuple[str, ...]) -> _Found:
+    if leaf.bodies:
+        return _control(leaf, flags)
     module = copy_graph(leaf.module)
     graph = module.graph
     kinds: dict[torch.fx.Node, str] = {}

@@ -9,7 +9,7 @@ import torch.fx
 
 from ..autodiff.derivative import Choice, Cut, Differentiator, PerCall, Request, Whole
 from ..reuse.ir.operators import is_view
-from ..reuse.ir.program import Call, Composite, Leaf, RecomputeMark, input_nodes
+from ..reuse.ir.program import Call, Closure, Composite, Leaf, RecomputeMark, input_nodes
 from . import solver
 from .cut_problem import CutProblem
 from .measured import ValueCosts
@@ -76,12 +76,14 @@ class Planner:
         return _per_call(request, found)
 
     def sites(self, request: Request) -> list[Site]:
-        """Returns the calls of a composite that a gradient flows through."""
+        """Returns the calls of a composite that a gradient flows through, and may be chosen for."""
         closure = request.closure
         assert isinstance(closure, Composite)
         asked = self._make.sites(replace(request, choice=None))
         pairs = zip(closure.program.calls, asked, strict=True)
-        return [Site(i, call, r) for i, (call, r) in enumerate(pairs) if r is not None]
+        asked_of = [Site(i, call, r) for i, (call, r) in enumerate(pairs) if r is not None]
+        # Control flow saves what its bodies' recipes save.
+        return [s for s in asked_of if not is_control(s.call.closure)]
 
     def _of_call(self, site: Site, policy: RecomputeMark) -> Choice | None:
         own = policy_of(site.call, policy)
@@ -180,6 +182,8 @@ class Planner:
     def _inner_variants(self, request: Request) -> list[Variant]:
         """Returns variants of a composite: its calls chosen for budgets, or called again."""
         sites = self.sites(request)
+        if not sites:
+            return [self.as_it_is(request)]
         frontiers = [self.few(s.request) for s in sites]
         groups = [
             solver.Group(1, tuple(v.num_bytes for v in f), tuple(v.extra_s for v in f))
@@ -217,6 +221,11 @@ class Planner:
                 joint.graph_module, joint.num_outputs, self._costs, self._sizes
             )
         return self._problems[request]
+
+
+def is_control(closure: Closure) -> bool:
+    """Whether a closure is control flow."""
+    return isinstance(closure, Leaf) and closure.control is not None
 
 
 def policy_of(call: Call, policy: RecomputeMark) -> RecomputeMark:

@@ -98,17 +98,18 @@ def _record(
         request.closure.name,
         choice,
         num_calls,
-        tuple(_saved(derivative, sizes)),
+        tuple(_saved(request, derivative, sizes)),
         sizes.num_bytes(derivative.saved_type),
         tuple(names.most_common()),
         sum(flops(n) for n in again if is_heavy(n)),
     )
 
 
-def _saved(derivative: Derivative, sizes: SizesAt) -> Iterator[SavedTensor]:
+def _saved(request: Request, derivative: Derivative, sizes: SizesAt) -> Iterator[SavedTensor]:
     types = flat_types([sizes.type(derivative.saved_type)])
     if not isinstance(derivative.forward, Leaf):
-        yield from (SavedTensor(f"draw{i}", t) for i, t in enumerate(types))
+        name = "row" if isinstance(request.closure, Leaf) else "draw"
+        yield from (SavedTensor(f"{name}{i}", t) for i, t in enumerate(types))
         return
     outputs = outputs_of(derivative.forward.module)
     for node, type_ in zip(outputs[len(outputs) - len(types) :], types, strict=True):

@@ -6,14 +6,14 @@ from link_tree import ROOT
 # Lines and files of each top folder, without pictures' library and licences. A commit that takes
 # something out lowers what it can; none raises one, but for what an issue gives room to: the
 # optimizer in the step (frontend +280, reuse +160, autodiff +150, backend +40), the planner's exact
-# search (backend +250).
+# search (backend +250), control flow (frontend +420, reuse +360, autodiff +400, backend +390).
 CEILINGS: dict[str, tuple[int, int]] = {
-    "frontend": (22_920, 114),
-    "reuse": (7_700, 36),  # the printer writes all of a program, and a parser reads it
-    "autodiff": (6_240, 37),
+    "frontend": (23_340, 116),
+    "reuse": (8_060, 37),  # the printer writes all of a program, and a parser reads it
+    "autodiff": (6_640, 38),
     "recompute": (1_350, 9),
     "pipeline_parallel": (2_970, 12),
-    "backend": (11_890, 52),
+    "backend": (12_280, 54),
 }
 SUFFIXES = (".py", ".cpp", ".h", ".js", ".css", ".html", ".jinja")
 SLACK = 300  # a ceiling further above than this has not been lowered

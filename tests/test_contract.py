@@ -16,6 +16,7 @@ import operator
 import os
 import subprocess
 import sys
+import threading
 import types
 import warnings
 import weakref
@@ -37,6 +38,8 @@ from test_architecture import (
     tree_of,
 )
 from torch import Tensor, nn
+from torch._higher_order_ops import scan, while_loop
+from torch._higher_order_ops.map import map as torch_map
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
@@ -80,7 +83,9 @@ from lazyinline.backend.link import torch_generated
 from lazyinline.backend.onnx import torch_onnx
 from lazyinline.frontend.torch_optimizer import StepOptimizer, _make_state, _settings_of
 from lazyinline.frontend.tracing import torch_settings, torch_tracing
+from lazyinline.frontend.tracing.torch_control_flow import patch_control_flow
 from lazyinline.frontend.tracing.torch_operators import kernels_own_rules, pure_forms
+from lazyinline.frontend.tracing.torch_patches import replace_attributes
 from lazyinline.reuse import torch_names
 from lazyinline.reuse.ir.operators import may_draw
 from lazyinline.reuse.ir.torch_updates import ADAM_STATE, SGD_STATE, adam_, sgd_
@@ -2551,6 +2556,39 @@ def test_cotangents_in_a_batch_are_told_and_taken_apart(
 
 
 # ---- optimizers ---------------------------------------------------------------------------------
+
+
+@contract(
+    "torch._higher_order_ops.cond.cond_op",
+    "torch._higher_order_ops.map.map_impl",
+    "torch._higher_order_ops.scan.scan_op",
+    "torch._higher_order_ops.while_loop.while_loop_op",
+)
+def test_control_flow_compiles_the_function_that_calls_its_operator(*_: Any) -> None:
+    seen: list[tuple[str, int]] = []
+
+    class Watcher:
+        def control_flow(self, name: str, args: tuple[Any, ...]) -> Any:
+            seen.append((name, len(args)))
+            raise ArithmeticError
+
+    row = torch.ones(2)
+    calls = [
+        lambda: torch.cond(row.sum() > 0, torch.sin, torch.cos, (row,)),
+        lambda: scan(lambda h, x: (h + x, h * x), row, torch.ones(3, 2)),
+        lambda: torch_map(torch.sin, torch.ones(3, 2)),
+        lambda: while_loop(lambda x: x.sum() < 9, lambda x: (x + 1,), (row,)),
+    ]
+    undo = patch_control_flow(Watcher(), threading.get_ident(), replace_attributes)
+    try:
+        for call in calls:
+            with pytest.raises(ArithmeticError):
+                call()
+    finally:
+        undo()
+    assert [name for name, _ in seen] == ["cond", "scan", "map", "while_loop"]
+    assert min(number for _, number in seen) >= 3
+    assert torch.equal(calls[0](), row.sin())
 
 
 @contract("torch._fused_adam_", "torch._fused_adamw_", "torch._fused_sgd_", "torch._foreach_add_")

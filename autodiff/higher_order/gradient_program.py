@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from types import BuiltinFunctionType
 
-from ...reuse.ir.program import Composite, Leaf, Program, Source, walk_closures
+from ...reuse.ir.program import Composite, Control, Leaf, Program, Source, walk_closures
 from ...reuse.torch_names import OPERATOR_TYPES
 from ..derivative import Differentiator, Recipe, Request
 from ..flat_structs import FlatStructs
@@ -86,5 +86,6 @@ def own_derivative(program: Program) -> str:
     """
     leaves = (c for c in walk_closures(program) if isinstance(c, Leaf))
     targets = (node.target for leaf in leaves for node in leaf.nodes)
-    own = (t for t in targets if not isinstance(t, (*OPERATOR_TYPES, BuiltinFunctionType)))
+    known = (*OPERATOR_TYPES, BuiltinFunctionType, Control)
+    own = (t for t in targets if not isinstance(t, known))
     return next((str(getattr(target, "__name__", target)) for target in own), "")

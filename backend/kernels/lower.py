@@ -134,7 +134,8 @@ class InductorBackend:
 
     def recipe(self, leaf: Leaf) -> Recipe:
         """Inductor's decompositions, passes and min-cut split; tiny leaves stay as they are."""
-        return Recipe(kernels="eager") if is_tiny(leaf) else self._recipe
+        is_left = leaf.kernels != "compiled" and is_tiny(leaf)
+        return Recipe(kernels="eager") if is_left else self._recipe
 
     def lower(self, leaves: Sequence[Leaf], on_done: Callable[[], None]) -> list[Kernel]:
         """Compiles the leaves that are worth it."""
@@ -256,7 +257,7 @@ def is_tiny(leaf: Leaf) -> bool:
 
 def _wants_compiler(leaf: Leaf) -> bool:
     """Whether a leaf is compiled; one that only hands its operands on gives no wrapper."""
-    return leaf.kernels == "backend" and leaf.num_nodes > 0
+    return leaf.kernels != "eager" and leaf.num_nodes > 0
 
 
 def decompose_leaf(leaf: Leaf, backend: Backend) -> Leaf:

@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <cstring>
 #include <exception>
+#include <vector>
 
 namespace {
 
@@ -15,7 +16,8 @@ using word = int64_t;
 
 // The numbers are those of native_ops.py.
 enum Code : word {
-  KERNEL, GEMM, BATCHED_GEMM, COPY, COPY_ROW, ADD, GATHER_ROWS, ADD_ROWS
+  KERNEL, GEMM, BATCHED_GEMM, COPY, COPY_ROW, ADD, GATHER_ROWS, ADD_ROWS,
+  CHOOSE, REPEAT, REPEAT_WHILE
 };
 enum Type : word { F32, F64 };
 
@@ -193,6 +195,69 @@ bool add_rows(Reader& in) {
   return true;
 }
 
+bool run_words(Reader& in, word count);
+
+// A body of control flow: words of its own over a table of its own, in which some slots move on by a
+// row from step to step.
+struct Body {
+  struct Binding {
+    word slot, stride;
+    char* base;
+  };
+  std::vector<char*> table;
+  std::vector<Binding> bindings;
+  const word* words;
+  word count;
+
+  explicit Body(Reader& in) : table(in.next()) {
+    count = in.next();
+    const word num_words = in.next();
+    words = in.at;
+    in.at += num_words;
+    bindings.resize(in.next());
+    for (Binding& b : bindings) {
+      b.slot = in.next();
+      b.stride = in.next();
+      b.base = in.address();
+    }
+  }
+
+  bool operator()(word row) {
+    for (const Binding& b : bindings) table[b.slot] = b.base + row * b.stride;
+    Reader in{words, table.data()};
+    return run_words(in, count);
+  }
+};
+
+bool choose(Reader& in) {
+  const bool flag = *in.address();
+  Body if_true(in), if_false(in);
+  return flag ? if_true(0) : if_false(0);
+}
+
+bool repeat(Reader& in) {
+  const word steps = in.next(), reversed = in.next();
+  Body body(in);
+  for (word i = 0; i < steps; ++i)
+    if (!body(reversed ? steps - 1 - i : i)) return false;
+  return true;
+}
+
+// Asks Python whether a signal came, such as Ctrl-C; none where the loop is called without it.
+bool (*interrupted)() = nullptr;
+struct Interrupted {};
+
+bool repeat_while(Reader& in) {
+  const char* const flag = in.address();
+  Body test(in), body(in);
+  for (word step = 1;; ++step) {
+    if (step % 256 == 0 && interrupted != nullptr && interrupted()) throw Interrupted();
+    if (!test(0)) return false;
+    if (!*flag) return true;
+    if (!body(0)) return false;
+  }
+}
+
 bool step(Reader& in) {
   switch (in.next()) {
     case KERNEL: launch(in); return true;
@@ -203,8 +268,17 @@ bool step(Reader& in) {
     case ADD: in.next() == F32 ? add<float>(in) : add<double>(in); return true;
     case GATHER_ROWS: return gather_rows(in);
     case ADD_ROWS: return in.next() == F32 ? add_rows<float>(in) : add_rows<double>(in);
+    case CHOOSE: return choose(in);
+    case REPEAT: return repeat(in);
+    case REPEAT_WHILE: return repeat_while(in);
   }
   return false;
+}
+
+bool run_words(Reader& in, word count) {
+  for (word i = 0; i < count; ++i)
+    if (!step(in)) return false;
+  return true;
 }
 
 enum Failure : int { NONE, INDEX, ZERO_DIVISION, OTHER };
@@ -222,8 +296,7 @@ int failure_of(const std::exception& error) {
 extern "C" int lazyinline_run(const word* program, word count, char* const* table) {
   Reader in{program, table};
   try {
-    for (word i = 0; i < count; ++i)
-      if (!step(in)) return INDEX;
+    if (!run_words(in, count)) return INDEX;
   } catch (const std::exception& error) {
     return failure_of(error);
   } catch (...) {

@@ -22,6 +22,7 @@ aten = torch.ops.aten
 
 # The numbers are those of native_loop.cpp.
 _KERNEL, _GEMM, _BATCHED_GEMM, _COPY, _COPY_ROW, _ADD, _GATHER_ROWS, _ADD_ROWS = range(8)
+CHOOSE, REPEAT, REPEAT_WHILE = range(8, 11)
 _INDEX, _ZERO_DIVISION = 1, 2
 _MAX_KERNEL_ARGS = 64
 _TYPES = {torch.float32: 0, torch.float64: 1}
@@ -168,6 +169,13 @@ def _copy(args: Sequence[Any], kwargs: dict[str, Any]) -> NativeOp | None:
     if not same or not to.is_dense:
         return None
     return NativeOp((_COPY, math.prod(to.shape) * to.dtype.itemsize, to, source))
+
+
+def copied(to: View, source: View) -> tuple[int | View, ...]:
+    """Returns the words of a copy between tensors of one layout, without gaps."""
+    made = _copy((to, source), {})
+    assert made is not None, (to, source)
+    return made.operands
 
 
 def _embedding(args: Sequence[Any], kwargs: dict[str, Any]) -> NativeOp | None:

@@ -25,6 +25,14 @@ T* at(int64_t address) {
   return reinterpret_cast<T*>(address);
 }
 
+// A loop may not end, so it asks; a handler's exception is then this thread's.
+bool has_signal() {
+  const PyGILState_STATE state = PyGILState_Ensure();
+  const bool found = PyErr_CheckSignals() != 0;
+  PyGILState_Release(state);
+  return found;
+}
+
 PyObject* run(PyObject*, PyObject* const* given, Py_ssize_t count) {
   int64_t n[3];
   if (!read_numbers(given, count, 3, n)) return nullptr;
@@ -32,7 +40,7 @@ PyObject* run(PyObject*, PyObject* const* given, Py_ssize_t count) {
   Py_BEGIN_ALLOW_THREADS
   failure = lazyinline_run(at<word>(n[0]), n[1], at<char*>(n[2]));
   Py_END_ALLOW_THREADS
-  return PyLong_FromLong(failure);
+  return PyErr_Occurred() ? nullptr : PyLong_FromLong(failure);
 }
 
 PyObject* move(PyObject*, PyObject* const* given, Py_ssize_t count) {
@@ -54,6 +62,7 @@ PyModuleDef module = {PyModuleDef_HEAD_INIT, "lazyinline_native", nullptr, 0, me
 }  // namespace
 
 extern "C" __attribute__((visibility("default"))) PyObject* PyInit_lazyinline_native() {
+  interrupted = has_signal;
   return PyModule_Create(&module);
 }
 #endif

@@ -1,6 +1,7 @@
 """The deferred inline: calls laid out on one timeline, memory placed, programs written.
 
 link             a program of calls becomes one flat list of launches
+control          control flow as one launch, in which the launches of its bodies are
 layout           kernel lists relocated to their calls, on one timeline, and who owns results
 unit_layout      parts that take turns for many flights, laid out once
 placement        where the buffers of a layout lie: in an arena, or in the memory of gradients

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from typing import NoReturn
 
 import torch
 import torch.fx
@@ -21,7 +22,9 @@ from ...reuse.ir.types import TensorType
 from ...reuse.torch_names import operator_schema
 from ..kernels.torch_recorder import record_graph
 from ..launches.kernel_list import BufferInfo, KernelList, Launch, View
-from .link import FlatProgram
+from .control import record_control
+from .link import FlatProgram, link
+from .placement import TOOLS
 
 _REDUCTIONS = ("sum", "mean", "amax", "amin", "var", "var_mean", "prod", "any", "all")
 
@@ -43,11 +46,18 @@ class Estimates:
         """Returns the kernel list of each leaf: the recorded one, or an estimate."""
         leaves = {launch.leaf: None for flat in flats for launch in flat.launches}
         for leaf in leaves.keys() - recorded.keys() - self._known.keys():
-            fuses = self._fuses and leaf.kernels == "backend"
-            is_known = update_of(leaf) is not None  # all that it launches
-            made = record_graph(leaf) if is_known else _Estimate(leaf, fuses).kernel_list()
-            self._known[leaf] = made
+            self._known[leaf] = self._made(leaf, recorded)
         return {leaf: recorded.get(leaf) or self._known[leaf] for leaf in leaves}
+
+    def _made(self, leaf: Leaf, recorded: Mapping[Leaf, KernelList]) -> KernelList:
+        if leaf.bodies:
+            bodies = [link(body.program) for body in leaf.bodies]
+            lists = self.lists(bodies, recorded)
+            return record_control(leaf, _cannot_run, bodies, lists, TOOLS)
+        if update_of(leaf) is not None:  # all that it launches
+            return record_graph(leaf)
+        fuses = self._fuses and leaf.kernels != "eager"
+        return _Estimate(leaf, fuses).kernel_list()
 
 
 class _Estimate:
@@ -187,5 +197,5 @@ def _is_reduction(node: torch.fx.Node) -> bool:
     return str(node.target).removeprefix("aten.").split(".")[0] in _REDUCTIONS
 
 
-def _cannot_run(*args: object) -> None:
+def _cannot_run(*args: object) -> NoReturn:
     raise AssertionError("an estimated launch was run")

@@ -30,6 +30,7 @@ from ...reuse.ir.program import (
     Call,
     Closure,
     Composite,
+    Control,
     Leaf,
     ModelTensor,
     Pack,
@@ -40,6 +41,7 @@ from ...reuse.ir.program import (
 )
 from ...reuse.ir.types import TensorType, Type
 from . import torch_onnx
+from .control import ControlNodes
 
 DOMAIN = "lazyinline"
 IR_VERSION = 10
@@ -136,7 +138,9 @@ class _Builder:
     # ---- functions -----------------------------------------------------------------------
 
     def _function(self, closure: Closure) -> ir.Function:
-        if isinstance(closure, Leaf):
+        if isinstance(closure, Leaf) and closure.control is not None:
+            graph = self._control_graph(closure, closure.control)
+        elif isinstance(closure, Leaf):
             graph = leaf_graph(closure, self._opset, self._input_names(closure))
         else:
             assert isinstance(closure, Composite)
@@ -164,21 +168,41 @@ class _Builder:
         imports = {"": self._opset, DOMAIN: 1}
         return ir.Graph(inputs, outputs, nodes=body.nodes, opset_imports=imports)
 
+    def _control_graph(self, leaf: Leaf, control: Control) -> ir.Graph:
+        body = _Body()
+        names = self._input_names(leaf)
+        inputs = [self._bundle(t, n, body)[0] for t, n in zip(leaf.input_types, names, strict=True)]
+
+        def made(type_: Type, name: str) -> ir.Value:
+            value = ir.Value(name=name)
+            (inner,) = flat_types([type_])
+            self._describe(value, inner)
+            return value
+
+        for node in ControlNodes(self._functions, made, body.values).nodes(control, inputs):
+            body.add(node, node.op_type.lower())
+        for value, type_ in zip(node.outputs, flat_types(leaf.output_types), strict=True):
+            self._describe(value, type_)
+            value.name = body.values.take(control.word)
+        imports = {"": self._opset, DOMAIN: 1}
+        return ir.Graph(inputs, node.outputs, nodes=body.nodes, opset_imports=imports)
+
     def _input_names(self, closure: Closure) -> list[str]:
         """Names a closure's inputs after its parameters, or after what its only caller passes."""
         assert isinstance(closure, (Leaf, Composite))
         hints = list(closure.input_names)
         if len(hints) != len(closure.input_types):
             hints = [""] * len(closure.input_types)
-        call = self._paths[closure][0]
+        calls = self._paths.get(closure, ())  # none of a body of control flow
         # Of several calls none can give its own names to what they share.
-        if self._counts[closure] == 1 or not any(hints):
+        if calls and (self._counts[closure] == 1 or not any(hints)):
+            call = calls[0]
             hints = [v.hint or hint for v, hint in zip(call.args, hints, strict=True)]
         names = UniqueNames()
         return [names.take(hint or f"input_{i}") for i, hint in enumerate(hints)]
 
     def _about(self, closure: Closure) -> str:
-        paths = [c.path for c in self._paths[closure] if c.path]
+        paths = [c.path for c in self._paths.get(closure, ()) if c.path]
         ends = dict.fromkeys((paths[0], paths[-1])) if paths else {}
         where = f": {' ... '.join(ends)}" if ends else ""
         count = self._counts[closure]

@@ -7,6 +7,7 @@ recorder         the run itself, and that it leaves everything as it was
 watcher          what the model's Python does meanwhile: noted, replaced, or refused
 recording        what has been recorded so far: the outer graph, its regions, the reads
 block_calls      which block calls become call nodes, and one instance traced as a region
+control_flow     what cond, scan, map and while_loop run, as closures
 blocks           which module calls may share
 regions          the vocabulary: regions of the outer graph, call sites, decisions
 shared_calls     what a traced instance leaves behind, and how another one calls it

@@ -19,12 +19,14 @@ import torch.fx
 
 from ...autodiff.higher_order.derivation import DerivativeMark
 from ...reuse import torch_pytree
+from ...reuse.ir.control import control_leaf
 from ...reuse.ir.leaf import FullKey, cut_leaf, leaf_key, node_type, stamp_of
 from ...reuse.ir.operators import mutated_args
 from ...reuse.ir.program import (
     Call,
     Closure,
     Composite,
+    Control,
     Leaf,
     Program,
     RecomputeMark,
@@ -242,6 +244,8 @@ class Assembler:
         if unit.region is not None:
             body = self.body(unit.region)
             return body, body.outputs
+        if isinstance(unit.nodes[0].target, Control):
+            return _control_body(unit.nodes)
         inside = set(unit.nodes)
         results = [n for n in unit.nodes if last_use.get(n, -1) > index]
         inputs = list(
@@ -254,18 +258,30 @@ class Assembler:
         return _Body(self._shared(leaf), tuple(inputs), tuple(results), changed), results
 
 
+def _control_body(nodes: Sequence[torch.fx.Node]) -> tuple[_Body, Sequence[torch.fx.Node]]:
+    """Returns the leaf of an operator, and its results; ``nodes`` are it and their picks."""
+    node, picked = nodes[0], nodes[1:]
+    inputs: Any = node.args  # each an operand of its own, though two may be one node
+    control = node.target
+    assert isinstance(control, Control)
+    types = [list(map(node_type, some)) for some in (inputs, picked)]
+    leaf = control_leaf(control.word, control, *types, [n.name for n in inputs], stamp_of(node))
+    return _Body(leaf, tuple(inputs), tuple(picked), ()), picked
+
+
 def _stands_apart(item: torch.fx.Node | Region) -> bool:
     """Whether an item is a call of its own, or will be."""
-    return (
-        isinstance(item, Region) or "call" in item.meta or isinstance(item.target, DerivativeMark)
-    )
+    return isinstance(item, Region) or "call" in item.meta or isinstance(item.target, _ALONE)
+
+
+_ALONE = (DerivativeMark, Control)
 
 
 def _units(items: Sequence[torch.fx.Node | Region]) -> list[_Unit]:
     """Groups items: a region or a call alone (with the picks of its results), glue together."""
     units: list[_Unit] = []
     calls: dict[torch.fx.Node, _Unit] = {}
-    gradients: dict[torch.fx.Node, _Unit] = {}
+    alone: dict[torch.fx.Node, _Unit] = {}
     is_open = False  # whether the last unit is glue that goes on
     for item in items:
         if isinstance(item, Region):
@@ -275,12 +291,13 @@ def _units(items: Sequence[torch.fx.Node | Region]) -> list[_Unit]:
             units.append(calls[item])
         elif item.target is operator.getitem and item.args[0] in calls:
             calls[item.args[0]].nodes.append(item)  # type: ignore[index]
-        elif item.target is operator.getitem and item.args[0] in gradients:
-            gradients[item.args[0]].nodes.append(item)  # type: ignore[index]
-        elif isinstance(item.target, DerivativeMark):
-            # Glue ends where a gradient is taken: the program is cut there.
-            gradients[item] = _Unit([item])
-            units.append(gradients[item])
+        elif item.target is operator.getitem and item.args[0] in alone:
+            alone[item.args[0]].nodes.append(item)  # type: ignore[index]
+        elif isinstance(item.target, _ALONE):
+            # Glue ends where a gradient is taken: the program is cut there. So it does at control
+            # flow, which is a call.
+            alone[item] = _Unit([item])
+            units.append(alone[item])
             is_open = False
         elif not is_mode_switch(item):
             if not is_open or units[-1].region is not None or units[-1].site is not None:

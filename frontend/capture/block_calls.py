@@ -166,7 +166,8 @@ class BlockCalls:
     def call(self, module: nn.Module, args: Any, kwargs: Any, proceed: Callable[..., Any]) -> Any:
         """Replaces a block's call by a call node where the evidence allows it."""
         recording = self._recording
-        if not self._blocks.wants(module, recording.current):
+        # A body of control flow is a closure by itself, and has its nodes to itself.
+        if recording.num_apart or not self._blocks.wants(module, recording.current):
             return self._run_inline(module, args, kwargs, proceed)
         # Arguments are compared by value, so an index that is passed on is a number there.
         args, kwargs = tuple(map(reveal, args)), {name: reveal(x) for name, x in kwargs.items()}

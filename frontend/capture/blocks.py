@@ -104,7 +104,7 @@ class RepeatedBlocks(Blocks):
             return True
         assert region.parent is not None
         repeats = self._repeats(kind, region.parent)
-        if _pays(module, len(region.nodes()), repeats):
+        if _pays(module, region.num_operators(), repeats):
             return True
         self._too_small.add(kind)
         return False

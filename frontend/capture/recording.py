@@ -17,6 +17,7 @@ from ...reuse.evidence.functions import identity_leak_through, shows_whole_objec
 from ...reuse.evidence.module_state import walk_modules
 from ...reuse.evidence.reads import Reads
 from ...reuse.evidence.slots import FoundSlots, SlotEvidence, SlotReads, put_at
+from ...reuse.ir.leaf import stamp_of
 from ...reuse.ir.program import RecomputeMark
 from ...reuse.objects import ABSENT
 from ..effects.changes import ModuleChanges, OuterChanges, is_cache
@@ -55,6 +56,8 @@ class Recording:
         given: the arguments that are no tensors.
         asked_classes: where code asks which class or object something is.
         num_nodes: of the outer graph so far.
+        num_apart: how many bodies of control flow, one in another, are being traced.
+        has_bodies: whether one was.
         differentiates: whether the forward has taken a derivative.
         modes: of derivatives whose mode the user left open, each once.
         only_reverse: why these are taken in reverse; empty if they need not be.
@@ -83,6 +86,8 @@ class Recording:
         self.given: list[Any] = []
         self.asked_classes = AskedClasses(of_sizes=sizes is not None)
         self.num_nodes = 0
+        self.num_apart = 0
+        self.has_bodies = False
         self.differentiates = False
         self.modes: dict[ModeChoice, None] = {}
         self.only_reverse = ""
@@ -141,8 +146,19 @@ class Recording:
             return self.tensors.fake_of(tensor)
 
     def _add_node(self, node: torch.fx.Node) -> None:
+        if self.has_bodies:
+            self._refuse_left(node)
         self.current.items.append(node)
         self.num_nodes += 1
+
+    def _refuse_left(self, node: torch.fx.Node) -> None:
+        """Raises CaptureError if a node takes what a body of control flow made, unreturned."""
+        left = next((n for n in node.all_input_nodes if "body" in n.meta), None)
+        if left is not None:
+            raise CaptureError(
+                f"A tensor made in a body of control flow ({stamp_of(left).source}) is used "
+                f"outside of it at {stamp_of(node).source}. Return it from the body."
+            )
 
     @contextmanager
     def applying(self) -> Iterator[None]:
@@ -167,6 +183,17 @@ class Recording:
             self.current = parent
             # A read is noted once, where it happened; the regions around get it here.
             parent.reads.absorb(region.reads)
+
+    @contextmanager
+    def apart(self, region: Region) -> Iterator[None]:
+        """Adds nodes inside to a region that is no part of the one around it."""
+        around, self.current = self.current, region
+        self.num_apart, self.has_bodies = self.num_apart + 1, True
+        try:
+            yield
+        finally:
+            self.current = around
+            self.num_apart -= 1
 
     @contextmanager
     def inside_part(self, name: str, path: str, mark: RecomputeMark) -> Iterator[None]:

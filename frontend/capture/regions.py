@@ -16,7 +16,7 @@ from ...reuse.evidence.evidence import Evidence
 from ...reuse.evidence.reads import Reads
 from ...reuse.evidence.root_evidence import RootEvidence
 from ...reuse.evidence.slots import SlotEvidence
-from ...reuse.ir.program import ModelTensor, Program, RecomputeMark
+from ...reuse.ir.program import Control, ModelTensor, Program, RecomputeMark
 from ...reuse.ir.types import TensorType
 from ..tracing.readings import Reading
 from .init_key import NO_KEY, InitKey
@@ -52,6 +52,13 @@ class Region:
         for item in self.items:
             found.extend(item.nodes() if isinstance(item, Region) else [item])
         return found
+
+    def num_operators(self) -> int:
+        """Counts the nodes, and in place of control flow the operators of its bodies."""
+        nodes = self.nodes()
+        targets: list[Any] = [node.target for node in nodes]
+        bodies = [body for t in targets if isinstance(t, Control) for body in t.bodies]
+        return len(nodes) + sum(body.program.num_nodes_if_inlined() for body in bodies)
 
 
 class Sizes(Protocol):

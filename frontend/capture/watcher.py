@@ -26,6 +26,7 @@ from ..tracing.torch_tensor_answers import SWITCHES, changes_layout, may_compute
 from ..tracing.torch_tracing import is_fake
 from ..tracing.ways import differentiated, leads_to, made_of
 from .block_calls import BlockCalls
+from .control_flow import ControlFlow
 from .recording import Recording
 from .regions import DIFFERENTIATED, ModeChoice
 
@@ -91,6 +92,7 @@ class ModelWatcher:
         self._calls = calls
         self._is_in_function = False
         self._capture = object()
+        self._control_flow = ControlFlow(recording)
 
     # ---- modules and their attributes ----------------------------------------------------
 
@@ -235,6 +237,10 @@ class ModelWatcher:
                 f"The model's forward puts hooks on what autograd saves at {user_line()}, and a "
                 "compiled program cannot call them. Enter them around the model."
             )
+
+    def control_flow(self, name: str, args: tuple[Any, ...]) -> Any:
+        """Records a call of a control-flow operator."""
+        return self._control_flow.run(name, args)
 
     def scripted(self, original: Callable[..., Any] | None) -> Callable[..., Any]:
         """Returns the Python of a function of ``torch.jit``; what hides its own is refused."""

@@ -38,6 +38,7 @@ from ...reuse.ir.types import contiguous_stride
 from ..dispatch.module_dispatcher import ModuleDispatcher
 from ..options import Options
 from ..report import CompileReport
+from ..tracing.torch_control_flow import CONTROL_FLOW
 from .outline import ModuleCall, ModuleCalls, held, outlined, take_over
 
 Node = torch.fx.Node
@@ -106,7 +107,7 @@ def _refuse(module: torch.fx.GraphModule) -> None:
         elif target is invoke_subgraph:
             if held(module, node.args[0]).meta.get(_REGION_OPTIONS) is not None:
                 raise HandedOnError("a nested_compile_region has options for another compiler")
-        elif isinstance(target, HigherOrderOperator):
+        elif isinstance(target, HigherOrderOperator) and target not in CONTROL_FLOW:
             raise HandedOnError(f"the graph holds a {target.name()}, which takes graphs")
         elif node.op == "call_function" and str(getattr(target, "__module__", "")).startswith(
             _TRANSFORMS

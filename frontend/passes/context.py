@@ -6,7 +6,7 @@ import platform
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from typing import Any
 
 from ...autodiff.derivative import Differentiator
@@ -27,11 +27,13 @@ from ...backend.kernels.lower import (
 )
 from ...backend.kernels.torch_recorder import record_graph
 from ...backend.launches.kernel_list import KernelList
+from ...backend.link.control import record_control
 from ...backend.link.estimate import Estimates
-from ...backend.link.link import FlatProgram
+from ...backend.link.link import FlatProgram, link
 from ...backend.link.placement import Tools
+from ...backend.run.unplanned import Executable
 from ...reuse.ir.leaf import FullKey, leaf_key
-from ...reuse.ir.program import Leaf, Program, walk_closures
+from ...reuse.ir.program import Leaf, Program, Run, walk_closures
 from ...reuse.ir.rewrite import map_leaves
 from ...reuse.ir.torch_updates import update_of
 from ..options import Options
@@ -127,6 +129,8 @@ class Context:
         def of_leaf(leaf: Leaf) -> Leaf:
             if leaf.level == "aten":
                 return leaf
+            if leaf.bodies:
+                return replace(leaf, level="aten")
             if leaf not in self._decomposed:
                 make = partial(decompose_leaf, leaf, self.backend)
                 self._decomposed[leaf] = self._cache.decomposed(leaf, make)
@@ -145,6 +149,8 @@ class Context:
         for leaf in new:
             if update_of(leaf) is not None:  # its launch needs no kernel, so there is none to keep
                 launches: KernelList | None = record_graph(leaf)
+            elif leaf.bodies:
+                launches = None
             else:
                 launches = self._cache.kernels(leaf, self._unaligned.get(leaf, ()))
             if launches is not None:
@@ -177,11 +183,34 @@ class Context:
     def launches_of(self, flats: Sequence[FlatProgram]) -> Mapping[Leaf, KernelList]:
         """Returns the kernel list of each leaf, recorded at most once."""
         for leaf in leaves_of(flats):
-            if leaf not in self.recorded:
+            if leaf.bodies and leaf not in self.recorded:
+                self.recorded[leaf] = self._control_launches(leaf)
+            elif leaf not in self.recorded:
                 self.recorded[leaf] = made = kernel_list(leaf, self.kernels[leaf])
                 if not self.kernels[leaf].why_eager:  # each process tries, and says so
                     self._cache.keep_kernels(leaf, made, self._unaligned.get(leaf, ()))
         return self.recorded
+
+    def _control_launches(self, leaf: Leaf) -> KernelList:
+        """Returns the launch of a control-flow operator, in which those of its bodies are."""
+        bodies = [link(body.program) for body in leaf.bodies]
+        lists, function = self.launches_of(bodies), self.kernels[leaf].function
+        return record_control(leaf, function, bodies, lists, self.tools)
+
+    def _control_kernel(self, leaf: Leaf) -> Kernel:
+        """Returns what runs a control-flow operator, by the kernels of its bodies."""
+        control = leaf.control
+        assert control is not None
+
+        @cache  # a planned program has all that in its native loop
+        def bodies() -> list[Run]:
+            flats = [link(body.program) for body in leaf.bodies]
+            return [Executable(flat, self.kernels_of(flats)).run for flat in flats]
+
+        def run(*operands: Any) -> Sequence[Any]:
+            return control.run(bodies(), operands)
+
+        return Kernel(run, "plain", self.backend.name)
 
     def likely_launches_of(self, flats: Sequence[FlatProgram]) -> Mapping[Leaf, KernelList]:
         """Returns the kernel list of each leaf, an estimate where it has no kernel yet."""
@@ -198,7 +227,8 @@ class Context:
         self.recorded.pop(leaf, None)
 
     def _make_kernels(self, leaves: Sequence[Leaf]) -> None:
-        new = [leaf for leaf in leaves if leaf not in self.kernels]
+        new = [leaf for leaf in leaves if leaf not in self.kernels and not leaf.bodies]
+        self.kernels.update((leaf, self._control_kernel(leaf)) for leaf in leaves if leaf.bodies)
         with self.progress.parts(len(new), "closures") as advance:
             self.kernels.update(lower_leaves(new, self.backend, advance, self._unaligned))
 

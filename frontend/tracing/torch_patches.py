@@ -40,6 +40,7 @@ from .frames import (
     user_line,
 )
 from .readings import ONCE, Reading, warned_at
+from .torch_control_flow import patch_control_flow
 from .torch_tensor_answers import is_answer, watched_names
 
 _LOCK = threading.RLock()
@@ -97,6 +98,7 @@ class _Watcher(Protocol):
     def gradient(self, asked: GradientCall) -> tuple[torch.Tensor | None, ...] | None: ...
     def scripted(self, original: _Run | None) -> _Run: ...
     def saving_hook(self) -> None: ...
+    def control_flow(self, name: str, args: tuple[Any, ...]) -> Any: ...
 
 
 @contextmanager
@@ -407,7 +409,12 @@ def _patch_hooks(watcher: _Watcher, thread: int) -> Callable[[], None]:
     return replace_attributes(saving, {"__enter__": entered})
 
 
+def _patch_control_flow(watcher: _Watcher, thread: int) -> Callable[[], None]:
+    return patch_control_flow(watcher, thread, replace_attributes)
+
+
 _PATCHES = (
+    _patch_control_flow,
     _patch_calls,
     _patch_reads,
     _patch_writes,

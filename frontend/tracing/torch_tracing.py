@@ -304,6 +304,12 @@ class Tracer:
             return self._tracer.graph.create_node("get_attr", name, (), {})  # type: ignore[no-any-return]
         return torch.fx.Node(self._tracer.graph, name, "get_attr", name, (), {})
 
+    def given_node(self) -> torch.fx.Node:
+        """Returns a node that no operator makes and no run is given: an input of a part alone."""
+        self._num_inputs += 1
+        name = f"given_{self._num_inputs}"
+        return torch.fx.Node(self._tracer.graph, name, "placeholder", name, (), {})
+
     def attribute(self, node: torch.fx.Node) -> Any:
         """Returns the outside tensor (or other object) of a ``get_attr`` node."""
         return getattr(self._tracer.root, str(node.target))

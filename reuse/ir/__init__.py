@@ -2,6 +2,7 @@
 
 program           closures, calls on them, and the values that flow between
 types             types of program values: tensors with a layout, and structs of them
+control           control flow: leaves that choose between closures, or repeat one
 operators         what an operator is: a view, in place, random, elementwise, a primitive
 leaf              leaf bodies: building ATen graphs, comparing them, running them
 printer           programs as text: the same bytes for the same program; text that fits a screen

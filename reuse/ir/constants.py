@@ -27,6 +27,7 @@ import torch.fx
 from torch.fx.node import map_arg
 
 from ..torch_names import OPERATOR_TYPES, module_of
+from .control import with_bodies
 from .leaf import FullKey, leaf_key, stamp_of
 from .program import Call, Closure, Composite, Leaf, ModelTensor, Program, Value, walk_closures
 from .types import TensorType
@@ -205,9 +206,10 @@ def share_constants(program: Program) -> tuple[Program, Mapping[Closure, Shared]
     """
     found: dict[Closure, Shared] = {}
     for closures in _by_height(program):
-        leaves = [c for c in closures if isinstance(c, Leaf)]
+        leaves = {_on_shared(c, found): c for c in closures if isinstance(c, Leaf)}
         for open_leaves in _groups(map(_OpenLeaf, leaves), lambda leaf: leaf.key):
-            found.update(_share_leaves(open_leaves))
+            shared = _share_leaves(open_leaves)
+            found.update((leaves[leaf], one) for leaf, one in shared.items())
         composites = [c for c in closures if isinstance(c, Composite)]
         bodies = (_OpenBody(c, c.program, found) for c in composites)
         for open_bodies in _groups(bodies, lambda body: body.key):
@@ -220,12 +222,22 @@ def _by_height(program: Program) -> list[list[Closure]]:
     """Groups the closures by how deep they call others: leaves first."""
     height: dict[Closure, int] = {}
     for closure in walk_closures(program):
-        calls = closure.program.calls if isinstance(closure, Composite) else ()
-        height[closure] = max((height[c.closure] + 1 for c in calls), default=0)
+        inside: Iterable[Closure] = closure.bodies if isinstance(closure, Leaf) else ()
+        if isinstance(closure, Composite):
+            inside = (call.closure for call in closure.program.calls)
+        height[closure] = max((height[one] + 1 for one in inside), default=0)
     levels: list[list[Closure]] = [[] for _ in range(max(height.values(), default=-1) + 1)]
     for closure, level in height.items():
         levels[level].append(closure)
     return levels
+
+
+def _on_shared(leaf: Leaf, found: Mapping[Closure, Shared]) -> Leaf:
+    """Returns control flow on the closures that its bodies became, if these take no numbers."""
+    if not leaf.bodies:
+        return leaf
+    bodies: list[Any] = [b if found[b].numbers else found[b].closure for b in leaf.bodies]
+    return with_bodies(leaf, bodies)
 
 
 def _groups(items: Iterable[Item], key_of: Callable[[Item], Any]) -> list[list[Item]]:
@@ -294,7 +306,7 @@ class _OpenLeaf:
         return [slot.number for slot in self.slots]
 
 
-def _share_leaves(members: Sequence[_OpenLeaf]) -> dict[Closure, Shared]:
+def _share_leaves(members: Sequence[_OpenLeaf]) -> dict[Leaf, Shared]:
     first = members[0]
     columns = _columns([m.numbers for m in members], "equal")
     leaf = _leaf_with_inputs(first, columns) if columns.first else first.leaf

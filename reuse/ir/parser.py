@@ -13,6 +13,7 @@ import ast
 import operator
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, NoReturn, get_args
 
 import torch
@@ -22,6 +23,7 @@ from torch.fx.node import map_aggregate
 from ..errors import ParseError
 from ..torch_names import OPERATOR_TYPES, module_of, schema_of
 from . import program as ir
+from .control import OPERATORS, checked, control_leaf
 from .leaf import ModalInterpreter, Stamp, flat_types
 from .printer import node_type
 from .torch_read_sizes import SIZE_FUNCTIONS, ReadSizes
@@ -112,7 +114,7 @@ class _Reader:
                 body = self._body(tree)
                 self._closures[name] = ir.Composite(name, body, tuple(v.hint for v in body.inputs))
             else:
-                self._closures[name] = self._leaf(tree, words)
+                self._closures[name] = self._control(tree, words) or self._leaf(tree, words)
         self.fail_at(self._text.count("\n") + 1, 0, "expected a program at the end")
 
     def _as_python(self, found: re.Match[str]) -> str:
@@ -327,6 +329,27 @@ class _Reader:
 
     # ---- leaves ------------------------------------------------------------------------------
 
+    def _control(self, tree: ast.FunctionDef, words: list[str]) -> ir.Leaf | None:
+        """Reads a leaf that runs other closures; None if it is of PyTorch's operators."""
+        match tree.body:
+            case [ast.Return(ast.Call(ast.Name(word), args, keywords) as call)] if (
+                word in OPERATORS
+            ):
+                pass
+            case _:
+                return None
+        bodies = [self._used(arg, self._closures, "@") for arg in args]
+        inputs, outputs = self._inputs(tree), self._outputs(tree) or []
+        numbers = {str(one.arg): self._constant(one.value, int) for one in keywords}
+        names, types = [row[0] for row in inputs], ([row[1] for row in inputs], outputs)
+        try:
+            control = OPERATORS[word](tuple(bodies), **numbers)
+            flat = checked(control, *types)
+            leaf = control_leaf(self._name(tree.name), control, *flat, names)
+        except (TypeError, ValueError) as error:
+            self._fail(call, f"{word} cannot be given this: {error}")
+        return replace(leaf, level="aten") if "aten" in words else leaf
+
     def _leaf(self, tree: ast.FunctionDef, words: list[str]) -> ir.Leaf:
         graph = torch.fx.Graph()
         nodes: dict[str, torch.fx.Node] = {}
@@ -365,7 +388,7 @@ class _Reader:
             tuple(outputs),
             names,
             "aten" if "aten" in words else "composite",
-            "eager" if "eager" in words else "backend",
+            next((kind for kind in get_args(ir.Kernels) if kind in words), "backend"),
         )
 
     def _node(

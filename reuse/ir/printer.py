@@ -140,7 +140,7 @@ def _text(program: Program, source: Shown) -> str:
     for closure, name in names.items():
         note = f"{counted(closure.num_nodes, 'node')}, {counted(counts[closure], 'call')}"
         if isinstance(closure, Leaf):
-            parts.append(_format_leaf(closure, name, note, structs, source))
+            parts.append(_format_leaf(closure, name, note, structs, source, names))
         elif isinstance(closure, Composite):
             head = f"composite closure @{name}"
             parts.append(
@@ -155,8 +155,10 @@ def closure_to_compare(closure: Closure) -> str:
     """Returns the text of one closure, and of those it calls; call counts are left out."""
     if isinstance(closure, Leaf):
         structs = _Structs()
-        body = _format_leaf(closure, closure.name, "", structs, "hide")
-        return "\n".join([*structs.definitions(), body])
+        names: dict[Closure, str] = {body: body.name for body in closure.bodies}
+        text = _format_leaf(closure, closure.name, "", structs, "hide", names)
+        bodies = map(closure_to_compare, closure.bodies)
+        return "\n".join([*structs.definitions(), *bodies, text])
     if isinstance(closure, Composite):
         return text_to_compare(closure.program)
     return f"{closure.name}({closure.type})"
@@ -290,7 +292,14 @@ def _format_return(returned: Iterable[str]) -> str:
     return f"  return {', '.join(returned)}".rstrip()
 
 
-def _format_leaf(leaf: Leaf, name: str, note: str, structs: _Structs, source: Shown) -> str:
+def _format_leaf(
+    leaf: Leaf,
+    name: str,
+    note: str,
+    structs: _Structs,
+    source: Shown,
+    closures: Mapping[Closure, str],
+) -> str:
     values: dict[torch.fx.Node, str] = {}
     header = list(_input_texts(leaf, values, structs))
     values.update(dict.fromkeys(leaf.entries[len(values) :], "%undefined"))  # of a broken leaf
@@ -298,10 +307,15 @@ def _format_leaf(leaf: Leaf, name: str, note: str, structs: _Structs, source: Sh
     for taken in values.values():
         names.take(taken[1:])
     shared = _shared_modes(leaf)
-    words = [leaf.level] * (leaf.level != "composite") + [leaf.kernels] * (leaf.kernels == "eager")
+    is_plain = leaf.kernels == "backend" or leaf.control is not None
+    words = [leaf.level] * (leaf.level != "composite") + [leaf.kernels] * (not is_plain)
     results = structs.row(leaf.output_types)
     signature = f"closure @{name}({', '.join(header)}) -> {results}"
     lines = [_with_comment(" ".join([*words, *shared, signature, "{"]), note)]
+    if leaf.control is not None:
+        told = [f"@{closures[body]}" for body in leaf.bodies]
+        told += [f"{name}={number}" for name, number in leaf.control.numbers.items()]
+        return "\n".join([*lines, f"  return {leaf.control.word}({', '.join(told)})", "}\n"])
     for node in leaf.nodes:
         values[node] = "%" + names.take(str(len(values)))
         lines.append(_format_node(node, values, source, [] if shared else _modes(node)))

@@ -16,10 +16,10 @@ keying on the closure itself.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Literal, TypeAlias, Union
+from typing import Any, ClassVar, Literal, TypeAlias, Union
 
 import torch
 import torch.fx
@@ -50,7 +50,34 @@ class Value:
 Level: TypeAlias = Literal["composite", "aten"]
 TensorKind: TypeAlias = Literal["parameter", "buffer", "attribute", "constant"]
 RecomputeMark: TypeAlias = Literal["", "save", "full", "selective"]
-Kernels: TypeAlias = Literal["backend", "eager"]
+Kernels: TypeAlias = Literal["backend", "compiled", "eager"]
+"""Whose kernels a leaf gets: the backend's, which may leave a small one to PyTorch; the backend's,
+however small it is; or PyTorch's."""
+
+
+Run: TypeAlias = Callable[[list[Any]], Sequence[Any]]
+"""Runs a closure on its operands."""
+
+
+class Control:
+    """The operator of a leaf that runs other closures: it chooses between them, or repeats one.
+
+    Attributes:
+        bodies: those closures.
+    """
+
+    bodies: tuple[Composite, ...]
+    word: ClassVar[str]
+    """Its printed name."""
+
+    @property
+    def numbers(self) -> dict[str, int]:
+        """What it is told besides its bodies, by name."""
+        return {}
+
+    def run(self, bodies: Sequence[Run], operands: Sequence[Any]) -> Sequence[Any]:
+        """Runs it on operands; ``bodies`` are functions of the bodies."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,6 +112,18 @@ class Leaf:
     def num_nodes(self) -> int:
         """Operators in the body."""
         return len(self.nodes)
+
+    @cached_property
+    def control(self) -> Control | None:
+        """The operator, if it is one that runs other closures."""
+        first = next((n for n in self.module.graph.nodes if n.op == "call_function"), None)
+        target: Any = None if first is None else first.target
+        return target if isinstance(target, Control) else None
+
+    @property
+    def bodies(self) -> tuple[Composite, ...]:
+        """The closures that its operator runs, if it is control flow."""
+        return () if self.control is None else self.control.bodies
 
 
 @dataclass(frozen=True, eq=False)
@@ -252,6 +291,12 @@ def walk_closures(program: Program) -> Iterator[Closure]:
             seen.add(call.closure)
             if isinstance(call.closure, Composite):
                 yield from visit(call.closure.program)
+            elif isinstance(call.closure, Leaf):
+                for body in call.closure.bodies:
+                    if body not in seen:
+                        seen.add(body)
+                        yield from visit(body.program)
+                        yield body
             yield call.closure
 
     yield from visit(program)
@@ -264,6 +309,8 @@ def count_calls(program: Program) -> Counter[Closure]:
     for body in bodies:
         for call in body.calls:
             counts[call.closure] += 1
+    for leaf in counts:
+        counts.update(leaf.bodies if isinstance(leaf, Leaf) else ())
     return counts
 
 
@@ -273,6 +320,8 @@ def inlined_sizes(program: Program) -> dict[Closure, int]:
     for closure in walk_closures(program):
         if isinstance(closure, Composite):
             sizes[closure] = sum(sizes[call.closure] for call in closure.program.calls)
+        elif isinstance(closure, Leaf) and closure.bodies:
+            sizes[closure] = sum(sizes[body] for body in closure.bodies)
         else:
             sizes[closure] = closure.num_nodes
     return sizes

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
+from .control import with_bodies
 from .program import Call, Closure, Composite, Leaf, Pack, Program, Unpack, Value, walk_closures
 
 
@@ -17,7 +18,10 @@ def map_leaves(program: Program, change: Callable[[Leaf], Leaf]) -> Program:
     """Rewrites each leaf once, callees first; the same program if no leaf changed."""
     new: dict[Closure, Closure] = {}
     for closure in walk_closures(program):
-        if isinstance(closure, Leaf):
+        if isinstance(closure, Leaf) and closure.bodies:
+            bodies = [new[body] for body in closure.bodies]
+            new[closure] = change(with_bodies(closure, bodies))  # type: ignore[arg-type]
+        elif isinstance(closure, Leaf):
             new[closure] = change(closure)
         elif isinstance(closure, Composite):
             body = _replace_callees(closure.program, new)

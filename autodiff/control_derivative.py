@@ -1,0 +1,380 @@
+"""Derivatives of control flow: the bodies' derivatives, chosen or repeated in their turn.
+
+The backward of a choice runs the forward of the body that was chosen again, and then its backward:
+what two bodies save would need room for both. The backward of a repetition takes its steps from
+last to first. Each step's forward leaves a row of what its backward needs, so that nothing is
+computed again; gradients of what is the same in each step are added up as they come.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+import torch.fx
+
+from ..reuse.errors import CaptureError
+from ..reuse.ir.control import Choose, Repeat, control_leaf
+from ..reuse.ir.program import Call, Closure, Composite, Leaf, Pack, Program, Unpack, Value
+from ..reuse.ir.types import StructType, TensorType, Type
+from ..reuse.torch_names import module_of
+from .leaf_derivative import Derivative, cotangent_type
+
+
+class _Differentiator(Protocol):
+    """Makes the derivatives of bodies; see :class:`.derivative.Differentiator`."""
+
+    def vjp(
+        self, closure: Closure, inputs: Sequence[int], outputs: Sequence[int]
+    ) -> Derivative | None: ...
+    def active_outputs(self, closure: Closure, active: Sequence[bool]) -> tuple[bool, ...]: ...
+    def adder(self, type_: TensorType) -> Leaf: ...
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A derivative of a control-flow operator that is asked for.
+
+    Attributes:
+        leaf: the operator's.
+        inputs: positions of the inputs whose gradients are wanted.
+        outputs: positions of the outputs that have a cotangent.
+    """
+
+    leaf: Leaf
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+
+
+def control_derivative(differentiator: _Differentiator, asked: Asked) -> Derivative | None:
+    """Returns the derivative of a control-flow operator, or None if no gradient flows.
+
+    Raises:
+        CaptureError: if the number of steps is known only as it runs.
+    """
+    control = asked.leaf.control
+    if isinstance(control, Choose):
+        return _of_choice(differentiator, asked, control)
+    if isinstance(control, Repeat):
+        return _Repeated(differentiator, asked, control).derivative()
+    raise CaptureError(
+        "A while_loop has no derivative: how many steps it takes is known only when it runs, and a "
+        "backward takes as many. Use scan, or map, whose number of steps is known."
+    )
+
+
+# ---- a choice ------------------------------------------------------------------------------------
+
+
+def _of_choice(differentiator: _Differentiator, asked: Asked, control: Choose) -> Derivative | None:
+    leaf = asked.leaf
+    inputs = [i - 1 for i in asked.inputs if i]  # the bodies do not take the number
+    found = [differentiator.vjp(body, inputs, asked.outputs) for body in control.bodies]
+    made = [one for one in found if one is not None]
+    if not made:
+        return None
+    seeded = sorted({i for one in made for i in one.cotangent_outputs})
+    gradients = sorted({i for one in made for i in one.gradient_inputs})
+    bodies = tuple(
+        _backward_branch(body, one, seeded, gradients)
+        for body, one in zip(control.bodies, found, strict=True)
+    )
+    seeds = [Value(cotangent_type(leaf.output_types[i])) for i in seeded]
+    operands = _inputs(leaf)
+    backward = _call(f"{leaf.name}.backward", Choose(bodies), [*operands, *seeds])
+    entry, results = Value(StructType(()), "saved"), tuple(Value(t) for t in leaf.output_types)
+    saved = Value(entry.type, "saved")
+    pack, unpack = Pack(StructType(())), Unpack(StructType(()))
+    forward = (Call(leaf, tuple(operands), results), Call(pack, (), (saved,)))
+    return Derivative(
+        _composite(f"{leaf.name}.forward", operands, forward, (*results, saved)),
+        _composite(
+            backward.closure.name,
+            (entry, *operands, *seeds),
+            (Call(unpack, (entry,), ()), backward),
+            backward.results,
+        ),
+        tuple(range(len(operands))),
+        (),
+        tuple(seeded),
+        tuple(i + 1 for i in gradients),
+    )
+
+
+def _backward_branch(
+    body: Composite, derivative: Derivative | None, seeded: Sequence[int], gradients: Sequence[int]
+) -> Composite:
+    """Returns what a body's gradients are computed by, from its operands and the cotangents."""
+    operands = _inputs(body)
+    seeds = {i: Value(cotangent_type(body.output_types[i])) for i in seeded}
+    calls, found = [], {}
+    if derivative is not None:
+        results = [Value(t) for t in body.output_types]
+        saved = Value(derivative.saved_type, "saved")
+        calls.append(Call(derivative.forward, tuple(operands), (*results, saved)))
+        calls.append(_backward_call(derivative, saved, operands, results, seeds))
+        found = dict(zip(derivative.gradient_inputs, calls[-1].results, strict=True))
+    for i in gradients:
+        if i not in found:
+            found[i], call = _zeros(cotangent_type(body.input_types[i]))
+            calls.append(call)
+    outputs = [found[i] for i in gradients]
+    return _composite(f"{body.name}.backward", (*operands, *seeds.values()), calls, outputs)
+
+
+# ---- a repetition --------------------------------------------------------------------------------
+
+
+class _Repeated:
+    """The derivative of a repeated body, by the body's."""
+
+    def __init__(self, differentiator: _Differentiator, asked: Asked, control: Repeat) -> None:
+        self._leaf, self._control, self._asked = asked.leaf, control, asked
+        self._adder = differentiator.adder
+        self._body = control.bodies[0]
+        self._num_carried = control.num_carried
+        self._first_same = control.num_carried + control.num_scanned
+        self._active = self._carried_actively(differentiator)
+        wanted = sorted({*self._active, *(i for i in asked.inputs if i >= control.num_carried)})
+        seeded = {*self._active, *(i for i in asked.outputs if i >= control.num_carried)}
+        self._step = differentiator.vjp(self._body, wanted, sorted(seeded))
+
+    def _carried_actively(self, differentiator: _Differentiator) -> list[int]:
+        """Returns what is carried that may depend on what a gradient is wanted of."""
+        types = self._body.input_types
+        flags = [i in self._asked.inputs for i in range(len(types))]
+        while True:
+            found = differentiator.active_outputs(self._body, flags)[: self._num_carried]
+            now = [a or b for a, b in zip(flags, found, strict=False)] + flags[len(found) :]
+            if now == flags:
+                carried = range(self._num_carried)
+                return [i for i in carried if flags[i] and _may_vary(types[i])]
+            flags = now
+
+    def derivative(self) -> Derivative | None:
+        """Builds the pair."""
+        step = self._step
+        if step is None or not self._gradients:
+            return None
+        forward, saved = self._forward(step)
+        return Derivative(
+            forward,
+            self._backward(step, saved),
+            self._kept_inputs(step),
+            tuple(i for i in step.kept_outputs if i >= self._num_carried),
+            self._seeded(step),
+            tuple(self._gradients),
+        )
+
+    @property
+    def _gradients(self) -> list[int]:
+        """The operands that get a gradient."""
+        assert self._step is not None
+        found = {*self._active, *self._step.gradient_inputs}
+        return [i for i in self._asked.inputs if i in found]
+
+    def _kept_inputs(self, step: Derivative) -> tuple[int, ...]:
+        return tuple(i for i in step.kept_inputs if i >= self._num_carried)
+
+    def _seeded(self, step: Derivative) -> tuple[int, ...]:
+        used = {*self._active, *step.cotangent_outputs}
+        return tuple(i for i in self._asked.outputs if i in used)
+
+    def _forward(self, step: Derivative) -> tuple[Composite, list[TensorType]]:
+        """Returns the forward, and the types of the rows that each step leaves for the backward."""
+        body, control, count = self._body, self._control, self._num_carried
+        inputs = _inputs(body)
+        results = [Value(t) for t in body.output_types]
+        saved = Value(step.saved_type, "saved")
+        calls = [Call(step.forward, tuple(inputs), (*results, saved))]
+        left = list(_taken_apart(saved, calls))
+        left += [inputs[i] for i in step.kept_inputs if i < count]
+        left += [results[i] for i in step.kept_outputs if i < count]
+        name = f"{body.name}.forward"
+        made = _composite(name, inputs, calls, (*results, *left))
+        rows = [_tensor_type(value) for value in left]
+        operands = _inputs(self._leaf)
+        call = _call(f"{self._leaf.name}.forward", replace(control, bodies=(made,)), operands)
+        number = len(self._leaf.output_types)
+        struct = StructType(tuple(value.type for value in call.results[number:]))
+        whole = Value(struct, "saved")
+        pack = Call(Pack(struct), call.results[number:], (whole,))
+        outputs = (*call.results[:number], whole)
+        return _composite(call.closure.name, operands, (call, pack), outputs), rows
+
+    def _backward(self, step: Derivative, left: Sequence[TensorType]) -> Composite:
+        leaf, control, count = self._leaf, self._control, self._num_carried
+        made, sums = self._backward_step(step, left)
+        struct = StructType(tuple(_stacked(t, control.num_steps) for t in left))
+        entry = Value(struct, "saved")
+        rows = [Value(t) for t in struct.fields]
+        calls = [Call(Unpack(struct), (entry,), tuple(rows))]
+        kept = {i: Value(leaf.input_types[i]) for i in self._kept_inputs(step)}
+        results = {i: Value(leaf.output_types[i]) for i in step.kept_outputs if i >= count}
+        seeds = {i: Value(cotangent_type(leaf.output_types[i])) for i in self._seeded(step)}
+        carried = []
+        for type_, seed in [
+            *((cotangent_type(leaf.input_types[i]), seeds.get(i)) for i in self._active),
+            *((cotangent_type(leaf.input_types[i]), None) for i in sums),
+        ]:
+            if seed is None:
+                seed, call = _zeros(type_)
+                calls.append(call)
+            carried.append(seed)
+        rows += [value for i, value in kept.items() if i < self._first_same]
+        rows += results.values()
+        rows += [seeds[i] for i in step.cotangent_outputs if i >= count]
+        same = [value for i, value in kept.items() if i >= self._first_same]
+        turned = Repeat(
+            (made,), control.num_steps, len(carried), len(rows), 1 - control.is_reversed
+        )
+        calls.append(_call(f"{leaf.name}.backward", turned, [*carried, *rows, *same]))
+        scanned = [i for i in step.gradient_inputs if count <= i < self._first_same]
+        found = dict(zip([*self._active, *sums, *scanned], calls[-1].results, strict=True))
+        entries = (entry, *kept.values(), *results.values(), *seeds.values())
+        outputs = [found[i] for i in self._gradients]
+        return _composite(f"{leaf.name}.backward", entries, calls, outputs)
+
+    def _backward_step(
+        self, step: Derivative, left: Sequence[TensorType]
+    ) -> tuple[Composite, list[int]]:
+        """Returns the body of the backward, and the operands whose gradients it adds up."""
+        body, count = self._body, self._num_carried
+        sums = [i for i in step.gradient_inputs if i >= self._first_same]
+        cotangents = {i: Value(cotangent_type(body.input_types[i])) for i in self._active}
+        totals = {i: Value(cotangent_type(body.input_types[i])) for i in sums}
+        rows = [Value(t) for t in left]
+        inputs = {i: Value(body.input_types[i]) for i in self._kept_inputs(step)}
+        outputs = {i: Value(body.output_types[i]) for i in step.kept_outputs if i >= count}
+        seeds = {
+            i: Value(cotangent_type(body.output_types[i]))
+            for i in step.cotangent_outputs
+            if i >= count
+        }
+        entries = [
+            *cotangents.values(),
+            *totals.values(),
+            *rows,
+            *(value for i, value in inputs.items() if i < self._first_same),
+            *outputs.values(),
+            *seeds.values(),
+            *(value for i, value in inputs.items() if i >= self._first_same),
+        ]
+        calls: list[Call] = []
+        rest = iter(rows)
+        saved = _packed(step.saved_type, rest, calls)
+        inputs |= {i: next(rest) for i in step.kept_inputs if i < count}
+        outputs |= {i: next(rest) for i in step.kept_outputs if i < count}
+        calls.append(_backward_call(step, saved, inputs, outputs, {**cotangents, **seeds}))
+        found = dict(zip(step.gradient_inputs, calls[-1].results, strict=True))
+        for i in self._active:
+            if i not in found:  # the next step gets nothing of it
+                found[i], call = _zeros(cotangent_type(body.input_types[i]))
+                calls.append(call)
+        for i in sums:
+            type_ = cotangent_type(body.input_types[i])
+            total = Value(type_)
+            calls.append(Call(self._adder(type_), (totals[i], found[i]), (total,)))
+            found[i] = total
+        scanned = [i for i in step.gradient_inputs if count <= i < self._first_same]
+        returned = [found[i] for i in (*self._active, *sums, *scanned)]
+        return _composite(f"{body.name}.backward", entries, calls, returned), sums
+
+
+# ---- calls ---------------------------------------------------------------------------------------
+
+
+def _inputs(closure: Leaf | Composite) -> list[Value]:
+    """Returns a value for each operand of a closure, named as it names them."""
+    names = closure.input_names or [""] * len(closure.input_types)
+    return [Value(t, n) for t, n in zip(closure.input_types, names, strict=True)]
+
+
+def _may_vary(type_: Type) -> bool:
+    return isinstance(type_, TensorType) and type_.is_differentiable
+
+
+def _tensor_type(value: Value) -> TensorType:
+    assert isinstance(value.type, TensorType)
+    return value.type
+
+
+def _stacked(row: TensorType, num_steps: int) -> TensorType:
+    # A row that has gaps is laid out without them: the launches that read rows go by their types.
+    row = row.cotangent()
+    return replace(row, shape=(num_steps, *row.shape), stride=(math.prod(row.shape), *row.stride))
+
+
+def _call(name: str, control: Choose | Repeat, operands: Sequence[Value]) -> Call:
+    """Returns a call of a new control-flow operator; ``operands`` are its own."""
+    body = control.bodies[0]
+    types = [_tensor_type(Value(t)) for t in body.output_types]
+    if isinstance(control, Repeat):
+        carried, rows = types[: control.num_carried], types[control.num_carried :]
+        types = [*carried, *(_stacked(row, control.num_steps) for row in rows)]
+    leaf = control_leaf(name, control, list(map(_tensor_type, operands)), types)
+    return Call(leaf, tuple(operands), tuple(map(Value, types)))
+
+
+def _backward_call(
+    derivative: Derivative,
+    saved: Value,
+    inputs: Sequence[Value] | dict[int, Value],
+    outputs: Sequence[Value] | dict[int, Value],
+    seeds: dict[int, Value],
+) -> Call:
+    """Returns the call of a body's backward."""
+    args = (
+        saved,
+        *(inputs[i] for i in derivative.kept_inputs),
+        *(outputs[i] for i in derivative.kept_outputs),
+        *(seeds[i] for i in derivative.cotangent_outputs),
+    )
+    results = tuple(map(Value, derivative.backward.output_types))
+    return Call(derivative.backward, args, results)
+
+
+def _composite(
+    name: str, inputs: Sequence[Value], calls: Sequence[Call], outputs: Sequence[Value]
+) -> Composite:
+    program = Program(tuple(inputs), tuple(calls), tuple(outputs))
+    return Composite(name, program, tuple(v.hint for v in inputs))
+
+
+def _taken_apart(value: Value, calls: list[Call]) -> Iterator[Value]:
+    """Yields the tensors in a struct; adds the calls that take it apart."""
+    if isinstance(value.type, TensorType):
+        yield value
+        return
+    fields = tuple(map(Value, value.type.fields))
+    calls.append(Call(Unpack(value.type), (value,), fields))
+    for field in fields:
+        yield from _taken_apart(field, calls)
+
+
+def _packed(type_: Type, tensors: Iterator[Value], calls: list[Call]) -> Value:
+    """Returns a struct of tensors; adds the calls that make it."""
+    if isinstance(type_, TensorType):
+        return next(tensors)
+    fields = tuple(_packed(field, tensors, calls) for field in type_.fields)
+    struct = Value(type_, "saved")
+    calls.append(Call(Pack(type_), fields, (struct,)))
+    return struct
+
+
+def _zeros(type_: TensorType) -> tuple[Value, Call]:
+    """Returns a value of zeros, and the call that makes it."""
+    graph = torch.fx.Graph()
+    node = graph.call_function(
+        torch.ops.aten.full.default,
+        (list(type_.shape), 0),
+        {"dtype": type_.dtype, "device": type_.device, "layout": torch.strided},
+    )
+    node.meta["val"] = torch.empty(type_.shape, dtype=type_.dtype, device="meta")
+    graph.output((node,))
+    leaf: Closure = Leaf("zeros", module_of(graph), (), (type_,), kernels="compiled")
+    value = Value(type_, "zeros")
+    return value, Call(leaf, (), (value,))

@@ -1,0 +1,200 @@
+"""Control flow as one launch, in which the launches of its bodies are.
+
+A body is linked and its memory planned on its own, once. What it works in is one buffer of the
+launch, as large as the larger body needs, since one runs at a time; what it reads and what it
+returns are the launch's operands. So the program around it stays one straight line.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ...reuse.ir.control import Choose, Repeat, RepeatWhile
+from ...reuse.ir.leaf import flat_types
+from ...reuse.ir.program import Control, Leaf
+from ...reuse.ir.types import contiguous_stride, is_dense
+from ..launches.kernel_list import BufferInfo, KernelList, Launch, NativeOp, View
+from ..launches.native_ops import CHOOSE, REPEAT, REPEAT_WHILE, copied
+from .layout import Layout, Part, Placed
+from .link import FlatProgram
+from .placement import Tools, planned
+from .program_writer import CodeWriter
+from .torch_generated import ARENA_SLOT
+
+
+@dataclass(frozen=True)
+class _Linked:
+    """A body that is linked: words of the native loop, and slots for what it is given.
+
+    Attributes:
+        words: None if a launch in it has no native form.
+        slots: of its operands, then of what it writes its results to; -1 of one that is not read.
+    """
+
+    num_bytes: int
+    words: list[int] | None
+    num_operations: int
+    num_slots: int
+    slots: list[int]
+
+
+def record_control(
+    leaf: Leaf,
+    function: Callable[..., Sequence[torch.Tensor]],
+    bodies: Sequence[FlatProgram],
+    lists: Mapping[Leaf, KernelList],
+    tools: Tools,
+) -> KernelList:
+    """Returns the launch of a control-flow operator.
+
+    Args:
+        leaf: the operator.
+        function: runs it from Python, where a launch of a body has no native form.
+        bodies: its bodies, linked.
+        lists: the launches of their leaves.
+        tools: what plans memory.
+    """
+    control = leaf.control
+    assert control is not None
+    types, returned = flat_types(leaf.input_types), flat_types(leaf.output_types)
+    linked = [_linked(body, lists, tools) for body in bodies]
+    num_bytes = max(body.num_bytes for body in linked)
+    sizes = [t.num_bytes for t in (*types, *returned)] + [max(num_bytes, 1)]
+    views = [View(i, t.dtype, t.shape, t.stride, 0) for i, t in enumerate((*types, *returned))]
+    scratch = View(len(views), torch.uint8, (max(num_bytes, 1),), (1,), 0)
+    # The number that tells whether a loop goes on lies after what the bodies work in.
+    if isinstance(control, RepeatWhile):
+        sizes[-1] += 1
+        scratch = View(len(views), torch.uint8, (sizes[-1],), (1,), 0)
+    operands, outputs = views[: len(types)], views[len(types) :]
+    launch = Launch(
+        leaf.name,
+        _Run(control, function, len(operands)),
+        (*operands, *outputs, scratch),
+        (),
+        native=_native(control, linked, operands, outputs, scratch),
+    )
+    buffers = [
+        BufferInfo("input" if i < len(types) else "private", size, 0, 0)
+        for i, size in enumerate(sizes)
+    ]
+    return KernelList(
+        leaf.name, len(types), tuple(buffers), (launch,), tuple(outputs), tuple(returned)
+    )
+
+
+@dataclass(frozen=True)
+class _Run:
+    """Runs an operator from Python, and copies its results to where they belong."""
+
+    control: Control
+    function: Callable[..., Sequence[torch.Tensor]]
+    num_operands: int
+
+    def __call__(self, *tensors: torch.Tensor) -> None:
+        operands, outputs = tensors[: self.num_operands], tensors[self.num_operands : -1]
+        waits = not isinstance(self.control, Repeat) and operands[0].is_cuda
+        if waits and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(f"Python asks for a number of the GPU to {self.control.word}")
+        with torch.no_grad():
+            for output, result in zip(outputs, self.function(*operands), strict=True):
+                output.copy_(result)
+
+
+def _linked(flat: FlatProgram, lists: Mapping[Leaf, KernelList], tools: Tools) -> _Linked:
+    """Links a body: its results are copied to where they belong when all is computed."""
+    layout = Layout()
+    inputs = [layout.given(flat.slot_types[s]) for s in flat.inputs]
+    targets = [layout.given(flat.slot_types[s]) for s in flat.outputs]
+    part = layout.add(flat, inputs, lists)
+    given = {placed.instance for placed in (*inputs, *targets)}
+    made = [_made(layout, part, p) if p.instance in given else p for p in part.outputs]
+    for target, output in zip(targets, made, strict=True):
+        part.launches.append(layout.apply("copy_", target, output))
+    offsets, _, num_bytes, _ = planned(layout, tools)
+    operations = [one.launch.native for one in part.launches]
+    if None in operations:
+        return _Linked(num_bytes, None, 0, 0, [])
+    code = CodeWriter(layout, offsets, Part(inputs, part.launches, []), given, 0).write()
+    slots = [code.slots.get(placed.instance, -1) for placed in (*inputs, *targets)]
+    number = sum(one.num_operations for one in operations if one is not None)
+    return _Linked(num_bytes, list(code.words), number, code.num_slots, slots)
+
+
+def _made(layout: Layout, part: Part, placed: Placed) -> Placed:
+    """Copies an operand that a body returns as it came: where it lies, another result may go."""
+    num_bytes = max(math.prod(placed.shape), 1) * placed.dtype.itemsize
+    kept = is_dense(placed.shape, placed.stride)
+    stride = placed.stride if kept else contiguous_stride(placed.shape)
+    target = Placed(layout.arena(num_bytes, 0), placed.dtype, placed.shape, stride, 0)
+    part.launches.append(layout.apply("copy_", target, placed))
+    return target
+
+
+def _native(
+    control: Control,
+    linked: Sequence[_Linked],
+    operands: Sequence[View],
+    outputs: Sequence[View],
+    scratch: View,
+) -> NativeOp | None:
+    """Returns the launch as words, in which those of the bodies are."""
+    if any(body.words is None for body in linked):
+        return None
+    if isinstance(control, Choose):
+        bodies = [_body(one, [*operands[1:], *outputs], scratch) for one in linked]
+        return NativeOp((CHOOSE, operands[0], *bodies[0], *bodies[1]))
+    if isinstance(control, Repeat):
+        count = control.num_carried
+        carried, scanned, same = control.split(operands)
+        # A step reads what is carried where the last one left it, which is where it ends up.
+        given = [*outputs[:count], *scanned, *same, *outputs]
+        rows = {*range(count, count + len(scanned)), *range(len(operands) + count, len(given))}
+        body = _body(linked[0], given, scratch, rows)
+        begin = [word for pair in _begun(carried, outputs) for word in pair]
+        return NativeOp(
+            (*begin, REPEAT, control.num_steps, control.is_reversed, *body), 1 + len(carried)
+        )
+    assert isinstance(control, RepeatWhile)
+    count = control.num_carried
+    given = [*outputs, *operands[count:]]
+    flag = View(scratch.buffer, torch.bool, (), (), scratch.shape[0] - 1)
+    test, body = (
+        _body(one, [*given, *last], scratch)
+        for one, last in zip(linked, ([flag], outputs), strict=True)
+    )
+    begin = [word for pair in _begun(operands[:count], outputs) for word in pair]
+    return NativeOp((*begin, REPEAT_WHILE, flag, *test, *body), 1 + count)
+
+
+def _begun(carried: Sequence[View], outputs: Sequence[View]) -> list[tuple[Any, ...]]:
+    """Returns the copies of what is carried into the first step."""
+    return [copied(output, first) for first, output in zip(carried, outputs, strict=False)]
+
+
+def _body(
+    linked: _Linked, given: Sequence[View], scratch: View, rows: Collection[int] = ()
+) -> tuple[int | View, ...]:
+    """Returns the words of a body, and where each of its slots points.
+
+    Args:
+        linked: the body.
+        given: its operands, then what it writes its results to.
+        scratch: what it works in.
+        rows: which of those have a row for each step.
+    """
+    bindings: list[int | View] = []
+    number = 0
+    for i, (slot, view) in enumerate(zip(linked.slots, given, strict=True)):
+        if slot >= 0:
+            stride = view.stride[0] * view.dtype.itemsize if i in rows else 0
+            bindings += [slot, stride, view]
+            number += 1
+    assert linked.words is not None
+    head = (linked.num_slots, linked.num_operations, len(linked.words))
+    return (*head, *linked.words, 1 + number, ARENA_SLOT, 0, scratch, *bindings)

@@ -1,0 +1,272 @@
+"""Control flow of the model: what its operators run becomes closures, traced once each."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.fx
+
+from ...autodiff.higher_order.derivation import DerivativeMark
+from ...reuse import torch_pytree
+from ...reuse.errors import CaptureError
+from ...reuse.ir.control import Choose, Repeat, RepeatWhile
+from ...reuse.ir.operators import is_draw, is_view
+from ...reuse.ir.program import Call, Closure, Composite, Control, Leaf, Program, Value
+from ...reuse.ir.rewrite import map_leaves
+from ...reuse.ir.types import TensorType
+from ..tracing.frames import user_line
+from .assemble import Assembler
+from .recording import Recording
+from .regions import Region
+
+
+@dataclass(frozen=True, eq=False)
+class _Body:
+    """A body that has run: its nodes, what it returned, and what it used from outside."""
+
+    region: Region
+    results: list[torch.Tensor]
+    spec: torch_pytree.TreeSpec
+    used: list[torch.fx.Node]
+
+    @property
+    def types(self) -> list[TensorType]:
+        return [TensorType.of(x) for x in self.results]
+
+
+class ControlFlow:
+    """Puts one node in place of each call of ``cond``, ``scan``, ``map`` and ``while_loop``."""
+
+    def __init__(self, recording: Recording) -> None:
+        self._recording = recording
+        with recording.tracer.untraced():
+            self._wanting = torch.empty((), device="cpu", requires_grad=True)
+
+    def run(self, name: str, args: tuple[Any, ...]) -> Any:
+        """Records one call; returns what it returns."""
+        if self._recording.sizes is not None:
+            self._refuse(name, "is given sizes that vary, and is compiled for each size")
+        runs: dict[str, Callable[..., Any]] = {
+            "cond": self._cond,
+            "scan": self._scan,
+            "map": self._map,
+            "while_loop": self._while_loop,
+        }
+        return runs[name](*args)
+
+    # ---- the operators -------------------------------------------------------------------
+
+    def _cond(self, flag: Any, if_true: Any, if_false: Any, operands: Any) -> Any:
+        number = _flag(self._recording.fake_of(flag))
+        branches = {"if_true": if_true, "if_false": if_false}
+        bodies = [self._traced("cond", n, branch, operands) for n, branch in branches.items()]
+        if bodies[0].types != bodies[1].types:
+            self._refuse("cond", f"returns {_text(bodies[0])} or {_text(bodies[1])}")
+        used = _together(*(body.used for body in bodies))
+        control = Choose(tuple(self._closure(body, used) for body in bodies))
+        operand_nodes = [self._recording.tensors.node_of(number), *used]
+        return self._made(control, operand_nodes, bodies, bodies[0].types)
+
+    def _scan(
+        self, step: Any, init: Sequence[Any], xs: Sequence[Any], given: Sequence[Any] = ()
+    ) -> Any:
+        return self._repeated("scan", lambda *rows: step(*rows, *given), init, xs)
+
+    def _map(self, step: Any, xs: Sequence[Any], given: Sequence[Any] = (), **_: Any) -> Any:
+        return self._repeated("map", lambda *rows: step(*rows, *given), (), xs)
+
+    def _repeated(self, name: str, step: Any, init: Sequence[Any], xs: Sequence[Any]) -> Any:
+        carried, slabs = self._contiguous(init), self._contiguous(xs)
+        num_steps = len(slabs[0])
+        if num_steps == 0:
+            self._refuse(name, "is given no rows")
+        rows = [self._placeholder(_row_type(slab), (slab,)) for slab in slabs]
+        body, entries = self._traced_carrying(name, step, carried, rows)
+        self._refuse_other_types(name, carried, body)
+        nodes = list(map(self._recording.tensors.node_of, (*entries, *rows)))
+        same = [node for node in body.used if node not in nodes]
+        control = Repeat(
+            (self._closure(body, [*nodes, *same]),), num_steps, len(carried), len(slabs)
+        )
+        stacked = [_stacked(t, num_steps) for t in body.types[len(carried) :]]
+        operands = [*map(self._recording.tensors.node_of, (*carried, *slabs)), *same]
+        return self._made(control, operands, [body], [*body.types[: len(carried)], *stacked])
+
+    def _while_loop(self, condition: Any, step: Any, init: Any, given: Any = ()) -> Any:
+        name = "while_loop"
+        carried = self._contiguous(init)
+        body, entries = self._traced_carrying(name, step, carried, list(given))
+        self._refuse_other_types(name, carried, body)
+        asked = lambda *given: _flag(condition(*given))  # noqa: E731
+        test = self._traced(name, "test", asked, (*entries, *given))
+        nodes = list(map(self._recording.tensors.node_of, entries))
+        same = [node for node in _together(test.used, body.used) if node not in nodes]
+        bodies = tuple(self._closure(one, [*nodes, *same]) for one in (test, body))
+        operands = [*map(self._recording.tensors.node_of, carried), *same]
+        return self._made(RepeatWhile(bodies, len(carried)), operands, [body], body.types)
+
+    # ---- bodies --------------------------------------------------------------------------
+
+    def _traced_carrying(
+        self, name: str, step: Any, carried: Sequence[Any], rows: Sequence[Any]
+    ) -> tuple[_Body, list[torch.Tensor]]:
+        """Runs a body on what is carried into it, and on rows; returns it, and the former."""
+        # What is carried wants a gradient from the second step on, if the first makes it so.
+        wants = [x.requires_grad for x in carried]
+        while True:
+            entries = [
+                self._placeholder(TensorType.of(x), (self._wanting,) if want else ())
+                for x, want in zip(carried, wants, strict=True)
+            ]
+            body = self._traced(name, "step", step, (*entries, *rows))
+            results = body.results[: len(carried)]
+            now = [want or x.requires_grad for want, x in zip(wants, results, strict=False)]
+            if now == wants[: len(now)]:
+                return body, entries
+            wants = now
+            _forget(body.region)
+
+    def _traced(
+        self, name: str, role: str, function: Callable[..., Any], args: Sequence[Any]
+    ) -> _Body:
+        """Runs a body once; its nodes are no part of what runs around it."""
+        recording, tensors = self._recording, self._recording.tensors
+        around = recording.current
+        region = Region(recording.model, around.path, role, around, reads=around.reads)
+        with recording.apart(region):
+            results, spec = torch_pytree.flatten(function(*args))
+            for index, result in enumerate(results):
+                if not isinstance(result, torch.Tensor):
+                    self._refuse(name, f"returns a {type(result).__name__}, which is no tensor")
+                results[index] = self._own(name, region, recording.fake_of(result), results[:index])
+        tensors.resolve_all(region.nodes())
+        nodes = region.nodes()
+        inside = set(nodes)
+        for node in nodes:
+            if is_draw(node):
+                self._refuse(name, "draws random numbers, which eager draws in one body alone")
+            if isinstance(node.target, DerivativeMark):
+                self._refuse(name, "differentiates in a body")
+        operands = [n for node in nodes for n in node.all_input_nodes]
+        return _Body(region, results, spec, _together([n for n in operands if n not in inside]))
+
+    def _own(
+        self, name: str, region: Region, result: torch.Tensor, others: Sequence[Any]
+    ) -> torch.Tensor:
+        """Returns a result of a body in memory of its own; contiguous, where rows are stacked."""
+        inside = set(region.nodes())
+        roots = [_root(self._recording.tensors.node_of(x), inside) for x in (result, *others)]
+        is_dense = TensorType.of(result).is_dense if name == "cond" else result.is_contiguous()
+        if is_dense and roots[0] in inside and roots[0] not in roots[1:]:
+            return result
+        kept = torch.preserve_format if is_dense else torch.contiguous_format
+        return result.clone(memory_format=kept)
+
+    def _closure(self, body: _Body, inputs: Sequence[torch.fx.Node]) -> Composite:
+        """Makes a body that has run a closure."""
+        region, tensors = body.region, self._recording.tensors
+        region.inputs, region.num_calls = list(inputs), 2
+        region.input_names = [node.name for node in inputs]
+        region.outputs = [tensors.node_of(x) for x in body.results]
+        with self._recording.bookkeeping():
+            built = Assembler({region: region.outputs}).body(region)
+            closure = _as_composite(built.closure)
+        if built.changed:
+            self._refuse(region.name, "changes a tensor from outside in place")
+        _forget(region)
+        return closure
+
+    def _made(
+        self,
+        control: Control,
+        operands: Sequence[torch.fx.Node],
+        bodies: Sequence[_Body],
+        types: Sequence[TensorType],
+    ) -> Any:
+        """Adds the node; returns its results in the structure of what a body returned."""
+        tracer = self._recording.tracer
+        node = tracer.call(control, operands)  # type: ignore[arg-type]
+        results = [
+            tracer.track_new(type_, [b.results[i] for b in bodies], tracer.item(node, i))
+            for i, type_ in enumerate(types)
+        ]
+        return torch_pytree.unflatten(results, bodies[0].spec)
+
+    # ---- operands ------------------------------------------------------------------------
+
+    def _contiguous(self, init: Sequence[Any]) -> list[torch.Tensor]:
+        for x in init:
+            if not isinstance(x, torch.Tensor):
+                self._refuse("while_loop", f"carries a {type(x).__name__}, which is no tensor")
+        return [self._recording.fake_of(x).contiguous() for x in init]
+
+    def _placeholder(self, type_: TensorType, history: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Returns a fake of what a body is given anew in each step."""
+        tracer = self._recording.tracer
+        return tracer.track_new(type_, history, tracer.given_node())  # type: ignore[no-any-return]
+
+    def _refuse_other_types(self, name: str, carried: Sequence[Any], body: _Body) -> None:
+        types = [TensorType.of(x) for x in carried]
+        if body.types[: len(types)] != types:
+            given = ", ".join(map(str, types))
+            self._refuse(name, f"carries {given} into a step that returns {_text(body)}")
+
+    def _refuse(self, name: str, why: str) -> None:
+        raise CaptureError(f"The {name} at {user_line()} {why}, and cannot be compiled.")
+
+
+def _flag(number: torch.Tensor) -> torch.Tensor:
+    """Returns a tensor of one number as a bool without dimensions."""
+    return number.reshape(()).to(torch.bool)
+
+
+def _root(node: torch.fx.Node, inside: Collection[torch.fx.Node]) -> torch.fx.Node:
+    """Returns the node whose memory a value lies in; one from outside is not followed."""
+    while node in inside and (is_view(node) or node.target is operator.getitem):
+        node = node.all_input_nodes[0]
+    return node
+
+
+def _together(*nodes: Sequence[torch.fx.Node]) -> list[torch.fx.Node]:
+    return list(dict.fromkeys(node for some in nodes for node in some))
+
+
+def _text(body: _Body) -> str:
+    return f"({', '.join(map(str, body.types))})"
+
+
+def _row_type(slab: torch.Tensor) -> TensorType:
+    type_ = TensorType.of(slab)
+    return replace(type_, shape=type_.shape[1:], stride=type_.stride[1:])
+
+
+def _stacked(row: TensorType, num_steps: int) -> TensorType:
+    """Returns the type of the results of all steps; those of one are contiguous."""
+    return replace(row, shape=(num_steps, *row.shape), stride=(math.prod(row.shape), *row.stride))
+
+
+def _forget(region: Region) -> None:
+    """Takes the nodes of a body, of which a closure was made, out of the users of others."""
+    for node in region.nodes():
+        node.args, node.kwargs = (), {}
+        node.meta["body"] = region.name
+
+
+def _as_composite(closure: Closure) -> Composite:
+    """Returns a body as a closure of calls, whose kernels are the backend's, small as they are."""
+    if isinstance(closure, Composite):
+        program = closure.program
+    else:
+        assert isinstance(closure, Leaf)
+        inputs = tuple(map(Value, closure.input_types, closure.input_names))
+        results = tuple(map(Value, closure.output_types))
+        program = Program(inputs, (Call(closure, inputs, results),), results)
+    program = map_leaves(
+        program, lambda leaf: leaf if leaf.bodies else replace(leaf, kernels="compiled")
+    )
+    return Composite(closure.name, program, tuple(v.hint for v in program.inputs))

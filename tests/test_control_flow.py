@@ -1,0 +1,384 @@
+"""Control flow: bodies are closures, and numbers are those of the same written in plain Python."""
+
+import copy
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import onnxruntime
+import pytest
+import torch
+from comparing import relative_error
+from torch import Tensor, nn
+from torch._higher_order_ops import scan, while_loop
+from torch._higher_order_ops.map import map as torch_map
+
+import lazyinline
+from lazyinline import CaptureError, lazy_inline
+from lazyinline.reuse.ir.parser import parse_program
+from lazyinline.reuse.ir.printer import format_program
+
+D = 8
+
+
+class Operators:
+    """PyTorch's operators."""
+
+    cond, scan, map, while_loop = map(staticmethod, (torch.cond, scan, torch_map, while_loop))
+
+
+class Plain:
+    """The same in Python, which autograd follows as it runs: eager's would start Dynamo."""
+
+    @staticmethod
+    def cond(flag: Tensor, if_true: Any, if_false: Any, operands: Any) -> Any:
+        return (if_true if flag else if_false)(*operands)
+
+    @staticmethod
+    def scan(step: Any, init: Any, xs: Any, reverse: bool = False) -> Any:
+        rows: Any = [None] * len(xs)
+        for i in reversed(range(len(xs))) if reverse else range(len(xs)):
+            init, rows[i] = step(init, xs[i])
+        if isinstance(rows[0], tuple):
+            return init, tuple(map(torch.stack, zip(*rows, strict=True)))
+        return init, torch.stack(rows)
+
+    @staticmethod
+    def map(step: Any, xs: Tensor, *given: Any) -> Tensor:
+        return torch.stack([step(x, *given) for x in xs])
+
+    @staticmethod
+    def while_loop(test: Any, step: Any, carried: Any) -> Any:
+        while test(*carried):
+            carried = step(*carried)
+        return carried
+
+
+class Block(nn.Module):
+    """What tests write a forward for: ``forward_of(flow, self, x)``."""
+
+    flow: Any = Operators
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(D, D), nn.Linear(D, D)
+
+
+def block_of(forward: Callable[..., Tensor]) -> type[Block]:
+    """Returns a marked block class with a forward."""
+    body = {"forward": lambda self, x: forward(self.flow, self, x)}
+    return lazy_inline(type("Chosen", (Block,), body))
+
+
+class Stack(nn.Module):
+    def __init__(self, block: type[Block], number: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(block() for _ in range(number))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def stack(forward: Callable[..., Tensor], number: int = 2) -> tuple[Stack, Stack]:
+    """Returns a model of such blocks, and its twin in plain Python."""
+    torch.manual_seed(0)
+    ours = Stack(block_of(forward), number)
+    theirs = copy.deepcopy(ours)
+    for module in theirs.modules():
+        module.flow = Plain  # type: ignore[assignment]
+    return ours, theirs
+
+
+def batch(sign: int = 1, rows: int = 6) -> Tensor:
+    return sign * torch.rand(rows, 3, D, generator=torch.Generator().manual_seed(1))
+
+
+def assert_near(have: Tensor | None, want: Tensor | None) -> None:
+    """Compares gradients; of a body that did not run they are zeros, and in plain Python none."""
+    if have is not None:
+        want = torch.zeros_like(have) if want is None else want
+        is_nothing = bool(want.eq(0).all() and have.abs().max() < 1e-6)
+        assert is_nothing or relative_error(have, want) <= 2e-6
+    assert (have is None) <= (want is None)
+
+
+# ---- forwards ------------------------------------------------------------------------------------
+
+
+def chosen(flow: Any, m: Any, x: Tensor) -> Tensor:
+    return x + flow.cond(  # type: ignore[no-any-return]
+        x.mean() > 0, lambda x: torch.tanh(m.a(x)), lambda x: torch.sin(m.b(x)) * 2, (x,)
+    )
+
+
+def scanned(flow: Any, m: Any, x: Tensor) -> Tensor:
+    def step(h: Tensor, row: Tensor) -> tuple[Tensor, Tensor]:
+        h = torch.tanh(m.a(row) + m.b(h))
+        return h, h.clone()
+
+    h, rows = flow.scan(step, torch.zeros(x.shape[1:]), x)
+    return x + rows * h  # type: ignore[no-any-return]
+
+
+def scanned_backwards(flow: Any, m: Any, x: Tensor) -> Tensor:
+    def step(h: Tensor, row: Tensor) -> tuple[Tensor, Tensor]:
+        h = torch.sin(m.a(row) * h)
+        return h, h * 2
+
+    return x - flow.scan(step, x[0] + 1, x, reverse=True)[1]  # type: ignore[no-any-return]
+
+
+def mapped(flow: Any, m: Any, x: Tensor) -> Tensor:
+    return x + flow.map(lambda row, s: torch.tanh(m.a(row)) * s, x, x.mean())  # type: ignore[no-any-return]
+
+
+def looped(flow: Any, m: Any, x: Tensor) -> Tensor:
+    def test(i: Tensor, x: Tensor) -> Tensor:
+        return i < 4
+
+    def step(i: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        return i + 1, torch.tanh(m.a(x))
+
+    return x + flow.while_loop(test, step, (torch.zeros((), dtype=torch.int64), x))[1]  # type: ignore[no-any-return]
+
+
+def never_looped(flow: Any, m: Any, x: Tensor) -> Tensor:
+    return x + flow.while_loop(lambda x: x.sum() > 1e9, lambda x: (m.a(x),), (x,))[0]  # type: ignore[no-any-return]
+
+
+def swapped(flow: Any, m: Any, x: Tensor) -> Tensor:
+    """Two carried values change places, and a row is an operand as it came."""
+
+    def step(carried: Any, row: Tensor) -> Any:
+        a, b = carried
+        return (b.clone(), a * 0.5 + m.a(row)), (row.clone(), b.clone())
+
+    (a, b), (rows, others) = flow.scan(step, (x[0] * 2, x[1] * 3), x)
+    return x + a - b + rows * others  # type: ignore[no-any-return]
+
+
+def chosen_in_a_scan(flow: Any, m: Any, x: Tensor) -> Tensor:
+    def step(h: Tensor, row: Tensor) -> tuple[Tensor, Tensor]:
+        large = row.sum() > 10
+        h = flow.cond(large, lambda h: torch.tanh(m.a(h)), lambda h: h - m.b(h), (h + row,))
+        return h, h.clone()
+
+    return x + flow.scan(step, torch.zeros(x.shape[1:]), x)[1]  # type: ignore[no-any-return]
+
+
+def scanned_in_a_choice(flow: Any, m: Any, x: Tensor) -> Tensor:
+    return flow.cond(x.mean() > 0, lambda x: scanned(flow, m, x), lambda x: m.b(x), (x,))  # type: ignore[no-any-return]
+
+
+def chained(flow: Any, m: Any, x: Tensor) -> Tensor:
+    """The second scan takes what the first one gives: pytorch#153679."""
+
+    def first(h: Tensor, row: Tensor) -> tuple[Tensor, Tensor]:
+        h = torch.tanh(m.a(row) + h)
+        return h, h.clone()
+
+    def second(h: Tensor, row: Tensor) -> tuple[Tensor, Tensor]:
+        h = torch.tanh(m.b(row) * h)
+        return h, h.clone()
+
+    h, rows = flow.scan(first, torch.zeros(x.shape[1:]), x)
+    return flow.scan(second, h, rows)[1]  # type: ignore[no-any-return]
+
+
+TRAINED = {
+    f.__name__: f
+    for f in (
+        chosen,
+        scanned,
+        scanned_backwards,
+        mapped,
+        swapped,
+        chosen_in_a_scan,
+        scanned_in_a_choice,
+        chained,
+    )
+}
+INFERRED = {**TRAINED, "looped": looped, "never_looped": never_looped}
+
+
+@pytest.fixture(params=["eager", "inductor"])
+def backend(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.mark.parametrize("name", INFERRED)
+@pytest.mark.sweep(keep=["eager", "inductor-chosen", "inductor-swapped", "inductor-looped"])
+def test_an_inference_is_eagers(name: str, backend: str) -> None:
+    ours, theirs = stack(INFERRED[name])
+    compiled = lazyinline.compile(ours, backend=backend, fallback="error")
+    with torch.no_grad():
+        for x in (batch(), batch(-1)):
+            assert relative_error(compiled(x), theirs(x)) <= 1e-6
+    assert not compiled.last_report.ran_eagerly
+
+
+@pytest.mark.parametrize("name", TRAINED)
+@pytest.mark.sweep(keep=["eager", "inductor-chained", "inductor-swapped"])
+def test_every_gradient_is_eagers(name: str, backend: str) -> None:
+    ours, theirs = stack(TRAINED[name])
+    compiled = lazyinline.compile(ours, backend=backend, fallback="error")
+    for x in (batch(), batch(-1)):
+        found = []
+        for run, model in ((compiled, ours), (theirs, theirs)):
+            model.zero_grad()
+            start = x.clone().requires_grad_()
+            out = run(start)
+            (out.square().mean() + out.sum()).backward()
+            found.append([out, start.grad, *(p.grad for p in model.parameters())])
+        for have, want in zip(*found, strict=True):
+            assert_near(have, want)
+    assert not compiled.last_report.ran_eagerly
+
+
+@pytest.mark.parametrize("name", TRAINED)
+@pytest.mark.sweep(keep=["chosen", "chained"])
+def test_a_training_step_is_eagers(name: str) -> None:
+    ours, theirs = stack(TRAINED[name])
+    step = lazyinline.compile_step(ours, loss_fn=lambda out: out.square().mean(), micro_batches=2)
+    for x in (batch(rows=12), batch(-1, rows=12)):
+        theirs.zero_grad()
+        losses = [theirs(part).square().mean() for part in x.chunk(2)]
+        (sum(losses) / 2).backward()  # type: ignore[union-attr]
+        assert relative_error(step(x), sum(losses) / 2) <= 1e-6  # type: ignore[arg-type]
+        for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
+            assert_near(p.grad, q.grad)
+    assert not step.last_report.unplanned
+
+
+@pytest.mark.parametrize("name", ["chosen", "scanned", "mapped", "looped"])
+def test_equal_blocks_have_one_closure_for_a_body(name: str) -> None:
+    ours, _ = stack(INFERRED[name], 8)
+    with torch.no_grad():
+        program = lazyinline.capture(ours, (batch(),))
+    text = format_program(program)
+    bodies = {"chosen": 2, "looped": 2}.get(name, 1)
+    assert sum(line.startswith("composite closure") for line in text.split("\n")) == 1 + bodies
+    assert format_program(parse_program(text)) == text
+
+
+def test_the_memory_of_a_choice_is_that_of_its_larger_branch() -> None:
+    def both(flow: Any, m: Any, x: Tensor) -> Tensor:
+        return flow.cond(x.mean() > 0, lambda x: wide(m, x, 40), lambda x: wide(m, x, 60), (x,))  # type: ignore[no-any-return]
+
+    def wide(m: Any, x: Tensor, times: int) -> Tensor:
+        many = x.repeat(times, 1, 1) @ m.a.weight
+        return (many @ m.b.weight).view(times, *x.shape).sum(0)
+
+    def alone(flow: Any, m: Any, x: Tensor) -> Tensor:
+        return wide(m, x, 60)
+
+    peaks = []
+    for forward in (both, alone):
+        ours, _ = stack(forward, 1)
+        compiled = lazyinline.compile(ours, fallback="error")
+        with torch.no_grad():
+            compiled(batch())
+        peaks.append(compiled.last_report.peak_bytes)
+    assert peaks[0] <= 1.01 * peaks[1] + 256
+
+
+def test_one_body_is_compiled_whatever_the_number_of_steps() -> None:
+    counts = []
+    for rows in (4, 64):
+        ours, theirs = stack(scanned, 1)
+        compiled = lazyinline.compile(ours, fallback="error")
+        x = batch(rows=rows)
+        assert relative_error(compiled(x), theirs(x)) <= 1e-6
+        counts.append(compiled.last_report.num_nodes)
+    assert counts[0] == counts[1]
+
+
+@pytest.mark.parametrize("name", INFERRED)
+@pytest.mark.sweep(keep=["chosen", "scanned_backwards", "looped", "chosen_in_a_scan"])
+def test_onnx_has_it_too(name: str, tmp_path: Any) -> None:
+    ours, theirs = stack(INFERRED[name])
+    path = str(tmp_path / "model.onnx")
+    lazyinline.export_onnx(ours.eval(), (batch(),), path)
+    session = onnxruntime.InferenceSession(path)
+    with torch.no_grad():
+        for x in (batch(), batch(-1)):
+            (found,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
+            assert relative_error(torch.from_numpy(found), theirs(x)) <= 1e-5
+
+
+def test_a_training_of_a_while_loop_names_scan() -> None:
+    ours, _ = stack(looped, 1)
+    with pytest.raises(CaptureError, match="Use scan"):
+        lazyinline.compile_step(ours, loss_fn=torch.sum)(batch())
+
+
+def endless(flow: Any, m: Any, x: Tensor) -> Tensor:
+    return flow.while_loop(lambda x: x.sum() < 1e9, lambda x: (x * 1,), (x,))[0]  # type: ignore[no-any-return]
+
+
+def test_a_loop_without_end_can_be_interrupted() -> None:
+    class AlarmError(Exception):
+        pass
+
+    def ring(*_: Any) -> None:
+        raise AlarmError
+
+    ours, theirs = stack(endless, 1)
+    compiled = lazyinline.compile(ours, fallback="error")
+    with torch.no_grad():
+        compiled(1e9 + batch())
+        before = signal.signal(signal.SIGALRM, ring)
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        try:
+            with pytest.raises(AlarmError):
+                compiled(batch())
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
+        x = 1e9 + batch()
+        assert torch.equal(compiled(x), theirs(x))
+
+
+# ---- what runs eagerly ---------------------------------------------------------------------------
+
+
+def draws(flow: Any, m: Any, x: Tensor) -> Tensor:
+    return flow.cond(x.mean() > 0, lambda x: x + torch.rand_like(x), lambda x: x * 2, (x,))  # type: ignore[no-any-return]
+
+
+def leaks(flow: Any, m: Any, x: Tensor) -> Tensor:
+    kept = []
+
+    def keep(x: Tensor) -> Tensor:
+        kept.append(x * 2)
+        return x + 1
+
+    return flow.cond(x.mean() > 0, keep, lambda x: x, (x,)) + kept[0]  # type: ignore[no-any-return]
+
+
+def changes(flow: Any, m: Any, x: Tensor) -> Tensor:
+    y = x * 2
+    return flow.cond(x.mean() > 0, lambda x: y.mul_(2) + x, lambda x: x * 1, (x,)) + y  # type: ignore[no-any-return]
+
+
+def other_types(flow: Any, m: Any, x: Tensor) -> Tensor:
+    return flow.cond(x.mean() > 0, lambda x: x * 2, lambda x: x.double(), (x,))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("forward", "why"),
+    [
+        (draws, "draws random numbers"),
+        (leaks, "Return it from the body"),
+        (changes, "in place"),
+        (other_types, r"returns \(f32.* or \(f64"),
+    ],
+)
+def test_what_no_body_can_do_is_refused_with_its_line(forward: Any, why: str) -> None:
+    ours, _ = stack(forward, 1)
+    compiled = lazyinline.compile(ours, backend="eager", fallback="error")
+    with pytest.raises(CaptureError, match=f"(?s){why}") as error, torch.no_grad():
+        compiled(batch())
+    assert "test_control_flow.py" in str(error.value)
