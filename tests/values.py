@@ -310,7 +310,7 @@ RARE = {
     "weak keys": Row("weakref.WeakKeyDictionary({KEY: 1.0})",
         "weakref.WeakKeyDictionary({KEY: 2.0})", "v[KEY]", "v[KEY] = 5.0"),
     "weak values": Row("weakref.WeakValueDictionary({'a': KEY})", "", "float('a' in v)",
-        "v.pop('a')"),
+        "v.pop('a', None)"),
     "weak set": Row("weakref.WeakSet([KEY])", "", "float(KEY in v)", "v.discard(KEY)"),
     "weak reference": Row("weakref.ref(KEYS[0])", "weakref.ref(KEYS[1])", "v().value",
         "v().value += 4"),

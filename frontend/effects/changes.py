@@ -113,7 +113,7 @@ class OuterChanges:
         if code not in self._ran:
             self._ran.add(code)
             self._nested.update(c for c in code.co_consts if isinstance(c, types.CodeType))
-        if not code.co_freevars or code in self._nested:
+        if code in self._nested:
             return ""  # a function that the run itself makes captures variables of the run
         variables = frame.f_locals
         for name in code.co_freevars:

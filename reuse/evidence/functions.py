@@ -31,6 +31,7 @@ from ..errors import CaptureError
 # In a class body's scope of annotations, since Python 3.12, a global has an instruction of its own.
 _LOADS = frozenset(["LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"])
 _STORES = frozenset(["STORE_GLOBAL"])
+_ATTRIBUTE_STORES = frozenset(["STORE_ATTR", "DELETE_ATTR"])
 _CAPTURED_STORES = frozenset(["STORE_DEREF", "DELETE_DEREF"])
 
 
@@ -51,12 +52,16 @@ def modules_imported(code: types.CodeType) -> tuple[str, ...]:
 
 @functools.lru_cache(maxsize=4096)
 def captured_set(code: types.CodeType) -> frozenset[str]:
-    """Returns the captured variables that a function, or one that it makes, sets (``nonlocal``)."""
+    """Returns the captured variables that a function, or one that it makes, sets (``nonlocal``).
+
+    By ``cell_contents`` it sets those of any function.
+    """
     names = set(_arguments(code, _CAPTURED_STORES))
     for inner in code.co_consts:
         if isinstance(inner, types.CodeType):
             names |= captured_set(inner)
-    return frozenset(names.intersection(code.co_freevars))
+    by_cell = {"cell_contents"}.intersection(_arguments(code, _ATTRIBUTE_STORES))
+    return frozenset(by_cell | names.intersection((*code.co_freevars, "cell_contents")))
 
 
 def texts_of(code: types.CodeType) -> list[str]:
