@@ -187,6 +187,14 @@ def chained(flow: Any, m: Any, x: Tensor) -> Tensor:
     return flow.scan(second, h, rows)[1]  # type: ignore[no-any-return]
 
 
+def with_literals(flow: Any, m: Any, x: Tensor) -> Tensor:
+    def step(h: Tensor, row: Tensor) -> tuple[Tensor, Tensor]:
+        h = torch.tanh(h * torch.tensor(0.5) + m.a(row))
+        return h, h * torch.tensor([1.0, 2.0, 3.0]).unsqueeze(1)
+
+    return flow.scan(step, torch.zeros(x.shape[1:]), x)[1]  # type: ignore[no-any-return]
+
+
 TRAINED = {
     f.__name__: f
     for f in (
@@ -198,6 +206,7 @@ TRAINED = {
         chosen_in_a_scan,
         scanned_in_a_choice,
         chained,
+        with_literals,
     )
 }
 INFERRED = {**TRAINED, "looped": looped, "never_looped": never_looped}

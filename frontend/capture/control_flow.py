@@ -144,7 +144,13 @@ class ControlFlow:
                 if not isinstance(result, torch.Tensor):
                     self._refuse(name, f"returns a {type(result).__name__}, which is no tensor")
                 results[index] = self._own(name, region, recording.fake_of(result), results[:index])
-        tensors.resolve_all(region.nodes())
+        with recording.bookkeeping():
+            tensors.resolve_all(region.nodes())
+        # Python's data (torch.tensor) has no history to be cut off from: that changes nothing.
+        cut, literals = torch.ops.aten.detach_.default, tensors.literals
+        for node in region.nodes():
+            if node.target is cut and node.args[0] in literals and node in region.items:
+                region.items.remove(node)
         nodes = region.nodes()
         inside = set(nodes)
         for node in nodes:
