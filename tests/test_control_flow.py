@@ -367,6 +367,22 @@ def leaks(flow: Any, m: Any, x: Tensor) -> Tensor:
     return flow.cond(x.mean() > 0, keep, lambda x: x, (x,)) + kept[0]  # type: ignore[no-any-return]
 
 
+def leaks_a_row(flow: Any, m: Any, x: Tensor) -> Tensor:
+    kept = []
+
+    def step(h: Tensor, row: Tensor) -> tuple[Tensor, Tensor]:
+        kept.append(row)
+        return h + m.a(row), h * 1
+
+    return flow.scan(step, x[0] * 1, x)[0] + kept[0]  # type: ignore[no-any-return]
+
+
+def leaks_at_the_end(flow: Any, m: Any, x: Tensor) -> Tensor:
+    kept = [x]
+    flow.cond(x.mean() > 0, lambda x: kept.append(x * 2) or x * 1, lambda x: x * 3, (x,))
+    return kept[-1]
+
+
 def changes(flow: Any, m: Any, x: Tensor) -> Tensor:
     y = x * 2
     return flow.cond(x.mean() > 0, lambda x: y.mul_(2) + x, lambda x: x * 1, (x,)) + y  # type: ignore[no-any-return]
@@ -380,7 +396,7 @@ def other_types(flow: Any, m: Any, x: Tensor) -> Tensor:
     ("forward", "why"),
     [
         (draws, "draws random numbers"),
-        (leaks, "Return it from the body"),
+        *((leak, "Return it from the body") for leak in (leaks, leaks_a_row, leaks_at_the_end)),
         (changes, "in place"),
         (other_types, r"returns \(f32.* or \(f64"),
     ],

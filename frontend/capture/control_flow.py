@@ -16,6 +16,7 @@ from ...reuse import torch_pytree
 from ...reuse.errors import CaptureError
 from ...reuse.ir.control import Choose, Repeat, RepeatWhile
 from ...reuse.ir.operators import is_draw, is_view
+from ...reuse.ir.printer import tensor_type_text
 from ...reuse.ir.program import Call, Closure, Composite, Control, Leaf, Program, Value
 from ...reuse.ir.rewrite import map_leaves
 from ...reuse.ir.types import TensorType
@@ -93,6 +94,7 @@ class ControlFlow:
         control = Repeat(
             (self._closure(body, [*nodes, *same]),), num_steps, len(carried), len(slabs)
         )
+        _leave(nodes, body.region)
         stacked = [_stacked(t, num_steps) for t in body.types[len(carried) :]]
         operands = [*map(self._recording.tensors.node_of, (*carried, *slabs)), *same]
         return self._made(control, operands, [body], [*body.types[: len(carried)], *stacked])
@@ -107,6 +109,7 @@ class ControlFlow:
         nodes = list(map(self._recording.tensors.node_of, entries))
         same = [node for node in _together(test.used, body.used) if node not in nodes]
         bodies = tuple(self._closure(one, [*nodes, *same]) for one in (test, body))
+        _leave(nodes, body.region)
         operands = [*map(self._recording.tensors.node_of, carried), *same]
         return self._made(RepeatWhile(bodies, len(carried)), operands, [body], body.types)
 
@@ -130,6 +133,7 @@ class ControlFlow:
                 return body, entries
             wants = now
             _forget(body.region)
+            _leave(list(map(self._recording.tensors.node_of, entries)), body.region)
 
     def _traced(
         self, name: str, role: str, function: Callable[..., Any], args: Sequence[Any]
@@ -219,7 +223,7 @@ class ControlFlow:
     def _refuse_other_types(self, name: str, carried: Sequence[Any], body: _Body) -> None:
         types = [TensorType.of(x) for x in carried]
         if body.types[: len(types)] != types:
-            given = ", ".join(map(str, types))
+            given = ", ".join(map(tensor_type_text, types))
             self._refuse(name, f"carries {given} into a step that returns {_text(body)}")
 
     def _refuse(self, name: str, why: str) -> None:
@@ -243,7 +247,7 @@ def _together(*nodes: Sequence[torch.fx.Node]) -> list[torch.fx.Node]:
 
 
 def _text(body: _Body) -> str:
-    return f"({', '.join(map(str, body.types))})"
+    return f"({', '.join(map(tensor_type_text, body.types))})"
 
 
 def _row_type(slab: torch.Tensor) -> TensorType:
@@ -260,6 +264,12 @@ def _forget(region: Region) -> None:
     """Takes the nodes of a body, of which a closure was made, out of the users of others."""
     for node in region.nodes():
         node.args, node.kwargs = (), {}
+    _leave(region.nodes(), region)
+
+
+def _leave(nodes: Sequence[torch.fx.Node], region: Region) -> None:
+    """Notes that no node outside of a body, which is a closure, may use these."""
+    for node in nodes:
         node.meta["body"] = region.name
 
 

@@ -204,6 +204,7 @@ class OutsideTensors:
                 f"A {TensorType.of(tensor)} tensor is used that no traced operator made. Was it "
                 "stored by an earlier call, made in another thread, or by `.data`?"
             )
+        refuse_left(node, "used outside of it")
         return self.resolve(node)
 
     def resolve(self, node: torch.fx.Node) -> torch.fx.Node:
@@ -249,6 +250,16 @@ class OutsideTensors:
         for key, fake in self.fakes.items():
             if self._tracer.node_of(fake) is not self._outside[key]:
                 self._tracer.track(fake, self._outside[key])
+
+
+def refuse_left(node: torch.fx.Node, what: str) -> None:
+    """Raises CaptureError for a node of a body of control flow that has become a closure."""
+    if "body" in node.meta:
+        source = stamp_of(node).source or node.meta["body"]
+        raise CaptureError(
+            f"A tensor made in a body of control flow ({source}) is {what}. "
+            "Return it from the body."
+        )
 
 
 def _tensor_names(places: Places) -> dict[int, ModelTensor]:

@@ -38,7 +38,7 @@ from ..tracing.torch_tracing import (
 )
 from .blocks import Blocks
 from .init_key import InitKey
-from .outside_tensors import OutsideTensors
+from .outside_tensors import OutsideTensors, refuse_left
 from .regions import ModeChoice, Region, SharingDecision, Sizes
 
 # What lets go of what is held (``with lock``): it must happen, or the next run waits for ever.
@@ -147,18 +147,10 @@ class Recording:
 
     def _add_node(self, node: torch.fx.Node) -> None:
         if self.has_bodies:
-            self._refuse_left(node)
+            for operand in node.all_input_nodes:
+                refuse_left(operand, f"used outside of it at {stamp_of(node).source}")
         self.current.items.append(node)
         self.num_nodes += 1
-
-    def _refuse_left(self, node: torch.fx.Node) -> None:
-        """Raises CaptureError if a node takes what a body of control flow made, unreturned."""
-        left = next((n for n in node.all_input_nodes if "body" in n.meta), None)
-        if left is not None:
-            raise CaptureError(
-                f"A tensor made in a body of control flow ({stamp_of(left).source}) is used "
-                f"outside of it at {stamp_of(node).source}. Return it from the body."
-            )
 
     @contextmanager
     def applying(self) -> Iterator[None]:
