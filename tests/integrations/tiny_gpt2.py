@@ -15,7 +15,7 @@ def gpt2(**options: Any) -> GPT2LMHeadModel:
     """Returns the model, with the same weights at each call."""
     torch.manual_seed(0)
     sizes = {"vocab_size": VOCABULARY, "n_positions": 16, "n_embd": 32, "n_layer": 2, "n_head": 4}
-    return GPT2LMHeadModel(GPT2Config(bos_token_id=0, eos_token_id=0, **sizes, **options))
+    return GPT2LMHeadModel(GPT2Config(bos_token_id=0, eos_token_id=0, **(sizes | options)))
 
 
 def in_place(model: Any, *, backend: str = "eager") -> Any:
