@@ -18,6 +18,7 @@ import torch.fx
 
 from ..reuse.errors import CaptureError
 from ..reuse.ir.control import Choose, Repeat, control_leaf
+from ..reuse.ir.leaf import flat_types
 from ..reuse.ir.program import Call, Closure, Composite, Leaf, Pack, Program, Unpack, Value
 from ..reuse.ir.types import StructType, TensorType, Type
 from ..reuse.torch_names import module_of
@@ -28,6 +29,9 @@ class _Differentiator(Protocol):
     """Makes the derivatives of bodies; see :class:`.derivative.Differentiator`."""
 
     def vjp(
+        self, closure: Closure, inputs: Sequence[int], outputs: Sequence[int]
+    ) -> Derivative | None: ...
+    def run_again(
         self, closure: Closure, inputs: Sequence[int], outputs: Sequence[int]
     ) -> Derivative | None: ...
     def active_outputs(self, closure: Closure, active: Sequence[bool]) -> tuple[bool, ...]: ...
@@ -141,17 +145,21 @@ class _Repeated:
         wanted = sorted({*self._active, *(i for i in asked.inputs if i >= control.num_carried)})
         seeded = {*self._active, *(i for i in asked.outputs if i >= control.num_carried)}
         self._step = differentiator.vjp(self._body, wanted, sorted(seeded))
+        # A view with gaps cannot be a row among others: then each step of the backward runs the
+        # step's forward again, and what it saves stays inside.
+        if self._step is not None and not _are_dense(flat_types([self._step.saved_type])):
+            self._step = differentiator.run_again(self._body, wanted, sorted(seeded))
 
     def _carried_actively(self, differentiator: _Differentiator) -> list[int]:
         """Returns what is carried that may depend on what a gradient is wanted of."""
-        types = self._body.input_types
+        types = flat_types(self._body.input_types)
         flags = [i in self._asked.inputs for i in range(len(types))]
         while True:
             found = differentiator.active_outputs(self._body, flags)[: self._num_carried]
             now = [a or b for a, b in zip(flags, found, strict=False)] + flags[len(found) :]
             if now == flags:
                 carried = range(self._num_carried)
-                return [i for i in carried if flags[i] and _may_vary(types[i])]
+                return [i for i in carried if flags[i] and types[i].is_differentiable]
             flags = now
 
     def derivative(self) -> Derivative | None:
@@ -195,7 +203,8 @@ class _Repeated:
         left += [results[i] for i in step.kept_outputs if i < count]
         name = f"{body.name}.forward"
         made = _composite(name, inputs, calls, (*results, *left))
-        rows = [_tensor_type(value) for value in left]
+        rows = flat_types(value.type for value in left)
+        assert _are_dense(rows), "the launches of the backward read rows by their types"
         operands = _inputs(self._leaf)
         call = _call(f"{self._leaf.name}.forward", replace(control, bodies=(made,)), operands)
         number = len(self._leaf.output_types)
@@ -216,12 +225,10 @@ class _Repeated:
         results = {i: Value(leaf.output_types[i]) for i in step.kept_outputs if i >= count}
         seeds = {i: Value(cotangent_type(leaf.output_types[i])) for i in self._seeded(step)}
         carried = []
-        for type_, seed in [
-            *((cotangent_type(leaf.input_types[i]), seeds.get(i)) for i in self._active),
-            *((cotangent_type(leaf.input_types[i]), None) for i in sums),
-        ]:
+        for i in (*self._active, *sums):
+            seed = seeds.get(i) if i < count else None
             if seed is None:
-                seed, call = _zeros(type_)
+                seed, call = _zeros(cotangent_type(leaf.input_types[i]))
                 calls.append(call)
             carried.append(seed)
         rows += [value for i, value in kept.items() if i < self._first_same]
@@ -293,29 +300,23 @@ def _inputs(closure: Leaf | Composite) -> list[Value]:
     return [Value(t, n) for t, n in zip(closure.input_types, names, strict=True)]
 
 
-def _may_vary(type_: Type) -> bool:
-    return isinstance(type_, TensorType) and type_.is_differentiable
-
-
-def _tensor_type(value: Value) -> TensorType:
-    assert isinstance(value.type, TensorType)
-    return value.type
+def _are_dense(types: Sequence[TensorType]) -> bool:
+    return all(type_.is_dense for type_ in types)
 
 
 def _stacked(row: TensorType, num_steps: int) -> TensorType:
-    # A row that has gaps is laid out without them: the launches that read rows go by their types.
-    row = row.cotangent()
+    """Returns the type of the rows of all steps; one without gaps."""
     return replace(row, shape=(num_steps, *row.shape), stride=(math.prod(row.shape), *row.stride))
 
 
 def _call(name: str, control: Choose | Repeat, operands: Sequence[Value]) -> Call:
     """Returns a call of a new control-flow operator; ``operands`` are its own."""
     body = control.bodies[0]
-    types = [_tensor_type(Value(t)) for t in body.output_types]
+    types = flat_types(body.output_types)
     if isinstance(control, Repeat):
         carried, rows = types[: control.num_carried], types[control.num_carried :]
         types = [*carried, *(_stacked(row, control.num_steps) for row in rows)]
-    leaf = control_leaf(name, control, list(map(_tensor_type, operands)), types)
+    leaf = control_leaf(name, control, flat_types(v.type for v in operands), types)
     return Call(leaf, tuple(operands), tuple(map(Value, types)))
 
 

@@ -140,6 +140,12 @@ class Differentiator:
         """
         return self.of(Request(closure, tuple(inputs), tuple(outputs)))
 
+    def run_again(
+        self, closure: Closure, inputs: Sequence[int], outputs: Sequence[int]
+    ) -> Derivative | None:
+        """Returns the derivative whose backward first runs the forward again; see :meth:`vjp`."""
+        return self.of(Request(closure, tuple(inputs), tuple(outputs), Whole()))
+
     def of(self, request: Request) -> Derivative | None:
         """Returns the derivative for a request; see :meth:`vjp`."""
         if request not in self._derivatives:

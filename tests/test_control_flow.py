@@ -195,6 +195,17 @@ def with_literals(flow: Any, m: Any, x: Tensor) -> Tensor:
     return flow.scan(step, torch.zeros(x.shape[1:]), x)[1]  # type: ignore[no-any-return]
 
 
+def saved_with_gaps(flow: Any, m: Any, x: Tensor) -> Tensor:
+    """A step whose backward needs every other column, which cannot be a row of a dense stack."""
+
+    def step(h: Tensor, row: Tensor) -> tuple[Tensor, Tensor]:
+        y = m.a(row)[:, ::2] * torch.sin(m.b(h)[:, 1::2])
+        h = torch.cat((y, y * y), 1)
+        return h, h.clone()
+
+    return x + flow.scan(step, x[0] + 1, x)[1]  # type: ignore[no-any-return]
+
+
 TRAINED = {
     f.__name__: f
     for f in (
@@ -207,6 +218,7 @@ TRAINED = {
         scanned_in_a_choice,
         chained,
         with_literals,
+        saved_with_gaps,
     )
 }
 INFERRED = {**TRAINED, "looped": looped, "never_looped": never_looped}
@@ -229,7 +241,7 @@ def test_an_inference_is_eagers(name: str, backend: str) -> None:
 
 
 @pytest.mark.parametrize("name", TRAINED)
-@pytest.mark.sweep(keep=["eager", "inductor-chained", "inductor-swapped"])
+@pytest.mark.sweep(keep=["eager", "inductor-chained", "inductor-swapped", "inductor-saved"])
 def test_every_gradient_is_eagers(name: str, backend: str) -> None:
     ours, theirs = stack(TRAINED[name])
     compiled = lazyinline.compile(ours, backend=backend, fallback="error")

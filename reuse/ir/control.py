@@ -183,7 +183,7 @@ def checked(
         rows = [_row_of(type_) for type_ in outputs[control.num_carried :]]
         made = [[*outputs[: control.num_carried], *rows]]
     elif isinstance(control, RepeatWhile):
-        flag = TensorType(torch.bool, (), (), torch.device("cpu"))
+        flag = TensorType(torch.bool, (), (), inputs[0].device)  # type: ignore[union-attr]
         made = [[flag], list(outputs)]
     if len(made) != len(control.bodies):
         raise ValueError(f"it has {len(control.bodies)} bodies, not {len(made)}")

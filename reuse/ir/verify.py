@@ -20,6 +20,7 @@ import torch.fx
 
 from ..errors import VerifyError
 from ..torch_names import schema_of
+from .control import checked
 from .leaf import flat_types, memory_of, stamp_of
 from .operators import is_primitive, mutated_args, takes_one_of_several
 from .printer import format_program
@@ -158,6 +159,11 @@ def _check_call(call: Call, defined: set[Value], where: str) -> None:
 
 def _check_leaf(leaf: Leaf) -> None:
     where = f"@{leaf.name}"
+    if leaf.control is not None:
+        try:
+            checked(leaf.control, leaf.input_types, leaf.output_types)
+        except ValueError as error:
+            raise _BrokenRuleError(f"{where}: {error}") from None
     placeholders = leaf.entries
     if len(placeholders) != len(flat_types(leaf.input_types)):
         raise _BrokenRuleError(f"{where}: {len(placeholders)} placeholders for its input types")
