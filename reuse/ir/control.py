@@ -89,7 +89,7 @@ class Repeat(_Operator):
 
     @property
     def numbers(self) -> dict[str, int]:
-        """What it is told besides its body, by name."""
+        """The numbers that it is told besides its body, by name."""
         names = ("num_steps", "num_carried", "num_scanned", "is_reversed")
         return {name: getattr(self, name) for name in names}
 
@@ -124,7 +124,7 @@ class RepeatWhile(_Operator):
 
     @property
     def numbers(self) -> dict[str, int]:
-        """What it is told besides its bodies, by name."""
+        """The numbers that it is told besides its bodies, by name."""
         return {"num_carried": self.num_carried}
 
     def run(self, bodies: Sequence[Run], operands: Sequence[Any]) -> Sequence[Any]:

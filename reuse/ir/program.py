@@ -72,7 +72,7 @@ class Control:
 
     @property
     def numbers(self) -> dict[str, int]:
-        """What it is told besides its bodies, by name."""
+        """The numbers that it is told besides its bodies, by name."""
         return {}
 
     def run(self, bodies: Sequence[Run], operands: Sequence[Any]) -> Sequence[Any]:
