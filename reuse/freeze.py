@@ -20,14 +20,15 @@ import torch
 from torch import nn
 
 from .kinds import (
+    ABSENT,
     NO_WAY,
     attribute_parts,
     function_parts,
+    has_plain_class,
     is_unrepeatable,
     is_whole,
     kinds_of,
 )
-from .objects import ABSENT, has_plain_class
 from .torch_names import OPERATOR_TYPES
 
 _MAX_DEPTH = 8

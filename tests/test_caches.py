@@ -23,8 +23,8 @@ from transformers.cache_utils import Cache, DynamicCache, QuantizedCache, Static
 
 import lazyinline
 from lazyinline.reuse import torch_pytree
-from lazyinline.reuse.containers import cache_classes, is_count
 from lazyinline.reuse.errors import PlanError
+from lazyinline.reuse.torch_pytree import cache_classes, is_count
 
 VOCABULARY = 67
 DECODER: dict[str, Any] = {

@@ -83,9 +83,8 @@ from lazyinline.backend.link import torch_generated
 from lazyinline.backend.onnx import torch_onnx
 from lazyinline.frontend.torch_optimizer import StepOptimizer, _make_state, _settings_of
 from lazyinline.frontend.tracing import torch_settings, torch_tracing
-from lazyinline.frontend.tracing.torch_control_flow import patch_control_flow
 from lazyinline.frontend.tracing.torch_operators import kernels_own_rules, pure_forms
-from lazyinline.frontend.tracing.torch_patches import replace_attributes
+from lazyinline.frontend.tracing.torch_patches import patch_control_flow
 from lazyinline.reuse import torch_names
 from lazyinline.reuse.ir.operators import may_draw
 from lazyinline.reuse.ir.torch_updates import ADAM_STATE, SGD_STATE, adam_, sgd_
@@ -2579,7 +2578,7 @@ def test_control_flow_compiles_the_function_that_calls_its_operator(*_: Any) -> 
         lambda: torch_map(torch.sin, torch.ones(3, 2)),
         lambda: while_loop(lambda x: x.sum() < 9, lambda x: (x + 1,), (row,)),
     ]
-    undo = patch_control_flow(Watcher(), threading.get_ident(), replace_attributes)
+    undo = patch_control_flow(Watcher(), threading.get_ident())
     try:
         for call in calls:
             with pytest.raises(ArithmeticError):

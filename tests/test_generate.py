@@ -15,7 +15,7 @@ from transformers.modeling_outputs import (
 from transformers.utils import generic
 
 import lazyinline
-from lazyinline.reuse.containers import is_set_of_outputs
+from lazyinline.reuse.torch_pytree import is_set_of_outputs
 
 MODES: dict[str, dict[str, Any]] = {
     "greedy": {},

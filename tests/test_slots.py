@@ -15,7 +15,7 @@ import lazyinline
 from lazyinline.frontend.capture.regions import SharingDecision
 from lazyinline.frontend.reuse_table import not_shared_lines
 from lazyinline.reuse import open_index
-from lazyinline.reuse.open_index import OpenIndex, is_index
+from lazyinline.reuse.evidence.slots import OpenIndex, is_index
 
 LAYERS = 4
 SIZE = 6

@@ -23,8 +23,7 @@ from ...reuse.evidence.module_state import (
     module_state,
     walk_modules,
 )
-from ...reuse.evidence.slots import FoundSlots, SlotEvidence, name_of
-from ...reuse.open_index import reveal
+from ...reuse.evidence.slots import FoundSlots, SlotEvidence, name_of, reveal
 from ..checks.torch_state import modes_now
 from ..marks import recompute_mark
 from ..tracing.torch_tracing import is_fake

@@ -22,8 +22,7 @@ from ...reuse.ir.types import TensorType
 from ...reuse.torch_names import own_attributes
 from ..checks.torch_state import why_no_memory
 from ..tracing.torch_tensor_answers import TensorState, state_of
-from ..tracing.torch_tracing import Tracer, feeds_only_lifts, is_fake
-from ..tracing.ways import made_of
+from ..tracing.torch_tracing import Tracer, feeds_only_lifts, is_fake, made_of
 
 
 class OutsideTensors:

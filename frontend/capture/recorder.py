@@ -11,10 +11,10 @@ import torch.fx
 from torch import nn
 
 from ...reuse import torch_pytree
-from ...reuse.containers import cache_classes, numbered
 from ...reuse.errors import CaptureError
 from ...reuse.ir.program import UserInput
 from ...reuse.torch_names import own_attributes
+from ...reuse.torch_pytree import cache_classes, numbered
 from ..checks.refusals import refuse_read_attributes, refuse_unlike_constants
 from ..effects.effects import EffectError, OnEffects
 from ..effects.given_objects import watched

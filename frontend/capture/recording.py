@@ -19,7 +19,7 @@ from ...reuse.evidence.reads import Reads
 from ...reuse.evidence.slots import FoundSlots, SlotEvidence, SlotReads, put_at
 from ...reuse.ir.leaf import stamp_of
 from ...reuse.ir.program import RecomputeMark
-from ...reuse.objects import ABSENT
+from ...reuse.kinds import ABSENT
 from ..effects.changes import ModuleChanges, OuterChanges, is_cache
 from ..effects.effects import Effects, OnEffects
 from ..effects.given_objects import GivenObjects

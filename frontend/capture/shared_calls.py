@@ -19,8 +19,7 @@ from ...reuse.ir.program import ModelTensor
 from ...reuse.ir.types import TensorType
 from ...reuse.torch_names import memory_id
 from ..marks import recompute_mark
-from ..tracing.torch_tracing import Tracer, with_history
-from ..tracing.ways import WRITES, written_by
+from ..tracing.torch_tracing import WRITES, Tracer, with_history, written_by
 from .outside_tensors import OutsideTensors
 from .regions import CallSite, OutputLeaf, Region, Template, shared_call
 

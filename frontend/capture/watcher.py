@@ -23,8 +23,7 @@ from ..tracing.frames import user_line
 from ..tracing.readings import Reading
 from ..tracing.torch_patches import GradientCall
 from ..tracing.torch_tensor_answers import SWITCHES, changes_layout, may_compute, state_of
-from ..tracing.torch_tracing import is_fake
-from ..tracing.ways import differentiated, leads_to, made_of
+from ..tracing.torch_tracing import differentiated, is_fake, leads_to, made_of
 from .block_calls import BlockCalls
 from .control_flow import ControlFlow
 from .recording import Recording

@@ -38,7 +38,7 @@ from ...reuse.ir.types import contiguous_stride
 from ..dispatch.module_dispatcher import ModuleDispatcher
 from ..options import Options
 from ..report import CompileReport
-from ..tracing.torch_control_flow import CONTROL_FLOW
+from ..tracing.torch_patches import CONTROL_FLOW
 from .outline import ModuleCall, ModuleCalls, held, outlined, take_over
 
 Node = torch.fx.Node

@@ -29,8 +29,7 @@ from ...reuse.evidence.module_state import HOOK_TABLES, Places, class_attribute,
 from ...reuse.evidence.reads import Reads, outside_name
 from ...reuse.evidence.snapshot import Snapshot, same_value
 from ...reuse.freeze import Freezer
-from ...reuse.kinds import reachable
-from ...reuse.objects import ABSENT, cell_contents, is_of_library, is_own_patch
+from ...reuse.kinds import ABSENT, cell_contents, is_of_library, is_own_patch, reachable
 from ...reuse.torch_names import global_hook_tables
 from ..tracing.frames import user_line
 from ..tracing.torch_tracing import is_traced

@@ -20,9 +20,8 @@ from torch import nn
 from ...reuse import torch_pytree
 from ...reuse.evidence.module_state import Places, module_state
 from ...reuse.evidence.reads import Reads
-from ...reuse.evidence.slots import Index, SlotReads, Step
-from ...reuse.objects import ABSENT, OWN_PATCH, is_own_patch, own_table
-from ...reuse.open_index import OpenIndex, is_index, peek, reveal
+from ...reuse.evidence.slots import Index, OpenIndex, SlotReads, Step, is_index, peek, reveal
+from ...reuse.kinds import ABSENT, OWN_PATCH, is_own_patch, own_table
 from ..tracing.torch_patches import replace_attributes
 from ..tracing.torch_tracing import is_fake
 

@@ -23,7 +23,7 @@ from ...reuse.evidence.identity_checks import Check, CompareFacts, IdentityCheck
 from ...reuse.evidence.module_state import module_state, walk_modules
 from ...reuse.evidence.snapshot import same_value
 from ...reuse.ir.program import ModelTensor, Program
-from ...reuse.objects import is_library
+from ...reuse.kinds import is_library
 from ...reuse.process import ProcessLock
 from ...reuse.torch_names import global_hook_tables, is_lazy, memory_id
 from ..capture.regions import CapturedModel

@@ -1,10 +1,8 @@
 """How PyTorch is made to show what a model runs. Mostly adapters.
 
-torch_tracing     pre-dispatch tracing with fake tensors
+torch_tracing     pre-dispatch tracing with fake tensors, and what a tensor was computed from
 frames            whose code runs, and what a forward of the user's calls
 torch_patches     the temporary patches that let capture watch a model run
-ways              what a tensor was computed from: by operators, by writes, and as autograd says
-torch_control_flow  adapter: control-flow operators, seen while a model is captured
 torch_tensor_answers  what a tensor without numbers may answer; all else is reported
 torch_asked_classes  classes of tensors and sizes, asked for by code that asks nobody
 readings          answers that a forward got and a call can ask for again

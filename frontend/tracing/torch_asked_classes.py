@@ -24,7 +24,7 @@ from torch import nn
 
 from ...reuse.errors import CaptureError
 from ...reuse.ir.torch_symbols import SIZE_TYPES
-from ...reuse.objects import own_table
+from ...reuse.kinds import own_table
 from .frames import is_library_frame, is_user_frame
 from .torch_patches import replace_attributes
 

@@ -21,16 +21,21 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 import torch.utils.checkpoint
 from torch import nn
+from torch._higher_order_ops.cond import cond_op
+from torch._higher_order_ops.map import map_impl
+from torch._higher_order_ops.scan import scan_op
+from torch._higher_order_ops.while_loop import while_loop_op
 from torch.autograd.function import _SingleLevelFunction
 from torch.jit._state import _try_get_jit_cached_function
 
+from ...reuse.evidence.slots import reveal
 from ...reuse.ir.program import RecomputeMark
-from ...reuse.open_index import reveal
 from ...reuse.torch_names import CALL_SLOT
 from .frames import (
     acts_on_modules,
@@ -40,7 +45,6 @@ from .frames import (
     user_line,
 )
 from .readings import ONCE, Reading, warned_at
-from .torch_control_flow import patch_control_flow
 from .torch_tensor_answers import is_answer, watched_names
 
 _LOCK = threading.RLock()
@@ -55,6 +59,15 @@ _CHECKPOINT_GENERATORS = (
 )
 _TRACER_FILE = torch.fx.experimental.proxy_tensor.__file__
 _MODULE_FILE = sys.modules[nn.Module.__module__].__file__
+_CONTROL_FLOW: dict[str, Any] = {
+    "cond": cond_op,
+    "scan": scan_op,
+    "map": map_impl,
+    "while_loop": while_loop_op,
+}
+CONTROL_FLOW = frozenset(_CONTROL_FLOW.values())
+"""The operators of control flow, which a capture records."""
+_CONTROL_FLOW_FOLDER = str(Path(inspect.getfile(type(cond_op))).parent)
 
 
 @dataclass(frozen=True)
@@ -409,12 +422,38 @@ def _patch_hooks(watcher: _Watcher, thread: int) -> Callable[[], None]:
     return replace_attributes(saving, {"__enter__": entered})
 
 
-def _patch_control_flow(watcher: _Watcher, thread: int) -> Callable[[], None]:
-    return patch_control_flow(watcher, thread, replace_attributes)
+def patch_control_flow(watcher: _Watcher, thread: int) -> Callable[[], None]:
+    """Patches the operators of control flow: in place of tracing their bodies, they hand them out.
+
+    Outside of a compile ``torch.cond`` and its like have Dynamo compile the function that calls the
+    operator; here it is called as it is.
+    """
+    compile_ = torch.compile
+
+    def compiled(*args: Any, **kwargs: Any) -> Any:
+        is_theirs = sys._getframe(1).f_code.co_filename.startswith(_CONTROL_FLOW_FOLDER)
+        if threading.get_ident() == thread and is_theirs:
+            return args[0]
+        return compile_(*args, **kwargs)
+
+    def watched(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if threading.get_ident() != thread:
+                return original(self, *args, **kwargs)
+            return watcher.control_flow(name, args)
+
+        return call
+
+    with ExitStack() as undo:
+        undo.callback(replace_attributes(torch, {"compile": compiled}))
+        for name, operator in _CONTROL_FLOW.items():
+            kind = type(operator)
+            undo.callback(replace_attributes(kind, {"__call__": watched(name, kind.__call__)}))
+        return undo.pop_all().close
 
 
 _PATCHES = (
-    _patch_control_flow,
+    patch_control_flow,
     _patch_calls,
     _patch_reads,
     _patch_writes,

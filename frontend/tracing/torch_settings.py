@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.overrides import TorchFunctionMode
 
-from ...reuse.objects import ABSENT
+from ...reuse.kinds import ABSENT
 from ..checks.torch_state import default_device
 
 _GETTER, _SETTER = re.compile(r"_?(get|is|are)_"), re.compile(r"_?set_")

@@ -11,7 +11,7 @@ import operator
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import cached_property
 from typing import Any
@@ -26,6 +26,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch._subclasses.fake_tensor import log as failures
 from torch.autograd.function import FunctionCtx, _SingleLevelFunction
+from torch.autograd.graph import get_gradient_edge
 from torch.fx.experimental.proxy_tensor import (
     disable_proxy_modes_tracing,
     get_proxy_mode,
@@ -39,7 +40,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ...autodiff.traces.torch_user_rules import rules_above_autograd
 from ...reuse.errors import CaptureError
-from ...reuse.ir.leaf import Stamp, current_autocast
+from ...reuse.ir.leaf import Stamp, current_autocast, memory_of, stamp_of
 from ...reuse.ir.operators import mutated_args
 from ...reuse.ir.torch_symbols import SIZE_TYPES
 from ...reuse.ir.types import TensorType
@@ -47,7 +48,6 @@ from ...reuse.torch_names import lazy_modules, wrapped_globals_left
 from .frames import frame_text, user_frame, user_line
 from .torch_gpu_autocast import GpuCasts
 from .torch_operators import LAID_OUT_AS_SUGGESTED, laid_out_by_kernel, pure_forms
-from .ways import made_of
 
 _PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
 _TRANSFORMS = "torch._functorch.predispatch"  # traced as functions, before torch 2.13
@@ -467,3 +467,50 @@ def with_history(new: torch.Tensor, history: Sequence[torch.Tensor]) -> torch.Te
     with torch.enable_grad():
         made: torch.Tensor = super(_SingleLevelFunction, _History).apply([new], *history)
     return made
+
+
+WRITES = "writes"
+"""Key in ``meta`` of the operands that a node of ours writes to; others have a schema."""
+
+
+def made_of(
+    *nodes: torch.fx.Node,
+    operands: Callable[[torch.fx.Node], Sequence[torch.fx.Node]] | None = None,
+) -> Collection[torch.fx.Node]:
+    """Returns some nodes and all that they were made of: by all operands, or by some."""
+    found = dict.fromkeys(nodes)
+    memory = set(map(memory_of, nodes))
+    for node in reversed(nodes[0].graph.nodes) if nodes else ():
+        # Memory is also made of whatever was written into it before, through whichever view.
+        if node in found or not memory.isdisjoint(map(memory_of, written_by(node))):
+            given = operands(node) if operands else node.all_input_nodes
+            found.update(dict.fromkeys((node, *given)))
+            memory.update(map(memory_of, given))
+    return found
+
+
+def differentiated(node: torch.fx.Node) -> Sequence[torch.fx.Node]:
+    """Returns the operands that gradients of a node may flow back to."""
+    # A write without grad leaves the history of the memory as it was.
+    return node.all_input_nodes if stamp_of(node).grad_enabled else written_by(node)
+
+
+def written_by(node: torch.fx.Node) -> Sequence[torch.fx.Node]:
+    """Returns the operands that a node changes in place."""
+    found: Sequence[torch.fx.Node] = node.meta.get(WRITES) or mutated_args(node)
+    return found
+
+
+def leads_to(outputs: Sequence[torch.Tensor], tensor: torch.Tensor) -> bool:
+    """Whether autograd's own graph leads from some tensors back to another one."""
+    pending: list[Any] = [tuple(get_gradient_edge(y)) for y in outputs]
+    sought, seen = tuple(get_gradient_edge(tensor))[:2], set()
+    while pending:
+        edge = pending.pop()[:2]
+        if edge == sought:
+            return True
+        if edge in seen or edge[0] is None:
+            continue
+        seen.add(edge)
+        pending += edge[0].next_functions
+    return False

@@ -23,9 +23,7 @@ import torch
 from torch import nn
 
 from ..freeze import Freezer, Identity, describe, narrow
-from ..kinds import WHOLE_FUNCTION
-from ..objects import cell_contents
-from ..open_index import answers_alike, tests_of
+from ..kinds import WHOLE_FUNCTION, cell_contents
 from .module_state import (
     WHOLE,
     Places,
@@ -42,6 +40,7 @@ from .module_state import (
     walk_modules,
 )
 from .reads import Reads, cell_reads, look_up, outside_name, same_shallow, snapshot
+from .slots import answers_alike, tests_of
 from .snapshot import Snapshot, same_value
 
 _NUMBERS = (int, float, bool, str)

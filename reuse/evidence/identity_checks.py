@@ -18,7 +18,7 @@ from itertools import chain, repeat
 from types import CellType
 from typing import Any, Literal, TypeAlias, get_args
 
-from ..objects import ABSENT
+from ..kinds import ABSENT
 from .snapshot import is_constant, same_value
 
 Check = Callable[[], bool]

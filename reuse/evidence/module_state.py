@@ -9,8 +9,7 @@ from torch import nn
 
 from ..freeze import Freezer, Identity
 from ..ir.types import TensorType
-from ..kinds import follow
-from ..objects import ABSENT
+from ..kinds import ABSENT, follow
 from ..torch_names import CALL_SLOT, HookKind, global_hook_tables
 
 OWN_PREFIX = "_lazy_inline"  # of what the mark keeps on an instance

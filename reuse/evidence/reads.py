@@ -18,9 +18,15 @@ import torch
 from torch import nn
 
 from ..freeze import Freezer, Identity, Unrepeatable
-from ..kinds import is_opaque, is_unrepeatable
-from ..objects import ABSENT, cell_contents, is_library, is_own_patch, is_python_defined
-from ..open_index import OpenIndex, reveal
+from ..kinds import (
+    ABSENT,
+    cell_contents,
+    is_library,
+    is_opaque,
+    is_own_patch,
+    is_python_defined,
+    is_unrepeatable,
+)
 from ..torch_pytree import is_container
 from .functions import (
     Closures,
@@ -31,7 +37,7 @@ from .functions import (
     texts_of,
 )
 from .module_state import WHOLE, Where, find_attribute, module_state, own_names
-from .slots import SlotReads
+from .slots import OpenIndex, SlotReads, reveal
 from .snapshot import Snapshot
 
 # State of nn.Module itself, of which the structure of a tree and the guard compare what matters;

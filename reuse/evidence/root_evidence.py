@@ -15,8 +15,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ..kinds import getters_of, is_opaque
-from ..objects import ABSENT, cell_contents, is_library, is_of_library, own_table
+from ..kinds import (
+    ABSENT,
+    cell_contents,
+    getters_of,
+    is_library,
+    is_of_library,
+    is_opaque,
+    own_table,
+)
 from .identity_checks import IdentityChecks
 from .module_state import WHOLE, module_state
 from .reads import AttributeRead, Reads, cell_reads, look_up, may_hold_state

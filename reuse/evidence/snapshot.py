@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..containers import is_set_of_outputs
 from ..errors import CaptureError, FinalCaptureError
 from ..freeze import BY_IDENTITY, IMMUTABLE
 from ..kinds import (
@@ -24,7 +23,10 @@ from ..kinds import (
     WHOLE_FUNCTION,
     Kind,
     attribute_parts,
+    has_plain_class,
     is_iterator,
+    is_library,
+    is_looked_into,
     is_opaque,
     is_read_by_operators,
     is_unrepeatable,
@@ -32,7 +34,7 @@ from ..kinds import (
     kinds_of,
     parts_of,
 )
-from ..objects import has_plain_class, is_library, is_looked_into
+from ..torch_pytree import is_set_of_outputs
 
 _ATOMS = frozenset(IMMUTABLE)
 _SCALARS = (bool, int, str, bytes, range, torch.device, torch.Size)
