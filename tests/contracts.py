@@ -1,0 +1,113 @@
+"""What tests of contracts with private PyTorch share: which name has one, and small graphs."""
+
+import functools
+import importlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+import torch.fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+CONTRACTS: set[str] = set()
+Test = Callable[..., None]
+
+
+def resolve(dotted: str) -> Any:
+    """Returns what a dotted name stands for; fails with the name if there is no such thing."""
+    parts = dotted.split(".")
+    for size in range(len(parts), 0, -1):
+        try:
+            found: Any = importlib.import_module(".".join(parts[:size]))
+        except ImportError:
+            continue
+        for index, part in enumerate(parts[size:], size):
+            if not hasattr(found, part):
+                here = ".".join(parts[:index])
+                pytest.fail(f"{dotted} moved: {here} has no {part} in torch {torch.__version__}")
+            found = getattr(found, part)
+        return found
+    raise AssertionError(dotted)
+
+
+def names_in(text: str) -> list[str]:
+    """Returns the names in a text: ``torch._C: a b.c`` is ``torch._C.a`` and ``torch._C.b.c``."""
+    owner, _, rest = text.partition(": ")
+    return [f"{owner}.{name}" for name in rest.split()] or [owner]
+
+
+def resolve_optional(name: str) -> Any:
+    """Returns what a name stands for; None if it ends in ``?`` and is not there."""
+    if not name.endswith("?"):
+        return resolve(name)
+    owner, _, attribute = name.removesuffix("?").rpartition(".")
+    return getattr(resolve(owner), attribute, None)
+
+
+def contract(*texts: str) -> Callable[[Test], Test]:
+    """Registers a test for private names, which are imported, and must be there, when it runs.
+
+    Args:
+        texts: see `names_in`. Not every supported version has a name with ``?`` behind it, and
+            ``._x`` is an attribute of objects.
+    """
+    names = [name for text in texts for name in names_in(text)]
+    CONTRACTS.update(name.removesuffix("?") for name in names)
+
+    def register(test: Test) -> Test:
+        @functools.wraps(test)
+        def checked(*args: Any, **kwargs: Any) -> None:
+            for name in names:
+                if not name.startswith("."):
+                    resolve_optional(name)
+            test(*args, **kwargs)
+
+        return checked
+
+    return register
+
+
+class Watch(TorchDispatchMode):
+    """Notes each operator with its keyword arguments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[Any, dict[str, Any]]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append((func, kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def fake_mode(**options: Any) -> FakeTensorMode:
+    return FakeTensorMode(allow_non_fake_inputs=True, **options)
+
+
+def traced(
+    function: Callable[..., Any],
+    *inputs: Any,
+    table: Mapping[Any, Any] | None = None,
+    pre_dispatch: bool = False,
+) -> Any:
+    make_fx = resolve("torch.fx.experimental.proxy_tensor.make_fx")
+    return make_fx(function, table, pre_dispatch=pre_dispatch)(*inputs)
+
+
+def traced_on_fakes(function: Callable[..., Any], *inputs: Any, **options: Any) -> Any:
+    """Traces a function on fakes of its inputs, with code that takes one argument for each."""
+    with fake_mode() as mode:
+        module = traced(function, *map(mode.from_tensor, inputs), **options)
+    module.graph.set_codegen(torch.fx.graph.CodeGen())
+    module.recompile()
+    return module
+
+
+def targets(module: torch.fx.GraphModule) -> list[Any]:
+    return [n.target for n in module.graph.nodes if n.op == "call_function"]
+
+
+def within(context: Any, function: Callable[[], Any]) -> Any:
+    with context:
+        return function()
