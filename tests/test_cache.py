@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 import pathlib
+import re
 import shutil
 import signal
 import subprocess
@@ -19,7 +20,10 @@ import warnings
 from collections.abc import Callable
 from random import Random
 from typing import Any
+from unittest import mock
 
+import damage
+import models
 import pytest
 import torch
 import torch._inductor.config as inductor_config
@@ -36,7 +40,7 @@ from lazyinline.reuse.ir.program import Leaf, walk_closures
 from lazyinline_command.main import main
 
 Files = list[pathlib.Path]
-Damage = Callable[[pathlib.Path], None]
+Fault = Callable[[pathlib.Path], Any]
 
 
 @lazyinline.lazy_inline
@@ -50,45 +54,26 @@ class Block(nn.Module):
         return x + self.scale * torch.tanh(self.weight * x).sin()
 
 
-class Stack(nn.Module):
-    def __init__(self, depth: int = 2, **options: Any) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block(**options) for _ in range(depth))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x.square().mean()
-
-
-def stack(depth: int = 2, **options: Any) -> Stack:
+def stack(depth: int = 2, **options: Any) -> nn.Module:
     torch.manual_seed(0)
-    return Stack(depth, **options)
+    blocks = [Block(**options) for _ in range(depth)]
+    return models.Around(lambda layers, x: layers[0](x).square().mean(), models.Stack(*blocks))
 
 
 def inputs(rows: int = 4, width: int = 8) -> torch.Tensor:
     return torch.linspace(-1, 1, rows * width).reshape(rows, width)
 
 
-def train(model: nn.Module, x: torch.Tensor | None = None) -> list[torch.Tensor]:
+def train(model: nn.Module) -> list[torch.Tensor]:
     """Loss and all gradients of one step."""
-    loss = model(inputs() if x is None else x)
-    loss.backward()
-    gradients = [p.grad for p in model.parameters()]
-    assert all(g is not None for g in gradients)
-    for p in model.parameters():
-        p.grad = None
-    return [loss.detach(), *(g for g in gradients if g is not None)]
+    loss = model(inputs())
+    return [loss.detach(), *torch.autograd.grad(loss, list(model.parameters()))]
 
 
-def compiled_anew(
-    model: nn.Module | None = None, x: torch.Tensor | None = None, **options: Any
-) -> tuple[list[torch.Tensor], CompileReport]:
+def compiled_anew(model: nn.Module | None = None) -> tuple[list[torch.Tensor], CompileReport]:
     """Compiles as a new process would, as far as the cache is concerned, and trains one step."""
-    model = stack() if model is None else model
-    compiled = lazyinline.compile(model, **options)
-    numbers = train(compiled, x)
-    return numbers, compiled.last_report
+    compiled = lazyinline.compile(model or stack())
+    return train(compiled), compiled.last_report
 
 
 def inferred_anew() -> tuple[list[torch.Tensor], CompileReport]:
@@ -99,7 +84,7 @@ def inferred_anew() -> tuple[list[torch.Tensor], CompileReport]:
 
 
 def assert_right(numbers: list[torch.Tensor], model: nn.Module | None = None) -> None:
-    expected = train(stack() if model is None else model)
+    expected = train(model or stack())
     for found, wanted in zip(numbers, expected[: len(numbers)], strict=True):
         torch.testing.assert_close(found, wanted)
 
@@ -108,15 +93,12 @@ def assert_right(numbers: list[torch.Tensor], model: nn.Module | None = None) ->
 def filled(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     """A cache directory that one compile has filled."""
     directory = tmp_path_factory.mktemp("filled")
-    before = os.environ.get("LAZYINLINE_CACHE_DIR")
-    os.environ["LAZYINLINE_CACHE_DIR"] = str(directory)
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LAZYINLINE_CACHE_DIR", str(directory))
         _, report = compiled_anew()
         assert report.cache.num_made >= 5, report
         assert not report.cache.not_kept
         inferred_anew()
-    finally:
-        os.environ["LAZYINLINE_CACHE_DIR"] = before or ""
     return directory
 
 
@@ -203,13 +185,10 @@ def test_a_rebuilt_derivative_can_be_lowered_again(directory: pathlib.Path) -> N
 
 
 def test_inference_is_cached_too() -> None:
-    model = stack()
-    with torch.no_grad():
-        expected = model(inputs())
-        for made in (True, False):
-            compiled = lazyinline.compile(model)
-            torch.testing.assert_close(compiled(inputs()), expected)
-            assert bool(compiled.last_report.cache.num_made) is made
+    for made in (True, False):
+        numbers, report = inferred_anew()
+        assert_right(numbers)
+        assert bool(report.cache.num_made) is made
 
 
 @pytest.mark.usefixtures("directory")
@@ -262,17 +241,11 @@ def test_names_and_source_lines_are_not_in_the_key() -> None:
             bent = torch.tanh(self.gain * hidden)
             return hidden + 0.5 * bent.sin()
 
-    class Whole(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.Sequential(Renamed(), Renamed())
+    def whole(layers: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
+        hidden = layers[1](layers[0](hidden))
+        return hidden.square().mean()
 
-        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-            hidden = self.layers(hidden)
-            return hidden.square().mean()
-
-    torch.manual_seed(0)
-    _, report = compiled_anew(Whole())
+    _, report = compiled_anew(models.Around(whole, Renamed(), Renamed()))
     assert report.cache.num_made == 0
 
 
@@ -324,9 +297,8 @@ def test_an_operator_of_the_users_own_is_not_kept() -> None:
         return x * 2
 
     twice.register_fake(torch.empty_like)
-    twice.register_autograd(lambda ctx, grad: grad * 2)
-
-    program = lazyinline.capture(_Doubling(twice), (inputs(),))
+    doubling = models.Around(lambda _, x: twice(x).tanh())
+    program = lazyinline.capture(doubling, (inputs(),))
     made = compile_cache.CompileCache.of_user("inductor")
     made.begin()
     for leaf in program.closures:
@@ -335,21 +307,9 @@ def test_an_operator_of_the_users_own_is_not_kept() -> None:
     assert "the operator lazyinline_cache_test.twice" in reason
 
 
-class _Doubling(nn.Module):
-    def __init__(self, twice: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        super().__init__()
-        self.twice = twice
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.twice(x).tanh()
-
-
 def test_a_leaf_is_rebuilt_exactly() -> None:
     program = lazyinline.capture(stack(), (inputs(),), train=True)
-    for leaf in walk_closures(program):
-        assert isinstance(leaf, Leaf) or not hasattr(leaf, "module")
-        if not isinstance(leaf, Leaf):
-            continue
+    for leaf in (closure for closure in walk_closures(program) if isinstance(closure, Leaf)):
         data = json.loads(json.dumps(encode_leaf(leaf)))
         again = decode_leaf(data, leaf.name, leaf.input_names)
         assert leaf_content(again) == leaf_content(leaf)
@@ -363,7 +323,7 @@ def test_a_leaf_is_rebuilt_exactly() -> None:
 # ---- damaged files -----------------------------------------------------------------------------
 
 
-def sealed(key: str, document: Any) -> bytes:
+def sealed(document: Any) -> bytes:
     """An entry with the right digest, whatever it says."""
     body = document if isinstance(document, bytes) else json.dumps(document).encode()
     digest = hashlib.sha256(body).hexdigest()
@@ -374,49 +334,11 @@ def value_of(path: pathlib.Path) -> Any:
     return json.loads(path.read_bytes().partition(b"\n")[2])["value"]
 
 
-def each_entry(change: Callable[[pathlib.Path], Any]) -> Damage:
-    return lambda directory: [change(path) for path in entries(directory)] and None
+def each_entry(change: Callable[[pathlib.Path], Any]) -> Fault:
+    return lambda directory: [change(path) for path in entries(directory)]
 
 
-def swap(files: Files) -> None:
-    contents = [path.read_bytes() for path in files]
-    for path, content in zip(files, [*contents[1:], contents[0]], strict=True):
-        path.write_bytes(content)
-
-
-def instead(make: Callable[[pathlib.Path], Any]) -> Callable[[pathlib.Path], None]:
-    def change(path: pathlib.Path) -> None:
-        path.unlink()
-        make(path)
-
-    return change
-
-
-def through_a_link(path: pathlib.Path) -> None:
-    other = path.parent.parent / f"elsewhere-{path.name}"
-    path.rename(other)
-    path.symlink_to(other)
-
-
-def flip(path: pathlib.Path, random: Random) -> None:
-    content = bytearray(path.read_bytes())
-    content[random.randrange(len(content))] ^= 1 << random.randrange(8)
-    path.write_bytes(bytes(content))
-
-
-# What a disk, another program or somebody else does to a file, at a place of chance.
-ACCIDENTS: dict[str, Callable[[pathlib.Path, Random], Any]] = {
-    "cut off": lambda p, random: os.truncate(p, random.randrange(p.stat().st_size)),
-    "a bit flipped": flip,
-    "longer": lambda p, random: p.write_bytes(p.read_bytes() + random.randbytes(3)),
-    "other bytes": lambda p, random: p.write_bytes(random.randbytes(random.randrange(99))),
-    "writable by others": lambda p, random: p.chmod(0o666),
-    "a link": lambda p, random: through_a_link(p),
-    "a pipe": lambda p, random: instead(os.mkfifo)(p),
-}
-
-
-@pytest.mark.parametrize("accident", [*ACCIDENTS, "swapped"])
+@pytest.mark.parametrize("accident", [*damage.WAYS, "swapped"])
 def test_what_is_read_is_what_was_written_or_nothing(accident: str, tmp_path: pathlib.Path) -> None:
     source = tmp_path / "object"
     for seed in range(12):
@@ -431,10 +353,10 @@ def test_what_is_read_is_what_was_written_or_nothing(accident: str, tmp_path: pa
         kept = DiskCache(cache.directory)  # as another process: it has seen no object yet
         files = [cache.directory / "entries" / "key1", kept.object_path(digests[1])]
         if accident == "swapped":
-            swap(entries(cache.directory)), swap(objects(cache.directory))
+            damage.swap(entries(cache.directory)), damage.swap(objects(cache.directory))
         else:
             for file in files:
-                ACCIDENTS[accident](file, random)
+                damage.WAYS[accident](file, random)
         later = DiskCache(cache.directory)
         with pytest.warns(CacheWarning) as told:
             assert later.read("key1") is None
@@ -446,57 +368,51 @@ def test_what_is_read_is_what_was_written_or_nothing(accident: str, tmp_path: pa
         assert later.read("key1") == values["key1"]
 
 
+def resealed(path: pathlib.Path, change: Callable[[str], str]) -> None:
+    """Changes the text of an entry's value, and gives it the right digest."""
+    value = json.loads(change(json.dumps(value_of(path))))
+    path.write_bytes(sealed({"key": path.name, "value": value}))
+
+
 def with_unknown_operators(path: pathlib.Path) -> None:
-    text = json.dumps(value_of(path)).replace('"aten.', '"os.').replace('"torch.', '"os.')
-    path.write_bytes(sealed(path.name, {"key": path.name, "value": json.loads(text)}))
+    resealed(path, lambda text: text.replace('"aten.', '"os.').replace('"torch.', '"os.'))
 
 
 def accidents(directory: pathlib.Path) -> None:
     """One to each file."""
     random = Random(0)
     for path in (*entries(directory), *objects(directory)):
-        random.choice([*ACCIDENTS.values()])(path, random)
+        random.choice([*damage.WAYS.values()])(path, random)
 
 
-def saying(value: Any) -> Callable[[pathlib.Path], Any]:
-    return lambda path: path.write_bytes(sealed(path.name, {"key": path.name, "value": value}))
-
-
-def naming_an_object(content: bytes) -> Damage:
-    """Kernels that name an object which has the right digest and is no kernel."""
-
-    def damage(directory: pathlib.Path) -> None:
-        digest = hashlib.sha256(content).hexdigest()
-        (directory / "objects" / f"{digest}.so").write_bytes(content)
-        for path in entries(directory):
-            text = json.dumps(value_of(path))
-            for known in objects(directory):
-                text = text.replace(known.stem, digest)
-            value = json.loads(text)
-            path.write_bytes(sealed(path.name, {"key": path.name, "value": value}))
-
-    return damage
+def objects_that_are_text(directory: pathlib.Path) -> None:
+    """Kernels name an object which has the right digest and is no kernel."""
+    content, known = b"no shared object", "|".join(path.stem for path in objects(directory))
+    digest = hashlib.sha256(content).hexdigest()
+    (directory / "objects" / f"{digest}.so").write_bytes(content)
+    for path in entries(directory):
+        resealed(path, lambda text: re.sub(known, digest, text))
 
 
 DEEP = b"[" * 100_000 + b"]" * 100_000
-FAULTS: dict[str, Damage] = {
+FAULTS: dict[str, Fault] = {
     "accidents": accidents,
-    "entries swapped": lambda directory: swap(entries(directory)),
-    "objects swapped": lambda directory: swap(objects(directory)),
-    "not JSON": each_entry(lambda p: p.write_bytes(sealed(p.name, b"{"))),
-    "nested too deep": each_entry(lambda p: p.write_bytes(sealed(p.name, DEEP))),
-    "a list": each_entry(lambda p: p.write_bytes(sealed(p.name, []))),
-    "a number": each_entry(saying(7)),
-    "an empty object": each_entry(saying({})),
+    "entries swapped": lambda directory: damage.swap(entries(directory)),
+    "objects swapped": lambda directory: damage.swap(objects(directory)),
+    "not JSON": each_entry(lambda p: p.write_bytes(sealed(b"{"))),
+    "nested too deep": each_entry(lambda p: p.write_bytes(sealed(DEEP))),
+    "a list": each_entry(lambda p: p.write_bytes(sealed([]))),
+    "a number": each_entry(lambda p: resealed(p, lambda _: "7")),
+    "an empty object": each_entry(lambda p: resealed(p, lambda _: "{}")),
     "unknown operators": each_entry(with_unknown_operators),
-    "objects that are text": naming_an_object(b"no shared object"),
+    "objects that are text": objects_that_are_text,
 }
 # Derivatives are read and made like the rest: these faults are tried on them too.
 TRAINED = ("accidents", "unknown operators", "objects swapped")
-SILENT: dict[str, Damage] = {
+SILENT: dict[str, Fault] = {
     "no entries": each_entry(lambda p: p.unlink()),
-    "no objects": lambda directory: [p.unlink() for p in objects(directory)] and None,
-    "no folders": lambda directory: [shutil.rmtree(p) for p in directory.iterdir()] and None,
+    "no objects": lambda directory: [p.unlink() for p in objects(directory)],
+    "no folders": lambda directory: [shutil.rmtree(p) for p in directory.iterdir()],
 }
 
 
@@ -504,8 +420,7 @@ SILENT: dict[str, Damage] = {
 @pytest.mark.sweep(keep=["accidents", "objects swapped", "unknown operators"])
 def test_what_is_damaged_is_made_anew(fault: str, directory: pathlib.Path) -> None:
     again = compiled_anew if fault in TRAINED else inferred_anew
-    damage = FAULTS.get(fault) or SILENT[fault]
-    damage(directory)
+    (FAULTS | SILENT)[fault](directory)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         numbers, report = again()
@@ -522,7 +437,7 @@ def test_what_is_damaged_is_made_anew(fault: str, directory: pathlib.Path) -> No
 
 
 def test_an_entry_that_is_a_folder_stops_writing_and_nothing_else(directory: pathlib.Path) -> None:
-    each_entry(instead(lambda p: p.mkdir()))(directory)
+    each_entry(lambda p: damage.instead(p, pathlib.Path.mkdir))(directory)
     with pytest.warns(CacheWarning, match="cannot be written to"):
         numbers, _ = inferred_anew()
     assert_right(numbers)
@@ -544,21 +459,13 @@ def test_a_directory_that_others_can_write_to_is_refused(
         DiskCache(directory)
 
 
-def test_a_directory_of_another_user_is_refused(
+def test_what_belongs_to_another_user_is_not_read(
     directory: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    own = os.geteuid()
+    found, own = DiskCache(directory), os.geteuid()
     monkeypatch.setattr(os, "geteuid", lambda: own + 1)
     with pytest.raises(CacheError, match=f"it belongs to user {own}"):
         DiskCache(directory)
-
-
-def test_an_entry_of_another_user_is_not_read(
-    directory: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    found = DiskCache(directory)
-    own = os.geteuid()
-    monkeypatch.setattr(os, "geteuid", lambda: own + 1)
     with pytest.warns(CacheWarning, match="it belongs to user"):
         assert found.read(entries(directory)[0].name) is None
 
@@ -579,11 +486,7 @@ def test_a_full_disk_costs_the_cache_and_nothing_else(
     call: str, code: int, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
 ) -> None:
     found = DiskCache(tmp_path)
-
-    def full(*args: Any, **kwargs: Any) -> None:
-        raise OSError(code, os.strerror(code))
-
-    monkeypatch.setattr(os, call, full)
+    monkeypatch.setattr(os, call, mock.Mock(side_effect=OSError(code, os.strerror(code))))
     with pytest.warns(CacheWarning, match="cannot be written to") as told:
         found.write("a", 1)
         found.write("b", 2)
@@ -592,28 +495,26 @@ def test_a_full_disk_costs_the_cache_and_nothing_else(
 
 
 def test_a_compile_with_a_full_disk_is_right(monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*args: Any, **kwargs: Any) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(tempfile, "mkstemp", full)
+    full = OSError(errno.ENOSPC, "No space left on device")
+    monkeypatch.setattr(tempfile, "mkstemp", mock.Mock(side_effect=full))
     with pytest.warns(CacheWarning, match="No space left on device"):
         numbers, report = inferred_anew()
     assert report.cache.num_loaded == 0
     assert_right(numbers)
 
 
-def test_a_directory_that_cannot_be_made_turns_the_cache_off(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("LAZYINLINE_CACHE_DIR", f"{__file__}/below", "The cache is not used"),
+        ("LAZYINLINE_CACHE_MAX_BYTES", "2 GB", "LAZYINLINE_CACHE_MAX_BYTES='2 GB'"),
+    ],
+)
+def test_a_wrong_setting_is_told_and_turns_the_cache_off(
+    name: str, value: str, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("LAZYINLINE_CACHE_DIR", str(tmp_path / "file" / "below"))
-    with pytest.warns(CacheWarning, match="The cache is not used"):
-        assert open_cache() is None
-
-
-def test_a_limit_that_is_no_number_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LAZYINLINE_CACHE_MAX_BYTES", "2 GB")
-    with pytest.warns(CacheWarning, match="LAZYINLINE_CACHE_MAX_BYTES='2 GB'"):
+    monkeypatch.setenv(name, value)
+    with pytest.warns(CacheWarning, match=said):
         assert open_cache() is None
 
 
@@ -640,15 +541,9 @@ def test_the_directory_is_in_the_users_cache_home(monkeypatch: pytest.MonkeyPatc
 WRITER = """
 import os, sys, pathlib
 from lazyinline.backend.files.disk import DiskCache
-import tempfile
-import time
 found = DiskCache(pathlib.Path(sys.argv[1]))
 if sys.argv[2] == "die":
-    real = os.replace
-    def stop(*args):
-        print("written", flush=True)
-        os.kill(os.getpid(), 9)
-    os.replace = stop
+    os.replace = lambda *paths: os.kill(os.getpid(), 9)
 for i in range(90):
     found.write(f"key{i % 3}", [i % 3] * 5000)
     value = found.read(f"key{(i + 1) % 3}")

@@ -4,11 +4,18 @@ import pathlib
 import subprocess
 import sys
 from collections.abc import Callable
+from random import Random
 from typing import Any
 
+import damage
+import models
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._inductor.async_compile import AsyncCompile
+from torch._inductor.codecache import CppPythonBindingsCodeCache, PyCodeCache
+from torch._inductor.cpu_vec_isa import pick_vec_isa
+from torch._inductor.runtime.cache_dir_utils import cache_dir
 
 import lazyinline
 from lazyinline.backend.files.disk import open_store
@@ -28,16 +35,9 @@ def text_of(body: str, parameters: str = "const float* in_ptr0, float* out_ptr0,
     return f'\n{HEADER}\nextern "C"  void  kernel({parameters})\n{{\n{body}\n}}\n'
 
 
-def has_vectors() -> bool:
-    """Whether Inductor writes kernels for a vector unit here (ATEN_CPU_CAPABILITY may say not)."""
-    from torch._inductor.cpu_vec_isa import pick_vec_isa
-
-    return bool(pick_vec_isa())
-
-
 def elementwise(vectors: str, numbers: str) -> str:
     """A kernel that makes ``vectors`` of a vector x, or ``numbers`` of a number x."""
-    if not has_vectors():
+    if not pick_vec_isa():  # ATEN_CPU_CAPABILITY may say so
         return text_of(f"""
     for (int64_t i = 0; i < n; i += 1) {{
         auto x = in_ptr0[i];
@@ -72,7 +72,9 @@ def result_of(kernel: Callable[..., Any], x: Tensor) -> Tensor:
     return out
 
 
-def bundles_in(folder: pathlib.Path, built: list[str], num_threads: int = 2) -> Bundles:
+def bundles_in(
+    folder: pathlib.Path, built: list[str], num_threads: int = 2, setting: str = "test"
+) -> Bundles:
     """Bundles whose builds are noted."""
 
     def build(text: str) -> pathlib.Path:
@@ -82,7 +84,7 @@ def bundles_in(folder: pathlib.Path, built: list[str], num_threads: int = 2) -> 
     def alone(types: Any, text: str) -> Any:
         pytest.fail("nothing is to be built alone")
 
-    return Bundles(lambda: known_in(folder), build, alone, num_threads)
+    return Bundles(lambda: known_in(folder, setting), build, alone, num_threads)
 
 
 def known_in(folder: pathlib.Path, setting: str = "test") -> BuiltKernels:
@@ -101,10 +103,7 @@ def folder(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.P
 
 @pytest.mark.sweep
 def test_kernels_of_one_file_give_the_bits_of_kernels_built_alone() -> None:
-    from torch._inductor.codecache import CppPythonBindingsCodeCache
-
-    built: list[str] = []
-    bundles = bundles_in(store_of_torch(), built)
+    bundles = bundles_in(pathlib.Path(cache_dir()) / "lazyinline", [])
     together = [bundles.ask(source_of(text)) for text in BODIES]
     bundles.finish()
     x = torch.randn(4096)
@@ -113,22 +112,6 @@ def test_kernels_of_one_file_give_the_bits_of_kernels_built_alone() -> None:
         assert isinstance(kernel, BuiltKernel)
         alone = CppPythonBindingsCodeCache.load_pybinding(TYPES, text)
         assert torch.equal(result_of(kernel, x), result_of(alone, x))
-
-
-def store_of_torch() -> pathlib.Path:
-    from torch._inductor.runtime.cache_dir_utils import cache_dir
-
-    return pathlib.Path(cache_dir()) / "lazyinline"
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(32)
-        self.inner = nn.Linear(32, 32)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + torch.nn.functional.gelu(self.inner(self.norm(x)))
 
 
 def step(model: nn.Module, x: Tensor, dynamic: bool | None = None) -> list[Tensor]:
@@ -140,10 +123,8 @@ def step(model: nn.Module, x: Tensor, dynamic: bool | None = None) -> list[Tenso
 def test_a_training_step_gives_the_bits_of_kernels_built_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from torch._inductor.codecache import PyCodeCache
-
     monkeypatch.setenv("LAZYINLINE_CACHE", "0")
-    model, x = Block(), torch.randn(4, 32)
+    model, x = models.Block(32, norm=True), torch.randn(4, 32)
     PyCodeCache.cache_clear()
     together = step(model, x)
     PyCodeCache.cache_clear()
@@ -184,9 +165,6 @@ def test_braces_in_strings_and_comments_are_no_blocks() -> None:
 
 def test_every_source_that_is_built_names_its_kind_of_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """The flags are the same on every CPU, "for the one at hand", and folders may be shared."""
-    from torch._inductor.async_compile import AsyncCompile
-    from torch._inductor.codecache import CppPythonBindingsCodeCache
-
     built: list[str] = []
 
     def sources() -> list[str]:
@@ -216,8 +194,6 @@ def test_every_source_that_is_built_names_its_kind_of_cpu(monkeypatch: pytest.Mo
 def test_what_inductor_writes_today_shares_files(
     dynamic: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from torch._inductor.codecache import PyCodeCache
-
     monkeypatch.setenv("LAZYINLINE_CACHE", "0")
     PyCodeCache.cache_clear()
     accepted = []
@@ -227,7 +203,7 @@ def test_what_inductor_writes_today_shares_files(
         return kernel_source(types, text)
 
     monkeypatch.setattr(torch_builds, "kernel_source", noted)
-    step(Block(), torch.randn(4, 32), dynamic)
+    step(models.Block(32, norm=True), torch.randn(4, 32), dynamic)
     assert accepted and all(accepted), "kernels look different: compiling takes five times as long"
 
 
@@ -293,21 +269,18 @@ main()
 @pytest.mark.sweep
 def test_two_processes_at_once_build_each_kernel_once(folder: pathlib.Path) -> None:
     here = str(pathlib.Path(__file__).parent)
-    processes = []
-    for first in (0, 1):  # they share a kernel
-        code = PROCESS.format(path=[here], folder=str(folder), first=first)
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-        processes.append(subprocess.Popen([sys.executable, "-c", code], **pipes))  # type: ignore[call-overload]
-    for process in processes:
-        assert process.stdout.readline() == "ready\n"
-    outputs = []
+    pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout"), subprocess.PIPE)
+    codes = [PROCESS.format(path=[here], folder=str(folder), first=n) for n in (0, 1)]  # share one
+    processes = [
+        subprocess.Popen([sys.executable, "-c", code], text=True, **pipes) for code in codes
+    ]
+    assert [process.stdout.readline() for process in processes] == ["ready\n"] * 2
     for process in processes:
         process.stdin.write("go\n")
         process.stdin.flush()
-    for process in processes:
-        outputs.append(int(process.communicate(timeout=300)[0]))
-        assert process.returncode == 0
-    assert sum(outputs) == len(BODIES)
+    built = [int(process.communicate(timeout=300)[0]) for process in processes]
+    assert not any(process.returncode for process in processes)
+    assert sum(built) == len(BODIES)
 
 
 # ---- damage ----------------------------------------------------------------------------------
@@ -317,8 +290,6 @@ def test_two_processes_at_once_build_each_kernel_once(folder: pathlib.Path) -> N
 def test_a_kernel_that_cannot_be_built_is_named_and_the_others_are_there(
     folder: pathlib.Path,
 ) -> None:
-    from torch._inductor.async_compile import AsyncCompile
-
     bad = text_of("this_is_no_function(n);")
     with deferred_builds() as builds:
         scope = {
@@ -338,8 +309,6 @@ def test_a_kernel_that_cannot_be_built_is_named_and_the_others_are_there(
 
 @pytest.mark.sweep
 def test_a_compile_that_is_given_up_leaves_kernels_that_can_be_made(folder: pathlib.Path) -> None:
-    from torch._inductor.async_compile import AsyncCompile
-
     with pytest.raises(KeyError), deferred_builds():
         promise = AsyncCompile().cpp_pybinding(TYPES, BODIES[1])
         raise KeyError
@@ -348,53 +317,50 @@ def test_a_compile_that_is_given_up_leaves_kernels_that_can_be_made(folder: path
     assert torch.allclose(result_of(promise.result(), x), x.tanh() / (x.abs() + 3))
 
 
-def garble(folder: pathlib.Path) -> None:
+def entry_in(folder: pathlib.Path) -> pathlib.Path:
     (entry,) = folder.glob("entries/[0-9a-f]*")
-    entry.write_text("{")
+    return entry
 
 
-def name_another_file(folder: pathlib.Path) -> None:
+def name_instead(folder: pathlib.Path, named: Callable[[Any], str]) -> None:
+    """Has the entry name something else, under the right digest."""
     store = open_store(folder)
-    (entry,) = folder.glob("entries/[0-9a-f]*")
+    assert store is not None
+    store.write(entry_in(folder).name, named(store))
+
+
+def other_object(store: Any) -> str:
+    made: str = store.write_object(build_file(bundle_text([source_of(BODIES[0])], "test")))
+    return made
+
+
+FORGED: dict[str, Callable[[pathlib.Path], None]] = {
+    "another file": lambda folder: name_instead(folder, lambda _: "../../thesis"),
+    "another object": lambda folder: name_instead(folder, other_object),
+}
+for way, spoil in damage.WAYS.items():
+    FORGED |= {f"entry, {way}": lambda f, spoil=spoil: spoil(entry_in(f), Random(0))}
+    FORGED |= {f"object, {way}": lambda f, spoil=spoil: spoil(next(f.glob("objects/*")), Random(0))}
+
+
+@pytest.mark.parametrize("how", FORGED)
+@pytest.mark.sweep(keep=["entry, cut off", "object, a bit flipped"])
+def test_what_is_damaged_is_built_again(how: str, folder: pathlib.Path) -> None:
+    source = source_of(text_of("for (int64_t i = 0; i < n; ++i) out_ptr0[i] = in_ptr0[i] * 2;"))
+    # Each its own setting: what a process has loaded stays loaded, whatever becomes of its file.
+    known_in(folder, how).keep([source], build_file(bundle_text([source], how)))
     theirs = folder.parent / "thesis.so"
     theirs.write_text("two years of work")
-    assert store is not None
-    store.write(entry.name, "../../thesis")
-
-
-def name_another_object(folder: pathlib.Path) -> None:
-    store, other = open_store(folder), source_of(BODIES[0])
-    (entry,) = folder.glob("entries/[0-9a-f]*")
-    assert store is not None
-    store.write(entry.name, store.write_object(build_file(bundle_text([other], "test"))))
-
-
-# A store is damaged in every way in test_cache.py.
-@pytest.mark.parametrize("damage", [garble, name_another_file, name_another_object])
-@pytest.mark.sweep(keep="garble")
-def test_what_is_damaged_is_built_again(
-    damage: Callable[[pathlib.Path], None], folder: pathlib.Path
-) -> None:
-    source = source_of(text_of("for (int64_t i = 0; i < n; ++i) out_ptr0[i] = in_ptr0[i] * 2;"))
-    # Another setting: what a process has loaded stays loaded, whatever becomes of its file.
-    setting = damage.__name__
-    known_in(folder, setting).keep([source], build_file(bundle_text([source], setting)))
-    damage(folder)
+    FORGED[how](folder)
     built: list[str] = []
-    bundles = Bundles(
-        lambda: known_in(folder, setting),
-        lambda text: built.append(text) or build_file(text),  # type: ignore[func-returns-value]
-        lambda *_: pytest.fail("nothing is to be built alone"),
-        1,
-    )
+    bundles = bundles_in(folder, built, 1, setting=how)
     with pytest.warns(CacheWarning, match="will be made anew"):
         promise = bundles.ask(source)
     bundles.finish()
     assert built
     assert torch.equal(result_of(promise.result(), torch.ones(8)), torch.full((8,), 2.0))
-    assert known_in(folder, setting).find(source) is not None
-    if damage is name_another_file:
-        assert (folder.parent / "thesis.so").read_text() == "two years of work"
+    assert known_in(folder, how).find(source) is not None
+    assert theirs.read_text() == "two years of work"
 
 
 def test_kernels_are_built_where_no_store_can_be(folder: pathlib.Path) -> None:
